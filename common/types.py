@@ -1,0 +1,129 @@
+"""The request as the system knows it after validation, and what comes back: plain frozen data."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class Role(enum.StrEnum):
+    """What a pod does."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+
+
+class FinishReason(enum.StrEnum):
+    """Why a sequence ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one request samples; every field is explicit and was validated by the gateway.
+
+    temperature 0 is greedy. top_k 0, top_p 1, min_p 0, repetition_penalty 1 and the other penalties 0 mean off.
+    stop_token_ids holds the model's end-of-sequence tokens too, unless the client ignores them.
+    logprobs: None for none, else the number of alternatives beside each token's own (0..20).
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int = 0
+    max_tokens: int = 16
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+    n: int = 1
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ValidRequest:
+    """A request that passed the gateway's validation: another type than anything a client sends."""
+
+    request_id: str
+    model: str
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    cache_salt: str = ""
+    priority: int = 0
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.prompt_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability (natural) of one token."""
+
+    token: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One generated token: its position in the output (from 0), its id and, when asked for, log-probabilities.
+
+    top holds the alternatives, best first.
+    """
+
+    index: int
+    id: int
+    logprob: float | None = None
+    top: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class TransferId:
+    """Names one transfer into a decode pod; never reused: `number` counts within the minting pod's `generation`."""
+
+    generation: int
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.generation:x}-{self.number:x}"
+
+
+@dataclass(frozen=True, slots=True)
+class KvTarget:
+    """Home of a prompt's KV on a decode pod.
+
+    blocks[i] is the physical block for logical block first_block + i; blocks before first_block are already there.
+    """
+
+    transfer_id: TransferId
+    pod: str
+    address: str
+    first_block: int
+    blocks: tuple[int, ...]
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
+class PoolCounts:
+    """Blocks by state; the sum is the pool's size."""
+
+    free: int
+    cached: int
+    leased: int
+    quarantined: int
+
+    @property
+    def total(self) -> int:
+        return self.free + self.cached + self.leased + self.quarantined

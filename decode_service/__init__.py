@@ -1,0 +1,1 @@
+"""The decode pod: reserves, receives KV, batches continuously."""

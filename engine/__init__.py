@@ -1,0 +1,1 @@
+"""Paged KV, models, scheduler, sampler. Never grpc, redis, nixl or fastapi."""

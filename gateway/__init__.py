@@ -1,0 +1,1 @@
+"""The gateway: OpenAI REST and public gRPC, validation, routing. Never torch."""

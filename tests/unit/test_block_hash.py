@@ -1,0 +1,80 @@
+"""Block hashes: golden vectors, chaining, isolation by fingerprint and salt, equality across processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.block_hash import BlockHasher, block_hashes, matchable_blocks
+
+FINGERPRINT = "00112233445566778899aabbccddeeff"
+TOKENS = list(range(40))
+
+
+def hexes(tokens: list[int], size: int = 16, fingerprint: str = FINGERPRINT, salt: str = "") -> list[str]:
+    return [h.hex() for h in block_hashes(tokens, fingerprint=fingerprint, block_size=size, salt=salt)]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "size", "salt", "expected"),
+    [
+        (TOKENS, 16, "", ["78fe8c8f208d36511e640dec5491a31d", "540bd72db0e86bf8e5ac0a600def8e2a"]),
+        (TOKENS, 16, "tenant-a", ["767062297b2045f2a6f18224f1d1a4de", "fdd1d96a0506508fbb40517f887f46e2"]),
+        ([2**31, 0, 49151, 7], 2, "", ["fe38aa758c348d76d19ff888b3b4b727", "baac84b27089f2339392c4ed20c4d84e"]),
+    ],
+)
+def test_golden_vectors(tokens: list[int], size: int, salt: str, expected: list[str]) -> None:
+    assert hexes(tokens, size, salt=salt) == expected
+
+
+def test_only_full_blocks_are_hashed() -> None:
+    assert len(hexes(TOKENS[:15])) == 0
+    assert len(hexes(TOKENS[:16])) == 1
+    assert len(hexes(TOKENS[:33])) == 2
+
+
+def test_a_block_is_named_by_everything_before_it() -> None:
+    other = [1, *TOKENS[1:]]
+    assert hexes(TOKENS)[1] != hexes([99, *TOKENS[1:]])[1]
+    assert hexes(TOKENS)[0] != hexes(other)[0]
+
+
+def test_fingerprint_and_salt_isolate() -> None:
+    variants = [hexes(TOKENS), hexes(TOKENS, fingerprint="ff" * 16), hexes(TOKENS, salt="a"), hexes(TOKENS, salt="b")]
+    assert len({v[1] for v in variants}) == len(variants)
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), max_size=70), st.lists(st.integers(0, 70), max_size=5))
+def test_incremental_equals_at_once(tokens: list[int], cuts: list[int]) -> None:
+    hasher = BlockHasher(FINGERPRINT, 4, "s")
+    for cut in sorted(cuts):
+        hasher.extend(tokens[:cut])
+    assert hasher.extend(tokens) == block_hashes(tokens, fingerprint=FINGERPRINT, block_size=4, salt="s")
+
+
+def test_equal_in_every_process_whatever_the_hash_seed() -> None:
+    code = (
+        "from common.block_hash import block_hashes;"
+        f"print([h.hex() for h in block_hashes(range(40), fingerprint='{FINGERPRINT}', block_size=16)])"
+    )
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("0", "1", "random")
+    }
+    assert outputs == {f"{hexes(TOKENS)}\n"}
+
+
+@pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 0), (16, 0), (17, 1), (32, 1), (33, 2)])
+def test_one_token_is_always_left_to_compute(tokens: int, blocks: int) -> None:
+    assert matchable_blocks(tokens, 16) == blocks
