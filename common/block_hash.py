@@ -2,7 +2,7 @@
 
 h_i = BLAKE2b-128(h_{i-1} || tokens_i || extra), keyed with the layout's fingerprint, h_{-1} empty. tokens_i are the
 block's token ids as little-endian uint32; extra is the tenant's cache salt (length-prefixed), later LoRA id and
-multimodal hashes. Only full blocks have a hash. The golden vectors in tests/unit/test_block_hash.py fix the bytes for good.
+multimodal hashes. Only full blocks have a hash; the golden vectors in tests/unit/test_block_hash.py fix the bytes.
 """
 
 from __future__ import annotations
@@ -46,5 +46,5 @@ def block_hashes(tokens: Sequence[int], *, fingerprint: str, block_size: int, sa
 
 
 def matchable_blocks(num_tokens: int, block_size: int) -> int:
-    """Blocks of a prompt that a cache may supply: one token is always left to compute; nothing writes a shared block."""
+    """Blocks of a prompt that a cache may supply: one token is always left, so nothing writes a shared block."""
     return max(0, (num_tokens - 1) // block_size)
