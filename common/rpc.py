@@ -1,0 +1,222 @@
+"""gRPC plumbing of every service: channels, a server with health and reflection, errors in both directions.
+
+A servicer raises BatonError; the interceptor answers with its status code and puts the whole error (kind, field, time
+to wait) into the trailing metadata, from which error_from_rpc builds the same error at the caller. Anything else that
+escapes a servicer is logged with its trace and answered as INTERNAL. Deadlines are gRPC timeouts.
+
+Lifecycle of RpcServer: add services -> start -> set_serving(True) -> set_serving(False) -> stop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import aclosing, contextmanager
+from typing import Any, NoReturn, TypeVar, cast
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from common.errors import BatonError, ConfigError, DeadlineExceeded, InternalError, Unavailable, from_status
+from common.pb import types_pb2
+from common.wire import error_from_pb, error_to_pb
+
+ERROR_KEY = "baton-error-bin"
+MAX_MESSAGE_BYTES = 64 << 20
+_MAX_ERROR_CHARS = 1000  # a trailer must stay far below the 8 KiB that peers accept
+
+_log = logging.getLogger(__name__)
+
+_Servicer = TypeVar("_Servicer")
+
+_COMMON_OPTIONS: tuple[tuple[str, Any], ...] = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+_CHANNEL_OPTIONS = (
+    *_COMMON_OPTIONS,
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.min_reconnect_backoff_ms", 1_000),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+)
+_SERVER_OPTIONS = (
+    *_COMMON_OPTIONS,
+    ("grpc.so_reuseport", 0),  # a second server on the same port is a mistake, not a load balancer
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.max_ping_strikes", 0),
+)
+
+
+def channel(address: str) -> grpc.aio.Channel:
+    """A channel to host:port that notices a dead peer within 15 s and reconnects within 2 s; the caller closes it."""
+    return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+
+
+def remaining_s(context: grpc.aio.ServicerContext[Any, Any], default: float) -> float:
+    """Seconds until the caller's deadline, never negative; `default` when the caller set none."""
+    left = context.time_remaining()
+    return default if left is None else max(0.0, left)
+
+
+def timeout_until(deadline: float) -> float:
+    """The gRPC timeout, in seconds, that ends at `deadline` (time.monotonic()). Raises DeadlineExceeded if past."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise DeadlineExceeded("the request's time is over")
+    return left
+
+
+def error_from_rpc(error: grpc.aio.AioRpcError) -> BatonError:
+    """The error that the peer's servicer raised; for a status without one, the error that stands for its code.
+
+    CANCELLED without an error of ours means that the peer ended the call (our own cancel raises CancelledError).
+    """
+    trailer = cast("Iterable[tuple[str, str | bytes]]", error.trailing_metadata() or ())
+    for key, value in trailer:
+        if key == ERROR_KEY and isinstance(value, bytes):
+            return error_from_pb(types_pb2.Error.FromString(value))
+    code, details = error.code().name, error.details() or error.code().name
+    return Unavailable(f"the peer ended the call: {details}") if code == "CANCELLED" else from_status(code, details)
+
+
+@contextmanager
+def rpc_errors() -> Iterator[None]:
+    """Turns AioRpcError inside the block into the BatonError that it carries."""
+    try:
+        yield
+    except grpc.aio.AioRpcError as e:
+        raise error_from_rpc(e) from e
+
+
+class RpcServer:
+    """A gRPC server on host:port (0 picks a free port) with health per service and reflection."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._host = host
+        self._port = port
+        self._adders: list[Callable[[grpc.aio.Server], None]] = []
+        self._names: list[str] = []
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # absent from the stubs
+        self._server: grpc.aio.Server | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def add(
+        self, add_fn: Callable[[_Servicer, grpc.aio.Server], None], servicer: _Servicer, full_service_name: str
+    ) -> None:
+        """Registers a servicer (add_XServicer_to_server, servicer, "baton.v1.X"); before start."""
+        self._adders.append(lambda server: add_fn(servicer, server))
+        self._names.append(full_service_name)
+
+    async def start(self) -> int:
+        """Binds and serves; health says NOT_SERVING until set_serving(True). The bound port. Raises ConfigError."""
+        server = grpc.aio.server(interceptors=[_ErrorInterceptor()], options=_SERVER_OPTIONS)
+        for add in self._adders:
+            add(server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        reflection.enable_server_reflection((*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        try:
+            port = server.add_insecure_port(f"{self._host}:{self._port}")
+        except RuntimeError as e:
+            raise ConfigError(f"port: cannot listen on {self._host}:{self._port}: {e}", field="port") from e
+        if not port:
+            raise ConfigError(f"port: cannot listen on {self._host}:{self._port}", field="port")
+        await server.start()
+        self._server = server
+        return port
+
+    def set_serving(self, serving: bool) -> None:
+        """Health of every service and of the server as a whole; takes effect at the loop's next turn."""
+        status = health_pb2.HealthCheckResponse
+        task = asyncio.get_running_loop().create_task(
+            self._set_health(status.SERVING if serving else status.NOT_SERVING)
+        )
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _set_health(self, status: int) -> None:
+        for name in ("", *self._names):
+            await self._health.set(name, status)
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuses new calls, lets running ones end for at most grace_s seconds, then cancels them. Idempotent."""
+        server, self._server = self._server, None
+        if server is None:
+            return
+        await self._health.enter_graceful_shutdown()
+        await server.stop(grace_s)
+
+
+class _ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not subscriptable at run time
+    """Wraps every asynchronous handler, whatever its arity, so that errors leave it as statuses."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        if handler.request_streaming and handler.response_streaming:
+            make, behavior = grpc.stream_stream_rpc_method_handler, handler.stream_stream
+        elif handler.request_streaming:
+            make, behavior = grpc.stream_unary_rpc_method_handler, handler.stream_unary
+        elif handler.response_streaming:
+            make, behavior = grpc.unary_stream_rpc_method_handler, handler.unary_stream
+        else:
+            make, behavior = grpc.unary_unary_rpc_method_handler, handler.unary_unary
+        return make(
+            _wrap(behavior, handler_call_details.method),
+            request_deserializer=handler.request_deserializer,
+            response_serializer=handler.response_serializer,
+        )
+
+
+def _wrap(behavior: Any, method: str) -> Any:
+    """`behavior` (coroutine function or async generator function) with errors turned into statuses."""
+
+    async def call(request: Any, context: Any) -> Any:
+        try:
+            return await behavior(request, context)
+        except Exception as e:
+            await _fail(e, context, method)
+
+    async def stream(request: Any, context: Any) -> Any:
+        try:
+            async with aclosing(behavior(request, context)) as responses:
+                async for response in responses:
+                    yield response
+        except Exception as e:
+            await _fail(e, context, method)
+
+    if inspect.isasyncgenfunction(behavior):
+        return stream
+    if inspect.iscoroutinefunction(behavior):
+        return call
+    return behavior
+
+
+async def _fail(error: Exception, context: Any, method: str) -> NoReturn:
+    """Ends the call with the status of `error`; raises always."""
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    if not isinstance(error, BatonError):
+        _log.error("unexpected error in %s", method, exc_info=error)
+        error = InternalError(f"unexpected {type(error).__name__} in {method}")
+    pb = error_to_pb(error)
+    pb.message = pb.message[:_MAX_ERROR_CHARS]
+    await context.abort(
+        grpc.StatusCode[error.grpc_code], pb.message, trailing_metadata=((ERROR_KEY, pb.SerializeToString()),)
+    )
+    raise AssertionError("abort returned")

@@ -1,0 +1,241 @@
+"""Between our frozen types and their wire messages; every pair of functions is a round trip.
+
+The wire holds floats in 32 bits: what a request says is what it says after one trip, the same on every pod.
+A message that lacks a part no sender of ours leaves out is an InvalidRequest that names the part.
+"""
+
+from __future__ import annotations
+
+from common.errors import BatonError, InvalidRequest, error_class
+from common.kv_layout import KVLayout
+from common.pb import transfer_pb2, types_pb2
+from common.types import (
+    FinishReason,
+    KvTarget,
+    PoolCounts,
+    Role,
+    SamplingParams,
+    Token,
+    TokenLogprob,
+    TransferId,
+    ValidRequest,
+)
+
+_FINISH_TO_PB = {
+    None: types_pb2.FINISH_REASON_UNSPECIFIED,
+    FinishReason.STOP: types_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: types_pb2.FINISH_REASON_LENGTH,
+    FinishReason.ABORT: types_pb2.FINISH_REASON_ABORT,
+    FinishReason.ERROR: types_pb2.FINISH_REASON_ERROR,
+}
+_FINISH_FROM_PB = {pb: reason for reason, pb in _FINISH_TO_PB.items()}
+
+_ROLE_TO_PB = {
+    Role.PREFILL: transfer_pb2.ROLE_PREFILL,
+    Role.DECODE: transfer_pb2.ROLE_DECODE,
+    Role.BOTH: transfer_pb2.ROLE_BOTH,
+}
+_ROLE_FROM_PB = {pb: role for role, pb in _ROLE_TO_PB.items()}
+
+
+def request_to_pb(request: ValidRequest) -> types_pb2.ValidRequest:
+    """A validated request for the wire."""
+    return types_pb2.ValidRequest(
+        request_id=request.request_id,
+        model=request.model,
+        prompt_ids=request.prompt_ids,
+        sampling=_sampling_to_pb(request.sampling),
+        cache_salt=request.cache_salt,
+        priority=request.priority,
+    )
+
+
+def request_from_pb(pb: types_pb2.ValidRequest) -> ValidRequest:
+    """A validated request from the wire. Raises InvalidRequest when its id, prompt or sampling is missing."""
+    if not pb.request_id:
+        raise InvalidRequest("request_id is missing", field="request_id")
+    if not pb.prompt_ids:
+        raise InvalidRequest("the prompt is empty", field="prompt_ids")
+    if not pb.HasField("sampling"):
+        raise InvalidRequest("sampling is missing", field="sampling")
+    return ValidRequest(
+        request_id=pb.request_id,
+        model=pb.model,
+        prompt_ids=tuple(pb.prompt_ids),
+        sampling=_sampling_from_pb(pb.sampling),
+        cache_salt=pb.cache_salt,
+        priority=pb.priority,
+    )
+
+
+def _sampling_to_pb(s: SamplingParams) -> types_pb2.SamplingParams:
+    return types_pb2.SamplingParams(
+        temperature=s.temperature,
+        top_k=s.top_k,
+        top_p=s.top_p,
+        min_p=s.min_p,
+        repetition_penalty=s.repetition_penalty,
+        presence_penalty=s.presence_penalty,
+        frequency_penalty=s.frequency_penalty,
+        logit_bias=[types_pb2.LogitBias(token=token, bias=bias) for token, bias in s.logit_bias],
+        seed=s.seed,
+        max_tokens=s.max_tokens,
+        min_tokens=s.min_tokens,
+        stop_token_ids=s.stop_token_ids,
+        logprobs=s.logprobs,
+        n=s.n,
+    )
+
+
+def _sampling_from_pb(pb: types_pb2.SamplingParams) -> SamplingParams:
+    return SamplingParams(
+        temperature=pb.temperature,
+        top_k=pb.top_k,
+        top_p=pb.top_p,
+        min_p=pb.min_p,
+        repetition_penalty=pb.repetition_penalty,
+        presence_penalty=pb.presence_penalty,
+        frequency_penalty=pb.frequency_penalty,
+        logit_bias=tuple((entry.token, entry.bias) for entry in pb.logit_bias),
+        seed=pb.seed,
+        max_tokens=pb.max_tokens,
+        min_tokens=pb.min_tokens,
+        stop_token_ids=tuple(pb.stop_token_ids),
+        logprobs=pb.logprobs if pb.HasField("logprobs") else None,
+        n=pb.n,
+    )
+
+
+def finish_to_pb(reason: FinishReason | None) -> types_pb2.FinishReason.ValueType:
+    """A finish reason for the wire; None means that the sequence goes on."""
+    return _FINISH_TO_PB[reason]
+
+
+def finish_from_pb(pb: types_pb2.FinishReason.ValueType) -> FinishReason | None:
+    """A finish reason from the wire; one that only a newer peer knows still ends the sequence, as STOP."""
+    return _FINISH_FROM_PB.get(pb, FinishReason.STOP)
+
+
+def role_to_pb(role: Role) -> transfer_pb2.Role.ValueType:
+    """A role for the wire."""
+    return _ROLE_TO_PB[role]
+
+
+def role_from_pb(pb: transfer_pb2.Role.ValueType) -> Role:
+    """A role from the wire. Raises InvalidRequest for one that is unset or unknown."""
+    if pb not in _ROLE_FROM_PB:
+        raise InvalidRequest(f"unknown role {pb}", field="role")
+    return _ROLE_FROM_PB[pb]
+
+
+def token_to_pb(token: Token) -> types_pb2.Token:
+    """One generated token for the wire."""
+    return types_pb2.Token(
+        index=token.index,
+        id=token.id,
+        logprob=token.logprob,
+        top=[types_pb2.TokenLogprob(token=t.token, logprob=t.logprob) for t in token.top],
+    )
+
+
+def token_from_pb(pb: types_pb2.Token) -> Token:
+    """One generated token from the wire."""
+    return Token(
+        index=pb.index,
+        id=pb.id,
+        logprob=pb.logprob if pb.HasField("logprob") else None,
+        top=tuple(TokenLogprob(t.token, t.logprob) for t in pb.top),
+    )
+
+
+def transfer_id_to_pb(transfer_id: TransferId) -> types_pb2.TransferId:
+    """A transfer's id for the wire."""
+    return types_pb2.TransferId(generation=transfer_id.generation, number=transfer_id.number)
+
+
+def transfer_id_from_pb(pb: types_pb2.TransferId) -> TransferId:
+    """A transfer's id from the wire."""
+    return TransferId(generation=pb.generation, number=pb.number)
+
+
+def target_to_pb(target: KvTarget) -> types_pb2.KvTarget:
+    """The home of a prompt's KV for the wire."""
+    return types_pb2.KvTarget(
+        transfer_id=transfer_id_to_pb(target.transfer_id),
+        pod=target.pod,
+        address=target.address,
+        first_block=target.first_block,
+        blocks=target.blocks,
+        fingerprint=target.fingerprint,
+    )
+
+
+def target_from_pb(pb: types_pb2.KvTarget) -> KvTarget:
+    """The home of a prompt's KV from the wire. Raises InvalidRequest when it names no transfer."""
+    if not pb.HasField("transfer_id"):
+        raise InvalidRequest("transfer_id is missing", field="target.transfer_id")
+    return KvTarget(
+        transfer_id=transfer_id_from_pb(pb.transfer_id),
+        pod=pb.pod,
+        address=pb.address,
+        first_block=pb.first_block,
+        blocks=tuple(pb.blocks),
+        fingerprint=pb.fingerprint,
+    )
+
+
+def error_to_pb(error: BatonError) -> types_pb2.Error:
+    """An error for the wire; it keeps its class, message, field and time to wait."""
+    return types_pb2.Error(
+        kind=error.kind,
+        message=error.message,
+        field=error.field or "",
+        retryable=error.retryable,
+        retry_after_s=error.retry_after_s or 0.0,
+    )
+
+
+def error_from_pb(pb: types_pb2.Error) -> BatonError:
+    """An error from the wire; a kind that only a newer peer knows becomes InternalError."""
+    return error_class(pb.kind)(pb.message, field=pb.field or None, retry_after_s=pb.retry_after_s or None)
+
+
+def layout_to_pb(layout: KVLayout) -> transfer_pb2.Layout:
+    """A KV layout for the wire, field by field."""
+    return transfer_pb2.Layout(
+        version=layout.version,
+        model=layout.model,
+        revision=layout.revision,
+        num_layers=layout.num_layers,
+        num_kv_heads=layout.num_kv_heads,
+        head_dim=layout.head_dim,
+        block_size=layout.block_size,
+        dtype=layout.dtype,
+        block_bytes=layout.block_bytes,
+    )
+
+
+def layout_from_pb(pb: transfer_pb2.Layout) -> KVLayout:
+    """A KV layout from the wire; block_bytes follows from the other fields."""
+    return KVLayout(
+        model=pb.model,
+        revision=pb.revision,
+        num_layers=pb.num_layers,
+        num_kv_heads=pb.num_kv_heads,
+        head_dim=pb.head_dim,
+        block_size=pb.block_size,
+        dtype=pb.dtype,
+        version=pb.version,
+    )
+
+
+def counts_to_pb(counts: PoolCounts) -> transfer_pb2.PoolCounts:
+    """Blocks by state for the wire."""
+    return transfer_pb2.PoolCounts(
+        free=counts.free, cached=counts.cached, leased=counts.leased, quarantined=counts.quarantined
+    )
+
+
+def counts_from_pb(pb: transfer_pb2.PoolCounts) -> PoolCounts:
+    """Blocks by state from the wire."""
+    return PoolCounts(free=pb.free, cached=pb.cached, leased=pb.leased, quarantined=pb.quarantined)
