@@ -1,0 +1,208 @@
+"""Keeps a set of child processes running: starts them in stages, restarts what dies, ends all of them.
+
+A service is stopped -> starting -> ready, ready <-> unready while its probe fails, and -> waiting (back-off) when its
+process ends, from where it is started again with the same command, name and port. Only three things end the
+supervisor's work: stop(), a child that calls its own configuration wrong (exit code 2), and a child that ended
+several times in a row without ever having been ready.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import signal
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from common.errors import BatonError, ConfigError, InternalError, Unavailable
+from common.process import ChildProcess
+
+Probe = Callable[[], Awaitable[bool]]
+
+TICK_S = 0.1
+PROBE_TIMEOUT_S = 3.0
+PROBE_EVERY_S = {False: 0.2, True: 2.0}  # by: is it ready
+BACKOFF_S = (0.5, 10.0)  # first and longest
+STABLE_AFTER_S = 30.0  # a process that ran this long starts with the first back-off again
+MAX_FAILED_STARTS = 3
+CONFIG_EXIT_CODE = 2
+
+
+class State(enum.StrEnum):
+    """Where one service is."""
+
+    STOPPED = "stopped"
+    STARTING = "starting"
+    READY = "ready"
+    UNREADY = "unready"
+    WAITING = "waiting"
+
+
+@dataclass(frozen=True)
+class ServiceSpec:
+    """One child. Stages start in rising order, each after the one before is ready, and stop in falling order."""
+
+    process: ChildProcess
+    role: str
+    address: str
+    probe: Probe
+    stage: int = 0
+
+    @property
+    def name(self) -> str:
+        return self.process.name
+
+
+@dataclass
+class Service:
+    """A spec and where it is; written by the supervisor only."""
+
+    spec: ServiceSpec
+    state: State = State.STOPPED
+    started_at: float = 0.0  # monotonic
+    ready_after_s: float | None = None  # of the present process
+    ever_ready: bool = False
+    restarts: int = 0
+
+
+class Supervisor:
+    """Owns the processes of `specs` from start() to stop(); all methods on one event loop.
+
+    on_event gets a line for a person whenever something happened that they should know.
+    """
+
+    def __init__(self, specs: Sequence[ServiceSpec], *, on_event: Callable[[str], None]) -> None:
+        self.services = [Service(spec) for spec in specs]
+        self._on_event = on_event
+        self._tasks: list[asyncio.Task[None]] = []
+        self._fatal: asyncio.Future[None] | None = None
+        self._stopping = False
+
+    async def start(self, timeout_s: float) -> None:
+        """Starts everything and returns when all is ready.
+
+        ConfigError when a child refuses its configuration; Unavailable, with the last lines of a log, when one does
+        not come up. The caller calls stop() in either case.
+        """
+        self._fatal = asyncio.get_running_loop().create_future()
+        deadline = time.monotonic() + timeout_s
+        for stage in sorted({s.spec.stage for s in self.services}):
+            members = [s for s in self.services if s.spec.stage == stage]
+            for service in members:
+                task = asyncio.create_task(self._keep(service), name=service.spec.name)
+                task.add_done_callback(self._on_task_end)
+                self._tasks.append(task)
+            while not all(s.state is State.READY for s in members):
+                if self._fatal.done():
+                    await self._fatal
+                if time.monotonic() > deadline:
+                    late = next(s for s in members if s.state is not State.READY)
+                    raise Unavailable(f"{late.spec.name} is not ready after {timeout_s:.0f} s{_quote(late)}")
+                await asyncio.sleep(TICK_S)
+
+    async def failure(self) -> None:
+        """Waits for something that restarting cannot mend, and raises it."""
+        assert self._fatal is not None, "not started"
+        await asyncio.shield(self._fatal)
+
+    async def stop(self, grace_s: float) -> None:
+        """SIGTERM stage by stage, SIGKILL for what is still there after grace_s (of each stage). Idempotent."""
+        self._stopping = True
+        for stage in sorted({s.spec.stage for s in self.services}, reverse=True):
+            members = [s for s in self.services if s.spec.stage == stage]
+            for service in members:
+                service.spec.process.send(signal.SIGTERM)
+            deadline = time.monotonic() + grace_s
+            while any(s.spec.process.alive for s in members) and time.monotonic() < deadline:  # noqa: ASYNC110
+                await asyncio.sleep(TICK_S / 4)
+            for service in members:
+                if service.spec.process.alive:
+                    self._on_event(f"{service.spec.name} did not stop within {grace_s:.0f} s and was killed")
+                service.spec.process.kill()
+                service.state = State.STOPPED
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._fatal is not None and self._fatal.done() and not self._fatal.cancelled():
+            self._fatal.exception()  # seen: start() or failure() told it, or nobody cares any more
+
+    def kill(self) -> None:
+        """Ends every process at once."""
+        self._stopping = True
+        for service in self.services:
+            service.spec.process.send(signal.SIGKILL)
+
+    async def _keep(self, service: Service) -> None:
+        failed_starts, backoff = 0, BACKOFF_S[0]
+        name, process = service.spec.name, service.spec.process
+        while not self._stopping:
+            service.state, service.started_at, service.ready_after_s = State.STARTING, time.monotonic(), None
+            process.start()
+            await self._watch(service)
+            if self._stopping:
+                return
+            code = process.exit_code
+            if code == CONFIG_EXIT_CODE and not service.ever_ready:
+                lines = [line for line in process.tail() if line.strip()] or ["wrong configuration"]
+                self._fail(ConfigError(f"{name}: {lines[-1].removeprefix('baton: ')}"))
+                return
+            failed_starts = 0 if service.ready_after_s is not None else failed_starts + 1
+            if failed_starts >= MAX_FAILED_STARTS and not service.ever_ready:
+                self._fail(Unavailable(f"{name} ended {failed_starts} times before it was ready{_quote(service)}"))
+                return
+            if time.monotonic() - service.started_at > STABLE_AFTER_S:
+                backoff = BACKOFF_S[0]
+            service.state = State.WAITING
+            self._on_event(f"{name} ended ({_how(code)}), starting it again in {backoff:.1f} s{_quote(service)}")
+            await asyncio.sleep(backoff)
+            backoff = min(2 * backoff, BACKOFF_S[1])
+            service.restarts += 1
+
+    async def _watch(self, service: Service) -> None:
+        """Probes until the process ends."""
+        next_probe = 0.0
+        while service.spec.process.alive and not self._stopping:
+            if time.monotonic() >= next_probe:
+                ready = await _ask(service.spec.probe)
+                if not service.spec.process.alive or self._stopping:
+                    return
+                if ready and service.state is not State.READY:
+                    if service.state is State.UNREADY or service.restarts:
+                        self._on_event(f"{service.spec.name} is ready again")
+                    service.ready_after_s = service.ready_after_s or time.monotonic() - service.started_at
+                    service.state, service.ever_ready = State.READY, True
+                elif not ready and service.state is State.READY:
+                    service.state = State.UNREADY
+                    self._on_event(f"{service.spec.name} is not ready")
+                next_probe = time.monotonic() + PROBE_EVERY_S[ready]
+            await asyncio.sleep(TICK_S)
+
+    def _on_task_end(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(InternalError(f"supervising {task.get_name()} failed: {error!r}"))
+
+    def _fail(self, error: BatonError) -> None:
+        if self._fatal is not None and not self._fatal.done():
+            self._fatal.set_exception(error)
+
+
+async def _ask(probe: Probe) -> bool:
+    """The probe's answer; no answer in time is a no."""
+    try:
+        return await asyncio.wait_for(probe(), PROBE_TIMEOUT_S)
+    except TimeoutError:
+        return False
+
+
+def _how(code: int | None) -> str:
+    if code is not None and code < 0:
+        return signal.Signals(-code).name
+    return f"exit code {code}"
+
+
+def _quote(service: Service) -> str:
+    lines = service.spec.process.tail()
+    if not lines:
+        return f"; its log {service.spec.process.log} is empty"
+    return f"; last lines of {service.spec.process.log}:\n" + "\n".join(f"  | {line}" for line in lines)
