@@ -1,0 +1,193 @@
+"""The gRPC plumbing over a real loopback connection: errors keep their class, health and reflection answer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from common.errors import (
+    BatonError,
+    ConfigError,
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    Overloaded,
+    Unavailable,
+)
+from common.pb import decode_pb2, decode_pb2_grpc
+from common.rpc import RpcServer, channel, error_from_rpc, remaining_s, rpc_errors, timeout_until
+
+SERVICE = "baton.v1.Decode"
+
+
+class Servicer(decode_pb2_grpc.DecodeServicer):
+    """Raises `error` from every method, from Tokens after one message."""
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.error = error
+        self.seen: list[float] = []
+        self.cancelled = asyncio.Event()
+
+    async def Reserve(self, request: decode_pb2.ReserveRequest, context: Any) -> decode_pb2.ReserveResponse:
+        self.seen.append(remaining_s(context, default=77.0))
+        if self.error is not None:
+            raise self.error
+        return decode_pb2.ReserveResponse(cached_tokens=3)
+
+    async def Abort(self, request: decode_pb2.DecodeAbortRequest, context: Any) -> decode_pb2.DecodeAbortResponse:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+        return decode_pb2.DecodeAbortResponse()
+
+    async def Tokens(
+        self, request_iterator: AsyncIterator[decode_pb2.TokensRequest], context: Any
+    ) -> AsyncIterator[decode_pb2.TokenBatch]:
+        async for message in request_iterator:
+            yield decode_pb2.TokenBatch(number=message.acked)
+            if self.error is not None:
+                raise self.error
+
+
+class Pair:
+    """A server with one servicer and a channel to it."""
+
+    def __init__(self, servicer: Servicer) -> None:
+        self.servicer = servicer
+        self.server = RpcServer("127.0.0.1", 0)
+
+    async def __aenter__(self) -> Pair:
+        self.server.add(decode_pb2_grpc.add_DecodeServicer_to_server, self.servicer, SERVICE)
+        self.port = await self.server.start()
+        self.channel = channel(f"127.0.0.1:{self.port}")
+        self.stub: Any = decode_pb2_grpc.DecodeStub(self.channel)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.channel.close()
+        await self.server.stop(0)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        InvalidRequest("n is -1", field="n"),
+        Overloaded("full", retry_after_s=2.5),
+        Unavailable("leaving – später"),
+        DeadlineExceeded("over"),
+    ],
+)
+async def test_an_error_keeps_class_field_and_time_to_wait(error: BatonError) -> None:
+    async with Pair(Servicer(error)) as pair:
+        with pytest.raises(BatonError) as unary, rpc_errors():
+            await pair.stub.Reserve(decode_pb2.ReserveRequest(), timeout=10)
+        call = pair.stub.Tokens(iter([decode_pb2.TokensRequest(acked=5)]), timeout=10)
+        got = [(await call.read()).number]
+        with pytest.raises(BatonError) as stream, rpc_errors():
+            await call.read()
+    assert got == [5]
+    for e in (unary.value, stream.value):
+        assert (type(e), e.message, e.field, e.retry_after_s) == (
+            type(error),
+            error.message,
+            error.field,
+            error.retry_after_s,
+        )
+
+
+async def test_an_unexpected_exception_is_internal_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async with Pair(Servicer(KeyError("secret"))) as pair:
+        with caplog.at_level(logging.ERROR), pytest.raises(grpc.aio.AioRpcError) as e:
+            await pair.stub.Reserve(decode_pb2.ReserveRequest(), timeout=10)
+    assert e.value.code() is grpc.StatusCode.INTERNAL
+    assert isinstance(error_from_rpc(e.value), InternalError)
+    assert "secret" not in (e.value.details() or "")
+    assert any(r.exc_info for r in caplog.records)
+
+
+async def test_a_long_message_still_arrives_as_its_class() -> None:
+    async with Pair(Servicer(InvalidRequest("x" * 100_000, field="prompt"))) as pair:
+        with pytest.raises(InvalidRequest) as e, rpc_errors():
+            await pair.stub.Reserve(decode_pb2.ReserveRequest(), timeout=10)
+    assert e.value.field == "prompt"
+
+
+async def test_cancel_reaches_the_servicer_and_the_caller() -> None:
+    async with Pair(Servicer()) as pair:
+        call = pair.stub.Abort(decode_pb2.DecodeAbortRequest(), timeout=30)
+        await asyncio.sleep(0.2)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        await asyncio.wait_for(pair.servicer.cancelled.wait(), 10)
+
+
+async def test_deadlines_travel_and_expire() -> None:
+    async with Pair(Servicer()) as pair:
+        await pair.stub.Reserve(decode_pb2.ReserveRequest(), timeout=20)
+        await pair.stub.Reserve(decode_pb2.ReserveRequest())
+        with pytest.raises(DeadlineExceeded), rpc_errors():
+            await pair.stub.Abort(decode_pb2.DecodeAbortRequest(), timeout=0.2)
+    assert 0 < pair.servicer.seen[0] <= 20
+    assert pair.servicer.seen[1] == 77.0
+    with pytest.raises(DeadlineExceeded):
+        timeout_until(time.monotonic() - 1)
+
+
+async def test_a_server_that_is_not_there_is_unavailable() -> None:
+    async with Pair(Servicer()) as pair:
+        port = pair.port
+    async with channel(f"127.0.0.1:{port}") as ch:
+        with pytest.raises(Unavailable), rpc_errors():
+            await decode_pb2_grpc.DecodeStub(ch).Reserve(decode_pb2.ReserveRequest(), timeout=5)  # type: ignore[misc]
+
+
+async def test_stop_cancels_what_outlives_its_grace() -> None:
+    async with Pair(Servicer()) as pair:
+        call = pair.stub.Abort(decode_pb2.DecodeAbortRequest(), timeout=30)
+        await asyncio.sleep(0.2)
+        await pair.server.stop(0.1)
+        with pytest.raises(Unavailable), rpc_errors():
+            await call
+
+
+async def test_health_follows_set_serving() -> None:
+    async with Pair(Servicer()) as pair:
+        stub: Any = health_pb2_grpc.HealthStub(pair.channel)
+
+        async def statuses() -> set[int]:
+            await asyncio.sleep(0)
+            names = ("", SERVICE)
+            return {(await stub.Check(health_pb2.HealthCheckRequest(service=n), timeout=10)).status for n in names}
+
+        kinds = health_pb2.HealthCheckResponse
+        assert await statuses() == {kinds.NOT_SERVING}
+        pair.server.set_serving(True)
+        assert await statuses() == {kinds.SERVING}
+        pair.server.set_serving(False)
+        assert await statuses() == {kinds.NOT_SERVING}
+
+
+async def test_reflection_lists_the_services() -> None:
+    async with Pair(Servicer()) as pair:
+        stub: Any = reflection_pb2_grpc.ServerReflectionStub(pair.channel)
+        call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]), timeout=10)
+        names = {s.name for s in (await call.read()).list_services_response.service}
+    assert {SERVICE, "grpc.health.v1.Health"} <= names
+
+
+async def test_a_taken_port_is_a_configuration_error() -> None:
+    async with Pair(Servicer()) as pair:
+        with pytest.raises(ConfigError) as e:
+            await RpcServer("127.0.0.1", pair.port).start()
+    assert e.value.field == "port"

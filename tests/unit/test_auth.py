@@ -1,0 +1,91 @@
+"""Signatures: what is accepted, and everything that is not."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from common.auth import AUTH_KEY, MAX_SKEW_S, Signer
+from common.errors import ConfigError, Unauthenticated
+from common.pb import transfer_pb2, types_pb2
+
+METHOD = "/baton.v1.Transfer/Open"
+MESSAGE = transfer_pb2.OpenRequest(transfer_id=types_pb2.TransferId(generation=7, number=1), request_id="r", pod="p")
+
+
+def signer(secret: bytes = b"s3cret", pod: str = "prefill-0") -> Signer:
+    return Signer(secret, pod, 41)
+
+
+def test_a_peer_with_the_secret_is_known_by_pod_and_generation() -> None:
+    assert signer(pod="d").verify(METHOD, MESSAGE, signer(pod="prefill-ü").metadata(METHOD, MESSAGE)) == (
+        "prefill-ü",
+        41,
+    )
+
+
+def test_the_message_may_have_been_parsed_again() -> None:
+    parsed = transfer_pb2.OpenRequest.FromString(MESSAGE.SerializeToString())
+    signer().verify(METHOD, parsed, [("other", "x"), *signer().metadata(METHOD, MESSAGE)])
+
+
+def test_wrong_secret_method_or_message() -> None:
+    good = signer().metadata(METHOD, MESSAGE)
+    other = transfer_pb2.OpenRequest(transfer_id=types_pb2.TransferId(generation=7, number=2), request_id="r", pod="p")
+    with pytest.raises(Unauthenticated):
+        signer(b"other").verify(METHOD, MESSAGE, good)
+    with pytest.raises(Unauthenticated):
+        signer().verify("/baton.v1.Transfer/Commit", MESSAGE, good)
+    with pytest.raises(Unauthenticated):
+        signer().verify(METHOD, other, good)
+
+
+def test_every_flipped_byte_is_noticed() -> None:
+    ((key, value),) = signer().metadata(METHOD, MESSAGE)
+    assert isinstance(value, bytes)
+    receiver = signer()
+    for i in range(len(value)):
+        bad = value[:i] + bytes([value[i] ^ 1]) + value[i + 1 :]
+        with pytest.raises(Unauthenticated):
+            receiver.verify(METHOD, MESSAGE, [(key, bad)])
+
+
+@pytest.mark.parametrize("metadata", [None, (), ((AUTH_KEY, b""),), ((AUTH_KEY, b"x" * 63),), ((AUTH_KEY, "text"),)])
+def test_unsigned(metadata: tuple[tuple[str, str | bytes], ...] | None) -> None:
+    with pytest.raises(Unauthenticated):
+        signer().verify(METHOD, MESSAGE, metadata)
+
+
+def test_a_replay_is_refused_and_another_message_is_not() -> None:
+    sender, receiver = signer(), signer()
+    first = sender.metadata(METHOD, MESSAGE)
+    receiver.verify(METHOD, MESSAGE, first)
+    with pytest.raises(Unauthenticated, match="replayed"):
+        receiver.verify(METHOD, MESSAGE, first)
+    receiver.verify(METHOD, MESSAGE, sender.metadata(METHOD, MESSAGE))
+
+
+@pytest.mark.parametrize("shift", [MAX_SKEW_S + 2, -MAX_SKEW_S - 2])
+def test_old_and_future_messages(shift: float) -> None:
+    with pytest.raises(Unauthenticated, match="signed"):
+        signer().verify(METHOD, MESSAGE, signer().metadata(METHOD, MESSAGE), time.time() + shift)
+
+
+def test_a_replay_is_refused_for_as_long_as_its_time_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    receiver, sender, start = signer(), signer(), 1_000_000.0
+    sent: list[tuple[float, tuple[tuple[str, str | bytes], ...]]] = []
+    for step in range(400):
+        now = start + step
+        monkeypatch.setattr("common.auth.time.time", lambda now=now: now)
+        sent.append((now, sender.metadata(METHOD, MESSAGE)))
+        receiver.verify(METHOD, MESSAGE, sent[-1][1], now)
+        for _, old in sent[-70:]:
+            with pytest.raises(Unauthenticated):
+                receiver.verify(METHOD, MESSAGE, old, now)
+        assert sum(map(len, receiver._seen.values())) <= 4 * MAX_SKEW_S
+
+
+def test_an_empty_secret_is_refused() -> None:
+    with pytest.raises(ConfigError):
+        Signer(b"", "p", 1)
