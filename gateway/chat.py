@@ -1,0 +1,80 @@
+"""The model's chat template: a conversation to the text that the model was trained on.
+
+Rendered once, here, the way `transformers` does it (sandboxed, trim_blocks, lstrip_blocks, the same helpers); pods only
+ever see token ids. The template comes from chat_template.jinja or tokenizer_config.json of the model's directory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from common.errors import ConfigError, InvalidRequest
+from gateway.tokenizer import TextTokenizer
+
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **_: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def find_template(model_dir: Path, config: Mapping[str, Any]) -> str | None:
+    """Source of the chat template, None when the model has none (a base model)."""
+    path = model_dir / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text("utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several named ones: the default serves conversations without tools
+        named = {t["name"]: t["template"] for t in template if isinstance(t, dict) and {"name", "template"} <= t.keys()}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+class ChatTemplate:
+    """Renders conversations for one model. Raises ConfigError when the template does not compile."""
+
+    def __init__(self, model_dir: Path, tokenizer: TextTokenizer) -> None:
+        self._names = {name: text for name in _SPECIAL if (text := tokenizer.special_text(name))}
+        source = find_template(model_dir, tokenizer.config)
+        self._template: jinja2.Template | None = None
+        if source is None:
+            return
+        env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        env.filters["tojson"] = _tojson
+        env.globals["raise_exception"] = _raise_exception
+        env.globals["strftime_now"] = _strftime_now
+        try:
+            self._template = env.from_string(source)
+        except jinja2.TemplateError as e:
+            raise ConfigError(f"model: the chat template does not compile: {e}", field="model") from e
+
+    def render(self, messages: Sequence[Mapping[str, Any]], kwargs: Mapping[str, Any] | None = None) -> str:
+        """The prompt for the assistant's next message. Raises InvalidRequest for what the template refuses."""
+        if self._template is None:
+            raise InvalidRequest("this model has no chat template; use /v1/completions", field="messages")
+        try:
+            return self._template.render(
+                {**self._names, **(kwargs or {}), "messages": list(messages), "tools": None, "documents": None},
+                add_generation_prompt=True,
+            )
+        except jinja2.TemplateError as e:
+            raise InvalidRequest(f"the model's chat template refuses these messages: {e}", field="messages") from e
+        except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as e:
+            text = f"the model's chat template cannot render these messages: {type(e).__name__}"
+            raise InvalidRequest(text, field="messages") from e

@@ -1,0 +1,87 @@
+"""Typed reading of an untrusted JSON object: every refusal names the field; null means absent; a bool is no number."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from common.errors import InvalidRequest
+
+
+def type_name(value: object) -> str:
+    """JSON's name of a value's type."""
+    if isinstance(value, bool):
+        return "boolean"
+    names = {dict: "object", list: "array", str: "string", int: "integer", float: "number", type(None): "null"}
+    return names.get(type(value), type(value).__name__)
+
+
+def wrong_type(name: str, wanted: str, value: object) -> InvalidRequest:
+    """The error for a field of the wrong type."""
+    return InvalidRequest(f"{name} must be {wanted}, not {type_name(value)}", field=name)
+
+
+class Fields:
+    """The members of one JSON object; `prefix` is put before names in errors ("stream_options.")."""
+
+    def __init__(self, members: Mapping[str, Any], prefix: str = "") -> None:
+        self._members = members
+        self._prefix = prefix
+
+    def raw(self, name: str) -> Any:
+        """The value as it came, None when absent."""
+        return self._members.get(name)
+
+    def integer(self, name: str, low: int, high: int) -> int | None:
+        """An integer in [low, high]."""
+        value = self.raw(name)
+        if value is None:
+            return None
+        full = self._prefix + name
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise wrong_type(full, "an integer", value)
+        if not low <= value <= high:
+            raise InvalidRequest(f"{full} must be between {low} and {high}, not {value}", field=full)
+        return value
+
+    def number(self, name: str, low: float, high: float, *, open_low: bool = False) -> float | None:
+        """A finite number in [low, high], or in (low, high] with open_low."""
+        value = self.raw(name)
+        if value is None:
+            return None
+        full = self._prefix + name
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise wrong_type(full, "a number", value)
+        if not math.isfinite(value) or not low <= value <= high or (open_low and value == low):
+            start = "greater than" if open_low else "at least"
+            raise InvalidRequest(f"{full} must be {start} {low:g} and at most {high:g}, not {value}", field=full)
+        return float(value)
+
+    def boolean(self, name: str) -> bool | None:
+        """true or false."""
+        value = self.raw(name)
+        if value is None or isinstance(value, bool):
+            return value
+        raise wrong_type(self._prefix + name, "a boolean", value)
+
+    def string(self, name: str, max_chars: int) -> str | None:
+        """A string of at most max_chars characters."""
+        value = self.raw(name)
+        if value is None:
+            return None
+        full = self._prefix + name
+        if not isinstance(value, str):
+            raise wrong_type(full, "a string", value)
+        if len(value) > max_chars:
+            raise InvalidRequest(f"{full} must have at most {max_chars} characters", field=full)
+        return value
+
+    def mapping(self, name: str) -> dict[str, Any] | None:
+        """An object."""
+        value = self.raw(name)
+        if value is None or isinstance(value, dict):
+            return value
+        raise wrong_type(self._prefix + name, "an object", value)

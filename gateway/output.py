@@ -1,0 +1,89 @@
+"""One choice's output: from tokens in order to pieces of text with log-probabilities.
+
+Lifecycle: `add` tokens until `finish` is set (a stop string was found) or the pods say the sequence ended, then `end`
+once. Text held back for a stop string holds its tokens' log-probabilities back with it; tokens that begin inside the
+stop string are counted but not shown.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from common.types import FinishReason, Token
+from gateway.detokenizer import detokenizer
+from gateway.stop_strings import StopScanner
+from gateway.tokenizer import TextTokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class ShownToken:
+    """A token with log-probabilities and the position in characters where its text begins."""
+
+    token: Token
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one step adds to a choice; `tokens` is the number generated (stop strings' included), `shown` may lag."""
+
+    text: str
+    shown: tuple[ShownToken, ...]
+    tokens: tuple[Token, ...]
+    finish: FinishReason | None = None
+
+
+class ChoiceOutput:
+    """Text of one sequence."""
+
+    def __init__(self, tokenizer: TextTokenizer, stops: Sequence[str], *, logprobs: bool) -> None:
+        self._detokenizer = detokenizer(tokenizer)
+        self._scanner = StopScanner(stops)
+        self._logprobs = logprobs
+        self._pending: deque[ShownToken] = deque()
+        self._length = 0  # characters detokenized
+        self._released = 0  # characters given out
+        self.num_tokens = 0
+        self.finish: FinishReason | None = None
+
+    def add(self, tokens: Sequence[Token], ended: FinishReason | None = None) -> Piece:
+        """Takes the next tokens in order; `ended` is the pods' verdict that these are the last.
+
+        After a stop string `finish` is STOP whatever the pods say; tokens behind it are dropped.
+        """
+        text: list[str] = []
+        taken: list[Token] = []
+        for token in tokens:
+            if self._scanner.hit:
+                break
+            taken.append(token)
+            if self._logprobs:
+                self._pending.append(ShownToken(token, self._length))
+            piece = self._detokenizer.feed(token.id)
+            self._length += len(piece)
+            text.append(self._scanner.feed(piece))
+        self.num_tokens += len(taken)
+        if ended is not None and not self._scanner.hit:
+            tail = self._detokenizer.flush()
+            self._length += len(tail)
+            text.append(self._scanner.feed(tail))
+            if not self._scanner.hit:
+                text.append(self._scanner.flush())
+        self.finish = FinishReason.STOP if self._scanner.hit else ended
+        out = "".join(text)
+        self._released += len(out)
+        return Piece(out, self._show(), tuple(taken), self.finish)
+
+    def _show(self) -> tuple[ShownToken, ...]:
+        """The tokens whose text was released; when the output ended by itself, all of them."""
+        shown: list[ShownToken] = []
+        while self._pending:
+            behind = self._released < self._length  # text is held back, or cut off by a stop string
+            if behind and self._pending[0].offset >= self._released:
+                break
+            shown.append(self._pending.popleft())
+        if self.finish is not None:
+            self._pending.clear()
+        return tuple(shown)

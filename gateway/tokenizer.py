@@ -1,0 +1,125 @@
+"""Text to token ids and back for one model directory, without torch or transformers.
+
+Invariant: ids are those of `transformers` on the same directory: tokenizer.json does the work, the end-of-sequence ids
+come from generation_config.json (or config.json) and tokenizer_config.json, in that order of authority.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from common.errors import ConfigError
+
+INLINE_CHARS = 8192  # longer texts are tokenized in a thread: the event loop never waits more than a few ms
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file, empty when there is none. Raises ConfigError when it is not an object."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except ValueError as e:
+        raise ConfigError(f"model: {path.name} is not valid JSON: {e}", field="model") from e
+    if not isinstance(value, dict):
+        raise ConfigError(f"model: {path.name} is not a JSON object", field="model")
+    return value
+
+
+@functools.cache
+def byte_of_char() -> dict[str, int]:
+    """The byte that each character of a byte-level vocabulary stands for (GPT-2's bytes_to_unicode, inverted)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {chr(b): b for b in printable}
+    table.update({chr(256 + i): b for i, b in enumerate(b for b in range(256) if b not in set(printable))})
+    return table
+
+
+class TextTokenizer:
+    """Tokenizer of one model. eos_ids: the model's own end-of-sequence tokens; byte_level: see detokenizer.py."""
+
+    def __init__(self, model_dir: Path) -> None:
+        path = model_dir / "tokenizer.json"
+        if not path.is_file():
+            raise ConfigError(f"model: {model_dir} holds no tokenizer.json", field="model")
+        raw: Any = Tokenizer.from_file(str(path))
+        raw.no_truncation()
+        raw.no_padding()
+        self.raw = raw
+        self.config = read_json(model_dir / "tokenizer_config.json")
+        decoder = read_json(path).get("decoder") or {}
+        self.byte_level: bool = decoder.get("type") == "ByteLevel"
+        self.vocab_size: int = raw.get_vocab_size(with_added_tokens=True)
+        self.special_ids = frozenset(i for i, token in raw.get_added_tokens_decoder().items() if token.special)
+        self._added = {i: token.content for i, token in raw.get_added_tokens_decoder().items()}
+        self.eos_ids = self._find_eos(model_dir)
+        self._pieces: dict[int, bytes] = {}
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
+
+    def _find_eos(self, model_dir: Path) -> tuple[int, ...]:
+        for name in ("generation_config.json", "config.json"):
+            eos = read_json(model_dir / name).get("eos_token_id")
+            if isinstance(eos, int):
+                return (eos,)
+            if isinstance(eos, list) and eos:
+                return tuple(int(i) for i in eos)
+        token = self.special_text("eos_token")
+        eos = self.raw.token_to_id(token) if token else None
+        return () if eos is None else (eos,)
+
+    def special_text(self, name: str) -> str:
+        """Text of a named special token (bos_token, eos_token, ...) of tokenizer_config.json, "" when there is none."""
+        token = self.config.get(name)
+        if isinstance(token, dict):
+            token = token.get("content")
+        return token if isinstance(token, str) else ""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text."""
+        ids: list[int] = self.raw.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    async def encode_async(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """encode, in a thread when the text is long."""
+        if len(text) <= INLINE_CHARS:
+            return self.encode(text, add_special_tokens=add_special_tokens)
+        work = functools.partial(self.encode, text, add_special_tokens=add_special_tokens)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of token ids, special tokens left out."""
+        text: str = self.raw.decode(ids, skip_special_tokens=True)
+        return text
+
+    def piece(self, token_id: int) -> bytes:
+        """The bytes that one token stands for, special tokens by their name; b"" for an id beyond the vocabulary."""
+        piece = self._pieces.get(token_id)
+        if piece is None:
+            piece = self._pieces[token_id] = self._make_piece(token_id)
+        return piece
+
+    def _make_piece(self, token_id: int) -> bytes:
+        added = self._added.get(token_id)
+        if added is not None and (token_id in self.special_ids or not self.byte_level):
+            return added.encode()
+        token = self.raw.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self.byte_level:
+            table = byte_of_char()
+            known = [table.get(c) for c in token]
+            return token.encode() if None in known else bytes(b for b in known if b is not None)
+        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            return bytes.fromhex(token[3:5])
+        return str(token).replace("▁", " ").encode()
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._threads.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,402 @@
+"""From an untrusted body to what the rest of the gateway believes: first by itself, then against the model's limits.
+
+`parse_completion` and `parse_chat` check everything that needs no model and give a Spec and prompts; `to_valid` adds
+the limits and makes the ValidRequest that pods see. Unknown fields are ignored, as OpenAI's API does; fields that are known
+but not served are refused by name, never silently dropped.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from common.errors import InvalidRequest
+from common.types import SamplingParams, ValidRequest
+from gateway.fields import Fields, wrong_type
+
+MAX_STOPS = 16
+MAX_STOP_CHARS = 1024
+MAX_LOGPROBS = 20
+MAX_PROMPTS = 64
+MAX_LOGIT_BIAS = 1024
+MAX_STOP_TOKEN_IDS = 256
+MAX_SALT_CHARS = 256
+INT32_MAX = 2**31 - 1
+INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+
+Prompt = str | tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spec:
+    """What to generate, apart from the prompt. None means that the client left the choice to us."""
+
+    model: str
+    max_tokens: int | None = None
+    max_tokens_field: str = "max_tokens"
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int | None = None
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    cache_salt: str = ""
+    priority: int = 0
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionBody:
+    """A checked /v1/completions body."""
+
+    spec: Spec
+    prompts: tuple[Prompt, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatBody:
+    """A checked /v1/chat/completions body; messages as the template takes them, content always text."""
+
+    spec: Spec
+    messages: tuple[dict[str, Any], ...]
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the pods that serve a model can take: prompt plus output, and token ids below vocab_size.
+
+    default_len bounds prompt plus output where the client names no max_tokens.
+    """
+
+    max_model_len: int
+    default_len: int
+    vocab_size: int
+
+
+# Fields that OpenAI or other servers define, and the values that ask for nothing beyond what is served.
+_COMMON_INERT: dict[str, tuple[object, ...]] = {
+    "n": (1,),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "structured_outputs": (),
+    "prompt_logprobs": (0,),
+    "use_beam_search": (False,),
+}
+_COMPLETION_INERT: dict[str, tuple[object, ...]] = {
+    **_COMMON_INERT,
+    "suffix": ("",),
+    "best_of": (1,),
+    "echo": (False,),
+}
+_CHAT_INERT: dict[str, tuple[object, ...]] = {
+    **_COMMON_INERT,
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+    "chat_template": (),
+    "continue_final_message": (False,),
+    "add_generation_prompt": (True,),
+    "documents": ([],),
+    "echo": (False,),
+}
+
+
+def parse_completion(body: object) -> CompletionBody:
+    """Checks a /v1/completions body. Raises InvalidRequest that names the field."""
+    fields = _object(body)
+    _refuse_unserved(fields, _COMPLETION_INERT)
+    logprobs = fields.integer("logprobs", 0, MAX_LOGPROBS)
+    spec = _spec(fields, logprobs=logprobs, max_tokens=fields.integer("max_tokens", 1, INT32_MAX))
+    return CompletionBody(spec, _prompts(fields.raw("prompt")))
+
+
+def parse_chat(body: object) -> ChatBody:
+    """Checks a /v1/chat/completions body. Raises InvalidRequest that names the field."""
+    fields = _object(body)
+    _refuse_unserved(fields, _CHAT_INERT)
+    wanted = fields.boolean("logprobs") or False
+    top = fields.integer("top_logprobs", 0, MAX_LOGPROBS)
+    if top and not wanted:
+        raise InvalidRequest("top_logprobs needs logprobs to be true", field="top_logprobs")
+    name = "max_completion_tokens" if fields.raw("max_completion_tokens") is not None else "max_tokens"
+    spec = _spec(
+        fields,
+        logprobs=(top or 0) if wanted else None,
+        max_tokens=fields.integer(name, 1, INT32_MAX),
+        max_tokens_field=name,
+    )
+    return ChatBody(spec, _messages(fields.raw("messages")), fields.mapping("chat_template_kwargs") or {})
+
+
+def to_valid(
+    spec: Spec,
+    prompt_ids: Sequence[int],
+    limits: Limits,
+    *,
+    request_id: str,
+    eos_ids: Sequence[int],
+    default_max_tokens: int | None,
+    prompt_field: str,
+) -> ValidRequest:
+    """Checks a tokenized request against the model's limits and completes it: defaults, stop tokens, a seed.
+
+    default_max_tokens None means the rest of the context. Raises InvalidRequest that names the field.
+    """
+    length = len(prompt_ids)
+    if not length:
+        raise InvalidRequest("the prompt is empty", field=prompt_field)
+    if length >= limits.max_model_len:
+        text = f"the prompt has {length} tokens, and this model's context is {limits.max_model_len} tokens"
+        raise InvalidRequest(f"{text}; one must be left for the answer", field=prompt_field)
+    max_tokens = spec.max_tokens
+    if max_tokens is None:
+        room = max(1, limits.default_len - length)
+        max_tokens = room if default_max_tokens is None else min(default_max_tokens, room)
+    elif length + max_tokens > limits.max_model_len:
+        text = f"the prompt's {length} tokens and {spec.max_tokens_field} ({max_tokens}) exceed this model's context of"
+        raise InvalidRequest(f"{text} {limits.max_model_len} tokens", field=spec.max_tokens_field)
+    if spec.min_tokens > max_tokens:
+        text = f"min_tokens ({spec.min_tokens}) is larger than {spec.max_tokens_field} ({max_tokens})"
+        raise InvalidRequest(text, field="min_tokens")
+    _require_ids(prompt_ids, limits.vocab_size, prompt_field)
+    _require_ids(spec.stop_token_ids, limits.vocab_size, "stop_token_ids")
+    _require_ids([token for token, _ in spec.logit_bias], limits.vocab_size, "logit_bias")
+    stops = (*spec.stop_token_ids, *(() if spec.ignore_eos else eos_ids))
+    sampling = SamplingParams(
+        temperature=spec.temperature,
+        top_k=spec.top_k,
+        top_p=spec.top_p,
+        min_p=spec.min_p,
+        repetition_penalty=spec.repetition_penalty,
+        presence_penalty=spec.presence_penalty,
+        frequency_penalty=spec.frequency_penalty,
+        logit_bias=spec.logit_bias,
+        seed=secrets.randbits(63) if spec.seed is None else spec.seed % 2**64,
+        max_tokens=max_tokens,
+        min_tokens=spec.min_tokens,
+        stop_token_ids=tuple(dict.fromkeys(stops)),
+        logprobs=spec.logprobs,
+    )
+    return ValidRequest(request_id, spec.model, tuple(prompt_ids), sampling, spec.cache_salt, spec.priority)
+
+
+def _object(body: object) -> Fields:
+    if not isinstance(body, dict):
+        raise wrong_type("the request body", "a JSON object", body)
+    return Fields(body)
+
+
+def _refuse_unserved(fields: Fields, inert: Mapping[str, tuple[object, ...]]) -> None:
+    if fields.raw("n") is not None:
+        fields.integer("n", 1, 128)
+    for name, harmless in inert.items():
+        value = fields.raw(name)
+        if value is None:
+            continue
+        if not any(type(value) is type(h) and value == h for h in harmless):
+            raise InvalidRequest(f"{name} is not supported here with the value given", field=name)
+
+
+def _spec(
+    fields: Fields, *, logprobs: int | None, max_tokens: int | None, max_tokens_field: str = "max_tokens"
+) -> Spec:
+    model = fields.string("model", 1024)
+    if not model:
+        raise InvalidRequest("model is missing", field="model")
+    stream = fields.boolean("stream") or False
+    options = fields.mapping("stream_options")
+    if options is not None and not stream:
+        raise InvalidRequest("stream_options is only allowed when stream is true", field="stream_options")
+    stream_fields = Fields(options or {}, "stream_options.")
+    continuous = stream_fields.boolean("continuous_usage_stats") or False
+    top_k = fields.integer("top_k", -1, INT32_MAX) or 0
+    return Spec(
+        model=model,
+        max_tokens=max_tokens,
+        max_tokens_field=max_tokens_field,
+        temperature=_or(fields.number("temperature", 0, 2), 1.0),
+        top_k=max(0, top_k),
+        top_p=_or(fields.number("top_p", 0, 1, open_low=True), 1.0),
+        min_p=_or(fields.number("min_p", 0, 1), 0.0),
+        repetition_penalty=_or(fields.number("repetition_penalty", 0, 2, open_low=True), 1.0),
+        presence_penalty=_or(fields.number("presence_penalty", -2, 2), 0.0),
+        frequency_penalty=_or(fields.number("frequency_penalty", -2, 2), 0.0),
+        logit_bias=_logit_bias(fields.mapping("logit_bias")),
+        seed=fields.integer("seed", INT64_MIN, INT64_MAX),
+        min_tokens=fields.integer("min_tokens", 0, INT32_MAX) or 0,
+        stop=_stops(fields.raw("stop")),
+        stop_token_ids=_stop_token_ids(fields.raw("stop_token_ids")),
+        ignore_eos=fields.boolean("ignore_eos") or False,
+        logprobs=logprobs,
+        cache_salt=fields.string("cache_salt", MAX_SALT_CHARS) or "",
+        priority=fields.integer("priority", -INT32_MAX, INT32_MAX) or 0,
+        stream=stream,
+        include_usage=stream_fields.boolean("include_usage") or False,
+        continuous_usage=continuous,
+    )
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def _stops(value: object) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list):
+        raise wrong_type("stop", "a string or an array of strings", value)
+    check_stops(stops)
+    return tuple(stops)
+
+
+def check_stops(stops: Sequence[object]) -> None:
+    """Raises InvalidRequest unless these are at most MAX_STOPS usable stop strings."""
+    if len(stops) > MAX_STOPS:
+        raise InvalidRequest(f"stop may have at most {MAX_STOPS} entries", field="stop")
+    for stop in stops:
+        if not isinstance(stop, str):
+            raise wrong_type("stop", "a string or an array of strings", stop)
+        if not 1 <= len(stop) <= MAX_STOP_CHARS:
+            raise InvalidRequest(f"a stop string must have 1 to {MAX_STOP_CHARS} characters", field="stop")
+
+
+def _stop_token_ids(value: object) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list):
+        raise wrong_type("stop_token_ids", "an array of token ids", value)
+    if len(value) > MAX_STOP_TOKEN_IDS:
+        raise InvalidRequest(f"stop_token_ids may have at most {MAX_STOP_TOKEN_IDS} entries", field="stop_token_ids")
+    return _token_ids(value, "stop_token_ids")
+
+
+def _logit_bias(value: Mapping[str, Any] | None) -> tuple[tuple[int, float], ...]:
+    if not value:
+        return ()
+    if len(value) > MAX_LOGIT_BIAS:
+        raise InvalidRequest(f"logit_bias may have at most {MAX_LOGIT_BIAS} entries", field="logit_bias")
+    out: dict[int, float] = {}
+    inner = Fields(value, "logit_bias.")
+    for key in value:
+        if not (key.isascii() and key.isdecimal() and len(key) < 10):
+            raise InvalidRequest(f"logit_bias has a key that is no token id: {key[:40]!r}", field="logit_bias")
+        bias = inner.number(key, -100, 100)
+        if bias is not None:
+            out[int(key)] = bias
+    return tuple(out.items())
+
+
+def _token_ids(values: Sequence[object], name: str) -> tuple[int, ...]:
+    out: list[int] = []
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise wrong_type(name, "an array of token ids (integers)", value)
+        if not 0 <= value <= INT32_MAX:
+            raise InvalidRequest(f"{name} has {value}, which is no token id", field=name)
+        out.append(value)
+    return tuple(out)
+
+
+def _require_ids(ids: Sequence[int], vocab_size: int, name: str) -> None:
+    if ids and max(ids) >= vocab_size:
+        text = f"{name} has token id {max(ids)}, but the model's vocabulary has {vocab_size} tokens"
+        raise InvalidRequest(text, field=name)
+
+
+def _prompts(value: object) -> tuple[Prompt, ...]:
+    """A string, an array of strings, an array of token ids, or an array of such arrays."""
+    if value is None:
+        raise InvalidRequest("prompt is missing", field="prompt")
+    if isinstance(value, str):
+        value = [value]
+    if not isinstance(value, list):
+        raise wrong_type("prompt", "a string, an array of strings, or token ids", value)
+    if not value:
+        raise InvalidRequest("the prompt is empty", field="prompt")
+    if isinstance(value[0], int):
+        return (_token_ids(value, "prompt"),)
+    if len(value) > MAX_PROMPTS:
+        raise InvalidRequest(f"prompt may have at most {MAX_PROMPTS} entries", field="prompt")
+    prompts: list[Prompt] = []
+    for entry in value:
+        if type(entry) is not type(value[0]) or not isinstance(entry, str | list):
+            raise wrong_type("prompt", "a string, an array of strings, or token ids", entry)
+        if not entry:
+            raise InvalidRequest("the prompt is empty", field="prompt")
+        prompts.append(entry if isinstance(entry, str) else _token_ids(entry, "prompt"))
+    return tuple(prompts)
+
+
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+
+
+def _messages(value: object) -> tuple[dict[str, Any], ...]:
+    if value is None:
+        raise InvalidRequest("messages is missing", field="messages")
+    if not isinstance(value, list):
+        raise wrong_type("messages", "an array of messages", value)
+    if not value:
+        raise InvalidRequest("messages is empty", field="messages")
+    return tuple(_message(message, f"messages[{i}]") for i, message in enumerate(value))
+
+
+def _message(value: object, name: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise wrong_type(name, "an object", value)
+    role = value.get("role")
+    if not isinstance(role, str):
+        raise wrong_type(f"{name}.role", "a string", role)
+    if role not in _ROLES:
+        raise InvalidRequest(f"{name}.role must be one of {', '.join(_ROLES)}", field=f"{name}.role")
+    content = value.get("content")
+    calls = value.get("tool_calls")
+    if content is None and not (role == "assistant" and calls):
+        raise InvalidRequest(f"{name}.content is missing", field=f"{name}.content")
+    message = {**value, "role": _ROLES[role], "content": _content(content, f"{name}.content")}
+    if calls is None:
+        message.pop("tool_calls", None)
+    return message
+
+
+def _content(value: object, name: str) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise wrong_type(name, "a string or an array of text parts", value)
+    texts: list[str] = []
+    for i, part in enumerate(value):
+        if not isinstance(part, dict):
+            raise wrong_type(f"{name}[{i}]", "an object", part)
+        kind = part.get("type")
+        if kind != "text":
+            shown = kind[:40] if isinstance(kind, str) else type(kind).__name__
+            raise InvalidRequest(f"{name}[{i}].type {shown!r} is not supported, only text", field=f"{name}[{i}].type")
+        text = part.get("text")
+        if not isinstance(text, str):
+            raise wrong_type(f"{name}[{i}].text", "a string", text)
+        texts.append(text)
+    return "\n".join(texts)
