@@ -1,0 +1,334 @@
+"""Configuration of pods, the gateway and the one-machine stack: frozen, validated, every error names its field.
+
+A value comes from the flags, else BATON_<FIELD> in the environment, else the TOML file (flat keys), else the default.
+Each field carries a Kind that turns text or a TOML value into the field's type and refuses everything else; the same
+check runs on values given to the constructor. Unknown keys are errors, and so are BATON_* variables that no
+configuration knows (in Kubernetes switch service links off: they inject BATON_*_SERVICE_HOST and the like).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+import re
+import socket
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Self
+
+from common.errors import ConfigError
+from common.types import Role
+
+ENV_PREFIX = "BATON_"
+ENV_OTHERS = frozenset({"BATON_CACHE", "BATON_CONFIG"})  # read elsewhere, no fields
+DEFAULT_SECRET = "baton-loopback-only"
+
+_MIB = 1 << 20
+_UNITS = {"": 1, "B": 1, **{f"{p}{s}": 1024**i for i, p in enumerate("KMGT", 1) for s in ("", "iB")}}
+_UNITS |= {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}
+_UNITS_FOLDED = {unit.lower(): n for unit, n in _UNITS.items()}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a field accepts. parse turns raw input into the value (a value stays as it is) or raises ValueError."""
+
+    expected: str
+    parse: Callable[[object], Any]
+    secret: bool = False
+
+
+def _integer(low: int, high: int) -> Kind:
+    def parse(raw: object) -> int:
+        value = int(raw, 10) if isinstance(raw, str) else raw
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            raise ValueError
+        return value
+
+    return Kind(f"an integer from {low} to {high}", parse)
+
+
+def _size(low: int) -> Kind:
+    def parse(raw: object) -> int:
+        if isinstance(raw, str):
+            match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", raw)
+            if match is None or match[2].lower() not in _UNITS_FOLDED:
+                raise ValueError
+            raw = int(float(match[1]) * _UNITS_FOLDED[match[2].lower()])
+        if not isinstance(raw, int) or isinstance(raw, bool) or raw < low:
+            raise ValueError
+        return raw
+
+    return Kind(f"a size of at least {low} bytes, like 512M or 1GiB", parse)
+
+
+def _seconds(low: float, high: float) -> Kind:
+    def parse(raw: object) -> float:
+        if isinstance(raw, bool) or not isinstance(raw, str | int | float):
+            raise ValueError
+        value = float(raw)
+        if not math.isfinite(value) or not low <= value <= high:
+            raise ValueError
+        return value
+
+    return Kind(f"seconds from {low:g} to {high:g}", parse)
+
+
+def _text(expected: str, pattern: str, *, secret: bool = False) -> Kind:
+    def parse(raw: object) -> str:
+        if not isinstance(raw, str) or re.fullmatch(pattern, raw, re.DOTALL) is None:
+            raise ValueError
+        return raw
+
+    return Kind(expected, parse, secret)
+
+
+def _optional(kind: Kind) -> Kind:
+    def parse(raw: object) -> Any:
+        return None if raw is None or raw == "" else kind.parse(raw)
+
+    return Kind(f"{kind.expected}, or nothing", parse, kind.secret)
+
+
+def _tuple_of(kind: Kind) -> Kind:
+    def parse(raw: object) -> tuple[Any, ...]:
+        if isinstance(raw, str):
+            raw = [part.strip() for part in raw.split(",") if part.strip()]
+        if not isinstance(raw, Sequence):
+            raise ValueError
+        return tuple(kind.parse(item) for item in raw)
+
+    return Kind(f"a comma-separated list, each {kind.expected}", parse)
+
+
+def _choice(*names: str) -> Kind:
+    def parse(raw: object) -> str:
+        if not isinstance(raw, str) or raw not in names:
+            raise ValueError
+        return raw
+
+    return Kind("one of " + ", ".join(names), parse)
+
+
+def _parse_bool(raw: object) -> bool:
+    if isinstance(raw, bool):
+        return raw
+    if not isinstance(raw, str) or raw.lower() not in _BOOLS:
+        raise ValueError
+    return _BOOLS[raw.lower()]
+
+
+def _parse_role(raw: object) -> Role:
+    if not isinstance(raw, str):
+        raise ValueError
+    return Role(raw)
+
+
+_BOOLS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+_BOOL = Kind("true or false", _parse_bool)
+_ROLE = Kind("one of prefill, decode, both", _parse_role)
+_PORT = _integer(0, 65535)
+_HOST = _text("a host name or IP address", r"[^\s/]+")
+_ADDRESS = _text("host:port", r"[^\s/]+:\d{1,5}")
+_REDIS = _optional(_text("a URL that starts with redis://, rediss:// or unix://", r"(rediss?|unix)://\S+"))
+_NAME = _text("1 to 63 letters, digits, dots, dashes or underscores", r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+_MODEL = _text("a directory or a known model's name", r".+")
+_SECRET = _text("at least 8 characters", r".{8,}", secret=True)
+_DEVICE = _text("auto, cpu, cuda or cuda:N", r"auto|cpu|cuda(:\d+)?")
+_LOG_LEVEL = _choice("debug", "info", "warning", "error")
+_THREADS = _integer(0, 1024)
+_BLOCK_SIZE = _integer(1, 256)
+_CHUNK = _integer(1, 1 << 20)
+
+
+def _setting(kind: Kind, default: Any) -> Any:
+    return field(default=default, metadata={"kind": kind}, repr=not kind.secret)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class _Config:
+    """What all configurations share: validation on construction, and load."""
+
+    host: str
+    secret: str
+
+    def __post_init__(self) -> None:
+        for f in fields(self):  # type: ignore[arg-type]
+            value = self.__dict__[f.name]
+            parsed = _parse(f.name, f.metadata["kind"], value, "")
+            if parsed != value or not isinstance(value, (type(parsed), int)):
+                raise _refusal(f.name, f.metadata["kind"], value, "")
+        if self.secret == DEFAULT_SECRET and not _is_loopback(self.host):
+            raise ConfigError(
+                f"secret: a cluster secret is needed to listen on {self.host} (set BATON_SECRET)", field="secret"
+            )
+
+    @classmethod
+    def load(cls, *, file: Path | None, env: Mapping[str, str], flags: Mapping[str, object]) -> Self:
+        """Reads one configuration; flags that are None count as not given.
+
+        Raises ConfigError with one readable line that names the field, its value and what was expected.
+        """
+        known = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]
+        values: dict[str, Any] = {}
+        for source, origin in (
+            (_read_toml(file), f" in {file}"),
+            (_from_env(known, env), " in the environment"),
+            ({k: v for k, v in flags.items() if v is not None}, ""),
+        ):
+            for name, raw in source.items():
+                if name not in known:
+                    raise ConfigError(f"{name}: unknown setting{origin}; known: {', '.join(known)}", field=name)
+                values[name] = _parse(name, known[name].metadata["kind"], raw, origin)
+        for f in known.values():
+            if f.default is MISSING and f.name not in values:
+                raise ConfigError(f"{f.name}: missing; expected {f.metadata['kind'].expected}", field=f.name)
+        return cls(**values)
+
+
+def _parse(name: str, kind: Kind, raw: object, origin: str) -> Any:
+    try:
+        return kind.parse(raw)
+    except (ValueError, OverflowError) as e:
+        raise _refusal(name, kind, raw, origin) from e
+
+
+def _refusal(name: str, kind: Kind, raw: object, origin: str) -> ConfigError:
+    shown = "this value" if kind.secret else repr(raw)
+    return ConfigError(f"{name}: {shown}{origin} will not do; expected {kind.expected}", field=name)
+
+
+def _read_toml(file: Path | None) -> Mapping[str, object]:
+    if file is None:
+        return {}
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as e:
+        raise ConfigError(f"config: cannot read {file}: {e.strerror}", field="config") from e
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+        raise ConfigError(f"config: {file} is not TOML: {e}", field="config") from e
+
+
+def _from_env(known: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, object]:
+    """This configuration's variables; those of the other configurations are someone else's."""
+    values: dict[str, object] = {}
+    anywhere = {f.name for c in (PodConfig, GatewayConfig, UpConfig) for f in fields(c)}
+    for variable, raw in env.items():
+        if not variable.startswith(ENV_PREFIX) or variable in ENV_OTHERS:
+            continue
+        name = variable.removeprefix(ENV_PREFIX).lower()
+        if name not in anywhere or variable != variable.upper():
+            raise ConfigError(f"{variable}: unknown setting in the environment", field=name)
+        if name in known:
+            values[name] = raw
+    return values
+
+
+@dataclass(frozen=True, kw_only=True)
+class PodConfig(_Config):
+    """One prefill, decode or aggregated pod.
+
+    model: a model directory or a known name; served_name: what clients call it (None: the model's own name).
+    name: stable over restarts (None: role and host name). port 0: any free one. advertise: host:port under which
+    peers reach this pod (None: host and the bound port). redis None: no prefix index. kv_memory: bytes of the KV pool.
+    max_model_len 0: the model's. chunk_tokens: most tokens of one step, and of one prompt chunk. local_prefill_tokens:
+    a decode pod computes uncached suffixes up to this length itself. metrics_port 0: off. threads 0: automatic.
+    drain_s: most seconds between SIGTERM and the end.
+    """
+
+    role: Role = field(metadata={"kind": _ROLE})
+    model: str = _setting(_MODEL, "smollm2")
+    served_name: str | None = _setting(_optional(_MODEL), None)
+    name: str | None = _setting(_optional(_NAME), None)
+    host: str = _setting(_HOST, "127.0.0.1")
+    port: int = _setting(_PORT, 0)
+    advertise: str | None = _setting(_optional(_ADDRESS), None)
+    redis: str | None = _setting(_REDIS, None)
+    secret: str = _setting(_SECRET, DEFAULT_SECRET)
+    device: str = _setting(_DEVICE, "auto")
+    dtype: str = _setting(_choice("auto", "float32", "bfloat16"), "auto")
+    threads: int = _setting(_THREADS, 0)
+    block_size: int = _setting(_BLOCK_SIZE, 16)
+    kv_memory: int = _setting(_size(1), 512 * _MIB)
+    max_model_len: int = _setting(_integer(0, 1 << 24), 0)
+    chunk_tokens: int = _setting(_CHUNK, 256)
+    max_seqs: int = _setting(_integer(1, 65536), 64)
+    local_prefill_tokens: int = _setting(_integer(0, 1 << 24), 0)
+    transport: str = _setting(_choice("nixl", "loopback"), "nixl")
+    checksums: bool = _setting(_BOOL, False)
+    metrics_port: int = _setting(_PORT, 0)
+    drain_s: float = _setting(_seconds(0, 3600), 30.0)
+    log_level: str = _setting(_LOG_LEVEL, "info")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_whole_blocks(self.chunk_tokens, self.block_size)
+
+    @property
+    def pod_name(self) -> str:
+        """The configured name, or role and host name."""
+        return self.name or re.sub(r"[^A-Za-z0-9._-]", "-", f"{self.role}-{socket.gethostname()}")[:63]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewayConfig(_Config):
+    """The gateway. Pods come from the index in redis, from the static list `pods`, or both.
+
+    grpc_port 0: no public gRPC. model: directory (or known name) with tokenizer and chat template. max_body_bytes:
+    larger bodies get 413. request_timeout_s: deadline of a request that sets none. max_inflight: more get 429.
+    """
+
+    host: str = _setting(_HOST, "127.0.0.1")
+    port: int = _setting(_PORT, 8000)
+    grpc_port: int = _setting(_PORT, 0)
+    redis: str | None = _setting(_REDIS, None)
+    pods: tuple[str, ...] = _setting(_tuple_of(_ADDRESS), ())
+    secret: str = _setting(_SECRET, DEFAULT_SECRET)
+    model: str = _setting(_MODEL, "smollm2")
+    served_name: str | None = _setting(_optional(_MODEL), None)
+    max_body_bytes: int = _setting(_size(1024), 8 * _MIB)
+    request_timeout_s: float = _setting(_seconds(0.1, 86400), 600.0)
+    max_inflight: int = _setting(_integer(1, 1 << 20), 1024)
+    drain_s: float = _setting(_seconds(0, 3600), 30.0)
+    log_level: str = _setting(_LOG_LEVEL, "info")
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpConfig(_Config):
+    """The stack on one machine: `prefill` + `decode` pods, a gateway on port (0 or taken: the next free one).
+
+    redis None: an embedded Valkey. kv_memory and threads are per pod. log_dir None: a temporary directory.
+    """
+
+    model: str = _setting(_MODEL, "smollm2")
+    prefill: int = _setting(_integer(1, 64), 1)
+    decode: int = _setting(_integer(1, 64), 1)
+    redis: str | None = _setting(_REDIS, None)
+    host: str = _setting(_HOST, "127.0.0.1")
+    port: int = _setting(_PORT, 8000)
+    chunk_tokens: int = _setting(_CHUNK, 256)
+    block_size: int = _setting(_BLOCK_SIZE, 16)
+    kv_memory: int = _setting(_size(1), 512 * _MIB)
+    threads: int = _setting(_THREADS, 0)
+    log_dir: str | None = _setting(_optional(_text("a directory", r".+")), None)
+    secret: str = _setting(_SECRET, DEFAULT_SECRET)
+    log_level: str = _setting(_LOG_LEVEL, "info")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_whole_blocks(self.chunk_tokens, self.block_size)
+
+
+def _require_whole_blocks(chunk_tokens: int, block_size: int) -> None:
+    if chunk_tokens < block_size:
+        raise ConfigError(
+            f"chunk_tokens: {chunk_tokens} is less than one block (block_size {block_size})", field="chunk_tokens"
+        )

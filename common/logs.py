@@ -1,0 +1,68 @@
+"""Structured logs on stderr: JSON lines, or a readable console when stderr is a terminal.
+
+Standard-library loggers (ours and the libraries') and structlog loggers go the same way. What bind() binds in a context
+(the request id) is on every line that this context writes, tasks started from it included.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import structlog
+
+_QUIET = ("grpc", "httpx", "httpcore", "asyncio", "uvicorn.access")
+
+
+def setup_logs(level: str = "info", *, json: bool | None = None) -> None:
+    """Routes all logging of this process to stderr; level is debug, info, warning or error. json None: unless a tty."""
+    shared: list[structlog.typing.Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_logger_name,
+        structlog.stdlib.add_log_level,
+        structlog.stdlib.ExtraAdder(),
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+    ]
+    as_json = not sys.stderr.isatty() if json is None else json
+    final: list[structlog.typing.Processor] = [structlog.stdlib.ProcessorFormatter.remove_processors_meta]
+    if as_json:
+        final += [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
+    else:
+        final += [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
+
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(structlog.stdlib.ProcessorFormatter(processors=final, foreign_pre_chain=shared))
+    root = logging.getLogger()
+    for old in list(root.handlers):
+        root.removeHandler(old)
+    root.addHandler(handler)
+    root.setLevel(level.upper())
+    for name in _QUIET:
+        logging.getLogger(name).setLevel(max(logging.WARNING, root.level))
+
+    structlog.configure(
+        processors=[
+            structlog.stdlib.filter_by_level,
+            *shared,
+            structlog.stdlib.PositionalArgumentsFormatter(),
+            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
+        ],
+        wrapper_class=structlog.stdlib.BoundLogger,
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        cache_logger_on_first_use=True,
+    )
+
+
+def get_logger(name: str) -> structlog.stdlib.BoundLogger:
+    """A structlog logger; before setup_logs it writes with structlog's defaults."""
+    logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(name)
+    return logger
+
+
+@contextmanager
+def bind(**values: str | int) -> Iterator[None]:
+    """Puts values (request_id="...") on every line logged inside the block."""
+    with structlog.contextvars.bound_contextvars(**values):
+        yield

@@ -1,0 +1,115 @@
+"""Prometheus metrics of one process: a registry of its own, names with the baton_ prefix, an HTTP endpoint.
+
+Nothing here is global: each service makes one Metrics and hands it to its parts, tests make as many as they like.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
+
+from common.errors import ConfigError
+
+PREFIX = "baton_"
+
+# Seconds. Token gaps are a few ms, first tokens up to a minute under load.
+LATENCY_BUCKETS = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0,
+)  # fmt: skip
+COUNT_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+
+Sample = tuple[tuple[str, ...], float]
+
+
+class MetricsServer:
+    """The HTTP endpoint that Metrics.start_metrics_server started, in its own thread."""
+
+    def __init__(self, server: WSGIServer, thread: threading.Thread) -> None:
+        self._server = server
+        self._thread = thread
+        self.port: int = server.server_port
+
+    def stop(self) -> None:
+        """Stops serving and frees the port."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class Metrics:
+    """Declares and exposes metrics; names come without the prefix and with their unit (`_seconds`, `_bytes`)."""
+
+    content_type = CONTENT_TYPE_LATEST
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+
+    def counter(self, name: str, help: str, labels: Sequence[str] = ()) -> Counter:
+        """A count that only grows; Prometheus adds `_total` to its name."""
+        return Counter(PREFIX + name, help, labels, registry=self.registry)
+
+    def gauge(self, name: str, help: str, labels: Sequence[str] = ()) -> Gauge:
+        """A value that goes up and down."""
+        return Gauge(PREFIX + name, help, labels, registry=self.registry)
+
+    def histogram(
+        self, name: str, help: str, labels: Sequence[str] = (), buckets: Sequence[float] = LATENCY_BUCKETS
+    ) -> Histogram:
+        """A distribution; the default buckets are seconds of latency."""
+        return Histogram(PREFIX + name, help, labels, registry=self.registry, buckets=buckets)
+
+    def sampled_gauge(
+        self, name: str, help: str, read: Callable[[], Iterable[Sample]], labels: Sequence[str] = ()
+    ) -> None:
+        """A gauge read only when scraped: `read` gives (label values, value) pairs, from the scraping thread."""
+        self._sampled(lambda: GaugeMetricFamily(PREFIX + name, help, labels=labels), read)
+
+    def sampled_counter(
+        self, name: str, help: str, read: Callable[[], Iterable[Sample]], labels: Sequence[str] = ()
+    ) -> None:
+        """A counter whose owner keeps the count: `read` gives (label values, count) pairs, from the scraping thread."""
+        self._sampled(lambda: CounterMetricFamily(PREFIX + name, help, labels=labels), read)
+
+    def _sampled(
+        self, family: Callable[[], GaugeMetricFamily | CounterMetricFamily], read: Callable[[], Iterable[Sample]]
+    ) -> None:
+        self.registry.register(_Sampled(family, read))
+
+    def exposition(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+    def start_metrics_server(self, port: int, host: str = "127.0.0.1") -> MetricsServer:
+        """Serves /metrics on host:port (0 picks a free one) in a thread. Raises ConfigError when the port is taken."""
+        try:
+            server, thread = start_http_server(port, host, registry=self.registry)
+        except OSError as e:
+            raise ConfigError(
+                f"metrics_port: cannot listen on {host}:{port}: {e.strerror}", field="metrics_port"
+            ) from e
+        return MetricsServer(server, thread)
+
+
+class _Sampled(Collector):
+    """Reads its values at scrape time."""
+
+    def __init__(
+        self, family: Callable[[], GaugeMetricFamily | CounterMetricFamily], read: Callable[[], Iterable[Sample]]
+    ) -> None:
+        self._family = family
+        self._read = read
+
+    def describe(self) -> Iterable[Metric]:
+        return [self._family()]
+
+    def collect(self) -> Iterable[Metric]:
+        family = self._family()
+        for labels, value in self._read():
+            family.add_metric(labels, value)
+        return [family]

