@@ -1,0 +1,143 @@
+"""A request's blocks, from `BlockPool.lease` until the one `finish` that counts.
+
+The lease is used by one owner at a time (of a running sequence: the engine's thread); every change is made under the
+pool's lock, so holds may be released by other threads meanwhile. blocks[:published] are shared, complete and never
+written again; the rest belong to this lease alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from common.errors import InternalError
+from engine.block_ledger import BlockLedger
+from engine.hold import Hold
+
+
+class Lease:
+    """blocks: physical blocks in logical order, empty once finished.
+
+    cached_blocks: how many of them came from the cache with their KV. published: how many lead blocks have their hash
+    registered.
+    """
+
+    __slots__ = ("_ledger", "blocks", "cached_blocks", "finished", "published", "reason")
+
+    def __init__(self, ledger: BlockLedger, blocks: list[int], cached_blocks: int) -> None:
+        """Called under the ledger's lock, by the pool, with one request counted on each block."""
+        self.blocks = blocks
+        self.cached_blocks = cached_blocks
+        self.published = cached_blocks
+        self.finished = False
+        self.reason = ""
+        self._ledger = ledger
+        ledger.leases.add(self)
+
+    def grow(self, n: int = 1) -> bool:
+        """Add n blocks at the end; False, and no change, when the pool has not that many."""
+        ledger = self._ledger
+        with ledger.lock:
+            self._require_live()
+            if ledger.available < n:
+                return False
+            self.blocks.extend(ledger.take(n))
+            return True
+
+    def shrink(self, num_blocks: int) -> None:
+        """Keep the first num_blocks blocks."""
+        ledger = self._ledger
+        with ledger.lock:
+            self._require_live()
+            tail = self.blocks[num_blocks:]
+            del self.blocks[num_blocks:]
+            self.published = min(self.published, num_blocks)
+            self.cached_blocks = min(self.cached_blocks, num_blocks)
+            ledger.give_up(tail[::-1])
+
+    def publish(self, hashes: Sequence[bytes]) -> None:
+        """Register the first len(hashes) blocks, whose KV is complete; a duplicate is swapped for the canonical block.
+
+        Stops before a block that has a writer: it is not complete, whatever the caller believes; a later call goes on.
+        """
+        ledger = self._ledger
+        with ledger.lock:
+            self._require_live()
+            if len(hashes) > len(self.blocks):
+                raise InternalError(f"{len(hashes)} hashes for a lease of {len(self.blocks)} blocks")
+            stored: list[bytes] = []
+            duplicates: list[int] = []
+            for i in range(self.published, len(hashes)):
+                block, block_hash = self.blocks[i], hashes[i]
+                if ledger.writers[block]:
+                    break
+                canonical = ledger.cache.index.get(block_hash)
+                if canonical is None:
+                    ledger.cache.register(block, block_hash, self.blocks[i - 1] if i else -1)
+                    stored.append(block_hash)
+                else:
+                    self._swap(i, canonical, duplicates)
+                self.published = i + 1
+            ledger.give_up(duplicates)
+            if stored:
+                ledger.on_stored(stored)
+
+    def adopt(self, hashes: Sequence[bytes]) -> int:
+        """Swap lead blocks, not computed yet, for blocks cached since the lease was taken; returns cached_blocks.
+
+        hashes: of the sequence's matchable blocks. Only for a lease in which nothing has been computed.
+        """
+        ledger = self._ledger
+        with ledger.lock:
+            self._require_live()
+            duplicates: list[int] = []
+            for i in range(self.published, min(len(hashes), len(self.blocks))):
+                canonical = ledger.cache.index.get(hashes[i])
+                if canonical is None or ledger.writers[self.blocks[i]]:
+                    break
+                self._swap(i, canonical, duplicates)
+                self.published = self.cached_blocks = i + 1
+            ledger.give_up(duplicates)
+            return self.cached_blocks
+
+    def writer(self, first: int, count: int) -> Hold:
+        """Claim logical blocks first..first+count for a writer of bytes; none of them may be published."""
+        with self._ledger.lock:
+            blocks = self._range(first, count)
+            if first < self.published:
+                raise InternalError(f"a writer on published block {blocks[0]}")
+            return Hold(self._ledger, blocks, writes=True)
+
+    def reader(self, first: int, count: int) -> Hold:
+        """Claim logical blocks first..first+count for a reader that may outlive the request."""
+        with self._ledger.lock:
+            return Hold(self._ledger, self._range(first, count), writes=False)
+
+    def finish(self, reason: str) -> None:
+        """Give up all blocks; idempotent, the first reason stays. Blocks with holds come back when those end."""
+        ledger = self._ledger
+        with ledger.lock:
+            if self.finished:
+                return
+            self.finished = True
+            self.reason = reason
+            ledger.leases.discard(self)
+            blocks, self.blocks = self.blocks, []
+            blocks.reverse()
+            ledger.give_up(blocks)
+
+    def _swap(self, i: int, canonical: int, duplicates: list[int]) -> None:
+        block = self.blocks[i]
+        assert canonical != block, "a block published twice at one place"
+        self._ledger.add((canonical,), self._ledger.requests)
+        self.blocks[i] = canonical
+        duplicates.append(block)
+
+    def _range(self, first: int, count: int) -> list[int]:
+        self._require_live()
+        if first < 0 or count < 0 or first + count > len(self.blocks):
+            raise InternalError(f"blocks {first}..{first + count} of a lease of {len(self.blocks)}")
+        return self.blocks[first : first + count]
+
+    def _require_live(self) -> None:
+        if self.finished:
+            raise InternalError(f"lease used after its end ({self.reason})")

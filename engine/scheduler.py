@@ -1,0 +1,320 @@
+"""Which sequences compute how many tokens in the next step. Pure policy: sequences and a block pool in, a Batch out.
+
+A sequence is waiting or running until `finish` or `abort` takes it out. Running sequences have a lease; of the waiting
+ones only those that came with one (their KV arrived from another pod) and found all slots taken. Roles are restrictions
+of this policy that follow from what is added: a prefill pod adds prompts that hand off, a decode pod sequences whose
+prompt is computed, an aggregated pod everything. Used by the engine's thread; `stats` and the counts by any thread.
+
+A step: decodes first, one token each; then prompt chunks under the rest of the token budget, at least half of it for
+the oldest and the rest for the shortest, so that neither starves the other. Rank is priority, then arrival.
+
+Nothing waits in a circle. A decode without room for its next token preempts the lowest-ranked lease holder below it, so
+the first in rank always goes on; without one below it, it keeps its blocks and waits. Preempted sequences are admitted
+before new ones, and admission never overtakes. If nothing can run, a paused sequence gives its blocks up. What then
+still holds blocks are leases and holds outside, which end by themselves: the batch is empty, and the next may not be.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from common.errors import ConfigError, InternalError, InvalidRequest
+from common.types import FinishReason
+from engine.block_pool import BlockPool
+from engine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """token_budget: tokens of one step; max_seqs: sequences that run at once; max_model_len: tokens of a sequence."""
+
+    token_budget: int
+    max_seqs: int
+    max_model_len: int
+
+    def __post_init__(self) -> None:
+        for field, value in (
+            ("token_budget", self.token_budget),
+            ("max_seqs", self.max_seqs),
+            ("max_model_len", self.max_model_len),
+        ):
+            if value < 1:
+                raise ConfigError(f"{field} must be at least 1, not {value}", field=field)
+
+
+class Item(NamedTuple):
+    """seq computes num_new tokens from `start` on; sample: they reach the end of its tokens, so the next is sampled.
+
+    decode: one token of a sequence that decodes, not a part of a prompt. recomputed: tokens of these that had KV before
+    a preemption.
+    """
+
+    seq: Sequence
+    start: int
+    num_new: int
+    sample: bool
+    decode: bool = False
+    recomputed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step's work; decodes first. Empty when nothing can run now."""
+
+    items: list[Item]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(item.num_new for item in self.items)
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStats:
+    """queued_tokens: prompt tokens (recomputed ones too) of waiting and running sequences that are not computed yet.
+
+    preempted_waiting: preempted sequences that wait for blocks. preemptions, recomputed_tokens: since the start.
+    """
+
+    running: int
+    waiting: int
+    preempted_waiting: int
+    queued_tokens: int
+    preemptions: int
+    recomputed_tokens: int
+
+
+def _rank(seq: Sequence) -> tuple[int, int]:
+    return -seq.priority, seq.arrival
+
+
+def _turn(seq: Sequence) -> tuple[bool, bool, int, int]:
+    """Order of admission: whoever holds blocks already, then whoever lost them, then rank."""
+    return seq.lease is None, seq.preemptions == 0, -seq.priority, seq.arrival
+
+
+class Scheduler:
+    """See the top of this file."""
+
+    def __init__(self, config: SchedulerConfig, pool: BlockPool) -> None:
+        self.config = config
+        self._pool = pool
+        self._by_id: dict[str, Sequence] = {}
+        self._running: list[Sequence] = []
+        self._waiting: list[Sequence] = []
+        self._arrivals = 0
+        self._preemptions = 0
+        self._recomputed_tokens = 0
+
+    def add(self, seq: Sequence) -> None:
+        """Take a sequence in. Raises InvalidRequest naming the field when it can never run here.
+
+        A sequence that comes with a lease has KV for `computed` tokens, and room for its prompt at least.
+        """
+        limit, prompt_len, max_len = self.config.max_model_len, seq.prompt_len, seq.max_len
+        if prompt_len == 0:
+            raise InvalidRequest("the prompt is empty", field="prompt")
+        if prompt_len >= limit:
+            raise InvalidRequest(f"{prompt_len} prompt tokens leave no room in a context of {limit}", field="prompt")
+        if max_len > limit:
+            raise InvalidRequest(
+                f"{prompt_len} prompt tokens and {max_len - prompt_len} new ones exceed a context of {limit}",
+                field="max_tokens",
+            )
+        if self._blocks(max_len - 1) > self._pool.num_blocks:
+            raise InvalidRequest(
+                f"{max_len} tokens never fit in {self._pool.num_blocks} blocks of {self._pool.block_size}",
+                field="prompt" if self._blocks(prompt_len) > self._pool.num_blocks else "max_tokens",
+            )
+        if seq.request_id in self._by_id:
+            raise InvalidRequest(f"request {seq.request_id} is running already", field="request_id")
+        if seq.lease is not None and seq.allocated < prompt_len:
+            raise InternalError(f"a lease of {seq.allocated} tokens for a prompt of {prompt_len}")
+        self._arrivals += 1
+        seq.arrival = self._arrivals
+        self._by_id[seq.request_id] = seq
+        insort(self._waiting, seq, key=_turn)
+
+    def find(self, request_id: str) -> Sequence | None:
+        return self._by_id.get(request_id)
+
+    def finish(self, seq: Sequence, reason: FinishReason) -> None:
+        """Take a sequence out; idempotent, the first reason stays. Its lease stays the engine's to finish."""
+        if self._by_id.get(seq.request_id) is not seq:
+            return
+        del self._by_id[seq.request_id]
+        (self._running if seq in self._running else self._waiting).remove(seq)
+        seq.finish = reason
+
+    def abort(self, request_id: str) -> Sequence | None:
+        """Take a sequence out wherever it is; None when it is not here (any more)."""
+        seq = self._by_id.get(request_id)
+        if seq is not None:
+            self.finish(seq, FinishReason.ABORT)
+        return seq
+
+    @property
+    def has_work(self) -> bool:
+        """Some sequence wants to run; the next batch may be empty all the same, while blocks are held outside."""
+        return any(not seq.paused for seq in self._by_id.values())
+
+    @property
+    def has_preempted_waiting(self) -> bool:
+        """A preempted sequence waits for blocks: nobody else should lease any."""
+        return any(seq.preemptions and seq.lease is None and not seq.paused for seq in tuple(self._waiting))
+
+    def stats(self) -> SchedulerStats:
+        running, waiting = tuple(self._running), tuple(self._waiting)
+        return SchedulerStats(
+            running=len(running),
+            waiting=len(waiting),
+            preempted_waiting=sum(seq.preemptions > 0 and seq.lease is None for seq in waiting),
+            queued_tokens=sum(seq.remaining for seq in (*running, *waiting) if not seq.decoding),
+            preemptions=self._preemptions,
+            recomputed_tokens=self._recomputed_tokens,
+        )
+
+    def schedule(self) -> Batch:
+        """The next step's work; leases blocks for it. Every item must be computed before the next call."""
+        items = self._plan()
+        while not items and any(not seq.paused for seq in self._waiting) and not self._pool.deferred():
+            paused = [seq for seq in self._lease_holders() if seq.paused]
+            if not paused:
+                break
+            self._preempt(max(paused, key=_rank))
+            items = self._plan()
+        return Batch(items)
+
+    def _plan(self) -> list[Item]:
+        self._admit(new=False)
+        items = self._decodes()
+        self._admit(new=True)
+        return items + self._chunks(self.config.token_budget - len(items))
+
+    def _admit(self, *, new: bool) -> None:
+        """Move waiting sequences into free slots, in turn; without `new` only those that hold their blocks already."""
+        turn = 0
+        while turn < len(self._waiting) and len(self._running) < self.config.max_seqs:
+            seq = self._waiting[turn]
+            if seq.paused:
+                turn += 1
+                continue
+            if seq.lease is None and not (new and self._lease(seq)):
+                return
+            del self._waiting[turn]
+            insort(self._running, seq, key=_rank)
+
+    def _lease(self, seq: Sequence) -> bool:
+        """Lease blocks for all known tokens, and leave one for the growth of each sequence that runs."""
+        growing = sum(not other.hand_off for other in self._running)
+        lease = self._pool.lease(seq.matchable_hashes(), self._blocks(len(seq.tokens)), keep_free=growing)
+        if lease is None:
+            return False
+        seq.lease = lease
+        self._start_from(seq, lease.cached_blocks)
+        return True
+
+    def _decodes(self) -> list[Item]:
+        limit = self.config.token_budget
+        if len(self._running) > limit - limit // 4 and self._has_prompts():
+            limit -= limit // 4
+        items: list[Item] = []
+        for seq in tuple(self._running):
+            if len(items) == limit:
+                break
+            # An earlier sequence of this loop may have preempted this one.
+            if seq.paused or seq.lease is None or not seq.decoding:
+                continue
+            if seq.computed < seq.allocated or self._grow(seq):
+                items.append(Item(seq, seq.computed, 1, sample=True, decode=True))
+        return items
+
+    def _has_prompts(self) -> bool:
+        return any(not (s.paused or s.decoding) for s in self._running) or any(not s.paused for s in self._waiting)
+
+    def _grow(self, seq: Sequence) -> bool:
+        """One more block for a decode, at the cost of those below it; False when it has to wait."""
+        assert seq.lease is not None
+        while not seq.lease.grow():
+            # Steps in flight give their blocks back soon: do not preempt more for them.
+            victim = None if self._pool.deferred() else self._victim(seq)
+            if victim is None:
+                return False
+            self._preempt(victim)
+        return True
+
+    def _victim(self, seq: Sequence) -> Sequence | None:
+        """The lowest in rank below seq, else the lowest paused one."""
+        others = [other for other in self._lease_holders() if other is not seq]
+        candidates = [other for other in others if _rank(other) > _rank(seq)] or [o for o in others if o.paused]
+        return max(candidates, key=_rank, default=None)
+
+    def _lease_holders(self) -> list[Sequence]:
+        return self._running + [seq for seq in self._waiting if seq.lease is not None]
+
+    def _preempt(self, seq: Sequence) -> None:
+        (self._running if seq in self._running else self._waiting).remove(seq)
+        seq.preempt()
+        self._preemptions += 1
+        insort(self._waiting, seq, key=_turn)
+
+    def _chunks(self, budget: int) -> list[Item]:
+        """Prompt chunks: at least half of the budget to the first in rank, the rest by shortest remaining time."""
+        prompts = [seq for seq in self._running if not (seq.paused or seq.decoding)]
+        if not prompts or budget <= 0:
+            return []
+        for seq in prompts:
+            self._match_again(seq)
+        first, *others = prompts
+        grant = self._first_chunk(first, budget)
+        left = budget - grant
+        items: list[Item] = []
+        for seq in sorted(others, key=lambda seq: (seq.remaining, *_rank(seq))):
+            chunk = self._aligned(seq, left)
+            if chunk:
+                items.append(self._chunk(seq, chunk))
+                left -= chunk
+        return [self._chunk(first, max(grant, self._aligned(first, grant + left))), *items]
+
+    def _first_chunk(self, seq: Sequence, budget: int) -> int:
+        """Least aligned chunk of half the budget or more; unaligned where the budget is too small for one."""
+        half, size = (budget + 1) // 2, self._pool.block_size
+        if seq.remaining <= half:
+            return seq.remaining
+        above = self._blocks(seq.computed + half) * size - seq.computed
+        if above <= budget:
+            return min(above, seq.remaining)
+        below = self._aligned(seq, budget)
+        return below if below >= half else min(budget, seq.remaining)
+
+    def _aligned(self, seq: Sequence, limit: int) -> int:
+        """Largest chunk of at most `limit` tokens that ends with a block or with the sequence."""
+        if seq.remaining <= limit:
+            return seq.remaining
+        size = self._pool.block_size
+        return max(0, (seq.computed + limit) // size * size - seq.computed)
+
+    def _chunk(self, seq: Sequence, num_new: int) -> Item:
+        end = seq.computed + num_new
+        assert end <= seq.allocated
+        recomputed = max(0, min(end, seq.recompute_until) - seq.computed)
+        self._recomputed_tokens += recomputed
+        return Item(seq, seq.computed, num_new, sample=end == len(seq.tokens), recomputed=recomputed)
+
+    def _match_again(self, seq: Sequence) -> None:
+        """A prompt that has not started may find blocks that others published since its admission."""
+        lease = seq.lease
+        assert lease is not None
+        if seq.computed == lease.cached_blocks * self._pool.block_size:
+            cached = lease.adopt(seq.matchable_hashes())
+            if cached * self._pool.block_size > seq.computed:
+                self._start_from(seq, cached)
+
+    def _start_from(self, seq: Sequence, cached_blocks: int) -> None:
+        seq.computed = cached_blocks * self._pool.block_size
+        if seq.preemptions == 0:
+            seq.cached_tokens = seq.computed
+
+    def _blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._pool.block_size)
