@@ -1,0 +1,70 @@
+"""The pool as transfers see it: addresses, block size and a way to read or write one block.
+
+Registered once with the backend and never freed while peers exist: a remote write to memory that was deregistered still
+lands and still reports success.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+MemoryKind = Literal["DRAM", "VRAM"]
+
+
+class Hold(Protocol):
+    """References on physical blocks that keep them from reuse; owned by whoever was given it, released exactly once."""
+
+    @property
+    def blocks(self) -> Sequence[int]: ...
+
+    def release(self, blocks: Sequence[int] | None = None) -> None:
+        """Gives up the named physical blocks (None: all that are left). Idempotent."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolMemory:
+    """This process's pool of total_blocks blocks (probe and dummy block included), each block_bytes bytes from `base` on.
+
+    read_block and write_block copy whole blocks and may be called from the transfer thread; the object keeps the memory alive.
+    """
+
+    base: int
+    block_bytes: int
+    total_blocks: int
+    device: int
+    kind: MemoryKind
+    probe_block: int
+    read_block: Callable[[int], bytes]
+    write_block: Callable[[int, bytes], None]
+
+
+@dataclass(frozen=True, slots=True)
+class PeerMemory:
+    """A peer's pool, as numbers from its handshake."""
+
+    base: int
+    block_bytes: int
+    total_blocks: int
+    device: int
+    kind: MemoryKind
+
+
+def host_memory(num_blocks: int, block_bytes: int) -> PoolMemory:
+    """A zeroed pool of num_blocks + 1 blocks in host memory, the last one for probes: for checks of a machine and for tests."""
+    total = num_blocks + 1
+    area = mmap.mmap(-1, total * block_bytes)
+    view = (ctypes.c_char * (total * block_bytes)).from_buffer(area)
+
+    def read_block(block: int) -> bytes:
+        return bytes(view[block * block_bytes : (block + 1) * block_bytes])
+
+    def write_block(block: int, data: bytes) -> None:
+        if len(data) != block_bytes:
+            raise ValueError(f"a block has {block_bytes} bytes, got {len(data)}")
+        area[block * block_bytes : (block + 1) * block_bytes] = data
+
+    return PoolMemory(ctypes.addressof(view), block_bytes, total, 0, "DRAM", num_blocks, read_block, write_block)

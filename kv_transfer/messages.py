@@ -1,0 +1,81 @@
+"""What the two sides of a transfer tell each other and their callers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common.types import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """The sender's last word: every block is delivered and the prompt's first tokens exist.
+
+    first_tokens and finish_reasons have one entry per sequence of the request; a reason other than None ends it there. checksums: CRC-32
+    of each pushed block in logical order, or empty.
+    """
+
+    first_tokens: tuple[int, ...]
+    finish_reasons: tuple[FinishReason | None, ...]
+    checksums: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TransferReport:
+    """What a hand-off cost.
+
+    delivered_before_finish: blocks whose writes were done when finish() was called, that is when the last chunk's compute had ended.
+    exposed_s: seconds from finish() until the commit was acknowledged. transport: what carried the bytes.
+    """
+
+    blocks: int
+    bytes: int
+    delivered_before_finish: int
+    exposed_s: float
+    transport: str
+
+
+@dataclass(frozen=True, slots=True)
+class Writer:
+    """The process that opened a transfer: its pod, generation, agent and gRPC address."""
+
+    pod: str
+    generation: int
+    agent: str
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerStats:
+    """A connection that a probe went through. gbps: 1e9 bytes per second of a warm write of one block."""
+
+    pod: str
+    generation: int
+    address: str
+    transport: str
+    transport_source: str
+    gbps: float
+
+
+@dataclass(frozen=True, slots=True)
+class TransferStats:
+    """Counters since the start and gauges of now.
+
+    dropped: messages that did not fit, by reason. quarantined_blocks: blocks of incoming transfers that wait for proof that nobody
+    writes them any more. pending_writes: posted and not terminal. transport_turns: turns of the transfer thread.
+    """
+
+    sent_blocks: int
+    sent_bytes: int
+    sent_transfers: int
+    failed_transfers: int
+    received_transfers: int
+    received_blocks: int
+    open_incoming: int
+    draining_incoming: int
+    quarantined_blocks: int
+    open_outgoing: int
+    pending_writes: int
+    turns: int
+    dropped: dict[str, int]
+    peers: tuple[PeerStats, ...]

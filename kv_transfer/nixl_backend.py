@@ -1,0 +1,226 @@
+"""The real backend: one NIXL agent with the UCX plugin, owned by the transfer thread.
+
+What had to be learnt (NIXL 1.5): transfer() and check_xfer_state() may copy inline; a notification leaves only while the initiator polls, and
+without a progress thread (it spins on a core) a target receives only while it polls; errors are exceptions; release() of an active
+handle does not stop it, so only terminal handles are released; a name is never used twice; descriptors are exchanged as numbers,
+because NIXL's own serialisation of them is pickle. The whole pool is one strided row (address, length, device, stride, count) per side, and
+NIXL merges neighbouring indices into one descriptor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import importlib.util
+import itertools
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from common.errors import TransferFailed
+from kv_transfer.backend import Notification, Transport, WriteState
+from kv_transfer.memory import PeerMemory, PoolMemory
+from kv_transfer.ucx_log import UcxLog
+
+_log = logging.getLogger(__name__)
+
+_MODULES = ("nixl_cu13._api", "nixl_cu12._api", "nixl._api")
+_STATES = {"DONE": WriteState.DONE, "PROC": WriteState.PENDING}
+
+
+@dataclass(slots=True)
+class _Peer:
+    memory: PeerMemory
+    blocks: Any
+
+
+@dataclass(slots=True)
+class _Write:
+    handle: Any
+    state: WriteState = WriteState.PENDING
+    error: str = ""
+
+
+@dataclass(slots=True)
+class _Agent:
+    """What exists from start to close."""
+
+    nixl: Any
+    memory: PoolMemory
+    registered: Any
+    blocks: Any
+    peers: dict[str, _Peer] = field(default_factory=dict)
+
+
+class NixlBackend:
+    """One NIXL agent."""
+
+    kind = "nixl"
+
+    def __init__(self) -> None:
+        self._name = ""
+        self._agent: _Agent | None = None
+        self._writes: dict[int, _Write] = {}
+        self._numbers = itertools.count(1)
+        self._ucx_log: UcxLog | None = None
+
+    def start(self, name: str, memory: PoolMemory) -> None:
+        os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+        self._ucx_log = UcxLog.open()
+        api = nixl_api()
+        config = api.nixl_agent_config(
+            enable_prog_thread=False, sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_RW, backends=["UCX"]
+        )
+        try:
+            nixl = api.nixl_agent(name, config)
+            size = memory.total_blocks * memory.block_bytes
+            registered = nixl.register_memory([(memory.base, size, memory.device, "")], memory.kind)
+            blocks = nixl.prep_xfer_dlist("NIXL_INIT_AGENT", _row(memory), memory.kind)
+        except Exception as e:  # NIXL's exceptions have no common base of their own
+            raise TransferFailed(f"NIXL agent {name} cannot start: {e}") from e
+        self._name, self._agent = name, _Agent(nixl, memory, registered, blocks)
+
+    def metadata(self) -> bytes:
+        return bytes(self._started.nixl.get_agent_metadata())
+
+    def connect(self, peer: str, metadata: bytes, memory: PeerMemory) -> None:
+        agent = self._started
+        try:
+            loaded = agent.nixl.add_remote_agent(metadata)
+        except Exception as e:
+            raise TransferFailed(f"the metadata of {peer} was refused: {e}") from e
+        name = loaded.decode() if isinstance(loaded, bytes) else loaded
+        try:
+            if name != peer:
+                raise TransferFailed(f"the metadata is {name}'s, not {peer}'s")
+            agent.peers[peer] = _Peer(memory, agent.nixl.prep_xfer_dlist(peer, _row(memory), memory.kind))
+        except Exception as e:
+            if name not in agent.peers:
+                agent.nixl.remove_remote_agent(name)
+            if isinstance(e, TransferFailed):
+                raise
+            raise TransferFailed(f"the pool of {peer} is not in its metadata: {e}") from e
+
+    def disconnect(self, peer: str) -> None:
+        known = self._started.peers.pop(peer, None)
+        if known is None:
+            return
+        try:
+            known.blocks.release()
+            self._started.nixl.remove_remote_agent(peer)
+        except Exception as e:
+            _log.warning("agent %s could not be removed: %s", peer, e)
+
+    def write(self, peer: str, local: Sequence[int], remote: Sequence[int], notification: bytes) -> int:
+        agent, number = self._started, next(self._numbers)
+        write = self._writes[number] = _Write(None)
+        known = agent.peers.get(peer)
+        if known is None:
+            write.state, write.error = WriteState.FAILED, f"agent {peer} is not connected"
+            return number
+        try:
+            write.handle = agent.nixl.make_prepped_xfer(
+                "WRITE",
+                agent.blocks,
+                np.asarray(local, dtype=np.int32),
+                known.blocks,
+                np.asarray(remote, dtype=np.int32),
+                notification,
+            )
+            self._took(write, agent.nixl.transfer(write.handle))
+        except Exception as e:
+            self._failed(write, e)
+        return number
+
+    def poll(self, handle: int) -> WriteState:
+        write = self._writes[handle]
+        if write.state is WriteState.PENDING:
+            try:
+                self._took(write, self._started.nixl.check_xfer_state(write.handle))
+            except Exception as e:
+                self._failed(write, e)
+        return write.state
+
+    def error(self, handle: int) -> str:
+        return self._writes[handle].error
+
+    def release(self, handle: int) -> None:
+        write = self._writes.pop(handle)
+        assert write.state is not WriteState.PENDING, "a pending write was released"
+        if write.handle is not None:
+            try:
+                write.handle.release()
+            except Exception as e:
+                _log.warning("a terminal handle could not be released: %s", e)
+
+    def notifications(self) -> list[Notification]:
+        arrived = self._started.nixl.get_new_notifs()
+        return [
+            Notification(peer.decode() if isinstance(peer, bytes) else peer, bytes(payload))
+            for peer, payloads in arrived.items()
+            for payload in payloads
+        ]
+
+    def transport(self, peer: str, *, same_host: bool) -> Transport:
+        known = self._started.peers.get(peer)
+        if self._ucx_log is not None and known is not None:
+            name = self._ucx_log.put_transport(self._name, known.memory.block_bytes)
+            if name is not None:
+                return Transport(name, "reported")
+        allowed = os.environ.get("UCX_TLS", "all").split(",")
+        if "all" in allowed or any(tls in allowed for tls in ("cma", "shm", "sm")):
+            return Transport("cma" if same_host and self._started.memory.kind == "DRAM" else "unknown", "derived")
+        return Transport("tcp" if "tcp" in allowed else "unknown", "derived")
+
+    def close(self) -> None:
+        agent, self._agent = self._agent, None
+        if agent is None:
+            return
+        if any(write.state is WriteState.PENDING for write in self._writes.values()):
+            # An active handle may not be released, and its agent and buffers have to outlive it: they stay until the process ends.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object((agent, self._writes)))
+            return
+        for handle in list(self._writes):
+            self.release(handle)
+        for peer in list(agent.peers):
+            agent.peers[peer].blocks.release()
+            agent.nixl.remove_remote_agent(peer)
+        agent.blocks.release()
+        agent.nixl.deregister_memory(agent.registered)
+
+    @property
+    def _started(self) -> _Agent:
+        assert self._agent is not None, "the backend is not started"
+        return self._agent
+
+    def _took(self, write: _Write, state: str) -> None:
+        write.state = _STATES.get(state, WriteState.FAILED)
+        write.error = "" if state in _STATES else f"NIXL reports {state}"
+
+    def _failed(self, write: _Write, error: Exception) -> None:
+        write.state, write.error = WriteState.FAILED, f"{type(error).__name__}: {error}"
+
+
+def nixl_api() -> Any:
+    """NIXL's Python API from whichever distribution is installed. Raises TransferFailed.
+
+    The CUDA-numbered packages come first: the `nixl` meta package imports torch.
+    """
+    for module in _MODULES:
+        if importlib.util.find_spec(module.partition(".")[0]) is not None:
+            try:
+                return importlib.import_module(module)
+            except ImportError as e:
+                _log.warning("%s is installed but does not load: %s", module, e)
+    raise TransferFailed("NIXL is not installed; install nixl-cu13")
+
+
+def _row(memory: PoolMemory | PeerMemory) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    """A pool as one strided descriptor row."""
+    return np.array(
+        [[memory.base, memory.block_bytes, memory.device, memory.block_bytes, memory.total_blocks]], dtype=np.uint64
+    )

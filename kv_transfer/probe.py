@@ -1,0 +1,131 @@
+"""Proves that NIXL moves bytes on this machine: `python -m kv_transfer.probe` writes blocks into a second process.
+
+The last line of output is a JSON object (package, version, mebibytes, gigabytes_per_s, transport); exit code 1 and a line
+on stderr when something did not work. UCX_TLS and its like choose the transport, as for a pod.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import secrets
+import subprocess
+import sys
+import time
+from typing import Any
+
+from common.errors import BatonError, TransferFailed
+from kv_transfer.backend import WriteState
+from kv_transfer.memory import PeerMemory, PoolMemory, host_memory
+from kv_transfer.nixl_backend import NixlBackend
+
+BLOCK_BYTES = 1 << 20
+NUM_BLOCKS = 64
+DEADLINE_S = 60.0
+
+
+def send() -> dict[str, Any]:
+    """Writes every block to a child that runs `receive`; the facts once its digest agrees. Raises TransferFailed."""
+    memory = host_memory(NUM_BLOCKS, BLOCK_BYTES)
+    data = [secrets.token_bytes(BLOCK_BYTES) for _ in range(NUM_BLOCKS)]
+    for block, content in enumerate(data):
+        memory.write_block(block, content)
+    backend = NixlBackend()
+    with subprocess.Popen(
+        [sys.executable, "-m", "kv_transfer.probe", "receive"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        try:
+            backend.start(f"probe-send-{os.getpid()}", memory)
+            hello = json.loads(child.stdout.readline() or "null")
+            if hello is None:
+                raise TransferFailed("the receiving process ended before it was ready")
+            peer = hello["name"]
+            backend.connect(peer, base64.b64decode(hello["metadata"]), PeerMemory(**hello["memory"]))
+            _write(backend, peer, range(1))  # connects, which is lazy and slow
+            started = time.perf_counter()
+            _write(backend, peer, range(1, NUM_BLOCKS))
+            seconds = time.perf_counter() - started
+            child.stdin.close()
+            digest = child.stdout.readline().strip()
+            transport = backend.transport(peer, same_host=True)
+        finally:
+            child.kill()
+            backend.close()
+    if digest != hashlib.blake2b(b"".join(data)).hexdigest():
+        raise TransferFailed("the bytes that arrived are not the bytes that were sent")
+    return {
+        "mebibytes": NUM_BLOCKS * BLOCK_BYTES >> 20,
+        "gigabytes_per_s": (NUM_BLOCKS - 1) * BLOCK_BYTES / seconds / 1e9,
+        "transport": f"{transport.name} ({transport.source})",
+    }
+
+
+def receive() -> None:
+    """Says where its memory is, makes progress until stdin closes, then says what arrived."""
+    memory = host_memory(NUM_BLOCKS, BLOCK_BYTES)
+    backend = NixlBackend()
+    name = f"probe-receive-{os.getpid()}"
+    backend.start(name, memory)
+    try:
+        _say({"name": name, "metadata": base64.b64encode(backend.metadata()).decode(), "memory": _describe(memory)})
+        os.set_blocking(sys.stdin.fileno(), False)
+        deadline = time.monotonic() + DEADLINE_S
+        while sys.stdin.buffer.raw.read(1) is None and time.monotonic() < deadline:  # type: ignore[attr-defined]
+            backend.notifications()
+            time.sleep(0.0005)
+        sys.stdout.write(hashlib.blake2b(b"".join(map(memory.read_block, range(NUM_BLOCKS)))).hexdigest() + "\n")
+        sys.stdout.flush()
+    finally:
+        backend.close()
+
+
+def _write(backend: NixlBackend, peer: str, blocks: range) -> None:
+    handle = backend.write(peer, list(blocks), list(blocks), b"")
+    deadline = time.monotonic() + DEADLINE_S
+    while (state := backend.poll(handle)) is WriteState.PENDING:
+        if time.monotonic() > deadline:
+            raise TransferFailed(f"a write did not end within {DEADLINE_S:.0f} s")
+        time.sleep(0)
+    if state is WriteState.FAILED:
+        raise TransferFailed(backend.error(handle))
+    backend.release(handle)
+
+
+def _describe(memory: PoolMemory) -> dict[str, Any]:
+    return {
+        "base": memory.base,
+        "block_bytes": memory.block_bytes,
+        "total_blocks": memory.total_blocks,
+        "device": memory.device,
+        "kind": memory.kind,
+    }
+
+
+def _say(message: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(message) + "\n")
+    sys.stdout.flush()
+
+
+def main(argv: list[str]) -> int:
+    """Entry point."""
+    try:
+        if argv == ["receive"]:
+            receive()
+        else:
+            _say(send())
+    except BatonError as error:
+        sys.stderr.write(f"{error.message}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

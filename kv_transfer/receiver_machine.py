@@ -1,0 +1,232 @@
+"""The receiving side of one transfer: a pure state machine, told the time, that owns every limit of its side.
+
+    RESERVED --open--> OPEN --ranges cover everything and commit--> READY --release--> CLOSED
+       |                 |
+       |                 `--deadline, release, failure--> DRAINING --every range accounted for--> CLOSED
+       `--deadline, release--> CLOSED              (never opened: no writer can exist)
+
+In DRAINING the request is over but the writer may still write. A range of blocks is given back only
+ (a) on its own notification;
+ (b) when the same writer answers Drained: at once if all its writes ended well, after the grace if one ended by error;
+ (c) after proof that the writer's process ended, and then the grace.
+The grace is GRACE_S seconds in which this machine was ticked: time in which our own transfer thread stood still does not count.
+No deadline ends DRAINING.
+
+Every method returns what is to be done, in order. Exactly one of Ready and Failed is ever returned, exactly once, and each logical
+block is returned in exactly one Free.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from common.errors import BatonError, Cancelled, DeadlineExceeded, TransferFailed, UnknownTransfer
+from common.types import TransferId
+from kv_transfer.messages import Commit, Writer
+
+GRACE_S = 2.0
+_MAX_TICK_S = 0.25  # the most of the grace that one tick may use up
+_DRAIN_RETRY_S = (0.05, 2.0)
+
+
+class ReceiverState(enum.Enum):
+    """Where the transfer is."""
+
+    RESERVED = "reserved"
+    OPEN = "open"
+    READY = "ready"
+    DRAINING = "draining"
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """These logical blocks cannot be written any more: give up their hold."""
+
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Everything is there: compare checksums, then call checked()."""
+
+    commit: Commit
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The KV is complete; the holds were given up before."""
+
+    commit: Commit
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The request will not get its KV."""
+
+    error: BatonError
+
+
+@dataclass(frozen=True, slots=True)
+class AskDrain:
+    """Ask the writer to confirm that it stopped; report by drained() or drain_failed()."""
+
+    writer: Writer
+
+
+ReceiverAction = Free | Check | Ready | Failed | AskDrain
+
+
+class ReceiverMachine:
+    """One incoming transfer of logical blocks [first_block, first_block + num_blocks)."""
+
+    def __init__(self, transfer_id: TransferId, *, first_block: int, num_blocks: int, deadline: float) -> None:
+        self.transfer_id = transfer_id
+        self.state = ReceiverState.RESERVED
+        self.writer: Writer | None = None
+        self.deadline = deadline
+        self._held = set(range(first_block, first_block + num_blocks))
+        self._first = first_block
+        self._end = first_block + num_blocks
+        self._missing = set(self._held)
+        self._commit: Commit | None = None
+        self._checking = False
+        self._drain_asked = False
+        self._next_drain = 0.0
+        self._drain_wait = _DRAIN_RETRY_S[0]
+        self._grace_left: float | None = None
+        self._last_tick = 0.0
+
+    @property
+    def quarantined(self) -> int:
+        """Blocks that wait for proof."""
+        return len(self._held) if self.state is ReceiverState.DRAINING else 0
+
+    @property
+    def committed(self) -> bool:
+        """A commit that arrived again is answered well."""
+        return self._commit is not None and self.state in (ReceiverState.READY, ReceiverState.CLOSED)
+
+    def open(self, writer: Writer, now: float) -> None:
+        """Remote: raises UnknownTransfer when nothing may be written (any more) or another writer opened it."""
+        if self.state is ReceiverState.RESERVED and now < self.deadline:
+            self.writer, self.state = writer, ReceiverState.OPEN
+        elif self.state is not ReceiverState.OPEN or writer != self.writer:
+            raise UnknownTransfer(f"transfer {self.transfer_id} is {self.state.value} or late")
+
+    def notified(self, agent: str, first: int, count: int, now: float) -> list[ReceiverAction] | None:
+        """Remote: a range landed. None: it does not fit and is dropped."""
+        if self.writer is None or self.writer.agent != agent or first < self._first or first + count > self._end:
+            return None
+        if self.state not in (ReceiverState.OPEN, ReceiverState.DRAINING):
+            return None
+        landed = [block for block in range(first, first + count) if block in self._missing]
+        self._missing.difference_update(landed)
+        if self.state is ReceiverState.DRAINING:
+            return self._free(landed)
+        return self._complete()
+
+    def commit(self, generation: int, commit: Commit, now: float) -> list[ReceiverAction]:
+        """Remote, idempotent: raises UnknownTransfer when the transfer is over or another writer's."""
+        if self.committed and self._is_writer(generation):
+            return []
+        if self.state is not ReceiverState.OPEN or not self._is_writer(generation):
+            raise UnknownTransfer(f"transfer {self.transfer_id} is {self.state.value}")
+        if self._commit is None:
+            self._commit = commit
+        return self._complete()
+
+    def _complete(self) -> list[ReceiverAction]:
+        if self._missing or self._commit is None or self._checking:
+            return []
+        if self._commit.checksums:
+            self._checking = True
+            return [Check(self._commit)]
+        return self._ready(self._commit)
+
+    def checked(self, error: str | None, now: float) -> list[ReceiverAction]:
+        """Local: the answer to Check."""
+        assert self._checking and self._commit is not None, "nothing was to be checked"
+        self._checking = False
+        if self.state is not ReceiverState.OPEN:
+            return []
+        if error is not None:
+            return self._fail(TransferFailed(error), now)
+        return self._ready(self._commit)
+
+    def _ready(self, commit: Commit) -> list[ReceiverAction]:
+        self.state = ReceiverState.READY
+        return [*self._free(list(self._held)), Ready(commit)]
+
+    def release(self, now: float) -> list[ReceiverAction]:
+        """Local: the request is over for this pod. After READY an ordinary end; idempotent."""
+        if self.state is ReceiverState.READY:
+            self.state = ReceiverState.CLOSED
+        return self._fail(Cancelled("the request was ended"), now)
+
+    def _fail(self, error: BatonError, now: float) -> list[ReceiverAction]:
+        if self.state is ReceiverState.RESERVED:
+            self.state = ReceiverState.CLOSED
+            return [*self._free(list(self._held)), Failed(error)]
+        if self.state is not ReceiverState.OPEN:
+            return []
+        self.state, self._next_drain, self._last_tick = ReceiverState.DRAINING, now, now
+        return [
+            *self._free([block for block in self._held if block not in self._missing]),
+            Failed(error),
+            *self.tick(now),
+        ]
+
+    def drained(self, generation: int, clean: bool, now: float) -> list[ReceiverAction]:
+        """Remote: the answer to AskDrain. clean: every write of the transfer ended well, so none can be on its way."""
+        self._drain_asked = False
+        if self.state is not ReceiverState.DRAINING:
+            return []
+        if not self._is_writer(generation):
+            return self.drain_failed(now)
+        if not clean:
+            return self.writer_ended(now)
+        return self._free(list(self._held))
+
+    def drain_failed(self, now: float) -> list[ReceiverAction]:
+        """No answer, or somebody else's: ask again later."""
+        self._drain_asked = False
+        self._next_drain = now + self._drain_wait
+        self._drain_wait = min(self._drain_wait * 2, _DRAIN_RETRY_S[1])
+        return []
+
+    def writer_ended(self, now: float) -> list[ReceiverAction]:
+        """Proof that the writer's process ended, or its word that it posts nothing any more: the grace begins."""
+        if self.state in (ReceiverState.RESERVED, ReceiverState.OPEN) and self.writer is not None:
+            actions = self._fail(TransferFailed(f"the writer {self.writer.pod} ended"), now)
+        else:
+            actions = []
+        if self.state is ReceiverState.DRAINING and self._grace_left is None:
+            self._grace_left, self._last_tick = GRACE_S, now
+        return [action for action in actions if not isinstance(action, AskDrain)]
+
+    def tick(self, now: float) -> list[ReceiverAction]:
+        """Called often; what time alone brings about."""
+        if self.state in (ReceiverState.RESERVED, ReceiverState.OPEN) and now >= self.deadline:
+            return self._fail(DeadlineExceeded("the KV did not arrive in time"), now)
+        if self.state is not ReceiverState.DRAINING:
+            return []
+        elapsed, self._last_tick = now - self._last_tick, now
+        if self._grace_left is not None:
+            self._grace_left -= min(elapsed, _MAX_TICK_S)
+            return self._free(list(self._held)) if self._grace_left <= 0 else []
+        if not self._drain_asked and now >= self._next_drain:
+            assert self.writer is not None, "draining without a writer"
+            self._drain_asked = True
+            return [AskDrain(self.writer)]
+        return []
+
+    def _free(self, blocks: list[int]) -> list[ReceiverAction]:
+        self._held.difference_update(blocks)
+        if not self._held and self.state is ReceiverState.DRAINING:
+            self.state = ReceiverState.CLOSED
+        return [Free(tuple(sorted(blocks)))] if blocks else []
+
+    def _is_writer(self, generation: int) -> bool:
+        return self.writer is not None and self.writer.generation == generation

@@ -1,0 +1,180 @@
+"""The one thread that owns the backend. Everything else hands it work; nothing else ever blocks on it.
+
+Each turn: commands, at most one new piece of every source in turn, polls of pending writes, notifications, ticks. Without work it sleeps
+until a command wakes it or the next poll is due: POLL_S while `attentive` (a transfer is open, a peer connects) and IDLE_S otherwise, because
+NIXL without a progress thread receives only while it polls.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TypeVar
+
+from common.errors import TransferFailed
+from kv_transfer.backend import Backend, Notification, WriteState
+
+_log = logging.getLogger(__name__)
+
+POLL_S = 0.001
+IDLE_S = 0.02
+TICK_S = 0.01
+_FIRST_WAIT_S = 0.0001
+_COMMANDS_A_TURN = 256
+
+T = TypeVar("T")
+Ended = Callable[[str | None], None]
+
+
+@dataclass(slots=True)
+class _Pending:
+    agent: str
+    handle: int
+    ended: Ended
+
+
+class TransferThread:
+    """Runs `backend`. The hooks are called on the thread:
+
+    on_notification(notification); on_tick(now) about every TICK_S seconds; post() posts at most a few writes and says whether it did;
+    attentive() says whether messages are expected.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        clock: Callable[[], float],
+        *,
+        on_notification: Callable[[Notification], None],
+        on_tick: Callable[[float], None],
+        post: Callable[[], bool],
+        attentive: Callable[[], bool],
+    ) -> None:
+        self.backend = backend
+        self.turns = 0
+        self._clock = clock
+        self._on_notification = on_notification
+        self._on_tick = on_tick
+        self._post = post
+        self._attentive = attentive
+        self._commands: deque[Callable[[], None]] = deque()
+        self._wake = threading.Event()
+        self._pending: list[_Pending] = []
+        self._stopping = False
+        self._next_tick = 0.0
+        self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def running(self) -> bool:
+        return self._thread.is_alive() and not self._stopping
+
+    def submit(self, command: Callable[[], None]) -> None:
+        """Runs `command` on the thread, soon and in order. Any thread; never blocks."""
+        self._commands.append(command)
+        self._wake.set()
+
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """Like submit, with the result."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(function())
+            except BaseException as e:
+                future.set_exception(e)
+
+        self.submit(run)
+        return future
+
+    def stop(self) -> None:
+        """Lets the thread end after the commands that were submitted before; join() waits for it."""
+        self.submit(self._stop)
+
+    def join(self, timeout_s: float) -> bool:
+        """Whether it ended in time."""
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    # On the thread itself.
+
+    def write(self, agent: str, local: Sequence[int], remote: Sequence[int], notification: bytes, ended: Ended) -> None:
+        """Posts a write; `ended` is called once it is terminal, with None or the reason of its failure."""
+        handle = self.backend.write(agent, local, remote, notification)
+        self._pending.append(_Pending(agent, handle, ended))
+
+    def pending(self, agent: str | None = None) -> int:
+        """Writes that are not terminal (to one agent)."""
+        return len(self._pending) if agent is None else sum(write.agent == agent for write in self._pending)
+
+    def _stop(self) -> None:
+        self._stopping = True
+
+    def _run(self) -> None:
+        wait = _FIRST_WAIT_S
+        while not self._stopping:
+            self.turns += 1
+            worked = self._turn()
+            if worked:
+                wait = _FIRST_WAIT_S
+                continue
+            if self._pending:
+                limit = POLL_S
+            elif self._attentive():
+                wait = limit = POLL_S
+            else:
+                wait = limit = IDLE_S
+            self._wake.wait(wait)
+            self._wake.clear()
+            wait = min(wait * 2, limit)
+        self._guard(self.backend.close)
+
+    def _turn(self) -> bool:
+        worked = False
+        for _ in range(min(len(self._commands), _COMMANDS_A_TURN)):
+            self._guard(self._commands.popleft())
+            worked = True
+        worked |= bool(self._guard(self._post))
+        worked |= self._poll()
+        for notification in self._guard(self.backend.notifications) or ():
+            self._guard(lambda n=notification: self._on_notification(n))  # type: ignore[misc]
+            worked = True
+        now = self._clock()
+        if now >= self._next_tick:
+            self._next_tick = now + TICK_S
+            self._guard(lambda: self._on_tick(now))
+        return worked
+
+    def _poll(self) -> bool:
+        ended: list[tuple[_Pending, str | None]] = []
+        for write in self._pending:
+            state = self.backend.poll(write.handle)
+            if state is not WriteState.PENDING:
+                ended.append((write, self.backend.error(write.handle) if state is WriteState.FAILED else None))
+        if not ended:
+            return False
+        done = {write.handle for write, _ in ended}
+        self._pending = [write for write in self._pending if write.handle not in done]
+        for write, error in ended:
+            self.backend.release(write.handle)
+            self._guard(lambda w=write, e=error: w.ended(e))  # type: ignore[misc]
+        return True
+
+    def _guard(self, function: Callable[[], T]) -> T | None:
+        """One broken callback or message must not end the transfers of everybody else."""
+        try:
+            return function()
+        except TransferFailed as e:
+            _log.warning("transfer thread: %s", e)
+        except Exception:
+            _log.exception("unexpected error on the transfer thread")
+        return None

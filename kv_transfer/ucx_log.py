@@ -1,0 +1,82 @@
+"""What UCX itself says about the protocol that it chose, read from its log: the only honest source for "which transport".
+
+UCX prints a table per endpoint configuration when UCX_PROTO_INFO=y, headed by the name of the agent. Its log goes into an anonymous file of
+this process. Both settings are read when the library loads, so open() must come before the first agent of the process; a second agent
+finds the file by the environment. Somebody else's UCX_LOG_FILE or UCX_PROTO_INFO is left alone, and then nothing is known.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Self
+
+_LINE = re.compile(r"^\[[^]]*\] \[[^]]*\]\s*(.*?)\s*$")
+_HEAD = re.compile(r"^\| (?P<agent>\S+) (?P<where>self|intra-node|inter-node)\b.* cfg#\d+\s*\|$")
+_PUT = re.compile(r"^\| remote memory write by ucp_put\*")
+_ROW = re.compile(r"^\|\s*(?P<low>\d+)(?P<unit>[KMG]?)\.\.\S+\s*\|[^|]*\|\s*(?P<config>[^|]+?)\s*\|$")
+_UNIT = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_NAMES = (
+    ("cuda_ipc", "cuda_ipc"),
+    ("gdr_copy", "cuda"),
+    ("cuda_copy", "cuda"),
+    ("cma/", "cma"),
+    ("xpmem/", "shm"),
+    ("posix/", "shm"),
+    ("sysv/", "shm"),
+    ("knem/", "shm"),
+    ("rc_", "rdma"),
+    ("dc_", "rdma"),
+    ("ud_", "rdma"),
+    ("srd/", "rdma"),
+    ("tcp/", "tcp"),
+)
+
+
+class UcxLog:
+    """The process's UCX log as a readable file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    @classmethod
+    def open(cls) -> Self | None:
+        """Sends UCX's log of this process to an anonymous file; None when the environment says otherwise."""
+        mine = f"/proc/{os.getpid()}/fd/"
+        path = os.environ.get("UCX_LOG_FILE", "")
+        if path.startswith(mine):
+            return cls(Path(path))
+        if path and not path.startswith("/proc/"):
+            return None
+        if os.environ.setdefault("UCX_PROTO_INFO", "y") != "y":
+            return None
+        path = f"{mine}{os.memfd_create('ucx-log')}"  # lives as long as the process: UCX writes to it until the end
+        os.environ["UCX_LOG_FILE"] = path
+        return cls(Path(path))
+
+    def put_transport(self, agent: str, block_bytes: int) -> str | None:
+        """The transport of `agent`'s writes of block_bytes bytes to other processes, when all its configurations agree on one."""
+        names = transports(self._path.read_text(errors="replace"), agent, block_bytes)
+        return names.pop() if len(names) == 1 else None
+
+
+def transports(log: str, agent: str, block_bytes: int) -> set[str]:
+    """Transports that the tables of `log` name for writes of block_bytes bytes by `agent`."""
+    found: dict[str, set[str]] = {"self": set(), "intra-node": set(), "inter-node": set()}
+    where, inside = "", False
+    for raw in log.splitlines():
+        line = match.group(1) if (match := _LINE.match(raw)) else raw.strip()
+        if head := _HEAD.match(line):
+            where, inside = (head["where"] if head["agent"] == agent else ""), False
+        elif _PUT.match(line):
+            inside, best = bool(where), ""
+        elif inside and (row := _ROW.match(line)):
+            if int(row["low"]) * _UNIT[row["unit"]] <= block_bytes:
+                best = _name(row["config"])
+                found[where].add(best)
+    return found["intra-node"] | found["inter-node"] or found["self"]
+
+
+def _name(config: str) -> str:
+    return next((name for mark, name in _NAMES if mark in config), config.split("/")[0])
