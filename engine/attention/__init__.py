@@ -1,0 +1,1 @@
+"""Attention over the paged KV pool, behind one small protocol (base)."""

@@ -1,0 +1,44 @@
+"""The seam between models and attention implementations.
+
+A backend is made once per KV pool. Per step, `prepare` turns the step's shape into whatever the backend needs on the
+device (once, not per layer), and `attend` is called once per layer with that object. Rows are the items of a step in
+order; tokens of all rows follow each other in one flat dimension T. Row r computes num_new[r] tokens after starts[r]
+that are in the cache already, and sees exactly the first starts[r] + i + 1 tokens of its own sequence from its i-th.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from torch import Tensor
+
+M = TypeVar("M")
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """Host-side shape of one step: blocks[r] are the physical blocks of row r in logical order.
+
+    blocks[r] covers starts[r] + num_new[r] tokens and may be longer. Every num_new is at least 1.
+    """
+
+    starts: Sequence[int]
+    num_new: Sequence[int]
+    blocks: Sequence[Sequence[int]]
+
+
+class AttentionBackend(Protocol[M]):
+    """Paged causal attention with grouped heads; scores are scaled by head_dim ** -0.5."""
+
+    def prepare(self, step: StepShape) -> M:
+        """Metadata of one step, on the device."""
+
+    def attend(self, query: Tensor, kv: Tensor, cache: Tensor, metadata: M, window: int | None) -> Tensor:
+        """Writes the new keys and values, then attends; returns [T, heads, head_dim].
+
+        query: [T, heads, head_dim]; kv: [T, 2, kv_heads, head_dim], keys already rotated (both may be strided views);
+        cache: one layer of the pool, [num_blocks, 2, kv_heads, block_size, head_dim], strided over blocks;
+        window: tokens that a query sees, itself included; None for all.
+        """

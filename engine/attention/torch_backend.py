@@ -1,0 +1,176 @@
+"""Paged attention in plain torch: the CPU's backend, and the oracle of every kernel.
+
+Rows of like size (new tokens and context, by powers of four) form groups; a group is padded to its longest row, so one
+layer is a gather, one scaled_dot_product_attention and a scatter per group, with no loop over sequences. Grouped heads
+fold into the query dimension, so keys are never repeated. Slots past a row's end are masked, and their values must be
+finite: the runner zeroes a block when a sequence starts to fill it, and the dummy block, which pads tables, is zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.attention.base import StepShape
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Rows padded to `width` new tokens and a common context.
+
+    gather: int64 indices of the blocks to read, see TorchAttention._gather. tokens[rows * width]: flat token of each
+    query slot (padding repeats the row's last); None when the group is the whole step, unpadded and in order.
+    valid: the slots that are not padding; None when all are. masks: additive masks by window.
+    """
+
+    rows: int
+    width: int
+    gather: Tensor
+    tokens: Tensor | None
+    valid: Tensor | None
+    masks: dict[int | None, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class TorchMetadata:
+    """Destination of each new token (physical block, slot in it) and the groups to attend in."""
+
+    block: Tensor
+    slot: Tensor
+    groups: tuple[Group, ...]
+
+
+class TorchAttention:
+    """`cache` is the pool's segment [n, layers, 2, kv_heads, block_size, head_dim]; windows are those of the model."""
+
+    def __init__(self, cache: Tensor, num_heads: int, windows: Iterable[int | None], pad_block: int) -> None:
+        _, _, _, self._kv_heads, self._block_size, self._head_dim = cache.shape
+        self._heads_per_kv = num_heads // self._kv_heads
+        self._windows = tuple(dict.fromkeys(windows))
+        self._pad_block = pad_block
+        self._device, self._dtype = cache.device, cache.dtype
+        # (kv, head) rows of one block follow each other; where a block is a whole number of such rows, the pool of a
+        # layer is a matrix of them, and reading blocks is one index_select that lands in attention's order.
+        row = self._block_size * self._head_dim
+        self._rows_per_block = cache.stride(0) // row if cache.stride(0) % row == 0 else None
+
+    def prepare(self, step: StepShape) -> TorchMetadata:
+        starts = np.asarray(step.starts, dtype=np.int64)
+        num_new = np.asarray(step.num_new, dtype=np.int64)
+        ends = starts + num_new
+        firsts = np.cumsum(num_new) - num_new
+        counts = -(-ends // self._block_size)
+        table = np.full((len(starts), int(counts.max())), self._pad_block, dtype=np.int64)
+        for row, (blocks, count) in enumerate(zip(step.blocks, counts.tolist(), strict=True)):
+            table[row, :count] = blocks[:count]
+
+        row_of = np.repeat(np.arange(len(starts)), num_new)
+        position = np.arange(len(row_of)) - firsts[row_of] + starts[row_of]
+        groups: dict[tuple[int, int], list[int]] = {}
+        for row, (new, end) in enumerate(zip(num_new.tolist(), ends.tolist(), strict=True)):
+            groups.setdefault((_bucket(new), _bucket(max(end, 256))), []).append(row)
+        return TorchMetadata(
+            block=self._tensor(table[row_of, position // self._block_size]),
+            slot=self._tensor(position % self._block_size),
+            groups=tuple(
+                self._group(np.asarray(rows), starts, num_new, firsts, table, alone=len(groups) == 1)
+                for rows in groups.values()
+            ),
+        )
+
+    def attend(self, query: Tensor, kv: Tensor, cache: Tensor, metadata: TorchMetadata, window: int | None) -> Tensor:
+        cache[metadata.block, :, :, metadata.slot] = kv
+        if len(metadata.groups) == 1 and metadata.groups[0].tokens is None:
+            return self._attend_group(query, cache, metadata.groups[0], window)
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        for group in metadata.groups:
+            assert group.tokens is not None
+            result = self._attend_group(query[group.tokens], cache, group, window)
+            if group.valid is None:
+                out.index_copy_(0, group.tokens, result)
+            else:
+                out.index_copy_(0, group.tokens[group.valid], result[group.valid])
+        return out
+
+    def _attend_group(self, query: Tensor, cache: Tensor, group: Group, window: int | None) -> Tensor:
+        """Attention of query[rows * width, heads, head_dim], same shape out."""
+        rows, width, fold, dim = group.rows, group.width, self._heads_per_kv, self._head_dim
+        keys, values = self._gather(cache, group)
+        folded = query.reshape(rows, width, self._kv_heads, fold, dim).permute(0, 2, 3, 1, 4)
+        folded = folded.reshape(rows, self._kv_heads, fold * width, dim)
+        out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=group.masks[window])
+        out = out.reshape(rows, self._kv_heads, fold, width, dim).permute(0, 3, 1, 2, 4)
+        return out.reshape(rows * width, self._kv_heads * fold, dim)
+
+    def _gather(self, cache: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+        """Keys and values of a group, [rows, kv_heads, context, head_dim] each."""
+        heads, size, dim = self._kv_heads, self._block_size, self._head_dim
+        if self._rows_per_block is None:
+            blocks = cache[group.gather].permute(2, 0, 3, 1, 4, 5)
+            keys, values = blocks.reshape(2, group.rows, heads, -1, dim).unbind(0)
+        else:
+            table_rows = (cache.shape[0] - 1) * self._rows_per_block + 2 * heads
+            table = cache.as_strided((table_rows, size * dim), (size * dim, 1))
+            keys, values = table.index_select(0, group.gather).view(2, group.rows, heads, -1, dim).unbind(0)
+        return keys, values
+
+    def _group(
+        self,
+        rows: np.ndarray,
+        starts: np.ndarray,
+        num_new: np.ndarray,
+        firsts: np.ndarray,
+        table: np.ndarray,
+        *,
+        alone: bool,
+    ) -> Group:
+        width = int(num_new[rows].max())
+        ends = starts[rows] + num_new[rows]
+        blocks = table[rows, : -(-int(ends.max()) // self._block_size)]
+        offset = np.minimum(np.arange(width)[None, :], num_new[rows][:, None] - 1)
+        padded = bool((num_new[rows] != width).any())
+        position = starts[rows][:, None] + offset
+        valid = np.flatnonzero(np.arange(width)[None, :] < num_new[rows][:, None]) if padded else None
+        return Group(
+            rows=len(rows),
+            width=width,
+            gather=self._tensor(self._gather_index(blocks)),
+            tokens=None if alone and not padded else self._tensor((firsts[rows][:, None] + offset).reshape(-1)),
+            valid=None if valid is None else self._tensor(valid),
+            masks={w: self._mask(position, blocks.shape[1] * self._block_size, w) for w in self._windows},
+        )
+
+    def _gather_index(self, blocks: np.ndarray) -> np.ndarray:
+        if self._rows_per_block is None:
+            return blocks
+        kv = np.arange(2)[:, None, None, None] * self._kv_heads
+        head = np.arange(self._kv_heads)[None, None, :, None]
+        return (blocks[None, :, None, :] * self._rows_per_block + kv + head).reshape(-1)
+
+    def _mask(self, position: np.ndarray, context: int, window: int | None) -> Tensor:
+        """Additive [rows, 1, fold * width or 1, context] for queries at position[rows, width]."""
+        query = self._tensor(position)[:, None, :, None]
+        key = torch.arange(context, device=self._device)
+        hidden = key > query
+        if window is not None:
+            hidden |= key <= query - window
+        mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device).masked_fill_(hidden, float("-inf"))
+        return mask if position.shape[1] == 1 else mask.repeat(1, 1, self._heads_per_kv, 1)
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)
+
+
+def _bucket(size: int) -> int:
+    """0 for 1, 1 for 2..8, then one more for each power of four."""
+    if size == 1:
+        return 0
+    bucket, limit = 1, 8
+    while size > limit:
+        bucket, limit = bucket + 1, limit * 4
+    return bucket

@@ -1,0 +1,61 @@
+"""The KV memory of one pod: uint8[num_blocks + 2, block_bytes], zeroed once and never reallocated.
+
+The two blocks past num_blocks belong to no sequence: `probe_block` is written by peers that test the path to us,
+`dummy_block` pads block tables and takes the writes of padded rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from common.errors import InternalError
+from common.kv_layout import KVLayout
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class KVPool:
+    """Owns the memory; who may use which block is BlockPool's business."""
+
+    def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device) -> None:
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.probe_block = num_blocks
+        self.dummy_block = num_blocks + 1
+        self.data = torch.zeros((num_blocks + 2, layout.block_bytes), dtype=torch.uint8, device=device)
+
+    @property
+    def data_ptr(self) -> int:
+        return self.data.data_ptr()
+
+    @property
+    def block_bytes(self) -> int:
+        return self.layout.block_bytes
+
+    def segment_view(self, name: str) -> Tensor:
+        """[num_blocks + 2, layers, 2, kv_heads, block_size, head_dim] of one segment, sharing this memory."""
+        for segment in self.layout.segments:
+            if segment.name == name:
+                raw = self.data[:, segment.offset : segment.offset + segment.nbytes]
+                return raw.view(DTYPES[segment.dtype]).view(-1, *segment.shape)
+        raise InternalError(f"the KV layout has no segment {name!r}")
+
+    def zero(self, blocks: Sequence[int]) -> None:
+        """Clears whole blocks, so that slots that were not written yet are finite."""
+        if len(blocks) == 1:
+            self.data[blocks[0]].zero_()
+        elif blocks:
+            self.data.index_fill_(0, torch.tensor(blocks, device=self.data.device), 0)
+
+    def read_block(self, block: int) -> bytes:
+        """The block_bytes bytes of one block."""
+        return self.data[block].cpu().numpy().tobytes()
+
+    def write_block(self, block: int, content: bytes) -> None:
+        """Replaces one block; `content` must be block_bytes long."""
+        if len(content) != self.block_bytes:
+            raise InternalError(f"a block has {self.block_bytes} bytes, not {len(content)}")
+        self.data[block].copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))

@@ -1,0 +1,226 @@
+"""What a Hugging Face config.json says about a model, reduced to what our decoder computes.
+
+Everything that is not served ends here with a ConfigError that names the architecture or the feature: a model that
+loads is a model that is computed exactly. Both spellings of rope are read: `rope_parameters` (transformers 5) and
+`rope_theta` + `rope_scaling` (before).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.errors import ConfigError
+
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """Rotary position embedding; which fields matter depends on kind (one of ROPE_KINDS)."""
+
+    kind: str
+    theta: float
+    factor: float = 1.0
+    original_max_position: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A Llama-family decoder.
+
+    windows[i] is layer i's sliding window in tokens (a query sees itself and the window - 1 tokens before it), None for
+    full attention. max_position is the longest sequence the position embedding was made for.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    qkv_bias: bool
+    out_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    tied: bool
+    windows: tuple[int | None, ...]
+    rope: RopeSpec
+    max_position: int
+    eos_token_ids: tuple[int, ...]
+    native_dtype: str
+
+    @property
+    def query_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+
+def load_spec(model_dir: Path) -> ModelSpec:
+    """Reads config.json and generation_config.json; ConfigError when absent, malformed or not served."""
+    config = _read_json(model_dir / "config.json", required=True)
+    generation = _read_json(model_dir / "generation_config.json", required=False)
+    return parse_spec(config, generation)
+
+
+def parse_spec(config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelSpec:
+    """The spec of a config; the end-of-sequence tokens are those of both files, the generation config's first."""
+    names = config.get("architectures") or ["(no architecture)"]
+    name = str(names[0])
+    if name not in ARCHITECTURES:
+        raise ConfigError(f"model architecture {name} is not served; served are {', '.join(ARCHITECTURES)}")
+    if config.get("quantization_config"):
+        raise ConfigError(f"quantised weights are not served ({name} with quantization_config)")
+    activation = config.get("hidden_act") or "silu"
+    if activation != "silu":
+        raise ConfigError(f"activation {activation!r} is not served (hidden_act of {name})")
+
+    heads, hidden, layers = (_int(config, k) for k in ("num_attention_heads", "hidden_size", "num_hidden_layers"))
+    kv_heads = _int(config, "num_key_value_heads", heads)
+    head_dim = _int(config, "head_dim", 128 if name == "Qwen3ForCausalLM" else hidden // heads)
+    if heads % kv_heads:
+        raise ConfigError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+    if head_dim % 2:
+        raise ConfigError(f"head_dim {head_dim} is odd; rotary embeddings need an even one")
+
+    max_position = _int(config, "max_position_embeddings")
+    rope = _parse_rope(config, max_position)
+    bias = bool(config.get("attention_bias", False))
+    eos: list[int] = []
+    for source in (generation or {}, config):
+        ids = source.get("eos_token_id")
+        eos += [i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int) and i not in eos]
+    return ModelSpec(
+        architecture=name,
+        vocab_size=_int(config, "vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=_int(config, "intermediate_size"),
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        qkv_bias=name == "Qwen2ForCausalLM" or (bias and name != "MistralForCausalLM"),
+        out_bias=bias and name in ("LlamaForCausalLM", "Qwen3ForCausalLM"),
+        mlp_bias=bool(config.get("mlp_bias", False)) and name == "LlamaForCausalLM",
+        qk_norm=name == "Qwen3ForCausalLM",
+        tied=bool(config.get("tie_word_embeddings", False)),
+        windows=_parse_windows(name, config, layers),
+        rope=rope,
+        max_position=_extended(rope, max_position),
+        eos_token_ids=tuple(eos),
+        native_dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
+    )
+
+
+def _parse_windows(name: str, config: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
+    """Per-layer windows; the rules and defaults are those of the configuration classes in transformers."""
+    if name == "LlamaForCausalLM":
+        return (None,) * layers
+    window = config.get("sliding_window", 4096)
+    if window is not None and (not isinstance(window, int) or window < 1):
+        raise ConfigError(f"sliding_window {window!r} is not a positive number of tokens")
+    if name == "MistralForCausalLM":
+        return (window,) * layers
+    if not config.get("use_sliding_window", False):
+        window = None
+    kinds = config.get("layer_types")
+    if kinds is None:
+        first = int(config.get("max_window_layers", 28))
+        return tuple(window if i >= first else None for i in range(layers))
+    unknown = set(kinds) - {"full_attention", "sliding_attention"}
+    if unknown or len(kinds) != layers:
+        raise ConfigError(f"layer_types of {name} are not served: {sorted(unknown) or len(kinds)}")
+    if window is None and "sliding_attention" in kinds:
+        raise ConfigError(f"{name} has sliding_attention layers but no sliding window")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _parse_rope(config: Mapping[str, Any], max_position: int) -> RopeSpec:
+    raw = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(raw, Mapping) or any(isinstance(v, Mapping) for v in raw.values()):
+        raise ConfigError("rope parameters that differ by layer are not served")
+    kind = str(raw.get("rope_type") or raw.get("type") or "default")
+    if kind not in ROPE_KINDS:
+        raise ConfigError(f"rope scaling {kind!r} is not served; served are {', '.join(ROPE_KINDS)}")
+    if float(raw.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0) != 1.0:
+        raise ConfigError("partial rotary embeddings are not served")
+    theta = float(raw.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    if kind == "default":
+        return RopeSpec(kind, theta)
+    required = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "yarn": ()}[kind]
+    missing = [key for key in required if raw.get(key) is None]
+    if missing:
+        raise ConfigError(f"rope scaling {kind!r} lacks {', '.join(missing)}")
+    original = int(
+        config.get("original_max_position_embeddings") or raw.get("original_max_position_embeddings") or max_position
+    )
+    return RopeSpec(
+        kind=kind,
+        theta=theta,
+        factor=float(raw.get("factor") or max_position / original),
+        original_max_position=original,
+        low_freq_factor=float(raw.get("low_freq_factor") or 1.0),
+        high_freq_factor=float(raw.get("high_freq_factor") or 4.0),
+        beta_fast=float(raw.get("beta_fast") or 32.0),
+        beta_slow=float(raw.get("beta_slow") or 1.0),
+        attention_factor=_optional(raw, "attention_factor"),
+        mscale=_optional(raw, "mscale"),
+        mscale_all_dim=_optional(raw, "mscale_all_dim"),
+        truncate=bool(raw.get("truncate", True)),
+    )
+
+
+def _extended(rope: RopeSpec, max_position: int) -> int:
+    """Context that the scaling makes of the trained one; llama3 configurations already state the extended length."""
+    if rope.kind == "yarn":
+        return max(max_position, int(rope.original_max_position * rope.factor))
+    if rope.kind == "linear":
+        return int(max_position * rope.factor)
+    return max_position
+
+
+def _optional(raw: Mapping[str, Any], key: str) -> float | None:
+    value = raw.get(key)
+    return None if value is None else float(value)
+
+
+def _int(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = config.get(key)
+    if value is None:
+        value = default
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"config.json: {key} is {value!r}, a positive integer is needed")
+    return value
+
+
+def _read_json(path: Path, *, required: bool) -> dict[str, Any]:
+    if not path.is_file():
+        if required:
+            raise ConfigError(f"{path} does not exist: not a model directory", field="model")
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}", field="model") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} is not a JSON object", field="model")
+    return value

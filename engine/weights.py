@@ -1,0 +1,131 @@
+"""Reads safetensors (one file, or shards with an index) straight into a Decoder, and names their content.
+
+Every parameter must be filled exactly once and every tensor of the checkpoint must have a home: a checkpoint with more
+or less than the configuration promises is a ConfigError, never a model that is subtly another one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from common.errors import ConfigError
+from engine.models.decoder import Decoder
+from engine.models.spec import ModelSpec
+
+_SAMPLES = 16  # places of each tensor that enter the revision
+_SAMPLE_BYTES = 256
+
+
+def load(model: Decoder, model_dir: Path) -> None:
+    """Fills all parameters of `model`, converting to its dtype."""
+    homes = _homes(model)
+    missing = set(homes)
+    for name, tensor in _tensors(model_dir):
+        if name in homes:
+            home = homes[name]
+            if home.shape != tensor.shape:
+                raise ConfigError(f"{name} has shape {tuple(tensor.shape)}, the config says {tuple(home.shape)}")
+            home.copy_(tensor)
+            missing.discard(name)
+        elif not (name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and model.spec.tied)):
+            raise ConfigError(f"the checkpoint has a tensor {name} that {model.spec.architecture} does not use")
+    if missing:
+        raise ConfigError(f"the checkpoint lacks {len(missing)} tensors, such as {min(missing)}")
+
+
+def revision(spec: ModelSpec, model_dir: Path) -> str:
+    """16 hex digits that name the weights' content and the configuration they are computed with.
+
+    Hashes the spec, every file's header (names, shapes, dtypes) and samples spread over every tensor: a fine-tune
+    changes the samples, a copy of the directory does not. Reads a few MB, whatever the model's size.
+    """
+    digest = hashlib.blake2b(repr(spec).encode(), digest_size=8)
+    for path in _files(model_dir):
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            header_size = int.from_bytes(file.read(8), "little")
+            if header_size > size:
+                raise ConfigError(f"{path} is not a safetensors file")
+            header_bytes = file.read(header_size)
+            digest.update(header_bytes)
+            header: dict[str, Any] = json.loads(header_bytes)
+            for name in sorted(header.keys() - {"__metadata__"}):
+                first, last = header[name]["data_offsets"]
+                step = max((last - first) // _SAMPLES, 1)
+                for offset in range(first, last, step):
+                    file.seek(8 + header_size + offset)
+                    digest.update(file.read(min(_SAMPLE_BYTES, last - offset)))
+    return digest.hexdigest()
+
+
+def _homes(model: Decoder) -> dict[str, Tensor]:
+    """Where each checkpoint tensor goes: a parameter, or its part of a merged one."""
+    spec = model.spec
+    homes: dict[str, Tensor] = {
+        "model.embed_tokens.weight": model.embedding.weight,
+        "model.norm.weight": model.norm.weight,
+    }
+    if not spec.tied:
+        homes["lm_head.weight"] = model.head.weight
+    qkv_sizes = [spec.query_size, spec.kv_size, spec.kv_size]
+    for index, layer in enumerate(model.stack):
+        at = f"model.layers.{index}"
+        attention, mlp = layer.attention, layer.mlp
+        homes[f"{at}.input_layernorm.weight"] = layer.attention_norm.weight
+        homes[f"{at}.post_attention_layernorm.weight"] = layer.mlp_norm.weight
+        if attention.q_norm is not None and attention.k_norm is not None:
+            homes[f"{at}.self_attn.q_norm.weight"] = attention.q_norm.weight
+            homes[f"{at}.self_attn.k_norm.weight"] = attention.k_norm.weight
+        for kind, biased, names, merged, sizes in (
+            ("self_attn", spec.qkv_bias, ("q_proj", "k_proj", "v_proj"), attention.qkv, qkv_sizes),
+            ("self_attn", spec.out_bias, ("o_proj",), attention.out, [spec.hidden_size]),
+            ("mlp", spec.mlp_bias, ("gate_proj", "up_proj"), mlp.gate_up, [spec.intermediate_size] * 2),
+            ("mlp", spec.mlp_bias, ("down_proj",), mlp.down, [spec.hidden_size]),
+        ):
+            for name, part in zip(names, torch.split(merged.weight, sizes), strict=True):
+                homes[f"{at}.{kind}.{name}.weight"] = part
+            if biased:
+                for name, part in zip(names, torch.split(merged.bias, sizes), strict=True):
+                    homes[f"{at}.{kind}.{name}.bias"] = part
+    return homes
+
+
+def _files(model_dir: Path) -> list[Path]:
+    """The checkpoint's files in a stable order."""
+    single, index = model_dir / "model.safetensors", model_dir / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        raise ConfigError(f"{model_dir} has neither model.safetensors nor an index of shards", field="model")
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError) as error:
+        raise ConfigError(f"{index} is not an index of shards: {error!r}", field="model") from error
+    files = [model_dir / name for name in names]
+    for file in files:
+        if not file.is_file():
+            raise ConfigError(f"{file}, named by the index, does not exist", field="model")
+    return files
+
+
+def _tensors(model_dir: Path) -> Iterator[tuple[str, Tensor]]:
+    for path in _files(model_dir):
+        with ExitStack() as stack:
+            try:
+                file = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
+            except SafetensorError as error:
+                raise ConfigError(f"{path} is not a safetensors file: {error}", field="model") from error
+            for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
+                tensor = file.get_tensor(name)
+                if not torch.is_floating_point(tensor):
+                    raise ConfigError(f"{name} has dtype {tensor.dtype}; only floating-point weights are served")
+                yield name, tensor

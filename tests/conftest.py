@@ -1,0 +1,15 @@
+"""Fixtures that several directories of tests share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def smollm2_dir() -> Path:
+    """The converted SmolLM2-135M-Instruct; converted now (about 40 s) when this machine has not done it yet."""
+    from engine.gguf_import import cached_dir, convert
+
+    return convert(cached_dir())

@@ -1,0 +1,196 @@
+"""The decoder against transformers on tiny random models of every architecture and rope scaling we serve."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from common.errors import ConfigError
+from common.kv_layout import KVLayout
+from engine import weights
+from engine.attention.base import StepShape
+from engine.attention.torch_backend import TorchAttention
+from engine.kv_pool import KVPool
+from engine.models.decoder import Decoder
+from engine.models.spec import load_spec, parse_spec
+
+torch.set_num_threads(1)
+CPU = torch.device("cpu")
+
+TINY: dict[str, Any] = {
+    "vocab_size": 160,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+CASES: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama"},
+    "llama-tied": {"model_type": "llama", "tie_word_embeddings": True},
+    "llama-biases": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
+    "llama-mha-head-dim": {"model_type": "llama", "num_key_value_heads": 4, "head_dim": 24},
+    "llama-mqa": {"model_type": "llama", "num_key_value_heads": 1},
+    "llama-rope-linear": {
+        "model_type": "llama",
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
+    },
+    "llama-rope-llama3": {
+        "model_type": "llama",
+        "rope_parameters": LLAMA3 | {"original_max_position_embeddings": 64},
+    },
+    "llama-rope-yarn": {"model_type": "llama", "rope_parameters": YARN},
+    "llama-rope-yarn-mscale": {
+        "model_type": "llama",
+        "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3, "beta_fast": 16.0, "truncate": False},
+    },
+    "mistral": {"model_type": "mistral", "sliding_window": None},
+    "mistral-window": {"model_type": "mistral", "sliding_window": 9},
+    "qwen2": {"model_type": "qwen2"},
+    "qwen2-window": {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
+    "qwen3": {"model_type": "qwen3", "head_dim": 32},
+    "qwen3-bias-tied": {"model_type": "qwen3", "head_dim": 32, "attention_bias": True, "tie_word_embeddings": True},
+}
+
+
+def save_reference(directory: Path, case: dict[str, Any], **save: Any) -> Any:
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**(TINY | case)), dtype=torch.float32).eval()
+    with torch.no_grad():  # sharper than the default initialisation, so that an error in a mask or norm shows
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.2).add_(1.0 if parameter.ndim == 1 else 0.0)
+    model.save_pretrained(directory, **save)
+    return model
+
+
+class Rig:
+    """A decoder with its own pool; logits() computes a flat step and returns all its rows."""
+
+    def __init__(self, directory: Path, *, block_size: int = 4, num_blocks: int = 64) -> None:
+        spec = load_spec(directory)
+        layout = KVLayout("tiny", "0", spec.num_layers, spec.num_kv_heads, spec.head_dim, block_size, "float32")
+        self.kv = KVPool(layout, num_blocks, CPU)
+        self.cache = self.kv.segment_view("kv")
+        self.backend = TorchAttention(self.cache, spec.num_heads, spec.windows, self.kv.dummy_block)
+        self.model = Decoder(spec, 256, CPU, torch.float32)
+        weights.load(self.model, directory)
+
+    def logits(self, tokens: list[list[int]], starts: list[int], blocks: list[list[int]]) -> list[torch.Tensor]:
+        counts = [len(t) for t in tokens]
+        with torch.inference_mode():
+            metadata = self.backend.prepare(StepShape(starts, counts, blocks))
+            positions = torch.cat([torch.arange(s, s + c) for s, c in zip(starts, counts, strict=True)])
+            flat = torch.tensor([i for t in tokens for i in t])
+            hidden = self.model(flat, positions, self.cache, self.backend, metadata)
+            return list(self.model.logits(hidden).split(counts))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
+    reference = save_reference(tmp_path, CASES[name])
+    rig = Rig(tmp_path)
+    generator = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(0, 160, (n,), generator=generator).tolist() for n in (1, 4, 30, 70)]
+    blocks = [[1], [5], list(range(24, 40)), [63, 62, 61, 60, *range(44, 60)]]
+    with torch.inference_mode():
+        expected = [reference(torch.tensor([p])).logits[0] for p in prompts]
+    # One step with all prompts whole, and then the same in pieces of mixed sizes: chunks, short ones, single tokens.
+    for got, want in zip(rig.logits(prompts, [0] * 4, blocks), expected, strict=True):
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+    done = [0, 0, 0, 0]
+    for sizes in ([1, 1, 9, 40], [0, 2, 1, 5], [0, 1, 19, 1], [0, 0, 1, 23], [0, 0, 0, 1]):
+        rows = [r for r in range(4) if sizes[r]]
+        pieces = [prompts[r][done[r] : done[r] + sizes[r]] for r in rows]
+        result = rig.logits(pieces, [done[r] for r in rows], [blocks[r] for r in rows])
+        for r, got in zip(rows, result, strict=True):
+            want = expected[r][done[r] : done[r] + sizes[r]]
+            torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+            done[r] += sizes[r]
+    assert done == [1, 4, 30, 70]
+
+
+def test_odd_block_stride_is_served(tmp_path: Path) -> None:
+    """Blocks whose stride is no multiple of a head's rows (padding to 256 bytes) take the general gather."""
+    reference = save_reference(tmp_path, {"model_type": "llama", "num_key_value_heads": 1, "num_hidden_layers": 1})
+    rig = Rig(tmp_path, block_size=3)
+    assert rig.cache.stride(0) % (3 * 16)
+    prompt = list(range(1, 18))
+    with torch.inference_mode():
+        expected = reference(torch.tensor([prompt])).logits[0]
+    (got,) = rig.logits([prompt], [0], [[4, 2, 9, 1, 0, 7]])
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_sharded_checkpoint(tmp_path: Path) -> None:
+    reference = save_reference(tmp_path, CASES["qwen2"], max_shard_size="100KB")
+    assert (tmp_path / "model.safetensors.index.json").is_file()
+    prompt = [3, 1, 4, 1, 5]
+    (got,) = Rig(tmp_path).logits([prompt], [0], [[0, 1]])
+    with torch.inference_mode():
+        torch.testing.assert_close(got, reference(torch.tensor([prompt])).logits[0], atol=1e-4, rtol=1e-4)
+
+
+def test_revision_follows_the_content(tmp_path: Path) -> None:
+    model = save_reference(tmp_path / "a", CASES["llama"])
+    model.save_pretrained(tmp_path / "b")
+    spec = load_spec(tmp_path / "a")
+    assert weights.revision(spec, tmp_path / "a") == weights.revision(spec, tmp_path / "b")
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight.add_(0.01)
+    model.save_pretrained(tmp_path / "c")
+    assert weights.revision(spec, tmp_path / "a") != weights.revision(spec, tmp_path / "c")
+
+
+def test_old_and_new_rope_spelling_mean_the_same(tmp_path: Path) -> None:
+    save_reference(tmp_path, CASES["llama-rope-llama3"])
+    config = json.loads((tmp_path / "config.json").read_text())
+    new = parse_spec(config)
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    rope["type"] = rope.pop("rope_type")
+    config["rope_scaling"] = rope
+    assert parse_spec(config) == new
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM is not served"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantised weights"),
+        ({"hidden_act": "gelu"}, "'gelu' is not served"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "'longrope' is not served"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "lacks factor"),
+        ({"num_key_value_heads": 3}, "not a multiple"),
+        ({"partial_rotary_factor": 0.5}, "partial rotary"),
+        ({"hidden_size": "64"}, "hidden_size is '64'"),
+    ],
+)
+def test_what_is_not_served_is_named(change: dict[str, Any], message: str) -> None:
+    config = TINY | {"architectures": ["LlamaForCausalLM"]} | change
+    with pytest.raises(ConfigError, match=message):
+        parse_spec(config)
+
+
+def test_checkpoint_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    save_reference(tmp_path, CASES["llama"])
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    for change, message in (
+        ({"num_hidden_layers": 4}, "lacks"),
+        ({"num_hidden_layers": 2}, "does not use"),
+        ({"intermediate_size": 95}, "has shape"),
+    ):
+        path.write_text(json.dumps(config | change))
+        with pytest.raises(ConfigError, match=message):
+            Rig(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="neither"):
+        weights.revision(load_spec(tmp_path), tmp_path)
