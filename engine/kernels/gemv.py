@@ -1,0 +1,94 @@
+"""Matrix times one row, with what stands before and behind it fused in: RMSNorm in, residual add or SiLU x mul out.
+
+A program reads ROWS rows of the weight, whole, in tiles of BLOCK_K. RMSNorm needs no pass of its own: the program sees all
+of x, so it sums x^2 beside the products and scales the result: W (x * rstd * g) = rstd * (W (x * g)). No atomics: the sums
+have one order, whatever runs beside.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _gemv_kernel(
+    x, weight, bias, norm, residual, out, eps, offset, w_row,
+    N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BK: tl.constexpr,
+    NORM: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row_ok = rows < N
+    k = tl.arange(0, BK)
+    src = weight + rows.to(tl.int64)[:, None] * w_row + k[None, :]
+    acc = tl.zeros([ROWS, BK], tl.float32)
+    acc_up = tl.zeros([ROWS, BK], tl.float32)
+    square = tl.zeros([BK], tl.float32)
+    for start in range(0, K, BK):
+        ok = start + k < K
+        if K % BK == 0 and N % ROWS == 0:
+            w = tl.load(src + start)
+        else:
+            w = tl.load(src + start, mask=row_ok[:, None] & ok[None, :], other=0.0)
+        if GATED:
+            if K % BK == 0 and N % ROWS == 0:
+                up = tl.load(src + N * w_row + start)
+            else:
+                up = tl.load(src + N * w_row + start, mask=row_ok[:, None] & ok[None, :], other=0.0)
+        v = tl.load(x + start + k, mask=ok, other=0.0).to(tl.float32)
+        if NORM:
+            square += v * v
+            v *= tl.load(norm + start + k, mask=ok, other=0.0).to(tl.float32) + offset
+        acc += w.to(tl.float32) * v[None, :]
+        if GATED:
+            acc_up += up.to(tl.float32) * v[None, :]
+    y = tl.sum(acc, 1)
+    if NORM:
+        rstd = tl.rsqrt(tl.sum(square, 0) / K + eps)
+        y *= rstd
+    if BIAS:
+        y += tl.load(bias + rows, mask=row_ok, other=0.0).to(tl.float32)
+    if GATED:
+        u = tl.sum(acc_up, 1)
+        if NORM:
+            u *= rstd
+        if BIAS:
+            u += tl.load(bias + N + rows, mask=row_ok, other=0.0).to(tl.float32)
+        y = y / (1.0 + tl.exp(-y)) * u
+    if ADD:
+        y += tl.load(residual + rows, mask=row_ok, other=0.0).to(tl.float32)
+    tl.store(out + rows, y.to(out.dtype.element_ty), mask=row_ok)
+
+
+def gemv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    norm: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    norm_offset: float = 0.0,
+    residual: torch.Tensor | None = None,
+    gated: bool = False,
+    out: torch.Tensor | None = None,
+    rows: int | None = None,
+    block_k: int = 2048,
+    warps: int = 4,
+) -> torch.Tensor:
+    """weight @ x for one row: x [1, K], weight [N, K] (row stride free), bias [N]; returns [1, N], or [1, N / 2] when gated.
+
+    norm: [K], the weight of an RMSNorm over x first. gated: rows 0..N/2 are a gate, the rest its partner: silu(gate) * up.
+    residual: [1, N], added to the result; out may be residual.
+    """
+    n, k = weight.shape[0] // (2 if gated else 1), weight.shape[1]
+    assert x.shape == (1, k) and x.stride(1) == 1 and weight.stride(1) == 1 and not (gated and residual is not None)
+    out = torch.empty(1, n, dtype=x.dtype, device=x.device) if out is None else out
+    rows = (2 if gated or n < 16384 else 4) if rows is None else rows
+    block_k = min(block_k, triton.next_power_of_2(k))
+    _gemv_kernel[(triton.cdiv(n, rows),)](
+        x, weight, weight if bias is None else bias, x if norm is None else norm, x if residual is None else residual, out,
+        eps, norm_offset, weight.stride(0), N=n, K=k, ROWS=rows, BK=block_k, NORM=norm is not None, BIAS=bias is not None,
+        ADD=residual is not None, GATED=gated, num_warps=warps,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,71 @@
+"""RMSNorm with the residual add in the same pass, and SiLU x mul. Arithmetic in fp32, one rounding at each store."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x, residual, weight, out, x_row, residual_row, out_row, eps, offset,
+    ADD: tl.constexpr, N: tl.constexpr, NP: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, NP)
+    ok = i < N
+    h = tl.load(x + row * x_row + i, mask=ok, other=0.0).to(tl.float32)
+    if ADD:
+        h += tl.load(residual + row * residual_row + i, mask=ok, other=0.0).to(tl.float32)
+        h = h.to(residual.dtype.element_ty)
+        tl.store(residual + row * residual_row + i, h, mask=ok)
+        h = h.to(tl.float32)
+    rstd = tl.rsqrt(tl.sum(h * h, 0) / N + eps)
+    w = tl.load(weight + i, mask=ok, other=0.0).to(tl.float32) + offset
+    tl.store(out + row * out_row + i, (h * rstd * w).to(out.dtype.element_ty), mask=ok)
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    residual: torch.Tensor | None = None,
+    weight_offset: float = 0.0,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """RMSNorm of x, or of residual + x, which is then also stored to residual. x, residual: [rows, N]; weight: [N].
+
+    weight_offset 1 is Gemma's (1 + weight). out may be x.
+    """
+    rows, n = x.shape
+    assert x.stride(1) == 1 and (residual is None or residual.stride(1) == 1)
+    out = torch.empty_like(x) if out is None else out
+    padded = triton.next_power_of_2(n)
+    target = x if residual is None else residual
+    _rms_norm_kernel[(rows,)](
+        x, target, weight, out, x.stride(0), target.stride(0), out.stride(0), eps, weight_offset,
+        ADD=residual is not None, N=n, NP=padded, num_warps=min(16, max(1, padded // 512)),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _silu_mul_kernel(x, out, x_row, out_row, N: tl.constexpr, BN: tl.constexpr):
+    row = tl.program_id(1).to(tl.int64)
+    i = tl.program_id(0) * BN + tl.arange(0, BN)
+    ok = i < N
+    gate = tl.load(x + row * x_row + i, mask=ok, other=0.0).to(tl.float32)
+    up = tl.load(x + row * x_row + N + i, mask=ok, other=0.0).to(tl.float32)
+    tl.store(out + row * out_row + i, (gate / (1.0 + tl.exp(-gate)) * up).to(out.dtype.element_ty), mask=ok)
+
+
+def silu_mul(gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """silu(gate) * up. gate_up: [rows, 2 * N], gate first; returns [rows, N]."""
+    rows, n = gate_up.shape[0], gate_up.shape[1] // 2
+    assert gate_up.stride(1) == 1
+    out = torch.empty(rows, n, dtype=gate_up.dtype, device=gate_up.device) if out is None else out
+    grid = (triton.cdiv(n, 1024), rows)
+    _silu_mul_kernel[grid](gate_up, out, gate_up.stride(0), out.stride(0), N=n, BN=1024, num_warps=4)
+    return out

@@ -1,0 +1,257 @@
+"""Split-KV attention of 1 to 8 new tokens a sequence over the paged pool: decode, and the verification of drafts.
+
+The work of a launch is a line of tiles: sequences, inside them kv heads, inside them tiles of BLOCK_N keys. The line is cut
+into equal shares, one for each of a fixed number of programs, so every SM reads the same number of bytes whatever the batch,
+the lengths or their spread (the work split of Stream-K, Osama et al. 2023, applied to FlashDecoding). A share may end inside a
+(sequence, head) pair: its part is kept normalised with its log-sum-exp, and a second kernel merges the parts of such pairs.
+
+`DecodePlan` is the cut. It depends on the lengths alone: compute it once a step and use it for every layer. Nothing here
+reads a length on the host, so a captured graph serves any lengths.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+MAX_QUERY = 8
+BLOCK_N = 64
+LOG2E = 1.4426950408889634
+
+
+@triton.jit
+def _plan_kernel(
+    cu_q,
+    seq_lens,
+    cum,
+    first_seq,
+    num_seqs,
+    num_programs,
+    window,
+    HEADS: tl.constexpr,
+    BN: tl.constexpr,
+    B: tl.constexpr,
+):
+    b = tl.arange(0, B)
+    live = b < num_seqs
+    length = tl.load(seq_lens + b, mask=live, other=0)
+    queries = tl.load(cu_q + b + 1, mask=live, other=0) - tl.load(cu_q + b, mask=live, other=0)
+    low = tl.where(window > 0, tl.maximum(length - queries - window + 1, 0), 0) // BN
+    tiles = tl.where(live, tl.maximum(tl.cdiv(length, BN) - low, 1), 0) * HEADS
+    ends = tl.cumsum(tiles, 0)
+    pid = tl.program_id(0)
+    if pid == 0:
+        tl.store(cum, 0)
+        tl.store(cum + 1 + b, ends, mask=live)
+    work = tl.sum(tiles, 0).to(tl.int64)
+    start = pid * work // tl.minimum(num_programs, work)
+    tl.store(first_seq + pid, tl.sum((live & (ends <= start)).to(tl.int32), 0))
+
+
+@triton.jit
+def _decode_kernel(
+    q, kv, tables, cu_q, seq_lens, cum, first_seq, out, part, part_lse,
+    q_row, q_head, kv_block, kv_which, kv_head, kv_token, table_row, out_row, out_head,
+    num_seqs, num_programs, window, scale_log2,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    BS: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    work = tl.load(cum + num_seqs).to(tl.int64)
+    shares = tl.minimum(num_programs, work)
+    cursor = (pid * work // shares).to(tl.int32)
+    end = tl.minimum((pid + 1) * work // shares, work).to(tl.int32)
+    b = tl.load(first_seq + pid)
+
+    m = tl.arange(0, M)
+    d = tl.arange(0, DP)
+    n = tl.arange(0, BN)
+    d_ok = d < D
+    while cursor < end:
+        base = tl.load(cum + b)
+        tiles = (tl.load(cum + b + 1) - base) // HEADS
+        head = (cursor - base) // tiles
+        first = (cursor - base) % tiles
+        count = tl.minimum(tiles - first, end - cursor)
+
+        length = tl.load(seq_lens + b)
+        q0 = tl.load(cu_q + b)
+        queries = tl.load(cu_q + b + 1) - q0
+        token = m // GROUP
+        m_ok = token < queries
+        position = length - queries + token
+        low = tl.where(window > 0, tl.maximum(length - queries - window + 1, 0), 0) // BN
+        floor = tl.where(window > 0, position - window, -1)
+        q_off = (q0 + token).to(tl.int64) * q_row + (head * GROUP + m % GROUP) * q_head
+        qs = tl.load(q + q_off[:, None] + d[None, :], mask=m_ok[:, None] & d_ok[None, :], other=0.0)
+
+        best = tl.full([M], -float("inf"), tl.float32)
+        total = tl.zeros([M], tl.float32)
+        acc = tl.zeros([M, DP], tl.float32)
+        table = tables + b.to(tl.int64) * table_row
+        base_k = kv + head.to(tl.int64) * kv_head
+        for t in tl.range(low + first, low + first + count, num_stages=STAGES):
+            pos = t * BN + n
+            ok = pos < length
+            block = tl.load(table + pos // BS, mask=ok, other=0).to(tl.int64)
+            off = block * kv_block + (pos % BS) * kv_token
+            mask = ok[:, None] & d_ok[None, :]
+            k = tl.load(base_k + off[:, None] + d[None, :], mask=mask, other=0.0)
+            s = tl.dot(qs, tl.trans(k), input_precision="ieee") * scale_log2
+            seen = (pos[None, :] <= position[:, None]) & (pos[None, :] > floor[:, None])
+            s = tl.where(seen, s, -float("inf"))
+            top = tl.maximum(best, tl.max(s, 1))
+            safe = tl.where(top == -float("inf"), 0.0, top)
+            p = tl.exp2(s - safe[:, None])
+            shrink = tl.exp2(best - safe)
+            v = tl.load(base_k + kv_which + off[:, None] + d[None, :], mask=mask, other=0.0)
+            acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+            total = total * shrink + tl.sum(p, 1)
+            best = top
+
+        acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+        if count == tiles:
+            o_off = (q0 + token).to(tl.int64) * out_row + (head * GROUP + m % GROUP) * out_head
+            tl.store(
+                out + o_off[:, None] + d[None, :], acc.to(out.dtype.element_ty), mask=m_ok[:, None] & d_ok[None, :]
+            )
+        else:
+            # A share has at most two parts: one that began in an earlier share, one that goes on in a later share.
+            slot = (2 * pid + (first == 0).to(tl.int32)).to(tl.int64) * M
+            tl.store(part_lse + slot + m, best + tl.log2(tl.where(total > 0, total, 1.0)))
+            tl.store(part + (slot + m)[:, None] * DP + d[None, :], acc, mask=m_ok[:, None])
+        cursor += count
+        b += (head * tiles + first + count == HEADS * tiles).to(tl.int32)
+
+
+@triton.jit
+def _merge_kernel(
+    cum, cu_q, out, part, part_lse, out_row, out_head, num_seqs, num_programs,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    b = tl.program_id(0)
+    head = tl.program_id(1)
+    m = tl.program_id(2)
+    work = tl.load(cum + num_seqs).to(tl.int64)
+    base = tl.load(cum + b)
+    tiles = (tl.load(cum + b + 1) - base) // HEADS
+    start = (base + head * tiles).to(tl.int64)
+    shares = tl.minimum(num_programs, work)
+    first = ((start + 1) * shares - 1) // work
+    last = ((start + tiles) * shares - 1) // work
+    q0 = tl.load(cu_q + b)
+    queries = tl.load(cu_q + b + 1) - q0
+    if (first != last) & (m // GROUP < queries):
+        d = tl.arange(0, DP)
+        i = tl.arange(0, SPLITS)
+        best = -float("inf")
+        total = 0.0
+        acc = tl.zeros([DP], tl.float32)
+        for p0 in range(first, last + 1, SPLITS):
+            p = p0 + i
+            ok = p <= last
+            slot = (2 * p + (p == first)) * M + m
+            lse = tl.load(part_lse + slot, mask=ok, other=-float("inf"))
+            rows = tl.load(part + slot[:, None] * DP + d[None, :], mask=ok[:, None], other=0.0)
+            top = tl.maximum(best, tl.max(lse, 0))
+            safe = tl.where(top == -float("inf"), 0.0, top)
+            weight = tl.exp2(lse - safe)
+            shrink = tl.exp2(best - safe)
+            acc = acc * shrink + tl.sum(rows * weight[:, None], 0)
+            total = total * shrink + tl.sum(weight, 0)
+            best = top
+        acc = acc / tl.where(total > 0, total, 1.0)
+        o_off = (q0 + m // GROUP).to(tl.int64) * out_row + (head * GROUP + m % GROUP) * out_head
+        tl.store(out + o_off + d, acc.to(out.dtype.element_ty), mask=d < D)
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """How one step's decode work is cut into equal shares; int32 on the device. cum[b]: tiles before sequence b."""
+
+    cum: torch.Tensor
+    first_seq: torch.Tensor
+    window: int
+
+
+@dataclass(frozen=True)
+class DecodeWorkspace:
+    """Partial results of one launch, reused by every layer. part: fp32 [2 * programs, rows, padded head dim]."""
+
+    num_programs: int
+    part: torch.Tensor
+    part_lse: torch.Tensor
+
+
+def rows_padded(group: int, max_query: int) -> int:
+    """Rows of the query tile: grouped heads x query tokens, padded to a power of two that tl.dot takes."""
+    return max(16, triton.next_power_of_2(group * max_query))
+
+
+def decode_workspace(
+    num_programs: int, group: int, max_query: int, head_dim: int, device: torch.device
+) -> DecodeWorkspace:
+    rows, dim = rows_padded(group, max_query), triton.next_power_of_2(head_dim)
+    part = torch.empty(2 * num_programs, rows, dim, dtype=torch.float32, device=device)
+    return DecodeWorkspace(num_programs, part, torch.empty(2 * num_programs, rows, dtype=torch.float32, device=device))
+
+
+def plan_decode(
+    cu_q: torch.Tensor, seq_lens: torch.Tensor, *, num_kv_heads: int, num_programs: int, window: int = 0
+) -> DecodePlan:
+    """One launch. cu_q: int32 [B + 1], rows of q before each sequence; seq_lens: int32 [B], keys with the new tokens."""
+    num_seqs = seq_lens.shape[0]
+    cum = torch.empty(num_seqs + 1, dtype=torch.int32, device=seq_lens.device)
+    first_seq = torch.empty(num_programs, dtype=torch.int32, device=seq_lens.device)
+    _plan_kernel[(num_programs,)](
+        cu_q, seq_lens, cum, first_seq, num_seqs, num_programs, window,
+        HEADS=num_kv_heads, BN=BLOCK_N, B=triton.next_power_of_2(num_seqs), num_warps=4,
+    )  # fmt: skip
+    return DecodePlan(cum, first_seq, window)
+
+
+def paged_decode(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    block_tables: torch.Tensor,
+    cu_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    plan: DecodePlan,
+    workspace: DecodeWorkspace,
+    *,
+    max_query: int,
+    scale: float,
+    out: torch.Tensor | None = None,
+    stages: int = 3,
+    warps: int = 4,
+) -> torch.Tensor:
+    """Causal attention of the last tokens of each sequence over its paged keys and values, the new ones included.
+
+    q: [rows, heads, D] (row and head strides free); kv: one layer, [num_blocks, 2, kv_heads, block_size, D] (D contiguous);
+    block_tables: int32 [B, max_blocks]; cu_q: int32 [B + 1]; seq_lens: int32 [B]; at most max_query (1..8) rows a sequence.
+    Rows that no sequence owns stay unwritten. Returns out, [rows, heads, D].
+    """
+    num_heads, dim = q.shape[1], q.shape[2]
+    num_kv_heads, block_size = kv.shape[2], kv.shape[3]
+    group = num_heads // num_kv_heads
+    assert 1 <= max_query <= MAX_QUERY and num_heads == group * num_kv_heads
+    assert q.stride(2) == 1 and kv.stride(4) == 1
+    rows, dim_padded = rows_padded(group, max_query), triton.next_power_of_2(dim)
+    assert workspace.part.shape[1:] == (rows, dim_padded)
+    out = torch.empty_like(q) if out is None else out
+    num_seqs, programs = seq_lens.shape[0], workspace.num_programs
+    _decode_kernel[(programs,)](
+        q, kv, block_tables, cu_q, seq_lens, plan.cum, plan.first_seq, out, workspace.part, workspace.part_lse,
+        q.stride(0), q.stride(1), kv.stride(0), kv.stride(1), kv.stride(2), kv.stride(3), block_tables.stride(0),
+        out.stride(0), out.stride(1), num_seqs, programs, plan.window, scale * LOG2E,
+        HEADS=num_kv_heads, GROUP=group, M=rows, D=dim, DP=dim_padded, BS=block_size, BN=BLOCK_N, STAGES=stages,
+        num_warps=warps,
+    )  # fmt: skip
+    _merge_kernel[(num_seqs, num_kv_heads, group * max_query)](
+        plan.cum, cu_q, out, workspace.part, workspace.part_lse, out.stride(0), out.stride(1), num_seqs, programs,
+        HEADS=num_kv_heads, GROUP=group, M=rows, D=dim, DP=dim_padded, SPLITS=32, num_warps=4,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,155 @@
+"""Varlen attention of new tokens over the paged pool: cached prefix and the new tokens in one kernel, causal, windowed.
+
+One program owns BLOCK_M query rows of one sequence and one kv head; the rows are BLOCK_M // group tokens x the query heads
+of the group, so a tile of keys is read once for the whole group. Tiles of keys that every row sees run without a mask
+(FlashAttention-2, Dao 2023). It serves any head dim, grouping, batch and window; where cuDNN is faster the backend takes
+`dense_prefill` instead.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from engine.kernels.paged_decode import LOG2E
+
+MAX_GROUP = 128
+
+
+@triton.jit
+def _tiles(
+    acc, total, best, qs, base_k, table, kv_which, kv_block, kv_token, scale_log2, lo, hi, length, position, floor,
+    MASKED: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    d = tl.arange(0, DP)
+    n = tl.arange(0, BN)
+    for start in tl.range(lo, hi, BN, num_stages=STAGES):
+        pos = start + n
+        if MASKED:
+            block = tl.load(table + pos // BS, mask=pos < length, other=0).to(tl.int64)
+        else:
+            block = tl.load(table + pos // BS).to(tl.int64)
+        off = base_k + (block * kv_block + (pos % BS) * kv_token)[:, None] + d[None, :]
+        if MASKED:
+            ok = (pos < length)[:, None] & (d < D)[None, :]
+            k = tl.load(off, mask=ok, other=0.0)
+        elif D == DP:
+            k = tl.load(off)
+        else:
+            k = tl.load(off, mask=(d < D)[None, :], other=0.0)
+        s = tl.dot(qs, tl.trans(k), input_precision="ieee")
+        if MASKED:
+            seen = (pos[None, :] <= position[:, None]) & (pos[None, :] > floor[:, None])
+            s = tl.where(seen, s, -float("inf"))
+        top = tl.maximum(best, tl.max(s, 1) * scale_log2)
+        safe = tl.where(top == -float("inf"), 0.0, top) if MASKED else top
+        p = tl.exp2(s * scale_log2 - safe[:, None])
+        shrink = tl.exp2(best - safe)
+        if MASKED:
+            v = tl.load(off + kv_which, mask=ok, other=0.0)
+        elif D == DP:
+            v = tl.load(off + kv_which)
+        else:
+            v = tl.load(off + kv_which, mask=(d < D)[None, :], other=0.0)
+        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        total = total * shrink + tl.sum(p, 1)
+        best = top
+    return acc, total, best
+
+
+@triton.jit
+def _prefill_kernel(
+    q, kv, tables, cu_q, seq_lens, out,
+    q_row, q_head, kv_block, kv_which, kv_head, kv_token, table_row, out_row, out_head, window, scale_log2,
+    GROUP: tl.constexpr, BM: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr, BN: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    TOKENS: tl.constexpr = BM // GROUP
+    b = tl.program_id(2)
+    head = tl.program_id(0)
+    q0 = tl.load(cu_q + b)
+    queries = tl.load(cu_q + b + 1) - q0
+    # The last tokens see the most keys: they start first.
+    t0 = (tl.cdiv(queries, TOKENS) - 1 - tl.program_id(1)) * TOKENS
+    if t0 >= 0:
+        length = tl.load(seq_lens + b)
+        m = tl.arange(0, BM)
+        d = tl.arange(0, DP)
+        token = t0 + m // GROUP
+        m_ok = (token < queries) & (m < TOKENS * GROUP)
+        position = length - queries + token
+        floor = tl.where(window > 0, position - window, -1)
+        mask = m_ok[:, None] & (d < D)[None, :]
+        q_off = (q0 + token).to(tl.int64) * q_row + (head * GROUP + m % GROUP) * q_head
+        qs = tl.load(q + q_off[:, None] + d[None, :], mask=mask, other=0.0)
+
+        first = length - queries + t0
+        last = tl.minimum(first + TOKENS, length)
+        lo = tl.where(window > 0, tl.maximum(first - window + 1, 0), 0) // BN * BN
+        full_lo = tl.where(window > 0, tl.cdiv(tl.maximum(last - window, 0), BN) * BN, 0)
+        full_hi = (first + 1) // BN * BN
+        full_lo = tl.minimum(tl.maximum(full_lo, lo), last)
+        full_hi = tl.maximum(full_hi, full_lo)
+
+        best = tl.full([BM], -float("inf"), tl.float32)
+        total = tl.zeros([BM], tl.float32)
+        acc = tl.zeros([BM, DP], tl.float32)
+        table = tables + b.to(tl.int64) * table_row
+        base_k = kv + head.to(tl.int64) * kv_head
+        if window > 0:
+            acc, total, best = _tiles(
+                acc, total, best, qs, base_k, table, kv_which, kv_block, kv_token, scale_log2, lo, full_lo, length,
+                position, floor, True, D, DP, BS, BN, STAGES,
+            )  # fmt: skip
+        acc, total, best = _tiles(
+            acc, total, best, qs, base_k, table, kv_which, kv_block, kv_token, scale_log2, full_lo, full_hi, length,
+            position, floor, False, D, DP, BS, BN, STAGES,
+        )  # fmt: skip
+        acc, total, best = _tiles(
+            acc, total, best, qs, base_k, table, kv_which, kv_block, kv_token, scale_log2, full_hi, last, length,
+            position, floor, True, D, DP, BS, BN, STAGES,
+        )  # fmt: skip
+        acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+        o_off = (q0 + token).to(tl.int64) * out_row + (head * GROUP + m % GROUP) * out_head
+        tl.store(out + o_off[:, None] + d[None, :], acc.to(out.dtype.element_ty), mask=mask)
+
+
+def paged_prefill(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    block_tables: torch.Tensor,
+    cu_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    max_query: int,
+    scale: float,
+    window: int = 0,
+    out: torch.Tensor | None = None,
+    block_m: int = 128,
+    block_n: int = 64,
+    stages: int = 2,
+    warps: int = 8,
+) -> torch.Tensor:
+    """Causal attention of the last cu_q[b+1] - cu_q[b] tokens of each sequence over all its paged keys.
+
+    q: [rows, heads, D]; kv: one layer, [num_blocks, 2, kv_heads, block_size, D] (D contiguous); block_tables: int32
+    [B, max_blocks]; cu_q: int32 [B + 1]; seq_lens: int32 [B], keys with the new tokens; window: keys seen back from a token,
+    itself included (0: all). Returns out, [rows, heads, D]; rows that no sequence owns stay unwritten.
+    """
+    num_heads, dim = q.shape[1], q.shape[2]
+    num_kv_heads, block_size = kv.shape[2], kv.shape[3]
+    group = num_heads // num_kv_heads
+    assert num_heads == group * num_kv_heads and group <= MAX_GROUP
+    assert q.stride(2) == 1 and kv.stride(4) == 1
+    block_m = max(block_m, triton.next_power_of_2(group))
+    out = torch.empty_like(q) if out is None else out
+    grid = (num_kv_heads, triton.cdiv(max_query, block_m // group), seq_lens.shape[0])
+    _prefill_kernel[grid](
+        q, kv, block_tables, cu_q, seq_lens, out,
+        q.stride(0), q.stride(1), kv.stride(0), kv.stride(1), kv.stride(2), kv.stride(3), block_tables.stride(0),
+        out.stride(0), out.stride(1), window, scale * LOG2E,
+        GROUP=group, BM=block_m, D=dim, DP=triton.next_power_of_2(dim), BS=block_size, BN=block_n, STAGES=stages,
+        num_warps=warps,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,77 @@
+"""What dense attention needs around it: keys and values gathered from the paged pool, and two parts merged by log-sum-exp."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _gather_kernel(
+    kv, table, keys, values, kv_block, kv_which, kv_head, kv_token, out_head, length,
+    D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(1).to(tl.int64)
+    pos = tl.program_id(0) * BN + tl.arange(0, BN)
+    d = tl.arange(0, DP)
+    ok = pos < length
+    block = tl.load(table + pos // BS, mask=ok, other=0).to(tl.int64)
+    src = kv + head * kv_head + (block * kv_block + (pos % BS) * kv_token)[:, None] + d[None, :]
+    dst = head * out_head + pos.to(tl.int64)[:, None] * D + d[None, :]
+    mask = ok[:, None] & (d < D)[None, :]
+    k = tl.load(src, mask=mask)
+    v = tl.load(src + kv_which, mask=mask)
+    tl.store(keys + dst, k, mask=mask)
+    tl.store(values + dst, v, mask=mask)
+
+
+def gather_kv(kv: torch.Tensor, block_table: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of one sequence's first `length` tokens, each contiguous [kv_heads, length, D].
+
+    kv: one layer, [num_blocks, 2, kv_heads, block_size, D]; block_table: int32 [max_blocks].
+    """
+    heads, block_size, dim = kv.shape[2], kv.shape[3], kv.shape[4]
+    assert kv.stride(4) == 1 and length > 0
+    keys, values = torch.empty(2, heads, length, dim, dtype=kv.dtype, device=kv.device).unbind(0)
+    _gather_kernel[(triton.cdiv(length, 64), heads)](
+        kv, block_table, keys, values, kv.stride(0), kv.stride(1), kv.stride(2), kv.stride(3), keys.stride(0), length,
+        D=dim, DP=triton.next_power_of_2(dim), BS=block_size, BN=64, num_warps=4,
+    )  # fmt: skip
+    return keys, values
+
+
+@triton.jit
+def _merge_kernel(
+    a, b, lse_a, lse_b, out, rows, heads, a_row, a_head, b_row, b_head, la_row, la_head, lb_row, lb_head, out_row, out_head,
+    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0) * BM + tl.arange(0, BM)
+    d = tl.arange(0, DP)
+    ok = i < rows * heads
+    row = (i // heads).to(tl.int64)
+    head = i % heads
+    la = tl.load(lse_a + row * la_row + head * la_head, mask=ok, other=0.0)
+    lb = tl.load(lse_b + row * lb_row + head * lb_head, mask=ok, other=0.0)
+    weight = 1.0 / (1.0 + tl.exp(lb - la))
+    mask = ok[:, None] & (d < D)[None, :]
+    x = tl.load(a + (row * a_row + head * a_head)[:, None] + d[None, :], mask=mask, other=0.0).to(tl.float32)
+    y = tl.load(b + (row * b_row + head * b_head)[:, None] + d[None, :], mask=mask, other=0.0).to(tl.float32)
+    merged = x * weight[:, None] + y * (1.0 - weight)[:, None]
+    tl.store(out + (row * out_row + head * out_head)[:, None] + d[None, :], merged.to(out.dtype.element_ty), mask=mask)
+
+
+def merge_parts(
+    a: torch.Tensor, lse_a: torch.Tensor, b: torch.Tensor, lse_b: torch.Tensor, out: torch.Tensor
+) -> torch.Tensor:
+    """Attention over the union of two disjoint sets of keys, from attention over each.
+
+    a, b, out: [rows, heads, D] (any row and head strides); lse_a, lse_b: fp32 [rows, heads], natural logarithm, finite in lse_a.
+    """
+    rows, heads, dim = out.shape
+    _merge_kernel[(triton.cdiv(rows * heads, 16),)](
+        a, b, lse_a, lse_b, out, rows, heads, a.stride(0), a.stride(1), b.stride(0), b.stride(1),
+        lse_a.stride(0), lse_a.stride(1), lse_b.stride(0), lse_b.stride(1), out.stride(0), out.stride(1),
+        D=dim, DP=triton.next_power_of_2(dim), BM=16, num_warps=4,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,121 @@
+"""RoPE, optional RMSNorm of each query and key head, and the write of K and V into the paged pool: one launch.
+
+Two programs a token: one for the query heads, one for the key and value heads. Keys are also stored back into qkv, so that
+dense attention over the new tokens reads them there and not from the pool.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _rotate(
+    base, norm, row_cos, row_sin, eps, offset,
+    HEADS: tl.constexpr, HP: tl.constexpr, D: tl.constexpr, ROT: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+    NORM: tl.constexpr,
+):  # fmt: skip
+    h = tl.arange(0, HP)[:, None]
+    i = tl.arange(0, HALF)[None, :]
+    ok = (h < HEADS) & (i < ROT // 2)
+    a = tl.load(base + h * D + i, mask=ok, other=0.0).to(tl.float32)
+    b = tl.load(base + h * D + ROT // 2 + i, mask=ok, other=0.0).to(tl.float32)
+    r = tl.arange(0, REST)[None, :]
+    rest_ok = (h < HEADS) & (r < D - ROT)
+    if NORM or ROT < D:
+        rest = tl.load(base + h * D + ROT + r, mask=rest_ok, other=0.0).to(tl.float32)
+    else:
+        rest = tl.zeros([HP, REST], tl.float32)
+    if NORM:
+        square = tl.sum(a * a, 1) + tl.sum(b * b, 1) + tl.sum(rest * rest, 1)
+        rstd = tl.rsqrt(square / D + eps)[:, None]
+        half_ok = i < ROT // 2
+        a *= rstd * (tl.load(norm + i, mask=half_ok, other=0.0).to(tl.float32) + offset)
+        b *= rstd * (tl.load(norm + ROT // 2 + i, mask=half_ok, other=0.0).to(tl.float32) + offset)
+        rest *= rstd * (tl.load(norm + ROT + r, mask=r < D - ROT, other=0.0).to(tl.float32) + offset)
+    cos = tl.load(row_cos + i, mask=i < ROT // 2, other=0.0).to(tl.float32)
+    sin = tl.load(row_sin + i, mask=i < ROT // 2, other=0.0).to(tl.float32)
+    return a * cos - b * sin, b * cos + a * sin, rest, h, i, r, ok, rest_ok
+
+
+@triton.jit
+def _rope_kv_kernel(
+    qkv, kv, positions, slots, cos_table, sin_table, q_norm, k_norm,
+    qkv_row, kv_block, kv_which, kv_head, kv_token, table_row, eps, offset,
+    HQ: tl.constexpr, HKV: tl.constexpr, HQP: tl.constexpr, HKVP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    ROT: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, BS: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    position = tl.load(positions + token).to(tl.int64)
+    row_cos = cos_table + position * table_row
+    row_sin = sin_table + position * table_row
+    row = qkv + token * qkv_row
+    if tl.program_id(1) == 0:
+        a, b, rest, h, i, r, ok, rest_ok = _rotate(
+            row, q_norm, row_cos, row_sin, eps, offset, HQ, HQP, D, ROT, HALF, REST, NORM
+        )
+        dst = row + h * D
+        tl.store(dst + i, a.to(qkv.dtype.element_ty), mask=ok)
+        tl.store(dst + ROT // 2 + i, b.to(qkv.dtype.element_ty), mask=ok)
+        if NORM and ROT < D:
+            tl.store(dst + ROT + r, rest.to(qkv.dtype.element_ty), mask=rest_ok)
+    else:
+        base = row + HQ * D
+        a, b, rest, h, i, r, ok, rest_ok = _rotate(
+            base, k_norm, row_cos, row_sin, eps, offset, HKV, HKVP, D, ROT, HALF, REST, NORM
+        )
+        dst = base + h * D
+        tl.store(dst + i, a.to(qkv.dtype.element_ty), mask=ok)
+        tl.store(dst + ROT // 2 + i, b.to(qkv.dtype.element_ty), mask=ok)
+        if NORM and ROT < D:
+            tl.store(dst + ROT + r, rest.to(qkv.dtype.element_ty), mask=rest_ok)
+        slot = tl.load(slots + token).to(tl.int64)
+        if slot >= 0:
+            cell = kv + slot // BS * kv_block + slot % BS * kv_token
+            dst = cell + h * kv_head
+            tl.store(dst + i, a.to(kv.dtype.element_ty), mask=ok)
+            tl.store(dst + ROT // 2 + i, b.to(kv.dtype.element_ty), mask=ok)
+            if ROT < D:
+                tl.store(dst + ROT + r, rest.to(kv.dtype.element_ty), mask=rest_ok)
+            d = tl.arange(0, DP)[None, :]
+            v_ok = (h < HKV) & (d < D)
+            v = tl.load(row + (HQ + HKV) * D + h * D + d, mask=v_ok)
+            tl.store(cell + kv_which + h * kv_head + d, v.to(kv.dtype.element_ty), mask=v_ok)
+
+
+def rope_kv_write(
+    qkv: torch.Tensor,
+    kv: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    num_heads: int,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    norm_offset: float = 0.0,
+) -> None:
+    """Rotates q and k in place inside qkv and writes K and V of every token whose slot is not negative.
+
+    qkv: [tokens, (heads + 2 * kv_heads) * D], the heads of q, k and v behind each other (row stride free); kv: one layer,
+    [num_blocks, 2, kv_heads, block_size, D]; positions, slots: integer [tokens], slot = block * block_size + offset, -1: no
+    write; cos, sin: [max_position, rot / 2], where rot <= D dims rotate, the first half against the second (GPT-NeoX order).
+    q_norm, k_norm: [D], RMSNorm of each head before the rotation (both or none).
+    """
+    tokens = qkv.shape[0]
+    num_kv_heads, block_size, dim = kv.shape[2], kv.shape[3], kv.shape[4]
+    half = cos.shape[1]
+    assert qkv.shape[1] == (num_heads + 2 * num_kv_heads) * dim and (q_norm is None) == (k_norm is None)
+    assert qkv.stride(1) == 1 and kv.stride(4) == 1 and cos.stride() == sin.stride() and cos.stride(1) == 1
+    norm = q_norm is not None
+    _rope_kv_kernel[(tokens, 2)](
+        qkv, kv, positions, slots, cos, sin, q_norm if q_norm is not None else cos, k_norm if k_norm is not None else cos,
+        qkv.stride(0), kv.stride(0), kv.stride(1), kv.stride(2), kv.stride(3), cos.stride(0), eps, norm_offset,
+        HQ=num_heads, HKV=num_kv_heads, HQP=triton.next_power_of_2(num_heads), HKVP=triton.next_power_of_2(num_kv_heads),
+        D=dim, DP=triton.next_power_of_2(dim), ROT=2 * half, HALF=triton.next_power_of_2(half),
+        REST=triton.next_power_of_2(max(1, dim - 2 * half)), BS=block_size, NORM=norm, num_warps=4,
+    )  # fmt: skip

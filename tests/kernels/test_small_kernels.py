@@ -1,0 +1,100 @@
+"""RoPE + KV write, norms, SiLU x mul and GEMV against float64, outputs and pools poisoned."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from engine.kernels.gemv import gemv
+from engine.kernels.norm import rms_norm, silu_mul
+from engine.kernels.rope_kv import rope_kv_write
+
+from .paged import error
+
+EPS = 1e-5
+
+
+def norm64(x: torch.Tensor, weight: torch.Tensor, offset: float = 0.0) -> torch.Tensor:
+    x = x.double()
+    return x * (x.pow(2).mean(-1, keepdim=True) + EPS).rsqrt() * (weight.double() + offset)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "rot"), [(4, 2, 16, 16), (3, 1, 80, 32), (5, 5, 96, 96)])
+@pytest.mark.parametrize("norm", [False, True])
+def test_rope_kv_write(heads, kv_heads, dim, rot, norm, device, gen):
+    tokens, block_size = 5, 8
+    qkv = torch.randn(tokens, (heads + 2 * kv_heads) * dim, generator=gen, device=device)
+    pool = torch.full((4, 3, 2, kv_heads, block_size, dim), float("nan"), device=device)
+    kv = pool[:, 1]
+    positions = torch.tensor([0, 7, 3, 30, 9], device=device)
+    slots = torch.tensor([0, 31, -1, 17, 8], device=device)
+    angle = torch.rand(32, rot // 2, generator=gen, device=device) * 6
+    cos, sin = angle.cos(), angle.sin()
+    weights = torch.randn(2, dim, generator=gen, device=device) if norm else (None, None)
+    given = qkv.clone()
+    rope_kv_write(
+        qkv, kv, positions, slots, cos, sin, num_heads=heads, q_norm=weights[0], k_norm=weights[1], eps=EPS
+    )
+
+    q, k, v = given.double().view(tokens, -1, dim).split([heads, kv_heads, kv_heads], 1)
+    if norm:
+        q, k = norm64(q, weights[0]), norm64(k, weights[1])
+
+    def rotate(x: torch.Tensor) -> torch.Tensor:
+        a, b, rest = x.split([rot // 2, rot // 2, dim - rot], -1)
+        c, s = cos[positions].double()[:, None], sin[positions].double()[:, None]
+        return torch.cat([a * c - b * s, b * c + a * s, rest], -1)
+
+    want = torch.cat([rotate(q), rotate(k), v], 1).flatten(1)
+    assert error(qkv, want) < 1e-6
+    k, v = want.view(tokens, -1, dim)[:, heads:].split([kv_heads, kv_heads], 1)
+    for t, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            assert error(kv[slot // block_size, 0, :, slot % block_size], k[t]) < 1e-6
+            assert error(kv[slot // block_size, 1, :, slot % block_size], v[t]) < 1e-6
+    assert int(pool.isfinite().sum()) == 4 * 2 * kv_heads * dim
+
+
+@pytest.mark.parametrize("n", [1, 96, 577])
+@pytest.mark.parametrize("add", [False, True])
+def test_rms_norm(n, add, device, gen):
+    x, residual = torch.randn(2, 3, n + 5, generator=gen, device=device)[:, :, :n].unbind(0)
+    weight = torch.randn(n, generator=gen, device=device)
+    before = residual.double() + x.double() if add else x.double()
+    out = torch.full((3, n), float("nan"), device=device)
+    rms_norm(x, weight, EPS, residual=residual if add else None, weight_offset=1.0, out=out)
+    assert error(out, norm64(before, weight, 1.0)) < 1e-6
+    if add:
+        assert error(residual, before) < 1e-6
+
+
+@pytest.mark.parametrize("n", [1, 100, 2050])
+def test_silu_mul(n, device, gen):
+    x = torch.randn(3, 2 * n, generator=gen, device=device) * 3
+    out = torch.full((3, n), float("nan"), device=device)
+    silu_mul(x, out)
+    gate, up = x.double().chunk(2, -1)
+    assert error(out, torch.nn.functional.silu(gate) * up) < 1e-6
+
+
+@pytest.mark.parametrize(("n", "k"), [(6, 64), (7, 100), (32, 300)])
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("end", ["plain", "residual", "gated"])
+def test_gemv(n, k, norm, end, device, gen):
+    gated = end == "gated"
+    x = torch.randn(1, k, generator=gen, device=device)
+    weight = torch.randn(n * (1 + gated), k + 4, generator=gen, device=device)[:, :k]
+    bias = torch.randn(n * (1 + gated), generator=gen, device=device)
+    scale = torch.randn(k, generator=gen, device=device) if norm else None
+    residual = torch.randn(1, n, generator=gen, device=device) if end == "residual" else None
+    want = (norm64(x, scale) if scale is not None else x.double()) @ weight.double().T + bias.double()
+    if gated:
+        gate, up = want.chunk(2, -1)
+        want = torch.nn.functional.silu(gate) * up
+    if residual is not None:
+        want = want + residual.double()
+    out = torch.full((1, n), float("nan"), device=device)
+    gemv(x, weight, bias=bias, norm=scale, eps=EPS, residual=residual, gated=gated, out=out, block_k=128)
+    assert error(out, want) < 2e-6
