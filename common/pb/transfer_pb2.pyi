@@ -552,16 +552,20 @@ class DrainResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     GENERATION_FIELD_NUMBER: _builtins.int
+    CLEAN_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     """Generation of the writer that says so."""
+    clean: _builtins.bool
+    """Every write of the transfer ended well, so no byte of it can still be on its way."""
     def __init__(
         self,
         *,
         generation: _builtins.int = ...,
+        clean: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clean", b"clean", "generation", b"generation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
