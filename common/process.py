@@ -5,7 +5,6 @@ A process can be started again under the same name, command and port after it en
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import subprocess
@@ -60,11 +59,11 @@ class ChildProcess:
     """A command under a stable name. Its own session, so that a terminal's Ctrl-C reaches only the parent."""
 
     def __init__(self, name: str, argv: Sequence[str], *, log: Path, env: Mapping[str, str] | None = None) -> None:
-        """argv[0] is an absolute path; env is added to ours; log gets stdout and stderr."""
+        """argv[0] is an absolute path; env is the whole environment (None: ours); log gets stdout and stderr."""
         self.name = name
         self.argv = tuple(argv)
         self.log = log
-        self._env = dict(env or {})
+        self._env = None if env is None else dict(env)
         self._popen: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -77,7 +76,7 @@ class ChildProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **self._env},
+                env=self._env,
                 start_new_session=True,
             )
 

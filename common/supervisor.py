@@ -41,13 +41,15 @@ class State(enum.StrEnum):
 
 @dataclass(frozen=True)
 class ServiceSpec:
-    """One child. Stages start in rising order, each after the one before is ready, and stop in falling order."""
+    """One child. Start stages run in rising order, each after the one before is ready; so do stop stages, each after
+    the one before has ended."""
 
     process: ChildProcess
     role: str
     address: str
     probe: Probe
-    stage: int = 0
+    start_stage: int = 0
+    stop_stage: int = 0
 
     @property
     def name(self) -> str:
@@ -87,8 +89,8 @@ class Supervisor:
         """
         self._fatal = asyncio.get_running_loop().create_future()
         deadline = time.monotonic() + timeout_s
-        for stage in sorted({s.spec.stage for s in self.services}):
-            members = [s for s in self.services if s.spec.stage == stage]
+        for stage in sorted({s.spec.start_stage for s in self.services}):
+            members = [s for s in self.services if s.spec.start_stage == stage]
             for service in members:
                 task = asyncio.create_task(self._keep(service), name=service.spec.name)
                 task.add_done_callback(self._on_task_end)
@@ -109,8 +111,8 @@ class Supervisor:
     async def stop(self, grace_s: float) -> None:
         """SIGTERM stage by stage, SIGKILL for what is still there after grace_s (of each stage). Idempotent."""
         self._stopping = True
-        for stage in sorted({s.spec.stage for s in self.services}, reverse=True):
-            members = [s for s in self.services if s.spec.stage == stage]
+        for stage in sorted({s.spec.stop_stage for s in self.services}):
+            members = [s for s in self.services if s.spec.stop_stage == stage]
             for service in members:
                 service.spec.process.send(signal.SIGTERM)
             deadline = time.monotonic() + grace_s

@@ -1,7 +1,7 @@
 """Proves that NIXL moves bytes on this machine: `python -m kv_transfer.probe` writes blocks into a second process.
 
-The last line of output is a JSON object (package, version, mebibytes, gigabytes_per_s, transport); exit code 1 and a line
-on stderr when something did not work. UCX_TLS and its like choose the transport, as for a pod.
+The last line of output is a JSON object (mebibytes, gigabytes_per_s, transport); exit code 1 and a line on stderr when
+something did not work. UCX_TLS and its like choose the transport, as for a pod.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def send() -> dict[str, Any]:
         memory.write_block(block, content)
     backend = NixlBackend()
     with subprocess.Popen(
-        [sys.executable, "-m", "kv_transfer.probe", "receive"],
+        [sys.executable, "-P", "-m", "kv_transfer.probe", "receive"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

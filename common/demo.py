@@ -1,0 +1,134 @@
+"""One chat answer as a client gets it, token by token, and then where its time went, from the gateway's own record."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from rich.console import Console
+
+from common.errors import BatonError, Unavailable
+from common.waterfall import show_waterfall
+
+TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back. Times in seconds since the request was sent; first_s is the first text."""
+
+    request_id: str
+    text: str
+    finish_reason: str
+    prompt_tokens: int
+    completion_tokens: int
+    first_s: float
+    last_s: float
+
+
+def show_answer(console: Console, base_url: str, model: str, prompt: str, max_tokens: int) -> int:
+    """Asks, prints the text as it arrives, then the waterfall; 0, or 1 when there was no answer."""
+    console.print(f"\nPOST {base_url}/chat/completions", style="dim")
+    console.print(f"> {prompt}\n", markup=False, style="bold")
+    try:
+        answer = stream_chat(
+            base_url,
+            model,
+            prompt,
+            max_tokens,
+            on_text=lambda text: console.print(text, end="", markup=False, soft_wrap=True),
+        )
+        timeline = _get_json(base_url, f"/debug/requests/{answer.request_id}")
+    except BatonError as error:
+        console.print(f"\nno answer: {error.message}", markup=False)
+        return 1
+    console.print("\n")
+    rest = answer.completion_tokens - 1
+    rate = f", then {rest / (answer.last_s - answer.first_s):.0f} tokens/s" if rest > 0 else ""
+    console.print(
+        f"{answer.prompt_tokens} prompt tokens, {answer.completion_tokens} generated ({answer.finish_reason}); "
+        f"first after {answer.first_s * 1000:.0f} ms{rate}",
+        style="dim",
+    )
+    console.print()
+    show_waterfall(console, timeline, tokens=answer.completion_tokens, end_s=answer.last_s)
+    return 0
+
+
+def stream_chat(base_url: str, model: str, prompt: str, max_tokens: int, *, on_text: Callable[[str], None]) -> Answer:
+    """One streamed, greedy chat completion through the OpenAI API. Unavailable when it fails at any point."""
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": prompt}],
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    started = time.monotonic()
+    request_id, finish_reason, first_s = "", "", 0.0
+    pieces: list[str] = []
+    usage: dict[str, int] = {}
+    path = f"{urlsplit(base_url).path}/chat/completions"
+    with _request(base_url, "POST", path, json.dumps(body).encode()) as reply:
+        for event in _events(reply):
+            if "error" in event:
+                raise Unavailable(event["error"].get("message", "the stream ended with an error"))
+            request_id = event.get("id", request_id)
+            usage = event.get("usage") or usage
+            for choice in event["choices"]:
+                finish_reason = choice.get("finish_reason") or finish_reason
+                if text := choice["delta"].get("content"):
+                    first_s = first_s or time.monotonic() - started
+                    pieces.append(text)
+                    on_text(text)
+    if not finish_reason:
+        raise Unavailable("the stream ended without a finish reason")
+    return Answer(
+        request_id=request_id,
+        text="".join(pieces),
+        finish_reason=finish_reason,
+        prompt_tokens=usage.get("prompt_tokens", 0),
+        completion_tokens=usage.get("completion_tokens", 0),
+        first_s=first_s,
+        last_s=time.monotonic() - started,
+    )
+
+
+def _get_json(base_url: str, path: str) -> dict[str, Any]:
+    with _request(base_url, "GET", path, None) as reply:
+        found: dict[str, Any] = json.loads(reply.read())
+    return found
+
+
+def _events(reply: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+    """The JSON objects of a server-sent event stream, up to [DONE]."""
+    for raw in reply:
+        line = raw.decode().strip()
+        if line == "data: [DONE]":
+            return
+        if line.startswith("data: "):
+            yield json.loads(line.removeprefix("data: "))
+
+
+@contextlib.contextmanager
+def _request(base_url: str, method: str, path: str, body: bytes | None) -> Iterator[http.client.HTTPResponse]:
+    """The response to one request; every failure, a status of 400 or more included, is Unavailable."""
+    url = urlsplit(base_url)
+    connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=TIMEOUT_S)
+    try:
+        connection.request(method, path, body, {"Content-Type": "application/json"})
+        reply = connection.getresponse()
+        if reply.status >= 400:
+            raise Unavailable(f"{method} {path} answered {reply.status}: {reply.read().decode(errors='replace')}")
+        yield reply
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise Unavailable(f"{method} {path} failed: {error}") from error
+    finally:
+        connection.close()

