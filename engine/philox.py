@@ -1,0 +1,53 @@
+"""Noise that depends on what is sampled, never on who is sampled beside it.
+
+Philox4x32-10 (Salmon et al., Parallel random numbers: as easy as 1, 2, 3; SC 2011) in int64 arithmetic. The key is the
+request's seed (low word, high word), the counter (vocabulary index // 4, position, child, 0); word `index % 4` of the
+four outputs belongs to vocabulary index `index`. A kernel that follows this gives the same bits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_WORD = 0xFFFFFFFF
+_M0, _M1 = 0xD2511F53, 0xCD9E8D57
+_W0, _W1 = 0x9E3779B9, 0xBB67AE85
+_LARGEST = 1.0 - 2.0**-24  # the largest float32 below 1
+
+
+def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Four int64 tensors of 32-bit words; counter and key words broadcast against each other."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        # The products wrap in int64; their low and high words are right all the same.
+        p0, p1 = c0 * _M0, c2 * _M1
+        c0, c2 = (p1 >> 32).bitwise_and_(_WORD) ^ (c1 ^ k0), (p0 >> 32).bitwise_and_(_WORD) ^ (c3 ^ k1)
+        c1, c3 = p1.bitwise_and_(_WORD), p0.bitwise_and_(_WORD)
+        k0, k1 = (k0 + _W0) & _WORD, (k1 + _W1) & _WORD
+    return c0, c1, c2, c3
+
+
+def _words(seed: Tensor, child: Tensor, position: Tensor, group: Tensor) -> Tensor:
+    """int64[R, G, 4] words of counter groups, group[R or 1, G]."""
+    counter = (group, position[:, None], child[:, None], torch.zeros_like(position)[:, None])
+    key = ((seed & _WORD)[:, None], ((seed >> 32) & _WORD)[:, None])
+    return torch.stack(philox(counter, key), dim=-1)
+
+
+def _gumbel(word: Tensor) -> Tensor:
+    uniform = (word.to(torch.float32) + 0.5) * 2.0**-32
+    return -torch.log(-torch.log1p(-uniform.clamp_(max=_LARGEST)))
+
+
+def gumbel(seed: Tensor, child: Tensor, position: Tensor, vocab_size: int) -> Tensor:
+    """float32[R, vocab_size] standard Gumbel noise of rows with int64[R] seed, child and position."""
+    group = torch.arange(-(-vocab_size // 4), device=seed.device)[None]
+    return _gumbel(_words(seed, child, position, group).flatten(1)[:, :vocab_size])
+
+
+def gumbel_at(seed: Tensor, child: Tensor, position: Tensor, index: Tensor) -> Tensor:
+    """The same noise at vocabulary indices index[R, K] only: gumbel(...).gather(1, index)."""
+    words = _words(seed, child, position, index // 4)
+    return _gumbel(words.gather(2, (index % 4)[..., None]).squeeze(2))
