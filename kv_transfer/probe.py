@@ -78,13 +78,20 @@ def receive() -> None:
         _say({"name": name, "metadata": base64.b64encode(backend.metadata()).decode(), "memory": _describe(memory)})
         os.set_blocking(sys.stdin.fileno(), False)
         deadline = time.monotonic() + DEADLINE_S
-        while sys.stdin.buffer.raw.read(1) is None and time.monotonic() < deadline:  # type: ignore[attr-defined]
+        while not _closed(sys.stdin.fileno()) and time.monotonic() < deadline:
             backend.notifications()
             time.sleep(0.0005)
         sys.stdout.write(hashlib.blake2b(b"".join(map(memory.read_block, range(NUM_BLOCKS)))).hexdigest() + "\n")
         sys.stdout.flush()
     finally:
         backend.close()
+
+
+def _closed(descriptor: int) -> bool:
+    try:
+        return os.read(descriptor, 1) == b""
+    except BlockingIOError:
+        return False
 
 
 def _write(backend: NixlBackend, peer: str, blocks: range) -> None:
