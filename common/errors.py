@@ -12,6 +12,7 @@ BatonError
  +- Unauthenticated       a peer without the cluster's secret                          401
  +- UnknownTransfer       no such transfer (any more); nothing may be written for it   503
  +- TransferFailed        a hand-off broke; the prompt may be computed again           503
+ +- IndexUnavailable      the prefix index is away; routes go on without it            503
  +- ConfigError           wrong configuration; ends the process with exit code 2       --
  `- InternalError         our bug, or a failure of the machine                         500
 
@@ -129,6 +130,14 @@ class TransferFailed(BatonError):
     retryable = True
 
 
+class IndexUnavailable(BatonError):
+    """The prefix index does not answer; whoever asked goes on without it. Never an answer to a client."""
+
+    grpc_code = "UNAVAILABLE"
+    http_status = 503
+    retryable = True
+
+
 class ConfigError(BatonError):
     """Wrong configuration: printed as one line, ends the process with exit code 2."""
 
@@ -153,6 +162,7 @@ _BY_KIND: dict[str, type[BatonError]] = {
         Unauthenticated,
         UnknownTransfer,
         TransferFailed,
+        IndexUnavailable,
         ConfigError,
         InternalError,
     )

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import os
 import platform
 import socket
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +17,7 @@ from pathlib import Path
 import redis.asyncio as redis
 
 from common.errors import ConfigError, Unavailable
+from common.tether import tethered
 
 START_TIMEOUT_S = 10.0
 _STOP_TIMEOUT_S = 3.0
@@ -44,9 +43,8 @@ class EmbeddedValkey:
         self._directory.mkdir(parents=True, exist_ok=True)
         port = self._port or _free_port()
         log = self._directory / "valkey.log"
-        # The launcher arms PR_SET_PDEATHSIG and then becomes the server; the setting survives exec.
         self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", _LAUNCHER, str(Path(__file__).parent.parent), str(os.getpid()), str(binary)),
+            *tethered([str(binary)]),
             *("--port", str(port), "--bind", "127.0.0.1", "--dir", str(self._directory), "--logfile", str(log)),
             *("--save", "", "--appendonly", "no", "--daemonize", "no", "--maxmemory-policy", "noeviction"),
             *self._arguments,
@@ -91,15 +89,6 @@ class EmbeddedValkey:
         except TimeoutError:
             process.kill()
             await process.wait()
-
-
-_LAUNCHER = """
-import os, sys
-sys.path.insert(0, sys.argv.pop(1))
-from common.lifecycle import die_with_parent
-die_with_parent(int(sys.argv[1]))
-os.execv(sys.argv[2], sys.argv[2:])
-"""
 
 
 def valkey_binary() -> Path:

@@ -1,0 +1,78 @@
+"""What the prefix index knows about a pod, and how it is written down."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+
+from common.types import Role
+
+
+@dataclass(frozen=True, slots=True)
+class PodRecord:
+    """Who a pod is; fixed for the life of a generation. address is host:port of its gRPC server."""
+
+    pod: str
+    generation: int
+    address: str
+    role: Role
+    model: str
+    scope: str
+    fingerprint: str
+    block_size: int
+    max_model_len: int
+    num_blocks: int
+
+    def to_fields(self) -> list[str]:
+        """Field, value, ... for a Redis hash."""
+        return [str(x) for item in asdict(self).items() for x in item]
+
+    @classmethod
+    def from_fields(cls, raw: Mapping[str, str]) -> PodRecord:
+        """Reads what to_fields wrote, and more that a newer pod may write. Raises KeyError, ValueError."""
+        return cls(
+            pod=raw["pod"],
+            generation=int(raw["generation"]),
+            address=raw["address"],
+            role=Role(raw["role"]),
+            model=raw["model"],
+            scope=raw["scope"],
+            fingerprint=raw["fingerprint"],
+            block_size=int(raw["block_size"]),
+            max_model_len=int(raw["max_model_len"]),
+            num_blocks=int(raw["num_blocks"]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PodLoad:
+    """How busy a pod says it is: prompt tokens queued, sequences running and waiting, blocks free or evictable."""
+
+    queued_tokens: int = 0
+    running: int = 0
+    waiting: int = 0
+    free_blocks: int = 0
+    draining: bool = False
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, raw: str) -> PodLoad:
+        """Reads what to_json wrote; fields of a newer pod are ignored. Raises ValueError, TypeError."""
+        values = json.loads(raw)
+        return cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
+
+
+@dataclass(frozen=True, slots=True)
+class PodStatus:
+    """A live pod as the index shows it. booked_tokens: uncached prompt tokens that all gateways booked on it."""
+
+    record: PodRecord
+    load: PodLoad
+    booked_tokens: int = 0
+
+    @property
+    def draining(self) -> bool:
+        return self.load.draining

@@ -1,0 +1,11 @@
+"""The global prefix index in Redis: a hint which pod holds which blocks, and how busy each is.
+
+Pods write (PodIndex, only their own entries), gateways read and book (IndexReader). Neither fails a request when Redis
+is away. Keys and scripts: common/index_store.py and common/lua.
+"""
+
+from common.index_pod import PodIndex, mint_generation
+from common.index_reader import IndexReader
+from common.index_records import PodLoad, PodRecord, PodStatus
+
+__all__ = ["IndexReader", "PodIndex", "PodLoad", "PodRecord", "PodStatus", "mint_generation"]

@@ -1,0 +1,489 @@
+"""The prefix index against a real Valkey in cluster mode (one node): a script that left its slot would fail."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from common import index_pod
+from common.block_hash import block_hashes
+from common.breaker import Breaker
+from common.errors import BatonError, IndexUnavailable, error_class
+from common.index_store import Keys, Script, connect, pack
+from common.prefix_index import IndexReader, PodIndex, PodLoad, PodRecord, PodStatus, mint_generation
+from common.types import Role
+from common.valkey import EmbeddedValkey
+
+SCOPE = "00112233"
+FINGERPRINT = SCOPE * 4
+RECORD = PodRecord("decode-0", 1_000, "127.0.0.1:5", Role.DECODE, "smol", SCOPE, FINGERPRINT, 16, 2048, 99)
+
+
+def chain(seed: int, length: int) -> list[bytes]:
+    rng = random.Random(seed)
+    tokens = [rng.randrange(50_000) for _ in range(16 * length)]
+    return block_hashes(tokens, fingerprint=FINGERPRINT, block_size=16)
+
+
+class FakePool:
+    """What a block pool tells its index, with a lock like the real one's."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.hashes: set[bytes] = set()
+        self.index: PodIndex | None = None
+
+    def store(self, hashes: list[bytes]) -> None:
+        with self.lock:
+            self.hashes.update(hashes)
+            if self.index is not None:
+                self.index.stored(hashes)
+
+    def evict(self, hashes: list[bytes]) -> None:
+        with self.lock:
+            self.hashes.difference_update(hashes)
+            if self.index is not None:
+                self.index.evicted(hashes)
+
+    def snapshot(self) -> list[bytes]:
+        with self.lock:
+            return list(self.hashes)
+
+
+class Rig:
+    """One Valkey, a raw client, a reader; pods on demand."""
+
+    def __init__(self, valkey: EmbeddedValkey, url: str) -> None:
+        self.valkey = valkey
+        self.url = url
+        self.raw: Any = connect(url, timeout_s=5.0)
+        self.reader = IndexReader(url, timeout_s=2.0)
+
+    async def __aenter__(self) -> Rig:
+        await self.wipe()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.reader.close()
+        await self.raw.aclose()
+
+    @asynccontextmanager
+    async def pod(
+        self, record: PodRecord = RECORD, hashes: list[bytes] | None = None, load: PodLoad | None = None
+    ) -> AsyncIterator[FakePool]:
+        pool = FakePool()
+        pool.store(hashes or [])
+        pool.index = PodIndex(self.url, record, pool.snapshot, lambda: load or PodLoad(free_blocks=7))
+        await pool.index.start()
+        try:
+            await until(lambda: pool.index is not None and pool.index.connected)
+            yield pool
+        finally:
+            await pool.index.stop()
+
+    async def members(self, record: PodRecord = RECORD) -> set[bytes]:
+        found: set[bytes] = await self.raw.smembers(Keys(record.scope).own(record.pod, record.generation))
+        return found
+
+    async def shows(self, hashes: set[bytes], record: PodRecord = RECORD) -> None:
+        """Waits until the pod's set is exactly these hashes."""
+        want = {h[:8] for h in hashes}
+
+        async def same() -> bool:
+            return await self.members(record) == want
+
+        await until(same)
+
+    async def live(self) -> dict[str, PodStatus]:
+        return {s.record.pod: s for s in await self.reader.pods()}
+
+    async def wipe(self) -> None:
+        await self.raw.flushall()
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        assert self.valkey.pid is not None
+        os.kill(self.valkey.pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(self.valkey.pid, signal.SIGCONT)
+
+
+async def until(condition: Callable[[], bool | Awaitable[bool]], timeout_s: float = 15.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        answer = condition()
+        if answer if isinstance(answer, bool) else await answer:
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError("did not happen in time")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[EmbeddedValkey, str]]:
+    with socket.socket() as bus:
+        bus.bind(("127.0.0.1", 0))
+        bus_port = bus.getsockname()[1]
+    arguments = ["--cluster-enabled", "yes", "--cluster-port", str(bus_port)]
+    valkey = EmbeddedValkey(0, tmp_path_factory.mktemp("valkey"), arguments)
+    url = await valkey.start()
+    async with connect(url, timeout_s=5.0) as client:
+        await client.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
+        await until(lambda: _cluster_ok(client))
+    yield valkey, url
+    await valkey.stop()
+
+
+@pytest_asyncio.fixture
+async def rig(cluster: tuple[EmbeddedValkey, str]) -> AsyncIterator[Rig]:
+    async with Rig(*cluster) as rig:
+        yield rig
+
+
+async def _cluster_ok(raw: Any) -> bool:
+    info = await raw.execute_command("CLUSTER", "INFO")
+    return "cluster_state:ok" in str(info)
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index_pod, "HEARTBEAT_S", 0.2)
+    monkeypatch.setattr(index_pod, "_MAX_BACKOFF_S", 0.2)
+
+
+# ---- pods and their sets
+
+
+async def test_a_pod_is_seen_with_its_record_load_and_blocks_and_leaves_without_a_trace(rig: Rig) -> None:
+    blocks = chain(1, 40)
+    load = PodLoad(queued_tokens=12, running=3, waiting=1, free_blocks=50, draining=True)
+    async with rig.pod(hashes=blocks, load=load):
+        status = (await rig.live())["decode-0"]
+        assert (status.record, status.load, status.draining, status.booked_tokens) == (RECORD, load, True, 0)
+        assert await rig.reader.lookup(SCOPE, blocks, [("decode-0", 1_000)]) == {"decode-0": 40}
+        await rig.reader.book(SCOPE, "decode-0", "r", 5, 60)
+    assert await rig.live() == {}
+    assert [k for k in await rig.raw.keys("*") if b"gen:" not in k] == []
+
+
+async def test_changes_follow_and_cancel_out(rig: Rig) -> None:
+    blocks = chain(2, 30)
+    async with rig.pod() as pool:
+        pool.store(blocks)
+        await rig.shows(set(blocks))
+        pool.evict(blocks[20:])
+        pool.store(blocks[25:])
+        pool.evict(blocks[29:])
+        pool.store(chain(3, 4))
+        pool.evict(chain(3, 4))
+        await rig.shows({*blocks[:20], *blocks[25:29]})
+
+
+async def test_stores_and_evictions_from_an_engine_thread_converge(rig: Rig) -> None:
+    rng = random.Random(5)
+    universe = [h for i in range(20) for h in chain(100 + i, 25)]
+
+    def engine(pool: FakePool) -> None:
+        for _ in range(400):
+            some = rng.sample(universe, 20)
+            pool.store([h for h in some[:12] if h not in pool.hashes])
+            pool.evict([h for h in some[12:] if h in pool.hashes])
+            if rng.random() < 0.05:
+                time.sleep(0.01)
+
+    async with rig.pod() as pool:
+        await asyncio.to_thread(engine, pool)
+        await rig.shows(pool.hashes)
+
+
+async def test_more_changes_than_are_kept_become_a_snapshot(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index_pod, "MAX_PENDING", 50)
+    monkeypatch.setattr(index_pod, "SLICE", 30)
+    blocks = chain(4, 120)
+    async with rig.pod() as pool:
+        pool.store(blocks)
+        pool.evict(blocks[100:])
+        await rig.shows(set(blocks[:100]))
+        pool.evict(blocks[:90])
+        await rig.shows(set(blocks[90:100]))
+
+
+async def test_a_large_set_travels_in_slices(rig: Rig) -> None:
+    many = [os.urandom(16) for _ in range(23_456)]
+    async with rig.pod(hashes=many) as pool:
+        await rig.shows(set(many))
+        pool.evict(many[:12_000])
+        await rig.shows(set(many[12_000:]))
+        assert await rig.raw.keys("*own:*:*:*") == []
+
+
+async def test_a_set_that_differs_is_replaced(rig: Rig) -> None:
+    blocks = chain(6, 10)
+    async with rig.pod(hashes=blocks):
+        await rig.raw.srem(Keys(SCOPE).own("decode-0", 1_000), blocks[3][:8])
+        await rig.shows(set(blocks))
+
+
+async def test_keys_of_a_killed_pod_expire(rig: Rig) -> None:
+    async with rig.pod(hashes=chain(7, 5)):
+        await rig.reader.book(SCOPE, "decode-0", "r", 5, 60)
+        lasting = {b"kv:scopes"}
+        ttls = {k: await rig.raw.pttl(k) for k in await rig.raw.keys("*") if k not in lasting}
+    assert {k: t for k, t in ttls.items() if t <= 0} == {}
+    assert ttls[Keys(SCOPE).lease("decode-0").encode()] <= 10_000
+    assert ttls[Keys(SCOPE).own("decode-0", 1_000).encode()] <= 60_000
+
+
+# ---- generations, duplicates, gaps, zombies
+
+
+async def test_a_restarted_pod_replaces_its_entries_and_the_old_process_is_fenced(rig: Rig) -> None:
+    old_blocks, new_blocks = chain(8, 10), chain(9, 10)
+    young = replace(RECORD, generation=2_000, address="127.0.0.1:6")
+    async with rig.pod(hashes=old_blocks) as old_pool:
+        await rig.reader.book(SCOPE, "decode-0", "r", 5, 60)
+        async with rig.pod(young, new_blocks):
+            old_pool.store(chain(10, 5))
+            await until(lambda: old_pool.index is not None and not old_pool.index.connected)
+            status = (await rig.live())["decode-0"]
+            assert (status.record, status.booked_tokens) == (young, 0)
+            assert await rig.members(RECORD) == set()
+            both = [("decode-0", 1_000)]
+            assert await rig.reader.lookup(SCOPE, old_blocks, both) == {"decode-0": 0}
+            assert old_pool.index is not None
+            await old_pool.index.stop()
+            assert (await rig.live())["decode-0"].record == young
+            assert await rig.members(young) == {h[:8] for h in new_blocks}
+
+
+async def test_duplicates_gaps_and_zombies_are_refused(rig: Rig) -> None:
+    keys, apply = Keys(SCOPE), Script("apply")
+    names = (keys.lease("p"), keys.own("p", 7), keys.seq("p", 7))
+    a, b, c = (os.urandom(8) for _ in range(3))
+
+    async def send(generation: int, number: int, stored: bytes = b"", evicted: bytes = b"") -> Any:
+        return await apply.run(rig.raw, names, (generation, number, 60, stored, evicted))
+
+    assert await send(7, 1, a) == b"fenced"
+    await rig.raw.set(names[0], 7)
+    assert await send(7, 1, a) == b"gap"
+    await rig.raw.set(names[2], 4)
+    assert await send(7, 5, a + b) == b"ok"
+    assert await send(7, 5, c, a) == b"duplicate"
+    assert await send(7, 3, c) == b"duplicate"
+    assert await send(7, 7, c) == b"gap"
+    assert await send(6, 6, c) == b"fenced"
+    assert await rig.raw.smembers(names[1]) == {a, b}
+    assert await send(7, 6, c, a) == b"ok"
+    assert await rig.raw.smembers(names[1]) == {b, c}
+
+
+async def test_generations_only_grow(rig: Rig) -> None:
+    before = int(time.time() * 1000)
+    minted = await asyncio.gather(*(mint_generation(rig.url, SCOPE, "p") for _ in range(5)))
+    assert len(set(minted)) == 5
+    assert min(minted) >= before
+    future = max(minted) + 10**7
+    await rig.raw.hset(Keys(SCOPE).pods, "p", future)
+    assert await mint_generation(rig.url, SCOPE, "p") == future + 1
+
+
+async def test_a_generation_is_minted_without_redis_too(rig: Rig) -> None:
+    before = int(time.time() * 1000)
+    assert await mint_generation(None, SCOPE, "p") >= before
+    assert await mint_generation("redis://127.0.0.1:1/0", SCOPE, "p") >= before
+    with rig.frozen():
+        start = time.monotonic()
+        assert await mint_generation(rig.url, SCOPE, "p") >= before
+        assert time.monotonic() - start < 5
+
+
+# ---- look-up
+
+
+async def test_lookup_finds_the_longest_prefix_of_every_length(rig: Rig) -> None:
+    blocks = chain(11, 33)
+    names = [(f"p{n}", 5) for n in range(34)]
+    keys = Keys(SCOPE)
+    async with rig.raw.pipeline(transaction=False) as pipe:
+        for n, (pod, generation) in enumerate(names):
+            pipe.set(keys.lease(pod), generation)
+            if n:
+                pipe.sadd(keys.own(pod, generation), *(h[:8] for h in blocks[:n]))
+        await pipe.execute()
+    for length in (1, 2, 7, 16, 32, 33):
+        found = await rig.reader.lookup(SCOPE, blocks[:length], names)
+        assert found == {f"p{n}": min(n, length) for n in range(34)}
+    found = await rig.reader.lookup(SCOPE, blocks, [("p9", 5), ("p9x", 5), ("p10", 4)])
+    assert found == {"p9": 9, "p9x": 0, "p10": 0}
+    assert await rig.reader.lookup(SCOPE, [], names[:1]) == {"p0": 0}
+    assert await rig.reader.lookup(SCOPE, blocks, []) == {}
+
+
+async def test_pods_of_all_scopes_are_read_and_broken_records_left_out(rig: Rig) -> None:
+    other = replace(RECORD, pod="prefill-0", scope="ffffffff", fingerprint="f" * 32, role=Role.PREFILL, model="big")
+    async with rig.pod(), rig.pod(other):
+        broken = Keys(SCOPE)
+        await rig.raw.hset(broken.pods, "x", 1)
+        await rig.raw.set(broken.lease("x"), 1)
+        await rig.raw.hset("kv:scopes", "abandoned", "m")
+        live = await rig.live()
+        assert {name: s.record for name, s in live.items()} == {"decode-0": RECORD, "prefill-0": other}
+
+
+# ---- bookings
+
+
+async def test_bookings_add_up_are_shared_and_end(rig: Rig) -> None:
+    second = IndexReader(rig.url, timeout_s=2.0)
+    async with rig.pod():
+        assert await rig.reader.book(SCOPE, "decode-0", "a", 100, 60) == 100
+        assert await second.book(SCOPE, "decode-0", "b", 50, 60) == 150
+        assert await second.book(SCOPE, "decode-0", "b", 60, 60) == 160
+        assert (await rig.live())["decode-0"].booked_tokens == 160
+        await second.unbook(SCOPE, "decode-0", "a")
+        await second.unbook(SCOPE, "decode-0", "never")
+        assert (await rig.live())["decode-0"].booked_tokens == 60
+        await rig.reader.book(SCOPE, "decode-0", "short", 1_000, 0.05)
+
+        async def expired() -> bool:
+            return (await rig.live())["decode-0"].booked_tokens == 60
+
+        await until(expired)
+        assert await rig.reader.book(SCOPE, "decode-0", "c", 1, 60) == 61
+        assert await rig.raw.hlen(Keys(SCOPE).resv_tokens("decode-0")) == 2
+    await second.close()
+
+
+async def test_a_burst_over_two_gateways_sees_every_booking_once(rig: Rig) -> None:
+    second = IndexReader(rig.url, timeout_s=5.0)
+    readers = (rig.reader, second)
+    totals = await asyncio.gather(*(readers[i % 2].book(SCOPE, "p", f"r{i}", 10, 60) for i in range(40)))
+    assert sorted(totals) == [10 * (i + 1) for i in range(40)]
+    await second.close()
+
+
+# ---- Redis away
+
+
+async def test_pods_return_after_a_wipe_and_a_freeze(rig: Rig) -> None:
+    blocks = chain(12, 20)
+    async with rig.pod(hashes=blocks[:10]) as pool:
+        await rig.wipe()
+        pool.store(blocks[10:15])
+        await rig.shows(set(blocks[:15]))
+        with rig.frozen():
+            pool.store(blocks[15:])
+            pool.evict(blocks[19:])
+            await asyncio.sleep(1.5)
+        await rig.shows(set(blocks[:19]))
+
+
+async def test_pods_return_after_the_server_was_replaced(tmp_path: Path) -> None:
+    blocks = chain(20, 10)
+    first = EmbeddedValkey(0, tmp_path / "first")
+    url = await first.start()
+    second = EmbeddedValkey(int(url.split(":")[-1].split("/")[0]), tmp_path / "second")
+    async with Rig(first, url) as rig, rig.pod(hashes=blocks) as pool:
+        assert pool.index is not None
+        index = pool.index
+        await first.stop()
+        pool.evict(blocks[8:])
+        await until(lambda: not index.connected)
+        await second.start()
+        await rig.shows(set(blocks[:8]))
+        assert set(await rig.live()) == {"decode-0"}
+    await second.stop()
+
+
+async def test_a_pod_lives_without_redis_and_stops_in_time() -> None:
+    pool = FakePool()
+    pool.index = PodIndex("redis://127.0.0.1:1/0", RECORD, pool.snapshot, PodLoad)
+    await pool.index.start()
+    pool.store(chain(13, 10))
+    await asyncio.sleep(0.3)
+    assert not pool.index.connected
+    await asyncio.wait_for(pool.index.stop(), 10)
+    pool.store(chain(14, 10))
+    nothing = PodIndex(None, RECORD, pool.snapshot, PodLoad)
+    await nothing.start()
+    nothing.stored(chain(15, 3))
+    await nothing.stop()
+
+
+async def test_a_callback_that_fails_does_not_end_publishing(rig: Rig) -> None:
+    failures = 2
+
+    def snapshot() -> list[bytes]:
+        nonlocal failures
+        if failures:
+            failures -= 1
+            raise KeyError("not now")
+        return chain(16, 3)
+
+    index = PodIndex(rig.url, RECORD, snapshot, PodLoad)
+    await index.start()
+    await rig.shows(set(chain(16, 3)))
+    await index.stop()
+
+
+async def test_a_dead_index_costs_a_few_timeouts_then_nothing_and_is_tried_again(rig: Rig) -> None:
+    now = 100.0
+    reader = IndexReader(rig.url, timeout_s=0.05, breaker=Breaker(clock=lambda: now))
+    await reader.pods()
+    with rig.frozen():
+        for _ in range(3):
+            assert reader.available
+            with pytest.raises(IndexUnavailable, match="does not answer"):
+                await reader.lookup(SCOPE, chain(17, 3), [("p", 1)])
+        assert not reader.available
+        with pytest.raises(IndexUnavailable, match="is away"):
+            await reader.book(SCOPE, "p", "r", 1, 1)
+        now += 1.0
+        with pytest.raises(IndexUnavailable, match="does not answer"):
+            await reader.unbook(SCOPE, "p", "r")
+        with pytest.raises(IndexUnavailable, match="is away"):
+            await reader.pods()
+    now += 1.0
+    await reader.pods()
+    assert reader.available
+    assert await reader.lookup(SCOPE, chain(17, 3), [("p", 1)]) == {"p": 0}
+    await reader.close()
+
+
+async def test_without_a_url_the_index_is_unavailable() -> None:
+    reader = IndexReader(None)
+    assert not reader.available
+    with pytest.raises(IndexUnavailable):
+        await reader.pods()
+    await reader.close()
+    assert issubclass(IndexUnavailable, BatonError)
+    assert error_class("IndexUnavailable") is IndexUnavailable
+
+
+async def test_the_server_forgetting_its_scripts_is_no_matter(rig: Rig) -> None:
+    async with rig.pod(hashes=chain(18, 4)):
+        await rig.live()
+        await rig.raw.script_flush()
+        assert set(await rig.live()) == {"decode-0"}
+        await rig.raw.script_flush()
+        assert await rig.reader.lookup(SCOPE, chain(18, 4), [("decode-0", 1_000)]) == {"decode-0": 4}
+
+
+def test_a_chain_is_packed_by_its_first_eight_bytes() -> None:
+    blocks = chain(19, 3)
+    assert pack(blocks) == blocks[0][:8] + blocks[1][:8] + blocks[2][:8]
