@@ -1,0 +1,235 @@
+"""The sampler against the logits processors of transformers, its noise against published vectors and distributions."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from common.types import SamplingParams
+from engine.philox import gumbel, gumbel_at, philox
+from engine.sampler import SampleRow, sample
+
+torch.set_num_threads(1)
+
+# Known answers of philox4x32-10, from the Random123 distribution (kat_vectors).
+VECTORS = [
+    ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
+    ([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
+    (
+        [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+        [0xA4093822, 0x299F31D0],
+        [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
+    ),
+]
+
+
+def make_logits(rows: int, vocab: int, seed: int = 0) -> Tensor:
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def row(tokens: Sequence[int] = (1, 2, 3), prompt_len: int = 2, child: int = 0, **params: Any) -> SampleRow:
+    return SampleRow(SamplingParams(**params), list(tokens), prompt_len, child)
+
+
+def noise_of(r: SampleRow, vocab: int) -> Tensor:
+    seed = r.params.seed - (1 << 64) if r.params.seed >= 1 << 63 else r.params.seed
+    return gumbel(torch.tensor([seed]), torch.tensor([r.child]), torch.tensor([len(r.tokens)]), vocab)
+
+
+def reference(logits: Tensor, r: SampleRow) -> int:
+    """Token of one row: transformers' processors, then Gumbel-max with the same noise."""
+    p, scores, ids = r.params, logits[None].clone(), torch.tensor([list(r.tokens)])
+    if p.repetition_penalty != 1.0:
+        scores = RepetitionPenaltyLogitsProcessor(p.repetition_penalty)(ids, scores)
+    for token in set(r.tokens[r.prompt_len :]):
+        count = list(r.tokens[r.prompt_len :]).count(token)
+        scores[0, token] -= p.frequency_penalty * count + p.presence_penalty
+    for token, bias in p.logit_bias:
+        scores[0, token] += bias
+    if len(r.tokens) - r.prompt_len < p.min_tokens:
+        scores[0, list(p.stop_token_ids)] = float("-inf")
+    if p.greedy:
+        return int(scores.argmax())
+    scores = TemperatureLogitsWarper(p.temperature)(ids, scores)
+    if p.top_k:
+        scores = TopKLogitsWarper(p.top_k)(ids, scores)
+    if p.top_p < 1:
+        scores = TopPLogitsWarper(p.top_p)(ids, scores)
+    if p.min_p > 0:
+        scores = MinPLogitsWarper(p.min_p)(ids, scores)
+    return int((scores + noise_of(r, logits.shape[0])).argmax())
+
+
+def random_row(rng: random.Random, vocab: int) -> SampleRow:
+    tokens = [rng.randrange(vocab) for _ in range(rng.randrange(1, 40))]
+    return row(
+        tokens,
+        rng.randrange(1, len(tokens) + 1),
+        temperature=rng.choice([0.0, 0.3, 1.0, 1.0, 2.5]),
+        top_k=rng.choice([0, 0, 1, 5, 40, 2000]),
+        top_p=rng.choice([1.0, 1.0, 0.1, 0.7, 0.95, 0.9999]),
+        min_p=rng.choice([0.0, 0.0, 0.05, 0.6]),
+        repetition_penalty=rng.choice([1.0, 1.0, 1.3, 0.7]),
+        presence_penalty=rng.choice([0.0, 0.0, 1.5, -1.0]),
+        frequency_penalty=rng.choice([0.0, 0.0, 0.8]),
+        logit_bias=rng.choice([(), ((3, 5.0), (7, -100.0))]),
+        min_tokens=rng.choice([0, 0, 60]),
+        stop_token_ids=(2, 9),
+        seed=rng.randrange(1 << 64),
+        logprobs=rng.choice([None, None, 0, 3]),
+    )
+
+
+@pytest.mark.parametrize(("counter", "key", "expected"), VECTORS)
+def test_philox_known_answers(counter: list[int], key: list[int], expected: list[int]) -> None:
+    words = philox(
+        tuple(torch.tensor([c]) for c in counter),  # type: ignore[arg-type]
+        tuple(torch.tensor([k]) for k in key),  # type: ignore[arg-type]
+    )
+    assert [int(w) for w in words] == expected
+
+
+def test_noise_at_indices_is_the_noise_everywhere() -> None:
+    seed, child, position = torch.tensor([5, -1, 1 << 40]), torch.tensor([0, 3, 1]), torch.tensor([0, 7, 9000])
+    everywhere = gumbel(seed, child, position, 1001)
+    index = torch.randint(0, 1001, (3, 50), generator=torch.Generator().manual_seed(1))
+    assert torch.equal(gumbel_at(seed, child, position, index), everywhere.gather(1, index))
+    assert torch.isfinite(everywhere).all()
+    for i in range(3):
+        for j in range(i):
+            assert not torch.equal(everywhere[i], everywhere[j])
+
+
+@pytest.mark.parametrize("vocab", [50, 3001])
+def test_equals_transformers_processors(vocab: int) -> None:
+    rng = random.Random(vocab)
+    for trial in range(12):
+        logits = make_logits(16, vocab, trial)
+        rows = [random_row(rng, vocab) for _ in range(16)]
+        result = sample(logits, rows)
+        expected = [reference(logits[r], rows[r]) for r in range(16)]
+        assert result.tokens.tolist() == expected
+        assert result.finite.all()
+
+
+def test_flat_logits_need_the_whole_vocabulary() -> None:
+    """top-p over a distribution so flat that the most likely 1024 tokens do not hold the mass."""
+    logits = make_logits(3, 5000) * 0.01
+    rows = [
+        row(top_p=0.9, seed=4),
+        row(top_p=0.999, top_k=4000, seed=5),
+        row(min_p=0.5, seed=6),
+    ]
+    assert sample(logits, rows).tokens.tolist() == [reference(logits[r], rows[r]) for r in range(3)]
+
+
+def test_neighbours_and_order_do_not_matter() -> None:
+    rng = random.Random(8)
+    logits = make_logits(24, 2000)
+    rows = [random_row(rng, 2000) for _ in range(24)]
+    together = sample(logits, rows).tokens
+    alone = [int(sample(logits[r : r + 1], rows[r : r + 1]).tokens) for r in range(24)]
+    assert together.tolist() == alone
+    order = list(range(24))
+    rng.shuffle(order)
+    assert sample(logits[order], [rows[r] for r in order]).tokens.tolist() == [alone[r] for r in order]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{}, {"temperature": 0.6}, {"top_k": 4}, {"top_p": 0.8}, {"min_p": 0.2}],
+    ids=["plain", "temperature", "top_k", "top_p", "min_p"],
+)
+def test_distribution(params: dict[str, Any]) -> None:
+    """Chi-square of 20,000 draws over eight tokens; each row has its own seed, as requests do."""
+    logits = torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -2.0])
+    scaled = logits / params.get("temperature", 1.0)
+    probabilities = scaled.softmax(0)
+    keep = torch.ones(8, dtype=torch.bool)
+    if "top_k" in params:
+        keep = torch.arange(8) < 4
+    if "top_p" in params:
+        keep = probabilities.cumsum(0) - probabilities < 0.8
+    if "min_p" in params:
+        keep = probabilities >= 0.2 * probabilities.max()
+    expected = torch.where(keep, probabilities, torch.zeros(())) / probabilities[keep].sum()
+    draws = 20_000
+    rows = [row(range(1 + i % 50), 1, seed=i, **params) for i in range(draws)]
+    counts = torch.bincount(sample(logits.expand(draws, 8).contiguous(), rows).tokens, minlength=8)
+    assert counts[~keep].sum() == 0
+    ideal = expected[keep] * draws
+    statistic = float(((counts[keep] - ideal) ** 2 / ideal).sum())
+    assert statistic < 24.3  # the 0.1% quantile of chi-square with 7 degrees of freedom; fewer here make it laxer
+
+
+def test_every_knob_changes_the_result() -> None:
+    logits = torch.zeros(1, 10)
+    logits[0, 4], logits[0, 5], logits[0, 6] = 3.0, 2.5, 2.0
+    said = [4, 4, 5, 4]
+
+    def greedy(**params: Any) -> int:
+        return int(sample(logits, [row(said, 1, temperature=0.0, **params)]).tokens)
+
+    assert greedy() == 4
+    assert greedy(repetition_penalty=2.0) == 6
+    assert greedy(presence_penalty=1.2) == 6
+    assert greedy(presence_penalty=0.6) == 4
+    assert greedy(frequency_penalty=0.6) == 6
+    assert greedy(logit_bias=((8, 4.0),)) == 8
+    assert greedy(min_tokens=4, stop_token_ids=(4,)) == 5
+    assert greedy(min_tokens=3, stop_token_ids=(4,)) == 4
+    # Presence and frequency are about what was generated, repetition about the prompt too.
+    assert int(sample(logits, [row([4, 4], 2, temperature=0.0, presence_penalty=2.0)]).tokens) == 4
+    assert int(sample(logits, [row([4, 4], 2, temperature=0.0, repetition_penalty=2.0)]).tokens) == 5
+
+
+def test_logprobs_are_those_of_the_raw_logits() -> None:
+    logits = make_logits(3, 40)
+    rows = [
+        row(temperature=0.0, logprobs=3),
+        row(temperature=0.5, logit_bias=((11, 100.0),), logprobs=0),
+        row(temperature=0.0),
+    ]
+    result = sample(logits, rows)
+    expected = logits.log_softmax(-1)
+    assert result.logprobs is not None
+    assert result.top_ids is not None
+    assert result.top_logprobs is not None
+    assert int(result.tokens[1]) == 11
+    torch.testing.assert_close(result.logprobs, expected.gather(1, result.tokens[:, None])[:, 0])
+    torch.testing.assert_close(result.top_logprobs[0], expected[0].topk(3).values)
+    assert int(result.top_ids[0, 0]) == int(result.tokens[0])
+    assert sample(logits, [row(temperature=0.0)] * 3).logprobs is None
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
+def test_a_poisoned_row_does_not_touch_the_others(poison: float) -> None:
+    rng = random.Random(2)
+    logits = make_logits(8, 1500)
+    rows = [random_row(rng, 1500) for _ in range(8)]
+    clean = sample(logits, rows).tokens
+    logits[3, 17] = poison
+    logits[5] = poison
+    result = sample(logits, rows)
+    assert result.finite.tolist() == [r not in (3, 5) for r in range(8)]
+    healthy = [0, 1, 2, 4, 6, 7]
+    assert result.tokens[healthy].tolist() == clean[healthy].tolist()
+
+
+def test_inputs_are_left_alone() -> None:
+    logits = make_logits(4, 60)
+    before = logits.clone()
+    sample(logits, [random_row(random.Random(i), 60) for i in range(4)])
+    assert torch.equal(logits, before)
