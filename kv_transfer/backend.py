@@ -1,8 +1,8 @@
 """What moves bytes. A backend posts writes and reports what became of them; it has no time limits and no policy.
 
-Lifecycle: start -> connect/write/poll/notifications... -> close, all on the one transfer thread that owns it. A write is
-PENDING until DONE or FAILED; only a terminal one may be released. DONE means that the bytes are in the peer's memory; the
-notification of a write arrives after its bytes, in no order with other notifications.
+Lifecycle: start -> connect/write/poll/notifications... -> close, all on the one transfer thread that owns it. A write
+is PENDING until DONE or FAILED; only a terminal one may be released. DONE means that the bytes are in the peer's
+memory; the notification of a write arrives after its bytes, in no order with other notifications.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class WriteState(enum.Enum):
 class Transport:
     """What carries the payload to a peer (cma, tcp, shm, cuda_ipc, rdma, loopback, unknown) and how that is known.
 
-    source: "reported" by the transport library's own protocol selection for this agent, or "derived" from hosts and settings.
+    source: "reported" by the transport library's own protocol selection for this agent, or "derived" from hosts and
+    settings.
     """
 
     name: str
@@ -62,8 +63,9 @@ class Backend(Protocol):
         """Forgets the peer and what was prepared for it; unknown peers are fine. Call with no write pending to it."""
 
     def write(self, peer: str, local: Sequence[int], remote: Sequence[int], notification: bytes) -> int:
-        """Posts local[i] -> remote[i] (not empty), with a notification after the bytes (none if empty). May copy inline; never raises for
-        what the peer did: such a write is FAILED."""
+        """Posts local[i] -> remote[i] (not empty), with a notification after the bytes (none if empty). May copy
+        inline; never raises for what the peer did: such a write is FAILED.
+        """
 
     def poll(self, handle: int) -> WriteState:
         """Makes progress and says where the write is. May copy inline."""

@@ -1,9 +1,9 @@
 """Agents inside one process, with faults: the same protocol as NIXL, made to misbehave on purpose.
 
-The fabric owns every write and notification under way. They move only while some agent polls, so time is the fabric's clock and nothing
-happens behind a test's back. A delayed write lands its bytes at its due time, whatever happened to the transfer meanwhile: that is
-the late write from which quarantine protects. An agent that died answers nothing: writes to it fail, its own are lost.
-A frozen one neither receives nor polls: writes to it stay pending.
+The fabric owns every write and notification under way. They move only while some agent polls, so time is the fabric's
+clock and nothing happens behind a test's back. A delayed write lands its bytes at its due time, whatever happened to
+the transfer meanwhile: that is the late write from which quarantine protects. An agent that died answers nothing:
+writes to it fail, its own are lost. A frozen one neither receives nor polls: writes to it stay pending.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class _Agent:
 class LoopbackFabric:
     """Connects LoopbackBackends. Faults are set at any time from any thread:
 
-    on_notify(source, peer, payload) -> delays in seconds, one per copy that is delivered ([] drops it, [0, 0] doubles it, unequal delays reorder);
+    on_notify(source, peer, payload) -> delays in seconds, one per copy that is delivered ([] drops it, [0, 0] doubles
+    it, unequal delays reorder);
     on_write(source, peer, num_blocks) -> WriteFault. die(agent), freeze(agent) and thaw(agent) act on whole agents.
     """
 

@@ -27,9 +27,10 @@ class Hold(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PoolMemory:
-    """This process's pool of total_blocks blocks (probe and dummy block included), each block_bytes bytes from `base` on.
+    """This process's pool: total_blocks blocks (probe and dummy block included) of block_bytes bytes from `base` on.
 
-    read_block and write_block copy whole blocks and may be called from the transfer thread; the object keeps the memory alive.
+    read_block and write_block copy whole blocks and may be called from the transfer thread; the object keeps the
+    memory alive.
     """
 
     base: int
@@ -54,17 +55,17 @@ class PeerMemory:
 
 
 def host_memory(num_blocks: int, block_bytes: int) -> PoolMemory:
-    """A zeroed pool of num_blocks + 1 blocks in host memory, the last one for probes: for checks of a machine and for tests."""
+    """A zeroed pool of num_blocks + 1 blocks in host memory, the last one for probes: for tests and machine checks."""
     total = num_blocks + 1
     area = mmap.mmap(-1, total * block_bytes)
-    view = (ctypes.c_char * (total * block_bytes)).from_buffer(area)
+    base = ctypes.addressof(ctypes.c_char.from_buffer(area))
 
     def read_block(block: int) -> bytes:
-        return bytes(view[block * block_bytes : (block + 1) * block_bytes])
+        return area[block * block_bytes : (block + 1) * block_bytes]
 
     def write_block(block: int, data: bytes) -> None:
         if len(data) != block_bytes:
             raise ValueError(f"a block has {block_bytes} bytes, got {len(data)}")
         area[block * block_bytes : (block + 1) * block_bytes] = data
 
-    return PoolMemory(ctypes.addressof(view), block_bytes, total, 0, "DRAM", num_blocks, read_block, write_block)
+    return PoolMemory(base, block_bytes, total, 0, "DRAM", num_blocks, read_block, write_block)

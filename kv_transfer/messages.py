@@ -11,8 +11,8 @@ from common.types import FinishReason
 class Commit:
     """The sender's last word: every block is delivered and the prompt's first tokens exist.
 
-    first_tokens and finish_reasons have one entry per sequence of the request; a reason other than None ends it there. checksums: CRC-32
-    of each pushed block in logical order, or empty.
+    first_tokens and finish_reasons have one entry per sequence of the request; a reason other than None ends it
+    there. checksums: CRC-32 of each pushed block in logical order, or empty.
     """
 
     first_tokens: tuple[int, ...]
@@ -24,7 +24,8 @@ class Commit:
 class TransferReport:
     """What a hand-off cost.
 
-    delivered_before_finish: blocks whose writes were done when finish() was called, that is when the last chunk's compute had ended.
+    delivered_before_finish: blocks whose writes were done when finish() was called, that is when the last chunk's
+    compute had ended.
     exposed_s: seconds from finish() until the commit was acknowledged. transport: what carried the bytes.
     """
 
@@ -61,8 +62,9 @@ class PeerStats:
 class TransferStats:
     """Counters since the start and gauges of now.
 
-    dropped: messages that did not fit, by reason. quarantined_blocks: blocks of incoming transfers that wait for proof that nobody
-    writes them any more. pending_writes: posted and not terminal. transport_turns: turns of the transfer thread.
+    dropped: messages that did not fit, by reason. quarantined_blocks: blocks of incoming transfers that wait for
+    proof that nobody writes them any more. pending_writes: posted and not terminal. turns: of the transfer
+    thread.
     """
 
     sent_blocks: int

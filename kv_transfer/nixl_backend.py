@@ -1,10 +1,11 @@
 """The real backend: one NIXL agent with the UCX plugin, owned by the transfer thread.
 
-What had to be learnt (NIXL 1.5): transfer() and check_xfer_state() may copy inline; a notification leaves only while the initiator polls, and
-without a progress thread (it spins on a core) a target receives only while it polls; errors are exceptions; release() of an active
-handle does not stop it, so only terminal handles are released; a name is never used twice; descriptors are exchanged as numbers,
-because NIXL's own serialisation of them is pickle. The whole pool is one strided row (address, length, device, stride, count) per side, and
-NIXL merges neighbouring indices into one descriptor.
+What had to be learnt (NIXL 1.5): transfer() and check_xfer_state() may copy inline; a notification leaves only while
+the initiator polls, and without a progress thread (it spins on a core) a target receives only while it polls; errors
+are exceptions; release() of an active handle does not stop it, so only terminal handles are released; a name is never
+used twice; descriptors are exchanged as numbers, because NIXL's own serialisation of them is pickle. The whole pool
+is one strided row (address, length, device, stride, count) per side, and NIXL merges neighbouring indices into one
+descriptor.
 """
 
 from __future__ import annotations
@@ -181,7 +182,8 @@ class NixlBackend:
         if agent is None:
             return
         if any(write.state is WriteState.PENDING for write in self._writes.values()):
-            # An active handle may not be released, and its agent and buffers have to outlive it: they stay until the process ends.
+            # An active handle may not be released, and its agent and buffers have to outlive it: they stay until the
+            # process ends.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object((agent, self._writes)))
             return
         for handle in list(self._writes):

@@ -1,4 +1,4 @@
-"""The message that follows each write: fixed binary (magic, transfer generation, transfer number, first logical block, count)."""
+"""The message after each write: fixed binary (magic, transfer generation and number, first logical block, count)."""
 
 from __future__ import annotations
 

@@ -9,11 +9,11 @@ In DRAINING the request is over but the writer may still write. A range of block
  (a) on its own notification;
  (b) when the same writer answers Drained: at once if all its writes ended well, after the grace if one ended by error;
  (c) after proof that the writer's process ended, and then the grace.
-The grace is GRACE_S seconds in which this machine was ticked: time in which our own transfer thread stood still does not count.
-No deadline ends DRAINING.
+The grace is GRACE_S seconds in which this machine was ticked: time in which our own transfer thread stood still does
+not count. No deadline ends DRAINING.
 
-Every method returns what is to be done, in order. Exactly one of Ready and Failed is ever returned, exactly once, and each logical
-block is returned in exactly one Free.
+Every method returns what is to be done, in order. Exactly one of Ready and Failed is ever returned, exactly once, and
+each logical block is returned in exactly one Free.
 """
 
 from __future__ import annotations
@@ -147,7 +147,8 @@ class ReceiverMachine:
 
     def checked(self, error: str | None, now: float) -> list[ReceiverAction]:
         """Local: the answer to Check."""
-        assert self._checking and self._commit is not None, "nothing was to be checked"
+        assert self._checking, "nothing was to be checked"
+        assert self._commit is not None, "checking without a commit"
         self._checking = False
         if self.state is not ReceiverState.OPEN:
             return []

@@ -1,17 +1,17 @@
 """The sending side of one transfer: a pure state machine, told the time, that owns every limit of its side.
 
-    CONNECTING --connected--> OPENING --acknowledged--> OPEN --all delivered and finish--> COMMITTING --acknowledged--> DONE
-         |                       |                       |                                     |
-         `-----------------------+-----------------------+----failure, abort, drain, deadline--'
+    CONNECTING --connected--> OPENING --acknowledged--> OPEN --all delivered, finish--> COMMITTING --acknowledged--> DONE
+         |                       |                       |                                  |
+         `-----------------------+-----------------------+--failure, abort, drain, deadline-'
                                                          v
                                        STOPPING --every posted piece terminal--> STOPPED
 
-Nothing is posted before the receiver acknowledged the open, nor in STOPPING. A piece's source blocks are given back (Release of its
-push) only when every posted piece of the push is terminal, or after proof that the peer's process ended and a grace: an
-in-flight write cannot be recalled.
+Nothing is posted before the receiver acknowledged the open, nor in STOPPING. A piece's source blocks are given back
+(Release of its push) only when every posted piece of the push is terminal, or after proof that the peer's process
+ended and a grace: an in-flight write cannot be recalled.
 
-Every method returns what is to be done, in order. Exactly one of Done and Failed is ever returned, exactly once; each push is released
-exactly once; Stopped follows Failed once nothing of the transfer is or will be under way.
+Every method returns what is to be done, in order. Exactly one of Done and Failed is ever returned, exactly once; each
+push is released exactly once; Stopped follows Failed once nothing of the transfer is or will be under way.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class SenderMachine:
         return self._complete()
 
     def push(self, push: int, first: int, blocks: Sequence[int], now: float) -> list[SenderAction]:
-        """Local: physical `blocks` hold logical blocks from `first` on; those that the receiver has already are skipped."""
+        """Local: physical `blocks` hold logical blocks from `first` on; what the receiver has already is skipped."""
         if self.ended and self.state is not SenderState.DONE:
             return [Release(push)]
         skip = max(0, self._first - first)

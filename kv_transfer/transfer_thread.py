@@ -1,8 +1,8 @@
 """The one thread that owns the backend. Everything else hands it work; nothing else ever blocks on it.
 
-Each turn: commands, at most one new piece of every source in turn, polls of pending writes, notifications, ticks. Without work it sleeps
-until a command wakes it or the next poll is due: POLL_S while `attentive` (a transfer is open, a peer connects) and IDLE_S otherwise, because
-NIXL without a progress thread receives only while it polls.
+Each turn: commands, at most one new piece of every source in turn, polls of pending writes, notifications, ticks.
+Without work it sleeps until a command wakes it or the next poll is due: POLL_S while `attentive` (a transfer is open,
+a peer connects) and IDLE_S otherwise, because NIXL without a progress thread receives only while it polls.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class _Pending:
 class TransferThread:
     """Runs `backend`. The hooks are called on the thread:
 
-    on_notification(notification); on_tick(now) about every TICK_S seconds; post() posts at most a few writes and says whether it did;
-    attentive() says whether messages are expected.
+    on_notification(notification); on_tick(now) about every TICK_S seconds; post() posts at most a few writes and says
+    whether it did; attentive() says whether messages are expected.
     """
 
     def __init__(

@@ -1,8 +1,9 @@
-"""What UCX itself says about the protocol that it chose, read from its log: the only honest source for "which transport".
+"""What UCX itself says about the protocol that it chose, read from its log: the honest source for "which transport".
 
-UCX prints a table per endpoint configuration when UCX_PROTO_INFO=y, headed by the name of the agent. Its log goes into an anonymous file of
-this process. Both settings are read when the library loads, so open() must come before the first agent of the process; a second agent
-finds the file by the environment. Somebody else's UCX_LOG_FILE or UCX_PROTO_INFO is left alone, and then nothing is known.
+UCX prints a table per endpoint configuration when UCX_PROTO_INFO=y, headed by the name of the agent. Its log goes
+into an anonymous file of this process. Both settings are read when the library loads, so open() must come before the
+first agent of the process; a second agent finds the file by the environment. Somebody else's UCX_LOG_FILE or
+UCX_PROTO_INFO is left alone, and then nothing is known.
 """
 
 from __future__ import annotations
@@ -56,27 +57,28 @@ class UcxLog:
         return cls(Path(path))
 
     def put_transport(self, agent: str, block_bytes: int) -> str | None:
-        """The transport of `agent`'s writes of block_bytes bytes to other processes, when all its configurations agree on one."""
+        """What carries `agent`'s writes of block_bytes bytes, when all its configurations agree on one transport."""
         names = transports(self._path.read_text(errors="replace"), agent, block_bytes)
         return names.pop() if len(names) == 1 else None
 
 
 def transports(log: str, agent: str, block_bytes: int) -> set[str]:
     """Transports that the tables of `log` name for writes of block_bytes bytes by `agent`."""
-    found: dict[str, set[str]] = {"self": set(), "intra-node": set(), "inter-node": set()}
+    tables: list[tuple[str, str]] = []  # where the peer is, what carries a write of this size to it
     where, inside = "", False
     for raw in log.splitlines():
         line = match.group(1) if (match := _LINE.match(raw)) else raw.strip()
         if head := _HEAD.match(line):
             where, inside = (head["where"] if head["agent"] == agent else ""), False
         elif _PUT.match(line):
-            inside, best = bool(where), ""
-        elif inside and (row := _ROW.match(line)):
-            if int(row["low"]) * _UNIT[row["unit"]] <= block_bytes:
-                best = _name(row["config"])
-                found[where].add(best)
-    return found["intra-node"] | found["inter-node"] or found["self"]
+            inside = bool(where)
+            if inside:
+                tables.append((where, ""))
+        elif inside and (row := _ROW.match(line)) and int(row["low"]) * _UNIT[row["unit"]] <= block_bytes:
+            tables[-1] = (where, _name(row["config"]))
+    named = [(where, name) for where, name in tables if name]
+    return {name for where, name in named if where != "self"} or {name for _, name in named}
 
 
 def _name(config: str) -> str:
-    return next((name for mark, name in _NAMES if mark in config), config.split("/")[0])
+    return next((name for mark, name in _NAMES if mark in config), config.partition("/")[0])

@@ -1,0 +1,310 @@
+"""Connections to pods that we write to: handshake, NIXL connection, probe; lazily, one flight per address, cached
+until they break.
+
+A connection belongs to one generation of a pod. It breaks when a write of it fails, its process ended or another
+generation answers; the next transfer then shakes hands anew. The broken one's agent is forgotten as soon as no write
+to it is pending.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import os
+import random
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+from common.errors import BatonError, DeadlineExceeded, LayoutMismatch, TransferFailed, Unavailable
+from common.lifecycle import host_boot_id
+from common.pb import transfer_pb2
+from kv_transfer.identity import agent_name, require_compatible
+from kv_transfer.memory import PeerMemory, PoolMemory
+from kv_transfer.messages import PeerStats
+from kv_transfer.peer_rpc import PeerRpc
+from kv_transfer.process_watch import ProcessWatch, watch_process
+from kv_transfer.transfer_thread import TransferThread
+
+_log = logging.getLogger(__name__)
+
+HANDSHAKE_S = 10.0
+PROBE_WRITE_S = 10.0  # UCX connects lazily; a first write can take seconds
+PROBE_TRIES = 8
+PROBE_BURST_BYTES = 8 << 20
+NONCE_BYTES = 16
+LOOK_S = 0.1  # how often processes are looked at
+
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True, eq=False)
+class Connection:
+    """One generation of a peer. `broken`, `lost` and `in_flight` belong to the transfer thread."""
+
+    pod: str
+    generation: int
+    address: str
+    agent: str
+    num_blocks: int
+    probe_block: int
+    memory: PeerMemory
+    metadata: bytes
+    same_host: bool
+    watch: ProcessWatch | None
+    transport: str = ""
+    transport_source: str = ""
+    gbps: float = 0.0
+    broken: bool = False
+    lost: bool = False
+    in_flight: int = 0
+
+    @property
+    def stats(self) -> PeerStats:
+        return PeerStats(self.pod, self.generation, self.address, self.transport, self.transport_source, self.gbps)
+
+
+class Connector:
+    """Owned by the event loop; on_lost(connection) is called on the transfer thread when a connection's process is
+    proven gone.
+    """
+
+    def __init__(
+        self,
+        thread: TransferThread,
+        rpc: PeerRpc,
+        memory: PoolMemory,
+        info: Callable[[], transfer_pb2.InfoResponse],
+        clock: Callable[[], float],
+        on_lost: Callable[[Connection], None],
+    ) -> None:
+        self._thread = thread
+        self._rpc = rpc
+        self._memory = memory
+        self._info = info
+        self._clock = clock
+        self._on_lost = on_lost
+        self._connections: dict[str, Connection] = {}
+        self._flights: dict[str, asyncio.Task[Connection]] = {}
+        self._attached: list[Connection] = []  # the transfer thread's: every agent that the backend knows
+        self._probing = asyncio.Lock()
+        self._next_look = 0.0
+
+    @property
+    def connecting(self) -> bool:
+        """A handshake or probe is under way."""
+        return bool(self._flights)
+
+    def stats(self) -> tuple[PeerStats, ...]:
+        return tuple(c.stats for c in list(self._connections.values()) if not c.broken)
+
+    async def connect(self, address: str, timeout_s: float, generation: int | None = None) -> Connection:
+        """A connection that a probe went through, to `generation` if given.
+
+        Raises LayoutMismatch, Unauthenticated, Unavailable, DeadlineExceeded, TransferFailed (another generation
+        lives there).
+        """
+        known = self._connections.get(address)
+        if known is None or known.broken or (generation is not None and known.generation < generation):
+            flight = self._flights.get(address)
+            if flight is None:
+                flight = self._flights[address] = asyncio.create_task(self._establish(address))
+                flight.add_done_callback(lambda task: self._landed(address, task))
+            try:
+                known = await asyncio.wait_for(asyncio.shield(flight), timeout_s)
+            except TimeoutError as e:
+                raise DeadlineExceeded(f"{address} did not connect in time") from e
+        if generation is not None and known.generation != generation:
+            raise TransferFailed(f"{known.pod} is at generation {known.generation}, the transfer at {generation}")
+        return known
+
+    def _landed(self, address: str, task: asyncio.Task[Connection]) -> None:
+        del self._flights[address]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.warning("no connection to %s: %s", address, error)
+
+    async def _establish(self, address: str) -> Connection:
+        metadata = await self._on_thread(self._thread.backend.metadata)
+        mine = self._info()
+        request = transfer_pb2.HandshakeRequest(info=mine, agent_metadata=metadata)
+        answer = await self._rpc.call(address, "Handshake", request, transfer_pb2.HandshakeResponse, HANDSHAKE_S)
+        require_compatible(mine, answer.info)
+        connection = await asyncio.to_thread(self._describe, address, answer)
+        try:
+            await self._attach(connection)
+            await self._probe(connection)
+        except BaseException:
+            self._thread.submit(lambda: self.retire(connection))
+            raise
+        self._connections[address] = connection
+        _log.info(
+            "connected to %s generation %d over %s (%s), %.2f GB/s",
+            connection.pod,
+            connection.generation,
+            connection.transport,
+            connection.transport_source,
+            connection.gbps,
+        )
+        return connection
+
+    def _describe(self, address: str, answer: transfer_pb2.HandshakeResponse) -> Connection:
+        info = answer.info
+        if answer.pool_memory == "DRAM":
+            kind = "DRAM"
+        elif answer.pool_memory == "VRAM":
+            kind = "VRAM"
+        else:
+            raise LayoutMismatch(f"unknown kind of memory {answer.pool_memory!r}", field="pool_memory")
+        memory = PeerMemory(
+            answer.pool_base,
+            info.layout.block_bytes,
+            max(info.num_blocks, answer.probe_block + 1),
+            answer.pool_device,
+            "VRAM" if kind == "VRAM" else "DRAM",
+        )
+        return Connection(
+            pod=info.pod,
+            generation=info.generation,
+            address=address,
+            agent=agent_name(info),
+            num_blocks=info.num_blocks,
+            probe_block=answer.probe_block,
+            memory=memory,
+            metadata=answer.agent_metadata,
+            same_host=info.boot_id == host_boot_id(),
+            watch=watch_process(info.pid, info.boot_id, address),
+        )
+
+    async def _attach(self, connection: Connection) -> None:
+        """Gives the backend the new agent, and takes the former one of this address away."""
+        former = self._connections.pop(connection.address, None)
+
+        def attach() -> bool:
+            if former is not None:
+                self.retire(former)
+                replaced = former.pod == connection.pod and former.generation < connection.generation
+                if (
+                    replaced and former.watch is None
+                ):  # the same identity lives on in a newer process at the same address
+                    self._lose(former)
+            if any(other.agent == connection.agent for other in self._attached):
+                return False
+            self._thread.backend.connect(connection.agent, connection.metadata, connection.memory)
+            self._attached.append(connection)
+            return True
+
+        for _ in range(50):
+            if await self._on_thread(attach):
+                return
+            await asyncio.sleep(0.02)
+        raise Unavailable(f"writes over the former connection to {connection.pod} have not ended")
+
+    async def _probe(self, connection: Connection) -> None:
+        """Writes a random block until the peer confirms it; several initiators may share the peer's probe block."""
+        for attempt in range(PROBE_TRIES):
+            if attempt:
+                await asyncio.sleep(random.uniform(0.02, 0.1) * attempt)
+            async with self._probing:
+                nonce = os.urandom(NONCE_BYTES)
+                data = nonce + os.urandom(self._memory.block_bytes - NONCE_BYTES)
+                await self._on_thread(partial(self._memory.write_block, self._memory.probe_block, data))
+                await self._write_probe(connection, 1)
+                burst = max(1, min(64, PROBE_BURST_BYTES // self._memory.block_bytes))
+                seconds = await self._write_probe(connection, burst)
+                request = transfer_pb2.ProbeRequest(
+                    pod=self._info().pod,
+                    generation=self._info().generation,
+                    nonce=nonce,
+                    digest=probe_digest(nonce, data),
+                )
+                answer = await self._rpc.call(
+                    connection.address, "Probe", request, transfer_pb2.ProbeResponse, HANDSHAKE_S
+                )
+            if answer.intact:
+                connection.gbps = burst * self._memory.block_bytes / max(seconds, 1e-9) / 1e9
+                transport = await self._on_thread(
+                    lambda: self._thread.backend.transport(connection.agent, same_host=connection.same_host)
+                )
+                connection.transport, connection.transport_source = transport.name, transport.source
+                return
+        raise TransferFailed(f"a block written to {connection.pod} does not arrive intact")
+
+    async def _write_probe(self, connection: Connection, count: int) -> float:
+        """Seconds that a write of `count` times the probe block took."""
+        ended: Future[float] = Future()
+
+        def post() -> None:
+            started = self._clock()
+            connection.in_flight += 1
+
+            def on_ended(error: str | None) -> None:
+                connection.in_flight -= 1
+                if ended.cancelled():
+                    return
+                if error is None:
+                    ended.set_result(self._clock() - started)
+                else:
+                    ended.set_exception(TransferFailed(f"the probe of {connection.pod} failed: {error}"))
+
+            self._thread.write(
+                connection.agent,
+                [self._memory.probe_block] * count,
+                [connection.probe_block] * count,
+                b"",
+                on_ended,
+            )
+
+        self._thread.submit(post)
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(ended), PROBE_WRITE_S)
+        except TimeoutError as e:
+            raise Unavailable(f"{connection.pod} takes no bytes") from e
+
+    # On the transfer thread.
+
+    def retire(self, connection: Connection) -> None:
+        """The connection is not to be used again; its agent goes once no write to it is pending."""
+        connection.broken = True
+
+    def tick(self, now: float) -> None:
+        """Forgets broken connections' agents and looks whether peers' processes live."""
+        for connection in [c for c in self._attached if c.broken and not c.in_flight]:
+            self._thread.backend.disconnect(connection.agent)
+            self._attached.remove(connection)
+            if connection.watch is not None:
+                connection.watch.close()
+        if now < self._next_look:
+            return
+        self._next_look = now + LOOK_S
+        for connection in self._attached:
+            if connection.watch is not None and connection.watch.ended():
+                self._lose(connection)
+
+    def _lose(self, connection: Connection) -> None:
+        connection.broken = True
+        if not connection.lost:
+            connection.lost = True
+            self._on_lost(connection)
+
+    async def close(self) -> None:
+        flights = list(self._flights.values())
+        for flight in flights:
+            flight.cancel()
+        await asyncio.gather(*flights, return_exceptions=True)
+
+    async def _on_thread(self, function: Callable[[], T]) -> T:
+        return await asyncio.wrap_future(self._thread.call(function))
+
+
+def probe_digest(nonce: bytes, block: bytes) -> bytes:
+    """BLAKE2b-128 of a probe block, keyed with the bytes at its start."""
+    return hashlib.blake2b(block, digest_size=16, key=nonce).digest()
+
+
+def terminal(error: BaseException) -> BatonError:
+    """Any error of connecting as one for the caller."""
+    return error if isinstance(error, BatonError) else TransferFailed(f"{type(error).__name__}: {error}")

@@ -1,0 +1,250 @@
+"""Transfers into this pod: the table of receiver machines, and what their actions do.
+
+Everything but reserve() runs on the transfer thread. A transfer leaves the table when it is READY or CLOSED; a
+bounded memory of committed ones answers a commit that is sent again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from common.errors import BatonError, UnknownTransfer
+from common.types import TransferId
+from kv_transfer.backend import Notification
+from kv_transfer.counters import Drops
+from kv_transfer.memory import Hold, PoolMemory
+from kv_transfer.messages import Commit, Writer
+from kv_transfer.notification import RangeWritten
+from kv_transfer.process_watch import ProcessWatch
+from kv_transfer.receiver_machine import (
+    AskDrain,
+    Check,
+    Failed,
+    Free,
+    Ready,
+    ReceiverAction,
+    ReceiverMachine,
+    ReceiverState,
+)
+
+_log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+_REMEMBERED = 65536
+_LOOK_S = 0.1
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    machine: ReceiverMachine
+    request_id: str
+    first_block: int
+    blocks: tuple[int, ...]
+    hold: Hold
+    on_ready: Callable[[Commit], None]
+    on_failed: Callable[[BatonError], None]
+
+
+class Incoming:
+    """ask_drain(transfer id, writer) is called on the transfer thread and answers by drained() or drain_failed()."""
+
+    def __init__(
+        self,
+        memory: PoolMemory,
+        drops: Drops,
+        clock: Callable[[], float],
+        ask_drain: Callable[[TransferId, Writer], None],
+    ) -> None:
+        self.received_transfers = 0
+        self.received_blocks = 0
+        self._memory = memory
+        self._drops = drops
+        self._clock = clock
+        self._ask_drain = ask_drain
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._table: dict[TransferId, _Entry] = {}
+        self._committed: OrderedDict[TransferId, int] = OrderedDict()
+        self._watches: dict[str, ProcessWatch | None] = {}
+        self._next_look = 0.0
+
+    def mint(self, generation: int) -> TransferId:
+        """A transfer id that was never used. Any thread."""
+        with self._lock:
+            return TransferId(generation, next(self._numbers))
+
+    def add(
+        self,
+        transfer_id: TransferId,
+        request_id: str,
+        first_block: int,
+        blocks: Sequence[int],
+        hold: Hold,
+        deadline: float,
+        on_ready: Callable[[Commit], None],
+        on_failed: Callable[[BatonError], None],
+    ) -> None:
+        """Blocks are reserved for a writer that is to come."""
+        machine = ReceiverMachine(transfer_id, first_block=first_block, num_blocks=len(blocks), deadline=deadline)
+        self._table[transfer_id] = _Entry(machine, request_id, first_block, tuple(blocks), hold, on_ready, on_failed)
+
+    @property
+    def open(self) -> int:
+        """Transfers that expect messages."""
+        return len(self._table)
+
+    @property
+    def draining(self) -> int:
+        return sum(entry.machine.state is ReceiverState.DRAINING for entry in list(self._table.values()))
+
+    @property
+    def quarantined_blocks(self) -> int:
+        return sum(entry.machine.quarantined for entry in list(self._table.values()))
+
+    def watches(self, agent: str) -> bool:
+        """Whether watch() was called for this writer."""
+        return agent in self._watches
+
+    def watch(self, agent: str, watch: ProcessWatch | None) -> None:
+        """How this writer's process can be seen to end; None when it cannot."""
+        if agent in self._watches:
+            if watch is not None:
+                watch.close()
+            return
+        self._watches[agent] = watch
+
+    def open_transfer(self, transfer_id: TransferId, request_id: str, writer: Writer) -> None:
+        """Raises UnknownTransfer: nothing may be written."""
+        entry = self._table.get(transfer_id)
+        if entry is None or entry.request_id != request_id:
+            self._drops.count("open_unknown")
+            raise UnknownTransfer(f"transfer {transfer_id} is not expected here")
+        entry.machine.open(writer, self._clock())
+
+    def commit(self, transfer_id: TransferId, generation: int, commit: Commit) -> None:
+        """Raises UnknownTransfer: the KV will not be used."""
+        entry = self._table.get(transfer_id)
+        if entry is not None:
+            self._apply(entry, entry.machine.commit(generation, commit, self._clock()))
+        elif self._committed.get(transfer_id) != generation:
+            self._drops.count("commit_unknown")
+            raise UnknownTransfer(f"transfer {transfer_id} is over")
+
+    def notified(self, notification: Notification) -> None:
+        """A range landed; what does not fit is dropped and counted."""
+        written = RangeWritten.parse(notification.payload)
+        if written is None:
+            self._drops.count("notification_malformed")
+            return
+        entry = self._table.get(written.transfer_id)
+        if entry is None:
+            self._drops.count("notification_late")
+            return
+        actions = entry.machine.notified(notification.peer, written.first, written.count, self._clock())
+        if actions is None:
+            self._drops.count("notification_misfit")
+        else:
+            self._apply(entry, actions)
+
+    def release(self, transfer_id: TransferId) -> None:
+        """The request is over for this pod; ids that are not there (any more) are fine."""
+        entry = self._table.get(transfer_id)
+        if entry is not None:
+            self._apply(entry, entry.machine.release(self._clock()))
+
+    def drained(self, transfer_id: TransferId, generation: int, clean: bool) -> None:
+        entry = self._table.get(transfer_id)
+        if entry is not None:
+            self._apply(entry, entry.machine.drained(generation, clean, self._clock()))
+
+    def drain_failed(self, transfer_id: TransferId) -> None:
+        entry = self._table.get(transfer_id)
+        if entry is not None:
+            self._apply(entry, entry.machine.drain_failed(self._clock()))
+
+    def writer_replaced(self, transfer_id: TransferId, writer: Writer) -> None:
+        """A newer generation answers at the writer's address: proof, unless the writer's process can be watched."""
+        entry = self._table.get(transfer_id)
+        if entry is None or entry.machine.writer != writer:
+            return
+        if self._watches.get(writer.agent) is not None:
+            self._apply(entry, entry.machine.drain_failed(self._clock()))
+        else:
+            self._apply(entry, entry.machine.writer_ended(self._clock()))
+
+    def tick(self, now: float) -> None:
+        for entry in list(self._table.values()):
+            self._apply(entry, entry.machine.tick(now))
+        if now < self._next_look:
+            return
+        self._next_look = now + _LOOK_S
+        ended = {agent for agent, watch in self._watches.items() if watch is not None and watch.ended()}
+        for entry in list(self._table.values()):
+            if entry.machine.writer is not None and entry.machine.writer.agent in ended:
+                self._apply(entry, entry.machine.writer_ended(now))
+        in_use = {entry.machine.writer.agent for entry in self._table.values() if entry.machine.writer is not None}
+        for agent in ended - in_use:
+            watch = self._watches.pop(agent)
+            if watch is not None:
+                watch.close()
+
+    def close(self) -> None:
+        """This pod ends: whoever waits is told. What may still be written stays held until the process is gone."""
+        for entry in list(self._table.values()):
+            self._apply(entry, entry.machine.release(self._clock()))
+        for watch in self._watches.values():
+            if watch is not None:
+                watch.close()
+        self._watches.clear()
+
+    def _apply(self, entry: _Entry, actions: Sequence[ReceiverAction]) -> None:
+        machine = entry.machine
+        for action in actions:
+            match action:
+                case Free(blocks):
+                    entry.hold.release([entry.blocks[block - entry.first_block] for block in blocks])
+                case Check(commit):
+                    error = self._mismatch(entry, commit)
+                    self._apply(entry, machine.checked(error, self._clock()))
+                case Ready(commit):
+                    assert machine.writer is not None, "ready without a writer"
+                    self._remember(machine.transfer_id, machine.writer.generation)
+                    del self._table[machine.transfer_id]
+                    self.received_transfers += 1
+                    self.received_blocks += len(entry.blocks)
+                    _tell(entry.on_ready, commit)
+                case Failed(error):
+                    _tell(entry.on_failed, error)
+                case AskDrain(writer):
+                    self._ask_drain(machine.transfer_id, writer)
+        if machine.state is ReceiverState.CLOSED:
+            self._table.pop(machine.transfer_id, None)
+
+    def _mismatch(self, entry: _Entry, commit: Commit) -> str | None:
+        if len(commit.checksums) != len(entry.blocks):
+            return f"{len(commit.checksums)} checksums for {len(entry.blocks)} blocks"
+        for index, (block, expected) in enumerate(zip(entry.blocks, commit.checksums, strict=True)):
+            if zlib.crc32(self._memory.read_block(block)) != expected:
+                return f"block {entry.first_block + index} arrived damaged"
+        return None
+
+    def _remember(self, transfer_id: TransferId, generation: int) -> None:
+        self._committed[transfer_id] = generation
+        if len(self._committed) > _REMEMBERED:
+            self._committed.popitem(last=False)
+
+
+def _tell(callback: Callable[[_T], None], value: _T) -> None:
+    """A callback that fails must not end other transfers."""
+    try:
+        callback(value)
+    except Exception:
+        _log.exception("a transfer's callback failed")

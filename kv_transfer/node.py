@@ -1,0 +1,227 @@
+"""A pod's transfers: one object that wires the transfer thread, both tables, the peers and the Transfer service.
+
+Lifecycle: construct -> start() on the event loop (makes the agent) -> serve `servicer` over gRPC -> transfers in both
+directions -> stop(). The transfer thread owns the backend and all state machines; the event loop owns the calls
+between pods.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from common.auth import Signer
+from common.errors import BatonError, Unavailable
+from common.pb import transfer_pb2
+from common.types import KvTarget, TransferId
+from kv_transfer.backend import Backend
+from kv_transfer.connector import Connection, Connector
+from kv_transfer.counters import Drops
+from kv_transfer.identity import agent_name
+from kv_transfer.incoming import Incoming
+from kv_transfer.memory import Hold, PoolMemory
+from kv_transfer.messages import Commit, PeerStats, TransferStats, Writer
+from kv_transfer.outgoing import Outgoing, OutgoingTransfer
+from kv_transfer.peer_calls import PeerCalls
+from kv_transfer.peer_rpc import PeerRpc
+from kv_transfer.servicer import TransferServicer
+from kv_transfer.transfer_thread import TransferThread
+
+_log = logging.getLogger(__name__)
+
+START_S = 60.0  # the first agent of a machine loads libraries and may initialise devices
+DRAIN_CALL_S = 2.0
+JOIN_S = 5.0
+STOP_POLL_S = 0.01
+
+
+class TransferNode:
+    """This pod as a sender and receiver of KV.
+
+    info: who this pod is, now (role, name, generation, layout, pid...). address: host:port of the gRPC server that
+    serves `servicer`, once it is bound. checksums: compare a CRC-32 of every block at commit. clock: seconds,
+    monotonic.
+    """
+
+    def __init__(
+        self,
+        *,
+        backend: Backend,
+        memory: PoolMemory,
+        info: Callable[[], transfer_pb2.InfoResponse],
+        signer: Signer,
+        address: Callable[[], str],
+        checksums: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._memory = memory
+        self._info = info
+        self._clock = clock
+        self._generation = 0
+        self._closing = False
+        self._drops = Drops()
+        self._rpc = PeerRpc(signer)
+        self._incoming = Incoming(memory, self._drops, clock, self._ask_drain)
+        self._thread = TransferThread(
+            backend,
+            clock,
+            on_notification=self._incoming.notified,
+            on_tick=self._tick,
+            post=self._post,
+            attentive=self._attentive,
+        )
+        self._connector = Connector(self._thread, self._rpc, memory, info, clock, self._peer_ended)
+        self._calls = PeerCalls(self._rpc, self._connector, info, address)
+        self._outgoing = Outgoing(
+            self._thread, self._calls, memory, clock, checksums=checksums, fingerprint=lambda: info().fingerprint
+        )
+        self.servicer = TransferServicer(
+            self._thread, self._incoming, self._outgoing, memory, info, signer, self._drops, clock
+        )
+
+    async def start(self) -> None:
+        """Makes the agent, named after the pod and its generation. Raises TransferFailed."""
+        info = self._info()
+        self._calls.start()
+        self._generation = info.generation
+        name = agent_name(info)
+        self._thread.start()
+        started = self._thread.call(lambda: self._thread.backend.start(name, self._memory))
+        try:
+            await asyncio.wait_for(asyncio.wrap_future(started), START_S)
+        except BaseException:
+            self._thread.stop()
+            raise
+
+    async def stop(self, grace_s: float = 5.0) -> None:
+        """Refuses new transfers, lets outgoing ones end for at most grace_s seconds, then fails what is left.
+        Idempotent.
+
+        Holds of writes that are still under way are not released: the process that ends is the fence.
+        """
+        if self._closing:
+            return
+        self._closing = True
+        until = self._clock() + grace_s
+        await self._outgoing_over(until)
+        leaving = Unavailable("this pod is leaving")
+        self._thread.submit(lambda: self._outgoing.close(leaving))
+        await self._outgoing_over(until)
+        self._thread.submit(self._incoming.close)
+        await self._connector.close()
+        self._thread.stop()
+        if not await asyncio.to_thread(self._thread.join, JOIN_S):
+            _log.error("the transfer thread did not end within %s s", JOIN_S)
+        await self._calls.close()
+        await self._rpc.close()
+
+    async def _outgoing_over(self, until: float) -> None:
+        for _ in range(max(1, int((until - self._clock()) / STOP_POLL_S))):
+            if not self._outgoing.open or not self._thread.running:
+                return
+            await asyncio.sleep(STOP_POLL_S)
+
+    # Sending.
+
+    def outgoing(
+        self, target: KvTarget, request_id: str, num_prompt_blocks: int, deadline_s: float
+    ) -> OutgoingTransfer:
+        """Begins a transfer to `target`, in the background; on the event loop. Failures come out of done().
+
+        num_prompt_blocks: blocks of the whole prompt, the partial last one included. deadline_s: seconds from now.
+        """
+        if self._closing:
+            raise Unavailable("this pod is leaving")
+        return self._outgoing.start(target, request_id, num_prompt_blocks, deadline_s)
+
+    async def connect(self, address: str, timeout_s: float = 30.0) -> PeerStats:
+        """Handshake and probe with the pod at `address`, at once if that was done before."""
+        connection = await self._connector.connect(address, timeout_s)
+        return connection.stats
+
+    # Receiving.
+
+    def reserve(
+        self,
+        *,
+        request_id: str,
+        first_block: int,
+        blocks: Sequence[int],
+        hold: Hold,
+        deadline_s: float,
+        on_ready: Callable[[Commit], None],
+        on_failed: Callable[[BatonError], None],
+    ) -> TransferId:
+        """Makes room for a transfer of logical blocks first_block... into the physical `blocks`. Any thread.
+
+        Exactly one of on_ready (the KV is complete, the hold was released) and on_failed (deadline, damage, a dead
+        writer, or release() before READY) is called, once, on the transfer thread; they must not block. `hold` is
+        released when no write can land any more.
+        """
+        transfer_id = self._incoming.mint(self._generation)
+        deadline = self._clock() + deadline_s
+        kept = tuple(blocks)
+        self._thread.submit(
+            lambda: self._incoming.add(transfer_id, request_id, first_block, kept, hold, deadline, on_ready, on_failed)
+        )
+        return transfer_id
+
+    def release(self, transfer_id: TransferId) -> None:
+        """The request is over for this pod. Before READY that is an abort: on_failed gets Cancelled and the hold goes
+        by the quarantine rule. Any thread; idempotent; unknown ids are fine.
+        """
+        self._thread.submit(lambda: self._incoming.release(transfer_id))
+
+    def stats(self) -> TransferStats:
+        """Counters and gauges; any thread, cheap."""
+        return TransferStats(
+            sent_blocks=self._outgoing.sent_blocks,
+            sent_bytes=self._outgoing.sent_bytes,
+            sent_transfers=self._outgoing.sent_transfers,
+            failed_transfers=self._outgoing.failed_transfers,
+            received_transfers=self._incoming.received_transfers,
+            received_blocks=self._incoming.received_blocks,
+            open_incoming=self._incoming.open,
+            draining_incoming=self._incoming.draining,
+            quarantined_blocks=self._incoming.quarantined_blocks,
+            open_outgoing=self._outgoing.open,
+            pending_writes=self._thread.pending(),
+            turns=self._thread.turns,
+            dropped=self._drops.snapshot(),
+            peers=self._connector.stats(),
+        )
+
+    # The transfer thread's hooks.
+
+    def _post(self) -> bool:
+        return self._outgoing.post()
+
+    def _tick(self, now: float) -> None:
+        self._incoming.tick(now)
+        self._outgoing.tick(now)
+        self._connector.tick(now)
+
+    def _attentive(self) -> bool:
+        return bool(self._incoming.open) or self._connector.connecting or self.servicer.expecting
+
+    def _peer_ended(self, connection: Connection) -> None:
+        self._outgoing.peer_ended(connection)
+
+    def _ask_drain(self, transfer_id: TransferId, writer: Writer) -> None:
+        async def ask() -> None:
+            try:
+                drained = await self._calls.drain(writer, transfer_id, DRAIN_CALL_S)
+                if drained.generation == writer.generation:
+                    generation, clean = drained.generation, drained.clean
+                    self._thread.submit(lambda: self._incoming.drained(transfer_id, generation, clean))
+                    return
+            except BatonError as e:
+                _log.info("no answer to drain of %s from %s: %s", transfer_id, writer.pod, e)
+            if await self._calls.replaced(writer, DRAIN_CALL_S):
+                self._thread.submit(lambda: self._incoming.writer_replaced(transfer_id, writer))
+            else:
+                self._thread.submit(lambda: self._incoming.drain_failed(transfer_id))
+
+        self._calls.spawn(ask)

@@ -1,0 +1,386 @@
+"""Transfers out of this pod: the caller's handle, the table of sender machines, and what their actions do.
+
+OutgoingTransfer may be used from any thread; it only hands work over. Everything in Outgoing but start() runs on the
+transfer thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import zlib
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Protocol
+
+from common.errors import BatonError, Cancelled, InvalidRequest, LayoutMismatch, TransferFailed
+from common.types import FinishReason, KvTarget, TransferId
+from kv_transfer.connector import Connection
+from kv_transfer.memory import Hold, PoolMemory
+from kv_transfer.messages import Commit, TransferReport
+from kv_transfer.notification import RangeWritten
+from kv_transfer.sender_machine import (
+    Delivered,
+    Done,
+    Failed,
+    Piece,
+    Release,
+    SendCommit,
+    SenderAction,
+    SenderMachine,
+    SendOpen,
+    Stopped,
+)
+from kv_transfer.transfer_thread import TransferThread
+
+_log = logging.getLogger(__name__)
+
+PIECE_BYTES = 8 << 20  # the most that one post may copy inline
+WINDOW = 4  # posted pieces per connection
+CALL_S = 5.0
+_REMEMBERED = 65536
+
+
+class Calls(Protocol):
+    """What the event loop does for the machines. Coroutines raise BatonError."""
+
+    async def connect(self, target: KvTarget, timeout_s: float) -> Connection: ...
+
+    async def open(self, target: KvTarget, request_id: str, timeout_s: float) -> None: ...
+
+    async def commit(self, target: KvTarget, commit: Commit, timeout_s: float) -> None: ...
+
+    def spawn(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Runs a coroutine on the event loop; any thread."""
+
+
+class OutgoingTransfer:
+    """One prompt's KV on its way to decode.
+
+    on_progress(delivered blocks), if set, is called on the transfer thread after each delivered piece; it must not
+    block.
+    """
+
+    def __init__(self, owner: Outgoing, target: KvTarget, num_prompt_blocks: int) -> None:
+        self.target = target
+        self.on_progress: Callable[[int], None] | None = None
+        self._owner = owner
+        self._num_prompt_blocks = num_prompt_blocks
+        self.delivered_blocks = 0  # whose bytes are in the target's memory
+        self.outcome: Future[TransferReport] = Future()  # set by the owner, once
+
+    @property
+    def ended(self) -> bool:
+        """done() would return or raise at once."""
+        return self.outcome.done()
+
+    def push(self, first_block: int, blocks: Sequence[int], hold: Hold) -> None:
+        """Physical `blocks` hold the finished logical blocks from first_block on, and keep their content until `hold`
+        is released.
+
+        Blocks that the target has already are skipped. The hold is always released, at the latest when every posted
+        write of this push is terminal. Raises InvalidRequest for blocks outside the prompt (and releases the hold).
+        """
+        if first_block < 0 or first_block + len(blocks) > self._num_prompt_blocks:
+            hold.release()
+            raise InvalidRequest(
+                f"blocks {first_block}..{first_block + len(blocks) - 1} of a prompt of {self._num_prompt_blocks}",
+                field="first_block",
+            )
+        self._owner.push(self, first_block, tuple(blocks), hold)
+
+    def finish(self, first_tokens: Sequence[int], finish_reasons: Sequence[FinishReason | None]) -> None:
+        """The last chunk's compute ended with these first tokens; the commit follows once every block is delivered."""
+        self._owner.finish(self, Commit(tuple(first_tokens), tuple(finish_reasons)), self.delivered_blocks)
+
+    def abort(self, reason: str) -> None:
+        """Ends it: nothing more is posted, done() raises Cancelled. Idempotent; after the end nothing happens."""
+        self._owner.abort(self, Cancelled(reason))
+
+    def delivered(self, blocks: int) -> None:
+        """The owner's: so many blocks are delivered in all."""
+        self.delivered_blocks = blocks
+        if self.on_progress is not None:
+            try:
+                self.on_progress(blocks)
+            except Exception:
+                _log.exception("a transfer's progress callback failed")
+
+    async def done(self) -> TransferReport:
+        """Waits until decode acknowledged the commit. Raises TransferFailed, DeadlineExceeded, LayoutMismatch,
+        Unavailable, Unauthenticated or Cancelled; source blocks may be held beyond that, until no write reads them.
+        """
+        return await asyncio.shield(asyncio.wrap_future(self.outcome))
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    transfer: OutgoingTransfer
+    machine: SenderMachine
+    request_id: str
+    connection: Connection | None = None
+    holds: dict[int, Hold] = field(default_factory=dict)
+    checksums: dict[int, int] = field(default_factory=dict)
+    delivered_before_finish: int = 0
+    finished_at: float = 0.0
+    drains: list[Future[bool]] = field(default_factory=list)
+
+
+class Outgoing:
+    """All transfers of this pod as a sender."""
+
+    def __init__(
+        self,
+        thread: TransferThread,
+        calls: Calls,
+        memory: PoolMemory,
+        clock: Callable[[], float],
+        *,
+        checksums: bool,
+        fingerprint: Callable[[], str],
+    ) -> None:
+        self.sent_blocks = 0
+        self.sent_bytes = 0
+        self.sent_transfers = 0
+        self.failed_transfers = 0
+        self._thread = thread
+        self._calls = calls
+        self._memory = memory
+        self._clock = clock
+        self._checksums = checksums
+        self._fingerprint = fingerprint
+        self._pushes = 0
+        self._table: dict[OutgoingTransfer, _Entry] = {}
+        self._by_id: dict[TransferId, _Entry] = {}
+        self._over: OrderedDict[TransferId, bool] = (
+            OrderedDict()
+        )  # ended or refused by a drain -> every write ended well
+
+    def start(self, target: KvTarget, request_id: str, num_prompt_blocks: int, deadline_s: float) -> OutgoingTransfer:
+        """On the event loop: begins to connect and open in the background."""
+        transfer = OutgoingTransfer(self, target, num_prompt_blocks)
+        deadline = self._clock() + deadline_s
+        piece_blocks = max(1, PIECE_BYTES // self._memory.block_bytes)
+        machine = SenderMachine(target, piece_blocks=piece_blocks, deadline=deadline)
+        entry = _Entry(transfer, machine, request_id)
+        self._thread.submit(lambda: self._add(entry, num_prompt_blocks))
+
+        async def connect() -> None:
+            try:
+                connection = await self._calls.connect(target, deadline_s)
+            except BatonError as e:
+                error = e
+                self._thread.submit(lambda: self._apply(entry, machine.fail(error, self._clock())))
+            else:
+                self._thread.submit(lambda: self._connected(entry, connection))
+
+        if target.fingerprint == self._fingerprint():
+            self._calls.spawn(connect)
+        return transfer
+
+    # Any thread, through OutgoingTransfer.
+
+    def push(self, transfer: OutgoingTransfer, first: int, blocks: tuple[int, ...], hold: Hold) -> None:
+        if not self._thread.running:
+            hold.release()
+            return
+        self._thread.submit(lambda: self._push(transfer, first, blocks, hold))
+
+    def finish(self, transfer: OutgoingTransfer, commit: Commit, delivered: int) -> None:
+        now = self._clock()
+        self._thread.submit(lambda: self._finish(transfer, commit, delivered, now))
+
+    def abort(self, transfer: OutgoingTransfer, error: BatonError) -> None:
+        self._thread.submit(lambda: self._fail(transfer, error))
+
+    # On the transfer thread.
+
+    @property
+    def open(self) -> int:
+        """Transfers that are not over."""
+        return len(self._table)
+
+    def post(self) -> bool:
+        """Posts at most one piece of each transfer; whether it posted any."""
+        posted = False
+        for entry in list(self._table.values()):
+            connection = entry.connection
+            if connection is None or connection.in_flight >= WINDOW:
+                continue
+            piece = entry.machine.next_piece()
+            if piece is not None:
+                posted = True
+                self._post(entry, connection, piece)
+        return posted
+
+    def drain(self, transfer_id: TransferId) -> Future[bool]:
+        """Decode gave this transfer up: ends it. The result comes when no write of it is or will be under way;
+        whether all ended well.
+        """
+        answer: Future[bool] = Future()
+        entry = self._by_id.get(transfer_id)
+        if entry is None:
+            clean = self._over.setdefault(transfer_id, False)
+            self._remember(transfer_id, clean)
+            answer.set_result(clean)
+        else:
+            entry.drains.append(answer)
+            self._apply(
+                entry,
+                entry.machine.fail(TransferFailed(f"{entry.machine.target.pod} gave the transfer up"), self._clock()),
+            )
+        return answer
+
+    def peer_ended(self, connection: Connection) -> None:
+        """The process that this connection led to is proven gone."""
+        for entry in list(self._table.values()):
+            if entry.connection is connection:
+                self._apply(entry, entry.machine.peer_ended(self._clock()))
+
+    def tick(self, now: float) -> None:
+        for entry in list(self._table.values()):
+            self._apply(entry, entry.machine.tick(now))
+
+    def close(self, error: BatonError) -> None:
+        """This pod ends: whoever waits is told."""
+        for entry in list(self._table.values()):
+            self._apply(entry, entry.machine.fail(error, self._clock()))
+
+    def _add(self, entry: _Entry, num_prompt_blocks: int) -> None:
+        target = entry.machine.target
+        self._table[entry.transfer] = entry
+        error: BatonError | None = None
+        if target.transfer_id in self._over or target.transfer_id in self._by_id:
+            error = TransferFailed(f"transfer {target.transfer_id} was given up or used before")
+        else:
+            self._by_id[target.transfer_id] = entry
+        if target.fingerprint != self._fingerprint():
+            error = LayoutMismatch(f"the KV layout of {target.pod} has another fingerprint", field="fingerprint")
+        elif target.blocks and target.first_block + len(target.blocks) != num_prompt_blocks:
+            error = InvalidRequest(
+                f"a target of {len(target.blocks)} blocks from {target.first_block} on for {num_prompt_blocks} blocks",
+                field="target.blocks",
+            )
+        if error is not None:
+            self._apply(entry, entry.machine.fail(error, self._clock()))
+
+    def _connected(self, entry: _Entry, connection: Connection) -> None:
+        entry.connection = connection
+        now = self._clock()
+        if any(block >= connection.num_blocks for block in entry.machine.target.blocks):
+            self._apply(entry, entry.machine.fail(InvalidRequest("no such block", field="target.blocks"), now))
+        elif connection.broken:
+            error = TransferFailed(f"the connection to {connection.pod} broke")
+            self._apply(entry, entry.machine.fail(error, now))
+        else:
+            self._apply(entry, entry.machine.connected(now))
+
+    def _push(self, transfer: OutgoingTransfer, first: int, blocks: tuple[int, ...], hold: Hold) -> None:
+        entry = self._table.get(transfer)
+        if entry is None:
+            hold.release()
+            return
+        self._pushes += 1
+        entry.holds[self._pushes] = hold
+        self._apply(entry, entry.machine.push(self._pushes, first, blocks, self._clock()))
+
+    def _finish(self, transfer: OutgoingTransfer, commit: Commit, delivered: int, now: float) -> None:
+        entry = self._table.get(transfer)
+        if entry is not None:
+            entry.delivered_before_finish, entry.finished_at = delivered, now
+            self._apply(entry, entry.machine.finish(commit, self._clock()))
+
+    def _fail(self, transfer: OutgoingTransfer, error: BatonError) -> None:
+        entry = self._table.get(transfer)
+        if entry is not None:
+            self._apply(entry, entry.machine.fail(error, self._clock()))
+
+    def _post(self, entry: _Entry, connection: Connection, piece: Piece) -> None:
+        if self._checksums:
+            for index, block in enumerate(piece.local):
+                entry.checksums[piece.first + index] = zlib.crc32(self._memory.read_block(block))
+        written = RangeWritten(entry.machine.target.transfer_id, piece.first, len(piece.local))
+
+        def ended(error: str | None) -> None:
+            connection.in_flight -= 1
+            if error is None:
+                self.sent_blocks += len(piece.local)
+                self.sent_bytes += len(piece.local) * self._memory.block_bytes
+            else:
+                connection.broken = True
+            self._apply(entry, entry.machine.piece_ended(piece.number, error, self._clock()))
+
+        connection.in_flight += 1
+        self._thread.write(connection.agent, piece.local, piece.remote, written.pack(), ended)
+
+    def _apply(self, entry: _Entry, actions: Sequence[SenderAction]) -> None:
+        machine = entry.machine
+        for action in actions:
+            match action:
+                case SendOpen():
+                    self._call(entry, partial(self._calls.open, machine.target, entry.request_id), machine.opened)
+                case SendCommit(commit):
+                    sums = tuple(entry.checksums[block] for block in sorted(entry.checksums))
+                    full = replace(commit, checksums=sums)
+                    self._call(entry, partial(self._calls.commit, machine.target, full), machine.committed)
+                case Release(push):
+                    entry.holds.pop(push).release()
+                case Delivered(blocks):
+                    entry.transfer.delivered(blocks)
+                case Done():
+                    self.sent_transfers += 1
+                    self._forget(entry, clean=True)
+                    entry.transfer.outcome.set_result(self._report(entry))
+                case Failed(error):
+                    self.failed_transfers += 1
+                    entry.transfer.outcome.set_exception(error)
+                case Stopped(clean):
+                    self._forget(entry, clean=clean)
+
+    def _call(
+        self,
+        entry: _Entry,
+        call: Callable[[float], Awaitable[None]],
+        acknowledged: Callable[[float], list[SenderAction]],
+    ) -> None:
+        """Makes a call on the event loop and tells the machine how it ended."""
+        machine = entry.machine
+
+        async def work() -> None:
+            try:
+                await call(min(CALL_S, machine.deadline - self._clock()))
+            except BatonError as e:
+                error = e
+                self._thread.submit(lambda: self._apply(entry, machine.call_failed(error, self._clock())))
+            else:
+                self._thread.submit(lambda: self._apply(entry, acknowledged(self._clock())))
+
+        self._calls.spawn(work)
+
+    def _report(self, entry: _Entry) -> TransferReport:
+        blocks = len(entry.machine.target.blocks)
+        return TransferReport(
+            blocks=blocks,
+            bytes=blocks * self._memory.block_bytes,
+            delivered_before_finish=entry.delivered_before_finish,
+            exposed_s=self._clock() - entry.finished_at,
+            transport=entry.connection.transport if entry.connection is not None else "",
+        )
+
+    def _forget(self, entry: _Entry, *, clean: bool) -> None:
+        del self._table[entry.transfer]
+        transfer_id = entry.machine.target.transfer_id
+        if self._by_id.get(transfer_id) is entry:
+            del self._by_id[transfer_id]
+            self._remember(transfer_id, clean)
+        for answer in entry.drains:
+            if not answer.cancelled():
+                answer.set_result(clean)
+
+    def _remember(self, transfer_id: TransferId, clean: bool) -> None:
+        self._over[transfer_id] = clean
+        if len(self._over) > _REMEMBERED:
+            self._over.popitem(last=False)

@@ -1,0 +1,167 @@
+"""The Transfer service of a pod: verifies who calls, and hands the call to the transfer thread.
+
+Calls of an older generation than the newest that shook hands are refused and counted; a writer has to shake hands
+before it opens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import grpc
+from google.protobuf.message import Message
+
+from common.auth import Signer
+from common.errors import DeadlineExceeded, TransferFailed, Unauthenticated, Unavailable, UnknownTransfer
+from common.pb import transfer_pb2, transfer_pb2_grpc
+from common.rpc import remaining_s
+from common.wire import finish_from_pb, transfer_id_from_pb
+from kv_transfer.connector import probe_digest
+from kv_transfer.counters import Drops
+from kv_transfer.identity import agent_name, require_compatible
+from kv_transfer.incoming import Incoming
+from kv_transfer.memory import PoolMemory
+from kv_transfer.messages import Commit, Writer
+from kv_transfer.outgoing import Outgoing
+from kv_transfer.peer_rpc import method
+from kv_transfer.process_watch import watch_process
+from kv_transfer.transfer_thread import TransferThread
+
+EXPECT_S = 5.0  # after a handshake bytes are expected for so long
+_CALL_S = 10.0  # for callers without a deadline
+
+Context = grpc.aio.ServicerContext[Any, Any]
+T = TypeVar("T")
+
+
+class TransferServicer(transfer_pb2_grpc.TransferServicer):
+    """Owned by the event loop."""
+
+    def __init__(
+        self,
+        thread: TransferThread,
+        incoming: Incoming,
+        outgoing: Outgoing,
+        memory: PoolMemory,
+        info: Callable[[], transfer_pb2.InfoResponse],
+        signer: Signer,
+        drops: Drops,
+        clock: Callable[[], float],
+    ) -> None:
+        self._thread = thread
+        self._incoming = incoming
+        self._outgoing = outgoing
+        self._memory = memory
+        self._info = info
+        self._signer = signer
+        self._drops = drops
+        self._clock = clock
+        self._writers: dict[str, transfer_pb2.InfoResponse] = {}
+        self._expecting_until = 0.0
+
+    @property
+    def expecting(self) -> bool:
+        """A peer that shook hands is about to write."""
+        return self._clock() < self._expecting_until
+
+    async def Info(self, request: transfer_pb2.InfoRequest, context: Context) -> transfer_pb2.InfoResponse:
+        return self._info()
+
+    async def Handshake(
+        self, request: transfer_pb2.HandshakeRequest, context: Context
+    ) -> transfer_pb2.HandshakeResponse:
+        caller = self._verify("Handshake", request, context)
+        self._require(caller == (request.info.pod, request.info.generation), "Handshake is in another pod's name")
+        mine = self._info()
+        require_compatible(mine, request.info)
+        known = self._writers.get(request.info.pod)
+        if known is not None and known.generation > request.info.generation:
+            self._drops.count("old_generation")
+            raise TransferFailed(f"a newer generation of {request.info.pod} was here")
+        self._writers[request.info.pod] = request.info
+        self._expecting_until = self._clock() + EXPECT_S
+        metadata = await self._on_thread(self._thread.backend.metadata, context)
+        return transfer_pb2.HandshakeResponse(
+            info=mine,
+            agent_metadata=metadata,
+            pool_base=self._memory.base,
+            pool_device=self._memory.device,
+            pool_memory=self._memory.kind,
+            probe_block=self._memory.probe_block,
+        )
+
+    async def Probe(self, request: transfer_pb2.ProbeRequest, context: Context) -> transfer_pb2.ProbeResponse:
+        caller = self._verify("Probe", request, context)
+        self._require(caller == (request.pod, request.generation), "Probe is in another pod's name")
+        self._expecting_until = self._clock() + EXPECT_S
+        block = await self._on_thread(lambda: self._memory.read_block(self._memory.probe_block), context)
+        intact = block.startswith(request.nonce) and probe_digest(request.nonce, block) == request.digest
+        return transfer_pb2.ProbeResponse(intact=intact)
+
+    async def Open(self, request: transfer_pb2.OpenRequest, context: Context) -> transfer_pb2.OpenResponse:
+        caller = self._verify("Open", request, context)
+        self._require(caller == (request.pod, request.generation), "Open is in another pod's name")
+        info = self._writer(*caller)
+        agent = agent_name(info)
+        writer = Writer(request.pod, request.generation, agent, request.address)
+        if not self._incoming.watches(agent):
+            watch = await asyncio.to_thread(watch_process, info.pid, info.boot_id, request.address)
+            await self._on_thread(lambda: self._incoming.watch(agent, watch), context)
+        transfer_id = transfer_id_from_pb(request.transfer_id)
+        await self._on_thread(lambda: self._incoming.open_transfer(transfer_id, request.request_id, writer), context)
+        return transfer_pb2.OpenResponse()
+
+    async def Commit(self, request: transfer_pb2.CommitRequest, context: Context) -> transfer_pb2.CommitResponse:
+        pod, generation = self._verify("Commit", request, context)
+        self._require(generation == request.generation, "Commit is in another generation's name")
+        self._writer(pod, generation)
+        transfer_id = transfer_id_from_pb(request.transfer_id)
+        commit = Commit(
+            tuple(request.first_tokens),
+            tuple(finish_from_pb(reason) for reason in request.finish_reasons),
+            tuple(request.checksums),
+        )
+        await self._on_thread(lambda: self._incoming.commit(transfer_id, generation, commit), context)
+        return transfer_pb2.CommitResponse()
+
+    async def Drain(self, request: transfer_pb2.DrainRequest, context: Context) -> transfer_pb2.DrainResponse:
+        _, generation = self._verify("Drain", request, context)
+        transfer_id = transfer_id_from_pb(request.transfer_id)
+        self._require(generation == transfer_id.generation, "Drain is for another pod's transfer")
+        stopped = await self._on_thread(lambda: self._outgoing.drain(transfer_id), context)
+        clean = await self._within(stopped, context)
+        return transfer_pb2.DrainResponse(generation=self._info().generation, clean=clean)
+
+    def _verify(self, name: str, request: Message, context: Context) -> tuple[str, int]:
+        try:
+            return self._signer.verify(method(name), request, context.invocation_metadata(), time.time())
+        except Unauthenticated:
+            self._drops.count("unauthenticated")
+            raise
+
+    def _require(self, holds: bool, message: str) -> None:
+        if not holds:
+            self._drops.count("unauthenticated")
+            raise Unauthenticated(message)
+
+    def _writer(self, pod: str, generation: int) -> transfer_pb2.InfoResponse:
+        info = self._writers.get(pod)
+        if info is None or info.generation != generation:
+            self._drops.count("old_generation" if info is not None else "unknown_pod")
+            raise UnknownTransfer(f"generation {generation} of {pod} has not shaken hands, or a newer one has")
+        return info
+
+    async def _on_thread(self, function: Callable[[], T], context: Context) -> T:
+        if not self._thread.running:
+            raise Unavailable("this pod is leaving")
+        return await self._within(self._thread.call(function), context)
+
+    async def _within(self, future: Future[T], context: Context) -> T:
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(future), remaining_s(context, _CALL_S))
+        except TimeoutError as e:
+            raise DeadlineExceeded("this pod's transfers do not get on") from e
