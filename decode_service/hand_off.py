@@ -1,0 +1,203 @@
+"""One request on a decode pod, from its reservation to its end.
+
+RESERVED --every block and Commit arrived--> RUNNING --last token--> ENDED
+LOCAL (this pod prefills) starts as RUNNING
+any state --abort, failure, deadline--> ENDED
+
+The lease belongs to the reservation until the sequence is given to the engine, then to the engine. Whoever moves the
+state to ENDED decides, under the lock, what the gateway is told; everything later is dropped. A request is *gone* once
+the engine holds nothing for it. Callers: the event loop, the transfer thread (ready, failed), the engine (refused).
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+import time
+from collections.abc import Callable
+
+from common.block_hash import block_hashes
+from common.errors import BatonError, TransferFailed
+from common.pb import decode_pb2, types_pb2
+from common.types import KvTarget, TransferId, ValidRequest
+from common.wire import error_to_pb, finish_to_pb, token_to_pb
+from decode_service.token_stream import TokenStream
+from engine.block_pool import Lease
+from engine.engine import SequenceOutput
+from engine.sequence import Sequence
+from kv_transfer.messages import Commit
+from pod.runtime import PodRuntime
+
+
+class State(enum.Enum):
+    """Where the request is."""
+
+    RESERVED = "reserved"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+class Reservation:
+    """The life of one request on this pod.
+
+    tell(reservation, delta) passes news to the gateway's stream, gone(reservation) says that nothing is held any more;
+    both may be called on any thread. lease is None for a local prefill: the scheduler leases when it admits it.
+    """
+
+    def __init__(
+        self,
+        pod: PodRuntime,
+        request: ValidRequest,
+        stream: TokenStream,
+        lease: Lease | None,
+        *,
+        tell: Callable[[Reservation, decode_pb2.SequenceDelta], None],
+        gone: Callable[[Reservation], None],
+    ) -> None:
+        self.request = request
+        self.stream = stream
+        self.lease = lease
+        self.seq: Sequence | None = None
+        self.started = time.monotonic()
+        self._pod = pod
+        self._tell = tell
+        self._gone = gone
+        self._lock = threading.RLock()
+        self._state = State.RESERVED
+        self._transfer_id: TransferId | None = None
+        self._first_output = lease is None
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+    def expect(self, deadline_s: float) -> KvTarget:
+        """Announces the missing blocks to the transfer node; the home that prefill writes to."""
+        pod, lease = self._pod, self.lease
+        assert lease is not None
+        first = lease.cached_blocks
+        blocks = tuple(lease.blocks[first : pod.engine.layout.blocks_for(self.request.prompt_len)])
+        with self._lock:
+            self._transfer_id = pod.node.reserve(
+                request_id=self.request.request_id,
+                first_block=first,
+                blocks=blocks,
+                hold=lease.writer(first, len(blocks)),
+                deadline_s=deadline_s,
+                on_ready=self.ready,
+                on_failed=self.failed,
+            )
+        return KvTarget(self._transfer_id, pod.name, pod.address, first, blocks, pod.engine.layout.fingerprint)
+
+    def start_local(self) -> None:
+        """Gives the whole prompt to the engine."""
+        with self._lock:
+            self._run(self._pod.engine.new_sequence(self.request))
+
+    def ready(self, commit: Commit) -> None:
+        """Every block and the first token are here: joins the running batch, or ends if that token was the last."""
+        with self._lock:
+            if self._state is not State.RESERVED:
+                return
+            assert self.lease is not None
+            finished = bool(commit.finish_reasons) and commit.finish_reasons[0] is not None
+            token = commit.first_tokens[0] if commit.first_tokens else -1
+            if not 0 <= token < self._pod.engine.vocab_size:
+                self.failed(TransferFailed("the commit carries no usable first token"))
+                return
+            self._publish(self.lease)
+            if not finished:
+                self._run(
+                    self._pod.engine.new_sequence(
+                        self.request, lease=self.lease, computed=self.request.prompt_len, output=[token]
+                    )
+                )
+                return
+            self._state = State.ENDED
+            self.lease.finish("finished at its first token")
+        self._gone(self)
+
+    def _publish(self, lease: Lease) -> None:
+        layout = self._pod.engine.layout
+        lease.publish(
+            block_hashes(
+                self.request.prompt_ids,
+                fingerprint=layout.fingerprint,
+                block_size=layout.block_size,
+                salt=self.request.cache_salt,
+            )
+        )
+
+    def _run(self, seq: Sequence) -> None:
+        self._state = State.RUNNING
+        self.seq = seq
+        self._pod.loop.add(seq, self.refused)
+        if self.stream.paused:
+            self._pod.loop.set_paused([self.request.request_id], True)
+
+    def failed(self, error: BatonError) -> None:
+        """The hand-off broke (or the request otherwise cannot go on): the gateway is told."""
+        self.end(error)
+
+    def refused(self, error: BatonError) -> None:
+        """The engine did not take the sequence."""
+        with self._lock:
+            told = self._state is State.ENDED
+            self._state = State.ENDED
+            if self.lease is not None:
+                self.lease.finish("refused by the engine")
+        if not told:
+            self._tell(self, self._error_delta(error))
+        self._gone(self)
+
+    def end(self, error: BatonError | None) -> None:
+        """Ends the request whatever its state; idempotent. error: what the gateway is told, None for nothing."""
+        with self._lock:
+            if self._state is State.ENDED:
+                return
+            running = self._state is State.RUNNING
+            self._state = State.ENDED
+            if running:
+                self._pod.loop.abort(self.request.request_id)
+            elif self.lease is not None:
+                self.lease.finish("ended before it ran")
+                if self._transfer_id is not None:
+                    self._pod.node.release(self._transfer_id)
+        if error is not None:
+            self._tell(self, self._error_delta(error))
+        if not running:
+            self._gone(self)
+
+    def set_paused(self, paused: bool) -> None:
+        """Follows the stream: a paused sequence is not scheduled."""
+        with self._lock:
+            if self._state is State.RUNNING:
+                self._pod.loop.set_paused([self.request.request_id], paused)
+
+    def take(self, output: SequenceOutput) -> decode_pb2.SequenceDelta | None:
+        """One step's news for the gateway, None when there is none or the gateway has been told the end already."""
+        with self._lock:
+            if self._state is State.ENDED:
+                return None
+            if output.finish is not None:
+                self._state = State.ENDED
+        if not output.tokens and output.finish is None:
+            return None
+        delta = decode_pb2.SequenceDelta(
+            request_id=self.request.request_id,
+            tokens=[token_to_pb(token) for token in output.tokens],
+            finish_reason=finish_to_pb(output.finish),
+        )
+        if output.error is not None:
+            delta.error.CopyFrom(error_to_pb(output.error))
+        if self._first_output:
+            self._first_output = False
+            delta.cached_tokens = output.seq.cached_tokens
+        return delta
+
+    def _error_delta(self, error: BatonError) -> decode_pb2.SequenceDelta:
+        return decode_pb2.SequenceDelta(
+            request_id=self.request.request_id,
+            finish_reason=types_pb2.FINISH_REASON_ERROR,
+            error=error_to_pb(error),
+        )

@@ -1,0 +1,228 @@
+"""The Decode service: reserves room, keeps one token stream per gateway, and routes each engine step's tokens to them.
+
+The registry of requests and the streams belong to the event loop; the engine thread and the transfer thread reach them
+through call_soon_threadsafe only (the engine thread also reads the registry, whose entries never change identity).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from common.errors import BatonError, DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
+from common.pb import decode_pb2, decode_pb2_grpc
+from common.rpc import remaining_s
+from common.wire import request_from_pb, target_to_pb
+from decode_service.admission import Admission, NoRoom
+from decode_service.hand_off import Reservation, State
+from decode_service.token_stream import PAUSE_LIMIT_S, WINDOW, TokenStream
+from engine.engine import SequenceOutput, StepResult
+from pod.registry import Registry
+from pod.runtime import PodRuntime
+
+DEFAULT_DEADLINE_S = 600.0  # for callers without a gRPC timeout
+HELLO_LIMIT_S = 10.0
+RETRY_MIN_S, RETRY_MAX_S = 0.5, 10.0
+
+
+class DecodeServicer(decode_pb2_grpc.DecodeServicer):
+    """Serves Decode on one pod; all methods but on_step run on the event loop."""
+
+    full_name = "baton.v1.Decode"
+
+    def __init__(self, pod: PodRuntime, *, window: int = WINDOW, pause_limit_s: float = PAUSE_LIMIT_S) -> None:
+        """window: unacknowledged batches after which a gateway is paused, for pause_limit_s seconds at most."""
+        self._pod = pod
+        self._window = window
+        self._pause_limit_s = pause_limit_s
+        self._aio = asyncio.get_running_loop()
+        self._admission = Admission(pod)
+        self._requests: Registry[Reservation] = Registry()
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._streams: dict[str, TokenStream] = {}
+        self._residency_s = 1.0  # moving average of how long a request stays
+
+    def register(self, server: grpc.aio.Server) -> None:
+        decode_pb2_grpc.add_DecodeServicer_to_server(self, server)
+
+    # -- calls --------------------------------------------------------------------------------------------------------
+
+    async def Reserve(
+        self, request: decode_pb2.ReserveRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> decode_pb2.ReserveResponse:
+        """See decode.proto."""
+        pod = self._pod
+        deadline_s = remaining_s(context, DEFAULT_DEADLINE_S)
+        pod.require_ready()
+        valid = request_from_pb(request.request)
+        pod.limits.check(valid, generates=True)
+        stream = self._streams.get(request.gateway_id)
+        if stream is None or stream.paused:
+            what = "reads its token stream too slowly" if stream else "has no token stream here"
+            raise Unavailable(f"gateway {request.gateway_id!r} {what}")
+        if valid.request_id in self._requests:
+            raise InvalidRequest(f"request {valid.request_id} is already here", field="request_id")
+        room = self._admission.decide(valid, held=len(self._requests), remote_only=request.remote_only)
+        if isinstance(room, NoRoom):
+            return self._rejected(room.reason)
+        if room.lease is None:
+            try:
+                pod.require_time(self.queued_tokens + valid.prompt_len - room.cached_tokens, deadline_s)
+            except Overloaded as error:
+                return self._rejected(error.message)
+        reservation = Reservation(pod, valid, stream, room.lease, tell=self._tell, gone=self._gone)
+        self._requests.add(valid.request_id, reservation)
+        self._timers[valid.request_id] = self._aio.call_later(
+            deadline_s, reservation.end, DeadlineExceeded("the request's deadline passed")
+        )
+        pod.metrics.reserved.labels("local" if room.lease is None else "remote").inc()
+        try:
+            if room.lease is not None:
+                target = target_to_pb(reservation.expect(deadline_s))
+                return decode_pb2.ReserveResponse(target=target, cached_tokens=room.cached_tokens)
+            reservation.start_local()
+            return decode_pb2.ReserveResponse(local=decode_pb2.LocalPrefill(), cached_tokens=room.cached_tokens)
+        except Exception:
+            reservation.end(None)
+            raise
+
+    async def Abort(
+        self, request: decode_pb2.DecodeAbortRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> decode_pb2.DecodeAbortResponse:
+        """See decode.proto."""
+        if reservation := self._requests.get(request.request_id):
+            reservation.end(None)
+        return decode_pb2.DecodeAbortResponse()
+
+    async def Tokens(
+        self,
+        request_iterator: AsyncIterator[decode_pb2.TokensRequest],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> AsyncIterator[decode_pb2.TokenBatch]:
+        """See decode.proto. The response headers go out once the hello was taken: from then on Reserve works."""
+        try:
+            hello = await asyncio.wait_for(anext(request_iterator, None), HELLO_LIMIT_S)
+        except TimeoutError:
+            raise DeadlineExceeded(f"no hello within {HELLO_LIMIT_S:.0f} s") from None
+        if hello is None or not hello.gateway_id:
+            raise InvalidRequest("the first message has to name the gateway", field="gateway_id")
+        stream = self._open(hello.gateway_id)
+        reader = self._aio.create_task(self._read_acks(stream, request_iterator))
+        try:
+            await context.send_initial_metadata(())
+            async for batch in stream.batches():
+                yield batch
+        finally:
+            reader.cancel()
+            self._close(stream)
+
+    async def _read_acks(self, stream: TokenStream, requests: AsyncIterator[decode_pb2.TokensRequest]) -> None:
+        try:
+            async for message in requests:
+                stream.ack(message.acked)
+        finally:
+            stream.close()  # the gateway half-closed or went away
+
+    # -- streams ------------------------------------------------------------------------------------------------------
+
+    def _open(self, gateway_id: str) -> TokenStream:
+        if old := self._streams.pop(gateway_id, None):
+            self._close(old)
+        stream = TokenStream(
+            gateway_id,
+            window=self._window,
+            pause_limit_s=self._pause_limit_s,
+            on_pause=self._on_pause,
+            on_overrun=self._on_overrun,
+        )
+        self._streams[gateway_id] = stream
+        return stream
+
+    def _close(self, stream: TokenStream) -> None:
+        stream.close()
+        if self._streams.get(stream.gateway_id) is stream:
+            del self._streams[stream.gateway_id]
+        for reservation in self._of(stream):
+            reservation.end(None)
+
+    def _of(self, stream: TokenStream) -> list[Reservation]:
+        return [r for r in self._requests.values() if r.stream is stream]
+
+    def _on_pause(self, stream: TokenStream, paused: bool) -> None:
+        for reservation in self._of(stream):
+            reservation.set_paused(paused)
+
+    def _on_overrun(self, stream: TokenStream) -> None:
+        for reservation in self._of(stream):
+            reservation.end(Overloaded("the gateway reads its token stream too slowly"))
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def _rejected(self, reason: str) -> decode_pb2.ReserveResponse:
+        self._pod.metrics.reserved.labels("rejected").inc()
+        retry_s = min(RETRY_MAX_S, max(RETRY_MIN_S, self._residency_s / max(1, len(self._requests))))
+        return decode_pb2.ReserveResponse(rejected=decode_pb2.Rejected(reason=reason, retry_after_s=retry_s))
+
+    def _tell(self, reservation: Reservation, delta: decode_pb2.SequenceDelta) -> None:
+        self._aio.call_soon_threadsafe(reservation.stream.put, [delta])
+
+    def _gone(self, reservation: Reservation) -> None:
+        self._aio.call_soon_threadsafe(self._remove, reservation)
+
+    def _remove(self, reservation: Reservation) -> None:
+        request_id = reservation.request.request_id
+        if self._requests.remove(request_id, reservation):
+            self._timers.pop(request_id).cancel()
+            self._residency_s += 0.1 * (time.monotonic() - reservation.started - self._residency_s)
+
+    def on_step(self, result: StepResult) -> None:
+        """Engine thread, after each step: one call to the event loop for all of the step's news."""
+        news = [
+            (reservation, output)
+            for output in result.outputs
+            if (reservation := self._requests.get(output.seq.request_id)) and reservation.seq is output.seq
+        ]
+        if news:
+            self._aio.call_soon_threadsafe(self._deliver, news)
+
+    def _deliver(self, news: list[tuple[Reservation, SequenceOutput]]) -> None:
+        deltas: dict[TokenStream, list[decode_pb2.SequenceDelta]] = defaultdict(list)
+        for reservation, output in news:
+            if delta := reservation.take(output):
+                deltas[reservation.stream].append(delta)
+            if output.finish is not None:
+                self._remove(reservation)
+        for stream, batch in deltas.items():
+            stream.put(batch)
+
+    # -- what the pod asks of its service -----------------------------------------------------------------------------
+
+    @property
+    def active(self) -> int:
+        """Requests that still hold something."""
+        return len(self._requests)
+
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens that wait for compute on this pod."""
+        return sum(
+            r.seq.prompt_len - r.seq.computed
+            for r in self._requests.values()
+            if r.seq is not None and r.state is State.RUNNING and r.seq.computed < r.seq.prompt_len
+        )
+
+    async def idle(self) -> None:
+        """Returns once no request holds anything."""
+        await self._requests.idle()
+
+    def abort_all(self, error: BatonError) -> None:
+        """Ends every request and every stream (the pod stops)."""
+        for reservation in self._requests.values():
+            reservation.end(error)
+        for stream in list(self._streams.values()):
+            self._aio.call_soon_threadsafe(stream.close)  # after the errors above, which are queued the same way

@@ -1,0 +1,64 @@
+"""What a pod counts: step times, batch sizes, tokens, KV blocks, transfers, outcomes. One object per pod."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from common.telemetry import COUNT_BUCKETS, Metrics, Sample
+from common.types import PoolCounts
+from engine.engine import StepResult
+from kv_transfer.messages import TransferReport
+
+
+class PodMetrics:
+    """Metrics of one pod, whatever its role.
+
+    blocks and tokens are read when scraped: KV blocks by state, prompt tokens computed by reason.
+    """
+
+    def __init__(self, blocks: Callable[[], PoolCounts], tokens: Callable[[], Iterable[Sample]]) -> None:
+        self.base = Metrics()
+        m = self.base
+        self._step_seconds = m.histogram("step_seconds", "Seconds of one engine step.", ["kind"])
+        self._batch_size = m.histogram("batch_size", "Sequences in one engine step.", buckets=COUNT_BUCKETS)
+        self._generated = m.counter("generated_tokens", "Tokens sampled on this pod.")
+        self._requests = m.counter("requests", "Sequences that ended on this pod, by reason.", ["outcome"])
+        self._cached_tokens = m.counter("prefix_hit_tokens", "Prompt tokens found in this pod's prefix cache.")
+        self.reserved = m.counter("reserve", "Outcomes of Reserve.", ["outcome"])
+        self._hand_offs = m.counter("hand_offs", "KV hand-offs that this pod completed as the sender.", ["transport"])
+        self._transfer_bytes = m.counter("transfer_bytes", "KV bytes pushed.", ["transport"])
+        self._transfer_seconds = m.histogram("transfer_seconds", "Seconds from the first push to the commit.")
+        self._exposed_seconds = m.histogram("exposed_hand_off_seconds", "Seconds from the last chunk to the commit.")
+        self.intact = m.gauge("kv_pool_intact", "1 while free + cached + leased + quarantined is the pool.")
+        self.intact.set(1)
+        m.sampled_gauge("kv_blocks", "KV blocks by state.", lambda: _by_state(blocks()), ["state"])
+        m.sampled_counter("prompt_tokens_computed", "Prompt tokens computed, by reason.", tokens, ["reason"])
+
+    def step(self, result: StepResult) -> None:
+        """Accounts one engine step (engine thread)."""
+        if result.seconds:
+            prompt, decode = result.num_prompt_tokens + result.num_recomputed_tokens, result.num_decode_tokens
+            kind = "mixed" if prompt and decode else "prefill" if prompt else "decode"
+            self._step_seconds.labels(kind).observe(result.seconds)
+            self._batch_size.observe(len(result.outputs))
+        for output in result.outputs:
+            self._generated.inc(len(output.tokens))
+            if output.ended:
+                self._requests.labels("handed_off" if output.finish is None else str(output.finish)).inc()
+                self._cached_tokens.inc(output.seq.cached_tokens)
+
+    def handed_off(self, report: TransferReport, seconds: float) -> None:
+        """Accounts one completed hand-off; seconds since its first push."""
+        self._hand_offs.labels(report.transport).inc()
+        self._transfer_bytes.labels(report.transport).inc(report.bytes)
+        self._transfer_seconds.observe(seconds)
+        self._exposed_seconds.observe(report.exposed_s)
+
+
+def _by_state(counts: PoolCounts) -> list[Sample]:
+    return [
+        (("free",), counts.free),
+        (("cached",), counts.cached),
+        (("leased",), counts.leased),
+        (("quarantined",), counts.quarantined),
+    ]

@@ -1,0 +1,47 @@
+"""The requests that a pod knows, by id, until nothing is held for them any more; and the moment when there are none."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """Changed on the event loop only; `get` may be called on any thread (an entry never changes identity)."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, T] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._entries
+
+    def get(self, request_id: str) -> T | None:
+        return self._entries.get(request_id)
+
+    def values(self) -> list[T]:
+        return list(self._entries.values())
+
+    def add(self, request_id: str, entry: T) -> None:
+        assert request_id not in self._entries, "an id is taken once"
+        self._entries[request_id] = entry
+        self._idle.clear()
+
+    def remove(self, request_id: str, entry: T) -> bool:
+        """False when the entry is not here any more."""
+        if self._entries.get(request_id) is not entry:
+            return False
+        del self._entries[request_id]
+        if not self._entries:
+            self._idle.set()
+        return True
+
+    async def idle(self) -> None:
+        """Returns once there are none."""
+        await self._idle.wait()

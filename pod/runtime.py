@@ -1,0 +1,356 @@
+"""A pod: one engine in its thread, one transfer node, one index entry, one gRPC server, one life.
+
+create -> start -> ready -> draining -> stopped
+
+The role's service (prefill_service, decode_service) is given to `start`; the pod never knows which one it is. Order
+matters twice: the generation is minted before the transfer agent exists, and at the end the pod leaves the index,
+refuses new work, waits for what runs, and stops the engine before the agent and the memory that peers write to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import os
+import time
+from collections.abc import Callable
+from importlib import metadata
+from typing import Protocol
+
+import grpc
+
+from common.auth import Signer
+from common.config import PodConfig
+from common.errors import BatonError, InternalError, Overloaded, Unavailable
+from common.lifecycle import Lifecycle, State, host_boot_id
+from common.models import resolve_model, served_name
+from common.pb import transfer_pb2, transfer_pb2_grpc
+from common.prefix_index import IndexReader, PodIndex, PodLoad, PodRecord, mint_generation
+from common.rpc import RpcServer
+from common.telemetry import MetricsServer
+from common.types import Role, SamplingParams, ValidRequest
+from common.wire import layout_to_pb, role_to_pb
+from engine.config import EngineConfig
+from engine.engine import Engine, StepResult
+from engine.loop import EngineLoop
+from kv_transfer.backend import Backend
+from kv_transfer.loopback import LoopbackBackend, LoopbackFabric
+from kv_transfer.memory import PoolMemory
+from kv_transfer.nixl_backend import NixlBackend
+from kv_transfer.node import TransferNode
+from pod.checks import Limits
+from pod.metrics import PodMetrics
+from pod.peers import PeerWatch
+from pod.watch import QuarantineWatch
+
+_log = logging.getLogger(__name__)
+
+PROTOCOL_VERSION = 1
+WATCH_PERIOD_S = 1.0
+STOP_GRACE_S = 2.0
+EXIT_QUARANTINED = 3
+
+BackendFactory = Callable[[], Backend]
+BACKENDS: dict[str, BackendFactory] = {
+    "nixl": NixlBackend,
+    "loopback": lambda: LoopbackBackend(LoopbackFabric()),  # alone on its fabric: only an aggregated pod can use it
+}
+
+
+class PodService(Protocol):
+    """What a pod needs of the role it plays. on_step runs on the engine thread, everything else on the event loop."""
+
+    full_name: str
+
+    def register(self, server: grpc.aio.Server) -> None: ...
+
+    def on_step(self, result: StepResult) -> None: ...
+
+    @property
+    def active(self) -> int: ...
+
+    @property
+    def queued_tokens(self) -> int: ...
+
+    async def idle(self) -> None: ...
+
+    def abort_all(self, error: BatonError) -> None: ...
+
+
+class CacheNews:
+    """Passes what the prefix cache gained and lost to the index, once there is one. Called under the pool's lock."""
+
+    def __init__(self) -> None:
+        self.index: PodIndex | None = None
+
+    def stored(self, hashes: list[bytes]) -> None:
+        if self.index is not None:
+            self.index.stored(hashes)
+
+    def evicted(self, hashes: list[bytes]) -> None:
+        if self.index is not None:
+            self.index.evicted(hashes)
+
+
+class PodRuntime:
+    """Everything of a pod that does not depend on its role. Built by `create`, on the event loop."""
+
+    def __init__(
+        self, config: PodConfig, engine: Engine, cache_news: CacheNews, generation: int, backend: BackendFactory
+    ) -> None:
+        self.config = config
+        self.engine = engine
+        self._cache_news = cache_news
+        self.name = config.pod_name
+        self.served_name = config.served_name or served_name(config.model)
+        self.generation = generation
+        self.address = ""
+        self.computed = {"prefill": 0, "local": 0, "recompute": 0}
+        self.metrics = PodMetrics(engine.pool.counts, lambda: [((k,), v) for k, v in self.computed.items()])
+        self.limits = Limits(
+            served_name=self.served_name,
+            vocab_size=engine.vocab_size,
+            max_model_len=engine.max_model_len,
+            block_size=engine.layout.block_size,
+            num_blocks=engine.pool.counts().total,
+        )
+        self.lifecycle = Lifecycle(self._drain, drain_s=config.drain_s)
+        self.loop = EngineLoop(engine, self._on_step)
+        kv = engine.kv
+        memory = PoolMemory(
+            base=kv.data_ptr,
+            block_bytes=engine.layout.block_bytes,
+            total_blocks=kv.num_blocks + 2,
+            device=kv.data.device.index or 0,
+            kind="VRAM" if kv.data.device.type == "cuda" else "DRAM",
+            probe_block=kv.probe_block,
+            read_block=kv.read_block,
+            write_block=kv.write_block,
+        )
+        self.node = TransferNode(
+            backend=backend(),
+            memory=memory,
+            info=self.info,
+            signer=Signer(config.secret.encode(), self.name, generation),
+            address=lambda: self.address,
+            checksums=config.checksums,
+        )
+        self._server = RpcServer(config.host, config.port)
+        self._service: PodService | None = None
+        self._index: PodIndex | None = None
+        self._peers: PeerWatch | None = None
+        self._metrics_server: MetricsServer | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._intact = True
+        self._prompt_rate = 0.0  # tokens a second, moving average over the steps that computed prompts
+        self._exit_code = 0
+
+    @classmethod
+    async def create(cls, config: PodConfig, *, backend: BackendFactory | None = None) -> PodRuntime:
+        """Loads the model, mints the generation, builds the transfer agent. Raises ConfigError.
+
+        backend: makes the transfer backend; by default the one that config.transport names.
+        """
+        news = CacheNews()
+        load = functools.partial(Engine, on_stored=news.stored, on_evicted=news.evicted)
+        engine = await asyncio.to_thread(load, engine_config(config))
+        generation = await mint_generation(config.redis, engine.layout.scope, config.pod_name)
+        return cls(config, engine, news, generation, backend or BACKENDS[config.transport])
+
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    async def start(self, service: PodService) -> None:
+        """Serves: health says SERVING only after the engine has run and known peers are connected."""
+        self._service = service
+        self._server.add(type(service).register, service, service.full_name)
+        self._server.add(transfer_pb2_grpc.add_TransferServicer_to_server, self.node.servicer, "baton.v1.Transfer")
+        self.loop.start()
+        port = await self._server.start()
+        self.address = self.config.advertise or f"{self.config.host}:{port}"
+        await self.node.start()
+        await asyncio.wrap_future(self.loop.call(self._warm_up))
+        if self.config.metrics_port:
+            self._metrics_server = self.metrics.base.start_metrics_server(self.config.metrics_port, self.config.host)
+        if self.config.redis:
+            await self._join(self.config.redis)
+        self._watch = asyncio.get_running_loop().create_task(self._watch_forever())
+        self.lifecycle.ready()
+        self._server.set_serving(True)
+        _log.info("%s pod %s serves %s on %s", self.config.role, self.name, self.served_name, self.address)
+
+    async def _join(self, redis: str) -> None:
+        layout = self.engine.layout
+        if self.config.role is Role.PREFILL:
+            self._peers = PeerWatch(IndexReader(redis), layout.scope, self.node.connect)
+            await self._peers.start()
+        record = PodRecord(
+            pod=self.name,
+            generation=self.generation,
+            address=self.address,
+            role=self.config.role,
+            model=self.served_name,
+            scope=layout.scope,
+            fingerprint=layout.fingerprint,
+            block_size=layout.block_size,
+            max_model_len=self.engine.max_model_len,
+            num_blocks=self.limits.num_blocks,
+        )
+        self._index = self._cache_news.index = PodIndex(redis, record, self.engine.pool.cached_hashes, self.load)
+        await self._index.start()
+
+    def _warm_up(self) -> None:
+        """One short request on the engine thread, so that the first client's does not pay for lazy set-up."""
+        sampling = SamplingParams(temperature=0.0, max_tokens=2)
+        request = ValidRequest("warm-up", self.served_name, (0, 0), sampling)
+        self.engine.add(self.engine.new_sequence(request))
+        while self.engine.has_work:
+            self.engine.step()
+
+    async def run(self, service: PodService) -> None:
+        """Starts, serves until a signal (or an overdue quarantine), drains, stops. SystemExit(3) for the latter."""
+        self.lifecycle.install_signals()
+        try:
+            await self.start(service)
+            await self.lifecycle.wait_stopped()
+        finally:
+            await self.stop()
+        if self._exit_code:
+            raise SystemExit(self._exit_code)
+
+    async def _drain(self) -> None:
+        """Leaves the index, refuses new work, waits for what runs and what peers still read or write."""
+        self._server.set_serving(False)
+        if self._index is not None:
+            await self._index.stop()
+        if self._service is not None:
+            await self._service.idle()
+
+    async def stop(self) -> None:
+        """Ends what still runs and frees everything. Idempotent."""
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.wait([self._watch])
+        for part in (self._peers, self._index):
+            if part is not None:
+                await part.stop()
+        if self._service is not None:
+            self._service.abort_all(Unavailable(f"pod {self.name} is stopping"))
+            await asyncio.sleep(0)
+        await self._server.stop(STOP_GRACE_S)
+        try:
+            await asyncio.to_thread(self.loop.stop, STOP_GRACE_S)
+        except InternalError as error:
+            _log.error("%s", error.message)
+        await self.node.stop()
+        if self._metrics_server is not None:
+            self._metrics_server.stop()
+            self._metrics_server = None
+
+    # -- what services and peers ask ----------------------------------------------------------------------------------
+
+    def require_ready(self) -> None:
+        """Raises Unavailable unless the pod takes new work."""
+        if self.lifecycle.state is not State.READY:
+            raise Unavailable(f"pod {self.name} is {self.lifecycle.state.name.lower()}")
+        if not self._intact:
+            raise Unavailable(f"pod {self.name} found its KV pool inconsistent")
+
+    def require_time(self, queued_tokens: int, deadline_s: float) -> None:
+        """Raises Overloaded when that many prompt tokens cannot be computed within deadline_s at the measured rate."""
+        if self._prompt_rate and (need_s := queued_tokens / self._prompt_rate) > deadline_s:
+            raise Overloaded(
+                f"{queued_tokens} prompt tokens are ahead, about {need_s:.1f} s of work, and the request has "
+                f"{deadline_s:.1f} s",
+                retry_after_s=need_s - deadline_s,
+            )
+
+    def info(self) -> transfer_pb2.InfoResponse:
+        """The authoritative description of this pod (any thread)."""
+        counts = self.engine.pool.counts()
+        state = self.lifecycle.state
+        return transfer_pb2.InfoResponse(
+            protocol_version=PROTOCOL_VERSION,
+            pod=self.name,
+            generation=self.generation,
+            role=role_to_pb(self.config.role),
+            layout=layout_to_pb(self.engine.layout),
+            fingerprint=self.engine.layout.fingerprint,
+            max_model_len=self.engine.max_model_len,
+            num_blocks=self.limits.num_blocks,
+            vocab_size=self.engine.vocab_size,
+            pid=os.getpid(),
+            boot_id=host_boot_id(),
+            ready=state is State.READY and self._intact,
+            draining=state is State.DRAINING,
+            version=metadata.version("baton-serving"),
+            blocks=transfer_pb2.PoolCounts(
+                free=counts.free, cached=counts.cached, leased=counts.leased, quarantined=counts.quarantined
+            ),
+            computed=transfer_pb2.ComputedTokens(**self.computed),
+        )
+
+    def load(self) -> PodLoad:
+        """What routing weighs."""
+        stats = self.engine.scheduler.stats()
+        return PodLoad(
+            queued_tokens=0 if self._service is None else self._service.queued_tokens,
+            running=stats.running,
+            waiting=stats.waiting,
+            free_blocks=self.engine.pool.available(),
+            draining=self.lifecycle.draining,
+        )
+
+    # -- engine thread ------------------------------------------------------------------------------------------------
+
+    def _on_step(self, result: StepResult) -> None:
+        assert self._service is not None
+        self._count(result)
+        self._service.on_step(result)
+
+    def _count(self, result: StepResult) -> None:
+        self.computed["local" if self.config.role is Role.DECODE else "prefill"] += result.num_prompt_tokens
+        self.computed["recompute"] += result.num_recomputed_tokens
+        if result.num_prompt_tokens:
+            rate = result.num_prompt_tokens / max(result.seconds, 1e-6)
+            self._prompt_rate += (rate - self._prompt_rate) * (0.2 if self._prompt_rate else 1.0)
+        self.metrics.step(result)
+
+    # -- watch --------------------------------------------------------------------------------------------------------
+
+    async def _watch_forever(self) -> None:
+        quarantine = QuarantineWatch()
+        while True:
+            await asyncio.sleep(WATCH_PERIOD_S)
+            self._check_pool()
+            counts = self.engine.pool.counts()
+            if quarantine.overdue(counts, time.monotonic()) and not self.lifecycle.draining:
+                _log.error("%d of %d blocks stay quarantined: leaving", counts.quarantined, counts.total)
+                self._exit_code = EXIT_QUARANTINED
+                self.lifecycle.begin_drain("too much of the pool is quarantined")
+
+    def _check_pool(self) -> None:
+        if self._service is None or self._service.active or not self._intact:
+            return
+        try:
+            self.engine.pool.check()
+        except InternalError:
+            _log.exception("the KV pool is inconsistent: taking no more work")
+            self._intact = False
+            self.metrics.intact.set(0)
+            self._server.set_serving(False)
+
+
+def engine_config(config: PodConfig) -> EngineConfig:
+    """The engine's part of a pod's configuration."""
+    return EngineConfig(
+        model_dir=resolve_model(config.model, say=_log.info),
+        device=config.device,
+        dtype=config.dtype,
+        block_size=config.block_size,
+        kv_memory=config.kv_memory,
+        max_model_len=config.max_model_len,
+        token_budget=config.chunk_tokens,
+        max_seqs=config.max_seqs,
+        threads=config.threads,
+    )

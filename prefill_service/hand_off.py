@@ -1,0 +1,248 @@
+"""One prompt on a prefill pod: chunks in, blocks and the first token out.
+
+    begin -> chunk* -> first token -> handed off
+    any state -> ended early by an error, an abort or the deadline
+
+Three threads meet here. The engine thread calls `on_output` after each step: it takes reader holds on the blocks that
+the chunk completed and pushes them, so the sequence's lease may end while writes are in flight. The transfer thread
+calls `on_progress`. Everything else runs on the event loop. The trace lists events in the order in which they happened.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import abc
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+from common.errors import BatonError, Cancelled, DeadlineExceeded
+from common.pb import prefill_pb2
+from common.types import FinishReason, KvTarget, Token
+from common.wire import error_to_pb, finish_to_pb, token_to_pb
+from engine.block_pool import Hold
+from engine.engine import SequenceOutput
+from engine.sequence import Sequence
+from kv_transfer.messages import TransferReport
+from kv_transfer.outgoing import OutgoingTransfer
+from pod.metrics import PodMetrics
+
+Event = prefill_pb2.PrefillEvent
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """One entry: kind is chunk (value: computed tokens), delivered (blocks so far), first_token (its id) or end."""
+
+    kind: str
+    value: int
+
+
+class _Reading:
+    """A reader hold that tells when it is over."""
+
+    def __init__(self, hold: Hold, over: Callable[[], None]) -> None:
+        self._hold = hold
+        self._over = over
+
+    @property
+    def blocks(self) -> abc.Sequence[int]:
+        return self._hold.blocks
+
+    def release(self, blocks: abc.Sequence[int] | None = None) -> None:
+        """Any thread."""
+        self._hold.release(blocks)
+        if not self._hold.held:
+            self._over()
+
+
+class HandOff:
+    """The life of one prefill request. Built, iterated and closed on the event loop.
+
+    abort_sequence ends the sequence in the engine; it is called once, when the hand-off ends before its first token.
+    """
+
+    def __init__(
+        self,
+        seq: Sequence,
+        target: KvTarget,
+        transfer: OutgoingTransfer,
+        deadline_s: float,
+        abort_sequence: Callable[[], None],
+        metrics: PodMetrics,
+    ) -> None:
+        self.seq = seq
+        self.trace: list[Trace] = []
+        self._transfer = transfer
+        self._abort_sequence = abort_sequence
+        self._metrics = metrics
+        self._aio = asyncio.get_running_loop()
+        self._engine_ended = asyncio.Event()
+        self._inbox: asyncio.Queue[Event | TransferReport | BatonError] = asyncio.Queue()
+        self._arrived = time.monotonic()
+        self._deadline = self._arrived + deadline_s
+        self._first_chunk_at: float | None = None
+        self._first_push_at = 0.0
+        self._next_block = target.first_block
+        self._has_first_token = False
+        self._closed = False
+        self._reading: set[int] = set()  # first blocks of pushes that are not over
+        self._read_over = asyncio.Event()
+        transfer.on_progress = self.on_progress
+        self._transfer_over = self._aio.create_task(self._await_transfer())
+
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens not computed yet."""
+        return 0 if self._has_first_token or self._closed else self.seq.prompt_len - self.seq.computed
+
+    # -- engine thread ------------------------------------------------------------------------------------------------
+
+    def on_output(self, output: SequenceOutput, seconds: float) -> None:
+        """News from a step that took `seconds`; the sequence's lease still stands."""
+        now = time.monotonic()
+        if output.error is not None or output.finish in (FinishReason.ABORT, FinishReason.ERROR):
+            self._post(output.error or Cancelled("the request was aborted"))
+            self.ended()
+            return
+        if self._first_chunk_at is None:
+            self._first_chunk_at = now - seconds
+        done = output.computed >= self.seq.prompt_len
+        self.trace.append(Trace("chunk", min(output.computed, self.seq.prompt_len)))
+        self._push(output.computed, done)
+        self._post(Event(progress=self._progress(output.computed)))
+        if not output.tokens:
+            return
+        token = output.tokens[0]
+        self.trace.append(Trace("first_token", token.id))
+        self._transfer.finish([token.id], [output.finish])
+        self._post(Event(first_token=self._first_token(token, output.finish, now)))
+        self.ended()
+
+    def _push(self, computed: int, done: bool) -> None:
+        lease = self.seq.lease
+        assert lease is not None, "a sequence that computed has a lease"
+        size = self.seq.block_size
+        end = -(-self.seq.prompt_len // size) if done else computed // size
+        if end > self._next_block:  # after a preemption the first chunks repeat blocks that already went
+            first, self._next_block = self._next_block, end
+            self._first_push_at = self._first_push_at or time.monotonic()
+            hold = lease.reader(first, end - first)
+            self._reading.add(first)
+            self._transfer.push(first, hold.blocks, _Reading(hold, lambda: self._reading_ended(first)))
+
+    def ended(self) -> None:
+        """The engine has let go of the sequence (any thread)."""
+        self._aio.call_soon_threadsafe(self._engine_ended.set)
+
+    def refused(self, error: BatonError) -> None:
+        """The engine did not take the sequence (any thread)."""
+        self._post(error)
+        self.ended()
+
+    # -- transfer thread ----------------------------------------------------------------------------------------------
+
+    def on_progress(self, delivered: int) -> None:
+        """`delivered` blocks have reached the target so far."""
+        self.trace.append(Trace("delivered", delivered))
+
+    def _reading_ended(self, first: int) -> None:
+        def end() -> None:
+            self._reading.discard(first)
+            self._read_over.set()
+
+        self._aio.call_soon_threadsafe(end)
+
+    # -- event loop ---------------------------------------------------------------------------------------------------
+
+    async def events(self) -> AsyncIterator[Event]:
+        """Progress per chunk, the first token, the hand-off's outcome.
+
+        Raises the error that ended the request when no first token has been sent; later failures are a Failed event.
+        """
+        while True:
+            item = await self._next()
+            if isinstance(item, TransferReport):
+                self.trace.append(Trace("end", item.blocks))
+                yield Event(handed_off=self._handed_off(item))
+                return
+            if isinstance(item, BatonError):
+                if not self._has_first_token:
+                    raise item
+                yield Event(failed=error_to_pb(item))
+                return
+            self._has_first_token |= item.HasField("first_token")
+            yield item
+
+    async def _next(self) -> Event | TransferReport | BatonError:
+        left = self._deadline - time.monotonic()
+        try:
+            return await asyncio.wait_for(self._inbox.get(), max(left, 0.0))
+        except TimeoutError:
+            return DeadlineExceeded("the request's deadline passed during prefill")
+
+    async def _await_transfer(self) -> None:
+        try:
+            report = await self._transfer.done()
+        except BatonError as error:
+            self._inbox.put_nowait(error)
+            return
+        self._metrics.handed_off(report, time.monotonic() - self._first_push_at if report.blocks else 0.0)
+        self._inbox.put_nowait(report)
+
+    def fail(self, error: BatonError) -> None:
+        """Ends the request's event stream with `error` (Abort, drain)."""
+        self._inbox.put_nowait(error)
+
+    def close(self) -> None:
+        """Ends what still runs: the sequence before its first token, the transfer before its commit. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if not self._engine_ended.is_set():
+            self._abort_sequence()
+        self._transfer.abort("the prefill request ended")
+
+    async def drained(self) -> None:
+        """Returns when neither the engine nor a posted write holds anything for this request any more."""
+        await self._engine_ended.wait()
+        await self._transfer_over
+        while self._reading:
+            self._read_over.clear()
+            await self._read_over.wait()
+
+    # -- messages -----------------------------------------------------------------------------------------------------
+
+    def _post(self, item: Event | BatonError) -> None:
+        self._aio.call_soon_threadsafe(self._inbox.put_nowait, item)
+
+    def _progress(self, computed: int) -> prefill_pb2.PrefillProgress:
+        return prefill_pb2.PrefillProgress(
+            computed_tokens=computed,
+            cached_tokens=self.seq.cached_tokens,
+            delivered_blocks=self._transfer.delivered_blocks,
+        )
+
+    def _first_token(self, token: Token, finish: FinishReason | None, now: float) -> prefill_pb2.FirstToken:
+        started = self._arrived if self._first_chunk_at is None else self._first_chunk_at
+        return prefill_pb2.FirstToken(
+            token=token_to_pb(token),
+            finish_reason=finish_to_pb(finish),
+            cached_tokens=self.seq.cached_tokens,
+            queue_s=max(0.0, started - self._arrived),
+            compute_s=now - started,
+        )
+
+    def _handed_off(self, report: TransferReport) -> prefill_pb2.HandedOff:
+        return prefill_pb2.HandedOff(
+            blocks=report.blocks,
+            bytes=report.bytes,
+            exposed_s=report.exposed_s,
+            blocks_before_last_chunk=self.delivered_before_last_chunk(),
+            transport=report.transport,
+        )
+
+    def delivered_before_last_chunk(self) -> int:
+        """Blocks whose delivery precedes the end of the last chunk's compute, by the order of events."""
+        last = max((i for i, t in enumerate(self.trace) if t.kind == "chunk"), default=0)
+        return max((t.value for t in self.trace[:last] if t.kind == "delivered"), default=0)

@@ -1,0 +1,123 @@
+"""The Prefill service: admits prompts to the engine, one HandOff each, and turns their events into gRPC streams.
+
+A request is known here from its admission until neither the engine nor a posted write holds a block for it; its stream
+may end earlier (cancel, deadline, failure).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from common.errors import BatonError, Cancelled, InvalidRequest, LayoutMismatch
+from common.pb import prefill_pb2, prefill_pb2_grpc
+from common.rpc import remaining_s
+from common.types import KvTarget, ValidRequest
+from common.wire import request_from_pb, target_from_pb
+from engine.engine import StepResult
+from pod.registry import Registry
+from pod.runtime import PodRuntime
+from prefill_service.hand_off import HandOff
+
+_log = logging.getLogger(__name__)
+
+DEFAULT_DEADLINE_S = 600.0  # for callers without a gRPC timeout
+
+
+class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
+    """Serves Prefill on one pod; all methods but on_step run on the event loop."""
+
+    full_name = "baton.v1.Prefill"
+
+    def __init__(self, pod: PodRuntime) -> None:
+        self._pod = pod
+        self._active: Registry[HandOff] = Registry()
+        self._reapers: set[asyncio.Task[None]] = set()
+
+    def register(self, server: grpc.aio.Server) -> None:
+        prefill_pb2_grpc.add_PrefillServicer_to_server(self, server)
+
+    async def Prefill(
+        self, request: prefill_pb2.PrefillRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[prefill_pb2.PrefillEvent]:
+        """See prefill.proto."""
+        valid = request_from_pb(request.request)
+        hand_off = self._begin(valid, target_from_pb(request.target), remaining_s(context, DEFAULT_DEADLINE_S))
+        try:
+            async for event in hand_off.events():
+                yield event
+        finally:
+            hand_off.close()
+
+    async def Abort(
+        self, request: prefill_pb2.PrefillAbortRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> prefill_pb2.PrefillAbortResponse:
+        """See prefill.proto."""
+        if hand_off := self._active.get(request.request_id):
+            hand_off.fail(Cancelled("the request was aborted"))
+            hand_off.close()
+        return prefill_pb2.PrefillAbortResponse()
+
+    def _begin(self, request: ValidRequest, target: KvTarget, deadline_s: float) -> HandOff:
+        """Starts the hand-off and queues the prompt. Raises what makes either impossible."""
+        pod = self._pod
+        pod.require_ready()
+        pod.limits.check(request, generates=False)
+        self._check_target(request, target)
+        if request.request_id in self._active:
+            raise InvalidRequest(f"request {request.request_id} is already here", field="request_id")
+        pod.require_time(self.queued_tokens + request.prompt_len, deadline_s)
+        seq = pod.engine.new_sequence(request, hand_off=True)
+        num_blocks = pod.engine.layout.blocks_for(request.prompt_len)
+        transfer = pod.node.outgoing(target, request.request_id, num_blocks, deadline_s)
+        hand_off = HandOff(seq, target, transfer, deadline_s, lambda: pod.loop.abort(request.request_id), pod.metrics)
+        self._active.add(request.request_id, hand_off)
+        pod.loop.add(seq, hand_off.refused)
+        reaper = asyncio.get_running_loop().create_task(self._reap(request.request_id, hand_off))
+        self._reapers.add(reaper)
+        reaper.add_done_callback(self._reapers.discard)
+        return hand_off
+
+    def _check_target(self, request: ValidRequest, target: KvTarget) -> None:
+        layout = self._pod.engine.layout
+        if target.fingerprint != layout.fingerprint:
+            raise LayoutMismatch("the target's KV layout differs from this pod's", field="fingerprint")
+        if target.first_block + len(target.blocks) != layout.blocks_for(request.prompt_len):
+            raise InvalidRequest("the target does not cover the prompt's blocks", field="target")
+
+    async def _reap(self, request_id: str, hand_off: HandOff) -> None:
+        await hand_off.drained()
+        self._active.remove(request_id, hand_off)
+
+    # -- what the pod asks of its service -----------------------------------------------------------------------------
+
+    def on_step(self, result: StepResult) -> None:
+        """Engine thread, after each step and before the leases of ended sequences are finished."""
+        for output in result.outputs:
+            hand_off = self._active.get(output.seq.request_id)
+            if hand_off is not None and hand_off.seq is output.seq:
+                hand_off.on_output(output, result.seconds)
+
+    @property
+    def active(self) -> int:
+        """Requests that still hold something."""
+        return len(self._active)
+
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens that wait for compute."""
+        return sum(h.queued_tokens for h in self._active.values())
+
+    async def idle(self) -> None:
+        """Returns once no request holds anything."""
+        await self._active.idle()
+
+    def abort_all(self, error: BatonError) -> None:
+        """Ends every request (the pod stops)."""
+        for hand_off in self._active.values():
+            hand_off.fail(error)
+            hand_off.close()

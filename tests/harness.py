@@ -1,0 +1,343 @@
+"""Whole pods in one process: a tiny random Llama, the loopback fabric, gRPC on 127.0.0.1, a client that plays gateway.
+
+    async with Cluster.start(model_dir, decode=2) as cluster:
+        answer = await cluster.generate(request(prompt, max_tokens=8))
+
+Leaving the context checks every pod: nothing is leased or quarantined any more and the blocks add up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import torch
+
+from common.config import PodConfig
+from common.errors import BatonError, Overloaded
+from common.pb import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, transfer_pb2, transfer_pb2_grpc
+from common.rpc import channel, rpc_errors
+from common.types import FinishReason, KvTarget, Role, SamplingParams, Token, ValidRequest
+from common.wire import error_from_pb, finish_from_pb, request_to_pb, target_from_pb, target_to_pb, token_from_pb
+from decode_service.servicer import DecodeServicer
+from engine.llm import LLM
+from kv_transfer.loopback import LoopbackBackend, LoopbackFabric
+from pod.runtime import PodRuntime
+from prefill_service.servicer import PrefillServicer
+
+BLOCK = 4
+CHUNK = 16
+MAX_LEN = 128
+VOCAB = 256
+TIMEOUT_S = 20.0
+
+_ids = itertools.count(1)
+
+
+def tiny_llama(directory: Path) -> Path:
+    """Saves a random Llama (2 layers, hidden 64, vocabulary 256) whose greedy output is not monotonous."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=MAX_LEN,
+        initializer_range=0.3,
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    LlamaForCausalLM(config).save_pretrained(directory)
+    (directory / "tokenizer.json").write_text("{}")  # pods never read it, but a model directory has one
+    return directory
+
+
+def request(prompt: Sequence[int], max_tokens: int = 8, **sampling: Any) -> ValidRequest:
+    """A greedy request for `prompt` under a fresh id."""
+    params = SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, **sampling})
+    return ValidRequest(f"r{next(_ids)}", "tiny", tuple(prompt), params)
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    """A reproducible random prompt."""
+    return torch.randint(2, VOCAB, (length,), generator=torch.Generator().manual_seed(1000 * seed + length)).tolist()
+
+
+def oracle(model_dir: Path, **engine: Any) -> LLM:
+    """The same engine in this process, without transfers: what the tokens should be."""
+    return LLM(
+        model_dir, block_size=BLOCK, num_blocks=256, max_model_len=MAX_LEN, token_budget=CHUNK, threads=1, **engine
+    )
+
+
+@dataclass
+class Pod:
+    """One pod with its role's service and a client channel."""
+
+    runtime: PodRuntime
+    service: Any
+    channel: grpc.aio.Channel
+
+    @property
+    def decode(self) -> decode_pb2_grpc.DecodeAsyncStub:
+        return decode_pb2_grpc.DecodeStub(self.channel)  # type: ignore[return-value]
+
+    @property
+    def prefill(self) -> prefill_pb2_grpc.PrefillAsyncStub:
+        return prefill_pb2_grpc.PrefillStub(self.channel)  # type: ignore[return-value]
+
+    @property
+    def agent(self) -> str:
+        """Name of the pod's agent on the fabric."""
+        return f"{self.runtime.config.role}-{self.runtime.name}-{self.runtime.generation}"
+
+    async def info(self) -> transfer_pb2.InfoResponse:
+        return await transfer_pb2_grpc.TransferStub(self.channel).Info(transfer_pb2.InfoRequest())
+
+    async def settled(self, timeout_s: float = TIMEOUT_S) -> None:
+        """Waits until the pod holds nothing; fails when it does not come to that or the blocks do not add up."""
+        pool = self.runtime.engine.pool
+        end = time.monotonic() + timeout_s
+        while True:
+            counts = pool.counts()
+            pool.check()
+            if self.service.active == 0 and counts.free + counts.cached == counts.total:
+                return
+            assert time.monotonic() < end, f"{self.runtime.name} still holds {counts}, {self.service.active} requests"
+            await asyncio.sleep(0.01)
+
+    async def close(self) -> None:
+        await self.channel.close()
+        await self.runtime.stop()
+
+
+@dataclass
+class Answer:
+    """What a client saw: tokens in order of arrival, and where each came from."""
+
+    tokens: list[Token] = field(default_factory=list)
+    finish: FinishReason | None = None
+    error: BatonError | None = None
+    cached_tokens: int = 0
+    target: KvTarget | None = None
+    handed_off: prefill_pb2.HandedOff | None = None
+    events: list[str] = field(default_factory=list)
+
+    @property
+    def ids(self) -> list[int]:
+        assert [t.index for t in self.tokens] == list(range(len(self.tokens))), self.tokens
+        return [t.id for t in self.tokens]
+
+
+class GatewayStream:
+    """The gateway's end of one Tokens stream; acknowledges what it reads unless told to stall."""
+
+    def __init__(self, pod: Pod, gateway_id: str) -> None:
+        self.gateway_id = gateway_id
+        self.numbers: list[int] = []
+        self.stalled = False
+        self._inboxes: dict[str, asyncio.Queue[decode_pb2.SequenceDelta]] = {}
+        self._call = pod.decode.Tokens()
+        self._task: asyncio.Task[None] | None = None
+
+    async def open(self) -> GatewayStream:
+        await self._call.write(decode_pb2.TokensRequest(gateway_id=self.gateway_id))
+        await self._call.initial_metadata()
+        self._task = asyncio.create_task(self._read())
+        return self
+
+    def expect(self, request_id: str) -> asyncio.Queue[decode_pb2.SequenceDelta]:
+        return self._inboxes.setdefault(request_id, asyncio.Queue())
+
+    async def _read(self) -> None:
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.CancelledError):
+            async for batch in self._call:
+                self.numbers.append(batch.number)
+                for delta in batch.deltas:
+                    self.expect(delta.request_id).put_nowait(delta)
+                if not self.stalled:
+                    await self._call.write(decode_pb2.TokensRequest(acked=batch.number))
+
+    async def catch_up(self) -> None:
+        """Acknowledges everything read so far and goes on doing so."""
+        self.stalled = False
+        await self._call.write(decode_pb2.TokensRequest(acked=self.numbers[-1]))
+
+    async def close(self) -> None:
+        self._call.cancel()
+        if self._task is not None:
+            await asyncio.wait([self._task])
+
+
+class Cluster:
+    """Prefill and decode pods on one fabric."""
+
+    def __init__(self, model_dir: Path, fabric: LoopbackFabric) -> None:
+        self.model_dir = model_dir
+        self.fabric = fabric
+        self.prefills: list[Pod] = []
+        self.decodes: list[Pod] = []
+        self.streams: list[GatewayStream] = []
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def start(
+        cls,
+        model_dir: Path,
+        *,
+        prefill: int = 1,
+        decode: int = 1,
+        role: Role = Role.DECODE,
+        prefill_config: Mapping[str, Any] | None = None,
+        decode_config: Mapping[str, Any] | None = None,
+        check: bool = True,
+    ) -> AsyncIterator[Cluster]:
+        """check: on the way out every pod must have come to rest with all blocks free or cached."""
+        cluster = cls(model_dir, LoopbackFabric())
+        try:
+            for _ in range(decode):
+                await cluster.add(role, **(decode_config or {}))
+            for _ in range(prefill):
+                await cluster.add(Role.PREFILL, **(prefill_config or {}))
+            yield cluster
+            if check:
+                for pod in cluster.pods:
+                    await pod.settled()
+        finally:
+            for stream in cluster.streams:
+                await stream.close()
+            for pod in cluster.pods:
+                await pod.close()
+
+    @property
+    def pods(self) -> list[Pod]:
+        return [*self.prefills, *self.decodes]
+
+    @property
+    def prefill(self) -> Pod:
+        return self.prefills[0]
+
+    @property
+    def decode(self) -> Pod:
+        return self.decodes[0]
+
+    async def add(
+        self, role: Role, *, num_blocks: int = 64, stream: Mapping[str, Any] | None = None, **fields: Any
+    ) -> Pod:
+        """Starts one more pod; fields overwrite PodConfig's, stream goes to the decode service."""
+        kv_bytes_per_block = 2 * 2 * 2 * BLOCK * 16 * 4
+        config = PodConfig(
+            **{
+                "role": role,
+                "model": str(self.model_dir),
+                "served_name": "tiny",
+                "name": f"{role}-{next(_ids)}",
+                "device": "cpu",
+                "dtype": "float32",
+                "threads": 1,
+                "block_size": BLOCK,
+                "kv_memory": (num_blocks + 2) * kv_bytes_per_block,
+                "max_model_len": MAX_LEN,
+                "chunk_tokens": CHUNK,
+                "max_seqs": 16,
+                **fields,
+            }
+        )
+        runtime = await PodRuntime.create(config, backend=lambda: LoopbackBackend(self.fabric))
+        service = PrefillServicer(runtime) if role is Role.PREFILL else DecodeServicer(runtime, **(stream or {}))
+        await runtime.start(service)
+        pod = Pod(runtime, service, channel(runtime.address))
+        (self.prefills if role is Role.PREFILL else self.decodes).append(pod)
+        if role is not Role.PREFILL:
+            self.streams.append(await GatewayStream(pod, f"gw-{next(_ids)}").open())
+        return pod
+
+    def stream_of(self, pod: Pod) -> GatewayStream:
+        return self.streams[self.decodes.index(pod)]
+
+    async def reserve(
+        self, request: ValidRequest, pod: Pod | None = None, *, remote_only: bool = False, timeout_s: float = TIMEOUT_S
+    ) -> decode_pb2.ReserveResponse:
+        pod = pod or self.decode
+        message = decode_pb2.ReserveRequest(
+            request=request_to_pb(request), gateway_id=self.stream_of(pod).gateway_id, remote_only=remote_only
+        )
+        with rpc_errors():
+            return await pod.decode.Reserve(message, timeout=timeout_s)
+
+    async def generate(
+        self,
+        request: ValidRequest,
+        *,
+        prefill: Pod | None = None,
+        decode: Pod | None = None,
+        remote_only: bool = False,
+        timeout_s: float = TIMEOUT_S,
+        on_event: Callable[[str], None] = lambda _kind: None,
+    ) -> Answer:
+        """One request as the gateway drives it. Errors of either side are raised as BatonError."""
+        decode = decode or self.decode
+        answer = Answer()
+        inbox = self.stream_of(decode).expect(request.request_id)
+        reply = await self.reserve(request, decode, remote_only=remote_only, timeout_s=timeout_s)
+        if reply.HasField("rejected"):
+            raise Overloaded(reply.rejected.reason, retry_after_s=reply.rejected.retry_after_s)
+        if reply.HasField("target"):
+            answer.target = target_from_pb(reply.target)
+            await self.run_prefill(request, answer, prefill or self.prefill, timeout_s, on_event)
+        else:
+            answer.events.append("local")
+        while answer.finish is None:
+            delta = await asyncio.wait_for(inbox.get(), timeout_s)
+            self._take(answer, delta)
+            on_event("tokens")
+        return answer
+
+    async def run_prefill(
+        self, request: ValidRequest, answer: Answer, prefill: Pod, timeout_s: float, on_event: Callable[[str], None]
+    ) -> None:
+        """Prefill's stream to its end; a Failed event is raised."""
+        assert answer.target is not None
+        message = prefill_pb2.PrefillRequest(request=request_to_pb(request), target=target_to_pb(answer.target))
+        with rpc_errors():
+            async for event in prefill.prefill.Prefill(message, timeout=timeout_s):
+                kind = event.WhichOneof("event") or ""
+                answer.events.append(kind)
+                on_event(kind)
+                if kind == "first_token":
+                    answer.tokens.append(token_from_pb(event.first_token.token))
+                    answer.finish = finish_from_pb(event.first_token.finish_reason)
+                    answer.cached_tokens = event.first_token.cached_tokens
+                elif kind == "handed_off":
+                    answer.handed_off = event.handed_off
+                elif kind == "failed":
+                    raise error_from_pb(event.failed)
+
+    @staticmethod
+    def _take(answer: Answer, delta: decode_pb2.SequenceDelta) -> None:
+        if delta.HasField("error"):
+            raise error_from_pb(delta.error)
+        answer.tokens.extend(token_from_pb(t) for t in delta.tokens)
+        if delta.HasField("cached_tokens"):
+            answer.cached_tokens = delta.cached_tokens
+        answer.finish = finish_from_pb(delta.finish_reason)
+        answer.events.append("tokens")
+
+    async def abort(self, request_id: str) -> None:
+        """Abort everywhere, as a gateway does when its client goes away."""
+        for pod in self.prefills:
+            await pod.prefill.Abort(prefill_pb2.PrefillAbortRequest(request_id=request_id))
+        for pod in self.decodes:
+            await pod.decode.Abort(decode_pb2.DecodeAbortRequest(request_id=request_id))

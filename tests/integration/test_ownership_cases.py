@@ -1,0 +1,320 @@
+"""How disaggregated servers lose or mix up KV blocks, case by case: aborts, late writes, dead peers, stale transfers.
+
+Leaving a Cluster asserts that every pod came to rest: all blocks free or cached, nothing leased or quarantined.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from common.errors import BatonError, DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
+from common.pb import prefill_pb2
+from common.rpc import rpc_errors
+from common.types import Role, ValidRequest
+from common.wire import request_to_pb
+from engine.llm import LLM
+from kv_transfer.loopback import WriteFault
+from tests.harness import BLOCK, CHUNK, MAX_LEN, Answer, Cluster, oracle, prompt_of, request, tiny_llama
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def llm(model_dir: Path) -> LLM:
+    return oracle(model_dir)
+
+
+def expected(llm: LLM, r: ValidRequest) -> list[int]:
+    return llm.generate([r.prompt_ids], r.sampling)[0].ids
+
+
+async def prefill_alone(cluster: Cluster, r: ValidRequest, target: object, timeout_s: float = 20) -> list[str]:
+    """Event kinds of a Prefill call for a given target."""
+    message = prefill_pb2.PrefillRequest(request=request_to_pb(r), target=target)  # type: ignore[arg-type]
+    with rpc_errors():
+        return [
+            event.WhichOneof("event") or ""
+            async for event in cluster.prefill.prefill.Prefill(message, timeout=timeout_s)
+        ]
+
+
+class TestAborts:
+    @pytest.mark.parametrize(
+        "when", ["reserved", "queued", "progress", "first_token", "untold", "in_transfer", "tokens", "cancelled"]
+    )
+    async def test_1_an_abort_in_any_state_gives_all_blocks_back(self, model_dir: Path, when: str) -> None:
+        async with Cluster.start(model_dir) as cluster:
+            await cluster.generate(request(prompt_of(3)))  # the pair is connected
+            r = request(prompt_of(4 * CHUNK), 60)
+            aborting = asyncio.Event()
+            gate = threading.Event()
+
+            def seen(kind: str) -> None:
+                if kind == {"untold": "first_token", "in_transfer": "progress", "cancelled": "progress"}.get(
+                    when, when
+                ):
+                    aborting.set()
+
+            if when == "reserved":
+                await cluster.reserve(r)
+                await cluster.abort(r.request_id)
+                return
+            if when == "queued":
+                cluster.prefill.runtime.loop.call(lambda: gate.wait(20))
+                aborting.set()
+            if when == "untold":
+                cluster.fabric.freeze(cluster.decode.agent)
+            if when == "in_transfer":
+                cluster.fabric.on_write = lambda *_: WriteFault(delay_s=0.3)
+            running = asyncio.create_task(cluster.generate(r, on_event=seen))
+            await asyncio.wait_for(aborting.wait(), 20)
+            await asyncio.sleep(0.05 if when == "queued" else 0)
+            if when == "cancelled":
+                running.cancel()
+            await cluster.abort(r.request_id)
+            gate.set()
+            cluster.fabric.thaw(cluster.decode.agent)
+            running.cancel()
+            with contextlib.suppress(BatonError, asyncio.CancelledError):
+                await running
+            again = request(prompt_of(20, seed=5))
+            assert len((await cluster.generate(again)).ids) == 8
+
+    async def test_2_a_refusal_by_decode_ends_the_prefill_within_a_second(self, model_dir: Path) -> None:
+        async with Cluster.start(model_dir) as cluster:
+            r = request(prompt_of(40))
+            reply = await cluster.reserve(r)
+            await cluster.abort(r.request_id)
+            started = time.monotonic()
+            with pytest.raises(BatonError) as caught:
+                await prefill_alone(cluster, r, reply.target)
+            assert caught.value.kind in ("UnknownTransfer", "TransferFailed")
+            await cluster.prefill.settled(timeout_s=max(0.1, started + 1.0 - time.monotonic()))
+            with pytest.raises(InvalidRequest):
+                await cluster.generate(request(prompt_of(MAX_LEN)))
+
+    async def test_3_and_4_random_aborts_and_late_writes_leave_neighbours_right(
+        self, model_dir: Path, llm: LLM
+    ) -> None:
+        rng = random.Random(4)
+        async with Cluster.start(model_dir, decode_config={"num_blocks": 40}) as cluster:
+            cluster.fabric.on_write = lambda *_: WriteFault(delay_s=rng.choice((0.0, 0.0, 0.02, 0.15)))
+            cluster.fabric.on_notify = lambda *_: rng.choice(((0.0,), (0.0, 0.01), (0.03,)))
+            done = 0
+
+            async def victim(i: int) -> None:
+                r = request(prompt_of(20 + 5 * (i % 7), seed=i), 20)
+                running = asyncio.create_task(cluster.generate(r))
+                await asyncio.wait([running], timeout=rng.random() * 0.15)
+                await cluster.abort(r.request_id)
+                running.cancel()
+                with contextlib.suppress(BatonError, asyncio.CancelledError):
+                    await running
+
+            async def neighbour(i: int) -> None:
+                nonlocal done
+                r = request(prompt_of(15 + 4 * (i % 9), seed=100 + i), 10)
+                for _ in range(200):
+                    try:
+                        answer = await cluster.generate(r, remote_only=True)
+                    except Overloaded:
+                        await asyncio.sleep(0.02)
+                        continue
+                    assert answer.ids == expected(llm, r)
+                    done += 1
+                    return
+
+            for round_ in range(5):
+                await asyncio.gather(
+                    *(victim(6 * round_ + i) for i in range(6)), *(neighbour(3 * round_ + i) for i in range(3))
+                )
+            assert done == 15
+
+
+class TestPeers:
+    async def test_5_decode_dies_and_prefill_gets_its_blocks_back(self, model_dir: Path) -> None:
+        async with Cluster.start(model_dir, decode=2) as cluster:
+            await cluster.generate(request(prompt_of(3)))
+
+            def seen(kind: str) -> None:
+                if kind == "progress":
+                    cluster.fabric.die(cluster.decode.agent)
+
+            with pytest.raises(BatonError):
+                await cluster.generate(request(prompt_of(4 * CHUNK)), on_event=seen, timeout_s=5)
+            await cluster.prefill.settled()
+            survivor = cluster.decodes[1]
+            assert len((await cluster.generate(request(prompt_of(20)), decode=survivor)).ids) == 8
+            await cluster.streams.pop(0).close()
+            await cluster.decodes.pop(0).close()
+
+    async def test_5_prefill_dies_and_its_replacement_is_the_proof(self, model_dir: Path) -> None:
+        async with Cluster.start(model_dir) as cluster:
+            await cluster.generate(request(prompt_of(3)))
+            old = cluster.prefill
+            cluster.fabric.on_write = lambda *_: WriteFault(delay_s=30)
+
+            def seen(kind: str) -> None:
+                if kind == "progress":
+                    cluster.fabric.die(old.agent)
+
+            r = request(prompt_of(4 * CHUNK))
+            with pytest.raises(BatonError):
+                await cluster.generate(r, on_event=seen, timeout_s=1.0)
+            await cluster.abort(r.request_id)
+            cluster.prefills.clear()
+            await old.close()
+            assert (await cluster.decode.info()).blocks.quarantined > 0
+            cluster.fabric.on_write = lambda *_: WriteFault()
+            await cluster.add(Role.PREFILL, name=old.runtime.name)
+            assert len((await cluster.generate(request(prompt_of(20, seed=3)))).ids) == 8
+            await cluster.decode.settled()
+
+    async def test_5_a_slow_decode_pod_keeps_what_may_still_be_written(self, model_dir: Path) -> None:
+        async with Cluster.start(model_dir) as cluster:
+            await cluster.generate(request(prompt_of(3)))
+            cluster.fabric.freeze(cluster.decode.agent)
+            r = request(prompt_of(40))
+            with pytest.raises(BatonError):
+                await cluster.generate(r, timeout_s=0.5)
+            await cluster.abort(r.request_id)
+            await asyncio.sleep(0.3)
+            assert (await cluster.decode.info()).blocks.quarantined == 40 // BLOCK
+            assert (await cluster.prefill.info()).blocks.leased == 40 // BLOCK
+            cluster.fabric.thaw(cluster.decode.agent)
+
+    async def test_6_reservations_end_by_their_deadlines_in_any_order(self, model_dir: Path) -> None:
+        async with Cluster.start(model_dir) as cluster:
+            for timeout_s in (0.6, 0.2, 0.4):
+                await cluster.reserve(request(prompt_of(9, seed=int(timeout_s * 10))), timeout_s=timeout_s)
+            held = [cluster.decode.service.active]
+            for _ in range(3):
+                await asyncio.sleep(0.2)
+                held.append(cluster.decode.service.active)
+            await cluster.decode.settled(timeout_s=0.2)
+            assert held[0] == 3
+            assert held == sorted(held, reverse=True)
+
+
+class TestStaleTransfers:
+    async def test_7_a_stale_target_never_gives_an_answer(self, model_dir: Path, llm: LLM) -> None:
+        async with Cluster.start(model_dir) as cluster:
+            r = request(prompt_of(40))
+            stale = await cluster.reserve(r)
+            await cluster.abort(r.request_id)
+            # The blocks go to someone else at once; the stale writer must not reach them.
+            other = request(prompt_of(40, seed=1))
+            inbox = cluster.stream_of(cluster.decode).expect(r.request_id)
+            answer, stale_run = await asyncio.gather(
+                cluster.generate(other), prefill_alone(cluster, r, stale.target), return_exceptions=True
+            )
+            assert isinstance(answer, Answer)
+            assert answer.ids == expected(llm, other)
+            assert isinstance(stale_run, BatonError)
+            assert inbox.empty()
+
+    async def test_8_transfer_ids_are_never_reused(self, model_dir: Path) -> None:
+        async with Cluster.start(model_dir) as cluster:
+            ids = []
+            for i in range(4):
+                r = request(prompt_of(9, seed=i))
+                ids.append((await cluster.reserve(r)).target.transfer_id)
+                await cluster.abort(r.request_id)
+            assert len({i.number for i in ids}) == 4
+            assert {i.generation for i in ids} == {cluster.decode.runtime.generation}
+
+    @pytest.mark.parametrize("fault", ["lost_notification", "failed_write"])
+    async def test_13_decode_never_runs_on_kv_that_did_not_arrive(self, model_dir: Path, llm: LLM, fault: str) -> None:
+        async with Cluster.start(model_dir) as cluster:
+            await cluster.generate(request(prompt_of(3)))
+            if fault == "lost_notification":
+                cluster.fabric.on_notify = lambda *_: ()
+            else:
+                cluster.fabric.on_write = lambda *_: WriteFault(fail="remote access error")
+            seen: list[str] = []
+            r = request(prompt_of(40))
+            with pytest.raises(BatonError):
+                await cluster.generate(r, on_event=seen.append, timeout_s=1.0)
+            await cluster.abort(r.request_id)
+            assert "tokens" not in seen
+            cluster.fabric.on_notify = lambda *_: (0.0,)
+            cluster.fabric.on_write = lambda *_: WriteFault()
+            again = request(prompt_of(40, seed=2))
+            assert (await cluster.generate(again)).ids == expected(llm, again)
+
+    async def test_13_accepted_by_decode_refused_by_prefill(self, model_dir: Path) -> None:
+        async with Cluster.start(model_dir) as cluster:
+            r = request(prompt_of(20))
+            reply = await cluster.reserve(r)
+            cluster.prefill.runtime.lifecycle.begin_drain("test")
+            with pytest.raises(Unavailable):
+                await prefill_alone(cluster, r, reply.target)
+            await cluster.abort(r.request_id)
+
+
+class TestScarcity:
+    async def test_11_chunks_and_preemptions_do_not_change_the_output(self, model_dir: Path, llm: LLM) -> None:
+        async with Cluster.start(model_dir, prefill=0, role=Role.BOTH, decode_config={"num_blocks": 26}) as cluster:
+            requests = [request(prompt_of(3 * CHUNK, seed=i), 30) for i in range(4)]
+            answers = await asyncio.gather(*(cluster.generate(r) for r in requests))
+            for r, answer in zip(requests, answers, strict=True):
+                assert answer.ids == expected(llm, r)
+            assert (await cluster.decode.info()).computed.recompute > 0
+
+    async def test_11_a_preempted_sequence_of_a_decode_pod_is_recomputed_and_counted_apart(
+        self, model_dir: Path, llm: LLM
+    ) -> None:
+        async with Cluster.start(model_dir, decode_config={"num_blocks": 26}) as cluster:
+            requests = [request(prompt_of(24, seed=i), 60) for i in range(3)]
+            answers = await asyncio.gather(*(cluster.generate(r, remote_only=True) for r in requests))
+            for r, answer in zip(requests, answers, strict=True):
+                assert answer.ids == expected(llm, r)
+            info = await cluster.decode.info()
+            assert info.computed.recompute > 0
+            assert (info.computed.prefill, info.computed.local) == (0, 0)
+
+    @pytest.mark.parametrize("role", [Role.DECODE, Role.BOTH])
+    async def test_12_requests_that_need_most_of_the_pool_finish_one_after_the_other(
+        self, model_dir: Path, llm: LLM, role: Role
+    ) -> None:
+        async with Cluster.start(model_dir, role=role, decode_config={"num_blocks": 12}) as cluster:
+            requests = [request(prompt_of(30, seed=i), 19) for i in range(3)]
+
+            async def until_served(r: ValidRequest) -> Answer:
+                while True:
+                    with contextlib.suppress(Overloaded):
+                        return await cluster.generate(r)
+                    await asyncio.sleep(0.02)
+
+            answers = await asyncio.wait_for(asyncio.gather(*map(until_served, requests)), 30)
+            for r, answer in zip(requests, answers, strict=True):
+                assert answer.ids == expected(llm, r)
+            with pytest.raises(InvalidRequest) as caught:
+                await cluster.generate(request(prompt_of(49), 1))
+            assert caught.value.field == "prompt_ids"
+            with pytest.raises(InvalidRequest) as caught:
+                await cluster.generate(request(prompt_of(30), 40))
+            assert caught.value.field == "max_tokens"
+
+    async def test_deadlines_bound_decoding(self, model_dir: Path) -> None:
+        async with Cluster.start(model_dir) as cluster:
+            await cluster.generate(request(prompt_of(3)))
+            engine = cluster.decode.runtime.loop
+            gate = threading.Event()
+            r = request(prompt_of(9), 100)
+            running = asyncio.create_task(cluster.generate(r, timeout_s=0.8, on_event=lambda k: None))
+            await asyncio.sleep(0.05)
+            engine.call(lambda: gate.wait(2))
+            with pytest.raises((DeadlineExceeded, TimeoutError)):
+                await running
+            gate.set()
