@@ -58,8 +58,10 @@ class TextTokenizer:
         self.byte_level: bool = decoder.get("type") == "ByteLevel"
         self.vocab_size: int = raw.get_vocab_size(with_added_tokens=True)
         self.special_ids = frozenset(i for i, token in raw.get_added_tokens_decoder().items() if token.special)
-        self._added = {i: token.content for i, token in raw.get_added_tokens_decoder().items()}
+        self._added: dict[int, str] = {i: token.content for i, token in raw.get_added_tokens_decoder().items()}
         self.eos_ids = self._find_eos(model_dir)
+        # Characters that one token can stand for; a normalizer may shorten a text, some by a lot.
+        self.longest_token: int = max(map(len, raw.get_vocab())) * (1 if raw.normalizer is None else 16)
         self._pieces: dict[int, bytes] = {}
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
 
@@ -109,16 +111,16 @@ class TextTokenizer:
         added = self._added.get(token_id)
         if added is not None and (token_id in self.special_ids or not self.byte_level):
             return added.encode()
-        token = self.raw.id_to_token(token_id)
-        if token is None:
+        if not 0 <= token_id < self.vocab_size:
             return b""
+        token: str = self.raw.id_to_token(token_id) or ""
         if self.byte_level:
             table = byte_of_char()
-            known = [table.get(c) for c in token]
-            return token.encode() if None in known else bytes(b for b in known if b is not None)
+            known = [table[c] for c in token if c in table]
+            return bytes(known) if len(known) == len(token) else token.encode()
         if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-            return bytes.fromhex(token[3:5])
-        return str(token).replace("▁", " ").encode()
+            return bytes([int(token[3:5], 16)])
+        return token.replace("▁", " ").encode()
 
     def close(self) -> None:
         """Ends the threads."""

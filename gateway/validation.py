@@ -1,8 +1,8 @@
 """From an untrusted body to what the rest of the gateway believes: first by itself, then against the model's limits.
 
 `parse_completion` and `parse_chat` check everything that needs no model and give a Spec and prompts; `to_valid` adds
-the limits and makes the ValidRequest that pods see. Unknown fields are ignored, as OpenAI's API does; fields that are known
-but not served are refused by name, never silently dropped.
+the limits and makes the ValidRequest that pods see. Unknown fields are ignored, as the OpenAI API does; fields that are
+known but not served are refused by name, never silently dropped.
 """
 
 from __future__ import annotations

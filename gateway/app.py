@@ -1,0 +1,99 @@
+"""The HTTP surface: which paths exist. The generating routes are raw ASGI (streaming.py), the rest is small."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import orjson
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from common.errors import BatonError, InvalidRequest, ModelNotFound, Unavailable
+from gateway.openai_schema import error_body, error_headers
+from gateway.service import Gateway
+from gateway.streaming import GenerateEndpoint
+
+
+def package_version() -> str:
+    """Version of the installed distribution."""
+    try:
+        return version("baton-serving")
+    except PackageNotFoundError:
+        return "0.0.0"
+
+
+def _json(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(orjson.dumps(body), status, headers, media_type="application/json")
+
+
+def _error(error: BatonError, status: int | None = None) -> Response:
+    return _json(error_body(error), status or error.http_status, error_headers(error))
+
+
+def _http_error(_request: Request, error: Exception) -> Response:
+    """Unknown paths and methods, in OpenAI's shape."""
+    assert isinstance(error, HTTPException)
+    response = _error(InvalidRequest(str(error.detail)), error.status_code)
+    for name, value in (error.headers or {}).items():
+        response.headers[name] = value
+    return response
+
+
+def build_app(gateway: Gateway) -> FastAPI:
+    """The application of one gateway; its lifecycle is the caller's."""
+    app = FastAPI(title="Baton", docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_exception_handler(HTTPException, _http_error)
+
+    def model_json() -> dict[str, Any]:
+        card = {"id": gateway.settings.served_name, "object": "model", "created": gateway.created, "owned_by": "baton"}
+        return {**card, "max_model_len": gateway.limits().max_model_len} if gateway.table.ready else card
+
+    async def models(_request: Request) -> Response:
+        return _json({"object": "list", "data": [model_json()]})
+
+    async def model(request: Request) -> Response:
+        name = request.path_params["model"]
+        if name != gateway.settings.served_name:
+            return _error(ModelNotFound(f"the model {name[:200]!r} does not exist", field="model"))
+        return _json(model_json())
+
+    async def ready(_request: Request) -> Response:
+        if gateway.ready:
+            return _json({"status": "ready"})
+        why = "the gateway is leaving" if gateway.draining else "no prefill and decode pods are ready"
+        return _error(Unavailable(why, retry_after_s=1.0))
+
+    async def live(_request: Request) -> Response:
+        return _json({"status": "live"})
+
+    async def metrics(_request: Request) -> Response:
+        return Response(gateway.metrics.base.exposition(), media_type=gateway.metrics.base.content_type)
+
+    async def version_(_request: Request) -> Response:
+        return _json({"version": package_version()})
+
+    async def timeline(request: Request) -> Response:
+        found = gateway.timelines.find(request.path_params["request_id"])
+        if found is None:
+            return _error(InvalidRequest("no such request among the recent ones", field="request_id"), 404)
+        return _json(found.as_json())
+
+    app.router.routes.extend(
+        [
+            Route("/v1/completions", GenerateEndpoint(gateway, "completions"), methods=["POST"]),
+            Route("/v1/chat/completions", GenerateEndpoint(gateway, "chat"), methods=["POST"]),
+            Route("/v1/models", models),
+            Route("/v1/models/{model:path}", model),
+            Route("/health", ready),
+            Route("/ready", ready),
+            Route("/live", live),
+            Route("/metrics", metrics),
+            Route("/version", version_),
+            Route("/debug/requests/{request_id}", timeline),
+        ]
+    )
+    return app

@@ -1,0 +1,95 @@
+"""Reading request bodies and headers from strangers: bounded while reading, parsed strictly."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import Any
+
+import orjson
+from starlette.types import Receive, Scope
+
+from common.errors import Cancelled, InvalidRequest, RequestTooLarge
+
+REQUEST_ID = b"x-request-id"
+REQUEST_TIMEOUT = b"x-request-timeout"
+_MAX_DISCARD = 128 << 20
+_DISCARD_S = 10.0
+
+
+async def read_json_body(scope: Scope, receive: Receive, limit: int) -> Any:
+    """The parsed body. Raises RequestTooLarge once it is longer than `limit` bytes, InvalidRequest if not JSON."""
+    declared = header(scope, b"content-length")
+    if declared is not None and declared.isdecimal() and int(declared) > limit:
+        await _discard(receive)
+        raise _too_large(limit)
+    parts: list[bytes] = []
+    size = 0
+    more = True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise Cancelled("the client went away")
+        part = message.get("body", b"")
+        more = message.get("more_body", False)
+        size += len(part)
+        if size > limit:
+            parts.clear()
+            if more:
+                await _discard(receive)
+            raise _too_large(limit)
+        parts.append(part)
+    raw = b"".join(parts)
+    if not raw.strip():
+        raise InvalidRequest("the request body is empty; a JSON object is expected")
+    try:
+        return orjson.loads(raw)
+    except orjson.JSONDecodeError as e:
+        raise InvalidRequest(f"the request body is not valid JSON: {e.msg} at position {e.pos}") from e
+
+
+def _too_large(limit: int) -> RequestTooLarge:
+    return RequestTooLarge(f"the request body is larger than {limit} bytes")
+
+
+async def _discard(receive: Receive) -> None:
+    """Reads on without keeping anything, so that the client sees the answer rather than a reset; bounded."""
+    seen = 0
+    try:
+        async with asyncio.timeout(_DISCARD_S):
+            while seen < _MAX_DISCARD:
+                message = await receive()
+                seen += len(message.get("body", b""))
+                if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                    return
+    except TimeoutError:
+        return
+
+
+def header(scope: Scope, name: bytes) -> str | None:
+    """A request header by its lower-case name."""
+    for key, value in scope["headers"]:
+        if key == name:
+            return str(value.decode("latin-1"))
+    return None
+
+
+def client_request_id(scope: Scope) -> str | None:
+    """The client's own id for logs; only printable ASCII of at most 128 characters is taken."""
+    value = header(scope, REQUEST_ID)
+    return value if value and len(value) <= 128 and value.isascii() and value.isprintable() else None
+
+
+def client_timeout(scope: Scope) -> float | None:
+    """Seconds the client is willing to wait. Raises InvalidRequest."""
+    value = header(scope, REQUEST_TIMEOUT)
+    if value is None:
+        return None
+    name = REQUEST_TIMEOUT.decode()
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = math.nan
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise InvalidRequest(f"{name} must be a positive number of seconds", field=name)
+    return seconds

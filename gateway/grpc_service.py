@@ -1,0 +1,129 @@
+"""The public gRPC API: the same core as REST, for clients that prefer messages."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+
+from common.errors import InvalidRequest
+from common.pb import inference_pb2, inference_pb2_grpc
+from common.wire import finish_to_pb, token_to_pb
+from gateway.output import Piece
+from gateway.service import Choice, Gateway, Ticket, Usage, aborted_call
+from gateway.validation import parse_chat, parse_completion
+
+_PASSED = (
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "min_tokens",
+)
+
+
+def _fields(request: inference_pb2.GenerateRequest) -> dict[str, Any]:
+    """The request as REST would have it, so that both are checked by the same code."""
+    fields: dict[str, Any] = {"model": request.model}
+    fields |= {field.name: value for field, value in request.ListFields() if field.name in _PASSED}
+    if request.logit_bias:
+        fields["logit_bias"] = {str(entry.token): entry.bias for entry in request.logit_bias}
+    fields["stop"] = list(request.stop)
+    fields["stop_token_ids"] = list(request.stop_token_ids)
+    fields["ignore_eos"] = request.ignore_eos
+    fields["cache_salt"] = request.cache_salt
+    fields["priority"] = request.priority
+    return fields
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServicer):
+    """Generate, Abort, ListModels."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def Generate(
+        self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+        """Deltas, then one message with finish reason and usage."""
+        left = context.time_remaining()
+        with self._gateway.admit("generate", request.request_id[:128] or None, left) as ticket:
+            # The call runs in a task of its own, so that Abort can end it and still be told apart from a cancel.
+            choice = await self._choice(ticket, request)
+            queue: asyncio.Queue[Piece | None] = asyncio.Queue()
+            work = asyncio.get_running_loop().create_task(_pump(choice, queue))
+            work.add_done_callback(lambda _: queue.put_nowait(None))
+            ticket.serve_by(work)
+            try:
+                while (piece := await queue.get()) is not None:
+                    yield self._message(ticket, piece, choice.usage)
+                    queue.task_done()
+                if work.cancelled():
+                    raise aborted_call()
+                await work
+            finally:
+                work.cancel()
+                await asyncio.gather(work, return_exceptions=True)
+
+    async def _choice(self, ticket: Ticket, request: inference_pb2.GenerateRequest) -> Choice:
+        fields = _fields(request)
+        kind = request.WhichOneof("prompt")
+        if kind == "chat":
+            messages = [{"role": m.role, "content": m.content} for m in request.chat.messages]
+            if request.HasField("logprobs"):
+                fields |= {"logprobs": True, "top_logprobs": request.logprobs}
+            return (await self._gateway.chat(ticket, parse_chat({**fields, "messages": messages})))[0]
+        prompt: str | list[int] | None = None
+        if kind == "text":
+            prompt = request.text
+        elif kind == "tokens":
+            prompt = list(request.tokens.ids)
+        else:
+            raise InvalidRequest("prompt is missing", field="prompt")
+        if request.HasField("logprobs"):
+            fields["logprobs"] = request.logprobs
+        return (await self._gateway.completion(ticket, parse_completion({**fields, "prompt": prompt})))[0]
+
+    def _message(self, ticket: Ticket, piece: Piece, usage: Usage) -> inference_pb2.GenerateResponse:
+        message = inference_pb2.GenerateResponse(
+            request_id=ticket.id, text=piece.text, tokens=[token_to_pb(token) for token in piece.tokens]
+        )
+        if piece.finish is not None:
+            message.finish_reason = finish_to_pb(piece.finish)
+            message.usage.prompt_tokens = usage.prompt
+            message.usage.completion_tokens = usage.completion
+            message.usage.cached_tokens = usage.cached
+        return message
+
+    async def Abort(
+        self, request: inference_pb2.AbortGenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> inference_pb2.AbortGenerateResponse:
+        """Ends a request that this gateway runs."""
+        self._gateway.abort(request.request_id)
+        return inference_pb2.AbortGenerateResponse()
+
+    async def ListModels(
+        self, request: inference_pb2.ListModelsRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> inference_pb2.ListModelsResponse:
+        """The one model."""
+        limits = self._gateway.limits()
+        model = inference_pb2.Model(
+            id=self._gateway.settings.served_name, max_model_len=limits.max_model_len, vocab_size=limits.vocab_size
+        )
+        return inference_pb2.ListModelsResponse(models=[model])
+
+
+async def _pump(choice: Choice, queue: asyncio.Queue[Piece | None]) -> None:
+    """One piece at a time: the next is made when the last was sent, so a slow client holds back its own request."""
+    async with aclosing(choice.pieces()) as pieces:
+        async for piece in pieces:
+            queue.put_nowait(piece)
+            await queue.join()

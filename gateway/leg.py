@@ -1,0 +1,356 @@
+"""One attempt of one request: a reservation on a decode pod and, unless that computes the prompt itself, a prefill.
+
+Lifecycle: `open` reserves and starts the prefill; `deltas` yields tokens in order until the end; `close` gives back
+whatever is still held, on every path: bookings, the route of the tokens, and, unless the sequence ended by itself, the
+sequence on both pods. Each reservation has an id of its own, so an abort of one can never hit the next.
+
+The prefill's event stream outlives the answer when the answer was complete: cancelling it before the hand-off is
+acknowledged would abort the request on the pods, and their caches would lose it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from common.errors import (
+    BatonError,
+    DeadlineExceeded,
+    IndexUnavailable,
+    InternalError,
+    InvalidRequest,
+    Overloaded,
+    Unavailable,
+)
+from common.pb import decode_pb2, prefill_pb2
+from common.prefix_index import IndexReader
+from common.rpc import ERROR_KEY, error_from_rpc, timeout_until
+from common.types import FinishReason, Token, ValidRequest
+from common.wire import error_from_pb, finish_from_pb, request_to_pb, token_from_pb
+from gateway.metrics import GatewayMetrics
+from gateway.pod import Pod
+from gateway.router import Plan, Rates
+from gateway.timeline import Timeline
+from gateway.token_order import TokenOrder
+
+RESERVE_TIMEOUT_S = 5.0  # a decode pod answers at once or is not well
+HANDOFF_GRACE_S = 2.0  # prefill vanished after token 1: decode may have everything already
+MAX_PENDING_TOKENS = 8192  # tokens that a client is behind by before its request is ended
+BOOKING_TTL_S = 30.0
+
+_log = logging.getLogger(__name__)
+
+Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """Tokens that are next in order. restart: everything before is void, another attempt begins."""
+
+    tokens: tuple[Token, ...] = ()
+    finish: FinishReason | None = None
+    restart: bool = False
+
+
+class Leg:
+    """One attempt. blamed: addresses to avoid in the next one; cached_tokens: the prompt's real cache hit."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        attempt: int,
+        avoid: frozenset[str],
+        deadline: float,
+        gateway_id: str,
+        index: IndexReader | None,
+        rates: Rates,
+        metrics: GatewayMetrics,
+        timeline: Timeline,
+        spawn: Spawn,
+    ) -> None:
+        self._plan = plan
+        self._attempt = attempt
+        self._avoid = avoid
+        self._deadline = deadline
+        self._gateway_id = gateway_id
+        self._index = index
+        self._rates = rates
+        self._metrics = metrics
+        self._timeline = timeline
+        self._spawn = spawn
+        self._request: ValidRequest = plan.request
+        self._order = TokenOrder()
+        self._wake = asyncio.Event()
+        self._error: BatonError | None = None
+        self._decode: Pod | None = None
+        self._decode_heard = False
+        self._prefill_task: asyncio.Task[None] | None = None
+        self._complete = False
+        self.blamed: set[str] = set()
+        self.cached_tokens = 0
+
+    # -- reserve
+
+    async def open(self) -> None:
+        """Raises Overloaded when every decode pod is full, InvalidRequest for what can never be served, or why not."""
+        tried: set[str] = set()
+        rejections: list[decode_pb2.Rejected] = []
+        last: BatonError | None = None
+        while (pod := self._plan.decode(self._avoid, tried)) is not None:
+            tried.add(pod.address)
+            try:
+                answer = await self._reserve(pod, len(tried))
+            except InvalidRequest:
+                raise
+            except BatonError as e:
+                _log.info("reserve on %s failed: %s", pod.name, e)
+                self._release_decode(abort=True)
+                self.blamed.add(pod.address)
+                pod.suspect()
+                last = e
+                continue
+            if answer.HasField("rejected"):
+                self._release_decode(abort=False)
+                self._metrics.rejections.labels("decode").inc()
+                self._timeline.mark("rejected", pod=pod.name, reason=answer.rejected.reason)
+                rejections.append(answer.rejected)
+                continue
+            self._start(pod, answer)
+            return
+        if rejections:
+            wait = min(max(r.retry_after_s, 0.1) for r in rejections)
+            raise Overloaded(f"no decode pod has room: {rejections[-1].reason}", retry_after_s=wait)
+        raise last or Unavailable("no prefill and decode pods are ready for this request", retry_after_s=1.0)
+
+    async def _reserve(self, pod: Pod, number: int) -> decode_pb2.ReserveResponse:
+        request_id = f"{self._plan.request.request_id}-{self._attempt}.{number}"
+        self._request = dataclasses.replace(self._plan.request, request_id=request_id)
+        self._decode = pod
+        pod.decoding.add(request_id, self._request.prompt_len)
+        pod.attach(request_id, self)
+        message = decode_pb2.ReserveRequest(request=request_to_pb(self._request), gateway_id=self._gateway_id)
+        try:
+            # The call's own deadline is the request's: the pod plans with it. Its answer is due much earlier.
+            async with asyncio.timeout(RESERVE_TIMEOUT_S):
+                answer = await pod.decode.Reserve(message, timeout=timeout_until(self._deadline))
+        except TimeoutError as e:
+            raise Unavailable(f"decode pod {pod.name} does not answer") from e
+        except grpc.aio.AioRpcError as e:
+            raise error_from_rpc(e) from e
+        return answer
+
+    def _start(self, pod: Pod, answer: decode_pb2.ReserveResponse) -> None:
+        kind = answer.WhichOneof("outcome")
+        predicted = self._plan.held(pod)
+        if kind == "local":
+            self._timeline.mark("reserved", pod=pod.name, outcome="local", cached_tokens=answer.cached_tokens)
+            self._metrics.predicted_hits.inc(predicted)
+            self.cached_tokens = answer.cached_tokens
+            return
+        if kind != "target":
+            raise InternalError(f"decode pod {pod.name} answered Reserve with nothing")
+        self._timeline.mark(
+            "reserved",
+            pod=pod.name,
+            outcome="target",
+            cached_tokens=answer.cached_tokens,
+            first_block=answer.target.first_block,
+            blocks=len(answer.target.blocks),
+        )
+        assert pod.info is not None
+        prefill = self._plan.prefill(answer.target.fingerprint or pod.info.fingerprint, self._avoid)
+        if prefill is None:
+            raise Unavailable("no prefill pod of the decode pod's layout is ready", retry_after_s=1.0)
+        self._metrics.predicted_hits.inc(self._plan.held(prefill))
+        prefill.prefilling.add(self._request.request_id, self._plan.uncached(prefill))
+        self._prefill_task = self._spawn(self._run_prefill(prefill, answer))
+
+    # -- prefill
+
+    async def _run_prefill(self, pod: Pod, answer: decode_pb2.ReserveResponse) -> None:
+        request_id = self._request.request_id
+        self._timeline.mark("prefill", pod=pod.name)
+        if self._index is not None and self._plan.indexed:
+            self._spawn(self._book(self._index, pod, self._plan.uncached(pod)))
+        first = handed_off = False
+        reason: BatonError | None = None
+        try:
+            message = prefill_pb2.PrefillRequest(request=request_to_pb(self._request), target=answer.target)
+            async for event in pod.prefill.Prefill(message, timeout=timeout_until(self._deadline)):
+                kind = event.WhichOneof("event")
+                if kind == "progress":
+                    self._on_progress(event.progress)
+                elif kind == "first_token":
+                    first = True
+                    pod.prefilling.remove(request_id)
+                    self._on_first_token(pod, event.first_token)
+                elif kind == "handed_off":
+                    handed_off = True
+                    self._on_handed_off(event.handed_off)
+                elif kind == "failed":
+                    reason = error_from_pb(event.failed)
+            if reason is None and not handed_off:
+                reason = Unavailable(f"prefill pod {pod.name} ended the call early")
+        except grpc.aio.AioRpcError as e:
+            reason = error_from_rpc(e)
+            if ERROR_KEY not in (e.trailing_metadata() or {}):
+                pod.suspect()
+                if first and not handed_off and not self._complete:
+                    pod.prefilling.remove(request_id)
+                    await asyncio.sleep(HANDOFF_GRACE_S)
+        except BatonError as e:
+            reason = e
+        finally:
+            pod.prefilling.remove(request_id)
+            if self._index is not None and self._plan.indexed:
+                self._spawn(self._unbook(self._index, pod, request_id))
+        # Once decode speaks, the hand-off happened, whatever became of the call that reports it.
+        if reason is not None and not handed_off and not self._decode_heard and not self._complete:
+            self._timeline.mark("prefill_failed", pod=pod.name, error=str(reason))
+            self._blame(pod, reason)
+            self.fail(reason)
+
+    def _blame(self, prefill: Pod, reason: BatonError) -> None:
+        """Either side may be at fault for a broken hand-off; a refusal for load is prefill's alone."""
+        self.blamed.add(prefill.address)
+        if self._decode is not None and not isinstance(reason, Overloaded) and prefill.serving:
+            self.blamed.add(self._decode.address)
+
+    def _on_progress(self, event: prefill_pb2.PrefillProgress) -> None:
+        self._timeline.mark(
+            "chunk",
+            computed_tokens=event.computed_tokens,
+            cached_tokens=event.cached_tokens,
+            delivered_blocks=event.delivered_blocks,
+        )
+
+    def _on_first_token(self, pod: Pod, event: prefill_pb2.FirstToken) -> None:
+        self._timeline.mark(
+            "first_token",
+            pod=pod.name,
+            queue_s=round(event.queue_s, 6),
+            compute_s=round(event.compute_s, 6),
+            cached_tokens=event.cached_tokens,
+        )
+        self.cached_tokens = event.cached_tokens
+        self._metrics.queue.observe(event.queue_s)
+        self._rates.learn(pod.name, self._request.prompt_len - event.cached_tokens, event.compute_s)
+        self._order.put([token_from_pb(event.token)])
+        finish = finish_from_pb(event.finish_reason)
+        if finish is not None:
+            self._order.end(finish)
+        self._wake.set()
+
+    def _on_handed_off(self, event: prefill_pb2.HandedOff) -> None:
+        self._timeline.mark(
+            "handed_off",
+            blocks=event.blocks,
+            bytes=event.bytes,
+            exposed_s=round(event.exposed_s, 6),
+            blocks_before_last_chunk=event.blocks_before_last_chunk,
+            transport=event.transport,
+        )
+
+    async def _book(self, index: IndexReader, pod: Pod, tokens: int) -> None:
+        if pod.info is None:
+            return
+        try:
+            await index.book(pod.info.scope, pod.info.name, self._request.request_id, tokens, BOOKING_TTL_S)
+        except IndexUnavailable as e:
+            _log.debug("booking not shared: %s", e)
+
+    async def _unbook(self, index: IndexReader, pod: Pod, request_id: str) -> None:
+        if pod.info is None:
+            return
+        try:
+            await index.unbook(pod.info.scope, pod.info.name, request_id)
+        except IndexUnavailable as e:
+            _log.debug("booking not returned: %s", e)
+
+    # -- what the decode pod says (gateway.pod.Sink)
+
+    def deliver(self, delta: decode_pb2.SequenceDelta) -> None:
+        """News from the token stream."""
+        if not self._decode_heard:
+            self._decode_heard = True
+            self._timeline.mark("decode")
+        if delta.HasField("cached_tokens"):
+            self.cached_tokens = delta.cached_tokens
+        self._order.put([token_from_pb(token) for token in delta.tokens])
+        finish = finish_from_pb(delta.finish_reason)
+        if finish is FinishReason.ERROR:
+            error = error_from_pb(delta.error) if delta.HasField("error") else InternalError("the decode pod failed")
+            self._blame_decode()
+            self.fail(error)
+        elif finish is FinishReason.ABORT:
+            self._blame_decode()
+            self.fail(Unavailable("the decode pod ended the request"))
+        elif finish is not None:
+            self._order.end(finish)
+        if self._order.pending > MAX_PENDING_TOKENS:
+            self.fail(Overloaded("the client reads too slowly"))
+        self._wake.set()
+
+    def fail(self, error: BatonError) -> None:
+        """Ends this attempt; tokens that are in order already are still yielded first."""
+        if self._error is None:
+            self._error = error
+        self._wake.set()
+
+    def stream_lost(self, error: BatonError) -> None:
+        """The decode pod's token stream ended."""
+        self._blame_decode()
+        self.fail(error)
+
+    def _blame_decode(self) -> None:
+        if self._decode is not None:
+            self.blamed.add(self._decode.address)
+
+    # -- out
+
+    async def deltas(self) -> AsyncGenerator[Delta, None]:
+        """Tokens in order until the finish reason. Raises what ended the attempt early."""
+        left = timeout_until(self._deadline)
+        timer = asyncio.get_running_loop().call_later(left, self.fail, DeadlineExceeded("the request's time is over"))
+        try:
+            while True:
+                tokens, finish = self._order.take()
+                self._complete = finish is not None
+                if tokens or finish is not None:
+                    yield Delta(tuple(tokens), finish)
+                    if finish is not None:
+                        return
+                elif self._error is not None:
+                    raise self._error
+                else:
+                    await self._wake.wait()
+                self._wake.clear()
+        finally:
+            timer.cancel()
+
+    def close(self) -> None:
+        """Gives everything back; idempotent."""
+        if self._order.duplicates:
+            self._metrics.duplicates.inc(self._order.duplicates)
+            self._order.duplicates = 0
+        self._release_decode(abort=not self._complete)
+        if not self._complete and self._prefill_task is not None:
+            self._prefill_task.cancel()
+        self._prefill_task = None
+
+    def _release_decode(self, *, abort: bool) -> None:
+        pod, self._decode = self._decode, None
+        if pod is None:
+            return
+        request_id = self._request.request_id
+        pod.detach(request_id)
+        pod.decoding.remove(request_id)
+        if abort:
+            pod.abort(request_id)

@@ -1,0 +1,34 @@
+"""What the gateway counts, on a registry of its own."""
+
+from __future__ import annotations
+
+from common.telemetry import Metrics
+
+
+class GatewayMetrics:
+    """Metrics of one gateway; exposed by /metrics."""
+
+    def __init__(self) -> None:
+        self.base = m = Metrics()
+        self.requests = m.counter("requests", "Requests that ended, by endpoint and outcome", ["endpoint", "outcome"])
+        self.running = m.gauge("requests_running", "Requests being served")
+        self.ttft = m.histogram("ttft_seconds", "Arrival to the first token, per choice")
+        self.itl = m.histogram("itl_seconds", "Time between tokens, per step of a choice")
+        self.e2e = m.histogram("e2e_seconds", "Arrival to the last token, per choice")
+        self.queue = m.histogram("queue_seconds", "Arrival at a prefill pod to its first chunk")
+        self.prompt_tokens = m.counter("prompt_tokens", "Prompt tokens of answered requests")
+        self.output_tokens = m.counter("output_tokens", "Tokens generated")
+        self.aborts = m.counter("aborts", "Requests ended before the pods were done", ["reason"])
+        self.retries = m.counter("retries", "Further attempts after a failure", ["kind"])
+        self.rejections = m.counter("rejections", "Requests refused for load", ["by"])
+        self.predicted_hits = m.counter("prefix_hit_tokens_predicted", "Cached prompt tokens the index promised")
+        self.actual_hits = m.counter("prefix_hit_tokens_actual", "Cached prompt tokens that pods reported")
+        self.duplicates = m.counter("duplicate_tokens", "Tokens that came twice and were dropped")
+        self.index_lookup = m.histogram("kv_index_lookup_seconds", "Prefix index look-ups that were answered")
+        self._index_mode = m.gauge("kv_index_mode", "1 for how requests are routed now", ["mode"])
+        self.index_mode("hash")
+
+    def index_mode(self, mode: str) -> None:
+        """redis (the index answers) or hash (own counts and rendezvous hashing)."""
+        for name in ("redis", "hash"):
+            self._index_mode.labels(name).set(name == mode)

@@ -1,0 +1,190 @@
+"""The JSON that OpenAI's clients expect: answers, stream chunks, errors. Plain dicts, made once per message."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from common.errors import (
+    BatonError,
+    InternalError,
+    InvalidRequest,
+    ModelNotFound,
+    Overloaded,
+    RequestTooLarge,
+    Unavailable,
+)
+from common.types import FinishReason, TokenLogprob
+from gateway.output import Piece, ShownToken
+from gateway.service import Answer, Usage
+from gateway.tokenizer import TextTokenizer
+
+Json = dict[str, Any]
+
+LOWEST_LOGPROB = -9999.0  # OpenAI's stand-in for what JSON cannot say
+
+
+def error_body(error: BatonError) -> Json:
+    """An error in OpenAI's shape; an internal one says no more than that."""
+    codes = {ModelNotFound: "model_not_found", RequestTooLarge: "request_too_large", Overloaded: "rate_limit_exceeded"}
+    hidden = isinstance(error, InternalError)
+    return {
+        "error": {
+            "message": "internal error" if hidden else error.message,
+            "type": error.openai_type,
+            "param": error.field if isinstance(error, InvalidRequest) else None,
+            "code": codes.get(type(error)),
+        }
+    }
+
+
+def error_headers(error: BatonError) -> dict[str, str]:
+    """Retry-After where waiting helps."""
+    if not isinstance(error, Overloaded | Unavailable):
+        return {}
+    return {"retry-after": str(max(1, math.ceil(error.retry_after_s or 1.0)))}
+
+
+def usage_json(usage: Usage) -> Json:
+    """OpenAI's usage object."""
+    return {
+        "prompt_tokens": usage.prompt,
+        "completion_tokens": usage.completion,
+        "total_tokens": usage.prompt + usage.completion,
+        "prompt_tokens_details": {"cached_tokens": usage.cached},
+    }
+
+
+def finish_json(finish: FinishReason | None) -> str | None:
+    """OpenAI's finish_reason."""
+    return None if finish is None else finish.value
+
+
+def _number(logprob: float | None) -> float:
+    return LOWEST_LOGPROB if logprob is None or not logprob > LOWEST_LOGPROB else logprob
+
+
+class Format(Protocol):
+    """How one endpoint writes one request's answers."""
+
+    def answer(self, answers: Sequence[Answer], usage: Usage) -> Json:
+        """The whole answer."""
+
+    def opening(self, index: int) -> Json | None:
+        """What a choice's stream begins with."""
+
+    def chunks(self, index: int, piece: Piece) -> list[Json]:
+        """The chunks for one piece, [] when it shows nothing."""
+
+    def usage_chunk(self) -> Json:
+        """The chunk without choices that carries the usage."""
+
+
+class CompletionFormat:
+    """/v1/completions."""
+
+    def __init__(self, request_id: str, model: str, tokenizer: TextTokenizer, *, logprobs: bool) -> None:
+        self._head = {"id": f"cmpl-{request_id}", "object": "text_completion", "created": int(time.time())}
+        self._head["model"] = model
+        self._tokenizer = tokenizer
+        self._logprobs = logprobs
+
+    def answer(self, answers: Sequence[Answer], usage: Usage) -> Json:
+        choices = [self._choice(i, a.text, a.shown, a.finish) for i, a in enumerate(answers)]
+        return {**self._head, "choices": choices, "usage": usage_json(usage)}
+
+    def opening(self, index: int) -> Json | None:
+        return None
+
+    def chunks(self, index: int, piece: Piece) -> list[Json]:
+        if not (piece.text or piece.shown or piece.finish):
+            return []
+        return [{**self._head, "choices": [self._choice(index, piece.text, piece.shown, piece.finish)]}]
+
+    def usage_chunk(self) -> Json:
+        return {**self._head, "choices": []}
+
+    def _choice(self, index: int, text: str, shown: Sequence[ShownToken], finish: FinishReason | None) -> Json:
+        logprobs = self._logprobs_json(shown) if self._logprobs else None
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_json(finish)}
+
+    def _logprobs_json(self, shown: Sequence[ShownToken]) -> Json:
+        own = [TokenLogprob(s.token.id, _number(s.token.logprob)) for s in shown]
+        return {
+            "tokens": [self._text(entry.token) for entry in own],
+            "token_logprobs": [entry.logprob for entry in own],
+            "top_logprobs": [
+                {self._text(t.token): _number(t.logprob) for t in (entry, *reversed(s.token.top))}
+                for entry, s in zip(own, shown, strict=True)
+            ],
+            "text_offset": [s.offset for s in shown],
+        }
+
+    def _text(self, token: int) -> str:
+        return self._tokenizer.piece(token).decode("utf-8", "replace")
+
+
+class ChatFormat:
+    """/v1/chat/completions."""
+
+    def __init__(self, request_id: str, model: str, tokenizer: TextTokenizer, *, logprobs: bool) -> None:
+        self._id = f"chatcmpl-{request_id}"
+        self._created = int(time.time())
+        self._model = model
+        self._tokenizer = tokenizer
+        self._logprobs = logprobs
+        self._chunk_head = self._head("chat.completion.chunk")
+
+    def _head(self, kind: str) -> Json:
+        return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
+
+    def answer(self, answers: Sequence[Answer], usage: Usage) -> Json:
+        choices = [
+            {
+                "index": i,
+                "message": {"role": "assistant", "content": a.text, "refusal": None},
+                "logprobs": self._logprobs_json(a.shown),
+                "finish_reason": finish_json(a.finish),
+            }
+            for i, a in enumerate(answers)
+        ]
+        return {**self._head("chat.completion"), "choices": choices, "usage": usage_json(usage)}
+
+    def opening(self, index: int) -> Json | None:
+        return self._chunk(index, {"role": "assistant", "content": ""})
+
+    def chunks(self, index: int, piece: Piece) -> list[Json]:
+        out = []
+        if piece.text or piece.shown:
+            out.append(self._chunk(index, {"content": piece.text}, piece.shown))
+        if piece.finish is not None:
+            out.append(self._chunk(index, {}, finish=piece.finish))
+        return out
+
+    def usage_chunk(self) -> Json:
+        return {**self._chunk_head, "choices": []}
+
+    def _chunk(
+        self, index: int, delta: Json, shown: Sequence[ShownToken] = (), finish: FinishReason | None = None
+    ) -> Json:
+        logprobs = self._logprobs_json(shown) if shown else None
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_json(finish)}
+        return {**self._chunk_head, "choices": [choice]}
+
+    def _logprobs_json(self, shown: Sequence[ShownToken]) -> Json | None:
+        if not self._logprobs:
+            return None
+        content = [
+            {
+                **self._entry(TokenLogprob(s.token.id, _number(s.token.logprob))),
+                "top_logprobs": [self._entry(t) for t in s.token.top],
+            }
+            for s in shown
+        ]
+        return {"content": content, "refusal": None}
+
+    def _entry(self, entry: TokenLogprob) -> Json:
+        piece = self._tokenizer.piece(entry.token)
+        return {"token": piece.decode("utf-8", "replace"), "logprob": _number(entry.logprob), "bytes": list(piece)}

@@ -1,0 +1,311 @@
+"""One pod as the gateway sees it: who it is, whether it lives, its calls, and its token stream.
+
+Lifecycle: start -> (asks Info every half second; on a pod that decodes, keeps one Tokens stream open) -> stop. Info is
+authoritative: whatever the index or the configuration says, a pod is used only as what it says it is. When the token
+stream ends, every request that waits for tokens of this pod is told, and the stream is opened anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import grpc
+
+from common import rpc
+from common.errors import BatonError, Unavailable
+from common.pb import decode_pb2, decode_pb2_grpc, prefill_pb2_grpc, transfer_pb2, transfer_pb2_grpc
+from common.prefix_index import PodLoad
+from common.types import Role
+from common.wire import layout_from_pb, role_from_pb
+from gateway.bookings import Bookings
+
+INFO_PERIOD_S = 0.5
+INFO_TIMEOUT_S = 1.0
+HELLO_S = 0.3  # the pod's first answer to hello; older pods answer with the first batch only
+ACK_PERIOD_S = 0.02
+ABORT_TIMEOUT_S = 5.0
+_BACKOFF_S = (0.05, 1.0)
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodInfo:
+    """What a pod says of itself."""
+
+    name: str
+    generation: int
+    address: str
+    role: Role
+    model: str
+    fingerprint: str
+    scope: str
+    block_size: int
+    max_model_len: int
+    num_blocks: int
+    vocab_size: int
+    ready: bool
+    draining: bool
+
+    @classmethod
+    def from_pb(cls, pb: transfer_pb2.InfoResponse, address: str) -> PodInfo:
+        """Raises BatonError when the answer makes no sense."""
+        layout = layout_from_pb(pb.layout)
+        return cls(
+            name=pb.pod,
+            generation=pb.generation,
+            address=address,
+            role=role_from_pb(pb.role),
+            model=layout.model,
+            fingerprint=pb.fingerprint,
+            scope=pb.fingerprint[:8],
+            block_size=layout.block_size,
+            max_model_len=pb.max_model_len,
+            num_blocks=pb.num_blocks,
+            vocab_size=pb.vocab_size,
+            ready=pb.ready,
+            draining=pb.draining,
+        )
+
+    @property
+    def capacity(self) -> int:
+        """Tokens, prompt and output, that one request can ever have here."""
+        return min(self.max_model_len, self.num_blocks * self.block_size)
+
+
+class Sink(Protocol):
+    """Where a request takes what its decode pod says."""
+
+    def deliver(self, delta: decode_pb2.SequenceDelta) -> None:
+        """News of the sequence; never blocks."""
+
+    def stream_lost(self, error: BatonError) -> None:
+        """Nothing will follow."""
+
+
+class Pod:
+    """One address.
+
+    load and booked_tokens (by all gateways): from the index, load None when unknown, seen at load_seen (monotonic).
+    """
+
+    def __init__(self, address: str, gateway_id: str, *, static: bool, on_change: Callable[[], None]) -> None:
+        self.address = address
+        self.static = static
+        self.info: PodInfo | None = None
+        self.alive = False
+        self.stream_up = False
+        self.seen = time.monotonic()
+        self.load: PodLoad | None = None
+        self.load_seen = 0.0
+        self.booked_tokens = 0
+        self.index_draining = False
+        self.prefilling = Bookings()
+        self.decoding = Bookings()
+        self._gateway_id = gateway_id
+        self._on_change = on_change
+        self._channel = rpc.channel(address)
+        self.prefill = prefill_pb2_grpc.PrefillStub(self._channel)
+        self.decode = decode_pb2_grpc.DecodeStub(self._channel)
+        self._transfer = transfer_pb2_grpc.TransferStub(self._channel)
+        self._sinks: dict[str, Sink] = {}
+        self._recheck = asyncio.Event()
+        self._decodes = asyncio.Event()
+        self._orphans: dict[str, float] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    @property
+    def name(self) -> str:
+        """Its own name, its address before it has told one."""
+        return self.info.name if self.info else self.address
+
+    @property
+    def serving(self) -> bool:
+        """Takes new requests, as far as is known."""
+        info = self.info
+        return self.alive and info is not None and info.ready and not info.draining and not self.index_draining
+
+    @property
+    def can_decode(self) -> bool:
+        """May be asked to reserve."""
+        return self.serving and self.stream_up
+
+    @property
+    def can_prefill(self) -> bool:
+        """May be asked to prefill for others."""
+        return self.serving and self.info is not None and self.info.role is Role.PREFILL
+
+    def start(self) -> None:
+        """Starts watching."""
+        self._spawn(self._watch())
+        self._spawn(self._keep_stream())
+
+    async def stop(self) -> None:
+        """Ends the stream and the channel; what waits for tokens is told."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._fail_all(Unavailable("the gateway is leaving"))
+        await self._channel.close(None)
+
+    def suspect(self) -> None:
+        """A call failed: look again now."""
+        self._recheck.set()
+
+    def attach(self, request_id: str, sink: Sink) -> None:
+        """Routes the request's tokens to a sink from now on."""
+        self._sinks[request_id] = sink
+
+    def detach(self, request_id: str) -> None:
+        """Tokens of this request are dropped from now on."""
+        self._sinks.pop(request_id, None)
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request on the decode pod, in the background; a pod that is gone has ended it already."""
+        self._spawn(self._abort(request_id))
+
+    async def _abort(self, request_id: str) -> None:
+        try:
+            await self.decode.Abort(decode_pb2.DecodeAbortRequest(request_id=request_id), timeout=ABORT_TIMEOUT_S)
+        except grpc.aio.AioRpcError as e:
+            _log.info("abort of %s on %s failed: %s", request_id, self.name, e.details())
+            self.suspect()
+
+    def _spawn(self, coroutine: Any) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # -- who is there
+
+    async def _watch(self) -> None:
+        while True:
+            self._recheck.clear()
+            await self._ask()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._recheck.wait(), INFO_PERIOD_S)
+                await asyncio.sleep(0.02)  # many requests may suspect a pod at the same time
+
+    async def _ask(self) -> None:
+        before = (self.alive, self.info)
+        try:
+            pb = await self._transfer.Info(transfer_pb2.InfoRequest(), timeout=INFO_TIMEOUT_S)
+            self.info = PodInfo.from_pb(pb, self.address)
+            self.alive, self.seen = True, time.monotonic()
+        except grpc.aio.AioRpcError as e:
+            self._lost(f"does not answer: {e.details()}")
+        except BatonError as e:
+            self._lost(f"gives a wrong Info: {e}")
+        if self.alive and self.info is not None and self.info.role is not Role.PREFILL:
+            self._decodes.set()
+        else:
+            self._decodes.clear()
+        if before != (self.alive, self.info):
+            if self.alive and self.info is not None and (before[1] is None or not before[0]):
+                _log.info("pod %s at %s: %s, up", self.name, self.address, self.info.role)
+            self._on_change()
+
+    def _lost(self, why: str) -> None:
+        if self.alive:
+            _log.warning("pod %s at %s %s", self.name, self.address, why)
+        self.alive = False
+
+    # -- the token stream
+
+    async def _keep_stream(self) -> None:
+        backoff = _BACKOFF_S[0]
+        while True:
+            await self._decodes.wait()
+            try:
+                await self._run_stream()
+                why = "ended"
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as e:
+                why = (e.details() if isinstance(e, grpc.aio.AioRpcError) else None) or "broke"
+            was_up, self.stream_up = self.stream_up, False
+            self._fail_all(Unavailable(f"the token stream of decode pod {self.name} ended"))
+            if was_up:
+                _log.warning("token stream of %s: %s", self.name, why)
+                self._on_change()
+                backoff = _BACKOFF_S[0]
+            self.suspect()
+            await asyncio.sleep(backoff)
+            backoff = min(_BACKOFF_S[1], 2 * backoff)
+
+    async def _run_stream(self) -> None:
+        open_stream: Any = self.decode.Tokens
+        call = open_stream()
+        consumed = _Consumed()
+        helpers: list[asyncio.Task[Any]] = []
+        try:
+            await call.write(decode_pb2.TokensRequest(gateway_id=self._gateway_id))
+            loop = asyncio.get_running_loop()
+            helpers += [loop.create_task(self._greeted(call)), loop.create_task(_acknowledge(call, consumed))]
+            async for batch in call:
+                for delta in batch.deltas:
+                    self._dispatch(delta)
+                consumed.up_to(batch.number)
+        finally:
+            call.cancel()
+            for task in helpers:
+                task.cancel()
+            await asyncio.gather(*helpers, return_exceptions=True)
+
+    async def _greeted(self, call: Any) -> None:
+        """The pod knows us once its first answer is here; one that only answers with tokens gets HELLO_S."""
+        hello = asyncio.ensure_future(call.initial_metadata())
+        try:
+            await asyncio.wait({hello}, timeout=HELLO_S)
+        finally:
+            hello.cancel()
+        self.stream_up = True
+        self._on_change()
+
+    def _dispatch(self, delta: decode_pb2.SequenceDelta) -> None:
+        sink = self._sinks.get(delta.request_id)
+        if sink is not None:
+            sink.deliver(delta)
+        elif not delta.finish_reason:
+            self._end_orphan(delta.request_id)
+
+    def _end_orphan(self, request_id: str) -> None:
+        """A sequence runs for which nobody waits: its abort was lost, or is on its way."""
+        now = time.monotonic()
+        if now - self._orphans.get(request_id, 0.0) < 2.0:
+            return
+        if len(self._orphans) > 1024:
+            self._orphans = {k: at for k, at in self._orphans.items() if now - at < 10.0}
+        self._orphans[request_id] = now
+        self.abort(request_id)
+
+    def _fail_all(self, error: BatonError) -> None:
+        sinks, self._sinks = self._sinks, {}
+        for sink in sinks.values():
+            sink.stream_lost(error)
+
+
+class _Consumed:
+    """The highest batch number taken from a stream, and a wake-up for whoever acknowledges it."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.news = asyncio.Event()
+
+    def up_to(self, number: int) -> None:
+        self.number = number
+        self.news.set()
+
+
+async def _acknowledge(call: Any, consumed: _Consumed) -> None:
+    """Acknowledges what was consumed, at most every ACK_PERIOD_S, until the stream ends."""
+    with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        while True:
+            await consumed.news.wait()
+            consumed.news.clear()
+            await call.write(decode_pb2.TokensRequest(acked=consumed.number))
+            await asyncio.sleep(ACK_PERIOD_S)

@@ -1,0 +1,159 @@
+"""The gateway as a process: HTTP under uvicorn, gRPC beside it, until a signal ends it.
+
+Lifecycle: start (pods are looked for) -> listen -> SIGTERM: readiness turns 503, new requests are refused, running ones
+end -> stop. Liveness depends on nothing but the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import uvicorn
+
+from common.config import GatewayConfig
+from common.errors import ConfigError
+from common.lifecycle import Lifecycle
+from common.logs import setup_logs
+from common.models import resolve_model, served_name
+from common.pb import inference_pb2_grpc
+from common.prefix_index import IndexReader
+from common.rpc import RpcServer
+from gateway.app import build_app
+from gateway.grpc_service import InferenceServicer
+from gateway.service import Gateway, Settings
+
+_log = logging.getLogger(__name__)
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn that leaves signals to Lifecycle and says when it accepts connections."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.accepting = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.accepting.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def listening_socket(host: str, port: int) -> socket.socket:
+    """A bound TCP socket; port 0 picks a free one. Raises ConfigError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except OSError as e:
+        sock.close()
+        raise ConfigError(f"port: cannot listen on {host}:{port}: {e.strerror}", field="port") from e
+    return sock
+
+
+def make_gateway(config: GatewayConfig) -> Gateway:
+    """The core for a configuration. Raises ConfigError."""
+    path = Path(config.model)
+    model_dir = path if path.is_dir() else resolve_model(config.model)
+    settings = Settings(
+        served_name=config.served_name or served_name(config.model),
+        pods=config.pods,
+        request_timeout_s=config.request_timeout_s,
+        max_inflight=config.max_inflight,
+        max_body_bytes=config.max_body_bytes,
+    )
+    return Gateway(settings, model_dir, None if config.redis is None else IndexReader(config.redis))
+
+
+class GatewayServer:
+    """A gateway that listens; port and grpc_port are the bound ones, grpc_port None when off."""
+
+    def __init__(self, config: GatewayConfig, gateway: Gateway) -> None:
+        self._config = config
+        self.gateway = gateway
+        self.port = 0
+        self.grpc_port: int | None = None
+        self._http: _Uvicorn | None = None
+        self._http_task: asyncio.Task[None] | None = None
+        self._grpc: RpcServer | None = None
+
+    async def start(self) -> None:
+        """Listens; returns once requests are accepted. Raises ConfigError."""
+        config = self._config
+        sock = listening_socket(config.host, config.port)
+        try:
+            if config.grpc_port:
+                self._grpc = RpcServer(config.host, config.grpc_port)
+                self._grpc.add(
+                    inference_pb2_grpc.add_InferenceServicer_to_server,
+                    InferenceServicer(self.gateway),
+                    "baton.v1.Inference",
+                )
+                self.grpc_port = await self._grpc.start()
+        except ConfigError:
+            sock.close()
+            raise
+        self.port = sock.getsockname()[1]
+        await self.gateway.start()
+        self.gateway.table.on_change(self._on_change)
+        options = uvicorn.Config(
+            build_app(self.gateway),
+            http="httptools",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=5,
+        )
+        self._http = _Uvicorn(options)
+        self._http_task = asyncio.get_running_loop().create_task(self._http.serve(sockets=[sock]))
+        accepting = asyncio.ensure_future(self._http.accepting.wait())
+        await asyncio.wait({accepting, self._http_task}, return_when=asyncio.FIRST_COMPLETED)
+        accepting.cancel()
+        if self._http_task.done():
+            self._http_task.result()
+            raise ConfigError("port: the HTTP server did not start", field="port")
+        _log.info("gateway listens on http://%s:%d (gRPC: %s)", config.host, self.port, self.grpc_port or "off")
+
+    def _on_change(self) -> None:
+        if self._grpc is not None:
+            self._grpc.set_serving(self.gateway.ready)
+
+    async def drain(self) -> None:
+        """Refuses new requests and waits for the running ones."""
+        drained = asyncio.ensure_future(self.gateway.drain())
+        await asyncio.sleep(0)
+        self._on_change()
+        await drained
+
+    async def stop(self) -> None:
+        """Closes everything."""
+        if self._grpc is not None:
+            await self._grpc.stop(0.5)
+        if self._http is not None and self._http_task is not None:
+            self._http.should_exit = True
+            await self._http_task
+        await self.gateway.stop()
+
+
+async def serve(config: GatewayConfig) -> None:
+    """Runs a gateway until SIGTERM or SIGINT. Raises ConfigError."""
+    setup_logs(config.log_level)
+    server = GatewayServer(config, make_gateway(config))
+    lifecycle = Lifecycle(server.drain, drain_s=config.drain_s)
+    lifecycle.install_signals()
+    try:
+        await server.start()
+        lifecycle.ready()
+        await lifecycle.wait_stopped()
+    finally:
+        await server.stop()

@@ -1,0 +1,320 @@
+"""The gateway's core, whatever the protocol: admission, prompts to requests, requests to text.
+
+Lifecycle: start -> requests -> drain (refuses new ones, waits for the running ones) -> stop. A permit is taken at
+arrival and lives exactly as long as the answer, streamed or not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.errors import BatonError, Cancelled, InvalidRequest, ModelNotFound, Overloaded, Unavailable
+from common.prefix_index import IndexReader
+from common.types import FinishReason, ValidRequest
+from gateway.chat import ChatTemplate
+from gateway.metrics import GatewayMetrics
+from gateway.output import ChoiceOutput, Piece, ShownToken
+from gateway.pipeline import Pipeline
+from gateway.pods import PodTable
+from gateway.router import Router
+from gateway.timeline import Timeline, Timelines
+from gateway.tokenizer import TextTokenizer
+from gateway.validation import ChatBody, CompletionBody, Limits, Spec, to_valid
+
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What the core takes from the configuration."""
+
+    served_name: str
+    pods: tuple[str, ...] = ()
+    request_timeout_s: float = 600.0
+    max_inflight: int = 1024
+    max_body_bytes: int = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens spent; cached: prompt tokens found in the prefix cache of the pod that computed the prompt."""
+
+    prompt: int = 0
+    completion: int = 0
+    cached: int = 0
+
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(self.prompt + other.prompt, self.completion + other.completion, self.cached + other.cached)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A complete choice."""
+
+    text: str
+    shown: tuple[ShownToken, ...]
+    finish: FinishReason
+
+
+class Ticket:
+    """One client request under way. abort: ends it from elsewhere (the Abort call)."""
+
+    def __init__(self, timeline: Timeline, endpoint: str, deadline: float) -> None:
+        self.id = timeline.request_id
+        self.timeline = timeline
+        self.endpoint = endpoint
+        self.deadline = deadline
+        self._task: asyncio.Task[None] | None = None
+        self.aborted = False
+
+    def serve_by(self, task: asyncio.Task[None]) -> None:
+        """The task that abort cancels."""
+        self._task = task
+
+    def abort(self) -> None:
+        """Cancels the task that serves the request."""
+        self.aborted = True
+        if self._task is not None:
+            self._task.cancel()
+
+
+class Choice:
+    """One prompt's answer in the making: pieces of text, then usage."""
+
+    def __init__(self, gateway: Gateway, ticket: Ticket, spec: Spec, request: ValidRequest) -> None:
+        self._gateway = gateway
+        self._ticket = ticket
+        self._spec = spec
+        self.request = request
+        self.usage = Usage(prompt=request.prompt_len)
+
+    def _new_output(self) -> ChoiceOutput:
+        return ChoiceOutput(self._gateway.tokenizer, self._spec.stop, logprobs=self._spec.logprobs is not None)
+
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
+        """Pieces as they come; the last one has a finish reason. Close it early to abort. Raises BatonError."""
+        async with aclosing(self._run(replayable=False)) as pieces:
+            async for piece in pieces:
+                if piece is not None:
+                    yield piece
+
+    async def collect(self) -> Answer:
+        """The whole answer. Raises BatonError."""
+        text: list[str] = []
+        shown: list[ShownToken] = []
+        finish: FinishReason | None = None
+        async with aclosing(self._run(replayable=True)) as pieces:
+            async for piece in pieces:
+                if piece is None:
+                    text, shown = [], []
+                    continue
+                text.append(piece.text)
+                shown.extend(piece.shown)
+                finish = piece.finish
+        assert finish is not None
+        return Answer("".join(text), tuple(shown), finish)
+
+    async def _run(self, *, replayable: bool) -> AsyncGenerator[Piece | None, None]:
+        """Pieces; None means that all before is void."""
+        metrics, ticket = self._gateway.metrics, self._ticket
+        run = self._gateway.pipeline.run(
+            self.request, deadline=ticket.deadline, replayable=replayable, timeline=ticket.timeline
+        )
+        output = self._new_output()
+        last: float | None = None
+        async with aclosing(run.deltas()) as deltas:
+            async for delta in deltas:
+                if delta.restart:
+                    output, last = self._new_output(), None
+                    yield None
+                    continue
+                now = time.monotonic()
+                if last is None:
+                    metrics.ttft.observe(now - ticket.timeline.start)
+                elif delta.tokens:
+                    metrics.itl.observe((now - last) / len(delta.tokens))
+                last = now
+                piece = output.add(delta.tokens, delta.finish)
+                self.usage = Usage(self.request.prompt_len, output.num_tokens, run.cached_tokens)
+                if piece.finish is not None:
+                    self._end(piece.finish, stop_string=delta.finish is None)
+                    yield piece
+                    return  # closing the run early aborts it on the pods
+                yield piece
+
+    def _end(self, finish: FinishReason, *, stop_string: bool) -> None:
+        metrics, usage = self._gateway.metrics, self.usage
+        metrics.e2e.observe(time.monotonic() - self._ticket.timeline.start)
+        metrics.prompt_tokens.inc(usage.prompt)
+        metrics.output_tokens.inc(usage.completion)
+        metrics.actual_hits.inc(usage.cached)
+        if stop_string:
+            metrics.aborts.labels("stop_string").inc()
+        self._ticket.timeline.mark("finished", reason=finish.value, output_tokens=usage.completion)
+
+
+class Gateway:
+    """Serves one model."""
+
+    def __init__(self, settings: Settings, model_dir: Path, index: IndexReader | None) -> None:
+        self.settings = settings
+        self.created = int(time.time())
+        self.metrics = GatewayMetrics()
+        self.tokenizer = TextTokenizer(model_dir)
+        self.template = ChatTemplate(model_dir, self.tokenizer)
+        self.timelines = Timelines()
+        gateway_id = f"gateway-{secrets.token_hex(8)}"
+        self.table = PodTable(settings.pods, index, gateway_id=gateway_id, model=settings.served_name)
+        self.pipeline = Pipeline(self.table, Router(self.table, self.metrics), self.metrics, gateway_id=gateway_id)
+        self.draining = False
+        self._index = index
+        self._tickets: dict[str, Ticket] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def start(self) -> None:
+        """Begins to look for pods."""
+        await self.table.start()
+
+    async def drain(self) -> None:
+        """Refuses new requests and waits for the running ones."""
+        self.draining = True
+        await self._idle.wait()
+
+    async def stop(self) -> None:
+        """Frees everything; requests that still run fail."""
+        await self.pipeline.stop()
+        await self.table.stop()
+        if self._index is not None:
+            await self._index.close()
+        self.tokenizer.close()
+
+    @property
+    def ready(self) -> bool:
+        """Requests can be answered."""
+        return not self.draining and self.table.ready
+
+    @contextmanager
+    def admit(self, endpoint: str, client_id: str | None, timeout_s: float | None = None) -> Iterator[Ticket]:
+        """A permit for one client request, for as long as the block lasts; its end is counted by how it ended.
+
+        Raises Overloaded when too many run, Unavailable while draining.
+        """
+        if self.draining:
+            raise Unavailable("the gateway is leaving", retry_after_s=1.0)
+        if len(self._tickets) >= self.settings.max_inflight:
+            self.metrics.rejections.labels("gateway").inc()
+            self.metrics.requests.labels(endpoint, "overloaded").inc()
+            raise Overloaded("too many requests are being served", retry_after_s=1.0)
+        timeline = Timeline(secrets.token_hex(12), client_id, endpoint)
+        limit = self.settings.request_timeout_s
+        ticket = Ticket(timeline, endpoint, timeline.start + min(limit, timeout_s or limit))
+        self._tickets[ticket.id] = ticket
+        self.timelines.add(timeline)
+        self.metrics.running.inc()
+        self._idle.clear()
+        outcome = "internal"
+        try:
+            yield ticket
+            outcome = "ok"
+        except BatonError as e:
+            outcome = e.kind
+            timeline.note(error=e.message)
+            raise
+        except (asyncio.CancelledError, GeneratorExit):
+            outcome = "aborted"
+            self.metrics.aborts.labels("abort_call" if ticket.aborted else "disconnect").inc()
+            raise
+        finally:
+            timeline.mark("ended", outcome=outcome)
+            timeline.note(outcome=outcome)
+            self.metrics.requests.labels(endpoint, outcome).inc()
+            self.metrics.running.dec()
+            del self._tickets[ticket.id]
+            if not self._tickets:
+                self._idle.set()
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a running request by our id; False when there is none."""
+        ticket = self._tickets.get(request_id)
+        if ticket is None:
+            return False
+        ticket.abort()
+        return True
+
+    def require_model(self, name: str) -> None:
+        """Raises ModelNotFound unless this gateway serves the name."""
+        if name != self.settings.served_name:
+            raise ModelNotFound(f"the model {name[:200]!r} does not exist", field="model")
+
+    def limits(self) -> Limits:
+        """See PodTable.limits."""
+        return self.table.limits()
+
+    async def completion(self, ticket: Ticket, body: CompletionBody) -> list[Choice]:
+        """One choice per prompt. Raises InvalidRequest, ModelNotFound, Unavailable."""
+        self.require_model(body.spec.model)
+        limits = self.limits()
+        choices: list[Choice] = []
+        for prompt in body.prompts:
+            if isinstance(prompt, str):
+                self._refuse_hopeless(prompt, limits, "prompt")
+                ids: Sequence[int] = await self.tokenizer.encode_async(prompt, add_special_tokens=True)
+            else:
+                ids = prompt
+            choices.append(self._choice(ticket, body.spec, ids, limits, len(choices), COMPLETION_MAX_TOKENS, "prompt"))
+        return choices
+
+    async def chat(self, ticket: Ticket, body: ChatBody) -> list[Choice]:
+        """One choice. Raises InvalidRequest, ModelNotFound, Unavailable."""
+        self.require_model(body.spec.model)
+        limits = self.limits()
+        text = self.template.render(body.messages, body.template_kwargs)
+        self._refuse_hopeless(text, limits, "messages")
+        ids = await self.tokenizer.encode_async(text, add_special_tokens=False)
+        return [self._choice(ticket, body.spec, ids, limits, 0, None, "messages")]
+
+    def _refuse_hopeless(self, text: str, limits: Limits, field: str) -> None:
+        """Refuses, before it costs a tokenization, a text that cannot fit whatever its tokens are."""
+        if len(text) > limits.max_model_len * self.tokenizer.longest_token:
+            raise InvalidRequest(
+                f"the prompt has {len(text)} characters, far beyond this model's context of "
+                f"{limits.max_model_len} tokens",
+                field=field,
+            )
+
+    def _choice(
+        self,
+        ticket: Ticket,
+        spec: Spec,
+        ids: Sequence[int],
+        limits: Limits,
+        number: int,
+        default_max_tokens: int | None,
+        prompt_field: str,
+    ) -> Choice:
+        request = to_valid(
+            spec,
+            ids,
+            limits,
+            request_id=f"{ticket.id}-{number}",
+            eos_ids=self.tokenizer.eos_ids,
+            default_max_tokens=default_max_tokens,
+            prompt_field=prompt_field,
+        )
+        ticket.timeline.mark("tokenized", prompt_tokens=request.prompt_len)
+        return Choice(self, ticket, spec, request)
+
+
+def aborted_call() -> Cancelled:
+    """What a request ends with after its Abort call."""
+    return Cancelled("the request was aborted")

@@ -1,0 +1,54 @@
+"""Tokens from two pods into one sequence: in order of index, each once.
+
+Invariant: `take` gives indices 0, 1, 2, ... without gap or repetition, and the finish reason with or after the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from common.types import FinishReason, Token
+
+
+class TokenOrder:
+    """Reorders one sequence. pending: tokens that arrived and were not taken; duplicates: tokens dropped."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, Token] = {}
+        self._next = 0
+        self._seen = 0  # one past the highest index that arrived
+        self._end: int | None = None
+        self._finish: FinishReason | None = None
+        self.duplicates = 0
+
+    @property
+    def pending(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def ended(self) -> bool:
+        """The finish reason is known; tokens may still be missing."""
+        return self._finish is not None
+
+    def put(self, tokens: Iterable[Token]) -> None:
+        """Takes tokens in any order, as often as they come."""
+        for token in tokens:
+            if token.index < self._next or token.index in self._waiting:
+                self.duplicates += 1
+            elif self._end is None or token.index < self._end:
+                self._waiting[token.index] = token
+                self._seen = max(self._seen, token.index + 1)
+
+    def end(self, reason: FinishReason) -> None:
+        """The sequence ends with the last token that arrived so far; there is always at least one."""
+        if self._finish is None:
+            self._finish = reason
+            self._end = max(self._seen, 1)
+
+    def take(self) -> tuple[list[Token], FinishReason | None]:
+        """All tokens that are next in order, and the finish reason once nothing is missing before it."""
+        out: list[Token] = []
+        while (token := self._waiting.pop(self._next, None)) is not None:
+            out.append(token)
+            self._next += 1
+        return out, self._finish if self._end is not None and self._next >= self._end else None
