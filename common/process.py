@@ -56,7 +56,10 @@ class PortLease:
 
 
 class ChildProcess:
-    """A command under a stable name. Its own session, so that a terminal's Ctrl-C reaches only the parent."""
+    """A command under a stable name. Its own session, so that a terminal's Ctrl-C reaches only the parent.
+
+    Start it from a thread that outlives it: the tie is to the thread (see prctl(2), PR_SET_PDEATHSIG).
+    """
 
     def __init__(self, name: str, argv: Sequence[str], *, log: Path, env: Mapping[str, str] | None = None) -> None:
         """argv[0] is an absolute path; env is the whole environment (None: ours); log gets stdout and stderr."""

@@ -1,0 +1,181 @@
+"""A whole Baton of real processes on this machine, for tests that kill and restart them.
+
+    with Cluster(model_dir, log_dir, prefill=2, decode=2) as cluster:
+        OpenAI(base_url=cluster.base_url, api_key="none")...
+        cluster.kill("decode-0")
+        cluster.restart("decode-0")  # same name, same port; returns when it is ready
+        cluster.check_idle()
+
+Nothing restarts by itself. All methods block: from a coroutine use `await asyncio.to_thread(cluster.restart, name)`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import grpc
+
+from common.config import UpConfig
+from common.pb import transfer_pb2, transfer_pb2_grpc
+from common.stack import Stack
+from common.supervisor import ServiceSpec
+from common.types import Role
+
+READY_S = 120.0
+IDLE_S = 20.0
+POLL_S = 0.05
+
+
+class Cluster:
+    """Owns processes and ports between __enter__ and __exit__; their names: valkey, prefill-0.., decode-0.., gateway."""
+
+    def __init__(
+        self,
+        model_dir: Path,
+        log_dir: Path,
+        *,
+        prefill: int = 1,
+        decode: int = 1,
+        pod_flags: Mapping[str, str] | None = None,
+        env: Mapping[str, str] | None = None,
+        ready_s: float = READY_S,
+        **settings: object,
+    ) -> None:
+        """pod_flags: further `baton serve` flags of every pod; env: added to ours; settings: fields of UpConfig."""
+        flags = {"model": str(model_dir), "prefill": prefill, "decode": decode, "port": 0, "threads": 1, **settings}
+        config = UpConfig.load(file=None, env={}, flags=flags)
+        log_dir.mkdir(parents=True, exist_ok=True)
+        ours = {k: v for k, v in os.environ.items() if not k.startswith("BATON_") or k == "BATON_CACHE"}
+        self.stack = Stack.plan(config, model_dir, log_dir, pod_flags=pod_flags, env={**ours, **(env or {})})
+        self._specs = {spec.name: spec for spec in self.stack.specs}
+        self._ready_s = ready_s
+        # A tied child ends with the thread that started it, so one thread, as old as the cluster, starts all.
+        self._starter = ThreadPoolExecutor(1, thread_name_prefix="cluster")
+
+    @property
+    def base_url(self) -> str:
+        """Of the OpenAI API, with /v1."""
+        return self.stack.base_url
+
+    @property
+    def model(self) -> str:
+        return self.stack.model
+
+    @property
+    def pods(self) -> list[str]:
+        return [name for name, spec in self._specs.items() if spec.role in (Role.PREFILL, Role.DECODE)]
+
+    def address(self, name: str) -> str:
+        return self._specs[name].address
+
+    def pid(self, name: str) -> int | None:
+        return self._specs[name].process.pid
+
+    def alive(self, name: str) -> bool:
+        return self._specs[name].process.alive
+
+    def log(self, name: str, lines: int = 40) -> str:
+        """The end of a process's log."""
+        return "\n".join(self._specs[name].process.tail(lines))
+
+    def __enter__(self) -> Self:
+        try:
+            for stage in sorted({spec.start_stage for spec in self._specs.values()}):
+                names = [name for name, spec in self._specs.items() if spec.start_stage == stage]
+                for name in names:
+                    self.start(name)
+                for name in names:
+                    self.wait_ready(name)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def start(self, name: str) -> None:
+        """Starts a process that is not running; does not wait for it."""
+        self._starter.submit(self._specs[name].process.start).result()
+
+    def wait_ready(self, name: str, timeout_s: float | None = None) -> None:
+        """Until its probe says so; AssertionError with its log when it ends or takes longer."""
+        timeout_s = timeout_s or self._ready_s
+        deadline = time.monotonic() + timeout_s
+        while not self._starter.submit(lambda: asyncio.run(_ask(self._specs[name]))).result():
+            assert self.alive(name), f"{name} ended:\n{self.log(name)}"
+            assert time.monotonic() < deadline, f"{name} is not ready after {timeout_s:.0f} s:\n{self.log(name)}"
+            time.sleep(POLL_S)
+
+    def kill(self, name: str) -> None:
+        """SIGKILL; returns when it is gone."""
+        self._specs[name].process.kill()
+
+    def terminate(self, name: str, timeout_s: float = 40.0) -> int:
+        """SIGTERM; its exit code."""
+        self._specs[name].process.send(signal.SIGTERM)
+        return self._specs[name].process.wait(timeout_s)
+
+    def restart(self, name: str) -> None:
+        """Kills it if it runs, starts it under the same name and port, waits until it is ready."""
+        self.kill(name)
+        self.start(name)
+        self.wait_ready(name)
+
+    def freeze(self, name: str) -> None:
+        """SIGSTOP: alive, but does nothing, until thaw."""
+        self._specs[name].process.send(signal.SIGSTOP)
+
+    def thaw(self, name: str) -> None:
+        self._specs[name].process.send(signal.SIGCONT)
+
+    def info(self, name: str) -> transfer_pb2.InfoResponse:
+        """What a pod says of itself."""
+        with grpc.insecure_channel(self.address(name)) as channel:
+            return transfer_pb2_grpc.TransferStub(channel).Info(transfer_pb2.InfoRequest(), timeout=10.0)
+
+    def check_idle(self, timeout_s: float = IDLE_S) -> None:
+        """Every running pod comes to rest: no block leased or quarantined, the counts add up, and it is still ready."""
+        for name in self.pods:
+            if not self.alive(name):
+                continue
+            deadline = time.monotonic() + timeout_s
+            while (info := self.info(name)).blocks.leased or info.blocks.quarantined:
+                assert time.monotonic() < deadline, f"{name} does not come to rest: {info.blocks}\n{self.log(name)}"
+                time.sleep(POLL_S)
+            assert info.blocks.free + info.blocks.cached == info.num_blocks, f"{name}: {info.blocks}"
+            assert info.ready, f"{name} is not ready:\n{self.log(name)}"
+
+    def close(self) -> None:
+        """Ends everything, stage by stage; SIGKILL for what does not end by itself. Idempotent."""
+        for stage in sorted({spec.stop_stage for spec in self._specs.values()}):
+            members = [spec.process for spec in self._specs.values() if spec.stop_stage == stage]
+            for process in members:
+                process.send(signal.SIGTERM)
+            deadline = time.monotonic() + 10.0
+            for process in members:
+                if process.pid is not None:
+                    try:
+                        process.wait(max(deadline - time.monotonic(), 0.01))
+                    except subprocess.TimeoutExpired:
+                        process.kill()
+        self.stack.close()
+        self._starter.shutdown()
+
+
+async def _ask(spec: ServiceSpec) -> bool:
+    try:
+        return await asyncio.wait_for(spec.probe(), 3.0)
+    except TimeoutError:
+        return False
