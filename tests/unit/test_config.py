@@ -1,0 +1,175 @@
+"""Configuration: precedence, parsing, and errors that name field, value and expectation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.config import DEFAULT_SECRET, GatewayConfig, PodConfig, UpConfig
+from common.errors import ConfigError
+from common.types import Role
+
+
+def pod(env: Mapping[str, str] | None = None, file: Path | None = None, **flags: object) -> PodConfig:
+    return PodConfig.load(file=file, env=env or {}, flags={"role": "decode", **flags})
+
+
+def test_defaults() -> None:
+    config = pod()
+    assert (config.role, config.host, config.block_size, config.chunk_tokens) == (Role.DECODE, "127.0.0.1", 16, 256)
+    assert config.secret == DEFAULT_SECRET
+    assert GatewayConfig.load(file=None, env={}, flags={}).max_body_bytes == 8 << 20
+    assert UpConfig.load(file=None, env={}, flags={}).port == 8000
+
+
+def test_flags_beat_environment_beats_file_beats_default(tmp_path: Path) -> None:
+    file = tmp_path / "baton.toml"
+    file.write_text('block_size = 8\nmax_seqs = 3\nthreads = 2\nkv_memory = "1GiB"\ndrain_s = 5\n')
+    config = pod({"BATON_MAX_SEQS": "4", "BATON_THREADS": "5"}, file, threads=6, max_seqs=None)
+    assert (config.block_size, config.max_seqs, config.threads) == (8, 4, 6)
+    assert (config.kv_memory, config.drain_s) == (1 << 30, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("raw", "size"),
+    [
+        ("512M", 512 << 20),
+        ("1GiB", 1 << 30),
+        ("1.5g", 3 << 29),
+        ("2 KB", 2000),
+        ("4096", 4096),
+        (4096, 4096),
+        ("7b", 7),
+        ("3TiB", 3 << 40),
+    ],
+)
+def test_sizes(raw: object, size: int) -> None:
+    assert pod(kv_memory=raw).kv_memory == size
+
+
+@pytest.mark.parametrize("raw", ["true", "1", "YES", "on", True])
+def test_booleans(raw: object) -> None:
+    assert pod(checksums=raw).checksums is True
+
+
+def test_lists() -> None:
+    expected = ("127.0.0.1:1", "pod-b:2")
+    for raw in ("127.0.0.1:1, pod-b:2,", ["127.0.0.1:1", "pod-b:2"]):
+        assert GatewayConfig.load(file=None, env={}, flags={"pods": raw}).pods == expected
+    assert GatewayConfig.load(file=None, env={"BATON_PODS": ""}, flags={}).pods == ()
+
+
+def test_an_empty_optional_is_none() -> None:
+    assert pod({"BATON_REDIS": "", "BATON_NAME": ""}).redis is None
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        ("block_size", "abc", "integer from 1 to 256"),
+        ("block_size", 0, "integer from 1 to 256"),
+        ("block_size", True, "integer"),
+        ("block_size", 1.5, "integer"),
+        ("port", 70000, "from 0 to 65535"),
+        ("kv_memory", "12 parsecs", "512M"),
+        ("kv_memory", -1, "512M"),
+        ("kv_memory", "inf", "512M"),
+        ("drain_s", "nan", "seconds"),
+        ("drain_s", -1, "seconds"),
+        ("checksums", "maybe", "true or false"),
+        ("role", "chef", "prefill, decode, both"),
+        ("dtype", "int8", "float32"),
+        ("redis", "http://x", "redis://"),
+        ("advertise", "nowhere", "host:port"),
+        ("name", "a:b", "letters"),
+        ("device", "tpu", "cuda"),
+        ("transport", "pigeon", "nixl"),
+    ],
+)
+def test_a_bad_value_is_named_with_what_was_expected(field: str, value: object, expected: str) -> None:
+    with pytest.raises(ConfigError) as e:
+        pod(**{field: value})
+    assert e.value.field == field
+    assert field in e.value.message
+    assert repr(value) in e.value.message
+    assert expected in e.value.message
+    assert "\n" not in e.value.message
+
+
+def test_the_constructor_checks_too() -> None:
+    arguments: dict[str, Any] = {"role": Role.DECODE}
+    for field, bad in (("block_size", 0), ("block_size", "16"), ("role", "decode"), ("device", None)):
+        with pytest.raises(ConfigError) as e:
+            PodConfig(**{**arguments, field: bad})
+        assert e.value.field == field
+    config = PodConfig(role=Role.DECODE, drain_s=1)
+    with pytest.raises(FrozenInstanceError):
+        config.port = 1  # type: ignore[misc]
+
+
+def test_a_missing_value_is_named() -> None:
+    with pytest.raises(ConfigError, match="role: missing"):
+        PodConfig.load(file=None, env={}, flags={})
+
+
+def test_unknown_keys_are_errors_wherever_they_come_from(tmp_path: Path) -> None:
+    file = tmp_path / "baton.toml"
+    file.write_text("blocksize = 8\n")
+    with pytest.raises(ConfigError, match=r"blocksize: unknown setting in .*baton\.toml"):
+        pod(file=file)
+    with pytest.raises(ConfigError, match="blocksize"):
+        pod(blocksize=8)
+    with pytest.raises(ConfigError, match="BATON_BLOCKSIZE"):
+        pod({"BATON_BLOCKSIZE": "8"})
+
+
+def test_variables_of_other_parts_are_not_errors() -> None:
+    config = pod(
+        {"BATON_GRPC_PORT": "9", "BATON_PREFILL": "many", "BATON_CACHE": "/x", "BATON_CONFIG": "/y", "HOME": "/"}
+    )
+    assert config == pod()
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read"):
+        pod(file=tmp_path / "absent.toml")
+    bad = tmp_path / "bad.toml"
+    bad.write_text("= 3")
+    with pytest.raises(ConfigError, match="not TOML"):
+        pod(file=bad)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1", "::", "pod.example"])
+def test_listening_beyond_this_machine_needs_a_secret(host: str) -> None:
+    for cls, flags in ((PodConfig, {"role": "both"}), (GatewayConfig, {}), (UpConfig, {})):
+        with pytest.raises(ConfigError) as e:
+            cls.load(file=None, env={}, flags={**flags, "host": host})
+        assert e.value.field == "secret"
+        assert cls.load(file=None, env={"BATON_SECRET": "long enough"}, flags={**flags, "host": host}).host == host
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.1.2.3", "::1", "[::1]"])
+def test_loopback_does_not(host: str) -> None:
+    assert pod(host=host).host == host
+
+
+def test_secrets_are_not_shown() -> None:
+    assert "sesame-sesame" not in repr(pod(secret="sesame-sesame"))
+    with pytest.raises(ConfigError) as e:
+        pod(secret="sesame")
+    assert "sesame" not in e.value.message
+
+
+def test_a_chunk_holds_a_block() -> None:
+    with pytest.raises(ConfigError) as e:
+        pod(chunk_tokens=8, block_size=16)
+    assert e.value.field == "chunk_tokens"
+
+
+def test_a_pod_has_a_usable_name() -> None:
+    assert pod(name="decode-7").pod_name == "decode-7"
+    assert pod(name=pod().pod_name).pod_name.startswith("decode-")

@@ -1,0 +1,99 @@
+"""Metrics keep to themselves and come out over HTTP; logs are one JSON object a line with what was bound."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from common.errors import ConfigError
+from common.telemetry import Metrics
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_names_labels_and_values() -> None:
+    metrics = Metrics()
+    metrics.counter("requests", "Requests.", ["status"]).labels("200").inc(2)
+    metrics.gauge("running", "Running.").set(3)
+    metrics.histogram("ttft_seconds", "First token.").observe(0.03)
+    metrics.sampled_gauge("kv_blocks", "Blocks by state.", lambda: [(("free",), 7), (("cached",), 1)], ["state"])
+    metrics.sampled_counter("steps", "Steps.", lambda: [((), 9)])
+    text = metrics.exposition().decode()
+    for line in (
+        'baton_requests_total{status="200"} 2.0',
+        "baton_running 3.0",
+        'baton_ttft_seconds_bucket{le="0.05"} 1.0',
+        'baton_kv_blocks{state="free"} 7.0',
+        "baton_steps_total 9.0",
+    ):
+        assert line in text.splitlines()
+
+
+def test_two_processes_parts_do_not_share_and_a_name_is_declared_once() -> None:
+    first, second = Metrics(), Metrics()
+    first.counter("requests", "Requests.").inc()
+    second.counter("requests", "Requests.")
+    assert "baton_requests_total 0.0" in second.exposition().decode()
+    with pytest.raises(ValueError, match="Duplicated"):
+        first.counter("requests", "Requests.")
+
+
+def test_the_endpoint() -> None:
+    metrics = Metrics()
+    metrics.gauge("up", "Up.").set(1)
+    server = metrics.start_metrics_server(0)
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=10) as answer:
+            assert b"baton_up 1.0" in answer.read()
+        with pytest.raises(ConfigError) as e:
+            metrics.start_metrics_server(server.port)
+        assert e.value.field == "metrics_port"
+    finally:
+        server.stop()
+
+
+def logged(code: str) -> list[dict[str, object]]:
+    """Runs code in a process of its own (logging is global there) and reads its stderr."""
+    setup = (
+        "import asyncio, logging; from common.logs import bind, get_logger, setup_logs; setup_logs('info', json=True)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", setup + code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert run.stdout == ""
+    return [json.loads(line) for line in run.stderr.splitlines()]
+
+
+def test_both_kinds_of_loggers_carry_the_request_id() -> None:
+    lines = logged("""
+with bind(request_id="r1"):
+    get_logger("a").info("hello", tokens=3)
+    logging.getLogger("b").warning("n = %d", 7, extra={"pod": "p"})
+    async def task():
+        logging.getLogger("c").info("inside")
+    asyncio.run(task())
+logging.getLogger("b").info("outside")
+logging.getLogger("b").debug("not shown")
+get_logger("a").debug("not shown")
+""")
+    assert [(x["event"], x["level"], x["logger"], x.get("request_id")) for x in lines] == [
+        ("hello", "info", "a", "r1"),
+        ("n = 7", "warning", "b", "r1"),
+        ("inside", "info", "c", "r1"),
+        ("outside", "info", "b", None),
+    ]
+    assert (lines[0]["tokens"], lines[1]["pod"]) == (3, "p")
+    assert all("timestamp" in x for x in lines)
+
+
+def test_traces_are_inside_the_line() -> None:
+    (line,) = logged("""
+try:
+    1 / 0
+except ZeroDivisionError:
+    logging.getLogger("a").exception("failed")
+""")
+    assert "ZeroDivisionError" in str(line["exception"])
