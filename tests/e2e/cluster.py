@@ -36,7 +36,7 @@ POLL_S = 0.05
 
 
 class Cluster:
-    """Owns processes and ports between __enter__ and __exit__; their names: valkey, prefill-0.., decode-0.., gateway."""
+    """Owns processes and ports between __enter__ and __exit__: valkey, prefill-0 and up, decode-0 and up, gateway."""
 
     def __init__(
         self,
