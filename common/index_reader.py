@@ -24,6 +24,7 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 POLL_TIMEOUT_S = 0.25
+MAX_CALLS = 8  # at a time: a burst must not open a connection per request, and more would only queue in Redis
 
 
 class IndexReader:
@@ -33,6 +34,7 @@ class IndexReader:
         self._client = None if url is None else connect(url, timeout_s=max(1.0, timeout_s))
         self._timeout_s = timeout_s
         self._breaker = breaker or Breaker()
+        self._slots = asyncio.Semaphore(MAX_CALLS)
         self._pods = Script("pods")
         self._lookup = Script("lookup")
         self._book = Script("book")
@@ -94,16 +96,19 @@ class IndexReader:
     async def _bounded(self, call: Callable[[redis.Redis], Awaitable[_T]], timeout_s: float) -> _T:
         if self._client is None:
             raise IndexUnavailable("no prefix index is configured")
-        if not self._breaker.allow():
-            raise IndexUnavailable("the prefix index is away")
-        try:
-            async with asyncio.timeout(timeout_s):
-                answer = await call(self._client)
-        except (RedisError, OSError) as e:  # asyncio's TimeoutError is an OSError
-            self._breaker.failure()
-            raise IndexUnavailable(f"the prefix index does not answer: {type(e).__name__}: {e}") from e
-        self._breaker.success()
-        return answer
+        # Waiting for a slot is not the index's fault, so its time starts after it; the breaker ends the wait when the
+        # calls before this one failed.
+        async with self._slots:
+            if not self._breaker.allow():
+                raise IndexUnavailable("the prefix index is away")
+            try:
+                async with asyncio.timeout(timeout_s):
+                    answer = await call(self._client)
+            except (RedisError, OSError) as e:  # asyncio's TimeoutError is an OSError
+                self._breaker.failure()
+                raise IndexUnavailable(f"the prefix index does not answer: {type(e).__name__}: {e}") from e
+            self._breaker.success()
+            return answer
 
 
 def _status(pod: bytes, generation: bytes, load: bytes, booked: int, info: Sequence[bytes]) -> PodStatus | None:
