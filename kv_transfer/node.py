@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from common.auth import Signer
-from common.errors import BatonError, Unavailable
+from common.errors import BatonError, TransferFailed, Unavailable
 from common.pb import transfer_pb2
 from common.types import KvTarget, TransferId
 from kv_transfer.backend import Backend
@@ -86,14 +86,12 @@ class TransferNode:
         info = self._info()
         self._calls.start()
         self._generation = info.generation
-        name = agent_name(info)
-        self._thread.start()
-        started = self._thread.call(lambda: self._thread.backend.start(name, self._memory))
+        started = self._thread.start(agent_name(info), self._memory)
         try:
             await asyncio.wait_for(asyncio.wrap_future(started), START_S)
-        except BaseException:
+        except TimeoutError as e:
             self._thread.stop()
-            raise
+            raise TransferFailed(f"the transfer agent did not start within {START_S:.0f} s") from e
 
     async def stop(self, grace_s: float = 5.0) -> None:
         """Refuses new transfers, lets outgoing ones end for at most grace_s seconds, then fails what is left.

@@ -1,6 +1,6 @@
 """The sending side of one transfer: a pure state machine, told the time, that owns every limit of its side.
 
-    CONNECTING --connected--> OPENING --acknowledged--> OPEN --all delivered, finish--> COMMITTING --acknowledged--> DONE
+    CONNECTING --connected--> OPENING --acknowledged--> OPEN --delivered, finish--> COMMITTING --acknowledged--> DONE
          |                       |                       |                                  |
          `-----------------------+-----------------------+--failure, abort, drain, deadline-'
                                                          v
@@ -242,10 +242,10 @@ class SenderMachine:
         if self.ended:
             return []
         self.state = SenderState.STOPPING
-        actions: list[SenderAction] = [Failed(error)]
+        actions: list[SenderAction] = []
         while self._queue:
             actions += self._settle(self._queue.popleft().push)
-        return actions + self._stop()
+        return [*actions, Failed(error), *self._stop()]
 
     def peer_ended(self, now: float) -> list[SenderAction]:
         """Proof that the peer's process ended: after a grace its pieces count as terminal."""

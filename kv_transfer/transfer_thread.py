@@ -17,6 +17,7 @@ from typing import TypeVar
 
 from common.errors import TransferFailed
 from kv_transfer.backend import Backend, Notification, WriteState
+from kv_transfer.memory import PoolMemory
 
 _log = logging.getLogger(__name__)
 
@@ -66,14 +67,18 @@ class TransferThread:
         self._pending: list[_Pending] = []
         self._stopping = False
         self._next_tick = 0.0
-        self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
+        self._thread: threading.Thread | None = None
 
-    def start(self) -> None:
+    def start(self, name: str, memory: PoolMemory) -> Future[None]:
+        """Starts the thread, which starts the backend; a failure of the latter is the result and ends the thread."""
+        started: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, args=(name, memory, started), name="kv-transfer", daemon=True)
         self._thread.start()
+        return started
 
     @property
     def running(self) -> bool:
-        return self._thread.is_alive() and not self._stopping
+        return self._thread is not None and self._thread.is_alive() and not self._stopping
 
     def submit(self, command: Callable[[], None]) -> None:
         """Runs `command` on the thread, soon and in order. Any thread; never blocks."""
@@ -101,8 +106,9 @@ class TransferThread:
 
     def join(self, timeout_s: float) -> bool:
         """Whether it ended in time."""
-        if self._thread.ident is not None:
-            self._thread.join(timeout_s)
+        if self._thread is None:
+            return True
+        self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     # On the thread itself.
@@ -119,7 +125,13 @@ class TransferThread:
     def _stop(self) -> None:
         self._stopping = True
 
-    def _run(self) -> None:
+    def _run(self, name: str, memory: PoolMemory, started: Future[None]) -> None:
+        try:
+            self.backend.start(name, memory)
+        except BaseException as e:
+            started.set_exception(e)
+            return
+        started.set_result(None)
         wait = _FIRST_WAIT_S
         while not self._stopping:
             self.turns += 1

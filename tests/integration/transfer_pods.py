@@ -1,0 +1,196 @@
+"""Pods for transfer tests: a node, its gRPC server, a small pool, and holds that complain about misuse."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from common.auth import Signer
+from common.errors import BatonError
+from common.kv_layout import KVLayout
+from common.pb import transfer_pb2, transfer_pb2_grpc
+from common.rpc import RpcServer
+from common.types import KvTarget, Role, TransferId
+from common.wire import layout_to_pb, role_to_pb
+from kv_transfer.backend import Backend
+from kv_transfer.faults import FaultyBackend
+from kv_transfer.loopback import LoopbackBackend, LoopbackFabric
+from kv_transfer.memory import PoolMemory, host_memory
+from kv_transfer.messages import Commit
+from kv_transfer.nixl_backend import NixlBackend
+from kv_transfer.node import TransferNode
+
+LAYOUT = KVLayout("test", "r1", num_layers=2, num_kv_heads=2, head_dim=32, block_size=16, dtype="float32")
+SECRET = b"the cluster's secret"
+NUM_BLOCKS = 128
+
+
+@dataclass(eq=False)
+class FakeHold:
+    """Counts what was released; releasing a block that it does not have fails the test."""
+
+    blocks: list[int]
+    left: set[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.left = set(self.blocks)
+
+    def release(self, blocks: Sequence[int] | None = None) -> None:
+        gone = set(self.blocks) if blocks is None else set(blocks)
+        assert gone <= set(self.blocks)
+        self.left -= gone
+
+    @property
+    def free(self) -> bool:
+        return not self.left
+
+
+@dataclass(eq=False)
+class Incoming:
+    """One reservation and what became of it."""
+
+    target: KvTarget
+    hold: FakeHold
+    ready: list[Commit] = field(default_factory=list)
+    failed: list[BatonError] = field(default_factory=list)
+    hold_was_free: list[bool] = field(default_factory=list)
+
+    @property
+    def over(self) -> bool:
+        assert len(self.ready) + len(self.failed) <= 1
+        return bool(self.ready or self.failed)
+
+
+@dataclass(eq=False)
+class Pod:
+    name: str
+    generation: int
+    node: TransferNode
+    server: RpcServer
+    memory: PoolMemory
+    backend: FaultyBackend
+    layout: KVLayout
+    agent: str
+    address: str = ""
+
+    def fill(self, seed: int) -> None:
+        rng = random.Random(seed)
+        for block in range(NUM_BLOCKS):
+            self.memory.write_block(block, rng.randbytes(self.memory.block_bytes))
+
+    def digest(self, blocks: Sequence[int]) -> list[bytes]:
+        return [hashlib.blake2b(self.memory.read_block(block)).digest() for block in blocks]
+
+    def reserve(self, request_id: str, first: int, blocks: Sequence[int], deadline_s: float = 30.0) -> Incoming:
+        hold = FakeHold(list(blocks))
+        place = KvTarget(TransferId(0, 0), self.name, self.address, first, tuple(blocks), self.layout.fingerprint)
+        incoming = Incoming(place, hold)
+
+        def on_ready(commit: Commit) -> None:
+            incoming.hold_was_free.append(hold.free)
+            incoming.ready.append(commit)
+
+        transfer_id = self.node.reserve(
+            request_id=request_id,
+            first_block=first,
+            blocks=blocks,
+            hold=hold,
+            deadline_s=deadline_s,
+            on_ready=on_ready,
+            on_failed=incoming.failed.append,
+        )
+        incoming.target = replace(place, transfer_id=transfer_id)
+        return incoming
+
+    async def stop(self, grace_s: float = 1.0) -> None:
+        await self.node.stop(grace_s)
+        await self.server.stop(0)
+
+    async def crash(self) -> None:
+        """Its server and thread end without a word to anybody; a loopback agent dies with it."""
+        await self.server.stop(0)
+        await self.node.stop(0)
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        await asyncio.sleep(0.005)
+
+
+class Cluster:
+    """Starts pods on one backend kind and stops them all."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.fabric = LoopbackFabric()
+        self.pods: list[Pod] = []
+        self.generation = time.time_ns() // 1_000_000
+
+    def backend(self) -> Backend:
+        return LoopbackBackend(self.fabric) if self.kind == "loopback" else NixlBackend()
+
+    async def start(
+        self,
+        name: str,
+        role: Role,
+        *,
+        layout: KVLayout = LAYOUT,
+        secret: bytes = SECRET,
+        checksums: bool = False,
+        port: int = 0,
+    ) -> Pod:
+        self.generation += 1
+        generation = self.generation
+        memory = host_memory(NUM_BLOCKS, layout.block_bytes)
+        backend = FaultyBackend(self.backend())
+        server = RpcServer("127.0.0.1", port)
+        info = transfer_pb2.InfoResponse(
+            protocol_version=1,
+            pod=name,
+            generation=generation,
+            role=role_to_pb(role),
+            layout=layout_to_pb(layout),
+            fingerprint=layout.fingerprint,
+            num_blocks=NUM_BLOCKS,
+        )
+        node = TransferNode(
+            backend=backend,
+            memory=memory,
+            info=lambda: info,
+            signer=Signer(secret, name, generation),
+            address=lambda: pod.address,
+            checksums=checksums,
+        )
+        pod = Pod(name, generation, node, server, memory, backend, layout, f"{role.value}-{name}-{generation}")
+        server.add(transfer_pb2_grpc.add_TransferServicer_to_server, node.servicer, "baton.v1.Transfer")
+        await node.start()
+        pod.address = f"127.0.0.1:{await server.start()}"
+        self.pods.append(pod)
+        return pod
+
+    async def pair(self, **options: bool) -> tuple[Pod, Pod]:
+        prefill = await self.start("prefill-0", Role.PREFILL, **options)  # type: ignore[arg-type]
+        decode = await self.start("decode-0", Role.DECODE, **options)  # type: ignore[arg-type]
+        prefill.fill(1)
+        decode.fill(2)
+        return prefill, decode
+
+    async def stop(self) -> None:
+        for pod in self.pods:
+            await pod.stop()
+
+
+def chunks(rng: random.Random, first: int, total: int) -> list[tuple[int, int]]:
+    """Random pushes (first, count) that cover logical blocks first..total."""
+    pieces = []
+    while first < total:
+        count = rng.randint(1, min(9, total - first))
+        pieces.append((first, count))
+        first += count
+    return pieces
