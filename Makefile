@@ -3,6 +3,13 @@
 PY := .venv/bin/python
 PIP := $(PY) -m pip -qq --disable-pip-version-check
 PIP_ARGS ?=
+
+# Long enough for several chunks of 64 tokens, so that the demo shows blocks leaving while later chunks compute.
+DEMO_PROMPT ?= The lighthouse on Gull Point was built in 1871 after three ships were lost on the reef in a single winter. \
+Its keeper, Marta Lind, kept the lamp burning for forty years and wrote down the weather every night in a long row of \
+blue notebooks. When the lamp was made electric in 1932, the notebooks were forgotten in a cellar. A student found them \
+ninety years later, and they turned out to be the longest unbroken record of storms on that coast. \
+Who was Marta Lind, and why do her notebooks matter? Answer in one sentence.
 PB ?= common/pb
 ARGS ?=
 
@@ -48,7 +55,7 @@ test: lint ## Everything that CI runs; ARGS='tests/unit -k name' narrows it.
 	.venv/bin/pytest $(ARGS)
 
 demo: $(INSTALLED) ## From nothing to a streamed answer through gateway, prefill and decode; then stops.
-	@.venv/bin/baton up --once 'What is the capital of France, and what is it known for?' $(ARGS)
+	@.venv/bin/baton up --once '$(DEMO_PROMPT)' --chunk-tokens 64 --max-tokens 64 $(ARGS)
 
 up: $(INSTALLED) ## The whole stack, until Ctrl-C.
 	@.venv/bin/baton up $(ARGS)

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 MIN_BAR, MAX_BAR = 16, 48
-DETAIL_WIDTH = 70  # kept free beside the bars where the terminal is wide enough
+DETAIL_WIDTH = 74  # kept free beside the bars where the terminal is wide enough
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def spans_of(timeline: Mapping[str, Any], *, tokens: int, end_s: float) -> list[
         spans.append(Span("queue", max(start - first["queue_s"], 0.0), start, f"on {first['pod']}", "yellow"))
         done = first["cached_tokens"]
         for number, chunk in enumerate((e for e in events if e["event"] == "chunk"), 1):
-            detail = f"tokens {done}-{chunk['computed_tokens']}, {chunk['delivered_blocks']} blocks delivered so far"
+            detail = f"tokens {done}-{chunk['computed_tokens']}, {chunk['delivered_blocks']} blocks delivered"
             spans.append(Span(f"chunk {number}", min(start, chunk["t"]), chunk["t"], detail, "cyan"))
             start, done = chunk["t"], chunk["computed_tokens"]
     if first and handed_off:
@@ -53,7 +53,7 @@ def spans_of(timeline: Mapping[str, Any], *, tokens: int, end_s: float) -> list[
         early = handed_off["blocks_before_last_chunk"]
         detail = (
             f"{handed_off['blocks']} blocks, {handed_off['bytes'] / 2**20:.1f} MiB by {handed_off['transport']}, "
-            f"{early} of them before the last chunk was computed"
+            f"{early} before the last chunk's end"
         )
         spans.append(Span("pushes", min([*chunks, first["t"]]), handed_off["t"], detail, "magenta"))
         exposed = handed_off["exposed_s"]
@@ -67,25 +67,34 @@ def spans_of(timeline: Mapping[str, Any], *, tokens: int, end_s: float) -> list[
     return spans
 
 
-def draw(console: Console, spans: Sequence[Span]) -> None:
-    """A table of bars; on a terminal in colour, elsewhere the same in plain characters."""
+def draw(console: Console, spans: Sequence[Span], axis_s: float) -> None:
+    """A table of bars over [0, axis_s]; one that goes on beyond ends in >. Plain characters unless on a terminal."""
     bar_width = max(MIN_BAR, min(MAX_BAR, console.width - DETAIL_WIDTH))
-    total = max((span.end_s for span in spans), default=0.0) or 1e-9
+    block = "\u2588" if console.is_terminal else "#"
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
     table.add_column(no_wrap=True, min_width=bar_width)
     table.add_column()
     for span in spans:
-        left = min(round(span.start_s / total * bar_width), bar_width - 1)
-        width = max(1, min(round((span.end_s - span.start_s) / total * bar_width), bar_width - left))
+        left = min(round(span.start_s / axis_s * bar_width), bar_width - 1)
+        width = max(1, min(round((span.end_s - span.start_s) / axis_s * bar_width), bar_width - left))
+        beyond = ">" if span.end_s > axis_s * 1.001 else ""
         bar = Text(" " * left)
-        bar.append(("█" if console.is_terminal else "#") * width, style=span.style)
+        bar.append(block * (width - len(beyond)) + beyond, style=span.style)
         bar.append(" " * (bar_width - left - width))
         table.add_row(span.name, f"{(span.end_s - span.start_s) * 1000:.1f} ms", bar, span.detail)
     console.print(table)
 
 
+def axis_of(spans: Sequence[Span]) -> float:
+    """Up to a third beyond what comes before decode, which would otherwise leave the rest a sliver."""
+    before = max((span.end_s for span in spans if span.name != "decode"), default=0.0)
+    end = max((span.end_s for span in spans), default=0.0)
+    return min(end, before * 4 / 3 or end) or 1e-9
+
+
 def show_waterfall(console: Console, timeline: Mapping[str, Any], *, tokens: int, end_s: float) -> None:
     """The waterfall of one request."""
-    draw(console, spans_of(timeline, tokens=tokens, end_s=end_s))
+    spans = spans_of(timeline, tokens=tokens, end_s=end_s)
+    draw(console, spans, axis_of(spans))
