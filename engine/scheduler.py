@@ -5,8 +5,9 @@ ones only those that came with one (their KV arrived from another pod) and found
 of this policy that follow from what is added: a prefill pod adds prompts that hand off, a decode pod sequences whose
 prompt is computed, an aggregated pod everything. Used by the engine's thread; `stats` and the counts by any thread.
 
-A step: decodes first, one token each; then prompt chunks under the rest of the token budget, at least half of it for
-the oldest and the rest for the shortest, so that neither starves the other. Rank is priority, then arrival.
+A step: decodes first, one token each (of three quarters of the budget, if prompts want some); then prompt chunks under
+the rest of the token budget, at least half of it for the oldest and the rest for the shortest, so that neither starves
+the other. Rank is priority, then arrival.
 
 Nothing waits in a circle. A decode without room for its next token preempts the lowest-ranked lease holder below it, so
 the first in rank always goes on; without one below it, it keeps its blocks and waits. Preempted sequences are admitted
@@ -139,6 +140,10 @@ class Scheduler:
     def find(self, request_id: str) -> Sequence | None:
         return self._by_id.get(request_id)
 
+    def request_ids(self) -> list[str]:
+        """Of all sequences that are waiting or running."""
+        return list(self._by_id)
+
     def finish(self, seq: Sequence, reason: FinishReason) -> None:
         """Take a sequence out; idempotent, the first reason stays. Its lease stays the engine's to finish."""
         if self._by_id.get(seq.request_id) is not seq:
@@ -217,8 +222,9 @@ class Scheduler:
 
     def _decodes(self) -> list[Item]:
         limit = self.config.token_budget
-        if len(self._running) > limit - limit // 4 and self._has_prompts():
-            limit -= limit // 4
+        prompt_share = (limit + 2) // 4
+        if len(self._running) > limit - prompt_share and self._has_prompts():
+            limit -= prompt_share
         items: list[Item] = []
         for seq in tuple(self._running):
             if len(items) == limit:
@@ -245,10 +251,11 @@ class Scheduler:
         return True
 
     def _victim(self, seq: Sequence) -> Sequence | None:
-        """The lowest in rank below seq, else the lowest paused one."""
-        others = [other for other in self._lease_holders() if other is not seq]
-        candidates = [other for other in others if _rank(other) > _rank(seq)] or [o for o in others if o.paused]
-        return max(candidates, key=_rank, default=None)
+        """The lowest in rank below seq, else the lowest of those that do not run: paused, or waiting for a slot."""
+        holders = self._lease_holders()
+        below = [other for other in holders if _rank(other) > _rank(seq)]
+        stuck = [other for other in holders if other is not seq and (other.paused or other in self._waiting)]
+        return max(below or stuck, key=_rank, default=None)
 
     def _lease_holders(self) -> list[Sequence]:
         return self._running + [seq for seq in self._waiting if seq.lease is not None]

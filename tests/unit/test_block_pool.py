@@ -1,0 +1,415 @@
+"""BlockPool: ownership by requests, writers, readers and steps; prefix cache; eviction; against a model at random."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from common.errors import InternalError
+from common.types import PoolCounts
+from engine.block_pool import BlockPool, Hold, Lease, StepFence
+
+Path = tuple[int, ...]
+
+
+def name(path: Path) -> bytes:
+    """Hash of the block at the end of a path, distinct for each path."""
+    return bytes([len(path), *path]).ljust(16, b"\0")
+
+
+def chain(*path: int) -> list[bytes]:
+    return [name(path[: i + 1]) for i in range(len(path))]
+
+
+def leased(pool: BlockPool, hashes: list[bytes], total: int) -> Lease:
+    lease = pool.lease(hashes, total)
+    assert lease is not None
+    return lease
+
+
+def cache(pool: BlockPool, *path: int) -> list[int]:
+    """Put a chain into the cache; returns its blocks."""
+    lease = leased(pool, chain(*path), len(path))
+    lease.publish(chain(*path))
+    blocks = list(lease.blocks)
+    lease.finish("done")
+    return blocks
+
+
+def test_blocks_return_when_a_lease_finishes_whatever_is_called_twice() -> None:
+    pool = BlockPool(8, 4)
+    lease = leased(pool, [], 5)
+    assert pool.counts() == PoolCounts(free=3, cached=0, leased=5, quarantined=0)
+    assert lease.grow(3)
+    assert not lease.grow()
+    assert pool.lease([], 1) is None
+    lease.shrink(2)
+    assert pool.available() == 6
+    lease.finish("first")
+    lease.finish("second")
+    assert (lease.finished, lease.reason, lease.blocks) == (True, "first", [])
+    assert pool.counts() == PoolCounts(free=8, cached=0, leased=0, quarantined=0)
+    pool.check()
+    for use in (lease.grow, lambda: lease.reader(0, 0), lambda: lease.publish([]), lambda: lease.shrink(0)):
+        with pytest.raises(InternalError):
+            use()
+
+
+def test_a_prefix_is_matched_shared_and_outlives_its_requests() -> None:
+    stored: list[bytes] = []
+    pool = BlockPool(8, 4, on_stored=stored.extend)
+    blocks = cache(pool, 1, 2, 3)
+    assert stored == chain(1, 2, 3) == pool.cached_hashes()
+    assert pool.counts() == PoolCounts(free=5, cached=3, leased=0, quarantined=0)
+    assert pool.match(chain(1, 2, 9)) == 2
+    a, b = leased(pool, chain(1, 2, 9), 4), leased(pool, chain(1, 2, 3), 3)
+    assert a.blocks[:2] == b.blocks[:2] == blocks[:2]
+    assert (a.cached_blocks, b.cached_blocks) == (2, 3)
+    a.finish("done")
+    assert pool.counts() == PoolCounts(free=5, cached=0, leased=3, quarantined=0)
+    b.finish("done")
+    assert pool.clear_cache() == 3
+    assert pool.counts().free == 8
+    assert pool.match(chain(1)) == 0
+
+
+def test_keep_free_counts_what_the_match_takes_from_the_evictable() -> None:
+    pool = BlockPool(6, 4)
+    cache(pool, 1, 2, 3)
+    assert pool.lease(chain(1, 2), 4, keep_free=3) is None
+    assert pool.counts().cached == 3
+    lease = pool.lease(chain(1, 2), 4, keep_free=2)
+    assert lease is not None
+    assert pool.available() == 2
+
+
+def test_eviction_takes_the_least_recent_leaf_first() -> None:
+    evicted: list[bytes] = []
+    pool = BlockPool(6, 4, on_evicted=evicted.extend)
+    cache(pool, 1, 2, 3)
+    cache(pool, 7, 8)
+    leased(pool, chain(1), 1).finish("used again")
+    big = leased(pool, [], 4)
+    assert evicted == [name((1, 2, 3)), name((1, 2)), name((7, 8))]
+    assert pool.match(chain(7)) == pool.match(chain(1)) == 1
+    big.finish("done")
+    pool.check()
+
+
+def test_a_read_leaf_keeps_its_parents_in_the_cache() -> None:
+    pool = BlockPool(4, 4)
+    lease = leased(pool, [], 3)
+    lease.publish(chain(1, 2, 3))
+    reader = lease.reader(2, 1)
+    lease.finish("done")
+    assert pool.counts() == PoolCounts(free=1, cached=2, leased=1, quarantined=0)
+    assert pool.available() == 1
+    assert pool.clear_cache() == 0
+    reader.release()
+    assert pool.available() == 4
+    pool.check()
+
+
+def test_quarantine_ends_block_by_block_with_the_writer() -> None:
+    pool = BlockPool(3, 4)
+    lease = leased(pool, [], 3)
+    hold = lease.writer(1, 2)
+    first, second = hold.blocks
+    lease.finish("abort")
+    assert pool.counts() == PoolCounts(free=1, cached=0, leased=0, quarantined=2)
+    assert pool.lease([], 2) is None
+    hold.release([second])
+    hold.release([second])
+    assert pool.counts().quarantined == 1
+    assert leased(pool, [], 2).blocks.count(first) == 0
+    hold.release()
+    hold.release()
+    assert hold.blocks == (first, second)
+    assert pool.counts() == PoolCounts(free=1, cached=0, leased=2, quarantined=0)
+    with pytest.raises(InternalError):
+        hold.release([99])
+
+
+def test_nothing_under_a_writer_is_published_and_nothing_published_gets_a_writer() -> None:
+    pool = BlockPool(4, 4)
+    lease = leased(pool, [], 3)
+    hold = lease.writer(1, 1)
+    lease.publish(chain(1, 2, 3))
+    assert pool.match(chain(1, 2, 3)) == lease.published == 1
+    hold.release()
+    lease.publish(chain(1, 2, 3))
+    assert pool.match(chain(1, 2, 3)) == 3
+    with pytest.raises(InternalError):
+        lease.writer(2, 1)
+    with pytest.raises(InternalError):
+        lease.publish(chain(1, 2, 3, 4))
+
+
+def test_a_duplicate_is_swapped_and_comes_back_when_its_reader_ends() -> None:
+    stored: list[bytes] = []
+    pool = BlockPool(8, 4, on_stored=stored.extend)
+    a, b = leased(pool, [], 2), leased(pool, [], 2)
+    a.publish(chain(1, 2))
+    duplicates = list(b.blocks)
+    reader = b.reader(0, 1)
+    b.publish(chain(1, 2))
+    assert b.blocks == a.blocks
+    assert stored == chain(1, 2)
+    assert pool.counts() == PoolCounts(free=5, cached=0, leased=3, quarantined=0)
+    reader.release()
+    assert pool.counts().free == 6
+    assert set(leased(pool, [], 6).blocks) >= set(duplicates)
+
+
+def test_blocks_not_computed_yet_are_adopted_from_the_cache() -> None:
+    pool = BlockPool(8, 4)
+    a, b = leased(pool, [], 3), leased(pool, [], 3)
+    a.publish(chain(1, 2))
+    assert b.adopt(chain(1, 2, 3)) == b.cached_blocks == b.published == 2
+    assert b.blocks[:2] == a.blocks[:2]
+    assert pool.counts().leased == 4
+    pool.check()
+
+
+def test_blocks_given_up_during_steps_come_back_after_all_of_them() -> None:
+    pool = BlockPool(4, 4)
+    lease = leased(pool, [], 3)
+    first, second = pool.begin_step(), pool.begin_step()
+    lease.publish(chain(1))
+    lease.finish("abort")
+    assert (pool.counts().leased, pool.deferred(), pool.available()) == (3, 3, 1)
+    second.end()
+    assert pool.available() == 1
+    third = pool.begin_step()
+    first.end()
+    first.end()
+    assert pool.counts() == PoolCounts(free=3, cached=1, leased=0, quarantined=0)
+    third.end()
+    pool.check()
+
+
+def test_threads_may_abort_and_release_while_others_lease() -> None:
+    pool = BlockPool(64, 4)
+
+    def work(seed: int) -> None:
+        for i in range(200):
+            path = (seed % 2, i % 3, i % 5)
+            lease = pool.lease(chain(*path)[:2], 4)
+            if lease is None:
+                continue
+            hold = lease.writer(3, 1)
+            end = threading.Thread(target=hold.release)
+            end.start()
+            lease.publish(chain(*path))
+            lease.finish("done")
+            end.join()
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    pool.check()
+    assert pool.counts().leased == pool.counts().quarantined == 0
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Random use of a pool of ten blocks, beside a model that keeps for each block who may touch its bytes."""
+
+    SIZE = 10
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool(self.SIZE, 4, on_stored=self.stored, on_evicted=self.evicted)
+        self.paths: dict[Lease, Path] = {}
+        self.holds: list[tuple[Hold, set[int], bool]] = []
+        self.steps: list[StepFence] = []
+        self.late: list[tuple[int, set[StepFence]]] = []
+        self.registered: dict[bytes, int] = {}
+
+    def stored(self, hashes: list[bytes]) -> None:
+        for h in hashes:
+            assert h not in self.registered
+            assert h[0] == 1 or self.parent(h) in self.registered
+            self.registered[h] = -1
+
+    def evicted(self, hashes: list[bytes]) -> None:
+        for h in hashes:
+            block = self.registered.pop(h)
+            assert not any(self.parent(child) == h for child in self.registered if child[0] > 1)
+            assert block not in self.used()
+
+    @staticmethod
+    def parent(h: bytes) -> bytes:
+        return name(tuple(h[1 : h[0]]))
+
+    def used(self) -> set[int]:
+        blocks = {b for lease in self.paths for b in lease.blocks} | {b for b, _ in self.late}
+        return blocks.union(*(held for _, held, _ in self.holds))
+
+    def fresh(self, blocks: list[int], before: set[int]) -> None:
+        assert not before.intersection(blocks)
+        assert not set(self.registered.values()).intersection(blocks)
+        assert len(set(blocks)) == len(blocks)
+
+    def give_up(self, blocks: list[int]) -> None:
+        if self.steps:
+            self.late += [(b, set(self.steps)) for b in blocks]
+
+    def evictable(self) -> int:
+        used = self.used()
+        kept = {h for h, b in self.registered.items() if b in used}
+        for h in list(kept):
+            while h[0] > 1:
+                h = self.parent(h)
+                kept.add(h)
+        return len(self.registered) - len(kept)
+
+    def num_free(self) -> int:
+        return self.SIZE - len(self.used() | set(self.registered.values()))
+
+    @rule(
+        path=st.lists(st.integers(0, 1), min_size=1, max_size=6),
+        more=st.integers(0, 3),
+        cut=st.integers(0, 2),
+        keep=st.sampled_from([0, 0, 1, 4]),
+    )
+    def lease(self, path: list[int], more: int, cut: int, keep: int) -> None:
+        full = (*path, *[0] * more)
+        hashes = chain(*full)[: max(0, len(full) - cut)]
+        hits = next((i for i, h in enumerate(hashes) if h not in self.registered), len(hashes))
+        before, room = self.used(), self.num_free() + self.evictable()
+        cached = [self.registered[h] for h in hashes[:hits]]
+        pinned: set[bytes] = set(hashes[:hits])
+        taken = sum(
+            self.registered[h] not in before
+            and not any(
+                self.registered[c] in before
+                for c in self.registered
+                if c[1 : h[0] + 1] == h[1 : h[0] + 1] and c[0] >= h[0]
+            )
+            for h in pinned
+        )
+        lease = self.pool.lease(hashes, len(full), keep_free=keep)
+        assert (lease is not None) == (room - taken - (len(full) - hits) >= keep)
+        if lease is not None:
+            assert lease.blocks[:hits] == cached
+            assert lease.cached_blocks == hits
+            assert len(lease.blocks) == len(full)
+            self.fresh(lease.blocks[hits:], before | set(cached))
+            self.paths[lease] = full
+
+    def pick(self, data: Any) -> Lease:
+        return data.draw(st.sampled_from(list(self.paths)))
+
+    @precondition(lambda self: self.paths)
+    @rule(data=st.data(), n=st.integers(1, 2), bit=st.integers(0, 1))
+    def grow(self, data: Any, n: int, bit: int) -> None:
+        lease, before = self.pick(data), self.used()
+        room, old = self.num_free() + self.evictable(), list(lease.blocks)
+        grown = lease.grow(n)
+        assert grown == (room >= n)
+        if grown:
+            self.paths[lease] += (bit,) * n
+            assert lease.blocks[: len(old)] == old
+            self.fresh(lease.blocks[len(old) :], before)
+
+    @precondition(lambda self: self.paths)
+    @rule(data=st.data())
+    def shrink(self, data: Any) -> None:
+        lease = self.pick(data)
+        keep = data.draw(st.integers(0, len(lease.blocks)))
+        tail = lease.blocks[keep:]
+        lease.shrink(keep)
+        self.paths[lease] = self.paths[lease][:keep]
+        self.give_up(tail)
+
+    @precondition(lambda self: self.paths)
+    @rule(data=st.data())
+    def publish(self, data: Any) -> None:
+        lease = self.pick(data)
+        hashes = chain(*self.paths[lease])[: data.draw(st.integers(0, len(lease.blocks)))]
+        old = list(lease.blocks)
+        writing: set[int] = set().union(*(held for _, held, writes in self.holds if writes))
+        done = next((i for i, b in enumerate(old) if b in writing), len(old))
+        lease.publish(hashes)
+        for i, h in enumerate(hashes[:done]):
+            if self.registered[h] == -1:
+                self.registered[h] = old[i]
+            assert lease.blocks[i] == self.registered[h]
+        assert lease.blocks[done:] == old[done:]
+        self.give_up([b for b, now in zip(old, lease.blocks, strict=True) if b != now])
+
+    @precondition(lambda self: self.paths)
+    @rule(data=st.data(), writes=st.booleans())
+    def hold(self, data: Any, writes: bool) -> None:
+        lease = self.pick(data)
+        first = data.draw(st.integers(lease.published if writes else 0, len(lease.blocks)))
+        count = data.draw(st.integers(0, len(lease.blocks) - first))
+        hold = lease.writer(first, count) if writes else lease.reader(first, count)
+        assert list(hold.blocks) == lease.blocks[first : first + count]
+        self.holds.append((hold, set(hold.blocks), writes))
+
+    @precondition(lambda self: self.holds)
+    @rule(data=st.data(), whole=st.booleans())
+    def release(self, data: Any, whole: bool) -> None:
+        hold, held, _ = data.draw(st.sampled_from(self.holds))
+        some = None if whole or not hold.blocks else data.draw(st.lists(st.sampled_from(hold.blocks)))
+        hold.release(some)
+        held.difference_update(hold.blocks if some is None else some)
+
+    @precondition(lambda self: self.paths)
+    @rule(data=st.data())
+    def finish(self, data: Any) -> None:
+        lease = self.pick(data)
+        blocks = list(lease.blocks)
+        lease.finish("done")
+        lease.finish("again")
+        del self.paths[lease]
+        self.give_up(blocks)
+
+    @precondition(lambda self: len(self.steps) < 3)
+    @rule()
+    def begin_step(self) -> None:
+        self.steps.append(self.pool.begin_step())
+
+    @precondition(lambda self: self.steps)
+    @rule(data=st.data())
+    def end_step(self, data: Any) -> None:
+        step = data.draw(st.sampled_from(self.steps))
+        step.end()
+        self.steps.remove(step)
+        for _, waits in self.late:
+            waits.discard(step)
+        self.late = [(b, waits) for b, waits in self.late if waits]
+
+    @rule()
+    def clear_cache(self) -> None:
+        expected = self.evictable()
+        assert self.pool.clear_cache() == expected
+
+    @invariant()
+    def agrees_with_the_model(self) -> None:
+        self.pool.check()
+        used = self.used()
+        cached = {b for b in self.registered.values() if b not in used}
+        writing: set[int] = set().union(*(held for _, held, writes in self.holds if writes))
+        others = {b for lease in self.paths for b in lease.blocks} | {b for b, _ in self.late}
+        others = others.union(*(held for _, held, writes in self.holds if not writes))
+        quarantined = len(writing - others)
+        assert self.pool.counts() == PoolCounts(
+            free=self.num_free(), cached=len(cached), leased=len(used) - quarantined, quarantined=quarantined
+        )
+        assert set(self.pool.cached_hashes()) == set(self.registered)
+        assert self.pool.available() == self.num_free() + self.evictable()
+        shared = [b for lease in self.paths for b in lease.blocks]
+        assert all(shared.count(b) == 1 or b in self.registered.values() for b in shared)
+
+
+TestPoolMachine = PoolMachine.TestCase
+TestPoolMachine.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
