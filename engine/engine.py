@@ -247,9 +247,10 @@ class Engine:
         return None
 
     def _result(self, items: list[Item], outputs: list[SequenceOutput], seconds: float) -> StepResult:
-        decoded = sum(item.num_new for item in items if item.decode)
         recomputed = sum(item.recomputed for item in items)
-        prompt = sum(item.num_new for item in items) - decoded - recomputed
+        prompt = sum(_new_prompt_tokens(item) for item in items)
+        # What is left has KV for the first time and is output, also when a chunk after a preemption ends with it.
+        decoded = sum(item.num_new for item in items) - prompt - recomputed
         counters = self.counters
         counters.steps += 1
         counters.prompt_tokens += prompt
@@ -283,3 +284,9 @@ class Engine:
                 f"{memory} bytes hold fewer than 4 KV blocks of {self.layout.block_bytes} bytes", field="kv_memory"
             )
         return blocks
+
+
+def _new_prompt_tokens(item: Item) -> int:
+    """Prompt tokens of the item that have KV for the first time."""
+    end = min(item.start + item.num_new, item.seq.prompt_len)
+    return max(0, end - max(item.start, item.seq.recompute_until))

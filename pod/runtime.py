@@ -242,7 +242,7 @@ class PodRuntime:
             await asyncio.to_thread(self.loop.stop, STOP_GRACE_S)
         except InternalError as error:
             _log.error("%s", error.message)
-        await self.node.stop()
+        await self.node.stop(STOP_GRACE_S)
         if self._metrics_server is not None:
             self._metrics_server.stop()
             self._metrics_server = None

@@ -15,10 +15,9 @@ from pathlib import Path
 import pytest
 
 from common.errors import BatonError, DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
-from common.pb import prefill_pb2
-from common.rpc import rpc_errors
+from common.pb import types_pb2
 from common.types import Role, ValidRequest
-from common.wire import request_to_pb
+from common.wire import target_from_pb
 from engine.llm import LLM
 from kv_transfer.loopback import WriteFault
 from tests.harness import BLOCK, CHUNK, MAX_LEN, Answer, Cluster, oracle, prompt_of, request, tiny_llama
@@ -38,14 +37,10 @@ def expected(llm: LLM, r: ValidRequest) -> list[int]:
     return llm.generate([r.prompt_ids], r.sampling)[0].ids
 
 
-async def prefill_alone(cluster: Cluster, r: ValidRequest, target: object, timeout_s: float = 20) -> list[str]:
-    """Event kinds of a Prefill call for a given target."""
-    message = prefill_pb2.PrefillRequest(request=request_to_pb(r), target=target)  # type: ignore[arg-type]
-    with rpc_errors():
-        return [
-            event.WhichOneof("event") or ""
-            async for event in cluster.prefill.prefill.Prefill(message, timeout=timeout_s)
-        ]
+async def prefill_alone(cluster: Cluster, r: ValidRequest, target: types_pb2.KvTarget) -> None:
+    """A Prefill call for a given target; raises what ends it, before or after the first token."""
+    answer = Answer(target=target_from_pb(target))
+    await cluster.run_prefill(r, answer, cluster.prefill, 20, lambda _kind: None)
 
 
 class TestAborts:
@@ -176,7 +171,8 @@ class TestPeers:
             await old.close()
             assert (await cluster.decode.info()).blocks.quarantined > 0
             cluster.fabric.on_write = lambda *_: WriteFault()
-            await cluster.add(Role.PREFILL, name=old.runtime.name)
+            port = int(old.runtime.address.rpartition(":")[2])
+            await cluster.add(Role.PREFILL, name=old.runtime.name, port=port)
             assert len((await cluster.generate(request(prompt_of(20, seed=3)))).ids) == 8
             await cluster.decode.settled()
 
@@ -288,7 +284,7 @@ class TestScarcity:
         self, model_dir: Path, llm: LLM, role: Role
     ) -> None:
         async with Cluster.start(model_dir, role=role, decode_config={"num_blocks": 12}) as cluster:
-            requests = [request(prompt_of(30, seed=i), 19) for i in range(3)]
+            requests = [request(prompt_of(30, seed=i), 18) for i in range(3)]
 
             async def until_served(r: ValidRequest) -> Answer:
                 while True:

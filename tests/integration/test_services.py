@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 
 import pytest
@@ -69,7 +70,7 @@ class TestTokens:
             assert all(len(t.top) == 2 for t in answer.tokens)
 
     async def test_many_at_once_over_two_and_two_pods(self, model_dir: Path, llm: LLM) -> None:
-        async with Cluster.start(model_dir, prefill=2, decode=2) as cluster:
+        async with Cluster.start(model_dir, prefill=2, decode=2, decode_config={"num_blocks": 200}) as cluster:
             requests = [request(prompt_of(5 + 7 * (i % 12), seed=i), 4 + i % 5) for i in range(16)]
             answers = await asyncio.gather(
                 *(
@@ -128,8 +129,19 @@ class TestTokens:
 
 
 class TestHandOff:
-    async def test_most_blocks_arrive_before_the_last_chunk_is_computed(self, model_dir: Path) -> None:
+    async def test_most_blocks_arrive_before_the_last_chunk_is_computed(
+        self, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         async with Cluster.start(model_dir) as cluster:
+            await cluster.generate(request(prompt_of(3)))  # the pair is connected
+            runner = cluster.prefill.runtime.engine.runner
+            launch = runner.launch
+
+            def as_long_as_a_real_model(items: object) -> object:
+                time.sleep(0.05)
+                return launch(items)
+
+            monkeypatch.setattr(runner, "launch", as_long_as_a_real_model)
             answer = await cluster.generate(request(prompt_of(4 * CHUNK)), remote_only=True)
             assert answer.handed_off is not None
             assert answer.handed_off.blocks == 4 * CHUNK // BLOCK
