@@ -135,6 +135,17 @@ def test_quarantine_ends_block_by_block_with_the_writer() -> None:
         hold.release([99])
 
 
+def test_quarantine_lasts_until_the_last_of_several_writers() -> None:
+    pool = BlockPool(1, 4)
+    lease = leased(pool, [], 1)
+    writers = [lease.writer(0, 1), lease.writer(0, 1)]
+    lease.finish("abort")
+    for writer in writers:
+        assert pool.counts() == PoolCounts(free=0, cached=0, leased=0, quarantined=1)
+        writer.release()
+    assert pool.counts() == PoolCounts(free=1, cached=0, leased=0, quarantined=0)
+
+
 def test_nothing_under_a_writer_is_published_and_nothing_published_gets_a_writer() -> None:
     pool = BlockPool(4, 4)
     lease = leased(pool, [], 3)

@@ -1,0 +1,59 @@
+"""Sequence: one arithmetic for prefill, decode and recompute; which blocks may be matched and published."""
+
+from __future__ import annotations
+
+from common.block_hash import block_hashes
+from common.types import SamplingParams, ValidRequest
+from engine.block_pool import BlockPool
+from engine.sequence import Sequence
+
+FINGERPRINT = "ab" * 16
+
+
+def request(prompt_len: int, *, salt: str = "", max_tokens: int = 8) -> ValidRequest:
+    return ValidRequest("r", "m", tuple(range(prompt_len)), SamplingParams(max_tokens=max_tokens), cache_salt=salt)
+
+
+def test_a_new_sequence_waits_for_its_whole_prompt() -> None:
+    seq = Sequence(request(9), fingerprint=FINGERPRINT, block_size=4)
+    assert (seq.remaining, seq.num_output, seq.allocated, seq.cached_tokens) == (9, 0, 0, 0)
+    assert not seq.decoding
+    assert seq.max_len == 17
+    assert Sequence(request(9), fingerprint=FINGERPRINT, block_size=4, hand_off=True).max_len == 10
+
+
+def test_a_cache_may_supply_all_but_the_last_token() -> None:
+    for prompt_len, blocks in ((1, 0), (4, 0), (5, 1), (8, 1), (9, 2)):
+        seq = Sequence(request(prompt_len), fingerprint=FINGERPRINT, block_size=4)
+        assert len(seq.matchable_hashes()) == blocks
+
+
+def test_only_full_computed_blocks_are_published_under_the_requests_salt() -> None:
+    pool = BlockPool(8, 4)
+    seq = Sequence(request(9, salt="tenant"), fingerprint=FINGERPRINT, block_size=4, lease=pool.lease([], 3))
+    expected = block_hashes(range(9), fingerprint=FINGERPRINT, block_size=4, salt="tenant")
+    for computed, published in ((3, 0), (4, 1), (7, 1), (9, 2)):
+        seq.computed = computed
+        seq.publish()
+        assert seq.publishable_hashes() == expected[:published]
+        assert pool.match(expected) == published
+
+
+def test_a_received_prompt_decodes_and_comes_back_from_a_preemption() -> None:
+    pool = BlockPool(8, 4)
+    lease = pool.lease([], 3)
+    seq = Sequence(request(9), fingerprint=FINGERPRINT, block_size=4, lease=lease, computed=9, output=[42])
+    assert seq.decoding
+    seq.computed += 1
+    seq.append(43)
+    assert (seq.output, seq.num_output, seq.decoding, seq.recomputing) == ([42, 43], 2, True, False)
+    seq.preempt()
+    assert lease is not None
+    assert lease.finished
+    assert (seq.computed, seq.remaining, seq.recomputing, seq.preemptions) == (0, 11, True, 1)
+    seq.computed = 9
+    assert seq.recomputing
+    seq.computed = 10
+    assert seq.decoding
+    assert not seq.recomputing
+    assert pool.counts().free == 8
