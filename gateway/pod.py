@@ -30,6 +30,7 @@ INFO_TIMEOUT_S = 1.0
 HELLO_S = 0.3  # the pod's first answer to hello; older pods answer with the first batch only
 ACK_PERIOD_S = 0.02
 ABORT_TIMEOUT_S = 5.0
+REPEAT_ABORT_S = 2.0  # a sequence that still sends tokens this long after its abort is aborted again
 _BACKOFF_S = (0.05, 1.0)
 
 _log = logging.getLogger(__name__)
@@ -117,7 +118,7 @@ class Pod:
         self._sinks: dict[str, Sink] = {}
         self._recheck = asyncio.Event()
         self._decodes = asyncio.Event()
-        self._orphans: dict[str, float] = {}
+        self._aborted: dict[str, float] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
 
     @property
@@ -168,6 +169,10 @@ class Pod:
 
     def abort(self, request_id: str) -> None:
         """Ends a request on the decode pod, in the background; a pod that is gone has ended it already."""
+        now = time.monotonic()
+        if len(self._aborted) > 1024:
+            self._aborted = {k: at for k, at in self._aborted.items() if now - at < REPEAT_ABORT_S}
+        self._aborted[request_id] = now
         self._spawn(self._abort(request_id))
 
     async def _abort(self, request_id: str) -> None:
@@ -275,13 +280,8 @@ class Pod:
 
     def _end_orphan(self, request_id: str) -> None:
         """A sequence runs for which nobody waits: its abort was lost, or is on its way."""
-        now = time.monotonic()
-        if now - self._orphans.get(request_id, 0.0) < 2.0:
-            return
-        if len(self._orphans) > 1024:
-            self._orphans = {k: at for k, at in self._orphans.items() if now - at < 10.0}
-        self._orphans[request_id] = now
-        self.abort(request_id)
+        if time.monotonic() - self._aborted.get(request_id, 0.0) > REPEAT_ABORT_S:
+            self.abort(request_id)
 
     def _fail_all(self, error: BatonError) -> None:
         sinks, self._sinks = self._sinks, {}

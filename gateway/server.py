@@ -24,8 +24,10 @@ from common.pb import inference_pb2_grpc
 from common.prefix_index import IndexReader
 from common.rpc import RpcServer
 from gateway.app import build_app
+from gateway.chat import ChatTemplate
 from gateway.grpc_service import InferenceServicer
 from gateway.service import Gateway, Settings
+from gateway.tokenizer import TextTokenizer
 
 _log = logging.getLogger(__name__)
 
@@ -59,18 +61,24 @@ def listening_socket(host: str, port: int) -> socket.socket:
     return sock
 
 
-def make_gateway(config: GatewayConfig) -> Gateway:
-    """The core for a configuration. Raises ConfigError."""
-    path = Path(config.model)
-    model_dir = path if path.is_dir() else resolve_model(config.model)
-    settings = Settings(
+def settings_of(config: GatewayConfig) -> Settings:
+    """What the core needs of a configuration."""
+    return Settings(
         served_name=config.served_name or served_name(config.model),
         pods=config.pods,
         request_timeout_s=config.request_timeout_s,
         max_inflight=config.max_inflight,
         max_body_bytes=config.max_body_bytes,
     )
-    return Gateway(settings, model_dir, None if config.redis is None else IndexReader(config.redis))
+
+
+def make_gateway(config: GatewayConfig) -> Gateway:
+    """The core for a configuration; a model directory needs no weights here. Raises ConfigError."""
+    path = Path(config.model)
+    model_dir = path if path.is_dir() else resolve_model(config.model)
+    tokenizer = TextTokenizer(model_dir)
+    index = None if config.redis is None else IndexReader(config.redis)
+    return Gateway(settings_of(config), tokenizer, ChatTemplate(model_dir, tokenizer), index)
 
 
 class GatewayServer:

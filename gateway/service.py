@@ -13,7 +13,6 @@ import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 from common.errors import BatonError, Cancelled, InvalidRequest, ModelNotFound, Overloaded, Unavailable
 from common.prefix_index import IndexReader
@@ -165,12 +164,14 @@ class Choice:
 class Gateway:
     """Serves one model."""
 
-    def __init__(self, settings: Settings, model_dir: Path, index: IndexReader | None) -> None:
+    def __init__(
+        self, settings: Settings, tokenizer: TextTokenizer, template: ChatTemplate, index: IndexReader | None
+    ) -> None:
         self.settings = settings
         self.created = int(time.time())
         self.metrics = GatewayMetrics()
-        self.tokenizer = TextTokenizer(model_dir)
-        self.template = ChatTemplate(model_dir, self.tokenizer)
+        self.tokenizer = tokenizer
+        self.template = template
         self.timelines = Timelines()
         gateway_id = f"gateway-{secrets.token_hex(8)}"
         self.table = PodTable(settings.pods, index, gateway_id=gateway_id, model=settings.served_name)
@@ -196,7 +197,6 @@ class Gateway:
         await self.table.stop()
         if self._index is not None:
             await self._index.close()
-        self.tokenizer.close()
 
     @property
     def ready(self) -> bool:

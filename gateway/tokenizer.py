@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +62,6 @@ class TextTokenizer:
         # Characters that one token can stand for; a normalizer may shorten a text, some by a lot.
         self.longest_token: int = max(map(len, raw.get_vocab())) * (1 if raw.normalizer is None else 16)
         self._pieces: dict[int, bytes] = {}
-        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
 
     def _find_eos(self, model_dir: Path) -> tuple[int, ...]:
         for name in ("generation_config.json", "config.json"):
@@ -92,8 +90,7 @@ class TextTokenizer:
         """encode, in a thread when the text is long."""
         if len(text) <= INLINE_CHARS:
             return self.encode(text, add_special_tokens=add_special_tokens)
-        work = functools.partial(self.encode, text, add_special_tokens=add_special_tokens)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        return await asyncio.to_thread(self.encode, text, add_special_tokens=add_special_tokens)
 
     def decode(self, ids: list[int]) -> str:
         """Text of token ids, special tokens left out."""
@@ -121,7 +118,3 @@ class TextTokenizer:
         if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
             return bytes([int(token[3:5], 16)])
         return token.replace("▁", " ").encode()
-
-    def close(self) -> None:
-        """Ends the threads."""
-        self._threads.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,104 @@
+"""A gateway on a free port in front of fake pods, and an HTTP client for it."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import orjson
+
+from common.config import GatewayConfig
+from common.prefix_index import IndexReader
+from gateway.chat import ChatTemplate
+from gateway.server import GatewayServer, settings_of
+from gateway.service import Gateway
+from gateway.tokenizer import TextTokenizer
+from tests.fake_pods import FakeCluster
+
+MODEL = "smol"
+
+
+async def until(true: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    """Waits for a condition."""
+    deadline = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < deadline, "the condition did not come true"
+        await asyncio.sleep(0.01)
+
+
+@dataclass
+class Rig:
+    """http: a client of the gateway; every error status is returned, not raised."""
+
+    server: GatewayServer
+    http: httpx.AsyncClient
+    cluster: FakeCluster
+
+    @property
+    def gateway(self) -> Gateway:
+        return self.server.gateway
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server.port}"
+
+    async def complete(self, **fields: Any) -> httpx.Response:
+        return await self.http.post("/v1/completions", json={"model": MODEL, "prompt": "Hello", **fields})
+
+    async def chat(self, **fields: Any) -> httpx.Response:
+        messages = [{"role": "user", "content": "Hello"}]
+        return await self.http.post("/v1/chat/completions", json={"model": MODEL, "messages": messages, **fields})
+
+    async def stream(self, path: str, **fields: Any) -> tuple[int, list[Any]]:
+        """Status and events; "[DONE]" as a string."""
+        default = {"prompt": "Hello"} if path == "completions" else {"messages": [{"role": "user", "content": "Hi"}]}
+        body = {"model": MODEL, "stream": True, **default, **fields}
+        url = f"/v1/{'chat/' if path == 'chat' else ''}completions"
+        events: list[Any] = []
+        async with self.http.stream("POST", url, json=body) as response:
+            if response.status_code != 200:
+                return response.status_code, [orjson.loads(await response.aread())]
+            async for line in response.aiter_lines():
+                if line.startswith("data: "):
+                    data = line.removeprefix("data: ")
+                    events.append(data if data == "[DONE]" else orjson.loads(data))
+        return response.status_code, events
+
+    async def settled(self) -> None:
+        """Nothing is left of any request, here or on the pods."""
+        pods = lambda: self.gateway.table.pods.values()  # noqa: E731
+        await until(lambda: self.cluster.all_idle())
+        await until(lambda: all(not len(p.prefilling) and not len(p.decoding) and not p._sinks for p in pods()))
+
+
+@functools.cache
+def texts(model_dir: Path) -> tuple[TextTokenizer, ChatTemplate]:
+    """Tokenizer and template of a directory, loaded once."""
+    tokenizer = TextTokenizer(model_dir)
+    return tokenizer, ChatTemplate(model_dir, tokenizer)
+
+
+@asynccontextmanager
+async def rig(cluster: FakeCluster, model_dir: Path, *, wait: bool = True, **settings: Any) -> AsyncIterator[Rig]:
+    """A running gateway over the cluster's pods."""
+    fields: dict[str, Any] = {"pods": cluster.addresses, "model": str(model_dir), "served_name": MODEL, "port": 0}
+    config = GatewayConfig(**{**fields, **settings})
+    index = IndexReader(config.redis) if config.redis else None
+    server = GatewayServer(config, Gateway(settings_of(config), *texts(model_dir), index))
+    try:
+        await server.start()
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=30) as http:
+            if wait:
+                await until(lambda: server.gateway.ready)
+                decodes = len(cluster.decodes)
+                await until(lambda: len(server.gateway.table.decodes()) == decodes)
+            yield Rig(server, http, cluster)
+    finally:
+        await server.stop()
