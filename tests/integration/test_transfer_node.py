@@ -1,4 +1,4 @@
-"""Two pods hand KV over: the same tests on the loopback backend and on NIXL (test_transfer_tcp.py repeats them over TCP)."""
+"""Two pods hand KV over: the same tests on loopback and on NIXL (test_transfer_tcp.py repeats them over TCP)."""
 
 from __future__ import annotations
 
@@ -368,7 +368,7 @@ async def test_decode_restarts_under_its_name(cluster: Cluster) -> None:
 
 
 async def test_prefill_restarts_under_its_name(cluster: Cluster) -> None:
-    """Blocks that the dead process may have been writing come back after the newer generation answered at its address."""
+    """Blocks that the dead process may still write come back once a newer generation answers at its address."""
     prefill, decode = await cluster.pair()
     await prefill.node.connect(decode.address)
     prefill.backend.on_write = lambda _p, _l, _r: WriteFault(delay_s=60.0)
@@ -386,10 +386,10 @@ async def test_prefill_restarts_under_its_name(cluster: Cluster) -> None:
     again.fill(4)
     await until(lambda: incoming.hold.free)
     await hand_over(again, decode, 5)
+    request = transfer_pb2.CommitRequest(
+        transfer_id=transfer_id_to_pb(incoming.target.transfer_id), generation=prefill.generation
+    )
     with pytest.raises(UnknownTransfer):
-        request = transfer_pb2.CommitRequest(
-            transfer_id=transfer_id_to_pb(incoming.target.transfer_id), generation=prefill.generation
-        )
         await prefill.node._rpc.call(decode.address, "Commit", request, transfer_pb2.CommitResponse, 5.0)
     assert decode.node.stats().dropped["old_generation"] == 1
 

@@ -1,4 +1,4 @@
-"""The tests of test_transfer_node.py over UCX's TCP transport, where writes complete asynchronously.
+"""test_transfer_node.py and test_transfer_processes.py over UCX's TCP transport, where writes complete asynchronously.
 
 UCX reads its settings once per process, so they run in a process of their own.
 """
@@ -14,11 +14,12 @@ import pytest
 
 
 @pytest.mark.slow
-def test_over_tcp() -> None:
+@pytest.mark.parametrize("tests", ["test_transfer_node.py", "test_transfer_processes.py"])
+def test_over_tcp(tests: str) -> None:
     env = {**os.environ, "UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
     here = Path(__file__).parent
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", "nixl", str(here / "test_transfer_node.py")],
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", "not loopback", str(here / tests)],
         env=env,
         cwd=here.parent.parent,
         capture_output=True,

@@ -1,0 +1,230 @@
+"""NIXL between real processes that are killed, frozen and restarted (test_transfer_tcp.py repeats this over TCP)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest_asyncio
+
+from common.errors import BatonError, DeadlineExceeded, TransferFailed
+from common.lifecycle import host_boot_id
+from common.types import KvTarget, Role, TransferId
+from kv_transfer.outgoing import OutgoingTransfer
+from kv_transfer.process_watch import watch_process
+from tests.integration.transfer_pods import LAYOUT, Cluster, FakeHold, Pod, until
+
+
+class Child:
+    """A pod process."""
+
+    def __init__(self, process: asyncio.subprocess.Process, name: str, hello: dict[str, Any]) -> None:
+        self.process = process
+        self.name = name
+        self.address: str = hello["address"]
+        self.generation: int = hello["generation"]
+        self.pid: int = hello["pid"]
+
+    @classmethod
+    async def start(cls, role: Role, name: str, port: int = 0) -> Child:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "tests.integration.transfer_child",
+            role.value,
+            name,
+            str(port),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+        )
+        assert process.stdout is not None
+        return cls(process, name, json.loads(await asyncio.wait_for(process.stdout.readline(), 60)))
+
+    async def ask(self, op: str, **order: Any) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps({"op": op, **order}).encode() + b"\n")
+        answer: dict[str, Any] = json.loads(await asyncio.wait_for(self.process.stdout.readline(), 30))
+        return answer
+
+    async def state_until(self, reached: Any, timeout_s: float = 30.0) -> dict[str, Any]:
+        for _ in range(int(timeout_s / 0.05)):
+            state = await self.ask("state")
+            if reached(state):
+                return state
+            await asyncio.sleep(0.05)
+        raise AssertionError(f"it did not happen in time: {state}")
+
+    async def reserve(self, request_id: str, blocks: list[int], deadline_s: float = 30.0) -> KvTarget:
+        answer = await self.ask("reserve", id=request_id, blocks=blocks, deadline_s=deadline_s)
+        transfer_id = TransferId(self.generation, answer["number"])
+        return KvTarget(transfer_id, self.name, self.address, 0, tuple(blocks), LAYOUT.fingerprint)
+
+    def send_signal(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+    async def end(self) -> None:
+        if self.process.returncode is None:
+            self.send_signal(signal.SIGKILL)
+        await asyncio.wait_for(self.process.wait(), 10)
+
+
+class Hosts(Cluster):
+    """Pods here and in children."""
+
+    def __init__(self) -> None:
+        super().__init__("nixl")
+        self.children: list[Child] = []
+
+    async def child(self, role: Role, name: str, port: int = 0) -> Child:
+        self.children.append(await Child.start(role, name, port))
+        return self.children[-1]
+
+
+@pytest_asyncio.fixture
+async def hosts() -> AsyncIterator[Hosts]:
+    hosts = Hosts()
+    yield hosts
+    for child in hosts.children:
+        await child.end()
+    await hosts.stop()
+
+
+async def send(prefill: Pod, target: KvTarget, request_id: str, deadline_s: float = 30.0) -> OutgoingTransfer:
+    transfer = prefill.node.outgoing(target, request_id, len(target.blocks), deadline_s)
+    transfer.push(0, target.blocks, FakeHold(list(target.blocks)))
+    transfer.finish([1], [None])
+    return transfer
+
+
+async def outcome(transfer: OutgoingTransfer) -> BatonError | None:
+    try:
+        await transfer.done()
+    except BatonError as e:
+        return e
+    return None
+
+
+async def start_writer(decode: Pod, writer: Child, request_id: str, blocks: list[int], deadline_s: float) -> Any:
+    """The child opens a transfer to decode and holds its writes back for ever."""
+    incoming = decode.reserve(request_id, 0, blocks, deadline_s)
+    await writer.ask(
+        "send",
+        id=request_id,
+        pod=decode.name,
+        address=decode.address,
+        generation=decode.generation,
+        number=incoming.target.transfer_id.number,
+        blocks=blocks,
+        delay_s=600.0,
+    )
+    await writer.state_until(lambda state: state["pending"] > 0)
+    return incoming
+
+
+async def test_transport_is_known(hosts: Hosts) -> None:
+    decode = await hosts.child(Role.DECODE, "decode-0")
+    prefill = await hosts.start("prefill-0", Role.PREFILL)
+    peer = await prefill.node.connect(decode.address)
+    assert peer.transport == ("tcp" if os.environ.get("UCX_TLS") == "tcp" else "cma")
+    assert peer.gbps > 0
+    assert await outcome(await send(prefill, await decode.reserve("r", [1, 2, 3]), "r")) is None
+    assert (await decode.ask("state"))["ready"] == ["r"]
+
+
+async def test_decode_is_killed(hosts: Hosts) -> None:
+    decode = await hosts.child(Role.DECODE, "decode-0")
+    prefill = await hosts.start("prefill-0", Role.PREFILL)
+    target = await decode.reserve("r", list(range(8)))
+    transfer = prefill.node.outgoing(target, "r", 8, 60.0)
+    holds = [FakeHold([block]) for block in range(8)]
+    for block in range(4):
+        transfer.push(block, [block], holds[block])
+    await until(lambda: transfer.delivered_blocks == 4)
+    await decode.end()
+    for block in range(4, 8):
+        transfer.push(block, [block], holds[block])
+    transfer.finish([1], [None])
+    assert isinstance(await outcome(transfer), TransferFailed)
+    await until(lambda: all(hold.free for hold in holds))
+    port = int(decode.address.rpartition(":")[2])
+    again = await hosts.child(Role.DECODE, "decode-0", port)
+    assert await outcome(await send(prefill, await again.reserve("s", [1, 2]), "s")) is None
+
+
+async def test_decode_is_killed_before_the_commit(hosts: Hosts) -> None:
+    """Everything is delivered and nothing is pending: only the end of the process tells."""
+    decode = await hosts.child(Role.DECODE, "decode-0")
+    prefill = await hosts.start("prefill-0", Role.PREFILL)
+    transfer = prefill.node.outgoing(await decode.reserve("r", [1]), "r", 1, 60.0)
+    transfer.push(0, [1], FakeHold([1]))
+    await until(lambda: transfer.delivered_blocks == 1)
+    await decode.end()
+    transfer.finish([1], [None])
+    assert isinstance(await outcome(transfer), TransferFailed)
+
+
+async def test_prefill_is_killed(hosts: Hosts) -> None:
+    """The request fails at once, its blocks come back after the proof and the grace, and not before."""
+    decode = await hosts.start("decode-0", Role.DECODE)
+    writer = await hosts.child(Role.PREFILL, "prefill-0")
+    incoming = await start_writer(decode, writer, "r", [1, 2, 3], 60.0)
+    await writer.end()
+    await until(lambda: incoming.over)
+    assert isinstance(incoming.failed[0], TransferFailed)
+    assert incoming.hold.left == {1, 2, 3}
+    assert decode.node.stats().quarantined_blocks == 3
+    await until(lambda: incoming.hold.free)
+    assert decode.node.stats().quarantined_blocks == 0
+
+
+async def test_prefill_is_frozen(hosts: Hosts) -> None:
+    """A frozen writer proves nothing: its blocks stay in quarantine until it answers."""
+    decode = await hosts.start("decode-0", Role.DECODE)
+    writer = await hosts.child(Role.PREFILL, "prefill-0")
+    incoming = await start_writer(decode, writer, "r", [1, 2, 3], 1.0)
+    writer.send_signal(signal.SIGSTOP)
+    await until(lambda: incoming.over)
+    assert isinstance(incoming.failed[0], DeadlineExceeded)
+    await asyncio.sleep(3.0)
+    assert incoming.hold.left == {1, 2, 3}
+    writer.send_signal(signal.SIGKILL)
+    await until(lambda: incoming.hold.free)
+
+
+async def test_decode_is_frozen(hosts: Hosts) -> None:
+    decode = await hosts.child(Role.DECODE, "decode-0")
+    prefill = await hosts.start("prefill-0", Role.PREFILL)
+    await prefill.node.connect(decode.address)
+    target = await decode.reserve("r", [1, 2])
+    transfer = prefill.node.outgoing(target, "r", 2, 1.5)
+    transfer.push(0, [1], FakeHold([1]))
+    await until(lambda: transfer.delivered_blocks == 1)
+    decode.send_signal(signal.SIGSTOP)
+    late = FakeHold([2])
+    transfer.push(1, [2], late)
+    transfer.finish([1], [None])
+    assert isinstance(await outcome(transfer), DeadlineExceeded)
+    decode.send_signal(signal.SIGCONT)
+    await until(lambda: late.free)
+    await until(lambda: prefill.node.stats().open_outgoing == 0)
+    assert await outcome(await send(prefill, await decode.reserve("s", [5, 6]), "s")) is None
+
+
+async def test_a_process_is_watched_only_when_it_is_the_listener(hosts: Hosts) -> None:
+    child = await hosts.child(Role.DECODE, "decode-0")
+    other = await hosts.child(Role.DECODE, "decode-1")
+    assert watch_process(other.pid, host_boot_id(), child.address) is None
+    assert watch_process(child.pid, "another host", child.address) is None
+    watch = watch_process(child.pid, host_boot_id(), child.address)
+    assert watch is not None
+    assert not watch.ended()
+    await child.end()
+    assert watch.ended()
+    watch.close()
+    assert watch_process(child.pid, host_boot_id(), child.address) is None

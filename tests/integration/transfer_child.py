@@ -1,0 +1,104 @@
+"""A pod in a process of its own, told what to do by JSON lines: python -m ...transfer_child ROLE NAME PORT."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from typing import Any
+
+from common.auth import Signer
+from common.errors import BatonError
+from common.lifecycle import die_with_parent, host_boot_id
+from common.pb import transfer_pb2, transfer_pb2_grpc
+from common.rpc import RpcServer
+from common.types import KvTarget, Role, TransferId
+from common.wire import layout_to_pb, role_to_pb
+from kv_transfer.faults import FaultyBackend, WriteFault
+from kv_transfer.memory import host_memory
+from kv_transfer.nixl_backend import NixlBackend
+from kv_transfer.node import TransferNode
+from tests.integration.transfer_pods import LAYOUT, NUM_BLOCKS, SECRET, FakeHold, Incoming, Pod
+
+
+async def main(role: Role, name: str, port: int) -> None:
+    generation = time.time_ns() // 1_000_000
+    memory = host_memory(NUM_BLOCKS, LAYOUT.block_bytes)
+    backend = FaultyBackend(NixlBackend())
+    server = RpcServer("127.0.0.1", port)
+    info = transfer_pb2.InfoResponse(
+        protocol_version=1,
+        pod=name,
+        generation=generation,
+        role=role_to_pb(role),
+        layout=layout_to_pb(LAYOUT),
+        fingerprint=LAYOUT.fingerprint,
+        num_blocks=NUM_BLOCKS,
+        pid=os.getpid(),
+        boot_id=host_boot_id(),
+    )
+    node = TransferNode(
+        backend=backend,
+        memory=memory,
+        info=lambda: info,
+        signer=Signer(SECRET, name, generation),
+        address=lambda: pod.address,
+    )
+    pod = Pod(name, generation, node, server, memory, backend, LAYOUT, f"{role.value}-{name}-{generation}")
+    server.add(transfer_pb2_grpc.add_TransferServicer_to_server, node.servicer, "baton.v1.Transfer")
+    await node.start()
+    pod.address = f"127.0.0.1:{await server.start()}"
+    pod.fill(9)
+    incoming: dict[str, Incoming] = {}
+    sending: dict[str, asyncio.Task[str]] = {}
+    say({"address": pod.address, "generation": generation, "pid": os.getpid()})
+    reader = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    while line := await reader.readline():
+        order: dict[str, Any] = json.loads(line)
+        match order["op"]:
+            case "reserve":
+                incoming[order["id"]] = got = pod.reserve(order["id"], 0, order["blocks"], order["deadline_s"])
+                number = got.target.transfer_id.number
+                say({"number": number, "digests": [d.hex() for d in pod.digest(order["blocks"])]})
+            case "send":
+                await node.connect(order["address"])  # from now on a pending write is one of the transfer
+                backend.on_write = lambda _p, _l, _r, d=order["delay_s"]: WriteFault(delay_s=d)
+                transfer_id = TransferId(order["generation"], order["number"])
+                blocks = tuple(order["blocks"])
+                target = KvTarget(transfer_id, order["pod"], order["address"], 0, blocks, LAYOUT.fingerprint)
+                transfer = node.outgoing(target, order["id"], len(blocks), 60.0)
+                transfer.push(0, blocks, FakeHold(list(blocks)))
+                transfer.finish([1], [None])
+                sending[order["id"]] = asyncio.create_task(outcome(transfer.done()))
+                say({})
+            case "state":
+                stats = node.stats()
+                say(
+                    {
+                        "ready": [i for i, got in incoming.items() if got.ready],
+                        "failed": [i for i, got in incoming.items() if got.failed],
+                        "held": {i: sorted(got.hold.left) for i, got in incoming.items()},
+                        "pending": stats.pending_writes,
+                        "sent": {i: task.result() for i, task in sending.items() if task.done()},
+                    }
+                )
+
+
+async def outcome(done: Any) -> str:
+    try:
+        await done
+    except BatonError as e:
+        return e.kind
+    return "done"
+
+
+def say(message: dict[str, Any]) -> None:
+    print(json.dumps(message), flush=True)
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    asyncio.run(main(Role(sys.argv[1]), sys.argv[2], int(sys.argv[3])))
