@@ -48,7 +48,10 @@ class TextTokenizer:
         path = model_dir / "tokenizer.json"
         if not path.is_file():
             raise ConfigError(f"model: {model_dir} holds no tokenizer.json", field="model")
-        raw: Any = Tokenizer.from_file(str(path))
+        try:
+            raw: Any = Tokenizer.from_file(str(path))
+        except Exception as e:  # the library raises nothing narrower
+            raise ConfigError(f"model: {path} is not a tokenizer: {e}", field="model") from e
         raw.no_truncation()
         raw.no_padding()
         self.raw = raw
