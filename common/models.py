@@ -87,7 +87,7 @@ def _convert(dest: Path, say: Callable[[str], None]) -> None:
                 return  # another process made it while we waited
             say(f"converting SmolLM2-135M-Instruct into {dest} (once, about a minute)")
             child = subprocess.run(
-                [sys.executable, "-m", "engine.gguf_import", str(dest)],
+                [sys.executable, "-P", "-m", "engine.gguf_import", str(dest)],
                 check=False,
                 capture_output=True,
                 text=True,
