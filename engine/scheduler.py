@@ -229,8 +229,8 @@ class Scheduler:
         for seq in tuple(self._running):
             if len(items) == limit:
                 break
-            # An earlier sequence of this loop may have preempted this one.
-            if seq.paused or seq.lease is None or not seq.decoding:
+            # One that was preempted by an earlier one of this loop has nothing computed, so it does not decode.
+            if seq.paused or not seq.decoding:
                 continue
             if seq.computed < seq.allocated or self._grow(seq):
                 items.append(Item(seq, seq.computed, 1, sample=True, decode=True))

@@ -66,10 +66,11 @@ class World:
         self.scheduler.add(seq)
         return seq
 
-    def receive(self, name: str, prompt: list[int], max_tokens: int, lease: Lease) -> Sequence:
+    def receive(self, name: str, prompt: list[int], max_tokens: int, lease: Lease, *, priority: int = 0) -> Sequence:
         """A sequence whose prompt another pod computed into the lease's blocks."""
         self.write(lease, prompt, 0, len(prompt))
-        return self.sequence(name, prompt, max_tokens, lease=lease, output=[next_token(prompt)])
+        output = [next_token(prompt)]
+        return self.sequence(name, prompt, max_tokens, priority=priority, lease=lease, output=output)
 
     def outside(self, blocks: int) -> Lease:
         lease = self.pool.lease([], blocks)
@@ -251,6 +252,36 @@ def test_a_received_sequence_without_a_slot_does_not_block_the_pool() -> None:
     for _ in range(30):
         world.step()
     assert [seq.request_id for seq in world.done] == ["a", "b"]
+
+
+def test_a_received_sequence_of_higher_rank_without_a_slot_does_not_block_the_pool() -> None:
+    world = World(blocks=3, size=4, seqs=1)
+    world.add("a", 4, 5)
+    world.step()
+    world.scheduler.add(world.receive("b", [1] * 5, 3, world.outside(2), priority=1))
+    for _ in range(30):
+        world.step()
+    assert {seq.request_id for seq in world.done} == {"a", "b"}
+
+
+def test_a_preempted_sequence_that_does_not_fit_lets_those_run_that_hold_the_blocks() -> None:
+    world = World(blocks=4, size=4, seqs=2)
+    first, second = (
+        world.receive(name, [1] * n, 4, world.outside(n // 4)) for name, n in (("first", 4), ("second", 12))
+    )
+    world.scheduler.add(first)
+    world.scheduler.add(second)
+    world.step()
+    assert second.preemptions == 1
+    reserved = world.outside(2)
+    while first.finish is None:
+        world.step()
+    assert world.step() == {}
+    world.scheduler.add(world.receive("third", [2] * 5, 3, reserved))
+    assert world.step() == {"third": 1}
+    while world.scheduler.has_work:
+        world.step()
+    assert [seq.request_id for seq in world.done] == ["first", "third", "second"]
 
 
 def test_a_step_in_flight_does_not_cost_more_preemptions() -> None:
