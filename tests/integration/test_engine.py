@@ -1,0 +1,376 @@
+"""The engine on a CPU: against transformers, and against itself where batch, chunks, cache and memory differ."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from common.errors import BatonError, ConfigError, InvalidRequest, Unavailable
+from common.types import FinishReason, SamplingParams, ValidRequest
+from engine.config import EngineConfig
+from engine.engine import Engine, StepResult
+from engine.llm import LLM
+from engine.loop import EngineLoop
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, logprobs=2)
+BLOCK, CHUNK, VOCAB = 4, 16, 160
+WAIT_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random Qwen3: qk-norm, grouped heads, untied."""
+    directory = tmp_path_factory.mktemp("tiny")
+    torch.manual_seed(11)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=48,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=256,
+        eos_token_id=2,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.3).add_(1.0 if parameter.ndim == 1 else 0.0)
+    model.save_pretrained(directory)
+    return directory
+
+
+def make(directory: Path, **config: Any) -> LLM:
+    defaults: dict[str, Any] = {"block_size": BLOCK, "num_blocks": 200, "token_budget": CHUNK, "threads": 1}
+    return LLM(directory, **(defaults | config))
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return torch.randint(3, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def clean(engine: Engine) -> None:
+    """No block is in use any more, and the pool adds up."""
+    engine.pool.check()
+    counts = engine.pool.counts()
+    assert counts.leased == counts.quarantined == 0
+
+
+@pytest.fixture
+def llm(tiny_dir: Path) -> Iterator[LLM]:
+    made = make(tiny_dir)
+    yield made
+    clean(made.engine)
+
+
+def test_smollm2_equals_transformers(smollm2_dir: Path) -> None:
+    text = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(100, 40000, (n,), generator=text).tolist() for n in (1, 17, 70)]
+    params = SamplingParams(temperature=0.0, max_tokens=6, logprobs=0)
+    llm = LLM(smollm2_dir, kv_memory=64 << 20, token_budget=48, max_model_len=256, threads=1)
+    got = llm.generate(prompts, params)
+    clean(llm.engine)
+    del llm
+    reference: Any = AutoModelForCausalLM.from_pretrained(smollm2_dir, dtype=torch.float32).eval()
+    for ids, completion in zip(prompts, got, strict=True):
+        with torch.inference_mode():
+            logits = reference(torch.tensor([ids + completion.ids])).logits[0, len(ids) - 1 : -1]
+        best = logits.topk(2, dim=-1)
+        for i, token in enumerate(completion.tokens):
+            near_tie = float(best.values[i, 0] - best.values[i, 1]) < 1e-4
+            assert token.id == int(best.indices[i, 0]) or near_tie
+            assert token.logprob == pytest.approx(float(logits[i].log_softmax(-1)[token.id]), abs=1e-3)
+
+
+@pytest.mark.parametrize("length", [1, BLOCK - 1, BLOCK, BLOCK + 1, CHUNK, CHUNK + 1, 3 * CHUNK, 5 * CHUNK + 3])
+def test_chunked_equals_unchunked_equals_cached(tiny_dir: Path, llm: LLM, length: int) -> None:
+    whole = make(tiny_dir, token_budget=256).generate([prompt(length)], GREEDY)[0]
+    chunked = llm.generate([prompt(length)], GREEDY)[0]
+    assert chunked.ids == whole.ids
+    assert chunked.cached_tokens == 0
+    before = llm.engine.counters.prompt_tokens
+    again = llm.generate([prompt(length)], GREEDY)[0]
+    assert again.ids == whole.ids
+    assert again.cached_tokens == (length - 1) // BLOCK * BLOCK
+    assert llm.engine.counters.prompt_tokens - before == length - again.cached_tokens
+    for a, b in zip(again.tokens, whole.tokens, strict=True):
+        assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
+
+
+def test_salts_do_not_share(llm: LLM) -> None:
+    llm.generate([prompt(40)], GREEDY, cache_salt="a")
+    assert llm.generate([prompt(40)], GREEDY, cache_salt="b")[0].cached_tokens == 0
+    assert llm.generate([prompt(40)], GREEDY, cache_salt="a")[0].cached_tokens == 36
+
+
+def mixed() -> tuple[list[list[int]], list[SamplingParams]]:
+    """16 requests of all lengths and kinds of sampling."""
+    kinds = [
+        {"temperature": 0.0},
+        {"temperature": 1.0},
+        {"temperature": 0.8, "top_p": 0.9},
+        {"temperature": 1.2, "top_k": 8, "min_p": 0.05, "logprobs": 1},
+        {"temperature": 0.7, "repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2},
+        {"temperature": 0.0, "logit_bias": ((5, 3.0),), "min_tokens": 5, "stop_token_ids": tuple(range(3, 90))},
+    ]
+    prompts = [prompt(length, seed=length) for length in (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 50, 64, 90)]
+    return prompts, [SamplingParams(**({"max_tokens": 14, "seed": 7 * i} | kinds[i % 6])) for i in range(16)]
+
+
+def test_batch_equals_one_at_a_time(tiny_dir: Path, llm: LLM) -> None:
+    """Seeded sampling included: neither neighbours nor order nor cache change a request's tokens."""
+    prompts, params = mixed()
+    together = [c.ids for c in llm.generate(prompts, params)]
+    alone = make(tiny_dir)
+    assert [alone.generate([p], q)[0].ids for p, q in zip(prompts, params, strict=True)] == together
+    assert [c.ids for c in llm.generate(prompts[::-1], params[::-1])][::-1] == together
+    reseeded = [replace(q, seed=q.seed + 1) for q in params]
+    assert [c.ids for c in llm.generate(prompts, reseeded)] != together
+
+
+def test_preemption_changes_nothing(tiny_dir: Path, llm: LLM) -> None:
+    prompts, params = mixed()
+    expected = [c.ids for c in llm.generate(prompts, params)]
+    small = make(tiny_dir, num_blocks=29)
+    assert [c.ids for c in small.generate(prompts, params)] == expected
+    assert small.engine.scheduler.stats().preemptions > 0
+    assert small.engine.counters.recomputed_tokens > 0
+    clean(small.engine)
+
+
+def test_stop_length_and_context_limit(tiny_dir: Path, llm: LLM) -> None:
+    ids = llm.generate([prompt(9)], GREEDY)[0].ids
+    stop = llm.generate([prompt(9)], replace(GREEDY, stop_token_ids=(ids[4],)))[0]
+    assert (stop.ids, stop.finish) == (ids[: ids.index(ids[4]) + 1], FinishReason.STOP)
+    one = llm.generate([prompt(9)], replace(GREEDY, max_tokens=1))[0]
+    assert (one.ids, one.finish) == (ids[:1], FinishReason.LENGTH)
+    first_is_stop = llm.generate([prompt(9)], replace(GREEDY, max_tokens=1, stop_token_ids=(ids[0],)))[0]
+    assert first_is_stop.finish is FinishReason.STOP
+    limited = make(tiny_dir, max_model_len=21)
+    assert limited.generate([prompt(9)], GREEDY)[0].ids == ids
+    for length, field in ((10, "max_tokens"), (21, "prompt")):
+        with pytest.raises(InvalidRequest) as refused:
+            limited.generate([prompt(length)], GREEDY)
+        assert refused.value.field == field
+    clean(limited.engine)
+
+
+@pytest.mark.parametrize(
+    ("ids", "change", "field"),
+    [
+        ([5, VOCAB], {}, "prompt"),
+        ([5, -1], {}, "prompt"),
+        ([], {}, "prompt"),
+        ([5], {"logit_bias": ((VOCAB, 1.0),)}, "logit_bias"),
+        ([5], {"stop_token_ids": (VOCAB,)}, "stop_token_ids"),
+    ],
+)
+def test_ids_outside_the_vocabulary_are_refused(llm: LLM, ids: list[int], change: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        llm.generate([prompt(5), ids], replace(GREEDY, **change))
+    assert refused.value.field == field
+    assert not llm.engine.has_work
+
+
+def request(name: str, ids: list[int], params: SamplingParams = GREEDY) -> ValidRequest:
+    return ValidRequest(name, "tiny", tuple(ids), params)
+
+
+def test_poisoned_kv_fails_its_sequence_alone_and_leaves_no_trace(llm: LLM) -> None:
+    expected = llm.generate([prompt(10, 1), prompt(10, 2)], GREEDY)
+    llm.engine.pool.clear_cache()
+    seqs = [llm.engine.new_sequence(request(f"r{i}", prompt(10, i))) for i in (1, 2)]
+    for seq in seqs:
+        llm.engine.add(seq)
+    outputs = [o for _ in range(3) for o in llm.engine.step().outputs]
+    assert seqs[0].lease is not None
+    llm.engine.kv.segment_view("kv")[seqs[0].lease.blocks[0], 0, 0, 0, 1] = float("nan")
+    while llm.engine.has_work:
+        outputs += llm.engine.step().outputs
+    bad = [o for o in outputs if o.error is not None]
+    assert [o.seq.request_id for o in bad] == ["r1"]
+    assert bad[0].finish is FinishReason.ERROR
+    assert seqs[1].output == expected[1].ids
+    assert llm.engine.counters.failed_sequences == 1
+    # The poison stays in a cached block of that prompt only; once reused, blocks are clean.
+    llm.engine.pool.clear_cache()
+    assert llm.generate([prompt(10, 1)], GREEDY)[0].ids == expected[0].ids
+
+
+def test_unwritten_slots_of_a_reused_block_do_not_leak(llm: LLM) -> None:
+    expected = llm.generate([prompt(6)], GREEDY)[0].ids
+    llm.engine.pool.clear_cache()
+    llm.engine.kv.segment_view("kv")[: llm.engine.kv.num_blocks] = float("nan")
+    assert llm.generate([prompt(6)], GREEDY)[0].ids == expected
+
+
+def test_hand_off_between_two_engines(tiny_dir: Path, llm: LLM) -> None:
+    """Prefill computes, its blocks are copied byte by byte, decode goes on and computes no prompt token."""
+    ids = prompt(3 * CHUNK + 2)
+    expected = llm.generate([ids], GREEDY)[0].ids
+    prefill, decode = make(tiny_dir).engine, make(tiny_dir).engine
+    assert prefill.layout.fingerprint == decode.layout.fingerprint
+    lease = decode.pool.lease([], decode.layout.blocks_for(len(ids)) + 1)
+    assert lease is not None
+    seq = prefill.new_sequence(request("r", ids), hand_off=True)
+    prefill.add(seq)
+    copied: list[int] = []
+    ends: list[StepResult] = []
+
+    def push(result: StepResult) -> None:
+        (output,) = result.outputs
+        assert output.chunk_done
+        assert seq.lease is not None
+        assert not seq.lease.finished
+        full = len(ids) if output.handed_off else output.computed // BLOCK * BLOCK
+        for block in range(len(copied), prefill.layout.blocks_for(full)):
+            decode.kv.write_block(lease.blocks[block], prefill.kv.read_block(seq.lease.blocks[block]))
+            copied.append(block)
+        ends.append(result)
+
+    while prefill.has_work:
+        prefill.step(push)
+    assert len(ends) == 4
+    assert ends[-1].outputs[0].handed_off
+    assert ends[-1].outputs[0].finish is None
+    clean(prefill)
+    first = ends[-1].outputs[0].tokens[0]
+    moved = decode.new_sequence(request("r", ids), lease=lease, computed=len(ids), output=[first.id])
+    decode.add(moved)
+    indices: list[int] = []
+    while decode.has_work:
+        indices += [t.index for o in decode.step().outputs for t in o.tokens]
+    assert moved.output == expected
+    assert indices == list(range(1, 12))
+    assert decode.counters.prompt_tokens == decode.counters.recomputed_tokens == 0
+    clean(decode)
+
+
+class Recorder:
+    """Collects outputs per request and signals ends."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[str, list[int]] = {}
+        self.finish: dict[str, FinishReason] = {}
+        self.changed = threading.Condition()
+
+    def __call__(self, result: StepResult) -> None:
+        with self.changed:
+            for output in result.outputs:
+                name = output.seq.request_id
+                self.tokens.setdefault(name, []).extend(t.id for t in output.tokens)
+                if output.finish is not None:
+                    assert name not in self.finish
+                    self.finish[name] = output.finish
+            self.changed.notify_all()
+
+    def wait(self, *names: str) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: all(n in self.finish for n in names), WAIT_S)
+
+
+def refused(error: BatonError) -> None:
+    raise AssertionError(error)
+
+
+def test_loop_serves_aborts_pauses_and_refuses(llm: LLM) -> None:
+    expected = llm.generate([prompt(20)], GREEDY)[0].ids
+    recorder, engine = Recorder(), llm.engine
+    loop = EngineLoop(engine, recorder)
+    loop.start()
+    loop.add(engine.new_sequence(request("a", prompt(20))), refused)
+    recorder.wait("a")
+    assert recorder.tokens["a"] == expected
+    # Abort: one end, whatever comes first; an abort after the end is nothing.
+    endless = SamplingParams(temperature=0.0, max_tokens=200)
+    loop.add(engine.new_sequence(request("b", prompt(20), endless)), refused)
+    loop.abort("b")
+    loop.abort("b")
+    loop.abort("a")
+    recorder.wait("b")
+    assert recorder.finish["b"] is FinishReason.ABORT
+    # Paused: it gets no tokens until it may go on.
+    loop.call(lambda: None).result(WAIT_S)
+    loop.add(engine.new_sequence(request("c", prompt(20))), refused)
+    loop.set_paused(["c", "unknown"], True)
+    held = loop.call(lambda: len(recorder.tokens.get("c", []))).result(WAIT_S)
+    for _ in range(3):
+        assert loop.call(lambda: len(recorder.tokens.get("c", []))).result(WAIT_S) == held
+    loop.set_paused(["c"], False)
+    recorder.wait("c")
+    assert recorder.tokens["c"] == expected
+    # Refused: the caller is told.
+    errors: list[BatonError] = []
+    loop.add(engine.new_sequence(request("d", [])), errors.append)
+    with pytest.raises(ZeroDivisionError):
+        loop.call(lambda: 1 // 0).result(WAIT_S)
+    assert isinstance(errors[0], InvalidRequest)
+    # Stop: what runs is aborted and told, what comes later is refused.
+    loop.add(engine.new_sequence(request("e", prompt(20), endless)), refused)
+    loop.call(lambda: None).result(WAIT_S)
+    loop.stop(WAIT_S)
+    assert recorder.finish["e"] is FinishReason.ABORT
+    loop.add(engine.new_sequence(request("f", prompt(5))), errors.append)
+    assert isinstance(errors[1], Unavailable)
+    with pytest.raises(Unavailable):
+        loop.call(lambda: None).result(WAIT_S)
+
+
+def test_failing_step_and_failing_hook_do_not_end_the_loop(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = llm.generate([prompt(20)], GREEDY)[0].ids
+    recorder, engine = Recorder(), llm.engine
+    failures = iter(["hook"])
+
+    def hook(result: StepResult) -> None:
+        recorder(result)
+        if next(failures, None):
+            raise RuntimeError("the hook broke")
+
+    loop = EngineLoop(engine, hook)
+    launch = engine.runner.launch
+    broken = threading.Event()
+
+    def launch_or_fail(items: Any) -> Any:
+        if any(item.seq.request_id == "bad" for item in items) and not broken.is_set():
+            broken.set()
+            raise RuntimeError("the device broke")
+        return launch(items)
+
+    monkeypatch.setattr(engine.runner, "launch", launch_or_fail)
+    loop.start()
+    try:
+        loop.add(engine.new_sequence(request("bad", prompt(20))), refused)
+        recorder.wait("bad")
+        assert recorder.finish["bad"] is FinishReason.ERROR
+        loop.add(engine.new_sequence(request("good", prompt(20))), refused)
+        recorder.wait("good")
+        assert recorder.tokens["good"] == expected
+    finally:
+        loop.stop(WAIT_S)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"device": "tpu"}, "device"),
+        ({"device": "cuda:63"}, "device"),
+        ({"dtype": "float8"}, "dtype"),
+        ({"block_size": 0}, "block_size"),
+        ({"kv_memory": 100}, "kv_memory"),
+        ({"kv_memory": 1 << 20, "num_blocks": 7}, "num_blocks"),
+        ({"threads": -1}, "threads"),
+        ({"model_dir": Path("/nonexistent")}, "model"),
+    ],
+)
+def test_wrong_configuration_names_the_field(tiny_dir: Path, change: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        Engine(EngineConfig(**({"model_dir": tiny_dir} | change)))
+    assert refusal.value.field == field
