@@ -226,13 +226,13 @@ class Gateway:
         try:
             yield ticket
             outcome = "ok"
+        except (Cancelled, asyncio.CancelledError, GeneratorExit):
+            outcome = "aborted"
+            self.metrics.aborts.labels("abort_call" if ticket.aborted else "disconnect").inc()
+            raise
         except BatonError as e:
             outcome = e.kind
             timeline.note(error=e.message)
-            raise
-        except (asyncio.CancelledError, GeneratorExit):
-            outcome = "aborted"
-            self.metrics.aborts.labels("abort_call" if ticket.aborted else "disconnect").inc()
             raise
         finally:
             timeline.mark("ended", outcome=outcome)

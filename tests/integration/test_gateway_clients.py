@@ -1,0 +1,183 @@
+"""Real clients: the OpenAI SDK, gRPC, and the published OpenAPI document."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import openai
+import pytest
+import pytest_asyncio
+
+from common import rpc
+from common.pb import inference_pb2, inference_pb2_grpc, types_pb2
+from tests.fake_pods import FakeCluster, fake_cluster
+from tests.gateway_rig import MODEL, Rig, rig, texts, until
+
+OPENAPI = Path(__file__).parents[2].parent / "shared" / "openai" / "openapi.json"
+SAID = "Héllo 世界, how are you?"
+
+
+@pytest_asyncio.fixture
+async def cluster(smollm2_dir: Path) -> AsyncIterator[FakeCluster]:
+    async with fake_cluster() as c:
+        tokenizer = texts(smollm2_dir)[0]
+        ids = [*tokenizer.encode(SAID, add_special_tokens=False), tokenizer.eos_ids[0]]
+        c.script = lambda _request: ids
+        yield c
+
+
+@pytest_asyncio.fixture
+async def gw(cluster: FakeCluster, smollm2_dir: Path, unused_tcp_port: int) -> AsyncIterator[Rig]:
+    async with rig(cluster, smollm2_dir, grpc_port=unused_tcp_port) as r:
+        yield r
+        await r.settled()
+
+
+MESSAGES: Any = [{"role": "user", "content": "Hi"}]
+
+
+async def test_async_sdk(gw: Rig) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{gw.url}/v1", api_key="x", max_retries=0) as client:
+        assert [m.id async for m in client.models.list()] == [MODEL]
+        chat = await client.chat.completions.create(model=MODEL, messages=MESSAGES, logprobs=True, top_logprobs=1)
+        assert chat.choices[0].message.content == SAID
+        assert chat.choices[0].finish_reason == "stop"
+        assert chat.usage is not None
+        assert chat.usage.total_tokens == chat.usage.prompt_tokens + chat.usage.completion_tokens
+        stream = await client.chat.completions.create(
+            model=MODEL, messages=MESSAGES, stream=True, stream_options={"include_usage": True}
+        )
+        chunks = [chunk async for chunk in stream]
+        assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == SAID
+        assert chunks[-1].usage is not None
+        text = await client.completions.create(model=MODEL, prompt="x", max_tokens=30, logprobs=1)
+        assert text.choices[0].text == SAID
+        pieces = await client.completions.create(model=MODEL, prompt="x", max_tokens=30, stream=True)
+        assert "".join([p.choices[0].text async for p in pieces]) == SAID
+        with pytest.raises(openai.NotFoundError):
+            await client.completions.create(model="other", prompt="x")
+        with pytest.raises(openai.BadRequestError) as bad:
+            await client.completions.create(model=MODEL, prompt="x", temperature=9)
+        assert bad.value.param == "temperature"
+
+
+async def test_sync_sdk(gw: Rig) -> None:
+    def work() -> tuple[str | None, str]:
+        with openai.OpenAI(base_url=f"{gw.url}/v1", api_key="x", max_retries=0) as client:
+            chat = client.chat.completions.create(model=MODEL, messages=MESSAGES)
+            stream = client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)
+            return chat.choices[0].message.content, "".join(c.choices[0].delta.content or "" for c in stream)
+
+    assert await asyncio.to_thread(work) == (SAID, SAID)
+
+
+async def test_sdk_sees_an_error_inside_a_stream(gw: Rig, cluster: FakeCluster) -> None:
+    cluster.decodes[0].faults.stall_after = 1
+    async with openai.AsyncOpenAI(base_url=f"{gw.url}/v1", api_key="x", max_retries=0) as client:
+        headers = {"x-request-timeout": "0.4"}
+        stream = await client.completions.create(
+            model=MODEL, prompt="x", max_tokens=30, stream=True, extra_headers=headers
+        )
+        with pytest.raises(openai.APIError, match="time is over"):
+            _ = [chunk async for chunk in stream]
+
+
+async def test_sdk_abandoning_a_stream_aborts_it(gw: Rig, cluster: FakeCluster) -> None:
+    cluster.decodes[0].faults.stall_after = 2
+    async with openai.AsyncOpenAI(base_url=f"{gw.url}/v1", api_key="x", max_retries=0) as client:
+        stream = await client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)
+        async for _ in stream:
+            break
+        await stream.close()
+    await until(lambda: len(cluster.decodes[0].seen.decode_aborts) == 1)
+
+
+@pytest_asyncio.fixture
+async def stub(gw: Rig) -> AsyncIterator[Any]:
+    channel = rpc.channel(f"127.0.0.1:{gw.server.grpc_port}")
+    yield inference_pb2_grpc.InferenceStub(channel)
+    await channel.close()
+
+
+async def test_grpc_generate(gw: Rig, stub: Any, cluster: FakeCluster) -> None:
+    chat = inference_pb2.ChatPrompt(messages=[inference_pb2.ChatMessage(role="user", content="Hi")])
+    for prompt in ({"text": "x"}, {"tokens": inference_pb2.TokenPrompt(ids=[1, 2])}, {"chat": chat}):
+        request = inference_pb2.GenerateRequest(model=MODEL, max_tokens=30, temperature=0, logprobs=1, **prompt)
+        got = [message async for message in stub.Generate(request)]
+        assert "".join(m.text for m in got) == SAID
+        assert [t.index for m in got for t in m.tokens] == list(range(got[-1].usage.completion_tokens))
+        assert all(t.HasField("logprob") and len(t.top) == 1 for m in got for t in m.tokens)
+        assert got[-1].finish_reason == types_pb2.FINISH_REASON_STOP
+        assert len({m.request_id for m in got}) == 1
+    assert cluster.decodes[0].seen.reserved[0].sampling.greedy
+    assert [m.id for m in (await stub.ListModels(inference_pb2.ListModelsRequest())).models] == [MODEL]
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({"model": "other", "text": "x"}, grpc.StatusCode.NOT_FOUND),
+        ({"model": MODEL}, grpc.StatusCode.INVALID_ARGUMENT),
+        ({"model": MODEL, "text": ""}, grpc.StatusCode.INVALID_ARGUMENT),
+        ({"model": MODEL, "text": "x", "temperature": float("nan")}, grpc.StatusCode.INVALID_ARGUMENT),
+        ({"model": MODEL, "text": "x", "max_tokens": 0}, grpc.StatusCode.INVALID_ARGUMENT),
+    ],
+)
+async def test_grpc_errors(stub: Any, fields: dict[str, Any], code: grpc.StatusCode) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        _ = [m async for m in stub.Generate(inference_pb2.GenerateRequest(**fields))]
+    assert error.value.code() is code
+
+
+async def test_grpc_abort_deadline_and_cancel_free_everything(gw: Rig, stub: Any, cluster: FakeCluster) -> None:
+    cluster.decodes[0].faults.stall_after = 2
+    request = inference_pb2.GenerateRequest(model=MODEL, text="x", max_tokens=30)
+    call = stub.Generate(request)
+    first = await call.read()
+    await stub.Abort(inference_pb2.AbortGenerateRequest(request_id=first.request_id))
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        while await call.read() is not grpc.aio.EOF:
+            pass
+    assert error.value.code() is grpc.StatusCode.CANCELLED
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        _ = [m async for m in stub.Generate(request, timeout=0.4)]
+    assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    call = stub.Generate(request)
+    await call.read()
+    call.cancel()
+    await until(lambda: len(cluster.decodes[0].seen.decode_aborts) == 3)
+    assert (await stub.Abort(inference_pb2.AbortGenerateRequest(request_id="unknown"))) is not None
+
+
+def _nullable(schema: Any) -> Any:
+    """JSON Schema for what OpenAPI 3.0 calls nullable."""
+    if isinstance(schema, list):
+        return [_nullable(s) for s in schema]
+    if not isinstance(schema, dict):
+        return schema
+    out = {k: _nullable(v) for k, v in schema.items() if k != "nullable"}
+    return {"anyOf": [out, {"type": "null"}]} if schema.get("nullable") is True else out
+
+
+async def test_answers_fit_the_published_schema(gw: Rig) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    if not OPENAPI.is_file():
+        pytest.skip("the OpenAPI document is not on this machine")
+    document = _nullable(json.loads(OPENAPI.read_text()))
+
+    def check(name: str, value: Any) -> None:
+        schema = {"$ref": f"#/components/schemas/{name}", "components": document["components"]}
+        jsonschema.Draft202012Validator(schema).validate(value)
+
+    lp = {"logprobs": True, "top_logprobs": 2}
+    check("CreateChatCompletionResponse", (await gw.chat(**lp)).json())
+    check("CreateCompletionResponse", (await gw.complete(logprobs=2)).json())
+    for event in (await gw.stream("chat", **lp, stream_options={"include_usage": True}))[1][:-1]:
+        check("CreateChatCompletionStreamResponse", event)
+    check("ListModelsResponse", (await gw.http.get("/v1/models")).json())
+    check("ErrorResponse", (await gw.complete(temperature=9)).json())
