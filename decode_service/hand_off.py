@@ -12,6 +12,7 @@ the engine holds nothing for it. Callers: the event loop, the transfer thread (r
 from __future__ import annotations
 
 import enum
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -27,6 +28,8 @@ from engine.engine import SequenceOutput
 from engine.sequence import Sequence
 from kv_transfer.messages import Commit
 from pod.runtime import PodRuntime
+
+_log = logging.getLogger(__name__)
 
 
 class State(enum.Enum):
@@ -137,6 +140,8 @@ class Reservation:
 
     def failed(self, error: BatonError) -> None:
         """The hand-off broke (or the request otherwise cannot go on): the gateway is told."""
+        if self._state is not State.ENDED:  # what follows an abort is no news
+            _log.warning("hand-off failed: %s", error.message, extra={"request_id": self.request.request_id})
         self.end(error)
 
     def refused(self, error: BatonError) -> None:

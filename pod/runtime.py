@@ -143,8 +143,8 @@ class PodRuntime:
         self._metrics_server: MetricsServer | None = None
         self._watch: asyncio.Task[None] | None = None
         self._intact = True
-        self._prompt_rate = 0.0  # tokens a second, moving average over the steps that computed prompts
-        self._exit_code = 0
+        self._prompt_rate = 0.0  # tokens a second, moving average over well-filled steps
+        self.exit_code = 0
 
     @classmethod
     async def create(cls, config: PodConfig, *, backend: BackendFactory | None = None) -> PodRuntime:
@@ -215,8 +215,8 @@ class PodRuntime:
             await self.lifecycle.wait_stopped()
         finally:
             await self.stop()
-        if self._exit_code:
-            raise SystemExit(self._exit_code)
+        if self.exit_code:
+            raise SystemExit(self.exit_code)
 
     async def _drain(self) -> None:
         """Leaves the index, refuses new work, waits for what runs and what peers still read or write."""
@@ -284,8 +284,12 @@ class PodRuntime:
             ready=state is State.READY and self._intact,
             draining=state is State.DRAINING,
             version=metadata.version("baton-serving"),
+            # An inconsistent pool may count below zero, and this is how that is seen from outside.
             blocks=transfer_pb2.PoolCounts(
-                free=counts.free, cached=counts.cached, leased=counts.leased, quarantined=counts.quarantined
+                free=max(0, counts.free),
+                cached=max(0, counts.cached),
+                leased=max(0, counts.leased),
+                quarantined=max(0, counts.quarantined),
             ),
             computed=transfer_pb2.ComputedTokens(**self.computed),
         )
@@ -311,7 +315,7 @@ class PodRuntime:
     def _count(self, result: StepResult) -> None:
         self.computed["local" if self.config.role is Role.DECODE else "prefill"] += result.num_prompt_tokens
         self.computed["recompute"] += result.num_recomputed_tokens
-        if result.num_prompt_tokens:
+        if result.num_prompt_tokens * 2 >= self.config.chunk_tokens:  # short prompts tell nothing about throughput
             rate = result.num_prompt_tokens / max(result.seconds, 1e-6)
             self._prompt_rate += (rate - self._prompt_rate) * (0.2 if self._prompt_rate else 1.0)
         self.metrics.step(result)
@@ -326,7 +330,7 @@ class PodRuntime:
             counts = self.engine.pool.counts()
             if quarantine.overdue(counts, time.monotonic()) and not self.lifecycle.draining:
                 _log.error("%d of %d blocks stay quarantined: leaving", counts.quarantined, counts.total)
-                self._exit_code = EXIT_QUARANTINED
+                self.exit_code = EXIT_QUARANTINED
                 self.lifecycle.begin_drain("too much of the pool is quarantined")
 
     def _check_pool(self) -> None:

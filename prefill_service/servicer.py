@@ -49,6 +49,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         hand_off = self._begin(valid, target_from_pb(request.target), remaining_s(context, DEFAULT_DEADLINE_S))
         try:
             async for event in hand_off.events():
+                if event.HasField("failed"):
+                    _log.warning("hand-off failed: %s", event.failed.message, extra={"request_id": valid.request_id})
                 yield event
         finally:
             hand_off.close()

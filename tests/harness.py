@@ -257,7 +257,11 @@ class Cluster:
         )
         runtime = await PodRuntime.create(config, backend=lambda: LoopbackBackend(self.fabric))
         service = PrefillServicer(runtime) if role is Role.PREFILL else DecodeServicer(runtime, **(stream or {}))
-        await runtime.start(service)
+        try:
+            await runtime.start(service)
+        except BaseException:
+            await runtime.stop()
+            raise
         pod = Pod(runtime, service, channel(runtime.address))
         (self.prefills if role is Role.PREFILL else self.decodes).append(pod)
         if role is not Role.PREFILL:

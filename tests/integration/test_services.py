@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
 from common.errors import (
     BatonError,
+    ConfigError,
     DeadlineExceeded,
     InvalidRequest,
     LayoutMismatch,
@@ -19,8 +21,10 @@ from common.errors import (
     Unavailable,
 )
 from common.pb import decode_pb2, prefill_pb2
+from common.prefix_index import IndexReader
 from common.rpc import rpc_errors
 from common.types import FinishReason, PoolCounts, Role, ValidRequest
+from common.valkey import EmbeddedValkey
 from common.wire import request_to_pb
 from engine.llm import LLM
 from pod.watch import QuarantineWatch
@@ -41,6 +45,16 @@ def llm(model_dir: Path) -> LLM:
 
 def expected(llm: LLM, r: ValidRequest) -> list[int]:
     return llm.generate([r.prompt_ids], r.sampling)[0].ids
+
+
+async def until(condition: Callable[[], bool | Awaitable[bool]], timeout_s: float = 20.0) -> None:
+    """Waits until the condition holds."""
+    async with asyncio.timeout(timeout_s):
+        while True:
+            held = condition()
+            if held if isinstance(held, bool) else await held:
+                return
+            await asyncio.sleep(0.01)
 
 
 class TestTokens:
@@ -351,6 +365,63 @@ class TestLife:
             text = cluster.decode.runtime.metrics.base.exposition().decode()
             assert 'baton_reserve_total{outcome="remote"} 1.0' in text
             assert 'baton_kv_blocks{state="leased"}' in text
+
+    async def test_an_inconsistent_pool_takes_the_pod_out_of_service(
+        self, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("pod.runtime.WATCH_PERIOD_S", 0.02)
+        async with Cluster.start(model_dir, check=False) as cluster:
+            cluster.decode.runtime.engine.pool._ledger.free.append(0)
+            await until(lambda: not cluster.decode.runtime.info().ready)
+            with pytest.raises(Unavailable):
+                await cluster.reserve(request(prompt_of(5)))
+            assert "baton_kv_pool_intact 0.0" in cluster.decode.runtime.metrics.base.exposition().decode()
+
+    async def test_a_pod_whose_quarantine_lasts_drains_and_exits_with_3(
+        self, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("pod.runtime.WATCH_PERIOD_S", 0.02)
+        monkeypatch.setattr("pod.runtime.QuarantineWatch", lambda: QuarantineWatch(share=0.1, limit_s=0.1))
+        async with Cluster.start(model_dir) as cluster:
+            await cluster.generate(request(prompt_of(3)))
+            cluster.fabric.freeze(cluster.decode.agent)
+            r = request(prompt_of(40))
+            with pytest.raises(BatonError):
+                await cluster.generate(r, timeout_s=0.3)
+            await asyncio.wait_for(cluster.decode.runtime.lifecycle.wait_stopped(), 20)
+            assert cluster.decode.runtime.exit_code == 3
+            cluster.fabric.thaw(cluster.decode.agent)
+
+    async def test_pods_find_each_other_in_the_index_and_leave_it_first(self, model_dir: Path, tmp_path: Path) -> None:
+        valkey = EmbeddedValkey(0, tmp_path)
+        config = {"redis": await valkey.start()}
+        reader = IndexReader(config["redis"])
+        try:
+            async with Cluster.start(model_dir, prefill_config=config, decode_config=config) as cluster:
+                await until(lambda: len(cluster.prefill.runtime.node.stats().peers) == 1)
+                r = request(prompt_of(40))
+                await cluster.generate(r)
+                runtime = cluster.decode.runtime
+                hashes = runtime.engine.new_sequence(r).matchable_hashes()
+                layout = runtime.engine.layout
+
+                async def held() -> bool:
+                    found = await reader.lookup(layout.scope, hashes, [(runtime.name, runtime.generation)])
+                    return found.get(runtime.name) == len(hashes)
+
+                await until(held)
+                runtime.lifecycle.begin_drain("test")
+                await asyncio.wait_for(runtime.lifecycle.wait_stopped(), 20)
+                assert [p.record.pod for p in await reader.pods()] == [cluster.prefill.runtime.name]
+        finally:
+            await reader.close()
+            await valkey.stop()
+
+    async def test_a_taken_port_is_a_configuration_error(self, model_dir: Path) -> None:
+        async with Cluster.start(model_dir, prefill=0) as cluster:
+            port = int(cluster.decode.runtime.address.rpartition(":")[2])
+            with pytest.raises(ConfigError, match="port"):
+                await cluster.add(Role.DECODE, port=port)
 
     def test_a_lasting_quarantine_is_noticed(self) -> None:
         watch = QuarantineWatch(share=0.1, limit_s=60)
