@@ -32,6 +32,7 @@ from kv_transfer.transfer_thread import TransferThread
 _log = logging.getLogger(__name__)
 
 HANDSHAKE_S = 10.0
+UNREACHABLE_S = 3.0
 PROBE_WRITE_S = 10.0  # UCX connects lazily; a first write can take seconds
 PROBE_TRIES = 8
 PROBE_BURST_BYTES = 8 << 20
@@ -81,6 +82,8 @@ class Connector:
         info: Callable[[], transfer_pb2.InfoResponse],
         clock: Callable[[], float],
         on_lost: Callable[[Connection], None],
+        *,
+        allow_tcp: bool,
     ) -> None:
         self._thread = thread
         self._rpc = rpc
@@ -88,6 +91,7 @@ class Connector:
         self._info = info
         self._clock = clock
         self._on_lost = on_lost
+        self._allow_tcp = allow_tcp
         self._connections: dict[str, Connection] = {}
         self._flights: dict[str, asyncio.Task[Connection]] = {}
         self._attached: list[Connection] = []  # the transfer thread's: every agent that the backend knows
@@ -118,6 +122,10 @@ class Connector:
                 known = await asyncio.wait_for(asyncio.shield(flight), timeout_s)
             except TimeoutError as e:
                 raise DeadlineExceeded(f"{address} did not connect in time") from e
+            except BatonError:
+                raise
+            except Exception as e:
+                raise TransferFailed(f"connecting to {address} failed: {type(e).__name__}: {e}") from e
         if generation is not None and known.generation != generation:
             raise TransferFailed(f"{known.pod} is at generation {known.generation}, the transfer at {generation}")
         return known
@@ -131,7 +139,7 @@ class Connector:
         metadata = await self._on_thread(self._thread.backend.metadata)
         mine = self._info()
         request = transfer_pb2.HandshakeRequest(info=mine, agent_metadata=metadata)
-        answer = await self._rpc.call(address, "Handshake", request, transfer_pb2.HandshakeResponse, HANDSHAKE_S)
+        answer = await self._handshake(address, request)
         require_compatible(mine, answer.info)
         connection = await asyncio.to_thread(self._describe, address, answer)
         try:
@@ -150,6 +158,17 @@ class Connector:
             connection.gbps,
         )
         return connection
+
+    async def _handshake(self, address: str, request: transfer_pb2.HandshakeRequest) -> transfer_pb2.HandshakeResponse:
+        """A pod that was just restarted may be refused by our channel's back-off for a moment: try for a while."""
+        until = self._clock() + UNREACHABLE_S
+        while True:
+            try:
+                return await self._rpc.call(address, "Handshake", request, transfer_pb2.HandshakeResponse, HANDSHAKE_S)
+            except Unavailable:
+                if self._clock() >= until:
+                    raise
+                await asyncio.sleep(0.1)
 
     def _describe(self, address: str, answer: transfer_pb2.HandshakeResponse) -> Connection:
         info = answer.info
@@ -230,6 +249,8 @@ class Connector:
                     lambda: self._thread.backend.transport(connection.agent, same_host=connection.same_host)
                 )
                 connection.transport, connection.transport_source = transport.name, transport.source
+                if self._memory.kind == "VRAM" and transport.name == "tcp" and not self._allow_tcp:
+                    raise TransferFailed(f"device memory would travel to {connection.pod} over TCP")
                 return
         raise TransferFailed(f"a block written to {connection.pod} does not arrive intact")
 
@@ -303,8 +324,3 @@ class Connector:
 def probe_digest(nonce: bytes, block: bytes) -> bytes:
     """BLAKE2b-128 of a probe block, keyed with the bytes at its start."""
     return hashlib.blake2b(block, digest_size=16, key=nonce).digest()
-
-
-def terminal(error: BaseException) -> BatonError:
-    """Any error of connecting as one for the caller."""
-    return error if isinstance(error, BatonError) else TransferFailed(f"{type(error).__name__}: {error}")

@@ -19,7 +19,7 @@ from common.errors import BatonError, UnknownTransfer
 from common.types import TransferId
 from kv_transfer.backend import Notification
 from kv_transfer.counters import Drops
-from kv_transfer.memory import Hold, PoolMemory
+from kv_transfer.memory import Hold, PoolMemory, let_go
 from kv_transfer.messages import Commit, Writer
 from kv_transfer.notification import RangeWritten
 from kv_transfer.process_watch import ProcessWatch
@@ -210,7 +210,7 @@ class Incoming:
         for action in actions:
             match action:
                 case Free(blocks):
-                    entry.hold.release([entry.blocks[block - entry.first_block] for block in blocks])
+                    let_go(entry.hold, [entry.blocks[block - entry.first_block] for block in blocks])
                 case Check(commit):
                     error = self._mismatch(entry, commit)
                     self._apply(entry, machine.checked(error, self._clock()))

@@ -7,10 +7,13 @@ lands and still reports success.
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
+
+_log = logging.getLogger(__name__)
 
 MemoryKind = Literal["DRAM", "VRAM"]
 
@@ -23,6 +26,14 @@ class Hold(Protocol):
 
     def release(self, blocks: Sequence[int] | None = None) -> None:
         """Gives up the named physical blocks (None: all that are left). Idempotent."""
+
+
+def let_go(hold: Hold, blocks: Sequence[int] | None = None) -> None:
+    """Releases; an owner that fails is logged, because the transfer still has others to tell."""
+    try:
+        hold.release(blocks)
+    except Exception:
+        _log.exception("a hold could not be released")
 
 
 @dataclass(frozen=True, slots=True)

@@ -205,6 +205,8 @@ class NixlBackend:
 
     def _failed(self, write: _Write, error: Exception) -> None:
         write.state, write.error = WriteState.FAILED, f"{type(error).__name__}: {error}"
+        for line in self._ucx_log.complaints() if self._ucx_log is not None else ():
+            _log.warning("UCX: %s", line)
 
 
 def nixl_api() -> Any:

@@ -41,7 +41,8 @@ class TransferNode:
     """This pod as a sender and receiver of KV.
 
     info: who this pod is, now (role, name, generation, layout, pid...). address: host:port of the gRPC server that
-    serves `servicer`, once it is bound. checksums: compare a CRC-32 of every block at commit. clock: seconds,
+    serves `servicer`, once it is bound. checksums: compare a CRC-32 of every block at commit. allow_tcp: device
+    memory may travel over TCP. clock: seconds,
     monotonic.
     """
 
@@ -54,6 +55,7 @@ class TransferNode:
         signer: Signer,
         address: Callable[[], str],
         checksums: bool = False,
+        allow_tcp: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._memory = memory
@@ -72,7 +74,7 @@ class TransferNode:
             post=self._post,
             attentive=self._attentive,
         )
-        self._connector = Connector(self._thread, self._rpc, memory, info, clock, self._peer_ended)
+        self._connector = Connector(self._thread, self._rpc, memory, info, clock, self._peer_ended, allow_tcp=allow_tcp)
         self._calls = PeerCalls(self._rpc, self._connector, info, address)
         self._outgoing = Outgoing(
             self._thread, self._calls, memory, clock, checksums=checksums, fingerprint=lambda: info().fingerprint
@@ -94,8 +96,7 @@ class TransferNode:
             raise TransferFailed(f"the transfer agent did not start within {START_S:.0f} s") from e
 
     async def stop(self, grace_s: float = 5.0) -> None:
-        """Refuses new transfers, lets outgoing ones end for at most grace_s seconds, then fails what is left.
-        Idempotent.
+        """Refuses new transfers, lets outgoing ones end for at most grace_s s, fails what is left. Idempotent.
 
         Holds of writes that are still under way are not released: the process that ends is the fence.
         """
@@ -103,6 +104,8 @@ class TransferNode:
             return
         self._closing = True
         until = self._clock() + grace_s
+        if self._thread.running:  # what was begun before is in the table after this
+            await asyncio.wait({asyncio.wrap_future(self._thread.call(lambda: None))}, timeout=grace_s)
         await self._outgoing_over(until)
         leaving = Unavailable("this pod is leaving")
         self._thread.submit(lambda: self._outgoing.close(leaving))
@@ -130,8 +133,7 @@ class TransferNode:
 
         num_prompt_blocks: blocks of the whole prompt, the partial last one included. deadline_s: seconds from now.
         """
-        if self._closing:
-            raise Unavailable("this pod is leaving")
+        self._require_running()
         return self._outgoing.start(target, request_id, num_prompt_blocks, deadline_s)
 
     async def connect(self, address: str, timeout_s: float = 30.0) -> PeerStats:
@@ -156,8 +158,9 @@ class TransferNode:
 
         Exactly one of on_ready (the KV is complete, the hold was released) and on_failed (deadline, damage, a dead
         writer, or release() before READY) is called, once, on the transfer thread; they must not block. `hold` is
-        released when no write can land any more.
+        released when no write can land any more. Raises Unavailable before start and after stop.
         """
+        self._require_running()
         transfer_id = self._incoming.mint(self._generation)
         deadline = self._clock() + deadline_s
         kept = tuple(blocks)
@@ -190,6 +193,10 @@ class TransferNode:
             dropped=self._drops.snapshot(),
             peers=self._connector.stats(),
         )
+
+    def _require_running(self) -> None:
+        if self._closing or not self._thread.running:
+            raise Unavailable("this pod is starting or leaving")
 
     # The transfer thread's hooks.
 

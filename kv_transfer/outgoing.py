@@ -19,7 +19,7 @@ from typing import Protocol
 from common.errors import BatonError, Cancelled, InvalidRequest, LayoutMismatch, TransferFailed
 from common.types import FinishReason, KvTarget, TransferId
 from kv_transfer.connector import Connection
-from kv_transfer.memory import Hold, PoolMemory
+from kv_transfer.memory import Hold, PoolMemory, let_go
 from kv_transfer.messages import Commit, TransferReport
 from kv_transfer.notification import RangeWritten
 from kv_transfer.sender_machine import (
@@ -85,7 +85,7 @@ class OutgoingTransfer:
         write of this push is terminal. Raises InvalidRequest for blocks outside the prompt (and releases the hold).
         """
         if first_block < 0 or first_block + len(blocks) > self._num_prompt_blocks:
-            hold.release()
+            let_go(hold)
             raise InvalidRequest(
                 f"blocks {first_block}..{first_block + len(blocks) - 1} of a prompt of {self._num_prompt_blocks}",
                 field="first_block",
@@ -185,7 +185,7 @@ class Outgoing:
 
     def push(self, transfer: OutgoingTransfer, first: int, blocks: tuple[int, ...], hold: Hold) -> None:
         if not self._thread.running:
-            hold.release()
+            let_go(hold)
             return
         self._thread.submit(lambda: self._push(transfer, first, blocks, hold))
 
@@ -281,7 +281,7 @@ class Outgoing:
     def _push(self, transfer: OutgoingTransfer, first: int, blocks: tuple[int, ...], hold: Hold) -> None:
         entry = self._table.get(transfer)
         if entry is None:
-            hold.release()
+            let_go(hold)
             return
         self._pushes += 1
         entry.holds[self._pushes] = hold
@@ -327,7 +327,7 @@ class Outgoing:
                     full = replace(commit, checksums=sums)
                     self._call(entry, partial(self._calls.commit, machine.target, full), machine.committed)
                 case Release(push):
-                    entry.holds.pop(push).release()
+                    let_go(entry.holds.pop(push))
                 case Delivered(blocks):
                     entry.transfer.delivered(blocks)
                 case Done():

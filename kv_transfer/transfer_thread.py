@@ -148,6 +148,8 @@ class TransferThread:
             self._wake.wait(wait)
             self._wake.clear()
             wait = min(wait * 2, limit)
+        while self._commands:
+            self._guard(self._commands.popleft())
         self._guard(self.backend.close)
 
     def _turn(self) -> bool:

@@ -17,6 +17,7 @@ _LINE = re.compile(r"^\[[^]]*\] \[[^]]*\]\s*(.*?)\s*$")
 _HEAD = re.compile(r"^\| (?P<agent>\S+) (?P<where>self|intra-node|inter-node)\b.* cfg#\d+\s*\|$")
 _PUT = re.compile(r"^\| remote memory write by ucp_put\*")
 _ROW = re.compile(r"^\|\s*(?P<low>\d+)(?P<unit>[KMG]?)\.\.\S+\s*\|[^|]*\|\s*(?P<config>[^|]+?)\s*\|$")
+_COMPLAINT = re.compile(r"\b(?:ERROR|WARN|FATAL)\b")
 _UNIT = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _NAMES = (
     ("cuda_ipc", "cuda_ipc"),
@@ -40,6 +41,7 @@ class UcxLog:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._read = 0
 
     @classmethod
     def open(cls) -> Self | None:
@@ -60,6 +62,14 @@ class UcxLog:
         """What carries `agent`'s writes of block_bytes bytes, when all its configurations agree on one transport."""
         names = transports(self._path.read_text(errors="replace"), agent, block_bytes)
         return names.pop() if len(names) == 1 else None
+
+    def complaints(self) -> list[str]:
+        """Warnings and errors since the last call: they would otherwise stay in the file."""
+        with self._path.open(errors="replace") as log:
+            log.seek(self._read)
+            lines = log.readlines()
+            self._read = log.tell()
+        return [line.strip() for line in lines if _COMPLAINT.search(line)]
 
 
 def transports(log: str, agent: str, block_bytes: int) -> set[str]:

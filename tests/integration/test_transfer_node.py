@@ -23,7 +23,9 @@ from common.kv_layout import KVLayout
 from common.pb import transfer_pb2
 from common.types import FinishReason, Role
 from common.wire import transfer_id_to_pb
+from kv_transfer.backend import Backend, Transport
 from kv_transfer.faults import WriteFault
+from kv_transfer.loopback import LoopbackBackend
 from kv_transfer.messages import Commit
 from kv_transfer.notification import RangeWritten
 from tests.integration.transfer_pods import LAYOUT, NUM_BLOCKS, Cluster, FakeHold, Pod, chunks, until
@@ -392,6 +394,86 @@ async def test_prefill_restarts_under_its_name(cluster: Cluster) -> None:
     with pytest.raises(UnknownTransfer):
         await prefill.node._rpc.call(decode.address, "Commit", request, transfer_pb2.CommitResponse, 5.0)
     assert decode.node.stats().dropped["old_generation"] == 1
+
+
+async def test_reservations_expire_in_the_order_of_their_deadlines(cluster: Cluster) -> None:
+    _, decode = await cluster.pair()
+    order: list[int] = []
+    for number, deadline_s in enumerate((0.6, 0.1, 0.3)):
+        decode.node.reserve(
+            request_id=f"r{number}",
+            first_block=0,
+            blocks=[number],
+            hold=FakeHold([number]),
+            deadline_s=deadline_s,
+            on_ready=lambda _commit: None,
+            on_failed=lambda _error, number=number: order.append(number),
+        )
+    await until(lambda: order == [1, 2, 0])
+
+
+async def test_blocks_are_not_reused_while_a_write_may_land(cluster: Cluster) -> None:
+    """Delayed writes, late and doubled notifications, aborts at any time, and homes that are reused once free."""
+    prefill, decode = await cluster.pair()
+    await prefill.node.connect(decode.address)
+    rng = random.Random(11)
+    prefill.backend.on_write = lambda _p, _l, _r: WriteFault(delay_s=rng.choice((0, 0, 0.02, 0.1, 0.4)))
+    decode.backend.on_notification = lambda _n: rng.choice(((0.0,), (0.0,), (0.1,), (0.0, 0.2)))
+    free = list(range(24))
+    outcomes = {"ready": 0, "failed": 0}
+
+    async def request(number: int) -> None:
+        count = rng.randint(1, 6)
+        await until(lambda: len(free) >= count)
+        home = [free.pop(rng.randrange(len(free))) for _ in range(count)]
+        source = rng.sample(range(NUM_BLOCKS), count)
+        incoming = decode.reserve(f"r{number}", 0, home)
+        transfer = prefill.node.outgoing(incoming.target, f"r{number}", count, 30.0)
+        for start, length in chunks(rng, 0, count):
+            transfer.push(start, source[start : start + length], FakeHold(source[start : start + length]))
+        transfer.finish([1], [None])
+        if rng.random() < 0.5:
+            await asyncio.sleep(rng.random() * 0.3)
+            decode.node.release(incoming.target.transfer_id)
+        await until(lambda: incoming.over)
+        if incoming.ready:
+            outcomes["ready"] += 1
+            for _ in range(3):
+                assert decode.digest(home) == prefill.digest(source), "somebody else's write landed here"
+                await asyncio.sleep(0.05)
+            decode.node.release(incoming.target.transfer_id)
+        else:
+            outcomes["failed"] += 1
+        await until(lambda: incoming.hold.free)
+        free.extend(home)
+
+    await asyncio.gather(*(request(number) for number in range(60)))
+    assert outcomes["ready"] >= 10
+    assert outcomes["failed"] >= 5
+    assert sorted(free) == list(range(24))
+    stats = decode.node.stats()
+    assert (stats.open_incoming, stats.quarantined_blocks) == (0, 0)
+    await until(lambda: prefill.node.stats().pending_writes == 0)
+
+
+async def test_device_memory_never_travels_over_tcp_unnoticed() -> None:
+    class Tcp(LoopbackBackend):
+        def transport(self, peer: str, *, same_host: bool) -> Transport:
+            return Transport("tcp", "reported")
+
+    class Device(Cluster):
+        def backend(self) -> Backend:
+            return Tcp(self.fabric)
+
+    cluster = Device("loopback")
+    try:
+        prefill, decode = await cluster.pair()
+        assert (await prefill.node.connect(decode.address)).transport == "tcp"
+        other = await cluster.start("prefill-1", Role.PREFILL, kind="VRAM")
+        with pytest.raises(TransferFailed, match="over TCP"):
+            await other.node.connect(decode.address)
+    finally:
+        await cluster.stop()
 
 
 async def test_decode_is_gone(cluster: Cluster) -> None:

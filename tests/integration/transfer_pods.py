@@ -19,7 +19,7 @@ from common.wire import layout_to_pb, role_to_pb
 from kv_transfer.backend import Backend
 from kv_transfer.faults import FaultyBackend
 from kv_transfer.loopback import LoopbackBackend, LoopbackFabric
-from kv_transfer.memory import PoolMemory, host_memory
+from kv_transfer.memory import MemoryKind, PoolMemory, host_memory
 from kv_transfer.messages import Commit
 from kv_transfer.nixl_backend import NixlBackend
 from kv_transfer.node import TransferNode
@@ -144,10 +144,11 @@ class Cluster:
         secret: bytes = SECRET,
         checksums: bool = False,
         port: int = 0,
+        kind: MemoryKind = "DRAM",
     ) -> Pod:
         self.generation += 1
         generation = self.generation
-        memory = host_memory(NUM_BLOCKS, layout.block_bytes)
+        memory = replace(host_memory(NUM_BLOCKS, layout.block_bytes), kind=kind)
         backend = FaultyBackend(self.backend())
         server = RpcServer("127.0.0.1", port)
         info = transfer_pb2.InfoResponse(
