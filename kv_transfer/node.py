@@ -35,6 +35,7 @@ START_S = 60.0  # the first agent of a machine loads libraries and may initialis
 DRAIN_CALL_S = 2.0
 JOIN_S = 5.0
 STOP_POLL_S = 0.01
+LINGER_S = 0.1  # a notification may leave only while its sender polls, also after its write is done
 
 
 class TransferNode:
@@ -63,6 +64,7 @@ class TransferNode:
         self._clock = clock
         self._generation = 0
         self._closing = False
+        self._lingers_until = 0.0
         self._drops = Drops()
         self._rpc = PeerRpc(signer)
         self._incoming = Incoming(memory, self._drops, clock, self._ask_drain)
@@ -209,7 +211,14 @@ class TransferNode:
         self._connector.tick(now)
 
     def _attentive(self) -> bool:
-        return bool(self._incoming.open) or self._connector.connecting or self.servicer.expecting
+        if self._outgoing.open:
+            self._lingers_until = self._clock() + LINGER_S
+        return (
+            bool(self._incoming.open)
+            or self._connector.connecting
+            or self.servicer.expecting
+            or self._clock() < self._lingers_until
+        )
 
     def _peer_ended(self, connection: Connection) -> None:
         self._outgoing.peer_ended(connection)
