@@ -1,0 +1,104 @@
+"""The gateway with a real index: membership, prefix routing, and life without Redis."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest_asyncio
+
+from common.block_hash import block_hashes
+from common.prefix_index import PodIndex, PodLoad, PodRecord
+from common.valkey import EmbeddedValkey
+from tests.fake_pods import FakeCluster, FakePod, fake_cluster
+from tests.gateway_rig import MODEL, Rig, rig, until
+
+PROMPT = list(range(100, 400))
+
+
+class Registered:
+    """A fake pod's entry in the index."""
+
+    def __init__(self, url: str, pod: FakePod, model: str = MODEL) -> None:
+        layout = pod.layout
+        self.hashes: list[bytes] = []
+        record = PodRecord(
+            pod.name, pod.generation, pod.address, pod.role, model, layout.scope, layout.fingerprint,
+            layout.block_size, pod.max_model_len, pod.num_blocks,
+        )  # fmt: skip
+        self.index = PodIndex(url, record, lambda: self.hashes, lambda: PodLoad(free_blocks=pod.num_blocks))
+
+    def hold(self, prompt: list[int], pod: FakePod) -> None:
+        self.hashes = block_hashes(prompt, fingerprint=pod.layout.fingerprint, block_size=pod.layout.block_size)
+        self.index.stored(self.hashes)
+
+
+@pytest_asyncio.fixture
+async def cluster() -> AsyncIterator[FakeCluster]:
+    async with fake_cluster(prefill=2, decode=2) as c:
+        yield c
+
+
+async def test_pods_come_from_the_index_and_prefixes_decide(
+    cluster: FakeCluster, smollm2_dir: Path, tmp_path: Path
+) -> None:
+    valkey = EmbeddedValkey(port=0, directory=tmp_path)
+    url = await valkey.start()
+    entries = {pod.name: Registered(url, pod) for pod in cluster.pods.values()}
+    stranger = Registered(url, FakePod(cluster, "stranger", cluster.decodes[0].role, port=1), model="other")
+    try:
+        for entry in (*entries.values(), stranger):
+            await entry.index.start()
+        async with rig(cluster, smollm2_dir, pods=(), redis=url) as gw:
+            await until(lambda: len(gw.gateway.table.pods) == 4 and gw.gateway.table.index_up)
+            await _prefers_holders(gw, cluster, entries)
+            await valkey.stop()
+            await until(lambda: not gw.gateway.table.index_up)
+            assert (await gw.complete(prompt=PROMPT)).status_code == 200
+            assert 'baton_kv_index_mode{mode="hash"} 1.0' in (await gw.http.get("/metrics")).text
+            assert gw.gateway.ready
+            await gw.settled()
+    finally:
+        for entry in (*entries.values(), stranger):
+            await entry.index.stop()
+        await valkey.stop()
+
+
+async def _prefers_holders(gw: Rig, cluster: FakeCluster, entries: dict[str, Registered]) -> None:
+    prefill, decode = cluster.prefills[1], cluster.decodes[0]
+    for pod in (prefill, decode):
+        entries[pod.name].hold(PROMPT, pod)
+    predicted = gw.gateway.metrics.predicted_hits
+
+    async def all_hit() -> bool:
+        before = (len(prefill.seen.prefilled), len(decode.seen.reserved))
+        await gw.complete(prompt=PROMPT, max_tokens=2)
+        return (len(prefill.seen.prefilled), len(decode.seen.reserved)) == (before[0] + 1, before[1] + 1)
+
+    for _ in range(50):  # the index learns within a few batches
+        if await all_hit() and predicted.collect()[0].samples[0].value > 0:
+            break
+    assert all([await all_hit() for _ in range(10)])
+    start = (len(prefill.seen.prefilled), len(cluster.prefills[0].seen.prefilled))
+    for i in range(10):  # another tenant shares nothing
+        await gw.complete(prompt=PROMPT, max_tokens=2, cache_salt=f"t{i}")
+    assert len(prefill.seen.prefilled) - start[0] + len(cluster.prefills[0].seen.prefilled) - start[1] == 10
+    text = (await gw.http.get("/metrics")).text
+    assert 'baton_kv_index_mode{mode="redis"} 1.0' in text
+
+
+async def test_a_gateway_that_starts_without_redis_finds_it_later(
+    cluster: FakeCluster, smollm2_dir: Path, tmp_path: Path, unused_tcp_port: int
+) -> None:
+    url = f"redis://127.0.0.1:{unused_tcp_port}"
+    async with rig(cluster, smollm2_dir, redis=url) as gw:
+        assert (await gw.complete()).status_code == 200
+        assert not gw.gateway.table.index_up
+        valkey = EmbeddedValkey(port=unused_tcp_port, directory=tmp_path)
+        await valkey.start()
+        try:
+            await until(lambda: gw.gateway.table.index_up)
+            assert (await gw.complete()).status_code == 200
+        finally:
+            await valkey.stop()
+        await gw.settled()
