@@ -11,31 +11,41 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.launch import launch_flags, overlaps_launches
+
+
+@triton.jit
+def _tile(src, row_ok, k, start, K: tl.constexpr, EVEN: tl.constexpr):
+    if EVEN:
+        return tl.load(src + start)
+    else:
+        return tl.load(src + start, mask=row_ok[:, None] & (start + k < K)[None, :], other=0.0)
+
 
 @triton.jit
 def _gemv_kernel(
     x, weight, bias, norm, residual, out, eps, offset, w_row,
     N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BK: tl.constexpr,
-    NORM: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, GATED: tl.constexpr,
+    NORM: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row_ok = rows < N
     k = tl.arange(0, BK)
     src = weight + rows.to(tl.int64)[:, None] * w_row + k[None, :]
+    even: tl.constexpr = K % BK == 0 and N % ROWS == 0
+    w = _tile(src, row_ok, k, 0, K, even)
+    if GATED:
+        up = _tile(src + N * w_row, row_ok, k, 0, K, even)
+    if PDL:  # weights are constant: their first tile is on its way before the kernel that makes x has ended
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if ADD:
+        added = tl.load(residual + rows, mask=row_ok, other=0.0).to(tl.float32)
     acc = tl.zeros([ROWS, BK], tl.float32)
     acc_up = tl.zeros([ROWS, BK], tl.float32)
     square = tl.zeros([BK], tl.float32)
     for start in range(0, K, BK):
         ok = start + k < K
-        if K % BK == 0 and N % ROWS == 0:
-            w = tl.load(src + start)
-        else:
-            w = tl.load(src + start, mask=row_ok[:, None] & ok[None, :], other=0.0)
-        if GATED:
-            if K % BK == 0 and N % ROWS == 0:
-                up = tl.load(src + N * w_row + start)
-            else:
-                up = tl.load(src + N * w_row + start, mask=row_ok[:, None] & ok[None, :], other=0.0)
         v = tl.load(x + start + k, mask=ok, other=0.0).to(tl.float32)
         if NORM:
             square += v * v
@@ -43,6 +53,10 @@ def _gemv_kernel(
         acc += w.to(tl.float32) * v[None, :]
         if GATED:
             acc_up += up.to(tl.float32) * v[None, :]
+        if K > BK:
+            w = _tile(src, row_ok, k, start + BK, K, False)
+            if GATED:
+                up = _tile(src + N * w_row, row_ok, k, start + BK, K, False)
     y = tl.sum(acc, 1)
     if NORM:
         rstd = tl.rsqrt(tl.sum(square, 0) / K + eps)
@@ -57,7 +71,7 @@ def _gemv_kernel(
             u += tl.load(bias + N + rows, mask=row_ok, other=0.0).to(tl.float32)
         y = y / (1.0 + tl.exp(-y)) * u
     if ADD:
-        y += tl.load(residual + rows, mask=row_ok, other=0.0).to(tl.float32)
+        y += added
     tl.store(out + rows, y.to(out.dtype.element_ty), mask=row_ok)
 
 
@@ -75,6 +89,7 @@ def gemv(
     rows: int | None = None,
     block_k: int = 2048,
     warps: int = 4,
+    pdl: bool = True,
 ) -> torch.Tensor:
     """weight @ x for one row: x [1, K], weight [N, K] (row stride free), bias [N]; returns [1, N], or [1, N / 2] when gated.
 
@@ -85,10 +100,11 @@ def gemv(
     assert x.shape == (1, k) and x.stride(1) == 1 and weight.stride(1) == 1 and not (gated and residual is not None)
     out = torch.empty(1, n, dtype=x.dtype, device=x.device) if out is None else out
     rows = (2 if gated or n < 16384 else 4) if rows is None else rows
+    pdl = pdl and overlaps_launches(x.device)
     block_k = min(block_k, triton.next_power_of_2(k))
     _gemv_kernel[(triton.cdiv(n, rows),)](
         x, weight, weight if bias is None else bias, x if norm is None else norm, x if residual is None else residual, out,
         eps, norm_offset, weight.stride(0), N=n, K=k, ROWS=rows, BK=block_k, NORM=norm is not None, BIAS=bias is not None,
-        ADD=residual is not None, GATED=gated, num_warps=warps,
+        ADD=residual is not None, GATED=gated, PDL=pdl, num_warps=warps, **launch_flags(pdl),
     )  # fmt: skip
     return out

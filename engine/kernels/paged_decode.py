@@ -17,9 +17,12 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.launch import launch_flags, overlaps_launches
+
 MAX_QUERY = 8
 BLOCK_N = 64
 LOG2E = 1.4426950408889634
+EMPTY = tl.constexpr(-1e30)  # log-sum-exp of no keys; finite, so that differences are never NaN
 
 
 @triton.jit
@@ -56,8 +59,8 @@ def _decode_kernel(
     q, kv, tables, cu_q, seq_lens, cum, first_seq, out, part, part_lse,
     q_row, q_head, kv_block, kv_which, kv_head, kv_token, table_row, out_row, out_head,
     num_seqs, num_programs, window, scale_log2,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    BS: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr,
+    BN: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     work = tl.load(cum + num_seqs).to(tl.int64)
@@ -70,6 +73,9 @@ def _decode_kernel(
     d = tl.arange(0, DP)
     n = tl.arange(0, BN)
     d_ok = d < D
+    if PDL:  # the plan is older than the kernel before this one; q and the newest keys are not
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     while cursor < end:
         base = tl.load(cum + b)
         tiles = (tl.load(cum + b + 1) - base) // HEADS
@@ -121,7 +127,7 @@ def _decode_kernel(
         else:
             # A share has at most two parts: one that began in an earlier share, one that goes on in a later share.
             slot = (2 * pid + (first == 0).to(tl.int32)).to(tl.int64) * M
-            tl.store(part_lse + slot + m, best + tl.log2(tl.where(total > 0, total, 1.0)))
+            tl.store(part_lse + slot + m, tl.where(total > 0, best + tl.log2(tl.where(total > 0, total, 1.0)), EMPTY))
             tl.store(part + (slot + m)[:, None] * DP + d[None, :], acc, mask=m_ok[:, None])
         cursor += count
         b += (head * tiles + first + count == HEADS * tiles).to(tl.int32)
@@ -130,42 +136,46 @@ def _decode_kernel(
 @triton.jit
 def _merge_kernel(
     cum, cu_q, out, part, part_lse, out_row, out_head, num_seqs, num_programs,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0)
     head = tl.program_id(1)
-    m = tl.program_id(2)
     work = tl.load(cum + num_seqs).to(tl.int64)
     base = tl.load(cum + b)
     tiles = (tl.load(cum + b + 1) - base) // HEADS
-    start = (base + head * tiles).to(tl.int64)
     shares = tl.minimum(num_programs, work)
-    first = ((start + 1) * shares - 1) // work
-    last = ((start + tiles) * shares - 1) // work
+    start = (base + head * tiles).to(tl.int64)
+    p0 = (((start + 1) * shares - 1) // work).to(tl.int32)
+    p1 = (((start + tiles) * shares - 1) // work).to(tl.int32)
     q0 = tl.load(cu_q + b)
-    queries = tl.load(cu_q + b + 1) - q0
-    if (first != last) & (m // GROUP < queries):
+    m = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    m_ok = m // GROUP < tl.load(cu_q + b + 1) - q0
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if p0 != p1:
         d = tl.arange(0, DP)
         i = tl.arange(0, SPLITS)
-        best = -float("inf")
-        total = 0.0
-        acc = tl.zeros([DP], tl.float32)
-        for p0 in range(first, last + 1, SPLITS):
-            p = p0 + i
-            ok = p <= last
-            slot = (2 * p + (p == first)) * M + m
-            lse = tl.load(part_lse + slot, mask=ok, other=-float("inf"))
-            rows = tl.load(part + slot[:, None] * DP + d[None, :], mask=ok[:, None], other=0.0)
+        best = tl.full([ROWS], EMPTY, tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, DP], tl.float32)
+        for p in range(p0, p1 + 1, SPLITS):
+            ok = (p + i <= p1)[:, None] & m_ok[None, :]
+            slot = ((2 * (p + i) + (p + i == p0)) * M)[:, None] + m[None, :]
+            lse = tl.load(part_lse + slot, mask=ok, other=EMPTY)
+            rows = tl.load(part + slot[:, :, None] * DP + d[None, None, :], mask=ok[:, :, None], other=0.0)
             top = tl.maximum(best, tl.max(lse, 0))
-            safe = tl.where(top == -float("inf"), 0.0, top)
-            weight = tl.exp2(lse - safe)
-            shrink = tl.exp2(best - safe)
-            acc = acc * shrink + tl.sum(rows * weight[:, None], 0)
+            weight = tl.where(lse > EMPTY, tl.exp2(lse - top[None, :]), 0.0)
+            shrink = tl.exp2(best - top)
+            acc = acc * shrink[:, None] + tl.sum(rows * weight[:, :, None], 0)
             total = total * shrink + tl.sum(weight, 0)
             best = top
-        acc = acc / tl.where(total > 0, total, 1.0)
+        acc = acc / tl.where(total > 0, total, 1.0)[:, None]
         o_off = (q0 + m // GROUP).to(tl.int64) * out_row + (head * GROUP + m % GROUP) * out_head
-        tl.store(out + o_off + d, acc.to(out.dtype.element_ty), mask=d < D)
+        tl.store(
+            out + o_off[:, None] + d[None, :], acc.to(out.dtype.element_ty), mask=m_ok[:, None] & (d < D)[None, :]
+        )
 
 
 @dataclass(frozen=True)
@@ -192,11 +202,14 @@ def rows_padded(group: int, max_query: int) -> int:
 
 
 def decode_workspace(
-    num_programs: int, group: int, max_query: int, head_dim: int, device: torch.device
+    num_programs: int, num_heads: int, num_kv_heads: int, max_query: int, head_dim: int, device: torch.device
 ) -> DecodeWorkspace:
-    rows, dim = rows_padded(group, max_query), triton.next_power_of_2(head_dim)
-    part = torch.empty(2 * num_programs, rows, dim, dtype=torch.float32, device=device)
-    return DecodeWorkspace(num_programs, part, torch.empty(2 * num_programs, rows, dtype=torch.float32, device=device))
+    rows, dim = rows_padded(num_heads // num_kv_heads, max_query), triton.next_power_of_2(head_dim)
+    return DecodeWorkspace(
+        num_programs,
+        torch.empty(2 * num_programs, rows, dim, dtype=torch.float32, device=device),
+        torch.empty(2 * num_programs, rows, dtype=torch.float32, device=device),
+    )
 
 
 def plan_decode(
@@ -227,6 +240,7 @@ def paged_decode(
     out: torch.Tensor | None = None,
     stages: int = 3,
     warps: int = 4,
+    pdl: bool = True,
 ) -> torch.Tensor:
     """Causal attention of the last tokens of each sequence over its paged keys and values, the new ones included.
 
@@ -240,18 +254,24 @@ def paged_decode(
     assert 1 <= max_query <= MAX_QUERY and num_heads == group * num_kv_heads
     assert q.stride(2) == 1 and kv.stride(4) == 1
     rows, dim_padded = rows_padded(group, max_query), triton.next_power_of_2(dim)
+    num_seqs, programs = seq_lens.shape[0], workspace.num_programs
     assert workspace.part.shape[1:] == (rows, dim_padded)
     out = torch.empty_like(q) if out is None else out
-    num_seqs, programs = seq_lens.shape[0], workspace.num_programs
+    pdl = pdl and overlaps_launches(q.device)
     _decode_kernel[(programs,)](
         q, kv, block_tables, cu_q, seq_lens, plan.cum, plan.first_seq, out, workspace.part, workspace.part_lse,
         q.stride(0), q.stride(1), kv.stride(0), kv.stride(1), kv.stride(2), kv.stride(3), block_tables.stride(0),
         out.stride(0), out.stride(1), num_seqs, programs, plan.window, scale * LOG2E,
-        HEADS=num_kv_heads, GROUP=group, M=rows, D=dim, DP=dim_padded, BS=block_size, BN=BLOCK_N, STAGES=stages,
-        num_warps=warps,
+        HEADS=num_kv_heads, GROUP=group, M=rows, D=dim, DP=dim_padded, BS=block_size, BN=BLOCK_N, STAGES=stages, PDL=pdl,
+        num_warps=warps, **launch_flags(pdl),
     )  # fmt: skip
-    _merge_kernel[(num_seqs, num_kv_heads, group * max_query)](
+    # One tile of the merge should hold all parts of a pair: programs / pairs of them, and one or two more.
+    merged = triton.next_power_of_2(group * max_query)
+    splits = min(64, triton.next_power_of_2(triton.cdiv(programs, num_seqs * num_kv_heads) + 1))
+    merged = min(merged, max(1, 8192 // (splits * dim_padded)))
+    _merge_kernel[(num_seqs, num_kv_heads, triton.cdiv(group * max_query, merged))](
         plan.cum, cu_q, out, workspace.part, workspace.part_lse, out.stride(0), out.stride(1), num_seqs, programs,
-        HEADS=num_kv_heads, GROUP=group, M=rows, D=dim, DP=dim_padded, SPLITS=32, num_warps=4,
+        HEADS=num_kv_heads, GROUP=group, M=rows, ROWS=merged, SPLITS=splits, D=dim, DP=dim_padded, PDL=pdl,
+        num_warps=4, **launch_flags(pdl),
     )  # fmt: skip
     return out

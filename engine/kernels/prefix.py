@@ -9,7 +9,7 @@ import triton.language as tl
 
 @triton.jit
 def _gather_kernel(
-    kv, table, keys, values, kv_block, kv_which, kv_head, kv_token, out_head, length,
+    kv, table, keys, values, kv_block, kv_which, kv_head, kv_token, out_head, length, rows,
     D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
@@ -20,22 +20,27 @@ def _gather_kernel(
     src = kv + head * kv_head + (block * kv_block + (pos % BS) * kv_token)[:, None] + d[None, :]
     dst = head * out_head + pos.to(tl.int64)[:, None] * D + d[None, :]
     mask = ok[:, None] & (d < D)[None, :]
-    k = tl.load(src, mask=mask)
-    v = tl.load(src + kv_which, mask=mask)
+    k = tl.load(src, mask=mask, other=0.0)
+    v = tl.load(src + kv_which, mask=mask, other=0.0)
+    mask = (pos < rows)[:, None] & (d < D)[None, :]
     tl.store(keys + dst, k, mask=mask)
     tl.store(values + dst, v, mask=mask)
 
 
-def gather_kv(kv: torch.Tensor, block_table: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of one sequence's first `length` tokens, each contiguous [kv_heads, length, D].
+def gather_kv(
+    kv: torch.Tensor, block_table: torch.Tensor, length: int, *, multiple: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of one sequence's first `length` tokens, each contiguous [kv_heads, rows, D].
 
-    kv: one layer, [num_blocks, 2, kv_heads, block_size, D]; block_table: int32 [max_blocks].
+    kv: one layer, [num_blocks, 2, kv_heads, block_size, D]; block_table: int32 [max_blocks]. rows is length rounded up to
+    `multiple`; the rows past length are zero.
     """
     heads, block_size, dim = kv.shape[2], kv.shape[3], kv.shape[4]
     assert kv.stride(4) == 1 and length > 0
-    keys, values = torch.empty(2, heads, length, dim, dtype=kv.dtype, device=kv.device).unbind(0)
-    _gather_kernel[(triton.cdiv(length, 64), heads)](
-        kv, block_table, keys, values, kv.stride(0), kv.stride(1), kv.stride(2), kv.stride(3), keys.stride(0), length,
+    rows = triton.cdiv(length, multiple) * multiple
+    keys, values = torch.empty(2, heads, rows, dim, dtype=kv.dtype, device=kv.device).unbind(0)
+    _gather_kernel[(triton.cdiv(rows, 64), heads)](
+        kv, block_table, keys, values, kv.stride(0), kv.stride(1), kv.stride(2), kv.stride(3), keys.stride(0), length, rows,
         D=dim, DP=triton.next_power_of_2(dim), BS=block_size, BN=64, num_warps=4,
     )  # fmt: skip
     return keys, values

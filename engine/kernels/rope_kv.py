@@ -63,26 +63,26 @@ def _rope_kv_kernel(
             tl.store(dst + ROT + r, rest.to(qkv.dtype.element_ty), mask=rest_ok)
     else:
         base = row + HQ * D
-        a, b, rest, h, i, r, ok, rest_ok = _rotate(
+        ka, kb, kept, kh, ki, kr, k_ok, kept_ok = _rotate(
             base, k_norm, row_cos, row_sin, eps, offset, HKV, HKVP, D, ROT, HALF, REST, NORM
         )
-        dst = base + h * D
-        tl.store(dst + i, a.to(qkv.dtype.element_ty), mask=ok)
-        tl.store(dst + ROT // 2 + i, b.to(qkv.dtype.element_ty), mask=ok)
+        key = base + kh * D
+        tl.store(key + ki, ka.to(qkv.dtype.element_ty), mask=k_ok)
+        tl.store(key + ROT // 2 + ki, kb.to(qkv.dtype.element_ty), mask=k_ok)
         if NORM and ROT < D:
-            tl.store(dst + ROT + r, rest.to(qkv.dtype.element_ty), mask=rest_ok)
+            tl.store(key + ROT + kr, kept.to(qkv.dtype.element_ty), mask=kept_ok)
         slot = tl.load(slots + token).to(tl.int64)
         if slot >= 0:
             cell = kv + slot // BS * kv_block + slot % BS * kv_token
-            dst = cell + h * kv_head
-            tl.store(dst + i, a.to(kv.dtype.element_ty), mask=ok)
-            tl.store(dst + ROT // 2 + i, b.to(kv.dtype.element_ty), mask=ok)
+            place = cell + kh * kv_head
+            tl.store(place + ki, ka.to(kv.dtype.element_ty), mask=k_ok)
+            tl.store(place + ROT // 2 + ki, kb.to(kv.dtype.element_ty), mask=k_ok)
             if ROT < D:
-                tl.store(dst + ROT + r, rest.to(kv.dtype.element_ty), mask=rest_ok)
+                tl.store(place + ROT + kr, kept.to(kv.dtype.element_ty), mask=kept_ok)
             d = tl.arange(0, DP)[None, :]
-            v_ok = (h < HKV) & (d < D)
-            v = tl.load(row + (HQ + HKV) * D + h * D + d, mask=v_ok)
-            tl.store(cell + kv_which + h * kv_head + d, v.to(kv.dtype.element_ty), mask=v_ok)
+            v_ok = (kh < HKV) & (d < D)
+            v = tl.load(row + (HQ + HKV) * D + kh * D + d, mask=v_ok)
+            tl.store(cell + kv_which + kh * kv_head + d, v.to(kv.dtype.element_ty), mask=v_ok)
 
 
 def rope_kv_write(

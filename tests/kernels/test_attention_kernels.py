@@ -25,7 +25,7 @@ def test_decode(heads, kv_heads, dim, block_size, window, device, gen):
     )  # fmt: skip
     for programs in (1, 5, 23):
         plan = plan_decode(case.cu_q, case.seq_lens, num_kv_heads=kv_heads, num_programs=programs, window=window)
-        space = decode_workspace(programs, heads // kv_heads, 3, dim, device)
+        space = decode_workspace(programs, heads, kv_heads, 3, dim, device)
         space.part.fill_(float("nan"))
         case.out.fill_(float("nan"))
         paged_decode(
@@ -41,7 +41,7 @@ def test_decode_of_an_empty_sequence_is_zero(device, gen):
     )
     case.seq_lens[1] = 0
     plan = plan_decode(case.cu_q, case.seq_lens, num_kv_heads=1, num_programs=3)
-    space = decode_workspace(3, 2, 1, 16, device)
+    space = decode_workspace(3, 2, 1, 1, 16, device)
     out = paged_decode(
         case.q, case.kv, case.tables, case.cu_q, case.seq_lens, plan, space, max_query=1, scale=0.25, out=case.out
     )
@@ -69,7 +69,7 @@ def test_half_precision(device, gen):
         [70, 20], [2, 2], heads=4, kv_heads=2, dim=16, block_size=16, dtype=dtype, device=device, gen=gen
     )
     plan = plan_decode(case.cu_q, case.seq_lens, num_kv_heads=2, num_programs=3)
-    space = decode_workspace(3, 2, 2, 16, device)
+    space = decode_workspace(3, 4, 2, 2, 16, device)
     args = (case.q, case.kv, case.tables, case.cu_q, case.seq_lens)
     decoded = paged_decode(*args, plan, space, max_query=2, scale=case.scale, out=case.out)
     assert error(decoded, case.reference()) < TOLERANCE[dtype]

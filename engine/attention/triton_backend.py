@@ -1,0 +1,209 @@
+"""Paged attention on the GPU: which kernel serves which rows of a step.
+
+Rows with up to 8 new tokens go to the split-KV kernel, all in one launch. Longer ones go to cuDNN where their shape recurs
+(new tokens and prefix in multiples of 1024), else, when there is enough to compute, to the own kernel over gathered keys,
+and else, with a window or an unusual head dim, to the paged kernel. Everything of a step that does not depend on the layer
+is made once, in `prepare`. Kernels are loaded with the first backend, so this module imports without triton.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.attention.base import StepShape
+
+if TYPE_CHECKING:
+    from engine.kernels.paged_decode import DecodePlan, DecodeWorkspace
+
+DECODE_TOKENS = 8  # rows up to this many new tokens take the split-KV kernel
+CUDNN_QUANTUM = 1024
+DENSE_MIN_SCORES = 1 << 20  # new tokens x keys from which gathering pays
+SHARES_PER_SM = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Consecutive rows of a step that share a kernel. cu_q counts from the span's first token; tables: int32 [rows, n]."""
+
+    first_token: int
+    num_tokens: int
+    max_new: int
+    cu_q: Tensor
+    seq_lens: Tensor
+    tables: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LongRow:
+    """One row that is attended alone, over contiguous keys: tokens first_token.. of the step, after `start` cached ones.
+
+    cudnn: its shape is one that cuDNN may build a plan for.
+    """
+
+    first_token: int
+    start: int
+    num_new: int
+    table: Tensor
+    cu_q: Tensor
+    seq_len: Tensor
+    cudnn: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TritonMetadata:
+    """slots: int64 [T], where each new token's KV goes (-1: nowhere). plans: the decode work, one for each window."""
+
+    slots: Tensor
+    decode: Span | None
+    plans: dict[int | None, DecodePlan]
+    paged: tuple[Span, ...]
+    long: tuple[LongRow, ...]
+
+
+class TritonAttention:
+    """`cache` is the pool's segment [n, layers, 2, kv_heads, block_size, head_dim]; windows are those of the model."""
+
+    def __init__(self, cache: Tensor, num_heads: int, windows: Iterable[int | None], pad_block: int) -> None:
+        from engine.kernels import dense_prefill, kv_write, paged_decode, paged_prefill, prefix
+
+        self._decode, self._prefill, self._dense = paged_decode, paged_prefill, dense_prefill
+        self._prefix, self._kv_write = prefix, kv_write
+        _, _, _, self._kv_heads, self._block_size, self._head_dim = cache.shape
+        self._num_heads, self._pad_block = num_heads, pad_block
+        self._windows = tuple(dict.fromkeys(windows))
+        self._device, self._scale = cache.device, self._head_dim**-0.5
+        cuda = cache.device.type == "cuda"
+        self._programs = (
+            SHARES_PER_SM * torch.cuda.get_device_properties(cache.device).multi_processor_count if cuda else 6
+        )
+        self._workspaces: dict[int, DecodeWorkspace] = {}
+        half = cache.dtype in (torch.bfloat16, torch.float16)
+        hopper = cuda and torch.cuda.get_device_capability(cache.device) >= (9, 0)
+        self._dense_ok = half and hopper and self._head_dim in dense_prefill.DENSE_DIMS
+
+    def prepare(self, step: StepShape) -> TritonMetadata:
+        starts = np.asarray(step.starts, dtype=np.int64)
+        num_new = np.asarray(step.num_new, dtype=np.int64)
+        firsts = np.concatenate([[0], np.cumsum(num_new)])
+        ends = starts + num_new
+        counts = -(-ends // self._block_size)
+        tables = np.full((len(starts), int(counts.max())), self._pad_block, dtype=np.int32)
+        for row, (blocks, count) in enumerate(zip(step.blocks, counts.tolist(), strict=True)):
+            tables[row, :count] = blocks[:count]
+        row_of = np.repeat(np.arange(len(starts)), num_new)
+        position = np.arange(len(row_of)) - firsts[row_of] + starts[row_of]
+        slots = tables[row_of, position // self._block_size].astype(np.int64) * self._block_size
+        on_device = self._tensor(tables)
+
+        decode: Span | None = None
+        paged: list[Span] = []
+        long: list[LongRow] = []
+        for low, high, kind in _runs([self._kind(s, n) for s, n in zip(starts.tolist(), num_new.tolist(), strict=True)]):
+            if kind == "long":
+                for row in range(low, high):
+                    start, new = int(starts[row]), int(num_new[row])
+                    whole = new % CUDNN_QUANTUM == 0 and start % CUDNN_QUANTUM == 0
+                    bounds = self._tensor(np.array([0, new, start + new], dtype=np.int32))
+                    long.append(
+                        LongRow(int(firsts[row]), start, new, on_device[row], bounds[:2], bounds[2:], cudnn=whole)
+                    )
+                continue
+            span = Span(
+                first_token=int(firsts[low]),
+                num_tokens=int(firsts[high] - firsts[low]),
+                max_new=int(num_new[low:high].max()),
+                cu_q=self._tensor((firsts[low : high + 1] - firsts[low]).astype(np.int32)),
+                seq_lens=self._tensor(ends[low:high].astype(np.int32)),
+                tables=on_device[low:high],
+            )
+            if kind == "decode" and decode is None:
+                decode = span
+            else:
+                paged.append(span)
+        return TritonMetadata(
+            slots=self._tensor(slots + position % self._block_size),
+            decode=decode,
+            plans={window: self._plan(decode, window) for window in self._windows} if decode else {},
+            paged=tuple(paged),
+            long=tuple(long),
+        )
+
+    def attend(self, query: Tensor, kv: Tensor, cache: Tensor, metadata: TritonMetadata, window: int | None) -> Tensor:
+        self._kv_write.kv_write(kv, cache, metadata.slots)
+        return self.attend_written(query, kv, cache, metadata, window)
+
+    def attend_written(
+        self, query: Tensor, kv: Tensor, cache: Tensor, metadata: TritonMetadata, window: int | None
+    ) -> Tensor:
+        """`attend` when the new keys and values are in the cache already (rope_kv_write puts them there)."""
+        if metadata.decode is None and not metadata.paged and len(metadata.long) == 1:
+            return self._attend_long(query, kv, cache, metadata.long[0], window)
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        if metadata.decode is not None:
+            span = metadata.decode
+            rows = slice(span.first_token, span.first_token + span.num_tokens)
+            self._decode.paged_decode(
+                query[rows], cache, span.tables, span.cu_q, span.seq_lens, metadata.plans[window],
+                self._workspace(span.max_new), max_query=span.max_new, scale=self._scale, out=out[rows],
+            )  # fmt: skip
+        for span in metadata.paged:
+            rows = slice(span.first_token, span.first_token + span.num_tokens)
+            self._prefill.paged_prefill(
+                query[rows], cache, span.tables, span.cu_q, span.seq_lens,
+                max_query=span.max_new, scale=self._scale, window=window or 0, out=out[rows],
+            )  # fmt: skip
+        for row in metadata.long:
+            rows = slice(row.first_token, row.first_token + row.num_new)
+            out[rows] = self._attend_long(query[rows], kv[rows], cache, row, window)
+        return out
+
+    def _attend_long(self, query: Tensor, kv: Tensor, cache: Tensor, row: LongRow, window: int | None) -> Tensor:
+        length = row.start + row.num_new
+        if window is not None and window < length:
+            return self._prefill.paged_prefill(
+                query, cache, row.table[None], row.cu_q, row.seq_len,
+                max_query=row.num_new, scale=self._scale, window=window,
+            )  # fmt: skip
+        if row.cudnn:
+            prefix = self._prefix.gather_kv(cache, row.table, row.start) if row.start else None
+            return self._dense.cudnn_prefill(query, kv[:, 0], kv[:, 1], prefix, scale=self._scale)
+        keys, values = self._prefix.gather_kv(cache, row.table, length, multiple=self._dense.BLOCK_N)
+        return self._dense.dense_prefill(query, keys, values, length=length, scale=self._scale)
+
+    def _kind(self, start: int, num_new: int) -> str:
+        if num_new <= DECODE_TOKENS:
+            return "decode"
+        dense = self._dense_ok and num_new * (start + num_new) >= DENSE_MIN_SCORES
+        return "long" if dense else "paged"
+
+    def _plan(self, span: Span, window: int | None) -> DecodePlan:
+        return self._decode.plan_decode(
+            span.cu_q, span.seq_lens, num_kv_heads=self._kv_heads, num_programs=self._programs, window=window or 0
+        )
+
+    def _workspace(self, max_new: int) -> DecodeWorkspace:
+        if max_new not in self._workspaces:
+            self._workspaces[max_new] = self._decode.decode_workspace(
+                self._programs, self._num_heads, self._kv_heads, max_new, self._head_dim, self._device
+            )
+        return self._workspaces[max_new]
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)
+
+
+def _runs(kinds: Sequence[str]) -> list[tuple[int, int, str]]:
+    """Maximal runs of equal kinds, as (first, end, kind)."""
+    runs: list[tuple[int, int, str]] = []
+    for i, kind in enumerate(kinds):
+        if runs and runs[-1][2] == kind:
+            runs[-1] = (runs[-1][0], i + 1, kind)
+        else:
+            runs.append((i, i + 1, kind))
+    return runs

@@ -1,0 +1,120 @@
+"""Prefill attention over contiguous keys and values: an own kernel on TMA descriptors, and cuDNN in two parts.
+
+Both compute the lower-right causal attention of S new tokens over L >= S keys. cuDNN is the faster one, but it builds a plan
+of 50 to 130 ms for every new (S, L), so only shapes that come back are given to it; see `TritonAttention`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from engine.kernels.paged_decode import LOG2E
+from engine.kernels.prefix import merge_parts
+
+DENSE_DIMS = (64, 128)
+BLOCK_M, BLOCK_N = 128, 128
+
+
+@triton.jit
+def _tiles(
+    acc, total, best, qs, keys, values, row, scale_log2, lo, hi, position,
+    MASKED: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    n = tl.arange(0, BN)
+    for start in tl.range(lo, hi, BN, num_stages=STAGES):
+        k = keys.load([row + start, 0])
+        s = tl.dot(qs, tl.trans(k), input_precision="ieee")
+        if MASKED:
+            s = tl.where((start + n)[None, :] <= position[:, None], s, -float("inf"))
+        top = tl.maximum(best, tl.max(s, 1) * scale_log2)
+        p = tl.exp2(s * scale_log2 - top[:, None])
+        shrink = tl.exp2(best - top)
+        v = values.load([row + start, 0])
+        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        total = total * shrink + tl.sum(p, 1)
+        best = top
+    return acc, total, best
+
+
+@triton.jit
+def _dense_kernel(
+    q, keys, values, out, q_row, q_head, out_row, out_head, queries, length, head_rows, scale_log2,
+    GROUP: tl.constexpr, BM: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    TOKENS: tl.constexpr = BM // GROUP
+    head = tl.program_id(0)
+    t0 = (tl.cdiv(queries, TOKENS) - 1 - tl.program_id(1)) * TOKENS  # the last tokens see the most keys: they start first
+    m = tl.arange(0, BM)
+    d = tl.arange(0, D)
+    token = t0 + m // GROUP
+    ok = ((token < queries) & (m < TOKENS * GROUP))[:, None]
+    position = length - queries + token
+    q_off = token.to(tl.int64) * q_row + (head * GROUP + m % GROUP) * q_head
+    qs = tl.load(q + q_off[:, None] + d[None, :], mask=ok, other=0.0)
+    best = tl.full([BM], -float("inf"), tl.float32)
+    total = tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BM, D], tl.float32)
+    first = length - queries + t0
+    full = (first + 1) // BN * BN
+    last = tl.minimum(first + TOKENS, length)
+    row = head * head_rows
+    acc, total, best = _tiles(
+        acc, total, best, qs, keys, values, row, scale_log2, 0, full, position, False, BN, STAGES
+    )
+    acc, total, best = _tiles(
+        acc, total, best, qs, keys, values, row, scale_log2, full, last, position, True, BN, STAGES
+    )
+    acc = acc / total[:, None]
+    o_off = token.to(tl.int64) * out_row + (head * GROUP + m % GROUP) * out_head
+    tl.store(out + o_off[:, None] + d[None, :], acc.to(out.dtype.element_ty), mask=ok)
+
+
+def dense_prefill(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, length: int, scale: float
+) -> torch.Tensor:
+    """Own kernel. q: [S, heads, D], D in DENSE_DIMS; keys, values: contiguous [kv_heads, rows, D], finite everywhere.
+
+    Rows 0..length of each head are keys, rows is a multiple of BLOCK_N, so that no tile reaches into the next head. Any S.
+    Returns [S, heads, D], contiguous.
+    """
+    kv_heads, rows, dim = keys.shape
+    group = q.shape[1] // kv_heads
+    assert dim in DENSE_DIMS and rows % BLOCK_N == 0 and group <= BLOCK_M and length <= rows
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    described = [TensorDescriptor.from_tensor(x.view(-1, dim), [BLOCK_N, dim]) for x in (keys, values)]
+    _dense_kernel[(kv_heads, triton.cdiv(q.shape[0], BLOCK_M // group))](
+        q, *described, out, q.stride(0), q.stride(1), out.stride(0), out.stride(1), q.shape[0], length, rows,
+        scale * LOG2E, GROUP=group, BM=BLOCK_M, D=dim, BN=BLOCK_N, STAGES=3, num_warps=8,
+    )  # fmt: skip
+    return out
+
+
+def cudnn_prefill(
+    q: torch.Tensor,
+    new_keys: torch.Tensor,
+    new_values: torch.Tensor,
+    prefix: tuple[torch.Tensor, torch.Tensor] | None,
+    *,
+    scale: float,
+) -> torch.Tensor:
+    """cuDNN: the new tokens causal, their prefix without a mask, the two merged by log-sum-exp.
+
+    q: [S, heads, D]; new_keys, new_values: [S, kv_heads, D], any row and head strides; prefix: keys and values
+    [kv_heads, P, D]. Returns [S, heads, D], contiguous.
+    """
+    rows = q.transpose(0, 1)[None]
+
+    def attend(keys: torch.Tensor, values: torch.Tensor, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        result = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            rows, keys[None], values[None], None, True, 0.0, causal, False, scale=scale
+        )
+        return result[0][0].transpose(0, 1), result[1].view(q.shape[1], q.shape[0]).T
+
+    part, lse = attend(new_keys.transpose(0, 1), new_values.transpose(0, 1), True)
+    if prefix is None:
+        return part
+    before, before_lse = attend(*prefix, False)
+    return merge_parts(before, before_lse, part, lse, out=before)

@@ -1,0 +1,18 @@
+"""Programmatic dependent launch (Hopper): a kernel starts while the one before it drains, and waits before it reads its output.
+
+A kernel that uses it waits (griddepcontrol.wait) before it lets its own dependents start, so when a kernel runs, everything
+older than its direct predecessor is complete.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def overlaps_launches(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def launch_flags(pdl: bool) -> dict[str, bool]:
+    """Launch options of a kernel compiled with PDL=pdl."""
+    return {"launch_pdl": True} if pdl else {}
