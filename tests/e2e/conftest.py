@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from cluster import Cluster
-from oracle import Oracle
-
-CHUNK, BLOCK, MAX_MODEL_LEN = 256, 16, 3072
+from tests.e2e.cluster import Cluster
+from tests.e2e.oracle import Oracle
+from tests.e2e.shape import BLOCK, CHUNK, MAX_MODEL_LEN
 
 
 @pytest.fixture(scope="session")

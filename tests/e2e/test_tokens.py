@@ -8,13 +8,13 @@ from pathlib import Path
 import grpc
 import openai
 import pytest
-from cluster import Cluster
-from conftest import BLOCK, CHUNK, MAX_MODEL_LEN
-from oracle import NEAR_TIE, Oracle, Reference, assert_same
-from prompts import prompt_of
 from tokenizers import Tokenizer
 
 from common.pb import inference_pb2, inference_pb2_grpc
+from tests.e2e.cluster import Cluster
+from tests.e2e.oracle import NEAR_TIE, Oracle, Reference, assert_same
+from tests.e2e.prompts import prompt_of
+from tests.e2e.shape import BLOCK, CHUNK, MAX_MODEL_LEN
 
 OUTPUT = 8
 # Case 9's lengths and then some: around a block, around a chunk, several of both, the longest that fits.
