@@ -128,10 +128,12 @@ class Cluster:
         return self._specs[name].process.wait(timeout_s)
 
     def restart(self, name: str) -> None:
-        """Kills it if it runs, starts it under the same name and port, waits until it is ready."""
+        """Kills it if it runs, starts it under the same name and port, waits until it and the gateway are ready."""
         self.kill(name)
         self.start(name)
         self.wait_ready(name)
+        if self.alive("gateway"):
+            self.wait_ready("gateway")
 
     def freeze(self, name: str) -> None:
         """SIGSTOP: alive, but does nothing, until thaw."""
