@@ -141,7 +141,7 @@ class Reservation:
     def failed(self, error: BatonError) -> None:
         """The hand-off broke (or the request otherwise cannot go on): the gateway is told."""
         if self._state is not State.ENDED:  # what follows an abort is no news
-            _log.warning("hand-off failed: %s", error.message, extra={"request_id": self.request.request_id})
+            _log.info("hand-off failed: %s", error.message, extra={"request_id": self.request.request_id})
         self.end(error)
 
     def refused(self, error: BatonError) -> None:

@@ -106,7 +106,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
     ) -> AsyncIterator[decode_pb2.TokenBatch]:
         """See decode.proto. The response headers go out once the hello was taken: from then on Reserve works."""
         try:
-            hello = await asyncio.wait_for(anext(request_iterator, None), HELLO_LIMIT_S)
+            async with asyncio.timeout(HELLO_LIMIT_S):
+                hello = await anext(request_iterator, None)
         except TimeoutError:
             raise DeadlineExceeded(f"no hello within {HELLO_LIMIT_S:.0f} s") from None
         if hello is None or not hello.gateway_id:

@@ -177,7 +177,8 @@ class HandOff:
     async def _next(self) -> Event | TransferReport | BatonError:
         left = self._deadline - time.monotonic()
         try:
-            return await asyncio.wait_for(self._inbox.get(), max(left, 0.0))
+            async with asyncio.timeout(max(left, 0.0)):  # wait_for may swallow the cancellation of the call (3.11)
+                return await self._inbox.get()
         except TimeoutError:
             return DeadlineExceeded("the request's deadline passed during prefill")
 

@@ -50,7 +50,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         try:
             async for event in hand_off.events():
                 if event.HasField("failed"):
-                    _log.warning("hand-off failed: %s", event.failed.message, extra={"request_id": valid.request_id})
+                    _log.info("hand-off failed: %s", event.failed.message, extra={"request_id": valid.request_id})
                 yield event
         finally:
             hand_off.close()

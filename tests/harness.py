@@ -304,7 +304,8 @@ class Cluster:
         else:
             answer.events.append("local")
         while answer.finish is None:
-            delta = await asyncio.wait_for(inbox.get(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                delta = await inbox.get()
             self._take(answer, delta)
             on_event("tokens")
         return answer
