@@ -9,9 +9,7 @@ DEMO_PROMPT ?= The lighthouse on Gull Point was built in 1871 after three ships 
 Its keeper, Marta Lind, kept the lamp burning for forty years and wrote down the weather every night in a long row of \
 blue notebooks. When the lamp was made electric in 1932, the notebooks were forgotten in a cellar. A student found them \
 ninety years later, and they turned out to be the longest unbroken record of storms on that coast. \
-Who was Marta Lind, and why do her notebooks matter? Answer in one sentence.
-PB ?= common/pb
-ARGS ?=
+What did the student find?
 
 # The installed set is named by what it was made from: when pyproject.toml or constraints.txt change, it is made anew.
 INSTALLED := .venv/.installed-$(shell cat pyproject.toml constraints.txt | sha256sum | cut -c1-16)
