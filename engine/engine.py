@@ -22,6 +22,7 @@ from common.kv_layout import KVLayout
 from common.types import FinishReason, Token, ValidRequest
 from engine import weights
 from engine.attention.torch_backend import TorchAttention
+from engine.attention.triton_backend import TritonAttention
 from engine.block_pool import BlockPool
 from engine.config import DEFAULT_KV_MEMORY, EngineConfig
 from engine.kv_pool import DTYPES, KVPool
@@ -132,7 +133,8 @@ class Engine:
             ),
             self.pool,
         )
-        backend = TorchAttention(self.kv.segment_view("kv"), spec.num_heads, spec.windows, self.kv.dummy_block)
+        attention = TritonAttention if device.type == "cuda" else TorchAttention
+        backend = attention(self.kv.segment_view("kv"), spec.num_heads, spec.windows, self.kv.dummy_block)
         self.runner = Runner(model, self.kv, backend)
         self.counters = EngineCounters()
 

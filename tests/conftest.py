@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+import engine  # noqa: F401 - before torch: it sets how OpenMP waits
+
 
 @pytest.fixture(scope="session")
 def smollm2_dir() -> Path:
