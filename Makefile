@@ -15,7 +15,7 @@ What did the student find?
 INSTALLED := .venv/.installed-$(shell cat pyproject.toml constraints.txt | sha256sum | cut -c1-16)
 pin = $(shell sed -n 's/^\($(1)==[^ ]*\).*/\1/p' constraints.txt)
 
-.PHONY: help install lint test demo up proto clean
+.PHONY: help install lint test soak demo up proto clean
 .DEFAULT_GOAL := help
 
 help: ## This list.
@@ -51,6 +51,9 @@ lint: $(INSTALLED) ## Formatting, lint and types.
 
 test: lint ## Everything that CI runs; ARGS='tests/unit -k name' narrows it.
 	.venv/bin/pytest $(ARGS)
+
+soak: $(INSTALLED) ## Five minutes of mixed load with clients that leave half-way.
+	SOAK_SECONDS=300 .venv/bin/pytest tests/chaos/test_soak.py -s
 
 demo: $(INSTALLED) ## From nothing to a streamed answer through gateway, prefill and decode; then stops.
 	@.venv/bin/baton up --once '$(DEMO_PROMPT)' --chunk-tokens 64 --max-tokens 64 $(ARGS)

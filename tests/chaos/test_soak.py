@@ -23,7 +23,7 @@ GROWTH = 48 << 20  # bytes a process may grow by after the first third
 
 @pytest.fixture(scope="module")
 def cluster(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with Cluster(smollm2_dir, tmp_path_factory.mktemp("soak"), threads=2, kv_memory="256M") as running:
+    with Cluster(smollm2_dir, tmp_path_factory.mktemp("soak"), threads=2, kv_memory="768M") as running:
         yield running
 
 

@@ -44,8 +44,10 @@ def references(smollm2_dir: Path, oracle: Oracle) -> list[tuple[list[int], Refer
 
 
 def assert_same_text(got: str, expected: Reference, tokenizer: Tokenizer, what: str) -> None:
-    wanted = tokenizer.decode(expected.tokens, skip_special_tokens=True)
-    assert got == wanted or min(expected.gaps) < NEAR_TIE, f"{what}: {got!r}, expected {wanted!r}"
+    """Equal text; up to the oracle's first near tie where there is one."""
+    ties = [i for i, gap in enumerate(expected.gaps) if gap < NEAR_TIE]
+    wanted = tokenizer.decode(expected.tokens[: ties[0]] if ties else expected.tokens, skip_special_tokens=True)
+    assert got.startswith(wanted) if ties else got == wanted, f"{what}: {got!r}, expected {wanted!r}"
 
 
 def assert_no_prompt_tokens_on_decode(cluster: Cluster) -> None:
@@ -173,17 +175,17 @@ async def test_stop_token_max_tokens_one_and_stop_string(cluster: Cluster, smoll
 
 async def test_a_repeated_prompt_computes_and_moves_at_most_one_block(cluster: Cluster, smollm2_dir: Path) -> None:
     prompt = prompt_of(smollm2_dir, 1000, 1234)
-    if sum(name.startswith("decode") for name in cluster.pods) > 1:
-        pytest.skip("with several pods the second prompt may go to another one; routing is tested elsewhere")
+    prefills = [name for name in cluster.pods if name.startswith("prefill")]
     async with openai.AsyncOpenAI(base_url=cluster.base_url, api_key="none", max_retries=0) as client:
         body = {"model": cluster.model, "prompt": prompt, "max_tokens": 4, "temperature": 0}
         first = await client.completions.create(**body)
         await asyncio.to_thread(cluster.check_idle)
-        before = cluster.info("prefill-0").computed.prefill
+        await asyncio.sleep(1.0)  # the index learns what the pods hold, the router reads it
+        before = sum(cluster.info(name).computed.prefill for name in prefills)
         second = await client.completions.with_raw_response.create(**body)
         again = second.parse()
         assert again.choices[0].text == first.choices[0].text
-        assert cluster.info("prefill-0").computed.prefill - before <= BLOCK
+        assert sum(cluster.info(name).computed.prefill for name in prefills) - before <= BLOCK
         assert again.usage.prompt_tokens_details.cached_tokens >= len(prompt) - BLOCK
         await asyncio.to_thread(cluster.check_idle)
         url = cluster.base_url.removesuffix("/v1") + f"/debug/requests/{again.id}"
