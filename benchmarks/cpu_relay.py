@@ -16,6 +16,7 @@ import asyncio
 import os
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -28,8 +29,6 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from engine.llm import LLM
-
 from benchmarks import report
 from common.config import UpConfig
 from common.index_pod import PodIndex
@@ -39,6 +38,7 @@ from common.models import resolve_model
 from common.stack import Stack
 from common.supervisor import Supervisor
 from common.types import Role, SamplingParams
+from engine.llm import LLM
 
 PROMPT, OUTPUT, CONCURRENT = 128, 64, 16
 
@@ -49,12 +49,22 @@ def prompts(count: int, seed: int, vocab_size: int) -> list[list[int]]:
     return [[rng.randrange(100, vocab_size) for _ in range(PROMPT)] for _ in range(count)]
 
 
-def transformers_tokens_s(model_dir: Path, batch: list[list[int]]) -> float:
-    """Output tokens/s of generate(), one request at a time."""
+def transformers_tokens_s(model_dir: Path, count: int) -> float:
+    """Output tokens/s of generate(), one request at a time, in a process of its own with OpenMP's default policy."""
+    env = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"}
+    argv = [sys.executable, __file__, "--transformers-only", str(model_dir), "--baseline", str(count)]
+    done = subprocess.run(argv, env=env, stdout=subprocess.PIPE, text=True, check=True)
+    return float(done.stdout.split()[-1])
+
+
+def generate_one_by_one(model_dir: Path, count: int) -> float:
+    """What transformers_tokens_s runs."""
     from transformers import AutoModelForCausalLM
 
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
     model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None  # as ignore_eos
+    batch = prompts(count, 1, model.config.vocab_size)
     run = {"do_sample": False, "min_new_tokens": OUTPUT, "max_new_tokens": OUTPUT, "pad_token_id": 0}
     with torch.inference_mode():
         model.generate(torch.tensor([batch[0][:16]]), **{**run, "min_new_tokens": 4, "max_new_tokens": 4})
@@ -130,7 +140,7 @@ async def measure(args: argparse.Namespace, model_dir: Path) -> tuple[dict[str, 
     torch.set_num_threads(threads)
     llm = LLM(model_dir, threads=threads)
     vocab = llm.engine.vocab_size
-    baseline = transformers_tokens_s(model_dir, prompts(args.baseline, 1, vocab))
+    baseline = await asyncio.to_thread(transformers_tokens_s, model_dir, args.baseline)
     print(f"transformers, one by one: {baseline:.1f} tokens/s", flush=True)
 
     with tempfile.TemporaryDirectory() as logs:
@@ -177,7 +187,11 @@ def main() -> None:
     parser.add_argument("--baseline", type=int, default=6, help="requests that transformers generates one by one")
     parser.add_argument("--rounds", type=int, default=3, help="rounds of 16 concurrent streams")
     parser.add_argument("--pairs", type=int, default=21, help="pairs of first tokens, engine and relay in turn")
+    parser.add_argument("--transformers-only", type=Path, metavar="DIR", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.transformers_only:
+        print(generate_one_by_one(args.transformers_only, args.baseline))
+        return
     metrics, more = asyncio.run(measure(args, resolve_model("smollm2", say=print)))
     for name, value in metrics.items():
         print(f"{name:32} {value}")
