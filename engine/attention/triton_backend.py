@@ -104,7 +104,9 @@ class TritonAttention:
         decode: Span | None = None
         paged: list[Span] = []
         long: list[LongRow] = []
-        for low, high, kind in _runs([self._kind(s, n) for s, n in zip(starts.tolist(), num_new.tolist(), strict=True)]):
+        for low, high, kind in _runs(
+            [self._kind(s, n) for s, n in zip(starts.tolist(), num_new.tolist(), strict=True)]
+        ):
             if kind == "long":
                 for row in range(low, high):
                     start, new = int(starts[row]), int(num_new[row])

@@ -46,7 +46,9 @@ def _dense_kernel(
 ):  # fmt: skip
     TOKENS: tl.constexpr = BM // GROUP
     head = tl.program_id(0)
-    t0 = (tl.cdiv(queries, TOKENS) - 1 - tl.program_id(1)) * TOKENS  # the last tokens see the most keys: they start first
+    t0 = (
+        tl.cdiv(queries, TOKENS) - 1 - tl.program_id(1)
+    ) * TOKENS  # the last tokens see the most keys: they start first
     m = tl.arange(0, BM)
     d = tl.arange(0, D)
     token = t0 + m // GROUP
@@ -61,9 +63,7 @@ def _dense_kernel(
     full = (first + 1) // BN * BN
     last = tl.minimum(first + TOKENS, length)
     row = head * head_rows
-    acc, total, best = _tiles(
-        acc, total, best, qs, keys, values, row, scale_log2, 0, full, position, False, BN, STAGES
-    )
+    acc, total, best = _tiles(acc, total, best, qs, keys, values, row, scale_log2, 0, full, position, False, BN, STAGES)
     acc, total, best = _tiles(
         acc, total, best, qs, keys, values, row, scale_log2, full, last, position, True, BN, STAGES
     )

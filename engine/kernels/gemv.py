@@ -13,13 +13,13 @@ import triton.language as tl
 
 from engine.kernels.launch import launch_flags, overlaps_launches
 
+BLOCK_K = 2048
+
 
 @triton.jit
 def _tile(src, row_ok, k, start, K: tl.constexpr, EVEN: tl.constexpr):
-    if EVEN:
-        return tl.load(src + start)
-    else:
-        return tl.load(src + start, mask=row_ok[:, None] & (start + k < K)[None, :], other=0.0)
+    mask = None if EVEN else row_ok[:, None] & (start + k < K)[None, :]
+    return tl.load(src + start, mask=mask, other=None if EVEN else 0.0)
 
 
 @triton.jit
@@ -86,10 +86,6 @@ def gemv(
     residual: torch.Tensor | None = None,
     gated: bool = False,
     out: torch.Tensor | None = None,
-    rows: int | None = None,
-    block_k: int = 2048,
-    warps: int = 4,
-    pdl: bool = True,
 ) -> torch.Tensor:
     """weight @ x for one row: x [1, K], weight [N, K] (row stride free), bias [N]; returns [1, N], or [1, N / 2] when gated.
 
@@ -99,9 +95,9 @@ def gemv(
     n, k = weight.shape[0] // (2 if gated else 1), weight.shape[1]
     assert x.shape == (1, k) and x.stride(1) == 1 and weight.stride(1) == 1 and not (gated and residual is not None)
     out = torch.empty(1, n, dtype=x.dtype, device=x.device) if out is None else out
-    rows = (2 if gated or n < 16384 else 4) if rows is None else rows
-    pdl = pdl and overlaps_launches(x.device)
-    block_k = min(block_k, triton.next_power_of_2(k))
+    rows, warps = (2, 8) if norm is not None and not gated else (4, 4)
+    pdl = overlaps_launches(x.device)
+    block_k = min(BLOCK_K, triton.next_power_of_2(k))
     _gemv_kernel[(triton.cdiv(n, rows),)](
         x, weight, weight if bias is None else bias, x if norm is None else norm, x if residual is None else residual, out,
         eps, norm_offset, weight.stride(0), N=n, K=k, ROWS=rows, BK=block_k, NORM=norm is not None, BIAS=bias is not None,

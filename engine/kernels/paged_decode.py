@@ -21,6 +21,7 @@ from engine.kernels.launch import launch_flags, overlaps_launches
 
 MAX_QUERY = 8
 BLOCK_N = 64
+MERGE_TILE = 2048
 LOG2E = 1.4426950408889634
 EMPTY = tl.constexpr(-1e30)  # log-sum-exp of no keys; finite, so that differences are never NaN
 
@@ -75,7 +76,6 @@ def _decode_kernel(
     d_ok = d < D
     if PDL:  # the plan is older than the kernel before this one; q and the newest keys are not
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     while cursor < end:
         base = tl.load(cum + b)
         tiles = (tl.load(cum + b + 1) - base) // HEADS
@@ -131,6 +131,8 @@ def _decode_kernel(
             tl.store(part + (slot + m)[:, None] * DP + d[None, :], acc, mask=m_ok[:, None])
         cursor += count
         b += (head * tiles + first + count == HEADS * tiles).to(tl.int32)
+    if PDL:  # not earlier: waiting programs of the merge beside this kernel cost it up to 4%
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
@@ -173,9 +175,7 @@ def _merge_kernel(
             best = top
         acc = acc / tl.where(total > 0, total, 1.0)[:, None]
         o_off = (q0 + m // GROUP).to(tl.int64) * out_row + (head * GROUP + m % GROUP) * out_head
-        tl.store(
-            out + o_off[:, None] + d[None, :], acc.to(out.dtype.element_ty), mask=m_ok[:, None] & (d < D)[None, :]
-        )
+        tl.store(out + o_off[:, None] + d[None, :], acc.to(out.dtype.element_ty), mask=m_ok[:, None] & (d < D)[None, :])
 
 
 @dataclass(frozen=True)
@@ -265,13 +265,12 @@ def paged_decode(
         HEADS=num_kv_heads, GROUP=group, M=rows, D=dim, DP=dim_padded, BS=block_size, BN=BLOCK_N, STAGES=stages, PDL=pdl,
         num_warps=warps, **launch_flags(pdl),
     )  # fmt: skip
-    # One tile of the merge should hold all parts of a pair: programs / pairs of them, and one or two more.
-    merged = triton.next_power_of_2(group * max_query)
+    # One tile of the merge holds all parts of a pair (programs / pairs of them, and one or two more), and few rows.
     splits = min(64, triton.next_power_of_2(triton.cdiv(programs, num_seqs * num_kv_heads) + 1))
-    merged = min(merged, max(1, 8192 // (splits * dim_padded)))
+    merged = min(triton.next_power_of_2(group * max_query), max(1, MERGE_TILE // (splits * dim_padded)))
     _merge_kernel[(num_seqs, num_kv_heads, triton.cdiv(group * max_query, merged))](
         plan.cum, cu_q, out, workspace.part, workspace.part_lse, out.stride(0), out.stride(1), num_seqs, programs,
         HEADS=num_kv_heads, GROUP=group, M=rows, ROWS=merged, SPLITS=splits, D=dim, DP=dim_padded, PDL=pdl,
-        num_warps=4, **launch_flags(pdl),
+        num_warps=1 if splits * merged * dim_padded <= MERGE_TILE else 4, **launch_flags(pdl),
     )  # fmt: skip
     return out

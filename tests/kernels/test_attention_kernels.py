@@ -65,9 +65,7 @@ def test_prefill(heads, kv_heads, dim, block_size, window, device, gen):
 
 def test_half_precision(device, gen):
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float16  # the interpreter has no bf16 dot
-    case = PagedCase(
-        [70, 20], [2, 2], heads=4, kv_heads=2, dim=16, block_size=16, dtype=dtype, device=device, gen=gen
-    )
+    case = PagedCase([70, 20], [2, 2], heads=4, kv_heads=2, dim=16, block_size=16, dtype=dtype, device=device, gen=gen)
     plan = plan_decode(case.cu_q, case.seq_lens, num_kv_heads=2, num_programs=3)
     space = decode_workspace(3, 4, 2, 2, 16, device)
     args = (case.q, case.kv, case.tables, case.cu_q, case.seq_lens)

@@ -22,7 +22,9 @@ def both(cache_shape, dtype, steps, heads, windows, device, gen):
     """Runs the same steps through both backends on pools of their own; returns the worst error."""
     worst = 0.0
     pools = [torch.zeros(cache_shape, dtype=dtype, device=device) for _ in range(2)]
-    backends = [kind(pool, heads, windows, cache_shape[0] - 1) for kind, pool in zip((TritonAttention, TorchAttention), pools)]
+    backends = [
+        kind(pool, heads, windows, cache_shape[0] - 1) for kind, pool in zip((TritonAttention, TorchAttention), pools)
+    ]
     kv_heads, dim = cache_shape[3], cache_shape[5]
     for step in steps:
         tokens = sum(step.num_new)
