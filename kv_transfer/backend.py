@@ -67,6 +67,9 @@ class Backend(Protocol):
         inline; never raises for what the peer did: such a write is FAILED.
         """
 
+    def notify(self, peer: str, payload: bytes) -> None:
+        """Sends a notification without bytes. Raises TransferFailed."""
+
     def poll(self, handle: int) -> WriteState:
         """Makes progress and says where the write is. May copy inline."""
 

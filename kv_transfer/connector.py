@@ -146,7 +146,7 @@ class Connector:
             await self._attach(connection)
             await self._probe(connection)
         except BaseException:
-            self._thread.submit(lambda: self.retire(connection))
+            self._thread.submit(lambda: self._discard(connection))
             raise
         self._connections[address] = connection
         _log.info(
@@ -249,8 +249,11 @@ class Connector:
                     lambda: self._thread.backend.transport(connection.agent, same_host=connection.same_host)
                 )
                 connection.transport, connection.transport_source = transport.name, transport.source
-                if self._memory.kind == "VRAM" and transport.name == "tcp" and not self._allow_tcp:
-                    raise TransferFailed(f"device memory would travel to {connection.pod} over TCP")
+                if self._memory.kind == "VRAM" and transport.name in ("tcp", "unknown") and not self._allow_tcp:
+                    by = "TCP" if transport.name == "tcp" else "an unknown transport"
+                    raise TransferFailed(
+                        f"device memory would travel to {connection.pod} over {by} (allow_tcp permits it)"
+                    )
                 return
         raise TransferFailed(f"a block written to {connection.pod} does not arrive intact")
 
@@ -291,13 +294,18 @@ class Connector:
         """The connection is not to be used again; its agent goes once no write to it is pending."""
         connection.broken = True
 
+    def _discard(self, connection: Connection) -> None:
+        """The connection came to nothing; what the backend knows of it goes like that of a retired one."""
+        self.retire(connection)
+        if connection not in self._attached:
+            _close_watch(connection)
+
     def tick(self, now: float) -> None:
         """Forgets broken connections' agents and looks whether peers' processes live."""
         for connection in [c for c in self._attached if c.broken and not c.in_flight]:
             self._thread.backend.disconnect(connection.agent)
             self._attached.remove(connection)
-            if connection.watch is not None:
-                connection.watch.close()
+            _close_watch(connection)
         if now < self._next_look:
             return
         self._next_look = now + LOOK_S
@@ -316,9 +324,19 @@ class Connector:
         for flight in flights:
             flight.cancel()
         await asyncio.gather(*flights, return_exceptions=True)
+        self._thread.submit(self._close_watches)
+
+    def _close_watches(self) -> None:
+        for connection in self._attached:
+            _close_watch(connection)
 
     async def _on_thread(self, function: Callable[[], T]) -> T:
         return await asyncio.wrap_future(self._thread.call(function))
+
+
+def _close_watch(connection: Connection) -> None:
+    if connection.watch is not None:
+        connection.watch.close()
 
 
 def probe_digest(nonce: bytes, block: bytes) -> bytes:

@@ -81,6 +81,9 @@ class FaultyBackend:
         self._advance(write)
         return handle
 
+    def notify(self, peer: str, payload: bytes) -> None:
+        self._inner.notify(peer, payload)
+
     def poll(self, handle: int) -> WriteState:
         write = self._writes[handle]
         self._advance(write)

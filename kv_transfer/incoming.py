@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from common.errors import BatonError, UnknownTransfer
+from common.errors import BatonError, TransferFailed, UnknownTransfer
 from common.types import TransferId
 from kv_transfer.backend import Notification
 from kv_transfer.counters import Drops
@@ -39,6 +39,7 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 _REMEMBERED = 65536
+_TICK_S = 0.01
 _LOOK_S = 0.1
 
 
@@ -74,6 +75,7 @@ class Incoming:
         self._table: dict[TransferId, _Entry] = {}
         self._committed: OrderedDict[TransferId, int] = OrderedDict()
         self._watches: dict[str, ProcessWatch | None] = {}
+        self._next_tick = 0.0
         self._next_look = 0.0
 
     def mint(self, generation: int) -> TransferId:
@@ -130,10 +132,14 @@ class Incoming:
         entry.machine.open(writer, self._clock())
 
     def commit(self, transfer_id: TransferId, generation: int, commit: Commit) -> None:
-        """Raises UnknownTransfer: the KV will not be used."""
+        """Idempotent. Raises Unavailable while ranges are missing, else UnknownTransfer or TransferFailed: the KV will
+        not be used.
+        """
         entry = self._table.get(transfer_id)
         if entry is not None:
             self._apply(entry, entry.machine.commit(generation, commit, self._clock()))
+            if entry.machine.state is not ReceiverState.READY:
+                raise TransferFailed(f"the blocks of transfer {transfer_id} arrived damaged")
         elif self._committed.get(transfer_id) != generation:
             self._drops.count("commit_unknown")
             raise UnknownTransfer(f"transfer {transfer_id} is over")
@@ -181,6 +187,9 @@ class Incoming:
             self._apply(entry, entry.machine.writer_ended(self._clock()))
 
     def tick(self, now: float) -> None:
+        if now < self._next_tick:
+            return
+        self._next_tick = now + _TICK_S
         for entry in list(self._table.values()):
             self._apply(entry, entry.machine.tick(now))
         if now < self._next_look:

@@ -138,12 +138,19 @@ class LoopbackFabric:
             peer.memory.write_block(theirs, source.memory.read_block(mine))
         write.state = WriteState.DONE
         if write.notification:
-            message = Notification(write.source, write.notification)
-            for delay_s in self.on_notify(write.source, write.peer, write.notification):
-                if delay_s <= 0:
-                    peer.inbox.append(message)
-                else:
-                    heapq.heappush(self._due, (now + delay_s, next(self._numbers), (write.peer, message)))
+            self._send(write.source, write.peer, write.notification, now)
+
+    def notify(self, source: str, peer: str, payload: bytes) -> None:
+        with self._lock:
+            self._send(source, peer, payload, self._clock())
+
+    def _send(self, source: str, peer: str, payload: bytes, now: float) -> None:
+        message = Notification(source, payload)
+        for delay_s in self.on_notify(source, peer, payload):
+            if delay_s <= 0:
+                self._agents[peer].inbox.append(message)
+            else:
+                heapq.heappush(self._due, (now + delay_s, next(self._numbers), (peer, message)))
 
 
 class LoopbackBackend:
@@ -189,6 +196,11 @@ class LoopbackBackend:
         else:
             write.state, write.error = WriteState.FAILED, f"agent {peer} is not connected"
         return handle
+
+    def notify(self, peer: str, payload: bytes) -> None:
+        if peer not in self._peers:
+            raise TransferFailed(f"agent {peer} is not connected")
+        self._fabric.notify(self._name, peer, payload)
 
     def poll(self, handle: int) -> WriteState:
         self._fabric.advance()

@@ -137,6 +137,14 @@ class NixlBackend:
             self._failed(write, e)
         return number
 
+    def notify(self, peer: str, payload: bytes) -> None:
+        if peer not in self._started.peers:
+            raise TransferFailed(f"agent {peer} is not connected")
+        try:
+            self._started.nixl.send_notif(peer, payload)
+        except Exception as e:
+            raise TransferFailed(f"{type(e).__name__}: {e}") from e
+
     def poll(self, handle: int) -> WriteState:
         write = self._writes[handle]
         if write.state is WriteState.PENDING:
@@ -169,7 +177,7 @@ class NixlBackend:
     def transport(self, peer: str, *, same_host: bool) -> Transport:
         known = self._started.peers.get(peer)
         if self._ucx_log is not None and known is not None:
-            name = self._ucx_log.put_transport(self._name, known.memory.block_bytes)
+            name = self._ucx_log.put_transport(self._name, known.memory.block_bytes, same_host=same_host)
             if name is not None:
                 return Transport(name, "reported")
         allowed = os.environ.get("UCX_TLS", "all").split(",")

@@ -35,7 +35,6 @@ START_S = 60.0  # the first agent of a machine loads libraries and may initialis
 DRAIN_CALL_S = 2.0
 JOIN_S = 5.0
 STOP_POLL_S = 0.01
-LINGER_S = 0.1  # a notification may leave only while its sender polls, also after its write is done
 
 
 class TransferNode:
@@ -43,8 +42,7 @@ class TransferNode:
 
     info: who this pod is, now (role, name, generation, layout, pid...). address: host:port of the gRPC server that
     serves `servicer`, once it is bound. checksums: compare a CRC-32 of every block at commit. allow_tcp: device
-    memory may travel over TCP. clock: seconds,
-    monotonic.
+    memory may travel over TCP or by unknown means. clock: seconds, monotonic.
     """
 
     def __init__(
@@ -64,7 +62,6 @@ class TransferNode:
         self._clock = clock
         self._generation = 0
         self._closing = False
-        self._lingers_until = 0.0
         self._drops = Drops()
         self._rpc = PeerRpc(signer)
         self._incoming = Incoming(memory, self._drops, clock, self._ask_drain)
@@ -84,6 +81,11 @@ class TransferNode:
         self.servicer = TransferServicer(
             self._thread, self._incoming, self._outgoing, memory, info, signer, self._drops, clock
         )
+
+    @property
+    def alive(self) -> bool:
+        """The transfer thread runs; any thread."""
+        return self._thread.running
 
     async def start(self) -> None:
         """Makes the agent, named after the pod and its generation. Raises TransferFailed."""
@@ -138,9 +140,9 @@ class TransferNode:
         self._require_running()
         return self._outgoing.start(target, request_id, num_prompt_blocks, deadline_s)
 
-    async def connect(self, address: str, timeout_s: float = 30.0) -> PeerStats:
-        """Handshake and probe with the pod at `address`, at once if that was done before."""
-        connection = await self._connector.connect(address, timeout_s)
+    async def connect(self, address: str, timeout_s: float = 30.0, generation: int | None = None) -> PeerStats:
+        """Handshake and probe with the pod at `address` (this `generation` of it), at once if that was done before."""
+        connection = await self._connector.connect(address, timeout_s, generation)
         return connection.stats
 
     # Receiving.
@@ -211,14 +213,7 @@ class TransferNode:
         self._connector.tick(now)
 
     def _attentive(self) -> bool:
-        if self._outgoing.open:
-            self._lingers_until = self._clock() + LINGER_S
-        return (
-            bool(self._incoming.open)
-            or self._connector.connecting
-            or self.servicer.expecting
-            or self._clock() < self._lingers_until
-        )
+        return bool(self._incoming.open or self._outgoing.open) or self._connector.connecting or self.servicer.expecting
 
     def _peer_ended(self, connection: Connection) -> None:
         self._outgoing.peer_ended(connection)

@@ -28,6 +28,7 @@ from kv_transfer.sender_machine import (
     Failed,
     Piece,
     Release,
+    Renotify,
     SendCommit,
     SenderAction,
     SenderMachine,
@@ -326,6 +327,8 @@ class Outgoing:
                     sums = tuple(entry.checksums[block] for block in sorted(entry.checksums))
                     full = replace(commit, checksums=sums)
                     self._call(entry, partial(self._calls.commit, machine.target, full), machine.committed)
+                case Renotify():
+                    self._renotify(entry)
                 case Release(push):
                     let_go(entry.holds.pop(push))
                 case Delivered(blocks):
@@ -339,6 +342,19 @@ class Outgoing:
                     entry.transfer.outcome.set_exception(error)
                 case Stopped(clean):
                     self._forget(entry, clean=clean)
+
+    def _renotify(self, entry: _Entry) -> None:
+        connection, target = entry.connection, entry.machine.target
+        assert connection is not None, "all is written without a connection"
+        if connection.broken:
+            return
+        everything = RangeWritten(target.transfer_id, target.first_block, len(target.blocks))
+        try:
+            self._thread.backend.notify(connection.agent, everything.pack())
+        except TransferFailed as e:
+            _log.warning("%s cannot be notified: %s", target.pod, e)
+        else:
+            _log.info("notified %s of transfer %s again", target.pod, target.transfer_id)
 
     def _call(
         self,

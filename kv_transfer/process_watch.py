@@ -17,19 +17,26 @@ _LISTEN = "0A"
 
 
 class ProcessWatch:
-    """Owns a pidfd; close() gives it back."""
+    """Owns a pidfd; close() gives it back. Idempotent; a closed watch proves nothing."""
 
     def __init__(self, pidfd: int) -> None:
-        self._pidfd = pidfd
+        self._pidfd: int | None = pidfd
         self._poll = select.poll()
         self._poll.register(pidfd, select.POLLIN)
 
     def ended(self) -> bool:
-        """The process is gone; stays true."""
+        """The process is gone; stays true until close()."""
         return bool(self._poll.poll(0))
 
+    @property
+    def closed(self) -> bool:
+        return self._pidfd is None
+
     def close(self) -> None:
-        os.close(self._pidfd)
+        if self._pidfd is not None:
+            self._poll.unregister(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = None
 
 
 def watch_process(pid: int, boot_id: str, address: str) -> ProcessWatch | None:

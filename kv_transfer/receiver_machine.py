@@ -1,6 +1,6 @@
 """The receiving side of one transfer: a pure state machine, told the time, that owns every limit of its side.
 
-    RESERVED --open--> OPEN --ranges cover everything and commit--> READY --release--> CLOSED
+    RESERVED --open--> OPEN --ranges cover everything and commit--> READY
        |                 |
        |                 `--deadline, release, failure--> DRAINING --every range accounted for--> CLOSED
        `--deadline, release--> CLOSED              (never opened: no writer can exist)
@@ -9,6 +9,10 @@ In DRAINING the request is over but the writer may still write. A range of block
  (a) on its own notification;
  (b) when the same writer answers Drained: at once if all its writes ended well, after the grace if one ended by error;
  (c) after proof that the writer's process ended, and then the grace.
+A commit is acknowledged in READY only: until every range arrived it is stored and answered Unavailable, so that the
+writer goes on polling (a notification leaves only then) and asks again. READY is the end: a release after it, or the
+same commit again, is for the owner of the machines to answer.
+
 The grace is GRACE_S seconds in which this machine was ticked: time in which our own transfer thread stood still does
 not count. No deadline ends DRAINING.
 
@@ -21,7 +25,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from common.errors import BatonError, Cancelled, DeadlineExceeded, TransferFailed, UnknownTransfer
+from common.errors import BatonError, Cancelled, DeadlineExceeded, TransferFailed, Unavailable, UnknownTransfer
 from common.types import TransferId
 from kv_transfer.messages import Commit, Writer
 
@@ -103,11 +107,6 @@ class ReceiverMachine:
         """Blocks that wait for proof."""
         return len(self._held) if self.state is ReceiverState.DRAINING else 0
 
-    @property
-    def committed(self) -> bool:
-        """A commit that arrived again is answered well."""
-        return self._commit is not None and self.state in (ReceiverState.READY, ReceiverState.CLOSED)
-
     def open(self, writer: Writer, now: float) -> None:
         """Remote: raises UnknownTransfer when nothing may be written (any more) or another writer opened it."""
         if self.state is ReceiverState.RESERVED and now < self.deadline:
@@ -128,13 +127,15 @@ class ReceiverMachine:
         return self._complete()
 
     def commit(self, generation: int, commit: Commit, now: float) -> list[ReceiverAction]:
-        """Remote, idempotent: raises UnknownTransfer when the transfer is over or another writer's."""
-        if self.committed and self._is_writer(generation):
-            return []
+        """Remote; of several the first counts. Raises Unavailable while ranges are missing (the commit is kept), and
+        UnknownTransfer when the transfer is over or another writer's.
+        """
         if self.state is not ReceiverState.OPEN or not self._is_writer(generation):
             raise UnknownTransfer(f"transfer {self.transfer_id} is {self.state.value}")
         if self._commit is None:
             self._commit = commit
+        if self._missing:
+            raise Unavailable(f"{len(self._missing)} blocks of transfer {self.transfer_id} have not arrived yet")
         return self._complete()
 
     def _complete(self) -> list[ReceiverAction]:
@@ -161,9 +162,7 @@ class ReceiverMachine:
         return [*self._free(list(self._held)), Ready(commit)]
 
     def release(self, now: float) -> list[ReceiverAction]:
-        """Local: the request is over for this pod. After READY an ordinary end; idempotent."""
-        if self.state is ReceiverState.READY:
-            self.state = ReceiverState.CLOSED
+        """Local: the request is over for this pod. Idempotent."""
         return self._fail(Cancelled("the request was ended"), now)
 
     def _fail(self, error: BatonError, now: float) -> list[ReceiverAction]:

@@ -6,6 +6,10 @@
                                                          v
                                        STOPPING --every posted piece terminal--> STOPPED
 
+The receiver acknowledges the commit only when every range's notification arrived; until then it answers "not yet", and
+the commit is asked again, soon at first. After RENOTIFY_AFTER such answers a notification counts as lost and one for
+everything goes with each further try: all writes are done by then, so it says the truth.
+
 Nothing is posted before the receiver acknowledged the open, nor in STOPPING. A piece's source blocks are given back
 (Release of its push) only when every posted piece of the push is terminal, or after proof that the peer's process
 ended and a grace: an in-flight write cannot be recalled.
@@ -28,7 +32,10 @@ from kv_transfer.messages import Commit
 GRACE_S = 2.0
 OPEN_PATIENCE_S = 3.0  # how long an unreachable receiver may delay the open
 _MAX_TICK_S = 0.25
-_RETRY_S = (0.05, 1.0)
+RENOTIFY_AFTER = 5
+_OPEN_RETRY_S = 0.05
+_COMMIT_RETRY_S = 0.002
+_MAX_RETRY_S = 1.0
 
 
 class SenderState(enum.Enum):
@@ -70,6 +77,11 @@ class SendCommit:
 
 
 @dataclass(frozen=True, slots=True)
+class Renotify:
+    """Tell the receiver again that every block was written."""
+
+
+@dataclass(frozen=True, slots=True)
 class Release:
     """Give up the hold of this push."""
 
@@ -102,7 +114,7 @@ class Stopped:
     clean: bool
 
 
-SenderAction = SendOpen | SendCommit | Release | Delivered | Done | Failed | Stopped
+SenderAction = SendOpen | SendCommit | Renotify | Release | Delivered | Done | Failed | Stopped
 
 
 class SenderMachine:
@@ -125,7 +137,8 @@ class SenderMachine:
         self._commit: Commit | None = None
         self._calling = False
         self._next_call = 0.0
-        self._call_wait = _RETRY_S[0]
+        self._call_wait = _OPEN_RETRY_S
+        self._failed_calls = 0
         self._opening_since = 0.0
         self._grace_left: float | None = None
         self._last_tick = 0.0
@@ -134,11 +147,6 @@ class SenderMachine:
     def ended(self) -> bool:
         """It is over for the caller."""
         return self.state in _ENDED
-
-    @property
-    def has_pieces(self) -> bool:
-        """next_piece would give one."""
-        return self.state is SenderState.OPEN and bool(self._queue)
 
     def connected(self, now: float) -> list[SenderAction]:
         """The peer can be written to."""
@@ -181,7 +189,7 @@ class SenderMachine:
 
     def next_piece(self) -> Piece | None:
         """The next piece to post; from now on it counts as posted."""
-        if not self.has_pieces:
+        if self.state is not SenderState.OPEN or not self._queue:
             return None
         piece = self._queue.popleft()
         self._posted[piece.number] = piece
@@ -212,7 +220,7 @@ class SenderMachine:
     def _complete(self) -> list[SenderAction]:
         if self.state is not SenderState.OPEN or self._commit is None or self._unpushed or self._left:
             return []
-        self.state, self._call_wait = SenderState.COMMITTING, _RETRY_S[0]
+        self.state, self._call_wait, self._failed_calls = SenderState.COMMITTING, _COMMIT_RETRY_S, 0
         return self._call(SendCommit(self._commit))
 
     def committed(self, now: float) -> list[SenderAction]:
@@ -234,7 +242,8 @@ class SenderMachine:
         if self.state is SenderState.OPENING and now - self._opening_since >= OPEN_PATIENCE_S:
             return self.fail(Unavailable(f"{self.target.pod} cannot be reached: {error.message}"), now)
         self._next_call = now + self._call_wait
-        self._call_wait = min(self._call_wait * 2, _RETRY_S[1])
+        self._call_wait = min(self._call_wait * 2, _MAX_RETRY_S)
+        self._failed_calls += 1
         return []
 
     def fail(self, error: BatonError, now: float) -> list[SenderAction]:
@@ -273,7 +282,8 @@ class SenderMachine:
             return self._call(SendOpen())
         if self.state is SenderState.COMMITTING:
             assert self._commit is not None, "committing without a commit"
-            return self._call(SendCommit(self._commit))
+            lost = self._failed_calls >= RENOTIFY_AFTER and self.target.blocks
+            return [*([Renotify()] if lost else []), *self._call(SendCommit(self._commit))]
         return []
 
     def _call(self, action: SendOpen | SendCommit) -> list[SenderAction]:

@@ -109,11 +109,15 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
         agent = agent_name(info)
         writer = Writer(request.pod, request.generation, agent, request.address)
         if not self._incoming.watches(agent):
-            watch = await asyncio.to_thread(watch_process, info.pid, info.boot_id, request.address)
-            await self._on_thread(lambda: self._incoming.watch(agent, watch), context)
+            await asyncio.to_thread(self._watch, agent, info, request.address)
         transfer_id = transfer_id_from_pb(request.transfer_id)
         await self._on_thread(lambda: self._incoming.open_transfer(transfer_id, request.request_id, writer), context)
         return transfer_pb2.OpenResponse()
+
+    def _watch(self, agent: str, info: transfer_pb2.InfoResponse, address: str) -> None:
+        """Whatever becomes of the call, the watch gets to its owner, and before the open that follows."""
+        watch = watch_process(info.pid, info.boot_id, address)
+        self._thread.submit(lambda: self._incoming.watch(agent, watch))
 
     async def Commit(self, request: transfer_pb2.CommitRequest, context: Context) -> transfer_pb2.CommitResponse:
         pod, generation = self._verify("Commit", request, context)

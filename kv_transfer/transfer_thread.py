@@ -1,6 +1,7 @@
 """The one thread that owns the backend. Everything else hands it work; nothing else ever blocks on it.
 
-Each turn: commands, at most one new piece of every source in turn, polls of pending writes, notifications, ticks.
+Each turn: notifications, then commands (a commit finds what arrived before it), at most one new piece of every source
+in turn, polls of pending writes, ticks. Nothing that fails in a turn ends the thread.
 Without work it sleeps until a command wakes it or the next poll is due: POLL_S while `attentive` (a transfer is open,
 a peer connects) and IDLE_S otherwise, because NIXL without a progress thread receives only while it polls.
 """
@@ -23,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 POLL_S = 0.001
 IDLE_S = 0.02
-TICK_S = 0.01
+TICK_S = 0.002
 _FIRST_WAIT_S = 0.0001
 _COMMANDS_A_TURN = 256
 
@@ -135,13 +136,13 @@ class TransferThread:
         wait = _FIRST_WAIT_S
         while not self._stopping:
             self.turns += 1
-            worked = self._turn()
+            worked = self._guard(self._turn)
             if worked:
                 wait = _FIRST_WAIT_S
                 continue
             if self._pending:
                 limit = POLL_S
-            elif self._attentive():
+            elif self._guard(self._attentive):
                 wait = limit = POLL_S
             else:
                 wait = limit = IDLE_S
@@ -154,14 +155,14 @@ class TransferThread:
 
     def _turn(self) -> bool:
         worked = False
+        for notification in self._guard(self.backend.notifications) or ():
+            self._guard(lambda n=notification: self._on_notification(n))  # type: ignore[misc]
+            worked = True
         for _ in range(min(len(self._commands), _COMMANDS_A_TURN)):
             self._guard(self._commands.popleft())
             worked = True
         worked |= bool(self._guard(self._post))
         worked |= self._poll()
-        for notification in self._guard(self.backend.notifications) or ():
-            self._guard(lambda n=notification: self._on_notification(n))  # type: ignore[misc]
-            worked = True
         now = self._clock()
         if now >= self._next_tick:
             self._next_tick = now + TICK_S
@@ -171,15 +172,20 @@ class TransferThread:
     def _poll(self) -> bool:
         ended: list[tuple[_Pending, str | None]] = []
         for write in self._pending:
-            state = self.backend.poll(write.handle)
+            try:
+                state = self.backend.poll(write.handle)
+                error = self.backend.error(write.handle) if state is WriteState.FAILED else None
+            except Exception as e:
+                _log.exception("a write cannot be polled")
+                state, error = WriteState.FAILED, f"{type(e).__name__}: {e}"
             if state is not WriteState.PENDING:
-                ended.append((write, self.backend.error(write.handle) if state is WriteState.FAILED else None))
+                ended.append((write, error))
         if not ended:
             return False
         done = {write.handle for write, _ in ended}
         self._pending = [write for write in self._pending if write.handle not in done]
         for write, error in ended:
-            self.backend.release(write.handle)
+            self._guard(lambda w=write: self.backend.release(w.handle))  # type: ignore[misc]
             self._guard(lambda w=write, e=error: w.ended(e))  # type: ignore[misc]
         return True
 

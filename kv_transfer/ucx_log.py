@@ -58,9 +58,11 @@ class UcxLog:
         os.environ["UCX_LOG_FILE"] = path
         return cls(Path(path))
 
-    def put_transport(self, agent: str, block_bytes: int) -> str | None:
-        """What carries `agent`'s writes of block_bytes bytes, when all its configurations agree on one transport."""
-        names = transports(self._path.read_text(errors="replace"), agent, block_bytes)
+    def put_transport(self, agent: str, block_bytes: int, *, same_host: bool) -> str | None:
+        """What carries `agent`'s writes of block_bytes bytes to peers on this host, or on others, when all its
+        configurations for them agree on one transport.
+        """
+        names = transports(self._path.read_text(errors="replace"), agent, block_bytes, same_host=same_host)
         return names.pop() if len(names) == 1 else None
 
     def complaints(self) -> list[str]:
@@ -72,8 +74,11 @@ class UcxLog:
         return [line.strip() for line in lines if _COMPLAINT.search(line)]
 
 
-def transports(log: str, agent: str, block_bytes: int) -> set[str]:
-    """Transports that the tables of `log` name for writes of block_bytes bytes by `agent`."""
+def transports(log: str, agent: str, block_bytes: int, *, same_host: bool) -> set[str]:
+    """Transports that the tables of `log` name for writes of block_bytes bytes by `agent` to such peers; those to
+    itself, or to whomever, count when there is no better table.
+    """
+    wanted = "intra-node" if same_host else "inter-node"
     tables: list[tuple[str, str]] = []  # where the peer is, what carries a write of this size to it
     where, inside = "", False
     for raw in log.splitlines():
@@ -87,7 +92,11 @@ def transports(log: str, agent: str, block_bytes: int) -> set[str]:
         elif inside and (row := _ROW.match(line)) and int(row["low"]) * _UNIT[row["unit"]] <= block_bytes:
             tables[-1] = (where, _name(row["config"]))
     named = [(where, name) for where, name in tables if name]
-    return {name for where, name in named if where != "self"} or {name for _, name in named}
+    return (
+        {name for where, name in named if where == wanted}
+        or {name for where, name in named if where != "self"}
+        or {name for _, name in named}
+    )
 
 
 def _name(config: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 from collections.abc import AsyncIterator
 
@@ -23,11 +24,13 @@ from common.kv_layout import KVLayout
 from common.pb import transfer_pb2
 from common.types import FinishReason, Role
 from common.wire import transfer_id_to_pb
-from kv_transfer.backend import Backend, Transport
+from kv_transfer.backend import Backend, Notification, Transport, WriteState
 from kv_transfer.faults import WriteFault
 from kv_transfer.loopback import LoopbackBackend
+from kv_transfer.memory import PeerMemory
 from kv_transfer.messages import Commit
 from kv_transfer.notification import RangeWritten
+from kv_transfer.process_watch import ProcessWatch
 from tests.integration.transfer_pods import LAYOUT, NUM_BLOCKS, Cluster, FakeHold, Pod, chunks, until
 
 
@@ -254,16 +257,41 @@ async def test_notifications_come_as_they_like(cluster: Cluster) -> None:
     assert decode.node.stats().received_transfers == 3
 
 
-async def test_lost_notification_never_yields_ready(cluster: Cluster) -> None:
+async def test_a_lost_notification_is_sent_again(cluster: Cluster) -> None:
     prefill, decode = await cluster.pair()
-    decode.backend.on_notification = lambda n: () if RangeWritten.parse(n.payload).first == 2 else (0.0,)  # type: ignore[union-attr]
+    lost: list[int] = []
+
+    def lose_each_once(notification: Notification) -> tuple[float, ...]:
+        first = RangeWritten.parse(notification.payload).first  # type: ignore[union-attr]
+        lost.append(first)
+        return (0.0,) if lost.count(first) > 1 else ()
+
+    decode.backend.on_notification = lose_each_once
+    await hand_over(prefill, decode, 3)
+    assert lost.count(0) > 1
+
+
+async def test_the_sender_is_not_done_before_every_range_arrived(cluster: Cluster) -> None:
+    prefill, decode = await cluster.pair()
+    decode.backend.on_notification = lambda _n: (0.2,)
+    incoming = decode.reserve("r", 0, range(4))
+    transfer = prefill.node.outgoing(incoming.target, "r", 4, 30.0)
+    transfer.push(0, range(4), FakeHold(list(range(4))))
+    transfer.finish([1], [None])
+    await transfer.done()
+    assert incoming.ready == [Commit((1,), (None,))]
+
+
+async def test_without_notifications_neither_side_succeeds(cluster: Cluster) -> None:
+    prefill, decode = await cluster.pair()
+    decode.backend.on_notification = lambda _n: ()
     incoming = decode.reserve("r", 0, range(4), deadline_s=1.0)
     transfer = prefill.node.outgoing(incoming.target, "r", 4, 30.0)
     for block in range(4):
         transfer.push(block, [block], FakeHold([block]))
     transfer.finish([1], [None])
-    await transfer.done()
-    await until(lambda: incoming.over)
+    with pytest.raises(TransferFailed):
+        await transfer.done()
     assert isinstance(incoming.failed[0], DeadlineExceeded)
     await until(lambda: incoming.hold.free)  # the writer answered Drained
 
@@ -299,7 +327,8 @@ async def test_damage_is_found_by_checksums(cluster: Cluster) -> None:
     transfer = prefill.node.outgoing(incoming.target, "bad", 4, 30.0)
     transfer.push(0, range(4), FakeHold(list(range(4))))
     transfer.finish([1], [None])
-    await until(lambda: incoming.over)
+    with pytest.raises(TransferFailed):
+        await transfer.done()
     assert "block 1" in incoming.failed[0].message
     assert isinstance(incoming.failed[0], TransferFailed)
     await until(lambda: incoming.hold.free)
@@ -456,22 +485,90 @@ async def test_blocks_are_not_reused_while_a_write_may_land(cluster: Cluster) ->
     await until(lambda: prefill.node.stats().pending_writes == 0)
 
 
-async def test_device_memory_never_travels_over_tcp_unnoticed() -> None:
-    class Tcp(LoopbackBackend):
+async def test_a_poll_that_raises_fails_its_write_and_nothing_else() -> None:
+    class Broken(LoopbackBackend):
+        breaks = 0
+
+        def poll(self, handle: int) -> WriteState:
+            state = super().poll(handle)
+            if Broken.breaks:
+                Broken.breaks -= 1
+                raise RuntimeError("no such handle")
+            return state
+
+    class Breaking(Cluster):
+        def backend(self) -> Backend:
+            return Broken(self.fabric)
+
+    cluster = Breaking("loopback")
+    try:
+        prefill, decode = await cluster.pair()
+        await hand_over(prefill, decode, 1)
+        incoming = decode.reserve("r", 0, range(4))
+        transfer = prefill.node.outgoing(incoming.target, "r", 4, 30.0)
+        Broken.breaks = 1
+        transfer.push(0, range(4), FakeHold(list(range(4))))
+        with pytest.raises(TransferFailed, match="no such handle"):
+            await transfer.done()
+        decode.node.release(incoming.target.transfer_id)
+        await until(lambda: incoming.hold.free)
+        await hand_over(prefill, decode, 2)
+        assert prefill.node.alive
+        await prefill.node.stop()
+        assert not prefill.node.alive
+    finally:
+        await cluster.stop()
+
+
+async def test_watches_are_closed_whatever_becomes_of_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[ProcessWatch] = []
+
+    def watch(_pid: int, _boot_id: str, _address: str) -> ProcessWatch:
+        opened.append(ProcessWatch(os.pidfd_open(os.getpid())))
+        return opened[-1]
+
+    monkeypatch.setattr("kv_transfer.connector.watch_process", watch)
+    monkeypatch.setattr("kv_transfer.servicer.watch_process", watch)
+    cluster = Cluster("loopback")
+    try:
+        prefill, decode = await cluster.pair()
+        connect = prefill.backend.connect
+
+        def refuse(peer: str, metadata: bytes, memory: PeerMemory) -> None:
+            raise TransferFailed("the metadata was refused")
+
+        prefill.backend.connect = refuse  # type: ignore[method-assign]
+        with pytest.raises(TransferFailed, match="refused"):
+            await prefill.node.connect(decode.address)
+        await until(lambda: opened[0].closed)
+        prefill.backend.connect = connect  # type: ignore[method-assign]
+        await hand_over(prefill, decode, 1)
+        assert [w.closed for w in opened[1:]] == [False, False]  # prefill's of decode, decode's of prefill
+    finally:
+        await cluster.stop()
+    assert all(w.closed for w in opened)
+    assert not opened[1].ended()
+
+
+@pytest.mark.parametrize("transport", ["tcp", "unknown"])
+async def test_device_memory_never_travels_over_tcp_unnoticed(transport: str) -> None:
+    class Slow(LoopbackBackend):
         def transport(self, peer: str, *, same_host: bool) -> Transport:
-            return Transport("tcp", "reported")
+            return Transport(transport, "reported")
 
     class Device(Cluster):
         def backend(self) -> Backend:
-            return Tcp(self.fabric)
+            return Slow(self.fabric)
 
     cluster = Device("loopback")
     try:
         prefill, decode = await cluster.pair()
-        assert (await prefill.node.connect(decode.address)).transport == "tcp"
+        assert (await prefill.node.connect(decode.address)).transport == transport
         other = await cluster.start("prefill-1", Role.PREFILL, kind="VRAM")
-        with pytest.raises(TransferFailed, match="over TCP"):
+        with pytest.raises(TransferFailed, match="allow_tcp"):
             await other.node.connect(decode.address)
+        allowed = await cluster.start("prefill-2", Role.PREFILL, kind="VRAM", allow_tcp=True)
+        assert (await allowed.node.connect(decode.address)).transport == transport
     finally:
         await cluster.stop()
 

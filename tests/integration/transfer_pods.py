@@ -143,6 +143,7 @@ class Cluster:
         layout: KVLayout = LAYOUT,
         secret: bytes = SECRET,
         checksums: bool = False,
+        allow_tcp: bool = False,
         port: int = 0,
         kind: MemoryKind = "DRAM",
     ) -> Pod:
@@ -167,6 +168,7 @@ class Cluster:
             signer=Signer(secret, name, generation),
             address=lambda: pod.address,
             checksums=checksums,
+            allow_tcp=allow_tcp,
         )
         pod = Pod(name, generation, node, server, memory, backend, layout, f"{role.value}-{name}-{generation}")
         server.add(transfer_pb2_grpc.add_TransferServicer_to_server, node.servicer, "baton.v1.Transfer")

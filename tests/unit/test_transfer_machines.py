@@ -52,14 +52,14 @@ def test_notification_round_trip() -> None:
 def test_ready_needs_ranges_and_commit_in_any_order() -> None:
     machine = receiver()
     machine.open(WRITER, 0.0)
-    assert machine.commit(7, COMMIT, 0.0) == []
+    with pytest.raises(Unavailable):  # not yet: the writer has to go on polling
+        machine.commit(7, COMMIT, 0.0)
     assert machine.notified(WRITER.agent, 6, 3, 0.0) == []
     assert machine.notified(WRITER.agent, 6, 3, 0.0) == []
     actions = machine.notified(WRITER.agent, 3, 3, 0.0)
     assert actions == [r.Free((3, 4, 5, 6, 7, 8)), r.Ready(COMMIT)]
-    assert machine.commit(7, COMMIT, 0.0) == []
-    assert machine.release(1.0) == []
-    assert machine.state is r.ReceiverState.CLOSED
+    assert machine.release(1.0) == machine.tick(200.0) == []
+    assert machine.state is r.ReceiverState.READY
 
 
 def test_strangers_are_dropped() -> None:
@@ -208,11 +208,14 @@ class ReceiverMachineTest(RuleBasedStateMachine):
         if self.opened and first not in self.unwritten and self.alive:
             self.apply(self.machine.notified(WRITER.agent, first, 1, self.now))
 
-    @precondition(lambda self: self.opened and not self.unwritten and self.alive)
+    @precondition(lambda self: self.opened and self.alive and not self.ready)
     @rule()
     def commit(self) -> None:
         try:
             self.apply(self.machine.commit(7, COMMIT, self.now))
+            assert self.ready, "acknowledged before everything arrived"
+        except Unavailable:
+            assert self.unwritten
         except UnknownTransfer:
             assert self.failed
 
@@ -298,6 +301,10 @@ class SenderMachineTest(RuleBasedStateMachine):
                     assert self.call is None
                     assert self.machine.delivered == self.end - 2
                     self.call = "commit"
+                case s.Renotify():
+                    assert self.machine.state is s.SenderState.COMMITTING
+                    assert len(self.written) == self.end - 2 > 0
+                    assert not self.posted
                 case s.Release(push):
                     grace_over = self.peer_gone_at is not None and self.now - self.peer_gone_at >= s.GRACE_S - 0.001
                     assert grace_over or not self.pushes[push], "released while a write reads it"
@@ -441,6 +448,28 @@ def test_an_unreachable_receiver_is_given_up() -> None:
                 break
     assert 3 < asked < 20
     assert now < 10
+
+
+def test_a_commit_is_asked_again_soon_and_then_with_a_new_notification() -> None:
+    machine = sender(blocks=2)
+    machine.connected(0.0)
+    machine.opened(0.0)
+    machine.push(1, 0, [10, 11], 0.0)
+    machine.finish(COMMIT, 0.0)
+    assert machine.next_piece() is not None
+    assert machine.piece_ended(0, None, 0.0)[-1] == s.SendCommit(COMMIT)
+    now, asked = 0.0, []
+    for _ in range(2500):
+        if machine.call_failed(Unavailable("2 blocks have not arrived yet"), now) == []:
+            while not (actions := machine.tick(now)):
+                now += 0.001
+            asked.append((now, kinds(actions)))
+        if now > 5:
+            break
+    assert asked[0][0] <= 0.003
+    assert [kind for _, kind in asked[:6]] == [["SendCommit"]] * 4 + [["Renotify", "SendCommit"]] * 2
+    assert asked[-1][0] - asked[-2][0] == pytest.approx(1.0, abs=0.01)
+    assert machine.committed(now) == [s.Done()]
 
 
 TestReceiverMachine = ReceiverMachineTest.TestCase
