@@ -1,11 +1,12 @@
-"""Every GPU kernel against its limit (bytes over copy bandwidth, or FLOP over the rate of a large matrix product) and float64.
+"""Every GPU kernel against its limit (bytes over copy bandwidth, or FLOP over the rate of a large matrix product) and
+float64.
 
     python benchmarks/kernels.py --out benchmarks/results/kernels-h100.json
 
-Shapes are those of Llama-3.1-8B (32 query heads, 8 kv heads, head dim 128, hidden 4096) in bf16, block size 16. A time is the
-median of CUDA-graph replays of several launches over different layers or weights, so neither launches nor the L2 cache
-flatter it; cuDNN's and torch's are timed the same way. The error is ||out - ref|| / ||ref|| against float64, on random
-inputs, outputs poisoned with NaN.
+Shapes are those of Llama-3.1-8B (32 query heads, 8 kv heads, head dim 128, hidden 4096) in bf16, block size 16. A
+time is the median of CUDA-graph replays of several launches over different layers or weights, so neither launches nor
+the L2 cache flatter it; cuDNN's and torch's are timed the same way. The error is ||out - ref|| / ||ref|| against
+float64, on random inputs, outputs poisoned with NaN.
 """
 
 from __future__ import annotations
@@ -25,12 +26,11 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from engine.attention.triton_backend import SHARES_PER_SM
 from engine.kernels.dense_prefill import cudnn_prefill, dense_prefill
 from engine.kernels.gemv import gemv
 from engine.kernels.kv_write import kv_write
 from engine.kernels.norm import rms_norm, silu_mul
-from engine.kernels.paged_decode import decode_workspace, paged_decode, plan_decode
+from engine.kernels.paged_decode import decode_workspace, num_shares, paged_decode, plan_decode
 from engine.kernels.paged_prefill import paged_prefill
 from engine.kernels.prefix import gather_kv
 from engine.kernels.rope_kv import rope_kv_write
@@ -171,156 +171,150 @@ class Pool:
         return out
 
 
-def decode(report: Report, pool: Pool) -> None:
-    programs = SHARES_PER_SM * torch.cuda.get_device_properties(DEVICE).multi_processor_count
-    for seqs, length, new in [(64, 2048, 1), (16, 8192, 1), (1, 32768, 1), (16, 8192, 5), (128, 1024, 1)]:
-        tables = pool.tables(seqs, length)
-        cu_q = torch.arange(seqs + 1, device=DEVICE, dtype=torch.int32) * new
-        lens = torch.full((seqs,), length, device=DEVICE, dtype=torch.int32)
-        q, out = normal(seqs * new, HEADS, DIM), poisoned(seqs * new, HEADS, DIM)
-        plan = plan_decode(cu_q, lens, num_kv_heads=KV_HEADS, num_programs=programs)
-        space = decode_workspace(programs, HEADS, KV_HEADS, new, DIM, DEVICE)
-        torch.cuda.synchronize()
+def decode(report: Report, pool: Pool, seqs: int, length: int, new: int) -> None:
+    programs = num_shares(DEVICE)
+    tables = pool.tables(seqs, length)
+    cu_q = torch.arange(seqs + 1, device=DEVICE, dtype=torch.int32) * new
+    lens = torch.full((seqs,), length, device=DEVICE, dtype=torch.int32)
+    q, out = normal(seqs * new, HEADS, DIM), poisoned(seqs * new, HEADS, DIM)
+    space = decode_workspace(programs, HEADS, KV_HEADS, new, DIM, DEVICE)
+    plan = plan_decode(cu_q, lens, space, num_kv_heads=KV_HEADS, head_dim=DIM, itemsize=2)
+    torch.cuda.synchronize()
 
-        def launch(
-            i: int, q: Tensor = q, out: Tensor = out, new: int = new, args: tuple = (tables, cu_q, lens, plan, space)
-        ) -> None:
-            paged_decode(q, pool.layer(i), *args, max_query=new, scale=SCALE, out=out)
+    def launch(i: int) -> None:
+        paged_decode(q, pool.layer(i), tables, cu_q, lens, plan, space, max_query=new, scale=SCALE, out=out)
 
-        launch(0)
-        worst = max(
-            error(out[b * new : (b + 1) * new], pool.reference(q[b * new : (b + 1) * new], tables[b], length))
-            for b in (0, seqs // 2, seqs - 1)
-        )
-        name = "verify" if new > 1 else "decode"
-        shape = f"{seqs}x{length}" + (f", {new} tokens" if new > 1 else "")
-        key = f"{name}_{seqs}x{length}" + (f"_{new}" if new > 1 else "")
-        report.bytes(f"{name} attention", shape, seconds(launch), seqs * length * KV_HEADS * DIM * 4, worst, key)
+    launch(0)
+    worst = max(
+        error(out[b * new : (b + 1) * new], pool.reference(q[b * new : (b + 1) * new], tables[b], length))
+        for b in (0, seqs // 2, seqs - 1)
+    )
+    name = "verify" if new > 1 else "decode"
+    shape = f"{seqs}x{length}" + (f", {new} tokens" if new > 1 else "")
+    key = f"{name}_{seqs}x{length}" + (f"_{new}" if new > 1 else "")
+    report.bytes(f"{name} attention", shape, seconds(launch), seqs * length * KV_HEADS * DIM * 4, worst, key)
 
 
-def prefill(report: Report, pool: Pool) -> None:
-    for new, length in [(8192, 8192), (2048, 8192), (2048, 16384), (512, 8192)]:
-        start = length - new
-        table = pool.tables(1, length)
-        cu_q = torch.tensor([0, new], device=DEVICE, dtype=torch.int32)
-        lens = torch.tensor([length], device=DEVICE, dtype=torch.int32)
-        qkv = normal(new, HEADS + 2 * KV_HEADS, DIM)
-        q, kv = qkv[:, :HEADS], qkv[:, HEADS:].unflatten(1, (2, KV_HEADS))
-        position = torch.arange(start, length, device=DEVICE)
-        kv_write(kv, pool.layer(0), table[0][position // BLOCK].long() * BLOCK + position % BLOCK)
-        flop = 4 * HEADS * DIM * (new * start + new * new / 2)
-        head, tail = pool.reference(q[:64], table[0], start + 64), pool.reference(q[-64:], table[0], length)
+def prefill(report: Report, pool: Pool, new: int, length: int) -> None:
+    start = length - new
+    table = pool.tables(1, length)
+    cu_q = torch.tensor([0, new], device=DEVICE, dtype=torch.int32)
+    lens = torch.tensor([length], device=DEVICE, dtype=torch.int32)
+    qkv = normal(new, HEADS + 2 * KV_HEADS, DIM)
+    q, kv = qkv[:, :HEADS], qkv[:, HEADS:].unflatten(1, (2, KV_HEADS))
+    position = torch.arange(start, length, device=DEVICE)
+    kv_write(kv, pool.layer(0), table[0][position // BLOCK].long() * BLOCK + position % BLOCK)
+    flop = 4 * HEADS * DIM * (new * start + new * new / 2)
+    head, tail = pool.reference(q[:64], table[0], start + 64), pool.reference(q[-64:], table[0], length)
 
-        def backend(i: int) -> Tensor:
-            prefix = gather_kv(pool.layer(i), table[0], start) if start else None
-            return cudnn_prefill(q, kv[:, 0], kv[:, 1], prefix, scale=SCALE)
+    def backend(i: int) -> Tensor:
+        prefix = gather_kv(pool.layer(i), table[0], start) if start else None
+        return cudnn_prefill(q, kv[:, 0], kv[:, 1], prefix, scale=SCALE)
 
-        def own(i: int) -> Tensor:
-            keys, values = gather_kv(pool.layer(i), table[0], length, multiple=128)
-            return dense_prefill(q, keys, values, length=length, scale=SCALE)
+    def own(i: int) -> Tensor:
+        keys, values = gather_kv(pool.layer(i), table[0], length, multiple=128)
+        return dense_prefill(q, keys, values, length=length, scale=SCALE)
 
-        def paged(i: int) -> Tensor:
-            return paged_prefill(q, pool.layer(i), table, cu_q, lens, max_query=new, scale=SCALE)
+    def paged(i: int) -> Tensor:
+        return paged_prefill(q, pool.layer(i), table, cu_q, lens, max_query=new, scale=SCALE)
 
-        shape = f"{new} new of {length}"
-        for name, launch, key in [
-            ("prefill cuDNN", backend, "prefill"),
-            ("prefill own", own, "prefill_own"),
-            ("prefill paged", paged, "prefill_paged"),
-        ]:
-            out = launch(0)
-            worst = max(error(out[:64], head), error(out[-64:], tail))
-            report.flops(name, shape, seconds(launch, 4, 9), flop, worst, f"{key}_{new}_of_{length}")
+    shape = f"{new} new of {length}"
+    for name, launch, key in [
+        ("prefill cuDNN", backend, "prefill"),
+        ("prefill own", own, "prefill_own"),
+        ("prefill paged", paged, "prefill_paged"),
+    ]:
+        out = launch(0)
+        worst = max(error(out[:64], head), error(out[-64:], tail))
+        report.flops(name, shape, seconds(launch, 4, 9), flop, worst, f"{key}_{new}_of_{length}")
 
 
-def small(report: Report, pool: Pool) -> None:
+def small(report: Report, pool: Pool, rows: int) -> None:
     positions = torch.arange(8192, device=DEVICE)
     slots = torch.randperm(8192, device=DEVICE)
     cos, sin = (f(torch.rand(8192, DIM // 2, device=DEVICE) * 6) for f in (torch.cos, torch.sin))
     weight = normal(HIDDEN)
-    for rows in (1, 64, 2048, 8192):
-        x, residual, out = normal(rows, HIDDEN), normal(rows, HIDDEN), poisoned(rows, HIDDEN)
-        total = x.double() + residual.double()
-        rms_norm(x, weight, 1e-5, residual=residual, out=out)
-        want = residual.double()
-        want = want * (want.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt() * weight.double()
-        worst = max(error(out, want), error(residual, total))
-        time_s = seconds(lambda i: rms_norm(x, weight, 1e-5, residual=residual, out=out))
-        report.bytes("norm + residual", f"{rows} rows", time_s, rows * HIDDEN * 8, worst, f"norm_{rows}")
+    x, residual, out = normal(rows, HIDDEN), normal(rows, HIDDEN), poisoned(rows, HIDDEN)
+    total = x.double() + residual.double()
+    rms_norm(x, weight, 1e-5, residual=residual, out=out)
+    want = residual.double()
+    want = want * (want.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt() * weight.double()
+    worst = max(error(out, want), error(residual, total))
+    time_s = seconds(lambda i: rms_norm(x, weight, 1e-5, residual=residual, out=out))
+    report.bytes("norm + residual", f"{rows} rows", time_s, rows * HIDDEN * 8, worst, f"norm_{rows}")
 
-        gate_up, out = normal(rows, 2 * INNER), poisoned(rows, INNER)
-        silu_mul(gate_up, out)
-        gate, up = gate_up[:256].double().chunk(2, -1)
-        worst = error(out[:256], torch.nn.functional.silu(gate) * up)
-        time_s = seconds(lambda i: silu_mul(gate_up, out))
-        report.bytes("SiLU x mul", f"{rows} rows", time_s, rows * INNER * 6, worst, f"silu_{rows}")
+    gate_up, out = normal(rows, 2 * INNER), poisoned(rows, INNER)
+    silu_mul(gate_up, out)
+    gate, up = gate_up[:256].double().chunk(2, -1)
+    worst = error(out[:256], torch.nn.functional.silu(gate) * up)
+    time_s = seconds(lambda i: silu_mul(gate_up, out))
+    report.bytes("SiLU x mul", f"{rows} rows", time_s, rows * INNER * 6, worst, f"silu_{rows}")
 
-        qkv = normal(rows, (HEADS + 2 * KV_HEADS) * DIM)
-        keys = qkv.view(rows, -1, DIM)[:, HEADS : HEADS + KV_HEADS].double()
-        a, b = keys.chunk(2, -1)
-        c, s = cos[:rows, None].double(), sin[:rows, None].double()
-        rope_kv_write(qkv, pool.layer(0), positions[:rows], slots[:rows], cos, sin, num_heads=HEADS)
-        written = pool.layer(0)[slots[:rows] // BLOCK, 0, :, slots[:rows] % BLOCK]
-        worst = error(written, torch.cat([a * c - b * s, b * c + a * s], -1))
-        time_s = seconds(
-            lambda i: rope_kv_write(qkv, pool.layer(i), positions[:rows], slots[:rows], cos, sin, num_heads=HEADS)
-        )
-        moved = rows * DIM * 2 * (2 * HEADS + 5 * KV_HEADS)
-        report.bytes("RoPE + KV write", f"{rows} rows", time_s, moved, worst, f"rope_{rows}")
+    qkv = normal(rows, (HEADS + 2 * KV_HEADS) * DIM)
+    keys = qkv.view(rows, -1, DIM)[:, HEADS : HEADS + KV_HEADS].double()
+    a, b = keys.chunk(2, -1)
+    c, s = cos[:rows, None].double(), sin[:rows, None].double()
+    rope_kv_write(qkv, pool.layer(0), positions[:rows], slots[:rows], cos, sin, num_heads=HEADS)
+    written = pool.layer(0)[slots[:rows] // BLOCK, 0, :, slots[:rows] % BLOCK]
+    worst = error(written, torch.cat([a * c - b * s, b * c + a * s], -1))
+    time_s = seconds(
+        lambda i: rope_kv_write(qkv, pool.layer(i), positions[:rows], slots[:rows], cos, sin, num_heads=HEADS)
+    )
+    moved = rows * DIM * 2 * (2 * HEADS + 5 * KV_HEADS)
+    report.bytes("RoPE + KV write", f"{rows} rows", time_s, moved, worst, f"rope_{rows}")
 
 
-def vectors(report: Report) -> None:
+def vectors(report: Report, n: int, k: int, end: str) -> None:
     """GEMV as a decode step of one sequence uses it, and cuBLAS beside it."""
-    for n, k, end in [
-        (6144, HIDDEN, "norm"), (HIDDEN, HIDDEN, "residual"), (2 * INNER, HIDDEN, "norm, gated"),
-        (HIDDEN, INNER, "residual"), (VOCAB, HIDDEN, "norm"),
-    ]:  # fmt: skip
-        copies = max(2, int(1e9 // (n * k * 2)))
-        weights = [normal(n, k) for _ in range(copies)]
-        x, norm, residual = normal(1, k), normal(k), normal(1, n)
-        plain = seconds(lambda i: torch.nn.functional.linear(x, weights[i % copies]))
-        report.bytes("linear, cuBLAS", f"{n}x{k}", plain, n * k * 2, None)
+    copies = max(2, int(1e9 // (n * k * 2)))
+    weights = [normal(n, k) for _ in range(copies)]
+    x, norm, residual = normal(1, k), normal(k), normal(1, n)
+    plain = seconds(lambda i: torch.nn.functional.linear(x, weights[i % copies]))
+    report.bytes("linear, cuBLAS", f"{n}x{k}", plain, n * k * 2, None)
 
-        def launch(i: int) -> Tensor:
-            return gemv(
-                x, weights[i % copies], norm=norm if "norm" in end else None, eps=1e-5,
-                residual=residual if end == "residual" else None, gated="gated" in end,
-            )  # fmt: skip
+    def launch(i: int) -> Tensor:
+        return gemv(
+            x, weights[i % copies], norm=norm if "norm" in end else None, eps=1e-5,
+            residual=residual if end == "residual" else None, gated="gated" in end,
+        )  # fmt: skip
 
-        v = x.double()
-        if "norm" in end:
-            v = v * (v.pow(2).mean() + 1e-5).rsqrt() * norm.double()
-        want = torch.cat([v @ part.double().T for part in weights[0].split(16384)], 1)
-        if "gated" in end:
-            gate, up = want.chunk(2, -1)
-            want = torch.nn.functional.silu(gate) * up
-        if end == "residual":
-            want = want + residual.double()
-        report.bytes(f"GEMV, {end}", f"{n}x{k}", seconds(launch), n * k * 2, error(launch(0), want), f"gemv_{n}x{k}")
+    v = x.double()
+    if "norm" in end:
+        v = v * (v.pow(2).mean() + 1e-5).rsqrt() * norm.double()
+    want = torch.cat([v @ part.double().T for part in weights[0].split(16384)], 1)
+    if "gated" in end:
+        gate, up = want.chunk(2, -1)
+        want = torch.nn.functional.silu(gate) * up
+    if end == "residual":
+        want = want + residual.double()
+    report.bytes(f"GEMV, {end}", f"{n}x{k}", seconds(launch), n * k * 2, error(launch(0), want), f"gemv_{n}x{k}")
 
 
-def sampling(report: Report) -> None:
-    kinds = {
-        "greedy": (0, (0.0, 1.0, 0.0, 1.0, 0.0, 0.0)),
-        "temperature": (0, (1.0, 1.0, 0.0, 1.0, 0.0, 0.0)),
-        "top_p": (0, (0.8, 0.9, 0.0, 1.0, 0.0, 0.0)),
-        "top_p_penalties": (0, (0.8, 0.9, 0.0, 1.1, 0.1, 0.1)),
-        "top_k": (50, (0.8, 1.0, 0.0, 1.0, 0.0, 0.0)),
-        "top_k_top_p": (50, (0.8, 0.9, 0.0, 1.0, 0.0, 0.0)),
-    }
-    for rows in (1, 64):
-        sampler, logits = Sampler(rows, VOCAB, DEVICE), torch.randn(rows, VOCAB, device=DEVICE) * 2
-        zeros = torch.zeros(rows + 1, dtype=torch.int32, device=DEVICE)
-        for kind, (k, floats) in kinds.items():
-            ints = [[k, 1000 + r, 0, 5, r if kind.endswith("penalties") else -1] for r in range(rows)]
-            params = SamplingTensors(
-                floats=torch.tensor([floats] * rows, device=DEVICE),
-                ints=torch.tensor(ints, device=DEVICE),
-                counts=torch.zeros(rows, VOCAB, dtype=torch.int32, device=DEVICE),
-                bias_ends=zeros, bias_tokens=zeros, bias_values=zeros.float(),
-            )  # fmt: skip
-            time_s = seconds(lambda i: sampler.sample(logits, params), 4)
-            report.bytes("sample", f"{rows} rows, {kind}", time_s, rows * VOCAB * 4, None, f"sample_{rows}_{kind}")
+SAMPLING = {  # top_k, then temperature, top_p, min_p, repetition, presence and frequency penalty
+    "greedy": (0, (0.0, 1.0, 0.0, 1.0, 0.0, 0.0)),
+    "temperature": (0, (1.0, 1.0, 0.0, 1.0, 0.0, 0.0)),
+    "top_p": (0, (0.8, 0.9, 0.0, 1.0, 0.0, 0.0)),
+    "top_p_penalties": (0, (0.8, 0.9, 0.0, 1.1, 0.1, 0.1)),
+    "top_k": (50, (0.8, 1.0, 0.0, 1.0, 0.0, 0.0)),
+    "top_k_top_p": (50, (0.8, 0.9, 0.0, 1.0, 0.0, 0.0)),
+}
+
+
+def sampling(report: Report, rows: int, kind: str) -> None:
+    k, floats = SAMPLING[kind]
+    sampler, logits = Sampler(rows, VOCAB, DEVICE), torch.randn(rows, VOCAB, device=DEVICE) * 2
+    zeros = torch.zeros(rows + 1, dtype=torch.int32, device=DEVICE)
+    ints = [[k, 1000 + r, 0, 5, r if kind.endswith("penalties") else -1] for r in range(rows)]
+    params = SamplingTensors(
+        floats=torch.tensor([floats] * rows, device=DEVICE),
+        ints=torch.tensor(ints, device=DEVICE),
+        counts=torch.zeros(rows, VOCAB, dtype=torch.int32, device=DEVICE),
+        bias_ends=zeros,
+        bias_tokens=zeros,
+        bias_values=zeros.float(),
+    )
+    time_s = seconds(lambda i: sampler.sample(logits, params), 4)
+    report.bytes("sample", f"{rows} rows, {kind}", time_s, rows * VOCAB * 4, None, f"sample_{rows}_{kind}")
 
 
 def main() -> None:
@@ -331,12 +325,24 @@ def main() -> None:
     torch.manual_seed(0)
     report = ceilings()
     pool = Pool(131072 + BLOCK)
-    decode(report, pool)
-    prefill(report, pool)
-    small(report, pool)
+    for seqs, length, new in [(64, 2048, 1), (16, 8192, 1), (1, 32768, 1), (16, 8192, 5), (128, 1024, 1)]:
+        decode(report, pool, seqs, length, new)
+    for new, length in [(8192, 8192), (2048, 8192), (2048, 16384), (512, 8192)]:
+        prefill(report, pool, new, length)
+    for rows in (1, 64, 2048, 8192):
+        small(report, pool, rows)
     del pool
-    vectors(report)
-    sampling(report)
+    for n, k, end in [
+        (6144, HIDDEN, "norm"),
+        (HIDDEN, HIDDEN, "residual"),
+        (2 * INNER, HIDDEN, "norm, gated"),
+        (HIDDEN, INNER, "residual"),
+        (VOCAB, HIDDEN, "norm"),
+    ]:
+        vectors(report, n, k, end)
+    for rows in (1, 64):
+        for kind in SAMPLING:
+            sampling(report, rows, kind)
     if args.out is not None:
         commit = (
             args.commit

@@ -1,9 +1,10 @@
 """Paged attention on the GPU: which kernel serves which rows of a step.
 
-Rows with up to 8 new tokens go to the split-KV kernel, all in one launch. Longer ones go to cuDNN where their shape recurs
-(new tokens and prefix in multiples of 1024), else, when there is enough to compute, to the own kernel over gathered keys,
-and else, with a window or an unusual head dim, to the paged kernel. Everything of a step that does not depend on the layer
-is made once, in `prepare`. Kernels are loaded with the first backend, so this module imports without triton.
+Rows with up to 8 new tokens go to the split-KV kernel, all in one launch. Longer ones go to cuDNN where their shape
+recurs (new tokens and prefix in multiples of 1024), else, when there is enough to compute, to the own kernel over
+gathered keys, and else, with a window or an unusual head dim, to the paged kernel. Everything of a step that does not
+depend on the layer is made once, in `prepare`. Kernels are loaded with the first backend, so this module imports
+without triton.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ if TYPE_CHECKING:
 DECODE_TOKENS = 8  # rows up to this many new tokens take the split-KV kernel
 CUDNN_QUANTUM = 1024
 DENSE_MIN_SCORES = 1 << 20  # new tokens x keys from which gathering pays
-SHARES_PER_SM = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Consecutive rows of a step that share a kernel. cu_q counts from the span's first token; tables: int32 [rows, n]."""
+    """Consecutive rows of a step that share a kernel. cu_q counts from the span's first token; tables: int32 [rows,
+    n].
+    """
 
     first_token: int
     num_tokens: int
@@ -41,7 +43,8 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class LongRow:
-    """One row that is attended alone, over contiguous keys: tokens first_token.. of the step, after `start` cached ones.
+    """One row that is attended alone, over contiguous keys: tokens first_token.. of the step, after `start` cached
+    ones.
 
     cudnn: its shape is one that cuDNN may build a plan for.
     """
@@ -79,9 +82,8 @@ class TritonAttention:
         self._windows = tuple(dict.fromkeys(windows))
         self._device, self._scale = cache.device, self._head_dim**-0.5
         cuda = cache.device.type == "cuda"
-        self._programs = (
-            SHARES_PER_SM * torch.cuda.get_device_properties(cache.device).multi_processor_count if cuda else 6
-        )
+        self._programs = paged_decode.num_shares(cache.device)
+        self._itemsize = cache.element_size()
         self._workspaces: dict[int, DecodeWorkspace] = {}
         half = cache.dtype in (torch.bfloat16, torch.float16)
         hopper = cuda and torch.cuda.get_device_capability(cache.device) >= (9, 0)
@@ -186,8 +188,9 @@ class TritonAttention:
 
     def _plan(self, span: Span, window: int | None) -> DecodePlan:
         return self._decode.plan_decode(
-            span.cu_q, span.seq_lens, num_kv_heads=self._kv_heads, num_programs=self._programs, window=window or 0
-        )
+            span.cu_q, span.seq_lens, self._workspace(span.max_new),
+            num_kv_heads=self._kv_heads, head_dim=self._head_dim, itemsize=self._itemsize, window=window or 0,
+        )  # fmt: skip
 
     def _workspace(self, max_new: int) -> DecodeWorkspace:
         if max_new not in self._workspaces:

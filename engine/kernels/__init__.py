@@ -1,1 +1,3 @@
-"""Triton kernels. Modules here need triton at import; the rest of the engine loads them only when a CUDA device is used."""
+"""Triton kernels. Modules here need triton at import; the rest of the engine loads them only when a CUDA device is
+used.
+"""

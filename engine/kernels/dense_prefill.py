@@ -1,7 +1,7 @@
 """Prefill attention over contiguous keys and values: an own kernel on TMA descriptors, and cuDNN in two parts.
 
-Both compute the lower-right causal attention of S new tokens over L >= S keys. cuDNN is the faster one, but it builds a plan
-of 50 to 130 ms for every new (S, L), so only shapes that come back are given to it; see `TritonAttention`.
+Both compute the lower-right causal attention of S new tokens over L >= S keys. cuDNN is the faster one, but it builds
+a plan of 50 to 130 ms for every new (S, L), so only shapes that come back are given to it; see `TritonAttention`.
 """
 
 from __future__ import annotations
@@ -77,12 +77,15 @@ def dense_prefill(
 ) -> torch.Tensor:
     """Own kernel. q: [S, heads, D], D in DENSE_DIMS; keys, values: contiguous [kv_heads, rows, D], finite everywhere.
 
-    Rows 0..length of each head are keys, rows is a multiple of BLOCK_N, so that no tile reaches into the next head. Any S.
-    Returns [S, heads, D], contiguous.
+    Rows 0..length of each head are keys, rows is a multiple of BLOCK_N, so that no tile reaches into the next head.
+    Any S. Returns [S, heads, D], contiguous.
     """
     kv_heads, rows, dim = keys.shape
     group = q.shape[1] // kv_heads
-    assert dim in DENSE_DIMS and rows % BLOCK_N == 0 and group <= BLOCK_M and length <= rows
+    assert dim in DENSE_DIMS
+    assert rows % BLOCK_N == 0
+    assert group <= BLOCK_M
+    assert length <= rows
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     described = [TensorDescriptor.from_tensor(x.view(-1, dim), [BLOCK_N, dim]) for x in (keys, values)]
     _dense_kernel[(kv_heads, triton.cdiv(q.shape[0], BLOCK_M // group))](

@@ -1,8 +1,8 @@
 """Matrix times one row, with what stands before and behind it fused in: RMSNorm in, residual add or SiLU x mul out.
 
-A program reads ROWS rows of the weight, whole, in tiles of BLOCK_K. RMSNorm needs no pass of its own: the program sees all
-of x, so it sums x^2 beside the products and scales the result: W (x * rstd * g) = rstd * (W (x * g)). No atomics: the sums
-have one order, whatever runs beside.
+A program reads ROWS rows of the weight, whole, in tiles of BLOCK_K. RMSNorm needs no pass of its own: the program
+sees all of x, so it sums x^2 beside the products and scales the result: W (x * rstd * g) = rstd * (W (x * g)). No
+atomics: the sums have one order, whatever runs beside.
 """
 
 from __future__ import annotations
@@ -87,20 +87,26 @@ def gemv(
     gated: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """weight @ x for one row: x [1, K], weight [N, K] (row stride free), bias [N]; returns [1, N], or [1, N / 2] when gated.
+    """weight @ x for one row: x [1, K], weight [N, K] (row stride free), bias [N]; returns [1, N], or [1, N / 2] when
+    gated.
 
-    norm: [K], the weight of an RMSNorm over x first. gated: rows 0..N/2 are a gate, the rest its partner: silu(gate) * up.
-    residual: [1, N], added to the result; out may be residual.
+    norm: [K], the weight of an RMSNorm over x first. gated: rows 0..N/2 are a gate, the rest its partner: silu(gate)
+    * up. residual: [1, N], added to the result; out may be residual.
     """
     n, k = weight.shape[0] // (2 if gated else 1), weight.shape[1]
-    assert x.shape == (1, k) and x.stride(1) == 1 and weight.stride(1) == 1 and not (gated and residual is not None)
+    assert x.shape == (1, k)
+    assert x.stride(1) == 1
+    assert weight.stride(1) == 1
+    assert not (gated and residual is not None)
     out = torch.empty(1, n, dtype=x.dtype, device=x.device) if out is None else out
     rows, warps = (2, 8) if norm is not None and not gated else (4, 4)
     pdl = overlaps_launches(x.device)
     block_k = min(BLOCK_K, triton.next_power_of_2(k))
     _gemv_kernel[(triton.cdiv(n, rows),)](
-        x, weight, weight if bias is None else bias, x if norm is None else norm, x if residual is None else residual, out,
-        eps, norm_offset, weight.stride(0), N=n, K=k, ROWS=rows, BK=block_k, NORM=norm is not None, BIAS=bias is not None,
+        x, weight, weight if bias is None else bias, x if norm is None else norm,
+        x if residual is None else residual, out,
+        eps, norm_offset, weight.stride(0), N=n, K=k, ROWS=rows, BK=block_k, NORM=norm is not None,
+        BIAS=bias is not None,
         ADD=residual is not None, GATED=gated, PDL=pdl, num_warps=warps, **launch_flags(pdl),
     )  # fmt: skip
     return out

@@ -25,11 +25,15 @@ def _kv_write_kernel(
 
 
 def kv_write(new: torch.Tensor, kv: torch.Tensor, slots: torch.Tensor) -> None:
-    """new: [tokens, 2, kv_heads, D]; kv: one layer, [num_blocks, 2, kv_heads, block_size, D]; slots: [tokens], -1: skip."""
+    """new: [tokens, 2, kv_heads, D]; kv: one layer, [num_blocks, 2, kv_heads, block_size, D]; slots: [tokens], -1:
+    skip.
+    """
     heads, block_size, dim = kv.shape[2], kv.shape[3], kv.shape[4]
-    assert new.stride(3) == 1 and kv.stride(4) == 1
+    assert new.stride(3) == 1
+    assert kv.stride(4) == 1
     _kv_write_kernel[(new.shape[0], 2)](
         new, kv, slots, new.stride(0), new.stride(1), new.stride(2),
         kv.stride(0), kv.stride(1), kv.stride(2), kv.stride(3),
-        HEADS=heads, HP=triton.next_power_of_2(heads), D=dim, DP=triton.next_power_of_2(dim), BS=block_size, num_warps=4,
+        HEADS=heads, HP=triton.next_power_of_2(heads), D=dim, DP=triton.next_power_of_2(dim), BS=block_size,
+        num_warps=4,
     )  # fmt: skip

@@ -1,7 +1,8 @@
-"""Programmatic dependent launch (Hopper): a kernel starts while the one before it drains, and waits before it reads its output.
+"""Programmatic dependent launch (Hopper): a kernel starts while the one before it drains, and waits before it reads
+its output.
 
-A kernel that uses it waits (griddepcontrol.wait) before it lets its own dependents start, so when a kernel runs, everything
-older than its direct predecessor is complete.
+A kernel that uses it waits (griddepcontrol.wait) before it lets its own dependents start, so when a kernel runs,
+everything older than its direct predecessor is complete.
 """
 
 from __future__ import annotations

@@ -40,7 +40,8 @@ def rms_norm(
     weight_offset 1 is Gemma's (1 + weight). out may be x.
     """
     rows, n = x.shape
-    assert x.stride(1) == 1 and (residual is None or residual.stride(1) == 1)
+    assert x.stride(1) == 1
+    assert residual is None or residual.stride(1) == 1
     out = torch.empty_like(x) if out is None else out
     padded = triton.next_power_of_2(n)
     target = x if residual is None else residual

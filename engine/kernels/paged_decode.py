@@ -1,12 +1,13 @@
 """Split-KV attention of 1 to 8 new tokens a sequence over the paged pool: decode, and the verification of drafts.
 
-The work of a launch is a line of tiles: sequences, inside them kv heads, inside them tiles of BLOCK_N keys. The line is cut
-into equal shares, one for each of a fixed number of programs, so every SM reads the same number of bytes whatever the batch,
-the lengths or their spread (the work split of Stream-K, Osama et al. 2023, applied to FlashDecoding). A share may end inside a
-(sequence, head) pair: its part is kept normalised with its log-sum-exp, and a second kernel merges the parts of such pairs.
+The work of a launch is a line of tiles: sequences, inside them kv heads, inside them tiles of BLOCK_N keys. The line
+is cut into equal shares, one for each of a fixed number of programs, so every SM reads the same number of bytes
+whatever the batch, the lengths or their spread (the work split of Stream-K, Osama et al. 2023, applied to
+FlashDecoding). A share may end inside a (sequence, head) pair: its part is kept normalised with its log-sum-exp, and
+a second kernel merges the parts of such pairs.
 
-`DecodePlan` is the cut. It depends on the lengths alone: compute it once a step and use it for every layer. Nothing here
-reads a length on the host, so a captured graph serves any lengths.
+`DecodePlan` is the cut. It depends on the lengths alone: compute it once a step and use it for every layer. Nothing
+here reads a length on the host, so a captured graph serves any lengths.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ import triton.language as tl
 from engine.kernels.launch import launch_flags, overlaps_launches
 
 MAX_QUERY = 8
-BLOCK_N = 64
-MERGE_TILE = 2048
+SHARED_BYTES = 96 * 1024  # of keys and values in flight a program; two programs share an SM
+MERGE_TILE = 2048  # numbers of partial results that one program of the merge holds at once
 LOG2E = 1.4426950408889634
 EMPTY = tl.constexpr(-1e30)  # log-sum-exp of no keys; finite, so that differences are never NaN
 
@@ -180,11 +181,16 @@ def _merge_kernel(
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """How one step's decode work is cut into equal shares; int32 on the device. cum[b]: tiles before sequence b."""
+    """How one step's decode work is cut into equal shares; int32 on the device. cum[b]: tiles before sequence b.
+
+    block_n: keys in a tile; stages: of the software pipeline.
+    """
 
     cum: torch.Tensor
     first_seq: torch.Tensor
     window: int
+    block_n: int
+    stages: int
 
 
 @dataclass(frozen=True)
@@ -198,7 +204,7 @@ class DecodeWorkspace:
 
 def rows_padded(group: int, max_query: int) -> int:
     """Rows of the query tile: grouped heads x query tokens, padded to a power of two that tl.dot takes."""
-    return max(16, triton.next_power_of_2(group * max_query))
+    return max(16, int(triton.next_power_of_2(group * max_query)))
 
 
 def decode_workspace(
@@ -212,18 +218,51 @@ def decode_workspace(
     )
 
 
+def tile_shape(rows: int, head_dim: int, itemsize: int) -> tuple[int, int]:
+    """Keys in a tile and pipeline stages: the fastest found on an H100 that fit the shared memory of half an SM."""
+
+    def tile_bytes(keys: int) -> int:
+        return 2 * keys * int(triton.next_power_of_2(head_dim)) * itemsize
+
+    block_n = 128 if rows > 16 and tile_bytes(128) <= SHARED_BYTES else 64
+    return block_n, 3 + max(1, min(3, SHARED_BYTES // tile_bytes(block_n)))
+
+
+def num_shares(device: torch.device) -> int:
+    """Programs of a launch: as many as run at once, down to a power of two.
+
+    The power of two is worth more than the last SMs: shares of a uniform batch then end where a pair ends.
+    """
+    if device.type != "cuda":
+        return 8
+    return 1 << (2 * torch.cuda.get_device_properties(device).multi_processor_count).bit_length() - 1
+
+
 def plan_decode(
-    cu_q: torch.Tensor, seq_lens: torch.Tensor, *, num_kv_heads: int, num_programs: int, window: int = 0
+    cu_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    workspace: DecodeWorkspace,
+    *,
+    num_kv_heads: int,
+    head_dim: int,
+    itemsize: int,
+    window: int = 0,
 ) -> DecodePlan:
-    """One launch. cu_q: int32 [B + 1], rows of q before each sequence; seq_lens: int32 [B], keys with the new tokens."""
-    num_seqs = seq_lens.shape[0]
+    """One launch. cu_q: int32 [B + 1], rows of q before each sequence; seq_lens: int32 [B], keys with the new tokens.
+
+    itemsize: bytes of a number of the KV cache; window: keys seen back from a token, itself included (0: all).
+    On Hopper another kernel must run between this and `paged_decode` (the KV write does), which reads the plan before it
+    waits for its predecessor.
+    """
+    num_seqs, programs = seq_lens.shape[0], workspace.num_programs
+    block_n, stages = tile_shape(workspace.part.shape[1], head_dim, itemsize)
     cum = torch.empty(num_seqs + 1, dtype=torch.int32, device=seq_lens.device)
-    first_seq = torch.empty(num_programs, dtype=torch.int32, device=seq_lens.device)
-    _plan_kernel[(num_programs,)](
-        cu_q, seq_lens, cum, first_seq, num_seqs, num_programs, window,
-        HEADS=num_kv_heads, BN=BLOCK_N, B=triton.next_power_of_2(num_seqs), num_warps=4,
+    first_seq = torch.empty(programs, dtype=torch.int32, device=seq_lens.device)
+    _plan_kernel[(programs,)](
+        cu_q, seq_lens, cum, first_seq, num_seqs, programs, window,
+        HEADS=num_kv_heads, BN=block_n, B=triton.next_power_of_2(num_seqs), num_warps=4,
     )  # fmt: skip
-    return DecodePlan(cum, first_seq, window)
+    return DecodePlan(cum, first_seq, window, block_n, stages)
 
 
 def paged_decode(
@@ -238,34 +277,34 @@ def paged_decode(
     max_query: int,
     scale: float,
     out: torch.Tensor | None = None,
-    stages: int = 3,
-    warps: int = 4,
-    pdl: bool = True,
 ) -> torch.Tensor:
     """Causal attention of the last tokens of each sequence over its paged keys and values, the new ones included.
 
-    q: [rows, heads, D] (row and head strides free); kv: one layer, [num_blocks, 2, kv_heads, block_size, D] (D contiguous);
-    block_tables: int32 [B, max_blocks]; cu_q: int32 [B + 1]; seq_lens: int32 [B]; at most max_query (1..8) rows a sequence.
-    Rows that no sequence owns stay unwritten. Returns out, [rows, heads, D].
+    q: [rows, heads, D] (row and head strides free); kv: one layer, [num_blocks, 2, kv_heads, block_size, D] (D
+    contiguous); block_tables: int32 [B, max_blocks]; cu_q: int32 [B + 1]; seq_lens: int32 [B]; at most max_query
+    (1..8) rows a sequence. Rows that no sequence owns stay unwritten. Returns out, [rows, heads, D].
     """
     num_heads, dim = q.shape[1], q.shape[2]
     num_kv_heads, block_size = kv.shape[2], kv.shape[3]
     group = num_heads // num_kv_heads
-    assert 1 <= max_query <= MAX_QUERY and num_heads == group * num_kv_heads
-    assert q.stride(2) == 1 and kv.stride(4) == 1
+    assert 1 <= max_query <= MAX_QUERY
+    assert num_heads == group * num_kv_heads
+    assert q.stride(2) == 1
+    assert kv.stride(4) == 1
     rows, dim_padded = rows_padded(group, max_query), triton.next_power_of_2(dim)
     num_seqs, programs = seq_lens.shape[0], workspace.num_programs
     assert workspace.part.shape[1:] == (rows, dim_padded)
     out = torch.empty_like(q) if out is None else out
-    pdl = pdl and overlaps_launches(q.device)
+    pdl = overlaps_launches(q.device)
     _decode_kernel[(programs,)](
         q, kv, block_tables, cu_q, seq_lens, plan.cum, plan.first_seq, out, workspace.part, workspace.part_lse,
         q.stride(0), q.stride(1), kv.stride(0), kv.stride(1), kv.stride(2), kv.stride(3), block_tables.stride(0),
         out.stride(0), out.stride(1), num_seqs, programs, plan.window, scale * LOG2E,
-        HEADS=num_kv_heads, GROUP=group, M=rows, D=dim, DP=dim_padded, BS=block_size, BN=BLOCK_N, STAGES=stages, PDL=pdl,
-        num_warps=warps, **launch_flags(pdl),
+        HEADS=num_kv_heads, GROUP=group, M=rows, D=dim, DP=dim_padded, BS=block_size, BN=plan.block_n,
+        STAGES=plan.stages, PDL=pdl,
+        num_warps=4, **launch_flags(pdl),
     )  # fmt: skip
-    # One tile of the merge holds all parts of a pair (programs / pairs of them, and one or two more), and few rows.
+    # A tile of the merge holds all parts of a pair (programs / pairs of them, and one or two more), and few rows.
     splits = min(64, triton.next_power_of_2(triton.cdiv(programs, num_seqs * num_kv_heads) + 1))
     merged = min(triton.next_power_of_2(group * max_query), max(1, MERGE_TILE // (splits * dim_padded)))
     _merge_kernel[(num_seqs, num_kv_heads, triton.cdiv(group * max_query, merged))](

@@ -1,9 +1,9 @@
 """Varlen attention of new tokens over the paged pool: cached prefix and the new tokens in one kernel, causal, windowed.
 
-One program owns BLOCK_M query rows of one sequence and one kv head; the rows are BLOCK_M // group tokens x the query heads
-of the group, so a tile of keys is read once for the whole group. Tiles of keys that every row sees run without a mask
-(FlashAttention-2, Dao 2023). It serves any head dim, grouping, batch and window; where cuDNN is faster the backend takes
-`dense_prefill` instead.
+One program owns BLOCK_M query rows of one sequence and one kv head; the rows are BLOCK_M // group tokens x the query
+heads of the group, so a tile of keys is read once for the whole group. Tiles of keys that every row sees run without
+a mask (FlashAttention-2, Dao 2023). It serves any head dim, grouping, batch and window; where cuDNN is faster the
+backend takes `dense_prefill` instead.
 """
 
 from __future__ import annotations
@@ -115,6 +115,13 @@ def _prefill_kernel(
         tl.store(out + o_off[:, None] + d[None, :], acc.to(out.dtype.element_ty), mask=mask)
 
 
+def _tile_shape(row_bytes: int, tiles: int) -> tuple[int, int]:
+    """Keys in a tile and warps. Few query tiles: large tiles of keys and more warps for each."""
+    if row_bytes > 256:
+        return (64 if row_bytes <= 512 else 32), 8
+    return (64, 4) if tiles >= 256 else (128, 8)
+
+
 def paged_prefill(
     q: torch.Tensor,
     kv: torch.Tensor,
@@ -127,29 +134,30 @@ def paged_prefill(
     window: int = 0,
     out: torch.Tensor | None = None,
     block_m: int = 128,
-    block_n: int = 64,
-    stages: int = 2,
-    warps: int = 8,
 ) -> torch.Tensor:
     """Causal attention of the last cu_q[b+1] - cu_q[b] tokens of each sequence over all its paged keys.
 
     q: [rows, heads, D]; kv: one layer, [num_blocks, 2, kv_heads, block_size, D] (D contiguous); block_tables: int32
-    [B, max_blocks]; cu_q: int32 [B + 1]; seq_lens: int32 [B], keys with the new tokens; window: keys seen back from a token,
-    itself included (0: all). Returns out, [rows, heads, D]; rows that no sequence owns stay unwritten.
+    [B, max_blocks]; cu_q: int32 [B + 1]; seq_lens: int32 [B], keys with the new tokens; window: keys seen back from a
+    token, itself included (0: all). Returns out, [rows, heads, D]; rows that no sequence owns stay unwritten.
     """
     num_heads, dim = q.shape[1], q.shape[2]
     num_kv_heads, block_size = kv.shape[2], kv.shape[3]
     group = num_heads // num_kv_heads
-    assert num_heads == group * num_kv_heads and group <= MAX_GROUP
-    assert q.stride(2) == 1 and kv.stride(4) == 1
+    assert num_heads == group * num_kv_heads
+    assert group <= MAX_GROUP
+    assert q.stride(2) == 1
+    assert kv.stride(4) == 1
     block_m = max(block_m, triton.next_power_of_2(group))
+    tiles = triton.cdiv(max_query, block_m // group) * num_kv_heads * seq_lens.shape[0]
+    block_n, warps = _tile_shape(triton.next_power_of_2(dim) * kv.element_size(), tiles)
     out = torch.empty_like(q) if out is None else out
     grid = (num_kv_heads, triton.cdiv(max_query, block_m // group), seq_lens.shape[0])
     _prefill_kernel[grid](
         q, kv, block_tables, cu_q, seq_lens, out,
         q.stride(0), q.stride(1), kv.stride(0), kv.stride(1), kv.stride(2), kv.stride(3), block_tables.stride(0),
         out.stride(0), out.stride(1), window, scale * LOG2E,
-        GROUP=group, BM=block_m, D=dim, DP=triton.next_power_of_2(dim), BS=block_size, BN=block_n, STAGES=stages,
+        GROUP=group, BM=block_m, D=dim, DP=triton.next_power_of_2(dim), BS=block_size, BN=block_n, STAGES=2,
         num_warps=warps,
     )  # fmt: skip
     return out

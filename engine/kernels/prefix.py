@@ -1,4 +1,6 @@
-"""What dense attention needs around it: keys and values gathered from the paged pool, and two parts merged by log-sum-exp."""
+"""What dense attention needs around it: keys and values gathered from the paged pool, and two parts merged by log-
+sum-exp.
+"""
 
 from __future__ import annotations
 
@@ -32,15 +34,17 @@ def gather_kv(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of one sequence's first `length` tokens, each contiguous [kv_heads, rows, D].
 
-    kv: one layer, [num_blocks, 2, kv_heads, block_size, D]; block_table: int32 [max_blocks]. rows is length rounded up to
-    `multiple`; the rows past length are zero.
+    kv: one layer, [num_blocks, 2, kv_heads, block_size, D]; block_table: int32 [max_blocks]. rows is length rounded
+    up to `multiple`; the rows past length are zero.
     """
     heads, block_size, dim = kv.shape[2], kv.shape[3], kv.shape[4]
-    assert kv.stride(4) == 1 and length > 0
+    assert kv.stride(4) == 1
+    assert length > 0
     rows = triton.cdiv(length, multiple) * multiple
     keys, values = torch.empty(2, heads, rows, dim, dtype=kv.dtype, device=kv.device).unbind(0)
     _gather_kernel[(triton.cdiv(rows, 64), heads)](
-        kv, block_table, keys, values, kv.stride(0), kv.stride(1), kv.stride(2), kv.stride(3), keys.stride(0), length, rows,
+        kv, block_table, keys, values, kv.stride(0), kv.stride(1), kv.stride(2), kv.stride(3), keys.stride(0),
+        length, rows,
         D=dim, DP=triton.next_power_of_2(dim), BS=block_size, BN=64, num_warps=4,
     )  # fmt: skip
     return keys, values
@@ -48,7 +52,8 @@ def gather_kv(
 
 @triton.jit
 def _merge_kernel(
-    a, b, lse_a, lse_b, out, rows, heads, a_row, a_head, b_row, b_head, la_row, la_head, lb_row, lb_head, out_row, out_head,
+    a, b, lse_a, lse_b, out, rows, heads, a_row, a_head, b_row, b_head, la_row, la_head, lb_row, lb_head, out_row,
+    out_head,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -71,7 +76,8 @@ def merge_parts(
 ) -> torch.Tensor:
     """Attention over the union of two disjoint sets of keys, from attention over each.
 
-    a, b, out: [rows, heads, D] (any row and head strides); lse_a, lse_b: fp32 [rows, heads], natural logarithm, finite in lse_a.
+    a, b, out: [rows, heads, D] (any row and head strides); lse_a, lse_b: fp32 [rows, heads], natural logarithm,
+    finite in lse_a.
     """
     rows, heads, dim = out.shape
     _merge_kernel[(triton.cdiv(rows * heads, 16),)](

@@ -1,7 +1,7 @@
 """RoPE, optional RMSNorm of each query and key head, and the write of K and V into the paged pool: one launch.
 
-Two programs a token: one for the query heads, one for the key and value heads. Keys are also stored back into qkv, so that
-dense attention over the new tokens reads them there and not from the pool.
+Two programs a token: one for the query heads, one for the key and value heads. Keys are also stored back into qkv, so
+that dense attention over the new tokens reads them there and not from the pool.
 """
 
 from __future__ import annotations
@@ -101,21 +101,27 @@ def rope_kv_write(
 ) -> None:
     """Rotates q and k in place inside qkv and writes K and V of every token whose slot is not negative.
 
-    qkv: [tokens, (heads + 2 * kv_heads) * D], the heads of q, k and v behind each other (row stride free); kv: one layer,
-    [num_blocks, 2, kv_heads, block_size, D]; positions, slots: integer [tokens], slot = block * block_size + offset, -1: no
-    write; cos, sin: [max_position, rot / 2], where rot <= D dims rotate, the first half against the second (GPT-NeoX order).
-    q_norm, k_norm: [D], RMSNorm of each head before the rotation (both or none).
+    qkv: [tokens, (heads + 2 * kv_heads) * D], the heads of q, k and v behind each other (row stride free); kv: one
+    layer, [num_blocks, 2, kv_heads, block_size, D]; positions, slots: integer [tokens], slot = block * block_size +
+    offset, -1: no write; cos, sin: [max_position, rot / 2], where rot <= D dims rotate, the first half against the
+    second (GPT-NeoX order). q_norm, k_norm: [D], RMSNorm of each head before the rotation (both or none).
     """
     tokens = qkv.shape[0]
     num_kv_heads, block_size, dim = kv.shape[2], kv.shape[3], kv.shape[4]
     half = cos.shape[1]
-    assert qkv.shape[1] == (num_heads + 2 * num_kv_heads) * dim and (q_norm is None) == (k_norm is None)
-    assert qkv.stride(1) == 1 and kv.stride(4) == 1 and cos.stride() == sin.stride() and cos.stride(1) == 1
+    assert qkv.shape[1] == (num_heads + 2 * num_kv_heads) * dim
+    assert (q_norm is None) == (k_norm is None)
+    assert qkv.stride(1) == 1
+    assert kv.stride(4) == 1
+    assert cos.stride() == sin.stride()
+    assert cos.stride(1) == 1
     norm = q_norm is not None
     _rope_kv_kernel[(tokens, 2)](
-        qkv, kv, positions, slots, cos, sin, q_norm if q_norm is not None else cos, k_norm if k_norm is not None else cos,
+        qkv, kv, positions, slots, cos, sin, q_norm if q_norm is not None else cos,
+        k_norm if k_norm is not None else cos,
         qkv.stride(0), kv.stride(0), kv.stride(1), kv.stride(2), kv.stride(3), cos.stride(0), eps, norm_offset,
-        HQ=num_heads, HKV=num_kv_heads, HQP=triton.next_power_of_2(num_heads), HKVP=triton.next_power_of_2(num_kv_heads),
+        HQ=num_heads, HKV=num_kv_heads, HQP=triton.next_power_of_2(num_heads),
+        HKVP=triton.next_power_of_2(num_kv_heads),
         D=dim, DP=triton.next_power_of_2(dim), ROT=2 * half, HALF=triton.next_power_of_2(half),
         REST=triton.next_power_of_2(max(1, dim - 2 * half)), BS=block_size, NORM=norm, num_warps=4,
     )  # fmt: skip

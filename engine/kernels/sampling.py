@@ -1,12 +1,12 @@
 """Sampling without a sort, inside a captured graph: penalties, bias, temperature, top-k, top-p, min-p, Gumbel-max.
 
-Two launches. The first shapes the logits tile by tile, adds noise and keeps each tile's best. The second takes a row's best
-token, and if the row cuts its distribution, asks whether that token survives: how many tokens are likelier, and what mass
-they have. If it does not, no token at or below its logit survives either (all three cuts are thresholds on the logit), so the
-best of the tokens above it is asked next. A token that is accepted has the best score of all survivors, because it has the
-best score of a superset: the result is exactly that of sorting. Each refusal halves what is left, on average (the rejection
-of FlashInfer, Ye et al. 2025, with the noise fixed instead of redrawn). top-k with top-p needs the mass of the top k first:
-the k-th logit is found by bisection.
+Two launches. The first shapes the logits tile by tile, adds noise and keeps each tile's best. The second takes a
+row's best token, and if the row cuts its distribution, asks whether that token survives: how many tokens are
+likelier, and what mass they have. If it does not, no token at or below its logit survives either (all three cuts are
+thresholds on the logit), so the best of the tokens above it is asked next. A token that is accepted has the best
+score of all survivors, because it has the best score of a superset: the result is exactly that of sorting. Each
+refusal halves what is left, on average (the rejection of FlashInfer, Ye et al. 2025, with the noise fixed instead of
+redrawn). top-k with top-p needs the mass of the top k first: the k-th logit is found by bisection.
 
 Noise is Philox4x32-10 with the words of `engine/philox.py`, bit for bit; its logarithms may differ in the last bits.
 """
@@ -32,9 +32,10 @@ TOP_K, SEED, CHILD, POSITION, COUNT_ROW, NUM_INTS = range(6)
 class SamplingTensors:
     """Parameters of R rows on the device.
 
-    floats: fp32 [R, 6], temperature (0: greedy), top_p, min_p, repetition, presence, frequency penalty; ints: int64 [R, 5],
-    top_k (0: off), seed, child, position, row of `counts` (-1: no penalties). counts: int32 [N, vocab], occurrences in the
-    output, plus IN_PROMPT. Bias: tokens and values (-inf bans) of row r at bias_ends[r]..bias_ends[r + 1], int32 and fp32.
+    floats: fp32 [R, 6], temperature (0: greedy), top_p, min_p, repetition, presence, frequency penalty; ints: int64
+    [R, 5], top_k (0: off), seed, child, position, row of `counts` (-1: no penalties). counts: int32 [N, vocab],
+    occurrences in the output, plus IN_PROMPT. Bias: tokens and values (-inf bans) of row r at
+    bias_ends[r]..bias_ends[r + 1], int32 and fp32.
     """
 
     floats: torch.Tensor
@@ -74,7 +75,8 @@ def _cuts(floats, ints, vocab):
 
 @triton.jit
 def _score_kernel(
-    logits, floats, ints, counts, bias_ends, bias_tokens, bias_values, shaped, scores, best_score, best_token, best_logit,
+    logits, floats, ints, counts, bias_ends, bias_tokens, bias_values, shaped, scores, best_score, best_token,
+    best_logit,
     tile_max, tile_sum, tile_finite, logits_row, counts_row, vocab, num_tiles,
     BV: tl.constexpr, NF: tl.constexpr, NI: tl.constexpr, PROMPT: tl.constexpr, MIN_T: tl.constexpr,
 ):  # fmt: skip
@@ -86,7 +88,7 @@ def _score_kernel(
     i = first + tl.arange(0, BV)
     ok = i < vocab
     x = tl.load(logits + row * logits_row + i, mask=ok, other=0.0).to(tl.float32)
-    finite = tl.min(((x == x) & (tl.abs(x) < float("inf"))).to(tl.int32), 0)
+    finite = tl.min((tl.abs(x) < float("inf")).to(tl.int32), 0)
 
     slot = tl.load(ints + 4)
     if slot >= 0:
@@ -223,14 +225,18 @@ class Sampler:
         self._partial_ints = torch.empty(2, max_rows, self._tiles, dtype=torch.int32, device=device).unbind(0)
 
     def sample(self, logits: torch.Tensor, params: SamplingTensors) -> tuple[torch.Tensor, torch.Tensor]:
-        """One token a row, int64 [R], and bool [R]: False where a logit was NaN or infinite and the token means nothing.
+        """One token a row, int64 [R], and bool [R]: False where a logit was NaN or infinite and the token means
+        nothing.
 
         logits: [R, vocab] of any float dtype, row stride free; not changed.
         """
         rows = logits.shape[0]
-        assert logits.shape[1] == self._vocab and logits.stride(1) == 1
-        assert params.floats.shape == (rows, NUM_FLOATS) and params.ints.shape == (rows, NUM_INTS)
-        assert params.floats.is_contiguous() and params.ints.is_contiguous()
+        assert logits.shape[1] == self._vocab
+        assert logits.stride(1) == 1
+        assert params.floats.shape == (rows, NUM_FLOATS)
+        assert params.ints.shape == (rows, NUM_INTS)
+        assert params.floats.is_contiguous()
+        assert params.ints.is_contiguous()
         tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
         finite = torch.empty(rows, dtype=torch.int8, device=logits.device)
         score, logit, top, total = self._partial
@@ -245,7 +251,8 @@ class Sampler:
         _pick_kernel[(rows,)](
             params.floats, params.ints, self._shaped, self._scores, score, token, logit, top, total, tile_finite,
             tokens, finite, self._vocab, self._tiles,
-            TILES=triton.next_power_of_2(self._tiles), SCAN=scan, NF=NUM_FLOATS, NI=NUM_INTS, num_warps=scan // 256 or 1,
+            TILES=triton.next_power_of_2(self._tiles), SCAN=scan, NF=NUM_FLOATS, NI=NUM_INTS,
+            num_warps=scan // 256 or 1,
         )  # fmt: skip
         return tokens, finite.view(torch.bool)
 

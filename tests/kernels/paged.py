@@ -6,7 +6,7 @@ import torch
 
 
 class PagedCase:
-    """A pool [blocks, layers, 2, heads, block_size, D] of NaN in which only the blocks of the sequences hold numbers."""
+    """A pool [blocks, layers, 2, heads, block_size, D] of NaN in which only the sequences' tokens are numbers."""
 
     def __init__(
         self,

@@ -24,8 +24,10 @@ def test_decode(heads, kv_heads, dim, block_size, window, device, gen):
         heads=heads, kv_heads=kv_heads, dim=dim, block_size=block_size, dtype=torch.float32, device=device, gen=gen,
     )  # fmt: skip
     for programs in (1, 5, 23):
-        plan = plan_decode(case.cu_q, case.seq_lens, num_kv_heads=kv_heads, num_programs=programs, window=window)
         space = decode_workspace(programs, heads, kv_heads, 3, dim, device)
+        plan = plan_decode(
+            case.cu_q, case.seq_lens, space, num_kv_heads=kv_heads, head_dim=dim, itemsize=4, window=window
+        )
         space.part.fill_(float("nan"))
         case.out.fill_(float("nan"))
         paged_decode(
@@ -40,8 +42,9 @@ def test_decode_of_an_empty_sequence_is_zero(device, gen):
         [20, 1], [1, 1], heads=2, kv_heads=1, dim=16, block_size=16, dtype=torch.float32, device=device, gen=gen
     )
     case.seq_lens[1] = 0
-    plan = plan_decode(case.cu_q, case.seq_lens, num_kv_heads=1, num_programs=3)
     space = decode_workspace(3, 2, 1, 1, 16, device)
+    plan = plan_decode(case.cu_q, case.seq_lens, space, num_kv_heads=1, head_dim=16, itemsize=4)
+    case.out.fill_(float("nan"))
     out = paged_decode(
         case.q, case.kv, case.tables, case.cu_q, case.seq_lens, plan, space, max_query=1, scale=0.25, out=case.out
     )
@@ -58,7 +61,7 @@ def test_prefill(heads, kv_heads, dim, block_size, window, device, gen):
     )  # fmt: skip
     paged_prefill(
         case.q, case.kv, case.tables, case.cu_q, case.seq_lens,
-        max_query=70, scale=case.scale, window=window, out=case.out, block_m=32, block_n=32,
+        max_query=70, scale=case.scale, window=window, out=case.out, block_m=32,
     )  # fmt: skip
     assert error(case.out, case.reference(window)) < TOLERANCE[torch.float32]
 
@@ -66,12 +69,13 @@ def test_prefill(heads, kv_heads, dim, block_size, window, device, gen):
 def test_half_precision(device, gen):
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float16  # the interpreter has no bf16 dot
     case = PagedCase([70, 20], [2, 2], heads=4, kv_heads=2, dim=16, block_size=16, dtype=dtype, device=device, gen=gen)
-    plan = plan_decode(case.cu_q, case.seq_lens, num_kv_heads=2, num_programs=3)
     space = decode_workspace(3, 4, 2, 2, 16, device)
+    plan = plan_decode(case.cu_q, case.seq_lens, space, num_kv_heads=2, head_dim=16, itemsize=4)
+    case.out.fill_(float("nan"))
     args = (case.q, case.kv, case.tables, case.cu_q, case.seq_lens)
     decoded = paged_decode(*args, plan, space, max_query=2, scale=case.scale, out=case.out)
     assert error(decoded, case.reference()) < TOLERANCE[dtype]
-    prefilled = paged_prefill(*args, max_query=2, scale=case.scale, block_m=16, block_n=32)
+    prefilled = paged_prefill(*args, max_query=2, scale=case.scale, block_m=16)
     assert error(prefilled, case.reference()) < TOLERANCE[dtype]
 
 

@@ -15,7 +15,9 @@ OFF = (1.0, 1.0, 0.0, 1.0, 0.0, 0.0)
 
 
 def tensors(rows, device, counts=None, bias=None) -> SamplingTensors:
-    """rows: (top_k, seed, child, position, count_row) and (temperature, top_p, min_p, repetition, presence, frequency)."""
+    """rows: (top_k, seed, child, position, count_row) and (temperature, top_p, min_p, repetition, presence,
+    frequency).
+    """
     ends, tokens, values = [0], [], []
     for r in range(len(rows)):
         for token, value in (bias or {}).get(r, ()):
@@ -127,4 +129,5 @@ def test_a_row_does_not_depend_on_its_batch(device, gen):
     alone, _ = Sampler(1, VOCAB, device).sample(logits, tensors([row], device))
     batch, _ = Sampler(4, VOCAB, device).sample(logits.expand(4, -1), tensors([row] * 4, device))
     assert batch.tolist() == alone.tolist() * 4
-    assert NUM_FLOATS == len(row[1]) and NUM_INTS == len(row[0])
+    assert len(row[1]) == NUM_FLOATS
+    assert len(row[0]) == NUM_INTS

@@ -23,7 +23,8 @@ def both(cache_shape, dtype, steps, heads, windows, device, gen):
     worst = 0.0
     pools = [torch.zeros(cache_shape, dtype=dtype, device=device) for _ in range(2)]
     backends = [
-        kind(pool, heads, windows, cache_shape[0] - 1) for kind, pool in zip((TritonAttention, TorchAttention), pools)
+        kind(pool, heads, windows, cache_shape[0] - 1)
+        for kind, pool in zip((TritonAttention, TorchAttention), pools, strict=True)
     ]
     kv_heads, dim = cache_shape[3], cache_shape[5]
     for step in steps:
@@ -56,7 +57,7 @@ def test_mixed_steps(device, gen):
 @needs_cuda
 @pytest.mark.parametrize("dim", [64, 128])
 def test_long_rows(dim, device, gen):
-    blocks = [list(range(0, 200)), list(range(200, 400))]
+    blocks = [list(range(200)), list(range(200, 400))]
     steps = [
         StepShape([0], [1024], blocks[:1]),
         StepShape([1024, 0], [1024, 1100], blocks),
