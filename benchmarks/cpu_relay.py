@@ -25,7 +25,6 @@ from typing import Any
 
 import httpx
 import orjson
-import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -38,7 +37,7 @@ from common.models import resolve_model
 from common.stack import Stack
 from common.supervisor import Supervisor
 from common.types import Role, SamplingParams
-from engine.llm import LLM
+from engine.llm import LLM  # before anything imports torch: engine/__init__.py sets how OpenMP waits
 
 PROMPT, OUTPUT, CONCURRENT = 128, 64, 16
 
@@ -59,6 +58,7 @@ def transformers_tokens_s(model_dir: Path, count: int) -> float:
 
 def generate_one_by_one(model_dir: Path, count: int) -> float:
     """What transformers_tokens_s runs."""
+    import torch
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
@@ -137,7 +137,6 @@ async def lookup_ms(redis: str, fingerprint_of: PodRecord, count: int = 500) -> 
 
 async def measure(args: argparse.Namespace, model_dir: Path) -> tuple[dict[str, float], dict[str, object]]:
     threads = len(os.sched_getaffinity(0))
-    torch.set_num_threads(threads)
     llm = LLM(model_dir, threads=threads)
     vocab = llm.engine.vocab_size
     baseline = await asyncio.to_thread(transformers_tokens_s, model_dir, args.baseline)
