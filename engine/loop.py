@@ -55,6 +55,11 @@ class EngineLoop:
     def start(self) -> None:
         self._thread.start()
 
+    @property
+    def alive(self) -> bool:
+        """The thread runs; any thread."""
+        return self._thread.is_alive()
+
     def stop(self, timeout_s: float) -> None:
         """Aborts what runs and ends the thread; InternalError when a step does not end in time."""
         self._stopping = True
@@ -79,6 +84,9 @@ class EngineLoop:
                 self._engine.add(seq)
             except BatonError as error:
                 on_refused(error)
+            except Exception as error:
+                log.exception("a sequence could not be added")
+                on_refused(InternalError(f"{type(error).__name__}: {error}"))
 
         self._post(_Message(run, refuse))
 
@@ -134,6 +142,8 @@ class EngineLoop:
                     self._wake.wait(IDLE_S)
                 elif not self._step():
                     self._wake.wait(STARVED_S)
+        except Exception:
+            log.exception("the engine's thread ends")
         finally:
             self._close()
 
