@@ -1,7 +1,8 @@
 """Whether a decode pod takes a request now, and who computes its prompt. Decides at once, never waits for a step.
 
 remote: blocks for the prompt plus one are leased here, so KV that is computed has a home; one growth block per running
-        sequence stays free. Refused while preempted sequences wait, because they come first.
+        sequence stays free. Refused while a sequence without blocks waits (preempted, or a local prompt): it comes
+        first, and would starve if every block that comes back were leased here.
 local:  this pod computes the prompt (aggregated pods always; decode pods when the uncached rest is short); the
         scheduler leases when it admits the prompt, and the queue for that is bounded.
 """
@@ -59,8 +60,8 @@ class Admission:
             if self._always_local or request.prompt_len - cached <= self._local_tokens:
                 return Room(None, cached)
         scheduler = self._pod.engine.scheduler
-        if scheduler.has_preempted_waiting:
-            return NoRoom("sequences that ran out of KV blocks wait for room")
+        if scheduler.waits_for_blocks:
+            return NoRoom("requests that came before wait for KV blocks")
         total = min(layout.blocks_for(request.prompt_len) + 1, self._pod.limits.kv_blocks(request))
         lease = pool.lease(hashes, total, keep_free=scheduler.stats().running)
         if lease is None:

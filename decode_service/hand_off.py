@@ -81,15 +81,20 @@ class Reservation:
         first = lease.cached_blocks
         blocks = tuple(lease.blocks[first : pod.engine.layout.blocks_for(self.request.prompt_len)])
         with self._lock:
-            self._transfer_id = pod.node.reserve(
-                request_id=self.request.request_id,
-                first_block=first,
-                blocks=blocks,
-                hold=lease.writer(first, len(blocks)),
-                deadline_s=deadline_s,
-                on_ready=self.ready,
-                on_failed=self.failed,
-            )
+            hold = lease.writer(first, len(blocks))
+            try:
+                self._transfer_id = pod.node.reserve(
+                    request_id=self.request.request_id,
+                    first_block=first,
+                    blocks=blocks,
+                    hold=hold,
+                    deadline_s=deadline_s,
+                    on_ready=self.ready,
+                    on_failed=self.failed,
+                )
+            except BaseException:
+                hold.release()
+                raise
         return KvTarget(self._transfer_id, pod.name, pod.address, first, blocks, pod.engine.layout.fingerprint)
 
     def start_local(self) -> None:
@@ -181,11 +186,15 @@ class Reservation:
 
     def take(self, output: SequenceOutput) -> decode_pb2.SequenceDelta | None:
         """One step's news for the gateway, None when there is none or the gateway has been told the end already."""
+        delta = self._delta(output)
         with self._lock:
             if self._state is State.ENDED:
                 return None
             if output.finish is not None:
                 self._state = State.ENDED
+        return delta
+
+    def _delta(self, output: SequenceOutput) -> decode_pb2.SequenceDelta | None:
         if not output.tokens and output.finish is None:
             return None
         delta = decode_pb2.SequenceDelta(

@@ -9,7 +9,7 @@ from pod.runtime import PodRuntime
 
 
 async def serve(config: PodConfig) -> None:
-    """Runs until SIGTERM and the drain after it. Raises ConfigError; SystemExit(3) when the pool is quarantined."""
+    """Runs until SIGTERM and the drain after it. Raises ConfigError; SystemExit, see PodRuntime.run."""
     if config.role is Role.PREFILL:
         raise ValueError("decode_service serves the roles decode and both, not prefill")
     pod = await PodRuntime.create(config)

@@ -7,6 +7,7 @@ through call_soon_threadsafe only (the engine thread also reads the registry, wh
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator
@@ -14,7 +15,7 @@ from typing import Any
 
 import grpc
 
-from common.errors import BatonError, DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
+from common.errors import BatonError, DeadlineExceeded, InternalError, InvalidRequest, Overloaded, Unavailable
 from common.pb import decode_pb2, decode_pb2_grpc
 from common.rpc import remaining_s
 from common.wire import request_from_pb, target_to_pb
@@ -24,6 +25,8 @@ from decode_service.token_stream import PAUSE_LIMIT_S, WINDOW, TokenStream
 from engine.engine import SequenceOutput, StepResult
 from pod.registry import Registry
 from pod.runtime import PodRuntime
+
+_log = logging.getLogger(__name__)
 
 DEFAULT_DEADLINE_S = 600.0  # for callers without a gRPC timeout
 HELLO_LIMIT_S = 10.0
@@ -193,13 +196,23 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
 
     def _deliver(self, news: list[tuple[Reservation, SequenceOutput]]) -> None:
         deltas: dict[TokenStream, list[decode_pb2.SequenceDelta]] = defaultdict(list)
-        for reservation, output in news:
-            if delta := reservation.take(output):
-                deltas[reservation.stream].append(delta)
+        for reservation, output in news:  # one that fails must not take the others' news along
+            try:
+                delta = reservation.take(output)
+            except Exception:
+                _log.exception("a token could not be told", extra={"request_id": reservation.request.request_id})
+                reservation.end(InternalError("a token could not be told"))
+            else:
+                if delta is not None:
+                    deltas[reservation.stream].append(delta)
             if output.finish is not None:
                 self._remove(reservation)
         for stream, batch in deltas.items():
-            stream.put(batch)
+            try:
+                stream.put(batch)
+            except Exception:
+                _log.exception("the stream of gateway %s broke", stream.gateway_id)
+                self._close(stream)
 
     # -- what the pod asks of its service -----------------------------------------------------------------------------
 

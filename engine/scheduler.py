@@ -165,9 +165,9 @@ class Scheduler:
         return any(not seq.paused for seq in self._by_id.values())
 
     @property
-    def has_preempted_waiting(self) -> bool:
-        """A preempted sequence waits for blocks: nobody else should lease any."""
-        return any(seq.preemptions and seq.lease is None and not seq.paused for seq in tuple(self._waiting))
+    def waits_for_blocks(self) -> bool:
+        """A sequence that came before, preempted or new, has no blocks yet: nobody outside should lease any."""
+        return any(seq.lease is None and not seq.paused for seq in tuple(self._waiting))
 
     def stats(self) -> SchedulerStats:
         running, waiting = tuple(self._running), tuple(self._waiting)

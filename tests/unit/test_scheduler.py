@@ -206,11 +206,11 @@ def test_the_newest_is_preempted_recomputed_in_chunks_and_counted_apart() -> Non
     while not b.preemptions:
         world.step()
     assert (a.preemptions, b.computed, b.recomputing) == (0, 0, True)
-    assert world.scheduler.has_preempted_waiting
+    assert world.scheduler.waits_for_blocks
     c = world.add("c", 1, 1)
     while world.scheduler.has_work:
         assert all(n <= 8 for n in world.step().values())
-        assert c.computed == 0 or not world.scheduler.has_preempted_waiting
+        assert c.computed == 0 or not world.scheduler.waits_for_blocks
     assert [seq.finish for seq in (a, b, c)] == [FinishReason.LENGTH] * 3
     assert world.done[0] is a
     assert 0 < world.scheduler.stats().recomputed_tokens <= 16 + 24
@@ -374,7 +374,7 @@ def test_every_load_ends_with_the_right_tokens_and_all_blocks(
             name = str(len(accepted))
             if arrival.kind == "received":
                 need = -(-arrival.prompt_len // size)
-                lease = None if world.scheduler.has_preempted_waiting else world.pool.lease([], need, keep_free=1)
+                lease = None if world.scheduler.waits_for_blocks else world.pool.lease([], need, keep_free=1)
                 if lease is None:
                     continue
                 seq = world.receive(name, prompt, max(2, arrival.max_tokens), lease)
