@@ -119,6 +119,13 @@ class HandOff:
         self._post(Event(first_token=self._first_token(token, output.finish, now)))
         self.ended()
 
+    def on_failure(self, output: SequenceOutput, error: BatonError) -> None:
+        """What the step did for this request could not be handed on: the request ends."""
+        self._post(error)
+        if output.ended:
+            self.ended()
+        self._aio.call_soon_threadsafe(self.close)
+
     def _push(self, computed: int, done: bool) -> None:
         lease = self.seq.lease
         assert lease is not None, "a sequence that computed has a lease"

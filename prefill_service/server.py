@@ -9,7 +9,7 @@ from prefill_service.servicer import PrefillServicer
 
 
 async def serve(config: PodConfig) -> None:
-    """Runs until SIGTERM and the drain after it. Raises ConfigError; SystemExit(3) when the pool is quarantined."""
+    """Runs until SIGTERM and the drain after it. Raises ConfigError; SystemExit, see PodRuntime.run."""
     if config.role is not Role.PREFILL:
         raise ValueError(f"prefill_service serves role prefill, not {config.role}")
     pod = await PodRuntime.create(config)

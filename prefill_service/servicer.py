@@ -13,7 +13,7 @@ from typing import Any
 
 import grpc
 
-from common.errors import BatonError, Cancelled, InvalidRequest, LayoutMismatch
+from common.errors import BatonError, Cancelled, InternalError, InvalidRequest, LayoutMismatch
 from common.pb import prefill_pb2, prefill_pb2_grpc
 from common.rpc import remaining_s
 from common.types import KvTarget, ValidRequest
@@ -101,8 +101,13 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         """Engine thread, after each step and before the leases of ended sequences are finished."""
         for output in result.outputs:
             hand_off = self._active.get(output.seq.request_id)
-            if hand_off is not None and hand_off.seq is output.seq:
+            if hand_off is None or hand_off.seq is not output.seq:
+                continue
+            try:
                 hand_off.on_output(output, result.seconds)
+            except Exception as error:  # the step's other sequences go on
+                _log.exception("a chunk could not be handed on", extra={"request_id": output.seq.request_id})
+                hand_off.on_failure(output, InternalError(f"{type(error).__name__}: {error}"))
 
     @property
     def active(self) -> int:
