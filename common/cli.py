@@ -9,6 +9,7 @@ import asyncio
 import dataclasses
 import enum
 import importlib
+import logging
 import os
 import sys
 from pathlib import Path
@@ -111,6 +112,7 @@ def serve(
     max_seqs: Annotated[int | None, _opt("Most sequences at once (default 64).")] = None,
     local_prefill_tokens: Annotated[int | None, _opt("Suffixes that decode computes itself (default 0).")] = None,
     checksums: Annotated[bool | None, typer.Option("--checksums", help="Check every moved block (slow).")] = None,
+    allow_tcp: Annotated[bool | None, typer.Option("--allow-tcp", help="KV on a GPU may travel over TCP.")] = None,
     metrics_port: Annotated[int | None, _opt("Prometheus port; default: off.")] = None,
     drain_s: Annotated[float | None, _opt("Most seconds from SIGTERM to the end (default 30).")] = None,
     log_level: Logs = None,
@@ -167,7 +169,9 @@ def _load(kind: type[Settings], file: Path | None, flags: dict[str, Any]) -> Set
 
 
 def _serve(module: str, settings: PodConfig | GatewayConfig) -> None:
-    """Runs `serve` of a service's module. Services are above this package, hence looked up by name."""
+    """Runs `serve` of a service's module, then ends the process. Services are above this package, hence looked up by
+    name.
+    """
     from common.logs import setup_logs
     from common.models import resolve_model, served_name
 
@@ -175,7 +179,20 @@ def _serve(module: str, settings: PodConfig | GatewayConfig) -> None:
     known_as = settings.served_name or served_name(settings.model)
     model = str(resolve_model(settings.model, say=lambda line: typer.echo(line, err=True)))
     resolved = dataclasses.replace(settings, model=model, served_name=known_as)
-    asyncio.run(importlib.import_module(module).serve(resolved))
+    code: int | str | None = 0
+    try:
+        asyncio.run(importlib.import_module(module).serve(resolved))
+    except SystemExit as end:
+        code = end.code
+    _end(code if isinstance(code, int) else EXIT_FAILED)
+
+
+def _end(code: int) -> NoReturn:
+    """Ends a process that has stopped and freed everything, at once: taking torch and NIXL down would cost seconds."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def main() -> NoReturn:

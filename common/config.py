@@ -241,7 +241,8 @@ class PodConfig(_Config):
     peers reach this pod (None: host and the bound port). redis None: no prefix index. kv_memory: bytes of the KV pool.
     max_model_len 0: the model's. chunk_tokens: most tokens of one step, and of one prompt chunk. local_prefill_tokens:
     a decode pod computes uncached suffixes up to this length itself. metrics_port 0: off. threads 0: automatic.
-    drain_s: most seconds between SIGTERM and the end.
+    drain_s: most seconds between SIGTERM and the end. allow_tcp: KV in device memory may travel over TCP, or over a
+    transport that cannot be told.
     """
 
     role: Role = field(metadata={"kind": _ROLE})
@@ -264,6 +265,7 @@ class PodConfig(_Config):
     local_prefill_tokens: int = _setting(_integer(0, 1 << 24), 0)
     transport: str = _setting(_choice("nixl", "loopback"), "nixl")
     checksums: bool = _setting(_BOOL, False)
+    allow_tcp: bool = _setting(_BOOL, False)
     metrics_port: int = _setting(_PORT, 0)
     drain_s: float = _setting(_seconds(0, 3600), 30.0)
     log_level: str = _setting(_LOG_LEVEL, "info")

@@ -54,6 +54,7 @@ def test_sizes(raw: object, size: int) -> None:
 @pytest.mark.parametrize("raw", ["true", "1", "YES", "on", True])
 def test_booleans(raw: object) -> None:
     assert pod(checksums=raw).checksums is True
+    assert pod(allow_tcp=raw).allow_tcp is True
 
 
 def test_lists() -> None:
