@@ -230,12 +230,10 @@ def layout_from_pb(pb: transfer_pb2.Layout) -> KVLayout:
 
 
 def counts_to_pb(counts: PoolCounts) -> transfer_pb2.PoolCounts:
-    """Blocks by state for the wire."""
+    """Blocks by state for the wire, one way. An inconsistent pool may count below zero: from outside that is zero."""
     return transfer_pb2.PoolCounts(
-        free=counts.free, cached=counts.cached, leased=counts.leased, quarantined=counts.quarantined
+        free=max(0, counts.free),
+        cached=max(0, counts.cached),
+        leased=max(0, counts.leased),
+        quarantined=max(0, counts.quarantined),
     )
-
-
-def counts_from_pb(pb: transfer_pb2.PoolCounts) -> PoolCounts:
-    """Blocks by state from the wire."""
-    return PoolCounts(free=pb.free, cached=pb.cached, leased=pb.leased, quarantined=pb.quarantined)

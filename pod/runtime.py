@@ -30,7 +30,7 @@ from common.prefix_index import IndexReader, PodIndex, PodLoad, PodRecord, mint_
 from common.rpc import RpcServer
 from common.telemetry import MetricsServer
 from common.types import Role, SamplingParams, ValidRequest
-from common.wire import layout_to_pb, role_to_pb
+from common.wire import counts_to_pb, layout_to_pb, role_to_pb
 from engine.config import EngineConfig
 from engine.engine import Engine, StepResult
 from engine.loop import EngineLoop
@@ -49,7 +49,7 @@ _log = logging.getLogger(__name__)
 PROTOCOL_VERSION = 1
 WATCH_PERIOD_S = 1.0
 STOP_GRACE_S = 2.0
-EXIT_QUARANTINED = 3
+EXIT_QUARANTINED, EXIT_BROKEN = 3, 4
 
 BackendFactory = Callable[[], Backend]
 BACKENDS: dict[str, BackendFactory] = {
@@ -135,6 +135,7 @@ class PodRuntime:
             signer=Signer(config.secret.encode(), self.name, generation),
             address=lambda: self.address,
             checksums=config.checksums,
+            allow_tcp=config.allow_tcp,
         )
         self._server = RpcServer(config.host, config.port)
         self._service: PodService | None = None
@@ -182,7 +183,11 @@ class PodRuntime:
     async def _join(self, redis: str) -> None:
         layout = self.engine.layout
         if self.config.role is Role.PREFILL:
-            self._peers = PeerWatch(IndexReader(redis), layout.scope, self.node.connect)
+            self._peers = PeerWatch(
+                IndexReader(redis),
+                layout.scope,
+                lambda address, generation: self.node.connect(address, generation=generation),
+            )
             await self._peers.start()
         record = PodRecord(
             pod=self.name,
@@ -208,7 +213,10 @@ class PodRuntime:
             self.engine.step()
 
     async def run(self, service: PodService) -> None:
-        """Starts, serves until a signal (or an overdue quarantine), drains, stops. SystemExit(3) for the latter."""
+        """Starts, serves until a signal, drains, stops.
+
+        Does so by itself, with SystemExit, when a quarantine is overdue (3) or a thread of the pod has ended (4).
+        """
         self.lifecycle.install_signals()
         try:
             await self.start(service)
@@ -267,7 +275,6 @@ class PodRuntime:
 
     def info(self) -> transfer_pb2.InfoResponse:
         """The authoritative description of this pod (any thread)."""
-        counts = self.engine.pool.counts()
         state = self.lifecycle.state
         return transfer_pb2.InfoResponse(
             protocol_version=PROTOCOL_VERSION,
@@ -284,13 +291,7 @@ class PodRuntime:
             ready=state is State.READY and self._intact,
             draining=state is State.DRAINING,
             version=metadata.version("baton-serving"),
-            # An inconsistent pool may count below zero, and this is how that is seen from outside.
-            blocks=transfer_pb2.PoolCounts(
-                free=max(0, counts.free),
-                cached=max(0, counts.cached),
-                leased=max(0, counts.leased),
-                quarantined=max(0, counts.quarantined),
-            ),
+            blocks=counts_to_pb(self.engine.pool.counts()),
             computed=transfer_pb2.ComputedTokens(**self.computed),
         )
 
@@ -309,7 +310,10 @@ class PodRuntime:
 
     def _on_step(self, result: StepResult) -> None:
         assert self._service is not None
-        self._count(result)
+        try:
+            self._count(result)
+        except Exception:
+            _log.exception("a step could not be counted")
         self._service.on_step(result)
 
     def _count(self, result: StepResult) -> None:
@@ -326,12 +330,29 @@ class PodRuntime:
         quarantine = QuarantineWatch()
         while True:
             await asyncio.sleep(WATCH_PERIOD_S)
-            self._check_pool()
-            counts = self.engine.pool.counts()
-            if quarantine.overdue(counts, time.monotonic()) and not self.lifecycle.draining:
-                _log.error("%d of %d blocks stay quarantined: leaving", counts.quarantined, counts.total)
-                self.exit_code = EXIT_QUARANTINED
-                self.lifecycle.begin_drain("too much of the pool is quarantined")
+            for check in (self._check_threads, self._check_pool, lambda: self._check_quarantine(quarantine)):
+                try:
+                    check()
+                except Exception:
+                    _log.exception("a check of the pod failed")
+
+    def _check_threads(self) -> None:
+        if not (self.loop.alive and self.node.alive):
+            self._leave(EXIT_BROKEN, f"the {'transfer' if self.loop.alive else 'engine'} thread has ended")
+
+    def _check_quarantine(self, quarantine: QuarantineWatch) -> None:
+        counts = self.engine.pool.counts()
+        if quarantine.overdue(counts, time.monotonic()):
+            self._leave(EXIT_QUARANTINED, f"{counts.quarantined} of {counts.total} blocks stay quarantined")
+
+    def _leave(self, exit_code: int, reason: str) -> None:
+        """Only a new process can help: drains and ends this one, unless it is about to end anyway."""
+        if self.lifecycle.draining:
+            return
+        _log.error("leaving: %s", reason)
+        self.exit_code = exit_code
+        self._server.set_serving(False)
+        self.lifecycle.begin_drain(reason)
 
     def _check_pool(self) -> None:
         if self._service is None or self._service.active or not self._intact:

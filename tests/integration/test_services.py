@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from common.errors import (
     BatonError,
     ConfigError,
     DeadlineExceeded,
+    InternalError,
     InvalidRequest,
     LayoutMismatch,
     ModelNotFound,
@@ -20,15 +22,16 @@ from common.errors import (
     TransferFailed,
     Unavailable,
 )
-from common.pb import decode_pb2, prefill_pb2
+from common.pb import decode_pb2, prefill_pb2, types_pb2
 from common.prefix_index import IndexReader
 from common.rpc import rpc_errors
-from common.types import FinishReason, PoolCounts, Role, ValidRequest
+from common.types import FinishReason, PoolCounts, Role, Token, ValidRequest
 from common.valkey import EmbeddedValkey
-from common.wire import request_to_pb
+from common.wire import request_to_pb, token_to_pb
 from engine.llm import LLM
 from pod.watch import QuarantineWatch
-from tests.harness import BLOCK, CHUNK, MAX_LEN, VOCAB, Cluster, oracle, prompt_of, request, tiny_llama
+from prefill_service.hand_off import HandOff
+from tests.harness import BLOCK, CHUNK, MAX_LEN, VOCAB, Answer, Cluster, oracle, prompt_of, request, tiny_llama
 
 LENGTHS = [1, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK, 5 * BLOCK + 1, CHUNK, CHUNK + 1, 3 * CHUNK, MAX_LEN - 1]
 
@@ -267,6 +270,32 @@ class TestAdmission:
             for r in held:
                 await cluster.abort(r.request_id)
 
+    async def test_local_prompts_do_not_starve_behind_remote_ones(self, model_dir: Path) -> None:
+        config = {"num_blocks": 10, "local_prefill_tokens": 8}  # `big` leaves one block: enough for `small` only
+        async with Cluster.start(model_dir, decode_config=config) as cluster:
+            big, local, small = request(prompt_of(36), 1), request(prompt_of(8), 4), request(prompt_of(3), 1)
+            assert (await cluster.reserve(big, remote_only=True)).HasField("target")
+            scheduler = cluster.decode.runtime.engine.scheduler
+            waiting = asyncio.create_task(cluster.generate(local))
+            await until(lambda: scheduler.stats().waiting == 1)
+            reply = await cluster.reserve(small, remote_only=True)
+            assert "came before" in reply.rejected.reason
+            await cluster.abort(big.request_id)
+            assert len((await waiting).ids) == 4
+            assert len((await cluster.generate(small, remote_only=True)).ids) == 1
+
+    async def test_a_reservation_that_the_node_refuses_holds_nothing(
+        self, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse(**_: object) -> None:
+            raise Unavailable("the node is leaving")
+
+        async with Cluster.start(model_dir) as cluster:
+            monkeypatch.setattr(cluster.decode.runtime.node, "reserve", refuse)
+            with pytest.raises(Unavailable):
+                await cluster.reserve(request(prompt_of(30)))
+            await cluster.decode.settled(1)
+
     async def test_a_request_id_is_taken_once(self, model_dir: Path) -> None:
         async with Cluster.start(model_dir) as cluster:
             r = request(prompt_of(9))
@@ -282,6 +311,56 @@ class TestAdmission:
             message = decode_pb2.ReserveRequest(request=request_to_pb(request([5])), gateway_id="nobody")
             with pytest.raises(Unavailable), rpc_errors():
                 await cluster.decode.decode.Reserve(message, timeout=20)
+
+
+class TestIsolation:
+    """One request whose news cannot be handed on ends; those of the same steps go on."""
+
+    async def test_in_a_prefill_step(self, model_dir: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        async with Cluster.start(model_dir) as cluster:
+            first, victim, last = (request(prompt_of(5, seed=i)) for i in range(3))
+            push = HandOff._push
+
+            def broken(self: HandOff, computed: int, done: bool) -> None:
+                if self.seq.request_id == victim.request_id:
+                    raise RuntimeError("no push today")
+                push(self, computed, done)
+
+            monkeypatch.setattr(HandOff, "_push", broken)
+            gate = threading.Event()
+            cluster.prefill.runtime.loop.call(lambda: gate.wait(20))
+            running = [asyncio.create_task(cluster.generate(r)) for r in (first, victim, last)]
+            await until(lambda: cluster.prefill.service.active == 3)
+            gate.set()
+            a, failed, b = await asyncio.gather(*running, return_exceptions=True)
+            assert isinstance(failed, InternalError)
+            assert "no push today" in failed.message
+            await cluster.abort(victim.request_id)
+            for r, answer in ((first, a), (last, b)):
+                assert isinstance(answer, Answer)
+                assert answer.ids == expected(llm, r)
+
+    @pytest.mark.parametrize("at", [1, 7])
+    async def test_in_a_decode_step(self, model_dir: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+        """at: the token that cannot be told; 7 is the last one."""
+        async with Cluster.start(model_dir) as cluster:
+            first, victim, last = (request(prompt_of(5, seed=i)) for i in range(3))
+
+            def broken(token: Token) -> types_pb2.Token:
+                if token.index == at and token.id == spoiled[at]:
+                    raise RuntimeError("no such token")
+                return token_to_pb(token)
+
+            spoiled = expected(llm, victim)
+            assert spoiled[at] not in (expected(llm, first)[at], expected(llm, last)[at]), "choose other prompts"
+            monkeypatch.setattr("decode_service.hand_off.token_to_pb", broken)
+            a, failed, b = await asyncio.gather(
+                *(cluster.generate(r) for r in (first, victim, last)), return_exceptions=True
+            )
+            assert isinstance(failed, InternalError)
+            for r, answer in ((first, a), (last, b)):
+                assert isinstance(answer, Answer)
+                assert answer.ids == expected(llm, r)
 
 
 class TestStreams:
@@ -371,7 +450,15 @@ class TestLife:
     ) -> None:
         monkeypatch.setattr("pod.runtime.WATCH_PERIOD_S", 0.02)
         async with Cluster.start(model_dir, check=False) as cluster:
-            cluster.decode.runtime.engine.pool._ledger.free.append(0)
+            runtime = cluster.decode.runtime
+            check = runtime._check_pool
+
+            def fails_once() -> None:
+                monkeypatch.setattr(runtime, "_check_pool", check)
+                raise RuntimeError("the watch goes on")
+
+            monkeypatch.setattr(runtime, "_check_pool", fails_once)
+            runtime.engine.pool._ledger.free.append(0)
             await until(lambda: not cluster.decode.runtime.info().ready)
             with pytest.raises(Unavailable):
                 await cluster.reserve(request(prompt_of(5)))
@@ -392,6 +479,22 @@ class TestLife:
             assert cluster.decode.runtime.exit_code == 3
             cluster.fabric.thaw(cluster.decode.agent)
 
+    @pytest.mark.parametrize("thread", ["engine", "transfer"])
+    async def test_a_pod_that_lost_a_thread_drains_and_exits_with_4(
+        self, model_dir: Path, monkeypatch: pytest.MonkeyPatch, thread: str
+    ) -> None:
+        monkeypatch.setattr("pod.runtime.WATCH_PERIOD_S", 0.02)
+        async with Cluster.start(model_dir, prefill=0) as cluster:
+            runtime = cluster.decode.runtime
+            if thread == "engine":
+                await asyncio.to_thread(runtime.loop.stop, 5)
+            else:
+                runtime.node._thread.stop()
+            await asyncio.wait_for(runtime.lifecycle.wait_stopped(), 20)
+            assert runtime.exit_code == 4
+            with pytest.raises(Unavailable):
+                await cluster.reserve(request(prompt_of(5)))
+
     async def test_pods_find_each_other_in_the_index_and_leave_it_first(self, model_dir: Path, tmp_path: Path) -> None:
         valkey = EmbeddedValkey(0, tmp_path)
         config = {"redis": await valkey.start()}
@@ -399,6 +502,11 @@ class TestLife:
         try:
             async with Cluster.start(model_dir, prefill_config=config, decode_config=config) as cluster:
                 await until(lambda: len(cluster.prefill.runtime.node.stats().peers) == 1)
+                late = await cluster.add(Role.DECODE, **config)
+                await until(lambda: len(cluster.prefill.runtime.node.stats().peers) == 2)
+                await cluster.streams.pop().close()
+                cluster.decodes.remove(late)
+                await late.close()
                 r = request(prompt_of(40))
                 await cluster.generate(r)
                 runtime = cluster.decode.runtime

@@ -105,7 +105,9 @@ def test_tokens(token: Token) -> None:
 def test_ids_layouts_and_counts(transfer: TransferId, layout: KVLayout, counts: PoolCounts) -> None:
     assert wire.transfer_id_from_pb(wire.transfer_id_to_pb(transfer)) == transfer
     assert wire.layout_from_pb(wire.layout_to_pb(layout)) == layout
-    assert wire.counts_from_pb(wire.counts_to_pb(counts)) == counts
+    pb = wire.counts_to_pb(counts)
+    assert PoolCounts(pb.free, pb.cached, pb.leased, pb.quarantined) == counts
+    assert wire.counts_to_pb(PoolCounts(-1, 0, 2, 0)) == wire.counts_to_pb(PoolCounts(0, 0, 2, 0))
 
 
 @pytest.mark.parametrize("reason", [None, *FinishReason])

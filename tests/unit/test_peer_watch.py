@@ -1,0 +1,87 @@
+"""PeerWatch: decode pods are connected when the index shows them, whatever fails on the way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from common.errors import IndexUnavailable, Unavailable
+from common.prefix_index import PodLoad, PodRecord, PodStatus
+from common.types import Role
+from pod.peers import PeerWatch
+
+
+class Index:
+    """A reader whose pods the test sets; `fails` is raised once."""
+
+    def __init__(self, *pods: PodStatus) -> None:
+        self.listed = list(pods)
+        self.fails: Exception | None = None
+
+    async def pods(self) -> list[PodStatus]:
+        error, self.fails = self.fails, None
+        if error is not None:
+            raise error
+        return list(self.listed)
+
+    async def close(self) -> None:
+        pass
+
+
+def pod(name: str, role: Role = Role.DECODE, scope: str = "s", generation: int = 1) -> PodStatus:
+    return PodStatus(PodRecord(name, generation, f"{name}:1", role, "m", scope, "f", 16, 128, 64), PodLoad())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def test_joining_failing_and_restarted_pods(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pod.peers.POLL_S", 0.01)
+    index = Index(pod("d0"), pod("p0", Role.PREFILL), pod("x", scope="other"))
+    tried: list[tuple[str, int]] = []
+    errors: dict[str, Exception] = {}
+
+    async def connect(address: str, generation: int) -> None:
+        tried.append((address, generation))
+        if address == "stuck:1":
+            await asyncio.sleep(60)
+        if error := errors.pop(address, None):
+            raise error
+
+    watch = PeerWatch(index, "s", connect)  # type: ignore[arg-type]
+    await watch.start()
+    try:
+        assert set(tried) == {("d0:1", 1)}
+        errors["d1:1"] = RuntimeError("a bug")
+        errors["d2:1"] = Unavailable("not yet")
+        index.listed += [pod("stuck"), pod("d1"), pod("d2"), pod("b", Role.BOTH)]
+        await until(lambda: tried.count(("d1:1", 1)) > 1 and tried.count(("d2:1", 1)) > 1 and ("b:1", 1) in tried)
+        assert tried.count(("stuck:1", 1)) == 1
+        for error in (RuntimeError("a bug"), IndexUnavailable("away")):
+            index.fails = error
+            await until(lambda: index.fails is None)
+        index.listed = [pod("d0", generation=2)]
+        await until(lambda: ("d0:1", 2) in tried)
+    finally:
+        await watch.stop()
+
+
+async def test_start_waits_for_a_while_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pod.peers.FIRST_ROUND_S", 0.05)
+    ended = asyncio.Event()
+
+    async def connect(_address: str, _generation: int) -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.set()
+
+    watch = PeerWatch(Index(pod("d0")), "s", connect)  # type: ignore[arg-type]
+    await asyncio.wait_for(watch.start(), 10)
+    await watch.stop()
+    assert ended.is_set()
