@@ -251,7 +251,8 @@ def plan_decode(
     """One launch. cu_q: int32 [B + 1], rows of q before each sequence; seq_lens: int32 [B], keys with the new tokens.
 
     itemsize: bytes of a number of the KV cache; window: keys seen back from a token, itself included (0: all).
-    On Hopper another kernel must run between this and `paged_decode` (the KV write does): that one reads the plan before
+    On Hopper another kernel must run between this and `paged_decode` (the KV write does): that one reads the
+    plan before
     it waits for its predecessor.
     """
     num_seqs, programs = seq_lens.shape[0], workspace.num_programs
