@@ -3,6 +3,7 @@
 PY := .venv/bin/python
 PIP := $(PY) -m pip -qq --disable-pip-version-check
 PIP_ARGS ?=
+PB ?= common/pb
 
 # Long enough for several chunks of 64 tokens, so that the demo shows blocks leaving while later chunks compute.
 DEMO_PROMPT ?= The lighthouse on Gull Point was built in 1871 after three ships were lost on the reef in a single winter. \
