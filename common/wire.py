@@ -21,6 +21,9 @@ from common.types import (
     ValidRequest,
 )
 
+# The major version of what pods and gateways say to each other; those of another one leave each other alone.
+PROTOCOL_VERSION = 1
+
 _FINISH_TO_PB = {
     None: types_pb2.FINISH_REASON_UNSPECIFIED,
     FinishReason.STOP: types_pb2.FINISH_REASON_STOP,

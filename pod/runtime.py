@@ -30,7 +30,7 @@ from common.prefix_index import IndexReader, PodIndex, PodLoad, PodRecord, mint_
 from common.rpc import RpcServer
 from common.telemetry import MetricsServer
 from common.types import Role, SamplingParams, ValidRequest
-from common.wire import counts_to_pb, layout_to_pb, role_to_pb
+from common.wire import PROTOCOL_VERSION, counts_to_pb, layout_to_pb, role_to_pb
 from engine.config import EngineConfig
 from engine.engine import Engine, StepResult
 from engine.loop import EngineLoop
@@ -46,7 +46,6 @@ from pod.watch import QuarantineWatch
 
 _log = logging.getLogger(__name__)
 
-PROTOCOL_VERSION = 1
 WATCH_PERIOD_S = 1.0
 STOP_GRACE_S = 2.0
 EXIT_QUARANTINED, EXIT_BROKEN = 3, 4
@@ -293,6 +292,7 @@ class PodRuntime:
             version=metadata.version("baton-serving"),
             blocks=counts_to_pb(self.engine.pool.counts()),
             computed=transfer_pb2.ComputedTokens(**self.computed),
+            served_name=self.served_name,
         )
 
     def load(self) -> PodLoad:

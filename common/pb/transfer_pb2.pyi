@@ -143,6 +143,7 @@ class InfoResponse(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
     COMPUTED_FIELD_NUMBER: _builtins.int
+    SERVED_NAME_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Version of this protocol; a pod serves peers whose major version equals its own."""
     pod: _builtins.str
@@ -169,6 +170,8 @@ class InfoResponse(_message.Message):
     """Leaving: takes no new requests."""
     version: _builtins.str
     """Package version."""
+    served_name: _builtins.str
+    """The name under which clients know the model; a pod takes requests for no other. Empty from older pods."""
     @_builtins.property
     def layout(self) -> Global___Layout:
         """Layout."""
@@ -200,10 +203,11 @@ class InfoResponse(_message.Message):
         version: _builtins.str = ...,
         blocks: Global___PoolCounts | None = ...,
         computed: Global___ComputedTokens | None = ...,
+        served_name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "computed", b"computed", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "boot_id", b"boot_id", "computed", b"computed", "draining", b"draining", "fingerprint", b"fingerprint", "generation", b"generation", "layout", b"layout", "max_model_len", b"max_model_len", "num_blocks", b"num_blocks", "pid", b"pid", "pod", b"pod", "protocol_version", b"protocol_version", "ready", b"ready", "role", b"role", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "boot_id", b"boot_id", "computed", b"computed", "draining", b"draining", "fingerprint", b"fingerprint", "generation", b"generation", "layout", b"layout", "max_model_len", b"max_model_len", "num_blocks", b"num_blocks", "pid", b"pid", "pod", b"pod", "protocol_version", b"protocol_version", "ready", b"ready", "role", b"role", "served_name", b"served_name", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
