@@ -3,7 +3,8 @@
 BatonError
  +- InvalidRequest        the client's request is wrong; `field` names where           400
  |   +- ModelNotFound     no such model                                               404
- |   `- RequestTooLarge   the body is larger than the gateway reads                   413
+ |   +- RequestTooLarge   the body is larger than the gateway reads                   413
+ |   `- RequestTooSlow    the body does not arrive in time                            408
  +- Overloaded            no room now; try again after `retry_after_s`                 429
  +- Unavailable           a pod or peer is away or leaving; another may serve          503
  +- DeadlineExceeded      the request's time is over                                   504
@@ -68,6 +69,13 @@ class RequestTooLarge(InvalidRequest):
 
     grpc_code = "RESOURCE_EXHAUSTED"
     http_status = 413
+
+
+class RequestTooSlow(InvalidRequest):
+    """The request's body did not arrive in the time that the gateway waits for it."""
+
+    grpc_code = "DEADLINE_EXCEEDED"
+    http_status = 408
 
 
 class Overloaded(BatonError):
@@ -154,6 +162,7 @@ _BY_KIND: dict[str, type[BatonError]] = {
         InvalidRequest,
         ModelNotFound,
         RequestTooLarge,
+        RequestTooSlow,
         Overloaded,
         Unavailable,
         DeadlineExceeded,

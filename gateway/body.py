@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 from starlette.types import Receive, Scope
 
-from common.errors import Cancelled, InvalidRequest, RequestTooLarge
+from common.errors import Cancelled, InvalidRequest, RequestTooLarge, RequestTooSlow
 
 REQUEST_ID = b"x-request-id"
 REQUEST_TIMEOUT = b"x-request-timeout"
@@ -17,8 +17,26 @@ _MAX_DISCARD = 128 << 20
 _DISCARD_S = 10.0
 
 
-async def read_json_body(scope: Scope, receive: Receive, limit: int) -> Any:
-    """The parsed body. Raises RequestTooLarge once it is longer than `limit` bytes, InvalidRequest if not JSON."""
+async def read_json_body(scope: Scope, receive: Receive, limit: int, timeout_s: float) -> Any:
+    """The parsed body.
+
+    Raises RequestTooLarge once it is longer than `limit` bytes, RequestTooSlow when it is not here within timeout_s
+    seconds, InvalidRequest if not JSON.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            raw = await _read(scope, receive, limit)
+    except TimeoutError as e:
+        raise RequestTooSlow(f"the request body did not arrive within {timeout_s:.3g} s") from e
+    if not raw.strip():
+        raise InvalidRequest("the request body is empty; a JSON object is expected")
+    try:
+        return orjson.loads(raw)
+    except orjson.JSONDecodeError as e:
+        raise InvalidRequest(f"the request body is not valid JSON: {e.msg} at position {e.pos}") from e
+
+
+async def _read(scope: Scope, receive: Receive, limit: int) -> bytes:
     declared = header(scope, b"content-length")
     if declared is not None and declared.isdecimal() and int(declared) > limit:
         await _discard(receive)
@@ -39,13 +57,7 @@ async def read_json_body(scope: Scope, receive: Receive, limit: int) -> Any:
                 await _discard(receive)
             raise _too_large(limit)
         parts.append(part)
-    raw = b"".join(parts)
-    if not raw.strip():
-        raise InvalidRequest("the request body is empty; a JSON object is expected")
-    try:
-        return orjson.loads(raw)
-    except orjson.JSONDecodeError as e:
-        raise InvalidRequest(f"the request body is not valid JSON: {e.msg} at position {e.pos}") from e
+    return b"".join(parts)
 
 
 def _too_large(limit: int) -> RequestTooLarge:

@@ -14,6 +14,7 @@ from common.errors import (
     ModelNotFound,
     Overloaded,
     RequestTooLarge,
+    RequestTooSlow,
     Unavailable,
 )
 from common.types import FinishReason, TokenLogprob
@@ -23,25 +24,32 @@ from gateway.tokenizer import TextTokenizer
 
 Json = dict[str, Any]
 
+_CODES = {
+    ModelNotFound: "model_not_found",
+    RequestTooLarge: "request_too_large",
+    RequestTooSlow: "request_timeout",
+    Overloaded: "rate_limit_exceeded",
+}
 LOWEST_LOGPROB = -9999.0  # OpenAI's stand-in for what JSON cannot say
 
 
 def error_body(error: BatonError) -> Json:
     """An error in OpenAI's shape; an internal one says no more than that."""
-    codes = {ModelNotFound: "model_not_found", RequestTooLarge: "request_too_large", Overloaded: "rate_limit_exceeded"}
     hidden = isinstance(error, InternalError)
     return {
         "error": {
             "message": "internal error" if hidden else error.message,
             "type": error.openai_type,
             "param": error.field if isinstance(error, InvalidRequest) else None,
-            "code": codes.get(type(error)),
+            "code": _CODES.get(type(error)),
         }
     }
 
 
 def error_headers(error: BatonError) -> dict[str, str]:
-    """Retry-After where waiting helps."""
+    """Retry-After where waiting helps; no further request over a connection whose last one never came whole."""
+    if isinstance(error, RequestTooSlow):
+        return {"connection": "close"}
     if not isinstance(error, Overloaded | Unavailable):
         return {}
     return {"retry-after": str(max(1, math.ceil(error.retry_after_s or 1.0)))}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import orjson
 from starlette.types import Message, Receive, Scope, Send
 
-from common.errors import BatonError, Cancelled, InternalError
+from common.errors import BatonError, Cancelled, DeadlineExceeded, InternalError
 from common.logs import bind
 from gateway.body import client_request_id, client_timeout, read_json_body
 from gateway.openai_schema import (
@@ -33,6 +34,9 @@ from gateway.service import Choice, Gateway, Ticket, Usage, aborted_call
 from gateway.validation import Spec, parse_chat, parse_completion
 
 _log = logging.getLogger(__name__)
+
+BODY_TIMEOUT_S = 30.0
+SEND_GRACE_S = 5.0  # what the end of an answer may take beyond the request's deadline
 
 _DONE = b"data: [DONE]\n\n"
 
@@ -111,13 +115,17 @@ class GenerateEndpoint:
             await response.error(InternalError("internal error"))
 
     async def _admitted(self, scope: Scope, receive: Receive, response: _Response, ticket: Ticket) -> None:
-        body = await read_json_body(scope, receive, self._gateway.settings.max_body_bytes)
+        left = ticket.deadline - time.monotonic()
+        body = await read_json_body(scope, receive, self._gateway.settings.max_body_bytes, min(BODY_TIMEOUT_S, left))
         loop = asyncio.get_running_loop()
         work = loop.create_task(self._serve(body, response, ticket))
         ticket.serve_by(work)
         gone = loop.create_task(_disconnected(receive))
         try:
-            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            # A client that neither reads nor leaves would block the sending, which has no deadline of its own.
+            left = ticket.deadline + SEND_GRACE_S - time.monotonic()
+            await asyncio.wait({work, gone}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            stuck = not work.done() and not gone.done()
             if not work.done():
                 work.cancel()
                 await asyncio.wait({work})
@@ -129,6 +137,9 @@ class GenerateEndpoint:
             work.result()
         elif ticket.aborted:
             raise aborted_call()
+        elif stuck:
+            response.done = response.streaming  # no error event either for a client that does not read
+            raise DeadlineExceeded("the request's time is over")
         else:
             raise Cancelled("the client went away")
 
