@@ -5,7 +5,8 @@ whatever is still held, on every path: bookings, the route of the tokens, and, u
 sequence on both pods. Each reservation has an id of its own, so an abort of one can never hit the next.
 
 The prefill's event stream outlives the answer when the answer was complete: cancelling it before the hand-off is
-acknowledged would abort the request on the pods, and their caches would lose it.
+acknowledged would abort the request on the pods, and their caches would lose it. An answer can be complete with token 1
+and its hand-off fail: then the decode pod is freed by whichever comes last, close or the end of the prefill.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from common.errors import (
     IndexUnavailable,
     InternalError,
     InvalidRequest,
+    ModelNotFound,
     Overloaded,
     Unavailable,
 )
@@ -91,8 +93,10 @@ class Leg:
         self._error: BatonError | None = None
         self._decode: Pod | None = None
         self._decode_heard = False
+        self._prefill: Pod | None = None
         self._prefill_task: asyncio.Task[None] | None = None
         self._complete = False
+        self._never_handed_off = False
         self.blamed: set[str] = set()
         self.cached_tokens = 0
 
@@ -107,9 +111,9 @@ class Leg:
             tried.add(pod.address)
             try:
                 answer = await self._reserve(pod, len(tried))
-            except InvalidRequest:
-                raise
             except BatonError as e:
+                if isinstance(e, InvalidRequest) and not isinstance(e, ModelNotFound):  # this gateway knows its model
+                    raise
                 _log.info("reserve on %s failed: %s", pod.name, e)
                 self._release_decode(abort=True)
                 self.blamed.add(pod.address)
@@ -170,11 +174,12 @@ class Leg:
             raise Unavailable("no prefill pod of the decode pod's layout is ready", retry_after_s=1.0)
         self._metrics.predicted_hits.inc(self._plan.held(prefill))
         prefill.prefilling.add(self._request.request_id, self._plan.uncached(prefill))
-        self._prefill_task = self._spawn(self._run_prefill(prefill, answer))
+        self._prefill = prefill
+        self._prefill_task = self._spawn(self._run_prefill(prefill, pod, answer))
 
     # -- prefill
 
-    async def _run_prefill(self, pod: Pod, answer: decode_pb2.ReserveResponse) -> None:
+    async def _run_prefill(self, pod: Pod, decode: Pod, answer: decode_pb2.ReserveResponse) -> None:
         request_id = self._request.request_id
         self._timeline.mark("prefill", pod=pod.name)
         if self._index is not None and self._plan.indexed:
@@ -211,6 +216,9 @@ class Leg:
             pod.prefilling.remove(request_id)
             if self._index is not None and self._plan.indexed:
                 self._spawn(self._unbook(self._index, pod, request_id))
+            self._never_handed_off = not handed_off and not self._decode_heard
+            if self._never_handed_off and self._complete and self._decode is None:
+                decode.abort(request_id, self._deadline)
         # Once decode speaks, the hand-off happened, whatever became of the call that reports it.
         if reason is not None and not handed_off and not self._decode_heard and not self._complete:
             self._timeline.mark("prefill_failed", pod=pod.name, error=str(reason))
@@ -340,10 +348,11 @@ class Leg:
         if self._order.duplicates:
             self._metrics.duplicates.inc(self._order.duplicates)
             self._order.duplicates = 0
-        self._release_decode(abort=not self._complete)
-        if not self._complete and self._prefill_task is not None:
-            self._prefill_task.cancel()
-        self._prefill_task = None
+        self._release_decode(abort=not self._complete or self._never_handed_off)
+        task, self._prefill_task = self._prefill_task, None
+        if not self._complete and task is not None and self._prefill is not None:
+            task.cancel()
+            self._prefill.prefilling.remove(self._request.request_id)  # a task that never ran has no finally
 
     def _release_decode(self, *, abort: bool) -> None:
         pod, self._decode = self._decode, None
@@ -353,4 +362,4 @@ class Leg:
         pod.detach(request_id)
         pod.decoding.remove(request_id)
         if abort:
-            pod.abort(request_id)
+            pod.abort(request_id, self._deadline)

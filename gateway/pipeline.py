@@ -18,6 +18,7 @@ from common.errors import (
     ConfigError,
     InternalError,
     LayoutMismatch,
+    ModelNotFound,
     Overloaded,
     Unauthenticated,
     UnknownTransfer,
@@ -35,7 +36,7 @@ RETRY_PAUSE_S = 0.05
 _log = logging.getLogger(__name__)
 
 # Failures of pods among themselves: another pair may do better, and the client has no part in them.
-_PODS_OWN = (LayoutMismatch, Unauthenticated, ConfigError, UnknownTransfer)
+_PODS_OWN = (LayoutMismatch, ModelNotFound, Unauthenticated, ConfigError, UnknownTransfer)
 
 
 class Run:

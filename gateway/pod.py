@@ -1,8 +1,9 @@
 """One pod as the gateway sees it: who it is, whether it lives, its calls, and its token stream.
 
 Lifecycle: start -> (asks Info every half second; on a pod that decodes, keeps one Tokens stream open) -> stop. Info is
-authoritative: whatever the index or the configuration says, a pod is used only as what it says it is. When the token
-stream ends, every request that waits for tokens of this pod is told, and the stream is opened anew.
+authoritative: whatever the index or the configuration says, a pod is used only as what it says it is, and not at all if
+that is another model or protocol. When the token stream ends, every request that waits for tokens of this pod is told,
+and the stream is opened anew.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from typing import Any, Protocol
 import grpc
 
 from common import rpc
-from common.errors import BatonError, Unavailable
+from common.errors import BatonError, LayoutMismatch, ModelNotFound, Unavailable
 from common.pb import decode_pb2, decode_pb2_grpc, prefill_pb2_grpc, transfer_pb2, transfer_pb2_grpc
 from common.prefix_index import PodLoad
 from common.types import Role
-from common.wire import layout_from_pb, role_from_pb
+from common.wire import PROTOCOL_VERSION, layout_from_pb, role_from_pb
 from gateway.bookings import Bookings
 
 INFO_PERIOD_S = 0.5
@@ -91,12 +92,14 @@ class Sink(Protocol):
 
 
 class Pod:
-    """One address.
+    """One address. model: the served name that its requests will have.
 
     load and booked_tokens (by all gateways): from the index, load None when unknown, seen at load_seen (monotonic).
     """
 
-    def __init__(self, address: str, gateway_id: str, *, static: bool, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self, address: str, gateway_id: str, *, model: str, static: bool, on_change: Callable[[], None]
+    ) -> None:
         self.address = address
         self.static = static
         self.info: PodInfo | None = None
@@ -110,12 +113,15 @@ class Pod:
         self.prefilling = Bookings()
         self.decoding = Bookings()
         self._gateway_id = gateway_id
+        self._model = model
+        self._objection = ""
         self._on_change = on_change
         self._channel = rpc.channel(address)
         self.prefill = prefill_pb2_grpc.PrefillStub(self._channel)
         self.decode = decode_pb2_grpc.DecodeStub(self._channel)
         self._transfer = transfer_pb2_grpc.TransferStub(self._channel)
         self._sinks: dict[str, Sink] = {}
+        self._streams_ended = 0
         self._recheck = asyncio.Event()
         self._decodes = asyncio.Event()
         self._aborted: dict[str, float] = {}
@@ -167,20 +173,32 @@ class Pod:
         """Tokens of this request are dropped from now on."""
         self._sinks.pop(request_id, None)
 
-    def abort(self, request_id: str) -> None:
-        """Ends a request on the decode pod, in the background; a pod that is gone has ended it already."""
+    def abort(self, request_id: str, until: float = 0.0) -> None:
+        """Ends a request on the decode pod, in the background.
+
+        It is repeated until the pod acknowledges it or has ended the request by itself: at `until` (time.monotonic())
+        or with the token stream.
+        """
         now = time.monotonic()
         if len(self._aborted) > 1024:
             self._aborted = {k: at for k, at in self._aborted.items() if now - at < REPEAT_ABORT_S}
         self._aborted[request_id] = now
-        self._spawn(self._abort(request_id))
+        self._spawn(self._abort(request_id, until))
 
-    async def _abort(self, request_id: str) -> None:
-        try:
-            await self.decode.Abort(decode_pb2.DecodeAbortRequest(request_id=request_id), timeout=ABORT_TIMEOUT_S)
-        except grpc.aio.AioRpcError as e:
-            _log.info("abort of %s on %s failed: %s", request_id, self.name, e.details())
-            self.suspect()
+    async def _abort(self, request_id: str, until: float) -> None:
+        message = decode_pb2.DecodeAbortRequest(request_id=request_id)
+        stream, backoff = self._streams_ended, _BACKOFF_S[0]
+        while True:
+            try:
+                await self.decode.Abort(message, timeout=ABORT_TIMEOUT_S)
+                return
+            except grpc.aio.AioRpcError as e:
+                _log.info("abort of %s on %s failed: %s", request_id, self.name, e.details())
+                self.suspect()
+            await asyncio.sleep(backoff)
+            backoff = min(_BACKOFF_S[1], 2 * backoff)
+            if time.monotonic() >= until or not self.stream_up or self._streams_ended != stream:
+                return
 
     def _spawn(self, coroutine: Any) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)
@@ -194,19 +212,22 @@ class Pod:
             self._recheck.clear()
             await self._ask()
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._recheck.wait(), INFO_PERIOD_S)
+                # Not wait_for: before Python 3.12 it can swallow the cancellation that stop waits for.
+                async with asyncio.timeout(INFO_PERIOD_S):
+                    await self._recheck.wait()
                 await asyncio.sleep(0.02)  # many requests may suspect a pod at the same time
 
     async def _ask(self) -> None:
         before = (self.alive, self.info)
         try:
             pb = await self._transfer.Info(transfer_pb2.InfoRequest(), timeout=INFO_TIMEOUT_S)
+            self._require_fit(pb)
             self.info = PodInfo.from_pb(pb, self.address)
-            self.alive, self.seen = True, time.monotonic()
+            self.alive, self.seen, self._objection = True, time.monotonic(), ""
         except grpc.aio.AioRpcError as e:
             self._lost(f"does not answer: {e.details()}")
         except BatonError as e:
-            self._lost(f"gives a wrong Info: {e}")
+            self._left_out(str(e))
         if self.alive and self.info is not None and self.info.role is not Role.PREFILL:
             self._decodes.set()
         else:
@@ -215,6 +236,22 @@ class Pod:
             if self.alive and self.info is not None and (before[1] is None or not before[0]):
                 _log.info("pod %s at %s: %s, up", self.name, self.address, self.info.role)
             self._on_change()
+
+    def _require_fit(self, pb: transfer_pb2.InfoResponse) -> None:
+        """Raises LayoutMismatch or ModelNotFound for a pod that cannot serve this gateway's requests."""
+        if pb.protocol_version != PROTOCOL_VERSION:
+            raise LayoutMismatch(
+                f"its protocol version is {pb.protocol_version}, not {PROTOCOL_VERSION}", field="protocol_version"
+            )
+        if pb.served_name not in ("", self._model):
+            raise ModelNotFound(f"it serves {pb.served_name!r}, not {self._model!r}", field="served_name")
+
+    def _left_out(self, objection: str) -> None:
+        """It answers, but with what we cannot use: said once, not with every answer."""
+        self.alive = False
+        if objection != self._objection:
+            self._objection = objection
+            _log.warning("pod at %s is left out: %s", self.address, objection)
 
     def _lost(self, why: str) -> None:
         if self.alive:
@@ -233,6 +270,7 @@ class Pod:
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as e:
                 why = (e.details() if isinstance(e, grpc.aio.AioRpcError) else None) or "broke"
             was_up, self.stream_up = self.stream_up, False
+            self._streams_ended += 1
             self._fail_all(Unavailable(f"the token stream of decode pod {self.name} ended"))
             if was_up:
                 _log.warning("token stream of %s: %s", self.name, why)

@@ -56,13 +56,15 @@ class PodTable:
     def decodes(self) -> list[Pod]:
         """Pods that may be asked to reserve: those of role decode have a peer that can prefill for them."""
         alive = self._newest(pod for pod in self.pods.values() if pod.can_decode)
-        fed = {pod.info.fingerprint for pod in self.pods.values() if pod.can_prefill and pod.info}
+        fed = {pod.info.fingerprint for pod in self._feeders() if pod.info}
         return [p for p in alive if p.info and (p.info.role is Role.BOTH or p.info.fingerprint in fed)]
 
     def prefills(self, fingerprint: str) -> list[Pod]:
         """Pods that may be asked to prefill for a decode pod of this layout."""
-        alive = self._newest(pod for pod in self.pods.values() if pod.can_prefill)
-        return [pod for pod in alive if pod.info and pod.info.fingerprint == fingerprint]
+        return [pod for pod in self._feeders() if pod.info and pod.info.fingerprint == fingerprint]
+
+    def _feeders(self) -> list[Pod]:
+        return self._newest(pod for pod in self.pods.values() if pod.can_prefill)
 
     @property
     def ready(self) -> bool:
@@ -98,7 +100,9 @@ class PodTable:
     def _pod(self, address: str, *, static: bool) -> Pod:
         pod = self.pods.get(address)
         if pod is None:
-            pod = self.pods[address] = Pod(address, self._gateway_id, static=static, on_change=self._on_change)
+            pod = self.pods[address] = Pod(
+                address, self._gateway_id, model=self._model, static=static, on_change=self._on_change
+            )
             pod.start()
         return pod
 

@@ -29,6 +29,8 @@ from gateway.grpc_service import InferenceServicer
 from gateway.service import Gateway, Settings
 from gateway.tokenizer import TextTokenizer
 
+STOP_S = 15.0
+
 _log = logging.getLogger(__name__)
 
 
@@ -144,7 +146,16 @@ class GatewayServer:
         await drained
 
     async def stop(self) -> None:
-        """Closes everything."""
+        """Closes everything, or gives up after STOP_S."""
+        closing = asyncio.get_running_loop().create_task(self._close())
+        await asyncio.wait({closing}, timeout=STOP_S)
+        if closing.done():
+            closing.result()
+        else:
+            closing.cancel()
+            _log.error("the gateway did not close within %.0f s", STOP_S)
+
+    async def _close(self) -> None:
         if self._grpc is not None:
             await self._grpc.stop(0.5)
         if self._http is not None and self._http_task is not None:
