@@ -24,7 +24,15 @@ from common.pb import (
 )
 from common.rpc import RpcServer
 from common.types import FinishReason, Role, Token, TokenLogprob, ValidRequest
-from common.wire import error_to_pb, finish_to_pb, layout_to_pb, request_from_pb, role_to_pb, token_to_pb
+from common.wire import (
+    PROTOCOL_VERSION,
+    error_to_pb,
+    finish_to_pb,
+    layout_to_pb,
+    request_from_pb,
+    role_to_pb,
+    token_to_pb,
+)
 
 Script = Callable[[ValidRequest], list[int]]
 
@@ -43,6 +51,7 @@ class Faults:
     reject: int = 0
     reserve_error: BatonError | None = None
     reserve_delay_s: float = 0.0
+    abort_errors: int = 0
     prefill_delay_s: float = 0.0
     prefill_error: BatonError | None = None
     prefill_errors: int = 1 << 30
@@ -98,6 +107,9 @@ class FakePod(decode_pb2_grpc.DecodeServicer, prefill_pb2_grpc.PrefillServicer, 
         self.ready = True
         self.draining = False
         self.layout = LAYOUT
+        self.protocol_version = PROTOCOL_VERSION
+        self.served_name = ""  # as older pods
+        self.capacity = 1 << 30  # requests that a decode pod holds at the same time
         self.max_model_len = 2048
         self.num_blocks = 512
         self.cached_tokens = 0
@@ -144,7 +156,7 @@ class FakePod(decode_pb2_grpc.DecodeServicer, prefill_pb2_grpc.PrefillServicer, 
 
     async def Info(self, request: transfer_pb2.InfoRequest, context: Any) -> transfer_pb2.InfoResponse:
         return transfer_pb2.InfoResponse(
-            protocol_version=1,
+            protocol_version=self.protocol_version,
             pod=self.name,
             generation=self.generation,
             role=role_to_pb(self.role),
@@ -155,6 +167,7 @@ class FakePod(decode_pb2_grpc.DecodeServicer, prefill_pb2_grpc.PrefillServicer, 
             vocab_size=49152,
             ready=self.ready,
             draining=self.draining,
+            served_name=self.served_name,
         )
 
     async def Handshake(self, request: Any, context: Any) -> Any:
@@ -173,8 +186,8 @@ class FakePod(decode_pb2_grpc.DecodeServicer, prefill_pb2_grpc.PrefillServicer, 
             raise self.faults.reserve_error
         if request.gateway_id not in self._queues:
             raise Unavailable("no token stream")
-        if self.faults.reject:
-            self.faults.reject -= 1
+        if self.faults.reject or len(self._running) >= self.capacity:
+            self.faults.reject = max(0, self.faults.reject - 1)
             return decode_pb2.ReserveResponse(rejected=decode_pb2.Rejected(reason="full", retry_after_s=2.5))
         self._running[valid.request_id] = (valid, request.gateway_id)
         if self.role is Role.BOTH:
@@ -194,6 +207,9 @@ class FakePod(decode_pb2_grpc.DecodeServicer, prefill_pb2_grpc.PrefillServicer, 
         """Decode's and Prefill's Abort: told apart by the message's type."""
         if isinstance(request, prefill_pb2.PrefillAbortRequest):
             return prefill_pb2.PrefillAbortResponse()
+        if self.faults.abort_errors:
+            self.faults.abort_errors -= 1
+            raise Unavailable("the abort is lost")
         self.seen.decode_aborts.append(request.request_id)
         self._running.pop(request.request_id, None)
         task = self._tasks.pop(request.request_id, None)

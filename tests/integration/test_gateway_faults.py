@@ -3,26 +3,39 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import signal
+import sys
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import httpx
+import orjson
 import pytest
 import pytest_asyncio
 
+from common import rpc
 from common.errors import (
     BatonError,
     InternalError,
     InvalidRequest,
     LayoutMismatch,
+    ModelNotFound,
     Overloaded,
     TransferFailed,
     Unauthenticated,
     Unavailable,
 )
-from common.types import Role
+from common.types import FinishReason, Role, SamplingParams, ValidRequest
+from gateway import streaming
+from gateway.leg import Leg
+from gateway.timeline import Timeline
 from tests.fake_pods import FakeCluster, fake_cluster
 from tests.gateway_rig import MODEL, Rig, rig, until
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest_asyncio.fixture
@@ -93,6 +106,7 @@ async def test_a_failed_prefill_is_tried_elsewhere(
         (Overloaded("busy", retry_after_s=4), 429, "rate_limit_error"),
         (Unavailable("draining"), 503, "server_error"),
         (LayoutMismatch("layouts differ"), 500, "server_error"),
+        (ModelNotFound("another model", field="model"), 500, "server_error"),
         (Unauthenticated("wrong secret"), 500, "server_error"),
         (InternalError("stack trace with secrets"), 500, "server_error"),
     ],
@@ -307,3 +321,199 @@ async def test_many_at_once_with_aborts_leave_nothing_behind(gw: Rig, cluster: F
     await gw.settled()
     reserved = [len(pod.seen.reserved) for pod in cluster.decodes]
     assert min(reserved) > 10
+
+
+@pytest.mark.parametrize("drop", [False, True])
+async def test_a_failed_hand_off_after_a_complete_answer_frees_the_decode_pod(
+    gw: Rig, cluster: FakeCluster, drop: bool
+) -> None:
+    for pod in cluster.prefills:
+        pod.faults.drop_prefill_after_first = int(drop)
+        pod.faults.hand_off_error = None if drop else TransferFailed("blocks were lost")
+    assert (await gw.complete(max_tokens=1)).status_code == 200
+    await gw.settled()
+    assert sum(len(pod.seen.decode_aborts) for pod in cluster.decodes) == 1
+
+
+async def make_leg(gw: Rig, max_tokens: int) -> Leg:
+    pipeline = gw.gateway.pipeline
+    plan = await pipeline.router.plan(ValidRequest("r", MODEL, (1, 2, 3), SamplingParams(max_tokens=max_tokens)))
+    return pipeline.leg(plan, 1, frozenset(), time.monotonic() + 30, Timeline("id", None, "completions"))
+
+
+async def test_a_hand_off_that_fails_before_the_answer_is_taken_frees_the_decode_pod(
+    gw: Rig, cluster: FakeCluster
+) -> None:
+    for pod in cluster.prefills:
+        pod.faults.hand_off_error = TransferFailed("blocks were lost")
+    leg = await make_leg(gw, max_tokens=1)
+    await leg.open()
+    await until(lambda: not any(len(pod.prefilling) for pod in gw.gateway.table.pods.values()))
+    await until(lambda: bool(leg.blamed))
+    assert [delta.finish async for delta in leg.deltas()] == [FinishReason.LENGTH]
+    leg.close()
+    await gw.settled()
+    assert sum(len(pod.seen.decode_aborts) for pod in cluster.decodes) == 1
+
+
+async def test_a_prefill_that_is_cancelled_before_it_begins_leaves_no_booking(gw: Rig, cluster: FakeCluster) -> None:
+    leg = await make_leg(gw, max_tokens=4)
+    await leg.open()
+    leg.close()
+    await gw.settled()
+    assert not any(pod.seen.prefilled for pod in cluster.prefills)
+
+
+async def test_an_abort_is_repeated_until_the_pod_has_taken_it(gw: Rig, cluster: FakeCluster) -> None:
+    for pod in (*cluster.prefills, *cluster.decodes):
+        pod.faults.prefill_delay_s = 60.0  # so that no token tells of an orphan
+        pod.faults.abort_errors = 3
+    with pytest.raises(httpx.ReadTimeout):
+        await gw.http.post("/v1/completions", json={"model": MODEL, "prompt": "x"}, timeout=0.3)
+    await gw.settled()
+    assert sum(len(pod.seen.decode_aborts) for pod in cluster.decodes) == 1
+
+
+async def test_an_abort_ends_with_the_token_stream(gw: Rig, cluster: FakeCluster) -> None:
+    for pod in (*cluster.prefills, *cluster.decodes):
+        pod.faults.prefill_delay_s = 60.0
+        pod.faults.abort_errors = 1 << 30
+    with pytest.raises(httpx.ReadTimeout):
+        await gw.http.post("/v1/completions", json={"model": MODEL, "prompt": "x"}, timeout=0.3)
+    await until(lambda: any(pod.faults.abort_errors < 1 << 30 for pod in cluster.decodes))
+    aborting = next(p for p in gw.gateway.table.pods.values() if p._aborted)
+    assert len(aborting._tasks) == 3
+    for pod in cluster.decodes:
+        pod.cut_streams()
+        pod._running.clear()
+    await until(lambda: len(aborting._tasks) == 2)
+
+
+@pytest.mark.parametrize("by", ["the request's deadline", "the gateway"])
+async def test_a_body_that_does_not_come_is_408(gw: Rig, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
+    header = b"x-request-timeout: 0.2\r\n" if by == "the request's deadline" else b""
+    if not header:
+        monkeypatch.setattr(streaming, "BODY_TIMEOUT_S", 0.2)
+    reader, writer = await asyncio.open_connection("127.0.0.1", gw.server.port)
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99\r\n" + header + b"\r\n{")
+    answer = await reader.read()  # to the end: the connection is closed
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 408 ")
+    error = orjson.loads(body)["error"]
+    assert (error["type"], error["code"]) == ("invalid_request_error", "request_timeout")
+    writer.close()
+    assert (await gw.complete()).status_code == 200
+
+
+async def test_a_client_that_does_not_read_is_given_up_after_the_deadline(
+    gw: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streaming, "SEND_GRACE_S", 0.1)
+    never = asyncio.Event()
+    body = orjson.dumps({"model": MODEL, "prompt": "x", "stream": True})
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Any:
+        if not messages:
+            await never.wait()
+        return messages.pop()
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            await never.wait()
+
+    endpoint = streaming.GenerateEndpoint(gw.gateway, "completions")
+    scope = {"type": "http", "headers": [(b"x-request-timeout", b"0.3")]}
+    async with asyncio.timeout(10):
+        await endpoint(scope, receive, send)
+        await gw.gateway.drain()  # returns once no permit is out
+
+
+async def test_stopping_ends_even_when_every_pod_is_being_looked_at(gw: Rig) -> None:
+    await asyncio.sleep(0.1)
+    for pod in gw.gateway.table.pods.values():
+        pod.suspect()
+    async with asyncio.timeout(10):
+        await gw.gateway.table.stop()
+
+
+async def test_pods_of_another_model_or_protocol_are_left_out_with_one_line(
+    smollm2_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with fake_cluster(prefill=3, decode=3) as cluster:
+        for pods in (cluster.prefills, cluster.decodes):
+            pods[0].served_name, pods[1].protocol_version, pods[2].served_name = "other", 2, MODEL
+        with caplog.at_level(logging.WARNING, "gateway.pod"):
+            async with rig(cluster, smollm2_dir, wait=False) as gw:
+                await until(lambda: gw.gateway.ready)
+                await asyncio.sleep(1.2)  # several looks
+                assert [p.address for p in gw.gateway.table.decodes()] == [cluster.decodes[2].address]
+                assert {(await gw.complete(prompt=f"p{i}")).status_code for i in range(5)} == {200}
+                said = [r.getMessage() for r in caplog.records if "left out" in r.getMessage()]
+                assert len(said) == 4
+                assert sum("serves 'other', not 'smol'" in line for line in said) == 2
+                assert sum("protocol version is 2, not 1" in line for line in said) == 2
+                cluster.decodes[0].served_name = MODEL  # it came back as another
+                await until(lambda: len(gw.gateway.table.decodes()) == 2)
+                await gw.settled()
+
+
+@pytest.mark.parametrize("limit", ["the pods", "max_inflight"])
+async def test_a_burst_beyond_capacity_is_refused_at_once(smollm2_dir: Path, limit: str) -> None:
+    async with fake_cluster(prefill=2, decode=2) as cluster:
+        for pod in cluster.decodes:
+            pod.capacity = 4 if limit == "the pods" else 100
+            pod.faults.stall_after = 1
+        async with rig(cluster, smollm2_dir, max_inflight=8 if limit == "max_inflight" else 1024) as gw:
+            running = [asyncio.create_task(gw.complete()) for _ in range(8)]
+            await until(lambda: sum(len(pod._running) for pod in cluster.decodes) == 8)
+            async with httpx.AsyncClient(base_url=gw.url, timeout=30, limits=httpx.Limits(max_connections=200)) as http:
+                body = {"model": MODEL, "prompt": "Hello"}
+                refused = await asyncio.gather(*(http.post("/v1/completions", json=body) for _ in range(100)))
+            assert not any(task.done() for task in running)  # nobody had to leave for an answer to come
+            assert {r.status_code for r in refused} == {429}
+            assert {r.json()["error"]["code"] for r in refused} == {"rate_limit_exceeded"}
+            assert all(int(r.headers["retry-after"]) >= 1 for r in refused)
+            assert sum(len(pod.seen.prefilled) for pod in cluster.prefills) == 8
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+            await gw.settled()
+            for pod in cluster.decodes:
+                pod.faults.stall_after = None
+            assert (await gw.complete()).status_code == 200
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.BOTH])
+async def test_a_frozen_pod_is_found_out_by_its_channel(
+    smollm2_dir: Path, monkeypatch: pytest.MonkeyPatch, role: Role
+) -> None:
+    """The request is on the pod when that freezes; a tenth of the real times."""
+    times = {"grpc.keepalive_time_ms", "grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms"}
+    options = tuple((key, value // 10 if key in times else value) for key, value in rpc._CHANNEL_OPTIONS)
+    monkeypatch.setattr(rpc, "_CHANNEL_OPTIONS", options)
+    lone = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tests.lone_pod", role.value), cwd=ROOT, stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        assert lone.stdout is not None
+        address = (await lone.stdout.readline()).decode().strip()
+        async with fake_cluster() as cluster:
+            well = cluster.prefills[0]
+            well.draining = True
+            async with rig(cluster, smollm2_dir, pods=(address, *cluster.addresses), wait=False) as gw:
+                pods = gw.gateway.table.pods
+                await until(lambda: gw.gateway.ready)
+                task = asyncio.create_task(gw.complete())
+                # Half a second later the lone pod has said all that it ever will.
+                await until(lambda: len(pods[address].prefilling) + len(pods[address].decoding) == 1)
+                await asyncio.sleep(0.5)
+                lone.send_signal(signal.SIGSTOP)
+                well.draining = False
+                answer = await task
+                assert answer.status_code == 200
+                assert answer.json()["usage"]["completion_tokens"] == 16
+                await gw.settled()
+    finally:
+        lone.kill()
+        await lone.wait()

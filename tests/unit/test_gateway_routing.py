@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.errors import IndexUnavailable
+from common.errors import IndexUnavailable, Unavailable
 from common.prefix_index import PodLoad
 from common.types import FinishReason, Role, SamplingParams, Token, ValidRequest
 from gateway.metrics import GatewayMetrics
@@ -70,7 +70,7 @@ class World:
         self.table.index_up = index is not None
         self.router = Router(self.table, GatewayMetrics())
         for i, (name, role) in enumerate(roles.items()):
-            pod = Pod(f"127.0.0.1:{i + 1}", "g", static=True, on_change=lambda: None)
+            pod = Pod(f"127.0.0.1:{i + 1}", "g", model="m", static=True, on_change=lambda: None)
             pod.info = PodInfo(
                 name=name, generation=1, address=pod.address, role=role, model="m", fingerprint=FP, scope=FP[:8],
                 block_size=16, max_model_len=4096, num_blocks=1000, vocab_size=100, ready=True, draining=False,
@@ -184,6 +184,18 @@ async def test_of_two_addresses_with_one_name_the_later_generation_counts() -> N
     assert new.info is not None
     new.info = replace(new.info, name="d0", generation=9)
     assert world.table.decodes() == [new]
+
+
+async def test_of_one_name_with_two_layouts_the_later_counts_for_the_limits_too() -> None:
+    from dataclasses import replace
+
+    world = World(TWO_BY_TWO)
+    new = world["p1"]
+    assert new.info is not None
+    new.info = replace(new.info, name="p0", generation=9, fingerprint="cd" * 16)
+    assert world.table.decodes() == []
+    with pytest.raises(Unavailable):
+        world.table.limits()
 
 
 def test_timelines_are_a_ring() -> None:
