@@ -222,6 +222,7 @@ class PodRuntime:
             await self.lifecycle.wait_stopped()
         finally:
             await self.stop()
+            _log.info("pod %s has stopped", self.name)
         if self.exit_code:
             raise SystemExit(self.exit_code)
 
