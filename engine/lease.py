@@ -43,17 +43,6 @@ class Lease:
             self.blocks.extend(ledger.take(n))
             return True
 
-    def shrink(self, num_blocks: int) -> None:
-        """Keep the first num_blocks blocks."""
-        ledger = self._ledger
-        with ledger.lock:
-            self._require_live()
-            tail = self.blocks[num_blocks:]
-            del self.blocks[num_blocks:]
-            self.published = min(self.published, num_blocks)
-            self.cached_blocks = min(self.cached_blocks, num_blocks)
-            ledger.give_up(tail[::-1])
-
     def publish(self, hashes: Sequence[bytes]) -> None:
         """Register the first len(hashes) blocks, whose KV is complete; a duplicate is swapped for the canonical block.
 

@@ -48,14 +48,12 @@ def test_blocks_return_when_a_lease_finishes_whatever_is_called_twice() -> None:
     assert lease.grow(3)
     assert not lease.grow()
     assert pool.lease([], 1) is None
-    lease.shrink(2)
-    assert pool.available() == 6
     lease.finish("first")
     lease.finish("second")
     assert (lease.finished, lease.reason, lease.blocks) == (True, "first", [])
     assert pool.counts() == PoolCounts(free=8, cached=0, leased=0, quarantined=0)
     pool.check()
-    for use in (lease.grow, lambda: lease.reader(0, 0), lambda: lease.publish([]), lambda: lease.shrink(0)):
+    for use in (lease.grow, lambda: lease.reader(0, 0), lambda: lease.publish([])):
         with pytest.raises(InternalError):
             use()
 
@@ -329,16 +327,6 @@ class PoolMachine(RuleBasedStateMachine):
             self.paths[lease] += (bit,) * n
             assert lease.blocks[: len(old)] == old
             self.fresh(lease.blocks[len(old) :], before)
-
-    @precondition(lambda self: self.paths)
-    @rule(data=st.data())
-    def shrink(self, data: Any) -> None:
-        lease = self.pick(data)
-        keep = data.draw(st.integers(0, len(lease.blocks)))
-        tail = lease.blocks[keep:]
-        lease.shrink(keep)
-        self.paths[lease] = self.paths[lease][:keep]
-        self.give_up(tail)
 
     @precondition(lambda self: self.paths)
     @rule(data=st.data())
