@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,6 +30,7 @@ from common.types import FinishReason, PoolCounts, Role, Token, ValidRequest
 from common.valkey import EmbeddedValkey
 from common.wire import request_to_pb, token_to_pb
 from engine.llm import LLM
+from kv_transfer.node import TransferNode
 from pod.watch import QuarantineWatch
 from prefill_service.hand_off import HandOff
 from tests.harness import BLOCK, CHUNK, MAX_LEN, VOCAB, Answer, Cluster, oracle, prompt_of, request, tiny_llama
@@ -494,6 +496,18 @@ class TestLife:
             assert runtime.exit_code == 4
             with pytest.raises(Unavailable):
                 await cluster.reserve(request(prompt_of(5)))
+
+    async def test_allow_tcp_reaches_the_transfers(self, model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        allowed: list[bool] = []
+
+        class Node(TransferNode):
+            def __init__(self, *, allow_tcp: bool, **rest: Any) -> None:
+                allowed.append(allow_tcp)
+                super().__init__(allow_tcp=allow_tcp, **rest)
+
+        monkeypatch.setattr("pod.runtime.TransferNode", Node)
+        async with Cluster.start(model_dir, prefill_config={"allow_tcp": True}):
+            assert allowed == [False, True]
 
     async def test_pods_find_each_other_in_the_index_and_leave_it_first(self, model_dir: Path, tmp_path: Path) -> None:
         valkey = EmbeddedValkey(0, tmp_path)
