@@ -1,6 +1,7 @@
 """The `baton` command. Only reads the command line: what a command does is imported when it runs, so help is quick.
 
-Exit codes: 0 fine, 1 something failed or is missing, 2 wrong usage or configuration (one readable line on stderr).
+Exit codes: 0 fine, 1 something failed or is missing, 2 wrong usage or configuration (one readable line on stderr), 3 a
+pod's KV pool stays quarantined, 4 a pod lost one of its threads; after 3 and 4 a restart helps.
 """
 
 from __future__ import annotations
