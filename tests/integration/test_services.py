@@ -417,6 +417,7 @@ class TestLife:
             assert info.ready
             assert not info.draining
             assert info.fingerprint == engine.layout.fingerprint
+            assert info.served_name == "tiny"
             assert (info.max_model_len, info.num_blocks, info.vocab_size) == (MAX_LEN, 64, 256)
             assert info.blocks.free == info.num_blocks
             assert info.pid
