@@ -28,6 +28,7 @@ from common.types import FinishReason, KvTarget, Role, SamplingParams, Token, Va
 from common.wire import error_from_pb, finish_from_pb, request_to_pb, target_from_pb, target_to_pb, token_from_pb
 from decode_service.servicer import DecodeServicer
 from engine.llm import LLM
+from kv_transfer.backend import Backend
 from kv_transfer.loopback import LoopbackBackend, LoopbackFabric
 from pod.runtime import PodRuntime
 from prefill_service.servicer import PrefillServicer
@@ -182,11 +183,14 @@ class GatewayStream:
 
 
 class Cluster:
-    """Prefill and decode pods on one fabric."""
+    """Prefill and decode pods on one fabric, or over the backends that `backend` makes."""
 
-    def __init__(self, model_dir: Path, fabric: LoopbackFabric) -> None:
+    def __init__(
+        self, model_dir: Path, fabric: LoopbackFabric, backend: Callable[[Role], Backend] | None = None
+    ) -> None:
         self.model_dir = model_dir
         self.fabric = fabric
+        self._backend = backend or (lambda _: LoopbackBackend(fabric))
         self.prefills: list[Pod] = []
         self.decodes: list[Pod] = []
         self.streams: list[GatewayStream] = []
@@ -202,10 +206,11 @@ class Cluster:
         role: Role = Role.DECODE,
         prefill_config: Mapping[str, Any] | None = None,
         decode_config: Mapping[str, Any] | None = None,
+        backend: Callable[[Role], Backend] | None = None,
         check: bool = True,
     ) -> AsyncIterator[Cluster]:
         """check: on the way out every pod must have come to rest with all blocks free or cached."""
-        cluster = cls(model_dir, LoopbackFabric())
+        cluster = cls(model_dir, LoopbackFabric(), backend)
         try:
             for _ in range(decode):
                 await cluster.add(role, **(decode_config or {}))
@@ -255,7 +260,7 @@ class Cluster:
                 **fields,
             }
         )
-        runtime = await PodRuntime.create(config, backend=lambda: LoopbackBackend(self.fabric))
+        runtime = await PodRuntime.create(config, backend=lambda: self._backend(role))
         service = PrefillServicer(runtime) if role is Role.PREFILL else DecodeServicer(runtime, **(stream or {}))
         try:
             await runtime.start(service)

@@ -1,4 +1,4 @@
-"""test_transfer_node.py and test_transfer_processes.py over UCX's TCP transport, where writes complete asynchronously.
+"""The tests of transfers and of services over NIXL, over UCX's TCP transport, where writes complete asynchronously.
 
 UCX reads its settings once per process, so they run in a process of their own.
 """
@@ -14,7 +14,7 @@ import pytest
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tests", ["test_transfer_node.py", "test_transfer_processes.py"])
+@pytest.mark.parametrize("tests", ["test_transfer_node.py", "test_transfer_processes.py", "test_services_nixl.py"])
 def test_over_tcp(tests: str) -> None:
     env = {**os.environ, "UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
     here = Path(__file__).parent
