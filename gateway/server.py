@@ -26,6 +26,7 @@ from common.rpc import RpcServer
 from gateway.app import build_app
 from gateway.chat import ChatTemplate
 from gateway.grpc_service import InferenceServicer
+from gateway.http_protocol import BoundedHttp
 from gateway.service import Gateway, Settings
 from gateway.tokenizer import TextTokenizer
 
@@ -116,7 +117,7 @@ class GatewayServer:
         self.gateway.table.on_change(self._on_change)
         options = uvicorn.Config(
             build_app(self.gateway),
-            http="httptools",
+            http=BoundedHttp,
             lifespan="off",
             log_config=None,
             access_log=False,

@@ -7,9 +7,11 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 import pytest_asyncio
 
+from gateway import http_protocol
 from gateway.tokenizer import TextTokenizer
 from tests.fake_pods import FakeCluster, fake_cluster
 from tests.gateway_rig import MODEL, Rig, rig, texts
@@ -343,6 +345,42 @@ async def test_a_50_mb_body_is_refused_without_being_kept(gw: Rig, chunked: bool
     response = await gw.http.post("/v1/completions", content=content)
     assert (response.status_code, response.json()["error"]["code"]) == (413, "request_too_large")
     assert (await gw.complete()).status_code == 200
+
+
+async def said_to(gw: Rig, raw: bytes) -> tuple[int, dict[str, Any]]:
+    """Status and error of what is sent as it is; the gateway must end the connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", gw.server.port)
+    writer.write(raw)
+    head, _, body = (await asyncio.wait_for(reader.read(), 10)).partition(b"\r\n\r\n")
+    writer.close()
+    return int(head.split()[1]), orjson.loads(body)["error"]
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+
+
+@pytest.mark.parametrize(
+    ("raw", "status"),
+    [
+        (HEAD + b"X: " + b"a" * (80 << 10), 431),
+        (HEAD + b"X: a\r\n" * (20 << 10), 431),
+        (b"GET /" + b"a" * (80 << 10), 431),
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", 400),
+        (HEAD + b"Content-Length: -1\r\n\r\n", 400),
+        (b"\x16\x03\x01\x02\x00", 400),
+    ],
+)
+async def test_heads_that_are_endless_or_no_http(gw: Rig, raw: bytes, status: int) -> None:
+    got, error = await said_to(gw, raw)
+    assert (got, error["type"]) == (status, "invalid_request_error")
+    assert (await gw.complete()).status_code == 200
+
+
+async def test_a_head_that_does_not_come(gw: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "HEAD_TIMEOUT_S", 0.2)
+    for raw in (b"", HEAD):
+        status, error = await said_to(gw, raw)
+        assert (status, error["type"]) == (408, "invalid_request_error")
 
 
 async def test_health_metrics_version(gw: Rig) -> None:

@@ -1,0 +1,86 @@
+"""uvicorn's HTTP/1.1 protocol with bounds on what a stranger may send before there is a request to refuse.
+
+uvicorn keeps header lines of any length and number, for as long as they take to come. Here a connection may send
+MAX_HEAD_BYTES without completing a head or a piece of a body, and may take HEAD_TIMEOUT_S for a head.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import orjson
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from common.errors import BatonError, InvalidRequest, RequestTooSlow
+from gateway.openai_schema import error_body
+
+MAX_HEAD_BYTES = 64 << 10
+HEAD_TIMEOUT_S = 30.0
+
+
+class BoundedHttp(HttpToolsProtocol):
+    """One connection. What it refuses has OpenAI's shape, and ends the connection."""
+
+    _head_bytes = 0  # since a head or a piece of a body was complete; trailers count as well
+    _head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        """The first head must come in time, too."""
+        super().connection_made(transport)
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """No more timer."""
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Counts, then parses; the parser's callbacks below reset the count."""
+        self._head_bytes += len(data)
+        super().data_received(data)
+        if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            text = f"the request's head is larger than {MAX_HEAD_BYTES} bytes"
+            self._refuse(InvalidRequest(text), 431)
+
+    def on_message_begin(self) -> None:
+        """A head begins."""
+        super().on_message_begin()
+        self._await_head()
+
+    def on_headers_complete(self) -> None:
+        """A head is complete."""
+        self._head_bytes = 0
+        self._stop_timer()
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of a body is here; its length is bounded by who reads it."""
+        self._head_bytes = 0
+        super().on_body(body)
+
+    def send_400_response(self, msg: str) -> None:
+        """What is no HTTP."""
+        self._refuse(InvalidRequest(msg))
+
+    def _await_head(self) -> None:
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._too_slow)
+
+    def _too_slow(self) -> None:
+        self._head_timer = None
+        self._refuse(RequestTooSlow(f"the request's head did not arrive within {HEAD_TIMEOUT_S:g} s"))
+
+    def _stop_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _refuse(self, error: BatonError, status: int | None = None) -> None:
+        self._stop_timer()
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete or not cycle.response_started:  # not into the middle of an answer
+            body = orjson.dumps(error_body(error))
+            head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+            self.transport.write(STATUS_LINE[status or error.http_status] + head.encode() + body)
+        self.transport.close()
