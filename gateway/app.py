@@ -45,7 +45,7 @@ def _http_error(_request: Request, error: Exception) -> Response:
 
 def build_app(gateway: Gateway) -> FastAPI:
     """The application of one gateway; its lifecycle is the caller's."""
-    app = FastAPI(title="Baton", docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(title="Baton", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.add_exception_handler(HTTPException, _http_error)
 
     def model_json() -> dict[str, Any]:

@@ -372,6 +372,8 @@ def _message(value: object, name: str) -> dict[str, Any]:
         raise InvalidRequest(f"{name}.role must be one of {', '.join(_ROLES)}", field=f"{name}.role")
     content = value.get("content")
     calls = value.get("tool_calls")
+    if calls is not None and not isinstance(calls, list):
+        raise wrong_type(f"{name}.tool_calls", "an array", calls)
     if content is None and not (role == "assistant" and calls):
         raise InvalidRequest(f"{name}.content is missing", field=f"{name}.content")
     message = {**value, "role": _ROLES[role], "content": _content(content, f"{name}.content")}

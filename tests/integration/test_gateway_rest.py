@@ -291,6 +291,7 @@ async def test_bad_completion_fields_are_named(shared: Rig, fields: dict[str, An
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]}, "messages[0].content[0].text"),
+        ({"messages": [{"role": "assistant", "tool_calls": 1}]}, "messages[0].tool_calls"),
         ({"tools": [{"type": "function"}]}, "tools"), ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"tool_choice": "required"}, "tool_choice"), ({"modalities": ["audio"]}, "modalities"),
         ({"top_logprobs": 3}, "top_logprobs"), ({"logprobs": 3}, "logprobs"), ({"n": 3}, "n"),
@@ -330,7 +331,8 @@ async def test_unknown_model_paths_and_methods(gw: Rig) -> None:
     assert (await gw.http.get("/v1/models/other")).status_code == 404
     assert (await gw.http.get(f"/v1/models/{MODEL}")).json()["id"] == MODEL
     assert [m["id"] for m in (await gw.http.get("/v1/models")).json()["data"]] == [MODEL]
-    for response in (await gw.http.get("/v1/nothing"), await gw.http.get("/v1/completions")):
+    strays = [("GET", "/v1/nothing"), ("GET", "/v1/completions"), ("POST", "/v1/completions/"), ("GET", "/health/")]
+    for response in [await gw.http.request(*stray) for stray in strays]:
         assert response.status_code in (404, 405)
         assert "message" in response.json()["error"]
 
