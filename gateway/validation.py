@@ -20,6 +20,7 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_LOGPROBS = 20
 MAX_PROMPTS = 64
+MAX_MESSAGES = 16384  # the template costs some 10 us for each, in the event loop
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 256
 MAX_SALT_CHARS = 256
@@ -359,6 +360,8 @@ def _messages(value: object) -> tuple[dict[str, Any], ...]:
         raise wrong_type("messages", "an array of messages", value)
     if not value:
         raise InvalidRequest("messages is empty", field="messages")
+    if len(value) > MAX_MESSAGES:
+        raise InvalidRequest(f"messages may have at most {MAX_MESSAGES} entries", field="messages")
     return tuple(_message(message, f"messages[{i}]") for i, message in enumerate(value))
 
 

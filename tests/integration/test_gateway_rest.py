@@ -285,6 +285,7 @@ async def test_bad_completion_fields_are_named(shared: Rig, fields: dict[str, An
     ("fields", "param"),
     [
         ({"messages": None}, "messages"), ({"messages": []}, "messages"), ({"messages": "hi"}, "messages"),
+        ({"messages": [{"role": "user", "content": "x"}] * 16385}, "messages"),
         ({"messages": ["hi"]}, "messages[0]"), ({"messages": [{"content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
