@@ -16,9 +16,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 from common.errors import ConfigError
 
+# What engine/models computes, by the names in config.json.
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 SMOLLM2 = "smollm2"
 SMOLLM2_DIR = "SmolLM2-135M-Instruct-0.1.2"
 CONVERSION_DEADLINE_S = 900.0
@@ -40,6 +43,22 @@ def served_name(model: str) -> str:
     return model if model == SMOLLM2 else Path(model).resolve().name
 
 
+def served_architecture(config: Mapping[str, Any]) -> str:
+    """The architecture that a config.json names; ConfigError, with field "model", when it is not served."""
+    names = config.get("architectures")
+    name = str(names[0]) if isinstance(names, list) and names else f"(none; model_type {config.get('model_type')!r})"
+    if name not in ARCHITECTURES:
+        raise ConfigError(
+            f"model architecture {name} is not served; served are {', '.join(ARCHITECTURES)}", field="model"
+        )
+    return name
+
+
+def model_path(model: str) -> Path:
+    """Where `model` (smollm2 or a path) lies, or will lie once resolve_model has been called."""
+    return smollm2_dir().resolve() if model == SMOLLM2 else Path(model).resolve()
+
+
 def resolve_model(model: str, *, say: Callable[[str], None] = lambda _: None) -> Path:
     """Directory of `model` (smollm2 or a path), converted first if need be (about a minute, once per user).
 
@@ -55,19 +74,26 @@ def resolve_model(model: str, *, say: Callable[[str], None] = lambda _: None) ->
 
 
 def check_model_dir(path: Path) -> Path:
-    """The absolute path, once it is known to hold a readable config.json, tokenizer.json and *.safetensors."""
+    """The absolute path, once it is known to hold config.json, tokenizer.json and *.safetensors of a served
+    architecture.
+    """
     if not path.is_dir():
         hint = "" if os.sep in str(path) else f" (known by name: {SMOLLM2})"
         raise ConfigError(f"model {str(path)!r} is not a directory{hint}", field="model")
+    found: dict[str, Any] = {}
     for name in ("config.json", "tokenizer.json"):
         try:
-            json.loads((path / name).read_bytes())
+            found[name] = json.loads((path / name).read_bytes())
         except FileNotFoundError:
             raise ConfigError(f"model directory {path} has no {name}", field="model") from None
         except (OSError, ValueError) as error:
             raise ConfigError(f"model directory {path}: {name} is not readable: {error}", field="model") from error
     if not any(path.glob("*.safetensors")):
         raise ConfigError(f"model directory {path} has no *.safetensors", field="model")
+    config = found["config.json"]
+    if not isinstance(config, dict):
+        raise ConfigError(f"model directory {path}: config.json is not a JSON object", field="model")
+    served_architecture(config)
     return path.resolve()
 
 

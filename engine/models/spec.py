@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError
+from common.models import served_architecture
 
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 
 
@@ -83,10 +83,7 @@ def load_spec(model_dir: Path) -> ModelSpec:
 
 def parse_spec(config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelSpec:
     """The spec of a config; the end-of-sequence tokens are those of both files, the generation config's first."""
-    names = config.get("architectures") or ["(no architecture)"]
-    name = str(names[0])
-    if name not in ARCHITECTURES:
-        raise ConfigError(f"model architecture {name} is not served; served are {', '.join(ARCHITECTURES)}")
+    name = served_architecture(config)
     if config.get("quantization_config"):
         raise ConfigError(f"quantised weights are not served ({name} with quantization_config)")
     activation = config.get("hidden_act") or "silu"
