@@ -1,5 +1,7 @@
 """The `baton` command. Only reads the command line: what a command does is imported when it runs, so help is quick.
 
+Values of flags arrive here as text: common/config.py alone says what they may be, and in which words it refuses them.
+
 Exit codes: 0 fine, 1 something failed or is missing, 2 wrong usage or configuration (one readable line on stderr), 3 a
 pod's KV pool stays quarantined, 4 a pod lost one of its threads; after 3 and 4 a restart helps.
 """
@@ -8,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import enum
 import importlib
 import logging
 import os
@@ -37,15 +38,6 @@ app = typer.Typer(
 )
 
 
-class LogLevel(enum.StrEnum):
-    """How much is logged."""
-
-    DEBUG = "debug"
-    INFO = "info"
-    WARNING = "warning"
-    ERROR = "error"
-
-
 def _opt(help_text: str, *names: str, metavar: str | None = None) -> Any:
     return typer.Option(*names, help=help_text, metavar=metavar, show_default=False)
 
@@ -57,22 +49,30 @@ Model = Annotated[str | None, _opt("smollm2 (the default) or a model directory."
 ServedName = Annotated[str | None, _opt("Name of the model for clients; default: the model's own.")]
 Redis = Annotated[str | None, _opt("redis://, rediss:// or unix:// URL of the prefix index.", metavar="URL")]
 Host = Annotated[str | None, _opt("Address to listen on (default 127.0.0.1); others need BATON_SECRET.")]
-BlockSize = Annotated[int | None, _opt("Tokens per KV block (default 16).")]
+BlockSize = Annotated[str | None, _opt("Tokens per KV block (default 16).", metavar="N")]
 KvMemory = Annotated[str | None, _opt("KV pool of a pod, like 512M (the default) or 2GiB.", metavar="SIZE")]
-ChunkTokens = Annotated[int | None, _opt("Most prompt tokens of one engine step (default 256).")]
-Threads = Annotated[int | None, _opt("CPU threads of a pod; default: automatic.")]
-Logs = Annotated[LogLevel | None, _opt("How much is logged (default info).")]
+ChunkTokens = Annotated[str | None, _opt("Most prompt tokens of one engine step (default 256).", metavar="N")]
+Device = Annotated[str | None, _opt("auto (the default), cpu, cuda or cuda:N.")]
+DType = Annotated[str | None, _opt("auto (the default), float32 or bfloat16.")]
+MaxModelLen = Annotated[str | None, _opt("Longest prompt plus output; default: the model's.", metavar="N")]
+Threads = Annotated[str | None, _opt("CPU threads of a pod; default: automatic.", metavar="N")]
+Logs = Annotated[str | None, _opt("debug, info (the default), warning or error.", metavar="LEVEL")]
 
 
 @app.command()
 def up(
     config: Config = None,
     model: Model = None,
-    prefill: Annotated[int | None, _opt("Number of prefill pods (default 1).")] = None,
-    decode: Annotated[int | None, _opt("Number of decode pods (default 1).")] = None,
+    served_name: ServedName = None,
+    prefill: Annotated[str | None, _opt("Number of prefill pods (default 1).", metavar="N")] = None,
+    decode: Annotated[str | None, _opt("Number of decode pods (default 1).", metavar="N")] = None,
     redis: Redis = None,
     host: Annotated[str | None, _opt("Address of the gateway (default 127.0.0.1).")] = None,
-    port: Annotated[int | None, _opt("Port of the gateway (default 8000, or the next free one).")] = None,
+    port: Annotated[str | None, _opt("Port of the gateway (default 8000, or the next free one).", metavar="N")] = None,
+    grpc_port: Annotated[str | None, _opt("Port of the public gRPC API; default: any free one.", metavar="N")] = None,
+    device: Device = None,
+    dtype: DType = None,
+    max_model_len: MaxModelLen = None,
     chunk_tokens: ChunkTokens = None,
     block_size: BlockSize = None,
     kv_memory: KvMemory = None,
@@ -82,40 +82,42 @@ def up(
     once: Annotated[
         str | None, _opt("Answer this prompt, show where its time went, and stop.", metavar="PROMPT")
     ] = None,
-    max_tokens: Annotated[int, typer.Option(help="Longest answer to --once, in tokens.", min=1)] = 96,
+    max_tokens: Annotated[str | None, _opt("Longest answer to --once, in tokens (default 96).", metavar="N")] = None,
 ) -> None:
     """Runs everything on this machine: Valkey (or --redis), prefill and decode pods, a gateway; until Ctrl-C."""
-    flags = {k: v for k, v in locals().items() if k not in ("config", "once", "max_tokens")}
+    flags = {k: v for k, v in locals().items() if k not in ("config", "once")}
     settings = _load(UpConfig, config, flags)
     from common.up import run
 
-    raise typer.Exit(asyncio.run(run(settings, once=once, max_tokens=max_tokens)))
+    raise typer.Exit(asyncio.run(run(settings, once=once)))
 
 
 @app.command()
 def serve(
-    role: Annotated[Role | None, _opt("What this pod does; both is an aggregated server.")] = None,
+    role: Annotated[str | None, _opt("prefill, decode, or both: an aggregated server.", metavar="ROLE")] = None,
     config: Config = None,
     model: Model = None,
     served_name: ServedName = None,
     name: Annotated[str | None, _opt("Stable name of the pod; default: role and host name.")] = None,
     host: Host = None,
-    port: Annotated[int | None, _opt("gRPC port; default: any free one.")] = None,
+    port: Annotated[str | None, _opt("gRPC port; default: any free one.", metavar="N")] = None,
     advertise: Annotated[str | None, _opt("Address under which peers reach this pod.", metavar="HOST:PORT")] = None,
     redis: Redis = None,
-    device: Annotated[str | None, _opt("auto (the default), cpu, cuda or cuda:N.")] = None,
-    dtype: Annotated[str | None, _opt("auto (the default), float32 or bfloat16.")] = None,
+    device: Device = None,
+    dtype: DType = None,
     threads: Threads = None,
     block_size: BlockSize = None,
     kv_memory: KvMemory = None,
-    max_model_len: Annotated[int | None, _opt("Longest prompt plus output; default: the model's.")] = None,
+    max_model_len: MaxModelLen = None,
     chunk_tokens: ChunkTokens = None,
-    max_seqs: Annotated[int | None, _opt("Most sequences at once (default 64).")] = None,
-    local_prefill_tokens: Annotated[int | None, _opt("Suffixes that decode computes itself (default 0).")] = None,
+    max_seqs: Annotated[str | None, _opt("Most sequences at once (default 64).", metavar="N")] = None,
+    local_prefill_tokens: Annotated[
+        str | None, _opt("Suffixes that decode computes itself (default 0).", metavar="N")
+    ] = None,
     checksums: Annotated[bool | None, typer.Option("--checksums", help="Check every moved block (slow).")] = None,
     allow_tcp: Annotated[bool | None, typer.Option("--allow-tcp", help="KV on a GPU may travel over TCP.")] = None,
-    metrics_port: Annotated[int | None, _opt("Prometheus port; default: off.")] = None,
-    drain_s: Annotated[float | None, _opt("Most seconds from SIGTERM to the end (default 30).")] = None,
+    metrics_port: Annotated[str | None, _opt("Prometheus port; default: off.", metavar="N")] = None,
+    drain_s: Annotated[str | None, _opt("Most seconds from SIGTERM to the end (default 30).", metavar="N")] = None,
     log_level: Logs = None,
 ) -> None:
     """Runs one pod: --role prefill, decode or both."""
@@ -131,14 +133,18 @@ def gateway(
     model: Model = None,
     served_name: ServedName = None,
     host: Host = None,
-    port: Annotated[int | None, _opt("HTTP port (default 8000).")] = None,
-    grpc_port: Annotated[int | None, _opt("Port of the public gRPC API; default: off.")] = None,
+    port: Annotated[str | None, _opt("HTTP port (default 8000).", metavar="N")] = None,
+    grpc_port: Annotated[str | None, _opt("Port of the public gRPC API; default: off.", metavar="N")] = None,
     redis: Redis = None,
     pods: Annotated[str | None, _opt("Pods to use without or beside Redis.", metavar="HOST:PORT,...")] = None,
     max_body_bytes: Annotated[str | None, _opt("Largest request body (default 8MiB).", metavar="SIZE")] = None,
-    request_timeout_s: Annotated[float | None, _opt("Deadline of requests that set none (default 600).")] = None,
-    max_inflight: Annotated[int | None, _opt("Most requests at once; more get 429 (default 1024).")] = None,
-    drain_s: Annotated[float | None, _opt("Most seconds from SIGTERM to the end (default 30).")] = None,
+    request_timeout_s: Annotated[
+        str | None, _opt("Deadline of requests that set none (default 600).", metavar="N")
+    ] = None,
+    max_inflight: Annotated[
+        str | None, _opt("Most requests at once; more get 429 (default 1024).", metavar="N")
+    ] = None,
+    drain_s: Annotated[str | None, _opt("Most seconds from SIGTERM to the end (default 30).", metavar="N")] = None,
     log_level: Logs = None,
 ) -> None:
     """Runs the gateway: OpenAI REST and gRPC for clients, routing to the pods."""
@@ -165,8 +171,7 @@ def version() -> None:
 def _load(kind: type[Settings], file: Path | None, flags: dict[str, Any]) -> Settings:
     if file is None and (named := os.environ.get("BATON_CONFIG")):
         file = Path(named)
-    plain = {name: value.value if isinstance(value, enum.Enum) else value for name, value in flags.items()}
-    return kind.load(file=file, env=os.environ, flags=plain)
+    return kind.load(file=file, env=os.environ, flags=flags)
 
 
 def _serve(module: str, settings: PodConfig | GatewayConfig) -> None:
@@ -201,14 +206,21 @@ def main() -> NoReturn:
     try:
         code = app(sys.argv[1:] or ["--help"], prog_name="baton", standalone_mode=False)
     except _CommandLineError as error:
-        code = _complain(f"{error.format_message()} (baton --help)", EXIT_USAGE)
+        code = _complain(f"{error.format_message()} {_hint()}", EXIT_USAGE)
     except ConfigError as error:
-        code = _complain(error.message, EXIT_USAGE)
+        code = _complain(f"{error.message} {_hint()}" if error.message.startswith("--") else error.message, EXIT_USAGE)
     except BatonError as error:
         code = _complain(error.message, EXIT_FAILED)
     except (KeyboardInterrupt, typer.Abort):
         code = EXIT_INTERRUPTED
     sys.exit(code or 0)
+
+
+def _hint() -> str:
+    """Where to read about the flags of the command that was asked for."""
+    commands = {command.callback.__name__ for command in app.registered_commands if command.callback is not None}
+    path = ("baton", *(name for name in sys.argv[1:2] if name in commands))
+    return f"({' '.join(path)} --help)"
 
 
 def _complain(message: str, code: int) -> int:

@@ -24,6 +24,9 @@ from common.types import Role
 ENV_PREFIX = "BATON_"
 ENV_OTHERS = frozenset({"BATON_CACHE", "BATON_CONFIG"})  # read elsewhere, no fields
 DEFAULT_SECRET = "baton-loopback-only"
+DEFAULT_PORT = 8000  # of a gateway
+
+_FLAG = " on the command line"  # where a value came from; files and the environment have other words
 
 _MIB = 1 << 20
 _UNITS = {"": 1, "B": 1, **{f"{p}{s}": 1024**i for i, p in enumerate("KMGT", 1) for s in ("", "iB")}}
@@ -137,6 +140,8 @@ _NAME = _text("1 to 63 letters, digits, dots, dashes or underscores", r"[A-Za-z0
 _MODEL = _text("a directory or a known model's name", r".+")
 _SECRET = _text("at least 8 characters", r".{8,}", secret=True)
 _DEVICE = _text("auto, cpu, cuda or cuda:N", r"auto|cpu|cuda(:\d+)?")
+_DTYPE = _choice("auto", "float32", "bfloat16")
+_MODEL_LEN = _integer(0, 1 << 24)
 _LOG_LEVEL = _choice("debug", "info", "warning", "error")
 _THREADS = _integer(0, 1024)
 _BLOCK_SIZE = _integer(1, 256)
@@ -182,7 +187,7 @@ class _Config:
         for source, origin in (
             (_read_toml(file), f" in {file}"),
             (_from_env(known, env), " in the environment"),
-            ({k: v for k, v in flags.items() if v is not None}, ""),
+            ({k: v for k, v in flags.items() if v is not None}, _FLAG),
         ):
             for name, raw in source.items():
                 if name not in known:
@@ -190,7 +195,7 @@ class _Config:
                 values[name] = _parse(name, known[name].metadata["kind"], raw, origin)
         for f in known.values():
             if f.default is MISSING and f.name not in values:
-                raise ConfigError(f"{f.name}: missing; expected {f.metadata['kind'].expected}", field=f.name)
+                raise ConfigError(f"{_flag(f.name)}: missing; expected {f.metadata['kind'].expected}", field=f.name)
         return cls(**values)
 
 
@@ -202,8 +207,15 @@ def _parse(name: str, kind: Kind, raw: object, origin: str) -> Any:
 
 
 def _refusal(name: str, kind: Kind, raw: object, origin: str) -> ConfigError:
-    shown = "this value" if kind.secret else repr(raw)
-    return ConfigError(f"{name}: {shown}{origin} will not do; expected {kind.expected}", field=name)
+    """A flag is named as a person typed it, and so is a number that came as text."""
+    number = isinstance(raw, str) and re.fullmatch(r"[+-]?[\d.]+", raw)
+    shown = "this value" if kind.secret else raw if number else repr(raw)
+    label, where = (_flag(name), "") if origin == _FLAG else (name, origin)
+    return ConfigError(f"{label}: {shown}{where} will not do; expected {kind.expected}", field=name)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def _read_toml(file: Path | None) -> Mapping[str, object]:
@@ -255,11 +267,11 @@ class PodConfig(_Config):
     redis: str | None = _setting(_REDIS, None)
     secret: str = _setting(_SECRET, DEFAULT_SECRET)
     device: str = _setting(_DEVICE, "auto")
-    dtype: str = _setting(_choice("auto", "float32", "bfloat16"), "auto")
+    dtype: str = _setting(_DTYPE, "auto")
     threads: int = _setting(_THREADS, 0)
     block_size: int = _setting(_BLOCK_SIZE, 16)
     kv_memory: int = _setting(_size(1), 512 * _MIB)
-    max_model_len: int = _setting(_integer(0, 1 << 24), 0)
+    max_model_len: int = _setting(_MODEL_LEN, 0)
     chunk_tokens: int = _setting(_CHUNK, 256)
     max_seqs: int = _setting(_integer(1, 65536), 64)
     local_prefill_tokens: int = _setting(_integer(0, 1 << 24), 0)
@@ -289,7 +301,7 @@ class GatewayConfig(_Config):
     """
 
     host: str = _setting(_HOST, "127.0.0.1")
-    port: int = _setting(_PORT, 8000)
+    port: int = _setting(_PORT, DEFAULT_PORT)
     grpc_port: int = _setting(_PORT, 0)
     redis: str | None = _setting(_REDIS, None)
     pods: tuple[str, ...] = _setting(_tuple_of(_ADDRESS), ())
@@ -305,21 +317,29 @@ class GatewayConfig(_Config):
 
 @dataclass(frozen=True, kw_only=True)
 class UpConfig(_Config):
-    """The stack on one machine: `prefill` + `decode` pods, a gateway on port (0 or taken: the next free one).
+    """The stack on one machine: `prefill` + `decode` pods and a gateway.
 
-    redis None: an embedded Valkey. kv_memory and threads are per pod. log_dir None: a temporary directory.
+    port None: DEFAULT_PORT or the next free one after it; 0, and grpc_port 0: any free one. redis None: an embedded
+    Valkey. device, dtype, max_model_len, kv_memory and threads are of each pod, as in PodConfig. log_dir None: a new
+    directory in the user's state. max_tokens: longest answer to `--once`.
     """
 
     model: str = _setting(_MODEL, "smollm2")
+    served_name: str | None = _setting(_optional(_MODEL), None)
     prefill: int = _setting(_integer(1, 64), 1)
     decode: int = _setting(_integer(1, 64), 1)
     redis: str | None = _setting(_REDIS, None)
     host: str = _setting(_HOST, "127.0.0.1")
-    port: int = _setting(_PORT, 8000)
+    port: int | None = _setting(_optional(_PORT), None)
+    grpc_port: int = _setting(_PORT, 0)
+    device: str = _setting(_DEVICE, "auto")
+    dtype: str = _setting(_DTYPE, "auto")
+    max_model_len: int = _setting(_MODEL_LEN, 0)
     chunk_tokens: int = _setting(_CHUNK, 256)
     block_size: int = _setting(_BLOCK_SIZE, 16)
     kv_memory: int = _setting(_size(1), 512 * _MIB)
     threads: int = _setting(_THREADS, 0)
+    max_tokens: int = _setting(_integer(1, 1 << 24), 96)
     log_dir: str | None = _setting(_optional(_text("a directory", r".+")), None)
     secret: str = _setting(_SECRET, DEFAULT_SECRET)
     log_level: str = _setting(_LOG_LEVEL, "info")

@@ -32,8 +32,10 @@ class Answer:
     last_s: float
 
 
-def show_answer(console: Console, base_url: str, model: str, prompt: str, max_tokens: int) -> int:
-    """Asks, prints the text as it arrives, then the waterfall; 0, or 1 when there was no answer."""
+def show_answer(console: Console, base_url: str, model: str, prompt: str, max_tokens: int, *, where: str = "") -> int:
+    """Asks, prints the text as it arrives, then the waterfall and the figures, which hold `where`; 0, or 1 when there
+    was no answer.
+    """
     console.print(f"\nPOST {base_url}/chat/completions", style="dim")
     console.print(f"> {prompt}\n", markup=False, style="bold")
     try:
@@ -51,13 +53,13 @@ def show_answer(console: Console, base_url: str, model: str, prompt: str, max_to
     console.print("\n")
     rest = answer.completion_tokens - 1
     rate = f", then {rest / (answer.last_s - answer.first_s):.0f} tokens/s" if rest > 0 else ""
-    console.print(
-        f"{answer.prompt_tokens} prompt tokens, {answer.completion_tokens} generated ({answer.finish_reason}); "
-        f"first after {answer.first_s * 1000:.0f} ms{rate}",
-        style="dim",
-    )
-    console.print()
     show_waterfall(console, timeline, tokens=answer.completion_tokens, end_s=answer.last_s)
+    console.print(
+        f"\n{answer.prompt_tokens} prompt tokens, {answer.completion_tokens} generated ({answer.finish_reason}); "
+        f"first after {answer.first_s * 1000:.0f} ms{rate}{where}",
+        style="dim",
+        soft_wrap=True,
+    )
     return 0
 
 

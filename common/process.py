@@ -5,9 +5,11 @@ A process can be started again under the same name, command and port after it en
 
 from __future__ import annotations
 
+import errno
 import signal
 import socket
 import subprocess
+import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,24 +21,32 @@ from common.tether import tethered
 
 
 class PortLease:
-    """A loopback TCP port kept for our children: bound here but never listened on.
+    """A loopback TCP port kept for our children: bound here but never listened on, and leased by nobody else.
 
     The kernel gives a port bound this way to nobody who asks for any free one, while a server that sets SO_REUSEADDR
-    (gRPC, uvicorn, Valkey all do) may bind and listen on it, again and again. Close it to give the port up.
+    (gRPC, uvicorn, Valkey all do) may bind and listen on it, again and again. So may another lease of a fixed port:
+    what keeps leases apart is a name of their own, which the kernel frees with its holder. Close it to give the port
+    up.
     """
 
-    def __init__(self, port: int = 0) -> None:
-        """port 0 takes any free one; ConfigError when the given one is in use."""
+    def __init__(self, port: int = 0, *, field: str = "port") -> None:
+        """port 0 takes any free one; ConfigError, naming the setting `field`, when the given one is in use."""
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        self._name: socket.socket | None = None
+        self.port = port
         try:
             # A fixed port may still have connections of a former server in TIME_WAIT: only a listener is in the way.
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(port != 0))
             self._socket.bind(("127.0.0.1", port))
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self.port = self._socket.getsockname()[1]
+            if sys.platform == "linux":  # abstract socket names belong to the network namespace, as ports do
+                self._name = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                self._name.bind(f"\0baton-port-{self.port}")
         except OSError as error:
-            self._socket.close()
-            raise ConfigError(f"port {port} cannot be used: {error.strerror}", field="port") from error
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self.port: int = self._socket.getsockname()[1]
+            self.close()
+            why = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be used: {error.strerror}"
+            raise ConfigError(f"{field}: {self.port} {why}", field=field) from error
 
     @property
     def address(self) -> str:
@@ -44,6 +54,8 @@ class PortLease:
 
     def close(self) -> None:
         """Gives the port up; idempotent."""
+        if self._name is not None:
+            self._name.close()
         self._socket.close()
 
     def __enter__(self) -> Self:

@@ -10,13 +10,13 @@ import functools
 import os
 import secrets
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
 from common import probes
-from common.config import DEFAULT_SECRET, UpConfig
+from common.config import DEFAULT_PORT, DEFAULT_SECRET, UpConfig
 from common.errors import ConfigError
 from common.models import served_name
 from common.process import ChildProcess, PortLease
@@ -25,7 +25,7 @@ from common.types import Role
 
 # (start, stop): the store first and last; the gateway leaves before the pods, so that what runs can end.
 STORE, POD, GATEWAY = (0, 2), (1, 1), (1, 0)
-LAST_PORT_TRIED = 64  # above the wished one
+PORTS_TRIED = 65  # from the default one on
 # Settings of a single pod or gateway: in the environment of `baton up` they would apply to all of them.
 _OF_ONE = ("ROLE", "NAME", "HOST", "PORT", "ADVERTISE", "METRICS_PORT", "GRPC_PORT", "PODS", "CONFIG", "LOG_DIR")
 
@@ -52,21 +52,25 @@ class Stack:
         *,
         pod_flags: Mapping[str, str] | None = None,
         env: Mapping[str, str] = os.environ,
+        say: Callable[[str], None] = lambda _: None,
     ) -> Self:
-        """Reserves ports and lays out the processes. pod_flags: further `baton serve` flags, for every pod.
+        """Reserves ports and lays out the processes; neither directory has to exist yet.
 
-        ConfigError when the gateway's port cannot be had or no Redis is given and Valkey is not installed.
+        pod_flags: further `baton serve` flags, for every pod. say gets a line when the gateway's port is another than
+        one would expect. ConfigError when a port cannot be had or no Redis is given and Valkey is not installed.
         """
         leases: list[PortLease] = []
 
-        def lease() -> PortLease:
-            leases.append(PortLease())
+        def lease(port: int = 0, field: str = "port") -> PortLease:
+            leases.append(PortLease(port, field=field))
             return leases[-1]
 
         try:
+            http = lease(config.port) if config.port is not None else _default_port(leases, say)
+            grpc = lease(config.grpc_port, "grpc_port")
             secret = config.secret if config.secret != DEFAULT_SECRET else secrets.token_hex(16)
             child_env = _child_env(env, secret)
-            model = served_name(config.model)
+            model = config.served_name or served_name(config.model)
             specs: list[ServiceSpec] = []
             if config.redis is None:
                 store = lease()
@@ -77,6 +81,9 @@ class Stack:
             shared = {"model": str(model_dir), "served-name": model, "redis": redis, "log-level": config.log_level}
             pods = {
                 **shared,
+                "device": config.device,
+                "dtype": config.dtype,
+                "max-model-len": str(config.max_model_len),
                 "chunk-tokens": str(config.chunk_tokens),
                 "block-size": str(config.block_size),
                 "kv-memory": str(config.kv_memory),
@@ -90,12 +97,11 @@ class Stack:
                     argv = _baton("serve", flags)
                     probe = functools.partial(probes.grpc_ready, port.address)
                     specs.append(_spec(flags["name"], argv, role, port.address, probe, log_dir, child_env, POD))
-            http, grpc = _near(config.port, leases), lease()
-            flags = {"host": config.host, "port": str(http), "grpc-port": str(grpc.port), **shared}
+            flags = {"host": config.host, "port": str(http.port), "grpc-port": str(grpc.port), **shared}
             reach = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
-            probe = functools.partial(probes.http_ready, reach, http)
+            probe = functools.partial(probes.http_ready, reach, http.port)
             argv = _baton("gateway", flags)
-            where = f"{config.host}:{http}"
+            where = f"{config.host}:{http.port}"
             specs.append(_spec("gateway", argv, "gateway", where, probe, log_dir, child_env, GATEWAY))
         except BaseException:
             for held in leases:
@@ -103,7 +109,7 @@ class Stack:
             raise
         return cls(
             specs=tuple(specs),
-            base_url=f"http://{reach}:{http}/v1",
+            base_url=f"http://{reach}:{http.port}/v1",
             grpc_address=f"{reach}:{grpc.port}",
             redis=redis,
             model=model,
@@ -148,15 +154,17 @@ def _spec(
     return ServiceSpec(process=process, role=role, address=address, probe=probe, start_stage=start, stop_stage=stop)
 
 
-def _near(wanted: int, leases: list[PortLease]) -> int:
-    """The wanted port or, when it is taken, the next free one."""
-    for port in range(wanted, min(wanted + LAST_PORT_TRIED, 65535) + 1) if wanted else (0,):
+def _default_port(leases: list[PortLease], say: Callable[[str], None]) -> PortLease:
+    """A lease of the default port or, when it is taken, of the next free one."""
+    for port in range(DEFAULT_PORT, DEFAULT_PORT + PORTS_TRIED):
         try:
             leases.append(PortLease(port))
         except ConfigError:
             continue
-        return leases[-1].port
-    raise ConfigError(f"port: {wanted} and the {LAST_PORT_TRIED} ports after it are in use", field="port")
+        if port != DEFAULT_PORT:
+            say(f"port {DEFAULT_PORT} is taken, using {port}")
+        return leases[-1]
+    raise ConfigError(f"port: {DEFAULT_PORT} to {DEFAULT_PORT + PORTS_TRIED - 1} are in use", field="port")
 
 
 def _threads_each(pods: int) -> int:

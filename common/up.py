@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import signal
 import time
@@ -18,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 from common.config import UpConfig
 from common.demo import show_answer
 from common.display import Board
-from common.models import resolve_model
+from common.models import model_path, resolve_model
 from common.stack import Stack
 from common.supervisor import Supervisor
 
@@ -32,22 +33,23 @@ DRAIN_GRACE_S = 35.0  # a little more than the services' own
 KEPT_LOG_DIRS = 10
 
 
-async def run(config: UpConfig, *, once: str | None, max_tokens: int) -> int:
+async def run(config: UpConfig, *, once: str | None) -> int:
     """Serves until a signal, or until `once` is answered; the process's exit code.
 
     ConfigError for a wrong configuration, Unavailable when a process does not come up; all processes have ended then.
     """
     board = Board(Console(highlight=False))
-    model_dir = await asyncio.to_thread(resolve_model, config.model, say=board.say)
     log_dir = Path(config.log_dir) if config.log_dir else _new_log_dir()
-    log_dir.mkdir(parents=True, exist_ok=True)
-    stack = Stack.plan(config, model_dir, log_dir)
-    supervisor = Supervisor(stack.specs, on_event=board.say)
-    stop = asyncio.Event()
+    # Ports first: that one is taken shall not be told after a minute of converting a model.
+    stack = Stack.plan(config, model_path(config.model), log_dir, say=board.say)
     try:
+        await asyncio.to_thread(resolve_model, config.model, say=board.say)
+        log_dir.mkdir(parents=True, exist_ok=True)
+        supervisor = Supervisor(stack.specs, on_event=board.say)
+        stop = asyncio.Event()
         with _signals(stop, supervisor.kill):
             try:
-                return await _until(stop, _session(board, stack, supervisor, once, max_tokens))
+                return await _until(stop, _session(board, stack, supervisor, config, once))
             finally:
                 board.say("stopping")
                 await supervisor.stop(DRAIN_GRACE_S)
@@ -55,14 +57,17 @@ async def run(config: UpConfig, *, once: str | None, max_tokens: int) -> int:
         stack.close()
 
 
-async def _session(board: Board, stack: Stack, supervisor: Supervisor, once: str | None, max_tokens: int) -> int:
+async def _session(board: Board, stack: Stack, supervisor: Supervisor, config: UpConfig, once: str | None) -> int:
     async with board.showing(supervisor.services):
         await supervisor.start(READY_TIMEOUT_S)
         if once is None:
-            board.console.print(_welcome(stack))
+            _welcome(board, stack)
             await supervisor.failure()
     assert once is not None
-    return await asyncio.to_thread(show_answer, board.console, stack.base_url, stack.model, once, max_tokens)
+    where = " on this CPU" if _surely_cpu(config.device) else ""
+    return await asyncio.to_thread(
+        show_answer, board.console, stack.base_url, stack.model, once, config.max_tokens, where=where
+    )
 
 
 async def _until(stop: asyncio.Event, work: Coroutine[Any, Any, int]) -> int:
@@ -97,22 +102,29 @@ def _signals(stop: asyncio.Event, kill: Callable[[], None]) -> Iterator[None]:
             loop.remove_signal_handler(number)
 
 
-def _welcome(stack: Stack) -> str:
+def _welcome(board: Board, stack: Stack) -> None:
+    """Where it is and how to use it: flush left and with no line broken, so that all of it can be copied and pasted."""
     messages = [{"role": "user", "content": "Why is the sky blue?"}]
     body = json.dumps({"model": stack.model, "stream": True, "messages": messages})
-    return f"""
-[bold]{escape(stack.model)}[/bold] is served on [bold]{stack.base_url}[/bold] (gRPC on {stack.grpc_address})
+    head = Text.assemble(
+        *("\n", (stack.model, "bold"), " is served on ", (stack.base_url, "bold"), f" (gRPC on {stack.grpc_address})")
+    )
+    board.console.print(head, soft_wrap=True)
+    board.say(f"""
+curl -N {stack.base_url}/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}
 
-  curl -N {stack.base_url}/chat/completions -H 'Content-Type: application/json' \\
-    -d '{escape(body)}'
+from openai import OpenAI
+client = OpenAI(base_url="{stack.base_url}", api_key="none")
+messages = {json.dumps(messages)}
+print(client.chat.completions.create(model={json.dumps(stack.model)}, messages=messages).choices[0].message.content)
 
-  from openai import OpenAI
-  client = OpenAI(base_url="{stack.base_url}", api_key="none")
-  messages = {escape(json.dumps(messages))}
-  print(client.chat.completions.create(model="{stack.model}", messages=messages).choices\\[0].message.content)
+logs in {stack.log_dir}; Ctrl-C stops everything
+""")
 
-logs in {escape(str(stack.log_dir))}; Ctrl-C stops everything
-"""
+
+def _surely_cpu(device: str) -> bool:
+    """Whether pods of this setting compute on the CPU; `auto` may be a GPU wherever a driver shows one."""
+    return device == "cpu" or (device == "auto" and not any(Path(f"/dev/{n}").exists() for n in ("nvidiactl", "dxg")))
 
 
 def _new_log_dir() -> Path:

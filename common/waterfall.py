@@ -11,6 +11,18 @@ from rich.table import Table
 from rich.text import Text
 
 MIN_BAR, MAX_BAR = 16, 48
+SCALE = "bars until the first token and its hand-off, and a third beyond; > goes on"
+# Transports as kv_transfer names them, in words.
+_TRANSPORTS = {
+    "cma": "shared memory (cma)",
+    "shm": "shared memory (shm)",
+    "cuda_ipc": "NVLink or PCIe (cuda_ipc)",
+    "cuda": "CUDA copies",
+    "rdma": "RDMA",
+    "tcp": "TCP",
+    "loopback": "loopback (no network)",
+    "unknown": "a transport that UCX chose",
+}
 DETAIL_WIDTH = 74  # kept free beside the bars where the terminal is wide enough
 
 
@@ -51,8 +63,9 @@ def spans_of(timeline: Mapping[str, Any], *, tokens: int, end_s: float) -> list[
     if first and handed_off:
         chunks = [event["t"] for event in events if event["event"] == "chunk"]
         early = handed_off["blocks_before_last_chunk"]
+        by = _TRANSPORTS.get(handed_off["transport"], handed_off["transport"])
         detail = (
-            f"{handed_off['blocks']} blocks, {handed_off['bytes'] / 2**20:.1f} MiB by {handed_off['transport']}, "
+            f"{handed_off['blocks']} blocks, {handed_off['bytes'] / 2**20:.1f} MiB by {by}, "
             f"{early} before the last chunk's end"
         )
         spans.append(Span("pushes", min([*chunks, first["t"]]), handed_off["t"], detail, "magenta"))
@@ -79,12 +92,16 @@ def draw(console: Console, spans: Sequence[Span], axis_s: float) -> None:
     for span in spans:
         left = min(round(span.start_s / axis_s * bar_width), bar_width - 1)
         width = max(1, min(round((span.end_s - span.start_s) / axis_s * bar_width), bar_width - left))
-        beyond = ">" if span.end_s > axis_s * 1.001 else ""
+        beyond = ">" if _goes_on(span, axis_s) else ""
         bar = Text(" " * left)
         bar.append(block * (width - len(beyond)) + beyond, style=span.style)
         bar.append(" " * (bar_width - left - width))
         table.add_row(span.name, f"{(span.end_s - span.start_s) * 1000:.1f} ms", bar, span.detail)
     console.print(table)
+
+
+def _goes_on(span: Span, axis_s: float) -> bool:
+    return span.end_s > axis_s * 1.001
 
 
 def axis_of(spans: Sequence[Span]) -> float:
@@ -95,6 +112,9 @@ def axis_of(spans: Sequence[Span]) -> float:
 
 
 def show_waterfall(console: Console, timeline: Mapping[str, Any], *, tokens: int, end_s: float) -> None:
-    """The waterfall of one request."""
+    """The waterfall of one request; a word on its scale when not everything fits."""
     spans = spans_of(timeline, tokens=tokens, end_s=end_s)
-    draw(console, spans, axis_of(spans))
+    axis_s = axis_of(spans)
+    draw(console, spans, axis_s)
+    if any(_goes_on(span, axis_s) for span in spans):
+        console.print(SCALE, style="dim")

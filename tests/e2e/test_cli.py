@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -34,14 +35,19 @@ def baton(*argv: str, env: dict[str, str] | None = None, timeout_s: float = 60.0
     [
         (["frobnicate"], "frobnicate"),
         (["up", "--frobnicate"], "--frobnicate"),
-        (["up", "--prefill", "many"], "--prefill"),
-        (["up", "--decode", "0"], "decode"),
-        (["up", "--block-size", "0"], "block_size"),
-        (["up", "--kv-memory", "a lot"], "kv_memory"),
+        (["up", "--prefill", "many"], "--prefill: 'many' will not do; expected an integer"),
+        (["up", "--prefill", "-1"], "--prefill: -1 will not do; expected an integer"),
+        (["up", "--max-tokens", "0"], "--max-tokens: 0 will not do"),
+        (["up", "--port"], "(baton up --help)"),
+        (["up", "--decode", "0"], "(baton up --help)"),
+        (["up", "--block-size", "0"], "--block-size: 0 will not do"),
+        (["up", "--kv-memory", "a lot"], "--kv-memory: 'a lot' will not do"),
         (["up", "--model", "/does/not/exist"], "/does/not/exist"),
         (["up", "--redis", "http://localhost"], "redis"),
-        (["serve"], "role"),
-        (["serve", "--role", "referee"], "--role"),
+        (["serve"], "--role: missing"),
+        (["serve", "--role", "referee"], "--role: 'referee' will not do; expected one of prefill, decode, both"),
+        (["serve", "--role", "decode", "--drain-s", "soon"], "(baton serve --help)"),
+        (["gateway", "--log-level", "loud"], "--log-level: 'loud' will not do"),
         (["serve", "--role", "prefill", "--host", "0.0.0.0"], "secret"),
         (["serve", "--role", "decode", "--config", "/does/not/exist.toml"], "/does/not/exist.toml"),
         (["gateway", "--pods", "nowhere"], "pods"),
@@ -93,7 +99,8 @@ class Up:
         self.output = tmp / "output"
         flags = ["--model", str(model), "--log-dir", str(tmp / "logs"), "--kv-memory", "64M", *argv]
         with self.output.open("w") as out:
-            self.process = subprocess.Popen([*BATON, "up", *flags], stdout=out, stderr=subprocess.STDOUT)
+            env = {**os.environ, "COLUMNS": "80"}
+            self.process = subprocess.Popen([*BATON, "up", *flags], stdout=out, stderr=subprocess.STDOUT, env=env)
 
     def wait_for(self, pattern: str, timeout_s: float = START_S) -> re.Match[str]:
         deadline = time.monotonic() + timeout_s
@@ -109,14 +116,26 @@ class Up:
 
 @pytest.fixture
 def up(tmp_path: Path, smollm2_dir: Path) -> Iterator[Up]:
-    running = Up(tmp_path, smollm2_dir, "--port", "0")
+    running = Up(tmp_path, smollm2_dir, "--port", "0", "--served-name", "it's small", "--max-model-len", "256")
     yield running
     running.process.kill()
     running.process.wait()
 
 
+def run_pasted(argv: list[str]) -> str:
+    """What an example prints that was pasted as it stands."""
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def test_up_serves_restarts_what_dies_and_takes_everything_along(up: Up) -> None:
     up.wait_for(r"curl -N (\S+)/chat/completions")
+    examples = up.wait_for(r"(?s)\n(curl .*?)\n\n(from openai .*?)\n\nlogs in")
+    answers = [run_pasted(["bash", "-c", examples[1]]), run_pasted([sys.executable, "-c", examples[2]])]
+    assert answers[0].rstrip().endswith("data: [DONE]")
+    assert answers[1].strip()
+
     before = {" ".join(p.cmdline()): p.pid for p in up.children()}
     assert len(before) == 4  # valkey, prefill-0, decode-0, gateway
 
@@ -149,12 +168,28 @@ def test_one_answer_and_where_its_time_went(tmp_path: Path, smollm2_dir: Path) -
     assert "The capital of France is Paris." in done.stdout
     for phase in ("gateway", "queue", "chunk 1", "chunk 2", "pushes", "hand-off", "decode"):
         assert re.search(rf"^{phase} +[\d.]+ ms", done.stdout, re.MULTILINE), phase
+    assert "tokens/s on this" in done.stdout.splitlines()[-2]
 
 
-def test_up_gives_up_on_a_child_that_cannot_start(tmp_path: Path) -> None:
-    for name, content in {"config.json": '{"model_type": "abacus"}', "tokenizer.json": "{}"}.items():
+@pytest.mark.parametrize("config", ['{"architectures": ["GPT2LMHeadModel"]}', '{"model_type": "abacus"}', "[]"])
+def test_a_model_that_is_not_served_is_refused_before_anything_starts(config: str, tmp_path: Path) -> None:
+    for name, content in {"config.json": config, "tokenizer.json": "{}", "model.safetensors": ""}.items():
         (tmp_path / name).write_text(content)
-    (tmp_path / "model.safetensors").write_bytes(b"")
-    done = baton("up", "--model", str(tmp_path), "--log-dir", str(tmp_path / "logs"), timeout_s=240)
-    assert done.returncode in (1, 2)
-    assert "baton: " in done.stderr
+    logs = tmp_path / "logs"
+    for done in (
+        baton("up", "--port", "0", "--model", str(tmp_path), "--log-dir", str(logs)),
+        baton("serve", "--role", "prefill", "--model", str(tmp_path)),
+    ):
+        assert done.returncode == 2
+        assert re.fullmatch(r"baton: .*(GPT2LMHeadModel|abacus|not a JSON object).*\n", done.stderr)
+    assert not logs.exists()
+
+
+def test_a_port_that_was_asked_for_and_is_taken_is_refused(tmp_path: Path) -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        done = baton("up", "--port", str(port), "--log-dir", str(tmp_path / "logs"))
+    assert done.returncode == 2
+    assert done.stderr == f"baton: port: {port} is in use\n"

@@ -23,7 +23,8 @@ def test_defaults() -> None:
     assert (config.role, config.host, config.block_size, config.chunk_tokens) == (Role.DECODE, "127.0.0.1", 16, 256)
     assert config.secret == DEFAULT_SECRET
     assert GatewayConfig.load(file=None, env={}, flags={}).max_body_bytes == 8 << 20
-    assert UpConfig.load(file=None, env={}, flags={}).port == 8000
+    assert GatewayConfig.load(file=None, env={}, flags={}).port == 8000
+    assert UpConfig.load(file=None, env={}, flags={}).port is None
 
 
 def test_flags_beat_environment_beats_file_beats_default(tmp_path: Path) -> None:
@@ -95,10 +96,24 @@ def test_a_bad_value_is_named_with_what_was_expected(field: str, value: object, 
     with pytest.raises(ConfigError) as e:
         pod(**{field: value})
     assert e.value.field == field
-    assert field in e.value.message
-    assert repr(value) in e.value.message
+    assert e.value.message.startswith(f"--{field.replace('_', '-')}: {value!r} will not do; expected ")
     assert expected in e.value.message
     assert "\n" not in e.value.message
+
+
+def test_a_bad_value_is_named_as_it_was_given(tmp_path: Path) -> None:
+    """A flag by its flag, a number without quotes; others by the setting and where it stands."""
+    file = tmp_path / "baton.toml"
+    file.write_text("prefill = 0\n")
+    for env, path, flags, begin in (
+        ({}, None, {"prefill": "-1"}, "--prefill: -1 will not do"),
+        ({}, None, {"prefill": "many"}, "--prefill: 'many' will not do"),
+        ({"BATON_PREFILL": "0"}, None, {}, "prefill: 0 in the environment will not do"),
+        ({}, file, {}, f"prefill: 0 in {file} will not do"),
+    ):
+        with pytest.raises(ConfigError) as e:
+            UpConfig.load(file=path, env=env, flags=flags)
+        assert e.value.message == f"{begin}; expected an integer from 1 to 64"
 
 
 def test_the_constructor_checks_too() -> None:

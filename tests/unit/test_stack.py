@@ -1,0 +1,92 @@
+"""The one-machine stack before anything starts: who gets which port, and what the processes are told."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from common import stack as stack_module
+from common.config import UpConfig
+from common.errors import ConfigError
+from common.process import PortLease
+from common.stack import Stack
+
+REDIS = "redis://127.0.0.1:6379/0"
+
+
+@contextlib.contextmanager
+def planned(said: list[str] | None = None, **settings: object) -> Iterator[Stack]:
+    config = UpConfig.load(file=None, env={}, flags={"redis": REDIS, **settings})
+    stack = Stack.plan(config, Path("/model"), Path("/logs"), env={}, say=(said if said is not None else []).append)
+    try:
+        yield stack
+    finally:
+        stack.close()
+
+
+@contextlib.contextmanager
+def listening(port: int = 0) -> Iterator[int]:
+    with socket.socket() as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(("127.0.0.1", port))
+        server.listen()
+        yield server.getsockname()[1]
+
+
+def free_port() -> int:
+    with PortLease() as lease:
+        return lease.port
+
+
+def test_a_port_is_leased_once_and_its_server_may_come_and_go() -> None:
+    with PortLease(free_port()) as lease:
+        with pytest.raises(ConfigError, match=f"^port: {lease.port} is in use$"):
+            PortLease(lease.port)
+        for _ in range(2):
+            with listening(lease.port):
+                pass
+    PortLease(lease.port).close()  # given up
+
+
+def test_a_free_port_is_leased_once_too() -> None:
+    with PortLease() as lease, pytest.raises(ConfigError, match="is in use"):
+        PortLease(lease.port)
+
+
+@pytest.mark.parametrize("name", ["port", "grpc_port"])
+def test_a_named_port_is_had_or_refused(name: str) -> None:
+    with (
+        listening() as port,
+        pytest.raises(ConfigError, match=f"^{name}: {port} is in use$") as e,
+        planned(**{"port": 0, name: port}),
+    ):
+        pass
+    assert e.value.field == name
+    with planned(**{"port": 0, name: port}) as stack:
+        assert f"--{name.replace('_', '-')}={port}" in stack.specs[-1].process.argv
+        assert str(port) in (stack.base_url if name == "port" else stack.grpc_address)
+
+
+def test_the_next_port_is_taken_in_place_of_the_default_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with listening() as taken:
+        monkeypatch.setattr(stack_module, "DEFAULT_PORT", taken)
+        said: list[str] = []
+        with planned(said) as first, planned(said) as second:  # two at once, none of which listens yet
+            ports = [int(stack.base_url.removesuffix("/v1").rpartition(":")[2]) for stack in (first, second)]
+    assert taken < ports[0] < ports[1]
+    assert said == [f"port {taken} is taken, using {port}" for port in ports]
+
+
+def test_settings_reach_the_processes() -> None:
+    settings = {"served_name": "my model", "device": "cpu", "dtype": "bfloat16", "max_model_len": 512}
+    with planned(port=0, **settings) as stack:
+        assert stack.model == "my model"
+        *pods, gateway = (spec.process.argv for spec in stack.specs)
+        assert len(pods) == 2
+        for argv in pods:
+            assert {"--served-name=my model", "--device=cpu", "--dtype=bfloat16", "--max-model-len=512"} <= set(argv)
+        assert "--served-name=my model" in gateway
