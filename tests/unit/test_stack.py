@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,7 @@ REDIS = "redis://127.0.0.1:6379/0"
 
 
 @contextlib.contextmanager
-def planned(said: list[str] | None = None, **settings: object) -> Iterator[Stack]:
+def planned(settings: Mapping[str, object], said: list[str] | None = None) -> Iterator[Stack]:
     config = UpConfig.load(file=None, env={}, flags={"redis": REDIS, **settings})
     stack = Stack.plan(config, Path("/model"), Path("/logs"), env={}, say=(said if said is not None else []).append)
     try:
@@ -62,11 +62,11 @@ def test_a_named_port_is_had_or_refused(name: str) -> None:
     with (
         listening() as port,
         pytest.raises(ConfigError, match=f"^{name}: {port} is in use$") as e,
-        planned(**{"port": 0, name: port}),
+        planned({"port": 0, name: port}),
     ):
         pass
     assert e.value.field == name
-    with planned(**{"port": 0, name: port}) as stack:
+    with planned({"port": 0, name: port}) as stack:
         assert f"--{name.replace('_', '-')}={port}" in stack.specs[-1].process.argv
         assert str(port) in (stack.base_url if name == "port" else stack.grpc_address)
 
@@ -75,7 +75,7 @@ def test_the_next_port_is_taken_in_place_of_the_default_and_told(monkeypatch: py
     with listening() as taken:
         monkeypatch.setattr(stack_module, "DEFAULT_PORT", taken)
         said: list[str] = []
-        with planned(said) as first, planned(said) as second:  # two at once, none of which listens yet
+        with planned({}, said) as first, planned({}, said) as second:  # two at once, none of which listens yet
             ports = [int(stack.base_url.removesuffix("/v1").rpartition(":")[2]) for stack in (first, second)]
     assert taken < ports[0] < ports[1]
     assert said == [f"port {taken} is taken, using {port}" for port in ports]
@@ -83,7 +83,7 @@ def test_the_next_port_is_taken_in_place_of_the_default_and_told(monkeypatch: py
 
 def test_settings_reach_the_processes() -> None:
     settings = {"served_name": "my model", "device": "cpu", "dtype": "bfloat16", "max_model_len": 512}
-    with planned(port=0, **settings) as stack:
+    with planned({"port": 0, **settings}) as stack:
         assert stack.model == "my model"
         *pods, gateway = (spec.process.argv for spec in stack.specs)
         assert len(pods) == 2
