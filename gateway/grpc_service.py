@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+import time
 from contextlib import aclosing
 from typing import Any
 
 import grpc
 
-from common.errors import InvalidRequest
+from common.errors import DeadlineExceeded, InvalidRequest
 from common.pb import inference_pb2, inference_pb2_grpc
 from common.wire import finish_to_pb, token_to_pb
 from gateway.output import Piece
-from gateway.service import Choice, Gateway, Ticket, Usage, aborted_call
+from gateway.service import Choice, Gateway, Ticket, Usage
 from gateway.validation import parse_chat, parse_completion
+
+SEND_GRACE_S = 5.0  # what the end of an answer may take beyond the request's deadline
 
 _PASSED = (
     "max_tokens",
@@ -50,28 +52,42 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
 
-    async def Generate(
+    async def Generate(  # type: ignore[override]  # the stubs know generators only
         self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
-        """Deltas, then one message with finish reason and usage."""
+    ) -> None:
+        """Writes deltas, then one message with finish reason and usage."""
         left = context.time_remaining()
         with self._gateway.admit("generate", request.request_id[:128] or None, left) as ticket:
-            # The call runs in a task of its own, so that Abort can end it and still be told apart from a cancel.
-            choice = await self._choice(ticket, request)
-            queue: asyncio.Queue[Piece | None] = asyncio.Queue()
-            work = asyncio.get_running_loop().create_task(_pump(choice, queue))
-            work.add_done_callback(lambda _: queue.put_nowait(None))
-            ticket.serve_by(work)
+            # Writes and does not yield: a client that neither reads nor leaves blocks the sending, and only here can
+            # that wait be ended.
             try:
-                while (piece := await queue.get()) is not None:
-                    yield self._message(ticket, piece, choice.usage)
-                    queue.task_done()
-                if work.cancelled():
-                    raise aborted_call()
-                await work
-            finally:
-                work.cancel()
-                await asyncio.gather(work, return_exceptions=True)
+                async with asyncio.timeout(ticket.deadline + SEND_GRACE_S - time.monotonic()):
+                    await self._generate(request, context, ticket)
+            except TimeoutError as e:
+                raise DeadlineExceeded("the request's time is over") from e
+
+    async def _generate(
+        self,
+        request: inference_pb2.GenerateRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+        ticket: Ticket,
+    ) -> None:
+        # The answer is made in a task of its own, so that Abort can end it and still be told apart from a cancel.
+        choice = await self._choice(ticket, request)
+        queue: asyncio.Queue[Piece | None] = asyncio.Queue()
+        work = asyncio.get_running_loop().create_task(_pump(choice, queue))
+        work.add_done_callback(lambda _: queue.put_nowait(None))
+        ticket.serve_by(work)
+        try:
+            while (piece := await queue.get()) is not None:
+                await context.write(self._message(ticket, piece, choice.usage))
+                queue.task_done()
+            if work.cancelled() and ticket.ended_with is not None:
+                raise ticket.ended_with
+            await work
+        finally:
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
 
     async def _choice(self, ticket: Ticket, request: inference_pb2.GenerateRequest) -> Choice:
         fields = _fields(request)

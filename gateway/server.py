@@ -1,7 +1,8 @@
 """The gateway as a process: HTTP under uvicorn, gRPC beside it, until a signal ends it.
 
 Lifecycle: start (pods are looked for) -> listen -> SIGTERM: readiness turns 503, new requests are refused, running ones
-end -> stop. Liveness depends on nothing but the event loop.
+end -> stop: those that did not end in time get an error, then connections close, then the core. Liveness depends on
+nothing but the event loop.
 """
 
 from __future__ import annotations
@@ -147,7 +148,7 @@ class GatewayServer:
         await drained
 
     async def stop(self) -> None:
-        """Closes everything, or gives up after STOP_S."""
+        """Ends what still runs, with an error for its client, and closes everything; gives up after STOP_S."""
         closing = asyncio.get_running_loop().create_task(self._close())
         await asyncio.wait({closing}, timeout=STOP_S)
         if closing.done():
@@ -157,6 +158,7 @@ class GatewayServer:
             _log.error("the gateway did not close within %.0f s", STOP_S)
 
     async def _close(self) -> None:
+        self.gateway.end_requests()  # before connections close: a stream still has to say why it ends
         if self._grpc is not None:
             await self._grpc.stop(0.5)
         if self._http is not None and self._http_task is not None:

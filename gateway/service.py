@@ -65,23 +65,25 @@ class Answer:
 
 
 class Ticket:
-    """One client request under way. abort: ends it from elsewhere (the Abort call)."""
+    """One client request under way. end: ends it from elsewhere (the Abort call, the gateway's stop)."""
 
     def __init__(self, timeline: Timeline, endpoint: str, deadline: float) -> None:
         self.id = timeline.request_id
         self.timeline = timeline
         self.endpoint = endpoint
         self.deadline = deadline
+        self.ended_with: BatonError | None = None
         self._task: asyncio.Task[None] | None = None
-        self.aborted = False
 
     def serve_by(self, task: asyncio.Task[None]) -> None:
-        """The task that abort cancels."""
+        """The task that end cancels."""
         self._task = task
+        if self.ended_with is not None:
+            task.cancel()
 
-    def abort(self) -> None:
-        """Cancels the task that serves the request."""
-        self.aborted = True
+    def end(self, error: BatonError) -> None:
+        """Cancels the task that serves the request; what the client gets instead is the first error given."""
+        self.ended_with = self.ended_with or error
         if self._task is not None:
             self._task.cancel()
 
@@ -191,8 +193,16 @@ class Gateway:
         self.draining = True
         await self._idle.wait()
 
+    def end_requests(self) -> None:
+        """Ends the running requests with an error that their clients still get; refuses new ones."""
+        self.draining = True
+        if self._tickets:
+            _log.warning("ending %d running requests", len(self._tickets))
+        for ticket in self._tickets.values():
+            ticket.end(Unavailable("the gateway is leaving", retry_after_s=1.0))
+
     async def stop(self) -> None:
-        """Frees everything; requests that still run fail."""
+        """Frees everything; requests that still run fail. end_requests first, for their clients' sake."""
         await self.pipeline.stop()
         await self.table.stop()
         if self._index is not None:
@@ -228,7 +238,7 @@ class Gateway:
             outcome = "ok"
         except (Cancelled, asyncio.CancelledError, GeneratorExit):
             outcome = "aborted"
-            self.metrics.aborts.labels("abort_call" if ticket.aborted else "disconnect").inc()
+            self.metrics.aborts.labels("disconnect" if ticket.ended_with is None else "abort_call").inc()
             raise
         except BatonError as e:
             outcome = e.kind
@@ -248,7 +258,7 @@ class Gateway:
         ticket = self._tickets.get(request_id)
         if ticket is None:
             return False
-        ticket.abort()
+        ticket.end(Cancelled("the request was aborted"))
         return True
 
     def require_model(self, name: str) -> None:
@@ -313,8 +323,3 @@ class Gateway:
         )
         ticket.timeline.mark("tokenized", prompt_tokens=request.prompt_len)
         return Choice(self, ticket, spec, request)
-
-
-def aborted_call() -> Cancelled:
-    """What a request ends with after its Abort call."""
-    return Cancelled("the request was aborted")

@@ -30,7 +30,7 @@ from gateway.openai_schema import (
     usage_json,
 )
 from gateway.output import Piece
-from gateway.service import Choice, Gateway, Ticket, Usage, aborted_call
+from gateway.service import Choice, Gateway, Ticket, Usage
 from gateway.validation import Spec, parse_chat, parse_completion
 
 _log = logging.getLogger(__name__)
@@ -135,8 +135,8 @@ class GenerateEndpoint:
                 work.cancel()
         if not work.cancelled():
             work.result()
-        elif ticket.aborted:
-            raise aborted_call()
+        elif ticket.ended_with is not None:
+            raise ticket.ended_with
         elif stuck:
             response.done = response.streaming  # no error event either for a client that does not read
             raise DeadlineExceeded("the request's time is over")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest_asyncio
 
 from common import rpc
 from common.pb import inference_pb2, inference_pb2_grpc, types_pb2
+from gateway import grpc_service
 from tests.fake_pods import FakeCluster, fake_cluster
 from tests.gateway_rig import MODEL, Rig, rig, texts, until
 
@@ -149,6 +151,22 @@ async def test_grpc_abort_deadline_and_cancel_free_everything(gw: Rig, stub: Any
     call.cancel()
     await until(lambda: len(cluster.decodes[0].seen.decode_aborts) == 3)
     assert (await stub.Abort(inference_pb2.AbortGenerateRequest(request_id="unknown"))) is not None
+
+
+async def test_grpc_client_that_does_not_read_is_given_up_after_the_deadline(
+    gw: Rig, stub: Any, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grpc_service, "SEND_GRACE_S", 0.1)
+    monkeypatch.setattr(gw.gateway, "settings", replace(gw.gateway.settings, request_timeout_s=1.0))
+    cluster.script = lambda request: [66] * request.sampling.max_tokens
+    sent = gw.gateway.metrics.output_tokens
+    request = inference_pb2.GenerateRequest(model=MODEL, text="x", max_tokens=2000, logprobs=20)
+    call = stub.Generate(request)  # never read: what the connection takes without a reader is less than the answer
+    await until(lambda: gw.gateway.metrics.running._value.get() != 0)
+    async with asyncio.timeout(10):
+        await gw.gateway.drain()  # returns once no permit is out
+    assert sent._value.get() == 0
+    call.cancel()
 
 
 async def _status(call: Any) -> grpc.StatusCode:

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import orjson
 import pytest
@@ -28,6 +29,8 @@ from common.errors import (
     Unauthenticated,
     Unavailable,
 )
+from common.lifecycle import Lifecycle
+from common.pb import inference_pb2, inference_pb2_grpc
 from common.types import FinishReason, Role, SamplingParams, ValidRequest
 from gateway import streaming
 from gateway.leg import Leg
@@ -301,6 +304,36 @@ async def test_drain_finishes_what_runs_and_refuses_the_rest(gw: Rig, cluster: F
     assert (await gw.http.get("/ready")).status_code == 503
     assert (await running).status_code == 200
     await asyncio.wait_for(drain, 2)
+
+
+async def test_what_outlives_the_drain_ends_with_an_error_that_its_client_sees(
+    cluster: FakeCluster, smollm2_dir: Path, unused_tcp_port: int
+) -> None:
+    for pod in cluster.decodes:
+        pod.faults.stall_after = 2
+    async with (
+        rig(cluster, smollm2_dir, grpc_port=unused_tcp_port) as gw,
+        rpc.channel(f"127.0.0.1:{unused_tcp_port}") as channel,
+    ):
+        streams = [asyncio.create_task(gw.stream(path)) for path in ("completions", "chat")]
+        whole = asyncio.create_task(gw.complete())
+        request = inference_pb2.GenerateRequest(model=MODEL, text="x", max_tokens=30)
+        call = inference_pb2_grpc.InferenceStub(channel).Generate(request)
+        await call.read()
+        await until(lambda: sum(len(pod.seen.hand_offs) for pod in cluster.prefills) == 4)
+        lifecycle = Lifecycle(gw.server.drain, drain_s=0.2)
+        lifecycle.begin_drain("the test")
+        await lifecycle.wait_stopped()
+        async with asyncio.timeout(4):  # less than connections get to end by themselves
+            await gw.server.stop()
+        for status, events in [await stream for stream in streams]:
+            assert status == 200
+            assert "choices" in events[0]
+            assert events[-1]["error"]["message"] == "the gateway is leaving"
+        assert (await whole).status_code == 503
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            _ = [message async for message in call]
+        assert error.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
 async def test_many_at_once_with_aborts_leave_nothing_behind(gw: Rig, cluster: FakeCluster) -> None:
