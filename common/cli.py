@@ -55,6 +55,7 @@ ChunkTokens = Annotated[str | None, _opt("Most prompt tokens of one engine step 
 Device = Annotated[str | None, _opt("auto (the default), cpu, cuda or cuda:N.")]
 DType = Annotated[str | None, _opt("auto (the default), float32 or bfloat16.")]
 MaxModelLen = Annotated[str | None, _opt("Longest prompt plus output; default: the model's.", metavar="N")]
+DrainS = Annotated[str | None, _opt("Most seconds that running requests get at the end (default 30).", metavar="N")]
 Threads = Annotated[str | None, _opt("CPU threads of a pod; default: automatic.", metavar="N")]
 Logs = Annotated[str | None, _opt("debug, info (the default), warning or error.", metavar="LEVEL")]
 
@@ -77,6 +78,7 @@ def up(
     block_size: BlockSize = None,
     kv_memory: KvMemory = None,
     threads: Threads = None,
+    drain_s: DrainS = None,
     log_dir: Annotated[str | None, _opt("Where the processes log; default: a new folder in the user's state.")] = None,
     log_level: Logs = None,
     once: Annotated[
@@ -117,7 +119,7 @@ def serve(
     checksums: Annotated[bool | None, typer.Option("--checksums", help="Check every moved block (slow).")] = None,
     allow_tcp: Annotated[bool | None, typer.Option("--allow-tcp", help="KV on a GPU may travel over TCP.")] = None,
     metrics_port: Annotated[str | None, _opt("Prometheus port; default: off.", metavar="N")] = None,
-    drain_s: Annotated[str | None, _opt("Most seconds from SIGTERM to the end (default 30).", metavar="N")] = None,
+    drain_s: DrainS = None,
     log_level: Logs = None,
 ) -> None:
     """Runs one pod: --role prefill, decode or both."""
@@ -144,7 +146,7 @@ def gateway(
     max_inflight: Annotated[
         str | None, _opt("Most requests at once; more get 429 (default 1024).", metavar="N")
     ] = None,
-    drain_s: Annotated[str | None, _opt("Most seconds from SIGTERM to the end (default 30).", metavar="N")] = None,
+    drain_s: DrainS = None,
     log_level: Logs = None,
 ) -> None:
     """Runs the gateway: OpenAI REST and gRPC for clients, routing to the pods."""

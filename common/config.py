@@ -25,6 +25,7 @@ ENV_PREFIX = "BATON_"
 ENV_OTHERS = frozenset({"BATON_CACHE", "BATON_CONFIG"})  # read elsewhere, no fields
 DEFAULT_SECRET = "baton-loopback-only"
 DEFAULT_PORT = 8000  # of a gateway
+DEFAULT_DRAIN_S = 30.0
 
 _FLAG = " on the command line"  # where a value came from; files and the environment have other words
 
@@ -143,6 +144,7 @@ _DEVICE = _text("auto, cpu, cuda or cuda:N", r"auto|cpu|cuda(:\d+)?")
 _DTYPE = _choice("auto", "float32", "bfloat16")
 _MODEL_LEN = _integer(0, 1 << 24)
 _LOG_LEVEL = _choice("debug", "info", "warning", "error")
+_DRAIN = _seconds(0, 3600)
 _THREADS = _integer(0, 1024)
 _BLOCK_SIZE = _integer(1, 256)
 _CHUNK = _integer(1, 1 << 20)
@@ -279,7 +281,7 @@ class PodConfig(_Config):
     checksums: bool = _setting(_BOOL, False)
     allow_tcp: bool = _setting(_BOOL, False)
     metrics_port: int = _setting(_PORT, 0)
-    drain_s: float = _setting(_seconds(0, 3600), 30.0)
+    drain_s: float = _setting(_DRAIN, DEFAULT_DRAIN_S)
     log_level: str = _setting(_LOG_LEVEL, "info")
 
     def __post_init__(self) -> None:
@@ -311,7 +313,7 @@ class GatewayConfig(_Config):
     max_body_bytes: int = _setting(_size(1024), 8 * _MIB)
     request_timeout_s: float = _setting(_seconds(0.1, 86400), 600.0)
     max_inflight: int = _setting(_integer(1, 1 << 20), 1024)
-    drain_s: float = _setting(_seconds(0, 3600), 30.0)
+    drain_s: float = _setting(_DRAIN, DEFAULT_DRAIN_S)
     log_level: str = _setting(_LOG_LEVEL, "info")
 
 
@@ -321,7 +323,8 @@ class UpConfig(_Config):
 
     port None: DEFAULT_PORT or the next free one after it; 0, and grpc_port 0: any free one. redis None: an embedded
     Valkey. device, dtype, max_model_len, kv_memory and threads are of each pod, as in PodConfig. log_dir None: a new
-    directory in the user's state. max_tokens: longest answer to `--once`.
+    directory in the user's state. max_tokens: longest answer to `--once`. drain_s: most seconds that running answers
+    get once it is told to stop.
     """
 
     model: str = _setting(_MODEL, "smollm2")
@@ -340,6 +343,7 @@ class UpConfig(_Config):
     kv_memory: int = _setting(_size(1), 512 * _MIB)
     threads: int = _setting(_THREADS, 0)
     max_tokens: int = _setting(_integer(1, 1 << 24), 96)
+    drain_s: float = _setting(_DRAIN, DEFAULT_DRAIN_S)
     log_dir: str | None = _setting(_optional(_text("a directory", r".+")), None)
     secret: str = _setting(_SECRET, DEFAULT_SECRET)
     log_level: str = _setting(_LOG_LEVEL, "info")

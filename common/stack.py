@@ -79,6 +79,7 @@ class Stack:
             else:
                 redis = config.redis
             shared = {"model": str(model_dir), "served-name": model, "redis": redis, "log-level": config.log_level}
+            shared["drain-s"] = str(config.drain_s)
             pods = {
                 **shared,
                 "device": config.device,
@@ -93,10 +94,12 @@ class Stack:
             for role, count in ((Role.PREFILL, config.prefill), (Role.DECODE, config.decode)):
                 for number in range(count):
                     port = lease()
-                    flags = {"role": role.value, "name": f"{role}-{number}", "port": str(port.port), **pods}
-                    argv = _baton("serve", flags)
+                    name = f"{role}-{number}"
+                    # In an index shared with other stacks, pods go by their default names, which hold the port.
+                    given = {"name": name} if config.redis is None else {}
+                    argv = _baton("serve", {"role": role.value, **given, "port": str(port.port), **pods})
                     probe = functools.partial(probes.grpc_ready, port.address)
-                    specs.append(_spec(flags["name"], argv, role, port.address, probe, log_dir, child_env, POD))
+                    specs.append(_spec(name, argv, role, port.address, probe, log_dir, child_env, POD))
             flags = {"host": config.host, "port": str(http.port), "grpc-port": str(grpc.port), **shared}
             reach = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
             probe = functools.partial(probes.http_ready, reach, http.port)

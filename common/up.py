@@ -1,6 +1,7 @@
 """`baton up`: the whole stack on this machine, for as long as somebody wants it, or for one answer.
 
-starting -> serving (or answering once) -> stopping. The first Ctrl-C stops everything in order, the second kills it.
+starting -> serving (or answering once) -> stopping. The first Ctrl-C stops everything in order, running answers get
+drain_s to end, the second kills it.
 Our own SIGKILL is the kernel's business: every child is tied to this process.
 """
 
@@ -29,7 +30,7 @@ from common.stack import Stack
 from common.supervisor import Supervisor
 
 READY_TIMEOUT_S = 600.0
-DRAIN_GRACE_S = 35.0  # a little more than the services' own
+TEARDOWN_GRACE_S = 25.0  # what a service may take after its drain, more than the 15 s it gives itself
 KEPT_LOG_DIRS = 10
 
 
@@ -51,8 +52,9 @@ async def run(config: UpConfig, *, once: str | None) -> int:
             try:
                 return await _until(stop, _session(board, stack, supervisor, config, once))
             finally:
-                board.say("stopping")
-                await supervisor.stop(DRAIN_GRACE_S)
+                wait = f": waits up to {config.drain_s:g} s for running answers; Ctrl-C again kills"
+                board.say(f"stopping{wait if stop.is_set() else ''}")
+                await supervisor.stop(config.drain_s + TEARDOWN_GRACE_S)
     finally:
         stack.close()
 
@@ -128,10 +130,25 @@ def _surely_cpu(device: str) -> bool:
 
 
 def _new_log_dir() -> Path:
-    """A fresh directory under the user's state; only the last few are kept."""
+    """A fresh directory under the user's state; the last few are kept, and those of stacks that still run."""
     state = os.environ.get("XDG_STATE_HOME")
     runs = (Path(state) if state else Path.home() / ".local" / "state") / "baton" / "runs"
     with contextlib.suppress(FileNotFoundError):
-        for old in sorted(runs.iterdir())[: -(KEPT_LOG_DIRS - 1)]:
+        ended = sorted(run for run in runs.iterdir() if not _runs(run))
+        for old in ended[: -(KEPT_LOG_DIRS - 1)]:
             shutil.rmtree(old, ignore_errors=True)
     return runs / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+
+
+def _runs(log_dir: Path) -> bool:
+    """The process that the directory is named after is alive (or another one with its pid: then it stays longer)."""
+    pid = log_dir.name.rpartition("-")[2]
+    if not pid.isdecimal() or int(pid) == 0:
+        return False
+    try:
+        os.kill(int(pid), 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True

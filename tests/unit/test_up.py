@@ -1,0 +1,53 @@
+"""What `baton up` leaves behind and says at its end, without starting a process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common import up
+from common.config import UpConfig
+from common.supervisor import Supervisor
+
+
+def test_logs_of_stacks_that_run_are_kept_and_of_the_others_the_last_few(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    runs = tmp_path / "baton" / "runs"
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        pass
+    running = runs / f"20200101-000000-{os.getpid()}"
+    old = [runs / f"202101{day:02}-000000-{ended.pid}" for day in range(1, 15)]
+    for folder in (running, *old):
+        folder.mkdir(parents=True)
+    new = up._new_log_dir()
+    assert new.parent == runs
+    assert set(runs.iterdir()) == {running, *old[-(up.KEPT_LOG_DIRS - 1) :]}
+
+
+async def test_a_signal_is_answered_with_how_long_it_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    granted: list[float] = []
+
+    async def start(_self: Supervisor, _timeout_s: float) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.Event().wait()
+
+    async def stop(_self: Supervisor, grace_s: float) -> None:
+        granted.append(grace_s)
+
+    monkeypatch.setattr(Supervisor, "start", start)
+    monkeypatch.setattr(Supervisor, "stop", stop)
+    monkeypatch.setattr(up, "resolve_model", lambda model, say: Path(model))
+    config = UpConfig(model=str(tmp_path), redis="redis://127.0.0.1:1", port=0, log_dir=str(tmp_path), drain_s=3.0)
+    assert await up.run(config, once=None) == 0
+    assert "stopping: waits up to 3 s for running answers; Ctrl-C again kills" in capsys.readouterr().out
+    assert granted[0] > config.drain_s + 15
