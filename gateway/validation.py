@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import orjson
+
 from common.errors import InvalidRequest
 from common.types import SamplingParams, ValidRequest
 from gateway.fields import Fields, wrong_type
@@ -209,14 +211,16 @@ def _object(body: object) -> Fields:
 
 
 def _refuse_unserved(fields: Fields, inert: Mapping[str, tuple[object, ...]]) -> None:
-    if fields.raw("n") is not None:
-        fields.integer("n", 1, 128)
     for name, harmless in inert.items():
         value = fields.raw(name)
         if value is None:
             continue
-        if not any(type(value) is type(h) and value == h for h in harmless):
-            raise InvalidRequest(f"{name} is not supported here with the value given", field=name)
+        if any(type(value) is type(h) and value == h for h in harmless):
+            continue
+        if not harmless:
+            raise InvalidRequest(f"{name} is not supported", field=name)
+        served = " or ".join(orjson.dumps(h).decode() for h in harmless)
+        raise InvalidRequest(f"{name} must be {served}", field=name)
 
 
 def _spec(

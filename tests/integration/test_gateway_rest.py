@@ -11,8 +11,10 @@ import orjson
 import pytest
 import pytest_asyncio
 
+from common.errors import InvalidRequest
 from gateway import http_protocol
 from gateway.tokenizer import TextTokenizer
+from gateway.validation import parse_chat
 from tests.fake_pods import FakeCluster, fake_cluster
 from tests.gateway_rig import MODEL, Rig, rig, texts
 
@@ -279,6 +281,21 @@ async def test_bad_completion_fields_are_named(shared: Rig, fields: dict[str, An
     assert error["type"] == "invalid_request_error"
     assert set(error) == {"message", "type", "param", "code"}
     assert param in error["message"] or param in ("prompt", "model")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"n": 2}, "n must be 1"),
+        ({"tool_choice": "required"}, 'tool_choice must be "none" or "auto"'),
+        ({"response_format": {"type": "json_object"}}, 'response_format must be {"type":"text"}'),
+        ({"audio": {}}, "audio is not supported"),
+    ],
+)
+def test_what_is_not_served_says_what_is(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest) as error:
+        parse_chat({"model": MODEL, "messages": [], **fields})
+    assert error.value.message == message
 
 
 @pytest.mark.parametrize(
