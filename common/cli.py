@@ -100,7 +100,7 @@ def serve(
     config: Config = None,
     model: Model = None,
     served_name: ServedName = None,
-    name: Annotated[str | None, _opt("Stable name of the pod; default: role and host name.")] = None,
+    name: Annotated[str | None, _opt("Stable name of the pod; default: role, host name and port.")] = None,
     host: Host = None,
     port: Annotated[str | None, _opt("gRPC port; default: any free one.", metavar="N")] = None,
     advertise: Annotated[str | None, _opt("Address under which peers reach this pod.", metavar="HOST:PORT")] = None,

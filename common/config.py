@@ -11,6 +11,7 @@ from __future__ import annotations
 import ipaddress
 import math
 import re
+import secrets
 import socket
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -251,7 +252,7 @@ class PodConfig(_Config):
     """One prefill, decode or aggregated pod.
 
     model: a model directory or a known name; served_name: what clients call it (None: the model's own name).
-    name: stable over restarts (None: role and host name). port 0: any free one. advertise: host:port under which
+    name: stable over restarts (None: see own_name). port 0: any free one. advertise: host:port under which
     peers reach this pod (None: host and the bound port). redis None: no prefix index. kv_memory: bytes of the KV pool.
     max_model_len 0: the model's. chunk_tokens: most tokens of one step, and of one prompt chunk. local_prefill_tokens:
     a decode pod computes uncached suffixes up to this length itself. metrics_port 0: off. threads 0: automatic.
@@ -288,10 +289,13 @@ class PodConfig(_Config):
         super().__post_init__()
         _require_whole_blocks(self.chunk_tokens, self.block_size)
 
-    @property
-    def pod_name(self) -> str:
-        """The configured name, or role and host name."""
-        return self.name or re.sub(r"[^A-Za-z0-9._-]", "-", f"{self.role}-{socket.gethostname()}")[:63]
+    def own_name(self) -> str:
+        """The configured name, or role-host-port, as stable as these; for port 0 a new one at every call."""
+        if self.name is not None:
+            return self.name
+        end = f"-{self.port or secrets.token_hex(4)}"
+        host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())
+        return f"{self.role}-{host}"[: 63 - len(end)] + end
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 
 from redis.exceptions import RedisError
@@ -211,7 +211,7 @@ class PodIndex:
         args: list[Arg] = [keys.prefix, r.pod, r.generation, LEASE_MS, INFO_TTL_S, PODS_TTL_S, self._load().to_json()]
         args += r.to_fields()
         if not await self._register_script.run(self._client, names, args):
-            raise _Lost(f"a newer process registered as {r.pod}")
+            raise await self._lost("a newer process registered under this name")
         await self._client.hset(SCOPES_KEY, r.scope, r.model)
 
     async def _heartbeat(self) -> None:
@@ -224,11 +224,21 @@ class PodIndex:
         args = (r.pod, r.generation, LEASE_MS, self._load().to_json(), OWN_TTL_S, INFO_TTL_S, PODS_TTL_S)
         size = await self._heartbeat_script.run(self._client, names, args)
         if size < 0:
-            raise _Lost("the index has forgotten this pod")
+            raise await self._lost("the index has forgotten this pod")
         await self._client.hset(SCOPES_KEY, r.scope, r.model)
         if size != len(self._held):
             _log.warning("the prefix index holds %d blocks instead of %d: sending a snapshot", size, len(self._held))
             self._stale = True
+
+    async def _lost(self, what: str) -> _Lost:
+        """Why the registration does not hold, with the one who took it over, if someone did."""
+        assert self._client is not None
+        r = self._record
+        known = _texts(await self._client.hgetall(self._keys.info(r.pod)))
+        generation = known.get("generation", "")
+        if generation.isdecimal() and int(generation) > r.generation:
+            return _Lost(f"pod {r.pod} at {r.address} was replaced by {known.get('address')} under the same name")
+        return _Lost(what)
 
     async def _send_batch(self) -> None:
         assert self._client is not None
@@ -252,7 +262,7 @@ class PodIndex:
             case b"gap":
                 self._stale = True
             case answer:
-                raise _Lost(f"a batch was answered {answer!r}")
+                raise await self._lost(f"a batch was answered {answer!r}")
 
     async def _send_snapshot(self) -> None:
         assert self._client is not None
@@ -286,6 +296,30 @@ class PodIndex:
         # The scope goes with its last pod; should another one register just now, its next heartbeat enters it again.
         if await self._leave_script.run(self._client, names, (r.pod, r.generation)) == 0:
             await self._client.hdel(SCOPES_KEY, r.scope)
+
+
+def _texts(raw: Mapping[str | bytes, str | bytes]) -> dict[str, str]:
+    return {_text(name): _text(value) for name, value in raw.items()}
+
+
+def _text(raw: str | bytes) -> str:
+    return raw.decode() if isinstance(raw, bytes) else raw
+
+
+async def read_holder(url: str, scope: str, pod: str) -> PodRecord | None:
+    """The record of the pod that holds the lease of a name; None without one, and when Redis is away for 1 s."""
+    keys = Keys(scope)
+    client = connect(url, timeout_s=_TIMEOUT_S)
+    try:
+        async with asyncio.timeout(_TIMEOUT_S):
+            lease, info = await client.get(keys.lease(pod)), _texts(await client.hgetall(keys.info(pod)))
+        record = PodRecord.from_fields(info) if lease else None
+        return record if record is not None and lease == str(record.generation).encode() else None
+    except (RedisError, OSError, KeyError, ValueError) as e:
+        _log.warning("who holds the name %s cannot be told: %r", pod, e)
+        return None
+    finally:
+        await client.aclose()
 
 
 async def mint_generation(url: str | None, scope: str, pod: str) -> int:

@@ -10,6 +10,7 @@ refuses new work, waits for what runs, and stops the engine before the agent and
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import logging
 import os
@@ -40,6 +41,7 @@ from kv_transfer.memory import PoolMemory
 from kv_transfer.nixl_backend import NixlBackend
 from kv_transfer.node import TransferNode
 from pod.checks import Limits
+from pod.identity import require_free_name
 from pod.metrics import PodMetrics
 from pod.peers import PeerWatch
 from pod.watch import QuarantineWatch
@@ -101,7 +103,8 @@ class PodRuntime:
         self.config = config
         self.engine = engine
         self._cache_news = cache_news
-        self.name = config.pod_name
+        assert config.name is not None, "create() settles the name"
+        self.name = config.name
         self.served_name = config.served_name or served_name(config.model)
         self.generation = generation
         self.address = ""
@@ -148,14 +151,18 @@ class PodRuntime:
 
     @classmethod
     async def create(cls, config: PodConfig, *, backend: BackendFactory | None = None) -> PodRuntime:
-        """Loads the model, mints the generation, builds the transfer agent. Raises ConfigError.
+        """Loads the model, settles the name and the generation, builds the transfer agent. Raises ConfigError.
 
         backend: makes the transfer backend; by default the one that config.transport names.
         """
         news = CacheNews()
         load = functools.partial(Engine, on_stored=news.stored, on_evicted=news.evicted)
         engine = await asyncio.to_thread(load, engine_config(config))
-        generation = await mint_generation(config.redis, engine.layout.scope, config.pod_name)
+        name, scope = config.own_name(), engine.layout.scope
+        config = dataclasses.replace(config, name=name)
+        if config.redis is not None:
+            await require_free_name(config.redis, scope, name, config.advertise or f"{config.host}:{config.port}")
+        generation = await mint_generation(config.redis, scope, name)
         return cls(config, engine, news, generation, backend or BACKENDS[config.transport])
 
     # -- life ---------------------------------------------------------------------------------------------------------

@@ -251,7 +251,9 @@ async def test_keys_of_a_killed_pod_expire(rig: Rig) -> None:
 # ---- generations, duplicates, gaps, zombies
 
 
-async def test_a_restarted_pod_replaces_its_entries_and_the_old_process_is_fenced(rig: Rig) -> None:
+async def test_a_restarted_pod_replaces_its_entries_and_the_old_process_is_fenced(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
     old_blocks, new_blocks = chain(8, 10), chain(9, 10)
     young = replace(RECORD, generation=2_000, address="127.0.0.1:6")
     async with rig.pod(hashes=old_blocks) as old_pool:
@@ -261,6 +263,7 @@ async def test_a_restarted_pod_replaces_its_entries_and_the_old_process_is_fence
             await until(lambda: old_pool.index is not None and not old_pool.index.connected)
             status = (await rig.live())["decode-0"]
             assert (status.record, status.booked_tokens) == (young, 0)
+            assert "decode-0 at 127.0.0.1:5 was replaced by 127.0.0.1:6" in caplog.text
             assert await rig.members(RECORD) == set()
             both = [("decode-0", 1_000)]
             assert await rig.reader.lookup(SCOPE, old_blocks, both) == {"decode-0": 0}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping
 from dataclasses import FrozenInstanceError
 from pathlib import Path
@@ -186,6 +187,12 @@ def test_a_chunk_holds_a_block() -> None:
     assert e.value.field == "chunk_tokens"
 
 
-def test_a_pod_has_a_usable_name() -> None:
-    assert pod(name="decode-7").pod_name == "decode-7"
-    assert pod(name=pod().pod_name).pod_name.startswith("decode-")
+def test_a_pod_has_a_usable_name_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert pod(name="decode-7").own_name() == "decode-7"
+    with monkeypatch.context() as m:
+        m.setattr(socket, "gethostname", lambda: "host_" + 80 * "x")
+        fixed = pod(port=7001).own_name()
+        assert fixed == pod(port=7001).own_name()  # stable over restarts
+        names = {fixed, pod(port=7002).own_name(), pod().own_name(), pod().own_name()}
+    assert len(names) == 4
+    assert all(pod(name=name).own_name().startswith("decode-host_x") for name in names)
