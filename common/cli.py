@@ -14,6 +14,7 @@ import importlib
 import logging
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
 
@@ -189,10 +190,20 @@ def _serve(module: str, settings: PodConfig | GatewayConfig) -> None:
     resolved = dataclasses.replace(settings, model=model, served_name=known_as)
     code: int | str | None = 0
     try:
-        asyncio.run(importlib.import_module(module).serve(resolved))
+        with asyncio.Runner(loop_factory=_fast_loop() if module.startswith("gateway") else None) as runner:
+            runner.run(importlib.import_module(module).serve(resolved))
     except SystemExit as end:
         code = end.code
     _end(code if isinstance(code, int) else EXIT_FAILED)
+
+
+def _fast_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop where there is one (not on Windows): the gateway's work is sockets."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
 
 
 def _end(code: int) -> NoReturn:
