@@ -58,9 +58,7 @@ def listening_socket(host: str, port: int) -> socket.socket:
     # The protocol is named because asyncio sets TCP_NODELAY only then: without it the second packet of an answer, the
     # first token, waits 40 ms for the client's delayed acknowledgement of the first, the headers.
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    sock.setsockopt(
-        socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
-    )  # accepted sockets inherit it on Linux, whatever the loop
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # inherited by accepted sockets on Linux
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((host, port))
