@@ -104,6 +104,11 @@ class Incoming:
         return len(self._table)
 
     @property
+    def attentive(self) -> bool:
+        """Bytes are coming that move only while this side polls."""
+        return any((writer := entry.machine.writer) is not None and writer.polled for entry in self._table.values())
+
+    @property
     def draining(self) -> int:
         return sum(entry.machine.state is ReceiverState.DRAINING for entry in list(self._table.values()))
 

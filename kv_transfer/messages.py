@@ -38,12 +38,16 @@ class TransferReport:
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """The process that opened a transfer: its pod, generation, agent and gRPC address."""
+    """The process that opened a transfer: its pod, generation, agent and gRPC address.
+
+    polled: its bytes move only while this side polls.
+    """
 
     pod: str
     generation: int
     agent: str
     address: str
+    polled: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -213,7 +213,12 @@ class TransferNode:
         self._connector.tick(now)
 
     def _attentive(self) -> bool:
-        return bool(self._incoming.open or self._outgoing.open) or self._connector.connecting or self.servicer.expecting
+        return (
+            self._incoming.attentive
+            or self._outgoing.attentive
+            or self._connector.connecting
+            or self.servicer.expecting
+        )
 
     def _peer_ended(self, connection: Connection) -> None:
         self._outgoing.peer_ended(connection)

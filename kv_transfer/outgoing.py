@@ -32,6 +32,7 @@ from kv_transfer.sender_machine import (
     SendCommit,
     SenderAction,
     SenderMachine,
+    SenderState,
     SendOpen,
     Stopped,
 )
@@ -50,7 +51,7 @@ class Calls(Protocol):
 
     async def connect(self, target: KvTarget, timeout_s: float) -> Connection: ...
 
-    async def open(self, target: KvTarget, request_id: str, timeout_s: float) -> None: ...
+    async def open(self, target: KvTarget, request_id: str, polled: bool, timeout_s: float) -> None: ...
 
     async def commit(self, target: KvTarget, commit: Commit, timeout_s: float) -> None: ...
 
@@ -204,6 +205,11 @@ class Outgoing:
         """Transfers that are not over."""
         return len(self._table)
 
+    @property
+    def attentive(self) -> bool:
+        """A commit is under way: its call may be due again, and on some transports notifications leave by polls."""
+        return any(entry.machine.state is SenderState.COMMITTING for entry in self._table.values())
+
     def post(self) -> bool:
         """Posts at most one piece of each transfer; whether it posted any."""
         posted = False
@@ -322,7 +328,8 @@ class Outgoing:
         for action in actions:
             match action:
                 case SendOpen():
-                    self._call(entry, partial(self._calls.open, machine.target, entry.request_id), machine.opened)
+                    call = partial(self._calls.open, machine.target, entry.request_id, self._polled(entry))
+                    self._call(entry, call, machine.opened)
                 case SendCommit(commit):
                     sums = tuple(entry.checksums[block] for block in sorted(entry.checksums))
                     full = replace(commit, checksums=sums)
@@ -342,6 +349,11 @@ class Outgoing:
                     entry.transfer.outcome.set_exception(error)
                 case Stopped(clean):
                     self._forget(entry, clean=clean)
+
+    @staticmethod
+    def _polled(entry: _Entry) -> bool:
+        """Whether bytes move only while the target polls; so assumed of transports that are not known."""
+        return entry.connection is not None and entry.connection.transport in ("tcp", "unknown")
 
     def _renotify(self, entry: _Entry) -> None:
         connection, target = entry.connection, entry.machine.target

@@ -61,7 +61,7 @@ class PeerCalls:
         """A connection to the generation of the pod that made the target."""
         return await self._connector.connect(target.address, timeout_s, target.transfer_id.generation)
 
-    async def open(self, target: KvTarget, request_id: str, timeout_s: float) -> None:
+    async def open(self, target: KvTarget, request_id: str, polled: bool, timeout_s: float) -> None:
         info = self._info()
         request = transfer_pb2.OpenRequest(
             transfer_id=transfer_id_to_pb(target.transfer_id),
@@ -69,6 +69,7 @@ class PeerCalls:
             pod=info.pod,
             generation=info.generation,
             address=self._address(),
+            polled=polled,
         )
         await self._rpc.call(target.address, "Open", request, transfer_pb2.OpenResponse, timeout_s)
 

@@ -107,7 +107,7 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
         self._require(caller == (request.pod, request.generation), "Open is in another pod's name")
         info = self._writer(*caller)
         agent = agent_name(info)
-        writer = Writer(request.pod, request.generation, agent, request.address)
+        writer = Writer(request.pod, request.generation, agent, request.address, request.polled)
         if not self._incoming.watches(agent):
             await asyncio.to_thread(self._watch, agent, info, request.address)
         transfer_id = transfer_id_from_pb(request.transfer_id)

@@ -2,8 +2,11 @@
 
 Each turn: notifications, then commands (a commit finds what arrived before it), at most one new piece of every source
 in turn, polls of pending writes, ticks. Nothing that fails in a turn ends the thread.
-Without work it sleeps until a command wakes it or the next poll is due: POLL_S while `attentive` (a transfer is open,
-a peer connects) and IDLE_S otherwise, because NIXL without a progress thread receives only while it polls.
+Without work it sleeps until a command wakes it or the next poll is due: POLL_S while writes are pending or `attentive`
+(a peer connects, a commit is under way, bytes come that only polls move) and IDLE_S otherwise, because NIXL without a
+progress thread receives only while it polls. Nothing waits for an idle poll: the Commit that ends a transfer is a
+command. Polls are rare while a prompt computes because each takes a core from the engine's threads, which meet at
+barriers: polling every millisecond on two pods cost a 128-token prefill on two cores 35 of 470 ms.
 """
 
 from __future__ import annotations

@@ -416,6 +416,7 @@ class OpenRequest(_message.Message):
     POD_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
+    POLLED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Minted by the gateway."""
     pod: _builtins.str
@@ -424,6 +425,8 @@ class OpenRequest(_message.Message):
     """The writer's generation."""
     address: _builtins.str
     """host:port of the writer's gRPC server, for Drain."""
+    polled: _builtins.bool
+    """The transport moves bytes only while their target polls (TCP), so the target has to poll often."""
     @_builtins.property
     def transfer_id(self) -> _types_pb2.TransferId:
         """From KvTarget."""
@@ -436,10 +439,11 @@ class OpenRequest(_message.Message):
         pod: _builtins.str = ...,
         generation: _builtins.int = ...,
         address: _builtins.str = ...,
+        polled: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["transfer_id", b"transfer_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "generation", b"generation", "pod", b"pod", "request_id", b"request_id", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "generation", b"generation", "pod", b"pod", "polled", b"polled", "request_id", b"request_id", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
