@@ -154,19 +154,22 @@ async def test_grpc_abort_deadline_and_cancel_free_everything(gw: Rig, stub: Any
 
 
 async def test_grpc_client_that_does_not_read_is_given_up_after_the_deadline(
-    gw: Rig, stub: Any, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+    gw: Rig, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grpc_service, "SEND_GRACE_S", 0.1)
     monkeypatch.setattr(gw.gateway, "settings", replace(gw.gateway.settings, request_timeout_s=1.0))
     cluster.script = lambda request: [66] * request.sampling.max_tokens
     sent = gw.gateway.metrics.output_tokens
     request = inference_pb2.GenerateRequest(model=MODEL, text="x", max_tokens=2000, logprobs=20)
-    call = stub.Generate(request)  # never read: what the connection takes without a reader is less than the answer
-    await until(lambda: gw.gateway.metrics.running._value.get() != 0)
-    async with asyncio.timeout(10):
-        await gw.gateway.drain()  # returns once no permit is out
-    assert sent._value.get() == 0
-    call.cancel()
+    # A fixed window: what the connection takes without a reader is less than the answer.
+    window = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 64 << 10)]
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{gw.server.grpc_port}", options=window) as channel:
+        call = inference_pb2_grpc.InferenceStub(channel).Generate(request)  # never read
+        await until(lambda: gw.gateway.metrics.running._value.get() != 0)
+        async with asyncio.timeout(10):
+            await gw.gateway.drain()  # returns once no permit is out
+        assert sent._value.get() == 0
+        call.cancel()
 
 
 async def _status(call: Any) -> grpc.StatusCode:
