@@ -65,7 +65,7 @@ class Runner:
         num_new = np.asarray(shape.num_new)
         ends = np.cumsum(num_new)
         positions = np.arange(int(ends[-1])) + np.repeat(np.asarray(shape.starts) - (ends - num_new), num_new)
-        hidden = self._model(
+        hidden = self._model.hidden(
             torch.tensor(tokens, device=self._device),
             torch.from_numpy(positions).to(self._device),
             self._cache,

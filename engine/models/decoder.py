@@ -1,7 +1,7 @@
 """One decoder for the Llama family: Llama, SmolLM2, Mistral, Qwen2 and Qwen3 differ in the spec's flags only.
 
 Tokens of all sequences of a step are one flat dimension T. q, k and v are one GEMM, so are gate and up; the LM head
-only sees the rows that are asked for.
+only sees the rows that are asked for, and so does all of the last layer that no later token depends on.
 """
 
 from __future__ import annotations
@@ -13,22 +13,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.attention.base import AttentionBackend
-from engine.models.rope import rope_tables, rotate_
+from engine.models.ops import Attend, Ops, TorchOps
+from engine.models.rope import rope_tables
 from engine.models.spec import ModelSpec
 
 
 class Norm(nn.Module):
-    """Root mean square norm over the last dimension, computed in float32."""
+    """Root mean square norm over the last dimension."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size))
         self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.dtype == torch.float32:
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        return self.weight * F.rms_norm(x.float(), self.weight.shape, None, self.eps).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -43,20 +39,6 @@ class Attention(nn.Module):
         self.q_norm = Norm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
         self.k_norm = Norm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
 
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, backend: AttentionBackend[Any], metadata: Any
-    ) -> Tensor:
-        heads = self.qkv(x).view(x.shape[0], self.heads + 2 * self.kv_heads, self.head_dim)
-        query, kv = heads[:, : self.heads], heads[:, self.heads :]
-        if self.q_norm is not None and self.k_norm is not None:
-            query.copy_(self.q_norm(query))
-            kv[:, : self.kv_heads].copy_(self.k_norm(kv[:, : self.kv_heads]))
-        rotate_(heads[:, : self.heads + self.kv_heads], cos, sin)
-        kv = kv.view(-1, 2, self.kv_heads, self.head_dim)
-        attended = backend.attend(query, kv, cache, metadata, self.window)
-        projected: Tensor = self.out(attended.reshape(x.shape[0], -1))
-        return projected
-
 
 class Mlp(nn.Module):
     """SwiGLU."""
@@ -65,11 +47,6 @@ class Mlp(nn.Module):
         super().__init__()
         self.gate_up = nn.Linear(spec.hidden_size, 2 * spec.intermediate_size, bias=spec.mlp_bias)
         self.down = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        projected: Tensor = self.down(F.silu(gate).mul_(up))
-        return projected
 
 
 class Layer(nn.Module):
@@ -82,17 +59,27 @@ class Layer(nn.Module):
         self.mlp_norm = Norm(spec.hidden_size, spec.norm_eps)
         self.mlp = Mlp(spec)
 
+    def compute(self, x: Tensor, cache: Tensor, ops: Ops, attend: Attend, rows: Tensor | None) -> Tensor:
+        """The residual stream after this layer, of all tokens or of `rows`; x is overwritten."""
+        qkv = ops.norm_linear(x, self.attention_norm, self.attention.qkv)
+        attended = attend(qkv, self.attention, cache)
+        if rows is not None:
+            x, attended = x[rows], attended[rows]
+        x = ops.add_linear(x, attended, self.attention.out)
+        gated = ops.norm_swiglu(x, self.mlp_norm, self.mlp.gate_up)
+        return ops.add_linear(x, gated, self.mlp.down)
+
 
 class Decoder(nn.Module):
     """The whole model; parameters are made on the meta device, weights.load fills them.
 
-    max_len: longest sequence that will be computed; the rope tables end there.
+    max_len: longest sequence that will be computed; the rope tables end there. fused: Triton kernels instead of plain
+    torch; by default where the device is a GPU. They want the attention backend of the same kind.
     """
 
-    cos: Tensor
-    sin: Tensor
-
-    def __init__(self, spec: ModelSpec, max_len: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, spec: ModelSpec, max_len: int, device: torch.device, dtype: torch.dtype, *, fused: bool | None = None
+    ) -> None:
         super().__init__()
         self.spec = spec
         with torch.device("meta"):
@@ -102,28 +89,38 @@ class Decoder(nn.Module):
             self.head = self.embedding if spec.tied else nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
         self.to(dtype).to_empty(device=device).requires_grad_(False)
         cos, sin = rope_tables(spec.rope, spec.head_dim, max_len)
-        self.register_buffer("cos", cos.to(device, dtype).unsqueeze(1), persistent=False)
-        self.register_buffer("sin", sin.to(device, dtype).unsqueeze(1), persistent=False)
+        if device.type == "cuda" if fused is None else fused:
+            from engine.models.fused import FusedOps
+
+            self._ops: Ops = FusedOps(cos.to(device), sin.to(device))
+        else:
+            self._ops = TorchOps(cos.to(device, dtype), sin.to(device, dtype))
 
     @property
     def stack(self) -> list[Layer]:
         return cast(list[Layer], list(self.layers))
 
-    def forward(
-        self, tokens: Tensor, positions: Tensor, cache: Tensor, backend: AttentionBackend[Any], metadata: Any
+    def hidden(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        cache: Tensor,
+        backend: AttentionBackend[Any],
+        metadata: Any,
+        rows: Tensor | None = None,
     ) -> Tensor:
-        """Normed hidden states [T, hidden] of tokens[T] at positions[T].
+        """Hidden states [R, hidden], before the final norm, of the tokens `rows` (int64[R]; None: all T).
 
-        cache: [num_blocks, layers, 2, kv_heads, block_size, head_dim]; the new keys and values are written to it.
+        tokens[T] are at positions[T]. cache: [num_blocks, layers, 2, kv_heads, block_size, head_dim]; the new keys and
+        values are written to it. What follows the last layer's attention is computed for `rows` only.
         """
-        cos, sin = self.cos[positions], self.sin[positions]
-        x = self.embedding(tokens)
+        attend = self._ops.step(positions, backend, metadata)
+        x = F.embedding(tokens, self.embedding.weight)
+        last = len(self.layers) - 1
         for index, layer in enumerate(self.stack):
-            x = x + layer.attention(layer.attention_norm(x), cos, sin, cache[:, index], backend, metadata)
-            x = x + layer.mlp(layer.mlp_norm(x))
-        normed: Tensor = self.norm(x)
-        return normed
+            x = layer.compute(x, cache[:, index], self._ops, attend, rows if index == last else None)
+        return x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """float32[R, vocab] of hidden[R, hidden]."""
-        return F.linear(hidden, self.head.weight).float()
+        """float32[R, vocab] of hidden[R, hidden], what `hidden` returned."""
+        return self._ops.logits(hidden, self.norm, self.head.weight)

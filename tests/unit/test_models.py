@@ -89,7 +89,7 @@ class Rig:
             metadata = self.backend.prepare(StepShape(starts, counts, blocks))
             positions = torch.cat([torch.arange(s, s + c) for s, c in zip(starts, counts, strict=True)])
             flat = torch.tensor([i for t in tokens for i in t])
-            hidden = self.model(flat, positions, self.cache, self.backend, metadata)
+            hidden = self.model.hidden(flat, positions, self.cache, self.backend, metadata)
             return list(self.model.logits(hidden).split(counts))
 
 
