@@ -29,6 +29,6 @@ class GatewayMetrics:
         self.index_mode("hash")
 
     def index_mode(self, mode: str) -> None:
-        """redis (the index answers) or hash (own counts and rendezvous hashing)."""
-        for name in ("redis", "hash"):
+        """redis (the index answers), local (this gateway's own memory) or hash (rendezvous hashing, own counts)."""
+        for name in ("redis", "local", "hash"):
             self._index_mode.labels(name).set(name == mode)

@@ -1,0 +1,92 @@
+"""What the pods probably hold, learned from where this gateway sent its own requests: the hint while Redis is away.
+
+Lifecycle: record() with every routed prompt, whether Redis answers or not, so that the memory is warm when it ends;
+lookup() while it is away; entries go by age, by forget(), with a new generation of their pod, and least recently used
+first when there are too many. Invariant: a recorded point of a chain is never younger than the points before it, and
+never outlives them, so what lookup() finds from the start of a chain is a prefix.
+
+Only points are kept: every block of the first STRIDE, then every STRIDE-th, and the last one. A look-up therefore says
+up to STRIDE - 1 blocks less than was recorded, never more.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+STRIDE = 8
+MAX_POINTS = 100_000  # about 20 MB; one point stands for up to STRIDE blocks
+MAX_AGE_S = 600.0  # a pod's cache forgets too, and does not tell us
+
+
+class ApproxIndex:
+    """One per gateway, used on its event loop only. clock: seconds, monotonic."""
+
+    def __init__(
+        self,
+        *,
+        max_points: int = MAX_POINTS,
+        max_age_s: float = MAX_AGE_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._max_points = max_points
+        self._max_age_s = max_age_s
+        self._clock = clock
+        self._points: OrderedDict[bytes, float] = OrderedDict()  # tag + hash -> when; least recently used first
+        self._tags: dict[str, tuple[int, bytes]] = {}  # pod -> generation, tag of its points
+        self._last_tag = 0
+
+    def __len__(self) -> int:
+        """Points kept, those of forgotten pods that have not gone yet included."""
+        return len(self._points)
+
+    def record(self, pod: str, generation: int, hashes: Sequence[bytes]) -> None:
+        """The pod has, or is about to have, the blocks of this chain. An older generation than known is ignored."""
+        known, tag = self._tags.get(pod, (-1, b""))
+        if generation < known:
+            return
+        if generation > known:
+            self._last_tag += 1
+            tag = self._last_tag.to_bytes(4, "little")
+            self._tags[pod] = generation, tag
+        now, points = self._clock(), self._points
+        for depth in reversed(_depths(len(hashes))):  # the leaf first: it is forgotten first
+            point = tag + hashes[depth - 1]
+            points[point] = now
+            points.move_to_end(point)
+        while len(points) > self._max_points:
+            points.popitem(last=False)
+
+    def forget(self, pod: str) -> None:
+        """The pod is gone, or holds nothing any more."""
+        self._tags.pop(pod, None)
+
+    def lookup(self, hashes: Sequence[bytes], pods: Sequence[tuple[str, int]]) -> dict[str, int]:
+        """Blocks of the chain that each (pod, generation) probably holds, from its start; 0 for one that is unknown."""
+        depths = _depths(len(hashes))
+        oldest = self._clock() - self._max_age_s
+        return {pod: self._match(pod, generation, hashes, depths, oldest) for pod, generation in pods}
+
+    def _match(self, pod: str, generation: int, hashes: Sequence[bytes], depths: list[int], oldest: float) -> int:
+        known, tag = self._tags.get(pod, (-1, b""))
+        if known != generation:
+            return 0
+        low, high = 0, len(depths)  # depths[:low] are held, depths[high:] are not
+        probe = 1
+        while low < high:
+            at = min(low + probe, high) if probe else (low + high + 1) // 2
+            when = self._points.get(tag + hashes[depths[at - 1] - 1])
+            if when is not None and when >= oldest:
+                low, probe = at, 2 * probe
+            else:
+                high, probe = at - 1, 0
+        return depths[low - 1] if low else 0
+
+
+def _depths(length: int) -> list[int]:
+    """The depths of a chain's points, from its start: blocks up to and including each."""
+    depths = [*range(1, min(length, STRIDE)), *range(STRIDE, length + 1, STRIDE)]
+    if length and (not depths or depths[-1] != length):
+        depths.append(length)
+    return depths
