@@ -20,8 +20,8 @@ from typing import Any
 
 from common.errors import ConfigError
 
-# What engine/models computes, by the names in config.json.
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+# Ends of the names of decoders: of architectures that an engine may be able to serve. Only loading one tells.
+DECODERS = ("ForCausalLM", "LMHeadModel")
 SMOLLM2 = "smollm2"
 SMOLLM2_DIR = "SmolLM2-135M-Instruct-0.1.2"
 CONVERSION_DEADLINE_S = 900.0
@@ -43,14 +43,12 @@ def served_name(model: str) -> str:
     return model if model == SMOLLM2 else Path(model).resolve().name
 
 
-def served_architecture(config: Mapping[str, Any]) -> str:
-    """The architecture that a config.json names; ConfigError, with field "model", when it is not served."""
+def architecture(config: Mapping[str, Any]) -> str:
+    """The architecture that a config.json names; ConfigError, with field "model", when it is no decoder."""
     names = config.get("architectures")
     name = str(names[0]) if isinstance(names, list) and names else f"(none; model_type {config.get('model_type')!r})"
-    if name not in ARCHITECTURES:
-        raise ConfigError(
-            f"model architecture {name} is not served; served are {', '.join(ARCHITECTURES)}", field="model"
-        )
+    if not name.endswith(DECODERS):
+        raise ConfigError(f"model architecture {name} is not served: only decoders of text are", field="model")
     return name
 
 
@@ -93,7 +91,7 @@ def check_model_dir(path: Path) -> Path:
     config = found["config.json"]
     if not isinstance(config, dict):
         raise ConfigError(f"model directory {path}: config.json is not a JSON object", field="model")
-    served_architecture(config)
+    architecture(config)
     return path.resolve()
 
 

@@ -1,8 +1,8 @@
 """What a Hugging Face config.json says about a model, reduced to what our decoder computes.
 
-Everything that is not served ends here with a ConfigError that names the architecture or the feature: a model that
-loads is a model that is computed exactly. Both spellings of rope are read: `rope_parameters` (transformers 5) and
-`rope_theta` + `rope_scaling` (before).
+A feature that our decoder does not compute ends here with NotNative, which names it: a model that loads is a model that
+is computed exactly. Both spellings of rope are read: `rope_parameters` (transformers 5) and `rope_theta` +
+`rope_scaling` (before).
 """
 
 from __future__ import annotations
@@ -14,9 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError
-from common.models import served_architecture
+from common.models import architecture
+from engine.models.base import ModelShape
 
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+
+
+class NotNative(ConfigError):
+    """The configuration is sound, but asks for something that only another implementation may compute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,33 +43,19 @@ class RopeSpec:
     truncate: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class ModelSpec:
-    """A Llama-family decoder.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec(ModelShape):
+    """A Llama-family decoder."""
 
-    windows[i] is layer i's sliding window in tokens (a query sees itself and the window - 1 tokens before it), None for
-    full attention. max_position is the longest sequence the position embedding was made for.
-    """
-
-    architecture: str
-    vocab_size: int
     hidden_size: int
     intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
     norm_eps: float
     qkv_bias: bool
     out_bias: bool
     mlp_bias: bool
     qk_norm: bool
     tied: bool
-    windows: tuple[int | None, ...]
     rope: RopeSpec
-    max_position: int
-    eos_token_ids: tuple[int, ...]
-    native_dtype: str
 
     @property
     def query_size(self) -> int:
@@ -75,20 +67,35 @@ class ModelSpec:
 
 
 def load_spec(model_dir: Path) -> ModelSpec:
-    """Reads config.json and generation_config.json; ConfigError when absent, malformed or not served."""
+    """Reads config.json and generation_config.json; ConfigError when absent or malformed, NotNative as a part of it."""
+    return parse_spec(*read_config(model_dir))
+
+
+def read_config(model_dir: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """config.json, and generation_config.json, which is empty where there is none."""
     config = _read_json(model_dir / "config.json", required=True)
-    generation = _read_json(model_dir / "generation_config.json", required=False)
-    return parse_spec(config, generation)
+    return config, _read_json(model_dir / "generation_config.json", required=False)
+
+
+def eos_token_ids(config: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
+    """The end-of-sequence tokens of both files, the generation config's first."""
+    found: list[int] = []
+    for source in (generation, config):
+        ids = source.get("eos_token_id")
+        found += [i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int) and i not in found]
+    return tuple(found)
 
 
 def parse_spec(config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelSpec:
-    """The spec of a config; the end-of-sequence tokens are those of both files, the generation config's first."""
-    name = served_architecture(config)
+    """The spec of a config, with the end-of-sequence tokens of both files."""
+    name = architecture(config)
     if config.get("quantization_config"):
         raise ConfigError(f"quantised weights are not served ({name} with quantization_config)")
+    if name not in ARCHITECTURES:
+        raise NotNative(f"{name} has no native code; {', '.join(ARCHITECTURES)} have", field="model")
     activation = config.get("hidden_act") or "silu"
     if activation != "silu":
-        raise ConfigError(f"activation {activation!r} is not served (hidden_act of {name})")
+        raise NotNative(f"activation {activation!r} is not served (hidden_act of {name})")
 
     heads, hidden, layers = (_int(config, k) for k in ("num_attention_heads", "hidden_size", "num_hidden_layers"))
     kv_heads = _int(config, "num_key_value_heads", heads)
@@ -96,15 +103,11 @@ def parse_spec(config: Mapping[str, Any], generation: Mapping[str, Any] | None =
     if heads % kv_heads:
         raise ConfigError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
     if head_dim % 2:
-        raise ConfigError(f"head_dim {head_dim} is odd; rotary embeddings need an even one")
+        raise NotNative(f"head_dim {head_dim} is odd; rotary embeddings need an even one")
 
     max_position = _int(config, "max_position_embeddings")
     rope = _parse_rope(config, max_position)
     bias = bool(config.get("attention_bias", False))
-    eos: list[int] = []
-    for source in (generation or {}, config):
-        ids = source.get("eos_token_id")
-        eos += [i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int) and i not in eos]
     return ModelSpec(
         architecture=name,
         vocab_size=_int(config, "vocab_size"),
@@ -123,8 +126,7 @@ def parse_spec(config: Mapping[str, Any], generation: Mapping[str, Any] | None =
         windows=_parse_windows(name, config, layers),
         rope=rope,
         max_position=_extended(rope, max_position),
-        eos_token_ids=tuple(eos),
-        native_dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
+        eos_token_ids=eos_token_ids(config, generation or {}),
     )
 
 
@@ -145,7 +147,7 @@ def _parse_windows(name: str, config: Mapping[str, Any], layers: int) -> tuple[i
         return tuple(window if i >= first else None for i in range(layers))
     unknown = set(kinds) - {"full_attention", "sliding_attention"}
     if unknown or len(kinds) != layers:
-        raise ConfigError(f"layer_types of {name} are not served: {sorted(unknown) or len(kinds)}")
+        raise NotNative(f"layer_types of {name} are not served: {sorted(unknown) or len(kinds)}")
     if window is None and "sliding_attention" in kinds:
         raise ConfigError(f"{name} has sliding_attention layers but no sliding window")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
@@ -154,12 +156,12 @@ def _parse_windows(name: str, config: Mapping[str, Any], layers: int) -> tuple[i
 def _parse_rope(config: Mapping[str, Any], max_position: int) -> RopeSpec:
     raw = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(raw, Mapping) or any(isinstance(v, Mapping) for v in raw.values()):
-        raise ConfigError("rope parameters that differ by layer are not served")
+        raise NotNative("rope parameters that differ by layer are not served")
     kind = str(raw.get("rope_type") or raw.get("type") or "default")
     if kind not in ROPE_KINDS:
-        raise ConfigError(f"rope scaling {kind!r} is not served; served are {', '.join(ROPE_KINDS)}")
+        raise NotNative(f"rope scaling {kind!r} is not served; served are {', '.join(ROPE_KINDS)}")
     if float(raw.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0) != 1.0:
-        raise ConfigError("partial rotary embeddings are not served")
+        raise NotNative("partial rotary embeddings are not served")
     theta = float(raw.get("rope_theta") or config.get("rope_theta") or 10000.0)
     if kind == "default":
         return RopeSpec(kind, theta)

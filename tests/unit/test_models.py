@@ -78,7 +78,7 @@ class Rig:
         spec = load_spec(directory)
         layout = KVLayout("tiny", "0", spec.num_layers, spec.num_kv_heads, spec.head_dim, block_size, "float32")
         self.kv = KVPool(layout, num_blocks, CPU)
-        self.cache = self.kv.segment_view("kv")
+        self.cache = self.kv.layers()
         self.backend = TorchAttention(self.cache, spec.num_heads, spec.windows, self.kv.dummy_block)
         self.model = Decoder(spec, 256, CPU, torch.float32)
         weights.load(self.model, directory)
@@ -163,7 +163,8 @@ def test_old_and_new_rope_spelling_mean_the_same(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM is not served"),
+        ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM has no native code"),
+        ({"architectures": ["BertForMaskedLM"]}, "only decoders"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantised weights"),
         ({"hidden_act": "gelu"}, "'gelu' is not served"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "'longrope' is not served"),
