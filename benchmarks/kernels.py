@@ -12,6 +12,7 @@ float64, on random inputs, outputs poisoned with NaN.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import platform
 import statistics
@@ -26,6 +27,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from common.types import SamplingParams
+from engine.device_sampler import DeviceSampler
 from engine.kernels.dense_prefill import cudnn_prefill, dense_prefill
 from engine.kernels.gemv import gemv
 from engine.kernels.kv_write import kv_write
@@ -34,7 +37,7 @@ from engine.kernels.paged_decode import decode_workspace, num_shares, paged_deco
 from engine.kernels.paged_prefill import paged_prefill
 from engine.kernels.prefix import gather_kv
 from engine.kernels.rope_kv import rope_kv_write
-from engine.kernels.sampling import Sampler, SamplingTensors
+from engine.sampler import SampleRow
 
 HEADS, KV_HEADS, DIM, BLOCK, HIDDEN, INNER, VOCAB = 32, 8, 128, 16, 4096, 14336, 128256
 LAYERS = 4
@@ -291,30 +294,25 @@ def vectors(report: Report, n: int, k: int, end: str) -> None:
     report.bytes(f"GEMV, {end}", f"{n}x{k}", seconds(launch), n * k * 2, error(launch(0), want), f"gemv_{n}x{k}")
 
 
-SAMPLING = {  # top_k, then temperature, top_p, min_p, repetition, presence and frequency penalty
-    "greedy": (0, (0.0, 1.0, 0.0, 1.0, 0.0, 0.0)),
-    "temperature": (0, (1.0, 1.0, 0.0, 1.0, 0.0, 0.0)),
-    "top_p": (0, (0.8, 0.9, 0.0, 1.0, 0.0, 0.0)),
-    "top_p_penalties": (0, (0.8, 0.9, 0.0, 1.1, 0.1, 0.1)),
-    "top_k": (50, (0.8, 1.0, 0.0, 1.0, 0.0, 0.0)),
-    "top_k_top_p": (50, (0.8, 0.9, 0.0, 1.0, 0.0, 0.0)),
+PENALTIES = {"repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1}
+SAMPLING = {
+    "greedy": SamplingParams(temperature=0.0),
+    "temperature": SamplingParams(),
+    "top_p": SamplingParams(temperature=0.8, top_p=0.9),
+    "top_p_penalties": SamplingParams(temperature=0.8, top_p=0.9, **PENALTIES),
+    "top_k": SamplingParams(temperature=0.8, top_k=50),
+    "top_k_top_p": SamplingParams(temperature=0.8, top_k=50, top_p=0.9),
 }
 
 
 def sampling(report: Report, rows: int, kind: str) -> None:
-    k, floats = SAMPLING[kind]
-    sampler, logits = Sampler(rows, VOCAB, DEVICE), torch.randn(rows, VOCAB, device=DEVICE) * 2
-    zeros = torch.zeros(rows + 1, dtype=torch.int32, device=DEVICE)
-    ints = [[k, 1000 + r, 0, 5, r if kind.endswith("penalties") else -1] for r in range(rows)]
-    params = SamplingTensors(
-        floats=torch.tensor([floats] * rows, device=DEVICE),
-        ints=torch.tensor(ints, device=DEVICE),
-        counts=torch.zeros(rows, VOCAB, dtype=torch.int32, device=DEVICE),
-        bias_ends=zeros,
-        bias_tokens=zeros,
-        bias_values=zeros.float(),
-    )
-    time_s = seconds(lambda i: sampler.sample(logits, params), 4)
+    sampler, logits = DeviceSampler(rows, VOCAB, DEVICE), torch.randn(rows, VOCAB, device=DEVICE) * 2
+    for slot in range(rows):
+        sampler.stage(slot, SampleRow(dataclasses.replace(SAMPLING[kind], seed=1000 + slot), range(1024), 1000))
+    sampler.flush()
+    slots = torch.arange(rows, device=DEVICE)
+    positions = torch.full((rows,), 1024, device=DEVICE)
+    time_s = seconds(lambda i: sampler.run(logits, slots, positions), 4)
     report.bytes("sample", f"{rows} rows, {kind}", time_s, rows * VOCAB * 4, None, f"sample_{rows}_{kind}")
 
 
@@ -341,7 +339,7 @@ def main() -> None:
         (VOCAB, HIDDEN, "norm"),
     ]:
         vectors(report, n, k, end)
-    for rows in (1, 64):
+    for rows in (1, 64, 128):
         for kind in SAMPLING:
             sampling(report, rows, kind)
     if args.out is not None:

@@ -85,24 +85,21 @@ def sample(raw: Tensor, rows: Sequence[SampleRow]) -> Sampled:
         tokens = logits.argmax(dim=-1)
         if drawn:
             tokens[drawn] = _draw(logits[drawn], [rows[r] for r in drawn])
-    return Sampled(tokens, finite, *_logprobs(raw, rows, tokens))
-
-
-def _logprobs(
-    raw: Tensor, rows: Sequence[SampleRow], tokens: Tensor
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     wanted = [row.params.logprobs for row in rows if row.params.logprobs is not None]
-    if not wanted:
-        return None, None, None
+    return Sampled(tokens, finite, *(token_logprobs(raw, tokens, max(wanted)) if wanted else (None, None, None)))
+
+
+def token_logprobs(raw: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Log-probability of each row's token, and values and ids of the num_top likeliest (None for 0), best first."""
     logprobs = raw.log_softmax(dim=-1)
     chosen = logprobs.gather(1, tokens[:, None]).squeeze(1)
-    top = logprobs.topk(min(max(wanted), raw.shape[1]), dim=-1) if max(wanted) else None
+    top = logprobs.topk(min(num_top, raw.shape[1]), dim=-1) if num_top else None
     return chosen, top and top.values, top and top.indices
 
 
 def _shape(raw: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     """Penalties, bias and the ban of stop tokens before min_tokens; a copy when there are any."""
-    penalised = [r for r, row in enumerate(rows) if _penalises(row.params)]
+    penalised = [r for r, row in enumerate(rows) if penalises(row.params)]
     biased = [r for r, row in enumerate(rows) if row.params.logit_bias]
     held = [r for r, row in enumerate(rows) if len(row.tokens) - row.prompt_len < row.params.min_tokens]
     if not (penalised or biased or held):
@@ -120,7 +117,8 @@ def _shape(raw: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     return logits
 
 
-def _penalises(params: SamplingParams) -> bool:
+def penalises(params: SamplingParams) -> bool:
+    """Logits depend on the tokens that occurred."""
     return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
 
 

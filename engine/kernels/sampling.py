@@ -8,6 +8,9 @@ score of all survivors, because it has the best score of a superset: the result 
 refusal halves what is left, on average (the rejection of FlashInfer, Ye et al. 2025, with the noise fixed instead of
 redrawn). top-k with top-p needs the mass of the top k first: the k-th logit is found by bisection.
 
+How a row is sampled is read on the device, from the slot it names, so one captured graph serves any mix of requests,
+and a row pays for what it asks for: a greedy one for the maximum of its logits alone.
+
 Noise is Philox4x32-10 with the words of `engine/philox.py`, bit for bit; its logarithms may differ in the last bits.
 """
 
@@ -23,27 +26,27 @@ TILE = 2048
 SCAN = 8192
 IN_PROMPT = 1 << 30  # bit of a count: the token occurs in the prompt
 MIN_TEMPERATURE = 1e-5
+MAX_ENTRIES = 2048  # of one slot
 
 TEMPERATURE, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY, NUM_FLOATS = range(7)
-TOP_K, SEED, CHILD, POSITION, COUNT_ROW, NUM_INTS = range(6)
+TOP_K, SEED, CHILD, BAN_UNTIL, NUM_ENTRIES, PENALISED, NUM_INTS = range(7)
+WORDS = NUM_FLOATS // 2 + NUM_INTS  # int64 words of a slot: its floats, two in a word, then its integers
 
 
 @dataclass(frozen=True)
 class SamplingTensors:
-    """Parameters of R rows on the device.
+    """Parameters and state of S slots on the device.
 
-    floats: fp32 [R, 6], temperature (0: greedy), top_p, min_p, repetition, presence, frequency penalty; ints: int64
-    [R, 5], top_k (0: off), seed, child, position, row of `counts` (-1: no penalties). counts: int32 [N, vocab],
-    occurrences in the output, plus IN_PROMPT. Bias: tokens and values (-inf bans) of row r at
-    bias_ends[r]..bias_ends[r + 1], int32 and fp32.
+    words: int64 [S, WORDS]. Floats: temperature (0: greedy), top_p, min_p, repetition, presence and frequency penalty.
+    Integers: top_k (0: off), seed, child, position from which banned tokens are allowed, number of entries, whether
+    penalties apply. entries: int32 [S, 2, MAX_ENTRIES], tokens in ascending order and the bits of float32 biases; -inf
+    bans the token at positions before BAN_UNTIL. counts: int32 [S, vocab], occurrences in the output, plus IN_PROMPT;
+    kept for slots with penalties.
     """
 
-    floats: torch.Tensor
-    ints: torch.Tensor
+    words: torch.Tensor
+    entries: torch.Tensor
     counts: torch.Tensor
-    bias_ends: torch.Tensor
-    bias_tokens: torch.Tensor
-    bias_values: torch.Tensor
 
 
 @triton.jit
@@ -68,58 +71,71 @@ def _noise(seed, child, position, first, BV: tl.constexpr):
 
 @triton.jit
 def _cuts(floats, ints, vocab):
+    """k (vocab: off), top-p, min-p, and whether the row draws from a cut distribution."""
     k = tl.load(ints)
     k = tl.where((k > 0) & (k < vocab), k, vocab).to(tl.int32)
-    return k, tl.load(floats + 1), tl.load(floats + 2)
+    top_p = tl.load(floats + 1)
+    min_p = tl.load(floats + 2)
+    return k, top_p, min_p, (tl.load(floats) > 0) & ((k < vocab) | (top_p < 1.0) | (min_p > 0.0))
 
 
 @triton.jit
 def _score_kernel(
-    logits, floats, ints, counts, bias_ends, bias_tokens, bias_values, shaped, scores, best_score, best_token,
-    best_logit,
-    tile_max, tile_sum, tile_finite, logits_row, counts_row, vocab, num_tiles,
-    BV: tl.constexpr, NF: tl.constexpr, NI: tl.constexpr, PROMPT: tl.constexpr, MIN_T: tl.constexpr,
+    logits, slots, positions, words, entries, counts, allowed, shaped, scores, best_score, best_token, best_logit,
+    tile_max, tile_sum, tile_finite, logits_row, counts_row, allowed_row, vocab, num_tiles,
+    BV: tl.constexpr, NW: tl.constexpr, NF: tl.constexpr, ENTRIES: tl.constexpr, PROMPT: tl.constexpr,
+    MIN_T: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
-    floats += row * NF
-    ints += row * NI
+    slot = tl.load(slots + row).to(tl.int64)
+    position = tl.load(positions + row).to(tl.int64)
+    floats = (words + slot * NW).to(tl.pointer_type(tl.float32))
+    ints = words + slot * NW + NF // 2
     first = tile * BV
     i = first + tl.arange(0, BV)
     ok = i < vocab
     x = tl.load(logits + row * logits_row + i, mask=ok, other=0.0).to(tl.float32)
     finite = tl.min((tl.abs(x) < float("inf")).to(tl.int32), 0)
 
-    slot = tl.load(ints + 4)
-    if slot >= 0:
+    if tl.load(ints + 5) > 0:
         count = tl.load(counts + slot * counts_row + i, mask=ok, other=0)
         repetition = tl.load(floats + 3)
         x = tl.where(count > 0, tl.where(x > 0, x / repetition, x * repetition), x)
         said = count & (PROMPT - 1)
         x -= tl.load(floats + 5) * said.to(tl.float32) + tl.where(said > 0, tl.load(floats + 4), 0.0)
-    for j in range(tl.load(bias_ends + row), tl.load(bias_ends + row + 1)):
-        x += tl.where(i == tl.load(bias_tokens + j), tl.load(bias_values + j), 0.0)
+    num_entries = tl.load(ints + 4)
+    if num_entries > 0:
+        entry = entries + slot * (2 * ENTRIES)
+        e = tl.arange(0, ENTRIES)
+        named = tl.load(entry + e, mask=e < num_entries, other=vocab + BV)
+        banned = position < tl.load(ints + 3)
+        for j in range(tl.sum((named < first).to(tl.int32), 0), tl.sum((named < first + BV).to(tl.int32), 0)):
+            bias = tl.load(entry + ENTRIES + j).to(tl.float32, bitcast=True)
+            x += tl.where((i == tl.load(entry + j)) & (banned | (bias > -float("inf"))), bias, 0.0)
+    if MASKED:
+        word = tl.load(allowed + row * allowed_row + i // 32, mask=ok, other=0)
+        x = tl.where((word >> (i % 32)) & 1 != 0, x, -float("inf"))
 
     temperature = tl.load(floats)
-    drawn = temperature > 0
-    if drawn:
+    if temperature > 0:
         x = x / tl.maximum(temperature, MIN_T)
     x = tl.where(ok, x, -float("inf"))
     score = x
-    if drawn:
-        score = x + _noise(tl.load(ints + 1), tl.load(ints + 2), tl.load(ints + 3), first, BV)
+    if temperature > 0:
+        score = x + _noise(tl.load(ints + 1), tl.load(ints + 2), position, first, BV)
 
-    top = tl.max(x, 0)
     at = row * num_tiles + tile
     best, where = tl.max(score, 0, return_indices=True, return_indices_tie_break_left=True)
     tl.store(best_score + at, best)
     tl.store(best_token + at, first + where)
-    tl.store(best_logit + at, tl.max(tl.where(i == first + where, x, -float("inf")), 0))
-    tl.store(tile_max + at, top)
-    tl.store(tile_sum + at, tl.sum(tl.exp(x - tl.where(top == -float("inf"), 0.0, top)), 0))
     tl.store(tile_finite + at, finite)
-    k, top_p, min_p = _cuts(floats, ints, vocab)
-    if drawn & ((k < vocab) | (top_p < 1.0) | (min_p > 0.0)):
+    _k, _top_p, _min_p, cut = _cuts(floats, ints, vocab)
+    if cut:
+        top = tl.max(x, 0)
+        tl.store(best_logit + at, tl.max(tl.where(i == first + where, x, -float("inf")), 0))
+        tl.store(tile_max + at, top)
+        tl.store(tile_sum + at, tl.sum(tl.exp(x - tl.where(top == -float("inf"), 0.0, top)), 0))
         tl.store(shaped + row * vocab + i, x, mask=ok)
         tl.store(scores + row * vocab + i, score, mask=ok)
 
@@ -140,30 +156,32 @@ def _mass_from(shaped, vocab, top, threshold, SCAN: tl.constexpr):
 
 @triton.jit
 def _pick_kernel(
-    floats, ints, shaped, scores, best_score, best_token, best_logit, tile_max, tile_sum, tile_finite, tokens, finite,
-    vocab, num_tiles, TILES: tl.constexpr, SCAN: tl.constexpr, NF: tl.constexpr, NI: tl.constexpr,
+    slots, words, counts, shaped, scores, best_score, best_token, best_logit, tile_max, tile_sum, tile_finite, tokens,
+    finite, counts_row, vocab, num_tiles,
+    TILES: tl.constexpr, SCAN: tl.constexpr, NW: tl.constexpr, NF: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    floats += row * NF
-    ints += row * NI
+    slot = tl.load(slots + row).to(tl.int64)
+    floats = (words + slot * NW).to(tl.pointer_type(tl.float32))
+    ints = words + slot * NW + NF // 2
     shaped += row * vocab
     scores += row * vocab
     t = tl.arange(0, TILES)
     at = row * num_tiles + t
     ok = t < num_tiles
-    tops = tl.load(tile_max + at, mask=ok, other=-float("inf"))
-    top = tl.max(tops, 0)
-    total = tl.sum(tl.load(tile_sum + at, mask=ok, other=0.0) * tl.exp(tops - top), 0)
     all_finite = tl.min(tl.load(tile_finite + at, mask=ok, other=1), 0)
     _, winner = tl.max(
         tl.load(best_score + at, mask=ok, other=-float("inf")), 0,
         return_indices=True, return_indices_tie_break_left=True,
     )  # fmt: skip
     token = tl.load(best_token + row * num_tiles + winner)
-    logit = tl.load(best_logit + row * num_tiles + winner)
 
-    k, top_p, min_p = _cuts(floats, ints, vocab)
-    if (tl.load(floats) > 0) & (all_finite > 0) & ((k < vocab) | (top_p < 1.0) | (min_p > 0.0)):
+    k, top_p, min_p, cut = _cuts(floats, ints, vocab)
+    if cut & (all_finite > 0):
+        logit = tl.load(best_logit + row * num_tiles + winner)
+        tops = tl.load(tile_max + at, mask=ok, other=-float("inf"))
+        top = tl.max(tops, 0)
+        total = tl.sum(tl.load(tile_sum + at, mask=ok, other=0.0) * tl.exp(tops - top), 0)
         floor = tl.where(min_p > 0.0, top + tl.log(tl.maximum(min_p, 1e-30)), -float("inf"))
         if (k < vocab) & (top_p < 1.0):
             # Invariant: at least k logits are >= low, fewer than k are >= high.
@@ -210,12 +228,16 @@ def _pick_kernel(
                 leader = tl.max(best, 0)
                 token = tl.min(tl.where(best == leader, where, vocab - 1), 0)
                 logit = tl.load(shaped + token)
-    tl.store(tokens + row, tl.minimum(token, vocab - 1).to(tl.int64))
+    token = tl.minimum(token, vocab - 1)
+    tl.store(tokens + row, token.to(tl.int64))
     tl.store(finite + row, all_finite.to(tl.int8))
+    if (tl.load(ints + 5) > 0) & (all_finite > 0):
+        seen = counts + slot * counts_row + token
+        tl.store(seen, tl.load(seen) + 1)
 
 
 class Sampler:
-    """Scratch of the two launches for up to max_rows rows; one per captured graph or stream that samples."""
+    """Scratch of the two launches for up to max_rows rows; one per stream that samples, shared by its graphs."""
 
     def __init__(self, max_rows: int, vocab: int, device: torch.device) -> None:
         self._vocab = vocab
@@ -224,54 +246,70 @@ class Sampler:
         self._partial = torch.empty(4, max_rows, self._tiles, dtype=torch.float32, device=device).unbind(0)
         self._partial_ints = torch.empty(2, max_rows, self._tiles, dtype=torch.int32, device=device).unbind(0)
 
-    def sample(self, logits: torch.Tensor, params: SamplingTensors) -> tuple[torch.Tensor, torch.Tensor]:
+    def sample(
+        self,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        params: SamplingTensors,
+        allowed: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """One token a row, int64 [R], and bool [R]: False where a logit was NaN or infinite and the token means
         nothing.
 
-        logits: [R, vocab] of any float dtype, row stride free; not changed.
+        logits: [R, vocab] of any float dtype, row stride free; not changed. slots, positions: integer [R], where row r
+        has its parameters, and the position of its token. A slot with penalties counts the token; it may occur once.
+        allowed: int32 [R, ceil(vocab / 32)], bit i % 32 of word i // 32 allows token i (None: all).
         """
         rows = logits.shape[0]
+        assert rows <= self._shaped.shape[0]
         assert logits.shape[1] == self._vocab
         assert logits.stride(1) == 1
-        assert params.floats.shape == (rows, NUM_FLOATS)
-        assert params.ints.shape == (rows, NUM_INTS)
-        assert params.floats.is_contiguous()
-        assert params.ints.is_contiguous()
+        assert slots.shape == positions.shape == (rows,)
+        assert params.words.is_contiguous()
+        assert params.words.shape[1] == WORDS
+        assert params.entries.is_contiguous()
+        assert params.entries.shape[1:] == (2, MAX_ENTRIES)
+        assert allowed is None or allowed.shape == (rows, triton.cdiv(self._vocab, 32))
         tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
         finite = torch.empty(rows, dtype=torch.int8, device=logits.device)
         score, logit, top, total = self._partial
         token, tile_finite = self._partial_ints
+        mask = params.words if allowed is None else allowed
         _score_kernel[(self._tiles, rows)](
-            logits, params.floats, params.ints, params.counts, params.bias_ends, params.bias_tokens, params.bias_values,
-            self._shaped, self._scores, score, token, logit, top, total, tile_finite,
-            logits.stride(0), params.counts.stride(0), self._vocab, self._tiles,
-            BV=TILE, NF=NUM_FLOATS, NI=NUM_INTS, PROMPT=IN_PROMPT, MIN_T=MIN_TEMPERATURE, num_warps=4,
+            logits, slots, positions, params.words, params.entries, params.counts, mask, self._shaped, self._scores,
+            score, token, logit, top, total, tile_finite,
+            logits.stride(0), params.counts.stride(0), mask.stride(0), self._vocab, self._tiles,
+            BV=TILE, NW=WORDS, NF=NUM_FLOATS, ENTRIES=MAX_ENTRIES, PROMPT=IN_PROMPT, MIN_T=MIN_TEMPERATURE,
+            MASKED=allowed is not None, num_warps=4,
         )  # fmt: skip
         scan = min(SCAN, triton.next_power_of_2(self._vocab))
         _pick_kernel[(rows,)](
-            params.floats, params.ints, self._shaped, self._scores, score, token, logit, top, total, tile_finite,
-            tokens, finite, self._vocab, self._tiles,
-            TILES=triton.next_power_of_2(self._tiles), SCAN=scan, NF=NUM_FLOATS, NI=NUM_INTS,
-            num_warps=scan // 256 or 1,
+            slots, params.words, params.counts, self._shaped, self._scores, score, token, logit, top, total,
+            tile_finite, tokens, finite, params.counts.stride(0), self._vocab, self._tiles,
+            TILES=triton.next_power_of_2(self._tiles), SCAN=scan, NW=WORDS, NF=NUM_FLOATS, num_warps=scan // 256 or 1,
         )  # fmt: skip
         return tokens, finite.view(torch.bool)
 
 
 @triton.jit
-def _count_kernel(counts, rows, tokens, counts_row, n, ADD: tl.constexpr, PROMPT: tl.constexpr, BN: tl.constexpr):
+def _count_kernel(counts, slots, tokens, counts_row, n, PROMPT: tl.constexpr, BN: tl.constexpr):
     i = tl.program_id(0) * BN + tl.arange(0, BN)
-    row = tl.load(rows + i, mask=i < n, other=-1).to(tl.int64)
-    token = tl.load(tokens + i, mask=i < n, other=0)
-    if ADD:
-        tl.atomic_add(counts + row * counts_row + token, 1, mask=row >= 0)
-    else:
-        tl.atomic_or(counts + row * counts_row + token, PROMPT, mask=row >= 0)
+    ok = i < n
+    slot = tl.load(slots + i, mask=ok, other=0).to(tl.int64)
+    token = tl.load(tokens + i, mask=ok, other=0)
+    said = token >= 0
+    cell = counts + slot * counts_row + tl.where(said, token, ~token)
+    tl.atomic_add(cell, 1, mask=ok & said)
+    tl.atomic_or(cell, PROMPT, mask=ok & (token < 0))
 
 
-def count_tokens(counts: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor, *, prompt: bool) -> None:
-    """Notes tokens[i] in counts[rows[i]] (row -1: skip), as part of the prompt or as one more of the output."""
+def count_tokens(counts: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor) -> None:
+    """Notes tokens[i] in counts[slots[i]]: one more in the output; where it is negative, token ~tokens[i] of the
+    prompt.
+    """
     n = tokens.shape[0]
     if n:
         _count_kernel[(triton.cdiv(n, 128),)](
-            counts, rows, tokens, counts.stride(0), n, ADD=not prompt, PROMPT=IN_PROMPT, BN=128, num_warps=4
+            counts, slots, tokens, counts.stride(0), n, PROMPT=IN_PROMPT, BN=128, num_warps=4
         )

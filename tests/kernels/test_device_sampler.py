@@ -1,0 +1,172 @@
+"""The device's sampler against `engine/sampler.py`: random requests that come, go and grow over many steps."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from common.errors import InvalidRequest
+from common.types import SamplingParams
+from engine.device_sampler import DeviceSampler
+from engine.kernels.sampling import MAX_ENTRIES
+from engine.sampler import SampleRow, sample
+
+VOCAB, ROWS = 2101, 4
+
+
+def request(rng: random.Random, **fixed: Any) -> SampleRow:
+    tokens = [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 40))]
+    drawn: dict[str, Any] = {
+        "temperature": rng.choice([0.0, 0.3, 1.0, 1.0, 2.5]),
+        "top_k": rng.choice([0, 0, 1, 5, 40, 2000]),
+        "top_p": rng.choice([1.0, 1.0, 0.1, 0.7, 0.95]),
+        "min_p": rng.choice([0.0, 0.0, 0.05, 0.6]),
+        "repetition_penalty": rng.choice([1.0, 1.0, 1.3, 0.7]),
+        "presence_penalty": rng.choice([0.0, 0.0, 1.5, -1.0]),
+        "frequency_penalty": rng.choice([0.0, 0.0, 0.8]),
+        "logit_bias": rng.choice([(), ((VOCAB - 1, 9.0), (3, 5.0), (7, -100.0))]),
+        "min_tokens": rng.choice([0, 0, 3, 45]),
+        "stop_token_ids": tuple(rng.sample(range(VOCAB), rng.choice([1, 200]))),
+        "seed": rng.randrange(1 << 64),
+    }
+    return SampleRow(SamplingParams(**(drawn | fixed)), tokens, rng.randrange(1, len(tokens) + 1), rng.randrange(4))
+
+
+def run(
+    sampler: DeviceSampler, logits: Tensor, rows: dict[int, SampleRow], pad: int = 0
+) -> tuple[list[int], list[bool]]:
+    """Tokens and finiteness of the rows, which are in the sampler's slots; `pad` more rows are padding."""
+    device = logits.device
+    slots = torch.tensor([*rows, *[sampler.pad_slot] * pad], dtype=torch.int32, device=device)
+    positions = torch.tensor([*(len(r.tokens) for r in rows.values()), *[0] * pad], dtype=torch.int32, device=device)
+    sampler.flush()
+    tokens, finite = sampler.run(logits, slots, positions)
+    return tokens.tolist()[: len(rows)], finite.tolist()[: len(rows)]
+
+
+def test_equals_the_host_sampler(device: torch.device) -> None:
+    rng = random.Random(11)
+    generator = torch.Generator().manual_seed(1)
+    sampler = DeviceSampler(ROWS, VOCAB, device)
+    running: dict[int, SampleRow] = {}
+    counted = 0
+    for step in range(7):
+        for slot in rng.sample(range(ROWS), ROWS):
+            if slot in running and rng.random() < 0.3:
+                del running[slot]
+                sampler.drop(slot)
+            if slot not in running and rng.random() < 0.7:
+                running[slot] = request(rng)
+                sampler.stage(slot, running[slot])
+        order = rng.sample(list(running), len(running))
+        rows = {slot: running[slot] for slot in order}
+        # Few logits stand out, so that what was said comes up again and counts matter.
+        logits = torch.randn(ROWS, VOCAB, generator=generator)
+        logits[:, :8] += 6
+        want = sample(logits[: len(rows)], list(rows.values())).tokens.tolist()
+        got, finite = run(sampler, logits.to(device), rows, pad=ROWS - len(rows))
+        assert got == want, f"step {step}"
+        assert all(finite)
+        for row, token in zip(rows.values(), got, strict=True):
+            row.tokens.append(token)  # type: ignore[attr-defined]
+            counted += row.params.frequency_penalty > 0
+    assert counted > 3
+
+
+def test_a_slot_forgets_its_last_request(device: torch.device) -> None:
+    sampler = DeviceSampler(2, VOCAB, device)
+    logits = torch.zeros(1, VOCAB, device=device)
+    logits[0, 9], logits[0, 4] = 2.0, 1.0
+    biased = SampleRow(SamplingParams(temperature=0.0, logit_bias=((6, 50.0),), presence_penalty=2.0), [9], 1)
+    sampler.stage(1, biased)
+    assert run(sampler, logits, {1: biased})[0] == [6]
+    said = SampleRow(SamplingParams(temperature=0.0, presence_penalty=1.5), [6, 9], 1)
+    sampler.stage(1, said)
+    assert run(sampler, logits, {1: said})[0] == [4]
+    plain = SampleRow(SamplingParams(temperature=0.0), [9, 9], 1)
+    sampler.stage(1, plain)
+    assert run(sampler, logits, {1: plain})[0] == [9]
+
+
+def test_a_preempted_request_goes_on_with_the_same_tokens(device: torch.device) -> None:
+    sampler = DeviceSampler(2, VOCAB, device)
+    params = SamplingParams(temperature=1.0, frequency_penalty=1.0, repetition_penalty=1.2, seed=5)
+    logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(2)).to(device)
+    logits[:, :4] += 6
+    answers = []
+    for preempted in (False, True):
+        row = SampleRow(params, [1, 2, 3], 3)
+        sampler.stage(0, row)
+        for step in range(6):
+            if preempted and step == 3:
+                sampler.drop(0)
+                sampler.stage(1, row)
+            (token,), _ = run(sampler, logits, {1 if preempted and step >= 3 else 0: row})
+            row.tokens.append(token)  # type: ignore[attr-defined]
+        answers.append(row.tokens)
+    assert answers[0] == answers[1]
+    assert len(set(answers[0][3:])) > 2
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
+def test_a_bad_row_fails_alone_and_leaves_its_counts(bad: float, device: torch.device) -> None:
+    sampler = DeviceSampler(3, VOCAB, device)
+    rows = {
+        slot: SampleRow(SamplingParams(temperature=1.0, top_p=0.9, presence_penalty=1.0, seed=slot), [5], 1)
+        for slot in (2, 0, 1)
+    }
+    for slot, row in rows.items():
+        sampler.stage(slot, row)
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(3))
+    want = sample(logits, list(rows.values())).tokens.tolist()
+    clean = logits.clone()
+    logits[1, 77] = bad
+    got, finite = run(sampler, logits.to(device), rows)
+    assert finite == [True, False, True]
+    assert (got[0], got[2]) == (want[0], want[2])
+    again, _ = run(sampler, clean[1:2].to(device), {0: rows[0]})
+    assert again == want[1:2]
+
+
+def test_more_tokens_than_a_slot_holds_are_refused(device: torch.device) -> None:
+    sampler = DeviceSampler(1, VOCAB, device)
+    bias = tuple((token, 1.0) for token in range(MAX_ENTRIES))
+    sampler.stage(0, SampleRow(SamplingParams(logit_bias=bias), [1], 1))
+    with pytest.raises(InvalidRequest, match="logit_bias"):
+        sampler.stage(0, SampleRow(SamplingParams(logit_bias=bias, stop_token_ids=(1,)), [1], 1))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_one_graph_serves_every_mix(device: torch.device) -> None:
+    rng = random.Random(4)
+    sampler = DeviceSampler(ROWS, VOCAB, device)
+    logits = torch.zeros(ROWS, VOCAB, device=device)
+    slots = torch.full((ROWS,), sampler.pad_slot, dtype=torch.int32, device=device)
+    positions = torch.zeros(ROWS, dtype=torch.int32, device=device)
+    sampler.run(logits, slots, positions)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tokens, finite = sampler.run(logits, slots, positions)
+    rows = {}
+    for step in range(12):
+        for slot in range(ROWS):
+            if step % 3 == 0:
+                rows[slot] = request(rng, **({"temperature": 0.0} if step == 0 else {}))
+                sampler.stage(slot, rows[slot])
+        fresh = torch.randn(ROWS, VOCAB, generator=torch.Generator().manual_seed(step))
+        logits.copy_(fresh)
+        slots.copy_(torch.tensor(list(rows), dtype=torch.int32))
+        positions.copy_(torch.tensor([len(r.tokens) for r in rows.values()], dtype=torch.int32))
+        sampler.flush()
+        graph.replay()
+        assert tokens.tolist() == sample(fresh, list(rows.values())).tokens.tolist()
+        assert finite.all()
+        for row, token in zip(rows.values(), tokens.tolist(), strict=True):
+            row.tokens.append(token)  # type: ignore[attr-defined]
