@@ -7,10 +7,14 @@ everything older than its direct predecessor is complete.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 
+@cache
 def overlaps_launches(device: torch.device) -> bool:
+    """The device can do it; a property of the machine, so it is asked once."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 

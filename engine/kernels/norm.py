@@ -1,4 +1,7 @@
-"""RMSNorm with the residual add in the same pass, and SiLU x mul. Arithmetic in fp32, one rounding at each store."""
+"""RMSNorm with the residual add in the same pass, and SiLU x mul. Arithmetic in fp32, one rounding at each store.
+
+In a decode step either is as short as a launch: they start while the product before them drains (see launch.py).
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,21 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.launch import launch_flags, overlaps_launches
+
 
 @triton.jit
 def _rms_norm_kernel(
     x, residual, weight, out, x_row, residual_row, out_row, eps, offset,
-    ADD: tl.constexpr, N: tl.constexpr, NP: tl.constexpr,
+    ADD: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, NP)
     ok = i < N
+    w = tl.load(weight + i, mask=ok, other=0.0).to(tl.float32) + offset
+    if PDL:  # the weight is constant, x is not
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     h = tl.load(x + row * x_row + i, mask=ok, other=0.0).to(tl.float32)
     if ADD:
         h += tl.load(residual + row * residual_row + i, mask=ok, other=0.0).to(tl.float32)
@@ -22,7 +31,6 @@ def _rms_norm_kernel(
         tl.store(residual + row * residual_row + i, h, mask=ok)
         h = h.to(tl.float32)
     rstd = tl.rsqrt(tl.sum(h * h, 0) / N + eps)
-    w = tl.load(weight + i, mask=ok, other=0.0).to(tl.float32) + offset
     tl.store(out + row * out_row + i, (h * rstd * w).to(out.dtype.element_ty), mask=ok)
 
 
@@ -45,18 +53,23 @@ def rms_norm(
     out = torch.empty_like(x) if out is None else out
     padded = triton.next_power_of_2(n)
     target = x if residual is None else residual
+    pdl = overlaps_launches(x.device)
     _rms_norm_kernel[(rows,)](
         x, target, weight, out, x.stride(0), target.stride(0), out.stride(0), eps, weight_offset,
-        ADD=residual is not None, N=n, NP=padded, num_warps=min(16, max(1, padded // 512)),
+        ADD=residual is not None, N=n, NP=padded, PDL=pdl,
+        num_warps=min(16, max(1, padded // 512)), **launch_flags(pdl),
     )  # fmt: skip
     return out
 
 
 @triton.jit
-def _silu_mul_kernel(x, out, x_row, out_row, N: tl.constexpr, BN: tl.constexpr):
+def _silu_mul_kernel(x, out, x_row, out_row, N: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(1).to(tl.int64)
     i = tl.program_id(0) * BN + tl.arange(0, BN)
     ok = i < N
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     gate = tl.load(x + row * x_row + i, mask=ok, other=0.0).to(tl.float32)
     up = tl.load(x + row * x_row + N + i, mask=ok, other=0.0).to(tl.float32)
     tl.store(out + row * out_row + i, (gate / (1.0 + tl.exp(-gate)) * up).to(out.dtype.element_ty), mask=ok)
@@ -68,5 +81,8 @@ def silu_mul(gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torch.Te
     assert gate_up.stride(1) == 1
     out = torch.empty(rows, n, dtype=gate_up.dtype, device=gate_up.device) if out is None else out
     grid = (triton.cdiv(n, 1024), rows)
-    _silu_mul_kernel[grid](gate_up, out, gate_up.stride(0), out.stride(0), N=n, BN=1024, num_warps=4)
+    pdl = overlaps_launches(gate_up.device)
+    _silu_mul_kernel[grid](
+        gate_up, out, gate_up.stride(0), out.stride(0), N=n, BN=1024, PDL=pdl, num_warps=4, **launch_flags(pdl)
+    )
     return out

@@ -22,6 +22,8 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.launch import launch_flags, overlaps_launches
+
 TILE = 2048
 SCAN = 8192
 IN_PROMPT = 1 << 30  # bit of a count: the token occurs in the prompt
@@ -84,8 +86,11 @@ def _score_kernel(
     logits, slots, positions, words, entries, counts, allowed, shaped, scores, best_score, best_token, best_logit,
     tile_max, tile_sum, tile_finite, logits_row, counts_row, allowed_row, vocab, num_tiles,
     BV: tl.constexpr, NW: tl.constexpr, NF: tl.constexpr, ENTRIES: tl.constexpr, PROMPT: tl.constexpr,
-    MIN_T: tl.constexpr, MASKED: tl.constexpr,
+    MIN_T: tl.constexpr, MASKED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     tile = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
@@ -158,8 +163,11 @@ def _mass_from(shaped, vocab, top, threshold, SCAN: tl.constexpr):
 def _pick_kernel(
     slots, words, counts, shaped, scores, best_score, best_token, best_logit, tile_max, tile_sum, tile_finite, tokens,
     finite, counts_row, vocab, num_tiles,
-    TILES: tl.constexpr, SCAN: tl.constexpr, NW: tl.constexpr, NF: tl.constexpr,
+    TILES: tl.constexpr, SCAN: tl.constexpr, NW: tl.constexpr, NF: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     floats = (words + slot * NW).to(tl.pointer_type(tl.float32))
@@ -276,18 +284,20 @@ class Sampler:
         score, logit, top, total = self._partial
         token, tile_finite = self._partial_ints
         mask = params.words if allowed is None else allowed
+        pdl = overlaps_launches(logits.device)
         _score_kernel[(self._tiles, rows)](
             logits, slots, positions, params.words, params.entries, params.counts, mask, self._shaped, self._scores,
             score, token, logit, top, total, tile_finite,
             logits.stride(0), params.counts.stride(0), mask.stride(0), self._vocab, self._tiles,
             BV=TILE, NW=WORDS, NF=NUM_FLOATS, ENTRIES=MAX_ENTRIES, PROMPT=IN_PROMPT, MIN_T=MIN_TEMPERATURE,
-            MASKED=allowed is not None, num_warps=4,
+            MASKED=allowed is not None, PDL=pdl, num_warps=4, **launch_flags(pdl),
         )  # fmt: skip
         scan = min(SCAN, triton.next_power_of_2(self._vocab))
         _pick_kernel[(rows,)](
             slots, params.words, params.counts, self._shaped, self._scores, score, token, logit, top, total,
             tile_finite, tokens, finite, params.counts.stride(0), self._vocab, self._tiles,
-            TILES=triton.next_power_of_2(self._tiles), SCAN=scan, NW=WORDS, NF=NUM_FLOATS, num_warps=scan // 256 or 1,
+            TILES=triton.next_power_of_2(self._tiles), SCAN=scan, NW=WORDS, NF=NUM_FLOATS, PDL=pdl,
+            num_warps=scan // 256 or 1, **launch_flags(pdl),
         )  # fmt: skip
         return tokens, finite.view(torch.bool)
 
