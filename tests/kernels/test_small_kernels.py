@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 from engine.kernels.gemv import gemv
 from engine.kernels.norm import rms_norm, silu_mul
 from engine.kernels.rope_kv import rope_kv_write
+from engine.kernels.skinny import MAX_ROWS, skinny
 
 from .paged import error
 
@@ -96,3 +97,25 @@ def test_gemv(n, k, norm, end, device, gen):
     out = torch.full((1, n), float("nan"), device=device)
     gemv(x, weight, bias=bias, norm=scale, eps=EPS, residual=residual, gated=gated, out=out)
     assert error(out, want) < 2e-6
+
+
+@pytest.mark.parametrize(("rows", "n", "k"), [(2, 70, 100), (MAX_ROWS, 64, 128), (5, 7, 16)])
+@pytest.mark.parametrize("end", ["plain", "residual", "gated"])
+def test_skinny(rows, n, k, end, device, gen):
+    gated = end == "gated"
+    x = torch.randn(rows, k + 3, generator=gen, device=device)[:, :k]
+    weight = torch.randn(n * (1 + gated), k + 4, generator=gen, device=device)[:, :k]
+    bias = torch.randn(n * (1 + gated), generator=gen, device=device)
+    out = torch.full((rows, n), float("nan"), device=device)
+    want = x.double() @ weight.double().T + bias.double()
+    if gated:
+        gate, up = want.chunk(2, -1)
+        want = torch.nn.functional.silu(gate) * up
+    residual = None
+    if end == "residual":
+        residual = out.normal_(generator=gen)
+        want = want + residual.double()
+    assert skinny(x, weight, bias=bias, residual=residual, gated=gated, out=out) is out
+    assert error(out, want) < 2e-6
+    alone = skinny(x[1:2], weight, bias=bias, gated=gated)
+    assert torch.equal(alone, skinny(x, weight, bias=bias, gated=gated)[1:2])
