@@ -37,6 +37,7 @@ from engine.kernels.paged_decode import decode_workspace, num_shares, paged_deco
 from engine.kernels.paged_prefill import paged_prefill
 from engine.kernels.prefix import gather_kv
 from engine.kernels.rope_kv import rope_kv_write
+from engine.kernels.skinny import skinny
 from engine.sampler import SampleRow
 
 HEADS, KV_HEADS, DIM, BLOCK, HIDDEN, INNER, VOCAB = 32, 8, 128, 16, 4096, 14336, 128256
@@ -294,6 +295,59 @@ def vectors(report: Report, n: int, k: int, end: str) -> None:
     report.bytes(f"GEMV, {end}", f"{n}x{k}", seconds(launch), n * k * 2, error(launch(0), want), f"gemv_{n}x{k}")
 
 
+SHAPES = [None, (16, 128, 8), (32, 128, 4), (32, 256, 4), (64, 64, 5), (64, 128, 3), (64, 128, 4), (128, 64, 4)]
+
+
+def few(report: Report, rows: int, n: int, k: int, end: str) -> None:
+    """The product for a few rows, in every shape of tile that fits, and cuBLAS with the passes that it needs beside."""
+    copies = max(2, int(1e9 // (n * k * 2)))
+    weights = [normal(n, k) for _ in range(copies)]
+    x, residual = normal(rows, k), normal(rows, n)
+    gated = end == "gated"
+
+    def cublas(i: int) -> Tensor:
+        if end == "residual":
+            return residual.addmm_(x, weights[i % copies].t())
+        out = torch.nn.functional.linear(x, weights[i % copies])
+        return silu_mul(out) if gated else out
+
+    name = f"{rows} rows, {n}x{k}"
+    report.bytes(f"{end}, cuBLAS", name, seconds(cublas), n * k * 2, None, f"cublas_{rows}_{n}x{k}")
+    residual.normal_()
+    want = torch.cat([x.double() @ part.double().T for part in weights[0].split(16384)], 1)
+    if gated:
+        gate, up = want.chunk(2, -1)
+        want = torch.nn.functional.silu(gate) * up
+    if end == "residual":
+        want = want + residual.double()
+    for shape in SHAPES:
+
+        def launch(i: int, shape: tuple[int, int, int] | None = shape) -> Tensor:
+            added = residual if end == "residual" else None
+            return skinny(x, weights[i % copies], residual=added, gated=gated, shape=shape)
+
+        worst = error(launch(0), want)
+        key = f"skinny_{rows}_{n}x{k}" if shape is None else None
+        report.bytes(f"{end}, {shape or 'default'}", name, seconds(launch), n * k * 2, worst, key)
+
+
+def residual_add(report: Report, rows: int, k: int) -> None:
+    """A product whose result joins the residual stream and is normed: added by cuBLAS, and by the norm."""
+    x, weight, residual, scale = normal(rows, k), normal(HIDDEN, k), normal(rows, HIDDEN), normal(HIDDEN)
+    flop = 2 * rows * k * HIDDEN
+
+    def by_cublas(i: int) -> Tensor:
+        return rms_norm(residual.addmm_(x, weight.t()), scale, 1e-5)
+
+    def by_norm(i: int) -> Tensor:
+        return rms_norm(torch.nn.functional.linear(x, weight), scale, 1e-5, residual=residual)
+
+    shape = f"{rows} rows, {HIDDEN}x{k}"
+    for name, launch in [("addmm, norm", by_cublas), ("mm, norm + add", by_norm)]:
+        residual.normal_()
+        report.flops(name, shape, seconds(launch), flop, None, f"{name.split(',')[0]}_{rows}_{k}")
+
+
 PENALTIES = {"repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1}
 SAMPLING = {
     "greedy": SamplingParams(temperature=0.0),
@@ -316,32 +370,59 @@ def sampling(report: Report, rows: int, kind: str) -> None:
     report.bytes("sample", f"{rows} rows, {kind}", time_s, rows * VOCAB * 4, None, f"sample_{rows}_{kind}")
 
 
+LINEARS = [  # outputs, inputs, what is fused in at one row, and at a few
+    (6144, HIDDEN, "norm", "plain"),
+    (HIDDEN, HIDDEN, "residual", "residual"),
+    (2 * INNER, HIDDEN, "norm, gated", "gated"),
+    (HIDDEN, INNER, "residual", "residual"),
+    (VOCAB, HIDDEN, "norm", "plain"),
+]
+
+
+def run(report: Report, part: str) -> None:
+    match part:
+        case "decode":
+            pool = Pool(131072 + BLOCK)
+            for seqs, length, new in [(64, 2048, 1), (16, 8192, 1), (1, 32768, 1), (16, 8192, 5), (128, 1024, 1)]:
+                decode(report, pool, seqs, length, new)
+        case "prefill":
+            pool = Pool(131072 + BLOCK)
+            for new, length in [(8192, 8192), (2048, 8192), (2048, 16384), (512, 8192)]:
+                prefill(report, pool, new, length)
+        case "small":
+            pool = Pool(131072 + BLOCK)
+            for rows in (1, 64, 2048, 8192):
+                small(report, pool, rows)
+        case "one_row":
+            for n, k, end, _ in LINEARS:
+                vectors(report, n, k, end)
+        case "few_rows":
+            for rows in (2, 16):
+                for n, k, _, end in LINEARS:
+                    few(report, rows, n, k, end)
+        case "residual":
+            for rows in (64, 2048):
+                for k in (HIDDEN, INNER):
+                    residual_add(report, rows, k)
+        case "sampling":
+            for rows in (1, 64, 128):
+                for kind in SAMPLING:
+                    sampling(report, rows, kind)
+
+
+PARTS = ("decode", "prefill", "small", "one_row", "few_rows", "residual", "sampling")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--commit", help="recorded in the JSON; default: git's HEAD")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to run")
     args = parser.parse_args()
     torch.manual_seed(0)
     report = ceilings()
-    pool = Pool(131072 + BLOCK)
-    for seqs, length, new in [(64, 2048, 1), (16, 8192, 1), (1, 32768, 1), (16, 8192, 5), (128, 1024, 1)]:
-        decode(report, pool, seqs, length, new)
-    for new, length in [(8192, 8192), (2048, 8192), (2048, 16384), (512, 8192)]:
-        prefill(report, pool, new, length)
-    for rows in (1, 64, 2048, 8192):
-        small(report, pool, rows)
-    del pool
-    for n, k, end in [
-        (6144, HIDDEN, "norm"),
-        (HIDDEN, HIDDEN, "residual"),
-        (2 * INNER, HIDDEN, "norm, gated"),
-        (HIDDEN, INNER, "residual"),
-        (VOCAB, HIDDEN, "norm"),
-    ]:
-        vectors(report, n, k, end)
-    for rows in (1, 64, 128):
-        for kind in SAMPLING:
-            sampling(report, rows, kind)
+    for part in args.only:
+        run(report, part)
     if args.out is not None:
         commit = (
             args.commit
