@@ -1,13 +1,15 @@
 """Byte arithmetic of the KV pool: what lies where inside a block, and a fingerprint that two pods compare.
 
-The pool is uint8[num_blocks, block_bytes]. Inside a block the segments follow each other; the segment of one model is
+The pool is uint8[num_blocks, block_bytes]. Inside a block the segments follow each other; the first, "kv", is
 [num_layers, 2 (K, V), num_kv_heads, block_size, head_dim], so a block with all its layers is one contiguous range and
-one NIXL descriptor. Segments of other shapes (a draft model's layers, FP8 scales) follow in the same block.
+one NIXL descriptor. An 8-bit cache has a second segment with the scales of its numbers, so whatever moves, caches or
+checks a block takes them along. Other segments (a draft model's layers) follow in the same block.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass, fields
 
 from common.errors import LayoutMismatch
@@ -15,39 +17,37 @@ from common.errors import LayoutMismatch
 LAYOUT_VERSION = 1
 SEGMENT_ALIGN = 256  # bytes; keeps every segment aligned for vector loads and DMA
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+FP8_DTYPE = "float8_e4m3"
+SCALE_DTYPE = "bfloat16"
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, FP8_DTYPE: 1}
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """KV of one group of layers inside a block, shape [num_layers, 2, num_kv_heads, block_size, head_dim]."""
+    """A dense array inside every block, `offset` bytes from its start."""
 
     name: str
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    block_size: int
+    shape: tuple[int, ...]
     dtype: str
     offset: int = 0
 
     @property
-    def shape(self) -> tuple[int, int, int, int, int]:
-        return (self.num_layers, 2, self.num_kv_heads, self.block_size, self.head_dim)
-
-    @property
-    def itemsize(self) -> int:
-        return DTYPE_BYTES[self.dtype]
-
-    @property
     def nbytes(self) -> int:
-        return 2 * self.num_layers * self.num_kv_heads * self.block_size * self.head_dim * self.itemsize
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+    @property
+    def end(self) -> int:
+        """Bytes from the block's start to the next segment's, a multiple of SEGMENT_ALIGN."""
+        return -(-(self.offset + self.nbytes) // SEGMENT_ALIGN) * SEGMENT_ALIGN
 
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
     """Everything that must agree before one pod may read another's blocks.
 
-    model and revision identify the weights; num_kv_heads is per tensor-parallel rank; dtype is float32 or bfloat16.
+    model and revision identify the weights; num_kv_heads is per tensor-parallel rank; dtype is that of keys and values:
+    float32, bfloat16 or float8_e4m3. The latter has one scale for K and one for V per layer, kv head and token, in the
+    segment "scales", [num_layers, num_kv_heads, block_size, 2 (K, V)].
     """
 
     model: str
@@ -61,12 +61,17 @@ class KVLayout:
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        return (Segment("kv", self.num_layers, self.num_kv_heads, self.head_dim, self.block_size, self.dtype),)
+        shape = (self.num_layers, 2, self.num_kv_heads, self.block_size, self.head_dim)
+        kv = Segment("kv", shape, self.dtype)
+        if self.dtype != FP8_DTYPE:
+            return (kv,)
+        pairs = (self.num_layers, self.num_kv_heads, self.block_size, 2)
+        return (kv, Segment("scales", pairs, SCALE_DTYPE, kv.end))
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block, all segments, each padded to SEGMENT_ALIGN."""
-        return sum(-(-s.nbytes // SEGMENT_ALIGN) * SEGMENT_ALIGN for s in self.segments)
+        return self.segments[-1].end
 
     @property
     def fingerprint(self) -> str:

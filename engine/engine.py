@@ -115,7 +115,7 @@ class Engine:
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
             block_size=config.block_size,
-            dtype=dtype,
+            dtype=config.resolve_kv_dtype(device),
         )
         self.vocab_size = spec.vocab_size
         self.eos_token_ids = spec.eos_token_ids
@@ -134,7 +134,7 @@ class Engine:
             self.pool,
         )
         attention = TritonAttention if device.type == "cuda" else TorchAttention
-        backend = attention(self.kv.segment_view("kv"), spec.num_heads, spec.windows, self.kv.dummy_block)
+        backend = attention(self.kv.layers(), spec.num_heads, spec.windows, self.kv.dummy_block)
         self.runner = Runner(model, self.kv, backend)
         self.counters = EngineCounters()
 

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from common.errors import InternalError
-from common.kv_layout import KVLayout
+from common.kv_layout import FP8_DTYPE, KVLayout
+from engine.layer_kv import LayerKV
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# e4m3 numbers are bytes here: torch moves few of its 8-bit floats, and the code that reads them knows what they are.
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, FP8_DTYPE: torch.uint8}
 
 
 class KVPool:
@@ -35,8 +37,15 @@ class KVPool:
     def block_bytes(self) -> int:
         return self.layout.block_bytes
 
+    def layers(self) -> tuple[LayerKV, ...]:
+        """The model's layers in order, sharing this memory."""
+        names = [segment.name for segment in self.layout.segments]
+        kv = self.segment_view("kv").unbind(1)
+        scales = self.segment_view("scales").unbind(1) if "scales" in names else [None] * len(kv)
+        return tuple(LayerKV(*layer) for layer in zip(kv, scales, strict=True))
+
     def segment_view(self, name: str) -> Tensor:
-        """[num_blocks + 2, layers, 2, kv_heads, block_size, head_dim] of one segment, sharing this memory."""
+        """[num_blocks + 2, *shape] of one segment, sharing this memory."""
         for segment in self.layout.segments:
             if segment.name == name:
                 raw = self.data[:, segment.offset : segment.offset + segment.nbytes]

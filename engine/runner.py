@@ -45,7 +45,7 @@ class Runner:
     def __init__(self, model: Decoder, kv: KVPool, backend: AttentionBackend[Any]) -> None:
         self._model = model
         self._kv = kv
-        self._cache = kv.segment_view("kv")
+        self._cache = kv.layers()
         self._backend = backend
         self._device = kv.data.device
 

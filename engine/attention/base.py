@@ -14,6 +14,8 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
+from engine.layer_kv import LayerKV
+
 M = TypeVar("M")
 
 
@@ -30,15 +32,18 @@ class StepShape:
 
 
 class AttentionBackend(Protocol[M]):
-    """Paged causal attention with grouped heads; scores are scaled by head_dim ** -0.5."""
+    """Paged causal attention with grouped heads.
+
+    Scores are q . k * scale, then softcap * tanh(score / softcap) where the model has a softcap. All that is seen is
+    read from the cache, new tokens too: with an 8-bit cache a step's cut into chunks changes no number.
+    """
 
     def prepare(self, step: StepShape) -> M:
         """Metadata of one step, on the device."""
 
-    def attend(self, query: Tensor, kv: Tensor, cache: Tensor, metadata: M, window: int | None) -> Tensor:
+    def attend(self, query: Tensor, kv: Tensor, cache: LayerKV, metadata: M, window: int | None) -> Tensor:
         """Writes the new keys and values, then attends; returns [T, heads, head_dim].
 
         query: [T, heads, head_dim]; kv: [T, 2, kv_heads, head_dim], keys already rotated (both may be strided views);
-        cache: one layer of the pool, [num_blocks, 2, kv_heads, block_size, head_dim], strided over blocks;
-        window: tokens that a query sees, itself included; None for all.
+        cache: one layer of the pool; window: tokens that a query sees, itself included, None for all.
         """

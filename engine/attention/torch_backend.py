@@ -8,7 +8,7 @@ finite: the runner zeroes a block when a sequence starts to fill it, and the dum
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.attention.base import StepShape
+from engine.layer_kv import LayerKV, decode, encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,18 +47,32 @@ class TorchMetadata:
 
 
 class TorchAttention:
-    """`cache` is the pool's segment [n, layers, 2, kv_heads, block_size, head_dim]; windows are those of the model."""
+    """`layers` are the pool's, windows those of the model; scale None: head_dim ** -0.5; softcap None: none."""
 
-    def __init__(self, cache: Tensor, num_heads: int, windows: Iterable[int | None], pad_block: int) -> None:
-        _, _, _, self._kv_heads, self._block_size, self._head_dim = cache.shape
+    def __init__(
+        self,
+        layers: Sequence[LayerKV],
+        num_heads: int,
+        windows: Iterable[int | None],
+        pad_block: int,
+        *,
+        scale: float | None = None,
+        softcap: float | None = None,
+    ) -> None:
+        kv = layers[0].kv
+        _, _, self._kv_heads, self._block_size, self._head_dim = kv.shape
         self._heads_per_kv = num_heads // self._kv_heads
         self._windows = tuple(dict.fromkeys(windows))
         self._pad_block = pad_block
-        self._device, self._dtype = cache.device, cache.dtype
+        self._scale = self._head_dim**-0.5 if scale is None else scale
+        self._softcap = softcap
+        quantised = layers[0].scales is not None
+        self._device, self._mask_dtype = kv.device, torch.float32 if quantised else kv.dtype
         # (kv, head) rows of one block follow each other; where a block is a whole number of such rows, the pool of a
         # layer is a matrix of them, and reading blocks is one index_select that lands in attention's order.
         row = self._block_size * self._head_dim
-        self._rows_per_block = cache.stride(0) // row if cache.stride(0) % row == 0 else None
+        whole = kv.stride(0) % row == 0 and not quantised
+        self._rows_per_block = kv.stride(0) // row if whole else None
 
     def prepare(self, step: StepShape) -> TorchMetadata:
         starts = np.asarray(step.starts, dtype=np.int64)
@@ -83,8 +98,12 @@ class TorchAttention:
             ),
         )
 
-    def attend(self, query: Tensor, kv: Tensor, cache: Tensor, metadata: TorchMetadata, window: int | None) -> Tensor:
-        cache[metadata.block, :, :, metadata.slot] = kv
+    def attend(self, query: Tensor, kv: Tensor, cache: LayerKV, metadata: TorchMetadata, window: int | None) -> Tensor:
+        if cache.scales is None:
+            cache.kv[metadata.block, :, :, metadata.slot] = kv
+        else:
+            cache.kv[metadata.block, :, :, metadata.slot], scales = encode(kv)
+            cache.scales[metadata.block, :, metadata.slot] = scales.transpose(1, 2)
         if len(metadata.groups) == 1 and metadata.groups[0].tokens is None:
             return self._attend_group(query, cache, metadata.groups[0], window)
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
@@ -97,26 +116,35 @@ class TorchAttention:
                 out.index_copy_(0, group.tokens[group.valid], result[group.valid])
         return out
 
-    def _attend_group(self, query: Tensor, cache: Tensor, group: Group, window: int | None) -> Tensor:
+    def _attend_group(self, query: Tensor, cache: LayerKV, group: Group, window: int | None) -> Tensor:
         """Attention of query[rows * width, heads, head_dim], same shape out."""
         rows, width, fold, dim = group.rows, group.width, self._heads_per_kv, self._head_dim
-        keys, values = self._gather(cache, group)
+        keys, values = self._gather(cache, group, query.dtype)
         folded = query.reshape(rows, width, self._kv_heads, fold, dim).permute(0, 2, 3, 1, 4)
         folded = folded.reshape(rows, self._kv_heads, fold * width, dim)
-        out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=group.masks[window])
+        mask = group.masks[window].to(query.dtype)
+        if self._softcap is None:
+            out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=self._scale)
+        else:
+            scores = torch.tanh(folded @ keys.transpose(2, 3) * (self._scale / self._softcap)) * self._softcap
+            out = (scores.float() + mask).softmax(-1).to(values.dtype) @ values
         out = out.reshape(rows, self._kv_heads, fold, width, dim).permute(0, 3, 1, 2, 4)
         return out.reshape(rows * width, self._kv_heads * fold, dim)
 
-    def _gather(self, cache: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+    def _gather(self, cache: LayerKV, group: Group, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Keys and values of a group, [rows, kv_heads, context, head_dim] each."""
         heads, size, dim = self._kv_heads, self._block_size, self._head_dim
         if self._rows_per_block is None:
-            blocks = cache[group.gather].permute(2, 0, 3, 1, 4, 5)
-            keys, values = blocks.reshape(2, group.rows, heads, -1, dim).unbind(0)
+            blocks = cache.kv[group.gather].permute(2, 0, 3, 1, 4, 5)
+            both = blocks.reshape(2, group.rows, heads, -1, dim)
         else:
-            table_rows = (cache.shape[0] - 1) * self._rows_per_block + 2 * heads
-            table = cache.as_strided((table_rows, size * dim), (size * dim, 1))
-            keys, values = table.index_select(0, group.gather).view(2, group.rows, heads, -1, dim).unbind(0)
+            table_rows = (cache.kv.shape[0] - 1) * self._rows_per_block + 2 * heads
+            table = cache.kv.as_strided((table_rows, size * dim), (size * dim, 1))
+            both = table.index_select(0, group.gather).view(2, group.rows, heads, -1, dim)
+        if cache.scales is not None:
+            scales = cache.scales[group.gather].permute(4, 0, 2, 1, 3).reshape(2, group.rows, heads, -1)
+            both = decode(both, scales, dtype)
+        keys, values = both.unbind(0)
         return keys, values
 
     def _group(
@@ -159,7 +187,9 @@ class TorchAttention:
         hidden = key > query
         if window is not None:
             hidden |= key <= query - window
-        mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device).masked_fill_(hidden, float("-inf"))
+        mask = torch.zeros(hidden.shape, dtype=self._mask_dtype, device=self._device).masked_fill_(
+            hidden, float("-inf")
+        )
         return mask if position.shape[1] == 1 else mask.repeat(1, 1, self._heads_per_kv, 1)
 
     def _tensor(self, array: np.ndarray) -> Tensor:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import StepShape
+from engine.layer_kv import LayerKV
 
 if TYPE_CHECKING:
     from engine.kernels.paged_decode import DecodePlan, DecodeWorkspace
@@ -70,24 +71,33 @@ class TritonMetadata:
 
 
 class TritonAttention:
-    """`cache` is the pool's segment [n, layers, 2, kv_heads, block_size, head_dim]; windows are those of the model."""
+    """`layers` are the pool's, windows those of the model; scale None: head_dim ** -0.5; softcap None: none."""
 
-    def __init__(self, cache: Tensor, num_heads: int, windows: Iterable[int | None], pad_block: int) -> None:
+    def __init__(
+        self,
+        layers: Sequence[LayerKV],
+        num_heads: int,
+        windows: Iterable[int | None],
+        pad_block: int,
+        *,
+        scale: float | None = None,
+        softcap: float | None = None,
+    ) -> None:
         from engine.kernels import dense_prefill, kv_write, paged_decode, paged_prefill, prefix
 
         self._decode, self._prefill, self._dense = paged_decode, paged_prefill, dense_prefill
         self._prefix, self._kv_write = prefix, kv_write
-        _, _, _, self._kv_heads, self._block_size, self._head_dim = cache.shape
+        cache = layers[0]
+        self._kv_heads, self._block_size, self._head_dim = cache.num_kv_heads, cache.block_size, cache.head_dim
         self._num_heads, self._pad_block = num_heads, pad_block
         self._windows = tuple(dict.fromkeys(windows))
-        self._device, self._scale = cache.device, self._head_dim**-0.5
-        cuda = cache.device.type == "cuda"
-        self._programs = paged_decode.num_shares(cache.device)
-        self._itemsize = cache.element_size()
+        self._device, self._itemsize = cache.kv.device, cache.kv.element_size()
+        self._scale = self._head_dim**-0.5 if scale is None else scale
+        self._softcap = softcap or 0.0
+        self._programs = paged_decode.num_shares(self._device)
         self._workspaces: dict[int, DecodeWorkspace] = {}
-        half = cache.dtype in (torch.bfloat16, torch.float16)
-        hopper = cuda and torch.cuda.get_device_capability(cache.device) >= (9, 0)
-        self._dense_ok = half and hopper and self._head_dim in dense_prefill.DENSE_DIMS
+        hopper = self._device.type == "cuda" and torch.cuda.get_device_capability(self._device) >= (9, 0)
+        self._dense_ok = cache.kv.dtype != torch.float32 and hopper and self._head_dim in dense_prefill.DENSE_DIMS
 
     def prepare(self, step: StepShape) -> TritonMetadata:
         starts = np.asarray(step.starts, dtype=np.int64)
@@ -112,7 +122,7 @@ class TritonAttention:
             if kind == "long":
                 for row in range(low, high):
                     start, new = int(starts[row]), int(num_new[row])
-                    whole = new % CUDNN_QUANTUM == 0 and start % CUDNN_QUANTUM == 0
+                    whole = new % CUDNN_QUANTUM == 0 and start % CUDNN_QUANTUM == 0 and not self._softcap
                     bounds = self._tensor(np.array([0, new, start + new], dtype=np.int32))
                     long.append(
                         LongRow(int(firsts[row]), start, new, on_device[row], bounds[:2], bounds[2:], cudnn=whole)
@@ -138,12 +148,12 @@ class TritonAttention:
             long=tuple(long),
         )
 
-    def attend(self, query: Tensor, kv: Tensor, cache: Tensor, metadata: TritonMetadata, window: int | None) -> Tensor:
+    def attend(self, query: Tensor, kv: Tensor, cache: LayerKV, metadata: TritonMetadata, window: int | None) -> Tensor:
         self._kv_write.kv_write(kv, cache, metadata.slots)
         return self.attend_written(query, kv, cache, metadata, window)
 
     def attend_written(
-        self, query: Tensor, kv: Tensor, cache: Tensor, metadata: TritonMetadata, window: int | None
+        self, query: Tensor, kv: Tensor, cache: LayerKV, metadata: TritonMetadata, window: int | None
     ) -> Tensor:
         """`attend` when the new keys and values are in the cache already (rope_kv_write puts them there)."""
         if metadata.decode is None and not metadata.paged and len(metadata.long) == 1:
@@ -154,31 +164,43 @@ class TritonAttention:
             rows = slice(span.first_token, span.first_token + span.num_tokens)
             self._decode.paged_decode(
                 query[rows], cache, span.tables, span.cu_q, span.seq_lens, metadata.plans[window],
-                self._workspace(span.max_new), max_query=span.max_new, scale=self._scale, out=out[rows],
+                self._workspace(span.max_new), max_query=span.max_new, scale=self._scale, softcap=self._softcap,
+                out=out[rows],
             )  # fmt: skip
         for span in metadata.paged:
             rows = slice(span.first_token, span.first_token + span.num_tokens)
             self._prefill.paged_prefill(
                 query[rows], cache, span.tables, span.cu_q, span.seq_lens,
-                max_query=span.max_new, scale=self._scale, window=window or 0, out=out[rows],
+                max_query=span.max_new, scale=self._scale, softcap=self._softcap, window=window or 0, out=out[rows],
             )  # fmt: skip
         for row in metadata.long:
             rows = slice(row.first_token, row.first_token + row.num_new)
             out[rows] = self._attend_long(query[rows], kv[rows], cache, row, window)
         return out
 
-    def _attend_long(self, query: Tensor, kv: Tensor, cache: Tensor, row: LongRow, window: int | None) -> Tensor:
+    def _attend_long(self, query: Tensor, kv: Tensor, cache: LayerKV, row: LongRow, window: int | None) -> Tensor:
         length = row.start + row.num_new
-        if window is not None and window < length:
+        if (window is not None and window < length) or query.dtype == torch.float32:
             return self._prefill.paged_prefill(
                 query, cache, row.table[None], row.cu_q, row.seq_len,
-                max_query=row.num_new, scale=self._scale, window=window,
+                max_query=row.num_new, scale=self._scale, softcap=self._softcap, window=window or 0,
             )  # fmt: skip
         if row.cudnn:
-            prefix = self._prefix.gather_kv(cache, row.table, row.start) if row.start else None
-            return self._dense.cudnn_prefill(query, kv[:, 0], kv[:, 1], prefix, scale=self._scale)
-        keys, values = self._prefix.gather_kv(cache, row.table, length, multiple=self._dense.BLOCK_N)
-        return self._dense.dense_prefill(query, keys, values, length=length, scale=self._scale)
+            return self._attend_cudnn(query, kv, cache, row)
+        keys, values = self._prefix.gather_kv(cache, row.table, length, dtype=query.dtype, multiple=self._dense.BLOCK_N)
+        return self._dense.dense_prefill(query, keys, values, length=length, scale=self._scale, softcap=self._softcap)
+
+    def _attend_cudnn(self, query: Tensor, kv: Tensor, cache: LayerKV, row: LongRow) -> Tensor:
+        """New keys are read where the projection left them; an 8-bit cache has other numbers, so there from it."""
+        keys, values = kv[:, 0], kv[:, 1]
+        prefix: tuple[Tensor, Tensor] | None = None
+        if cache.scales is not None:
+            both = self._prefix.gather_kv(cache, row.table, row.start + row.num_new, dtype=query.dtype)
+            keys, values = (x[:, row.start :].transpose(0, 1) for x in both)
+            prefix = (both[0][:, : row.start], both[1][:, : row.start]) if row.start else None
+        elif row.start:
+            prefix = self._prefix.gather_kv(cache, row.table, row.start, dtype=query.dtype)
+        return self._dense.cudnn_prefill(query, keys, values, prefix, scale=self._scale)
 
     def _kind(self, start: int, num_new: int) -> str:
         if num_new <= DECODE_TOKENS:

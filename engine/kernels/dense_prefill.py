@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from engine.kernels.paged_decode import LOG2E
+from engine.kernels.paged_decode import cap_args, capped
 from engine.kernels.prefix import merge_parts
 
 DENSE_DIMS = (64, 128)
@@ -20,13 +20,15 @@ BLOCK_M, BLOCK_N = 128, 128
 
 @triton.jit
 def _tiles(
-    acc, total, best, qs, keys, values, row, scale_log2, lo, hi, position,
-    MASKED: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    acc, total, best, qs, keys, values, row, scale_log2, cap, lo, hi, position,
+    MASKED: tl.constexpr, CAP: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     n = tl.arange(0, BN)
     for start in tl.range(lo, hi, BN, num_stages=STAGES):
         k = keys.load([row + start, 0])
         s = tl.dot(qs, tl.trans(k), input_precision="ieee")
+        if CAP:
+            s = capped(s, cap)
         if MASKED:
             s = tl.where((start + n)[None, :] <= position[:, None], s, -float("inf"))
         top = tl.maximum(best, tl.max(s, 1) * scale_log2)
@@ -41,31 +43,31 @@ def _tiles(
 
 @triton.jit
 def _dense_kernel(
-    q, keys, values, out, q_row, q_head, out_row, out_head, queries, length, head_rows, scale_log2,
-    GROUP: tl.constexpr, BM: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    q, keys, values, out, q_row, q_head, out_row, out_head, queries, length, head_rows, scale_log2, cap,
+    GROUP: tl.constexpr, CAP: tl.constexpr, BM: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    TOKENS: tl.constexpr = BM // GROUP
     head = tl.program_id(0)
-    t0 = (
-        tl.cdiv(queries, TOKENS) - 1 - tl.program_id(1)
-    ) * TOKENS  # the last tokens see the most keys: they start first
-    m = tl.arange(0, BM)
+    # Rows are (token, query head of the group); the last ones see the most keys: they start first.
+    m0 = (tl.cdiv(queries * GROUP, BM) - 1 - tl.program_id(1)) * BM
+    m = m0 + tl.arange(0, BM)
     d = tl.arange(0, D)
-    token = t0 + m // GROUP
-    ok = ((token < queries) & (m < TOKENS * GROUP))[:, None]
+    token = m // GROUP
+    ok = (token < queries)[:, None]
     position = length - queries + token
     q_off = token.to(tl.int64) * q_row + (head * GROUP + m % GROUP) * q_head
     qs = tl.load(q + q_off[:, None] + d[None, :], mask=ok, other=0.0)
     best = tl.full([BM], -float("inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, D], tl.float32)
-    first = length - queries + t0
+    first = length - queries + m0 // GROUP
     full = (first + 1) // BN * BN
-    last = tl.minimum(first + TOKENS, length)
+    last = tl.minimum(length - queries + (m0 + BM - 1) // GROUP + 1, length)
     row = head * head_rows
-    acc, total, best = _tiles(acc, total, best, qs, keys, values, row, scale_log2, 0, full, position, False, BN, STAGES)
     acc, total, best = _tiles(
-        acc, total, best, qs, keys, values, row, scale_log2, full, last, position, True, BN, STAGES
+        acc, total, best, qs, keys, values, row, scale_log2, cap, 0, full, position, False, CAP, BN, STAGES
+    )
+    acc, total, best = _tiles(
+        acc, total, best, qs, keys, values, row, scale_log2, cap, full, last, position, True, CAP, BN, STAGES
     )
     acc = acc / total[:, None]
     o_off = token.to(tl.int64) * out_row + (head * GROUP + m % GROUP) * out_head
@@ -73,7 +75,7 @@ def _dense_kernel(
 
 
 def dense_prefill(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, length: int, scale: float
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, length: int, scale: float, softcap: float = 0.0
 ) -> torch.Tensor:
     """Own kernel. q: [S, heads, D], D in DENSE_DIMS; keys, values: contiguous [kv_heads, rows, D], finite everywhere.
 
@@ -84,13 +86,12 @@ def dense_prefill(
     group = q.shape[1] // kv_heads
     assert dim in DENSE_DIMS
     assert rows % BLOCK_N == 0
-    assert group <= BLOCK_M
     assert length <= rows
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     described = [TensorDescriptor.from_tensor(x.view(-1, dim), [BLOCK_N, dim]) for x in (keys, values)]
-    _dense_kernel[(kv_heads, triton.cdiv(q.shape[0], BLOCK_M // group))](
+    _dense_kernel[(kv_heads, triton.cdiv(q.shape[0] * group, BLOCK_M))](
         q, *described, out, q.stride(0), q.stride(1), out.stride(0), out.stride(1), q.shape[0], length, rows,
-        scale * LOG2E, GROUP=group, BM=BLOCK_M, D=dim, BN=BLOCK_N, STAGES=3, num_warps=8,
+        *cap_args(scale, softcap), GROUP=group, CAP=softcap > 0, BM=BLOCK_M, D=dim, BN=BLOCK_N, STAGES=3, num_warps=8,
     )  # fmt: skip
     return out
 

@@ -4,7 +4,8 @@ The work of a launch is a line of tiles: sequences, inside them kv heads, inside
 is cut into equal shares, one for each of a fixed number of programs, so every SM reads the same number of bytes
 whatever the batch, the lengths or their spread (the work split of Stream-K, Osama et al. 2023, applied to
 FlashDecoding). A share may end inside a (sequence, head) pair: its part is kept normalised with its log-sum-exp, and
-a second kernel merges the parts of such pairs.
+a second kernel merges the parts of such pairs. Where query heads of a group x new tokens do not fit one tile of rows,
+programs side by side take the same share, each for a tile of its rows.
 
 `DecodePlan` is the cut. It depends on the lengths alone: compute it once a step and use it for every layer. Nothing
 here reads a length on the host, so a captured graph serves any lengths.
@@ -18,9 +19,12 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.e4m3 import decode, key_scale, scale_pairs, value_scale
 from engine.kernels.launch import launch_flags, overlaps_launches
+from engine.layer_kv import LayerKV
 
 MAX_QUERY = 8
+MAX_ROWS = 64  # of a tile of queries; half with head dims past 128
 SHARED_BYTES = 96 * 1024  # of keys and values in flight a program; two programs share an SM
 MERGE_TILE = 2048  # numbers of partial results that one program of the merge holds at once
 LOG2E = 1.4426950408889634
@@ -28,18 +32,21 @@ EMPTY = tl.constexpr(-1e30)  # log-sum-exp of no keys; finite, so that differenc
 
 
 @triton.jit
+def capped(s, cap):
+    """tanh(s * cap). Its error is absolute, 1e-7, and the softcap multiplies it to that of a score."""
+    return 1.0 - 2.0 / (1.0 + tl.exp2(s * (cap * 2.8853900817779268)))
+
+
+def cap_args(scale: float, softcap: float) -> tuple[float, float]:
+    """What turns q . k into a score in units of log2: its factor, and the factor inside the tanh of `capped` before."""
+    return (softcap * LOG2E, scale / softcap) if softcap > 0 else (scale * LOG2E, 0.0)
+
+
+@triton.jit
 def _plan_kernel(
-    cu_q,
-    seq_lens,
-    cum,
-    first_seq,
-    num_seqs,
-    num_programs,
-    window,
-    HEADS: tl.constexpr,
-    BN: tl.constexpr,
-    B: tl.constexpr,
-):
+    cu_q, seq_lens, cum, first_seq, num_seqs, num_programs, window,
+    HEADS: tl.constexpr, BN: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
     b = tl.arange(0, B)
     live = b < num_seqs
     length = tl.load(seq_lens + b, mask=live, other=0)
@@ -58,20 +65,20 @@ def _plan_kernel(
 
 @triton.jit
 def _decode_kernel(
-    q, kv, tables, cu_q, seq_lens, cum, first_seq, out, part, part_lse,
-    q_row, q_head, kv_block, kv_which, kv_head, kv_token, table_row, out_row, out_head,
-    num_seqs, num_programs, window, scale_log2,
+    q, kv, scales, tables, cu_q, seq_lens, cum, first_seq, out, part, part_lse,
+    q_row, q_head, kv_block, kv_which, kv_head, kv_token, sc_block, sc_head, sc_token, table_row, out_row, out_head,
+    num_seqs, num_programs, window, scale_log2, cap,
     HEADS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr,
-    BN: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    BN: tl.constexpr, STAGES: tl.constexpr, FP8: tl.constexpr, CAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    pid = tl.program_id(0)
+    pid = tl.program_id(1)
     work = tl.load(cum + num_seqs).to(tl.int64)
     shares = tl.minimum(num_programs, work)
     cursor = (pid * work // shares).to(tl.int32)
     end = tl.minimum((pid + 1) * work // shares, work).to(tl.int32)
     b = tl.load(first_seq + pid)
 
-    m = tl.arange(0, M)
+    m = tl.program_id(0) * M + tl.arange(0, M)
     d = tl.arange(0, DP)
     n = tl.arange(0, BN)
     d_ok = d < D
@@ -100,23 +107,36 @@ def _decode_kernel(
         acc = tl.zeros([M, DP], tl.float32)
         table = tables + b.to(tl.int64) * table_row
         base_k = kv + head.to(tl.int64) * kv_head
-        for t in tl.range(low + first, low + first + count, num_stages=STAGES):
+        base_s = scales + head.to(tl.int64) * sc_head
+        begin = low + first
+        stop = tl.where(tl.program_id(0) * M < queries * GROUP, begin + count, begin)  # no row lives: no key is read
+        for t in tl.range(begin, stop, num_stages=STAGES):
             pos = t * BN + n
             ok = pos < length
             block = tl.load(table + pos // BS, mask=ok, other=0).to(tl.int64)
             off = block * kv_block + (pos % BS) * kv_token
             mask = ok[:, None] & d_ok[None, :]
-            k = tl.load(base_k + off[:, None] + d[None, :], mask=mask, other=0.0)
-            s = tl.dot(qs, tl.trans(k), input_precision="ieee") * scale_log2
+            k = tl.load(base_k + off[:, None] + d[None, :], mask=mask, other=0)
+            if FP8:
+                pair = tl.load(base_s + block * sc_block + (pos % BS) * sc_token, mask=ok, other=0)
+                s = tl.dot(qs, tl.trans(decode(k, qs.dtype)), input_precision="ieee") * key_scale(pair)[None, :]
+            else:
+                s = tl.dot(qs, tl.trans(k), input_precision="ieee")
+            if CAP:
+                s = capped(s, cap)
+            s *= scale_log2
             seen = (pos[None, :] <= position[:, None]) & (pos[None, :] > floor[:, None])
             s = tl.where(seen, s, -float("inf"))
             top = tl.maximum(best, tl.max(s, 1))
             safe = tl.where(top == -float("inf"), 0.0, top)
             p = tl.exp2(s - safe[:, None])
             shrink = tl.exp2(best - safe)
-            v = tl.load(base_k + kv_which + off[:, None] + d[None, :], mask=mask, other=0.0)
-            acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
             total = total * shrink + tl.sum(p, 1)
+            v = tl.load(base_k + kv_which + off[:, None] + d[None, :], mask=mask, other=0)
+            if FP8:
+                p *= value_scale(pair)[None, :]
+                v = decode(v, qs.dtype)
+            acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
             best = top
 
         acc = acc / tl.where(total > 0, total, 1.0)[:, None]
@@ -127,7 +147,7 @@ def _decode_kernel(
             )
         else:
             # A share has at most two parts: one that began in an earlier share, one that goes on in a later share.
-            slot = (2 * pid + (first == 0).to(tl.int32)).to(tl.int64) * M
+            slot = (2 * pid + (first == 0).to(tl.int32)).to(tl.int64) * (tl.num_programs(0) * M)
             tl.store(part_lse + slot + m, tl.where(total > 0, best + tl.log2(tl.where(total > 0, total, 1.0)), EMPTY))
             tl.store(part + (slot + m)[:, None] * DP + d[None, :], acc, mask=m_ok[:, None])
         cursor += count
@@ -195,36 +215,46 @@ class DecodePlan:
 
 @dataclass(frozen=True)
 class DecodeWorkspace:
-    """Partial results of one launch, reused by every layer. part: fp32 [2 * programs, rows, padded head dim]."""
+    """Partial results of one launch, reused by every layer. part: fp32 [2 * programs, rows, padded head dim].
+
+    num_programs: shares of a launch; row_tile: rows of a tile of queries, which divide those of `part`.
+    """
 
     num_programs: int
+    row_tile: int
     part: torch.Tensor
     part_lse: torch.Tensor
-
-
-def rows_padded(group: int, max_query: int) -> int:
-    """Rows of the query tile: grouped heads x query tokens, padded to a power of two that tl.dot takes."""
-    return max(16, int(triton.next_power_of_2(group * max_query)))
 
 
 def decode_workspace(
     num_programs: int, num_heads: int, num_kv_heads: int, max_query: int, head_dim: int, device: torch.device
 ) -> DecodeWorkspace:
-    rows, dim = rows_padded(num_heads // num_kv_heads, max_query), triton.next_power_of_2(head_dim)
+    """num_programs: as many as run at once; they are divided among the tiles of rows where there are several."""
+    assert 1 <= max_query <= MAX_QUERY
+    rows, dim = num_heads // num_kv_heads * max_query, triton.next_power_of_2(head_dim)
+    row_tile = min(max(16, triton.next_power_of_2(rows)), MAX_ROWS if dim <= 128 else MAX_ROWS // 2)
+    row_tiles = triton.cdiv(rows, row_tile)
+    programs = max(1, num_programs // row_tiles)
     return DecodeWorkspace(
-        num_programs,
-        torch.empty(2 * num_programs, rows, dim, dtype=torch.float32, device=device),
-        torch.empty(2 * num_programs, rows, dtype=torch.float32, device=device),
+        programs,
+        row_tile,
+        torch.empty(2 * programs, row_tiles * row_tile, dim, dtype=torch.float32, device=device),
+        torch.empty(2 * programs, row_tiles * row_tile, dtype=torch.float32, device=device),
     )
 
 
 def tile_shape(rows: int, head_dim: int, itemsize: int) -> tuple[int, int]:
-    """Keys in a tile and pipeline stages: the fastest found on an H100 that fit the shared memory of half an SM."""
+    """Keys in a tile and pipeline stages: the fastest found on an H100 that fit the shared memory of half an SM.
+
+    itemsize: bytes of a number of the cache.
+    """
 
     def tile_bytes(keys: int) -> int:
         return 2 * keys * int(triton.next_power_of_2(head_dim)) * itemsize
 
     block_n = 128 if rows > 16 and tile_bytes(128) <= SHARED_BYTES else 64
+    if tile_bytes(block_n) > SHARED_BYTES:
+        block_n = 32
     return block_n, 3 + max(1, min(3, SHARED_BYTES // tile_bytes(block_n)))
 
 
@@ -251,12 +281,11 @@ def plan_decode(
     """One launch. cu_q: int32 [B + 1], rows of q before each sequence; seq_lens: int32 [B], keys with the new tokens.
 
     itemsize: bytes of a number of the KV cache; window: keys seen back from a token, itself included (0: all).
-    On Hopper another kernel must run between this and `paged_decode` (the KV write does): that one reads the
-    plan before
-    it waits for its predecessor.
+    On Hopper another kernel must run between this and `paged_decode` (the KV write does): that one reads the plan
+    before it waits for its predecessor.
     """
     num_seqs, programs = seq_lens.shape[0], workspace.num_programs
-    block_n, stages = tile_shape(workspace.part.shape[1], head_dim, itemsize)
+    block_n, stages = tile_shape(workspace.row_tile, head_dim, itemsize)
     cum = torch.empty(num_seqs + 1, dtype=torch.int32, device=seq_lens.device)
     first_seq = torch.empty(programs, dtype=torch.int32, device=seq_lens.device)
     _plan_kernel[(programs,)](
@@ -268,7 +297,7 @@ def plan_decode(
 
 def paged_decode(
     q: torch.Tensor,
-    kv: torch.Tensor,
+    layer: LayerKV,
     block_tables: torch.Tensor,
     cu_q: torch.Tensor,
     seq_lens: torch.Tensor,
@@ -277,32 +306,34 @@ def paged_decode(
     *,
     max_query: int,
     scale: float,
+    softcap: float = 0.0,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of the last tokens of each sequence over its paged keys and values, the new ones included.
 
-    q: [rows, heads, D] (row and head strides free); kv: one layer, [num_blocks, 2, kv_heads, block_size, D] (D
-    contiguous); block_tables: int32 [B, max_blocks]; cu_q: int32 [B + 1]; seq_lens: int32 [B]; at most max_query
-    (1..8) rows a sequence. Rows that no sequence owns stay unwritten. Returns out, [rows, heads, D].
+    q: [rows, heads, D] (row and head strides free); block_tables: int32 [B, max_blocks]; cu_q: int32 [B + 1]; seq_lens:
+    int32 [B]; at most max_query (1..8) rows a sequence; softcap 0: none. Rows that no sequence owns stay unwritten.
+    Returns out, [rows, heads, D].
     """
     num_heads, dim = q.shape[1], q.shape[2]
-    num_kv_heads, block_size = kv.shape[2], kv.shape[3]
+    kv, (scales, *scale_strides) = layer.kv, scale_pairs(layer)
+    num_kv_heads = layer.num_kv_heads
     group = num_heads // num_kv_heads
-    assert 1 <= max_query <= MAX_QUERY
     assert num_heads == group * num_kv_heads
     assert q.stride(2) == 1
-    assert kv.stride(4) == 1
-    rows, dim_padded = rows_padded(group, max_query), triton.next_power_of_2(dim)
-    num_seqs, programs = seq_lens.shape[0], workspace.num_programs
-    assert workspace.part.shape[1:] == (rows, dim_padded)
+    dim_padded, num_seqs, programs = triton.next_power_of_2(dim), seq_lens.shape[0], workspace.num_programs
+    row_tile, rows = workspace.row_tile, workspace.part.shape[1]
+    assert group * max_query <= rows
+    assert workspace.part.shape[2] == dim_padded
     out = torch.empty_like(q) if out is None else out
     pdl = overlaps_launches(q.device)
-    _decode_kernel[(programs,)](
-        q, kv, block_tables, cu_q, seq_lens, plan.cum, plan.first_seq, out, workspace.part, workspace.part_lse,
-        q.stride(0), q.stride(1), kv.stride(0), kv.stride(1), kv.stride(2), kv.stride(3), block_tables.stride(0),
-        out.stride(0), out.stride(1), num_seqs, programs, plan.window, scale * LOG2E,
-        HEADS=num_kv_heads, GROUP=group, M=rows, D=dim, DP=dim_padded, BS=block_size, BN=plan.block_n,
-        STAGES=plan.stages, PDL=pdl,
+    _decode_kernel[(rows // row_tile, programs)](
+        q, kv, scales, block_tables, cu_q, seq_lens, plan.cum, plan.first_seq, out, workspace.part, workspace.part_lse,
+        q.stride(0), q.stride(1), kv.stride(0), kv.stride(1), kv.stride(2), kv.stride(3), *scale_strides,
+        block_tables.stride(0), out.stride(0), out.stride(1), num_seqs, programs, plan.window,
+        *cap_args(scale, softcap),
+        HEADS=num_kv_heads, GROUP=group, M=row_tile, D=dim, DP=dim_padded, BS=layer.block_size, BN=plan.block_n,
+        STAGES=plan.stages, FP8=layer.scales is not None, CAP=softcap > 0, PDL=pdl,
         num_warps=4, **launch_flags(pdl),
     )  # fmt: skip
     # A tile of the merge holds all parts of a pair (programs / pairs of them, and one or two more), and few rows.

@@ -1,7 +1,7 @@
 """Varlen attention of new tokens over the paged pool: cached prefix and the new tokens in one kernel, causal, windowed.
 
-One program owns BLOCK_M query rows of one sequence and one kv head; the rows are BLOCK_M // group tokens x the query
-heads of the group, so a tile of keys is read once for the whole group. Tiles of keys that every row sees run without
+One program owns BLOCK_M query rows of one sequence and one kv head; the rows are (token, query head of the group), so
+a tile of keys is read once for the whole group, whatever its size. Tiles of keys that every row sees run without
 a mask (FlashAttention-2, Dao 2023). It serves any head dim, grouping, batch and window; where cuDNN is faster the
 backend takes `dense_prefill` instead.
 """
@@ -12,15 +12,17 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.paged_decode import LOG2E
-
-MAX_GROUP = 128
+from engine.kernels.e4m3 import decode, key_scale, scale_pairs, value_scale
+from engine.kernels.paged_decode import cap_args, capped
+from engine.layer_kv import LayerKV
 
 
 @triton.jit
 def _tiles(
-    acc, total, best, qs, base_k, table, kv_which, kv_block, kv_token, scale_log2, lo, hi, length, position, floor,
-    MASKED: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    acc, total, best, qs, base_k, base_s, table, kv_which, kv_block, kv_token, sc_block, sc_token, scale_log2, cap,
+    lo, hi, length, position, floor,
+    MASKED: tl.constexpr, FP8: tl.constexpr, CAP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr,
+    BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     d = tl.arange(0, DP)
     n = tl.arange(0, BN)
@@ -33,12 +35,19 @@ def _tiles(
         off = base_k + (block * kv_block + (pos % BS) * kv_token)[:, None] + d[None, :]
         if MASKED:
             ok = (pos < length)[:, None] & (d < D)[None, :]
-            k = tl.load(off, mask=ok, other=0.0)
+            k = tl.load(off, mask=ok, other=0)
         elif D == DP:
             k = tl.load(off)
         else:
-            k = tl.load(off, mask=(d < D)[None, :], other=0.0)
+            k = tl.load(off, mask=(d < D)[None, :], other=0)
+        if FP8:
+            pair = tl.load(base_s + block * sc_block + (pos % BS) * sc_token, mask=pos < length, other=0)
+            k = decode(k, qs.dtype)
         s = tl.dot(qs, tl.trans(k), input_precision="ieee")
+        if FP8:
+            s *= key_scale(pair)[None, :]
+        if CAP:
+            s = capped(s, cap)
         if MASKED:
             seen = (pos[None, :] <= position[:, None]) & (pos[None, :] > floor[:, None])
             s = tl.where(seen, s, -float("inf"))
@@ -47,45 +56,47 @@ def _tiles(
         p = tl.exp2(s * scale_log2 - safe[:, None])
         shrink = tl.exp2(best - safe)
         if MASKED:
-            v = tl.load(off + kv_which, mask=ok, other=0.0)
+            v = tl.load(off + kv_which, mask=ok, other=0)
         elif D == DP:
             v = tl.load(off + kv_which)
         else:
-            v = tl.load(off + kv_which, mask=(d < D)[None, :], other=0.0)
-        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+            v = tl.load(off + kv_which, mask=(d < D)[None, :], other=0)
         total = total * shrink + tl.sum(p, 1)
+        if FP8:
+            v = decode(v, qs.dtype)
+            p *= value_scale(pair)[None, :]
+        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
         best = top
     return acc, total, best
 
 
 @triton.jit
 def _prefill_kernel(
-    q, kv, tables, cu_q, seq_lens, out,
-    q_row, q_head, kv_block, kv_which, kv_head, kv_token, table_row, out_row, out_head, window, scale_log2,
-    GROUP: tl.constexpr, BM: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr, BN: tl.constexpr,
-    STAGES: tl.constexpr,
+    q, kv, scales, tables, cu_q, seq_lens, out,
+    q_row, q_head, kv_block, kv_which, kv_head, kv_token, sc_block, sc_head, sc_token, table_row, out_row, out_head,
+    window, scale_log2, cap,
+    GROUP: tl.constexpr, FP8: tl.constexpr, CAP: tl.constexpr, BM: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    BS: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    TOKENS: tl.constexpr = BM // GROUP
     b = tl.program_id(2)
     head = tl.program_id(0)
     q0 = tl.load(cu_q + b)
     queries = tl.load(cu_q + b + 1) - q0
     # The last tokens see the most keys: they start first.
-    t0 = (tl.cdiv(queries, TOKENS) - 1 - tl.program_id(1)) * TOKENS
-    if t0 >= 0:
+    m0 = (tl.cdiv(queries * GROUP, BM) - 1 - tl.program_id(1)) * BM
+    if m0 >= 0:
         length = tl.load(seq_lens + b)
-        m = tl.arange(0, BM)
+        m = m0 + tl.arange(0, BM)
         d = tl.arange(0, DP)
-        token = t0 + m // GROUP
-        m_ok = (token < queries) & (m < TOKENS * GROUP)
+        token = m // GROUP
         position = length - queries + token
         floor = tl.where(window > 0, position - window, -1)
-        mask = m_ok[:, None] & (d < D)[None, :]
+        mask = (token < queries)[:, None] & (d < D)[None, :]
         q_off = (q0 + token).to(tl.int64) * q_row + (head * GROUP + m % GROUP) * q_head
         qs = tl.load(q + q_off[:, None] + d[None, :], mask=mask, other=0.0)
 
-        first = length - queries + t0
-        last = tl.minimum(first + TOKENS, length)
+        first = length - queries + m0 // GROUP
+        last = tl.minimum(length - queries + (m0 + BM - 1) // GROUP + 1, length)
         lo = tl.where(window > 0, tl.maximum(first - window + 1, 0), 0) // BN * BN
         full_lo = tl.where(window > 0, tl.cdiv(tl.maximum(last - window, 0), BN) * BN, 0)
         full_hi = (first + 1) // BN * BN
@@ -97,34 +108,41 @@ def _prefill_kernel(
         acc = tl.zeros([BM, DP], tl.float32)
         table = tables + b.to(tl.int64) * table_row
         base_k = kv + head.to(tl.int64) * kv_head
+        base_s = scales + head.to(tl.int64) * sc_head
         if window > 0:
             acc, total, best = _tiles(
-                acc, total, best, qs, base_k, table, kv_which, kv_block, kv_token, scale_log2, lo, full_lo, length,
-                position, floor, True, D, DP, BS, BN, STAGES,
+                acc, total, best, qs, base_k, base_s, table, kv_which, kv_block, kv_token, sc_block, sc_token,
+                scale_log2, cap, lo, full_lo, length, position, floor, True, FP8, CAP, D, DP, BS, BN, STAGES,
             )  # fmt: skip
         acc, total, best = _tiles(
-            acc, total, best, qs, base_k, table, kv_which, kv_block, kv_token, scale_log2, full_lo, full_hi, length,
-            position, floor, False, D, DP, BS, BN, STAGES,
+            acc, total, best, qs, base_k, base_s, table, kv_which, kv_block, kv_token, sc_block, sc_token,
+            scale_log2, cap, full_lo, full_hi, length, position, floor, False, FP8, CAP, D, DP, BS, BN, STAGES,
         )  # fmt: skip
         acc, total, best = _tiles(
-            acc, total, best, qs, base_k, table, kv_which, kv_block, kv_token, scale_log2, full_hi, last, length,
-            position, floor, True, D, DP, BS, BN, STAGES,
+            acc, total, best, qs, base_k, base_s, table, kv_which, kv_block, kv_token, sc_block, sc_token,
+            scale_log2, cap, full_hi, last, length, position, floor, True, FP8, CAP, D, DP, BS, BN, STAGES,
         )  # fmt: skip
         acc = acc / tl.where(total > 0, total, 1.0)[:, None]
         o_off = (q0 + token).to(tl.int64) * out_row + (head * GROUP + m % GROUP) * out_head
         tl.store(out + o_off[:, None] + d[None, :], acc.to(out.dtype.element_ty), mask=mask)
 
 
-def _tile_shape(row_bytes: int, tiles: int) -> tuple[int, int]:
-    """Keys in a tile and warps. Few query tiles: large tiles of keys and more warps for each."""
+def _tile_shape(rows: int, kv_heads: int, row_bytes: int, block_m: int | None) -> tuple[int, int, int]:
+    """Query rows and keys of a tile, and warps; rows of q in all, bytes of a padded row of it.
+
+    Few query tiles: large tiles of keys and more warps for each. fp32 has no tensor cores here, and small tiles.
+    """
+    if row_bytes > 512:
+        return block_m or 32, 32, 8
+    block_m = block_m or 128
     if row_bytes > 256:
-        return (64 if row_bytes <= 512 else 32), 8
-    return (64, 4) if tiles >= 256 else (128, 8)
+        return block_m, 64, 8
+    return (block_m, 64, 4) if triton.cdiv(rows, block_m) * kv_heads >= 256 else (block_m, 128, 8)
 
 
 def paged_prefill(
     q: torch.Tensor,
-    kv: torch.Tensor,
+    layer: LayerKV,
     block_tables: torch.Tensor,
     cu_q: torch.Tensor,
     seq_lens: torch.Tensor,
@@ -132,32 +150,31 @@ def paged_prefill(
     max_query: int,
     scale: float,
     window: int = 0,
+    softcap: float = 0.0,
     out: torch.Tensor | None = None,
-    block_m: int = 128,
+    block_m: int | None = None,
 ) -> torch.Tensor:
     """Causal attention of the last cu_q[b+1] - cu_q[b] tokens of each sequence over all its paged keys.
 
-    q: [rows, heads, D]; kv: one layer, [num_blocks, 2, kv_heads, block_size, D] (D contiguous); block_tables: int32
-    [B, max_blocks]; cu_q: int32 [B + 1]; seq_lens: int32 [B], keys with the new tokens; window: keys seen back from a
-    token, itself included (0: all). Returns out, [rows, heads, D]; rows that no sequence owns stay unwritten.
+    q: [rows, heads, D]; block_tables: int32 [B, max_blocks]; cu_q: int32 [B + 1]; seq_lens: int32 [B], keys with the
+    new tokens; window: keys seen back from a token, itself included (0: all); softcap 0: none; block_m: query rows of
+    a tile, chosen if not given. Returns out, [rows, heads, D]; rows that no sequence owns stay unwritten.
     """
     num_heads, dim = q.shape[1], q.shape[2]
-    num_kv_heads, block_size = kv.shape[2], kv.shape[3]
+    kv, (scales, *scale_strides) = layer.kv, scale_pairs(layer)
+    num_kv_heads, num_seqs = layer.num_kv_heads, seq_lens.shape[0]
     group = num_heads // num_kv_heads
     assert num_heads == group * num_kv_heads
-    assert group <= MAX_GROUP
     assert q.stride(2) == 1
-    assert kv.stride(4) == 1
-    block_m = max(block_m, triton.next_power_of_2(group))
-    tiles = triton.cdiv(max_query, block_m // group) * num_kv_heads * seq_lens.shape[0]
-    block_n, warps = _tile_shape(triton.next_power_of_2(dim) * kv.element_size(), tiles)
+    padded = triton.next_power_of_2(dim)
+    rows = max_query * group
+    block_m, block_n, warps = _tile_shape(rows, num_kv_heads * num_seqs, padded * q.element_size(), block_m)
     out = torch.empty_like(q) if out is None else out
-    grid = (num_kv_heads, triton.cdiv(max_query, block_m // group), seq_lens.shape[0])
-    _prefill_kernel[grid](
-        q, kv, block_tables, cu_q, seq_lens, out,
-        q.stride(0), q.stride(1), kv.stride(0), kv.stride(1), kv.stride(2), kv.stride(3), block_tables.stride(0),
-        out.stride(0), out.stride(1), window, scale * LOG2E,
-        GROUP=group, BM=block_m, D=dim, DP=triton.next_power_of_2(dim), BS=block_size, BN=block_n, STAGES=2,
-        num_warps=warps,
+    _prefill_kernel[(num_kv_heads, triton.cdiv(rows, block_m), num_seqs)](
+        q, kv, scales, block_tables, cu_q, seq_lens, out,
+        q.stride(0), q.stride(1), kv.stride(0), kv.stride(1), kv.stride(2), kv.stride(3), *scale_strides,
+        block_tables.stride(0), out.stride(0), out.stride(1), window, *cap_args(scale, softcap),
+        GROUP=group, FP8=layer.scales is not None, CAP=softcap > 0, BM=block_m, D=dim, DP=padded, BS=layer.block_size,
+        BN=block_n, STAGES=2, num_warps=warps,
     )  # fmt: skip
     return out

@@ -10,6 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.e4m3 import encode, magnitude, scale_halves, scale_of
+from engine.layer_kv import LayerKV
+
 
 @triton.jit
 def _rotate(
@@ -42,10 +45,11 @@ def _rotate(
 
 @triton.jit
 def _rope_kv_kernel(
-    qkv, kv, positions, slots, cos_table, sin_table, q_norm, k_norm,
-    qkv_row, kv_block, kv_which, kv_head, kv_token, table_row, eps, offset,
+    qkv, kv, scales, positions, slots, cos_table, sin_table, q_norm, k_norm,
+    qkv_row, kv_block, kv_which, kv_head, kv_token, sc_block, sc_head, sc_token, table_row, eps, offset,
     HQ: tl.constexpr, HKV: tl.constexpr, HQP: tl.constexpr, HKVP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     ROT: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, BS: tl.constexpr, NORM: tl.constexpr,
+    FP8: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + token).to(tl.int64)
@@ -73,21 +77,36 @@ def _rope_kv_kernel(
             tl.store(key + ROT + kr, kept.to(qkv.dtype.element_ty), mask=kept_ok)
         slot = tl.load(slots + token).to(tl.int64)
         if slot >= 0:
-            cell = kv + slot // BS * kv_block + slot % BS * kv_token
-            place = cell + kh * kv_head
-            tl.store(place + ki, ka.to(kv.dtype.element_ty), mask=k_ok)
-            tl.store(place + ROT // 2 + ki, kb.to(kv.dtype.element_ty), mask=k_ok)
-            if ROT < D:
-                tl.store(place + ROT + kr, kept.to(kv.dtype.element_ty), mask=kept_ok)
+            cell = kv + slot // BS * kv_block + slot % BS * kv_token + kh * kv_head
             d = tl.arange(0, DP)[None, :]
             v_ok = (kh < HKV) & (d < D)
-            v = tl.load(row + (HQ + HKV) * D + kh * D + d, mask=v_ok)
-            tl.store(cell + kv_which + kh * kv_head + d, v.to(kv.dtype.element_ty), mask=v_ok)
+            v = tl.load(row + (HQ + HKV) * D + kh * D + d, mask=v_ok, other=0.0)
+            if FP8:  # of the keys as the model has them, so that every way to write the cache writes the same bits
+                ka = ka.to(qkv.dtype.element_ty).to(tl.float32)
+                kb = kb.to(qkv.dtype.element_ty).to(tl.float32)
+                kept = kept.to(qkv.dtype.element_ty).to(tl.float32)
+                v = v.to(tl.float32)
+                largest = tl.maximum(tl.maximum(magnitude(ka), magnitude(kb)), magnitude(kept))
+                k_scale = scale_of(largest)
+                v_scale = scale_of(magnitude(v))
+                heads = tl.arange(0, HKVP)
+                place = scales + slot // BS * sc_block + slot % BS * sc_token + heads * sc_head
+                tl.store(place, (k_scale >> 16).to(tl.int16), mask=heads < HKV)
+                tl.store(place + 1, (v_scale >> 16).to(tl.int16), mask=heads < HKV)
+                ka = encode(ka, k_scale[:, None])
+                kb = encode(kb, k_scale[:, None])
+                kept = encode(kept, k_scale[:, None])
+                v = encode(v, v_scale[:, None])
+            tl.store(cell + ki, ka.to(kv.dtype.element_ty), mask=k_ok)
+            tl.store(cell + ROT // 2 + ki, kb.to(kv.dtype.element_ty), mask=k_ok)
+            if ROT < D:
+                tl.store(cell + ROT + kr, kept.to(kv.dtype.element_ty), mask=kept_ok)
+            tl.store(cell + kv_which + d, v.to(kv.dtype.element_ty), mask=v_ok)
 
 
 def rope_kv_write(
     qkv: torch.Tensor,
-    kv: torch.Tensor,
+    layer: LayerKV,
     positions: torch.Tensor,
     slots: torch.Tensor,
     cos: torch.Tensor,
@@ -101,27 +120,28 @@ def rope_kv_write(
 ) -> None:
     """Rotates q and k in place inside qkv and writes K and V of every token whose slot is not negative.
 
-    qkv: [tokens, (heads + 2 * kv_heads) * D], the heads of q, k and v behind each other (row stride free); kv: one
-    layer, [num_blocks, 2, kv_heads, block_size, D]; positions, slots: integer [tokens], slot = block * block_size +
-    offset, -1: no write; cos, sin: [max_position, rot / 2], where rot <= D dims rotate, the first half against the
-    second (GPT-NeoX order). q_norm, k_norm: [D], RMSNorm of each head before the rotation (both or none).
+    qkv: [tokens, (heads + 2 * kv_heads) * D], the heads of q, k and v behind each other (row stride free); positions,
+    slots: integer [tokens], slot = block * block_size + offset, -1: no write; cos, sin: [max_position, rot / 2], where
+    rot <= D dims rotate, the first half against the second (GPT-NeoX order). q_norm, k_norm: [D], RMSNorm of each head
+    before the rotation (both or none).
     """
-    tokens = qkv.shape[0]
-    num_kv_heads, block_size, dim = kv.shape[2], kv.shape[3], kv.shape[4]
+    tokens, kv, (scales, *scale_strides) = qkv.shape[0], layer.kv, scale_halves(layer)
+    num_kv_heads, dim = layer.num_kv_heads, layer.head_dim
     half = cos.shape[1]
     assert qkv.shape[1] == (num_heads + 2 * num_kv_heads) * dim
     assert (q_norm is None) == (k_norm is None)
     assert qkv.stride(1) == 1
-    assert kv.stride(4) == 1
     assert cos.stride() == sin.stride()
     assert cos.stride(1) == 1
     norm = q_norm is not None
     _rope_kv_kernel[(tokens, 2)](
-        qkv, kv, positions, slots, cos, sin, q_norm if q_norm is not None else cos,
+        qkv, kv, scales, positions, slots, cos, sin, q_norm if q_norm is not None else cos,
         k_norm if k_norm is not None else cos,
-        qkv.stride(0), kv.stride(0), kv.stride(1), kv.stride(2), kv.stride(3), cos.stride(0), eps, norm_offset,
+        qkv.stride(0), kv.stride(0), kv.stride(1), kv.stride(2), kv.stride(3), *scale_strides,
+        cos.stride(0), eps, norm_offset,
         HQ=num_heads, HKV=num_kv_heads, HQP=triton.next_power_of_2(num_heads),
         HKVP=triton.next_power_of_2(num_kv_heads),
         D=dim, DP=triton.next_power_of_2(dim), ROT=2 * half, HALF=triton.next_power_of_2(half),
-        REST=triton.next_power_of_2(max(1, dim - 2 * half)), BS=block_size, NORM=norm, num_warps=4,
+        REST=triton.next_power_of_2(max(1, dim - 2 * half)), BS=layer.block_size, NORM=norm,
+        FP8=layer.scales is not None, num_warps=4,
     )  # fmt: skip

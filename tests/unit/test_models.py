@@ -121,7 +121,7 @@ def test_odd_block_stride_is_served(tmp_path: Path) -> None:
     """Blocks whose stride is no multiple of a head's rows (padding to 256 bytes) take the general gather."""
     reference = save_reference(tmp_path, {"model_type": "llama", "num_key_value_heads": 1, "num_hidden_layers": 1})
     rig = Rig(tmp_path, block_size=3)
-    assert rig.cache.stride(0) % (3 * 16)
+    assert rig.cache[0].kv.stride(0) % (3 * 16)
     prompt = list(range(1, 18))
     with torch.inference_mode():
         expected = reference(torch.tensor([prompt])).logits[0]
