@@ -16,7 +16,7 @@ What did the student find?
 INSTALLED := .venv/.installed-$(shell cat pyproject.toml constraints.txt | sha256sum | cut -c1-16)
 pin = $(shell sed -n 's/^\($(1)==[^ ]*\).*/\1/p' constraints.txt)
 
-.PHONY: help install lint test soak demo up proto clean
+.PHONY: help install lint test pytest soak demo up proto clean
 .DEFAULT_GOAL := help
 
 help: ## This list.
@@ -52,8 +52,11 @@ lint: $(INSTALLED) ## Formatting, lint and types.
 	.venv/bin/ruff check .
 	.venv/bin/mypy
 
-test: lint ## Everything that CI runs; ARGS='tests/unit -k name' narrows it.
-	.venv/bin/pytest $(ARGS)
+test: $(INSTALLED) ## Everything that CI runs; ARGS='tests/unit -k name' narrows it, ARGS='-n 0' is one process.
+	@$(MAKE) --no-print-directory -j2 lint pytest
+
+pytest: $(INSTALLED)
+	.venv/bin/pytest -n 2 --no-loadscope-reorder $(ARGS)
 
 soak: $(INSTALLED) ## Five minutes of mixed load with clients that leave half-way.
 	SOAK_SECONDS=300 .venv/bin/pytest tests/chaos/test_soak.py -s

@@ -1,9 +1,15 @@
-"""Fixtures that several directories of tests share."""
+"""Fixtures that several directories of tests share, and how test files spread over the workers of `make test`.
+
+There are two workers, and a file runs in one of them: a fixture of a module exists once, one of a session once per
+worker, and tests of other files run at the same time on the same cores.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -11,10 +17,75 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as engine/__init__.py doe
 
 import engine  # noqa: F401 - before torch: it sets how OpenMP waits
 
+if TYPE_CHECKING:
+    from tests.e2e.cluster import Cluster
+
+
+# Test files that use the fixture `cluster`; one worker runs them all, so that each kind of cluster starts once.
+CLUSTER = ("tests/e2e/test_tokens.py", "tests/chaos/")
+FIRST = (*CLUSTER, "tests/e2e/", "tests/integration/test_transfer")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes longest begins first, so that no worker ends with it alone."""
+    items.sort(key=lambda item: next((i for i, path in enumerate(FIRST) if item.nodeid.startswith(path)), len(FIRST)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Workers take whole files."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Files(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "cluster" if nodeid.startswith(CLUSTER) else super()._split_scope(nodeid)
+
+    return Files(config, log)
+
 
 @pytest.fixture(scope="session")
 def smollm2_dir() -> Path:
     """The converted SmolLM2-135M-Instruct; converted now (about 40 s) when this machine has not done it yet."""
+    from filelock import FileLock
+
     from engine.gguf_import import cached_dir, convert
 
-    return convert(cached_dir())
+    dest = cached_dir()
+    dest.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(dest.parent / ".tests.lock"):  # one worker converts, the other waits
+        return convert(dest)
+
+
+@pytest.fixture
+def unused_tcp_port() -> Iterator[int]:
+    """A port that a server may bind with SO_REUSEADDR, as ours all do, and that the kernel gives to nobody else."""
+    from common.process import PortLease
+
+    with PortLease() as lease:
+        yield lease.port
+
+
+@pytest.fixture(scope="session", params=["1P+1D", "2P+2D"])
+def cluster(
+    request: pytest.FixtureRequest, smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
+    """So many prefill and decode pods with SmolLM2, real NIXL and a real Valkey, shared by all tests that name it.
+
+    A test that kills a pod restarts it. Files that use this are named by CLUSTER.
+    """
+    from tests.e2e.cluster import Cluster
+    from tests.e2e.shape import BLOCK, CHUNK, MAX_MODEL_LEN
+
+    pods = int(request.param[0])
+    with Cluster(
+        smollm2_dir,
+        tmp_path_factory.mktemp("cluster"),
+        prefill=pods,
+        decode=pods,
+        chunk_tokens=CHUNK,
+        block_size=BLOCK,
+        kv_memory="768M",
+        threads=1,
+        pod_flags={"max-model-len": str(MAX_MODEL_LEN)},
+    ) as running:
+        yield running

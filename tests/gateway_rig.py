@@ -25,7 +25,7 @@ from tests.fake_pods import FakeCluster
 MODEL = "smol"
 
 
-async def until(true: Callable[[], bool], timeout_s: float = 10.0) -> None:
+async def until(true: Callable[[], bool], timeout_s: float = 30.0) -> None:
     """Waits for a condition."""
     deadline = time.monotonic() + timeout_s
     while not true():

@@ -309,7 +309,7 @@ class Cluster:
         else:
             answer.events.append("local")
         while answer.finish is None:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(timeout_s + TIMEOUT_S):  # the pods' own deadline comes first
                 delta = await inbox.get()
             self._take(answer, delta)
             on_event("tokens")

@@ -61,6 +61,10 @@ class Load:
         while not self._stop:
             await self.one(self._rng.randrange(len(self._prompts)), abort=self._rng.random() < self._abort_share)
 
+    async def each(self) -> list[str | None]:
+        """Every prompt once, all at the same time."""
+        return await asyncio.gather(*(self.one(i) for i in range(len(self._prompts))))
+
     async def one(self, which: int, *, abort: bool = False, max_tokens: int = 16) -> str | None:
         """One streamed greedy request; its text, None when it failed or was abandoned."""
         begin = time.monotonic()
@@ -113,7 +117,3 @@ class Load:
                     finished = finished or choice.finish_reason is not None
         assert finished, "a stream ended without a finish reason or an error"
         return text
-
-    @property
-    def num_prompts(self) -> int:
-        return len(self._prompts)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,12 +11,9 @@ import pytest
 from tests.chaos.load import Load
 from tests.e2e.cluster import Cluster
 
-
-@pytest.fixture(scope="module")
-def cluster(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """One pod of each role: nobody can stand in for the one that dies."""
-    with Cluster(smollm2_dir, tmp_path_factory.mktemp("kill"), threads=1, kv_memory="256M") as running:
-        yield running
+# One pod of each role: nobody can stand in for the one that dies.
+pytestmark = pytest.mark.parametrize("cluster", ["1P+1D"], indirect=True)
+WAIT_S = 60.0
 
 
 @pytest.mark.timeout(280)
@@ -25,24 +21,28 @@ def cluster(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 async def test_kill_under_load(cluster: Cluster, smollm2_dir: Path, victim: str) -> None:
     load = Load(cluster.base_url, cluster.model, smollm2_dir, clients=6)
     others = {name: cluster.pid(name) for name in (*cluster.pods, "gateway") if name != victim}
-    expected = [await load.one(i) for i in range(load.num_prompts)]
+    expected = await load.each()
     assert None not in expected
+    outcomes = load.outcomes
 
-    recovered = asyncio.Event()
+    async def more(done: int) -> None:
+        """Until so many more requests have ended."""
+        goal, deadline = outcomes.done + done, time.monotonic() + WAIT_S
+        while outcomes.done < goal:
+            assert time.monotonic() < deadline, f"no request ends: {outcomes}"
+            await asyncio.sleep(0.05)
 
     async def kill_and_restart() -> None:
-        await asyncio.sleep(2.0)
+        await more(6)
         await asyncio.to_thread(cluster.kill, victim)
-        await asyncio.sleep(3.0)
+        await more(6)
         await asyncio.to_thread(cluster.restart, victim)
-        await asyncio.sleep(3.0)
-        recovered.set()
+        await more(12)
 
     chaos = asyncio.create_task(kill_and_restart())
-    outcomes = await load.run(lambda: recovered.is_set() or chaos.done())
+    await load.run(chaos.done)
     await chaos
     assert outcomes.hangs == 0
-    assert outcomes.done > load.num_prompts
     for which, texts in outcomes.answers.items():
         assert texts == {expected[which]}, f"prompt {which}"
     if victim == "valkey":
@@ -50,10 +50,10 @@ async def test_kill_under_load(cluster: Cluster, smollm2_dir: Path, victim: str)
 
     # The others were not touched, and all works again.
     assert others == {name: cluster.pid(name) for name in others}
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + WAIT_S
     while (text := await load.one(0)) is None:
-        assert time.monotonic() < deadline, f"no recovery: {load.outcomes.errors}"
+        assert time.monotonic() < deadline, f"no recovery: {outcomes.errors}"
     assert text == expected[0]
-    assert [await load.one(i) for i in range(load.num_prompts)] == expected
+    assert await load.each() == expected
     await load.close()
     await asyncio.to_thread(cluster.check_idle)

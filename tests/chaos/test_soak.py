@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -17,20 +16,16 @@ import pytest
 from tests.chaos.load import Load
 from tests.e2e.cluster import Cluster
 
-SECONDS = float(os.environ.get("SOAK_SECONDS", "30"))
+SECONDS = float(os.environ.get("SOAK_SECONDS", "20"))
 GROWTH = 48 << 20  # bytes a process may grow by after the first third
 
-
-@pytest.fixture(scope="module")
-def cluster(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with Cluster(smollm2_dir, tmp_path_factory.mktemp("soak"), threads=2, kv_memory="768M") as running:
-        yield running
+pytestmark = pytest.mark.parametrize("cluster", ["1P+1D"], indirect=True)
 
 
 @pytest.mark.timeout(SECONDS + 240)
 async def test_soak(cluster: Cluster, smollm2_dir: Path) -> None:
     load = Load(cluster.base_url, cluster.model, smollm2_dir, clients=32, abort_share=0.2)
-    expected = [await load.one(i) for i in range(load.num_prompts)]
+    expected = await load.each()
     names = [*cluster.pods, "gateway"]
     begin = time.monotonic()
     settled: dict[str, int] = {}

@@ -1,12 +1,14 @@
-"""The correctness oracle: `transformers` greedy tokens and log-probabilities in fp32, computed once per prompt."""
+"""The correctness oracle: `transformers` greedy tokens and log-probabilities in fp32."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 NEAR_TIE = 1e-4  # logits closer than this may be ordered either way by a correct implementation
 
@@ -21,38 +23,47 @@ class Reference:
 
 
 class Oracle:
-    """Greedy references of one model directory; answers are cached by prompt."""
+    """Greedy references of one model directory."""
 
     def __init__(self, model_dir: Path) -> None:
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, DynamicCache
 
-        self._model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
-        eos = self._model.generation_config.eos_token_id
+        self.model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+        eos = self.model.generation_config.eos_token_id
         self.eos = set(eos if isinstance(eos, list) else [eos])
-        self._known: dict[tuple[tuple[int, ...], int], Reference] = {}
+        self._new_cache: Any = DynamicCache
 
     @torch.inference_mode()
-    def reference(self, prompt: list[int], max_tokens: int) -> Reference:
-        """Greedy continuation of at most max_tokens tokens, ended by the model's end-of-sequence token."""
-        key = (tuple(prompt), max_tokens)
-        if key in self._known:
-            return self._known[key]
-        tokens: list[int] = []
-        logprobs: list[float] = []
-        gaps: list[float] = []
-        feed, cache = torch.tensor([prompt]), None
-        while len(tokens) < max_tokens and not (tokens and tokens[-1] in self.eos):
-            out = self._model(input_ids=feed, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            cache = out.past_key_values
-            logits = out.logits[0, -1].float()
+    def references(self, text: list[int], lengths: Iterable[int], max_tokens: int) -> dict[int, Reference]:
+        """Greedy continuations, of at most max_tokens tokens, of the text's beginnings of these lengths.
+
+        The text is computed once: the longest beginning leaves the KV of all shorter ones in its cache.
+        """
+        descending = sorted(set(lengths), reverse=True)
+        cache = self._new_cache(config=self.model.config)
+        logits = self._forward(text[: descending[0]], cache, torch.tensor([n - 1 for n in descending]))
+        found: dict[int, Reference] = {}
+        for length, row in zip(descending, logits, strict=True):
+            cache.crop(length - cache.get_seq_length())
+            found[length] = self._continue(row, cache, max_tokens)
+        return found
+
+    def _continue(self, logits: Tensor, cache: Any, max_tokens: int) -> Reference:
+        reference = Reference([], [], [])
+        while True:
             best = logits.topk(2)
             token = int(best.indices[0])
-            tokens.append(token)
-            logprobs.append(float(logits.log_softmax(-1)[token]))
-            gaps.append(float(best.values[0] - best.values[1]))
-            feed = torch.tensor([[token]])
-        self._known[key] = Reference(tokens, logprobs, gaps)
-        return self._known[key]
+            reference.tokens.append(token)
+            reference.logprobs.append(float(logits.log_softmax(-1)[token]))
+            reference.gaps.append(float(best.values[0] - best.values[1]))
+            if len(reference.tokens) == max_tokens or token in self.eos:
+                return reference
+            logits = self._forward([token], cache, 1)[0]
+
+    def _forward(self, tokens: list[int], cache: Any, rows: Tensor | int) -> Tensor:
+        """Logits [rows, vocabulary]; the cache grows by the tokens."""
+        out = self.model(torch.tensor([tokens]), past_key_values=cache, use_cache=True, logits_to_keep=rows)
+        return out.logits[0].float()  # type: ignore[no-any-return]
 
 
 def assert_same(got: list[int], expected: Reference, what: str) -> None:

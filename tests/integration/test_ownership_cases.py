@@ -130,7 +130,7 @@ class TestAborts:
             with pytest.raises(BatonError) as caught:
                 await prefill_alone(cluster, r, reply.target)
             assert caught.value.kind in ("UnknownTransfer", "TransferFailed")
-            await cluster.prefill.settled(timeout_s=1)
+            await cluster.prefill.settled(timeout_s=10)
             with pytest.raises(InvalidRequest):
                 await cluster.generate(request(prompt_of(MAX_LEN)))
 

@@ -446,7 +446,7 @@ async def test_a_callback_that_fails_does_not_end_publishing(rig: Rig) -> None:
 
 async def test_a_dead_index_costs_a_few_timeouts_then_nothing_and_is_tried_again(rig: Rig) -> None:
     now = 100.0
-    reader = IndexReader(rig.url, timeout_s=0.05, breaker=Breaker(clock=lambda: now))
+    reader = IndexReader(rig.url, timeout_s=0.4, breaker=Breaker(clock=lambda: now))
     await reader.pods()
     with rig.frozen():
         for _ in range(3):

@@ -157,7 +157,7 @@ class TestHandOff:
             launch = runner.launch
 
             def as_long_as_a_real_model(items: object) -> object:
-                time.sleep(0.05)
+                time.sleep(0.2)
                 return launch(items)
 
             monkeypatch.setattr(runner, "launch", as_long_as_a_real_model)
@@ -296,7 +296,7 @@ class TestAdmission:
             monkeypatch.setattr(cluster.decode.runtime.node, "reserve", refuse)
             with pytest.raises(Unavailable):
                 await cluster.reserve(request(prompt_of(30)))
-            await cluster.decode.settled(1)
+            await cluster.decode.settled(10)
 
     async def test_a_request_id_is_taken_once(self, model_dir: Path) -> None:
         async with Cluster.start(model_dir) as cluster:
@@ -374,7 +374,8 @@ class TestStreams:
             stream.stalled = True
             r = request(prompt_of(9), 60)
             running = asyncio.create_task(cluster.generate(r))
-            await asyncio.wait([running], timeout=1.0)
+            await until(lambda: len(stream.numbers) >= 8)
+            await asyncio.wait([running], timeout=0.5)
             assert not running.done()
             assert len(stream.numbers) < 20
             with pytest.raises(Unavailable):
@@ -513,7 +514,7 @@ class TestLife:
     async def test_pods_find_each_other_in_the_index_and_leave_it_first(self, model_dir: Path, tmp_path: Path) -> None:
         valkey = EmbeddedValkey(0, tmp_path)
         config = {"redis": await valkey.start()}
-        reader = IndexReader(config["redis"])
+        reader = IndexReader(config["redis"], timeout_s=5.0)
         try:
             async with Cluster.start(model_dir, prefill_config=config, decode_config=config) as cluster:
                 await until(lambda: len(cluster.prefill.runtime.node.stats().peers) == 1)

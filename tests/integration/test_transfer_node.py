@@ -142,7 +142,7 @@ async def test_sender_aborts(cluster: Cluster, stage: str) -> None:
     prefill, decode = await cluster.pair()
     await prefill.node.connect(decode.address)
     if stage == "while writing":
-        prefill.backend.on_write = lambda _p, _l, _r: WriteFault(delay_s=0.5)
+        prefill.backend.on_write = lambda _p, _l, _r: WriteFault(delay_s=1.0)
     incoming = decode.reserve("r", 0, range(8))
     transfer = prefill.node.outgoing(incoming.target, "r", 8, 30.0)
     hold = FakeHold(list(range(8)))

@@ -191,7 +191,7 @@ async def test_prefill_is_frozen(hosts: Hosts) -> None:
     writer.send_signal(signal.SIGSTOP)
     await until(lambda: incoming.over)
     assert isinstance(incoming.failed[0], DeadlineExceeded)
-    await asyncio.sleep(3.0)
+    await asyncio.sleep(3.0)  # longer than the grace after a proof
     assert incoming.hold.left == {1, 2, 3}
     writer.send_signal(signal.SIGKILL)
     await until(lambda: incoming.hold.free)

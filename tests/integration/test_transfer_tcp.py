@@ -12,19 +12,21 @@ from pathlib import Path
 
 import pytest
 
+HERE = Path(__file__).parent
+TESTS = ["test_transfer_node.py", "test_transfer_processes.py", "test_services_nixl.py"]
+
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tests", ["test_transfer_node.py", "test_transfer_processes.py", "test_services_nixl.py"])
-def test_over_tcp(tests: str) -> None:
-    env = {**os.environ, "UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
-    here = Path(__file__).parent
+def test_over_tcp() -> None:
+    ours = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    options = ["-p", "no:cacheprovider", "-p", "no:xdist", "-k", "not loopback"]
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", "not loopback", str(here / tests)],
-        env=env,
-        cwd=here.parent.parent,
+        [sys.executable, "-m", "pytest", *options, *(str(HERE / name) for name in TESTS)],
+        env={**ours, "UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"},
+        cwd=HERE.parent.parent,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=280,
         check=False,
     )
     assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
