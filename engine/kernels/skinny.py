@@ -72,7 +72,7 @@ def _shape(n: int, gated: bool, itemsize: int) -> tuple[int, int, int]:
     if n * (2 if gated else 1) <= 8192:
         bn, stages = 32, 6
     else:
-        bn, stages = (64 if gated else 128), 3
+        bn, stages = (64, 4) if gated else (128, 3)
     return bn, 256 // itemsize, stages
 
 
