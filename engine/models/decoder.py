@@ -6,6 +6,7 @@ only sees the rows that are asked for, and so does all of the last layer that no
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -13,9 +14,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.attention.base import AttentionBackend
+from engine.layer_kv import LayerKV
 from engine.models.ops import Attend, Ops, TorchOps
 from engine.models.rope import rope_tables
 from engine.models.spec import ModelSpec
+
+
+class Linear(nn.Linear):
+    """Without random weights, which take two seconds to import and are overwritten."""
+
+    def reset_parameters(self) -> None:
+        """They are loaded."""
+
+
+class Embedding(nn.Embedding):
+    """Without random weights, as Linear."""
+
+    def reset_parameters(self) -> None:
+        """They are loaded."""
 
 
 class Norm(nn.Module):
@@ -34,8 +50,8 @@ class Attention(nn.Module):
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         self.window = window
-        self.qkv = nn.Linear(spec.hidden_size, spec.query_size + 2 * spec.kv_size, bias=spec.qkv_bias)
-        self.out = nn.Linear(spec.query_size, spec.hidden_size, bias=spec.out_bias)
+        self.qkv = Linear(spec.hidden_size, spec.query_size + 2 * spec.kv_size, bias=spec.qkv_bias)
+        self.out = Linear(spec.query_size, spec.hidden_size, bias=spec.out_bias)
         self.q_norm = Norm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
         self.k_norm = Norm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
 
@@ -45,8 +61,8 @@ class Mlp(nn.Module):
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.gate_up = nn.Linear(spec.hidden_size, 2 * spec.intermediate_size, bias=spec.mlp_bias)
-        self.down = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias)
+        self.gate_up = Linear(spec.hidden_size, 2 * spec.intermediate_size, bias=spec.mlp_bias)
+        self.down = Linear(spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias)
 
 
 class Layer(nn.Module):
@@ -59,7 +75,7 @@ class Layer(nn.Module):
         self.mlp_norm = Norm(spec.hidden_size, spec.norm_eps)
         self.mlp = Mlp(spec)
 
-    def compute(self, x: Tensor, cache: Tensor, ops: Ops, attend: Attend, rows: Tensor | None) -> Tensor:
+    def compute(self, x: Tensor, cache: LayerKV, ops: Ops, attend: Attend, rows: Tensor | None) -> Tensor:
         """The residual stream after this layer, of all tokens or of `rows`; x is overwritten."""
         qkv = ops.norm_linear(x, self.attention_norm, self.attention.qkv)
         attended = attend(qkv, self.attention, cache)
@@ -83,13 +99,14 @@ class Decoder(nn.Module):
         super().__init__()
         self.spec = spec
         with torch.device("meta"):
-            self.embedding = nn.Embedding(spec.vocab_size, spec.hidden_size)
+            self.embedding = Embedding(spec.vocab_size, spec.hidden_size)
             self.layers = nn.ModuleList(Layer(spec, window) for window in spec.windows)
             self.norm = Norm(spec.hidden_size, spec.norm_eps)
-            self.head = self.embedding if spec.tied else nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
+            self.head = self.embedding if spec.tied else Linear(spec.hidden_size, spec.vocab_size, bias=False)
         self.to(dtype).to_empty(device=device).requires_grad_(False)
         cos, sin = rope_tables(spec.rope, spec.head_dim, max_len)
-        if device.type == "cuda" if fused is None else fused:
+        self.capturable = device.type == "cuda" if fused is None else fused
+        if self.capturable:
             from engine.models.fused import FusedOps
 
             self._ops: Ops = FusedOps(cos.to(device), sin.to(device))
@@ -104,21 +121,21 @@ class Decoder(nn.Module):
         self,
         tokens: Tensor,
         positions: Tensor,
-        cache: Tensor,
+        cache: Sequence[LayerKV],
         backend: AttentionBackend[Any],
         metadata: Any,
         rows: Tensor | None = None,
     ) -> Tensor:
         """Hidden states [R, hidden], before the final norm, of the tokens `rows` (int64[R]; None: all T).
 
-        tokens[T] are at positions[T]. cache: [num_blocks, layers, 2, kv_heads, block_size, head_dim]; the new keys and
-        values are written to it. What follows the last layer's attention is computed for `rows` only.
+        tokens[T] are at positions[T]; their keys and values are written to the layers' cache. What follows the last
+        layer's attention is computed for `rows` only.
         """
         attend = self._ops.step(positions, backend, metadata)
         x = F.embedding(tokens, self.embedding.weight)
         last = len(self.layers) - 1
         for index, layer in enumerate(self.stack):
-            x = layer.compute(x, cache[:, index], self._ops, attend, rows if index == last else None)
+            x = layer.compute(x, cache[index], self._ops, attend, rows if index == last else None)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:

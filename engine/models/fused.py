@@ -1,8 +1,9 @@
-"""A decoder's operations on a GPU: eight launches a layer, all of which a CUDA graph can hold.
+"""A decoder's operations on a GPU: seven to ten launches a layer, all of which a CUDA graph can hold.
 
 One row: own GEMVs, which read the weights faster than cuBLAS and have norm, activation and residual in their ends.
-More rows: cuBLAS, with the residual added in the product's epilogue (in float32: one rounding less than a separate
-add), RMSNorm and SiLU x mul as one pass each. Needs triton at import.
+Up to 16: an own product that is bound by the same reading, with activation and residual in its end. More: cuBLAS, with
+the residual added in the product's epilogue (in float32: one rounding less than a separate add), RMSNorm and SiLU x mul
+as one pass each. Needs triton at import.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from engine.attention.triton_backend import TritonAttention, TritonMetadata
 from engine.kernels.gemv import gemv
 from engine.kernels.norm import rms_norm, silu_mul
 from engine.kernels.rope_kv import rope_kv_write
+from engine.kernels.skinny import MAX_ROWS, skinny
+from engine.layer_kv import LayerKV
 from engine.models.ops import Attend
 
 if TYPE_CHECKING:
@@ -25,15 +28,17 @@ if TYPE_CHECKING:
 
 
 class FusedOps:
-    """cos, sin: float32[length, D / 2]. Attention must be the Triton backend's."""
+    """cos, sin: float32[length, D / 2]. few: the most rows that the own product takes. Attention must be the Triton
+    backend's.
+    """
 
-    def __init__(self, cos: Tensor, sin: Tensor) -> None:
-        self._cos, self._sin = cos, sin
+    def __init__(self, cos: Tensor, sin: Tensor, few: int = MAX_ROWS) -> None:
+        self._cos, self._sin, self._few = cos, sin, few
 
     def step(self, positions: Tensor, backend: AttentionBackend[Any], metadata: TritonMetadata) -> Attend:
         paged = cast(TritonAttention, backend)
 
-        def attend(qkv: Tensor, attention: Attention, cache: Tensor) -> Tensor:
+        def attend(qkv: Tensor, attention: Attention, cache: LayerKV) -> Tensor:
             heads, kv_heads, dim = attention.heads, attention.kv_heads, attention.head_dim
             q_norm, k_norm = attention.q_norm, attention.k_norm
             rope_kv_write(
@@ -50,26 +55,35 @@ class FusedOps:
         return attend
 
     def norm_linear(self, x: Tensor, norm: Norm, linear: nn.Linear) -> Tensor:
-        if x.shape[0] == 1:
+        if len(x) == 1:
             return gemv(x, linear.weight, bias=linear.bias, norm=norm.weight, eps=norm.eps)
-        return F.linear(rms_norm(x, norm.weight, norm.eps), linear.weight, linear.bias)
+        normed = rms_norm(x, norm.weight, norm.eps)
+        if len(x) <= self._few:
+            return skinny(normed, linear.weight, bias=linear.bias)
+        return F.linear(normed, linear.weight, linear.bias)
 
     def norm_swiglu(self, x: Tensor, norm: Norm, gate_up: nn.Linear) -> Tensor:
-        if x.shape[0] == 1:
+        if len(x) == 1:
             return gemv(x, gate_up.weight, bias=gate_up.bias, norm=norm.weight, eps=norm.eps, gated=True)
-        return silu_mul(self.norm_linear(x, norm, gate_up))
+        normed = rms_norm(x, norm.weight, norm.eps)
+        if len(x) <= self._few:
+            return skinny(normed, gate_up.weight, bias=gate_up.bias, gated=True)
+        return silu_mul(F.linear(normed, gate_up.weight, gate_up.bias))
 
     def add_linear(self, x: Tensor, y: Tensor, linear: nn.Linear) -> Tensor:
-        if x.shape[0] == 1:
+        if len(x) == 1:
             return gemv(y, linear.weight, bias=linear.bias, residual=x, out=x)
+        if len(x) <= self._few:
+            return skinny(y, linear.weight, bias=linear.bias, residual=x, out=x)
         x.addmm_(y, linear.weight.t())
         return x if linear.bias is None else x.add_(linear.bias)
 
     def logits(self, x: Tensor, norm: Norm, weight: Tensor) -> Tensor:
-        if x.shape[0] == 1:
-            out = torch.empty(1, weight.shape[0], dtype=torch.float32, device=x.device)
+        if len(x) > self._few:
+            normed = rms_norm(x, norm.weight, norm.eps)
+            half = x.dtype != torch.float32
+            return torch.mm(normed, weight.t(), out_dtype=torch.float32) if half else F.linear(normed, weight)
+        out = torch.empty(len(x), len(weight), dtype=torch.float32, device=x.device)
+        if len(x) == 1:
             return gemv(x, weight, norm=norm.weight, eps=norm.eps, out=out)
-        normed = rms_norm(x, norm.weight, norm.eps)
-        if x.dtype == torch.float32:
-            return F.linear(normed, weight)
-        return torch.mm(normed, weight.t(), out_dtype=torch.float32)
+        return skinny(rms_norm(x, norm.weight, norm.eps), weight, out=out)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.attention.base import AttentionBackend
+from engine.layer_kv import LayerKV
 from engine.models.rope import rotate_
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 # Of one step: (qkv [T, (heads + 2 * kv_heads) * D], parameters, one layer of the pool) to [T, heads * D]. Norms queries
 # and keys, rotates them, writes keys and values to the pool and attends; qkv is scratch afterwards.
-Attend = Callable[[Tensor, "Attention", Tensor], Tensor]
+Attend = Callable[[Tensor, "Attention", LayerKV], Tensor]
 
 
 class Ops(Protocol):
@@ -53,7 +54,7 @@ class TorchOps:
     def step(self, positions: Tensor, backend: AttentionBackend[Any], metadata: Any) -> Attend:
         cos, sin = self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
 
-        def attend(qkv: Tensor, attention: Attention, cache: Tensor) -> Tensor:
+        def attend(qkv: Tensor, attention: Attention, cache: LayerKV) -> Tensor:
             heads, kv_heads, dim = attention.heads, attention.kv_heads, attention.head_dim
             split = qkv.view(-1, heads + 2 * kv_heads, dim)
             query, keys = split[:, :heads], split[:, heads : heads + kv_heads]

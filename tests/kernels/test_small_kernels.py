@@ -11,6 +11,7 @@ from engine.kernels.gemv import gemv
 from engine.kernels.norm import rms_norm, silu_mul
 from engine.kernels.rope_kv import rope_kv_write
 from engine.kernels.skinny import MAX_ROWS, skinny
+from engine.layer_kv import LayerKV
 
 from .paged import error
 
@@ -29,13 +30,16 @@ def test_rope_kv_write(heads, kv_heads, dim, rot, norm, device, gen):
     qkv = torch.randn(tokens, (heads + 2 * kv_heads) * dim, generator=gen, device=device)
     pool = torch.full((4, 3, 2, kv_heads, block_size, dim), float("nan"), device=device)
     kv = pool[:, 1]
+    layer = LayerKV(kv)
     positions = torch.tensor([0, 7, 3, 30, 9], device=device)
     slots = torch.tensor([0, 31, -1, 17, 8], device=device)
     angle = torch.rand(32, rot // 2, generator=gen, device=device) * 6
     cos, sin = angle.cos(), angle.sin()
     weights = torch.randn(2, dim, generator=gen, device=device) if norm else (None, None)
     given = qkv.clone()
-    rope_kv_write(qkv, kv, positions, slots, cos, sin, num_heads=heads, q_norm=weights[0], k_norm=weights[1], eps=EPS)
+    rope_kv_write(
+        qkv, layer, positions, slots, cos, sin, num_heads=heads, q_norm=weights[0], k_norm=weights[1], eps=EPS
+    )
 
     q, k, v = given.double().view(tokens, -1, dim).split([heads, kv_heads, kv_heads], 1)
     if norm:

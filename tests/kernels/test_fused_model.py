@@ -1,0 +1,129 @@
+"""The decoder by fused kernels against the same decoder by plain torch: every architecture, whole prompts, chunks and
+single rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from engine.attention.base import StepShape
+from engine.attention.torch_backend import TorchAttention
+from engine.attention.triton_backend import TritonAttention
+from engine.layer_kv import LayerKV
+from engine.models.decoder import Decoder
+from engine.models.spec import ModelSpec, parse_spec
+
+from .paged import error
+
+VOCAB, BLOCK, BLOCKS = 77, 4, 24
+BASE: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 40,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+}
+WIDE: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1}
+CASES: dict[str, dict[str, Any]] = {
+    "llama": {"num_hidden_layers": 2},
+    "llama-biases-head-dim-80": WIDE | {"attention_bias": True, "mlp_bias": True, "head_dim": 80, "hidden_size": 100},
+    "llama-tied-mha": {"tie_word_embeddings": True, "num_key_value_heads": 4},
+    "mistral-window": {"architectures": ["MistralForCausalLM"], "sliding_window": 5},
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "num_attention_heads": 3, "num_key_value_heads": 1},
+    "qwen3-head-dim-96": WIDE | {"architectures": ["Qwen3ForCausalLM"], "head_dim": 96},
+    "qwen3-bias-tied": {"architectures": ["Qwen3ForCausalLM"], "attention_bias": True, "tie_word_embeddings": True},
+}
+Step = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+TABLES = [[7, 2], [0, 5], [12, 10, 3]]
+STEPS: list[Step] = [  # rows, their starts and new tokens: prompts, a few rows, one row alone
+    ((0, 1, 2), (0, 0, 0), (5, 3, 9)),
+    ((1, 2), (3, 9), (1, 2)),
+    ((1,), (4,), (1,)),
+]
+
+
+def decoders(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> tuple[Decoder, Decoder]:
+    """Fused and plain, of the same random weights."""
+    pair = [Decoder(spec, 64, device, dtype, fused=fused) for fused in (True, False)]
+    torch.manual_seed(5)
+    for a, b in zip(*(model.parameters() for model in pair), strict=True):
+        a.normal_(0.0, 0.2).add_(1.0 if a.ndim == 1 else 0.0)
+        b.copy_(a)
+    return pair[0], pair[1]
+
+
+class Rig:
+    """Both decoders with pools of their own; the fused one's is full of NaN where no token was written."""
+
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
+        self.models = decoders(spec, dtype, device)
+        shape = (BLOCKS, spec.num_layers, 2, spec.num_kv_heads, BLOCK, spec.head_dim)
+        caches = [torch.full(shape, fill, dtype=dtype, device=device) for fill in (float("nan"), 0.0)]
+        self.pools = [tuple(LayerKV(cache[:, i]) for i in range(spec.num_layers)) for cache in caches]
+        self.backends = [
+            kind(pool, spec.num_heads, spec.windows, BLOCKS - 1)
+            for kind, pool in zip((TritonAttention, TorchAttention), self.pools, strict=True)
+        ]
+        self.device = device
+
+    def call(self, which: int, step: Step) -> Callable[[], Tensor]:
+        """Computes logits [R, vocab] of the last token of each row."""
+        rows, starts, counts = step
+        tokens = torch.randint(0, VOCAB, (sum(counts),), generator=torch.Generator().manual_seed(sum(starts)))
+        positions = torch.cat([torch.arange(s, s + c) for s, c in zip(starts, counts, strict=True)])
+        tokens, positions = tokens.to(self.device), positions.to(self.device)
+        last = torch.tensor(counts).cumsum(0).to(self.device) - 1 if sum(counts) > len(counts) else None
+        model, pool, backend = self.models[which], self.pools[which], self.backends[which]
+        metadata = backend.prepare(StepShape(starts, counts, [TABLES[r] for r in rows]))
+
+        def run() -> Tensor:
+            hidden = model.hidden(tokens, positions, pool, backend, metadata, last)
+            assert len(hidden) == len(rows)
+            return model.logits(hidden)
+
+        return run
+
+
+@pytest.mark.parametrize("name", CASES)
+@torch.inference_mode()
+def test_fused_equals_plain(name: str, device: torch.device) -> None:
+    rig = Rig(parse_spec(BASE | CASES[name]), torch.float32, device)
+    for step in STEPS:
+        fused, plain = (rig.call(which, step)() for which in (0, 1))
+        assert fused.dtype == torch.float32
+        assert error(fused, plain.double()) < 2e-5
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", CASES)
+@torch.inference_mode()
+def test_in_a_graph_and_in_half_precision(name: str, device: torch.device) -> None:
+    """A captured step computes what an eager one does, and bf16 is no further from fp32 than plain bf16 is."""
+    spec = parse_spec(BASE | CASES[name])
+    half, full = Rig(spec, torch.bfloat16, device), Rig(spec, torch.float32, device)
+    for a, b in zip(full.models[1].parameters(), half.models[1].parameters(), strict=True):
+        a.copy_(b)
+    errors = []
+    for step in STEPS:
+        exact = full.call(1, step)().double()
+        run = half.call(0, step)
+        eager = run()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = run()
+        graph.replay()
+        assert torch.equal(captured, eager)
+        errors.append((error(eager, exact), error(half.call(1, step)(), exact)))
+    fused, plain = (sum(e[i] for e in errors) for i in (0, 1))
+    assert fused < 1.1 * plain
