@@ -4,9 +4,32 @@ from __future__ import annotations
 
 import torch
 
+from engine.layer_kv import LayerKV, decode, encode
+
+NAN_BYTE = 0xFF  # NaN as e4m3, and two of them as the bfloat16 of a scale
+
+
+def poisoned_layer(
+    blocks: int,
+    layers: int,
+    layer: int,
+    kv_heads: int,
+    block_size: int,
+    dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> LayerKV:
+    """One layer of a pool of NaN, with the strides that a pool has; dtype uint8: e4m3 and its scales."""
+    shape = (blocks, layers, 2, kv_heads, block_size, dim)
+    if dtype != torch.uint8:
+        return LayerKV(torch.full(shape, float("nan"), dtype=dtype, device=device)[:, layer])
+    codes = torch.full(shape, NAN_BYTE, dtype=dtype, device=device)
+    scales = torch.full((blocks, layers, kv_heads, block_size, 4), NAN_BYTE, dtype=dtype, device=device)
+    return LayerKV(codes[:, layer], scales.view(torch.bfloat16)[:, layer])
+
 
 class PagedCase:
-    """A pool [blocks, layers, 2, heads, block_size, D] of NaN in which only the sequences' tokens are numbers."""
+    """A pool of NaN in which only the sequences' tokens are numbers. kv_dtype uint8: 8 bits with scales."""
 
     def __init__(
         self,
@@ -20,41 +43,49 @@ class PagedCase:
         dtype: torch.dtype,
         device: torch.device,
         gen: torch.Generator,
-        layers: int = 2,
-        layer: int = 1,
+        kv_dtype: torch.dtype | None = None,
+        scale: float | None = None,
+        spread: float = 1.0,
     ) -> None:
-        self.lens, self.queries, self.scale = lens, queries, dim**-0.5
+        self.lens, self.queries = lens, queries
+        self.scale = dim**-0.5 if scale is None else scale
         blocks = [-(-n // block_size) for n in lens]
         total = sum(blocks) + 2
         order = torch.randperm(total, generator=gen, device=device).tolist()
-        pool = torch.full((total, layers, 2, kv_heads, block_size, dim), float("nan"), dtype=dtype, device=device)
-        self.kv = pool[:, layer]
+        self.layer = poisoned_layer(total, 2, 1, kv_heads, block_size, dim, kv_dtype or dtype, device)
         self.tables = torch.full((len(lens), max(blocks) + 1), 2**30, dtype=torch.int32, device=device)
-        rows = sum(queries)
-        self.q = torch.randn(rows, heads, dim, generator=gen, device=device).to(dtype)
+        self.q = (torch.randn(sum(queries), heads, dim, generator=gen, device=device) * spread).to(dtype)
         for i, n in enumerate(lens):
             for j in range(blocks[i]):
                 block = order.pop()
                 self.tables[i, j] = block
                 used = min(block_size, n - j * block_size)
-                new = torch.randn(2, kv_heads, used, dim, generator=gen, device=device)
-                self.kv[block, :, :, :used] = new.to(dtype)
+                new = torch.randn(2, kv_heads, used, dim, generator=gen, device=device).to(dtype)
+                if self.layer.scales is None:
+                    self.layer.kv[block, :, :, :used] = new
+                else:
+                    self.layer.kv[block, :, :, :used], scales = encode(new)
+                    self.layer.scales[block, :, :used] = scales.permute(1, 2, 0)
         ends = torch.tensor([0, *queries]).cumsum(0)
         self.cu_q = ends.to(torch.int32).to(device)
         self.seq_lens = torch.tensor(lens, dtype=torch.int32, device=device)
         self.out = torch.full_like(self.q, float("nan"))
 
     def dense(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of sequence i, each [kv_heads, len, D]."""
-        n, block_size = self.lens[i], self.kv.shape[3]
-        ids = self.tables[i, : -(-n // block_size)].long()
-        both = self.kv[ids].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :n]
+        """Keys and values of sequence i as the cache has them, each [kv_heads, len, D]."""
+        n = self.lens[i]
+        ids = self.tables[i, : -(-n // self.layer.block_size)].long()
+        both = self.layer.kv[ids].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :n]
+        if self.layer.scales is not None:
+            scales = self.layer.scales[ids].permute(3, 1, 0, 2).flatten(2, 3)[:, :, :n]
+            both = decode(both, scales, torch.float32)
         return both[0], both[1]
 
-    def reference(self, window: int = 0) -> torch.Tensor:
+    def reference(self, window: int = 0, softcap: float = 0.0) -> torch.Tensor:
         outs, row = [], 0
         for i, (n, t) in enumerate(zip(self.lens, self.queries, strict=True)):
-            k, v = (x.double().repeat_interleave(self.q.shape[1] // self.kv.shape[2], 0) for x in self.dense(i))
+            group = self.q.shape[1] // self.layer.num_kv_heads
+            k, v = (x.double().repeat_interleave(group, 0) for x in self.dense(i))
             q = self.q[row : row + t].double().transpose(0, 1)
             row += t
             position = torch.arange(n - t, n, device=q.device)[:, None]
@@ -62,8 +93,10 @@ class PagedCase:
             seen = key <= position
             if window:
                 seen &= key > position - window
-            scores = (q @ k.transpose(1, 2) * self.scale).masked_fill(~seen, float("-inf"))
-            outs.append((scores.softmax(-1) @ v).transpose(0, 1))
+            scores = q @ k.transpose(1, 2) * self.scale
+            if softcap:
+                scores = softcap * (scores / softcap).tanh()
+            outs.append((scores.masked_fill(~seen, float("-inf")).softmax(-1) @ v).transpose(0, 1))
         return torch.cat(outs)
 
 

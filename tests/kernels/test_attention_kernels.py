@@ -1,4 +1,7 @@
-"""Paged attention kernels against float64, over pools of NaN and poisoned outputs."""
+"""Paged attention kernels against float64, over pools of NaN and poisoned outputs.
+
+In the interpreter shapes are tiny; on a GPU the same tests run at the head dims, groupings and dtypes of real models.
+"""
 
 from __future__ import annotations
 
@@ -7,34 +10,79 @@ import torch
 
 pytest.importorskip("triton")
 
-from engine.kernels.paged_decode import decode_workspace, paged_decode, plan_decode
+from engine.kernels.paged_decode import DecodeWorkspace, decode_workspace, paged_decode, plan_decode
 from engine.kernels.paged_prefill import paged_prefill
 from engine.kernels.prefix import gather_kv, merge_parts
 
 from .paged import TOLERANCE, PagedCase, error
 
-SHAPES = [(4, 1, 16, 8), (2, 2, 80, 16), (6, 2, 96, 16), (8, 2, 64, 32)]
+CUDA = torch.cuda.is_available()
+needs_cuda = pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+FP8 = torch.uint8
+
+# heads, kv_heads, head dim, block size: ratios 1, 2, 3, 4, 5, 7, 8, 16 and 71, every head dim that is served
+SHAPES = [
+    (1, 1, 64, 16), (4, 2, 96, 16), (3, 1, 80, 16), (4, 1, 16, 8), (5, 1, 32, 16), (7, 1, 24, 16),
+    (16, 2, 128, 32), (16, 1, 64, 16), (2, 1, 256, 16), (71, 1, 64, 16),
+]  # fmt: skip
+
+
+def decode(case: PagedCase, programs: int, max_query: int, window: int = 0, softcap: float = 0.0) -> torch.Tensor:
+    """One launch with poisoned scratch and output."""
+    heads, dim = case.q.shape[1:]
+    kv_heads = case.layer.num_kv_heads
+    space: DecodeWorkspace = decode_workspace(programs, heads, kv_heads, max_query, dim, case.q.device)
+    plan = plan_decode(
+        case.cu_q, case.seq_lens, space, num_kv_heads=kv_heads, head_dim=dim,
+        itemsize=case.layer.kv.element_size(), window=window,
+    )  # fmt: skip
+    space.part.fill_(float("nan"))
+    space.part_lse.fill_(float("nan"))
+    case.out.fill_(float("nan"))
+    return paged_decode(
+        case.q, case.layer, case.tables, case.cu_q, case.seq_lens, plan, space,
+        max_query=max_query, scale=case.scale, softcap=softcap, out=case.out,
+    )  # fmt: skip
+
+
+def prefill(case: PagedCase, max_query: int, window: int = 0, softcap: float = 0.0, block_m: int | None = None):
+    case.out.fill_(float("nan"))
+    return paged_prefill(
+        case.q, case.layer, case.tables, case.cu_q, case.seq_lens,
+        max_query=max_query, scale=case.scale, window=window, softcap=softcap, out=case.out, block_m=block_m,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "block_size"), SHAPES)
-@pytest.mark.parametrize("window", [0, 50])
-def test_decode(heads, kv_heads, dim, block_size, window, device, gen):
+@pytest.mark.parametrize("kv_dtype", [None, FP8], ids=["full", "fp8"])
+def test_decode(heads, kv_heads, dim, block_size, kv_dtype, device, gen):
+    case = PagedCase(
+        [1, 150, 64], [1, 3, 1],
+        heads=heads, kv_heads=kv_heads, dim=dim, block_size=block_size, dtype=torch.float32, kv_dtype=kv_dtype,
+        device=device, gen=gen,
+    )  # fmt: skip
+    for programs, window in ((5, 0), (3, 50)):
+        assert error(decode(case, programs, 3, window), case.reference(window)) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("programs", [1, 23])
+def test_decode_cut_anywhere(programs, device, gen):
     case = PagedCase(
         [1, 300, 63, 64, 129], [1, 3, 2, 1, 1],
-        heads=heads, kv_heads=kv_heads, dim=dim, block_size=block_size, dtype=torch.float32, device=device, gen=gen,
+        heads=4, kv_heads=2, dim=16, block_size=16, dtype=torch.float32, device=device, gen=gen,
     )  # fmt: skip
-    for programs in (1, 5, 23):
-        space = decode_workspace(programs, heads, kv_heads, 3, dim, device)
-        plan = plan_decode(
-            case.cu_q, case.seq_lens, space, num_kv_heads=kv_heads, head_dim=dim, itemsize=4, window=window
-        )
-        space.part.fill_(float("nan"))
-        case.out.fill_(float("nan"))
-        paged_decode(
-            case.q, case.kv, case.tables, case.cu_q, case.seq_lens, plan, space,
-            max_query=3, scale=case.scale, out=case.out,
-        )  # fmt: skip
-        assert error(case.out, case.reference(window)) < TOLERANCE[torch.float32]
+    for window in (0, 50):
+        assert error(decode(case, programs, 3, window), case.reference(window)) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("group", [1, 3, 16])
+@pytest.mark.parametrize("new", [1, 2, 8])
+def test_decode_of_several_tokens(group, new, device, gen):
+    case = PagedCase(
+        [new, 70, 90], [new, 1, new],
+        heads=group, kv_heads=1, dim=16, block_size=16, dtype=torch.float32, device=device, gen=gen,
+    )  # fmt: skip
+    assert error(decode(case, 4, new), case.reference()) < TOLERANCE[torch.float32]
 
 
 def test_decode_of_an_empty_sequence_is_zero(device, gen):
@@ -42,52 +90,82 @@ def test_decode_of_an_empty_sequence_is_zero(device, gen):
         [20, 1], [1, 1], heads=2, kv_heads=1, dim=16, block_size=16, dtype=torch.float32, device=device, gen=gen
     )
     case.seq_lens[1] = 0
-    space = decode_workspace(3, 2, 1, 1, 16, device)
-    plan = plan_decode(case.cu_q, case.seq_lens, space, num_kv_heads=1, head_dim=16, itemsize=4)
-    case.out.fill_(float("nan"))
-    out = paged_decode(
-        case.q, case.kv, case.tables, case.cu_q, case.seq_lens, plan, space, max_query=1, scale=0.25, out=case.out
-    )
+    out = decode(case, 3, 1)
     assert (out[1] == 0).all()
     assert error(out[:1], case.reference()[:1]) < TOLERANCE[torch.float32]
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "block_size"), SHAPES)
-@pytest.mark.parametrize("window", [0, 37])
-def test_prefill(heads, kv_heads, dim, block_size, window, device, gen):
+@pytest.mark.parametrize("kv_dtype", [None, FP8], ids=["full", "fp8"])
+def test_prefill(heads, kv_heads, dim, block_size, kv_dtype, device, gen):
     case = PagedCase(
-        [1, 150, 64, 97], [1, 70, 64, 5],
-        heads=heads, kv_heads=kv_heads, dim=dim, block_size=block_size, dtype=torch.float32, device=device, gen=gen,
+        [1, 110, 48], [1, 25, 17],
+        heads=heads, kv_heads=kv_heads, dim=dim, block_size=block_size, dtype=torch.float32, kv_dtype=kv_dtype,
+        device=device, gen=gen,
     )  # fmt: skip
-    paged_prefill(
-        case.q, case.kv, case.tables, case.cu_q, case.seq_lens,
-        max_query=70, scale=case.scale, window=window, out=case.out, block_m=32,
-    )  # fmt: skip
-    assert error(case.out, case.reference(window)) < TOLERANCE[torch.float32]
+    rows = 32 if heads // kv_heads < 16 else 128
+    for window in (0, 37):
+        assert error(prefill(case, 25, window, block_m=rows), case.reference(window)) < TOLERANCE[torch.float32]
 
 
-def test_half_precision(device, gen):
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float16  # the interpreter has no bf16 dot
-    case = PagedCase([70, 20], [2, 2], heads=4, kv_heads=2, dim=16, block_size=16, dtype=dtype, device=device, gen=gen)
-    space = decode_workspace(3, 4, 2, 2, 16, device)
-    plan = plan_decode(case.cu_q, case.seq_lens, space, num_kv_heads=2, head_dim=16, itemsize=4)
-    case.out.fill_(float("nan"))
-    args = (case.q, case.kv, case.tables, case.cu_q, case.seq_lens)
-    decoded = paged_decode(*args, plan, space, max_query=2, scale=case.scale, out=case.out)
-    assert error(decoded, case.reference()) < TOLERANCE[dtype]
-    prefilled = paged_prefill(*args, max_query=2, scale=case.scale, block_m=16)
-    assert error(prefilled, case.reference()) < TOLERANCE[dtype]
+@pytest.mark.parametrize("kv_dtype", [None, FP8], ids=["full", "fp8"])
+def test_softcap_and_scale(kv_dtype, device, gen):
+    case = PagedCase(
+        [40, 90], [3, 2], heads=4, kv_heads=2, dim=16, block_size=16, dtype=torch.float32, kv_dtype=kv_dtype,
+        device=device, gen=gen, scale=0.7, spread=4.0,
+    )  # fmt: skip
+    want = case.reference(softcap=20.0)
+    assert error(case.reference(), want) > 0.01, "the cap must show"
+    assert error(decode(case, 3, 3, softcap=20.0), want) < TOLERANCE[torch.float32]
+    assert error(prefill(case, 3, softcap=20.0), want) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("kv_dtype", [None, FP8], ids=["full", "fp8"])
+def test_half_precision(kv_dtype, device, gen):
+    dtype = torch.bfloat16 if CUDA else torch.float16  # the interpreter has no bf16 dot
+    case = PagedCase(
+        [70, 20], [2, 2], heads=4, kv_heads=2, dim=16, block_size=16, dtype=dtype, kv_dtype=kv_dtype, device=device,
+        gen=gen,
+    )  # fmt: skip
+    assert error(decode(case, 3, 2), case.reference()) < TOLERANCE[dtype]
+    assert error(prefill(case, 2, block_m=16), case.reference()) < TOLERANCE[dtype]
+
+
+@needs_cuda
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (12, 4), (32, 8), (28, 4), (16, 1), (71, 1)])
+@pytest.mark.parametrize("kv_dtype", [None, FP8], ids=["full", "fp8"])
+def test_shapes_of_real_models(dim, heads, kv_heads, kv_dtype, device, gen):
+    dtype = torch.bfloat16
+    for queries, lens in (([1] * 5, [1, 17, 300, 1024, 4000]), ([8, 5, 1], [8, 700, 2049])):
+        case = PagedCase(
+            lens, queries, heads=heads, kv_heads=kv_heads, dim=dim, block_size=16, dtype=dtype, kv_dtype=kv_dtype,
+            device=device, gen=gen,
+        )  # fmt: skip
+        for window in (0, 256):
+            assert error(decode(case, 256, max(queries), window), case.reference(window)) < TOLERANCE[dtype]
+    case = PagedCase(
+        [1, 500, 1500], [1, 130, 900], heads=heads, kv_heads=kv_heads, dim=dim, block_size=16, dtype=dtype,
+        kv_dtype=kv_dtype, device=device, gen=gen,
+    )  # fmt: skip
+    for window in (0, 256):
+        assert error(prefill(case, 900, window), case.reference(window)) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("length", [1, 16, 77])
-def test_gather(length, device, gen):
+@pytest.mark.parametrize("kv_dtype", [None, FP8], ids=["full", "fp8"])
+def test_gather(length, kv_dtype, device, gen):
+    dtype = torch.bfloat16 if kv_dtype is None or CUDA else torch.float32
     case = PagedCase(
-        [80], [1], heads=2, kv_heads=2, dim=80, block_size=16, dtype=torch.bfloat16, device=device, gen=gen
+        [80], [1], heads=2, kv_heads=2, dim=80, block_size=16, dtype=dtype, kv_dtype=kv_dtype, device=device, gen=gen
     )
-    keys, values = gather_kv(case.kv, case.tables[0], length)
+    keys, values = gather_kv(case.layer, case.tables[0], length, dtype=dtype, multiple=32)
     want_k, want_v = case.dense(0)
-    assert torch.equal(keys, want_k[:, :length])
-    assert torch.equal(values, want_v[:, :length])
+    assert keys.shape == (2, -(-length // 32) * 32, 80)
+    assert torch.equal(keys[:, :length], want_k[:, :length].to(dtype))
+    assert torch.equal(values[:, :length], want_v[:, :length].to(dtype))
+    assert not keys[:, length:].any()
+    assert not values[:, length:].any()
 
 
 def test_merge_of_two_parts_is_the_whole(device, gen):
