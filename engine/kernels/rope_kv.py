@@ -11,12 +11,13 @@ import triton
 import triton.language as tl
 
 from engine.kernels.e4m3 import encode, magnitude, scale_halves, scale_of
+from engine.kernels.launch import launch_flags, overlaps_launches
 from engine.layer_kv import LayerKV
 
 
 @triton.jit
 def _rotate(
-    base, norm, row_cos, row_sin, eps, offset,
+    base, norm, cos, sin, eps, offset,
     HEADS: tl.constexpr, HP: tl.constexpr, D: tl.constexpr, ROT: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
     NORM: tl.constexpr,
 ):  # fmt: skip
@@ -38,8 +39,6 @@ def _rotate(
         a *= rstd * (tl.load(norm + i, mask=half_ok, other=0.0).to(tl.float32) + offset)
         b *= rstd * (tl.load(norm + ROT // 2 + i, mask=half_ok, other=0.0).to(tl.float32) + offset)
         rest *= rstd * (tl.load(norm + ROT + r, mask=r < D - ROT, other=0.0).to(tl.float32) + offset)
-    cos = tl.load(row_cos + i, mask=i < ROT // 2, other=0.0).to(tl.float32)
-    sin = tl.load(row_sin + i, mask=i < ROT // 2, other=0.0).to(tl.float32)
     return a * cos - b * sin, b * cos + a * sin, rest, h, i, r, ok, rest_ok
 
 
@@ -49,16 +48,21 @@ def _rope_kv_kernel(
     qkv_row, kv_block, kv_which, kv_head, kv_token, sc_block, sc_head, sc_token, table_row, eps, offset,
     HQ: tl.constexpr, HKV: tl.constexpr, HQP: tl.constexpr, HKVP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     ROT: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, BS: tl.constexpr, NORM: tl.constexpr,
-    FP8: tl.constexpr,
+    FP8: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + token).to(tl.int64)
-    row_cos = cos_table + position * table_row
-    row_sin = sin_table + position * table_row
+    slot = tl.load(slots + token).to(tl.int64)
+    pair = tl.arange(0, HALF)[None, :]
+    cos = tl.load(cos_table + position * table_row + pair, mask=pair < ROT // 2, other=0.0).to(tl.float32)
+    sin = tl.load(sin_table + position * table_row + pair, mask=pair < ROT // 2, other=0.0).to(tl.float32)
+    if PDL:  # positions and slots are a step's, older than the product that makes qkv
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = qkv + token * qkv_row
     if tl.program_id(1) == 0:
         a, b, rest, h, i, r, ok, rest_ok = _rotate(
-            row, q_norm, row_cos, row_sin, eps, offset, HQ, HQP, D, ROT, HALF, REST, NORM
+            row, q_norm, cos, sin, eps, offset, HQ, HQP, D, ROT, HALF, REST, NORM
         )
         dst = row + h * D
         tl.store(dst + i, a.to(qkv.dtype.element_ty), mask=ok)
@@ -68,40 +72,40 @@ def _rope_kv_kernel(
     else:
         base = row + HQ * D
         ka, kb, kept, kh, ki, kr, k_ok, kept_ok = _rotate(
-            base, k_norm, row_cos, row_sin, eps, offset, HKV, HKVP, D, ROT, HALF, REST, NORM
+            base, k_norm, cos, sin, eps, offset, HKV, HKVP, D, ROT, HALF, REST, NORM
         )
         key = base + kh * D
         tl.store(key + ki, ka.to(qkv.dtype.element_ty), mask=k_ok)
         tl.store(key + ROT // 2 + ki, kb.to(qkv.dtype.element_ty), mask=k_ok)
         if NORM and ROT < D:
             tl.store(key + ROT + kr, kept.to(qkv.dtype.element_ty), mask=kept_ok)
-        slot = tl.load(slots + token).to(tl.int64)
         if slot >= 0:
             cell = kv + slot // BS * kv_block + slot % BS * kv_token + kh * kv_head
             d = tl.arange(0, DP)[None, :]
             v_ok = (kh < HKV) & (d < D)
             v = tl.load(row + (HQ + HKV) * D + kh * D + d, mask=v_ok, other=0.0)
             if FP8:  # of the keys as the model has them, so that every way to write the cache writes the same bits
-                ka = ka.to(qkv.dtype.element_ty).to(tl.float32)
-                kb = kb.to(qkv.dtype.element_ty).to(tl.float32)
-                kept = kept.to(qkv.dtype.element_ty).to(tl.float32)
-                v = v.to(tl.float32)
-                largest = tl.maximum(tl.maximum(magnitude(ka), magnitude(kb)), magnitude(kept))
-                k_scale = scale_of(largest)
-                v_scale = scale_of(magnitude(v))
+                fa = ka.to(qkv.dtype.element_ty).to(tl.float32)
+                fb = kb.to(qkv.dtype.element_ty).to(tl.float32)
+                rest = kept.to(qkv.dtype.element_ty).to(tl.float32)
+                fv = v.to(tl.float32)
+                k_scale = scale_of(tl.maximum(tl.maximum(magnitude(fa), magnitude(fb)), magnitude(rest)))
+                v_scale = scale_of(magnitude(fv))
                 heads = tl.arange(0, HKVP)
                 place = scales + slot // BS * sc_block + slot % BS * sc_token + heads * sc_head
                 tl.store(place, (k_scale >> 16).to(tl.int16), mask=heads < HKV)
                 tl.store(place + 1, (v_scale >> 16).to(tl.int16), mask=heads < HKV)
-                ka = encode(ka, k_scale[:, None])
-                kb = encode(kb, k_scale[:, None])
-                kept = encode(kept, k_scale[:, None])
-                v = encode(v, v_scale[:, None])
-            tl.store(cell + ki, ka.to(kv.dtype.element_ty), mask=k_ok)
-            tl.store(cell + ROT // 2 + ki, kb.to(kv.dtype.element_ty), mask=k_ok)
-            if ROT < D:
-                tl.store(cell + ROT + kr, kept.to(kv.dtype.element_ty), mask=kept_ok)
-            tl.store(cell + kv_which + d, v.to(kv.dtype.element_ty), mask=v_ok)
+                tl.store(cell + ki, encode(fa, k_scale[:, None]), mask=k_ok)
+                tl.store(cell + ROT // 2 + ki, encode(fb, k_scale[:, None]), mask=k_ok)
+                if ROT < D:
+                    tl.store(cell + ROT + kr, encode(rest, k_scale[:, None]), mask=kept_ok)
+                tl.store(cell + kv_which + d, encode(fv, v_scale[:, None]), mask=v_ok)
+            else:
+                tl.store(cell + ki, ka.to(kv.dtype.element_ty), mask=k_ok)
+                tl.store(cell + ROT // 2 + ki, kb.to(kv.dtype.element_ty), mask=k_ok)
+                if ROT < D:
+                    tl.store(cell + ROT + kr, kept.to(kv.dtype.element_ty), mask=kept_ok)
+                tl.store(cell + kv_which + d, v.to(kv.dtype.element_ty), mask=v_ok)
 
 
 def rope_kv_write(
@@ -123,7 +127,7 @@ def rope_kv_write(
     qkv: [tokens, (heads + 2 * kv_heads) * D], the heads of q, k and v behind each other (row stride free); positions,
     slots: integer [tokens], slot = block * block_size + offset, -1: no write; cos, sin: [max_position, rot / 2], where
     rot <= D dims rotate, the first half against the second (GPT-NeoX order). q_norm, k_norm: [D], RMSNorm of each head
-    before the rotation (both or none).
+    before the rotation (both or none). All but qkv must be older than the kernel that makes qkv (see launch.py).
     """
     tokens, kv, (scales, *scale_strides) = qkv.shape[0], layer.kv, scale_halves(layer)
     num_kv_heads, dim = layer.num_kv_heads, layer.head_dim
@@ -134,6 +138,7 @@ def rope_kv_write(
     assert cos.stride() == sin.stride()
     assert cos.stride(1) == 1
     norm = q_norm is not None
+    pdl = overlaps_launches(qkv.device)
     _rope_kv_kernel[(tokens, 2)](
         qkv, kv, scales, positions, slots, cos, sin, q_norm if q_norm is not None else cos,
         k_norm if k_norm is not None else cos,
@@ -143,5 +148,5 @@ def rope_kv_write(
         HKVP=triton.next_power_of_2(num_kv_heads),
         D=dim, DP=triton.next_power_of_2(dim), ROT=2 * half, HALF=triton.next_power_of_2(half),
         REST=triton.next_power_of_2(max(1, dim - 2 * half)), BS=layer.block_size, NORM=norm,
-        FP8=layer.scales is not None, num_warps=4,
+        FP8=layer.scales is not None, PDL=pdl, num_warps=4, **launch_flags(pdl),
     )  # fmt: skip
