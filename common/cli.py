@@ -55,6 +55,7 @@ KvMemory = Annotated[str | None, _opt("KV pool of a pod, like 512M (the default)
 ChunkTokens = Annotated[str | None, _opt("Most prompt tokens of one engine step (default 256).", metavar="N")]
 Device = Annotated[str | None, _opt("auto (the default), cpu, cuda or cuda:N.")]
 DType = Annotated[str | None, _opt("auto (the default), float32 or bfloat16.")]
+KvDType = Annotated[str | None, _opt("auto (the default: as dtype) or fp8_e4m3, half of bfloat16's memory.")]
 MaxModelLen = Annotated[str | None, _opt("Longest prompt plus output; default: the model's.", metavar="N")]
 DrainS = Annotated[str | None, _opt("Most seconds that running requests get at the end (default 30).", metavar="N")]
 Threads = Annotated[str | None, _opt("CPU threads of a pod; default: automatic.", metavar="N")]
@@ -74,6 +75,7 @@ def up(
     grpc_port: Annotated[str | None, _opt("Port of the public gRPC API; default: any free one.", metavar="N")] = None,
     device: Device = None,
     dtype: DType = None,
+    kv_dtype: KvDType = None,
     max_model_len: MaxModelLen = None,
     chunk_tokens: ChunkTokens = None,
     block_size: BlockSize = None,
@@ -108,6 +110,7 @@ def serve(
     redis: Redis = None,
     device: Device = None,
     dtype: DType = None,
+    kv_dtype: KvDType = None,
     threads: Threads = None,
     block_size: BlockSize = None,
     kv_memory: KvMemory = None,

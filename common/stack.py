@@ -84,6 +84,7 @@ class Stack:
                 **shared,
                 "device": config.device,
                 "dtype": config.dtype,
+                "kv-dtype": config.kv_dtype,
                 "max-model-len": str(config.max_model_len),
                 "chunk-tokens": str(config.chunk_tokens),
                 "block-size": str(config.block_size),

@@ -380,6 +380,7 @@ def engine_config(config: PodConfig) -> EngineConfig:
         model_dir=resolve_model(config.model, say=_log.info),
         device=config.device,
         dtype=config.dtype,
+        kv_dtype=config.kv_dtype,
         block_size=config.block_size,
         kv_memory=config.kv_memory,
         max_model_len=config.max_model_len,
