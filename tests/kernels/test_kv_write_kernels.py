@@ -1,0 +1,94 @@
+"""Writing the KV cache in 8 bits: the kernels' bits are those of torch's codec, and reading gives them back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
+
+from engine.kernels import e4m3
+from engine.kernels.kv_write import kv_write
+from engine.kernels.rope_kv import rope_kv_write
+from engine.layer_kv import LayerKV, encode
+
+from .paged import NAN_BYTE, poisoned_layer
+
+FP8 = torch.uint8
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy, about what is no number
+
+
+@triton.jit
+def _decode_all(codes, out, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(out + i, e4m3.decode(tl.load(codes + i), tl.float32))
+
+
+def test_every_byte_reads_as_its_number(device):
+    codes = torch.arange(256, dtype=torch.uint8, device=device)
+    out = torch.full((256,), -1.0, device=device)
+    _decode_all[(1,)](codes, out, N=256)
+    want = codes.view(torch.float8_e4m3fn).float()
+    finite = want.isfinite()
+    assert int((~finite).sum()) == 2
+    assert torch.equal(out[finite], want[finite])
+
+
+def hostile(tokens: int, heads: int, dim: int, device: torch.device, gen: torch.Generator) -> torch.Tensor:
+    """[tokens, 2, heads, dim] over many magnitudes, with ties, subnormals, zeros, and vectors that are no numbers."""
+    x = torch.randn(tokens, 2, heads, dim, generator=gen, device=device)
+    x *= 10.0 ** torch.randint(-7, 3, (tokens, 2, heads, dim), generator=gen, device=device)
+    x[1] *= 1e-35
+    x[2] *= 1e30
+    x[3, 0] = 0.0
+    x[4, 0, 0, 1], x[4, 1, 0, 2] = float("nan"), float("inf")
+    ties = torch.arange(dim, device=device) / 16 + 1 / 32  # half-way between neighbours, and past the last of a binade
+    x[5, 0, 0] = ties / ties.max() * 1.984375
+    return x
+
+
+def check(layer: LayerKV, want: torch.Tensor, slots: list[int]) -> None:
+    """The written slots hold encode(want), bit for bit; all others are poison still."""
+    assert layer.scales is not None
+    codes, scales = encode(want)
+    size = layer.block_size
+    written = {slot for slot in slots if slot >= 0}
+    for t, slot in enumerate(slots):
+        if slot < 0:
+            continue
+        got = layer.scales[slot // size, :, slot % size].T
+        torch.testing.assert_close(got, scales[t], rtol=0, atol=0, equal_nan=True)
+        numbers = ~scales[t].isnan()
+        assert torch.equal(layer.kv[slot // size, :, :, slot % size][numbers], codes[t][numbers])
+    for slot in set(range(layer.kv.shape[0] * size)) - written:
+        assert (layer.kv[slot // size, :, :, slot % size] == NAN_BYTE).all()
+        assert layer.scales[slot // size, :, slot % size].isnan().all()
+
+
+@pytest.mark.parametrize(("kv_heads", "dim"), [(3, 16), (1, 80)])
+def test_kv_write_is_the_codec(kv_heads, dim, device, gen):
+    slots = [0, 31, -1, 17, 8, 9, 30]
+    layer = poisoned_layer(4, 2, 1, kv_heads, 8, dim, FP8, device)
+    new = hostile(len(slots), kv_heads, dim, device, gen)
+    kv_write(new, layer, torch.tensor(slots, device=device))
+    check(layer, new, slots)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "rot"), [(4, 2, 16, 16), (3, 1, 80, 32)])
+@pytest.mark.parametrize("norm", [False, True])
+def test_rope_writes_what_it_leaves_in_qkv(heads, kv_heads, dim, rot, norm, device, gen):
+    slots = [0, 31, -1, 17, 8, 9]
+    layer = poisoned_layer(4, 2, 1, kv_heads, 8, dim, FP8, device)
+    queries = torch.randn(len(slots), heads, dim, generator=gen, device=device)
+    new = hostile(len(slots), kv_heads, dim, device, gen).flatten(1, 2)
+    qkv = torch.cat([queries, new], 1).flatten(1).to(torch.float16 if device.type == "cpu" else torch.bfloat16)
+    angle = torch.rand(32, rot // 2, generator=gen, device=device) * 6
+    weights = torch.randn(2, dim, generator=gen, device=device) if norm else (None, None)
+    rope_kv_write(
+        qkv, layer, torch.arange(len(slots), device=device), torch.tensor(slots, device=device), angle.cos(),
+        angle.sin(), num_heads=heads, q_norm=weights[0], k_norm=weights[1],
+    )  # fmt: skip
+    check(layer, qkv.view(len(slots), -1, dim)[:, heads:].unflatten(1, (2, kv_heads)).float(), slots)
