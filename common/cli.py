@@ -48,7 +48,10 @@ Config = Annotated[
 ]
 Model = Annotated[str | None, _opt("smollm2 (the default) or a model directory.", metavar="NAME|DIR")]
 ServedName = Annotated[str | None, _opt("Name of the model for clients; default: the model's own.")]
-Redis = Annotated[str | None, _opt("redis://, rediss:// or unix:// URL of the prefix index.", metavar="URL")]
+Redis = Annotated[
+    str | None,
+    _opt("URL of the prefix index: redis://, rediss://, unix://, redis+sentinel://, redis+cluster://.", metavar="URL"),
+]
 Host = Annotated[str | None, _opt("Address to listen on (default 127.0.0.1); others need BATON_SECRET.")]
 BlockSize = Annotated[str | None, _opt("Tokens per KV block (default 16).", metavar="N")]
 KvMemory = Annotated[str | None, _opt("KV pool of a pod, like 512M (the default) or 2GiB.", metavar="SIZE")]

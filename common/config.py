@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from common.errors import ConfigError
+from common.index_url import SCHEMES, IndexUrl
 from common.types import Role
 
 ENV_PREFIX = "BATON_"
@@ -137,7 +138,16 @@ _ROLE = Kind("one of prefill, decode, both", _parse_role)
 _PORT = _integer(0, 65535)
 _HOST = _text("a host name or IP address", r"[^\s/]+")
 _ADDRESS = _text("host:port", r"[^\s/]+:\d{1,5}")
-_REDIS = _optional(_text("a URL that starts with redis://, rediss:// or unix://", r"(rediss?|unix)://\S+"))
+
+
+def _parse_redis(raw: object) -> str:
+    if not isinstance(raw, str) or not raw.startswith(tuple(f"{scheme}://" for scheme in SCHEMES)):
+        raise ValueError
+    IndexUrl.parse(raw)
+    return raw
+
+
+_REDIS = _optional(Kind(f"a URL that starts with {', '.join(f'{scheme}://' for scheme in SCHEMES)}", _parse_redis))
 _NAME = _text("1 to 63 letters, digits, dots, dashes or underscores", r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _MODEL = _text("a directory or a known model's name", r".+")
 _SECRET = _text("at least 8 characters", r".{8,}", secret=True)

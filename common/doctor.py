@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from common.errors import BatonError
+from common.index_url import IndexUrl
 from common.models import SMOLLM2, cache_dir, smollm2_dir
 
 CHILD_DEADLINE_S = 90.0
@@ -137,11 +138,11 @@ async def _check_redis(url: str | None) -> Finding:
     from common.valkey import EmbeddedValkey
 
     if url is not None:
-        problem = await _ping(url)
+        problem, shown = await _ping(url), IndexUrl.parse(url)
         if problem is None:
-            return Finding("Redis", Level.OK, f"{url} answers")
+            return Finding("Redis", Level.OK, f"{shown} answers")
         return Finding(
-            "Redis", Level.WARN, f"{url}: {problem}", "pods and gateways work without it, with poorer routing"
+            "Redis", Level.WARN, f"{shown}: {problem}", "pods and gateways work without it, with poorer routing"
         )
     with tempfile.TemporaryDirectory(prefix="baton-doctor-") as directory:
         valkey = EmbeddedValkey(0, Path(directory))
@@ -158,12 +159,14 @@ async def _check_redis(url: str | None) -> Finding:
 
 async def _ping(url: str) -> str | None:
     """None when the server answers, else why not."""
-    import redis.asyncio as redis
+    from redis.exceptions import RedisError
+
+    from common.index_store import connect
 
     try:
-        async with redis.Redis.from_url(url, socket_timeout=3.0, socket_connect_timeout=3.0) as client:
+        async with connect(url, timeout_s=3.0) as client:
             await client.ping()
-    except (redis.RedisError, OSError, ValueError) as error:
+    except (RedisError, OSError) as error:
         return str(error)
     return None
 

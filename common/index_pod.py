@@ -1,4 +1,4 @@
-"""Pod side of the prefix index: publishes what the pod's block pool holds, fenced by the pod's generation.
+"""Pod side of the prefix index: publishes what the pod's caches hold, fenced by the pod's generation.
 
                  +--------- refused, lease lost, Redis away: back-off ---------+
                  v                                                             |
@@ -6,23 +6,25 @@ start -> register -> snapshot -> { heartbeat every 3 s | batch every 30 ms | sna
 stop  -> leave
 
 Invariants: only the task talks to Redis, one command at a time, so no change is in flight while sizes are compared;
-`_held` is what the pod's set contains; a failure of unknown outcome is followed by a registration and a snapshot, whose
-number makes a late batch a duplicate. The engine only touches `_pending`, under a lock that is never held while the
-pool's is taken (the pool calls stored() and evicted() under its own).
+`_held` is what the pod's sets contain; `_posted` contains every sampled block that may have a posting under our slot; a
+failure of unknown outcome is followed by a registration and a snapshot, whose number makes a late batch a duplicate.
+The engine only touches `_changes`, whose lock is never held while the pool's is taken (the pool calls stored() and
+evicted() under its own).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import islice
 
 from redis.exceptions import RedisError
 
-from common.index_records import PodLoad, PodRecord
+from common.index_changes import Changes
+from common.index_identity import texts
+from common.index_records import PodLoad, PodRecord, Tier
 from common.index_store import (
     INFO_TTL_S,
     LEASE_MS,
@@ -34,14 +36,17 @@ from common.index_store import (
     Keys,
     Script,
     connect,
+    sampling,
 )
 
 _log = logging.getLogger(__name__)
 
 BATCH_S = 0.03
 HEARTBEAT_S = 3.0
-SLICE = 5_000  # entries per command: one takes Redis about 2 ms
+SLICE = 5_000  # entries per command: one takes Redis a few ms
 MAX_PENDING = 200_000
+SWEEP_S = 10  # between two checks for slots whose pods are gone
+SWEEP_POSTINGS = 1_000  # postings that a heartbeat looks at while there is something to sweep
 _TIMEOUT_S = 1.0
 _MIN_BACKOFF_S, _MAX_BACKOFF_S = 0.1, 5.0
 
@@ -53,7 +58,8 @@ class _Lost(Exception):
 class PodIndex:
     """Keeps one pod's entries current; owned by the pod's event loop. url None: does nothing.
 
-    snapshot: hashes of all blocks that the pool holds now; called on the loop. load: how busy the pod is.
+    snapshot, host_snapshot: hashes of all blocks that the pool, and the cache in host memory, hold now; called on the
+    loop. load: how busy the pod is.
     """
 
     def __init__(
@@ -62,30 +68,34 @@ class PodIndex:
         record: PodRecord,
         snapshot: Callable[[], list[bytes]],
         load: Callable[[], PodLoad],
+        *,
+        host_snapshot: Callable[[], list[bytes]] = list,
     ) -> None:
         self._record = record
-        self._snapshot = snapshot
+        self._snapshots = {Tier.DEVICE: snapshot, Tier.HOST: host_snapshot}
         self._load = load
         self._client = None if url is None else connect(url, timeout_s=_TIMEOUT_S)
         self._keys = Keys(record.scope)
         self._register_script = Script("register")
         self._heartbeat_script = Script("heartbeat")
-        self._apply_script = Script("apply")
-        self._slice_script = Script("snapshot_slice")
+        self._apply_script = Script("postings", "apply")
+        self._slice_script = Script("postings", "snapshot_slice")
         self._commit_script = Script("snapshot_commit")
         self._leave_script = Script("leave")
+        self._sweep_script = Script("sweep")
 
-        self._lock = threading.Lock()
-        self._pending: dict[bytes, bool] = {}  # first bytes of a hash -> stored (True) or evicted: the last word wins
-        self._stale = True  # a snapshot is due; changes before it need not be kept
+        self._changes = Changes(MAX_PENDING)
         self._loop: asyncio.AbstractEventLoop | None = None  # while changes are accepted
 
         self._wake = asyncio.Event()
         self._stopping = False
         self._beat_due = 0.0
         self._task: asyncio.Task[None] | None = None
-        self._held: set[bytes] = set()
+        self._held: dict[Tier, set[bytes]] = {tier: set() for tier in Tier}
         self._number = 0
+        self._slot = 0
+        self._sampled_bytes = bytes(range(0, 256, sampling(record.block_size)))  # first bytes of sampled hashes
+        self._posted: set[bytes] = set()
         self._connected = False
 
     @property
@@ -93,26 +103,21 @@ class PodIndex:
         """Registered, with a snapshot in place."""
         return self._connected
 
-    def stored(self, hashes: Sequence[bytes]) -> None:
+    def stored(self, hashes: Sequence[bytes], tier: Tier = Tier.DEVICE) -> None:
         """Blocks that are complete from now on. Any thread, O(n), never blocks on Redis."""
-        self._enqueue(hashes, True)
+        self._put(tier, hashes, True)
 
-    def evicted(self, hashes: Sequence[bytes]) -> None:
+    def evicted(self, hashes: Sequence[bytes], tier: Tier = Tier.DEVICE) -> None:
         """Blocks that are gone; call it before they are reused. Any thread, O(n), never blocks on Redis."""
-        self._enqueue(hashes, False)
+        self._put(tier, hashes, False)
 
-    def _enqueue(self, hashes: Sequence[bytes], held: bool) -> None:
-        with self._lock:
-            if self._loop is None or self._stale or not hashes:
-                return
-            wake = not self._pending
-            for h in hashes:
-                self._pending[h[:PREFIX_BYTES]] = held
-            if len(self._pending) > MAX_PENDING:
-                self._pending.clear()
-                self._stale = wake = True
-            if wake:
-                self._loop.call_soon_threadsafe(self._wake.set)
+    def _put(self, tier: Tier, hashes: Sequence[bytes], held: bool) -> None:
+        loop = self._loop
+        if loop is not None and self._changes.put(tier, hashes, held):
+            try:
+                loop.call_soon_threadsafe(self._wake.set)
+            except RuntimeError:
+                _log.debug("the event loop has closed: a change is not published")
 
     def announce(self) -> None:
         """Publishes the load (draining, for one) now instead of at the next heartbeat. On the event loop."""
@@ -123,8 +128,7 @@ class PodIndex:
         """Starts publishing in the background; returns at once, whether Redis is there or not."""
         if self._client is None:
             return
-        with self._lock:
-            self._loop = asyncio.get_running_loop()
+        self._loop = asyncio.get_running_loop()
         self._task = asyncio.create_task(self._run(), name="prefix-index")
 
     async def stop(self) -> None:
@@ -132,9 +136,7 @@ class PodIndex:
         task, self._task = self._task, None
         if task is None or self._client is None:
             return
-        with self._lock:
-            self._loop = None
-            self._pending.clear()
+        self._loop = None
         self._stopping = True
         self._wake.set()
         # A command under way ends first: after leave, a late one would find no lease, but a late register would.
@@ -156,7 +158,7 @@ class PodIndex:
                 await self._register()
                 await self._send_snapshot()
                 self._connected, backoff = True, _MIN_BACKOFF_S
-                _log.info("in the prefix index with %d blocks", len(self._held))
+                _log.info("in the prefix index with %d blocks", sum(map(len, self._held.values())))
                 await self._publish()
             except (_Lost, RedisError, OSError) as e:
                 if self._connected or backoff == _MIN_BACKOFF_S:
@@ -164,9 +166,7 @@ class PodIndex:
             except Exception:
                 _log.exception("prefix index: unexpected error, trying again")
             self._connected = False
-            with self._lock:
-                self._stale = True
-                self._pending.clear()
+            self._changes.lose()
             await self._sleep(backoff)
             backoff = min(2 * backoff, _MAX_BACKOFF_S)
 
@@ -188,11 +188,11 @@ class PodIndex:
             if time.monotonic() >= self._beat_due:
                 self._beat_due = time.monotonic() + HEARTBEAT_S
                 await self._heartbeat()
-            if self._stale:
+            if self._changes.stale:
                 await self._send_snapshot()
-            elif self._pending:
+            elif self._changes:
                 await self._send_batch()
-            if not self._pending and not self._stale:
+            if not self._changes and not self._changes.stale:
                 try:
                     async with asyncio.timeout(max(0.0, self._beat_due - time.monotonic())):
                         await self._wake.wait()
@@ -206,12 +206,15 @@ class PodIndex:
         self._beat_due = time.monotonic() + HEARTBEAT_S
         names = (
             *(keys.pods, keys.info(r.pod), keys.lease(r.pod), keys.load(r.pod)),
-            *(keys.resv(r.pod), keys.resv_tokens(r.pod)),
+            *(keys.resv(r.pod), keys.resv_tokens(r.pod), keys.slots, keys.sweep),
         )
         args: list[Arg] = [keys.prefix, r.pod, r.generation, LEASE_MS, INFO_TTL_S, PODS_TTL_S, self._load().to_json()]
         args += r.to_fields()
-        if not await self._register_script.run(self._client, names, args):
+        slot = int(await self._register_script.run(self._client, names, args))
+        if not slot:
             raise await self._lost("a newer process registered under this name")
+        if slot != self._slot:
+            self._slot, self._posted = slot, set()
         await self._client.hset(SCOPES_KEY, r.scope, r.model)
 
     async def _heartbeat(self) -> None:
@@ -219,122 +222,114 @@ class PodIndex:
         r, keys = self._record, self._keys
         names = (
             *(keys.pods, keys.info(r.pod), keys.lease(r.pod), keys.load(r.pod)),
-            *(keys.own(r.pod, r.generation), keys.seq(r.pod, r.generation)),
+            *(keys.own(r.pod, r.generation), keys.own(r.pod, r.generation, Tier.HOST), keys.seq(r.pod, r.generation)),
+            *(keys.where, keys.slots, keys.sweep),
         )
-        args = (r.pod, r.generation, LEASE_MS, self._load().to_json(), OWN_TTL_S, INFO_TTL_S, PODS_TTL_S)
-        size = await self._heartbeat_script.run(self._client, names, args)
-        if size < 0:
+        args = (r.pod, r.generation, self._slot, LEASE_MS, self._load().to_json(), OWN_TTL_S, INFO_TTL_S, PODS_TTL_S)
+        sizes = await self._heartbeat_script.run(self._client, names, args)
+        if sizes == [-1]:
             raise await self._lost("the index has forgotten this pod")
         await self._client.hset(SCOPES_KEY, r.scope, r.model)
-        if size != len(self._held):
-            _log.warning("the prefix index holds %d blocks instead of %d: sending a snapshot", size, len(self._held))
-            self._stale = True
+        known = [len(self._held[tier]) for tier in Tier]
+        if sizes != known:
+            _log.warning("the prefix index holds %s blocks instead of %s: sending a snapshot", sizes, known)
+            self._changes.lose()
+        await self._sweep_script.run(
+            self._client, (keys.slots, keys.sweep, keys.where), (keys.prefix, SWEEP_S, SWEEP_POSTINGS)
+        )
 
     async def _lost(self, what: str) -> _Lost:
         """Why the registration does not hold, with the one who took it over, if someone did."""
         assert self._client is not None
         r = self._record
-        known = _texts(await self._client.hgetall(self._keys.info(r.pod)))
+        known = texts(await self._client.hgetall(self._keys.info(r.pod)))
         generation = known.get("generation", "")
         if generation.isdecimal() and int(generation) > r.generation:
             return _Lost(f"pod {r.pod} at {r.address} was replaced by {known.get('address')} under the same name")
         return _Lost(what)
 
     async def _send_batch(self) -> None:
-        assert self._client is not None
-        with self._lock:
-            changes = dict(islice(self._pending.items(), SLICE))
-            for h in changes:
-                del self._pending[h]
         # Only the net effect travels: a block stored and evicted since the last batch is no change at all.
-        stored = [h for h, held in changes.items() if held and h not in self._held]
-        evicted = [h for h, held in changes.items() if not held and h in self._held]
-        if not stored and not evicted:
-            return
+        changes, held = self._changes.take(SLICE), self._held
+        stored = {t: [h for h, on in words.items() if on and h not in held[t]] for t, words in changes.items()}
+        evicted = {t: [h for h, on in words.items() if not on and h in held[t]] for t, words in changes.items()}
+        if any(stored.values()) or any(evicted.values()):
+            await self._apply(stored, evicted)
+
+    async def _apply(self, stored: dict[Tier, list[bytes]], evicted: dict[Tier, list[bytes]]) -> None:
+        assert self._client is not None
         self._number += 1
         r, keys = self._record, self._keys
-        names = (keys.lease(r.pod), keys.own(r.pod, r.generation), keys.seq(r.pod, r.generation))
-        args = (r.generation, self._number, OWN_TTL_S, b"".join(stored), b"".join(evicted))
+        names = (
+            *(keys.lease(r.pod), keys.seq(r.pod, r.generation), keys.own(r.pod, r.generation)),
+            *(keys.own(r.pod, r.generation, Tier.HOST), keys.where),
+        )
+        packed = [b"".join(change[tier]) for tier in Tier for change in (stored, evicted)]
+        for hashes in stored.values():
+            self._posted.update(self._sampled(hashes))
+        args = (r.generation, self._number, OWN_TTL_S, *self._posting_args(), *packed)
         match await self._apply_script.run(self._client, names, args):
             case b"ok" | b"duplicate":
-                self._held.update(stored)
-                self._held.difference_update(evicted)
+                for tier, held in self._held.items():
+                    held.difference_update(evicted[tier])
+                    held.update(stored[tier])
+                gone = (h for hashes in evicted.values() for h in self._sampled(hashes))
+                self._posted.difference_update([h for h in gone if not self._holds(h)])
             case b"gap":
-                self._stale = True
+                self._changes.lose()
             case answer:
                 raise await self._lost(f"a batch was answered {answer!r}")
 
     async def _send_snapshot(self) -> None:
         assert self._client is not None
-        # What changes between these lines and the pool's answer is in both, which is harmless: the last word wins.
-        with self._lock:
-            self._pending.clear()
-            self._stale = False
-        held = {h[:PREFIX_BYTES] for h in self._snapshot()}
+        # What changes between these lines and the caches' answers is in both, which is harmless: the last word wins.
+        self._changes.restart()
+        snapshot = {tier: {h[:PREFIX_BYTES] for h in take()} for tier, take in self._snapshots.items()}
         self._number += 1
-        r, keys = self._record, self._keys
-        lease, shadow = keys.lease(r.pod), keys.shadow(r.pod, r.generation, self._number)
-        entries = iter(held)
-        while part := b"".join(islice(entries, SLICE)):
-            answer = await self._slice_script.run(self._client, (lease, shadow), (r.generation, OWN_TTL_S, part))
-            if answer != b"ok":
-                raise _Lost(f"a snapshot was answered {answer!r}")
-        names = (lease, shadow, keys.own(r.pod, r.generation), keys.seq(r.pod, r.generation))
-        answer = await self._commit_script.run(self._client, names, (r.generation, self._number, OWN_TTL_S, len(held)))
+        r, keys, number = self._record, self._keys, self._number
+        lease, names = keys.lease(r.pod), [keys.lease(r.pod), keys.seq(r.pod, r.generation)]
+        for tier, held in snapshot.items():
+            shadow = keys.shadow(r.pod, r.generation, number, tier)
+            names += [shadow, keys.own(r.pod, r.generation, tier)]
+            for part in _slices(held):
+                self._posted.update(self._sampled(part))
+                args: tuple[Arg, ...] = (r.generation, OWN_TTL_S, *self._posting_args(), b"".join(part))
+                answer = await self._slice_script.run(self._client, (lease, shadow, keys.where), args)
+                if answer != b"ok":
+                    raise _Lost(f"a snapshot was answered {answer!r}")
+        args = (r.generation, number, OWN_TTL_S, *map(len, snapshot.values()))
+        answer = await self._commit_script.run(self._client, names, args)
         if answer != b"ok":
             raise _Lost(f"a snapshot was answered {answer!r}")
-        self._held = held
+        self._held = snapshot
+        nothing: dict[Tier, list[bytes]] = {tier: [] for tier in Tier}
+        for part in _slices([h for h in self._posted if not self._holds(h)]):
+            await self._apply(nothing, {**nothing, Tier.DEVICE: part})
+
+    def _holds(self, h: bytes) -> bool:
+        return any(h in held for held in self._held.values())
+
+    def _sampled(self, hashes: Iterable[bytes]) -> list[bytes]:
+        """Those that have postings."""
+        return [h for h in hashes if h[0] in self._sampled_bytes]
+
+    def _posting_args(self) -> tuple[Arg, Arg]:
+        return self._slot.to_bytes(2, "little"), sampling(self._record.block_size)
 
     async def _leave(self) -> None:
         assert self._client is not None
         r, keys = self._record, self._keys
         names = (
             *(keys.pods, keys.info(r.pod), keys.lease(r.pod), keys.load(r.pod)),
-            *(keys.own(r.pod, r.generation), keys.seq(r.pod, r.generation)),
-            *(keys.resv(r.pod), keys.resv_tokens(r.pod)),
+            *(keys.own(r.pod, r.generation), keys.own(r.pod, r.generation, Tier.HOST), keys.seq(r.pod, r.generation)),
+            *(keys.resv(r.pod), keys.resv_tokens(r.pod), keys.where, keys.slots, keys.sweep),
         )
         # The scope goes with its last pod; should another one register just now, its next heartbeat enters it again.
-        if await self._leave_script.run(self._client, names, (r.pod, r.generation)) == 0:
+        if await self._leave_script.run(self._client, names, (r.pod, r.generation, self._slot)) == 0:
             await self._client.hdel(SCOPES_KEY, r.scope)
 
 
-def _texts(raw: Mapping[str | bytes, str | bytes]) -> dict[str, str]:
-    return {_text(name): _text(value) for name, value in raw.items()}
-
-
-def _text(raw: str | bytes) -> str:
-    return raw.decode() if isinstance(raw, bytes) else raw
-
-
-async def read_holder(url: str, scope: str, pod: str) -> PodRecord | None:
-    """The record of the pod that holds the lease of a name; None without one, and when Redis is away for 1 s."""
-    keys = Keys(scope)
-    client = connect(url, timeout_s=_TIMEOUT_S)
-    try:
-        async with asyncio.timeout(_TIMEOUT_S):
-            lease, info = await client.get(keys.lease(pod)), _texts(await client.hgetall(keys.info(pod)))
-        record = PodRecord.from_fields(info) if lease else None
-        return record if record is not None and lease == str(record.generation).encode() else None
-    except (RedisError, OSError, KeyError, ValueError) as e:
-        _log.warning("who holds the name %s cannot be told: %r", pod, e)
-        return None
-    finally:
-        await client.aclose()
-
-
-async def mint_generation(url: str | None, scope: str, pod: str) -> int:
-    """A generation for a starting pod: max(now in ms, the last one + 1); the clock alone when Redis is away for 1 s."""
-    now_ms = int(time.time() * 1000)
-    if url is None:
-        return now_ms
-    keys = Keys(scope)
-    client = connect(url, timeout_s=_TIMEOUT_S)
-    try:
-        async with asyncio.timeout(_TIMEOUT_S):
-            names = (keys.pods, keys.gen(pod))
-            return int(await Script("mint").run(client, names, (pod, now_ms, PODS_TTL_S)))
-    except (RedisError, OSError) as e:
-        _log.warning("generation minted from the clock alone, the prefix index does not answer: %r", e)
-        return now_ms
-    finally:
-        await client.aclose()
+def _slices(hashes: Collection[bytes]) -> Iterable[list[bytes]]:
+    entries = iter(hashes)
+    while part := list(islice(entries, SLICE)):
+        yield part

@@ -8,23 +8,47 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar
 
-import redis.asyncio as redis
 from redis.exceptions import RedisError
 
 from common.breaker import Breaker
 from common.errors import IndexUnavailable
-from common.index_records import PodLoad, PodRecord, PodStatus
-from common.index_store import SCOPES_KEY, Keys, Script, connect, pack
+from common.index_cache import LookupCache
+from common.index_records import Held, PodLoad, PodRecord, PodStatus
+from common.index_store import (
+    SCOPES_KEY,
+    Arg,
+    Client,
+    Keys,
+    Script,
+    connect,
+    pack,
+    sampled_positions,
+    sampling,
+    unpack_slots,
+)
 
 _log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
 POLL_TIMEOUT_S = 0.25
+NAMED_PODS = 16  # up to so many, a look-up names its pods and is exact for each of them
 MAX_CALLS = 8  # at a time: a burst must not open a connection per request, and more would only queue in Redis
+
+
+@dataclass(frozen=True, slots=True)
+class _Scope:
+    """What the last poll said: which pod a slot belongs to, while the slots have this epoch."""
+
+    epoch: bytes = b""
+    every: int = 1  # one block in so many has a posting
+    owners: dict[int, tuple[str, int]] = field(default_factory=dict)
+    slots: dict[tuple[str, int], int] = field(default_factory=dict)
 
 
 class IndexReader:
@@ -36,9 +60,11 @@ class IndexReader:
         self._breaker = breaker or Breaker()
         self._slots = asyncio.Semaphore(MAX_CALLS)
         self._pods = Script("pods")
-        self._lookup = Script("lookup")
+        self._lookup = Script("postings", "lookup")
         self._book = Script("book")
         self._unbook = Script("unbook")
+        self._scopes: dict[str, _Scope] = {}
+        self._cache = LookupCache()
 
     @property
     def available(self) -> bool:
@@ -57,25 +83,77 @@ class IndexReader:
         """
         return await self._bounded(self._read_pods, max(self._timeout_s, POLL_TIMEOUT_S))
 
-    async def _read_pods(self, client: redis.Redis) -> list[PodStatus]:
-        scopes = await client.hkeys(SCOPES_KEY)
-        if not scopes:
-            return []
-        keys = [Keys(scope.decode() if isinstance(scope, bytes) else scope) for scope in scopes]
-        answers = await self._pods.run_each(client, [((k.pods,), (k.prefix,)) for k in keys])
-        return [status for answer in answers for row in answer if (status := _status(*row)) is not None]
+    async def _read_pods(self, client: Client) -> list[PodStatus]:
+        names = [scope.decode() if isinstance(scope, bytes) else scope for scope in await client.hkeys(SCOPES_KEY)]
+        keys = [Keys(name) for name in names]
+        answers = await self._pods.run_each(client, [((k.pods, k.slots), (k.prefix,)) for k in keys]) if keys else []
+        scopes: dict[str, _Scope] = {}
+        found: list[PodStatus] = []
+        for name, (epoch, rows) in zip(names, answers, strict=True):
+            every, owners = 1, {}
+            for pod, generation, slot, *rest in rows:
+                status = _status(pod, generation, *rest)
+                if status is None:
+                    continue
+                found.append(status)
+                every = sampling(status.record.block_size)
+                if slot:
+                    owners[int(slot)] = (status.record.pod, status.record.generation)
+            scopes[name] = _Scope(epoch, every, owners, {owner: slot for slot, owner in owners.items()})
+        self._scopes = scopes
+        return found
 
     async def lookup(self, scope: str, hashes: Sequence[bytes], pods: Sequence[tuple[str, int]]) -> dict[str, int]:
-        """Blocks of the chain `hashes` (16 bytes each) that each (pod, generation) holds, from its start.
+        """Blocks of the chain `hashes` (16 bytes each) that each (pod, generation) holds in any tier, from its start.
 
-        One round trip for all pods; 0 for a pod that is gone or of another generation. Raises IndexUnavailable.
+        0 for a pod that is gone or of another generation. Raises IndexUnavailable. Otherwise as lookup_tiers.
+        """
+        return {pod: held.blocks for pod, held in (await self.lookup_tiers(scope, hashes, pods)).items()}
+
+    async def lookup_tiers(
+        self, scope: str, hashes: Sequence[bytes], pods: Sequence[tuple[str, int]]
+    ) -> dict[str, Held]:
+        """What each (pod, generation) holds of the chain, from its start, in one round trip. Raises IndexUnavailable.
+
+        Exact for up to NAMED_PODS pods. Of more, the best ones are exact, unless too many are equally good; the others
+        are said to hold up to the last sampled block that they hold, in any tier: about 64 tokens too little.
+        An answer may be CACHE_S old; what was booked since then is not.
         """
         if not pods or not hashes:
-            return {pod: 0 for pod, _ in pods}
-        keys = Keys(scope)
-        args = [keys.prefix, pack(hashes), *(x for pod, generation in pods for x in (pod, generation))]
-        matched = await self._bounded(lambda client: self._lookup.run(client, (keys.pods,), args), self._timeout_s)
-        return {pod: int(n) for (pod, _), n in zip(pods, matched, strict=True)}
+            return {pod: Held() for pod, _ in pods}
+        wanted = frozenset(pods)
+        matched = self._cache.get(scope, hashes[-1], wanted)
+        if matched is None:
+            asked = time.monotonic()
+            matched = await self._bounded(lambda client: self._ask(client, scope, hashes, pods), self._timeout_s)
+            self._cache.put(scope, hashes[-1], len(hashes), wanted, matched, asked)
+        return {pod: matched.get((pod, generation), Held()) for pod, generation in pods}
+
+    async def _ask(
+        self, client: Client, scope: str, hashes: Sequence[bytes], pods: Sequence[tuple[str, int]]
+    ) -> dict[tuple[str, int], Held]:
+        few = len(pods) <= NAMED_PODS
+        if scope not in self._scopes and not few:
+            await self._read_pods(client)
+        known = self._scopes.get(scope, _Scope())
+        keys, chain = Keys(scope), pack(hashes)
+        args: list[Arg] = [keys.prefix, chain, sampled_positions(chain, known.every) if known.slots else b""]
+        if few:
+            for pod in pods:
+                slot = known.slots.get(pod)
+                args += (*pod, b"" if slot is None else slot.to_bytes(2, "little"))
+        epoch, levels, rows = await self._lookup.run(client, (keys.where, keys.slots), args)
+        matched: dict[tuple[str, int], Held] = {}
+        if epoch == known.epoch:  # else the numbers belong to others than the last poll said
+            for blocks, slots in zip(levels[::2], levels[1::2], strict=True):
+                held = Held(blocks, blocks)
+                for slot in unpack_slots(slots):
+                    if (owner := known.owners.get(slot)) is not None:
+                        matched[owner] = held
+        for owner, device, blocks in zip(rows[::3], rows[1::3], rows[2::3], strict=True):
+            name, _, generation = owner.decode().rpartition(":")
+            matched[name, int(generation)] = Held(device, max(0, blocks))
+        return matched
 
     async def book(self, scope: str, pod: str, request_id: str, tokens: int, ttl_s: float) -> int:
         """Books uncached prompt tokens on a pod until unbook, or for ttl_s seconds. Atomic among gateways.
@@ -85,6 +163,7 @@ class IndexReader:
         keys = Keys(scope)
         names = (keys.resv(pod), keys.resv_tokens(pod))
         args = (request_id, tokens, max(1, int(ttl_s * 1000)))
+        self._cache.forget(pod)
         return int(await self._bounded(lambda client: self._book.run(client, names, args), self._timeout_s))
 
     async def unbook(self, scope: str, pod: str, request_id: str) -> None:
@@ -93,7 +172,7 @@ class IndexReader:
         names = (keys.resv(pod), keys.resv_tokens(pod))
         await self._bounded(lambda client: self._unbook.run(client, names, (request_id,)), self._timeout_s)
 
-    async def _bounded(self, call: Callable[[redis.Redis], Awaitable[_T]], timeout_s: float) -> _T:
+    async def _bounded(self, call: Callable[[Client], Awaitable[_T]], timeout_s: float) -> _T:
         if self._client is None:
             raise IndexUnavailable("no prefix index is configured")
         # Waiting for a slot is not the index's fault, so its time starts after it; the breaker ends the wait when the

@@ -5,8 +5,24 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from enum import StrEnum
 
 from common.types import Role
+
+
+class Tier(StrEnum):
+    """Where a pod holds a block."""
+
+    DEVICE = "device"
+    HOST = "host"
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Blocks of a chain that a pod holds, from its start: so many on the device, and `blocks` in any tier."""
+
+    device: int = 0
+    blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +63,25 @@ class PodRecord:
 
 @dataclass(frozen=True, slots=True)
 class PodLoad:
-    """How busy a pod says it is: prompt tokens queued, sequences running and waiting, blocks free or evictable."""
+    """How busy a pod says it is, and how fast it measured itself to be; a rate or time of 0 is not known yet.
+
+    queued_tokens: prompt tokens that wait for computing. running, waiting, reserved: sequences in the engine, and those
+    whose KV is still to come. free_blocks: free or evictable.
+    prefill_rate: prompt tokens per second of full steps; prefill_overhead_s: what a prompt takes beyond that.
+    step_s + step_slope_s * sequences: a decode step. transfer_rate: prompt tokens per second whose KV moves.
+    """
 
     queued_tokens: int = 0
     running: int = 0
     waiting: int = 0
+    reserved: int = 0
     free_blocks: int = 0
     draining: bool = False
+    prefill_rate: float = 0.0
+    prefill_overhead_s: float = 0.0
+    step_s: float = 0.0
+    step_slope_s: float = 0.0
+    transfer_rate: float = 0.0
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), separators=(",", ":"))

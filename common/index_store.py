@@ -7,20 +7,28 @@ the one key outside and never touched together with others. Feature level: Redis
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import sys
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
 import redis.asyncio as redis
+from redis.asyncio.cluster import ClusterNode, RedisCluster
 from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
 from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError, NoScriptError
 
 from common.errors import ConfigError
+from common.index_records import Tier
+from common.index_url import IndexUrl, Tls
 
 SCOPES_KEY = "kv:scopes"  # HASH scope -> model, by which gateways find scopes
 PREFIX_BYTES = 8  # of each 16-byte block hash; what sets and chains are made of
+SAMPLED_TOKENS = 128
 
 LEASE_MS = 10_000
 OWN_TTL_S = 60
@@ -28,6 +36,7 @@ INFO_TTL_S = 3_600
 PODS_TTL_S = 86_400
 
 Arg = str | bytes | int
+Client = redis.Redis | RedisCluster
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +65,23 @@ class Keys:
     def load(self, pod: str) -> str:
         return f"{self.prefix}load:{pod}"
 
-    def own(self, pod: str, generation: int) -> str:
-        return f"{self.prefix}own:{pod}:{generation}"
+    def own(self, pod: str, generation: int, tier: Tier = Tier.DEVICE) -> str:
+        return f"{self.prefix}{'own' if tier is Tier.DEVICE else 'host'}:{pod}:{generation}"
 
-    def shadow(self, pod: str, generation: int, number: int) -> str:
-        return f"{self.prefix}own:{pod}:{generation}:{number}"
+    def shadow(self, pod: str, generation: int, number: int, tier: Tier = Tier.DEVICE) -> str:
+        return f"{self.own(pod, generation, tier)}:{number}"
+
+    @property
+    def where(self) -> str:
+        return f"{self.prefix}where"
+
+    @property
+    def slots(self) -> str:
+        return f"{self.prefix}slots"
+
+    @property
+    def sweep(self) -> str:
+        return f"{self.prefix}sweep"
 
     def seq(self, pod: str, generation: int) -> str:
         return f"{self.prefix}seq:{pod}:{generation}"
@@ -75,18 +96,19 @@ class Keys:
 class Script:
     """A Lua script of common/lua, run by its digest and loaded when the server does not know it (yet, or again)."""
 
-    def __init__(self, name: str) -> None:
-        self._text = (Path(__file__).parent / "lua" / f"{name}.lua").read_text(encoding="utf-8")
+    def __init__(self, *names: str) -> None:
+        """names: files whose texts follow each other, functions first."""
+        self._text = "".join((Path(__file__).parent / "lua" / f"{name}.lua").read_text("utf-8") for name in names)
         self._sha = hashlib.sha1(self._text.encode(), usedforsecurity=False).hexdigest()
 
-    async def run(self, client: redis.Redis, keys: Sequence[str], args: Sequence[Arg]) -> Any:
+    async def run(self, client: Client, keys: Sequence[str], args: Sequence[Arg]) -> Any:
         """The script's answer, bytes undecoded."""
         try:
             return await client.evalsha(self._sha, len(keys), *keys, *args)
         except NoScriptError:
             return await client.eval(self._text, len(keys), *keys, *args)
 
-    async def run_each(self, client: redis.Redis, calls: Sequence[tuple[Sequence[str], Sequence[Arg]]]) -> list[Any]:
+    async def run_each(self, client: Client, calls: Sequence[tuple[Sequence[str], Sequence[Arg]]]) -> list[Any]:
         """The answers of several calls in one round trip; the scopes of a cluster are on different nodes."""
         for attempt in (0, 1):
             async with client.pipeline(transaction=False) as pipe:
@@ -101,23 +123,78 @@ class Script:
         raise AssertionError("unreachable")
 
 
-def connect(url: str, *, timeout_s: float) -> redis.Redis:
-    """A client whose every wait is bounded by timeout_s. Raises ConfigError.
+class _SentinelRedis(redis.Redis):
+    """Closes the connections to the sentinels with its own."""
+
+    def __init__(self, url: IndexUrl, sentinels: dict[str, Any], servers: dict[str, Any]) -> None:
+        self._sentinel = Sentinel(url.nodes, sentinel_kwargs=sentinels)  # type: ignore[no-untyped-call]
+        pool = SentinelConnectionPool(url.service, self._sentinel, **servers)  # type: ignore[no-untyped-call]
+        super().__init__(connection_pool=pool)
+
+    async def aclose(self, close_connection_pool: bool | None = None) -> None:
+        await super().aclose(True)
+        for client in self._sentinel.sentinels:
+            await client.aclose()
+
+
+def connect(url: str, *, timeout_s: float) -> Client:
+    """A client for an IndexUrl whose every wait is bounded by timeout_s. Raises ConfigError.
 
     It tries once more over a new connection when a pooled one turns out to be closed; all scripts bear repeating.
     """
-    try:
-        return redis.Redis.from_url(
-            url,
-            socket_timeout=timeout_s,
-            socket_connect_timeout=timeout_s,
-            retry=Retry(NoBackoff(), 1, supported_errors=(ConnectionError,)),
-            protocol=2,
-        )
-    except ValueError as e:
-        raise ConfigError(f"redis: {e}", field="redis") from e
+    parts = IndexUrl.parse(url)
+    waits: dict[str, Any] = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s, "protocol": 2}
+    waits["retry"] = Retry(NoBackoff(), 1, supported_errors=(ConnectionError,))
+    login: dict[str, Any] = {"username": parts.username, "password": parts.password}
+    tls: dict[str, Any] = {} if parts.tls is None else {"ssl": True, **_tls_options(parts.tls)}
+    if parts.cluster:
+        nodes = [ClusterNode(host, port) for host, port in parts.nodes]
+        return RedisCluster(startup_nodes=nodes, require_full_coverage=False, **waits, **login, **tls)
+    if parts.service:
+        sentinels = {**waits, **tls, "username": parts.sentinel_username, "password": parts.sentinel_password}
+        return _SentinelRedis(parts, sentinels, {**waits, **login, **tls, "db": parts.db})
+    if parts.path:
+        return redis.Redis(unix_socket_path=parts.path, db=parts.db, **waits, **login)
+    ((host, port),) = parts.nodes
+    return redis.Redis(host=host, port=port, db=parts.db, **waits, **login, **tls)
 
 
-def pack(hashes: Sequence[bytes]) -> bytes:
-    """A chain of block hashes as scripts take it: the first 8 bytes of each."""
-    return b"".join([h[:PREFIX_BYTES] for h in hashes])
+def _tls_options(tls: Tls) -> dict[str, Any]:
+    for name, path in (("ssl_ca_certs", tls.ca), ("ssl_certfile", tls.certificate), ("ssl_keyfile", tls.key)):
+        if path is not None and not Path(path).is_file():
+            raise ConfigError(f"redis: {name}: there is no file {path}", field="redis")
+    return {
+        "ssl_ca_certs": tls.ca,
+        "ssl_certfile": tls.certificate,
+        "ssl_keyfile": tls.key,
+        "ssl_cert_reqs": "required" if tls.verify else "none",
+        "ssl_check_hostname": tls.check_hostname,
+    }
+
+
+def pack(hashes: Iterable[bytes]) -> bytes:
+    """A chain of 16-byte block hashes as scripts take it: the first 8 bytes of each."""
+    return memoryview(b"".join(hashes)).cast("Q")[::2].tobytes()
+
+
+def sampling(block_size: int) -> int:
+    """One block in so many has a posting, chosen by its hash: one in about SAMPLED_TOKENS tokens of a prompt."""
+    return max(1, SAMPLED_TOKENS // block_size)
+
+
+def sampled_positions(packed: bytes, every: int) -> bytes:
+    """Positions (from 1) of a packed chain's sampled blocks, 4 bytes each, little-endian."""
+    table = bytes(value % every == 0 for value in range(256))
+    chosen = packed[::PREFIX_BYTES].translate(table)
+    numbers = array("I", compress(range(1, len(chosen) + 1), chosen))
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers.tobytes()
+
+
+def unpack_slots(posting: bytes) -> Sequence[int]:
+    """The slots in a posting, 2 bytes each, little-endian."""
+    slots = array("H", posting)
+    if sys.byteorder == "big":
+        slots.byteswap()
+    return slots

@@ -4,8 +4,9 @@ Pods write (PodIndex, only their own entries), gateways read and book (IndexRead
 is away. Keys and scripts: common/index_store.py and common/lua.
 """
 
-from common.index_pod import PodIndex, mint_generation
+from common.index_identity import mint_generation
+from common.index_pod import PodIndex
 from common.index_reader import IndexReader
-from common.index_records import PodLoad, PodRecord, PodStatus
+from common.index_records import Held, PodLoad, PodRecord, PodStatus, Tier
 
-__all__ = ["IndexReader", "PodIndex", "PodLoad", "PodRecord", "PodStatus", "mint_generation"]
+__all__ = ["Held", "IndexReader", "PodIndex", "PodLoad", "PodRecord", "PodStatus", "Tier", "mint_generation"]

@@ -7,7 +7,7 @@ import logging
 import grpc
 
 from common.errors import ConfigError
-from common.index_pod import read_holder
+from common.index_identity import read_holder
 from common.pb import transfer_pb2, transfer_pb2_grpc
 from common.rpc import channel
 

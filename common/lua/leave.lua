@@ -1,9 +1,19 @@
 -- Removes a pod that leaves in order; without effect for another generation than the registered one.
--- KEYS: pods, info, lease, load, own, seq, resv, resv_tokens   ARGV: pod, generation
+-- KEYS: pods, info, lease, load, device, host, seq, resv, resv_tokens, where, slots, sweep   ARGV: pod, generation, slot
 -- Returns how many pods stay registered, or -1 when nothing was removed.
 if redis.call('HGET', KEYS[1], ARGV[1]) ~= ARGV[2] then
   return -1
 end
 redis.call('HDEL', KEYS[1], ARGV[1])
-redis.call('UNLINK', KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6], KEYS[7], KEYS[8])
-return redis.call('HLEN', KEYS[1])
+for i = 2, 9 do
+  redis.call('UNLINK', KEYS[i])
+end
+if redis.call('HGET', KEYS[11], ARGV[3]) == ARGV[1] .. ':' .. ARGV[2] then
+  redis.call('HDEL', KEYS[11], ARGV[3])
+  redis.call('HSET', KEYS[12], 'pending', 2)
+end
+local left = redis.call('HLEN', KEYS[1])
+if left == 0 then
+  redis.call('UNLINK', KEYS[10], KEYS[11], KEYS[12])
+end
+return left

@@ -1,27 +1,190 @@
--- How many blocks of a chain each pod holds, from its start. Sets are prefix-closed (eviction is leaf-first), so the
--- longest match is found by galloping and then halving: O(log match) membership tests per pod.
--- KEYS: pods   ARGV: key prefix, chain (packed, 8 bytes each), then pod, generation, ...
--- Returns one count per pod; 0 for a pod whose lease is not of that generation.
-local prefix, chain = ARGV[1], ARGV[2]
-local length = #chain / 8
-local matched = {}
-for i = 3, #ARGV, 2 do
-  local pod, generation = ARGV[i], ARGV[i + 1]
-  local low, high = 0, 1
-  if redis.call('GET', prefix .. 'lease:' .. pod) == generation then
-    local own = prefix .. 'own:' .. pod .. ':' .. generation
-    local function holds(n)
-      return redis.call('SISMEMBER', own, string.sub(chain, 8 * n - 7, 8 * n)) == 1
+-- How many blocks of a chain pods hold, from its start. All tiers of a pod together are prefix-closed (eviction is
+-- leaf-first), and so is its device, so a longest match is found by probing.
+--
+-- Postings say at which sampled blocks of the chain the pods drop out; the search narrows down to the levels where that
+-- happens, so its cost depends on how different the pods are, not on how many there are. Then the sets of some pods are
+-- searched from there, which gives exact figures: of the pods that the caller names, or of the best MOST.
+--
+-- KEYS: where, slots   ARGV: key prefix, chain (packed, 8 bytes each), positions of its sampled blocks (4 bytes each),
+--       then the pods, if they are few: name, generation, slot ('' when unknown), ...
+-- Returns {epoch of the slots, levels, rows}: levels as blocks, slots that hold so many (packed), ..., ascending, none
+-- when pods are named; rows as pod:generation, blocks on the device, blocks in all, ... of the pods searched, -1 in all
+-- for a pod whose lease is not of that generation.
+local MOST = 16
+local FAN = 16
+local prefix, chain, positions = ARGV[1], ARGV[2], ARGV[3]
+local length, samples = #chain / 8, #positions / 4
+local named = #ARGV > 3
+
+local function block(n)
+  return string.sub(chain, 8 * n - 7, 8 * n)
+end
+
+local function position(i)
+  local a, b, c = string.byte(positions, 4 * i - 3, 4 * i - 1)
+  return a + 256 * b + 65536 * c
+end
+
+-- 1. Levels: i -> posting of the i-th sampled block, for as many i as it takes.
+local postings, seen, budget = {}, {}, 64
+
+local function fetch(indices)
+  budget = budget - 1
+  local hashes = {}
+  for j, i in ipairs(indices) do
+    hashes[j] = block(position(i))
+  end
+  for j, posting in ipairs(redis.call('HMGET', KEYS[1], unpack(hashes))) do
+    postings[indices[j]] = posting or ''
+    seen[#seen + 1] = indices[j]
+  end
+end
+
+-- Sets of holders only shrink along a chain, so equal sizes mean equal sets, and nothing happens between.
+local function divide(low, high)
+  if high - low < 2 or budget == 0 or (low > 0 and #postings[low] == #postings[high]) then
+    return
+  end
+  local step, indices = math.ceil((high - low) / FAN), {}
+  for i = low + step, high - 1, step do
+    indices[#indices + 1] = i
+  end
+  fetch(indices)
+  for j = #indices, 0, -1 do
+    divide(j == 0 and low or indices[j], indices[j + 1] or high)
+  end
+end
+
+if samples > 0 then
+  local indices, i = {}, 1
+  while i < samples do
+    indices[#indices + 1] = i
+    i = 2 * i
+  end
+  indices[#indices + 1] = samples
+  fetch(indices)
+  for j = #indices - 1, 1, -1 do
+    divide(indices[j], indices[j + 1])
+  end
+  table.sort(seen)
+end
+
+local levels = {} -- ascending: {blocks, slots}
+for j, i in ipairs(seen) do
+  local posting, after = postings[i], postings[seen[j + 1]] or ''
+  if posting ~= '' and #after < #posting then
+    levels[#levels + 1] = {position(i), posting}
+  end
+end
+
+-- 2. Exact figures from a pod's sets, starting where the postings say that it drops out.
+local function blocks(numbers)
+  local hashes = {}
+  for j, n in ipairs(numbers) do
+    hashes[j] = block(n)
+  end
+  return hashes
+end
+
+local windows = {}
+
+local function window(from)
+  if not windows[from] then
+    local numbers = {}
+    for n = math.max(from, 1), math.min(length, from == 0 and 4 or from + 24) do
+      numbers[#numbers + 1] = n
     end
-    while high <= length and holds(high) do
-      low, high = high, 2 * high
-    end
-    high = math.min(high, length + 1)
-    while high - low > 1 do
-      local middle = math.floor((low + high) / 2)
-      if holds(middle) then low = middle else high = middle end
+    windows[from] = {numbers, blocks(numbers)}
+  end
+  return windows[from]
+end
+
+-- The longest n for which set holds blocks low+1 to n, given that it holds all up to low; guess is tried first.
+local function search(set, low, guess)
+  local high = length + 1
+  local function narrow(numbers, hashes)
+    for j, held in ipairs(redis.call('SMISMEMBER', set, unpack(hashes))) do
+      if held == 0 then
+        high = math.min(high, numbers[j])
+        return
+      end
+      low = math.max(low, numbers[j])
     end
   end
-  matched[#matched + 1] = low
+  if length > 0 then
+    narrow(unpack(window(guess)))
+  end
+  while high - low > 1 do
+    local step, numbers = math.ceil((high - low) / FAN), {}
+    for n = low + step, high - 1, step do
+      numbers[#numbers + 1] = n
+    end
+    narrow(numbers, blocks(numbers))
+  end
+  return low
 end
-return matched
+
+local rows = {}
+
+local function row(pod, generation, guess)
+  local owner = pod .. ':' .. generation
+  local device, all = 0, -1
+  if redis.call('GET', prefix .. 'lease:' .. pod) == generation then
+    device = search(prefix .. 'own:' .. owner, 0, guess)
+    all = device
+    local host = prefix .. 'host:' .. owner
+    if device < length and redis.call('SISMEMBER', host, block(device + 1)) == 1 then
+      all = search(host, device + 1, device + 1)
+    end
+  end
+  rows[#rows + 1] = owner
+  rows[#rows + 1] = device
+  rows[#rows + 1] = all
+end
+
+local epoch = redis.call('HGET', KEYS[2], 'epoch') or ''
+if named then
+  for i = 4, #ARGV, 3 do
+    local guess, slot = 0, ARGV[i + 2]
+    for j = #levels, 1, -1 do
+      if slot ~= '' and place(levels[j][2], slot) then
+        guess = levels[j][1]
+        break
+      end
+    end
+    row(ARGV[i], ARGV[i + 1], guess)
+  end
+  return {epoch, {}, rows}
+end
+
+-- Whole levels only, from the deepest: half a level searched would look better than its other half.
+local done = {}
+for j = #levels, 1, -1 do
+  local fresh = {}
+  for at = 1, #levels[j][2], 2 do
+    local slot = string.sub(levels[j][2], at, at + 1)
+    if not done[slot] then
+      fresh[#fresh + 1] = slot
+      if #rows / 3 + #fresh > MOST then
+        break
+      end
+    end
+  end
+  if #rows / 3 + #fresh > MOST then
+    break
+  end
+  for _, slot in ipairs(fresh) do
+    done[slot] = true
+    local owner = redis.call('HGET', KEYS[2], tostring(struct.unpack('<I2', slot)))
+    local pod, generation = string.match(owner or '', '^(.*):(%d+)$')
+    if pod then
+      row(pod, generation, levels[j][1])
+    end
+  end
+end
+local flat = {}
+for _, level in ipairs(levels) do
+  flat[#flat + 1] = level[1]
+  flat[#flat + 1] = level[2]
+end
+return {epoch, flat, rows}

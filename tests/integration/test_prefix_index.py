@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from common.block_hash import block_hashes
 from common.breaker import Breaker
 from common.errors import BatonError, IndexUnavailable, error_class
 from common.index_store import Keys, Script, connect, pack
-from common.prefix_index import IndexReader, PodIndex, PodLoad, PodRecord, PodStatus, mint_generation
+from common.prefix_index import Held, IndexReader, PodIndex, PodLoad, PodRecord, PodStatus, Tier, mint_generation
 from common.types import Role
 from common.valkey import EmbeddedValkey
 
@@ -36,6 +36,11 @@ def chain(seed: int, length: int) -> list[bytes]:
     rng = random.Random(seed)
     tokens = [rng.randrange(50_000) for _ in range(16 * length)]
     return block_hashes(tokens, fingerprint=FINGERPRINT, block_size=16)
+
+
+def common(a: list[bytes], b: list[bytes]) -> int:
+    """Blocks that two chains share."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 class FakePool:
@@ -70,14 +75,16 @@ class Rig:
         self.valkey = valkey
         self.url = url
         self.raw: Any = connect(url, timeout_s=5.0)
-        self.reader = IndexReader(url, timeout_s=2.0)
+        self._readers = [IndexReader(url, timeout_s=2.0)]
+        self.reader = self._readers[0]
 
     async def __aenter__(self) -> Rig:
         await self.wipe()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.reader.close()
+        for reader in self._readers:
+            await reader.close()
         await self.raw.aclose()
 
     @asynccontextmanager
@@ -106,6 +113,14 @@ class Rig:
             return await self.members(record) == want
 
         await until(same)
+
+    def fresh(self) -> IndexReader:
+        """A reader that remembers no answer."""
+        self._readers.append(IndexReader(self.url, timeout_s=2.0))
+        return self._readers[-1]
+
+    async def postings(self, scope: str = SCOPE) -> set[bytes]:
+        return set(await self.raw.hkeys(Keys(scope).where))
 
     async def live(self) -> dict[str, PodStatus]:
         return {s.record.pod: s for s in await self.reader.pods()}
@@ -274,25 +289,27 @@ async def test_a_restarted_pod_replaces_its_entries_and_the_old_process_is_fence
 
 
 async def test_duplicates_gaps_and_zombies_are_refused(rig: Rig) -> None:
-    keys, apply = Keys(SCOPE), Script("apply")
-    names = (keys.lease("p"), keys.own("p", 7), keys.seq("p", 7))
+    keys, apply = Keys(SCOPE), Script("postings", "apply")
+    names = (keys.lease("p"), keys.seq("p", 7), keys.own("p", 7), keys.own("p", 7, Tier.HOST), keys.where)
     a, b, c = (os.urandom(8) for _ in range(3))
 
     async def send(generation: int, number: int, stored: bytes = b"", evicted: bytes = b"") -> Any:
-        return await apply.run(rig.raw, names, (generation, number, 60, stored, evicted))
+        args = (generation, number, 60, b"\x05\x00", 1, stored, evicted, b"", b"")
+        return await apply.run(rig.raw, names, args)
 
     assert await send(7, 1, a) == b"fenced"
     await rig.raw.set(names[0], 7)
     assert await send(7, 1, a) == b"gap"
-    await rig.raw.set(names[2], 4)
+    await rig.raw.set(names[1], 4)
     assert await send(7, 5, a + b) == b"ok"
     assert await send(7, 5, c, a) == b"duplicate"
     assert await send(7, 3, c) == b"duplicate"
     assert await send(7, 7, c) == b"gap"
     assert await send(6, 6, c) == b"fenced"
-    assert await rig.raw.smembers(names[1]) == {a, b}
+    assert await rig.raw.smembers(names[2]) == {a, b}
     assert await send(7, 6, c, a) == b"ok"
-    assert await rig.raw.smembers(names[1]) == {b, c}
+    assert await rig.raw.smembers(names[2]) == {b, c}
+    assert await rig.raw.hgetall(names[4]) == {b: b"\x05\x00", c: b"\x05\x00"}
 
 
 async def test_generations_only_grow(rig: Rig) -> None:
@@ -329,12 +346,112 @@ async def test_lookup_finds_the_longest_prefix_of_every_length(rig: Rig) -> None
                 pipe.sadd(keys.own(pod, generation), *(h[:8] for h in blocks[:n]))
         await pipe.execute()
     for length in (1, 2, 7, 16, 32, 33):
-        found = await rig.reader.lookup(SCOPE, blocks[:length], names)
-        assert found == {f"p{n}": min(n, length) for n in range(34)}
+        for first in (0, 16, 18):
+            found = await rig.reader.lookup(SCOPE, blocks[:length], names[first : first + 16])
+            assert found == {f"p{n}": min(n, length) for n in range(first, first + 16)}
     found = await rig.reader.lookup(SCOPE, blocks, [("p9", 5), ("p9x", 5), ("p10", 4)])
     assert found == {"p9": 9, "p9x": 0, "p10": 0}
     assert await rig.reader.lookup(SCOPE, [], names[:1]) == {"p0": 0}
     assert await rig.reader.lookup(SCOPE, blocks, []) == {}
+
+
+async def test_many_pods_are_found_by_sampled_blocks_and_the_best_are_exact(rig: Rig) -> None:
+    rng = random.Random(3)
+    trunk = chain(40, 120)
+    branches = {n: trunk[: 40 + 10 * n] + chain(50 + n, 60) for n in range(8)}
+    for every, block_size in ((8, 16), (1, 128)):
+        scope = f"{every:08x}"
+        held: dict[str, list[bytes]] = {}
+        async with AsyncExitStack() as stack:
+            for i in range(40):
+                branch = branches[rng.randrange(8)]
+                held[f"p{i}"] = branch[: rng.choice((0, 3, 40, 90, len(branch), rng.randrange(len(branch))))]
+                record = replace(RECORD, pod=f"p{i}", scope=scope, block_size=block_size)
+                await stack.enter_async_context(rig.pod(record, held[f"p{i}"]))
+            names = [(pod, 1_000) for pod in held]
+            for branch in (*branches.values(), chain(99, 30)):
+                truth = {pod: common(blocks, branch) for pod, blocks in held.items()}
+                found = await rig.reader.lookup(scope, branch, names)
+                for pod, blocks in truth.items():
+                    least = max((n for n in range(1, blocks + 1) if branch[n - 1][0] % every == 0), default=0)
+                    assert least <= found[pod] <= blocks
+                assert every > 1 or found == truth
+                best = max(truth.values())
+                level = max((n for n in range(1, best + 1) if branch[n - 1][0] % every == 0), default=0)
+                if level and sum(blocks >= level for blocks in truth.values()) <= 16:
+                    assert {p for p, n in found.items() if n == best} == {p for p, n in truth.items() if n == best}
+            stranger = await rig.reader.lookup(scope, branches[7], [*names, ("p41", 1_000), ("p1", 999)])
+            assert stranger["p41"] == 0
+
+
+async def test_a_pod_that_moved_blocks_to_its_host_tier_still_holds_them(rig: Rig) -> None:
+    blocks, other = chain(60, 50), chain(61, 10)
+    names = [("decode-0", 1_000)]
+    async with rig.pod(hashes=blocks) as pool:
+        assert pool.index is not None
+        pool.index.stored(blocks[20:40], Tier.HOST)
+        pool.index.stored(other, Tier.HOST)
+        pool.evict(blocks[30:])
+
+        async def moved() -> bool:
+            return (await rig.fresh().lookup_tiers(SCOPE, blocks, names))["decode-0"] == Held(30, 40)
+
+        await until(moved)
+        assert (await rig.fresh().lookup_tiers(SCOPE, other, names))["decode-0"] == Held(0, 10)
+        assert await rig.postings() == {h[:8] for h in [*blocks[:40], *other] if h[0] % 8 == 0}
+        pool.index.evicted([*blocks[20:40], *other], Tier.HOST)
+
+        async def gone() -> bool:
+            return (await rig.fresh().lookup_tiers(SCOPE, blocks, names))["decode-0"] == Held(30, 30)
+
+        await until(gone)
+        assert await rig.postings() == {h[:8] for h in blocks[:30] if h[0] % 8 == 0}
+
+
+async def test_postings_follow_snapshots_and_the_slots_of_gone_pods_are_swept(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index_pod, "SWEEP_S", 0)
+    monkeypatch.setattr(index_pod, "SWEEP_POSTINGS", 10)
+    blocks, others = chain(62, 200), chain(63, 900)
+    async with rig.pod(hashes=blocks) as pool:
+        gone = replace(RECORD, pod="decode-1")
+        async with rig.pod(gone, [*others, *blocks[:100]]):
+            assert len(await rig.postings()) > 100
+        with pool.lock:  # what is not told becomes known by a snapshot
+            pool.hashes = set(blocks[50:150])
+        assert pool.index is not None
+        await rig.raw.srem(Keys(SCOPE).own("decode-0", 1_000), blocks[3][:8])
+        kept = {h[:8] for h in blocks[50:150] if h[0] % 8 == 0}
+
+        async def swept() -> bool:
+            return await rig.postings() == kept and await rig.raw.hget(Keys(SCOPE).sweep, "pending") == b"0"
+
+        await until(swept)
+        assert {len(p) for p in (await rig.raw.hgetall(Keys(SCOPE).where)).values()} == {2}
+        # One that was killed: its lease and its sets expire.
+        slot = await rig.raw.hincrby(Keys(SCOPE).sweep, "next", 0)
+        await rig.raw.hset(Keys(SCOPE).slots, slot + 2, "killed:7")
+        await rig.raw.hset(Keys(SCOPE).where, b"12345678", (slot + 2).to_bytes(2, "little"))
+        await until(swept)
+        assert await rig.raw.hget(Keys(SCOPE).slots, slot + 2) is None
+
+
+async def test_answers_are_kept_for_a_moment_unless_something_is_booked(rig: Rig) -> None:
+    blocks = chain(64, 10)
+    one, two = ("decode-0", 1_000), ("decode-1", 1_000)
+    async with rig.pod(hashes=blocks[:4]) as pool, rig.pod(replace(RECORD, pod="decode-1"), blocks):
+        assert await rig.reader.lookup(SCOPE, blocks, [one, two]) == {"decode-0": 4, "decode-1": 10}
+        pool.store(blocks[4:6])
+        await rig.shows(set(blocks[:6]))
+        assert await rig.reader.lookup(SCOPE, blocks, [one]) == {"decode-0": 4}
+        await rig.reader.book(SCOPE, "decode-1", "r", 5, 60)  # it holds everything already
+        assert await rig.reader.lookup(SCOPE, blocks, [one, two]) == {"decode-0": 4, "decode-1": 10}
+        assert await rig.reader.lookup(SCOPE, blocks[:9], [one]) == {"decode-0": 6}
+        await rig.reader.book(SCOPE, "decode-0", "r", 5, 60)
+        assert await rig.reader.lookup(SCOPE, blocks, [two]) == {"decode-1": 10}
+        assert await rig.reader.lookup(SCOPE, blocks, [one]) == {"decode-0": 6}
+        assert await rig.reader.lookup(SCOPE, blocks, [("decode-0", 1_001)]) == {"decode-0": 0}
 
 
 async def test_pods_of_all_scopes_are_read_and_broken_records_left_out(rig: Rig) -> None:

@@ -1,0 +1,70 @@
+"""Answers of the prefix index that are still good: a burst of equal prompts asks it once.
+
+An answer is good for CACHE_S, for the generations it was asked about, and for a pod until something is booked on it,
+for then it is about to hold more. Invariant: never newer than it says, never more than MAX_ANSWERS.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import takewhile
+
+from common.index_records import Held
+
+CACHE_S = 1.0
+MAX_ANSWERS = 256
+
+PodKey = tuple[str, int]  # name, generation
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    asked: float
+    length: int
+    pods: frozenset[PodKey]
+    matched: Mapping[PodKey, Held]
+
+
+class LookupCache:
+    """By scope and the last hash of a chain, which names all of it. clock: seconds, monotonic."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._answers: OrderedDict[tuple[str, bytes], _Answer] = OrderedDict()  # oldest first
+        self._booked: OrderedDict[str, float] = OrderedDict()  # pod -> when; oldest first
+
+    def get(self, scope: str, last: bytes, pods: frozenset[PodKey]) -> Mapping[PodKey, Held] | None:
+        """What these pods hold (pods without anything may be left out), or None when the index must be asked."""
+        answer = self._answers.get((scope, last))
+        if answer is None or answer.asked < self._clock() - CACHE_S or not pods <= answer.pods:
+            return None
+        since = set(takewhile(lambda pod: self._booked[pod] >= answer.asked, reversed(self._booked)))
+        if since and any(pod[0] in since and answer.matched.get(pod, Held()).blocks < answer.length for pod in pods):
+            return None
+        return answer.matched
+
+    def put(
+        self,
+        scope: str,
+        last: bytes,
+        length: int,
+        pods: frozenset[PodKey],
+        matched: Mapping[PodKey, Held],
+        asked: float,
+    ) -> None:
+        """Keeps an answer about a chain of `length` blocks. asked: when, by the clock, before it was asked."""
+        self._answers[scope, last] = _Answer(asked, length, pods, matched)
+        self._answers.move_to_end((scope, last))
+        while len(self._answers) > MAX_ANSWERS:
+            self._answers.popitem(last=False)
+
+    def forget(self, pod: str) -> None:
+        """Something was booked on the pod: it will hold more than answers until now say."""
+        now = self._clock()
+        self._booked[pod] = now
+        self._booked.move_to_end(pod)
+        while self._booked and next(iter(self._booked.values())) < now - CACHE_S:
+            self._booked.popitem(last=False)

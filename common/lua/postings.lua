@@ -1,0 +1,59 @@
+-- Shared by scripts that keep postings: `where` maps a sampled block hash to the slots of the pods that hold it, two
+-- bytes each. Postings speed up look-ups and are never the truth: a pod's sets are.
+
+-- Runs a command over packed hashes, 8 bytes each; gives those that are sampled: one in `every`.
+local function each(command, key, packed, every)
+  local sampled = {}
+  for first = 1, #packed, 8000 do
+    local members = {}
+    for at = first, math.min(first + 7999, #packed), 8 do
+      local hash = string.sub(packed, at, at + 7)
+      members[#members + 1] = hash
+      if string.byte(hash) % every == 0 then
+        sampled[#sampled + 1] = hash
+      end
+    end
+    redis.call(command, key, unpack(members))
+  end
+  return sampled
+end
+
+-- Where a slot starts in a posting, or nil.
+local function place(posting, slot)
+  local at = string.find(posting, slot, 1, true)
+  while at and at % 2 == 0 do
+    at = string.find(posting, slot, at + 1, true)
+  end
+  return at
+end
+
+-- Enters a slot at the hashes (add), or takes it out there.
+local function change_postings(where, hashes, slot, add)
+  for first = 1, #hashes, 1000 do
+    local last = math.min(first + 999, #hashes)
+    local postings = redis.call('HMGET', where, unpack(hashes, first, last))
+    local changed, emptied = {}, {}
+    for i = first, last do
+      local posting = postings[i - first + 1] or ''
+      local at = place(posting, slot)
+      if add and not at then
+        changed[#changed + 1] = hashes[i]
+        changed[#changed + 1] = posting .. slot
+      elseif at and not add then
+        posting = string.sub(posting, 1, at - 1) .. string.sub(posting, at + 2)
+        if posting == '' then
+          emptied[#emptied + 1] = hashes[i]
+        else
+          changed[#changed + 1] = hashes[i]
+          changed[#changed + 1] = posting
+        end
+      end
+    end
+    if #changed > 0 then
+      redis.call('HSET', where, unpack(changed))
+    end
+    if #emptied > 0 then
+      redis.call('HDEL', where, unpack(emptied))
+    end
+  end
+end

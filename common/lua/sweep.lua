@@ -1,0 +1,49 @@
+-- Frees the slots of pods that are gone, and takes such slots out of some postings: every pod calls it now and then.
+-- KEYS: slots, sweep, where   ARGV: key prefix, seconds between checks of the slots, postings to look at
+-- Returns how many rounds over all postings are still to go, the present one included.
+local prefix = ARGV[1]
+local now = tonumber(redis.call('TIME')[1])
+local state = redis.call('HMGET', KEYS[2], 'checked', 'pending', 'cursor')
+local due = now - tonumber(state[1] or 0) >= tonumber(ARGV[2])
+local pending = tonumber(state[2] or 0)
+if not due and pending == 0 then
+  return 0
+end
+local live = {}
+local slots = redis.call('HGETALL', KEYS[1])
+for i = 1, #slots, 2 do
+  local pod, generation = string.match(slots[i + 1], '^(.*):(%d+)$')
+  if pod then
+    if due and redis.call('GET', prefix .. 'lease:' .. pod) ~= generation
+      and redis.call('EXISTS', prefix .. 'seq:' .. slots[i + 1]) == 0 then
+      redis.call('HDEL', KEYS[1], slots[i])
+      pending = 2 -- the round under way may have passed its postings
+    else
+      live[struct.pack('<I2', tonumber(slots[i]))] = true
+    end
+  end
+end
+local cursor = state[3] or '0'
+if pending > 0 then
+  local found = redis.call('HSCAN', KEYS[3], cursor, 'COUNT', ARGV[3])
+  cursor = found[1]
+  for i = 1, #found[2], 2 do
+    local posting, kept = found[2][i + 1], {}
+    for at = 1, #posting, 2 do
+      local slot = string.sub(posting, at, at + 1)
+      if live[slot] then
+        kept[#kept + 1] = slot
+      end
+    end
+    if #kept == 0 then
+      redis.call('HDEL', KEYS[3], found[2][i])
+    elseif 2 * #kept < #posting then
+      redis.call('HSET', KEYS[3], found[2][i], table.concat(kept))
+    end
+  end
+  if cursor == '0' then
+    pending = pending - 1
+  end
+end
+redis.call('HSET', KEYS[2], 'checked', due and now or state[1], 'pending', pending, 'cursor', cursor)
+return pending

@@ -1,0 +1,83 @@
+"""URLs of the prefix index: what they mean, and that a wrong one is refused without repeating a password."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.errors import ConfigError
+from common.index_url import IndexUrl, Tls
+
+
+@pytest.mark.parametrize(
+    ("url", "parts"),
+    [
+        ("redis://h", IndexUrl((("h", 6379),))),
+        ("redis://h:7/3", IndexUrl((("h", 7),), db=3)),
+        ("redis://[::1]:7/0", IndexUrl((("::1", 7),))),
+        ("redis://:pw@h/", IndexUrl((("h", 6379),), password="pw")),
+        ("redis://bob:p%40%3A%2Fw@h", IndexUrl((("h", 6379),), username="bob", password="p@:/w")),
+        ("unix:///run/a%20b.sock?db=2", IndexUrl(path="/run/a b.sock", db=2)),
+        ("unix://bob:pw@/run/r.sock", IndexUrl(path="/run/r.sock", username="bob", password="pw")),
+        ("rediss://h", IndexUrl((("h", 6379),), tls=Tls())),
+        (
+            "rediss://h?ssl_ca_certs=/ca.pem&ssl_certfile=/c.pem&ssl_keyfile=/k.pem&ssl_check_hostname=false",
+            IndexUrl((("h", 6379),), tls=Tls("/ca.pem", "/c.pem", "/k.pem", True, False)),
+        ),
+        ("rediss://h?ssl_cert_reqs=none", IndexUrl((("h", 6379),), tls=Tls(verify=False, check_hostname=False))),
+        (
+            "redis+sentinel://bob:pw@a:1,b/main/4?sentinel_username=s&sentinel_password=q",
+            IndexUrl(
+                (("a", 1), ("b", 26379)), username="bob", password="pw", db=4, service="main",
+                sentinel_username="s", sentinel_password="q",
+            ),
+        ),
+        ("rediss+sentinel://a/main", IndexUrl((("a", 26379),), tls=Tls(), service="main")),
+        ("redis+cluster://a:1,[fe80::1]:2", IndexUrl((("a", 1), ("fe80::1", 2)), cluster=True)),
+        ("rediss+cluster://a/0", IndexUrl((("a", 6379),), tls=Tls(), cluster=True)),
+    ],
+)  # fmt: skip
+def test_urls_are_taken_apart(url: str, parts: IndexUrl) -> None:
+    assert IndexUrl.parse(url) == parts
+    assert "pw" not in f"{parts} {parts!r}"
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("http://h", "starts with one of redis://"),
+        ("h:6379", "starts with one of"),
+        ("redis://", "not host"),
+        ("redis://h:x", "not host"),
+        ("redis://h:0", "not host"),
+        ("redis://h:70000", "not host"),
+        ("redis://fe80::1", "not host"),
+        ("redis://a,b", "redis+sentinel:// or redis+cluster://"),
+        ("redis://h/zero", "number of a database"),
+        ("redis://h/1/2", "number of a database"),
+        ("redis://h?ssl_ca_certs=/x", "'ssl_ca_certs'; there are none"),
+        ("rediss://h?ssl_cacerts=/x", "'ssl_cacerts'; it may have ssl_ca_certs"),
+        ("rediss://h?ssl_cert_reqs=maybe", "required or none"),
+        ("rediss://h?ssl_check_hostname=1", "true or false"),
+        ("redis+sentinel://a:1", "service is missing"),
+        ("redis+cluster://a/1", "database 0"),
+        ("unix://run/x", "needs a path"),
+        ("unix:///x?db=y", "number of a database"),
+        ("redis+sentinel://u:pw@a:1", "service is missing"),
+    ],
+)
+def test_wrong_urls_are_refused_in_words(url: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        IndexUrl.parse(url)
+    assert said in caught.value.message
+    assert caught.value.field == "redis"
+    assert "pw" not in caught.value.message
+
+
+def test_people_see_where_it_is_and_no_more() -> None:
+    shown = {
+        url: str(IndexUrl.parse(url))
+        for url in ("rediss://u:p@h/2", "redis+sentinel://:p@a,[::1]:3/m/1?sentinel_password=q")
+    }
+    assert list(shown.values()) == ["rediss://h:6379/2", "redis+sentinel://a:26379,[::1]:3/m/1"]
+    assert str(IndexUrl.parse("redis+cluster://a,b")) == "redis+cluster://a:6379,b:6379"
+    assert str(IndexUrl.parse("unix://u:p@/r.sock")) == "unix:///r.sock"
