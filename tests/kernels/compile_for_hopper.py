@@ -1,0 +1,118 @@
+"""Calls every kernel's wrapper as a step of a large model would, with Triton told that the device is an H100.
+
+Run as a program, without TRITON_INTERPRET: kernels are compiled to machine code and not launched. The interpreter runs
+Python, so it accepts what the compiler refuses, such as a name that changes its type.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from common.types import SamplingParams
+from engine.device_sampler import DeviceSampler
+from engine.kernels import gemv, kv_write, norm, paged_decode, paged_prefill, prefix, rope_kv, sampling, skinny
+from engine.layer_kv import LayerKV
+from engine.sampler import SampleRow
+
+HEADS, KV_HEADS, DIM, BLOCK, HIDDEN, INNER, VOCAB = 32, 8, 128, 16, 4096, 14336, 128256
+CPU = torch.device("cpu")
+
+
+class Hopper:
+    """As much of a driver as compilation asks for."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+def compile_only(run: Any) -> Any:
+    return lambda self, *args, **kwargs: run(self, *args, **(kwargs | {"warmup": True}))
+
+
+def layer(fp8: bool) -> LayerKV:
+    kv = torch.zeros(64, 2, KV_HEADS, BLOCK, DIM, dtype=torch.uint8 if fp8 else torch.bfloat16)
+    return LayerKV(kv, torch.zeros(64, KV_HEADS, BLOCK, 2, dtype=torch.bfloat16) if fp8 else None)
+
+
+def half(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.bfloat16)
+
+
+def products() -> None:
+    x, scale = half(1, HIDDEN), half(HIDDEN)
+    gemv.gemv(x, half(6144, HIDDEN), norm=scale)
+    gemv.gemv(x, half(HIDDEN, HIDDEN), residual=x, bias=half(HIDDEN))
+    gemv.gemv(x, half(2 * INNER, HIDDEN), norm=scale, gated=True)
+    rows = half(16, HIDDEN)
+    skinny.skinny(rows, half(6144, HIDDEN), bias=half(6144))
+    skinny.skinny(rows, half(HIDDEN, HIDDEN), residual=rows, out=rows)
+    skinny.skinny(rows, half(2 * INNER, HIDDEN), gated=True)
+    norm.rms_norm(rows, scale, 1e-5)
+    norm.rms_norm(rows, scale, 1e-5, residual=rows)
+    norm.silu_mul(half(16, 2 * INNER))
+
+
+def cache(fp8: bool) -> None:
+    qkv, slots, table = (
+        half(24, (HEADS + 2 * KV_HEADS) * DIM),
+        torch.zeros(24, dtype=torch.int64),
+        torch.zeros(1024, 64),
+    )
+    for weight in (None, half(DIM)):
+        rope_kv.rope_kv_write(
+            qkv, layer(fp8), slots, slots, table, table, num_heads=HEADS, q_norm=weight, k_norm=weight
+        )
+    kv_write.kv_write(half(24, 2, KV_HEADS, DIM), layer(fp8), slots)
+    prefix.gather_kv(layer(fp8), torch.zeros(64, dtype=torch.int32), 100, dtype=torch.bfloat16, multiple=128)
+
+
+def attention(fp8: bool, new: int, window: int, softcap: float) -> None:
+    seqs, small = 4, torch.int32
+    cu_q, lens = torch.arange(seqs + 1, dtype=small) * new, torch.full((seqs,), 200, dtype=small)
+    tables, q = torch.zeros(seqs, 16, dtype=small), half(seqs * new, HEADS, DIM)
+    space = paged_decode.decode_workspace(264, HEADS, KV_HEADS, new, DIM, CPU)
+    plan = paged_decode.plan_decode(
+        cu_q, lens, space, num_kv_heads=KV_HEADS, head_dim=DIM, itemsize=1 if fp8 else 2, window=window
+    )
+    kind: dict[str, Any] = {"max_query": new, "scale": 0.1, "softcap": softcap}
+    paged_decode.paged_decode(q, layer(fp8), tables, cu_q, lens, plan, space, **kind)
+    if fp8:
+        paged_prefill.paged_prefill(q, layer(fp8), tables, cu_q, lens, window=window, **kind)
+
+
+def samples() -> None:
+    sampler = DeviceSampler(4, VOCAB, CPU)
+    sampler.stage(0, SampleRow(SamplingParams(top_p=0.9, presence_penalty=1.0), [1, 2], 1))
+    sampler.flush()
+    index = torch.zeros(4, dtype=torch.int32)
+    for allowed in (None, torch.zeros(4, VOCAB // 32, dtype=torch.int32)):
+        sampler.run(torch.zeros(4, VOCAB), index, index, allowed)
+
+
+def main() -> None:
+    triton.runtime.driver.set_active(Hopper())
+    triton.runtime.jit.JITFunction.run = compile_only(triton.runtime.jit.JITFunction.run)
+    for module in (gemv, norm, paged_decode, rope_kv, sampling, skinny):
+        module.overlaps_launches = lambda device: True
+    products()
+    samples()
+    part = torch.zeros(64, HEADS, DIM)
+    prefix.merge_parts(part, part[..., 0], part, part[..., 0], part)
+    for fp8 in (False, True):
+        cache(fp8)
+    attention(False, 1, 0, 0.0)
+    attention(True, 5, 64, 30.0)
+
+
+if __name__ == "__main__":
+    main()
