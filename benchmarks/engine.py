@@ -1,0 +1,411 @@
+"""The engine against the limits of its card: decode steps, time to first token, offline throughput.
+
+    python benchmarks/engine.py --out benchmarks/results/engine-h100.json
+
+Everything goes through what a pod runs: EngineLoop on its thread, the scheduler, the sampler. The model has the shape
+of Llama-3.1-8B (bf16, random weights made on the device; the script writes the config into a temporary directory), one
+engine serves all rows. `--shape tiny` is for a CPU: it shows that the script works, not how fast anything is.
+
+- decode_ms_RxC: median time between the results of successive steps that decode R rows and nothing else; the rows'
+  context, averaged over the measured steps, is C. The limit is all weights and that KV, read once at copy speed.
+- ttft_ms_N: from adding a request of N tokens to an idle engine until its token is on the host; median, no prompt is
+  seen twice, chunks of a step's token budget. The limit is the FLOP of a prefill over the measured rates of the
+  model's largest matrix product and of cuDNN's attention.
+- offline_out_tok_s: all requests are there at the start; output tokens over the time until the last one ends.
+- host_wait_ms: median time of a step minus that of its CUDA graph replayed back to back, worst of the decode points.
+- sampling_ratio: steps with temperature, top-p and penalties on over greedy steps, worst of the decode points.
+- copy_gb_s: a copy of 4 GiB on the device, bytes read and written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import itertools
+import json
+import random
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from benchmarks import report
+from benchmarks.limits import Ceilings, Cost, ceilings
+from benchmarks.shapes import GOALS, HOST_WAIT_BAR_MS, SAMPLING_BAR, SHAPES, Goal, Shape
+from common.errors import BatonError
+from common.types import SamplingParams, ValidRequest
+from engine.config import EngineConfig
+from engine.engine import Engine, StepResult
+from engine.loop import EngineLoop
+
+WAIT_S = 120.0
+SLACK = 8  # steps between a change (all rows decode, a replay) and the first step that counts
+AROUND = 16  # steps on either side of the replays that they are compared with
+SAMPLED = SamplingParams(
+    temperature=0.8, top_p=0.95, repetition_penalty=1.1, presence_penalty=0.5, frequency_penalty=0.2
+)
+
+Condition = Callable[[StepResult], bool]
+
+
+def never(_result: StepResult) -> bool:
+    return False
+
+
+class Driver:
+    """Runs requests through the pods' loop and notes when each step's results were on the host.
+
+    One batch at a time: `begin`, `wait` as often as need be, `end`.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.loop = EngineLoop(engine, self._on_step)
+        self.seen: list[tuple[float, StepResult]] = []
+        self._ids = itertools.count()
+        self._names: list[str] = []
+        self._left = 0
+        self._enough: Condition = never
+        self._reached = threading.Event()
+        self._idle = threading.Event()
+        self._errors: list[BatonError] = []
+
+    def _on_step(self, result: StepResult) -> None:
+        self.seen.append((time.perf_counter(), result))
+        for output in result.outputs:
+            if output.finish is not None:
+                self._left -= 1
+                if output.error is not None:
+                    self._errors.append(output.error)
+        if not self._left:
+            self._idle.set()
+        if self._enough(result):
+            self._reached.set()
+
+    def _refused(self, error: BatonError) -> None:
+        self._errors.append(error)
+        self._reached.set()
+        self._idle.set()
+
+    def begin(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> float:
+        """Adds all requests; when it began to."""
+        self.seen.clear()
+        self._idle.clear()
+        self._left = len(prompts)
+        self._names = [f"bench-{next(self._ids)}" for _ in prompts]
+        began = time.perf_counter()
+        for name, prompt, params in zip(self._names, prompts, sampling, strict=True):
+            request = ValidRequest(name, self.engine.layout.model, tuple(prompt), params)
+            self.loop.add(self.engine.new_sequence(request), self._refused)
+        return began
+
+    def wait(self, enough: Condition | None = None) -> None:
+        """Until a step meets the condition, which all later ones meet too; without one, until all requests ended."""
+        if enough is None:
+            self._wait(self._idle)
+            return
+        self._reached.clear()
+        self._enough = enough
+        self._wait(self._reached)
+        self._enough = never
+
+    def end(self) -> None:
+        """Aborts what still runs."""
+        for name in self._names:
+            self.loop.abort(name)
+        self._wait(self._idle)
+        self.loop.call(lambda: None).result(WAIT_S)
+
+    def _wait(self, event: threading.Event) -> None:
+        if not event.wait(WAIT_S):
+            raise SystemExit(f"nothing came of the requests within {WAIT_S:.0f} s")
+        if self._errors:
+            raise SystemExit(f"the engine failed: {self._errors[0]}")
+
+
+class Prompts:
+    """Random prompts, none like another."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._rng = random.Random(0)
+        self._vocab_size = vocab_size
+
+    def make(self, count: int, length: int) -> list[list[int]]:
+        return [self._rng.choices(range(self._vocab_size), k=length) for _ in range(count)]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRun:
+    """Seconds of the measured steps, the rows' mean context over them; what the replays took, and steps around them."""
+
+    times: list[float]
+    context: float
+    replay_s: float | None
+    around: list[float]
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.times)
+
+    @property
+    def host_wait_s(self) -> float | None:
+        return None if self.replay_s is None else statistics.median(self.around) - self.replay_s
+
+
+def context_of(result: StepResult) -> float:
+    """Mean tokens that the rows of a decode step read."""
+    return sum(output.computed for output in result.outputs) / len(result.outputs)
+
+
+def decode_run(
+    driver: Driver, prompts: list[list[int]], sampling: Sequence[SamplingParams], context: int, steps: int
+) -> DecodeRun:
+    """Decodes until the rows' mean context is well past `context`; takes the `steps` steps around it.
+
+    Rows whose prompts came first are ahead by then, which is why contexts are averaged over rows too. The replays come
+    later, between steps that they are compared with: a graph's time grows with the context.
+    """
+    rows = len(prompts)
+
+    def full(result: StepResult) -> bool:
+        return result.num_decode_tokens == rows and not result.num_prompt_tokens
+
+    def past(goal: float) -> Condition:
+        return lambda result: full(result) and context_of(result) >= goal
+
+    driver.begin(prompts, sampling)
+    driver.wait(past(context + steps // 2 + SLACK + AROUND))
+    replay_s, replayed_after = driver.loop.call(
+        lambda: (driver.engine.runner.replay(2 * AROUND), len(driver.seen))
+    ).result(WAIT_S)
+    driver.wait(past(context_of(driver.seen[-1][1]) + AROUND + SLACK))
+    seen = list(driver.seen)
+    driver.end()
+
+    # A step counts when it and the one before it decoded all rows.
+    counted = [
+        (context_of(b), ended - began, i)
+        for i, ((began, a), (ended, b)) in enumerate(itertools.pairwise(seen))
+        if full(a) and full(b)
+    ]
+    nearest = min(range(len(counted)), key=lambda i: abs(counted[i][0] - context))
+    first = min(max(nearest - steps // 2, SLACK), len(counted) - steps)
+    window = counted[first : first + steps]
+    around = [seconds for _, seconds, i in counted if SLACK // 4 < abs(i - replayed_after) <= AROUND]
+    return DecodeRun([s for _, s, _ in window], statistics.fmean(c for c, _, _ in window), replay_s, around)
+
+
+def ttft_s(driver: Driver, prompt: list[int]) -> float:
+    """Seconds from adding the prompt until its token is on the host."""
+    began = driver.begin([prompt], [SamplingParams(temperature=0.0, max_tokens=1)])
+    driver.wait()
+    took = driver.seen[-1][0] - began
+    driver.end()
+    return took
+
+
+def offline_s(driver: Driver, prompts: list[list[int]], output: int) -> float:
+    """Seconds until the last of the requests has ended."""
+    began = driver.begin(prompts, [SamplingParams(temperature=0.0, max_tokens=output)] * len(prompts))
+    driver.wait()
+    took = driver.seen[-1][0] - began
+    driver.end()
+    return took
+
+
+@dataclass(slots=True)
+class Table:
+    """Prints each figure beside its goal and its limit, and keeps both for the result file."""
+
+    goals: dict[str, Goal]
+    metrics: dict[str, float] = field(default_factory=dict)
+    rows: list[dict[str, float | str]] = field(default_factory=list)
+
+    def head(self) -> None:
+        columns = ("bar", "aim", "vLLM", "limit", "share")
+        print(f"{'':<22}{'measured':>10}" + "".join(f"{c:>9}" for c in columns), flush=True)
+
+    def line(self, name: str, value: float, limit: float, note: str = "", **more: float) -> None:
+        """limit: the least time, or the highest rate, that the device allows."""
+        share = value / limit if name.endswith("tok_s") else limit / value
+        self.metrics[name] = round(value, 3)
+        goal = self.goals.get(name)
+        row: dict[str, float | str] = {"name": name, "value": round(value, 3), "limit": round(limit, 3)}
+        if goal is not None:
+            row |= {"bar": goal.bar, "aim": goal.aim, "vllm": goal.vllm}
+        self.rows.append(row | {"share": round(share, 4)} | {k: round(v, 4) for k, v in more.items()})
+        against = [goal.bar, goal.aim, goal.vllm] if goal is not None else ["-"] * 3
+        missed = goal is not None and (value < goal.bar if name.endswith("tok_s") else value > goal.bar)
+        print(
+            f"{name:<22}{value:>10.2f}"
+            + "".join(f"{g:>9}" for g in against)
+            + f"{limit:>9.2f}{share:>9.1%}  {note}{'  BAR MISSED' if missed else ''}",
+            flush=True,
+        )
+
+    def worst(self, name: str, values: Sequence[float], bar: float) -> None:
+        """The worst of figures that have a bar and no limit; the bar holds where the goals do."""
+        value = max(values)
+        self.metrics[name] = round(value, 4)
+        self.rows.append({"name": name, "value": round(value, 4), "bar": bar})
+        missed = self.goals and value > bar
+        print(f"{name:<22}{value:>10.3f}{bar:>9}{'  BAR MISSED' if missed else ''}", flush=True)
+
+
+def measure_decode(shape: Shape, driver: Driver, prompts: Prompts, cost: Cost, ceiling: Ceilings, table: Table) -> None:
+    budget = driver.engine.scheduler.config.token_budget
+    waits: list[float] = []
+    ratios: list[float] = []
+    for rows, context in shape.decode:
+        # While the other rows' prompts run, a row decodes: on average for half of those steps.
+        ahead = rows * context // budget // 2
+        batch = prompts.make(rows, max(context - shape.steps // 2 - 2 * SLACK - ahead, 1))
+        tokens = 2 * ahead + 2 * shape.steps + 8 * (SLACK + AROUND)
+        plain = [SamplingParams(temperature=0.0, max_tokens=tokens)] * rows
+        drawn = [dataclasses.replace(SAMPLED, seed=i, max_tokens=tokens) for i in range(rows)]
+        greedy = decode_run(driver, batch, plain, context, shape.steps)
+        sampled = decode_run(driver, batch, drawn, context, shape.steps)  # the prefix cache has the prompts
+        ratios.append(sampled.median_s / greedy.median_s)
+        more = {
+            "context": greedy.context,
+            "mean": statistics.fmean(greedy.times) * 1e3,
+            "worst": max(greedy.times) * 1e3,
+            "sampling_ratio": ratios[-1],
+        }
+        note = f"context {greedy.context:.0f}, sampling x{ratios[-1]:.3f}"
+        if greedy.host_wait_s is not None:
+            waits.append(greedy.host_wait_s * 1e3)
+            more |= {"host_wait_ms": waits[-1]}
+            note += f", host {waits[-1]:.3f} ms"
+        limit = cost.decode_s(rows * context, ceiling) * 1e3
+        table.line(f"decode_ms_{rows}x{context}", greedy.median_s * 1e3, limit, note, **more)
+    table.worst("sampling_ratio", ratios, SAMPLING_BAR)
+    if waits:
+        table.worst("host_wait_ms", waits, HOST_WAIT_BAR_MS)
+
+
+def measure_ttft(shape: Shape, driver: Driver, prompts: Prompts, cost: Cost, ceiling: Ceilings, table: Table) -> None:
+    for length in shape.ttft:
+        batch = prompts.make(shape.repeats + 1, length)
+        times = [ttft_s(driver, prompt) * 1e3 for prompt in batch][1:]
+        limit = cost.prefill_s(length, ceiling) * 1e3
+        note = f"{min(times):.2f}..{max(times):.2f}"
+        table.line(f"ttft_ms_{length}", statistics.median(times), limit, note, best=min(times), worst=max(times))
+
+
+def measure_offline(
+    shape: Shape, driver: Driver, prompts: Prompts, cost: Cost, ceiling: Ceilings, table: Table
+) -> None:
+    count, prompt, output = shape.offline
+    took = offline_s(driver, prompts.make(count, prompt), output)
+    limit = count * output / cost.offline_s(count, prompt, output, ceiling)
+    table.line("offline_out_tok_s", count * output / took, limit, f"{count} x ({prompt} -> {output}), {took:.1f} s")
+
+
+PARTS = {"decode": measure_decode, "ttft": measure_ttft, "offline": measure_offline}
+
+
+@contextmanager
+def running(config: EngineConfig) -> Iterator[Driver]:
+    """An engine on its thread."""
+    driver = Driver(Engine(config))
+    driver.loop.start()
+    try:
+        driver.begin([[0, 0]], [SamplingParams(temperature=0.0, max_tokens=2)])  # as a pod does before it is ready
+        driver.wait()
+        driver.end()
+        yield driver
+    finally:
+        driver.loop.stop(WAIT_S)
+
+
+def engine_settings(pairs: list[str]) -> dict[str, Any]:
+    """EngineConfig's fields from NAME=VALUE; a value of the wrong kind is the engine's to refuse."""
+    known = {f.name for f in fields(EngineConfig)}
+    settings: dict[str, Any] = {}
+    for pair in pairs:
+        name, _, value = pair.partition("=")
+        if name not in known:
+            raise SystemExit(f"--engine {name}: not a field of EngineConfig ({', '.join(sorted(known))})")
+        try:
+            settings[name] = json.loads(value)
+        except ValueError:
+            settings[name] = value
+    return settings
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--only", choices=PARTS, nargs="+", default=list(PARTS), help="leave the other parts out")
+    parser.add_argument("--engine", metavar="NAME=VALUE", nargs="+", default=[], help="fields of EngineConfig")
+    args = parser.parse_args(argv)
+    began = time.perf_counter()
+    shape = SHAPES[args.shape]
+    with tempfile.TemporaryDirectory() as directory:
+        model_dir = Path(directory)
+        (model_dir / "config.json").write_text(json.dumps(shape.config))
+        settings = {
+            "device": args.device,
+            "load_format": "dummy",
+            "token_budget": shape.token_budget,
+            "block_size": shape.block_size,
+            "max_seqs": max(shape.offline[0], *(rows for rows, _ in shape.decode)),
+            "max_model_len": max(*shape.ttft, *(2 * context for _, context in shape.decode)) + 512,
+        } | engine_settings(args.engine)
+        config = EngineConfig(model_dir=model_dir, **settings)
+        device = config.resolve_device()
+        dtype = getattr(torch, config.resolve_dtype(device))
+        ceiling = ceilings(shape, device, dtype)
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        print(
+            f"{args.shape} on {report.card()}: copy {ceiling.copy_gb_s:.0f} GB/s, matrix product"
+            f" {ceiling.matmul_tflop_s:.0f} TFLOP/s, attention {ceiling.attention_tflop_s:.0f} TFLOP/s",
+            flush=True,
+        )
+        with running(config) as driver:
+            ready_s = time.perf_counter() - began
+            print(f"ready after {ready_s:.1f} s", flush=True)
+            layout = driver.engine.layout
+            cost = Cost(shape.config, dtype.itemsize, layout.block_bytes // layout.block_size)
+            prompts = Prompts(driver.engine.vocab_size)
+            table = Table(GOALS if args.shape == "llama-3.1-8b" else {})
+            table.head()
+            for part in args.only:
+                PARTS[part](shape, driver, prompts, cost, ceiling, table)
+    took_s = time.perf_counter() - began
+    print(f"{took_s:.0f} s in all")
+    table.metrics["copy_gb_s"] = round(ceiling.copy_gb_s, 1)
+    report.write(
+        args.out,
+        "engine",
+        table.metrics,
+        "torch",
+        "triton",
+        shape=args.shape,
+        rows=table.rows,
+        matmul_tflop_s=round(ceiling.matmul_tflop_s, 1),
+        attention_tflop_s=round(ceiling.attention_tflop_s, 1),
+        engine={k: v for k, v in settings.items() if k != "model_dir"},
+        ready_s=round(ready_s, 1),
+        took_s=round(took_s, 1),
+    )
+
+
+if __name__ == "__main__":
+    main()
