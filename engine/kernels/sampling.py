@@ -6,7 +6,8 @@ likelier, and what mass they have. If it does not, no token at or below its logi
 thresholds on the logit), so the best of the tokens above it is asked next. A token that is accepted has the best
 score of all survivors, because it has the best score of a superset: the result is exactly that of sorting. Each
 refusal halves what is left, on average (the rejection of FlashInfer, Ye et al. 2025, with the noise fixed instead of
-redrawn). top-k with top-p needs the mass of the top k first: the k-th logit is found by bisection.
+redrawn). What lies below the k-th largest of the maxima of short segments is out of the top k without being counted;
+so is what min-p cuts. top-k with top-p needs the mass of the top k: its last logit is found by bisection above that.
 
 How a row is sampled is read on the device, from the slot it names, so one captured graph serves any mix of requests,
 and a row pays for what it asks for: a greedy one for the maximum of its logits alone.
@@ -26,6 +27,7 @@ from engine.kernels.launch import launch_flags, overlaps_launches
 
 TILE = 2048
 SCAN = 8192
+SEGMENTS = 8  # of a tile, whose maxima are kept
 IN_PROMPT = 1 << 30  # bit of a count: the token occurs in the prompt
 MIN_TEMPERATURE = 1e-5
 MAX_ENTRIES = 2048  # of one slot
@@ -84,9 +86,9 @@ def _cuts(floats, ints, vocab):
 @triton.jit
 def _score_kernel(
     logits, slots, positions, words, entries, counts, allowed, shaped, scores, best_score, best_token, best_logit,
-    tile_max, tile_sum, tile_finite, logits_row, counts_row, allowed_row, vocab, num_tiles,
-    BV: tl.constexpr, NW: tl.constexpr, NF: tl.constexpr, ENTRIES: tl.constexpr, PROMPT: tl.constexpr,
-    MIN_T: tl.constexpr, MASKED: tl.constexpr, PDL: tl.constexpr,
+    tile_max, tile_sum, tile_finite, segment_max, logits_row, counts_row, allowed_row, vocab, num_tiles,
+    BV: tl.constexpr, SEGMENTS: tl.constexpr, NW: tl.constexpr, NF: tl.constexpr, ENTRIES: tl.constexpr,
+    PROMPT: tl.constexpr, MIN_T: tl.constexpr, MASKED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -137,7 +139,9 @@ def _score_kernel(
     tl.store(tile_finite + at, finite)
     _k, _top_p, _min_p, cut = _cuts(floats, ints, vocab)
     if cut:
-        top = tl.max(x, 0)
+        tops = tl.max(tl.reshape(x, [SEGMENTS, BV // SEGMENTS]), 1)
+        tl.store(segment_max + at * SEGMENTS + tl.arange(0, SEGMENTS), tops)
+        top = tl.max(tops, 0)
         tl.store(best_logit + at, tl.max(tl.where(i == first + where, x, -float("inf")), 0))
         tl.store(tile_max + at, top)
         tl.store(tile_sum + at, tl.sum(tl.exp(x - tl.where(top == -float("inf"), 0.0, top)), 0))
@@ -160,10 +164,24 @@ def _mass_from(shaped, vocab, top, threshold, SCAN: tl.constexpr):
 
 
 @triton.jit
+def _kth_maximum(segment_max, n, k, SIZE: tl.constexpr):
+    """The k-th largest of n numbers, n <= SIZE; -inf when there are fewer. By counting what is larger than each."""
+    i = tl.arange(0, SIZE)
+    mine = tl.load(segment_max + i, mask=i < n, other=-float("inf"))
+    larger = tl.zeros([SIZE], tl.int32)
+    for first in range(0, n, 64):
+        j = first + tl.arange(0, 64)
+        other = tl.load(segment_max + j, mask=j < n, other=-float("inf"))
+        larger += tl.sum((other[None, :] > mine[:, None]).to(tl.int32), 1)
+    return tl.min(tl.where(larger < k, mine, float("inf")), 0)
+
+
+@triton.jit
 def _pick_kernel(
-    slots, words, counts, shaped, scores, best_score, best_token, best_logit, tile_max, tile_sum, tile_finite, tokens,
-    finite, counts_row, vocab, num_tiles,
-    TILES: tl.constexpr, SCAN: tl.constexpr, NW: tl.constexpr, NF: tl.constexpr, PDL: tl.constexpr,
+    slots, words, counts, shaped, scores, best_score, best_token, best_logit, tile_max, tile_sum, tile_finite,
+    segment_max, tokens, finite, counts_row, vocab, num_tiles,
+    TILES: tl.constexpr, SEGMENTS: tl.constexpr, SCAN: tl.constexpr, NW: tl.constexpr, NF: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -191,9 +209,13 @@ def _pick_kernel(
         top = tl.max(tops, 0)
         total = tl.sum(tl.load(tile_sum + at, mask=ok, other=0.0) * tl.exp(tops - top), 0)
         floor = tl.where(min_p > 0.0, top + tl.log(tl.maximum(min_p, 1e-30)), -float("inf"))
+        kth = tl.full([], -float("inf"), tl.float32)
+        if k < vocab:
+            kth = _kth_maximum(segment_max + row * num_tiles * SEGMENTS, num_tiles * SEGMENTS, k, TILES * SEGMENTS)
+            floor = tl.maximum(floor, kth)
         if (k < vocab) & (top_p < 1.0):
             # Invariant: at least k logits are >= low, fewer than k are >= high.
-            low = top - 64.0
+            low = tl.where(kth > -float("inf"), kth, top - 64.0)
             high = tl.where(top > 0, top * 1.0001 + 1e-30, top * 0.9999 + 1e-30)
             count, mass = _mass_from(shaped, vocab, top, low, SCAN)
             if count < k:
@@ -225,7 +247,7 @@ def _pick_kernel(
                 above = x > logit
                 count += above.to(tl.int32)
                 mass += tl.where(above, tl.exp(x - top), 0.0)
-                score = tl.load(scores + i, mask=above, other=-float("inf"))
+                score = tl.load(scores + i, mask=above & (x >= floor), other=-float("inf"))
                 better = score > best
                 best = tl.where(better, score, best)
                 where = tl.where(better, i, where)
@@ -252,6 +274,7 @@ class Sampler:
         self._tiles = triton.cdiv(vocab, TILE)
         self._shaped, self._scores = torch.empty(2, max_rows, vocab, dtype=torch.float32, device=device).unbind(0)
         self._partial = torch.empty(4, max_rows, self._tiles, dtype=torch.float32, device=device).unbind(0)
+        self._segments = torch.empty(max_rows, self._tiles * SEGMENTS, dtype=torch.float32, device=device)
         self._partial_ints = torch.empty(2, max_rows, self._tiles, dtype=torch.int32, device=device).unbind(0)
 
     def sample(
@@ -287,16 +310,16 @@ class Sampler:
         pdl = overlaps_launches(logits.device)
         _score_kernel[(self._tiles, rows)](
             logits, slots, positions, params.words, params.entries, params.counts, mask, self._shaped, self._scores,
-            score, token, logit, top, total, tile_finite,
+            score, token, logit, top, total, tile_finite, self._segments,
             logits.stride(0), params.counts.stride(0), mask.stride(0), self._vocab, self._tiles,
-            BV=TILE, NW=WORDS, NF=NUM_FLOATS, ENTRIES=MAX_ENTRIES, PROMPT=IN_PROMPT, MIN_T=MIN_TEMPERATURE,
-            MASKED=allowed is not None, PDL=pdl, num_warps=4, **launch_flags(pdl),
+            BV=TILE, SEGMENTS=SEGMENTS, NW=WORDS, NF=NUM_FLOATS, ENTRIES=MAX_ENTRIES, PROMPT=IN_PROMPT,
+            MIN_T=MIN_TEMPERATURE, MASKED=allowed is not None, PDL=pdl, num_warps=4, **launch_flags(pdl),
         )  # fmt: skip
         scan = min(SCAN, triton.next_power_of_2(self._vocab))
         _pick_kernel[(rows,)](
             slots, params.words, params.counts, self._shaped, self._scores, score, token, logit, top, total,
-            tile_finite, tokens, finite, params.counts.stride(0), self._vocab, self._tiles,
-            TILES=triton.next_power_of_2(self._tiles), SCAN=scan, NW=WORDS, NF=NUM_FLOATS, PDL=pdl,
+            tile_finite, self._segments, tokens, finite, params.counts.stride(0), self._vocab, self._tiles,
+            TILES=triton.next_power_of_2(self._tiles), SEGMENTS=SEGMENTS, SCAN=scan, NW=WORDS, NF=NUM_FLOATS, PDL=pdl,
             num_warps=scan // 256 or 1, **launch_flags(pdl),
         )  # fmt: skip
         return tokens, finite.view(torch.bool)
