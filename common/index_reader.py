@@ -94,7 +94,7 @@ class IndexReader:
     async def _read_pods(self, client: Client) -> list[PodStatus]:
         names = [scope.decode() if isinstance(scope, bytes) else scope for scope in await client.hkeys(SCOPES_KEY)]
         keys = [Keys(name) for name in names]
-        answers = await self._pods.run_each(client, [((k.pods, k.slots), (k.prefix,)) for k in keys]) if keys else []
+        answers = await asyncio.gather(*(self._pods.run(client, (k.pods, k.slots), (k.prefix,)) for k in keys))
         scopes: dict[str, _Scope] = {}
         found: list[PodStatus] = []
         for name, (epoch, rows) in zip(names, answers, strict=True):

@@ -108,20 +108,6 @@ class Script:
         except NoScriptError:
             return await client.eval(self._text, len(keys), *keys, *args)
 
-    async def run_each(self, client: Client, calls: Sequence[tuple[Sequence[str], Sequence[Arg]]]) -> list[Any]:
-        """The answers of several calls in one round trip; the scopes of a cluster are on different nodes."""
-        for attempt in (0, 1):
-            async with client.pipeline(transaction=False) as pipe:
-                for keys, args in calls:
-                    pipe.evalsha(self._sha, len(keys), *keys, *args)
-                try:
-                    return list(await pipe.execute())
-                except NoScriptError:
-                    if attempt:
-                        raise
-            await client.script_load(self._text)
-        raise AssertionError("unreachable")
-
 
 class _SentinelRedis(redis.Redis):
     """Closes the connections to the sentinels with its own."""
