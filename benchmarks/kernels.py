@@ -27,6 +27,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from common.kv_layout import FP8_DTYPE, KVLayout
 from common.types import SamplingParams
 from engine.device_sampler import DeviceSampler
 from engine.kernels.dense_prefill import cudnn_prefill, dense_prefill
@@ -38,6 +39,8 @@ from engine.kernels.paged_prefill import paged_prefill
 from engine.kernels.prefix import gather_kv
 from engine.kernels.rope_kv import rope_kv_write
 from engine.kernels.skinny import skinny
+from engine.kv_pool import KVPool
+from engine.layer_kv import LayerKV, decode, encode
 from engine.sampler import SampleRow
 
 HEADS, KV_HEADS, DIM, BLOCK, HIDDEN, INNER, VOCAB = 32, 8, 128, 16, 4096, 14336, 128256
@@ -149,15 +152,43 @@ def ceilings() -> Report:
 
 
 class Pool:
-    """A pool of random KV with room for `tokens` tokens, block tables in random order."""
+    """A pool of random KV with room for `tokens` tokens, block tables in random order; fp8: e4m3 with scales."""
 
-    def __init__(self, tokens: int) -> None:
+    def __init__(self, tokens: int, *, fp8: bool = False) -> None:
         blocks = tokens // BLOCK
-        self.data = torch.empty(blocks + 1, LAYERS, 2, KV_HEADS, BLOCK, DIM, dtype=DTYPE, device=DEVICE).normal_()
+        layout = KVLayout("", "", LAYERS, KV_HEADS, DIM, BLOCK, FP8_DTYPE if fp8 else "bfloat16")
+        self._layers = KVPool(layout, blocks, DEVICE).layers()
+        for layer in self._layers:
+            for first in range(0, blocks, 1024):
+                part = slice(first, first + 1024)
+                kv = normal(*layer.kv[part].shape)
+                if layer.scales is None:
+                    layer.kv[part] = kv
+                else:
+                    layer.kv[part], scales = encode(kv)
+                    layer.scales[part] = scales.permute(0, 2, 3, 1)
         self._order = torch.randperm(blocks, device=DEVICE).int()
 
-    def layer(self, i: int) -> Tensor:
-        return self.data[:, i % LAYERS]
+    @property
+    def itemsize(self) -> int:
+        return self._layers[0].kv.element_size()
+
+    @property
+    def token_bytes(self) -> int:
+        """Of one token in one layer, with the scales."""
+        scales = self._layers[0].scales
+        return 2 * KV_HEADS * (DIM * self.itemsize + (0 if scales is None else scales.element_size()))
+
+    def layer(self, i: int) -> LayerKV:
+        return self._layers[i % LAYERS]
+
+    def numbers(self, table: Tensor) -> Tensor:
+        """[2, kv_heads, tokens, D] of the blocks in layer 0."""
+        layer, blocks = self.layer(0), table.long()
+        both = layer.kv[blocks].permute(1, 2, 0, 3, 4).flatten(2, 3)
+        if layer.scales is None:
+            return both
+        return decode(both, layer.scales[blocks].permute(3, 1, 0, 2).flatten(2, 3), torch.float32)
 
     def tables(self, seqs: int, length: int) -> Tensor:
         count = -(-length // BLOCK)
@@ -165,7 +196,7 @@ class Pool:
 
     def reference(self, q: Tensor, table: Tensor, length: int) -> Tensor:
         """Causal attention, in float64, of q [T, heads, D], the last T tokens of `length`, over layer 0."""
-        both = self.layer(0)[table.long()].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length].double()
+        both = self.numbers(table)[:, :, :length].double()
         out = torch.empty(q.shape, dtype=torch.float64, device=DEVICE)
         key = torch.arange(length, device=DEVICE)
         hidden = key[None] > torch.arange(length - q.shape[0], length, device=DEVICE)[:, None]
@@ -176,14 +207,14 @@ class Pool:
         return out
 
 
-def decode(report: Report, pool: Pool, seqs: int, length: int, new: int) -> None:
+def decode_attention(report: Report, pool: Pool, seqs: int, length: int, new: int) -> None:
     programs = num_shares(DEVICE)
     tables = pool.tables(seqs, length)
     cu_q = torch.arange(seqs + 1, device=DEVICE, dtype=torch.int32) * new
     lens = torch.full((seqs,), length, device=DEVICE, dtype=torch.int32)
     q, out = normal(seqs * new, HEADS, DIM), poisoned(seqs * new, HEADS, DIM)
     space = decode_workspace(programs, HEADS, KV_HEADS, new, DIM, DEVICE)
-    plan = plan_decode(cu_q, lens, space, num_kv_heads=KV_HEADS, head_dim=DIM, itemsize=2)
+    plan = plan_decode(cu_q, lens, space, num_kv_heads=KV_HEADS, head_dim=DIM, itemsize=pool.itemsize)
     torch.cuda.synchronize()
 
     def launch(i: int) -> None:
@@ -195,9 +226,10 @@ def decode(report: Report, pool: Pool, seqs: int, length: int, new: int) -> None
         for b in (0, seqs // 2, seqs - 1)
     )
     name = "verify" if new > 1 else "decode"
-    shape = f"{seqs}x{length}" + (f", {new} tokens" if new > 1 else "")
-    key = f"{name}_{seqs}x{length}" + (f"_{new}" if new > 1 else "")
-    report.bytes(f"{name} attention", shape, seconds(launch), seqs * length * KV_HEADS * DIM * 4, worst, key)
+    tokens, bits = (f", {new} tokens" if new > 1 else ""), (", e4m3" if pool.itemsize == 1 else "")
+    key = f"{name}_{seqs}x{length}" + (f"_{new}" if new > 1 else "") + ("_fp8" if bits else "")
+    moved = seqs * length * pool.token_bytes
+    report.bytes(f"{name} attention", f"{seqs}x{length}{tokens}{bits}", seconds(launch), moved, worst, key)
 
 
 def prefill(report: Report, pool: Pool, new: int, length: int) -> None:
@@ -213,11 +245,11 @@ def prefill(report: Report, pool: Pool, new: int, length: int) -> None:
     head, tail = pool.reference(q[:64], table[0], start + 64), pool.reference(q[-64:], table[0], length)
 
     def backend(i: int) -> Tensor:
-        prefix = gather_kv(pool.layer(i), table[0], start) if start else None
+        prefix = gather_kv(pool.layer(i), table[0], start, dtype=DTYPE) if start else None
         return cudnn_prefill(q, kv[:, 0], kv[:, 1], prefix, scale=SCALE)
 
     def own(i: int) -> Tensor:
-        keys, values = gather_kv(pool.layer(i), table[0], length, multiple=128)
+        keys, values = gather_kv(pool.layer(i), table[0], length, dtype=DTYPE, multiple=128)
         return dense_prefill(q, keys, values, length=length, scale=SCALE)
 
     def paged(i: int) -> Tensor:
@@ -260,7 +292,7 @@ def small(report: Report, pool: Pool, rows: int) -> None:
     a, b = keys.chunk(2, -1)
     c, s = cos[:rows, None].double(), sin[:rows, None].double()
     rope_kv_write(qkv, pool.layer(0), positions[:rows], slots[:rows], cos, sin, num_heads=HEADS)
-    written = pool.layer(0)[slots[:rows] // BLOCK, 0, :, slots[:rows] % BLOCK]
+    written = pool.layer(0).kv[slots[:rows] // BLOCK, 0, :, slots[:rows] % BLOCK]
     worst = error(written, torch.cat([a * c - b * s, b * c + a * s], -1))
     time_s = seconds(
         lambda i: rope_kv_write(qkv, pool.layer(i), positions[:rows], slots[:rows], cos, sin, num_heads=HEADS)
@@ -381,10 +413,10 @@ LINEARS = [  # outputs, inputs, what is fused in at one row, and at a few
 
 def run(report: Report, part: str) -> None:
     match part:
-        case "decode":
-            pool = Pool(131072 + BLOCK)
+        case "decode" | "decode_fp8":
+            pool = Pool(131072 + BLOCK, fp8=part == "decode_fp8")
             for seqs, length, new in [(64, 2048, 1), (16, 8192, 1), (1, 32768, 1), (16, 8192, 5), (128, 1024, 1)]:
-                decode(report, pool, seqs, length, new)
+                decode_attention(report, pool, seqs, length, new)
         case "prefill":
             pool = Pool(131072 + BLOCK)
             for new, length in [(8192, 8192), (2048, 8192), (2048, 16384), (512, 8192)]:
@@ -410,7 +442,7 @@ def run(report: Report, part: str) -> None:
                     sampling(report, rows, kind)
 
 
-PARTS = ("decode", "prefill", "small", "one_row", "few_rows", "residual", "sampling")
+PARTS = ("decode", "decode_fp8", "prefill", "small", "one_row", "few_rows", "residual", "sampling")
 
 
 def main() -> None:
