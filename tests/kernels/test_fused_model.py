@@ -22,12 +22,12 @@ from engine.models.spec import ModelSpec, parse_spec
 
 from .paged import error
 
-VOCAB, BLOCK, BLOCKS = 77, 4, 24
+VOCAB, BLOCK, BLOCKS = 39, 4, 24
 BASE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": VOCAB,
-    "hidden_size": 48,
-    "intermediate_size": 40,
+    "hidden_size": 32,
+    "intermediate_size": 24,
     "num_hidden_layers": 1,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -37,12 +37,11 @@ BASE: dict[str, Any] = {
 WIDE: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1}
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"num_hidden_layers": 2},
-    "llama-biases-head-dim-80": WIDE | {"attention_bias": True, "mlp_bias": True, "head_dim": 80, "hidden_size": 100},
-    "llama-tied-mha": {"tie_word_embeddings": True, "num_key_value_heads": 4},
-    "mistral-window": {"architectures": ["MistralForCausalLM"], "sliding_window": 5},
+    "llama-biases-head-dim-80": WIDE | {"attention_bias": True, "mlp_bias": True, "head_dim": 80, "hidden_size": 36},
+    "mistral-window-mha": {"architectures": ["MistralForCausalLM"], "sliding_window": 5, "num_key_value_heads": 4},
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "num_attention_heads": 3, "num_key_value_heads": 1},
-    "qwen3-head-dim-96": WIDE | {"architectures": ["Qwen3ForCausalLM"], "head_dim": 96},
-    "qwen3-bias-tied": {"architectures": ["Qwen3ForCausalLM"], "attention_bias": True, "tie_word_embeddings": True},
+    "qwen3-bias-tied-head-dim-96": WIDE
+    | {"architectures": ["Qwen3ForCausalLM"], "head_dim": 96, "attention_bias": True, "tie_word_embeddings": True},
 }
 Step = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 TABLES = [[7, 2], [0, 5], [12, 10, 3]]
