@@ -84,6 +84,7 @@ class DeviceSampler:
         self._history.pop(slot, None)
         self._changed = True
 
+    @torch.inference_mode()
     def flush(self) -> None:
         """Uploads what changed since the last flush; without a change it does nothing. Not inside a graph."""
         if not self._changed:
