@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from common.errors import InternalError
 from common.kv_layout import FP8_DTYPE, KVLayout
 from engine.layer_kv import LayerKV
+from engine.upload import upload
 
 # e4m3 numbers are bytes here: torch moves few of its 8-bit floats, and the code that reads them knows what they are.
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, FP8_DTYPE: torch.uint8}
@@ -57,7 +59,8 @@ class KVPool:
         if len(blocks) == 1:
             self.data[blocks[0]].zero_()
         elif blocks:
-            self.data.index_fill_(0, torch.tensor(blocks, device=self.data.device), 0)
+            (index,) = upload([np.array(blocks)], self.data.device)
+            self.data.index_fill_(0, index, 0)
 
     def read_block(self, block: int) -> bytes:
         """The block_bytes bytes of one block."""

@@ -18,10 +18,10 @@ class Lease:
     """blocks: physical blocks in logical order, empty once finished.
 
     cached_blocks: how many of them came from the cache with their KV. published: how many lead blocks have their hash
-    registered.
+    registered. swaps: how often one of `blocks` was replaced; otherwise they only grow at the end.
     """
 
-    __slots__ = ("_ledger", "blocks", "cached_blocks", "finished", "published", "reason")
+    __slots__ = ("_ledger", "blocks", "cached_blocks", "finished", "published", "reason", "swaps")
 
     def __init__(self, ledger: BlockLedger, blocks: list[int], cached_blocks: int) -> None:
         """Called under the ledger's lock, by the pool, with one request counted on each block."""
@@ -30,6 +30,7 @@ class Lease:
         self.published = cached_blocks
         self.finished = False
         self.reason = ""
+        self.swaps = 0
         self._ledger = ledger
         ledger.leases.add(self)
 
@@ -119,6 +120,7 @@ class Lease:
         assert canonical != block, "a block published twice at one place"
         self._ledger.add((canonical,), self._ledger.requests)
         self.blocks[i] = canonical
+        self.swaps += 1
         duplicates.append(block)
 
     def _range(self, first: int, count: int) -> list[int]:

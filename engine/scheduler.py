@@ -13,10 +13,14 @@ Nothing waits in a circle. A decode without room for its next token preempts the
 the first in rank always goes on; without one below it, it keeps its blocks and waits. Preempted sequences are admitted
 before new ones, and admission never overtakes. If nothing can run, a paused sequence gives its blocks up. What then
 still holds blocks are leases and holds outside, which end by themselves: the batch is empty, and the next may not be.
+
+A batch may be planned while the one before it runs (see Sequence). A sequence that ends with the token that is being
+sampled is left out; nobody is preempted while the step in flight is about to give blocks back.
 """
 
 from __future__ import annotations
 
+import heapq
 from bisect import insort
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -104,6 +108,7 @@ class Scheduler:
         self._by_id: dict[str, Sequence] = {}
         self._running: list[Sequence] = []
         self._waiting: list[Sequence] = []
+        self._slots = list(range(config.max_seqs))  # free ones, a heap
         self._arrivals = 0
         self._preemptions = 0
         self._recomputed_tokens = 0
@@ -149,7 +154,7 @@ class Scheduler:
         if self._by_id.get(seq.request_id) is not seq:
             return
         del self._by_id[seq.request_id]
-        (self._running if seq in self._running else self._waiting).remove(seq)
+        self._take_out(seq)
         seq.finish = reason
 
     def abort(self, request_id: str) -> Sequence | None:
@@ -181,9 +186,9 @@ class Scheduler:
         )
 
     def schedule(self) -> Batch:
-        """The next step's work; leases blocks for it. Every item must be computed before the next call."""
+        """The next step's work; leases blocks for it. Every item must be computed or launched before the next call."""
         items = self._plan()
-        while not items and any(not seq.paused for seq in self._waiting) and not self._pool.deferred():
+        while not items and any(not seq.paused for seq in self._waiting) and not self._blocks_come_back():
             paused = [seq for seq in self._lease_holders() if seq.paused]
             if not paused:
                 break
@@ -208,7 +213,17 @@ class Scheduler:
             if seq.lease is None and not (new and self._lease(seq)):
                 return
             del self._waiting[turn]
+            seq.slot = heapq.heappop(self._slots)
             insort(self._running, seq, key=_rank)
+
+    def _take_out(self, seq: Sequence) -> None:
+        """Of the running or the waiting sequences."""
+        if seq.slot < 0:
+            self._waiting.remove(seq)
+        else:
+            self._running.remove(seq)
+            heapq.heappush(self._slots, seq.slot)
+            seq.slot = -1
 
     def _lease(self, seq: Sequence) -> bool:
         """Lease blocks for all known tokens, and leave one for the growth of each sequence that runs."""
@@ -230,10 +245,11 @@ class Scheduler:
             if len(items) == limit:
                 break
             # One that was preempted by an earlier one of this loop has nothing computed, so it does not decode.
-            if seq.paused or not seq.decoding:
+            if seq.paused or not seq.decoding or seq.exhausted:
                 continue
-            if seq.computed < seq.allocated or self._grow(seq):
-                items.append(Item(seq, seq.computed, 1, sample=True, decode=True))
+            start = seq.start
+            if start < seq.allocated or self._grow(seq):
+                items.append(Item(seq, start, 1, sample=True, decode=True))
         return items
 
     def _has_prompts(self) -> bool:
@@ -243,12 +259,15 @@ class Scheduler:
         """One more block for a decode, at the cost of those below it; False when it has to wait."""
         assert seq.lease is not None
         while not seq.lease.grow():
-            # Steps in flight give their blocks back soon: do not preempt more for them.
-            victim = None if self._pool.deferred() else self._victim(seq)
+            victim = None if self._blocks_come_back() else self._victim(seq)
             if victim is None:
                 return False
             self._preempt(victim)
         return True
+
+    def _blocks_come_back(self) -> bool:
+        """The end of a step in flight frees some: those given up meanwhile, or of a sequence that ends with it."""
+        return self._pool.deferred() > 0 or any(seq.exhausted for seq in self._running)
 
     def _victim(self, seq: Sequence) -> Sequence | None:
         """The lowest in rank below seq, else the lowest of those that do not run: paused, or waiting for a slot."""
@@ -261,7 +280,7 @@ class Scheduler:
         return self._running + [seq for seq in self._waiting if seq.lease is not None]
 
     def _preempt(self, seq: Sequence) -> None:
-        (self._running if seq in self._running else self._waiting).remove(seq)
+        self._take_out(seq)
         seq.preempt()
         self._preemptions += 1
         insort(self._waiting, seq, key=_turn)
@@ -289,7 +308,7 @@ class Scheduler:
         half, size = (budget + 1) // 2, self._pool.block_size
         if seq.remaining <= half:
             return seq.remaining
-        above = self._blocks(seq.computed + half) * size - seq.computed
+        above = self._blocks(seq.start + half) * size - seq.start
         if above <= budget:
             return min(above, seq.remaining)
         below = self._aligned(seq, budget)
@@ -300,20 +319,21 @@ class Scheduler:
         if seq.remaining <= limit:
             return seq.remaining
         size = self._pool.block_size
-        return max(0, (seq.computed + limit) // size * size - seq.computed)
+        return max(0, (seq.start + limit) // size * size - seq.start)
 
     def _chunk(self, seq: Sequence, num_new: int) -> Item:
-        end = seq.computed + num_new
+        start = seq.start
+        end = start + num_new
         assert end <= seq.allocated
-        recomputed = max(0, min(end, seq.recompute_until) - seq.computed)
+        recomputed = max(0, min(end, seq.recompute_until) - start)
         self._recomputed_tokens += recomputed
-        return Item(seq, seq.computed, num_new, sample=end == len(seq.tokens), recomputed=recomputed)
+        return Item(seq, start, num_new, sample=end == seq.length, recomputed=recomputed)
 
     def _match_again(self, seq: Sequence) -> None:
         """A prompt that has not started may find blocks that others published since its admission."""
         lease = seq.lease
         assert lease is not None
-        if seq.computed == lease.cached_blocks * self._pool.block_size:
+        if seq.start == lease.cached_blocks * self._pool.block_size:
             cached = lease.adopt(seq.matchable_hashes())
             if cached * self._pool.block_size > seq.computed:
                 self._start_from(seq, cached)

@@ -1,8 +1,11 @@
 """One request as the engine runs it: its tokens, how many of them have KV, and the lease that holds the KV.
 
-Invariant: computed <= allocated <= max_len. Prefill, chunk, decode and verify are the same operation on it: a step
-computes KV for `num_new` tokens from `computed` on, and where it reaches the end of `tokens`, samples what follows.
+Invariant: computed <= start <= allocated <= max_len. Prefill, chunk, decode and verify are the same operation on it: a
+step computes KV for `num_new` tokens from `start` on, and where it reaches the end (`length`), samples what follows.
 A preemption takes lease and KV away (computed = 0) and leaves the tokens: the same arithmetic computes them again.
+
+The host may plan a step before it has seen the last one's result: `launched` tokens are being computed, and `pending`
+sampled tokens exist on the device alone. start and length count them, computed and tokens do not.
 """
 
 from __future__ import annotations
@@ -18,8 +21,9 @@ class Sequence:
     """tokens: prompt and output. computed: tokens whose KV exists in the lease's blocks.
 
     cached_tokens: prompt tokens that the prefix cache supplied. hand_off: ends after its first token, another pod goes
-    on. paused: not scheduled until its reader catches up. finish: why it ended, None while it lives. The scheduler sets
-    `arrival`, `lease`, `preemptions` and, on admission, `computed`; the engine advances it after each step.
+    on. paused: not scheduled until its reader catches up. finish: why it ended, None while it lives. slot: its own
+    number below the scheduler's max_seqs while it runs. The scheduler sets `arrival`, `lease`, `preemptions`, `slot`
+    and, on admission, `computed`; the stepper calls `launch` and `settle`.
     """
 
     __slots__ = (
@@ -31,13 +35,16 @@ class Sequence:
         "computed",
         "finish",
         "hand_off",
+        "launched",
         "lease",
         "paused",
+        "pending",
         "preemptions",
         "priority",
         "prompt_len",
         "request",
         "request_id",
+        "slot",
         "tokens",
     )
 
@@ -61,6 +68,9 @@ class Sequence:
         self.block_size = block_size
         self.lease = lease
         self.computed = computed
+        self.launched = 0
+        self.pending = 0
+        self.slot = -1
         self.cached_tokens = lease.cached_blocks * block_size if lease is not None else 0
         self.hand_off = hand_off
         self.finish: FinishReason | None = None
@@ -79,14 +89,30 @@ class Sequence:
         return self.tokens[self.prompt_len :]
 
     @property
+    def length(self) -> int:
+        """Tokens, with those that only the device knows."""
+        return len(self.tokens) + self.pending
+
+    @property
+    def start(self) -> int:
+        """Where the next step goes on: tokens that have KV once the launched steps end."""
+        return self.computed + self.launched
+
+    @property
     def remaining(self) -> int:
-        """Known tokens that have no KV yet; 1 for a sequence that decodes."""
-        return len(self.tokens) - self.computed
+        """Tokens that no step has been launched for; 1 for a sequence that decodes."""
+        return self.length - self.start
 
     @property
     def decoding(self) -> bool:
-        """All but the newest token have KV, and the newest is an output."""
-        return self.computed >= self.prompt_len and self.computed == len(self.tokens) - 1
+        """All but the newest token have KV or are being computed, and the newest is an output."""
+        start = self.computed + self.launched
+        return start >= self.prompt_len and start == len(self.tokens) + self.pending - 1
+
+    @property
+    def exhausted(self) -> bool:
+        """It ends with the tokens that are pending, whatever they are."""
+        return self.pending > 0 and self.length >= self.max_len
 
     @property
     def allocated(self) -> int:
@@ -108,6 +134,17 @@ class Sequence:
         """Preempted, and not yet caught up."""
         return self.computed < self._recompute_until
 
+    def launch(self, num_new: int, *, sample: bool) -> None:
+        """A step computes num_new tokens from `start` on and, with sample, what follows them."""
+        self.launched += num_new
+        self.pending += sample
+
+    def settle(self, num_new: int, *, sample: bool) -> None:
+        """The oldest launched step has ended; what it sampled is the caller's to append."""
+        self.launched -= num_new
+        self.pending -= sample
+        self.computed += num_new
+
     def append(self, token: int) -> None:
         """The token that was sampled after the last one."""
         self.tokens.append(token)
@@ -127,10 +164,10 @@ class Sequence:
             self.lease.publish(self.publishable_hashes())
 
     def preempt(self) -> None:
-        """Give blocks and KV up, keep the tokens."""
+        """Give blocks and KV up, keep the tokens. What launched steps do for it is lost, and sampled again."""
         assert self.lease is not None
         self.lease.finish("preempted")
         self.lease = None
         self._recompute_until = max(self._recompute_until, self.computed)
-        self.computed = 0
+        self.computed = self.launched = self.pending = 0
         self.preemptions += 1

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+import numpy as np
 from torch import Tensor
 
 from engine.layer_kv import LayerKV
@@ -28,7 +29,7 @@ class StepShape:
 
     starts: Sequence[int]
     num_new: Sequence[int]
-    blocks: Sequence[Sequence[int]]
+    blocks: Sequence[Sequence[int] | np.ndarray]
 
 
 class AttentionBackend(Protocol[M]):
@@ -37,6 +38,10 @@ class AttentionBackend(Protocol[M]):
     Scores are q . k * scale, then softcap * tanh(score / softcap) where the model has a softcap. All that is seen is
     read from the cache, new tokens too: with an 8-bit cache a step's cut into chunks changes no number.
     """
+
+    @property
+    def reads_unwritten(self) -> bool:
+        """Slots past a row's end are read, and masked: they must be finite."""
 
     def prepare(self, step: StepShape) -> M:
         """Metadata of one step, on the device."""

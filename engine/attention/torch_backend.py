@@ -49,6 +49,8 @@ class TorchMetadata:
 class TorchAttention:
     """`layers` are the pool's, windows those of the model; scale None: head_dim ** -0.5; softcap None: none."""
 
+    reads_unwritten = True
+
     def __init__(
         self,
         layers: Sequence[LayerKV],

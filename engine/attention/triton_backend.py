@@ -19,6 +19,7 @@ from torch import Tensor
 
 from engine.attention.base import StepShape
 from engine.layer_kv import LayerKV
+from engine.upload import upload
 
 if TYPE_CHECKING:
     from engine.kernels.paged_decode import DecodePlan, DecodeWorkspace
@@ -61,7 +62,7 @@ class LongRow:
 
 @dataclass(frozen=True, slots=True)
 class TritonMetadata:
-    """slots: int64 [T], where each new token's KV goes (-1: nowhere). plans: the decode work, one for each window."""
+    """slots: int32 [T], where each new token's KV goes (-1: nowhere). plans: the decode work, one for each window."""
 
     slots: Tensor
     decode: Span | None
@@ -72,6 +73,8 @@ class TritonMetadata:
 
 class TritonAttention:
     """`layers` are the pool's, windows those of the model; scale None: head_dim ** -0.5; softcap None: none."""
+
+    reads_unwritten = False
 
     def __init__(
         self,
@@ -110,43 +113,47 @@ class TritonAttention:
             tables[row, :count] = blocks[:count]
         row_of = np.repeat(np.arange(len(starts)), num_new)
         position = np.arange(len(row_of)) - firsts[row_of] + starts[row_of]
-        slots = tables[row_of, position // self._block_size].astype(np.int64) * self._block_size
-        on_device = self._tensor(tables)
+        slots = tables[row_of, position // self._block_size] * self._block_size + position % self._block_size
+
+        kinds = [self._kind(s, n) for s, n in zip(starts.tolist(), num_new.tolist(), strict=True)]
+        runs = [
+            (first, last, kind)
+            for low, high, kind in _runs(kinds)
+            for first, last in ([(row, row + 1) for row in range(low, high)] if kind == "long" else [(low, high)])
+        ]
+        arrays = [slots.astype(np.int32)]
+        for low, high, _ in runs:
+            width = int(counts[low:high].max())
+            arrays += [firsts[low : high + 1] - firsts[low], ends[low:high], tables[low:high, :width]]
+        slots_there, *there = upload([array.astype(np.int32, copy=False) for array in arrays], self._device)
 
         decode: Span | None = None
         paged: list[Span] = []
         long: list[LongRow] = []
-        for low, high, kind in _runs(
-            [self._kind(s, n) for s, n in zip(starts.tolist(), num_new.tolist(), strict=True)]
-        ):
+        for (low, high, kind), cu_q, seq_lens, table in zip(runs, there[::3], there[1::3], there[2::3], strict=True):
+            first, start, new = int(firsts[low]), int(starts[low]), int(num_new[low])
             if kind == "long":
-                for row in range(low, high):
-                    start, new = int(starts[row]), int(num_new[row])
-                    whole = new % CUDNN_QUANTUM == 0 and start % CUDNN_QUANTUM == 0 and not self._softcap
-                    bounds = self._tensor(np.array([0, new, start + new], dtype=np.int32))
-                    long.append(
-                        LongRow(int(firsts[row]), start, new, on_device[row], bounds[:2], bounds[2:], cudnn=whole)
-                    )
+                whole = new % CUDNN_QUANTUM == 0 and start % CUDNN_QUANTUM == 0 and not self._softcap
+                long.append(LongRow(first, start, new, table[0], cu_q, seq_lens, cudnn=whole))
                 continue
-            span = Span(
-                first_token=int(firsts[low]),
-                num_tokens=int(firsts[high] - firsts[low]),
-                max_new=int(num_new[low:high].max()),
-                cu_q=self._tensor((firsts[low : high + 1] - firsts[low]).astype(np.int32)),
-                seq_lens=self._tensor(ends[low:high].astype(np.int32)),
-                tables=on_device[low:high],
-            )
+            span = Span(first, int(firsts[high]) - first, int(num_new[low:high].max()), cu_q, seq_lens, table)
             if kind == "decode" and decode is None:
                 decode = span
             else:
                 paged.append(span)
-        return TritonMetadata(
-            slots=self._tensor(slots + position % self._block_size),
-            decode=decode,
-            plans={window: self._plan(decode, window) for window in self._windows} if decode else {},
-            paged=tuple(paged),
-            long=tuple(long),
-        )
+        plans = {window: self._plan(decode, window) for window in self._windows} if decode else {}
+        return TritonMetadata(slots_there, decode, plans, tuple(paged), tuple(long))
+
+    def decode_metadata(
+        self, slots: Tensor, cu_q: Tensor, seq_lens: Tensor, tables: Tensor, *, max_new: int
+    ) -> TritonMetadata:
+        """`prepare` for rows with up to max_new tokens whose shape is on the device already; can be captured.
+
+        slots: int [T], -1 for tokens that no row owns; cu_q: int32 [B + 1], cu_q[B] <= T; seq_lens: int32 [B], with the
+        new tokens, 0 for a row without any; tables: int32 [B, n], which starts with the blocks of each row.
+        """
+        span = Span(0, slots.shape[0], max_new, cu_q, seq_lens, tables)
+        return TritonMetadata(slots, span, {window: self._plan(span, window) for window in self._windows}, (), ())
 
     def attend(self, query: Tensor, kv: Tensor, cache: LayerKV, metadata: TritonMetadata, window: int | None) -> Tensor:
         self._kv_write.kv_write(kv, cache, metadata.slots)
@@ -220,9 +227,6 @@ class TritonAttention:
                 self._programs, self._num_heads, self._kv_heads, max_new, self._head_dim, self._device
             )
         return self._workspaces[max_new]
-
-    def _tensor(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)
 
 
 def _runs(kinds: Sequence[str]) -> list[tuple[int, int, str]]:

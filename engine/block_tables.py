@@ -1,0 +1,38 @@
+"""Block tables of the running sequences as arrays, one row for each slot. A row follows its lease: what the lease
+gained since the last look is added, and only a lease that is new in the slot, or had blocks replaced, is copied whole.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from engine.block_pool import Lease
+from engine.sequence import Sequence
+
+
+class BlockTables:
+    """blocks: int32 [slots, width]. copied[slot]: entries of the row that a copy elsewhere has, raised by whoever makes
+    that copy and 0 again once the copy is wrong.
+    """
+
+    def __init__(self, slots: int, width: int) -> None:
+        self.blocks = np.zeros((slots, width), dtype=np.int32)
+        self.copied = np.zeros(slots, dtype=np.int64)
+        self._leases: list[Lease | None] = [None] * slots
+        self._swaps = [0] * slots
+        self._known = [0] * slots
+
+    def row(self, seq: Sequence) -> np.ndarray:
+        """The blocks of a running sequence's lease."""
+        slot, lease = seq.slot, seq.lease
+        assert lease is not None
+        count = len(lease.blocks)
+        row: np.ndarray = self.blocks[slot]
+        if self._leases[slot] is not lease or self._swaps[slot] != lease.swaps:
+            row[:count] = lease.blocks
+            self._leases[slot], self._swaps[slot] = lease, lease.swaps
+            self.copied[slot] = 0
+        elif count > self._known[slot]:
+            row[self._known[slot] : count] = lease.blocks[self._known[slot] :]
+        self._known[slot] = count
+        return row[:count]

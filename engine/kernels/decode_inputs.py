@@ -1,0 +1,158 @@
+"""From what the host says of a decode step, a few numbers a row, to all that its kernels read. One launch.
+
+The host sends a packed row each: slot, start, first, num_new, then num_new tokens, then the blocks that hold positions
+start .. start + num_new. The rest of a row's block table is here already, in the line of its slot, which this kernel
+keeps up to date. A token that the host has not seen yet comes as -1: it is the one sampled last in that slot.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+SLOT, START, FIRST, NUM_NEW, HEADER = range(5)
+TABLE_TILE = 256
+
+
+def packed_width(query: int, block_size: int) -> int:
+    """int32 words of a packed row with up to `query` tokens."""
+    return HEADER + query + blocks_touched(query, block_size)
+
+
+def blocks_touched(query: int, block_size: int) -> int:
+    """Most blocks that `query` consecutive tokens lie in."""
+    return (query + block_size - 2) // block_size + 1
+
+
+@triton.jit
+def _decode_inputs_kernel(
+    packed, slot_tables, last_tokens, tokens, positions, kv_slots, cu_q, seq_lens, row_slots, sampled_at, last_rows,
+    tables, rows, slot_row, table_row,
+    Q: tl.constexpr, QP: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    mine = packed + row * WIDTH
+    slot = tl.load(mine).to(tl.int64)
+    start = tl.load(mine + 1)
+    first = tl.load(mine + 2)
+    num_new = tl.load(mine + 3)
+    final = packed + (rows - 1) * WIDTH
+    total = tl.load(final + 2) + tl.load(final + 3)
+    fresh = mine + HEAD + Q
+    base = start // BS
+    j = tl.arange(0, QP)
+    live = j < num_new
+
+    token = tl.load(mine + HEAD + j, mask=live, other=0).to(tl.int64)
+    token = tl.where(token < 0, tl.load(last_tokens + slot), token)
+    position = start + j
+    block = tl.load(fresh + position // BS - base, mask=live, other=0)
+    tl.store(tokens + first + j, token, mask=live)
+    tl.store(positions + first + j, position, mask=live)
+    tl.store(kv_slots + first + j, block * BS + position % BS, mask=live)
+    # Tokens past the last row's are nobody's: they compute, and leave no trace.
+    spare = row * Q + j
+    unowned = (j < Q) & (spare >= total)
+    tl.store(tokens + spare, tl.zeros([QP], tl.int64), mask=unowned)
+    tl.store(positions + spare, tl.zeros([QP], tl.int32), mask=unowned)
+    tl.store(kv_slots + spare, tl.full([QP], -1, tl.int32), mask=unowned)
+
+    end = start + num_new
+    tl.store(row_slots + row, slot)
+    tl.store(seq_lens + row, tl.where(num_new > 0, end, 0))
+    tl.store(sampled_at + row, end)
+    tl.store(last_rows + row, tl.maximum(first + num_new - 1, 0).to(tl.int64))
+    tl.store(cu_q + row, first)
+    if row == rows - 1:
+        tl.store(cu_q + rows, total)
+
+    count = tl.where(num_new > 0, (end + BS - 1) // BS, 0)
+    line = slot_tables + slot * slot_row
+    for t in range(0, count, BT):
+        i = t + tl.arange(0, BT)
+        ok = i < count
+        new = ok & (i >= base)
+        entry = tl.load(line + i, mask=ok & (i < base), other=0)
+        entry = tl.where(new, tl.load(fresh + i - base, mask=new, other=0), entry)
+        tl.store(tables + row * table_row + i, entry, mask=ok)
+        tl.store(line + i, entry, mask=new)
+
+
+@dataclass(frozen=True)
+class DecodeInputs:
+    """What a decode step of B rows and up to T = B * query tokens reads; the rows' tokens follow each other, flat.
+
+    tokens: int64 [T]; positions: int32 [T]; kv_slots: int32 [T], -1 where no row owns the token; cu_q: int32 [B + 1];
+    seq_lens: int32 [B], 0 for rows without tokens; row_slots: int64 [B]; sampled_at: int32 [B], the position after a
+    row's last token; last_rows: int64 [B], where in T that token is; tables: int32 [B, n].
+    """
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    kv_slots: torch.Tensor
+    cu_q: torch.Tensor
+    seq_lens: torch.Tensor
+    row_slots: torch.Tensor
+    sampled_at: torch.Tensor
+    last_rows: torch.Tensor
+    tables: torch.Tensor
+
+    @classmethod
+    def empty(cls, rows: int, query: int, table_width: int, device: torch.device) -> DecodeInputs:
+        def ints(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        tokens = rows * query
+        return cls(
+            tokens=ints(tokens, dtype=torch.int64),
+            positions=ints(tokens),
+            kv_slots=ints(tokens),
+            cu_q=ints(rows + 1),
+            seq_lens=ints(rows),
+            row_slots=ints(rows, dtype=torch.int64),
+            sampled_at=ints(rows),
+            last_rows=ints(rows, dtype=torch.int64),
+            tables=ints(rows, table_width),
+        )
+
+    def lead(self, rows: int, query: int) -> DecodeInputs:
+        """The part for a smaller step."""
+        tokens = rows * query
+        return DecodeInputs(
+            tokens=self.tokens[:tokens],
+            positions=self.positions[:tokens],
+            kv_slots=self.kv_slots[:tokens],
+            cu_q=self.cu_q[: rows + 1],
+            seq_lens=self.seq_lens[:rows],
+            row_slots=self.row_slots[:rows],
+            sampled_at=self.sampled_at[:rows],
+            last_rows=self.last_rows[:rows],
+            tables=self.tables[:rows],
+        )
+
+
+def decode_inputs(
+    packed: torch.Tensor,
+    slot_tables: torch.Tensor,
+    last_tokens: torch.Tensor,
+    out: DecodeInputs,
+    *,
+    query: int,
+    block_size: int,
+) -> None:
+    """Fills `out` and brings the lines of slot_tables up to date. Rows without tokens come last.
+
+    packed: contiguous int32 [B, packed_width(query, block_size)]; slot_tables: int32 [slots, n]; last_tokens: int64
+    [slots].
+    """
+    rows, width = packed.shape
+    assert width == packed_width(query, block_size)
+    assert packed.is_contiguous()
+    _decode_inputs_kernel[(rows,)](
+        packed, slot_tables, last_tokens, out.tokens, out.positions, out.kv_slots, out.cu_q, out.seq_lens,
+        out.row_slots, out.sampled_at, out.last_rows, out.tables, rows, slot_tables.stride(0), out.tables.stride(0),
+        Q=query, QP=triton.next_power_of_2(query), WIDTH=width, HEAD=HEADER, BS=block_size, BT=TABLE_TILE, num_warps=4,
+    )  # fmt: skip

@@ -1,0 +1,67 @@
+"""What a step did, as the engine's callers see it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from common.errors import BatonError
+from common.types import FinishReason, Token
+from engine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceOutput:
+    """What one step did for one sequence.
+
+    computed: its tokens that have KV now. chunk_done: the step computed tokens of its prompt. tokens: new ones (at most
+    one here). finish: the request is over, and why. handed_off: a hand_off sequence ended here with its first token;
+    another pod goes on unless finish is set too. error: why it failed; finish is ERROR then.
+    """
+
+    seq: Sequence
+    computed: int
+    chunk_done: bool = False
+    tokens: tuple[Token, ...] = ()
+    finish: FinishReason | None = None
+    handed_off: bool = False
+    error: BatonError | None = None
+
+    @property
+    def ended(self) -> bool:
+        """The engine is done with it."""
+        return self.finish is not None or self.handed_off
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One output per item of the step whose sequence still was there at its end.
+
+    num_prompt_tokens excludes num_recomputed_tokens (KV lost to a preemption). seconds: from the end of the step before
+    it, or from its launch if that came later.
+    """
+
+    outputs: list[SequenceOutput] = field(default_factory=list)
+    num_prompt_tokens: int = 0
+    num_decode_tokens: int = 0
+    num_recomputed_tokens: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class EngineCounters:
+    """Since the start. prompt_tokens were computed for the first time, recomputed_tokens after a preemption.
+
+    discarded: items of steps whose sequence had ended or lost its blocks when the step ended.
+    """
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    recomputed_tokens: int = 0
+    decode_tokens: int = 0
+    discarded: int = 0
+    failed_sequences: int = 0
+    seconds: float = 0.0
+
+
+StepHook = Callable[[StepResult], None]

@@ -1,0 +1,227 @@
+"""The life of a step: scheduled, launched, on the device, settled. Pure policy over a runner; one thread calls it.
+
+With overlap, `step` launches the step after the one it returns before it waits for that: the host schedules and
+accounts while the device computes, and a step's input tokens come from the device where the host has not seen them.
+At most two steps are launched at a time, one of them between two calls.
+
+A sequence's limit on tokens is known ahead and never overrun. That it stopped, was aborted, failed or was preempted is
+known one step late: what the step in flight does for it is discarded, and the fence of that step keeps its blocks from
+everyone else until the step has ended on the device.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import abc
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+from common.errors import BatonError, InternalError
+from common.types import FinishReason, Token
+from engine.block_pool import BlockPool, Lease, StepFence
+from engine.scheduler import Item, Scheduler
+from engine.sequence import Sequence
+from engine.step_result import EngineCounters, SequenceOutput, StepHook, StepResult
+
+log = logging.getLogger(__name__)
+
+L = TypeVar("L")
+
+
+@dataclass(frozen=True, slots=True)
+class ItemResult:
+    """finite: the model's output was a number. token: the sampled token, where one was asked for and is meaningful."""
+
+    finite: bool
+    token: Token | None
+
+
+class StepRunner(Protocol[L]):
+    """Computes steps in the order in which they are launched."""
+
+    def launch(self, items: abc.Sequence[Item]) -> L:
+        """Queues a step and returns without waiting; every item's lease covers its tokens.
+
+        A token that the sequence does not know yet is the one that was sampled last for it.
+        """
+
+    def collect(self, launched: L) -> list[ItemResult]:
+        """One result per item, in order; waits for the step. Steps are collected in the order of their launch."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight(Generic[L]):
+    """A launched step. leases: of its items when it was launched; ended: outputs that are known without it."""
+
+    items: list[Item]
+    leases: list[Lease | None]
+    fence: StepFence
+    launched: L | InternalError
+    began: float
+    ended: list[SequenceOutput] = field(default_factory=list)
+
+
+class Stepper(Generic[L]):
+    """max_model_len: tokens at which a sequence ends whatever it asked for."""
+
+    def __init__(
+        self, scheduler: Scheduler, pool: BlockPool, runner: StepRunner[L], *, max_model_len: int, overlap: bool
+    ) -> None:
+        self.counters = EngineCounters()
+        self._scheduler = scheduler
+        self._pool = pool
+        self._runner = runner
+        self._max_model_len = max_model_len
+        self._overlap = overlap
+        self._flight: _Flight[L] | None = None
+        self._settled_at = 0.0
+
+    @property
+    def has_work(self) -> bool:
+        """A step is on the device, or a sequence wants one."""
+        return self._flight is not None or self._scheduler.has_work
+
+    def step(self, hook: StepHook | None = None) -> StepResult:
+        """The result of one step; empty when nothing can run now. See Engine.step."""
+        while True:
+            flight = self._flight or self._begin()
+            self._flight = None
+            if flight is None:
+                return StepResult()
+            if self._overlap:
+                self._flight = self._begin()
+            result = self._settle(flight)
+            if result.outputs:
+                self._tell(result, hook)
+                return result
+
+    def settle(self, hook: StepHook | None = None) -> None:
+        """Ends what is on the device; launches nothing."""
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            result = self._settle(flight)
+            if result.outputs:
+                self._tell(result, hook)
+
+    def _tell(self, result: StepResult, hook: StepHook | None) -> None:
+        try:
+            if hook is not None:
+                hook(result)
+        finally:
+            for output in result.outputs:
+                if output.ended and output.seq.lease is not None:
+                    output.seq.lease.finish("handed off" if output.finish is None else str(output.finish))
+
+    def _begin(self) -> _Flight[L] | None:
+        """Schedules and launches; None when nothing can run. A failure is told when the step's turn comes."""
+        began = time.perf_counter()
+        try:
+            items = self._scheduler.schedule().items
+        except Exception as error:
+            failure = InternalError(f"the scheduler failed: {error}")
+            return _Flight([], [], self._pool.begin_step(), failure, began, self._fail_all(error, failure))
+        if not items:
+            return None
+        fence = self._pool.begin_step()
+        launched: L | InternalError
+        try:
+            launched = self._runner.launch(items)
+        except Exception as error:
+            launched = self._failure(items, error)
+        for item in items:
+            item.seq.launch(item.num_new, sample=item.sample)
+        return _Flight(items, [item.seq.lease for item in items], fence, launched, began)
+
+    def _settle(self, flight: _Flight[L]) -> StepResult:
+        try:
+            results = self._collect(flight)
+        finally:
+            flight.fence.end()
+        outputs = list(flight.ended)
+        items: list[Item] = []
+        for item, lease, result in zip(flight.items, flight.leases, results, strict=True):
+            if item.seq.finish is None and item.seq.lease is lease:
+                items.append(item)
+                outputs.append(self._account(item, result))
+        self.counters.discarded += len(flight.items) - len(items)
+        now = time.perf_counter()
+        seconds, self._settled_at = now - max(flight.began, self._settled_at), now
+        return self._result(items, outputs, seconds)
+
+    def _collect(self, flight: _Flight[L]) -> list[ItemResult | InternalError]:
+        if isinstance(flight.launched, InternalError):
+            return [flight.launched] * len(flight.items)
+        try:
+            results = self._runner.collect(flight.launched)
+        except Exception as error:
+            return [self._failure(flight.items, error)] * len(flight.items)
+        return [r if r.finite else InternalError("the model's output is not a number") for r in results]
+
+    def _failure(self, items: list[Item], error: Exception) -> InternalError:
+        log.error("a step of %d sequences failed", len(items), exc_info=error)
+        return InternalError(f"the engine step failed: {error}")
+
+    def _account(self, item: Item, result: ItemResult | InternalError) -> SequenceOutput:
+        """Advances one sequence by what the step did for it; its failure is its own."""
+        if isinstance(result, InternalError):
+            # What this step wrote is not to be trusted, so nothing of it is published.
+            return self._fail(item.seq, result)
+        try:
+            return self._advance(item, result)
+        except Exception as error:
+            log.exception("accounting for request %s failed", item.seq.request_id)
+            return self._fail(item.seq, InternalError(f"the engine step failed: {error}"))
+
+    def _advance(self, item: Item, result: ItemResult) -> SequenceOutput:
+        seq = item.seq
+        seq.settle(item.num_new, sample=item.sample)
+        finish: FinishReason | None = None
+        tokens: tuple[Token, ...] = ()
+        if result.token is not None:
+            tokens = (result.token,)
+            seq.append(result.token.id)
+            finish = self._finish_reason(seq, result.token.id)
+        seq.publish()
+        handed_off = seq.hand_off and bool(tokens)
+        if finish is not None or handed_off:
+            self._scheduler.finish(seq, finish or FinishReason.LENGTH)
+        return SequenceOutput(seq, seq.computed, item.start < seq.prompt_len, tokens, finish, handed_off)
+
+    def _finish_reason(self, seq: Sequence, token: int) -> FinishReason | None:
+        params = seq.request.sampling
+        if token in params.stop_token_ids and seq.num_output > params.min_tokens:
+            return FinishReason.STOP
+        if seq.num_output >= params.max_tokens or len(seq.tokens) >= self._max_model_len:
+            return FinishReason.LENGTH
+        return None
+
+    def _fail(self, seq: Sequence, error: BatonError) -> SequenceOutput:
+        self.counters.failed_sequences += 1
+        self._scheduler.finish(seq, FinishReason.ERROR)
+        return SequenceOutput(seq, seq.computed, finish=FinishReason.ERROR, error=error)
+
+    def _fail_all(self, cause: Exception, error: InternalError) -> list[SequenceOutput]:
+        """The scheduler's state cannot be trusted any more: everything it knows ends."""
+        log.error("the scheduler failed", exc_info=cause)
+        found = [self._scheduler.find(request_id) for request_id in self._scheduler.request_ids()]
+        return [self._fail(seq, error) for seq in found if seq is not None]
+
+    def _result(self, items: list[Item], outputs: list[SequenceOutput], seconds: float) -> StepResult:
+        recomputed = sum(item.recomputed for item in items)
+        prompt = sum(_new_prompt_tokens(item) for item in items)
+        # What is left has KV for the first time and is output, also when a chunk after a preemption ends with it.
+        decoded = sum(item.num_new for item in items) - prompt - recomputed
+        counters = self.counters
+        counters.steps += 1
+        counters.prompt_tokens += prompt
+        counters.decode_tokens += decoded
+        counters.recomputed_tokens += recomputed
+        counters.seconds += seconds
+        return StepResult(outputs, prompt, decoded, recomputed, seconds)
+
+
+def _new_prompt_tokens(item: Item) -> int:
+    """Prompt tokens of the item that have KV for the first time."""
+    end = min(item.start + item.num_new, item.seq.prompt_len)
+    return max(0, end - max(item.start, item.seq.recompute_until))
