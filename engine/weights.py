@@ -1,13 +1,16 @@
-"""Reads safetensors (one file, or shards with an index) straight into a Decoder, and names their content.
+"""Fills a Decoder, from safetensors (one file, or shards with an index) or with random numbers, and names the content.
 
-Every parameter must be filled exactly once and every tensor of the checkpoint must have a home: a checkpoint with more
-or less than the configuration promises is a ConfigError, never a model that is subtly another one.
+A tensor goes from the file's pages to the device and is converted there, one at a time: the host holds no copy of the
+model. Every parameter must be filled exactly once and every tensor of the checkpoint must have a home: a checkpoint
+with more or less than the configuration promises is a ConfigError, never a model that is subtly another one.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
+import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,8 +21,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from common.errors import ConfigError
+from engine.models.base import ModelShape
 from engine.models.decoder import Decoder
-from engine.models.spec import ModelSpec
+from engine.progress import progress
 
 _SAMPLES = 16  # places of each tensor that enter the revision
 _SAMPLE_BYTES = 256
@@ -29,20 +33,41 @@ def load(model: Decoder, model_dir: Path) -> None:
     """Fills all parameters of `model`, converting to its dtype."""
     homes = _homes(model)
     missing = set(homes)
-    for name, tensor in _tensors(model_dir):
-        if name in homes:
-            home = homes[name]
-            if home.shape != tensor.shape:
-                raise ConfigError(f"{name} has shape {tuple(tensor.shape)}, the config says {tuple(home.shape)}")
-            home.copy_(tensor)
-            missing.discard(name)
-        elif not (name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and model.spec.tied)):
-            raise ConfigError(f"the checkpoint has a tensor {name} that {model.spec.architecture} does not use")
+    total = sum(file.stat().st_size for file in _files(model_dir))
+    with progress(f"loading {model_dir.name}", total, "GB", scale=1e9) as advance:
+        for name, tensor in _tensors(model_dir, model.embedding.weight.device):
+            advance(tensor.nbytes)
+            if name in homes:
+                home = homes[name]
+                if home.shape != tensor.shape:
+                    raise ConfigError(f"{name} has shape {tuple(tensor.shape)}, the config says {tuple(home.shape)}")
+                home.copy_(tensor)
+                missing.discard(name)
+            elif not (name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and model.spec.tied)):
+                raise ConfigError(f"the checkpoint has a tensor {name} that {model.spec.architecture} does not use")
     if missing:
         raise ConfigError(f"the checkpoint lacks {len(missing)} tensors, such as {min(missing)}")
 
 
-def revision(spec: ModelSpec, model_dir: Path) -> str:
+def invent(model: Decoder, seed: int) -> None:
+    """Random parameters, made where they lie: norms are 1, biases 0, products keep the scale of what they multiply.
+
+    The same seed makes the same numbers on devices of one type: each parameter has a stream of its own, keyed by name.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+            continue
+        generator = torch.Generator(parameter.device).manual_seed(seed << 32 | zlib.crc32(name.encode()))
+        parameter.normal_(0.0, 1 / math.sqrt(parameter.shape[-1]), generator=generator)
+
+
+def dummy_revision(spec: ModelShape, seed: int, device: torch.device) -> str:
+    """What `revision` is for random weights: never that of a checkpoint, equal where the numbers are."""
+    return hashlib.blake2b(f"dummy {seed} {device.type} {spec!r}".encode(), digest_size=8).hexdigest()
+
+
+def revision(spec: ModelShape, model_dir: Path) -> str:
     """16 hex digits that name the weights' content and the configuration they are computed with.
 
     Hashes the spec, every file's header (names, shapes, dtypes) and samples spread over every tensor: a fine-tune
@@ -54,10 +79,13 @@ def revision(spec: ModelSpec, model_dir: Path) -> str:
         with path.open("rb") as file:
             header_size = int.from_bytes(file.read(8), "little")
             if header_size > size:
-                raise ConfigError(f"{path} is not a safetensors file")
+                raise ConfigError(f"{path} is not a safetensors file", field="model")
             header_bytes = file.read(header_size)
             digest.update(header_bytes)
-            header: dict[str, Any] = json.loads(header_bytes)
+            try:
+                header: dict[str, Any] = json.loads(header_bytes)
+            except ValueError as error:
+                raise ConfigError(f"{path} is not a safetensors file", field="model") from error
             for name in sorted(header.keys() - {"__metadata__"}):
                 first, last = header[name]["data_offsets"]
                 step = max((last - first) // _SAMPLES, 1)
@@ -117,13 +145,13 @@ def _files(model_dir: Path) -> list[Path]:
     return files
 
 
-def _tensors(model_dir: Path) -> Iterator[tuple[str, Tensor]]:
+def _tensors(model_dir: Path, device: torch.device) -> Iterator[tuple[str, Tensor]]:
     for path in _files(model_dir):
         with ExitStack() as stack:
             try:
-                file = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
-            except SafetensorError as error:
-                raise ConfigError(f"{path} is not a safetensors file: {error}", field="model") from error
+                file = stack.enter_context(safe_open(path, framework="pt", device=str(device)))
+            except (SafetensorError, OSError) as error:
+                raise ConfigError(f"{path} cannot be read as safetensors: {error}", field="model") from error
             for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
                 tensor = file.get_tensor(name)
                 if not torch.is_floating_point(tensor):

@@ -53,13 +53,15 @@ _tracing = threading.Lock()  # the registries are of the process, and a trace is
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HfSpec(ModelShape):
-    """config: config.json as a canonical text, for it decides what is computed. names: the attention modules, by layer.
+    """config: config.json as a canonical text, for it decides what is computed.
 
-    factors: what a layer multiplies its queries with, where its scale is not the shape's. grouped: has experts that run
+    base: path of the module between embedding and last norm; names: those of the attention modules, by layer. factors:
+    what a layer multiplies its queries with, where its scale is not the shape's. grouped: has experts that run
     as grouped products. host_traffic: a forward pass copies from the host. output: what the base model returns.
     """
 
     config: str
+    base: str
     names: tuple[str, ...]
     factors: tuple[float, ...]
     grouped: bool
@@ -130,11 +132,11 @@ class _Trace:
         return marker
 
 
-class _HostTraffic(TorchDispatchMode):
+class _HostTraffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes what a CUDA graph cannot hold: copies from the host. (Reads of a value fail on the meta device.)"""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.seen = self.grouped = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -146,7 +148,7 @@ class _HostTraffic(TorchDispatchMode):
 
 
 class _Given(nn.Module):
-    """Stands in for the base model while the head runs: its output is its input."""
+    """Stands where the decoder was: its output is its input."""
 
     def __init__(self, output: type) -> None:
         super().__init__()
@@ -198,12 +200,12 @@ class HfModel:
         # Outside bf16 transformers computes experts one after the other, with their sizes read on the host.
         self.capturable = not spec.host_traffic and not (spec.grouped and dtype != torch.bfloat16)
         self._step = _Step()
-        self._base: Any = causal.base_model
+        self._base: Any = causal.get_submodule(spec.base)
         self._causal: Any = causal
         for index, name in enumerate(spec.names):
             module: Any = causal.get_submodule(name)
             module.paged = _PagedLayer(self._step, index, spec.windows[index], spec.factors[index])
-        _seal(causal, spec.output)
+        _seal(causal, spec.base, spec.output)
 
     def hidden(
         self,
@@ -245,20 +247,20 @@ def trace(model_dir: Path, eos_token_ids: tuple[int, ...]) -> HfSpec:
             causal = _build(config, TRACED, torch.bfloat16)
             if causal._is_stateful:
                 raise ConfigError("its layers keep state other than keys and values")
-            base = causal.base_model
+            base = causal.get_decoder()
             if base is causal:
-                raise ConfigError("its class does not say which part of it is the base model")
+                raise ConfigError("its class does not say which part of it is the decoder below the head")
+            names = {module: path for path, module in causal.named_modules()}
             tokens = torch.zeros(1, TRACE_TOKENS, dtype=torch.int64)
             with traffic:
                 # With a mask given, transformers does not look into position_ids for packed sequences.
                 out = base(input_ids=tokens, attention_mask=tokens + 1, position_ids=tokens, use_cache=False)
-            _seal(causal, type(out))
+            _seal(causal, names[base], type(out))
             vocab_size: int = causal(inputs_embeds=out.last_hidden_state).logits.shape[-1]
         text = config.get_text_config()
         max_position = _max_position(text)
         calls = _checked(found.calls, text.num_hidden_layers)
         windows = tuple(_window(call, max_position) for call in calls)
-        names = {module: path for path, module in base.named_modules(prefix=causal.base_model_prefix)}
     first = calls[0]
     return HfSpec(
         architecture=name,
@@ -273,6 +275,7 @@ def trace(model_dir: Path, eos_token_ids: tuple[int, ...]) -> HfSpec:
         max_position=max_position,
         eos_token_ids=eos_token_ids,
         config=_canonical(config),
+        base=names[base],
         names=tuple(names[call.module] for call in calls),
         factors=tuple(call.scale / first.scale for call in calls),
         grouped=traffic.grouped,
@@ -301,9 +304,13 @@ def _reasons(name: str) -> Iterator[None]:
         raise ConfigError(f"{name} is not served: {error.message}", field="model") from error
     except Exception as error:
         first = str(error).strip().split("\n")[0]
-        raise ConfigError(
-            f"{name} of transformers cannot be served: {type(error).__name__}: {first}", field="model"
-        ) from error
+        if "on meta tensors" in first:
+            first = "its forward pass depends on values of tensors"
+        elif isinstance(error, KeyError) and TRACED in first:
+            first = "it does not take its attention from the interface that all models share"
+        else:
+            first = f"{type(error).__name__}: {first}"
+        raise ConfigError(f"{name} of transformers cannot be served: {first}", field="model") from error
 
 
 def _config(model_dir: Path) -> Any:
@@ -359,9 +366,9 @@ def _build(config: Any, attention: str, dtype: torch.dtype) -> Any:
     return AutoModelForCausalLM.from_config(own, attn_implementation=attention, dtype=dtype).eval()
 
 
-def _seal(causal: Any, output: type) -> None:
-    """From now on the causal model is its head alone: inputs_embeds are the base model's last states."""
-    setattr(causal, causal.base_model_prefix, _Given(output))
+def _seal(causal: Any, base: str, output: type) -> None:
+    """From now on the causal model is its head alone: inputs_embeds are the last states of the decoder below it."""
+    causal.set_submodule(base, _Given(output))
 
 
 def _checked(calls: list[_Call], num_layers: int) -> list[_Call]:
@@ -381,13 +388,14 @@ def _checked(calls: list[_Call], num_layers: int) -> list[_Call]:
 
 def _window(call: _Call, max_position: int) -> int | None:
     """The sliding window, read from the mask: all rows that are looked at must see exactly so many tokens back."""
-    if call.mask is None:
+    mask = call.mask
+    if mask is None:
         return call.window
     length = min(max_position, MAX_MASK)
     keys, zero = torch.arange(length), torch.zeros((), dtype=torch.int64)
 
     def row(query: int) -> Tensor:
-        return torch.as_tensor(call.mask.visible(zero, zero, torch.tensor(query), keys)).expand(length)
+        return torch.as_tensor(mask.visible(zero, zero, torch.tensor(query), keys)).expand(length)
 
     window = int(row(length - 1).sum())
     for query in {0, 1, length // 2, window - 1, min(window, length - 1), length - 1}:
