@@ -58,6 +58,8 @@ KvMemory = Annotated[str | None, _opt("KV pool of a pod, like 512M (the default)
 ChunkTokens = Annotated[str | None, _opt("Most prompt tokens of one engine step (default 256).", metavar="N")]
 Device = Annotated[str | None, _opt("auto (the default), cpu, cuda or cuda:N.")]
 DType = Annotated[str | None, _opt("auto (the default), float32 or bfloat16.")]
+LoadFormat = Annotated[str | None, _opt("auto (the default), or dummy: random weights, only config.json is read.")]
+WeightsSeed = Annotated[str | None, _opt("Seed of --load-format dummy (default 0).", metavar="N")]
 KvDType = Annotated[str | None, _opt("auto (the default: as dtype) or fp8_e4m3, half of bfloat16's memory.")]
 MaxModelLen = Annotated[str | None, _opt("Longest prompt plus output; default: the model's.", metavar="N")]
 DrainS = Annotated[str | None, _opt("Most seconds that running requests get at the end (default 30).", metavar="N")]
@@ -79,6 +81,8 @@ def up(
     device: Device = None,
     dtype: DType = None,
     kv_dtype: KvDType = None,
+    load_format: LoadFormat = None,
+    weights_seed: WeightsSeed = None,
     max_model_len: MaxModelLen = None,
     chunk_tokens: ChunkTokens = None,
     block_size: BlockSize = None,
@@ -114,6 +118,8 @@ def serve(
     device: Device = None,
     dtype: DType = None,
     kv_dtype: KvDType = None,
+    load_format: LoadFormat = None,
+    weights_seed: WeightsSeed = None,
     threads: Threads = None,
     block_size: BlockSize = None,
     kv_memory: KvMemory = None,
@@ -192,8 +198,12 @@ def _serve(module: str, settings: PodConfig | GatewayConfig) -> None:
 
     setup_logs(settings.log_level)
     known_as = settings.served_name or served_name(settings.model)
-    model = str(resolve_model(settings.model, say=lambda line: typer.echo(line, err=True)))
-    resolved = dataclasses.replace(settings, model=model, served_name=known_as)
+    pod = isinstance(settings, PodConfig)
+    weights = isinstance(settings, PodConfig) and settings.load_format == "auto"
+    model = resolve_model(
+        settings.model, tokenizer=not pod, weights=weights, say=lambda line: typer.echo(line, err=True)
+    )
+    resolved = dataclasses.replace(settings, model=str(model), served_name=known_as)
     code: int | str | None = 0
     try:
         with asyncio.Runner(loop_factory=_fast_loop() if module.startswith("gateway") else None) as runner:

@@ -154,6 +154,8 @@ _SECRET = _text("at least 8 characters", r".{8,}", secret=True)
 _DEVICE = _text("auto, cpu, cuda or cuda:N", r"auto|cpu|cuda(:\d+)?")
 _DTYPE = _choice("auto", "float32", "bfloat16")
 _KV_DTYPE = _choice("auto", "fp8_e4m3")
+_LOAD_FORMAT = _choice("auto", "dummy")
+_SEED = _integer(0, (1 << 31) - 1)
 _MODEL_LEN = _integer(0, 1 << 24)
 _LOG_LEVEL = _choice("debug", "info", "warning", "error")
 _DRAIN = _seconds(0, 3600)
@@ -265,7 +267,8 @@ class PodConfig(_Config):
     model: a model directory or a known name; served_name: what clients call it (None: the model's own name).
     name: stable over restarts (None: see own_name). port 0: any free one. advertise: host:port under which
     peers reach this pod (None: host and the bound port). redis None: no prefix index. kv_dtype auto: as dtype;
-    fp8_e4m3 keeps KV in 8 bits (pods that hand over must agree). kv_memory: bytes of the KV pool. max_model_len 0: the
+    fp8_e4m3 keeps KV in 8 bits (pods that hand over must agree). load_format dummy: random
+    weights, of weights_seed, for a directory that has none. kv_memory: bytes of the KV pool. max_model_len 0: the
     model's. chunk_tokens: most tokens of one step, and of one prompt chunk. local_prefill_tokens: a decode pod computes
     uncached suffixes up to this length itself. metrics_port 0: off. threads 0: automatic. drain_s: most seconds between
     SIGTERM and the end. allow_tcp: KV in device memory may travel over TCP, or over a transport that cannot be told.
@@ -283,6 +286,8 @@ class PodConfig(_Config):
     device: str = _setting(_DEVICE, "auto")
     dtype: str = _setting(_DTYPE, "auto")
     kv_dtype: str = _setting(_KV_DTYPE, "auto")
+    load_format: str = _setting(_LOAD_FORMAT, "auto")
+    weights_seed: int = _setting(_SEED, 0)
     threads: int = _setting(_THREADS, 0)
     block_size: int = _setting(_BLOCK_SIZE, 16)
     kv_memory: int = _setting(_size(1), 512 * _MIB)
@@ -338,9 +343,9 @@ class UpConfig(_Config):
     """The stack on one machine: `prefill` + `decode` pods and a gateway.
 
     port None: DEFAULT_PORT or the next free one after it; 0, and grpc_port 0: any free one. redis None: an embedded
-    Valkey. device, dtype, kv_dtype, max_model_len, kv_memory and threads are of each pod, as in PodConfig. log_dir
-    None: a new directory in the user's state. max_tokens: longest answer to `--once`. drain_s: most seconds that
-    running answers get once it is told to stop.
+    Valkey. device, dtype, kv_dtype, load_format, weights_seed, max_model_len, kv_memory and threads are of each pod, as
+    in PodConfig. log_dir None: a new directory in the user's state. max_tokens: longest answer to `--once`. drain_s:
+    most seconds that running answers get once it is told to stop.
     """
 
     model: str = _setting(_MODEL, "smollm2")
@@ -354,6 +359,8 @@ class UpConfig(_Config):
     device: str = _setting(_DEVICE, "auto")
     dtype: str = _setting(_DTYPE, "auto")
     kv_dtype: str = _setting(_KV_DTYPE, "auto")
+    load_format: str = _setting(_LOAD_FORMAT, "auto")
+    weights_seed: int = _setting(_SEED, 0)
     max_model_len: int = _setting(_MODEL_LEN, 0)
     chunk_tokens: int = _setting(_CHUNK, 256)
     block_size: int = _setting(_BLOCK_SIZE, 16)

@@ -57,36 +57,38 @@ def model_path(model: str) -> Path:
     return smollm2_dir().resolve() if model == SMOLLM2 else Path(model).resolve()
 
 
-def resolve_model(model: str, *, say: Callable[[str], None] = lambda _: None) -> Path:
+def resolve_model(
+    model: str, *, tokenizer: bool = True, weights: bool = True, say: Callable[[str], None] = lambda _: None
+) -> Path:
     """Directory of `model` (smollm2 or a path), converted first if need be (about a minute, once per user).
 
-    `say` gets one line when something slow begins. ConfigError, with field "model", when there is no such model,
-    a file is missing or the conversion fails.
+    tokenizer, weights: what it must hold beside config.json. `say` gets one line when something slow begins.
+    ConfigError, with field "model", when there is no such model, a file is missing or the conversion fails.
     """
     if model != SMOLLM2:
-        return check_model_dir(Path(model))
+        return check_model_dir(Path(model), tokenizer=tokenizer, weights=weights)
     dest = smollm2_dir()
     if not (dest / "config.json").is_file():
         _convert(dest, say)
     return check_model_dir(dest)
 
 
-def check_model_dir(path: Path) -> Path:
-    """The absolute path, once it is known to hold config.json, tokenizer.json and *.safetensors of a served
-    architecture.
+def check_model_dir(path: Path, *, tokenizer: bool = True, weights: bool = True) -> Path:
+    """The absolute path, once it is known to hold config.json of a decoder and, where they are asked for,
+    tokenizer.json and *.safetensors.
     """
     if not path.is_dir():
         hint = "" if os.sep in str(path) else f" (known by name: {SMOLLM2})"
         raise ConfigError(f"model {str(path)!r} is not a directory{hint}", field="model")
     found: dict[str, Any] = {}
-    for name in ("config.json", "tokenizer.json"):
+    for name in ("config.json", "tokenizer.json") if tokenizer else ("config.json",):
         try:
             found[name] = json.loads((path / name).read_bytes())
         except FileNotFoundError:
             raise ConfigError(f"model directory {path} has no {name}", field="model") from None
         except (OSError, ValueError) as error:
             raise ConfigError(f"model directory {path}: {name} is not readable: {error}", field="model") from error
-    if not any(path.glob("*.safetensors")):
+    if weights and not any(path.glob("*.safetensors")):
         raise ConfigError(f"model directory {path} has no *.safetensors", field="model")
     config = found["config.json"]
     if not isinstance(config, dict):

@@ -85,6 +85,8 @@ class Stack:
                 "device": config.device,
                 "dtype": config.dtype,
                 "kv-dtype": config.kv_dtype,
+                "load-format": config.load_format,
+                "weights-seed": str(config.weights_seed),
                 "max-model-len": str(config.max_model_len),
                 "chunk-tokens": str(config.chunk_tokens),
                 "block-size": str(config.block_size),

@@ -44,7 +44,8 @@ async def run(config: UpConfig, *, once: str | None) -> int:
     # Ports first: that one is taken shall not be told after a minute of converting a model.
     stack = Stack.plan(config, model_path(config.model), log_dir, say=board.say)
     try:
-        await asyncio.to_thread(resolve_model, config.model, say=board.say)
+        weights = config.load_format == "auto"
+        await asyncio.to_thread(resolve_model, config.model, weights=weights, say=board.say)
         log_dir.mkdir(parents=True, exist_ok=True)
         supervisor = Supervisor(stack.specs, on_event=board.say)
         stop = asyncio.Event()

@@ -377,10 +377,12 @@ class PodRuntime:
 def engine_config(config: PodConfig) -> EngineConfig:
     """The engine's part of a pod's configuration."""
     return EngineConfig(
-        model_dir=resolve_model(config.model, say=_log.info),
+        model_dir=resolve_model(config.model, tokenizer=False, weights=config.load_format == "auto", say=_log.info),
         device=config.device,
         dtype=config.dtype,
         kv_dtype=config.kv_dtype,
+        load_format=config.load_format,
+        weights_seed=config.weights_seed,
         block_size=config.block_size,
         kv_memory=config.kv_memory,
         max_model_len=config.max_model_len,
