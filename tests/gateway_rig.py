@@ -86,12 +86,14 @@ def texts(model_dir: Path) -> tuple[TextTokenizer, ChatTemplate]:
 
 
 @asynccontextmanager
-async def rig(cluster: FakeCluster, model_dir: Path, *, wait: bool = True, **settings: Any) -> AsyncIterator[Rig]:
+async def rig(
+    cluster: FakeCluster, model_dir: Path, *, wait: bool = True, index_timeout_s: float = 2.0, **settings: Any
+) -> AsyncIterator[Rig]:
     """A running gateway over the cluster's pods."""
     fields: dict[str, Any] = {"pods": cluster.addresses, "model": str(model_dir), "served_name": MODEL, "port": 0}
     config = GatewayConfig(**{**fields, **settings})
     # A busy test machine misses the real time limit of 20 ms often; what follows then is tested with a stopped index.
-    index = IndexReader(config.redis, timeout_s=2.0) if config.redis else None
+    index = IndexReader(config.redis, timeout_s=index_timeout_s) if config.redis else None
     server = GatewayServer(config, Gateway(settings_of(config), *texts(model_dir), index))
     try:
         await server.start()

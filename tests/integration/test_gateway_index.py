@@ -7,30 +7,12 @@ from pathlib import Path
 
 import pytest_asyncio
 
-from common.block_hash import block_hashes
-from common.prefix_index import PodIndex, PodLoad, PodRecord
 from common.valkey import EmbeddedValkey
 from tests.fake_pods import FakeCluster, FakePod, fake_cluster
-from tests.gateway_rig import MODEL, Rig, rig, until
+from tests.gateway_rig import Rig, rig, until
+from tests.index_entry import IndexEntry
 
 PROMPT = list(range(100, 400))
-
-
-class Registered:
-    """A fake pod's entry in the index."""
-
-    def __init__(self, url: str, pod: FakePod, model: str = MODEL) -> None:
-        layout = pod.layout
-        self.hashes: list[bytes] = []
-        record = PodRecord(
-            pod.name, pod.generation, pod.address, pod.role, model, layout.scope, layout.fingerprint,
-            layout.block_size, pod.max_model_len, pod.num_blocks,
-        )  # fmt: skip
-        self.index = PodIndex(url, record, lambda: self.hashes, lambda: PodLoad(free_blocks=pod.num_blocks))
-
-    def hold(self, prompt: list[int], pod: FakePod) -> None:
-        self.hashes = block_hashes(prompt, fingerprint=pod.layout.fingerprint, block_size=pod.layout.block_size)
-        self.index.stored(self.hashes)
 
 
 @pytest_asyncio.fixture
@@ -44,8 +26,8 @@ async def test_pods_come_from_the_index_and_prefixes_decide(
 ) -> None:
     valkey = EmbeddedValkey(port=0, directory=tmp_path)
     url = await valkey.start()
-    entries = {pod.name: Registered(url, pod) for pod in cluster.pods.values()}
-    stranger = Registered(url, FakePod(cluster, "stranger", cluster.decodes[0].role, port=1), model="other")
+    entries = {pod.name: IndexEntry(url, pod) for pod in cluster.pods.values()}
+    stranger = IndexEntry(url, FakePod(cluster, "stranger", cluster.decodes[0].role, port=1), model="other")
     try:
         for entry in (*entries.values(), stranger):
             await entry.index.start()
@@ -64,10 +46,10 @@ async def test_pods_come_from_the_index_and_prefixes_decide(
         await valkey.stop()
 
 
-async def _prefers_holders(gw: Rig, cluster: FakeCluster, entries: dict[str, Registered]) -> None:
+async def _prefers_holders(gw: Rig, cluster: FakeCluster, entries: dict[str, IndexEntry]) -> None:
     prefill, decode = cluster.prefills[1], cluster.decodes[0]
     for pod in (prefill, decode):
-        entries[pod.name].hold(PROMPT, pod)
+        entries[pod.name].hold(PROMPT)
     predicted = gw.gateway.metrics.predicted_hits
 
     async def all_hit() -> bool:

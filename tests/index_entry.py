@@ -1,0 +1,28 @@
+"""A fake pod's entry in the prefix index, published by the real PodIndex."""
+
+from __future__ import annotations
+
+from common.block_hash import block_hashes
+from common.prefix_index import PodIndex, PodLoad, PodRecord
+from tests.fake_pods import FakePod
+
+
+class IndexEntry:
+    """What the pod says that it holds: whatever hold() was last called with."""
+
+    def __init__(self, url: str, pod: FakePod, model: str = "smol") -> None:
+        layout = pod.layout
+        self.pod = pod
+        self.hashes: list[bytes] = []
+        record = PodRecord(
+            pod.name, pod.generation, pod.address, pod.role, model, layout.scope, layout.fingerprint,
+            layout.block_size, pod.max_model_len, pod.num_blocks,
+        )  # fmt: skip
+        self.index = PodIndex(url, record, lambda: self.hashes, lambda: PodLoad(free_blocks=pod.num_blocks))
+
+    def hold(self, prompt: list[int]) -> None:
+        """The full blocks of this prompt, and nothing else."""
+        before, layout = self.hashes, self.pod.layout
+        self.hashes = block_hashes(prompt, fingerprint=layout.fingerprint, block_size=layout.block_size)
+        self.index.evicted([h for h in before if h not in self.hashes])
+        self.index.stored(self.hashes)
