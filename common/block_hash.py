@@ -1,15 +1,17 @@
 """Chained hashes that name full KV blocks, the same in every process and on every pod.
 
 h_i = BLAKE2b-128(h_{i-1} || tokens_i || extra), keyed with the layout's fingerprint, h_{-1} empty. tokens_i are the
-block's token ids as little-endian uint32; extra is the tenant's cache salt (length-prefixed), later LoRA id and
-multimodal hashes. Only full blocks have a hash; the golden vectors in tests/unit/test_block_hash.py fix the bytes.
+block's token ids as little-endian uint32; extra is the tenant's cache salt and then, if there is one, the id of the
+adapter (LoRA), each after its length as a little-endian uint32. Only full blocks have a hash; the golden vectors in
+tests/unit/test_block_hash.py fix the bytes.
 """
 
 from __future__ import annotations
 
-import hashlib
+import sys
 from array import array
 from collections.abc import Sequence
+from hashlib import blake2b
 
 HASH_BYTES = 16
 
@@ -22,27 +24,34 @@ class BlockHasher:
 
     __slots__ = ("_block_size", "_extra", "_key", "hashes")
 
-    def __init__(self, fingerprint: str, block_size: int, salt: str = "") -> None:
+    def __init__(self, fingerprint: str, block_size: int, salt: str = "", adapter: str = "") -> None:
         self._key = bytes.fromhex(fingerprint)
         self._block_size = block_size
-        raw = salt.encode()
-        self._extra = len(raw).to_bytes(4, "little") + raw
+        parts = [part.encode() for part in ((salt, adapter) if adapter else (salt,))]
+        self._extra = b"".join(len(part).to_bytes(4, "little") + part for part in parts)
         self.hashes: list[bytes] = []
 
     def extend(self, tokens: Sequence[int]) -> list[bytes]:
         """Hashes of all full blocks of `tokens` (the whole sequence so far); computes only the new ones."""
-        size = self._block_size
-        for i in range(len(self.hashes), len(tokens) // size):
-            h = hashlib.blake2b(self.hashes[-1] if i else b"", digest_size=HASH_BYTES, key=self._key)
-            h.update(array("I", tokens[i * size : (i + 1) * size]).tobytes())
-            h.update(self._extra)
-            self.hashes.append(h.digest())
-        return self.hashes
+        size, hashes, extra, key = self._block_size, self.hashes, self._extra, self._key
+        done = len(hashes)
+        words = array("I", tokens[done * size : len(tokens) // size * size])
+        if sys.byteorder == "big":
+            words.byteswap()
+        raw = words.tobytes()
+        previous = hashes[-1] if hashes else b""
+        for at in range(0, len(raw), 4 * size):
+            block = raw[at : at + 4 * size]
+            previous = blake2b(previous + block + extra, digest_size=HASH_BYTES, key=key).digest()
+            hashes.append(previous)
+        return hashes
 
 
-def block_hashes(tokens: Sequence[int], *, fingerprint: str, block_size: int, salt: str = "") -> list[bytes]:
+def block_hashes(
+    tokens: Sequence[int], *, fingerprint: str, block_size: int, salt: str = "", adapter: str = ""
+) -> list[bytes]:
     """Hashes of all full blocks of `tokens`, 16 bytes each."""
-    return BlockHasher(fingerprint, block_size, salt).extend(tokens)
+    return BlockHasher(fingerprint, block_size, salt, adapter).extend(tokens)
 
 
 def matchable_blocks(num_tokens: int, block_size: int) -> int:

@@ -32,6 +32,18 @@ def test_golden_vectors(tokens: list[int], size: int, salt: str, expected: list[
     assert hexes(tokens, size, salt=salt) == expected
 
 
+def test_an_adapter_is_part_of_the_name() -> None:
+    def named(salt: str, adapter: str) -> list[str]:
+        hashes = block_hashes(TOKENS, fingerprint=FINGERPRINT, block_size=16, salt=salt, adapter=adapter)
+        return [h.hex() for h in hashes]
+
+    assert named("", "") == hexes(TOKENS)
+    assert named("", "lora-7") == ["9353a979763bb8bad4c100cc27b0feb9", "bfe0a1e664a5cd993ee3053a7dba001e"]
+    assert named("tenant-a", "lora-7") == ["c74c08a1284e97bc886fb3c0ecb43a76", "cdb61791e6c3964a4474720a654f75ba"]
+    variants = [("", "ab"), ("ab", ""), ("a", "b"), ("b", "a"), ("a\x01\0\0\0b", ""), ("a", "\x01\0\0\0b")]
+    assert len({named(*v)[1] for v in variants}) == len(variants)
+
+
 def test_only_full_blocks_are_hashed() -> None:
     assert len(hexes(TOKENS[:15])) == 0
     assert len(hexes(TOKENS[:16])) == 1
