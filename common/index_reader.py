@@ -41,14 +41,16 @@ NAMED_PODS = 16  # up to so many, a look-up names its pods and is exact for each
 MAX_CALLS = 8  # at a time: a burst must not open a connection per request, and more would only queue in Redis
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Scope:
-    """What the last poll said: which pod a slot belongs to, while the slots have this epoch."""
+    """What the last poll said: who the pods are, and which one a slot belongs to while the slots have this epoch."""
 
     epoch: bytes = b""
-    every: int = 1  # one block in so many has a posting
+    version: bytes = b""  # of the records
+    records: dict[tuple[str, int], PodRecord | None] = field(default_factory=dict)  # None: it cannot be read
     owners: dict[int, tuple[str, int]] = field(default_factory=dict)
     slots: dict[tuple[str, int], int] = field(default_factory=dict)
+    every: int = 1  # one block in so many has a posting
 
 
 class IndexReader:
@@ -93,21 +95,28 @@ class IndexReader:
 
     async def _read_pods(self, client: Client) -> list[PodStatus]:
         names = [scope.decode() if isinstance(scope, bytes) else scope for scope in await client.hkeys(SCOPES_KEY)]
-        keys = [Keys(name) for name in names]
-        answers = await asyncio.gather(*(self._pods.run(client, (k.pods, k.slots), (k.prefix,)) for k in keys))
+        before = [self._scopes.get(name, _Scope()) for name in names]
+        calls = [
+            self._pods.run(client, (keys.pods, keys.slots), (keys.prefix, known.version))
+            for keys, known in zip(map(Keys, names), before, strict=True)
+        ]
         scopes: dict[str, _Scope] = {}
         found: list[PodStatus] = []
-        for name, (epoch, rows) in zip(names, answers, strict=True):
-            every, owners = 1, {}
-            for pod, generation, slot, *rest in rows:
-                status = _status(pod, generation, *rest)
-                if status is None:
+        for name, known, (epoch, version, rows) in zip(names, before, await asyncio.gather(*calls), strict=True):
+            scope = _Scope(epoch, version)
+            for pod, generation, slot, load, booked, info in rows:
+                owner = (pod.decode(), int(generation))
+                if not info and owner not in known.records:  # it was not alive when this version was read
+                    scope.version = b""
                     continue
-                found.append(status)
-                every = sampling(status.record.block_size)
+                record = scope.records[owner] = known.records[owner] if not info else _record(*owner, info)
+                if record is None:
+                    continue
+                scope.every = sampling(record.block_size)
+                found.append(PodStatus(record, _load(*owner, load), booked))
                 if slot:
-                    owners[int(slot)] = (status.record.pod, status.record.generation)
-            scopes[name] = _Scope(epoch, every, owners, {owner: slot for slot, owner in owners.items()})
+                    scope.owners[int(slot)], scope.slots[owner] = owner, int(slot)
+            scopes[name] = scope
         self._scopes = scopes
         return found
 
@@ -198,12 +207,19 @@ class IndexReader:
             return answer
 
 
-def _status(pod: bytes, generation: bytes, load: bytes, booked: int, info: Sequence[bytes]) -> PodStatus | None:
-    """One row of the pods script; None (and a line in the log) for a pod whose record this version cannot read."""
+def _record(pod: str, generation: int, info: Sequence[bytes]) -> PodRecord | None:
+    """None, and a line in the log, for a pod whose record this version cannot read."""
     values = [part.decode() for part in info]
     try:
-        record = PodRecord.from_fields(dict(zip(values[::2], values[1::2], strict=True)))
-        return PodStatus(record, PodLoad.from_json(load.decode()) if load else PodLoad(), booked)
-    except (KeyError, ValueError, TypeError) as e:
-        _log.warning("pod %s of generation %s left out: its record is unreadable: %r", pod, generation, e)
+        return PodRecord.from_fields(dict(zip(values[::2], values[1::2], strict=True)))
+    except (KeyError, ValueError) as e:
+        _log.warning("pod %s of generation %d left out: its record is unreadable: %r", pod, generation, e)
         return None
+
+
+def _load(pod: str, generation: int, load: bytes) -> PodLoad:
+    try:
+        return PodLoad.from_json(load.decode()) if load else PodLoad()
+    except (ValueError, TypeError) as e:
+        _log.warning("pod %s of generation %d counts as idle: its load is unreadable: %r", pod, generation, e)
+        return PodLoad()

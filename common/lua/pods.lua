@@ -1,26 +1,40 @@
--- The live pods of a scope: their slots, info, load and booked tokens.
--- KEYS: pods, slots   ARGV: key prefix
--- Returns {epoch of the slots, per pod {pod, generation, slot or '', load or '', booked tokens, {field, value, ...}}}.
+-- The live pods of a scope: their slots, load and booked tokens, and their info unless the caller knows it already.
+-- KEYS: pods, slots   ARGV: key prefix, version of the info that the caller knows
+-- Returns {epoch of the slots, version, per pod {pod, generation, slot or '', load or '', booked tokens, info}}, info
+-- as {field, value, ...}, empty where it is known.
 local prefix = ARGV[1]
 local time = redis.call('TIME')
 local now = string.format('%.0f', time[1] * 1000 + math.floor(time[2] / 1000))
-local live, slot_of = {}, {}
+local state = redis.call('HMGET', KEYS[2], 'epoch', 'version')
+local epoch = state[1] or ''
+local version = epoch .. '/' .. (state[2] or '')
+local slot_of = {}
 local slots = redis.call('HGETALL', KEYS[2])
 for i = 1, #slots, 2 do
   slot_of[slots[i + 1]] = slots[i]
 end
+local live = {}
 local registered = redis.call('HGETALL', KEYS[1])
-for i = 1, #registered, 2 do
-  local pod, generation = registered[i], registered[i + 1]
-  if redis.call('GET', prefix .. 'lease:' .. pod) == generation then
-    local booked = 0
-    for _, request in ipairs(redis.call('ZRANGEBYSCORE', prefix .. 'resv:' .. pod, '(' .. now, '+inf')) do
-      booked = booked + tonumber(redis.call('HGET', prefix .. 'resv_tokens:' .. pod, request) or 0)
+for first = 1, #registered, 2000 do
+  local last = math.min(first + 1999, #registered)
+  local names = {}
+  for i = first, last, 2 do
+    names[#names + 1] = prefix .. 'lease:' .. registered[i]
+    names[#names + 1] = prefix .. 'load:' .. registered[i]
+  end
+  local found = redis.call('MGET', unpack(names))
+  for i = first, last, 2 do
+    local pod, generation = registered[i], registered[i + 1]
+    if found[i - first + 1] == generation then
+      local booked = 0
+      for _, request in ipairs(redis.call('ZRANGEBYSCORE', prefix .. 'resv:' .. pod, '(' .. now, '+inf')) do
+        booked = booked + tonumber(redis.call('HGET', prefix .. 'resv_tokens:' .. pod, request) or 0)
+      end
+      live[#live + 1] = {
+        pod, generation, slot_of[pod .. ':' .. generation] or '', found[i - first + 2] or '', booked,
+        version == ARGV[2] and {} or redis.call('HGETALL', prefix .. 'info:' .. pod),
+      }
     end
-    live[#live + 1] = {
-      pod, generation, slot_of[pod .. ':' .. generation] or '', redis.call('GET', prefix .. 'load:' .. pod) or '',
-      booked, redis.call('HGETALL', prefix .. 'info:' .. pod),
-    }
   end
 end
-return {redis.call('HGET', KEYS[2], 'epoch') or '', live}
+return {epoch, version, live}

@@ -54,6 +54,7 @@ while not slot do
     redis.call('HSET', KEYS[7], slot, own)
   end
 end
+redis.call('HINCRBY', KEYS[7], 'version', 1) -- of the info of all pods
 for _, key in ipairs({KEYS[1], KEYS[7], KEYS[8]}) do
   redis.call('EXPIRE', key, ARGV[6])
 end

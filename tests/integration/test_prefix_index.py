@@ -465,6 +465,26 @@ async def test_pods_of_all_scopes_are_read_and_broken_records_left_out(rig: Rig)
         assert {name: s.record for name, s in live.items()} == {"decode-0": RECORD, "prefill-0": other}
 
 
+async def test_a_reader_that_missed_a_pod_learns_who_it_is_when_it_is_back(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = replace(RECORD, pod="decode-1")
+    async with rig.pod(), rig.pod(other):
+        await rig.raw.delete(Keys(SCOPE).lease("decode-1"))
+        assert set(await rig.live()) == {"decode-0"}
+
+        async def both() -> bool:
+            return {name: s.record for name, s in (await rig.live()).items()} == {"decode-0": RECORD, "decode-1": other}
+
+        await until(both)
+        assert await both()
+        await rig.raw.hset(Keys(SCOPE).info("decode-1"), "role", "chef")
+        await rig.raw.hincrby(Keys(SCOPE).slots, "version", 1)
+        for _ in range(3):
+            assert set(await rig.live()) == {"decode-0"}
+        assert caplog.text.count("unreadable") == 1
+
+
 # ---- bookings
 
 
