@@ -19,8 +19,11 @@ class EngineConfig:
 
     name: the model's name in the KV layout; empty for the directory's. dtype auto is float32 on a CPU and bfloat16 on
     CUDA. kv_dtype auto is dtype; fp8_e4m3 keeps keys and values in 8 bits, with scales. num_blocks and kv_memory
-    (bytes) both 0: 512 MiB on a CPU, 90% of what the weights leave on CUDA. max_model_len 0: the model's own.
-    token_budget: tokens of a step, and the longest chunk. threads 0: all cores.
+    (bytes) both 0: 512 MiB on a CPU; on CUDA what is left of gpu_memory_utilization, the share of the card that this
+    process may take. max_model_len 0: the model's own. token_budget: tokens of a step, and the longest chunk; max_seqs:
+    sequences that run at once; 0: 256 and 64 on a CPU, 2048 and 256 on CUDA. cuda_graphs: decode steps run as graphs,
+    captured at the start (no meaning on a CPU). overlap: a step is launched before the last one's result is known;
+    None: on CUDA. load_format dummy: random weights of weights_seed instead of the directory's. threads 0: all cores.
     """
 
     model_dir: Path
@@ -32,8 +35,13 @@ class EngineConfig:
     num_blocks: int = 0
     kv_memory: int = 0
     max_model_len: int = 0
-    token_budget: int = 256
-    max_seqs: int = 64
+    gpu_memory_utilization: float = 0.9
+    token_budget: int = 0
+    max_seqs: int = 0
+    cuda_graphs: bool = True
+    overlap: bool | None = None
+    load_format: str = "auto"
+    weights_seed: int = 0
     threads: int = 0
 
     def __post_init__(self) -> None:
@@ -41,12 +49,18 @@ class EngineConfig:
             raise ConfigError(f"dtype {self.dtype!r} is not served: auto, float32 or bfloat16", field="dtype")
         if self.kv_dtype not in ("auto", "fp8_e4m3"):
             raise ConfigError(f"kv_dtype {self.kv_dtype!r} is not served: auto or fp8_e4m3", field="kv_dtype")
-        for name, low in (("block_size", 1), ("token_budget", 1), ("max_seqs", 1)):
-            if getattr(self, name) < low:
-                raise ConfigError(f"{name} must be at least {low}, is {getattr(self, name)}", field=name)
-        for name in ("num_blocks", "kv_memory", "max_model_len", "threads"):
+        if self.load_format not in ("auto", "dummy"):
+            raise ConfigError(f"load_format {self.load_format!r} is not served: auto or dummy", field="load_format")
+        if self.block_size < 1:
+            raise ConfigError(f"block_size must be at least 1, is {self.block_size}", field="block_size")
+        for name in ("num_blocks", "kv_memory", "max_model_len", "token_budget", "max_seqs", "weights_seed", "threads"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative, is {getattr(self, name)}", field=name)
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(
+                f"gpu_memory_utilization must be over 0 and at most 1, is {self.gpu_memory_utilization:g}",
+                field="gpu_memory_utilization",
+            )
         if self.num_blocks and self.kv_memory:
             raise ConfigError("num_blocks and kv_memory exclude each other", field="num_blocks")
 
@@ -78,3 +92,12 @@ class EngineConfig:
             name = torch.cuda.get_device_name(device)
             raise ConfigError(f"kv_dtype fp8_e4m3 needs compute capability 8.9, {name} has less", field="kv_dtype")
         return FP8_DTYPE
+
+    def resolve_limits(self, device: torch.device) -> tuple[int, int]:
+        """token_budget and max_seqs."""
+        budget, seqs = (2048, 256) if device.type == "cuda" else (256, 64)
+        return self.token_budget or budget, self.max_seqs or seqs
+
+    def resolve_overlap(self, device: torch.device) -> bool:
+        """A launch on a CPU returns when the step is over: to go ahead would only delay its result."""
+        return device.type == "cuda" if self.overlap is None else self.overlap

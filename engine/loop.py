@@ -1,4 +1,5 @@
 """The engine's thread. Everything that touches the engine runs on it, between steps, in the order it was asked for.
+With overlap a step may be on the device meanwhile; what it does for a sequence that ends now is dropped.
 
 `start` -> running -> `stop`: what is still running is aborted (its hook is told), what still waits in the inbox is
 refused, then the thread ends. The inbox is the only way in; it never blocks the caller. A failing step ends its
@@ -180,5 +181,9 @@ class EngineLoop:
                 self._abort(request_id)
             except Exception:
                 log.exception("the engine's hook failed")
+        try:
+            self._engine.settle(self._on_step)
+        except Exception:
+            log.exception("the last step of the engine failed")
         while not self._inbox.empty():
             self._inbox.get_nowait().refuse(Unavailable("the engine has stopped"))

@@ -1,14 +1,18 @@
 """A Batch becomes tensors, tensors become tokens.
 
 `launch` queues the whole step on the device and returns without waiting for it; `collect` waits and brings the results
-to the host. Between the two the sampled tokens exist on the device only.
+to the host. Between the two the sampled tokens exist on the device only, and the next step may be launched already: it
+takes them from `last_tokens`. Steps run in the order of their launch.
+
+On a GPU a step in which every sequence decodes runs from static buffers (decode_step.py), as a CUDA graph where one
+was captured; every other step is made of tensors of its own size. On a CPU, launch computes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,117 +20,269 @@ from torch import Tensor
 
 from common.types import Token, TokenLogprob
 from engine.attention.base import AttentionBackend, StepShape
+from engine.attention.triton_backend import TritonAttention
+from engine.block_pool import Lease
+from engine.block_tables import BlockTables
 from engine.kv_pool import KVPool
-from engine.models.decoder import Decoder
-from engine.sampler import Sampled, SampleRow, sample
+from engine.models.base import Model
+from engine.sampler import Sampled, SampleRow, sample, token_logprobs
 from engine.scheduler import Item
+from engine.sequence import Sequence as EngineSequence
+from engine.stepper import ItemResult
+from engine.upload import upload
+
+if TYPE_CHECKING:
+    from engine.decode_step import DecodeStep
+    from engine.device_sampler import DeviceSampler
+
+MAX_LOGPROBS = 20  # alternatives beside a token, as SamplingParams allows
 
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A step on the device. finite: bool per item; sampled: for the items that sample, in their order."""
+    """A step on the device. results: int64 per item, on its way to the host: the sampled token, 0 where none was asked
+    for, -1 where the model's output was not a number. wanted: items with log-probabilities; logprobs: theirs (chosen,
+    top, top ids). arrived: None on a CPU.
+    """
 
     items: Sequence[Item]
-    finite: Tensor
-    sampled: Sampled | None
-
-
-@dataclass(frozen=True, slots=True)
-class ItemResult:
-    """finite: the model's output was a number. token: the sampled token, where one was asked for and is meaningful."""
-
-    finite: bool
-    token: Token | None
+    results: Tensor
+    wanted: Sequence[int]
+    logprobs: tuple[Tensor | None, ...]
+    arrived: torch.cuda.Event | None
 
 
 class Runner:
-    """Owns the model; writes KV only to the blocks of the items' leases."""
+    """Owns the model; writes KV only to the blocks of the items' leases.
 
-    def __init__(self, model: Decoder, kv: KVPool, backend: AttentionBackend[Any]) -> None:
-        self._model = model
-        self._kv = kv
+    max_seqs: slots of the scheduler; max_blocks: of the longest lease. sampler: None samples with torch, which waits
+    for the device: for a CPU. static: decode steps run from static buffers; needs a sampler and the Triton backend.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        kv: KVPool,
+        backend: AttentionBackend[Any],
+        *,
+        max_seqs: int,
+        max_blocks: int,
+        sampler: DeviceSampler | None = None,
+        static: bool = False,
+    ) -> None:
+        self._model, self._kv, self._backend, self._sampler = model, kv, backend, sampler
         self._cache = kv.layers()
-        self._backend = backend
         self._device = kv.data.device
+        self._tables = BlockTables(max_seqs, max_blocks)
+        self._last_tokens = torch.zeros(max_seqs + 1, dtype=torch.int64, device=self._device)
+        self._staged: list[Lease | None] = [None] * max_seqs
+        self._replayed: tuple[int, int] | None = None
+        self.decode: DecodeStep | None = None
+        if static:
+            from engine.decode_step import DecodeStep
+
+            assert sampler is not None
+            assert isinstance(backend, TritonAttention)
+            self.decode = DecodeStep(
+                model, self._cache, backend, sampler, self._tables, self._last_tokens, max_rows=max_seqs
+            )
 
     @torch.inference_mode()
     def launch(self, items: Sequence[Item]) -> Launched:
         """Queues forward pass and sampling of all items; every item's lease covers its tokens."""
-        shape = StepShape(
-            starts=[item.start for item in items],
-            num_new=[item.num_new for item in items],
-            blocks=[_blocks(item) for item in items],
-        )
-        self._kv.zero(_begun_blocks(items, self._kv.layout.block_size))
-        metadata = self._backend.prepare(shape)
-        tokens: list[int] = []
-        for item in items:
-            tokens += item.seq.tokens[item.start : item.start + item.num_new]
-        num_new = np.asarray(shape.num_new)
-        ends = np.cumsum(num_new)
-        positions = np.arange(int(ends[-1])) + np.repeat(np.asarray(shape.starts) - (ends - num_new), num_new)
-        hidden = self._model.hidden(
-            torch.tensor(tokens, device=self._device),
-            torch.from_numpy(positions).to(self._device),
-            self._cache,
-            self._backend,
-            metadata,
-        )
-        last = hidden[torch.from_numpy(ends - 1).to(self._device)]
-        finite = torch.isfinite(last.float().sum(dim=-1))
-        sampling = [row for row, item in enumerate(items) if item.sample]
-        if not sampling:
-            return Launched(items, finite, None)
-        logits = self._model.logits(last if len(sampling) == len(items) else last[sampling])
-        rows = [SampleRow(seq.request.sampling, seq.tokens, seq.prompt_len) for seq, *_ in (items[r] for r in sampling)]
-        return Launched(items, finite, sample(logits, rows))
+        if self._sampler is not None:
+            self._stage_sampling(items, self._sampler)
+        wanted = [i for i, item in enumerate(items) if item.sample and item.seq.request.sampling.logprobs is not None]
+        self._replayed = None
+        if self.decode is not None and self.decode.fits(items):
+            self._clear_begun_blocks(items)
+            self._replayed = rows, query = self.decode.stage(items)
+            output = self.decode.run(rows, query)
+            results, logprobs = (
+                output.results[: len(items)],
+                self._logprobs(items, wanted, output.logits, output.results),
+            )
+        else:
+            results, logprobs = self._launch_chunks(items, wanted)
+        return self._send(items, results, wanted, logprobs)
 
     def collect(self, launched: Launched) -> list[ItemResult]:
         """One result per item, in order; waits for the device."""
-        finite = launched.finite.tolist()
-        tokens = iter(()) if launched.sampled is None else _tokens(launched.items, launched.sampled)
-        results: list[ItemResult] = []
-        for item, ok in zip(launched.items, finite, strict=True):
-            if item.sample:
-                token, sane = next(tokens)
-                results.append(ItemResult(ok and sane, token if ok and sane else None))
-            else:
-                results.append(ItemResult(ok, None))
-        return results
+        if launched.arrived is not None:
+            launched.arrived.synchronize()
+        results: list[int] = launched.results.tolist()
+        tokens: list[Token | None] = [
+            Token(item.seq.num_output, token) if item.sample and token >= 0 else None
+            for item, token in zip(launched.items, results, strict=True)
+        ]
+        for at, index in enumerate(launched.wanted):
+            if (token := tokens[index]) is not None:
+                tokens[index] = _with_logprobs(token, launched.items[index].seq, at, launched.logprobs)
+        return [ItemResult(result >= 0, token) for result, token in zip(results, tokens, strict=True)]
 
+    def replay(self, count: int) -> float | None:
+        """Seconds that the last launched step takes when it is run `count` times back to back; None when it was not one
+        from static buffers. Its sequences' KV and sampling state are spoilt: for measurements.
+        """
+        if self._replayed is None or self.decode is None or self._device.type != "cuda":
+            return None
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        with torch.inference_mode():
+            began.record()
+            for _ in range(count):
+                self.decode.run(*self._replayed)
+            ended.record()
+        ended.synchronize()
+        return float(began.elapsed_time(ended)) * 1e-3 / count
 
-def _blocks(item: Item) -> list[int]:
-    lease = item.seq.lease
-    assert lease is not None
-    return lease.blocks
+    @torch.inference_mode()
+    def rehearse(self, num_tokens: int, num_rows: int, max_len: int) -> None:
+        """The most expensive step: num_rows rows that all sample, with log-probabilities; one is a chunk that ends
+        after max_len tokens. Uses only block 0.
+        """
+        rows = min(num_rows, num_tokens)
+        chunk = min(num_tokens - rows + 1, max_len)
+        starts, num_new = [0] * (rows - 1) + [max_len - chunk], [1] * (rows - 1) + [chunk]
+        size = self._kv.layout.block_size
+        blocks = [
+            np.zeros(-(-(start + new) // size), dtype=np.int32) for start, new in zip(starts, num_new, strict=True)
+        ]
+        shape = StepShape(starts, num_new, blocks)
+        ends = np.cumsum(num_new)
+        inputs = upload([np.zeros(ends[-1], dtype=np.int64), _positions(shape), ends - 1], self._device)
+        hidden = self._hidden(shape, *inputs)
+        logits = self._model.logits(hidden)
+        if self._sampler is not None:
+            pad = np.full(rows, self._sampler.pad_slot, dtype=np.int64)
+            tokens, _ = self._sampler.run(logits, *upload([pad, ends], self._device))
+            token_logprobs(logits, tokens, MAX_LOGPROBS)
 
-
-def _begun_blocks(items: Sequence[Item], block_size: int) -> list[int]:
-    """Blocks that this step starts to fill and leaves partly unwritten."""
-    begun: list[int] = []
-    for item in items:
-        end = item.start + item.num_new
-        if end % block_size and end - end % block_size >= item.start:
-            begun.append(_blocks(item)[end // block_size])
-    return begun
-
-
-def _tokens(items: Sequence[Item], sampled: Sampled) -> Any:
-    """Pairs (Token, its logits were finite) of the sampled items."""
-    seqs = [item.seq for item in items if item.sample]
-    ids, finite = sampled.tokens.tolist(), sampled.finite.tolist()
-    if sampled.logprobs is None:
-        for seq, token, ok in zip(seqs, ids, finite, strict=True):
-            yield Token(seq.num_output, token), ok
-        return
-    chosen = sampled.logprobs.tolist()
-    none: list[list[Any]] = [[]] * len(seqs)
-    values = none if sampled.top_logprobs is None else sampled.top_logprobs.tolist()
-    indices = none if sampled.top_ids is None else sampled.top_ids.tolist()
-    for r, (seq, token, ok) in enumerate(zip(seqs, ids, finite, strict=True)):
-        count = seq.request.sampling.logprobs
-        if count is None:
-            yield Token(seq.num_output, token), ok
+    def _launch_chunks(self, items: Sequence[Item], wanted: Sequence[int]) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        """results of any step, and log-probabilities of its `wanted` items."""
+        self._clear_begun_blocks(items)
+        shape = StepShape(
+            starts=[item.start for item in items],
+            num_new=[item.num_new for item in items],
+            blocks=[self._tables.row(item.seq) for item in items],
+        )
+        ends = np.cumsum(shape.num_new)
+        tokens: list[int] = []
+        unseen: list[int] = []  # items whose last token only the device knows
+        for index, item in enumerate(items):
+            tokens += item.seq.tokens[item.start : item.start + item.num_new]
+            if len(tokens) < ends[index]:
+                tokens.append(0)
+                unseen.append(index)
+        sampling = [i for i, item in enumerate(items) if item.sample]
+        slots = np.array([item.seq.slot for item in items])
+        ids, positions, last, rows, row_slots, sampled_at, late, late_slots = upload(
+            [
+                np.array(tokens), _positions(shape), ends - 1, np.array(sampling, dtype=np.int64), slots[sampling],
+                np.array([items[i].start + items[i].num_new for i in sampling], dtype=np.int64),
+                ends[unseen] - 1, slots[unseen],
+            ],
+            self._device,
+        )  # fmt: skip
+        if unseen:
+            ids.index_copy_(0, late, self._last_tokens.index_select(0, late_slots))
+        hidden = self._hidden(shape, ids, positions, last)
+        every = len(sampling) == len(items)
+        results = torch.zeros(len(items), dtype=torch.int64, device=self._device)
+        if not every:
+            results.masked_fill_(~torch.isfinite(hidden.float().sum(dim=-1)), -1)
+        if not sampling:
+            return results, ()
+        logits = self._model.logits(hidden if every else hidden.index_select(0, rows))
+        sampled = self._sample([items[i] for i in sampling], logits, row_slots, sampled_at)
+        self._last_tokens.index_copy_(0, row_slots, sampled.tokens)
+        drawn = torch.where(sampled.finite, sampled.tokens, -1)
+        if every:
+            results = drawn
         else:
-            top = zip(indices[r][:count], values[r][:count], strict=True)
-            yield Token(seq.num_output, token, chosen[r], tuple(TokenLogprob(i, v) for i, v in top)), ok
+            results.index_copy_(0, rows, torch.where(results.index_select(0, rows) < 0, -1, drawn))
+        at = [sampling.index(i) for i in wanted]
+        if self._sampler is None:
+            found = (sampled.logprobs, sampled.top_logprobs, sampled.top_ids)
+            return results, tuple(x if x is None else x[at] for x in found) if wanted else ()
+        return results, self._logprobs([items[i] for i in sampling], at, logits, sampled.tokens)
+
+    def _hidden(self, shape: StepShape, ids: Tensor, positions: Tensor, last: Tensor) -> Tensor:
+        """States of each row's last token."""
+        metadata = self._backend.prepare(shape)
+        rows = None if len(last) == len(ids) else last
+        return self._model.hidden(ids, positions, self._cache, self._backend, metadata, rows=rows)
+
+    def _sample(self, items: Sequence[Item], logits: Tensor, slots: Tensor, positions: Tensor) -> Sampled:
+        if self._sampler is not None:
+            return Sampled(*self._sampler.run(logits, slots, positions), None, None, None)
+        rows: list[SampleRow] = []
+        for item in items:
+            seq, known = item.seq, item.start + item.num_new
+            tokens = seq.tokens if len(seq.tokens) == known else [*seq.tokens, int(self._last_tokens[seq.slot])]
+            rows.append(SampleRow(seq.request.sampling, tokens, seq.prompt_len))
+        return sample(logits, rows)
+
+    def _stage_sampling(self, items: Sequence[Item], sampler: DeviceSampler) -> None:
+        """Sequences that sample for the first time with the lease that they have."""
+        for item in items:
+            seq = item.seq
+            if item.sample and self._staged[seq.slot] is not seq.lease:
+                sampler.stage(seq.slot, SampleRow(seq.request.sampling, seq.tokens, seq.prompt_len))
+                self._staged[seq.slot] = seq.lease
+        sampler.flush()
+
+    def _logprobs(
+        self, items: Sequence[Item], wanted: Sequence[int], logits: Tensor, tokens: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        if not wanted:
+            return ()
+        most = max(items[i].seq.request.sampling.logprobs or 0 for i in wanted)
+        (at,) = upload([np.array(wanted, dtype=np.int64)], self._device)
+        return token_logprobs(logits.index_select(0, at), tokens.index_select(0, at).clamp(min=0), most)
+
+    def _send(
+        self, items: Sequence[Item], results: Tensor, wanted: Sequence[int], logprobs: Sequence[Tensor | None]
+    ) -> Launched:
+        """On a GPU torch allocates what goes to the host without waiting in pinned memory."""
+        on_host = [x if x is None else x.to("cpu", non_blocking=True, copy=True) for x in (results, *logprobs)]
+        arrived = None
+        if self._device.type == "cuda":
+            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            arrived.record()
+        assert on_host[0] is not None
+        return Launched(items, on_host[0], wanted, tuple(on_host[1:]), arrived)
+
+    def _clear_begun_blocks(self, items: Sequence[Item]) -> None:
+        """Zeroes the blocks that this step starts to fill and leaves partly unwritten.
+
+        A prompt's last block may travel to a pod that reads all of it; of one that decodes only a backend could that
+        reads slots before they are written.
+        """
+        size = self._kv.layout.block_size
+        begun: list[int] = []
+        for item in items:
+            end = item.start + item.num_new
+            if end % size and end - end % size >= item.start and (self._backend.reads_unwritten or not item.decode):
+                assert item.seq.lease is not None
+                begun.append(item.seq.lease.blocks[end // size])
+        self._kv.zero(begun)
+
+
+def _positions(shape: StepShape) -> np.ndarray:
+    """int64 [T]"""
+    num_new = np.asarray(shape.num_new)
+    ends = np.cumsum(num_new)
+    offsets: np.ndarray = np.repeat(np.asarray(shape.starts) - (ends - num_new), num_new)
+    positions: np.ndarray = np.arange(int(ends[-1])) + offsets
+    return positions
+
+
+def _with_logprobs(token: Token, seq: EngineSequence, at: int, logprobs: Sequence[Tensor | None]) -> Token:
+    chosen, values, ids = logprobs
+    assert chosen is not None
+    count = seq.request.sampling.logprobs or 0
+    top: tuple[TokenLogprob, ...] = ()
+    if count and values is not None and ids is not None:
+        pairs = zip(ids[at, :count].tolist(), values[at, :count].tolist(), strict=True)
+        top = tuple(TokenLogprob(i, v) for i, v in pairs)
+    return Token(token.index, token.id, float(chosen[at]), top)

@@ -1,0 +1,213 @@
+"""Decode steps in static buffers: one launch of a CUDA graph from the last tokens to the next ones.
+
+`stage` tells the device what is new, in one copy of a few numbers a row; `run` computes: inputs, all layers, LM head,
+sampling, and the sampled tokens into `last_tokens`, where the next step finds them. `capture` records `run` once for
+each batch bucket and query length, the largest first, all in one memory pool; afterwards `run` replays. A step with
+fewer rows than its bucket is padded with rows that have no tokens.
+
+Everything goes to the current stream, so steps may be staged and run ahead of what the host knows.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.attention.triton_backend import DECODE_TOKENS, TritonAttention
+from engine.block_tables import BlockTables
+from engine.device_sampler import DeviceSampler
+from engine.kernels.decode_inputs import HEADER, DecodeInputs, blocks_touched, decode_inputs, packed_width
+from engine.layer_kv import LayerKV
+from engine.models.base import Model
+from engine.scheduler import Item
+from engine.upload import pinned
+
+log = logging.getLogger(__name__)
+
+
+def batch_buckets(max_rows: int) -> tuple[int, ...]:
+    """Batch sizes that graphs are captured for, ascending; the last is max_rows."""
+    steps = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_rows, 32)]
+    return (*(size for size in steps if size < max_rows), max_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """results: int64 [B], the sampled token, -1 where logits were not finite; logits: float32 [B, vocab].
+
+    Both belong to the step: the next one overwrites them.
+    """
+
+    results: Tensor
+    logits: Tensor
+
+
+class DecodeStep:
+    """max_rows: most rows of a step; query_lengths: most tokens of a row, one set of graphs for each.
+
+    last_tokens: int64 [slots], the token that was sampled last in each slot; shared with steps that run elsewhere.
+    tables: of all slots; width and slots are the pool's and the scheduler's.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        cache: Sequence[LayerKV],
+        backend: TritonAttention,
+        sampler: DeviceSampler,
+        tables: BlockTables,
+        last_tokens: Tensor,
+        *,
+        max_rows: int,
+        query_lengths: Sequence[int] = (1,),
+    ) -> None:
+        assert 1 <= min(query_lengths) <= max(query_lengths) <= DECODE_TOKENS
+        self.max_rows, self.query_lengths = max_rows, tuple(sorted(query_lengths))
+        self._model, self._cache, self._backend, self._sampler = model, cache, backend, sampler
+        self._tables, self._last_tokens = tables, last_tokens
+        self._block_size, self._device = cache[0].block_size, last_tokens.device
+        self.buckets = batch_buckets(max_rows)
+        widest = self.query_lengths[-1]
+        # A line more than there are slots: the padding rows' own, like the sampler's.
+        lines = (sampler.pad_slot + 1, tables.blocks.shape[1])
+        self._slot_tables = torch.zeros(lines, dtype=torch.int32, device=self._device)
+        words = max_rows * packed_width(widest, self._block_size)
+        self._packed = torch.zeros(words, dtype=torch.int32, device=self._device)
+        self._inputs = DecodeInputs.empty(max_rows, widest, lines[1], self._device)
+        self._results = torch.zeros(max_rows, dtype=torch.int64, device=self._device)
+        self._not_finite = torch.tensor(-1, device=self._device)
+        self._pool: Any = None  # the graphs', once there is one
+        self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, StepOutput]] = {}
+
+    def fits(self, items: Sequence[Item]) -> bool:
+        """The step can run here: every item samples and has few enough tokens."""
+        widest = self.query_lengths[-1]
+        return len(items) <= self.max_rows and all(item.sample and item.num_new <= widest for item in items)
+
+    def stage(self, items: Sequence[Item]) -> tuple[int, int]:
+        """Sends a step's rows; its bucket: rows and query length."""
+        longest = max(item.num_new for item in items)
+        query = next(length for length in self.query_lengths if length >= longest)
+        rows = next(size for size in self.buckets if size >= len(items))
+        size, live = self._block_size, len(items)
+        for item in items:
+            self._tables.row(item.seq)
+        slots = np.array([item.seq.slot for item in items])
+        starts = np.array([item.start for item in items])
+        num_new = np.array([item.num_new for item in items])
+        ends = np.cumsum(num_new)
+        # Blocks from the one of the first new token on travel with the row; those before it are there, or go ahead.
+        base, final = starts // size, (starts + num_new - 1) // size
+        copied = self._tables.copied
+        for slot, count in zip(slots[behind := copied[slots] < base], base[behind], strict=True):
+            self._copy_line(int(slot), int(copied[slot]), int(count))
+        copied[slots] = final + 1
+
+        packed = np.zeros((rows, packed_width(query, size)), dtype=np.int32)
+        packed[live:, 0] = self._sampler.pad_slot
+        packed[live:, 2] = ends[-1]
+        packed[:live, 0] = slots
+        packed[:live, 1] = starts
+        packed[:live, 2] = ends - num_new
+        packed[:live, 3] = num_new
+        if query == 1:
+            packed[:live, HEADER] = [_token(item.seq.tokens, item.start) for item in items]
+        else:
+            for row, item in enumerate(items):
+                tokens = [_token(item.seq.tokens, item.start + i) for i in range(item.num_new)]
+                packed[row, HEADER : HEADER + item.num_new] = tokens
+        touched = np.minimum(base[:, None] + np.arange(blocks_touched(query, size)), final[:, None])
+        packed[:live, HEADER + query :] = self._tables.blocks[slots[:, None], touched]
+        self._send(packed)
+        return rows, query
+
+    def run(self, rows: int, query: int) -> StepOutput:
+        """Queues the staged step."""
+        captured = self._graphs.get((rows, query))
+        if captured is None:
+            return self._compute(rows, query)
+        graph, output = captured
+        graph.replay()
+        return output
+
+    @torch.inference_mode()
+    def capture(self, buckets: Sequence[int] | None = None) -> None:
+        """Records the graphs of all buckets, or of some. The model must be capturable."""
+        wanted = [(rows, query) for rows in buckets or self.buckets for query in self.query_lengths]
+        wanted.sort(reverse=True)
+        began = told = time.monotonic()
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            for done, (rows, query) in enumerate(wanted, 1):
+                self._send(self._padding(rows, query))
+                self._compute(rows, query)  # compiles and loads what the capture must not
+                stream.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                output = self._compute(rows, query)
+                graph.capture_end()
+                self._graphs[rows, query] = graph, StepOutput(output.results, _borrowed(output.logits))
+                del output  # the next, smaller graph may use its memory
+                if time.monotonic() - told > 2 or done == len(wanted):
+                    told = time.monotonic()
+                    log.info("captured %d of %d graphs in %.0f s", done, len(wanted), told - began)
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+
+    def _compute(self, rows: int, query: int) -> StepOutput:
+        packed = self._packed[: rows * packed_width(query, self._block_size)].view(rows, -1)
+        inputs = self._inputs.lead(rows, query)
+        decode_inputs(packed, self._slot_tables, self._last_tokens, inputs, query=query, block_size=self._block_size)
+        metadata = self._backend.decode_metadata(
+            inputs.kv_slots, inputs.cu_q, inputs.seq_lens, inputs.tables, max_new=query
+        )
+        last_rows = None if query == 1 else inputs.last_rows
+        hidden = self._model.hidden(
+            inputs.tokens, inputs.positions, self._cache, self._backend, metadata, rows=last_rows
+        )
+        logits = self._model.logits(hidden)
+        tokens, finite = self._sampler.run(logits, inputs.row_slots, inputs.sampled_at)
+        results = self._results[:rows]
+        torch.where(finite, tokens, self._not_finite, out=results)
+        self._last_tokens.index_copy_(0, inputs.row_slots, tokens)
+        return StepOutput(results, logits)
+
+    def _send(self, packed: np.ndarray) -> None:
+        self._packed[: packed.size].copy_(pinned(packed.reshape(-1), self._device), non_blocking=True)
+
+    def _copy_line(self, slot: int, first: int, end: int) -> None:
+        blocks = pinned(self._tables.blocks[slot, first:end], self._device)
+        self._slot_tables[slot, first:end].copy_(blocks, non_blocking=True)
+
+    def _padding(self, rows: int, query: int) -> np.ndarray:
+        packed = np.zeros((rows, packed_width(query, self._block_size)), dtype=np.int32)
+        packed[:, 0] = self._sampler.pad_slot
+        return packed
+
+
+def _token(tokens: Sequence[int], index: int) -> int:
+    """-1 for the one that only the device knows."""
+    return tokens[index] if index < len(tokens) else -1
+
+
+@dataclass(frozen=True)
+class _Borrowed:
+    """Device memory without its owner, in the way that torch.as_tensor takes it."""
+
+    __cuda_array_interface__: dict[str, Any]
+
+
+def _borrowed(tensor: Tensor) -> Tensor:
+    """The same memory, which belongs to a graph's pool and stays there as long as the graph does."""
+    assert tensor.is_contiguous()
+    described = {"shape": tuple(tensor.shape), "typestr": "<f4", "data": (tensor.data_ptr(), False), "version": 3}
+    assert tensor.dtype == torch.float32
+    return torch.as_tensor(_Borrowed(described), device=tensor.device)

@@ -1,0 +1,122 @@
+"""How many KV blocks fit on a GPU, measured before the pool exists: the largest step is run and its graphs are captured
+over a pool of one block, and the pool gets what is left.
+
+This process takes at most its share of the card, and never what is not free: others on the same card keep what they
+have.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from common.errors import ConfigError
+from common.kv_layout import KVLayout
+from engine.kv_pool import KVPool
+from engine.runner import Runner
+
+SLACK = 256 << 20  # bytes left free: what the driver takes later, and what does not fit between allocations
+EXTRA_BLOCKS = 2  # of a pool, see KVPool
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """Bytes on one device. total, others: the card, and what other processes and the driver hold; share: of total that
+    this process may take; weights: with all that the engine keeps beside them; activations: of the largest step, at its
+    peak; graphs: captured ones.
+    """
+
+    total: int
+    others: int
+    share: float
+    weights: int
+    activations: int
+    graphs: int
+
+    @property
+    def available(self) -> int:
+        """For the KV pool; negative when nothing is left."""
+        own = self.weights + self.activations + self.graphs
+        return min(int(self.total * self.share), self.total - self.others - SLACK) - own
+
+    def explain(self) -> str:
+        parts = {
+            "weights and buffers": self.weights,
+            "activations of the largest step": self.activations,
+            "CUDA graphs": self.graphs,
+            "other processes and the driver": self.others,
+        }
+        taken = ", ".join(f"{name} {_gib(size)}" for name, size in parts.items())
+        return f"gpu_memory_utilization {self.share:g} of {_gib(self.total)}; {taken}"
+
+
+def measure(
+    build: Callable[[KVPool], Runner],
+    layout: KVLayout,
+    device: torch.device,
+    *,
+    share: float,
+    graphs: bool,
+    token_budget: int,
+    max_seqs: int,
+    max_len: int,
+) -> MemoryUse:
+    """What an engine of these limits takes on a CUDA device; its weights are loaded. build: a runner over a pool."""
+    trial = KVPool(layout, 1, device)
+    runner = build(trial)
+    torch.cuda.synchronize(device)
+    weights = torch.cuda.memory_allocated(device) - trial.data.nbytes
+    torch.cuda.reset_peak_memory_stats(device)
+    runner.rehearse(token_budget, max_seqs, max_len)
+    torch.cuda.synchronize(device)
+    activations = torch.cuda.max_memory_allocated(device) - trial.data.nbytes - weights
+    captured = _graphs(runner, device) if graphs else 0
+    del runner, trial
+    free = _free(device)
+    total = torch.cuda.mem_get_info(device)[1]
+    return MemoryUse(
+        total=total,
+        others=total - free - torch.cuda.memory_reserved(device),
+        share=share,
+        weights=weights,
+        activations=activations,
+        graphs=captured,
+    )
+
+
+def blocks_that_fit(use: MemoryUse, layout: KVLayout) -> int:
+    """Blocks of a KV pool; ConfigError that says who has the memory when there is not room for a few."""
+    blocks = use.available // layout.block_bytes - EXTRA_BLOCKS
+    if blocks < 2:
+        left = f"{_gib(max(0, use.available))} left" if use.available > 0 else f"{_gib(-use.available)} too much"
+        raise ConfigError(
+            f"no room for KV blocks ({_gib(layout.block_bytes)} each): {use.explain()}; {left}",
+            field="gpu_memory_utilization",
+        )
+    return blocks
+
+
+def _graphs(runner: Runner, device: torch.device) -> int:
+    """Of all buckets, from the two largest: the first brings the memory that all share, each later one a little."""
+    assert runner.decode is not None
+    *_, second, first = (runner.decode.buckets[0], *runner.decode.buckets)
+    before = _free(device)
+    runner.decode.capture([first])
+    after_first = _free(device)
+    runner.decode.capture([second])
+    each = max(0, after_first - _free(device))
+    return max(0, before - after_first) + each * (len(runner.decode.buckets) - 1)
+
+
+def _free(device: torch.device) -> int:
+    gc.collect()
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
+
+
+def _gib(size: int) -> str:
+    return f"{size / (1 << 30):.2f} GiB" if size >= 10 << 20 else f"{size / (1 << 20):.3g} MiB"
