@@ -1,22 +1,52 @@
-"""The engine in this process, without services: prompts in, completions out. Tests, benchmarks and scripts use it."""
+"""The engine in this process, without services: prompts in, completions out. Scripts, tests and benchmarks use it.
+
+    llm = LLM("smollm2")
+    for completion in llm.generate(["The capital of France is"], SamplingParams(temperature=0.0, max_tokens=8)):
+        print(completion.text)
+
+A call runs the pods' own loop on a thread for as long as it takes, so what it does is what a pod does. One call at a
+time; between calls the engine rests, and keeps its prefix cache.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import functools
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from common.errors import BatonError, InternalError
+from common.errors import BatonError, ConfigError, InternalError
+from common.models import resolve_model
 from common.types import FinishReason, SamplingParams, Token, ValidRequest
 from engine.config import EngineConfig
 from engine.engine import Engine, StepResult
+from engine.loop import EngineLoop
+from engine.progress import Progress, progress
+from engine.sequence import Sequence as EngineSequence
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+log = logging.getLogger(__name__)
+
+ALIVE_S = 1.0  # how often the loop's thread is looked after
+STOP_S = 60.0
 
 
 @dataclass(slots=True)
 class Completion:
-    """tokens with their log-probabilities if asked for; cached_tokens: prompt tokens that the prefix cache supplied."""
+    """What became of one prompt.
 
+    prompt: its text, None where it came as ids. tokens: with log-probabilities if the params asked for them.
+    cached_tokens: prompt tokens that the prefix cache supplied. error: why finish is ERROR.
+    """
+
+    prompt: str | None
+    prompt_ids: tuple[int, ...]
+    decode: Callable[[list[int]], str] = field(repr=False)
     tokens: list[Token] = field(default_factory=list)
     finish: FinishReason | None = None
     cached_tokens: int = 0
@@ -26,53 +56,127 @@ class Completion:
     def ids(self) -> list[int]:
         return [token.id for token in self.tokens]
 
+    @property
+    def text(self) -> str:
+        """Of the tokens, without special ones; ConfigError where the model has no tokenizer."""
+        return self.decode(self.ids)
+
 
 class LLM:
-    """Keyword arguments are those of EngineConfig; `engine` is open to tests."""
+    """model: a directory, or a name that common/models.py knows. Keyword arguments are those of EngineConfig.
 
-    def __init__(self, model_dir: Path | str, **config: Any) -> None:
-        self.engine = Engine(EngineConfig(model_dir=Path(model_dir), **config))
+    Raises ConfigError when the model cannot be served here, or an argument will not do. `engine` is open to tests.
+    """
+
+    def __init__(self, model: Path | str, **config: Any) -> None:
+        weights = config.get("load_format", "auto") == "auto"
+        self.model_dir = resolve_model(str(model), tokenizer=False, weights=weights, say=log.warning)
+        self.engine = Engine(EngineConfig(model_dir=self.model_dir, **config))
         self._requests = 0
+
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The directory's tokenizer.json; ConfigError where there is none."""
+        from tokenizers import Tokenizer
+
+        path = self.model_dir / "tokenizer.json"
+        if not path.is_file():
+            raise ConfigError(f"{self.model_dir} has no tokenizer.json: give prompts as token ids", field="model")
+        try:
+            return Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises nothing narrower
+            raise ConfigError(f"{path} is not a tokenizer: {error}", field="model") from error
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Token ids of a text, with the special tokens that the tokenizer puts around one."""
+        return tuple(self.tokenizer.encode(text).ids)
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of token ids, without special tokens."""
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
+        return text
 
     def generate(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: str | Sequence[str | Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        ignore_eos: bool = False,
         cache_salt: str = "",
+        show_progress: bool = True,
     ) -> list[Completion]:
-        """Completions in the order of the prompts, which run concurrently as far as they fit.
+        """Completions in the order of the prompts, texts or token ids, which run concurrently as far as they fit.
 
-        params: one for all, or one for each; the default is greedy with 16 tokens and the model's stop tokens. Raises
-        InvalidRequest, and runs nothing, when one of them can never run.
+        params: one for all, or one for each; the default is greedy with 16 tokens. The noise of sampling is keyed by
+        params.seed, so the same prompt with the same params has one answer. The model's end-of-sequence tokens end a
+        completion unless ignore_eos is set. show_progress: a bar on a terminal, else lines in the log.
+
+        Raises InvalidRequest, and runs nothing, when one of them can never run.
         """
+        texts = [prompts] if isinstance(prompts, str) else list(prompts)
         if params is None:
-            params = SamplingParams(temperature=0.0, stop_token_ids=self.engine.eos_token_ids)
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-        completions: dict[str, Completion] = {}
+            params = SamplingParams(temperature=0.0)
+        each = [params] * len(texts) if isinstance(params, SamplingParams) else list(params)
+        if not ignore_eos:
+            each = [replace(p, stop_token_ids=(*p.stop_token_ids, *self.engine.eos_token_ids)) for p in each]
+        run = _Run()
+        for prompt, sampling in zip(texts, each, strict=True):
+            self._requests += 1
+            text, ids = (prompt, self.encode(prompt)) if isinstance(prompt, str) else (None, tuple(prompt))
+            request = ValidRequest(f"local-{self._requests}", self.engine.layout.model, ids, sampling, cache_salt)
+            run.completions[request.request_id] = Completion(text, ids, self.decode)
+            run.seqs.append(self.engine.new_sequence(request))
+        if run.seqs:
+            most = sum(sampling.max_tokens for sampling in each)
+            with progress("generating", most, "tokens", show=show_progress) as shown:
+                run.through(self.engine, shown)
+        return list(run.completions.values())
+
+
+@dataclass(slots=True)
+class _Run:
+    """One call's sequences and what has become of them; the loop's thread writes, the caller waits for `over`."""
+
+    completions: dict[str, Completion] = field(default_factory=dict)
+    seqs: list[EngineSequence] = field(default_factory=list)
+    unfinished: int = 0
+    over: threading.Event = field(default_factory=threading.Event)
+
+    def through(self, engine: Engine, shown: Progress) -> None:
+        """Runs until all ended. Whatever interrupts it, nothing of it stays in the engine."""
+        self.unfinished = len(self.seqs)
+        loop = EngineLoop(engine, functools.partial(self._collect, shown))
+        loop.start()
         try:
-            for prompt, sampling in zip(prompts, each, strict=True):
-                self._requests += 1
-                name = f"local-{self._requests}"
-                request = ValidRequest(name, self.engine.layout.model, tuple(prompt), sampling, cache_salt)
-                self.engine.add(self.engine.new_sequence(request))
-                completions[name] = Completion()
+            loop.call(functools.partial(self._add, engine)).result()
+            while not self.over.wait(ALIVE_S):
+                if not loop.alive:
+                    raise InternalError("the engine's thread has ended; its log says why")
+        finally:
+            loop.stop(STOP_S)
+
+    def _add(self, engine: Engine) -> None:
+        added: list[str] = []
+        try:
+            for seq in self.seqs:
+                engine.add(seq)
+                added.append(seq.request_id)
         except BatonError:
-            for name in completions:
-                self.engine.abort(name)
+            for request_id in added:
+                engine.abort(request_id)
             raise
-        while self.engine.has_work:
-            result = self.engine.step()
-            if not result.outputs:
-                raise InternalError("sequences wait, and nothing can run")
-            _collect(result, completions)
-        return list(completions.values())
 
-
-def _collect(result: StepResult, completions: dict[str, Completion]) -> None:
-    for output in result.outputs:
-        completion = completions[output.seq.request_id]
-        completion.tokens.extend(output.tokens)
-        completion.finish = output.finish
-        completion.error = output.error
-        completion.cached_tokens = output.seq.cached_tokens
+    def _collect(self, shown: Progress, result: StepResult) -> None:
+        done = skipped = 0
+        for output in result.outputs:
+            completion = self.completions[output.seq.request_id]
+            completion.tokens.extend(output.tokens)
+            completion.cached_tokens = output.seq.cached_tokens
+            done += len(output.tokens)
+            if output.finish is not None:
+                completion.finish, completion.error = output.finish, output.error
+                skipped += output.seq.request.sampling.max_tokens - len(completion.tokens)
+                self.unfinished -= 1
+        shown.advance(done, skipped=skipped)
+        if not self.unfinished:
+            self.over.set()

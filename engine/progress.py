@@ -7,63 +7,75 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 log = logging.getLogger(__name__)
 
 LOG_EVERY_S = 10.0
 
-Advance = Callable[[float], None]
+
+@dataclass(slots=True)
+class Progress:
+    """done of total, counted in `unit`; whoever does the work calls advance."""
+
+    what: str
+    total: float
+    unit: str
+    shown: Callable[[Progress], None]
+    done: float = 0.0
+    began: float = field(default_factory=time.perf_counter)
+
+    @property
+    def rate(self) -> float:
+        """Units a second since the start."""
+        return self.done / max(time.perf_counter() - self.began, 1e-9)
+
+    def advance(self, done: float, *, skipped: float = 0.0) -> None:
+        """done: more than at the last call; skipped: what need not be done after all."""
+        self.done += done
+        self.total -= skipped
+        self.shown(self)
 
 
 @contextmanager
-def progress(what: str, total: float, unit: str, *, scale: float = 1.0, show: bool = True) -> Iterator[Advance]:
-    """Yields a function to call with what was done since the last call, in the unit of `total`.
-
-    unit: as it is shown, after a division by `scale` (1e9 and GB for bytes). show False: neither bar nor lines.
-    """
+def progress(what: str, total: float, unit: str, *, show: bool = True) -> Iterator[Progress]:
+    """Shows what happens inside the block; show False: neither bar nor lines."""
     if not show:
-        yield lambda done: None
+        yield Progress(what, total, unit, lambda _: None)
     elif sys.stderr.isatty():
-        yield from _bar(what, total, unit, scale)
+        yield from _bar(what, total, unit)
     else:
-        yield from _lines(what, total, unit, scale)
+        yield from _lines(what, total, unit)
 
 
-def _bar(what: str, total: float, unit: str, scale: float) -> Iterator[Advance]:
+def _bar(what: str, total: float, unit: str) -> Iterator[Progress]:
+    from rich import progress as rich
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    figures = TextColumn("{task.completed:,.4g}/{task.total:,.4g} {task.fields[unit]} {task.fields[rate]}")
-    columns = (TextColumn("{task.description}"), BarColumn(), figures, TimeElapsedColumn())
-    began = time.perf_counter()
-    with Progress(*columns, console=Console(stderr=True), refresh_per_second=4) as bar:
-        task = bar.add_task(what, total=total / scale, unit=unit, rate="")
-        done = 0.0
+    figures = rich.TextColumn("{task.completed:,.4g}/{task.total:,.4g} {task.fields[unit]} ({task.fields[rate]}/s)")
+    columns = (rich.TextColumn("{task.description}"), rich.BarColumn(), figures, rich.TimeElapsedColumn())
+    with rich.Progress(*columns, console=Console(stderr=True), refresh_per_second=4) as bar:
+        task = bar.add_task(what, total=total, unit=unit, rate="0")
 
-        def advance(more: float) -> None:
-            nonlocal done
-            done += more / scale
-            rate = done / max(time.perf_counter() - began, 1e-9)
-            bar.update(task, completed=done, rate=f"({rate:,.3g} {unit}/s)")
+        def shown(p: Progress) -> None:
+            bar.update(task, completed=p.done, total=p.total, rate=f"{p.rate:,.3g}")
 
-        yield advance
+        yield Progress(what, total, unit, shown)
 
 
-def _lines(what: str, total: float, unit: str, scale: float) -> Iterator[Advance]:
-    began = said = time.perf_counter()
-    done = 0.0
+def _lines(what: str, total: float, unit: str) -> Iterator[Progress]:
+    said = time.perf_counter()
 
-    def say(now: float) -> None:
-        rate = done / max(now - began, 1e-9)
-        log.info("%s: %.4g of %.4g %s in %.1f s (%.3g %s/s)", what, done, total / scale, unit, now - began, rate, unit)
+    def say(p: Progress) -> None:
+        seconds = time.perf_counter() - p.began
+        log.info("%s: %.4g of %.4g %s in %.1f s, %.3g/s", what, p.done, p.total, unit, seconds, p.rate)
 
-    def advance(more: float) -> None:
-        nonlocal done, said
-        done += more / scale
-        now = time.perf_counter()
-        if now - said >= LOG_EVERY_S:
-            said = now
-            say(now)
+    def shown(p: Progress) -> None:
+        nonlocal said
+        if time.perf_counter() - said >= LOG_EVERY_S:
+            said = time.perf_counter()
+            say(p)
 
-    yield advance
-    say(time.perf_counter())
+    work = Progress(what, total, unit, shown)
+    yield work
+    say(work)

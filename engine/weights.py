@@ -34,9 +34,9 @@ def load(model: Decoder, model_dir: Path) -> None:
     homes = _homes(model)
     missing = set(homes)
     total = sum(file.stat().st_size for file in _files(model_dir))
-    with progress(f"loading {model_dir.name}", total, "GB", scale=1e9) as advance:
+    with progress(f"loading {model_dir.name}", total / 1e9, "GB") as loaded:
         for name, tensor in _tensors(model_dir, model.embedding.weight.device):
-            advance(tensor.nbytes)
+            loaded.advance(tensor.nbytes / 1e9)
             if name in homes:
                 home = homes[name]
                 if home.shape != tensor.shape:
