@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as engine/__init__.py does, before anything here imports torch
 
@@ -20,6 +21,12 @@ import engine  # noqa: F401 - before torch: it sets how OpenMP waits
 if TYPE_CHECKING:
     from tests.e2e.cluster import Cluster
 
+
+# The same examples every time, however slow the machine; `--hypothesis-profile=search` looks for new ones.
+_any_speed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("repeat", _any_speed, derandomize=True)
+settings.register_profile("search", _any_speed)
+settings.load_profile("repeat")
 
 # Test files that use the fixture `cluster`; one worker runs them all, so that each kind of cluster starts once.
 CLUSTER = ("tests/e2e/test_tokens.py", "tests/chaos/")

@@ -33,11 +33,11 @@ async def test_kill_under_load(cluster: Cluster, smollm2_dir: Path, victim: str)
             await asyncio.sleep(0.05)
 
     async def kill_and_restart() -> None:
-        await more(6)
+        await more(4)
         await asyncio.to_thread(cluster.kill, victim)
-        await more(6)
+        await more(4)
         await asyncio.to_thread(cluster.restart, victim)
-        await more(12)
+        await more(8)
 
     chaos = asyncio.create_task(kill_and_restart())
     await load.run(chaos.done)
