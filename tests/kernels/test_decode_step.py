@@ -1,0 +1,283 @@
+"""Steps as a GPU runs them (static buffers, the device's sampler, overlap) against steps as a CPU runs them.
+
+On a GPU also as CUDA graphs. All kinds of sampling, prompts in chunks, a pool that preempts, prompts that repeat.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from common.kv_layout import KVLayout
+from common.types import FinishReason, SamplingParams, Token, ValidRequest
+from engine.attention.torch_backend import TorchAttention
+from engine.attention.triton_backend import TritonAttention
+from engine.block_pool import BlockPool
+from engine.block_tables import BlockTables
+from engine.decode_step import DecodeStep, batch_buckets
+from engine.device_sampler import DeviceSampler
+from engine.kernels.decode_inputs import DecodeInputs, blocks_touched, decode_inputs, packed_width
+from engine.kv_pool import KVPool
+from engine.models.decoder import Decoder
+from engine.models.spec import parse_spec
+from engine.runner import Runner
+from engine.scheduler import Item, Scheduler, SchedulerConfig
+from engine.sequence import Sequence
+from engine.stepper import Stepper
+
+VOCAB, BLOCK, SEQS, LIMIT = 48, 4, 4, 32
+SPEC = parse_spec(
+    {
+        "architectures": ["Qwen3ForCausalLM"],
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "max_position_embeddings": 64,
+    }
+)
+
+
+def weights() -> list[torch.Tensor]:
+    model = Decoder(SPEC, 64, torch.device("cpu"), torch.float32, fused=False)
+    generator = torch.Generator().manual_seed(9)
+    return [torch.randn(p.shape, generator=generator) * 0.3 + (p.ndim == 1) for p in model.parameters()]
+
+
+class Rig:
+    """A stepper over a whole engine's parts."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        fused: bool,
+        overlap: bool,
+        graphs: bool = False,
+        blocks: int = 60,
+        budget: int = 12,
+    ):
+        model = Decoder(SPEC, 64, device, torch.float32, fused=fused)
+        for parameter, values in zip(model.parameters(), weights(), strict=True):
+            parameter.copy_(values)
+        layout = KVLayout("m", "r", SPEC.num_layers, SPEC.num_kv_heads, SPEC.head_dim, BLOCK, "float32")
+        kv = KVPool(layout, blocks, device)
+        if fused:
+            kv.data[:blocks] = 0xFF  # NaN where nobody has written
+        attention = TritonAttention if fused else TorchAttention
+        backend = attention(kv.layers(), SPEC.num_heads, SPEC.windows, kv.dummy_block)
+        self.runner = Runner(
+            model, kv, backend, max_seqs=SEQS, max_blocks=LIMIT // BLOCK + 1, static=fused,
+            sampler=DeviceSampler(SEQS, VOCAB, device) if fused else None,
+        )  # fmt: skip
+        if graphs:
+            assert self.runner.decode is not None
+            self.runner.decode.capture()
+        self.pool = BlockPool(blocks, BLOCK)
+        self.scheduler = Scheduler(SchedulerConfig(token_budget=budget, max_seqs=SEQS, max_model_len=LIMIT), self.pool)
+        self.stepper = Stepper(self.scheduler, self.pool, self.runner, max_model_len=LIMIT, overlap=overlap)
+
+    def add(self, name: str, ids: tuple[int, ...], params: SamplingParams) -> Sequence:
+        seq = Sequence(ValidRequest(name, "m", ids, params), fingerprint="00" * 16, block_size=BLOCK)
+        self.scheduler.add(seq)
+        return seq
+
+    def run(self) -> dict[str, list[Token]]:
+        tokens: dict[str, list[Token]] = {}
+        while self.stepper.has_work:
+            for output in self.stepper.step().outputs:
+                assert output.error is None
+                tokens.setdefault(output.seq.request_id, []).extend(output.tokens)
+        self.pool.check()
+        assert self.pool.counts().leased == 0
+        return tokens
+
+
+def load() -> list[tuple[str, tuple[int, ...], SamplingParams]]:
+    """Six requests on four slots; the first two share a prompt, some stop in the middle."""
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.0, "logprobs": 2},
+        {"temperature": 0.8, "top_p": 0.8, "repetition_penalty": 1.3, "frequency_penalty": 0.3},
+        {"temperature": 1.1, "top_k": 7, "logprobs": 0},
+        {"temperature": 0.0, "stop_token_ids": tuple(range(0, VOCAB, 5))},
+        {"temperature": 0.0, "logit_bias": ((5, 4.0),), "min_tokens": 3, "stop_token_ids": (5, 6, 7)},
+    ]
+    lengths = (9, 9, 1, 13, 3, 6)
+    requests = []
+    for i, (kind, length) in enumerate(zip(kinds, lengths, strict=True)):
+        ids = tuple((7 * j + 3 * max(i, 1)) % VOCAB for j in range(length))
+        requests.append((f"r{i}", ids, SamplingParams(**({"max_tokens": 4 + i % 2, "seed": i} | kind))))
+    return requests
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@torch.inference_mode()
+def test_static_steps_give_the_tokens_of_plain_ones(overlap: bool, device: torch.device) -> None:
+    if device.type == "cpu" and not overlap:
+        pytest.skip("the interpreter is slow")
+    plain, fused = (
+        Rig(torch.device("cpu"), fused=False, overlap=False),
+        Rig(device, fused=True, overlap=overlap, graphs=device.type == "cuda", blocks=24),
+    )
+    for rig in (plain, fused):
+        for request in load():
+            rig.add(*request)
+    expected, got = plain.run(), fused.run()
+    for name, tokens in expected.items():
+        assert [t.id for t in got[name]] == [t.id for t in tokens], name
+        assert [t.index for t in got[name]] == list(range(len(tokens)))
+        for a, b in zip(got[name], tokens, strict=True):
+            assert (a.logprob is None) == (b.logprob is None)
+            assert a.logprob is None or a.logprob == pytest.approx(b.logprob, abs=1e-4)
+            assert [x.token for x in a.top] == [x.token for x in b.top]
+
+
+@torch.inference_mode()
+def test_a_preempted_sequence_goes_on_where_it_was(device: torch.device) -> None:
+    params = SamplingParams(temperature=0.7, repetition_penalty=1.2, max_tokens=7)
+    answers = []
+    for fused in (False, True):
+        rig = Rig(device if fused else torch.device("cpu"), fused=fused, overlap=True, blocks=5)
+        for name in "ab":
+            rig.add(name, (3, 1, 4, 1, 5, 9, ord(name) - 95), params)
+        answers.append({name: [t.id for t in tokens] for name, tokens in rig.run().items()})
+        assert rig.scheduler.stats().preemptions > 0
+    assert answers[0] == answers[1]
+
+
+@torch.inference_mode()
+def test_a_row_that_is_not_a_number_fails_alone(device: torch.device) -> None:
+    rig = Rig(device, fused=True, overlap=True, graphs=device.type == "cuda")
+    params = SamplingParams(temperature=0.0, max_tokens=5)
+    seqs = [rig.add(name, tuple(range(3 + i, 8 + i)), params) for i, name in enumerate("ab")]
+    while min(seq.num_output for seq in seqs) < 2:
+        rig.stepper.step()
+    lease = seqs[1].lease
+    assert lease is not None
+    rig.runner._kv.segment_view("kv")[lease.blocks[0], 0, 0, 0, 1] = float("nan")
+    outputs = []
+    while rig.stepper.has_work:
+        outputs += rig.stepper.step().outputs
+    assert [o.seq.request_id for o in outputs if o.error is not None] == ["b"]
+    assert seqs[1].finish is FinishReason.ERROR
+    assert len(seqs[0].output) == 5
+    rig.pool.check()
+
+
+@torch.inference_mode()
+def test_rows_of_several_tokens(device: torch.device) -> None:
+    """The same rows in one static step with up to four tokens each, and in a plain step."""
+    starts, num_new = [6, 3, 9], [4, 1, 3]
+    results: list[list[int]] = []
+    for fused in (False, True):
+        rig = Rig(device if fused else torch.device("cpu"), fused=fused, overlap=False, budget=64)
+        params = SamplingParams(temperature=0.0, max_tokens=4)
+        prompts = [
+            tuple((5 * j + i) % VOCAB for j in range(s + n))
+            for i, (s, n) in enumerate(zip(starts, num_new, strict=True))
+        ]
+        for i, ids in enumerate(prompts):
+            rig.add(str(i), ids, params)
+        items = rig.scheduler.schedule().items
+        seqs = {item.seq.request_id: item.seq for item in items}
+        for i, start in enumerate(starts):
+            rig.runner.collect(rig.runner.launch([Item(seqs[str(i)], 0, start, sample=False)]))
+        verify = [Item(seqs[str(i)], s, n, sample=True) for i, (s, n) in enumerate(zip(starts, num_new, strict=True))]
+        if fused:
+            runner = rig.runner
+            sampler = runner._sampler
+            assert sampler is not None
+            assert isinstance(runner._backend, TritonAttention)
+            runner.decode = DecodeStep(
+                runner._model, runner._cache, runner._backend, sampler, runner._tables, runner._last_tokens,
+                max_rows=SEQS, query_lengths=(1, 4),
+            )  # fmt: skip
+            runner._tables.copied[:] = 0
+            assert runner.decode.fits(verify)
+            if device.type == "cuda":
+                runner.decode.capture()
+        tokens = [r.token for r in rig.runner.collect(rig.runner.launch(verify))]
+        results.append([-1 if t is None else t.id for t in tokens])
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize(("query", "size"), [(1, 16), (1, 1), (5, 16), (5, 4), (8, 1), (4, 3)])
+def test_blocks_touched_is_enough_and_not_more(query: int, size: int) -> None:
+    most = max((start + query - 1) // size - start // size + 1 for start in range(3 * size))
+    assert blocks_touched(query, size) == most
+
+
+def test_inputs_of_the_kernels(device: torch.device) -> None:
+    """Owned tokens, spare ones, and block tables of which the device has the lead already."""
+    query, size, rows = 3, 4, 4
+    packed = torch.zeros(rows, packed_width(query, size), dtype=torch.int32)
+    #             slot start first new | tokens    | blocks
+    for row, line in enumerate(([2, 7, 0, 3, 11, 12, -1, 8, 9], [0, 0, 3, 1, -1, 0, 0, 5, 0])):
+        packed[row, : len(line)] = torch.tensor(line)
+    packed[2:, 0] = 4
+    packed[2:, 2] = 4
+    tables = torch.full((5, 6), -7, dtype=torch.int32)
+    tables[2, 0] = 3
+    last = torch.tensor([21, 22, 23, 24, 25])
+    out = DecodeInputs.empty(6, 4, 6, device).lead(rows, query)
+    for tensor in (out.tokens, out.positions, out.kv_slots, out.cu_q, out.seq_lens, out.tables):
+        tensor.fill_(-99)
+    there = tables.to(device)
+    decode_inputs(packed.to(device), there, last.to(device), out, query=query, block_size=size)
+    assert out.tokens.tolist() == [11, 12, 23, 21] + [0] * 8
+    assert out.positions.tolist() == [7, 8, 9, 0] + [0] * 8
+    assert out.kv_slots.tolist() == [8 * 4 + 3, 9 * 4, 9 * 4 + 1, 5 * 4] + [-1] * 8
+    assert out.cu_q.tolist() == [0, 3, 4, 4, 4]
+    assert out.seq_lens.tolist() == [10, 1, 0, 0]
+    assert out.row_slots.tolist() == [2, 0, 4, 4]
+    assert out.sampled_at.tolist()[:2] == [10, 1]
+    assert out.last_rows.tolist()[:2] == [2, 3]
+    assert out.tables[0, :3].tolist() == [3, 8, 9]
+    assert out.tables[1, 0].item() == 5
+    assert there[2].tolist() == [3, 8, 9, -7, -7, -7]
+    assert there[0].tolist() == [5, -7, -7, -7, -7, -7]
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 5, 8, 63, 64, 65, 128, 200, 256, 300, 512])
+def test_buckets_waste_little(most: int) -> None:
+    buckets = batch_buckets(most)
+    assert buckets[-1] == most
+    assert list(buckets) == sorted(set(buckets))
+    for rows in range(1, most + 1):
+        bucket = next(size for size in buckets if size >= rows)
+        assert bucket - rows < max(4, bucket // 8 + 8 if bucket < 64 else bucket // 4)
+    assert 1 in buckets
+
+
+def test_tables_follow_their_leases() -> None:
+    pool = BlockPool(40, BLOCK)
+    tables = BlockTables(2, 10)
+    seqs = []
+    for name in "ab":
+        request = ValidRequest(name, "m", tuple(range(8)), SamplingParams())
+        seq = Sequence(request, fingerprint="00" * 16, block_size=BLOCK, lease=pool.lease([], 2), computed=8)
+        seq.slot = len(seqs)
+        seqs.append(seq)
+    for seq in seqs:
+        assert seq.lease is not None
+        assert tables.row(seq).tolist() == seq.lease.blocks
+        tables.copied[seq.slot] = 2
+        seq.lease.grow(3)
+        assert tables.row(seq).tolist() == seq.lease.blocks
+        assert tables.copied[seq.slot] == 2
+    seqs[0].publish()
+    seqs[1].publish()  # the same tokens: its blocks are swapped for the first one's
+    for seq, copied in zip(seqs, (2, 0), strict=True):
+        assert seq.lease is not None
+        assert tables.row(seq).tolist() == seq.lease.blocks
+        assert tables.copied[seq.slot] == copied
+    seqs[0].slot, seqs[1].slot = 1, 0
+    assert [tables.row(seq).tolist() for seq in seqs] == [seq.lease.blocks for seq in seqs if seq.lease]
