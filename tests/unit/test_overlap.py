@@ -1,0 +1,382 @@
+"""Steps launched ahead of their results: on a fake device that computes when it is asked for results, not before.
+
+Its KV stands for the token and all before it, per physical slot, so a block that is written, reused or published too
+early gives wrong tokens or a lost KV. Loads are random, with aborts, stop tokens, pauses, failures and preemptions.
+"""
+
+from __future__ import annotations
+
+from collections import abc
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.types import FinishReason, SamplingParams, Token, ValidRequest
+from engine.block_pool import BlockPool
+from engine.scheduler import Item, Scheduler, SchedulerConfig
+from engine.sequence import Sequence
+from engine.step_result import SequenceOutput, StepResult
+from engine.stepper import ItemResult, Stepper
+
+FINGERPRINT = "00" * 16
+VOCAB = 11
+
+
+def state(tokens: abc.Sequence[int], before: int = 0) -> int:
+    return list(accumulate(tokens, lambda s, token: hash((s, token)), initial=before))[-1]
+
+
+def next_token(tokens: abc.Sequence[int]) -> int:
+    return state(tokens) % VOCAB
+
+
+def answer(prompt: abc.Sequence[int], params: SamplingParams) -> list[int]:
+    """What a request gives when nobody disturbs it."""
+    tokens = list(prompt)
+    while True:
+        tokens.append(next_token(tokens))
+        output = tokens[len(prompt) :]
+        stopped = output[-1] in params.stop_token_ids and len(output) > params.min_tokens
+        if stopped or len(output) >= params.max_tokens:
+            return output
+
+
+@dataclass
+class Step:
+    """What the host knew at launch; results once the device came to it."""
+
+    items: list[Item]
+    slots: list[int]
+    blocks: list[list[int]]
+    known: list[list[int]]
+    results: list[ItemResult] = field(default_factory=list)
+    done: bool = False
+
+
+class Device:
+    """Runs steps in order, as late as possible. broken: launches that raise; poisoned: requests whose output is NaN."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.kv: dict[tuple[int, int], int] = {}
+        self.last: dict[int, int] = {}
+        self.queue: list[Step] = []
+        self.broken: set[int] = set()
+        self.poisoned: set[str] = set()
+        self.launches = 0
+
+    def launch(self, items: abc.Sequence[Item]) -> Step:
+        assert len(self.queue) < 2
+        self.launches += 1
+        if self.launches in self.broken:
+            raise RuntimeError("the device broke")
+        step = Step(
+            list(items),
+            [item.seq.slot for item in items],
+            [list(item.seq.lease.blocks) for item in items if item.seq.lease is not None],
+            [item.seq.tokens[item.start : item.start + item.num_new] for item in items],
+        )
+        assert len(set(step.slots)) == len(items)
+        self.queue.append(step)
+        return step
+
+    def collect(self, launched: Step) -> list[ItemResult]:
+        assert self.queue[0] is launched, "steps are collected in order"
+        self.queue.pop(0)
+        rows = zip(launched.items, launched.slots, launched.blocks, launched.known, strict=True)
+        return [self._compute(*row) for row in rows]
+
+    def _compute(self, item: Item, slot: int, blocks: list[int], known: list[int]) -> ItemResult:
+        tokens = known if len(known) == item.num_new else [*known, self.last[slot]]
+        for position, token in enumerate(tokens, item.start):
+            before = self.kv[self._at(blocks, position - 1)] if position else 0
+            self.kv[self._at(blocks, position)] = state([token], before)
+        if not item.sample:
+            return ItemResult(item.seq.request_id not in self.poisoned, None)
+        end = item.start + item.num_new
+        token = self.last[slot] = self.kv[self._at(blocks, end - 1)] % VOCAB
+        if item.seq.request_id in self.poisoned:
+            return ItemResult(False, None)
+        return ItemResult(True, Token(item.seq.num_output, token))
+
+    def _at(self, blocks: list[int], position: int) -> tuple[int, int]:
+        return blocks[position // self.size], position % self.size
+
+
+class World:
+    """Engine-like: a stepper, and what its hook saw."""
+
+    def __init__(self, *, overlap: bool, blocks: int = 60, size: int = 4, budget: int = 16, seqs: int = 4) -> None:
+        self.size = size
+        self.device = Device(size)
+        self.pool = BlockPool(blocks, size)
+        self.scheduler = Scheduler(SchedulerConfig(token_budget=budget, max_seqs=seqs, max_model_len=60), self.pool)
+        self.stepper = Stepper(self.scheduler, self.pool, self.device, max_model_len=60, overlap=overlap)
+        self.tokens: dict[str, list[int]] = {}
+        self.ends: dict[str, SequenceOutput] = {}
+
+    def add(self, name: str, prompt: abc.Sequence[int], params: SamplingParams, *, hand_off: bool = False) -> Sequence:
+        request = ValidRequest(name, "m", tuple(prompt), params)
+        seq = Sequence(request, fingerprint=FINGERPRINT, block_size=self.size, hand_off=hand_off)
+        self.scheduler.add(seq)
+        return seq
+
+    def receive(self, name: str, prompt: list[int], params: SamplingParams) -> Sequence | None:
+        """A sequence with KV and first token from another pod; None when there is no room."""
+        lease = None
+        if not self.scheduler.waits_for_blocks:
+            lease = self.pool.lease([], -(-len(prompt) // self.size), keep_free=1)
+        if lease is None:
+            return None
+        for position in range(len(prompt)):
+            at = (lease.blocks[position // self.size], position % self.size)
+            self.device.kv[at] = state(prompt[: position + 1])
+        first = next_token(prompt)
+        request = ValidRequest(name, "m", tuple(prompt), params)
+        seq = Sequence(
+            request, fingerprint=FINGERPRINT, block_size=self.size, lease=lease, computed=len(prompt), output=[first]
+        )
+        self.scheduler.add(seq)
+        self.tokens[name] = [first]
+        return seq
+
+    def hook(self, result: StepResult) -> None:
+        assert result.outputs
+        for output in result.outputs:
+            seq, name = output.seq, output.seq.request_id
+            assert name not in self.ends, "told after its end"
+            if output.error is None:
+                assert seq.lease is not None
+                assert not seq.lease.finished
+                assert output.computed == seq.computed <= len(seq.tokens)
+                for position in range(seq.computed):  # what the hook may hand on is there
+                    at = (seq.lease.blocks[position // self.size], position % self.size)
+                    assert self.device.kv[at] == state(seq.tokens[: position + 1])
+            assert [t.index for t in output.tokens] == [len(self.tokens.get(name, []))] * len(output.tokens)
+            self.tokens.setdefault(name, []).extend(t.id for t in output.tokens)
+            if output.ended:
+                self.ends[name] = output
+
+    def abort(self, name: str) -> None:
+        seq = self.scheduler.abort(name)
+        if seq is not None:
+            if seq.lease is not None:
+                seq.lease.finish("abort")
+            self.ends[name] = SequenceOutput(seq, seq.computed, finish=FinishReason.ABORT)
+
+    def step(self) -> StepResult:
+        result = self.stepper.step(self.hook)
+        self.pool.check()
+        return result
+
+    def drain(self) -> None:
+        for _ in range(2000):
+            if not self.stepper.has_work:
+                break
+            self.step()
+        else:
+            raise AssertionError("starved")
+        counts = self.pool.counts()
+        assert (counts.leased, counts.quarantined) == (0, 0)
+        assert not self.device.queue
+
+
+GREEDY = SamplingParams(max_tokens=9)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_step_is_ahead_only_with_overlap(overlap: bool) -> None:
+    world = World(overlap=overlap)
+    seq = world.add("a", [1, 2, 3], GREEDY)
+    world.step()
+    assert len(world.device.queue) == overlap
+    assert (seq.computed, seq.launched, seq.pending) == (3, overlap, overlap)
+    world.drain()
+    assert world.tokens["a"] == answer([1, 2, 3], GREEDY)
+    assert world.stepper.counters.discarded == 0, "the end by length is known ahead"
+    assert world.device.launches == 9
+
+
+def test_what_follows_a_stop_token_is_dropped() -> None:
+    output = answer([1, 2, 3], GREEDY)
+    stop = next(t for i, t in enumerate(output) if i >= 2 and t not in output[:i])
+    params = SamplingParams(max_tokens=9, stop_token_ids=(stop,))
+    world = World(overlap=True)
+    world.add("a", [1, 2, 3], params)
+    world.drain()
+    assert world.tokens["a"] == output[: output.index(stop) + 1]
+    assert world.ends["a"].finish is FinishReason.STOP
+    assert world.stepper.counters.discarded == 1
+
+
+def test_blocks_of_the_step_in_flight_stay_where_they_are() -> None:
+    world = World(overlap=True, blocks=4, size=4)
+    seq = world.add("a", range(12), SamplingParams(max_tokens=4))
+    world.step()
+    assert seq.lease is not None
+    held = set(seq.lease.blocks)
+    world.abort("a")
+    assert world.pool.lease([], 2) is None, "the device still writes there"
+    world.add("b", [5], SamplingParams(max_tokens=1))
+    world.drain()
+    assert len(held) == 4
+    assert world.tokens["b"] == answer([5], SamplingParams(max_tokens=1))
+
+
+def test_settle_ends_the_step_in_flight_and_tells_it() -> None:
+    world = World(overlap=True)
+    world.add("a", [1, 2, 3], GREEDY)
+    world.step()
+    world.stepper.settle(world.hook)
+    assert len(world.tokens["a"]) == 2
+    world.abort("a")
+    assert not world.stepper.has_work
+    world.drain()
+
+
+def test_a_launch_that_fails_ends_its_sequences_and_no_others() -> None:
+    world = World(overlap=True, budget=8)
+    world.device.broken = {2}
+    world.add("a", [1, 2, 3], SamplingParams(max_tokens=1))
+    world.add("b", range(20), GREEDY)
+    world.drain()
+    assert world.tokens["a"] == answer([1, 2, 3], SamplingParams(max_tokens=1))
+    assert world.ends["b"].finish is FinishReason.ERROR
+    world.add("c", [4], GREEDY)
+    world.drain()
+    assert world.tokens["c"] == answer([4], GREEDY)
+
+
+def test_a_failing_scheduler_ends_everything_and_the_step_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(overlap=True)
+    for name in "ab":
+        world.add(name, [1, 2, 3], GREEDY)
+    world.step()
+
+    def fail() -> None:
+        raise RuntimeError("the scheduler broke")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(world.scheduler, "schedule", fail)
+        world.step()
+    assert {output.finish for output in world.ends.values()} == {FinishReason.ERROR}
+    world.drain()
+    world.add("c", [4], GREEDY)
+    world.drain()
+    assert world.tokens["c"] == answer([4], GREEDY)
+
+
+def test_a_failing_hook_is_raised_and_the_next_step_is_told() -> None:
+    world = World(overlap=True)
+    world.add("a", [1, 2, 3], GREEDY)
+
+    def fail(result: StepResult) -> None:
+        world.hook(result)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        world.stepper.step(fail)
+    world.drain()
+    assert world.tokens["a"] == answer([1, 2, 3], GREEDY)
+
+
+@dataclass
+class Arrival:
+    """One request of a random load; abort, pause: steps after its arrival."""
+
+    step: int
+    family: int
+    prompt_len: int
+    max_tokens: int
+    min_tokens: int
+    stops: bool
+    kind: str
+    abort: int | None
+    pause: tuple[int, int] | None
+    poison: int | None
+    seq: Sequence | None = field(default=None, compare=False)
+
+    @property
+    def prompt(self) -> list[int]:
+        return [(self.family * i * i) % 7 for i in range(self.prompt_len)]
+
+    @property
+    def params(self) -> SamplingParams:
+        stops = (1, 4) if self.stops else ()
+        return SamplingParams(max_tokens=self.max_tokens, min_tokens=self.min_tokens, stop_token_ids=stops)
+
+
+rarely = st.one_of(st.none(), st.none(), st.none(), st.integers(0, 15))
+arrivals = st.builds(
+    Arrival,
+    step=st.integers(0, 20),
+    family=st.integers(0, 2),
+    prompt_len=st.integers(1, 20),
+    max_tokens=st.integers(2, 16),
+    min_tokens=st.integers(0, 3),
+    stops=st.booleans(),
+    kind=st.sampled_from(["both", "both", "hand_off", "received"]),
+    abort=rarely,
+    pause=st.one_of(st.none(), st.none(), st.tuples(st.integers(0, 10), st.integers(0, 20))),
+    poison=rarely,
+)
+
+
+@settings(max_examples=250, deadline=None)
+@given(
+    load=st.lists(arrivals, min_size=1, max_size=10),
+    blocks=st.integers(10, 24),
+    size=st.sampled_from([1, 4]),
+    budget=st.integers(2, 20),
+    seqs=st.integers(1, 5),
+    overlap=st.sampled_from([True, True, True, False]),
+)
+def test_every_load_gives_the_tokens_of_undisturbed_requests(
+    load: list[Arrival], blocks: int, size: int, budget: int, seqs: int, overlap: bool
+) -> None:
+    world = World(overlap=overlap, blocks=blocks * 4 // size, size=size, budget=budget, seqs=seqs)
+    now = 0
+    while now < 45 or world.stepper.has_work:
+        assert now < 2000, "starved"
+        for number, arrival in enumerate(load):
+            name, since = str(number), now - arrival.step
+            if since == 0:
+                if arrival.kind == "received":
+                    arrival.seq = world.receive(name, arrival.prompt, arrival.params)
+                else:
+                    hand_off = arrival.kind == "hand_off"
+                    arrival.seq = world.add(name, arrival.prompt, arrival.params, hand_off=hand_off)
+            if arrival.seq is None:
+                continue
+            if arrival.pause is not None:
+                arrival.seq.paused = arrival.pause[0] <= since < sum(arrival.pause)
+            if arrival.abort == since:
+                world.abort(name)
+            if arrival.poison == since:
+                world.device.poisoned.add(name)
+        world.step()
+        now += 1
+    world.drain()
+    for number, arrival in enumerate(load):
+        if arrival.seq is None:
+            continue
+        name = str(number)
+        end, tokens, wanted = world.ends[name], world.tokens.get(name, []), answer(arrival.prompt, arrival.params)
+        assert arrival.seq.lease is None or arrival.seq.lease.finished
+        assert arrival.seq.slot == -1
+        if end.finish in (FinishReason.ABORT, FinishReason.ERROR):
+            assert tokens == wanted[: len(tokens)] or arrival.kind == "received"
+            assert end.finish is FinishReason.ABORT or arrival.poison is not None
+        elif arrival.kind == "hand_off":
+            assert end.handed_off
+            assert tokens == wanted[:1]
+        elif arrival.kind == "received" and wanted[0] in arrival.params.stop_token_ids:
+            assert tokens[0] == wanted[0]  # its sender would have ended it there
+        else:
+            assert tokens == wanted
+            assert end.finish in (FinishReason.STOP, FinishReason.LENGTH)
+    if not overlap:
+        assert world.stepper.counters.discarded == 0
