@@ -1,0 +1,204 @@
+"""Runs a trace against a cluster of simulated pods and gateways, with faults.
+
+Invariant: every request of the trace ends exactly once, done or refused; the run stops when all have.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from common.errors import ConfigError
+from common.types import Role
+from gateway.routing.policy import POLICIES
+from simulator.clock import Clock
+from simulator.flight import Flight
+from simulator.index_port import IndexBackend
+from simulator.member import Member
+from simulator.memory_backend import MemoryBackend
+from simulator.outcome import Outcome, Summary, summarise
+from simulator.prefill_pod import PodShape
+from simulator.rates import Rates
+from simulator.sim_gateway import SimGateway
+from simulator.trace import Trace
+
+MAX_PODS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """At a time, for a while: a pod is dead (and then starts under its name with nothing), or, without a pod, the index
+    is away.
+    """
+
+    at_s: float
+    for_s: float
+    pod: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSpec:
+    """prefill, decode: pods; without decode pods a request ends with its first token.
+
+    lag_s: what a change takes to reach the index beyond the publisher's batching. report_s: how often a gateway polls
+    the pods. overhead_s: of the gateway, per request.
+    """
+
+    rates: Rates
+    prefill: int
+    decode: int = 0
+    gateways: int = 1
+    policy: str = "cost"
+    block_size: int = 512
+    chunk_tokens: int = 2048
+    prefill_blocks: int = 0  # 0: what the rates' KV memory holds
+    decode_blocks: int = 0
+    prefill_seqs: int = 64
+    decode_seqs: int = 256
+    lag_s: float = 0.0
+    report_s: float = 0.5
+    overhead_s: float = 0.001
+    seed: int = 0
+    faults: tuple[Fault, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise ConfigError(f"policy must be one of {', '.join(POLICIES)}, not {self.policy}", field="policy")
+        for name in ("prefill", "gateways", "block_size", "chunk_tokens", "prefill_seqs", "decode_seqs"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1", field=name)
+        if self.decode < 0 or self.prefill + self.decode > MAX_PODS:
+            raise ConfigError(f"at most {MAX_PODS} pods can be simulated", field="prefill")
+
+    def shape(self, role: Role) -> PodShape:
+        own, seqs = {
+            Role.PREFILL: (self.prefill_blocks, self.prefill_seqs),
+            Role.DECODE: (self.decode_blocks, self.decode_seqs),
+        }[role]
+        blocks = own or self.rates.pool_blocks(self.block_size)
+        return PodShape(block_size=self.block_size, num_blocks=blocks, chunk_tokens=self.chunk_tokens, max_seqs=seqs)
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """outcomes: in order of arrival. busy: share of the run that each pod computed, by name."""
+
+    summary: Summary
+    outcomes: tuple[Outcome, ...]
+    busy: dict[str, float]
+    events: int
+
+
+IndexFactory = Callable[[Clock], IndexBackend]
+
+
+class Cluster:
+    """One run."""
+
+    def __init__(self, spec: ClusterSpec, trace: Trace, index: IndexFactory | None = None) -> None:
+        if trace.block_size != spec.block_size:
+            raise ConfigError(f"the trace has blocks of {trace.block_size} tokens", field="block_size")
+        self.clock = Clock()
+        self._spec = spec
+        self._trace = trace
+        self.index: IndexBackend = index(self.clock) if index else MemoryBackend(self.clock, lag_s=spec.lag_s)
+        names = [("prefill", Role.PREFILL, i) for i in range(spec.prefill)]
+        names += [("decode", Role.DECODE, i) for i in range(spec.decode)]
+        self.members = [
+            Member(self.clock, self.index, f"{kind}-{i}", role, spec.rates, spec.shape(role)) for kind, role, i in names
+        ]
+        self.gateways = [
+            SimGateway(
+                self.clock,
+                self.index,
+                self.members,
+                policy=spec.policy,
+                seed=spec.seed * 1000 + i,
+                block_size=spec.block_size,
+                overhead_s=spec.overhead_s,
+            )
+            for i in range(spec.gateways)
+        ]
+        self.flights: list[Flight] = []
+        self._left = len(trace.requests)
+
+    async def run(self, stop: Callable[[Outcome], bool] | None = None) -> RunResult:
+        """Until every request has ended, or `stop` says so of one that just did."""
+        began = time.process_time()
+        stopped = False
+
+        def ended(flight: Flight) -> None:
+            nonlocal stopped
+            self._left -= 1
+            stopped = stopped or (stop is not None and stop(flight.outcome))
+
+        self._launch(ended)
+        for i, gateway in enumerate(self.gateways):
+            self._poll(gateway, self._spec.report_s * i / len(self.gateways))
+        for fault in self._spec.faults:
+            self._plan_fault(fault)
+        try:
+            await self.clock.run(lambda: self._left == 0 or stopped)
+        finally:
+            await self._close()
+        outcomes = tuple(flight.outcome for flight in self.flights)
+        prefills = [m for m in self.members if m.role is Role.PREFILL]
+        summary = summarise(
+            outcomes,
+            [m.prompts for m in prefills],
+            computed_tokens=sum(m.all_computed_tokens for m in prefills),
+            sim_s=self.clock.now,
+            cpu_s=time.process_time() - began,
+        )
+        busy = {m.name: m.pod.busy_s / max(self.clock.now, 1e-9) for m in self.members}
+        return RunResult(summary, outcomes, busy, self.clock.events)
+
+    async def _close(self) -> None:
+        for member in self.members:
+            await member.stop_publishing()
+        for gateway in self.gateways:
+            await gateway.reader.close()
+
+    def check(self) -> None:
+        """Every pool adds up, and no live pod holds blocks of requests that ended. Raises InternalError, or asserts."""
+        for member in self.members:
+            if member.alive:
+                member.pod.pool.check()
+                assert member.pod.pool.counts().leased == 0, f"{member.name}: {member.pod.pool.counts()}"
+
+    def _launch(self, ended: Callable[[Flight], None]) -> None:
+        """Arrivals schedule one another, so that the heap stays small."""
+        requests = self._trace.requests
+
+        def arrive(i: int) -> None:
+            request = requests[i]
+            gateway = self.gateways[i % len(self.gateways)]
+            flight = Flight(self.clock, gateway, f"r{i}", request, self._spec.block_size, ended)
+            self.flights.append(flight)
+            self.clock.at(self.clock.now, lambda: gateway.route(flight))
+            if i + 1 < len(requests):
+                self.clock.at(requests[i + 1].arrival_s, lambda: arrive(i + 1))
+
+        self.clock.at(requests[0].arrival_s, lambda: arrive(0))
+
+    def _poll(self, gateway: SimGateway, delay_s: float) -> None:
+        async def poll() -> None:
+            await gateway.poll()
+            self.clock.after(self._spec.report_s, poll)
+
+        self.clock.after(delay_s, poll)
+
+    def _plan_fault(self, fault: Fault) -> None:
+        if not fault.pod:
+            self.clock.at(fault.at_s, lambda: self._index_away(True))
+            self.clock.at(fault.at_s + fault.for_s, lambda: self._index_away(False))
+            return
+        member = next((m for m in self.members if m.name == fault.pod), None)
+        if member is None:
+            raise ConfigError(f"there is no pod {fault.pod} that could fail", field="faults")
+        self.clock.at(fault.at_s, member.kill)
+        self.clock.at(fault.at_s + fault.for_s, member.restart)
+
+    def _index_away(self, away: bool) -> None:
+        self.index.away = away

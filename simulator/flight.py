@@ -1,0 +1,158 @@
+"""One request on its way through the simulated cluster; the steps of gateway/leg.py without the messages.
+
+reserve on a decode pod -> prefill, its chunks travel as they are done -> first token -> decode -> end. Without decode
+pods it ends with its first token. When a pod dies under it, it is routed anew: the whole prompt, and what was
+generated so far as a part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from simulator.clock import Clock
+from simulator.outcome import Outcome
+from simulator.prefill_pod import Prompt
+from simulator.trace import TraceRequest
+
+if TYPE_CHECKING:
+    from simulator.member import Member
+    from simulator.sim_gateway import Choice, SimGateway
+
+
+class Flight:
+    """Ends once: outcome.done or outcome.refused, and on_end is called."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        gateway: SimGateway,
+        request_id: str,
+        request: TraceRequest,
+        block_size: int,
+        on_end: Callable[[Flight], None],
+    ) -> None:
+        self.request_id = request_id
+        self.chain = request.chain
+        self.prompt_len = request.prompt_len
+        self.output_len = request.output_len
+        self.outcome = Outcome(request.arrival_s, request.prompt_len, request.output_len)
+        self._clock = clock
+        self._gateway = gateway
+        self._block_size = block_size
+        self._on_end = on_end
+        self._choice: Choice | None = None
+        self._prompt: Prompt | None = None
+        self._sent = 0  # prompt tokens whose KV is on its way to the decode pod or there
+        self._first_at: float | None = None
+        self._gone = 0  # tokens of the answer that came before a decode pod died
+
+    def begin(self, choice: Choice) -> None:
+        """Goes to the pods that were chosen."""
+        self._choice = choice
+        self.outcome.tries += 1
+        self.outcome.promised_tokens = choice.promised
+        prefill = choice.prefill
+        prefill.prompts += 1
+        prefill.flights[self.request_id] = self
+        if choice.decode is not None and choice.answer is not None:
+            choice.decode.flights[self.request_id] = self
+            self._sent = choice.answer.held_blocks * self._block_size
+        self._prompt = Prompt(
+            f"{self.request_id}.{self.outcome.tries}",
+            self.prompt_len,
+            self.chain,
+            self._block_size,
+            self._on_chunk,
+            self._on_first,
+        )
+        prefill.prefill.add(self._prompt)
+
+    def refuse(self) -> None:
+        """Nobody takes it."""
+        self.outcome.refused = True
+        self._on_end(self)
+
+    def lost(self, member: Member) -> None:
+        """A pod that it needs has died."""
+        choice, prompt = self._choice, self._prompt
+        assert choice is not None
+        self._let_go()
+        if member is not choice.prefill and prompt is not None:
+            choice.prefill.prefill.cancel(prompt)
+        if choice.decode is not None and choice.answer is not None:
+            if member is choice.decode:
+                self._resume(choice.decode.decode.progress(choice.answer))
+            else:
+                choice.decode.decode.cancel(choice.answer)
+        self._gateway.retry(self)
+
+    def _resume(self, got: int) -> None:
+        """What the dead decode pod had answered becomes a part of the prompt."""
+        first = 1 if self._first_at is not None and self._gone == 0 else 0
+        got = min(self.output_len - 1, got + first)
+        self._gone += got
+        self.prompt_len += got
+        self.output_len -= got
+
+    def _let_go(self) -> None:
+        """Leaves the pods and returns the bookings; idempotent."""
+        choice, self._choice, self._prompt = self._choice, None, None
+        if choice is None:
+            return
+        choice.prefill.flights.pop(self.request_id, None)
+        if choice.decode is not None:
+            choice.decode.flights.pop(self.request_id, None)
+        self._gateway.returned(self, choice)
+
+    def _on_chunk(self, left: int, _: int) -> None:
+        choice, prompt = self._choice, self._prompt
+        assert choice is not None
+        assert prompt is not None
+        self._gateway.progress(self, choice, left)
+        if choice.decode is not None and left:
+            self._send(choice, prompt.computed)
+
+    def _send(self, choice: Choice, computed: int) -> float:
+        """Queues the KV up to `computed` on the pod's link; when it is there."""
+        new, self._sent = max(0, computed - self._sent), max(self._sent, computed)
+        rates = choice.prefill.rates
+        return choice.prefill.link.send(self._clock.now, new * rates.kv_bytes / rates.link_byte_s)
+
+    def _on_first(self) -> None:
+        choice, prompt, now = self._choice, self._prompt, self._clock.now
+        assert choice is not None
+        assert prompt is not None
+        self.outcome.hit_tokens = prompt.cached_tokens
+        if self._first_at is None:
+            self._first_at = now
+            self.outcome.ttft_s = now - self.outcome.arrival_s
+        self._gateway.first_token(self, choice)
+        if choice.decode is None:
+            choice.prefill.prefill.release(prompt)
+            self._end()
+            return
+        there = self._send(choice, self.prompt_len) + choice.prefill.rates.link_latency_s
+        self._clock.at(there, lambda: self._handed_off(choice, prompt))
+
+    def _handed_off(self, choice: Choice, prompt: Prompt) -> None:
+        choice.prefill.prefill.release(prompt)
+        if self._choice is not choice:
+            return  # a pod died meanwhile
+        choice.prefill.flights.pop(self.request_id, None)
+        assert choice.decode is not None
+        assert choice.answer is not None
+        choice.decode.decode.join(choice.answer)
+
+    def answered(self, _: int) -> None:
+        """The decode pod has produced its last token."""
+        self._end()
+
+    def _end(self) -> None:
+        self._let_go()
+        assert self._first_at is not None
+        tokens = self.outcome.output_len
+        if tokens > 1 and self._clock.now > self._first_at:
+            self.outcome.gap_s = (self._clock.now - self._first_at) / (tokens - 1)
+        self.outcome.done = True
+        self._on_end(self)

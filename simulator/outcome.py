@@ -1,0 +1,84 @@
+"""What became of each request, and what a run comes to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Outcome:
+    """One request. Seconds; ttft_s None: it never got a token. gap_s: mean time between its tokens, None without two.
+
+    hit_tokens: prompt tokens that prefill did not compute; promised_tokens: what the gateway expected. tries: attempts
+    to serve it. done: its last token came; else it was refused.
+    """
+
+    arrival_s: float
+    prompt_len: int
+    output_len: int
+    ttft_s: float | None = None
+    gap_s: float | None = None
+    hit_tokens: int = 0
+    promised_tokens: int = 0
+    tries: int = 0
+    done: bool = False
+    refused: bool = False
+    prefill_pods: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """A run in figures. Rates are shares of tokens, times are seconds, percentiles of requests that got a token."""
+
+    requests: int
+    refused: int
+    retried: int
+    hit_rate: float
+    promised_rate: float
+    ttft_p50_s: float
+    ttft_p90_s: float
+    ttft_p99_s: float
+    ttft_mean_s: float
+    gap_p50_s: float
+    gap_p99_s: float
+    computed_tokens: int
+    imbalance: float  # prompts of the pod that got most, over the mean
+    sim_s: float  # virtual seconds until the last request ended
+    cpu_s: float  # of this machine
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that `share` of all do not exceed; NaN of none. values need not be sorted."""
+    if not values:
+        return math.nan
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, max(0, math.ceil(share * len(ordered)) - 1))]
+
+
+def summarise(
+    outcomes: Sequence[Outcome], prompts_per_pod: Sequence[int], *, computed_tokens: int, sim_s: float, cpu_s: float
+) -> Summary:
+    """Over all requests of a run."""
+    times = [o.ttft_s for o in outcomes if o.ttft_s is not None]
+    gaps = [o.gap_s for o in outcomes if o.gap_s is not None]
+    tokens = sum(o.prompt_len for o in outcomes if o.ttft_s is not None)
+    mean = sum(prompts_per_pod) / max(1, len(prompts_per_pod))
+    return Summary(
+        requests=len(outcomes),
+        refused=sum(o.refused for o in outcomes),
+        retried=sum(o.tries > 1 for o in outcomes),
+        hit_rate=sum(o.hit_tokens for o in outcomes) / max(1, tokens),
+        promised_rate=sum(o.promised_tokens for o in outcomes) / max(1, tokens),
+        ttft_p50_s=percentile(times, 0.5),
+        ttft_p90_s=percentile(times, 0.9),
+        ttft_p99_s=percentile(times, 0.99),
+        ttft_mean_s=sum(times) / max(1, len(times)),
+        gap_p50_s=percentile(gaps, 0.5),
+        gap_p99_s=percentile(gaps, 0.99),
+        computed_tokens=computed_tokens,
+        imbalance=max(prompts_per_pod, default=0) / mean if mean else 1.0,
+        sim_s=sim_s,
+        cpu_s=cpu_s,
+    )

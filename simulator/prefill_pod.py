@@ -1,0 +1,164 @@
+"""A prefill pod whose steps take modelled time: the engine's scheduler and block cache, without an engine.
+
+Lifecycle of a prompt: add -> waits for blocks -> chunks -> `on_first` (its first token; the blocks are published) ->
+`release` once its KV has left. `kill` ends all of them at once and tells nobody, like a process that dies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from common.block_hash import matchable_blocks
+from common.index_records import PodLoad
+from common.types import FinishReason, SamplingParams, ValidRequest
+from engine.block_pool import BlockPool
+from engine.scheduler import Batch, Scheduler, SchedulerConfig
+from engine.sequence import Sequence as EngineSequence
+from simulator.clock import Clock
+from simulator.rates import Rates
+
+_FINGERPRINT = "00" * 16  # nothing is hashed: a trace names its blocks
+_ONE_TOKEN = SamplingParams(max_tokens=1)
+_RATE_MEMORY = 0.9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodShape:
+    """What one simulated pod has: blocks of its pool, tokens of a step, sequences at once."""
+
+    block_size: int
+    num_blocks: int
+    chunk_tokens: int = 2048
+    max_seqs: int = 64
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that one request can have."""
+        return self.block_size * self.num_blocks
+
+
+class Prompt(EngineSequence):
+    """A sequence whose block hashes come from a trace. on_chunk(tokens left, tokens of this chunk), on_first()."""
+
+    __slots__ = ("chain", "on_chunk", "on_first")
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_len: int,
+        chain: Sequence[bytes],
+        block_size: int,
+        on_chunk: Callable[[int, int], None],
+        on_first: Callable[[], None],
+    ) -> None:
+        request = ValidRequest(request_id, "", (0,) * prompt_len, _ONE_TOKEN)
+        super().__init__(request, fingerprint=_FINGERPRINT, block_size=block_size, hand_off=True)
+        self.chain = list(chain)
+        self.on_chunk = on_chunk
+        self.on_first = on_first
+
+    def matchable_hashes(self) -> list[bytes]:
+        return self.chain[: matchable_blocks(self.prompt_len, self.block_size)]
+
+    def publishable_hashes(self) -> list[bytes]:
+        return self.chain[: self.computed // self.block_size]
+
+
+class PrefillPod:
+    """One process; a restart is another object. stored and evicted get the pool's changes, as an engine's would."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        rates: Rates,
+        shape: PodShape,
+        *,
+        stored: Callable[[list[bytes]], None],
+        evicted: Callable[[list[bytes]], None],
+    ) -> None:
+        self.pool = BlockPool(shape.num_blocks, shape.block_size, on_stored=stored, on_evicted=evicted)
+        self.alive = True
+        self.computed_tokens = 0
+        self.busy_s = 0.0
+        self._clock = clock
+        self._rates = rates
+        self._shape = shape
+        config = SchedulerConfig(
+            token_budget=shape.chunk_tokens, max_seqs=shape.max_seqs, max_model_len=shape.capacity + 1
+        )
+        self._scheduler = Scheduler(config, self.pool)
+        self._stepping = False
+        self._rate = 0.0
+
+    def add(self, prompt: Prompt) -> None:
+        """Queues a prompt. Raises InvalidRequest when it can never fit."""
+        self._scheduler.add(prompt)
+        self._wake()
+
+    def release(self, prompt: Prompt) -> None:
+        """Its KV has left: the blocks stay cached and may be evicted."""
+        if self.alive and prompt.lease is not None:
+            prompt.lease.finish("handed off")
+            self._wake()
+
+    def cancel(self, prompt: Prompt) -> None:
+        """Takes a prompt out wherever it is; idempotent."""
+        self._scheduler.abort(prompt.request_id)
+        self.release(prompt)
+
+    def kill(self) -> None:
+        """Nothing is computed or answered any more."""
+        self.alive = False
+
+    def load(self) -> PodLoad:
+        """What the pod would publish now."""
+        stats = self._scheduler.stats()
+        return PodLoad(
+            queued_tokens=stats.queued_tokens,
+            running=stats.running,
+            waiting=stats.waiting,
+            free_blocks=self.pool.available(),
+            prefill_rate=self._rate,
+            prefill_overhead_s=self._rates.prefill_overhead_s,
+            transfer_rate=self._rates.link_byte_s / self._rates.kv_bytes,
+        )
+
+    def _wake(self) -> None:
+        if self.alive and not self._stepping:
+            self._stepping = True
+            self._clock.at(self._clock.now, self._step)
+
+    def _step(self) -> None:
+        """Starts a step. Without work, or without blocks until a release, the pod sleeps."""
+        if not self.alive:
+            return
+        batch = self._scheduler.schedule()
+        if not batch.items:
+            self._stepping = False
+            return
+        seconds = self._rates.prefill_s([(item.start, item.num_new) for item in batch.items])
+        self._clock.after(seconds, lambda: self._done(batch, seconds))
+
+    def _done(self, batch: Batch, seconds: float) -> None:
+        if not self.alive:
+            return
+        self.busy_s += seconds
+        self.computed_tokens += batch.num_tokens
+        rate = batch.num_tokens / seconds
+        self._rate = _RATE_MEMORY * self._rate + (1 - _RATE_MEMORY) * rate if self._rate else rate
+        finished: list[Prompt] = []
+        for item in batch.items:
+            prompt = item.seq
+            assert isinstance(prompt, Prompt)
+            if prompt.finish is not None or prompt.lease is None or prompt.lease.finished:
+                continue  # cancelled during the step
+            prompt.computed += item.num_new
+            prompt.publish()
+            prompt.on_chunk(prompt.remaining, item.num_new)
+            if item.sample:
+                finished.append(prompt)
+        for prompt in finished:
+            self._scheduler.finish(prompt, FinishReason.LENGTH)
+            prompt.on_first()
+        self._step()

@@ -1,0 +1,238 @@
+"""A gateway of the simulated cluster: the real policy and its bookkeeping over views that reports and polls refresh.
+
+It knows only what a gateway can know: reports are as old as the last poll, a dead pod is noticed by a failed call or
+by the poll, and what pods hold comes from the index, which may be late, away or wrong.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from common.block_hash import matchable_blocks
+from common.errors import IndexUnavailable
+from common.types import Role
+from gateway.approx_index import ApproxIndex
+from gateway.routing.demand import Demand
+from gateway.routing.inflight import InFlight
+from gateway.routing.policy import Home, Option, Policy, make_policy
+from gateway.routing.view import PodView
+from simulator.clock import Clock
+from simulator.decode_pod import Answer
+from simulator.flight import Flight
+from simulator.index_port import IndexBackend
+from simulator.member import Member
+
+LINGER_S = 0.2  # a computed prompt stays predicted until the pod's batch has reached the index
+KEY_BLOCKS = 4
+RETRY_S = 0.05
+MAX_TRIES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Where an attempt runs. promised: prompt tokens that the prefill pod is thought to hold."""
+
+    prefill: Member
+    prefill_view: PodView
+    decode: Member | None
+    decode_view: PodView | None
+    answer: Answer | None
+    promised: int
+
+
+@dataclass(slots=True)
+class _Known:
+    """One pod as this gateway knows it."""
+
+    member: Member
+    view: PodView
+    generation: int
+    alive: bool = True
+
+
+class SimGateway:
+    """One gateway. overhead_s: what it adds to a request before a pod sees it."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        index: IndexBackend,
+        members: Sequence[Member],
+        *,
+        policy: str,
+        seed: int,
+        block_size: int,
+        overhead_s: float,
+    ) -> None:
+        self._clock = clock
+        self.reader = index.reader()
+        self._approx = ApproxIndex(clock=clock.time)
+        self._block_size = block_size
+        self._overhead_s = overhead_s
+        rng = random.Random(seed)
+        self._policy = make_policy(policy, rng)
+        self._home: Policy = Home(rng)
+        self._inflight = InFlight()
+        self._known = {member.name: _Known(member, _view(member), member.generation) for member in members}
+        self._usable: dict[Role, list[PodView]] = {}
+        self._pairs: list[tuple[str, int]] = []
+        self._refresh()
+
+    async def poll(self) -> None:
+        """Asks every pod how it is, and the index who they are."""
+        with suppress(IndexUnavailable):
+            await self.reader.poll()
+        now, changed = self._clock.now, False
+        for known in self._known.values():
+            member = known.member
+            if member.alive != known.alive or (member.alive and member.generation != known.generation):
+                changed = True
+                known.alive = member.alive
+                if member.alive and member.generation != known.generation:
+                    known.view, known.generation = _view(member), member.generation
+            if member.alive:
+                known.view.report(member.pod.load(), now)
+        if changed:
+            self._refresh()
+
+    def _refresh(self) -> None:
+        alive = [known for known in self._known.values() if known.alive]
+        self._usable = {role: [k.view for k in alive if k.member.role is role] for role in (Role.PREFILL, Role.DECODE)}
+        self._pairs = [(k.member.name, k.generation) for k in alive]
+
+    async def route(self, flight: Flight) -> None:
+        """Chooses, reserves and books; the pods see it overhead_s later."""
+        demand, policy = await self._demand(flight)
+        now = self._clock.now
+        prefills = policy.prefill(demand, self._usable[Role.PREFILL], now)
+        if not prefills:
+            self._give_up(flight)
+            return
+        decode: Member | None = None
+        decode_view: PodView | None = None
+        answer: Answer | None = None
+        if any(known.member.role is Role.DECODE for known in self._known.values()):
+            found = self._reserve(flight, policy.decode(demand, self._usable[Role.DECODE], now))
+            if found is None:
+                self._give_up(flight)
+                return
+            decode, decode_view, answer = found
+        option = prefills[0]
+        member = self._known[option.view.name].member
+        option.view.prefilling.add(flight.request_id, option.tokens, now)
+        self._inflight.add(flight.request_id, option.view.name, flight.chain)
+        self._approx.record(member.name, self._known[member.name].generation, flight.chain)
+        self._in_background(lambda: self.reader.book(member.name, flight.request_id, option.tokens))
+        choice = Choice(member, option.view, decode, decode_view, answer, option.held)
+        self._clock.after(self._overhead_s, lambda: self._send(flight, choice))
+
+    async def _demand(self, flight: Flight) -> tuple[Demand, Policy]:
+        """What is known of the prompt, and the policy for that: the home of its first blocks when nothing is."""
+        size = self._block_size
+        usable = flight.chain[: matchable_blocks(flight.prompt_len, size)]
+        policy = self._policy
+        try:
+            found = await self.reader.lookup(usable, self._pairs)
+        except IndexUnavailable:
+            found = self._approx.lookup(usable, self._pairs)
+            policy = self._policy if any(found.values()) else self._home
+        soon = self._inflight.match(usable)
+        demand = Demand(
+            prompt_len=flight.prompt_len,
+            max_tokens=flight.output_len,
+            held={pod: blocks * size for pod, blocks in found.items() if blocks},
+            soon={pod: blocks * size for pod, blocks in soon.items()},
+            key=usable[min(len(usable), KEY_BLOCKS) - 1] if usable else b"",
+        )
+        return demand, policy
+
+    def _in_background(self, call: Callable[[], Awaitable[None]]) -> None:
+        """What the gateway does not wait for, and can do without."""
+
+        async def attempt() -> None:
+            with suppress(IndexUnavailable):
+                await call()
+
+        self._clock.at(self._clock.now, attempt)
+
+    def _reserve(self, flight: Flight, options: Sequence[Option]) -> tuple[Member, PodView, Answer] | None:
+        """The first decode pod with room."""
+        for option in options:
+            member = self._known[option.view.name].member
+            if not member.alive:
+                self._lost(member)
+                continue
+            answer = member.decode.reserve(flight.prompt_len, flight.output_len, flight.chain, flight.answered)
+            if answer is not None:
+                option.view.decoding.add(flight.request_id, flight.prompt_len, self._clock.now)
+                return member, option.view, answer
+        return None
+
+    def _send(self, flight: Flight, choice: Choice) -> None:
+        decode = choice.decode
+        if choice.prefill.alive and (decode is None or decode.alive):
+            flight.begin(choice)
+            return
+        flight.outcome.tries += 1
+        self.returned(flight, choice)
+        if decode is not None and choice.answer is not None and decode.alive:
+            decode.decode.cancel(choice.answer)
+        for member in (choice.prefill, decode):
+            if member is not None and not member.alive:
+                self._lost(member)
+        self.retry(flight)
+
+    def _lost(self, member: Member) -> None:
+        """A call failed: it is not used until a poll finds it again."""
+        known = self._known[member.name]
+        if known.alive:
+            known.alive = False
+            self._refresh()
+
+    def retry(self, flight: Flight) -> None:
+        """Routes a request anew after a pod died under it."""
+        for known in self._known.values():
+            if known.alive and not known.member.alive:
+                self._lost(known.member)
+        self._clock.after(RETRY_S, lambda: self.route(flight))
+
+    def _give_up(self, flight: Flight) -> None:
+        """429 while all decode pods are full; while there are no pods at all it waits for some."""
+        flight.outcome.tries += 1
+        if self._usable[Role.PREFILL] or flight.outcome.tries >= MAX_TRIES:
+            flight.refuse()
+        else:
+            self._clock.after(1.0, lambda: self.route(flight))
+
+    def progress(self, flight: Flight, choice: Choice, left: int) -> None:
+        """A chunk is done."""
+        choice.prefill_view.prefilling.shrink(flight.request_id, left)
+
+    def first_token(self, flight: Flight, choice: Choice) -> None:
+        """Its prompt is computed."""
+        choice.prefill_view.prefilling.remove(flight.request_id)
+        self._in_background(lambda: self.reader.unbook(choice.prefill.name, flight.request_id))
+        self._clock.after(LINGER_S, lambda: self._inflight.remove(flight.request_id))
+
+    def returned(self, flight: Flight, choice: Choice) -> None:
+        """The attempt is over, however it ended."""
+        choice.prefill_view.prefilling.remove(flight.request_id)
+        if choice.decode_view is not None:
+            choice.decode_view.decoding.remove(flight.request_id)
+        if flight.outcome.ttft_s is None:
+            self._inflight.remove(flight.request_id)
+            self._in_background(lambda: self.reader.unbook(choice.prefill.name, flight.request_id))
+
+
+def _view(member: Member) -> PodView:
+    shape = member.shape
+    return PodView(
+        member.name,
+        block_size=shape.block_size,
+        capacity=shape.capacity,
+        num_blocks=shape.num_blocks,
+        role=member.role,
+    )
