@@ -142,8 +142,11 @@ class _HostTraffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         self.grouped |= "grouped_mm" in func.__name__
-        moved = func.overloadpacket in (torch.ops.aten._to_copy, torch.ops.aten.copy_)
-        self.seen |= moved and any(isinstance(a, Tensor) and a.device.type == "cpu" for a in args)
+        aten, packet = torch.ops.aten, func.overloadpacket
+        if packet in (aten.to, aten._to_copy, aten.copy_):
+            self.seen |= any(isinstance(a, Tensor) and a.device.type == "cpu" for a in args)
+        elif packet in (aten.detach_, aten.lift_fresh):  # the end of torch.tensor(..., device=...)
+            self.seen |= args[0].device.type == "meta"
         return out
 
 
@@ -241,17 +244,18 @@ def trace(model_dir: Path, eos_token_ids: tuple[int, ...]) -> HfSpec:
     name = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__
     found, traffic = _Trace(), _HostTraffic()
     with _reasons(name):
-        with _tracing, torch.device("meta"), torch.inference_mode():
+        with _tracing, torch.inference_mode():
             AttentionInterface.register(TRACED, found.attend)
             AttentionMaskInterface.register(TRACED, found.mask)
-            causal = _build(config, TRACED, torch.bfloat16)
+            with torch.device("meta"):
+                causal = _build(config, TRACED, torch.bfloat16)
+                tokens = torch.zeros(1, TRACE_TOKENS, dtype=torch.int64)
             if causal._is_stateful:
                 raise ConfigError("its layers keep state other than keys and values")
             base = causal.get_decoder()
             if base is causal:
                 raise ConfigError("its class does not say which part of it is the decoder below the head")
             names = {module: path for path, module in causal.named_modules()}
-            tokens = torch.zeros(1, TRACE_TOKENS, dtype=torch.int64)
             with traffic:
                 # With a mask given, transformers does not look into position_ids for packed sequences.
                 out = base(input_ids=tokens, attention_mask=tokens + 1, position_ids=tokens, use_cache=False)
