@@ -103,7 +103,8 @@ class Decoder(nn.Module):
             self.layers = nn.ModuleList(Layer(spec, window) for window in spec.windows)
             self.norm = Norm(spec.hidden_size, spec.norm_eps)
             self.head = self.embedding if spec.tied else Linear(spec.hidden_size, spec.vocab_size, bias=False)
-        self.to(dtype).to_empty(device=device).requires_grad_(False)
+        # Not to_empty: what torch does for a copy of a meta tensor takes a second to import.
+        self._apply(lambda meta: torch.empty(meta.shape, dtype=dtype, device=device)).requires_grad_(False)
         cos, sin = rope_tables(spec.rope, spec.head_dim, max_len)
         self.capturable = device.type == "cuda" if fused is None else fused
         if self.capturable:
