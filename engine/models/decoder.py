@@ -104,7 +104,8 @@ class Decoder(nn.Module):
             self.norm = Norm(spec.hidden_size, spec.norm_eps)
             self.head = self.embedding if spec.tied else Linear(spec.hidden_size, spec.vocab_size, bias=False)
         # Not to_empty: what torch does for a copy of a meta tensor takes a second to import.
-        self._apply(lambda meta: torch.empty(meta.shape, dtype=dtype, device=device)).requires_grad_(False)
+        made = self._apply(lambda p: torch.empty(p.shape, dtype=dtype, device=device))  # type: ignore[no-untyped-call]
+        made.requires_grad_(False)
         cos, sin = rope_tables(spec.rope, spec.head_dim, max_len)
         self.capturable = device.type == "cuda" if fused is None else fused
         if self.capturable:
