@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -58,7 +57,8 @@ def invent(model: Decoder, seed: int) -> None:
         if parameter.ndim == 1:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
             continue
-        generator = torch.Generator(parameter.device).manual_seed(seed << 32 | zlib.crc32(name.encode()))
+        stream = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=4).digest()
+        generator = torch.Generator(parameter.device).manual_seed(int.from_bytes(stream))
         parameter.normal_(0.0, 1 / math.sqrt(parameter.shape[-1]), generator=generator)
 
 

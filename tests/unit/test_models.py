@@ -57,6 +57,18 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2"},
     "qwen2-window": {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
     "qwen3": {"model_type": "qwen3", "head_dim": 32},
+    "qwen3-rope-yarn": {"model_type": "qwen3", "head_dim": 32, "rope_parameters": YARN},
+    "mistral-rope-llama3": {
+        "model_type": "mistral",
+        "sliding_window": 40,
+        "rope_parameters": LLAMA3 | {"original_max_position_embeddings": 64},
+    },
+    # Head dims of the models that are served, with every kind of grouping: 1, 2, 3, 4 and 8 query heads a kv head.
+    "llama-dim-64": {"model_type": "llama", "head_dim": 64, "num_attention_heads": 6, "hidden_size": 96},
+    "llama-dim-80": {"model_type": "llama", "head_dim": 80, "num_attention_heads": 2},
+    "mistral-dim-96": {"model_type": "mistral", "head_dim": 96, "sliding_window": 33},
+    "qwen3-dim-128": {"model_type": "qwen3", "head_dim": 128, "num_attention_heads": 8, "num_key_value_heads": 1},
+    "llama-dim-256": {"model_type": "llama", "head_dim": 256, "num_key_value_heads": 1},
     "qwen3-bias-tied": {"model_type": "qwen3", "head_dim": 32, "attention_bias": True, "tie_word_embeddings": True},
 }
 

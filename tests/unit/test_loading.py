@@ -1,0 +1,186 @@
+"""Weights: random ones by seed, what a directory must hold, what is said when it does not; progress."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from common.errors import ConfigError
+from common.models import check_model_dir
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.loader import open_model
+from engine.models.decoder import Decoder
+from engine.progress import progress
+
+torch.set_num_threads(1)
+CPU = torch.device("cpu")
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+GPT2: dict[str, Any] = {
+    "architectures": ["GPT2LMHeadModel"],
+    "model_type": "gpt2",
+    "vocab_size": 96,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 64,
+}
+
+
+def bare(directory: Path, config: dict[str, Any]) -> Path:
+    """A model directory of a config.json alone."""
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def engine(directory: Path, **config: Any) -> Engine:
+    settings: dict[str, Any] = {"device": "cpu", "num_blocks": 16, "threads": 1, "load_format": "dummy"}
+    return Engine(EngineConfig(model_dir=directory, **(settings | config)))
+
+
+@pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["native", "foreign"])
+def test_random_weights_follow_the_seed_and_name_it(config: dict[str, Any], tmp_path: Path) -> None:
+    one, other = bare(tmp_path / "m", config), bare(tmp_path / "elsewhere", config)
+    layouts = {
+        "a": engine(one, name="x").layout,
+        "same": engine(other, name="x").layout,
+        "seed": engine(one, name="x", weights_seed=1).layout,
+        "config": engine(bare(tmp_path / "c", config | {"vocab_size": 97}), name="x").layout,
+    }
+    assert layouts["a"].fingerprint == layouts["same"].fingerprint
+    assert len({layout.revision for layout in layouts.values()}) == 3
+
+    def states(seed: int) -> torch.Tensor:
+        model: Any = open_model(one, "dummy", seed).load(64, CPU, torch.float32)
+        return model.logits(torch.ones(1, 32))
+
+    assert torch.equal(states(0), states(0))
+    assert not torch.allclose(states(0), states(1))
+    assert states(0).isfinite().all()
+
+
+def test_random_weights_are_never_taken_for_a_checkpoint(tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **LLAMA)).save_pretrained(tmp_path)
+    assert open_model(tmp_path).revision(CPU) != open_model(tmp_path, "dummy").revision(CPU)
+
+
+def test_random_weights_keep_the_scale_of_the_states(tmp_path: Path) -> None:
+    """Else a benchmark would compute with infinities, or every logit would be the same."""
+    config = LLAMA | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 12, "head_dim": 64}
+    model = open_model(bare(tmp_path, config), "dummy").load(64, CPU, torch.float32)
+    assert isinstance(model, Decoder)
+    logits = model.logits(torch.randn(8, 256))
+    assert 0.3 < float(logits.std()) < 3.0
+
+
+@pytest.mark.parametrize("parts", ["neither", "no tokenizer", "no weights"])
+def test_a_directory_holds_what_its_reader_needs(parts: str, tmp_path: Path) -> None:
+    bare(tmp_path, LLAMA)
+    if parts == "no tokenizer":
+        (tmp_path / "model.safetensors").touch()
+    if parts == "no weights":
+        (tmp_path / "tokenizer.json").write_text("{}")
+    for tokenizer in (True, False):
+        for weights in (True, False):
+            lacks = (tokenizer and parts != "no weights") or (weights and parts != "no tokenizer")
+            if lacks:
+                with pytest.raises(ConfigError, match=r"has no (tokenizer\.json|\*\.safetensors)"):
+                    check_model_dir(tmp_path, tokenizer=tokenizer, weights=weights)
+            else:
+                assert check_model_dir(tmp_path, tokenizer=tokenizer, weights=weights) == tmp_path
+
+
+def test_what_is_wrong_with_the_files_is_said(tmp_path: Path) -> None:
+    bare(tmp_path, LLAMA)
+    with pytest.raises(ConfigError, match=r"neither model\.safetensors nor an index"):
+        engine(tmp_path, load_format="auto")
+    for content in (b"", b"\xff" * 64, b"\x08\0\0\0\0\0\0\0not json"):
+        (tmp_path / "model.safetensors").write_bytes(content)
+        with pytest.raises(ConfigError, match="safetensors"):
+            engine(tmp_path, load_format="auto")
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "missing.safetensors"}}')
+    with pytest.raises(ConfigError, match="named by the index, does not exist"):
+        engine(tmp_path, load_format="auto")
+    with pytest.raises(ConfigError, match="load_format 'fast' is not served"):
+        EngineConfig(model_dir=tmp_path, load_format="fast")
+
+
+WITHOUT = """
+import sys, pathlib
+sys.modules["transformers"] = None
+from engine.loader import open_model
+for name in sys.argv[1:]:
+    try:
+        print(type(open_model(pathlib.Path(name), "dummy").spec).__name__)
+    except Exception as error:
+        print(type(error).__name__, error)
+"""
+
+
+def test_only_foreign_models_need_transformers(tmp_path: Path) -> None:
+    dirs = [str(bare(tmp_path / name, config)) for name, config in (("llama", LLAMA), ("gpt2", GPT2))]
+    child = subprocess.run([sys.executable, "-c", WITHOUT, *dirs], capture_output=True, text=True, check=True)
+    native, foreign = child.stdout.splitlines()
+    assert native == "ModelSpec"
+    assert foreign.startswith("ConfigError GPT2LMHeadModel has no native code")
+    assert "pip install 'baton-serving[hf]'" in foreign
+
+
+def test_progress_is_a_line_where_there_is_no_terminal(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with caplog.at_level(logging.INFO), progress("loading", 10, "GB") as work:
+        work.advance(4)
+        work.advance(2, skipped=4)
+    assert "loading: 6 of 6 GB" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.INFO), progress("loading", 10, "GB", show=False) as work:
+        work.advance(10)
+    assert not caplog.text
+    assert not capsys.readouterr().err
+
+
+def test_progress_is_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with progress("loading", 10, "GB") as work:
+        work.advance(10)
+    seen = capsys.readouterr()
+    assert "10/10 GB" in seen.err
+    assert not seen.out
+
+
+def test_shards_and_a_single_file_are_the_same_model(tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    made = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **LLAMA))
+    made.save_pretrained(tmp_path / "one")
+    made.save_pretrained(tmp_path / "shards", max_shard_size="8KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
+    one, shards = (open_model(tmp_path / name).load(64, CPU, torch.bfloat16) for name in ("one", "shards"))
+    assert isinstance(one, Decoder)
+    assert isinstance(shards, Decoder)
+    for (name, a), b in zip(one.named_parameters(), shards.parameters(), strict=True):
+        assert torch.equal(a, b), name
+        assert a.dtype == torch.bfloat16
+    shutil.rmtree(tmp_path / "shards")
