@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import islice
@@ -167,7 +168,7 @@ class PodIndex:
                 _log.exception("prefix index: unexpected error, trying again")
             self._connected = False
             self._changes.lose()
-            await self._sleep(backoff)
+            await self._sleep(backoff * random.uniform(0.5, 1.5))  # not all pods at the same moment
             backoff = min(2 * backoff, _MAX_BACKOFF_S)
 
     async def _sleep(self, seconds: float) -> None:
@@ -235,7 +236,7 @@ class PodIndex:
             _log.warning("the prefix index holds %s blocks instead of %s: sending a snapshot", sizes, known)
             self._changes.lose()
         await self._sweep_script.run(
-            self._client, (keys.slots, keys.sweep, keys.where), (keys.prefix, SWEEP_S, SWEEP_POSTINGS)
+            self._client, (keys.slots, keys.sweep, keys.where, keys.pods), (keys.prefix, SWEEP_S, SWEEP_POSTINGS)
         )
 
     async def _lost(self, what: str) -> _Lost:

@@ -1,5 +1,6 @@
--- Frees the slots of pods that are gone, and takes such slots out of some postings: every pod calls it now and then.
--- KEYS: slots, sweep, where   ARGV: key prefix, seconds between checks of the slots, postings to look at
+-- Forgets pods that are gone: their names once their info has expired, their slots once their sets have, and such slots
+-- in some of the postings. Every pod calls it now and then.
+-- KEYS: slots, sweep, where, pods   ARGV: key prefix, seconds between checks of the slots, postings to look at
 -- Returns how many rounds over all postings are still to go, the present one included.
 local prefix = ARGV[1]
 local now = tonumber(redis.call('TIME')[1])
@@ -8,6 +9,13 @@ local due = now - tonumber(state[1] or 0) >= tonumber(ARGV[2])
 local pending = tonumber(state[2] or 0)
 if not due and pending == 0 then
   return 0
+end
+if due then
+  for _, pod in ipairs(redis.call('HKEYS', KEYS[4])) do
+    if redis.call('EXISTS', prefix .. 'info:' .. pod) == 0 then
+      redis.call('HDEL', KEYS[4], pod)
+    end
+  end
 end
 local live = {}
 local slots = redis.call('HGETALL', KEYS[1])
