@@ -1,0 +1,45 @@
+"""One request as routing sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """A pod could hold the prompt's first `tokens` tokens after pulling what it lacks from a peer for `seconds`."""
+
+    tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """Lengths in tokens; what pods have of the prompt, by pod name, in prompt tokens from its start.
+
+    held: in device memory, as the index says. host: further tokens, in the pod's host memory. soon: once the prompts
+    that the pod computes now are done. pull: what it could fetch from a peer; empty while pods cannot pull.
+    affinity: what the client wants to stay together (a hint). key: hash of the first blocks, the prompt's home while
+    nobody knows what pods hold.
+    """
+
+    prompt_len: int
+    max_tokens: int
+    held: Mapping[str, int] = field(default_factory=dict)
+    host: Mapping[str, int] = field(default_factory=dict)
+    soon: Mapping[str, int] = field(default_factory=dict)
+    pull: Mapping[str, Pull] = field(default_factory=dict)
+    affinity: str = ""
+    key: bytes = b""
+
+    def promises(self) -> Mapping[str, int]:
+        """Prompt tokens by pod that need no computing there when the request's turn comes."""
+        if not self.host and not self.soon:
+            return self.held
+        promises = dict(self.held)
+        for pod, tokens in self.host.items():
+            promises[pod] = promises.get(pod, 0) + tokens
+        for pod, tokens in self.soon.items():
+            promises[pod] = max(promises.get(pod, 0), tokens)
+        return promises

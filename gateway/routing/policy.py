@@ -1,0 +1,276 @@
+"""Which pods suit a request, best first. Pure: a demand, the pods as they are, the time and a source of chance.
+
+`cost`, in seconds: the queue there + what is left to compute / the pod's rate + what is pulled; for decoding what has
+to move there + what the sequence and its neighbours will wait for each other. All of it from what pods measured. So a
+prefix that many share is computed anew elsewhere as soon as the queue at its holders takes longer than that, and no
+block that heads every prompt draws them all to one pod.
+Near-ties are shuffled: gateways with the same view do not all choose the same pod.
+`home` is for when nobody knows what pods hold: rendezvous hashing of the prompt's first blocks with bounded load
+(Mirrokni et al., "Consistent Hashing with Bounded Loads").
+`round_robin`, `least_loaded` and `prefix_only` are for comparison.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from common.types import Role
+from gateway.routing.demand import Demand
+from gateway.routing.view import HOST_SPEEDUP, PodView
+
+POLICIES = ("cost", "round_robin", "least_loaded", "prefix_only")
+
+TIE_RATIO, TIE_S = 1.02, 0.001  # costs within this are equal
+MIN_OPTIONS, MAX_OPTIONS = 8, 64  # what is offered to the atomic choice
+AFFINITY_RATIO, AFFINITY_S = 0.1, 0.005  # the preferred pod seems cheaper by this
+EXPECTED_OUTPUT = 256  # tokens of an answer whose length nobody knows
+FULL_COST_S = 1.0  # a decode pod without room is a last resort
+LOW_FREE = 0.1  # share of a pool below which room is scarce
+LOAD_BOUND = 1.25
+
+
+class Option(NamedTuple):
+    """A pod and what it would cost, in seconds.
+
+    tokens: prompt tokens that it would have to compute, or KV to move there. held: prompt tokens that are promised.
+    unit_s: seconds by which the cost grows with each token (prefill) or sequence (decode) that others book there.
+    """
+
+    view: PodView
+    cost: float
+    tokens: int
+    held: int
+    unit_s: float
+
+
+class Policy(Protocol):
+    """Both methods return the usable ones of `views` as options, the best first; none when none is large enough.
+
+    shares: the order may be changed by what other gateways booked in the meantime.
+    """
+
+    shares: bool
+
+    def prefill(self, demand: Demand, views: Sequence[PodView], now: float) -> list[Option]: ...
+
+    def decode(self, demand: Demand, views: Sequence[PodView], now: float) -> list[Option]: ...
+
+
+def make_policy(name: str, rng: random.Random) -> Policy:
+    """One of POLICIES."""
+    policies: dict[str, Callable[[random.Random], Policy]] = {
+        "cost": CostPolicy,
+        "round_robin": RoundRobin,
+        "least_loaded": LeastLoaded,
+        "prefix_only": PrefixOnly,
+    }
+    return policies[name](rng)
+
+
+class CostPolicy:
+    """See the top of this file."""
+
+    shares = True
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+
+    def prefill(self, demand: Demand, views: Sequence[PodView], now: float) -> list[Option]:
+        """The least seconds until the first token."""
+        length, promises = demand.prompt_len, demand.promises()
+        scored = [
+            (
+                view.queue_s(now)
+                + view.overhead_s
+                + (left if (left := length - promises.get(view.name, 0)) > 0 else 1) * view.seconds_per_token,
+                view,
+            )
+            for view in views
+            if view.capacity >= length
+        ]
+        if demand.host or demand.pull:
+            scored = [(cost + _fetch_s(demand, view, promises), view) for cost, view in scored]
+        best = self._best(demand, scored)
+        return [_option(demand, promises, view, cost, view.seconds_per_token) for cost, view in best]
+
+    def decode(self, demand: Demand, views: Sequence[PodView], now: float) -> list[Option]:
+        """The least seconds of moving KV there and decoding, for this sequence and by it for those beside it."""
+        need = demand.prompt_len + demand.max_tokens
+        output, promises = min(demand.max_tokens, EXPECTED_OUTPUT), demand.promises()
+        scored = [(_decode_s(demand, promises, view, output, now), view) for view in views if view.capacity >= need]
+        best = self._best(demand, scored)
+        return [_option(demand, promises, view, cost, 2 * output * view.slope_s) for cost, view in best]
+
+    def _best(self, demand: Demand, scored: list[tuple[float, PodView]]) -> list[tuple[float, PodView]]:
+        """Near-ties first, in any order, then the next best until there are enough."""
+        if len(scored) < 2:
+            return scored
+        if demand.affinity:
+            scored = _favour(demand.affinity, scored)
+        limit = min(scored, key=_cost)[0] * TIE_RATIO + TIE_S
+        ties = [pair for pair in scored if pair[0] <= limit]
+        if len(ties) > MAX_OPTIONS:
+            return self._rng.sample(ties, MAX_OPTIONS)
+        self._rng.shuffle(ties)
+        if len(ties) < MIN_OPTIONS and len(ties) < len(scored):
+            rest = [pair for pair in scored if pair[0] > limit]
+            ties += heapq.nsmallest(MIN_OPTIONS - len(ties), rest, key=_cost)
+        return ties
+
+
+class RoundRobin:
+    """Each pod in turn."""
+
+    shares = False
+
+    def __init__(self, rng: random.Random) -> None:
+        self._turns = {"prefill": rng.randrange(1 << 16), "decode": rng.randrange(1 << 16)}
+
+    def prefill(self, demand: Demand, views: Sequence[PodView], now: float) -> list[Option]:
+        """The next one."""
+        return self._next("prefill", demand, [v for v in views if v.capacity >= demand.prompt_len])
+
+    def decode(self, demand: Demand, views: Sequence[PodView], now: float) -> list[Option]:
+        """The next one."""
+        return self._next("decode", demand, [v for v in views if v.capacity >= demand.prompt_len + demand.max_tokens])
+
+    def _next(self, side: str, demand: Demand, views: list[PodView]) -> list[Option]:
+        if not views:
+            return []
+        turn = self._turns[side] % len(views)
+        self._turns[side] += 1
+        promises = demand.promises()
+        return [_option(demand, promises, view) for view in views[turn:] + views[:turn]]
+
+
+class LeastLoaded:
+    """The shortest queue, the fewest sequences; what pods hold does not matter."""
+
+    shares = True
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+
+    def prefill(self, demand: Demand, views: Sequence[PodView], now: float) -> list[Option]:
+        """The shortest queue in seconds."""
+        fit = [view for view in views if view.capacity >= demand.prompt_len]
+        return self._order(demand, [(view.queue_s(now), view, view.seconds_per_token) for view in fit])
+
+    def decode(self, demand: Demand, views: Sequence[PodView], now: float) -> list[Option]:
+        """The fewest sequences."""
+        fit = [view for view in views if view.capacity >= demand.prompt_len + demand.max_tokens]
+        return self._order(demand, [(float(view.sequences()), view, 1.0) for view in fit])
+
+    def _order(self, demand: Demand, scored: list[tuple[float, PodView, float]]) -> list[Option]:
+        promises = demand.promises()
+        self._rng.shuffle(scored)
+        best = heapq.nsmallest(MIN_OPTIONS, scored, key=lambda entry: entry[0])
+        return [_option(demand, promises, view, cost, unit_s) for cost, view, unit_s in best]
+
+
+class PrefixOnly:
+    """The longest match, whatever the load."""
+
+    shares = False
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+
+    def prefill(self, demand: Demand, views: Sequence[PodView], now: float) -> list[Option]:
+        """The longest match."""
+        return self._order(demand, [view for view in views if view.capacity >= demand.prompt_len])
+
+    def decode(self, demand: Demand, views: Sequence[PodView], now: float) -> list[Option]:
+        """The longest match."""
+        need = demand.prompt_len + demand.max_tokens
+        return self._order(demand, [view for view in views if view.capacity >= need])
+
+    def _order(self, demand: Demand, views: list[PodView]) -> list[Option]:
+        self._rng.shuffle(views)
+        promises = demand.promises()
+        best = heapq.nlargest(MIN_OPTIONS, views, key=lambda view: promises.get(view.name, 0))
+        return [_option(demand, promises, view) for view in best]
+
+
+class Home:
+    """Prompts with the same first blocks have the same pod, unless it has more than its share; see the top."""
+
+    shares = False
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+
+    def prefill(self, demand: Demand, views: Sequence[PodView], now: float) -> list[Option]:
+        """By the prompts that this gateway sent to each."""
+        fit = [view for view in views if view.capacity >= demand.prompt_len]
+        return self._order(demand, [(len(view.prefilling), view) for view in fit])
+
+    def decode(self, demand: Demand, views: Sequence[PodView], now: float) -> list[Option]:
+        """By the sequences that this gateway sent to each."""
+        fit = [view for view in views if view.capacity >= demand.prompt_len + demand.max_tokens]
+        return self._order(demand, [(len(view.decoding), view) for view in fit])
+
+    def _order(self, demand: Demand, loads: list[tuple[int, PodView]]) -> list[Option]:
+        if not loads:
+            return []
+        total, least = sum(load for load, _ in loads), min(load for load, _ in loads)
+        bound = max(least, int(LOAD_BOUND * (total + 1) / len(loads)))
+        key = demand.affinity.encode() or demand.key
+        promises = demand.promises()
+        self._rng.shuffle(loads)
+        if key:
+            loads.sort(key=lambda pair: (pair[0] > bound, -weight(key, pair[1].name)))
+        else:
+            loads.sort(key=lambda pair: pair[0])
+        return [_option(demand, promises, view) for _, view in loads[:MIN_OPTIONS]]
+
+
+def weight(key: bytes, pod: str) -> int:
+    """How much a key is a pod's: the highest of all has it (rendezvous hashing). The same in every process."""
+    digest = hashlib.blake2b(pod.encode(), key=key[:64], digest_size=8).digest()
+    return int.from_bytes(digest, "big")
+
+
+def _fetch_s(demand: Demand, view: PodView, promises: Mapping[str, int]) -> float:
+    """Seconds that fetching adds to a pod's cost: from its host memory, or from a peer where that saves time."""
+    host_s = demand.host.get(view.name, 0) * view.seconds_per_token / HOST_SPEEDUP
+    pull = demand.pull.get(view.name)
+    if pull is None:
+        return host_s
+    saved = (pull.tokens - promises.get(view.name, 0)) * view.seconds_per_token
+    return min(host_s, pull.seconds - saved)
+
+
+def _decode_s(demand: Demand, promises: Mapping[str, int], view: PodView, output: int, now: float) -> float:
+    new = demand.prompt_len - promises.get(view.name, 0)
+    # It slows down each of those beside it as much as each of them slows it down.
+    cost = output * (view.step_s + (2 * view.sequences() + 1) * view.slope_s)
+    if view.role is Role.BOTH:
+        cost += view.queue_s(now) + view.prefill_s(max(1, new))
+    elif new > 0:
+        cost += new * view.seconds_per_moved
+    room = view.free_blocks() - (max(0, new) + output) // view.block_size
+    scarce = LOW_FREE * view.num_blocks
+    return cost if room >= scarce else cost + FULL_COST_S * min(1.0, 1 - room / scarce)
+
+
+def _favour(affinity: str, scored: list[tuple[float, PodView]]) -> list[tuple[float, PodView]]:
+    """The same, with the pod that this affinity prefers a little cheaper."""
+    key = hashlib.blake2b(affinity.encode(), digest_size=16).digest()
+    preferred = max(scored, key=lambda pair: weight(key, pair[1].name))[1]
+    return [(cost * (1 - AFFINITY_RATIO) - AFFINITY_S if view is preferred else cost, view) for cost, view in scored]
+
+
+def _option(
+    demand: Demand, promises: Mapping[str, int], view: PodView, cost: float = 0.0, unit_s: float = 0.0
+) -> Option:
+    held = min(promises.get(view.name, 0), demand.prompt_len - 1)
+    return Option(view, cost, demand.prompt_len - held, held, unit_s)
+
+
+def _cost(pair: tuple[float, PodView]) -> float:
+    return pair[0]

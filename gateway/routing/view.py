@@ -1,0 +1,118 @@
+"""One pod as routing sees it: fixed facts, its last report, and what was sent there since.
+
+A report is as old as its way here; what this gateway sent to the pod in the meantime is added, and what the pod must
+have computed in the meantime, at the rate that it measured, is taken off. So the queue costs O(1) to read.
+"""
+
+from __future__ import annotations
+
+from common.index_records import PodLoad
+from common.types import Role
+from gateway.routing.bookings import Bookings
+
+START_RATE = 2000.0  # prompt tokens per second of a pod whose rate nobody knows
+START_STEP_S, START_SLOPE_S = 0.01, 0.0001  # decode: a step, and what one more sequence adds to it
+START_TRANSFER_RATE = 20_000.0  # prompt tokens per second whose KV moves
+HOST_SPEEDUP = 8.0  # KV comes back from host memory this much faster than it is computed
+DISPATCH_S = 0.02  # what was booked this shortly before a report may not have reached the pod by then
+
+
+class PodView:
+    """See the top of this file. Times are one clock's seconds.
+
+    capacity: tokens, prompt and output, that one request can ever have here. seconds_per_token, overhead_s: what a
+    prompt takes. step_s, slope_s: a decode step, and its growth per running sequence. foreign: tokens that other
+    gateways are known to have booked since the report, foreign_count in how many sequences.
+    """
+
+    __slots__ = (
+        "address",
+        "block_size",
+        "capacity",
+        "decoding",
+        "foreign",
+        "foreign_count",
+        "free_at",
+        "load",
+        "load_at",
+        "name",
+        "num_blocks",
+        "overhead_s",
+        "prefilling",
+        "role",
+        "seconds_per_moved",
+        "seconds_per_token",
+        "slope_s",
+        "step_s",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        block_size: int,
+        capacity: int,
+        num_blocks: int,
+        role: Role = Role.PREFILL,
+        address: str = "",
+    ) -> None:
+        self.name = name
+        self.address = address
+        self.role = role
+        self.block_size = block_size
+        self.capacity = capacity
+        self.num_blocks = num_blocks
+        self.load: PodLoad | None = None
+        self.load_at = float("-inf")
+        self.free_at = float("-inf")
+        self.prefilling = Bookings()
+        self.decoding = Bookings()
+        self.foreign = 0
+        self.foreign_count = 0
+        self.seconds_per_token = 1 / START_RATE
+        self.overhead_s = 0.0
+        self.step_s, self.slope_s = START_STEP_S, START_SLOPE_S
+        self.seconds_per_moved = 1 / START_TRANSFER_RATE
+
+    def report(self, load: PodLoad, now: float) -> None:
+        """Takes a load record that the pod made at `now`; an older one than the last is dropped."""
+        if now < self.load_at:
+            return
+        self.load, self.load_at = load, now
+        if load.prefill_rate > 0:
+            self.seconds_per_token, self.overhead_s = 1 / load.prefill_rate, load.prefill_overhead_s
+        if load.step_s > 0 or load.step_slope_s > 0:
+            self.step_s, self.slope_s = load.step_s, load.step_slope_s
+        if load.transfer_rate > 0:
+            self.seconds_per_moved = 1 / load.transfer_rate
+        self.free_at = now + load.queued_tokens * self.seconds_per_token
+        self.foreign = self.foreign_count = 0
+        self.prefilling.mark(now - DISPATCH_S)
+        self.decoding.mark(now - DISPATCH_S)
+
+    def assume_rate(self, rate: float) -> None:
+        """Prompt tokens per second, until the pod has measured its own."""
+        if self.load is None or self.load.prefill_rate <= 0:
+            self.seconds_per_token = 1 / rate
+
+    def queue_s(self, now: float) -> float:
+        """Seconds of prompts that are ahead of a new one."""
+        waiting = (self.prefilling.fresh + self.foreign) * self.seconds_per_token
+        return waiting + self.free_at - now if self.free_at > now else waiting
+
+    def prefill_s(self, tokens: int) -> float:
+        """Seconds of computing for so many prompt tokens."""
+        return self.overhead_s + tokens * self.seconds_per_token
+
+    def sequences(self) -> int:
+        """Sequences that decode here or are about to."""
+        load = self.load
+        if load is None:
+            return len(self.decoding) + self.foreign_count
+        return load.running + load.waiting + load.reserved + self.decoding.fresh_count + self.foreign_count
+
+    def free_blocks(self) -> int:
+        """Blocks that a new sequence may have; all of them while nothing is known."""
+        if self.load is None:
+            return self.num_blocks
+        return self.load.free_blocks - self.decoding.fresh // self.block_size - self.decoding.fresh_count
