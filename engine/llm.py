@@ -13,17 +13,19 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.errors import BatonError, ConfigError, InternalError
+from common.chat_template import ChatTemplate
+from common.errors import BatonError, ConfigError, InternalError, InvalidRequest
 from common.models import resolve_model
 from common.types import FinishReason, SamplingParams, Token, ValidRequest
 from engine.config import EngineConfig
 from engine.engine import Engine, StepResult
 from engine.loop import EngineLoop
+from engine.models.spec import read_json
 from engine.progress import Progress, progress
 from engine.sequence import Sequence as EngineSequence
 
@@ -87,9 +89,14 @@ class LLM:
         except Exception as error:  # the library raises nothing narrower
             raise ConfigError(f"{path} is not a tokenizer: {error}", field="model") from error
 
-    def encode(self, text: str) -> tuple[int, ...]:
+    @functools.cached_property
+    def template(self) -> ChatTemplate:
+        """The directory's chat template."""
+        return ChatTemplate(self.model_dir, read_json(self.model_dir / "tokenizer_config.json", required=False))
+
+    def encode(self, text: str, *, special_tokens: bool = True) -> tuple[int, ...]:
         """Token ids of a text, with the special tokens that the tokenizer puts around one."""
-        return tuple(self.tokenizer.encode(text).ids)
+        return tuple(self.tokenizer.encode(text, add_special_tokens=special_tokens).ids)
 
     def decode(self, ids: list[int]) -> str:
         """The text of token ids, without special tokens."""
@@ -114,15 +121,45 @@ class LLM:
         Raises InvalidRequest, and runs nothing, when one of them can never run.
         """
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        given = [(p, self.encode(p)) if isinstance(p, str) else (None, tuple(p)) for p in texts]
+        return self._complete(given, params, ignore_eos, cache_salt, show_progress)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, str]] | Sequence[Sequence[Mapping[str, str]]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        ignore_eos: bool = False,
+        cache_salt: str = "",
+        show_progress: bool = True,
+    ) -> list[Completion]:
+        """`generate` for conversations, one or several: the model's chat template makes the prompts of them.
+
+        A message has a role and a content. Raises InvalidRequest too where the model has no template, or it refuses.
+        """
+        conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        rendered = [self.template.render(conversation) for conversation in conversations]
+        given = [(text, self.encode(text, special_tokens=False)) for text in rendered]
+        return self._complete(given, params, ignore_eos, cache_salt, show_progress)
+
+    def _complete(
+        self,
+        prompts: Sequence[tuple[str | None, tuple[int, ...]]],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        ignore_eos: bool,
+        cache_salt: str,
+        show_progress: bool,
+    ) -> list[Completion]:
         if params is None:
             params = SamplingParams(temperature=0.0)
-        each = [params] * len(texts) if isinstance(params, SamplingParams) else list(params)
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise InvalidRequest(f"{len(prompts)} prompts, and {len(each)} params", field="params")
         if not ignore_eos:
             each = [replace(p, stop_token_ids=(*p.stop_token_ids, *self.engine.eos_token_ids)) for p in each]
         run = _Run()
-        for prompt, sampling in zip(texts, each, strict=True):
+        for (text, ids), sampling in zip(prompts, each, strict=True):
             self._requests += 1
-            text, ids = (prompt, self.encode(prompt)) if isinstance(prompt, str) else (None, tuple(prompt))
             request = ValidRequest(f"local-{self._requests}", self.engine.layout.model, ids, sampling, cache_salt)
             run.completions[request.request_id] = Completion(text, ids, self.decode)
             run.seqs.append(self.engine.new_sequence(request))

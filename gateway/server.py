@@ -16,6 +16,7 @@ from pathlib import Path
 
 import uvicorn
 
+from common.chat_template import ChatTemplate
 from common.config import GatewayConfig
 from common.errors import ConfigError
 from common.lifecycle import Lifecycle
@@ -25,7 +26,6 @@ from common.pb import inference_pb2_grpc
 from common.prefix_index import IndexReader
 from common.rpc import RpcServer
 from gateway.app import build_app
-from gateway.chat import ChatTemplate
 from gateway.grpc_service import InferenceServicer
 from gateway.http_protocol import BoundedHttp
 from gateway.service import Gateway, Settings
@@ -85,7 +85,7 @@ def make_gateway(config: GatewayConfig) -> Gateway:
     model_dir = path if path.is_dir() else resolve_model(config.model)
     tokenizer = TextTokenizer(model_dir)
     index = None if config.redis is None else IndexReader(config.redis)
-    return Gateway(settings_of(config), tokenizer, ChatTemplate(model_dir, tokenizer), index)
+    return Gateway(settings_of(config), tokenizer, ChatTemplate(model_dir, tokenizer.config), index)
 
 
 class GatewayServer:

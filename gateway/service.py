@@ -14,10 +14,10 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 
+from common.chat_template import ChatTemplate
 from common.errors import BatonError, Cancelled, InvalidRequest, ModelNotFound, Overloaded, Unavailable
 from common.prefix_index import IndexReader
 from common.types import FinishReason, ValidRequest
-from gateway.chat import ChatTemplate
 from gateway.metrics import GatewayMetrics
 from gateway.output import ChoiceOutput, Piece, ShownToken
 from gateway.pipeline import Pipeline

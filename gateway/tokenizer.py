@@ -14,6 +14,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from common.chat_template import special_text
 from common.errors import ConfigError
 
 INLINE_CHARS = 8192  # longer texts are tokenized in a thread: the event loop never waits more than a few ms
@@ -73,16 +74,9 @@ class TextTokenizer:
                 return (eos,)
             if isinstance(eos, list) and eos:
                 return tuple(int(i) for i in eos)
-        token = self.special_text("eos_token")
+        token = special_text(self.config, "eos_token")
         eos = self.raw.token_to_id(token) if token else None
         return () if eos is None else (eos,)
-
-    def special_text(self, name: str) -> str:
-        """Text of a named special token (bos_token, eos_token, ...) of tokenizer_config.json, "" when there is none."""
-        token = self.config.get(name)
-        if isinstance(token, dict):
-            token = token.get("content")
-        return token if isinstance(token, str) else ""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a text."""

@@ -14,9 +14,9 @@ from typing import Any
 import httpx
 import orjson
 
+from common.chat_template import ChatTemplate
 from common.config import GatewayConfig
 from common.prefix_index import IndexReader
-from gateway.chat import ChatTemplate
 from gateway.server import GatewayServer, settings_of
 from gateway.service import Gateway
 from gateway.tokenizer import TextTokenizer
@@ -82,7 +82,7 @@ class Rig:
 def texts(model_dir: Path) -> tuple[TextTokenizer, ChatTemplate]:
     """Tokenizer and template of a directory, loaded once."""
     tokenizer = TextTokenizer(model_dir)
-    return tokenizer, ChatTemplate(model_dir, tokenizer)
+    return tokenizer, ChatTemplate(model_dir, tokenizer.config)
 
 
 @asynccontextmanager

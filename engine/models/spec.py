@@ -73,8 +73,8 @@ def load_spec(model_dir: Path) -> ModelSpec:
 
 def read_config(model_dir: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """config.json, and generation_config.json, which is empty where there is none."""
-    config = _read_json(model_dir / "config.json", required=True)
-    return config, _read_json(model_dir / "generation_config.json", required=False)
+    config = read_json(model_dir / "config.json", required=True)
+    return config, read_json(model_dir / "generation_config.json", required=False)
 
 
 def eos_token_ids(config: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
@@ -211,7 +211,8 @@ def _int(config: Mapping[str, Any], key: str, default: int | None = None) -> int
     return value
 
 
-def _read_json(path: Path, *, required: bool) -> dict[str, Any]:
+def read_json(path: Path, *, required: bool) -> dict[str, Any]:
+    """A JSON object from a file, empty where there is none and none is required; ConfigError for anything else."""
     if not path.is_file():
         if required:
             raise ConfigError(f"{path} does not exist: not a model directory", field="model")

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers
 
+from common.chat_template import ChatTemplate
 from common.errors import InvalidRequest
 from common.types import FinishReason, Token
-from gateway.chat import ChatTemplate
 from gateway.detokenizer import ByteLevelDetokenizer, WindowDetokenizer, detokenizer
 from gateway.output import ChoiceOutput
 from gateway.stop_strings import StopScanner
@@ -149,7 +149,7 @@ def test_template_and_ids_are_those_of_transformers(smollm2_dir: Path, smol: Tex
     from transformers import AutoTokenizer
 
     reference = AutoTokenizer.from_pretrained(smollm2_dir)
-    template = ChatTemplate(smollm2_dir, smol)
+    template = ChatTemplate(smollm2_dir, smol.config)
     for messages in (
         [{"role": "user", "content": "Hi  there\n"}],
         [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "日本語"}],
@@ -170,7 +170,7 @@ def test_template_and_ids_are_those_of_transformers(smollm2_dir: Path, smol: Tex
 def test_templates_that_refuse_or_do_harm(tmp_path: Path, smol: TextTokenizer) -> None:
     def render(source: str) -> str:
         (tmp_path / "chat_template.jinja").write_text(source)
-        return ChatTemplate(tmp_path, smol).render([{"role": "user", "content": "x"}])
+        return ChatTemplate(tmp_path, smol.config).render([{"role": "user", "content": "x"}])
 
     assert render("{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{% endfor %}ok") == "ok"
     assert render("{{ messages | tojson }}") == '[{"role": "user", "content": "x"}]'
@@ -183,4 +183,4 @@ def test_templates_that_refuse_or_do_harm(tmp_path: Path, smol: TextTokenizer) -
 
 def test_a_base_model_has_no_template(tmp_path: Path, metaspace: TextTokenizer) -> None:
     with pytest.raises(InvalidRequest, match="no chat template"):
-        ChatTemplate(tmp_path, metaspace).render([{"role": "user", "content": "x"}])
+        ChatTemplate(tmp_path, metaspace.config).render([{"role": "user", "content": "x"}])

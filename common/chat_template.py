@@ -1,7 +1,7 @@
 """The model's chat template: a conversation to the text that the model was trained on.
 
-Rendered once, here, the way `transformers` does it (sandboxed, trim_blocks, lstrip_blocks, the same helpers); pods only
-ever see token ids. The template comes from chat_template.jinja or tokenizer_config.json of the model's directory.
+Rendered the way `transformers` does it (sandboxed, trim_blocks, lstrip_blocks, the same helpers); pods only ever see
+token ids. The template comes from chat_template.jinja or tokenizer_config.json of the model's directory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from common.errors import ConfigError, InvalidRequest
-from gateway.tokenizer import TextTokenizer
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
@@ -34,6 +33,14 @@ def _strftime_now(form: str) -> str:
     return datetime.now().strftime(form)
 
 
+def special_text(config: Mapping[str, Any], name: str) -> str:
+    """Text of a named special token (bos_token, eos_token, ...) of a tokenizer_config.json, "" when there is none."""
+    token = config.get(name)
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else ""
+
+
 def find_template(model_dir: Path, config: Mapping[str, Any]) -> str | None:
     """Source of the chat template, None when the model has none (a base model)."""
     path = model_dir / "chat_template.jinja"
@@ -47,11 +54,14 @@ def find_template(model_dir: Path, config: Mapping[str, Any]) -> str | None:
 
 
 class ChatTemplate:
-    """Renders conversations for one model. Raises ConfigError when the template does not compile."""
+    """Renders conversations for one model, config being its tokenizer_config.json.
 
-    def __init__(self, model_dir: Path, tokenizer: TextTokenizer) -> None:
-        self._names = {name: text for name in _SPECIAL if (text := tokenizer.special_text(name))}
-        source = find_template(model_dir, tokenizer.config)
+    Raises ConfigError when the template does not compile.
+    """
+
+    def __init__(self, model_dir: Path, config: Mapping[str, Any]) -> None:
+        self._names = {name: text for name in _SPECIAL if (text := special_text(config, name))}
+        source = find_template(model_dir, config)
         self._template: jinja2.Template | None = None
         if source is None:
             return
@@ -67,7 +77,7 @@ class ChatTemplate:
     def render(self, messages: Sequence[Mapping[str, Any]], kwargs: Mapping[str, Any] | None = None) -> str:
         """The prompt for the assistant's next message. Raises InvalidRequest for what the template refuses."""
         if self._template is None:
-            raise InvalidRequest("this model has no chat template; use /v1/completions", field="messages")
+            raise InvalidRequest("this model has no chat template: it takes prompts, no messages", field="messages")
         try:
             return self._template.render(
                 {**self._names, **(kwargs or {}), "messages": list(messages), "tools": None, "documents": None},
