@@ -152,6 +152,7 @@ class World:
                 assert seq.lease is not None
                 assert not seq.lease.finished
                 assert output.computed == seq.computed <= len(seq.tokens)
+                assert seq.lease.published * self.size <= seq.computed, "others may read what is published"
                 for position in range(seq.computed):  # what the hook may hand on is there
                     at = (seq.lease.blocks[position // self.size], position % self.size)
                     assert self.device.kv[at] == state(seq.tokens[: position + 1])
@@ -224,6 +225,19 @@ def test_blocks_of_the_step_in_flight_stay_where_they_are() -> None:
     world.drain()
     assert len(held) == 4
     assert world.tokens["b"] == answer([5], SamplingParams(max_tokens=1))
+
+
+def test_nobody_is_preempted_for_blocks_that_are_about_to_come_back() -> None:
+    world = World(overlap=True, blocks=8, size=4, budget=20)
+    world.add("ends", range(8), SamplingParams(max_tokens=1))
+    grows = world.add("grows", range(10, 18), GREEDY)
+    below = world.add("below", [3, 4, 5, 6], GREEDY)
+    for item in world.scheduler.schedule().items:
+        item.seq.launch(item.num_new, sample=item.sample)
+    outside = world.pool.lease([], world.pool.available())
+    assert world.scheduler.schedule().items == []
+    assert grows.preemptions == below.preemptions == 0
+    assert outside is not None
 
 
 def test_settle_ends_the_step_in_flight_and_tells_it() -> None:
