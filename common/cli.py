@@ -54,8 +54,10 @@ Redis = Annotated[
 ]
 Host = Annotated[str | None, _opt("Address to listen on (default 127.0.0.1); others need BATON_SECRET.")]
 BlockSize = Annotated[str | None, _opt("Tokens per KV block (default 16).", metavar="N")]
-KvMemory = Annotated[str | None, _opt("KV pool of a pod, like 512M (the default) or 2GiB.", metavar="SIZE")]
-ChunkTokens = Annotated[str | None, _opt("Most prompt tokens of one engine step (default 256).", metavar="N")]
+KvMemory = Annotated[
+    str | None, _opt("KV pool of a pod, like 2GiB; default: 512M on a CPU, what is left on a GPU.", metavar="SIZE")
+]
+ChunkTokens = Annotated[str | None, _opt("Most tokens of one engine step (default 256, on a GPU 2048).", metavar="N")]
 Device = Annotated[str | None, _opt("auto (the default), cpu, cuda or cuda:N.")]
 DType = Annotated[str | None, _opt("auto (the default), float32 or bfloat16.")]
 LoadFormat = Annotated[str | None, _opt("auto (the default), or dummy: random weights, only config.json is read.")]
@@ -87,6 +89,9 @@ def up(
     chunk_tokens: ChunkTokens = None,
     block_size: BlockSize = None,
     kv_memory: KvMemory = None,
+    gpu_memory_utilization: Annotated[
+        str | None, _opt("Share of a GPU for all pods together (default 0.9).", metavar="X")
+    ] = None,
     threads: Threads = None,
     drain_s: DrainS = None,
     log_dir: Annotated[str | None, _opt("Where the processes log; default: a new folder in the user's state.")] = None,
@@ -123,9 +128,18 @@ def serve(
     threads: Threads = None,
     block_size: BlockSize = None,
     kv_memory: KvMemory = None,
+    gpu_memory_utilization: Annotated[
+        str | None, _opt("Share of the GPU that this pod may take (default 0.9).", metavar="X")
+    ] = None,
     max_model_len: MaxModelLen = None,
     chunk_tokens: ChunkTokens = None,
-    max_seqs: Annotated[str | None, _opt("Most sequences at once (default 64).", metavar="N")] = None,
+    max_seqs: Annotated[str | None, _opt("Most sequences at once (default 64, on a GPU 256).", metavar="N")] = None,
+    cuda_graphs: Annotated[
+        bool | None, typer.Option("--cuda-graphs/--no-cuda-graphs", help="Decode steps as CUDA graphs.")
+    ] = None,
+    overlap: Annotated[
+        bool | None, typer.Option("--overlap/--no-overlap", help="Launch steps ahead of results (default on a GPU).")
+    ] = None,
     local_prefill_tokens: Annotated[
         str | None, _opt("Suffixes that decode computes itself (default 0).", metavar="N")
     ] = None,

@@ -82,6 +82,18 @@ def _seconds(low: float, high: float) -> Kind:
     return Kind(f"seconds from {low:g} to {high:g}", parse)
 
 
+def _fraction(low: float, high: float) -> Kind:
+    def parse(raw: object) -> float:
+        if isinstance(raw, bool) or not isinstance(raw, str | int | float):
+            raise ValueError
+        value = float(raw)
+        if not low < value <= high:
+            raise ValueError
+        return value
+
+    return Kind(f"a number over {low:g} and at most {high:g}", parse)
+
+
 def _text(expected: str, pattern: str, *, secret: bool = False) -> Kind:
     def parse(raw: object) -> str:
         if not isinstance(raw, str) or re.fullmatch(pattern, raw, re.DOTALL) is None:
@@ -161,7 +173,8 @@ _LOG_LEVEL = _choice("debug", "info", "warning", "error")
 _DRAIN = _seconds(0, 3600)
 _THREADS = _integer(0, 1024)
 _BLOCK_SIZE = _integer(1, 256)
-_CHUNK = _integer(1, 1 << 20)
+_GPU_SHARE = _fraction(0, 1)
+_CHUNK = _integer(0, 1 << 20)
 
 
 def _setting(kind: Kind, default: Any) -> Any:
@@ -268,10 +281,14 @@ class PodConfig(_Config):
     name: stable over restarts (None: see own_name). port 0: any free one. advertise: host:port under which
     peers reach this pod (None: host and the bound port). redis None: no prefix index. kv_dtype auto: as dtype;
     fp8_e4m3 keeps KV in 8 bits (pods that hand over must agree). load_format dummy: random
-    weights, of weights_seed, for a directory that has none. kv_memory: bytes of the KV pool. max_model_len 0: the
-    model's. chunk_tokens: most tokens of one step, and of one prompt chunk. local_prefill_tokens: a decode pod computes
-    uncached suffixes up to this length itself. metrics_port 0: off. threads 0: automatic. drain_s: most seconds between
-    SIGTERM and the end. allow_tcp: KV in device memory may travel over TCP, or over a transport that cannot be told.
+    weights, of weights_seed, for a directory that has none. kv_memory: bytes of the KV pool; 0: 512 MiB on a CPU, on a
+    GPU what is left of gpu_memory_utilization, the share of the card that the pod may take. max_model_len 0: the
+    model's. chunk_tokens: most tokens of one step, and of one prompt chunk; max_seqs: sequences that run at once; 0:
+    256 and 64 on a CPU, 2048 and 256 on a GPU. cuda_graphs: decode steps run as graphs, captured at the start. overlap:
+    a step is launched before the last one's result is known (None: on a GPU). local_prefill_tokens: a decode pod
+    computes uncached suffixes up to this length itself. metrics_port 0: off. threads 0: automatic. drain_s: most
+    seconds between SIGTERM and the end. allow_tcp: KV in device memory may travel over TCP, or over a transport that
+    cannot be told.
     """
 
     role: Role = field(metadata={"kind": _ROLE})
@@ -290,10 +307,13 @@ class PodConfig(_Config):
     weights_seed: int = _setting(_SEED, 0)
     threads: int = _setting(_THREADS, 0)
     block_size: int = _setting(_BLOCK_SIZE, 16)
-    kv_memory: int = _setting(_size(1), 512 * _MIB)
+    kv_memory: int = _setting(_size(0), 0)
+    gpu_memory_utilization: float = _setting(_GPU_SHARE, 0.9)
     max_model_len: int = _setting(_MODEL_LEN, 0)
-    chunk_tokens: int = _setting(_CHUNK, 256)
-    max_seqs: int = _setting(_integer(1, 65536), 64)
+    chunk_tokens: int = _setting(_CHUNK, 0)
+    max_seqs: int = _setting(_integer(0, 65536), 0)
+    cuda_graphs: bool = _setting(_BOOL, True)
+    overlap: bool | None = _setting(_optional(_BOOL), None)
     local_prefill_tokens: int = _setting(_integer(0, 1 << 24), 0)
     transport: str = _setting(_choice("nixl", "loopback"), "nixl")
     checksums: bool = _setting(_BOOL, False)
@@ -344,8 +364,8 @@ class UpConfig(_Config):
 
     port None: DEFAULT_PORT or the next free one after it; 0, and grpc_port 0: any free one. redis None: an embedded
     Valkey. device, dtype, kv_dtype, load_format, weights_seed, max_model_len, kv_memory and threads are of each pod, as
-    in PodConfig. log_dir None: a new directory in the user's state. max_tokens: longest answer to `--once`. drain_s:
-    most seconds that running answers get once it is told to stop.
+    in PodConfig; gpu_memory_utilization is for all pods together. log_dir None: a new directory in the user's state.
+    max_tokens: longest answer to `--once`. drain_s: most seconds that running answers get once it is told to stop.
     """
 
     model: str = _setting(_MODEL, "smollm2")
@@ -362,9 +382,10 @@ class UpConfig(_Config):
     load_format: str = _setting(_LOAD_FORMAT, "auto")
     weights_seed: int = _setting(_SEED, 0)
     max_model_len: int = _setting(_MODEL_LEN, 0)
-    chunk_tokens: int = _setting(_CHUNK, 256)
+    chunk_tokens: int = _setting(_CHUNK, 0)
     block_size: int = _setting(_BLOCK_SIZE, 16)
-    kv_memory: int = _setting(_size(1), 512 * _MIB)
+    kv_memory: int = _setting(_size(0), 0)
+    gpu_memory_utilization: float = _setting(_GPU_SHARE, 0.9)
     threads: int = _setting(_THREADS, 0)
     max_tokens: int = _setting(_integer(1, 1 << 24), 96)
     drain_s: float = _setting(_DRAIN, DEFAULT_DRAIN_S)
@@ -378,7 +399,7 @@ class UpConfig(_Config):
 
 
 def _require_whole_blocks(chunk_tokens: int, block_size: int) -> None:
-    if chunk_tokens < block_size:
+    if 0 < chunk_tokens < block_size:
         raise ConfigError(
             f"chunk_tokens: {chunk_tokens} is less than one block (block_size {block_size})", field="chunk_tokens"
         )

@@ -91,6 +91,7 @@ class Stack:
                 "chunk-tokens": str(config.chunk_tokens),
                 "block-size": str(config.block_size),
                 "kv-memory": str(config.kv_memory),
+                "gpu-memory-utilization": f"{config.gpu_memory_utilization / (config.prefill + config.decode):.4f}",
                 "threads": str(config.threads or _threads_each(config.prefill + config.decode)),
                 **(pod_flags or {}),
             }

@@ -40,7 +40,8 @@ class Admission:
         self._pod = pod
         self._always_local = config.role is Role.BOTH
         self._local_tokens = config.local_prefill_tokens
-        self._max_held = config.max_seqs + max(1, config.max_seqs // 2)
+        max_seqs = pod.engine.scheduler.config.max_seqs
+        self._max_held = max_seqs + max(1, max_seqs // 2)
 
     def decide(self, request: ValidRequest, *, held: int, remote_only: bool) -> Room | NoRoom:
         """Room (blocks leased) or NoRoom. held: requests that this pod reserved or runs already."""

@@ -327,7 +327,7 @@ class PodRuntime:
     def _count(self, result: StepResult) -> None:
         self.computed["local" if self.config.role is Role.DECODE else "prefill"] += result.num_prompt_tokens
         self.computed["recompute"] += result.num_recomputed_tokens
-        if result.num_prompt_tokens * 2 >= self.config.chunk_tokens:  # short prompts tell nothing about throughput
+        if 2 * result.num_prompt_tokens >= self.engine.scheduler.config.token_budget:  # short prompts tell nothing
             rate = result.num_prompt_tokens / max(result.seconds, 1e-6)
             self._prompt_rate += (rate - self._prompt_rate) * (0.2 if self._prompt_rate else 1.0)
         self.metrics.step(result)
@@ -385,8 +385,11 @@ def engine_config(config: PodConfig) -> EngineConfig:
         weights_seed=config.weights_seed,
         block_size=config.block_size,
         kv_memory=config.kv_memory,
+        gpu_memory_utilization=config.gpu_memory_utilization,
         max_model_len=config.max_model_len,
         token_budget=config.chunk_tokens,
         max_seqs=config.max_seqs,
+        cuda_graphs=config.cuda_graphs,
+        overlap=config.overlap,
         threads=config.threads,
     )

@@ -21,7 +21,8 @@ def pod(env: Mapping[str, str] | None = None, file: Path | None = None, **flags:
 
 def test_defaults() -> None:
     config = pod()
-    assert (config.role, config.host, config.block_size, config.chunk_tokens) == (Role.DECODE, "127.0.0.1", 16, 256)
+    assert (config.role, config.host, config.block_size, config.chunk_tokens) == (Role.DECODE, "127.0.0.1", 16, 0)
+    assert (config.gpu_memory_utilization, config.cuda_graphs, config.overlap) == (0.9, True, None)
     assert config.secret == DEFAULT_SECRET
     assert GatewayConfig.load(file=None, env={}, flags={}).max_body_bytes == 8 << 20
     assert GatewayConfig.load(file=None, env={}, flags={}).port == 8000
@@ -81,6 +82,10 @@ def test_an_empty_optional_is_none() -> None:
         ("kv_memory", "12 parsecs", "512M"),
         ("kv_memory", -1, "512M"),
         ("kv_memory", "inf", "512M"),
+        ("gpu_memory_utilization", 0, "over 0 and at most 1"),
+        ("gpu_memory_utilization", 1.01, "over 0 and at most 1"),
+        ("gpu_memory_utilization", float("nan"), "over 0 and at most 1"),
+        ("overlap", "maybe", "true or false, or nothing"),
         ("drain_s", "nan", "seconds"),
         ("drain_s", -1, "seconds"),
         ("checksums", "maybe", "true or false"),
