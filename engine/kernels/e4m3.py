@@ -43,8 +43,34 @@ def encode(x, scale):
 
 @triton.jit
 def decode(code, dtype: tl.constexpr):
-    """Numbers of bytes, without their scale."""
-    return code.to(tl.float8e4nv, bitcast=True).to(dtype)
+    """Numbers of bytes, without their scale. To bfloat16 by way of fp32, which packs two a conversion."""
+    x = code.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    return x.to(tl.float32).to(dtype)
+
+
+@triton.jit
+def unpack(pairs, NATIVE: tl.constexpr):
+    """fp16 numbers of int16 [.., D / 2] that hold neighbours: those at even and those at odd places, without scales.
+
+    A tile is kept in 16-bit elements until here, because shared memory gives transposed operands of a matrix product in
+    those only; bytes would be read one by one. NATIVE: the conversion of sm_89 and later, two registers at a time.
+    """
+    if NATIVE:
+        even, odd = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 t;
+            .reg .b16 even, odd;
+            prmt.b32 t, $2, 0, 0x3120;
+            mov.b32 {even, odd}, t;
+            cvt.rn.f16x2.e4m3x2 $0, even;
+            cvt.rn.f16x2.e4m3x2 $1, odd;
+            }""",
+            "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:  # the bits of e4m3, moved, are those of a float16 that is 256 times smaller
+        even = ((((pairs << 8) >> 1) & -16385).to(tl.float16, bitcast=True) * 256.0).to(tl.float16)
+        odd = ((((pairs & -256) >> 1) & -16385).to(tl.float16, bitcast=True) * 256.0).to(tl.float16)
+    return even, odd
 
 
 @triton.jit

@@ -10,6 +10,7 @@ from __future__ import annotations
 from functools import cache
 
 import torch
+import triton
 
 
 @cache
@@ -21,3 +22,8 @@ def overlaps_launches(device: torch.device) -> bool:
 def launch_flags(pdl: bool) -> dict[str, bool]:
     """Launch options of a kernel compiled with PDL=pdl."""
     return {"launch_pdl": True} if pdl else {}
+
+
+def has_native_e4m3() -> bool:
+    """Kernels may use PTX's conversions of e4m3; not in the interpreter."""
+    return torch.version.hip is None and not triton.knobs.runtime.interpret

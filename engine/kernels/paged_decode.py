@@ -19,8 +19,8 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.e4m3 import decode, key_scale, scale_pairs, value_scale
-from engine.kernels.launch import launch_flags, overlaps_launches
+from engine.kernels.e4m3 import key_scale, scale_pairs, unpack, value_scale
+from engine.kernels.launch import has_native_e4m3, launch_flags, overlaps_launches
 from engine.layer_kv import LayerKV
 
 MAX_QUERY = 8
@@ -64,12 +64,112 @@ def _plan_kernel(
 
 
 @triton.jit
+def _softmax(s, best, total):
+    """Weights of a tile of scores in units of log2, the new maxima and sums, and what the sums before shrink by."""
+    top = tl.maximum(best, tl.max(s, 1))
+    safe = tl.where(top == -float("inf"), 0.0, top)
+    p = tl.exp2(s - safe[:, None])
+    shrink = tl.exp2(best - safe)
+    return p, top, total * shrink + tl.sum(p, 1), shrink
+
+
+@triton.jit
+def _tiles(
+    q_rows, rows_ok, base_k, table, kv_block, kv_which, kv_token, scale_log2, cap, begin, stop, length, position, floor,
+    M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    CAP: tl.constexpr,
+):  # fmt: skip
+    d = tl.arange(0, DP)
+    n = tl.arange(0, BN)
+    qs = tl.load(q_rows[:, None] + d[None, :], mask=rows_ok[:, None] & (d < D)[None, :], other=0.0)
+    best = tl.full([M], -float("inf"), tl.float32)
+    total = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, DP], tl.float32)
+    for t in tl.range(begin, stop, num_stages=STAGES):
+        pos = t * BN + n
+        ok = pos < length
+        block = tl.load(table + pos // BS, mask=ok, other=0).to(tl.int64)
+        off = block * kv_block + (pos % BS) * kv_token
+        mask = ok[:, None] & (d < D)[None, :]
+        k = tl.load(base_k + off[:, None] + d[None, :], mask=mask, other=0.0)
+        s = tl.dot(qs, tl.trans(k), input_precision="ieee")
+        if CAP:
+            s = capped(s, cap)
+        s *= scale_log2
+        seen = (pos[None, :] <= position[:, None]) & (pos[None, :] > floor[:, None])
+        p, best, total, shrink = _softmax(tl.where(seen, s, -float("inf")), best, total)
+        v = tl.load(base_k + kv_which + off[:, None] + d[None, :], mask=mask, other=0.0)
+        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    return acc, total, best
+
+
+@triton.jit
+def _tiles_e4m3(
+    q_rows, rows_ok, base_k, base_s, table, kv_block, kv_which, kv_token, sc_block, sc_token, scale_log2, cap,
+    begin, stop, length, position, floor,
+    M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    CAP: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """`_tiles` over bytes, as int16 pairs: products of even and of odd places apart, in fp16 (fp32 where q is).
+
+    fp16 has room for no scale: a row of q is divided by a power of two, and so are the scales of V by their largest.
+    """
+    if q_rows.dtype.element_ty == tl.float32:
+        math: tl.constexpr = tl.float32
+    else:
+        math: tl.constexpr = tl.float16
+    if D % 16 == 0:  # Triton sees what 16 divides, and a row of int16 pairs may have 8 times an odd number
+        kv_token = tl.multiple_of(kv_token, 8)
+    h = tl.arange(0, DP // 2)
+    n = tl.arange(0, BN)
+    q_ok = rows_ok[:, None] & (h < D // 2)[None, :]
+    q_even = tl.load(q_rows[:, None] + 2 * h[None, :], mask=q_ok, other=0.0).to(tl.float32)
+    q_odd = tl.load(q_rows[:, None] + 2 * h[None, :] + 1, mask=q_ok, other=0.0).to(tl.float32)
+    largest = tl.maximum(tl.max(tl.abs(q_even), 1), tl.max(tl.abs(q_odd), 1))
+    exponent = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 1), 253)
+    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    q_scale = (exponent << 23).to(tl.float32, bitcast=True)
+    q_even = (q_even * inverse[:, None]).to(math)
+    q_odd = (q_odd * inverse[:, None]).to(math)
+
+    best = tl.full([M], -float("inf"), tl.float32)
+    total = tl.zeros([M], tl.float32)
+    even = tl.zeros([M, DP // 2], tl.float32)
+    odd = tl.zeros([M, DP // 2], tl.float32)
+    for t in tl.range(begin, stop, num_stages=STAGES):
+        pos = t * BN + n
+        ok = pos < length
+        block = tl.load(table + pos // BS, mask=ok, other=0).to(tl.int64)
+        off = block * kv_block + (pos % BS) * kv_token
+        mask = ok[:, None] & (h < D // 2)[None, :]
+        k_even, k_odd = unpack(tl.load(base_k + off[:, None] + h[None, :], mask=mask, other=0), NATIVE)
+        pair = tl.load(base_s + block * sc_block + (pos % BS) * sc_token, mask=ok, other=0)
+        s = tl.dot(q_even, tl.trans(k_even.to(math)), input_precision="ieee")
+        s = tl.dot(q_odd, tl.trans(k_odd.to(math)), s, input_precision="ieee")
+        s *= q_scale[:, None] * key_scale(pair)[None, :]
+        if CAP:
+            s = capped(s, cap)
+        s *= scale_log2
+        seen = (pos[None, :] <= position[:, None]) & (pos[None, :] > floor[:, None])
+        p, best, total, shrink = _softmax(tl.where(seen, s, -float("inf")), best, total)
+        v_even, v_odd = unpack(tl.load(base_k + kv_which + off[:, None] + h[None, :], mask=mask, other=0), NATIVE)
+        v_scale = value_scale(pair)
+        v_top = tl.max(v_scale, 0)
+        v_top = tl.where(v_top > 0, v_top, 1.0)
+        p = (p * (v_scale / v_top)[None, :]).to(math)
+        even = even * shrink[:, None] + tl.dot(p, v_even.to(math), input_precision="ieee") * v_top
+        odd = odd * shrink[:, None] + tl.dot(p, v_odd.to(math), input_precision="ieee") * v_top
+    return tl.interleave(even, odd), total, best
+
+
+@triton.jit
 def _decode_kernel(
     q, kv, scales, tables, cu_q, seq_lens, cum, first_seq, out, part, part_lse,
     q_row, q_head, kv_block, kv_which, kv_head, kv_token, sc_block, sc_head, sc_token, table_row, out_row, out_head,
     num_seqs, num_programs, window, scale_log2, cap,
     HEADS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr,
-    BN: tl.constexpr, STAGES: tl.constexpr, FP8: tl.constexpr, CAP: tl.constexpr, PDL: tl.constexpr,
+    BN: tl.constexpr, STAGES: tl.constexpr, FP8: tl.constexpr, CAP: tl.constexpr, NATIVE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(1)
     work = tl.load(cum + num_seqs).to(tl.int64)
@@ -80,7 +180,6 @@ def _decode_kernel(
 
     m = tl.program_id(0) * M + tl.arange(0, M)
     d = tl.arange(0, DP)
-    n = tl.arange(0, BN)
     d_ok = d < D
     if PDL:  # the plan is older than the kernel before this one; q and the newest keys are not
         tl.extra.cuda.gdc_wait()
@@ -99,45 +198,22 @@ def _decode_kernel(
         position = length - queries + token
         low = tl.where(window > 0, tl.maximum(length - queries - window + 1, 0), 0) // BN
         floor = tl.where(window > 0, position - window, -1)
-        q_off = (q0 + token).to(tl.int64) * q_row + (head * GROUP + m % GROUP) * q_head
-        qs = tl.load(q + q_off[:, None] + d[None, :], mask=m_ok[:, None] & d_ok[None, :], other=0.0)
-
-        best = tl.full([M], -float("inf"), tl.float32)
-        total = tl.zeros([M], tl.float32)
-        acc = tl.zeros([M, DP], tl.float32)
+        q_rows = q + (q0 + token).to(tl.int64) * q_row + (head * GROUP + m % GROUP) * q_head
         table = tables + b.to(tl.int64) * table_row
         base_k = kv + head.to(tl.int64) * kv_head
-        base_s = scales + head.to(tl.int64) * sc_head
         begin = low + first
         stop = tl.where(tl.program_id(0) * M < queries * GROUP, begin + count, begin)  # no row lives: no key is read
-        for t in tl.range(begin, stop, num_stages=STAGES):
-            pos = t * BN + n
-            ok = pos < length
-            block = tl.load(table + pos // BS, mask=ok, other=0).to(tl.int64)
-            off = block * kv_block + (pos % BS) * kv_token
-            mask = ok[:, None] & d_ok[None, :]
-            k = tl.load(base_k + off[:, None] + d[None, :], mask=mask, other=0)
-            if FP8:
-                pair = tl.load(base_s + block * sc_block + (pos % BS) * sc_token, mask=ok, other=0)
-                s = tl.dot(qs, tl.trans(decode(k, qs.dtype)), input_precision="ieee") * key_scale(pair)[None, :]
-            else:
-                s = tl.dot(qs, tl.trans(k), input_precision="ieee")
-            if CAP:
-                s = capped(s, cap)
-            s *= scale_log2
-            seen = (pos[None, :] <= position[:, None]) & (pos[None, :] > floor[:, None])
-            s = tl.where(seen, s, -float("inf"))
-            top = tl.maximum(best, tl.max(s, 1))
-            safe = tl.where(top == -float("inf"), 0.0, top)
-            p = tl.exp2(s - safe[:, None])
-            shrink = tl.exp2(best - safe)
-            total = total * shrink + tl.sum(p, 1)
-            v = tl.load(base_k + kv_which + off[:, None] + d[None, :], mask=mask, other=0)
-            if FP8:
-                p *= value_scale(pair)[None, :]
-                v = decode(v, qs.dtype)
-            acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
-            best = top
+        if FP8:
+            acc, total, best = _tiles_e4m3(
+                q_rows, m_ok, base_k, scales + head.to(tl.int64) * sc_head, table, kv_block, kv_which, kv_token,
+                sc_block, sc_token, scale_log2, cap, begin, stop, length, position, floor,
+                M, D, DP, BS, BN, STAGES, CAP, NATIVE,
+            )  # fmt: skip
+        else:
+            acc, total, best = _tiles(
+                q_rows, m_ok, base_k, table, kv_block, kv_which, kv_token, scale_log2, cap, begin, stop, length,
+                position, floor, M, D, DP, BS, BN, STAGES, CAP,
+            )  # fmt: skip
 
         acc = acc / tl.where(total > 0, total, 1.0)[:, None]
         if count == tiles:
@@ -316,7 +392,8 @@ def paged_decode(
     Returns out, [rows, heads, D].
     """
     num_heads, dim = q.shape[1], q.shape[2]
-    kv, (scales, *scale_strides) = layer.kv, scale_pairs(layer)
+    fp8, (scales, *scale_strides) = layer.scales is not None, scale_pairs(layer)
+    kv = layer.kv.view(torch.int16) if fp8 else layer.kv
     num_kv_heads = layer.num_kv_heads
     group = num_heads // num_kv_heads
     assert num_heads == group * num_kv_heads
@@ -333,7 +410,7 @@ def paged_decode(
         block_tables.stride(0), out.stride(0), out.stride(1), num_seqs, programs, plan.window,
         *cap_args(scale, softcap),
         HEADS=num_kv_heads, GROUP=group, M=row_tile, D=dim, DP=dim_padded, BS=layer.block_size, BN=plan.block_n,
-        STAGES=plan.stages, FP8=layer.scales is not None, CAP=softcap > 0, PDL=pdl,
+        STAGES=plan.stages, FP8=fp8, CAP=softcap > 0, NATIVE=has_native_e4m3(), PDL=pdl,
         num_warps=4, **launch_flags(pdl),
     )  # fmt: skip
     # A tile of the merge holds all parts of a pair (programs / pairs of them, and one or two more), and few rows.
