@@ -7,6 +7,7 @@ A message that lacks a part no sender of ours leaves out is an InvalidRequest th
 from __future__ import annotations
 
 from common.errors import BatonError, InvalidRequest, error_class
+from common.index_records import PodLoad
 from common.kv_layout import KVLayout
 from common.pb import transfer_pb2, types_pb2
 from common.types import (
@@ -239,4 +240,37 @@ def counts_to_pb(counts: PoolCounts) -> transfer_pb2.PoolCounts:
         cached=max(0, counts.cached),
         leased=max(0, counts.leased),
         quarantined=max(0, counts.quarantined),
+    )
+
+
+def load_to_pb(load: PodLoad) -> transfer_pb2.Load:
+    """A pod's load for the wire; whether it drains is told elsewhere. A count below zero is zero."""
+    return transfer_pb2.Load(
+        queued_tokens=max(0, load.queued_tokens),
+        running=load.running,
+        waiting=load.waiting,
+        reserved=load.reserved,
+        free_blocks=max(0, load.free_blocks),
+        prefill_rate=load.prefill_rate,
+        prefill_overhead_s=load.prefill_overhead_s,
+        step_s=load.step_s,
+        step_slope_s=load.step_slope_s,
+        transfer_rate=load.transfer_rate,
+    )
+
+
+def load_from_pb(pb: transfer_pb2.Load, *, draining: bool = False) -> PodLoad:
+    """A pod's load from the wire."""
+    return PodLoad(
+        queued_tokens=pb.queued_tokens,
+        running=pb.running,
+        waiting=pb.waiting,
+        reserved=pb.reserved,
+        free_blocks=pb.free_blocks,
+        draining=draining,
+        prefill_rate=pb.prefill_rate,
+        prefill_overhead_s=pb.prefill_overhead_s,
+        step_s=pb.step_s,
+        step_slope_s=pb.step_slope_s,
+        transfer_rate=pb.transfer_rate,
     )

@@ -31,19 +31,21 @@ from common.prefix_index import IndexReader, PodIndex, PodLoad, PodRecord, mint_
 from common.rpc import RpcServer
 from common.telemetry import MetricsServer
 from common.types import Role, SamplingParams, ValidRequest
-from common.wire import PROTOCOL_VERSION, counts_to_pb, layout_to_pb, role_to_pb
+from common.wire import PROTOCOL_VERSION, counts_to_pb, layout_to_pb, load_to_pb, role_to_pb
 from engine.config import EngineConfig
 from engine.engine import Engine, StepResult
 from engine.loop import EngineLoop
 from kv_transfer.backend import Backend
 from kv_transfer.loopback import LoopbackBackend, LoopbackFabric
 from kv_transfer.memory import PoolMemory
+from kv_transfer.messages import TransferReport
 from kv_transfer.nixl_backend import NixlBackend
 from kv_transfer.node import TransferNode
 from pod.checks import Limits
 from pod.identity import require_free_name
 from pod.metrics import PodMetrics
 from pod.peers import PeerWatch
+from pod.rates import PodRates
 from pod.watch import QuarantineWatch
 
 _log = logging.getLogger(__name__)
@@ -146,7 +148,7 @@ class PodRuntime:
         self._metrics_server: MetricsServer | None = None
         self._watch: asyncio.Task[None] | None = None
         self._intact = True
-        self._prompt_rate = 0.0  # tokens a second, moving average over well-filled steps
+        self._rates = PodRates(engine.scheduler.config.token_budget)
         self.exit_code = 0
 
     @classmethod
@@ -273,7 +275,8 @@ class PodRuntime:
 
     def require_time(self, queued_tokens: int, deadline_s: float) -> None:
         """Raises Overloaded when that many prompt tokens cannot be computed within deadline_s at the measured rate."""
-        if self._prompt_rate and (need_s := queued_tokens / self._prompt_rate) > deadline_s:
+        rate, overhead_s = self._rates.prefill()
+        if rate and (need_s := overhead_s + queued_tokens / rate) > deadline_s:
             raise Overloaded(
                 f"{queued_tokens} prompt tokens are ahead, about {need_s:.1f} s of work, and the request has "
                 f"{deadline_s:.1f} s",
@@ -301,18 +304,33 @@ class PodRuntime:
             blocks=counts_to_pb(self.engine.pool.counts()),
             computed=transfer_pb2.ComputedTokens(**self.computed),
             served_name=self.served_name,
+            load=load_to_pb(self.load()),
         )
 
     def load(self) -> PodLoad:
         """What routing weighs."""
-        stats = self.engine.scheduler.stats()
+        stats, service = self.engine.scheduler.stats(), self._service
+        prefill_rate, prefill_overhead_s = self._rates.prefill()
+        step_s, step_slope_s = self._rates.decode()
         return PodLoad(
-            queued_tokens=0 if self._service is None else self._service.queued_tokens,
+            queued_tokens=0 if service is None else service.queued_tokens,
             running=stats.running,
             waiting=stats.waiting,
+            reserved=0 if service is None else max(0, service.active - stats.running - stats.waiting),
             free_blocks=self.engine.pool.available(),
             draining=self.lifecycle.draining,
+            prefill_rate=prefill_rate,
+            prefill_overhead_s=prefill_overhead_s,
+            step_s=step_s,
+            step_slope_s=step_slope_s,
+            transfer_rate=self._rates.transfer(),
         )
+
+    def handed_off(self, report: TransferReport, seconds: float) -> None:
+        """Accounts a hand-off that this pod completed as the sender, `seconds` after its first push."""
+        self.metrics.handed_off(report, seconds)
+        left = report.blocks - report.delivered_before_finish
+        self._rates.moved(left * self.engine.layout.block_size, report.exposed_s)
 
     # -- engine thread ------------------------------------------------------------------------------------------------
 
@@ -327,9 +345,8 @@ class PodRuntime:
     def _count(self, result: StepResult) -> None:
         self.computed["local" if self.config.role is Role.DECODE else "prefill"] += result.num_prompt_tokens
         self.computed["recompute"] += result.num_recomputed_tokens
-        if 2 * result.num_prompt_tokens >= self.engine.scheduler.config.token_budget:  # short prompts tell nothing
-            rate = result.num_prompt_tokens / max(result.seconds, 1e-6)
-            self._prompt_rate += (rate - self._prompt_rate) * (0.2 if self._prompt_rate else 1.0)
+        prompt = result.num_prompt_tokens + result.num_recomputed_tokens
+        self._rates.step(prompt, result.num_decode_tokens, result.seconds)
         self.metrics.step(result)
 
     # -- watch --------------------------------------------------------------------------------------------------------

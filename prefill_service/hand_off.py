@@ -25,7 +25,6 @@ from engine.engine import SequenceOutput
 from engine.sequence import Sequence
 from kv_transfer.messages import TransferReport
 from kv_transfer.outgoing import OutgoingTransfer
-from pod.metrics import PodMetrics
 
 Event = prefill_pb2.PrefillEvent
 
@@ -60,6 +59,7 @@ class HandOff:
     """The life of one prefill request. Built, iterated and closed on the event loop.
 
     abort_sequence ends the sequence in the engine; it is called once, when the hand-off ends before its first token.
+    handed_off accounts the transfer and the seconds since its first push, once it is complete.
     """
 
     def __init__(
@@ -69,13 +69,13 @@ class HandOff:
         transfer: OutgoingTransfer,
         deadline_s: float,
         abort_sequence: Callable[[], None],
-        metrics: PodMetrics,
+        handed_off: Callable[[TransferReport, float], None],
     ) -> None:
         self.seq = seq
         self.trace: list[Trace] = []
         self._transfer = transfer
         self._abort_sequence = abort_sequence
-        self._metrics = metrics
+        self._count = handed_off
         self._aio = asyncio.get_running_loop()
         self._engine_ended = asyncio.Event()
         self._inbox: asyncio.Queue[Event | TransferReport | BatonError] = asyncio.Queue()
@@ -195,7 +195,7 @@ class HandOff:
         except BatonError as error:
             self._inbox.put_nowait(error)
             return
-        self._metrics.handed_off(report, time.monotonic() - self._first_push_at if report.blocks else 0.0)
+        self._count(report, time.monotonic() - self._first_push_at if report.blocks else 0.0)
         self._inbox.put_nowait(report)
 
     def fail(self, error: BatonError) -> None:

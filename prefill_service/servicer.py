@@ -76,7 +76,9 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         seq = pod.engine.new_sequence(request, hand_off=True)
         num_blocks = pod.engine.layout.blocks_for(request.prompt_len)
         transfer = pod.node.outgoing(target, request.request_id, num_blocks, deadline_s)
-        hand_off = HandOff(seq, target, transfer, deadline_s, lambda: pod.loop.abort(request.request_id), pod.metrics)
+        hand_off = HandOff(
+            seq, target, transfer, deadline_s, lambda: pod.loop.abort(request.request_id), pod.handed_off
+        )
         self._active.add(request.request_id, hand_off)
         pod.loop.add(seq, hand_off.refused)
         reaper = asyncio.get_running_loop().create_task(self._reap(request.request_id, hand_off))

@@ -144,6 +144,7 @@ class InfoResponse(_message.Message):
     BLOCKS_FIELD_NUMBER: _builtins.int
     COMPUTED_FIELD_NUMBER: _builtins.int
     SERVED_NAME_FIELD_NUMBER: _builtins.int
+    LOAD_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Version of this protocol; a pod serves peers whose major version equals its own."""
     pod: _builtins.str
@@ -184,6 +185,10 @@ class InfoResponse(_message.Message):
     def computed(self) -> Global___ComputedTokens:
         """Prompt tokens computed here since the start, by reason."""
 
+    @_builtins.property
+    def load(self) -> Global___Load:
+        """How busy it is, for gateways; what it measured of itself."""
+
     def __init__(
         self,
         *,
@@ -204,14 +209,73 @@ class InfoResponse(_message.Message):
         blocks: Global___PoolCounts | None = ...,
         computed: Global___ComputedTokens | None = ...,
         served_name: _builtins.str = ...,
+        load: Global___Load | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "computed", b"computed", "layout", b"layout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "computed", b"computed", "layout", b"layout", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "boot_id", b"boot_id", "computed", b"computed", "draining", b"draining", "fingerprint", b"fingerprint", "generation", b"generation", "layout", b"layout", "max_model_len", b"max_model_len", "num_blocks", b"num_blocks", "pid", b"pid", "pod", b"pod", "protocol_version", b"protocol_version", "ready", b"ready", "role", b"role", "served_name", b"served_name", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "boot_id", b"boot_id", "computed", b"computed", "draining", b"draining", "fingerprint", b"fingerprint", "generation", b"generation", "layout", b"layout", "load", b"load", "max_model_len", b"max_model_len", "num_blocks", b"num_blocks", "pid", b"pid", "pod", b"pod", "protocol_version", b"protocol_version", "ready", b"ready", "role", b"role", "served_name", b"served_name", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___InfoResponse: _TypeAlias = InfoResponse  # noqa: Y015
+
+@_typing.final
+class Load(_message.Message):
+    """How busy a pod is, and how fast; rates and times of 0 are not known yet."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUEUED_TOKENS_FIELD_NUMBER: _builtins.int
+    RUNNING_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    RESERVED_FIELD_NUMBER: _builtins.int
+    FREE_BLOCKS_FIELD_NUMBER: _builtins.int
+    PREFILL_RATE_FIELD_NUMBER: _builtins.int
+    PREFILL_OVERHEAD_S_FIELD_NUMBER: _builtins.int
+    STEP_S_FIELD_NUMBER: _builtins.int
+    STEP_SLOPE_S_FIELD_NUMBER: _builtins.int
+    TRANSFER_RATE_FIELD_NUMBER: _builtins.int
+    queued_tokens: _builtins.int
+    """Prompt tokens that wait for computing."""
+    running: _builtins.int
+    """Sequences that the engine runs."""
+    waiting: _builtins.int
+    """Sequences that wait in the engine."""
+    reserved: _builtins.int
+    """Sequences that the pod has promised room to and whose KV is still to come, or still read by a peer."""
+    free_blocks: _builtins.int
+    """Blocks free or evictable."""
+    prefill_rate: _builtins.float
+    """Prompt tokens per second of full steps."""
+    prefill_overhead_s: _builtins.float
+    """Seconds that a prompt takes beyond that."""
+    step_s: _builtins.float
+    """Seconds of a decode step: the fixed part."""
+    step_slope_s: _builtins.float
+    """What each sequence adds to it."""
+    transfer_rate: _builtins.float
+    """Prompt tokens per second whose KV moves."""
+    def __init__(
+        self,
+        *,
+        queued_tokens: _builtins.int = ...,
+        running: _builtins.int = ...,
+        waiting: _builtins.int = ...,
+        reserved: _builtins.int = ...,
+        free_blocks: _builtins.int = ...,
+        prefill_rate: _builtins.float = ...,
+        prefill_overhead_s: _builtins.float = ...,
+        step_s: _builtins.float = ...,
+        step_slope_s: _builtins.float = ...,
+        transfer_rate: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["free_blocks", b"free_blocks", "prefill_overhead_s", b"prefill_overhead_s", "prefill_rate", b"prefill_rate", "queued_tokens", b"queued_tokens", "reserved", b"reserved", "running", b"running", "step_s", b"step_s", "step_slope_s", b"step_slope_s", "transfer_rate", b"transfer_rate", "waiting", b"waiting"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Load: _TypeAlias = Load  # noqa: Y015
 
 @_typing.final
 class PoolCounts(_message.Message):

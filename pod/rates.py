@@ -1,0 +1,85 @@
+"""How fast this pod is, by its own measure: what routing multiplies its work with.
+
+A step takes a fixed time and some more per token (prefill) or per sequence (decode), a hand-off's end some per token
+that still has to move. Each is a straight line through what was seen, where each point weighs a little less than the
+one after it (least squares with exponential forgetting), so the figures follow the load and the lengths of the day.
+"""
+
+from __future__ import annotations
+
+KEEP = 0.97  # weight of a point after one more
+
+
+class Line:
+    """y = base + slope * x, both never negative, through recent points."""
+
+    __slots__ = ("_n", "_x", "_xx", "_xy", "_y")
+
+    def __init__(self) -> None:
+        self._n = self._x = self._y = self._xx = self._xy = 0.0
+
+    def add(self, x: float, y: float) -> None:
+        """One more point."""
+        self._n = KEEP * self._n + 1
+        self._x = KEEP * self._x + x
+        self._y = KEEP * self._y + y
+        self._xx = KEEP * self._xx + x * x
+        self._xy = KEEP * self._xy + x * y
+
+    @property
+    def known(self) -> bool:
+        return self._n > 0 and self._x > 0
+
+    def fit(self) -> tuple[float, float]:
+        """base and slope; where all x are about the same, a line through the origin. Raises nothing once known."""
+        mean_x, mean_y = self._x / self._n, self._y / self._n
+        spread = self._xx / self._n - mean_x * mean_x
+        if spread > 0.01 * mean_x * mean_x:
+            slope = (self._xy / self._n - mean_x * mean_y) / spread
+            if slope <= 0:
+                return mean_y, 0.0
+            if (base := mean_y - slope * mean_x) >= 0:
+                return base, slope
+        return 0.0, mean_y / mean_x
+
+
+class PodRates:
+    """full_step: tokens of a full prefill step. Written by one thread, read by any: a reader sees a recent state."""
+
+    def __init__(self, full_step: int) -> None:
+        self._full_step = full_step
+        self._prefill = Line()
+        self._decode = Line()
+        self._transfer = Line()
+
+    def step(self, prompt_tokens: int, decode_tokens: int, seconds: float) -> None:
+        """One engine step; prompt_tokens include recomputed ones."""
+        if seconds <= 0:
+            return
+        if prompt_tokens:
+            self._prefill.add(prompt_tokens + decode_tokens, seconds)
+        elif decode_tokens:
+            self._decode.add(decode_tokens, seconds)
+
+    def moved(self, tokens: int, seconds: float) -> None:
+        """The end of a hand-off: so many prompt tokens' KV moved, and was acknowledged, after the last was computed."""
+        if tokens > 0 and seconds > 0:
+            self._transfer.add(tokens, seconds)
+
+    def prefill(self) -> tuple[float, float]:
+        """Prompt tokens per second of full steps, and the seconds of an empty one; zeros while unknown."""
+        if not self._prefill.known:
+            return 0.0, 0.0
+        base, slope = self._prefill.fit()
+        return self._full_step / (base + slope * self._full_step), base
+
+    def decode(self) -> tuple[float, float]:
+        """Seconds of a decode step: the fixed part, and what a sequence adds; zeros while unknown."""
+        return self._decode.fit() if self._decode.known else (0.0, 0.0)
+
+    def transfer(self) -> float:
+        """Prompt tokens per second whose KV moves; 0 while unknown."""
+        if not self._transfer.known:
+            return 0.0
+        slope = self._transfer.fit()[1]
+        return 1 / slope if slope > 0 else 0.0
