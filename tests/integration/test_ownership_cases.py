@@ -34,7 +34,7 @@ def llm(model_dir: Path) -> LLM:
 
 
 def expected(llm: LLM, r: ValidRequest) -> list[int]:
-    return llm.generate([r.prompt_ids], r.sampling)[0].ids
+    return llm.generate([r.prompt_ids], r.sampling, ignore_eos=True)[0].ids
 
 
 async def prefill_alone(cluster: Cluster, r: ValidRequest, target: types_pb2.KvTarget) -> None:

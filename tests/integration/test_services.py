@@ -49,7 +49,7 @@ def llm(model_dir: Path) -> LLM:
 
 
 def expected(llm: LLM, r: ValidRequest) -> list[int]:
-    return llm.generate([r.prompt_ids], r.sampling)[0].ids
+    return llm.generate([r.prompt_ids], r.sampling, ignore_eos=True)[0].ids
 
 
 async def until(condition: Callable[[], bool | Awaitable[bool]], timeout_s: float = 20.0) -> None:
