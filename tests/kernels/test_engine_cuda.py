@@ -7,7 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from common.types import SamplingParams
 from engine.llm import LLM
@@ -25,11 +35,21 @@ SHAPE: dict[str, Any] = {
     "head_dim": 64,
     "max_position_embeddings": 1024,
 }
-CONFIGS = {
+LOCAL_GLOBAL = ["sliding_attention", "full_attention", "sliding_attention"]
+CONFIGS: dict[str, Any] = {
     "llama": LlamaConfig(**SHAPE),
     "mistral": MistralConfig(**SHAPE, sliding_window=96),
     "qwen2": Qwen2Config(**{k: v for k, v in SHAPE.items() if k != "head_dim"}),
     "qwen3": Qwen3Config(**SHAPE),
+    "llama-dim-80": LlamaConfig(**SHAPE | {"head_dim": 80, "num_key_value_heads": 4}),
+    "mistral-dim-96": MistralConfig(**SHAPE | {"head_dim": 96}, sliding_window=96),
+    "qwen3-dim-128": Qwen3Config(**SHAPE | {"head_dim": 128, "num_attention_heads": 6}),
+    "llama-dim-256": LlamaConfig(**SHAPE | {"head_dim": 256, "num_key_value_heads": 1}),
+    # Those of transformers over our KV.
+    "gpt2": GPT2Config(vocab_size=VOCAB, n_embd=256, n_head=4, n_layer=3, n_positions=1024),
+    "gemma2": Gemma2Config(**SHAPE, sliding_window=96, layer_types=LOCAL_GLOBAL, attn_logit_softcapping=5.0),
+    "gemma3": Gemma3TextConfig(**SHAPE, sliding_window=96, layer_types=LOCAL_GLOBAL),
+    "mixtral": MixtralConfig(**SHAPE, num_local_experts=4),
 }
 LENGTHS = (1, 15, 16, 17, 63, 64, 65, 200, 500)
 
