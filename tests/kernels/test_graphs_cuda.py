@@ -1,4 +1,4 @@
-"""CUDA graphs and overlap change no token; a request whose logits are not numbers fails alone; memory is sized by need."""
+"""CUDA graphs and overlap change no token; what is not a number fails its request alone; memory is sized by need."""
 
 from __future__ import annotations
 
