@@ -29,10 +29,11 @@ settings.register_profile("search", _any_speed)
 settings.load_profile("repeat")
 
 # Test files that use the fixture `cluster`; one worker runs them all, so that each kind of cluster starts once.
-CLUSTER = ("tests/e2e/test_tokens.py", "tests/chaos/")
+CLUSTER = ("tests/e2e/test_tokens.py", "tests/chaos/test_kill.py", "tests/chaos/test_soak.py")
 FIRST = (*CLUSTER, "tests/e2e/", "tests/integration/test_transfer")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest brings the tests of one cluster together
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes longest begins first, so that no worker ends with it alone."""
     items.sort(key=lambda item: next((i for i, path in enumerate(FIRST) if item.nodeid.startswith(path)), len(FIRST)))
