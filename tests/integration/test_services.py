@@ -83,7 +83,7 @@ class TestTokens:
                 prompt_of(30), 12, temperature=1.0, top_k=50, top_p=0.9, seed=7, presence_penalty=0.5, logprobs=2
             )
             answer = await cluster.generate(r)
-            alone = llm.generate([r.prompt_ids], r.sampling)[0]
+            alone = llm.generate([r.prompt_ids], r.sampling, ignore_eos=True)[0]
             assert answer.ids == alone.ids
             assert [t.logprob for t in answer.tokens] == pytest.approx([t.logprob for t in alone.tokens], abs=1e-4)
             assert all(len(t.top) == 2 for t in answer.tokens)

@@ -55,7 +55,7 @@ async def test_two_and_two_pods_give_the_tokens_of_one_process(model_dir: Path, 
             )
         )
         for r, answer in zip(requests, answers, strict=True):
-            assert answer.ids == llm.generate([r.prompt_ids], r.sampling)[0].ids
+            assert answer.ids == llm.generate([r.prompt_ids], r.sampling, ignore_eos=True)[0].ids
         for pod in cluster.decodes:
             computed = (await pod.info()).computed
             assert (computed.prefill, computed.local, computed.recompute) == (0, 0, 0)
@@ -65,7 +65,7 @@ async def test_a_block_damaged_on_the_wire_changes_the_output(model_dir: Path, l
     wire = Wire()
     async with Cluster.start(model_dir, backend=wire) as cluster:
         r = request(prompt_of(3 * CHUNK), 12)
-        right = llm.generate([r.prompt_ids], r.sampling)[0].ids
+        right = llm.generate([r.prompt_ids], r.sampling, ignore_eos=True)[0].ids
         faulty = wire.faulty[0]
         faulty.on_write = lambda _peer, _local, _remote: WriteFault(corrupt=0 if not faulty.corrupted else None)
         answer = await cluster.generate(r, remote_only=True)
