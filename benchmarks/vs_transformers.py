@@ -1,0 +1,254 @@
+"""The engine against `generate` of transformers: the same model shape, card and requests, in one run.
+
+    python benchmarks/vs_transformers.py --out benchmarks/results/vs_transformers-h100.json
+
+- ratio_batch1, ratio_batch64: one batch of 1 or 64 prompts of 128 tokens, 128 tokens out each, greedy, nobody stops
+  early. Seconds from the call to the last token, median of --repeats; the ratio is theirs over ours.
+- ratio_continuous256: 256 requests of 128 tokens in and 16 to 512 out (uniform, fixed seed), all there at the start, in
+  the order of arrival. Ours runs them as one call. transformers runs static batches of 16 one after the other, each
+  until its longest request is done; only the tokens asked for count, and both sides were asked for the same.
+
+Ours goes first, through engine/llm.py (the pods' loop, scheduler and sampler), and is gone from the card before
+transformers comes. Both have a first call that does not count. Prompts are random and never repeat, so no prefix is
+cached. Weights are random unless --model names a directory with weights: speed does not depend on them.
+
+--static-batches N measures only the first N static batches and takes for all of them that time, times the steps of all
+(the sum of their longest outputs) over the steps of these; the result file says so. It is written after every row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from benchmarks import report
+from benchmarks.shapes import SHAPES
+from common.types import SamplingParams
+from engine.config import EngineConfig
+from engine.llm import LLM
+
+BARS = {"ratio_batch1": 6.0, "ratio_batch64": 6.0, "ratio_continuous256": 24.0}
+SHORTEST = 16
+Prompts = list[list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Requests that are all there at once: prompts, and how many tokens each wants."""
+
+    name: str
+    prompts: Prompts
+    wanted: list[int]
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.wanted)
+
+
+@dataclass(slots=True)
+class Row:
+    """Seconds for a batch on either side; theirs_measured_s: of --static-batches, before the scaling."""
+
+    name: str
+    requests: int
+    tokens: int
+    ours_s: float
+    theirs_s: float | None = None
+    theirs_measured_s: float | None = None
+    ratio: float | None = None
+
+
+@dataclass(slots=True)
+class Result:
+    """What was measured so far; save() writes it."""
+
+    out: Path | None
+    settings: dict[str, Any]
+    rows: list[Row] = field(default_factory=list)
+
+    def save(self) -> None:
+        metrics = {f"ratio_{row.name}": round(row.ratio, 3) for row in self.rows if row.ratio is not None}
+        rows = [asdict(row) for row in self.rows]
+        report.write(
+            self.out, "vs_transformers", metrics, "torch", "triton", "transformers", rows=rows, **self.settings
+        )
+
+
+class Workload:
+    """Random requests, the same on both sides, none like another."""
+
+    def __init__(self, vocab_size: int, args: argparse.Namespace) -> None:
+        self._rng = random.Random(0)
+        self._vocab_size = vocab_size
+        self._args = args
+        self.warm_up = self._batch("warm-up", [4, 4])
+        self.fixed = {size: [self._batch(f"batch{size}", [args.output] * size) for _ in range(args.repeats)]
+                      for size in (1, args.batch)}  # fmt: skip
+        mixed = [self._rng.randint(min(SHORTEST, args.longest), args.longest) for _ in range(args.requests)]
+        self.mixed = self._batch(f"continuous{args.requests}", mixed)
+
+    def _batch(self, name: str, wanted: list[int]) -> Batch:
+        length = self._args.prompt
+        return Batch(name, [self._rng.choices(range(self._vocab_size), k=length) for _ in wanted], wanted)
+
+
+def timed(work: Callable[[], Any]) -> float:
+    """Seconds until the device is done."""
+    began = time.perf_counter()
+    work()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def ours(llm: LLM, batch: Batch) -> float:
+    params = [SamplingParams(temperature=0.0, max_tokens=wanted) for wanted in batch.wanted]
+    done: list[Any] = []
+    seconds = timed(lambda: done.extend(llm.generate(batch.prompts, params, ignore_eos=True, show_progress=False)))
+    for completion, wanted in zip(done, batch.wanted, strict=True):
+        if len(completion.ids) != wanted:
+            raise SystemExit(f"a request of {batch.name} ended early: {completion.error}")
+    return seconds
+
+
+def theirs(model: Any, batch: Batch) -> float:
+    """One static batch: every row runs as long as the longest."""
+    longest = max(batch.wanted)
+    ids = torch.tensor(batch.prompts, device=model.device)
+
+    def work() -> None:
+        made = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=longest)
+        assert made.shape[1] == ids.shape[1] + longest
+
+    with torch.inference_mode():
+        return timed(work)
+
+
+def measure_ours(llm: LLM, work: Workload, result: Result) -> None:
+    ours(llm, work.warm_up)
+    for batches in work.fixed.values():
+        add(result, batches[0], statistics.median(ours(llm, batch) for batch in batches))
+    add(result, work.mixed, ours(llm, work.mixed))
+
+
+def add(result: Result, batch: Batch, seconds: float) -> None:
+    result.rows.append(Row(batch.name, len(batch.prompts), batch.tokens, seconds))
+    result.save()
+    print(f"ours          {batch.name:<14} {seconds:8.2f} s {batch.tokens / seconds:9.1f} tokens/s", flush=True)
+
+
+def measure_theirs(model: Any, work: Workload, result: Result, args: argparse.Namespace) -> None:
+    theirs(model, work.warm_up)
+    *fixed, mixed = result.rows
+    for row, batches in zip(fixed, work.fixed.values(), strict=True):
+        finish(result, row, statistics.median(theirs(model, batch) for batch in batches))
+    static = [
+        Batch(f"static {start}", work.mixed.prompts[start:end], work.mixed.wanted[start:end])
+        for start, end in ((start, start + args.rows) for start in range(0, args.requests, args.rows))
+    ]
+    chosen = static[: args.static_batches or len(static)]
+    measured = 0.0
+    for number, batch in enumerate(chosen, 1):
+        seconds = theirs(model, batch)
+        measured += seconds
+        print(f"transformers  static batch {number} of {len(static)}: {seconds:.2f} s", flush=True)
+    steps, all_steps = (sum(max(batch.wanted) for batch in batches) for batches in (chosen, static))
+    mixed.theirs_measured_s = measured
+    result.settings |= {"static_batches": len(static), "static_batches_measured": len(chosen)}
+    result.settings |= {"static_scaled": len(chosen) < len(static), "static_steps": all_steps}
+    finish(result, mixed, measured * all_steps / steps)
+
+
+def finish(result: Result, row: Row, seconds: float) -> None:
+    row.theirs_s = seconds
+    row.ratio = seconds / row.ours_s
+    result.save()
+    print(f"transformers  {row.name:<14} {seconds:8.2f} s {row.tokens / seconds:9.1f} tokens/s", flush=True)
+
+
+def load_theirs(model_dir: Path, dummy: bool, device: torch.device, dtype: torch.dtype) -> Any:
+    if dummy:
+        with torch.device(device):
+            model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir), dtype=dtype)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype).to(device)
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model.eval()
+
+
+def table(result: Result) -> None:
+    print(f"\n{'':<16}{'requests':>9}{'tokens':>9}{'ours':>12}{'transformers':>14}{'ratio':>8}{'bar':>6}")
+    for row in result.rows:
+        assert row.theirs_s is not None
+        bar = BARS.get(f"ratio_{row.name}")
+        rates = f"{row.tokens / row.ours_s:>9.0f} /s{row.tokens / row.theirs_s:>11.1f} /s"
+        print(f"{row.name:<16}{row.requests:>9}{row.tokens:>9}{rates}{row.ratio:>8.2f}{bar or '':>6}")
+    if result.settings["static_scaled"]:
+        print(f"static batches: {result.settings['static_batches_measured']} of {result.settings['static_batches']} "
+              f"measured, the rest scaled by steps")  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
+    parser.add_argument("--model", type=Path, help="a directory instead of a shape; random weights if it has none")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--threads", type=int, default=0, help="of a CPU, for both sides (0: all)")
+    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--output", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--longest", type=int, default=512)
+    parser.add_argument("--rows", type=int, default=16, help="of a static batch")
+    parser.add_argument("--repeats", type=int, default=3, help="of the two batches of one length")
+    parser.add_argument("--static-batches", type=int, default=0, help="measure only the first N (0: all)")
+    args = parser.parse_args(argv)
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as directory:
+        model_dir = args.model or Path(directory)
+        if args.model is None:
+            (model_dir / "config.json").write_text(json.dumps(SHAPES[args.shape].config))
+        dummy = not any(model_dir.glob("*.safetensors"))
+        config: dict[str, Any] = {
+            "device": args.device,
+            "load_format": "dummy" if dummy else "auto",
+            "max_seqs": max(args.requests, args.batch),
+            "max_model_len": args.prompt + max(args.output, args.longest),
+            "threads": args.threads,
+        }
+        device = EngineConfig(model_dir=model_dir, **config).resolve_device()
+        dtype = EngineConfig(model_dir=model_dir, **config).resolve_dtype(device)
+        settings = {k: v for k, v in vars(args).items() if k not in ("out", "model")}
+        model_name = args.shape if args.model is None else args.model.resolve().name
+        result = Result(args.out, {"model": model_name, "dtype": dtype, "random_weights": dummy, "settings": settings})
+        llm = LLM(model_dir, **config)
+        work = Workload(llm.engine.vocab_size, args)
+        measure_ours(llm, work, result)
+        del llm
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        measure_theirs(load_theirs(model_dir, dummy, device, getattr(torch, dtype)), work, result, args)
+    table(result)
+    print(f"{time.perf_counter() - began:.0f} s in all")
+
+
+if __name__ == "__main__":
+    main()
