@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from common.index_records import PodLoad
+from common.index_records import Candidate, PodLoad, Reserved
 
 
 class PublisherPort(Protocol):
@@ -31,10 +31,16 @@ class ReaderPort(Protocol):
     seconds: float
 
     async def lookup(self, chain: Sequence[bytes], pods: Sequence[tuple[str, int]]) -> dict[str, int]:
-        """Blocks of the chain that each (pod, generation) holds, from its start. Raises IndexUnavailable."""
+        """Blocks of the chain that each (pod, generation) holds, from its start; those that hold none may be left out.
 
-    async def book(self, pod: str, request_id: str, tokens: int) -> None:
-        """Tells all gateways that a prompt is booked on the pod. Raises IndexUnavailable."""
+        Raises IndexUnavailable.
+        """
+
+    async def reserve(self, request_id: str, candidates: Sequence[Candidate]) -> Reserved:
+        """Books a request on the cheapest candidate, atomically among gateways. Raises IndexUnavailable."""
+
+    def time(self) -> float:
+        """Seconds, of the clock by which bookings age."""
 
     async def unbook(self, pod: str, request_id: str) -> None:
         """Ends a booking. Raises IndexUnavailable."""

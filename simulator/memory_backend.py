@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 from common.errors import IndexUnavailable
 from common.index_cache import LookupCache
-from common.index_records import Held
+from common.index_records import Candidate, Held, Reserved
 from simulator.clock import Clock
 from simulator.memory_index import MemoryIndex
+from simulator.memory_ledger import MemoryLedger
 from simulator.memory_publisher import MemoryPublisher
 
 _SCOPE = "sim"
@@ -21,6 +22,7 @@ class MemoryBackend:
     def __init__(self, clock: Clock, *, lag_s: float = 0.0) -> None:
         self.away = False
         self.index = MemoryIndex(clock.time)
+        self.ledger = MemoryLedger(clock.time)
         self._clock = clock
         self._lag_s = lag_s
 
@@ -52,23 +54,31 @@ class MemoryReader:
         wanted = frozenset(pods)
         matched = self._cache.get(_SCOPE, chain[-1], wanted)
         if matched is None:
-            index = self._backend.there()
-            if index is None:
-                raise IndexUnavailable("the prefix index is away")
-            found = index.lookup(chain, pods)
-            matched = {pod: Held(found[pod[0]], found[pod[0]]) for pod in pods}
+            found = self._there().lookup(chain, pods)
+            matched = {pod: Held(blocks, blocks) for pod, blocks in found.items()}
             self._cache.put(_SCOPE, chain[-1], len(chain), wanted, matched, self._clock.now)
         self.calls += 1
         self.seconds += time.perf_counter() - began
-        return {pod[0]: held.blocks for pod, held in matched.items() if pod in wanted}
+        return {pod: held.blocks for (pod, generation), held in matched.items() if (pod, generation) in wanted}
 
-    async def book(self, pod: str, request_id: str, tokens: int) -> None:
-        self._cache.forget(pod)
-        if self._backend.away:
-            raise IndexUnavailable("the prefix index is away")
+    async def reserve(self, request_id: str, candidates: Sequence[Candidate]) -> Reserved:
+        self._there()
+        reserved = self._backend.ledger.reserve(request_id, candidates)
+        self._cache.forget(candidates[reserved.chosen].pod)
+        return reserved
 
     async def unbook(self, pod: str, request_id: str) -> None:
-        """Nobody else reads bookings here."""
+        self._there()
+        self._backend.ledger.unbook(pod, request_id)
+
+    def time(self) -> float:
+        return self._clock.now
+
+    def _there(self) -> MemoryIndex:
+        index = self._backend.there()
+        if index is None:
+            raise IndexUnavailable("the prefix index is away")
+        return index
 
     async def poll(self) -> None:
         """Slots are a matter of Redis alone."""

@@ -83,27 +83,23 @@ class MemoryIndex:
         if entry is not None and entry.generation == generation:
             del self._pods[pod]
 
-    def lookup(self, chain: Sequence[bytes], pods: Sequence[tuple[str, int]]) -> dict[str, int]:
-        """Blocks of the chain that each (pod, generation) holds: galloping, then halving, as the script does."""
-        names = [h[:PREFIX_BYTES] for h in chain]
-        return {pod: self._matched(names, pod, generation) for pod, generation in pods}
+    def lookup(self, chain: Sequence[bytes], pods: Sequence[tuple[str, int]]) -> dict[tuple[str, int], int]:
+        """Blocks of the chain that each (pod, generation) holds, from its start; pods that hold none may be left out.
 
-    def _matched(self, names: Sequence[bytes], pod: str, generation: int) -> int:
-        entry = self._live(pod, generation)
-        if entry is None or not names or names[0] not in entry.own or not self._fresh(entry):
-            return 0
-        own, length = entry.own, len(names)
-        low, high = 1, 2
-        while high <= length and names[high - 1] in own:
-            low, high = high, 2 * high
-        high = min(high, length + 1)
-        while high - low > 1:
-            middle = (low + high) // 2
-            if names[middle - 1] in own:
-                low = middle
-            else:
-                high = middle
-        return low
+        Galloping, then halving: sets are prefix-closed.
+        """
+        found: dict[tuple[str, int], int] = {}
+        if not chain:
+            return found
+        names = [h[:PREFIX_BYTES] for h in chain]
+        first, now = names[0], self._time()
+        for pod, generation in pods:
+            entry = self._pods.get(pod)
+            if entry is None or first not in entry.own or entry.generation != generation:
+                continue
+            if now < entry.lease_until and now < entry.set_until:
+                found[pod, generation] = _matched(names, entry.own)
+        return found
 
     def _live(self, pod: str, generation: int) -> _Entry | None:
         entry = self._pods.get(pod)
@@ -117,3 +113,18 @@ class MemoryIndex:
     def size(self) -> int:
         """Entries of all pods."""
         return sum(len(entry.own) for entry in self._pods.values())
+
+
+def _matched(names: Sequence[bytes], own: set[bytes]) -> int:
+    """The longest lead of names in own, which holds the first."""
+    low, high, length = 1, 2, len(names)
+    while high <= length and names[high - 1] in own:
+        low, high = high, 2 * high
+    high = min(high, length + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if names[middle - 1] in own:
+            low = middle
+        else:
+            high = middle
+    return low

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 
 from common.block_hash import matchable_blocks
 from common.errors import IndexUnavailable
+from common.index_records import Candidate
 from common.types import Role
 from gateway.approx_index import ApproxIndex
 from gateway.routing.demand import Demand
 from gateway.routing.inflight import InFlight
 from gateway.routing.policy import Home, Option, Policy, make_policy
-from gateway.routing.view import PodView
+from gateway.routing.view import DISPATCH_S, PodView
 from simulator.clock import Clock
 from simulator.decode_pod import Answer
 from simulator.flight import Flight
@@ -51,6 +52,7 @@ class _Known:
     view: PodView
     generation: int
     alive: bool = True
+    reported: float = float("-inf")  # by the reader's clock
 
 
 class SimGateway:
@@ -77,6 +79,7 @@ class SimGateway:
         self._home: Policy = Home(rng)
         self._inflight = InFlight()
         self._known = {member.name: _Known(member, _view(member), member.generation) for member in members}
+        self._decodes = any(member.role is Role.DECODE for member in members)
         self._usable: dict[Role, list[PodView]] = {}
         self._pairs: list[tuple[str, int]] = []
         self._refresh()
@@ -95,6 +98,7 @@ class SimGateway:
                     known.view, known.generation = _view(member), member.generation
             if member.alive:
                 known.view.report(member.pod.load(), now)
+                known.reported = self.reader.time()
         if changed:
             self._refresh()
 
@@ -114,18 +118,17 @@ class SimGateway:
         decode: Member | None = None
         decode_view: PodView | None = None
         answer: Answer | None = None
-        if any(known.member.role is Role.DECODE for known in self._known.values()):
+        if self._decodes:
             found = self._reserve(flight, policy.decode(demand, self._usable[Role.DECODE], now))
             if found is None:
                 self._give_up(flight)
                 return
             decode, decode_view, answer = found
-        option = prefills[0]
+        option = await self._book(flight, policy, prefills)
         member = self._known[option.view.name].member
         option.view.prefilling.add(flight.request_id, option.tokens, now)
         self._inflight.add(flight.request_id, option.view.name, flight.chain)
         self._approx.record(member.name, self._known[member.name].generation, flight.chain)
-        self._in_background(lambda: self.reader.book(member.name, flight.request_id, option.tokens))
         choice = Choice(member, option.view, decode, decode_view, answer, option.held)
         self._clock.after(self._overhead_s, lambda: self._send(flight, choice))
 
@@ -148,6 +151,29 @@ class SimGateway:
             key=usable[min(len(usable), KEY_BLOCKS) - 1] if usable else b"",
         )
         return demand, policy
+
+    async def _book(self, flight: Flight, policy: Policy, options: Sequence[Option]) -> Option:
+        """The option to take: the atomic choice among gateways, where the policy heeds what others booked."""
+        offered = options if policy.shares else options[:1]
+        now = self.reader.time()
+        candidates = [
+            Candidate(
+                o.view.name,
+                # The ledger adds what everybody booked since the report, this gateway included.
+                o.cost - (o.view.prefilling.fresh + o.view.foreign) * o.unit_s,
+                o.unit_s,
+                o.units,
+                now - self._known[o.view.name].reported + DISPATCH_S,
+            )
+            for o in offered
+        ]
+        try:
+            reserved = await self.reader.reserve(flight.request_id, candidates)
+        except IndexUnavailable:
+            return offered[0]
+        for option, booked in zip(offered, reserved.booked, strict=True):
+            option.view.foreign = max(0, booked - option.view.prefilling.fresh)
+        return offered[reserved.chosen]
 
     def _in_background(self, call: Callable[[], Awaitable[None]]) -> None:
         """What the gateway does not wait for, and can do without."""

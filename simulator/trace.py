@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -181,9 +181,3 @@ def _count(name: str, number: int, raw: dict[str, Any], field: str) -> int:
 
 def _bad(name: str, number: int, what: str) -> ConfigError:
     return ConfigError(f"trace: {name}, line {number}: {what}", field="trace")
-
-
-def hit_blocks(chain: Sequence[bytes], held: Iterable[bytes]) -> int:
-    """Lead blocks of a chain that a set holds."""
-    found = held if isinstance(held, set | frozenset | dict) else set(held)
-    return next((i for i, h in enumerate(chain) if h not in found), len(chain))

@@ -14,12 +14,11 @@ from common.breaker import Breaker
 from common.errors import IndexUnavailable
 from common.index_pod import BATCH_S, HEARTBEAT_S, PodIndex
 from common.index_reader import IndexReader
-from common.index_records import PodLoad, PodRecord
+from common.index_records import Candidate, PodLoad, PodRecord, Reserved
 from common.types import Role
 from simulator.clock import Clock
 
 SCOPE = "51aa51aa"
-_BOOKING_TTL_S = 30.0
 _TIMEOUT_S = 5.0  # real seconds: the simulation waits for its index however busy the machine is
 
 
@@ -144,13 +143,18 @@ class ValkeyReader:
         self.seconds += time.perf_counter() - began
         return found
 
-    async def book(self, pod: str, request_id: str, tokens: int) -> None:
+    async def reserve(self, request_id: str, candidates: Sequence[Candidate]) -> Reserved:
         self._require()
-        await self._reader.book(SCOPE, pod, request_id, tokens, _BOOKING_TTL_S)
+        (reserved,) = await self._reader.reserve(SCOPE, request_id, [candidates])
+        return reserved
 
     async def unbook(self, pod: str, request_id: str) -> None:
         self._require()
         await self._reader.unbook(SCOPE, pod, request_id)
+
+    def time(self) -> float:
+        """Bookings age by the server's clock, hence by a real one."""
+        return time.monotonic()
 
     def _require(self) -> None:
         if self._backend.away:
