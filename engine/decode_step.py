@@ -83,7 +83,8 @@ class DecodeStep:
         self._inputs = DecodeInputs.empty(max_rows, widest, lines[1], self._device)
         self._results = torch.zeros(max_rows, dtype=torch.int64, device=self._device)
         self._not_finite = torch.tensor(-1, device=self._device)
-        self._pool: Any = None  # the graphs', once there is one
+        self._pool: Any = None  # the graphs' memory and the stream they are captured on, once there is one
+        self._stream: torch.cuda.Stream | None = None
         self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, StepOutput]] = {}
 
     def fits(self, items: Sequence[Item]) -> bool:
@@ -143,8 +144,10 @@ class DecodeStep:
         wanted = [(rows, query) for rows in buckets or self.buckets for query in self.query_lengths]
         wanted.sort(reverse=True)
         began = told = time.monotonic()
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
-        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        if self._stream is None:
+            self._pool = torch.cuda.graph_pool_handle()
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        stream = self._stream
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             for done, (rows, query) in enumerate(wanted, 1):
