@@ -27,6 +27,7 @@ MAX_QUERY = 8
 MAX_ROWS = 64  # of a tile of queries; half with head dims past 128
 SHARED_BYTES = 96 * 1024  # of keys and values in flight a program; two programs share an SM
 MERGE_TILE = 2048  # numbers of partial results that one program of the merge holds at once
+MERGE_PROGRAMS = 512  # of a merge, where its work can be cut so fine
 LOG2E = 1.4426950408889634
 EMPTY = tl.constexpr(-1e30)  # log-sum-exp of no keys; finite, so that differences are never NaN
 
@@ -114,12 +115,9 @@ def _tiles_e4m3(
 
     fp16 has room for no scale: a row of q is divided by a power of two, and so are the scales of V by their largest.
     """
-    if q_rows.dtype.element_ty == tl.float32:
-        math: tl.constexpr = tl.float32
-    else:
-        math: tl.constexpr = tl.float16
+    math: tl.constexpr = tl.float32 if q_rows.dtype.element_ty == tl.float32 else tl.float16
     if D % 16 == 0:  # Triton sees what 16 divides, and a row of int16 pairs may have 8 times an odd number
-        kv_token = tl.multiple_of(kv_token, 8)
+        kv_token = kv_token // 8 * 8
     h = tl.arange(0, DP // 2)
     n = tl.arange(0, BN)
     q_ok = rows_ok[:, None] & (h < D // 2)[None, :]
@@ -183,6 +181,7 @@ def _decode_kernel(
     d_ok = d < D
     if PDL:  # the plan is older than the kernel before this one; q and the newest keys are not
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     while cursor < end:
         base = tl.load(cum + b)
         tiles = (tl.load(cum + b + 1) - base) // HEADS
@@ -228,15 +227,13 @@ def _decode_kernel(
             tl.store(part + (slot + m)[:, None] * DP + d[None, :], acc, mask=m_ok[:, None])
         cursor += count
         b += (head * tiles + first + count == HEADS * tiles).to(tl.int32)
-    if PDL:  # not earlier: waiting programs of the merge beside this kernel cost it up to 4%
-        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
 def _merge_kernel(
     cum, cu_q, out, part, part_lse, out_row, out_head, num_seqs, num_programs,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, PDL: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr, DIMS: tl.constexpr,
+    SPLITS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0)
     head = tl.program_id(1)
@@ -248,17 +245,17 @@ def _merge_kernel(
     p0 = (((start + 1) * shares - 1) // work).to(tl.int32)
     p1 = (((start + tiles) * shares - 1) // work).to(tl.int32)
     q0 = tl.load(cu_q + b)
-    m = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    m = tl.program_id(2) // (DP // DIMS) * ROWS + tl.arange(0, ROWS)
+    d = tl.program_id(2) % (DP // DIMS) * DIMS + tl.arange(0, DIMS)
     m_ok = m // GROUP < tl.load(cu_q + b + 1) - q0
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if p0 != p1:
-        d = tl.arange(0, DP)
         i = tl.arange(0, SPLITS)
         best = tl.full([ROWS], EMPTY, tl.float32)
         total = tl.zeros([ROWS], tl.float32)
-        acc = tl.zeros([ROWS, DP], tl.float32)
+        acc = tl.zeros([ROWS, DIMS], tl.float32)
         for p in range(p0, p1 + 1, SPLITS):
             ok = (p + i <= p1)[:, None] & m_ok[None, :]
             slot = ((2 * (p + i) + (p + i == p0)) * M)[:, None] + m[None, :]
@@ -302,12 +299,17 @@ class DecodeWorkspace:
     part_lse: torch.Tensor
 
 
+def _padded(head_dim: int) -> int:
+    """Head dim of a tile: a power of two of which a half fits tl.dot."""
+    return max(32, int(triton.next_power_of_2(head_dim)))
+
+
 def decode_workspace(
     num_programs: int, num_heads: int, num_kv_heads: int, max_query: int, head_dim: int, device: torch.device
 ) -> DecodeWorkspace:
     """num_programs: as many as run at once; they are divided among the tiles of rows where there are several."""
     assert 1 <= max_query <= MAX_QUERY
-    rows, dim = num_heads // num_kv_heads * max_query, triton.next_power_of_2(head_dim)
+    rows, dim = num_heads // num_kv_heads * max_query, _padded(head_dim)
     row_tile = min(max(16, triton.next_power_of_2(rows)), MAX_ROWS if dim <= 128 else MAX_ROWS // 2)
     row_tiles = triton.cdiv(rows, row_tile)
     programs = max(1, num_programs // row_tiles)
@@ -326,9 +328,9 @@ def tile_shape(rows: int, head_dim: int, itemsize: int) -> tuple[int, int]:
     """
 
     def tile_bytes(keys: int) -> int:
-        return 2 * keys * int(triton.next_power_of_2(head_dim)) * itemsize
+        return 2 * keys * _padded(head_dim) * itemsize
 
-    block_n = 128 if rows > 16 and tile_bytes(128) <= SHARED_BYTES else 64
+    block_n = 128 if (rows > 16 or itemsize == 1) and tile_bytes(128) <= SHARED_BYTES else 64
     if tile_bytes(block_n) > SHARED_BYTES:
         block_n = 32
     return block_n, 3 + max(1, min(3, SHARED_BYTES // tile_bytes(block_n)))
@@ -398,7 +400,7 @@ def paged_decode(
     group = num_heads // num_kv_heads
     assert num_heads == group * num_kv_heads
     assert q.stride(2) == 1
-    dim_padded, num_seqs, programs = triton.next_power_of_2(dim), seq_lens.shape[0], workspace.num_programs
+    dim_padded, num_seqs, programs = _padded(dim), seq_lens.shape[0], workspace.num_programs
     row_tile, rows = workspace.row_tile, workspace.part.shape[1]
     assert group * max_query <= rows
     assert workspace.part.shape[2] == dim_padded
@@ -413,12 +415,24 @@ def paged_decode(
         STAGES=plan.stages, FP8=fp8, CAP=softcap > 0, NATIVE=has_native_e4m3(), PDL=pdl,
         num_warps=4, **launch_flags(pdl),
     )  # fmt: skip
-    # A tile of the merge holds all parts of a pair (programs / pairs of them, and one or two more), and few rows.
-    splits = min(64, triton.next_power_of_2(triton.cdiv(programs, num_seqs * num_kv_heads) + 1))
-    merged = min(triton.next_power_of_2(group * max_query), max(1, MERGE_TILE // (splits * dim_padded)))
-    _merge_kernel[(num_seqs, num_kv_heads, triton.cdiv(group * max_query, merged))](
+    splits, merged, dims = _merge_shape(programs, num_seqs * num_kv_heads, group * max_query, dim_padded)
+    _merge_kernel[(num_seqs, num_kv_heads, triton.cdiv(group * max_query, merged) * (dim_padded // dims))](
         plan.cum, cu_q, out, workspace.part, workspace.part_lse, out.stride(0), out.stride(1), num_seqs, programs,
-        HEADS=num_kv_heads, GROUP=group, M=rows, ROWS=merged, SPLITS=splits, D=dim, DP=dim_padded, PDL=pdl,
-        num_warps=1 if splits * merged * dim_padded <= MERGE_TILE else 4, **launch_flags(pdl),
+        HEADS=num_kv_heads, GROUP=group, M=rows, ROWS=merged, DIMS=dims, SPLITS=splits, D=dim, DP=dim_padded, PDL=pdl,
+        num_warps=1 if splits * merged * dims <= MERGE_TILE else 4, **launch_flags(pdl),
     )  # fmt: skip
     return out
+
+
+def _merge_shape(programs: int, pairs: int, rows: int, dim: int) -> tuple[int, int, int]:
+    """Parts, rows and dims of a tile of the merge: all parts of a pair where they spread evenly, and few rows.
+
+    Small tiles of one warp; where there are few pairs, smaller ones, so that more programs share the reading.
+    """
+    parts = min(64, max(2, int(triton.next_power_of_2(triton.cdiv(programs, pairs)))))
+    tile, dims = int(triton.next_power_of_2(rows)), dim
+    while tile > 1 and (parts * tile * dims > MERGE_TILE or triton.cdiv(rows, tile) * pairs < MERGE_PROGRAMS):
+        tile //= 2
+    while dims > 64 and parts * tile * dims > MERGE_TILE:
+        dims //= 2
+    return parts, tile, dims

@@ -166,7 +166,7 @@ def paged_prefill(
     group = num_heads // num_kv_heads
     assert num_heads == group * num_kv_heads
     assert q.stride(2) == 1
-    padded = triton.next_power_of_2(dim)
+    padded = max(16, int(triton.next_power_of_2(dim)))
     rows = max_query * group
     block_m, block_n, warps = _tile_shape(rows, num_kv_heads * num_seqs, padded * q.element_size(), block_m)
     out = torch.empty_like(q) if out is None else out
