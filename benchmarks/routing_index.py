@@ -9,7 +9,8 @@ before, so no answer comes from its cache:
 - cell: the 16 pods of one cell only (what a gateway would do that gives each first block a group of pods).
 
 With --trace, the second half of that choice: hit rate and time to first token (a queue per pod, a virtual clock) when
-a router sees all pods, all pods by sampled blocks, or the cells that a prompt's first blocks rank highest.
+a router sees all pods, all pods by sampled blocks, or the cells that a prompt's first n blocks (of 512 tokens) rank
+highest.
 
     python benchmarks/routing_index.py --trace TRACE.jsonl --out benchmarks/results/routing_index.json
 """
@@ -233,8 +234,8 @@ def replay(trace: Sequence[dict[str, Any]], pods: int, way: str, *, per_pod: int
             return max(0.0, caches[pod].free_at - now) + (prompt - min(seen, prompt - 1)) / rate
 
         shown: Sequence[int] = range(pods)
-        if way == "cells":  # ranked by the first blocks; the next cell takes what waits too long in this one
-            key = repr(chain[:2]).encode()
+        if way.startswith("cells"):  # ranked by the first blocks; the next cell takes what waits too long in this one
+            key = repr(chain[: int(way[-1])]).encode()
             ranked = sorted(cells, key=lambda c: hashlib.blake2b(key + str(c[0]).encode(), digest_size=8).digest())
             shown = ranked[0]
             for following in ranked[1:4]:
@@ -269,7 +270,7 @@ async def run(args: argparse.Namespace) -> None:
     if args.trace is not None:
         trace = [json.loads(line) for line in args.trace.read_text().splitlines()]
         for count in (64, 256):
-            for way in ("all", "sampled", "cells"):
+            for way in ("all", "sampled", "cells by 1", "cells by 2", "cells by 3"):
                 choice.append(replay(trace, count, way, per_pod=4_000, rate=8_000))
                 print(choice[-1])
     product = {(r["pods"], r["blocks"]): r["p50_ms"] for r in lookups if r["way"] == "product"}
