@@ -189,6 +189,8 @@ def _attend(
     assert backend is not None
     if layer.factor != 1.0:
         query = query * layer.factor
+    if query.stride(3) != 1:
+        query = query.contiguous()
     kv = torch.stack((key[0].transpose(0, 1), value[0].transpose(0, 1)), dim=1)
     cache = layer.step.cache[layer.index]
     out = backend.attend(query[0].transpose(0, 1), kv, cache, layer.step.metadata, layer.window)

@@ -1,0 +1,39 @@
+"""A decoder of transformers over the Triton kernels: strided queries, own scale, softcap and windows reach them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Gemma2Config
+
+from engine.attention.triton_backend import TritonAttention
+from engine.loader import open_model
+from engine.models import hf
+
+
+def test_a_model_is_proven_over_the_triton_backend(
+    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loading compares it with transformers' own attention; here over the kernels instead of the oracle."""
+    torch.manual_seed(1)
+    config = Gemma2Config(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=64, sliding_window=8, query_pre_attn_scalar=10,
+        attn_logit_softcapping=2.0, layer_types=["sliding_attention", "full_attention"],
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.3)
+    model.save_pretrained(tmp_path)
+    made: list[TritonAttention] = []
+
+    def triton(*args: object, **kwargs: object) -> TritonAttention:
+        made.append(TritonAttention(*args, **kwargs))  # type: ignore[arg-type]
+        return made[-1]
+
+    monkeypatch.setattr(hf, "TorchAttention", triton)
+    open_model(tmp_path).load(64, device, torch.float32)
+    assert len(made) == 1
