@@ -51,15 +51,17 @@ class MemoryReader:
         if not chain:
             return {}
         began = time.perf_counter()
-        wanted = frozenset(pods)
-        matched = self._cache.get(_SCOPE, chain[-1], wanted)
-        if matched is None:
+        kept = self._cache.get(_SCOPE, chain[-1], pods)
+        if kept is None:
             found = self._there().lookup(chain, pods)
+            answer = {pod: blocks for (pod, _), blocks in found.items()}
             matched = {pod: Held(blocks, blocks) for pod, blocks in found.items()}
-            self._cache.put(_SCOPE, chain[-1], len(chain), wanted, matched, self._clock.now)
+            self._cache.put(_SCOPE, chain[-1], len(chain), pods, matched, self._clock.now)
+        else:
+            answer = {pod[0]: kept[pod].blocks for pod in pods if pod in kept}
         self.calls += 1
         self.seconds += time.perf_counter() - began
-        return {pod: held.blocks for (pod, generation), held in matched.items() if (pod, generation) in wanted}
+        return answer
 
     async def reserve(self, request_id: str, candidates: Sequence[Candidate]) -> Reserved:
         self._there()

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ["common", "engine", "kv_transfer", "pod", "prefill_service", "decode_service", "gateway"]
+PACKAGES = ["common", "engine", "kv_transfer", "pod", "prefill_service", "decode_service", "gateway", "simulator"]
 NOT_SOURCE = (".git", ".venv", ".run", "build", "dist", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis")
 
 IMPORT_ALL = """

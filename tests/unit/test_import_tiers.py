@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-OURS = {"common", "engine", "kv_transfer", "pod", "prefill_service", "decode_service", "gateway", "loadtest"}
+OURS = {"common", "engine", "kv_transfer", "pod", "prefill_service", "decode_service", "gateway", "simulator", "loadtest"}
 ML = {"torch", "transformers", "triton"}
 NETWORK = {"grpc", "redis", "fastapi", "uvicorn"}
 NIXL = {"nixl", "nixl_cu12", "nixl_cu13"}
@@ -22,6 +22,7 @@ FORBIDDEN = {
     "prefill_service": OURS - {"common", "engine", "kv_transfer", "pod", "prefill_service"},
     "decode_service": OURS - {"common", "engine", "kv_transfer", "pod", "decode_service"},
     "gateway": ML | NIXL | (OURS - {"common", "gateway"}),
+    "simulator": ML | NIXL | {"grpc", "fastapi", "uvicorn"} | (OURS - {"common", "engine", "gateway", "simulator"}),
 }
 
 # They load when a CUDA device is used; everything else has to do without triton.

@@ -1,0 +1,171 @@
+"""`baton plan`: reads what the command line says, runs the planner, prints the table or JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from common.errors import ConfigError
+from simulator.cluster import MAX_PODS
+from simulator.planner import CHUNKS, RATIO_GPUS, Measured, Plan, Planner
+from simulator.rates import Rates, load_rates
+from simulator.slo import Slo
+from simulator.trace import Trace, load_trace
+
+DEFAULT_RATES = "h100-8b"
+DEFAULT_REQUESTS = 1500
+
+
+def run(
+    *,
+    trace: str | None,
+    slo: str | None,
+    rates: str | None,
+    gpus: str | None,
+    attainment: str | None,
+    requests: str | None,
+    chunks: str | None,
+    as_json: bool,
+) -> int:
+    """Values are as typed. The exit code: 0, or 1 when no setup keeps the SLO. Raises ConfigError."""
+    if trace is None or slo is None:
+        raise ConfigError("--trace FILE and --slo ttft=TIME,itl=TIME are needed", field="trace" if slo else "slo")
+    wanted = Slo.parse(slo, _number("attainment", attainment, 0.9))
+    model = load_rates(rates or DEFAULT_RATES)
+    pods = None if gpus is None else _whole("gpus", gpus, 2, MAX_PODS)
+    count = _whole("requests", requests or str(DEFAULT_REQUESTS), 10, 1_000_000)
+    sizes = CHUNKS if chunks is None else tuple(_whole("chunks", part, 16, 65_536) for part in chunks.split(","))
+    recorded = load_trace(Path(trace))
+    used = recorded.head(count)
+    if used.duration_s <= 0:
+        raise ConfigError(f"--requests: the first {count} all come at once", field="requests")
+    console = Console(stderr=True)
+    status = console.status("simulating") if console.is_terminal and not as_json else None
+
+    def say(measured: Measured) -> None:
+        if status is not None:
+            status.update(f"simulating; {_short(measured)}")
+
+    planner = Planner(used, wanted, model, chunks=sizes, say=say)
+    if status is not None:
+        with status:
+            plan = asyncio.run(planner.plan(pods))
+    else:
+        plan = asyncio.run(planner.plan(pods))
+    notes = assumptions(recorded, used, wanted, model, pods)
+    if as_json:
+        print(json.dumps(_document(plan, used, notes), indent=2))  # noqa: T201
+    else:
+        _show(plan, used, wanted, pods, notes)
+    return 0 if plan.best.goodput > 0 else 1
+
+
+def assumptions(recorded: Trace, used: Trace, slo: Slo, rates: Rates, gpus: int | None) -> list[str]:
+    """What the figures rest on, a sentence each."""
+    pool, count = rates.pool_blocks(used.block_size), len(used.requests)
+    return [
+        f"Trace {recorded.name}: the first {count} of {len(recorded.requests)} requests, "
+        f"{used.prompt_tokens / count:.0f} prompt and {used.output_tokens / count:.0f} output tokens in the mean, "
+        f"recorded at {used.rate:.2f} requests/s, sped up or slowed down; caches start empty. "
+        f"An unlimited cache would supply {used.ideal_hit_rate():.1%} of the prompt tokens.",
+        f"A request is good with its first token within {slo.ttft_s:g} s and its tokens {slo.itl_s * 1e3:g} ms apart "
+        f"in the mean, the gap of the hand-off included; goodput is the rate at which {slo.attainment:.0%} are good. A "
+        "refused request (no decode pod has room) is not.",
+        f"Rates {rates.name}: {rates.source}. One GPU a pod, {rates.kv_bytes / 1024:.0f} KiB of KV a token, "
+        f"{pool} blocks of {used.block_size} tokens in a pod, KV moves at {rates.link_byte_s / 1e9:.0f} GB/s.",
+        "The gateway's own cost policy, the engine's own chunk scheduler and block cache; one gateway, which adds "
+        "1 ms; pods report every 0.5 s, the prefix index is 30 ms late, nothing fails.",
+        "Decode has at most 256 sequences a pod and room for a request's whole answer from the start; no speculation, "
+        "and no local prefill on decode pods.",
+        f"The ratio was searched with {gpus} GPUs."
+        if gpus
+        else f"The ratio was searched with {RATIO_GPUS} GPUs; other numbers keep it as nearly as they can.",
+    ]
+
+
+def _show(plan: Plan, trace: Trace, slo: Slo, gpus: int | None, notes: list[str]) -> None:
+    console = Console(soft_wrap=False)
+    table = Table(title=f"Goodput with TTFT {slo.ttft_s:g} s and ITL {slo.itl_s * 1e3:g} ms for {slo.attainment:.0%}")
+    for name in ("P:D", "chunk", "req/s", "per GPU", "TTFT s", "ITL ms", "hits", "busy P:D"):
+        table.add_column(name, justify="right")
+    table.caption = "TTFT and ITL are p50 / p99 at that rate; busy is the share of time that pods compute"
+    for measured in plan.measured:
+        table.add_row(*_cells(measured), style="bold" if measured is plan.best and measured.goodput else None)
+    console.print(table)
+    if not plan.best.goodput:
+        console.print("No setup keeps this SLO, however slow the requests come: the times ask for faster GPUs.")
+    elif plan.needed is not None and gpus is None:
+        need = plan.needed
+        console.print(
+            f"The trace as recorded ({trace.rate:.2f} requests/s) needs {need.setup.gpus} GPUs: "
+            f"{need.setup.prefill} prefill and {need.setup.decode} decode, chunks of {need.setup.chunk_tokens} tokens."
+        )
+    elif gpus is not None:
+        verb = "serve" if plan.needed is not None else "do not serve"
+        console.print(f"{gpus} GPUs {verb} the trace as recorded ({trace.rate:.2f} requests/s).")
+    console.print("\nAssumed:")
+    for note in notes:
+        console.print(f"- {note}")
+
+
+def _cells(measured: Measured) -> list[str]:
+    setup, summary = measured.setup, measured.summary
+    cells = [f"{setup.prefill}:{setup.decode}", str(setup.chunk_tokens)]
+    if summary is None:
+        return [*cells, "0", "0", *["-"] * 4]
+    return [
+        *cells,
+        f"{measured.goodput:.2f}",
+        f"{measured.per_gpu:.3f}",
+        f"{summary.ttft_p50_s:.2f} / {summary.ttft_p99_s:.2f}",
+        f"{summary.gap_p50_s * 1e3:.1f} / {summary.gap_p99_s * 1e3:.1f}",
+        f"{summary.hit_rate:.0%}",
+        f"{measured.prefill_busy:.0%}:{measured.decode_busy:.0%}",
+    ]
+
+
+def _short(measured: Measured) -> str:
+    setup = measured.setup
+    return f"{setup.prefill}:{setup.decode}, chunks of {setup.chunk_tokens}: {measured.per_gpu:.3f} requests/s per GPU"
+
+
+def _document(plan: Plan, trace: Trace, notes: list[str]) -> dict[str, Any]:
+    def row(measured: Measured) -> dict[str, Any]:
+        return {
+            **asdict(measured.setup),
+            "gpus": measured.setup.gpus,
+            "goodput_req_s": measured.goodput,
+            "goodput_req_s_per_gpu": measured.per_gpu,
+            "prefill_busy": measured.prefill_busy,
+            "decode_busy": measured.decode_busy,
+            "at_goodput": None if measured.summary is None else asdict(measured.summary),
+        }
+
+    return {
+        "best": row(plan.best),
+        "needed_for_trace": None if plan.needed is None else row(plan.needed),
+        "trace_req_s": trace.rate,
+        "tried": [row(measured) for measured in plan.measured],
+        "simulations": plan.runs,
+        "assumptions": notes,
+    }
+
+
+def _whole(name: str, text: str, lowest: int, highest: int) -> int:
+    value = int(text) if text.strip().isdecimal() else -1
+    if not lowest <= value <= highest:
+        raise ConfigError(f"--{name} must be a whole number from {lowest} to {highest}, not {text!r}", field=name)
+    return value
+
+
+def _number(name: str, text: str | None, default: float) -> float:
+    try:
+        return default if text is None else float(text)
+    except ValueError as e:
+        raise ConfigError(f"--{name} must be a number, not {text!r}", field=name) from e

@@ -1,0 +1,228 @@
+"""Finds the prefill:decode ratio, chunk size and number of pods with the highest goodput per GPU for a trace.
+
+Goodput is the highest request rate at which a share of the requests keeps the SLO (DistServe, OSDI'24). The trace is
+replayed faster or slower until it just does not any more. Goodput rises and falls once over the ratio (too few pods on
+either side limit it), so the search climbs from the ratio that balances the work; then it climbs over chunk sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from common.errors import ConfigError
+from simulator.cluster import MAX_PODS, Cluster, ClusterSpec
+from simulator.outcome import Outcome, Summary
+from simulator.rates import Rates
+from simulator.slo import Slo
+from simulator.trace import Trace
+
+CHUNKS = (512, 1024, 2048, 4096, 8192)
+START_CHUNK = 2048
+RATIO_GPUS = 8  # pods with which the ratio is searched when their number is not given
+_STEPS = 6  # bisections: the rate is found within 1/64 of the upper bound
+_HEADROOM = 1.3
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """Pods of one GPU each."""
+
+    prefill: int
+    decode: int
+    chunk_tokens: int
+
+    @property
+    def gpus(self) -> int:
+        return self.prefill + self.decode
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A setup at its goodput: requests per second, and how it did there. summary None: it never kept the SLO."""
+
+    setup: Setup
+    goodput: float
+    summary: Summary | None
+    prefill_busy: float = 0.0
+    decode_busy: float = 0.0
+
+    @property
+    def per_gpu(self) -> float:
+        return self.goodput / self.setup.gpus
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """measured: every setup that was tried, best goodput per GPU first. needed: the least pods, at the best ratio and
+    chunk, that serve the trace at its own rate; None when MAX_PODS do not, or the SLO cannot be kept at all.
+    """
+
+    measured: tuple[Measured, ...]
+    needed: Measured | None
+    runs: int
+
+    @property
+    def best(self) -> Measured:
+        return self.measured[0]
+
+
+class Planner:
+    """say: told of every setup once it is measured."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        slo: Slo,
+        rates: Rates,
+        *,
+        chunks: tuple[int, ...] = CHUNKS,
+        decode_seqs: int = 256,
+        seed: int = 0,
+        say: Callable[[Measured], None] = lambda measured: None,
+    ) -> None:
+        if not rates.decode_row_s[0][1] and not rates.decode_overhead_s:
+            raise ConfigError(f"--rates: {rates.name} has no decode times", field="rates")
+        pool = rates.pool_blocks(trace.block_size) * trace.block_size
+        longest = max(r.prompt_len + r.output_len for r in trace.requests)
+        if longest > pool:
+            raise ConfigError(
+                f"--rates: the longest request has {longest} tokens and the KV memory of a pod holds {pool}",
+                field="rates",
+            )
+        self._trace = trace
+        self._slo = slo
+        self._rates = rates
+        self._chunks = tuple(sorted(chunks))
+        self._decode_seqs = decode_seqs
+        self._seed = seed
+        self._say = say
+        self._known: dict[Setup, Measured] = {}
+        self._hit_rate = trace.ideal_hit_rate()
+        self.runs = 0
+
+    async def plan(self, gpus: int | None = None) -> Plan:
+        """With so many GPUs; with any number when None. Raises ConfigError."""
+        total = gpus or RATIO_GPUS
+        if not 2 <= total <= MAX_PODS:
+            raise ConfigError(f"--gpus must be from 2 to {MAX_PODS}, not {total}", field="gpus")
+        chunk = min(self._chunks, key=lambda tokens: abs(tokens - START_CHUNK))
+        best = await self._climb_ratio(total, chunk)
+        best = await self._climb_chunk(best)
+        if best.setup.chunk_tokens != chunk:
+            best = await self._climb_ratio(total, best.setup.chunk_tokens, start=best.setup.prefill)
+        needed = best if gpus is not None and best.goodput >= self._trace.rate else None
+        if gpus is None and best.goodput > 0:
+            needed = await self._smallest(best)
+        ranked = sorted(self._known.values(), key=lambda m: (-m.per_gpu, m.setup.gpus, m.setup.chunk_tokens))
+        if gpus is None:  # the least pods are another question's answer
+            ranked = [m for m in ranked if m.setup.gpus == total]
+        return Plan(tuple(ranked), needed, self.runs)
+
+    async def _climb_ratio(self, total: int, chunk: int, start: int = 0) -> Measured:
+        """Along the number of prefill pods, uphill from where the work balances."""
+        prefill = min(total - 1, max(1, start or round(total * self._prefill_share(chunk))))
+        best = await self._measure(Setup(prefill, total - prefill, chunk))
+        for step in (1, -1):
+            while 1 <= best.setup.prefill + step < total:
+                at = best.setup.prefill + step
+                other = await self._measure(Setup(at, total - at, chunk))
+                if other.goodput <= best.goodput:
+                    break
+                best = other
+        return best
+
+    async def _climb_chunk(self, best: Measured) -> Measured:
+        for step in (1, -1):
+            while 0 <= (at := self._chunks.index(best.setup.chunk_tokens) + step) < len(self._chunks):
+                other = await self._measure(replace(best.setup, chunk_tokens=self._chunks[at]))
+                if other.goodput <= best.goodput:
+                    break
+                best = other
+        return best
+
+    async def _smallest(self, best: Measured) -> Measured | None:
+        """The least pods at about this ratio that take the trace as fast as it was recorded."""
+        share = best.setup.prefill / best.setup.gpus
+        total = max(2, int(self._trace.rate / best.per_gpu))
+        for gpus in range(total, min(MAX_PODS, 2 * total + 8) + 1):
+            prefill = min(gpus - 1, max(1, round(gpus * share)))
+            setup = Setup(prefill, gpus - prefill, best.setup.chunk_tokens)
+            kept = await self._keeps(setup, self._trace.rate)
+            if kept is not None:
+                return kept
+        return None
+
+    async def _measure(self, setup: Setup) -> Measured:
+        if setup in self._known:
+            return self._known[setup]
+        low, high = 0.0, _HEADROOM * self._bound(setup)
+        found = Measured(setup, 0.0, None)
+        for step in range(_STEPS):
+            rate = (low + high) / 2
+            kept = await self._keeps(setup, rate)
+            if kept is not None:
+                low, found = rate, kept
+            else:
+                high = rate
+                if step == _STEPS - 1 and not low:
+                    break
+        self._known[setup] = found
+        self._say(found)
+        return found
+
+    async def _keeps(self, setup: Setup, rate: float) -> Measured | None:
+        """How the setup does at a rate; None when it does not keep the SLO there."""
+        self.runs += 1
+        trace = self._trace.faster(rate / self._trace.rate)
+        allowed = int(len(trace.requests) * (1 - self._slo.attainment) + 1e-9)
+        bad = 0
+
+        def stop(outcome: Outcome) -> bool:
+            nonlocal bad
+            bad += not self._slo.good(outcome)
+            return bad > allowed
+
+        spec = ClusterSpec(
+            rates=self._rates,
+            prefill=setup.prefill,
+            decode=setup.decode,
+            block_size=trace.block_size,
+            chunk_tokens=setup.chunk_tokens,
+            decode_seqs=self._decode_seqs,
+            seed=self._seed,
+        )
+        result = await Cluster(spec, trace).run(stop)
+        if bad > allowed:
+            return None
+        busy = {
+            kind: sum(share for name, share in result.busy.items() if name.startswith(kind)) / count
+            for kind, count in (("prefill", setup.prefill), ("decode", setup.decode))
+        }
+        return Measured(setup, rate, result.summary, busy["prefill"], busy["decode"])
+
+    def _prefill_share(self, chunk: int) -> float:
+        """The share of all pod seconds that prompts need."""
+        prefill, decode = self._work_s(chunk)
+        return prefill / (prefill + decode)
+
+    def _bound(self, setup: Setup) -> float:
+        """Requests per second that no such setup exceeds: all prefixes shared, all pods always busy."""
+        prefill, decode = self._work_s(setup.chunk_tokens)
+        return min(setup.prefill / prefill, setup.decode / decode)
+
+    def _work_s(self, chunk: int) -> tuple[float, float]:
+        """Pod seconds of a mean request, at the least: the prompt without its shared prefix, and its share of decode
+        steps with as many sequences as slots, SLO and KV memory allow.
+        """
+        trace, rates = self._trace, self._rates
+        count = len(trace.requests)
+        prompt = trace.prompt_tokens / count * (1 - self._hit_rate)
+        output = max(1.0, trace.output_tokens / count)
+        context = trace.prompt_tokens / count + output / 2
+        pool = rates.pool_blocks(trace.block_size) * trace.block_size
+        batch = max(1, min(self._decode_seqs, int(pool / context)))
+        while batch > 1 and rates.decode_s(batch, batch * context) > self._slo.itl_s:
+            batch -= 1
+        prefill_s = prompt * rates.prefill_s([(0, chunk)]) / chunk
+        return max(prefill_s, 1e-9), rates.decode_s(batch, batch * context) * output / batch
