@@ -66,6 +66,10 @@ KvDType = Annotated[str | None, _opt("auto (the default: as dtype) or fp8_e4m3, 
 MaxModelLen = Annotated[str | None, _opt("Longest prompt plus output; default: the model's.", metavar="N")]
 DrainS = Annotated[str | None, _opt("Most seconds that running requests get at the end (default 30).", metavar="N")]
 Threads = Annotated[str | None, _opt("CPU threads of a pod; default: automatic.", metavar="N")]
+RoutingPolicy = Annotated[
+    str | None,
+    _opt("cost (default); round_robin, least_loaded, prefix_only to compare.", metavar="POLICY"),
+]
 Logs = Annotated[str | None, _opt("debug, info (the default), warning or error.", metavar="LEVEL")]
 
 
@@ -94,6 +98,7 @@ def up(
     ] = None,
     threads: Threads = None,
     drain_s: DrainS = None,
+    routing_policy: RoutingPolicy = None,
     log_dir: Annotated[str | None, _opt("Where the processes log; default: a new folder in the user's state.")] = None,
     log_level: Logs = None,
     once: Annotated[
@@ -173,6 +178,7 @@ def gateway(
     max_inflight: Annotated[
         str | None, _opt("Most requests at once; more get 429 (default 1024).", metavar="N")
     ] = None,
+    routing_policy: RoutingPolicy = None,
     drain_s: DrainS = None,
     log_level: Logs = None,
 ) -> None:

@@ -169,6 +169,7 @@ _KV_DTYPE = _choice("auto", "fp8_e4m3")
 _LOAD_FORMAT = _choice("auto", "dummy")
 _SEED = _integer(0, (1 << 31) - 1)
 _MODEL_LEN = _integer(0, 1 << 24)
+_ROUTING = _choice("cost", "round_robin", "least_loaded", "prefix_only")
 _LOG_LEVEL = _choice("debug", "info", "warning", "error")
 _DRAIN = _seconds(0, 3600)
 _THREADS = _integer(0, 1024)
@@ -341,6 +342,7 @@ class GatewayConfig(_Config):
 
     grpc_port 0: no public gRPC. model: directory (or known name) with tokenizer and chat template. max_body_bytes:
     larger bodies get 413. request_timeout_s: deadline of a request that sets none. max_inflight: more get 429.
+    routing_policy: what decides where requests go; all but cost are for comparison.
     """
 
     host: str = _setting(_HOST, "127.0.0.1")
@@ -354,6 +356,7 @@ class GatewayConfig(_Config):
     max_body_bytes: int = _setting(_size(1024), 8 * _MIB)
     request_timeout_s: float = _setting(_seconds(0.1, 86400), 600.0)
     max_inflight: int = _setting(_integer(1, 1 << 20), 1024)
+    routing_policy: str = _setting(_ROUTING, "cost")
     drain_s: float = _setting(_DRAIN, DEFAULT_DRAIN_S)
     log_level: str = _setting(_LOG_LEVEL, "info")
 
@@ -389,6 +392,7 @@ class UpConfig(_Config):
     threads: int = _setting(_THREADS, 0)
     max_tokens: int = _setting(_integer(1, 1 << 24), 96)
     drain_s: float = _setting(_DRAIN, DEFAULT_DRAIN_S)
+    routing_policy: str = _setting(_ROUTING, "cost")
     log_dir: str | None = _setting(_optional(_text("a directory", r".+")), None)
     secret: str = _setting(_SECRET, DEFAULT_SECRET)
     log_level: str = _setting(_LOG_LEVEL, "info")

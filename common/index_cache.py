@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -24,7 +24,7 @@ PodKey = tuple[str, int]  # name, generation
 class _Answer:
     asked: float
     length: int
-    pods: frozenset[PodKey]
+    pods: Sequence[PodKey]
     matched: Mapping[PodKey, Held]
 
 
@@ -36,10 +36,10 @@ class LookupCache:
         self._answers: OrderedDict[tuple[str, bytes], _Answer] = OrderedDict()  # oldest first
         self._booked: OrderedDict[str, float] = OrderedDict()  # pod -> when; oldest first
 
-    def get(self, scope: str, last: bytes, pods: frozenset[PodKey]) -> Mapping[PodKey, Held] | None:
+    def get(self, scope: str, last: bytes, pods: Sequence[PodKey]) -> Mapping[PodKey, Held] | None:
         """What these pods hold (pods without anything may be left out), or None when the index must be asked."""
         answer = self._answers.get((scope, last))
-        if answer is None or answer.asked < self._clock() - CACHE_S or not pods <= answer.pods:
+        if answer is None or answer.asked < self._clock() - CACHE_S or not set(answer.pods).issuperset(pods):
             return None
         since = set(takewhile(lambda pod: self._booked[pod] >= answer.asked, reversed(self._booked)))
         if since and any(pod[0] in since and answer.matched.get(pod, Held()).blocks < answer.length for pod in pods):
@@ -51,12 +51,12 @@ class LookupCache:
         scope: str,
         last: bytes,
         length: int,
-        pods: frozenset[PodKey],
+        pods: Sequence[PodKey],
         matched: Mapping[PodKey, Held],
         asked: float,
     ) -> None:
         """Keeps an answer about a chain of `length` blocks. asked: when, by the clock, before it was asked."""
-        self._answers[scope, last] = _Answer(asked, length, pods, matched)
+        self._answers[scope, last] = _Answer(asked, length, tuple(pods), matched)
         self._answers.move_to_end((scope, last))
         while len(self._answers) > MAX_ANSWERS:
             self._answers.popitem(last=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -18,7 +18,7 @@ from redis.exceptions import RedisError
 from common.breaker import Breaker
 from common.errors import IndexUnavailable
 from common.index_cache import LookupCache
-from common.index_records import Held, PodLoad, PodRecord, PodStatus
+from common.index_records import Candidate, Held, PodLoad, PodRecord, PodStatus, Reserved
 from common.index_store import (
     SCOPES_KEY,
     Arg,
@@ -35,9 +35,11 @@ from common.index_store import (
 _log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
+_NOTHING = Held()
 
-POLL_TIMEOUT_S = 0.25
+POLL_TIMEOUT_S = 0.5
 NAMED_PODS = 16  # up to so many, a look-up names its pods and is exact for each of them
+BOOKING_S = 30.0  # the same for all gateways: the age of a booking follows from its end
 MAX_CALLS = 8  # at a time: a burst must not open a connection per request, and more would only queue in Redis
 
 
@@ -48,6 +50,7 @@ class _Scope:
     epoch: bytes = b""
     version: bytes = b""  # of the records
     records: dict[tuple[str, int], PodRecord | None] = field(default_factory=dict)  # None: it cannot be read
+    statuses: dict[tuple[str, int], tuple[bytes, PodStatus]] = field(default_factory=dict)  # by load as it was read
     owners: dict[int, tuple[str, int]] = field(default_factory=dict)
     slots: dict[tuple[str, int], int] = field(default_factory=dict)
     every: int = 1  # one block in so many has a posting
@@ -70,7 +73,7 @@ class IndexReader:
         self._slots = asyncio.Semaphore(MAX_CALLS)
         self._pods = Script("pods")
         self._lookup = Script("postings", "lookup")
-        self._book = Script("book")
+        self._reserve = Script("reserve")
         self._unbook = Script("unbook")
         self._scopes: dict[str, _Scope] = {}
         self._clock = clock
@@ -104,7 +107,7 @@ class IndexReader:
         found: list[PodStatus] = []
         for name, known, (epoch, version, rows) in zip(names, before, await asyncio.gather(*calls), strict=True):
             scope = _Scope(epoch, version)
-            for pod, generation, slot, load, booked, info in rows:
+            for pod, generation, slot, load, info in rows:
                 owner = (pod.decode(), int(generation))
                 if not info and owner not in known.records:  # it was not alive when this version was read
                     scope.version = b""
@@ -113,7 +116,11 @@ class IndexReader:
                 if record is None:
                     continue
                 scope.every = sampling(record.block_size)
-                found.append(PodStatus(record, _load(*owner, load), booked))
+                raw, status = known.statuses.get(owner, (None, None))
+                if status is None or raw != load or status.record is not record:
+                    status = PodStatus(record, _load(*owner, load))
+                scope.statuses[owner] = load, status
+                found.append(status)
                 if slot:
                     scope.owners[int(slot)], scope.slots[owner] = owner, int(slot)
             scopes[name] = scope
@@ -125,7 +132,8 @@ class IndexReader:
 
         0 for a pod that is gone or of another generation. Raises IndexUnavailable. Otherwise as lookup_tiers.
         """
-        return {pod: held.blocks for pod, held in (await self.lookup_tiers(scope, hashes, pods)).items()}
+        matched = await self._match(scope, hashes, pods)
+        return {owner[0]: matched[owner].blocks if owner in matched else 0 for owner in pods}
 
     async def lookup_tiers(
         self, scope: str, hashes: Sequence[bytes], pods: Sequence[tuple[str, int]]
@@ -136,15 +144,21 @@ class IndexReader:
         are said to hold up to the last sampled block that they hold, in any tier: about 64 tokens too little.
         An answer may be CACHE_S old; what was booked since then is not.
         """
+        matched = await self._match(scope, hashes, pods)
+        return {owner[0]: matched.get(owner, _NOTHING) for owner in pods}
+
+    async def _match(
+        self, scope: str, hashes: Sequence[bytes], pods: Sequence[tuple[str, int]]
+    ) -> Mapping[tuple[str, int], Held]:
+        """By pod and generation; pods without anything may be missing, others may be in it."""
         if not pods or not hashes:
-            return {pod: Held() for pod, _ in pods}
-        wanted = frozenset(pods)
-        matched = self._cache.get(scope, hashes[-1], wanted)
+            return {}
+        matched = self._cache.get(scope, hashes[-1], pods)
         if matched is None:
             asked = self._clock()
             matched = await self._bounded(lambda client: self._ask(client, scope, hashes, pods), self._timeout_s)
-            self._cache.put(scope, hashes[-1], len(hashes), wanted, matched, asked)
-        return {pod: matched.get((pod, generation), Held()) for pod, generation in pods}
+            self._cache.put(scope, hashes[-1], len(hashes), pods, matched, asked)
+        return matched
 
     async def _ask(
         self, client: Client, scope: str, hashes: Sequence[bytes], pods: Sequence[tuple[str, int]]
@@ -163,25 +177,30 @@ class IndexReader:
         matched: dict[tuple[str, int], Held] = {}
         if epoch == known.epoch:  # else the numbers belong to others than the last poll said
             for blocks, slots in zip(levels[::2], levels[1::2], strict=True):
-                held = Held(blocks, blocks)
-                for slot in unpack_slots(slots):
-                    if (owner := known.owners.get(slot)) is not None:
-                        matched[owner] = held
+                owners = filter(None, map(known.owners.get, unpack_slots(slots)))
+                matched.update(dict.fromkeys(owners, Held(blocks, blocks)))
         for owner, device, blocks in zip(rows[::3], rows[1::3], rows[2::3], strict=True):
             name, _, generation = owner.decode().rpartition(":")
             matched[name, int(generation)] = Held(device, max(0, blocks))
         return matched
 
-    async def book(self, scope: str, pod: str, request_id: str, tokens: int, ttl_s: float) -> int:
-        """Books uncached prompt tokens on a pod until unbook, or for ttl_s seconds. Atomic among gateways.
+    async def reserve(self, scope: str, request_id: str, groups: Sequence[Sequence[Candidate]]) -> list[Reserved]:
+        """Books a request on the cheapest pod of each group until unbook, or for BOOKING_S. Atomic among gateways.
 
-        Returns the tokens now booked on that pod, these included. Booking again replaces. Raises IndexUnavailable.
+        No group is empty; of equals the first is chosen; booking again replaces. One round trip. Raises
+        IndexUnavailable.
         """
-        keys = Keys(scope)
-        names = (keys.resv(pod), keys.resv_tokens(pod))
-        args = (request_id, tokens, max(1, int(ttl_s * 1000)))
-        self._cache.forget(pod)
-        return int(await self._bounded(lambda client: self._book.run(client, names, args), self._timeout_s))
+        args: list[Arg] = [Keys(scope).prefix, request_id, int(BOOKING_S * 1000)]
+        for group in groups:
+            args.append(len(group))
+            for c in group:
+                args += (c.pod, f"{c.cost_s:.9f}", f"{c.unit_s:.12f}", c.units, int(min(c.age_s, BOOKING_S) * 1000))
+        keys = (Keys(scope).pods,)
+        answers = await self._bounded(lambda client: self._reserve.run(client, keys, args), self._timeout_s)
+        reserved = [Reserved(chosen, tuple(booked)) for chosen, *booked in answers]
+        for group, answer in zip(groups, reserved, strict=True):
+            self._cache.forget(group[answer.chosen].pod)
+        return reserved
 
     async def unbook(self, scope: str, pod: str, request_id: str) -> None:
         """Ends a booking; harmless when there is none. Raises IndexUnavailable (the booking then expires)."""

@@ -95,12 +95,34 @@ class PodLoad:
 
 @dataclass(frozen=True, slots=True)
 class PodStatus:
-    """A live pod as the index shows it. booked_tokens: uncached prompt tokens that all gateways booked on it."""
+    """A live pod as the index shows it."""
 
     record: PodRecord
     load: PodLoad
-    booked_tokens: int = 0
 
     @property
     def draining(self) -> bool:
         return self.load.draining
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A pod that a request could go to.
+
+    cost_s: without what any gateway booked there in the last age_s seconds; unit_s: what each unit of that adds.
+    units: what this request would book: tokens to compute, or one sequence.
+    """
+
+    pod: str
+    cost_s: float
+    unit_s: float
+    units: int
+    age_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """The index of the candidate that has the booking now, and the units that other requests booked on each lately."""
+
+    chosen: int
+    booked: tuple[int, ...]

@@ -11,6 +11,7 @@ import sys
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -170,12 +171,17 @@ def sampling(block_size: int) -> int:
 
 def sampled_positions(packed: bytes, every: int) -> bytes:
     """Positions (from 1) of a packed chain's sampled blocks, 4 bytes each, little-endian."""
-    table = bytes(value % every == 0 for value in range(256))
-    chosen = packed[::PREFIX_BYTES].translate(table)
+    chosen = packed[::PREFIX_BYTES].translate(_chooser(every))
     numbers = array("I", compress(range(1, len(chosen) + 1), chosen))
     if sys.byteorder == "big":
         numbers.byteswap()
     return numbers.tobytes()
+
+
+@cache
+def _chooser(every: int) -> bytes:
+    """A table that turns the first byte of a hash into 1 where the block is sampled, else 0."""
+    return bytes(value % every == 0 for value in range(256))
 
 
 def unpack_slots(posting: bytes) -> Sequence[int]:

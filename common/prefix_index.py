@@ -7,6 +7,17 @@ is away. Keys and scripts: common/index_store.py and common/lua.
 from common.index_identity import mint_generation
 from common.index_pod import PodIndex
 from common.index_reader import IndexReader
-from common.index_records import Held, PodLoad, PodRecord, PodStatus, Tier
+from common.index_records import Candidate, Held, PodLoad, PodRecord, PodStatus, Reserved, Tier
 
-__all__ = ["Held", "IndexReader", "PodIndex", "PodLoad", "PodRecord", "PodStatus", "Tier", "mint_generation"]
+__all__ = [
+    "Candidate",
+    "Held",
+    "IndexReader",
+    "PodIndex",
+    "PodLoad",
+    "PodRecord",
+    "PodStatus",
+    "Reserved",
+    "Tier",
+    "mint_generation",
+]

@@ -105,6 +105,7 @@ class Stack:
                     probe = functools.partial(probes.grpc_ready, port.address)
                     specs.append(_spec(name, argv, role, port.address, probe, log_dir, child_env, POD))
             flags = {"host": config.host, "port": str(http.port), "grpc-port": str(grpc.port), **shared}
+            flags["routing-policy"] = config.routing_policy
             reach = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
             probe = functools.partial(probes.http_ready, reach, http.port)
             argv = _baton("gateway", flags)

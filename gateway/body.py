@@ -13,6 +13,8 @@ from common.errors import Cancelled, InvalidRequest, RequestTooLarge, RequestToo
 
 REQUEST_ID = b"x-request-id"
 REQUEST_TIMEOUT = b"x-request-timeout"
+SESSION_AFFINITY = b"x-session-affinity"
+MAX_AFFINITY = 256
 _MAX_DISCARD = 128 << 20
 _DISCARD_S = 10.0
 
@@ -90,6 +92,17 @@ def client_request_id(scope: Scope) -> str | None:
     """The client's own id for logs; only printable ASCII of at most 128 characters is taken."""
     value = header(scope, REQUEST_ID)
     return value if value and len(value) <= 128 and value.isascii() and value.isprintable() else None
+
+
+def client_affinity(scope: Scope) -> str:
+    """What the client wants to stay on the same pods; empty when it does not say, or says too much."""
+    return affinity_of(header(scope, SESSION_AFFINITY))
+
+
+def affinity_of(value: str | bytes | None) -> str:
+    """A hint that may be ignored, so nothing is refused: too long is no hint."""
+    text = value.decode("latin-1") if isinstance(value, bytes) else value or ""
+    return text if len(text) <= MAX_AFFINITY else ""
 
 
 def client_timeout(scope: Scope) -> float | None:

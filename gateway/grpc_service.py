@@ -12,6 +12,7 @@ import grpc
 from common.errors import DeadlineExceeded, InvalidRequest
 from common.pb import inference_pb2, inference_pb2_grpc
 from common.wire import finish_to_pb, token_to_pb
+from gateway.body import SESSION_AFFINITY, affinity_of
 from gateway.output import Piece
 from gateway.service import Choice, Gateway, Ticket, Usage
 from gateway.validation import parse_chat, parse_completion
@@ -57,7 +58,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     ) -> None:
         """Writes deltas, then one message with finish reason and usage."""
         left = context.time_remaining()
-        with self._gateway.admit("generate", request.request_id[:128] or None, left) as ticket:
+        affinity = affinity_of(dict(context.invocation_metadata() or ()).get(SESSION_AFFINITY.decode()))
+        with self._gateway.admit("generate", request.request_id[:128] or None, left, affinity=affinity) as ticket:
             # Writes and does not yield: a client that neither reads nor leaves blocks the sending, and only here can
             # that wait be ended.
             try:

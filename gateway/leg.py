@@ -23,7 +23,6 @@ import grpc
 from common.errors import (
     BatonError,
     DeadlineExceeded,
-    IndexUnavailable,
     InternalError,
     InvalidRequest,
     ModelNotFound,
@@ -31,20 +30,19 @@ from common.errors import (
     Unavailable,
 )
 from common.pb import decode_pb2, prefill_pb2
-from common.prefix_index import IndexReader
 from common.rpc import ERROR_KEY, error_from_rpc, timeout_until
 from common.types import FinishReason, Token, ValidRequest
 from common.wire import error_from_pb, finish_from_pb, request_to_pb, token_from_pb
 from gateway.metrics import GatewayMetrics
 from gateway.pod import Pod
-from gateway.router import Plan, Rates
+from gateway.routing.placement import Placement
+from gateway.routing.plan import Plan
 from gateway.timeline import Timeline
 from gateway.token_order import TokenOrder
 
 RESERVE_TIMEOUT_S = 5.0  # a decode pod answers at once or is not well
 HANDOFF_GRACE_S = 2.0  # prefill vanished after token 1: decode may have everything already
 MAX_PENDING_TOKENS = 8192  # tokens that a client is behind by before its request is ended
-BOOKING_TTL_S = 30.0
 
 _log = logging.getLogger(__name__)
 
@@ -71,8 +69,6 @@ class Leg:
         avoid: frozenset[str],
         deadline: float,
         gateway_id: str,
-        index: IndexReader | None,
-        rates: Rates,
         metrics: GatewayMetrics,
         timeline: Timeline,
         spawn: Spawn,
@@ -82,8 +78,6 @@ class Leg:
         self._avoid = avoid
         self._deadline = deadline
         self._gateway_id = gateway_id
-        self._index = index
-        self._rates = rates
         self._metrics = metrics
         self._timeline = timeline
         self._spawn = spawn
@@ -91,9 +85,9 @@ class Leg:
         self._order = TokenOrder()
         self._wake = asyncio.Event()
         self._error: BatonError | None = None
+        self._placement: Placement | None = None
         self._decode: Pod | None = None
         self._decode_heard = False
-        self._prefill: Pod | None = None
         self._prefill_task: asyncio.Task[None] | None = None
         self._complete = False
         self._never_handed_off = False
@@ -107,10 +101,11 @@ class Leg:
         tried: set[str] = set()
         rejections: list[decode_pb2.Rejected] = []
         last: BatonError | None = None
-        while (pod := self._plan.decode(self._avoid, tried)) is not None:
+        while (placement := await self._place(tried)) is not None:
+            pod = placement.decode
             tried.add(pod.address)
             try:
-                answer = await self._reserve(pod, len(tried))
+                answer = await self._reserve(pod)
             except BatonError as e:
                 if isinstance(e, InvalidRequest) and not isinstance(e, ModelNotFound):  # this gateway knows its model
                     raise
@@ -126,19 +121,23 @@ class Leg:
                 self._timeline.mark("rejected", pod=pod.name, reason=answer.rejected.reason)
                 rejections.append(answer.rejected)
                 continue
-            self._start(pod, answer)
+            self._start(placement, answer)
             return
         if rejections:
             wait = min(max(r.retry_after_s, 0.1) for r in rejections)
             raise Overloaded(f"no decode pod has room: {rejections[-1].reason}", retry_after_s=wait)
         raise last or Unavailable("no prefill and decode pods are ready for this request", retry_after_s=1.0)
 
-    async def _reserve(self, pod: Pod, number: int) -> decode_pb2.ReserveResponse:
-        request_id = f"{self._plan.request.request_id}-{self._attempt}.{number}"
+    async def _place(self, tried: set[str]) -> Placement | None:
+        request_id = f"{self._plan.request.request_id}-{self._attempt}.{len(tried) + 1}"
+        with self._metrics.routing.labels("place").time():
+            self._placement = await self._plan.place(request_id, self._avoid, tried)
         self._request = dataclasses.replace(self._plan.request, request_id=request_id)
+        return self._placement
+
+    async def _reserve(self, pod: Pod) -> decode_pb2.ReserveResponse:
         self._decode = pod
-        pod.decoding.add(request_id, self._request.prompt_len)
-        pod.attach(request_id, self)
+        pod.attach(self._request.request_id, self)
         message = decode_pb2.ReserveRequest(request=request_to_pb(self._request), gateway_id=self._gateway_id)
         try:
             # The call's own deadline is the request's: the pod plans with it. Its answer is due much earlier.
@@ -150,12 +149,13 @@ class Leg:
             raise error_from_rpc(e) from e
         return answer
 
-    def _start(self, pod: Pod, answer: decode_pb2.ReserveResponse) -> None:
+    def _start(self, placement: Placement, answer: decode_pb2.ReserveResponse) -> None:
         kind = answer.WhichOneof("outcome")
-        predicted = self._plan.held(pod)
+        pod = placement.decode
         if kind == "local":
             self._timeline.mark("reserved", pod=pod.name, outcome="local", cached_tokens=answer.cached_tokens)
-            self._metrics.predicted_hits.inc(predicted)
+            placement.local(answer.cached_tokens)
+            self._metrics.hits(placement.predicted, answer.cached_tokens)
             self.cached_tokens = answer.cached_tokens
             return
         if kind != "target":
@@ -168,22 +168,16 @@ class Leg:
             first_block=answer.target.first_block,
             blocks=len(answer.target.blocks),
         )
-        assert pod.info is not None
-        prefill = self._plan.prefill(answer.target.fingerprint or pod.info.fingerprint, self._avoid)
-        if prefill is None:
-            raise Unavailable("no prefill pod of the decode pod's layout is ready", retry_after_s=1.0)
-        self._metrics.predicted_hits.inc(self._plan.held(prefill))
-        prefill.prefilling.add(self._request.request_id, self._plan.uncached(prefill))
-        self._prefill = prefill
-        self._prefill_task = self._spawn(self._run_prefill(prefill, pod, answer))
+        if placement.prefill is None:
+            raise InternalError(f"aggregated pod {pod.name} wants its prompt computed elsewhere")
+        self._prefill_task = self._spawn(self._run_prefill(placement, placement.prefill, pod, answer))
 
     # -- prefill
 
-    async def _run_prefill(self, pod: Pod, decode: Pod, answer: decode_pb2.ReserveResponse) -> None:
-        request_id = self._request.request_id
-        self._timeline.mark("prefill", pod=pod.name)
-        if self._index is not None and self._plan.indexed:
-            self._spawn(self._book(self._index, pod, self._plan.uncached(pod)))
+    async def _run_prefill(
+        self, placement: Placement, pod: Pod, decode: Pod, answer: decode_pb2.ReserveResponse
+    ) -> None:
+        self._timeline.mark("prefill", pod=pod.name, predicted_tokens=placement.predicted)
         first = handed_off = False
         reason: BatonError | None = None
         try:
@@ -191,10 +185,12 @@ class Leg:
             async for event in pod.prefill.Prefill(message, timeout=timeout_until(self._deadline)):
                 kind = event.WhichOneof("event")
                 if kind == "progress":
+                    placement.progress(self._request.prompt_len - event.progress.computed_tokens)
                     self._on_progress(event.progress)
                 elif kind == "first_token":
                     first = True
-                    pod.prefilling.remove(request_id)
+                    placement.computed()
+                    self._metrics.hits(placement.predicted, event.first_token.cached_tokens)
                     self._on_first_token(pod, event.first_token)
                 elif kind == "handed_off":
                     handed_off = True
@@ -208,17 +204,13 @@ class Leg:
             if ERROR_KEY not in (e.trailing_metadata() or {}):
                 pod.suspect()
                 if first and not handed_off and not self._complete:
-                    pod.prefilling.remove(request_id)
                     await asyncio.sleep(HANDOFF_GRACE_S)
         except BatonError as e:
             reason = e
         finally:
-            pod.prefilling.remove(request_id)
-            if self._index is not None and self._plan.indexed:
-                self._spawn(self._unbook(self._index, pod, request_id))
             self._never_handed_off = not handed_off and not self._decode_heard
             if self._never_handed_off and self._complete and self._decode is None:
-                decode.abort(request_id, self._deadline)
+                decode.abort(placement.request_id, self._deadline)
         # Once decode speaks, the hand-off happened, whatever became of the call that reports it.
         if reason is not None and not handed_off and not self._decode_heard and not self._complete:
             self._timeline.mark("prefill_failed", pod=pod.name, error=str(reason))
@@ -249,7 +241,6 @@ class Leg:
         )
         self.cached_tokens = event.cached_tokens
         self._metrics.queue.observe(event.queue_s)
-        self._rates.learn(pod.name, self._request.prompt_len - event.cached_tokens, event.compute_s)
         self._order.put([token_from_pb(event.token)])
         finish = finish_from_pb(event.finish_reason)
         if finish is not None:
@@ -266,22 +257,6 @@ class Leg:
             transport=event.transport,
         )
 
-    async def _book(self, index: IndexReader, pod: Pod, tokens: int) -> None:
-        if pod.info is None:
-            return
-        try:
-            await index.book(pod.info.scope, pod.info.name, self._request.request_id, tokens, BOOKING_TTL_S)
-        except IndexUnavailable as e:
-            _log.debug("booking not shared: %s", e)
-
-    async def _unbook(self, index: IndexReader, pod: Pod, request_id: str) -> None:
-        if pod.info is None:
-            return
-        try:
-            await index.unbook(pod.info.scope, pod.info.name, request_id)
-        except IndexUnavailable as e:
-            _log.debug("booking not returned: %s", e)
-
     # -- what the decode pod says (gateway.pod.Sink)
 
     def deliver(self, delta: decode_pb2.SequenceDelta) -> None:
@@ -289,6 +264,8 @@ class Leg:
         if not self._decode_heard:
             self._decode_heard = True
             self._timeline.mark("decode")
+        if delta.tokens and self._placement is not None:
+            self._placement.computed()  # the first token of a prompt that the decode pod computed
         if delta.HasField("cached_tokens"):
             self.cached_tokens = delta.cached_tokens
         self._order.put([token_from_pb(token) for token in delta.tokens])
@@ -350,16 +327,16 @@ class Leg:
             self._order.duplicates = 0
         self._release_decode(abort=not self._complete or self._never_handed_off)
         task, self._prefill_task = self._prefill_task, None
-        if not self._complete and task is not None and self._prefill is not None:
+        if not self._complete and task is not None:
             task.cancel()
-            self._prefill.prefilling.remove(self._request.request_id)  # a task that never ran has no finally
 
     def _release_decode(self, *, abort: bool) -> None:
+        placement, self._placement = self._placement, None
+        if placement is not None:
+            placement.end()
         pod, self._decode = self._decode, None
         if pod is None:
             return
-        request_id = self._request.request_id
-        pod.detach(request_id)
-        pod.decoding.remove(request_id)
+        pod.detach(self._request.request_id)
         if abort:
-            pod.abort(request_id, self._deadline)
+            pod.abort(self._request.request_id, self._deadline)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from common.telemetry import Metrics
 
+FAST_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 1.0)
+TOKEN_BUCKETS = (0, 16, 64, 256, 1024, 4096, 16384, 65536)
+
 
 class GatewayMetrics:
     """Metrics of one gateway; exposed by /metrics."""
@@ -21,12 +24,26 @@ class GatewayMetrics:
         self.aborts = m.counter("aborts", "Requests ended before the pods were done", ["reason"])
         self.retries = m.counter("retries", "Further attempts after a failure", ["kind"])
         self.rejections = m.counter("rejections", "Requests refused for load", ["by"])
-        self.predicted_hits = m.counter("prefix_hit_tokens_predicted", "Cached prompt tokens the index promised")
-        self.actual_hits = m.counter("prefix_hit_tokens_actual", "Cached prompt tokens that pods reported")
+        self.routing = m.histogram("routing_seconds", "What routing adds to a request", ["step"], FAST_BUCKETS)
+        self.predicted_hits = m.counter("prefix_hit_tokens_predicted", "Cached prompt tokens that routing expected")
+        self.actual_hits = m.counter("prefix_hit_tokens_actual", "Cached prompt tokens that pods found")
+        self.hit_error = m.histogram(
+            "prefix_hit_error_tokens",
+            "Cached prompt tokens of a request, expected and found: the difference",
+            buckets=TOKEN_BUCKETS,
+        )
         self.duplicates = m.counter("duplicate_tokens", "Tokens that came twice and were dropped")
-        self.index_lookup = m.histogram("kv_index_lookup_seconds", "Prefix index look-ups that were answered")
+        self.index_lookup = m.histogram(
+            "kv_index_lookup_seconds", "Prefix index look-ups that were answered", [], FAST_BUCKETS
+        )
         self._index_mode = m.gauge("kv_index_mode", "1 for how requests are routed now", ["mode"])
         self.index_mode("hash")
+
+    def hits(self, predicted: int, actual: int) -> None:
+        """Cached tokens of one prompt."""
+        self.predicted_hits.inc(predicted)
+        self.actual_hits.inc(actual)
+        self.hit_error.observe(abs(predicted - actual))
 
     def index_mode(self, mode: str) -> None:
         """redis (the index answers), local (this gateway's own memory) or hash (rendezvous hashing, own counts)."""

@@ -26,8 +26,8 @@ from common.errors import (
 from common.types import ValidRequest
 from gateway.leg import Delta, Leg
 from gateway.metrics import GatewayMetrics
-from gateway.pods import PodTable
-from gateway.router import Router
+from gateway.routing.plan import Plan
+from gateway.routing.router import Router
 from gateway.timeline import Timeline
 
 MAX_ATTEMPTS = 3
@@ -43,19 +43,28 @@ class Run:
     """One request on its way. cached_tokens: the prompt's real cache hit, known with the first token."""
 
     def __init__(
-        self, pipeline: Pipeline, request: ValidRequest, *, deadline: float, replayable: bool, timeline: Timeline
+        self,
+        pipeline: Pipeline,
+        request: ValidRequest,
+        *,
+        deadline: float,
+        replayable: bool,
+        timeline: Timeline,
+        affinity: str,
     ) -> None:
         self._pipeline = pipeline
         self._request = request
         self._deadline = deadline
         self._replayable = replayable
         self._timeline = timeline
+        self._affinity = affinity
         self.cached_tokens = 0
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
         """Tokens in order until the finish reason; close it early to abort. Raises BatonError."""
         pipeline = self._pipeline
-        plan = await pipeline.router.plan(self._request)
+        with pipeline.metrics.routing.labels("plan").time():
+            plan = await pipeline.router.plan(self._request, self._affinity)
         avoid: frozenset[str] = frozenset()
         sent = False
         for attempt in range(1, MAX_ATTEMPTS + 1):
@@ -91,18 +100,19 @@ class Run:
 class Pipeline:
     """Owns the background work of all requests."""
 
-    def __init__(self, table: PodTable, router: Router, metrics: GatewayMetrics, *, gateway_id: str) -> None:
+    def __init__(self, router: Router, metrics: GatewayMetrics, *, gateway_id: str) -> None:
         self.router = router
         self.metrics = metrics
-        self._table = table
         self._gateway_id = gateway_id
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def run(self, request: ValidRequest, *, deadline: float, replayable: bool, timeline: Timeline) -> Run:
-        """A request that runs once its deltas are read; deadline is a time.monotonic()."""
-        return Run(self, request, deadline=deadline, replayable=replayable, timeline=timeline)
+    def run(
+        self, request: ValidRequest, *, deadline: float, replayable: bool, timeline: Timeline, affinity: str = ""
+    ) -> Run:
+        """A request that runs once its deltas are read; deadline is a time.monotonic(), affinity a hint for routing."""
+        return Run(self, request, deadline=deadline, replayable=replayable, timeline=timeline, affinity=affinity)
 
-    def leg(self, plan: Any, attempt: int, avoid: frozenset[str], deadline: float, timeline: Timeline) -> Leg:
+    def leg(self, plan: Plan, attempt: int, avoid: frozenset[str], deadline: float, timeline: Timeline) -> Leg:
         """One attempt of a planned request."""
         return Leg(
             plan,
@@ -110,8 +120,6 @@ class Pipeline:
             avoid=avoid,
             deadline=deadline,
             gateway_id=self._gateway_id,
-            index=self._table.index,
-            rates=self.router.rates,
             metrics=self.metrics,
             timeline=timeline,
             spawn=self._spawn,
@@ -122,6 +130,7 @@ class Pipeline:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.router.stop()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)

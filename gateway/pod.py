@@ -13,7 +13,6 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import grpc
@@ -23,8 +22,9 @@ from common.errors import BatonError, LayoutMismatch, ModelNotFound, Unavailable
 from common.pb import decode_pb2, decode_pb2_grpc, prefill_pb2_grpc, transfer_pb2, transfer_pb2_grpc
 from common.prefix_index import PodLoad
 from common.types import Role
-from common.wire import PROTOCOL_VERSION, layout_from_pb, role_from_pb
-from gateway.bookings import Bookings
+from common.wire import PROTOCOL_VERSION, load_from_pb
+from gateway.pod_info import PodInfo
+from gateway.routing.view import PodView
 
 INFO_PERIOD_S = 0.5
 INFO_TIMEOUT_S = 1.0
@@ -35,50 +35,6 @@ REPEAT_ABORT_S = 2.0  # a sequence that still sends tokens this long after its a
 _BACKOFF_S = (0.05, 1.0)
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PodInfo:
-    """What a pod says of itself."""
-
-    name: str
-    generation: int
-    address: str
-    role: Role
-    model: str
-    fingerprint: str
-    scope: str
-    block_size: int
-    max_model_len: int
-    num_blocks: int
-    vocab_size: int
-    ready: bool
-    draining: bool
-
-    @classmethod
-    def from_pb(cls, pb: transfer_pb2.InfoResponse, address: str) -> PodInfo:
-        """Raises BatonError when the answer makes no sense."""
-        layout = layout_from_pb(pb.layout)
-        return cls(
-            name=pb.pod,
-            generation=pb.generation,
-            address=address,
-            role=role_from_pb(pb.role),
-            model=layout.model,
-            fingerprint=pb.fingerprint,
-            scope=pb.fingerprint[:8],
-            block_size=layout.block_size,
-            max_model_len=pb.max_model_len,
-            num_blocks=pb.num_blocks,
-            vocab_size=pb.vocab_size,
-            ready=pb.ready,
-            draining=pb.draining,
-        )
-
-    @property
-    def capacity(self) -> int:
-        """Tokens, prompt and output, that one request can ever have here."""
-        return min(self.max_model_len, self.num_blocks * self.block_size)
 
 
 class Sink(Protocol):
@@ -94,7 +50,8 @@ class Sink(Protocol):
 class Pod:
     """One address. model: the served name that its requests will have.
 
-    load and booked_tokens (by all gateways): from the index, load None when unknown, seen at load_seen (monotonic).
+    view: what routing knows of this process, one per generation, from the first Info on. index_draining: the index says
+    that it leaves. on_change: it came, went or changed.
     """
 
     def __init__(
@@ -106,12 +63,9 @@ class Pod:
         self.alive = False
         self.stream_up = False
         self.seen = time.monotonic()
-        self.load: PodLoad | None = None
-        self.load_seen = 0.0
-        self.booked_tokens = 0
+        self.view: PodView | None = None
         self.index_draining = False
-        self.prefilling = Bookings()
-        self.decoding = Bookings()
+        self._tells_load = False
         self._gateway_id = gateway_id
         self._model = model
         self._objection = ""
@@ -222,7 +176,7 @@ class Pod:
         try:
             pb = await self._transfer.Info(transfer_pb2.InfoRequest(), timeout=INFO_TIMEOUT_S)
             self._require_fit(pb)
-            self.info = PodInfo.from_pb(pb, self.address)
+            self._learn(pb)
             self.alive, self.seen, self._objection = True, time.monotonic(), ""
         except grpc.aio.AioRpcError as e:
             self._lost(f"does not answer: {e.details()}")
@@ -236,6 +190,27 @@ class Pod:
             if self.alive and self.info is not None and (before[1] is None or not before[0]):
                 _log.info("pod %s at %s: %s, up", self.name, self.address, self.info.role)
             self._on_change()
+
+    def _learn(self, pb: transfer_pb2.InfoResponse) -> None:
+        known, info = self.info, PodInfo.from_pb(pb, self.address)
+        if self.view is None or known is None or (known.name, known.generation) != (info.name, info.generation):
+            self.view = PodView(
+                info.name,
+                address=self.address,
+                role=info.role,
+                block_size=info.block_size,
+                capacity=info.capacity,
+                num_blocks=info.num_blocks,
+            )
+        self.info = info
+        self._tells_load = pb.HasField("load")
+        if self._tells_load:
+            self.view.report(load_from_pb(pb.load, draining=pb.draining), time.monotonic())
+
+    def heard(self, load: PodLoad) -> None:
+        """What the index says of its load, which is older than what it says itself."""
+        if self.view is not None and not self._tells_load:
+            self.view.report(load, time.monotonic())
 
     def _require_fit(self, pb: transfer_pb2.InfoResponse) -> None:
         """Raises LayoutMismatch or ModelNotFound for a pod that cannot serve this gateway's requests."""

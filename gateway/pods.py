@@ -1,7 +1,7 @@
 """The pods that this gateway may use: the static list and, while Redis answers, whoever registered in the index.
 
 Invariant: one Pod per address. A pod that only the index named is forgotten once neither the index nor the pod itself
-has been heard of for FORGET_S; a static one never.
+has been heard of for FORGET_S; a static one never. Who is usable is worked out once per change, not per request.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from statistics import fmean
 
 from common.errors import IndexUnavailable, Unavailable
 from common.prefix_index import IndexReader
@@ -24,6 +25,37 @@ FORGET_S = 10.0
 _log = logging.getLogger(__name__)
 
 
+class _Usable:
+    """Who takes requests, and for what, at one moment."""
+
+    def __init__(self, pods: Iterable[Pod]) -> None:
+        serving = [pod for pod in pods if pod.serving]
+        self.prefills: dict[str, list[Pod]] = {}
+        for pod in _newest(pod for pod in serving if pod.can_prefill):
+            assert pod.info is not None
+            self.prefills.setdefault(pod.info.fingerprint, []).append(pod)
+        able = _newest(pod for pod in serving if pod.can_decode)
+        self.decodes = [p for p in able if p.info and (p.info.role is Role.BOTH or p.info.fingerprint in self.prefills)]
+        self.layouts: dict[str, list[Pod]] = {}
+        for pod in self.decodes:
+            assert pod.info is not None
+            self.layouts.setdefault(pod.info.fingerprint, []).append(pod)
+        for fingerprint, feeders in self.prefills.items():
+            if fingerprint in self.layouts:
+                self.layouts[fingerprint] += feeders
+
+
+def _newest(pods: Iterable[Pod]) -> list[Pod]:
+    """One pod per name: of two addresses that claim the same name, the later generation."""
+    by_name: dict[str, Pod] = {}
+    for pod in pods:
+        assert pod.info is not None
+        known = by_name.get(pod.info.name)
+        if known is None or known.info is None or known.info.generation < pod.info.generation:
+            by_name[pod.info.name] = pod
+    return list(by_name.values())
+
+
 class PodTable:
     """Membership. index: the reader while Redis is configured; index_up: whether it answered last time."""
 
@@ -35,14 +67,14 @@ class PodTable:
         self._gateway_id = gateway_id
         self._model = model
         self._changed: set[Callable[[], None]] = set()
+        self._known: _Usable | None = None
         self._poll_task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Starts watching; pods come as they answer."""
         for address in self._static:
             self._pod(address, static=True)
-        if self.index is not None:
-            self._poll_task = asyncio.get_running_loop().create_task(self._poll(self.index))
+        self._poll_task = asyncio.get_running_loop().create_task(self._poll())
 
     async def stop(self) -> None:
         """Stops watching and closes every channel."""
@@ -55,16 +87,30 @@ class PodTable:
 
     def decodes(self) -> list[Pod]:
         """Pods that may be asked to reserve: those of role decode have a peer that can prefill for them."""
-        alive = self._newest(pod for pod in self.pods.values() if pod.can_decode)
-        fed = {pod.info.fingerprint for pod in self._feeders() if pod.info}
-        return [p for p in alive if p.info and (p.info.role is Role.BOTH or p.info.fingerprint in fed)]
+        return self._usable().decodes
 
     def prefills(self, fingerprint: str) -> list[Pod]:
         """Pods that may be asked to prefill for a decode pod of this layout."""
-        return [pod for pod in self._feeders() if pod.info and pod.info.fingerprint == fingerprint]
+        return self._usable().prefills.get(fingerprint, [])
 
-    def _feeders(self) -> list[Pod]:
-        return self._newest(pod for pod in self.pods.values() if pod.can_prefill)
+    def layouts(self) -> dict[str, list[Pod]]:
+        """Usable pods by fingerprint, whatever their role."""
+        return self._usable().layouts
+
+    def _usable(self) -> _Usable:
+        if self._known is None:
+            self._known = _Usable(self.pods.values())
+            self._assume_rates(self._known)
+        return self._known
+
+    def _assume_rates(self, usable: _Usable) -> None:
+        """What a pod has not measured yet is taken to be as its peers measured it."""
+        for pods in usable.layouts.values():
+            views = [pod.view for pod in pods if pod.view]
+            computed = [v.load.prefill_rate for v in views if v.load and v.load.prefill_rate > 0]
+            moved = [v.load.transfer_rate for v in views if v.load and v.load.transfer_rate > 0]
+            for view in views:
+                view.assume(fmean(computed or [0.0]), fmean(moved or [0.0]))
 
     @property
     def ready(self) -> bool:
@@ -87,48 +133,47 @@ class PodTable:
             raise Unavailable("no prefill and decode pods are ready to serve this model", retry_after_s=1.0)
         return best
 
-    def _newest(self, pods: Iterable[Pod]) -> list[Pod]:
-        """One pod per name: of two addresses that claim the same name, the later generation."""
-        by_name: dict[str, Pod] = {}
-        for pod in pods:
-            assert pod.info is not None
-            known = by_name.get(pod.info.name)
-            if known is None or known.info is None or known.info.generation < pod.info.generation:
-                by_name[pod.info.name] = pod
-        return list(by_name.values())
-
     def _pod(self, address: str, *, static: bool) -> Pod:
         pod = self.pods.get(address)
         if pod is None:
             pod = self.pods[address] = Pod(
-                address, self._gateway_id, model=self._model, static=static, on_change=self._on_change
+                address, self._gateway_id, model=self._model, static=static, on_change=self.changed
             )
             pod.start()
         return pod
 
-    def _on_change(self) -> None:
+    def changed(self) -> None:
+        """A pod came, went or changed, or the index did."""
+        self._known = None
         for call in list(self._changed):
             call()
 
     def on_change(self, call: Callable[[], None]) -> None:
-        """Calls `call` whenever a pod came, went or changed."""
+        """Calls `call` whenever a pod or the index came, went or changed."""
         self._changed.add(call)
 
-    async def _poll(self, index: IndexReader) -> None:
+    async def _poll(self) -> None:
         while True:
-            try:
-                await self._refresh(index)
-                if not self.index_up:
-                    _log.info("prefix index: up")
-                self.index_up = True
-            except IndexUnavailable as e:
-                if self.index_up:
-                    _log.warning("prefix index: away (%s)", e)
-                self.index_up = False
-            except Exception:
-                _log.exception("prefix index: cannot be read")
-                self.index_up = False
+            if self.index is not None:
+                await self._ask(self.index)
+            self._known = None  # who leaves may have changed, and what the rest take a pod's rates for
             await asyncio.sleep(POLL_PERIOD_S)
+
+    async def _ask(self, index: IndexReader) -> None:
+        try:
+            await self._refresh(index)
+            self._index_is(True)
+        except IndexUnavailable as e:
+            self._index_is(False, str(e))
+        except Exception as e:
+            _log.exception("prefix index: cannot be read")
+            self._index_is(False, repr(e))
+
+    def _index_is(self, up: bool, why: str = "") -> None:
+        if up != self.index_up:
+            _log.log(logging.INFO if up else logging.WARNING, "prefix index: %s", "up" if up else f"away ({why})")
+            self.index_up = up
+            self.changed()
 
     async def _refresh(self, index: IndexReader) -> None:
         now = time.monotonic()
@@ -141,12 +186,12 @@ class PodTable:
             pod = self._pod(record.address, static=False)
             if pod.info is not None and pod.info.generation > record.generation:
                 continue  # the index still describes the pod's predecessor
-            pod.load, pod.load_seen, pod.booked_tokens = status.load, now, status.booked_tokens
+            pod.heard(status.load)
             pod.index_draining = status.draining
         for address, pod in list(self.pods.items()):
             if address in named:
                 continue
-            pod.load, pod.index_draining = None, False
+            pod.index_draining = False
             if not pod.static and not pod.alive and now - pod.seen > FORGET_S:
                 _log.info("pod %s at %s: forgotten", pod.name, address)
                 del self.pods[address]

@@ -76,6 +76,7 @@ def settings_of(config: GatewayConfig) -> Settings:
         request_timeout_s=config.request_timeout_s,
         max_inflight=config.max_inflight,
         max_body_bytes=config.max_body_bytes,
+        routing_policy=config.routing_policy,
     )
 
 

@@ -22,7 +22,7 @@ from gateway.metrics import GatewayMetrics
 from gateway.output import ChoiceOutput, Piece, ShownToken
 from gateway.pipeline import Pipeline
 from gateway.pods import PodTable
-from gateway.router import Router
+from gateway.routing.router import Router
 from gateway.timeline import Timeline, Timelines
 from gateway.tokenizer import TextTokenizer
 from gateway.validation import ChatBody, CompletionBody, Limits, Spec, to_valid
@@ -41,6 +41,7 @@ class Settings:
     request_timeout_s: float = 600.0
     max_inflight: int = 1024
     max_body_bytes: int = 8 << 20
+    routing_policy: str = "cost"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +66,17 @@ class Answer:
 
 
 class Ticket:
-    """One client request under way. end: ends it from elsewhere (the Abort call, the gateway's stop)."""
+    """One client request under way. end: ends it from elsewhere (the Abort call, the gateway's stop).
 
-    def __init__(self, timeline: Timeline, endpoint: str, deadline: float) -> None:
+    affinity: requests with the same one had better meet the same pods.
+    """
+
+    def __init__(self, timeline: Timeline, endpoint: str, deadline: float, affinity: str = "") -> None:
         self.id = timeline.request_id
         self.timeline = timeline
         self.endpoint = endpoint
         self.deadline = deadline
+        self.affinity = affinity
         self.ended_with: BatonError | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -128,7 +133,11 @@ class Choice:
         """Pieces; None means that all before is void."""
         metrics, ticket = self._gateway.metrics, self._ticket
         run = self._gateway.pipeline.run(
-            self.request, deadline=ticket.deadline, replayable=replayable, timeline=ticket.timeline
+            self.request,
+            deadline=ticket.deadline,
+            replayable=replayable,
+            timeline=ticket.timeline,
+            affinity=ticket.affinity,
         )
         output = self._new_output()
         last: float | None = None
@@ -157,7 +166,6 @@ class Choice:
         metrics.e2e.observe(time.monotonic() - self._ticket.timeline.start)
         metrics.prompt_tokens.inc(usage.prompt)
         metrics.output_tokens.inc(usage.completion)
-        metrics.actual_hits.inc(usage.cached)
         if stop_string:
             metrics.aborts.labels("stop_string").inc()
         self._ticket.timeline.mark("finished", reason=finish.value, output_tokens=usage.completion)
@@ -177,7 +185,8 @@ class Gateway:
         self.timelines = Timelines()
         gateway_id = f"gateway-{secrets.token_hex(8)}"
         self.table = PodTable(settings.pods, index, gateway_id=gateway_id, model=settings.served_name)
-        self.pipeline = Pipeline(self.table, Router(self.table, self.metrics), self.metrics, gateway_id=gateway_id)
+        router = Router(self.table, self.metrics, policy=settings.routing_policy)
+        self.pipeline = Pipeline(router, self.metrics, gateway_id=gateway_id)
         self.draining = False
         self._index = index
         self._tickets: dict[str, Ticket] = {}
@@ -214,7 +223,9 @@ class Gateway:
         return not self.draining and self.table.ready
 
     @contextmanager
-    def admit(self, endpoint: str, client_id: str | None, timeout_s: float | None = None) -> Iterator[Ticket]:
+    def admit(
+        self, endpoint: str, client_id: str | None, timeout_s: float | None = None, *, affinity: str = ""
+    ) -> Iterator[Ticket]:
         """A permit for one client request, for as long as the block lasts; its end is counted by how it ended.
 
         Raises Overloaded when too many run, Unavailable while draining.
@@ -227,7 +238,7 @@ class Gateway:
             raise Overloaded("too many requests are being served", retry_after_s=1.0)
         timeline = Timeline(secrets.token_hex(12), client_id, endpoint)
         limit = self.settings.request_timeout_s
-        ticket = Ticket(timeline, endpoint, timeline.start + min(limit, timeout_s or limit))
+        ticket = Ticket(timeline, endpoint, timeline.start + min(limit, timeout_s or limit), affinity)
         self._tickets[ticket.id] = ticket
         self.timelines.add(timeline)
         self.metrics.running.inc()

@@ -19,7 +19,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from common.errors import BatonError, Cancelled, DeadlineExceeded, InternalError
 from common.logs import bind
-from gateway.body import client_request_id, client_timeout, read_json_body
+from gateway.body import client_affinity, client_request_id, client_timeout, read_json_body
 from gateway.openai_schema import (
     ChatFormat,
     CompletionFormat,
@@ -102,7 +102,8 @@ class GenerateEndpoint:
         response = _Response(send)
         response.request_id = client_id = client_request_id(scope)
         try:
-            with self._gateway.admit(self._name, client_id, client_timeout(scope)) as ticket:
+            timeout_s, affinity = client_timeout(scope), client_affinity(scope)
+            with self._gateway.admit(self._name, client_id, timeout_s, affinity=affinity) as ticket:
                 response.request_id = client_id or ticket.id
                 with bind(request_id=ticket.id):
                     await self._admitted(scope, receive, response, ticket)

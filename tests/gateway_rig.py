@@ -17,6 +17,7 @@ import orjson
 from common.chat_template import ChatTemplate
 from common.config import GatewayConfig
 from common.prefix_index import IndexReader
+from gateway.pod import Pod
 from gateway.server import GatewayServer, settings_of
 from gateway.service import Gateway
 from gateway.tokenizer import TextTokenizer
@@ -31,6 +32,11 @@ async def until(true: Callable[[], bool], timeout_s: float = 30.0) -> None:
     while not true():
         assert time.monotonic() < deadline, "the condition did not come true"
         await asyncio.sleep(0.01)
+
+
+def booked(pod: Pod) -> int:
+    """Bookings of this gateway that are open on a pod."""
+    return 0 if pod.view is None else len(pod.view.prefilling) + len(pod.view.decoding)
 
 
 @dataclass
@@ -73,9 +79,8 @@ class Rig:
 
     async def settled(self) -> None:
         """Nothing is left of any request, here or on the pods."""
-        pods = lambda: self.gateway.table.pods.values()  # noqa: E731
         await until(lambda: self.cluster.all_idle())
-        await until(lambda: all(not len(p.prefilling) and not len(p.decoding) and not p._sinks for p in pods()))
+        await until(lambda: all(not booked(pod) and not pod._sinks for pod in self.gateway.table.pods.values()))
 
 
 @functools.cache

@@ -1,10 +1,8 @@
--- The live pods of a scope: their slots, load and booked tokens, and their info unless the caller knows it already.
+-- The live pods of a scope: their slots and load, and their info unless the caller knows it already.
 -- KEYS: pods, slots   ARGV: key prefix, version of the info that the caller knows
--- Returns {epoch of the slots, version, per pod {pod, generation, slot or '', load or '', booked tokens, info}}, info
--- as {field, value, ...}, empty where it is known.
+-- Returns {epoch of the slots, version, per pod {pod, generation, slot or '', load or '', info}}, info as {field,
+-- value, ...}, empty where it is known.
 local prefix = ARGV[1]
-local time = redis.call('TIME')
-local now = string.format('%.0f', time[1] * 1000 + math.floor(time[2] / 1000))
 local state = redis.call('HMGET', KEYS[2], 'epoch', 'version')
 local epoch = state[1] or ''
 local version = epoch .. '/' .. (state[2] or '')
@@ -26,12 +24,8 @@ for first = 1, #registered, 2000 do
   for i = first, last, 2 do
     local pod, generation = registered[i], registered[i + 1]
     if found[i - first + 1] == generation then
-      local booked = 0
-      for _, request in ipairs(redis.call('ZRANGEBYSCORE', prefix .. 'resv:' .. pod, '(' .. now, '+inf')) do
-        booked = booked + tonumber(redis.call('HGET', prefix .. 'resv_tokens:' .. pod, request) or 0)
-      end
       live[#live + 1] = {
-        pod, generation, slot_of[pod .. ':' .. generation] or '', found[i - first + 2] or '', booked,
+        pod, generation, slot_of[pod .. ':' .. generation] or '', found[i - first + 2] or '',
         version == ARGV[2] and {} or redis.call('HGETALL', prefix .. 'info:' .. pod),
       }
     end

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 
 class Bookings:
-    """Open bookings of one pod. tokens: of all; fresh, fresh_count: of those made at or after the last mark."""
+    """Open bookings of one pod. tokens: of all; fresh, fresh_count: of those made at or after the last mark.
 
-    __slots__ = ("_open", "_since", "fresh", "fresh_count", "tokens")
+    fresh_booked: as fresh, of what was booked at first; that is what other gateways may know.
+    """
+
+    __slots__ = ("_open", "_since", "fresh", "fresh_booked", "fresh_count", "tokens")
 
     def __init__(self) -> None:
-        self._open: dict[str, tuple[int, float]] = {}
+        self._open: dict[str, tuple[int, int, float]] = {}  # left, booked, when
         self._since = float("-inf")
         self.tokens = 0
         self.fresh = 0
+        self.fresh_booked = 0
         self.fresh_count = 0
 
     def __len__(self) -> int:
@@ -21,30 +25,37 @@ class Bookings:
     def add(self, request_id: str, tokens: int, now: float) -> None:
         """Books work of `tokens` tokens; again replaces."""
         self.remove(request_id)
-        self._open[request_id] = (tokens, now)
-        self._count(tokens, now, 1)
+        self._open[request_id] = (tokens, tokens, now)
+        self.tokens += tokens
+        if now >= self._since:
+            self.fresh += tokens
+            self.fresh_booked += tokens
+            self.fresh_count += 1
 
     def shrink(self, request_id: str, tokens: int) -> None:
         """Only `tokens` of a booking are left to do; without effect when there is none, or when fewer are."""
-        entry = self._open.get(request_id)
-        if entry is not None and tokens < entry[0]:
-            self._open[request_id] = (tokens, entry[1])
-            self._count(tokens - entry[0], entry[1], 0)
+        left, booked, at = self._open.get(request_id, (0, 0, 0.0))
+        if tokens < left:
+            self._open[request_id] = (tokens, booked, at)
+            self.tokens -= left - tokens
+            if at >= self._since:
+                self.fresh -= left - tokens
 
     def remove(self, request_id: str) -> None:
         """Returns a booking; without effect when there is none."""
         entry = self._open.pop(request_id, None)
         if entry is not None:
-            self._count(-entry[0], entry[1], -1)
+            left, booked, at = entry
+            self.tokens -= left
+            if at >= self._since:
+                self.fresh -= left
+                self.fresh_booked -= booked
+                self.fresh_count -= 1
 
     def mark(self, since: float) -> None:
         """What was booked before `since` is not fresh any more: the pod's own report includes it."""
         self._since = since
-        fresh = [tokens for tokens, at in self._open.values() if at >= since]
-        self.fresh, self.fresh_count = sum(fresh), len(fresh)
-
-    def _count(self, tokens: int, at: float, number: int) -> None:
-        self.tokens += tokens
-        if at >= self._since:
-            self.fresh += tokens
-            self.fresh_count += number
+        fresh = [entry for entry in self._open.values() if entry[2] >= since]
+        self.fresh = sum(left for left, _, _ in fresh)
+        self.fresh_booked = sum(booked for _, booked, _ in fresh)
+        self.fresh_count = len(fresh)

@@ -1,9 +1,10 @@
 """Which pods suit a request, best first. Pure: a demand, the pods as they are, the time and a source of chance.
 
 `cost`, in seconds: the queue there + what is left to compute / the pod's rate + what is pulled; for decoding what has
-to move there + what the sequence and its neighbours will wait for each other. All of it from what pods measured. So a
-prefix that many share is computed anew elsewhere as soon as the queue at its holders takes longer than that, and no
-block that heads every prompt draws them all to one pod.
+to move there + what the sequence and its neighbours will wait for each other. All of it from what pods measured. What
+is computed counts more than what is waited for, since those that come later wait for it too. So a prefix that many
+share is computed anew elsewhere as soon as the queue at its holders takes longer than that is worth, and no block that
+heads every prompt draws them all to one pod.
 Near-ties are shuffled: gateways with the same view do not all choose the same pod.
 `home` is for when nobody knows what pods hold: rendezvous hashing of the prompt's first blocks with bounded load
 (Mirrokni et al., "Consistent Hashing with Bounded Loads").
@@ -24,6 +25,7 @@ from gateway.routing.view import HOST_SPEEDUP, PodView
 
 POLICIES = ("cost", "round_robin", "least_loaded", "prefix_only")
 
+OTHERS = 2.0  # what a second of computing costs those behind it, in seconds
 TIE_RATIO, TIE_S = 1.02, 0.001  # costs within this are equal
 MIN_OPTIONS, MAX_OPTIONS = 8, 64  # what is offered to the atomic choice
 AFFINITY_RATIO, AFFINITY_S = 0.1, 0.005  # the preferred pod seems cheaper by this
@@ -36,24 +38,28 @@ LOAD_BOUND = 1.25
 class Option(NamedTuple):
     """A pod and what it would cost, in seconds.
 
-    tokens: prompt tokens that it would have to compute, or KV to move there. held: prompt tokens that are promised.
-    unit_s: seconds by which the cost grows with each token (prefill) or sequence (decode) that others book there.
+    tokens: prompt tokens that it would have to compute, or whose KV would have to move there. held: prompt tokens that
+    are promised. units: what the request adds to the pod's load, tokens to compute or one sequence; unit_s: what each
+    unit that others add costs this request.
     """
 
     view: PodView
     cost: float
     tokens: int
     held: int
+    units: int
     unit_s: float
 
 
 class Policy(Protocol):
     """Both methods return the usable ones of `views` as options, the best first; none when none is large enough.
 
-    shares: the order may be changed by what other gateways booked in the meantime.
+    shares: the order may be changed by what other gateways booked in the meantime. informed: it is of no use while
+    nobody knows what pods hold.
     """
 
     shares: bool
+    informed: bool
 
     def prefill(self, demand: Demand, views: Sequence[PodView], now: float) -> list[Option]: ...
 
@@ -75,6 +81,7 @@ class CostPolicy:
     """See the top of this file."""
 
     shares = True
+    informed = True
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -86,7 +93,9 @@ class CostPolicy:
             (
                 view.queue_s(now)
                 + view.overhead_s
-                + (left if (left := length - promises.get(view.name, 0)) > 0 else 1) * view.seconds_per_token,
+                + (left if (left := length - promises.get(view.name, 0)) > 0 else 1)
+                * view.seconds_per_token
+                * (1 + OTHERS),
                 view,
             )
             for view in views
@@ -95,7 +104,7 @@ class CostPolicy:
         if demand.host or demand.pull:
             scored = [(cost + _fetch_s(demand, view, promises), view) for cost, view in scored]
         best = self._best(demand, scored)
-        return [_option(demand, promises, view, cost, view.seconds_per_token) for cost, view in best]
+        return [_option(demand, promises, view, cost, unit_s=view.seconds_per_token) for cost, view in best]
 
     def decode(self, demand: Demand, views: Sequence[PodView], now: float) -> list[Option]:
         """The least seconds of moving KV there and decoding, for this sequence and by it for those beside it."""
@@ -103,7 +112,12 @@ class CostPolicy:
         output, promises = min(demand.max_tokens, EXPECTED_OUTPUT), demand.promises()
         scored = [(_decode_s(demand, promises, view, output, now), view) for view in views if view.capacity >= need]
         best = self._best(demand, scored)
-        return [_option(demand, promises, view, cost, 2 * output * view.slope_s) for cost, view in best]
+        return [
+            _option(demand, promises, view, cost, unit_s=view.seconds_per_token)
+            if view.role is Role.BOTH
+            else _option(demand, promises, view, cost, units=1, unit_s=2 * output * view.slope_s)
+            for cost, view in best
+        ]
 
     def _best(self, demand: Demand, scored: list[tuple[float, PodView]]) -> list[tuple[float, PodView]]:
         """Near-ties first, in any order, then the next best until there are enough."""
@@ -126,6 +140,7 @@ class RoundRobin:
     """Each pod in turn."""
 
     shares = False
+    informed = False
 
     def __init__(self, rng: random.Random) -> None:
         self._turns = {"prefill": rng.randrange(1 << 16), "decode": rng.randrange(1 << 16)}
@@ -151,6 +166,7 @@ class LeastLoaded:
     """The shortest queue, the fewest sequences; what pods hold does not matter."""
 
     shares = True
+    informed = False
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -158,24 +174,25 @@ class LeastLoaded:
     def prefill(self, demand: Demand, views: Sequence[PodView], now: float) -> list[Option]:
         """The shortest queue in seconds."""
         fit = [view for view in views if view.capacity >= demand.prompt_len]
-        return self._order(demand, [(view.queue_s(now), view, view.seconds_per_token) for view in fit])
+        return self._order(demand, [(view.queue_s(now), view, None, view.seconds_per_token) for view in fit])
 
     def decode(self, demand: Demand, views: Sequence[PodView], now: float) -> list[Option]:
         """The fewest sequences."""
         fit = [view for view in views if view.capacity >= demand.prompt_len + demand.max_tokens]
-        return self._order(demand, [(float(view.sequences()), view, 1.0) for view in fit])
+        return self._order(demand, [(float(view.sequences()), view, 1, 1.0) for view in fit])
 
-    def _order(self, demand: Demand, scored: list[tuple[float, PodView, float]]) -> list[Option]:
+    def _order(self, demand: Demand, scored: list[tuple[float, PodView, int | None, float]]) -> list[Option]:
         promises = demand.promises()
         self._rng.shuffle(scored)
         best = heapq.nsmallest(MIN_OPTIONS, scored, key=lambda entry: entry[0])
-        return [_option(demand, promises, view, cost, unit_s) for cost, view, unit_s in best]
+        return [_option(demand, promises, view, cost, units=units, unit_s=unit_s) for cost, view, units, unit_s in best]
 
 
 class PrefixOnly:
     """The longest match, whatever the load."""
 
     shares = False
+    informed = True
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -200,6 +217,7 @@ class Home:
     """Prompts with the same first blocks have the same pod, unless it has more than its share; see the top."""
 
     shares = False
+    informed = False
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -241,7 +259,7 @@ def _fetch_s(demand: Demand, view: PodView, promises: Mapping[str, int]) -> floa
     pull = demand.pull.get(view.name)
     if pull is None:
         return host_s
-    saved = (pull.tokens - promises.get(view.name, 0)) * view.seconds_per_token
+    saved = (pull.tokens - promises.get(view.name, 0)) * view.seconds_per_token * (1 + OTHERS)
     return min(host_s, pull.seconds - saved)
 
 
@@ -250,7 +268,7 @@ def _decode_s(demand: Demand, promises: Mapping[str, int], view: PodView, output
     # It slows down each of those beside it as much as each of them slows it down.
     cost = output * (view.step_s + (2 * view.sequences() + 1) * view.slope_s)
     if view.role is Role.BOTH:
-        cost += view.queue_s(now) + view.prefill_s(max(1, new))
+        cost += view.queue_s(now) + view.prefill_s(max(1, new) * (1 + OTHERS))
     elif new > 0:
         cost += new * view.seconds_per_moved
     room = view.free_blocks() - (max(0, new) + output) // view.block_size
@@ -266,10 +284,18 @@ def _favour(affinity: str, scored: list[tuple[float, PodView]]) -> list[tuple[fl
 
 
 def _option(
-    demand: Demand, promises: Mapping[str, int], view: PodView, cost: float = 0.0, unit_s: float = 0.0
+    demand: Demand,
+    promises: Mapping[str, int],
+    view: PodView,
+    cost: float = 0.0,
+    *,
+    units: int | None = None,
+    unit_s: float = 0.0,
 ) -> Option:
+    """units None: the tokens that are left to compute."""
     held = min(promises.get(view.name, 0), demand.prompt_len - 1)
-    return Option(view, cost, demand.prompt_len - held, held, unit_s)
+    left = demand.prompt_len - held
+    return Option(view, cost, left, held, left if units is None else units, unit_s)
 
 
 def _cost(pair: tuple[float, PodView]) -> float:

@@ -90,17 +90,20 @@ class PodView:
         self.prefilling.mark(now - DISPATCH_S)
         self.decoding.mark(now - DISPATCH_S)
 
-    def assume_rate(self, rate: float) -> None:
-        """Prompt tokens per second, until the pod has measured its own."""
-        if self.load is None or self.load.prefill_rate <= 0:
-            self.seconds_per_token = 1 / rate
+    def assume(self, prefill_rate: float, transfer_rate: float) -> None:
+        """Prompt tokens per second computed and moved, for as long as the pod has not measured its own; 0: unknown."""
+        load = self.load or PodLoad()
+        if prefill_rate > 0 and load.prefill_rate <= 0:
+            self.seconds_per_token = 1 / prefill_rate
+        if transfer_rate > 0 and load.transfer_rate <= 0:
+            self.seconds_per_moved = 1 / transfer_rate
 
     def queue_s(self, now: float) -> float:
         """Seconds of prompts that are ahead of a new one."""
         waiting = (self.prefilling.fresh + self.foreign) * self.seconds_per_token
         return waiting + self.free_at - now if self.free_at > now else waiting
 
-    def prefill_s(self, tokens: int) -> float:
+    def prefill_s(self, tokens: float) -> float:
         """Seconds of computing for so many prompt tokens."""
         return self.overhead_s + tokens * self.seconds_per_token
 

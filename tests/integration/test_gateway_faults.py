@@ -37,7 +37,7 @@ from gateway import streaming
 from gateway.leg import Leg
 from gateway.timeline import Timeline
 from tests.fake_pods import FakeCluster, FakePod, fake_cluster
-from tests.gateway_rig import MODEL, Rig, rig, until
+from tests.gateway_rig import MODEL, Rig, booked, rig, until
 
 ROOT = Path(__file__).parents[2]
 
@@ -382,7 +382,7 @@ async def test_a_hand_off_that_fails_before_the_answer_is_taken_frees_the_decode
         pod.faults.hand_off_error = TransferFailed("blocks were lost")
     leg = await make_leg(gw, max_tokens=1)
     await leg.open()
-    await until(lambda: not any(len(pod.prefilling) for pod in gw.gateway.table.pods.values()))
+    await until(lambda: not any(pod.view and len(pod.view.prefilling) for pod in gw.gateway.table.pods.values()))
     await until(lambda: bool(leg.blamed))
     assert [delta.finish async for delta in leg.deltas()] == [FinishReason.LENGTH]
     leg.close()
@@ -540,7 +540,7 @@ async def test_a_frozen_pod_is_found_out_by_its_channel(
                 await until(lambda: gw.gateway.ready)
                 task = asyncio.create_task(gw.complete())
                 # Half a second later the lone pod has said all that it ever will.
-                await until(lambda: len(pods[address].prefilling) + len(pods[address].decoding) == 1)
+                await until(lambda: booked(pods[address]) > 0)
                 await asyncio.sleep(0.5)
                 lone.send_signal(signal.SIGSTOP)
                 well.draining = False

@@ -38,7 +38,7 @@ async def test_pods_come_from_the_index_and_prefixes_decide(
             await valkey.stop()
             await until(lambda: not gw.gateway.table.index_up)
             assert (await gw.complete(prompt=PROMPT)).status_code == 200
-            assert 'baton_kv_index_mode{mode="hash"} 1.0' in (await gw.http.get("/metrics")).text
+            assert 'baton_kv_index_mode{mode="local"} 1.0' in (await gw.http.get("/metrics")).text
             assert gw.gateway.ready
             await gw.settled()
     finally:

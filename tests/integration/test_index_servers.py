@@ -19,7 +19,7 @@ from common import index_pod
 from common.block_hash import block_hashes
 from common.errors import ConfigError, IndexUnavailable
 from common.index_store import connect
-from common.prefix_index import IndexReader, PodIndex, PodLoad, PodRecord, mint_generation
+from common.prefix_index import Candidate, IndexReader, PodIndex, PodLoad, PodRecord, mint_generation
 from common.types import Role
 from common.valkey import EmbeddedValkey, valkey_binary
 from tests.tcp_proxy import tcp_proxy
@@ -60,7 +60,7 @@ async def finds(reader: IndexReader, names: set[str], scope: str = SCOPE) -> boo
             return False
         held = await reader.lookup(scope, BLOCKS, list(live.items()))
         for name in names:
-            await reader.book(scope, name, "r", 5, 60)
+            await reader.reserve(scope, "r", [[Candidate(name, 0.0, 1.0, 5, 60.0)]])
             await reader.unbook(scope, name, "r")
     except IndexUnavailable:
         return False

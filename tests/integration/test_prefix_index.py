@@ -18,12 +18,23 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from common import index_pod
+from common import index_pod, index_reader
 from common.block_hash import block_hashes
 from common.breaker import Breaker
 from common.errors import BatonError, IndexUnavailable, error_class
 from common.index_store import Keys, Script, connect, pack
-from common.prefix_index import Held, IndexReader, PodIndex, PodLoad, PodRecord, PodStatus, Tier, mint_generation
+from common.prefix_index import (
+    Candidate,
+    Held,
+    IndexReader,
+    PodIndex,
+    PodLoad,
+    PodRecord,
+    PodStatus,
+    Reserved,
+    Tier,
+    mint_generation,
+)
 from common.types import Role
 from common.valkey import EmbeddedValkey
 
@@ -188,9 +199,9 @@ async def test_a_pod_is_seen_with_its_record_load_and_blocks_and_leaves_without_
     load = PodLoad(queued_tokens=12, running=3, waiting=1, free_blocks=50, draining=True)
     async with rig.pod(hashes=blocks, load=load):
         status = (await rig.live())["decode-0"]
-        assert (status.record, status.load, status.draining, status.booked_tokens) == (RECORD, load, True, 0)
+        assert (status.record, status.load, status.draining) == (RECORD, load, True)
         assert await rig.reader.lookup(SCOPE, blocks, [("decode-0", 1_000)]) == {"decode-0": 40}
-        await rig.reader.book(SCOPE, "decode-0", "r", 5, 60)
+        await book(rig.reader, "decode-0", "r", 5)
     assert await rig.live() == {}
     assert [k for k in await rig.raw.keys("*") if b"gen:" not in k] == []
 
@@ -255,7 +266,7 @@ async def test_a_set_that_differs_is_replaced(rig: Rig) -> None:
 
 async def test_keys_of_a_killed_pod_expire(rig: Rig) -> None:
     async with rig.pod(hashes=chain(7, 5)):
-        await rig.reader.book(SCOPE, "decode-0", "r", 5, 60)
+        await book(rig.reader, "decode-0", "r", 5)
         lasting = {b"kv:scopes"}
         ttls = {k: await rig.raw.pttl(k) for k in await rig.raw.keys("*") if k not in lasting}
     assert {k: t for k, t in ttls.items() if t <= 0} == {}
@@ -272,12 +283,13 @@ async def test_a_restarted_pod_replaces_its_entries_and_the_old_process_is_fence
     old_blocks, new_blocks = chain(8, 10), chain(9, 10)
     young = replace(RECORD, generation=2_000, address="127.0.0.1:6")
     async with rig.pod(hashes=old_blocks) as old_pool:
-        await rig.reader.book(SCOPE, "decode-0", "r", 5, 60)
+        await book(rig.reader, "decode-0", "r", 5)
         async with rig.pod(young, new_blocks):
             old_pool.store(chain(10, 5))
             await until(lambda: old_pool.index is not None and not old_pool.index.connected)
             status = (await rig.live())["decode-0"]
-            assert (status.record, status.booked_tokens) == (young, 0)
+            assert status.record == young
+            assert await book(rig.reader, "decode-0", "new", 5) == 5
             assert "decode-0 at 127.0.0.1:5 was replaced by 127.0.0.1:6" in caplog.text
             assert await rig.members(RECORD) == set()
             both = [("decode-0", 1_000)]
@@ -445,10 +457,10 @@ async def test_answers_are_kept_for_a_moment_unless_something_is_booked(rig: Rig
         pool.store(blocks[4:6])
         await rig.shows(set(blocks[:6]))
         assert await rig.reader.lookup(SCOPE, blocks, [one]) == {"decode-0": 4}
-        await rig.reader.book(SCOPE, "decode-1", "r", 5, 60)  # it holds everything already
+        await book(rig.reader, "decode-1", "r", 5)  # it holds everything already
         assert await rig.reader.lookup(SCOPE, blocks, [one, two]) == {"decode-0": 4, "decode-1": 10}
         assert await rig.reader.lookup(SCOPE, blocks[:9], [one]) == {"decode-0": 6}
-        await rig.reader.book(SCOPE, "decode-0", "r", 5, 60)
+        await book(rig.reader, "decode-0", "r", 5)
         assert await rig.reader.lookup(SCOPE, blocks, [two]) == {"decode-1": 10}
         assert await rig.reader.lookup(SCOPE, blocks, [one]) == {"decode-0": 6}
         assert await rig.reader.lookup(SCOPE, blocks, [("decode-0", 1_001)]) == {"decode-0": 0}
@@ -488,33 +500,58 @@ async def test_a_reader_that_missed_a_pod_learns_who_it_is_when_it_is_back(
 # ---- bookings
 
 
-async def test_bookings_add_up_are_shared_and_end(rig: Rig) -> None:
+async def book(reader: IndexReader, pod: str, request: str, tokens: int) -> int:
+    """Tokens booked on the pod, these included."""
+    (answer,) = await reader.reserve(SCOPE, request, [[Candidate(pod, 0.0, 1.0, tokens, 60.0)]])
+    return answer.booked[0] + tokens
+
+
+async def test_bookings_add_up_are_shared_and_end(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     second = IndexReader(rig.url, timeout_s=2.0)
-    async with rig.pod():
-        assert await rig.reader.book(SCOPE, "decode-0", "a", 100, 60) == 100
-        assert await second.book(SCOPE, "decode-0", "b", 50, 60) == 150
-        assert await second.book(SCOPE, "decode-0", "b", 60, 60) == 160
-        assert (await rig.live())["decode-0"].booked_tokens == 160
-        await second.unbook(SCOPE, "decode-0", "a")
-        await second.unbook(SCOPE, "decode-0", "never")
-        assert (await rig.live())["decode-0"].booked_tokens == 60
-        await rig.reader.book(SCOPE, "decode-0", "short", 1_000, 0.05)
+    assert await book(rig.reader, "p", "a", 100) == 100
+    assert await book(second, "p", "b", 50) == 150
+    assert await book(second, "p", "b", 60) == 160
+    await second.unbook(SCOPE, "p", "a")
+    await second.unbook(SCOPE, "p", "never")
+    assert await book(rig.reader, "p", "b", 60) == 60
+    monkeypatch.setattr(index_reader, "BOOKING_S", 0.05)
+    await book(rig.reader, "p", "short", 1_000)
+    monkeypatch.undo()
 
-        async def expired() -> bool:
-            return (await rig.live())["decode-0"].booked_tokens == 60
+    async def expired() -> bool:
+        return await book(rig.reader, "p", "c", 1) == 61
 
-        await until(expired)
-        assert await rig.reader.book(SCOPE, "decode-0", "c", 1, 60) == 61
-        assert await rig.raw.hlen(Keys(SCOPE).resv_tokens("decode-0")) == 2
+    await until(expired)
+    assert await rig.raw.hlen(Keys(SCOPE).resv_tokens("p")) == 2
     await second.close()
 
 
 async def test_a_burst_over_two_gateways_sees_every_booking_once(rig: Rig) -> None:
     second = IndexReader(rig.url, timeout_s=5.0)
     readers = (rig.reader, second)
-    totals = await asyncio.gather(*(readers[i % 2].book(SCOPE, "p", f"r{i}", 10, 60) for i in range(40)))
+    totals = await asyncio.gather(*(book(readers[i % 2], "p", f"r{i}", 10) for i in range(40)))
     assert sorted(totals) == [10 * (i + 1) for i in range(40)]
     await second.close()
+
+
+async def test_the_cheapest_of_each_group_is_booked_and_what_is_older_than_a_pods_report_does_not_count(
+    rig: Rig,
+) -> None:
+    def group(age_s: float, **costs: float) -> list[Candidate]:
+        return [Candidate(pod, cost, 0.001, 100, age_s) for pod, cost in costs.items()]
+
+    async def reserve(request: str, *groups: list[Candidate]) -> list[Reserved]:
+        return await rig.reader.reserve(SCOPE, request, groups)
+
+    assert await reserve("a", group(60, p=0.2, q=0.25), group(60, d=1.0)) == [Reserved(0, (0, 0)), Reserved(0, (0,))]
+    assert await reserve("b", group(60, p=0.2, q=0.25)) == [Reserved(1, (100, 0))]
+    assert await reserve("c", group(60, p=0.2, q=0.25), group(60, d=1.0, e=1.05)) == [
+        Reserved(0, (100, 100)),
+        Reserved(1, (100, 0)),
+    ]
+    await asyncio.sleep(0.05)
+    assert await reserve("d", group(0.04, p=0.2, q=0.25)) == [Reserved(0, (0, 0))]
+    assert await reserve("d", group(60, p=0.2, q=0.25)) == [Reserved(1, (200, 100))]
 
 
 # ---- Redis away
@@ -592,7 +629,7 @@ async def test_a_dead_index_costs_a_few_timeouts_then_nothing_and_is_tried_again
                 await reader.lookup(SCOPE, chain(17, 3), [("p", 1)])
         assert not reader.available
         with pytest.raises(IndexUnavailable, match="is away"):
-            await reader.book(SCOPE, "p", "r", 1, 1)
+            await book(reader, "p", "r", 1)
         now += 1.0
         with pytest.raises(IndexUnavailable, match="does not answer"):
             await reader.unbook(SCOPE, "p", "r")

@@ -1,10 +1,10 @@
-"""Token order, bookings, and where requests go."""
+"""Token order, and where the gateway sends requests with what it knows."""
 
 from __future__ import annotations
 
 import random
-import time
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,12 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import IndexUnavailable, Unavailable
-from common.prefix_index import PodLoad
+from common.prefix_index import Held, PodLoad
 from common.types import FinishReason, Role, SamplingParams, Token, ValidRequest
 from gateway.metrics import GatewayMetrics
-from gateway.pod import Pod, PodInfo
+from gateway.pod import Pod
+from gateway.pod_info import PodInfo
 from gateway.pods import PodTable
-from gateway.router import Router
+from gateway.routing.router import Router
+from gateway.routing.view import PodView
 from gateway.timeline import Timeline, Timelines
 from gateway.token_order import TokenOrder
 
@@ -53,14 +55,24 @@ def test_an_end_without_tokens_waits_for_the_first() -> None:
 
 
 class FakeIndex:
+    """Bookings are never shared, so the policy alone decides."""
+
+    available = True
+
     def __init__(self) -> None:
         self.held: dict[str, int] = {}
         self.up = True
 
-    async def lookup(self, scope: str, hashes: list[bytes], pods: list[tuple[str, int]]) -> dict[str, int]:
+    async def lookup_tiers(self, scope: str, hashes: list[bytes], pods: list[tuple[str, int]]) -> dict[str, Held]:
         if not self.up:
             raise IndexUnavailable("away")
-        return {name: min(self.held.get(name, 0), len(hashes)) for name, _ in pods}
+        blocks = {name: min(self.held.get(name, 0), len(hashes)) for name, _ in pods}
+        return {name: Held(n, n) for name, n in blocks.items()}
+
+    async def reserve(self, scope: str, request_id: str, groups: Any) -> Any:
+        raise IndexUnavailable("away")
+
+    unbook = reserve
 
 
 class World:
@@ -68,30 +80,43 @@ class World:
         self.index = index
         self.table = PodTable((), index, gateway_id="g", model="m")  # type: ignore[arg-type]
         self.table.index_up = index is not None
-        self.router = Router(self.table, GatewayMetrics())
+        self.router = Router(self.table, GatewayMetrics(), rng=random.Random(1))
         for i, (name, role) in enumerate(roles.items()):
-            pod = Pod(f"127.0.0.1:{i + 1}", "g", model="m", static=True, on_change=lambda: None)
+            pod = Pod(f"127.0.0.1:{i + 1}", "g", model="m", static=True, on_change=self.table.changed)
             pod.info = PodInfo(
                 name=name, generation=1, address=pod.address, role=role, model="m", fingerprint=FP, scope=FP[:8],
                 block_size=16, max_model_len=4096, num_blocks=1000, vocab_size=100, ready=True, draining=False,
             )  # fmt: skip
+            pod.view = PodView(name, address=pod.address, role=role, block_size=16, capacity=4096, num_blocks=1000)
             pod.alive = True
             pod.stream_up = role is not Role.PREFILL
             self.table.pods[pod.address] = pod
 
-    def __getitem__(self, name: str) -> Pod:
+    def __getitem__(self, name: str) -> PodView:
+        view = self.pod(name).view
+        assert view is not None
+        return view
+
+    def pod(self, name: str) -> Pod:
         return next(p for p in self.table.pods.values() if p.name == name)
 
-    async def prefill(self, length: int, seed: int = 0, avoid: Any = ()) -> str:
+    async def place(
+        self, length: int, seed: int = 0, avoid: Any = (), tried: Any = (), keep: str = ""
+    ) -> tuple[str, str] | None:
+        """Names of the decode and the prefill pod; keep: books under this id."""
         plan = await self.router.plan(prompt(length, seed))
-        pod = plan.prefill(FP, avoid)
-        assert pod is not None
-        return pod.name
+        placement = await plan.place(keep or "r", avoid, tried)
+        if placement is None:
+            return None
+        if not keep:
+            placement.end()
+        return placement.decode.name, placement.prefill.name if placement.prefill else ""
 
-    async def decode(self, length: int, seed: int = 0) -> str:
-        pod = (await self.router.plan(prompt(length, seed))).decode((), ())
-        assert pod is not None
-        return pod.name
+    async def prefill(self, *args: Any, **kwargs: Any) -> str:
+        return (await self.place(*args, **kwargs) or ("", ""))[1]
+
+    async def decode(self, *args: Any, **kwargs: Any) -> str:
+        return (await self.place(*args, **kwargs) or ("", ""))[0]
 
 
 def prompt(length: int, seed: int = 0) -> ValidRequest:
@@ -109,7 +134,7 @@ async def test_the_pod_that_holds_the_prefix_gets_the_request_until_it_is_busy()
     index.held = {"p1": 60, "d0": 60}
     assert {await world.prefill(1000) for _ in range(20)} == {"p1"}
     assert {await world.decode(1000) for _ in range(20)} == {"d0"}
-    world["p1"].prefilling.add("x", 2000)
+    world["p1"].prefilling.add("x", 8000, 1.0)
     assert {await world.prefill(1000) for _ in range(20)} == {"p0"}
     world["p1"].prefilling.remove("x")
     assert await world.prefill(1000) == "p1"
@@ -119,30 +144,39 @@ async def test_near_ties_are_spread_and_one_common_block_does_not_herd() -> None
     index = FakeIndex()
     world = World(TWO_BY_TWO, index)
     index.held = {"p0": 1}
-    got: Counter[str] = Counter()
-    for i in range(100):
-        name = await world.prefill(1000, seed=i)
-        got[name] += 1
-        world[name].prefilling.add(str(i), 1000)
+    got = Counter([await world.prefill(1000, seed=i, keep=str(i)) for i in range(100)])
     assert min(got.values()) > 35
     assert len({await world.decode(1000, seed=i) for i in range(30)}) == 2
 
 
-async def test_the_reported_load_and_later_bookings_are_added_up() -> None:
-    world = World(TWO_BY_TWO, FakeIndex())
-    world["p0"].prefilling.add("old", 500)
-    for name, queued in (("p0", 500), ("p1", 700)):
-        world[name].load, world[name].load_seen = PodLoad(queued_tokens=queued, free_blocks=1000), time.monotonic()
-    assert await world.prefill(16) == "p0"
-    world["p0"].prefilling.add("new", 400)
-    assert await world.prefill(16) == "p1"
+async def test_equal_prompts_wait_for_each_other_where_that_is_cheaper_than_computing_them_twice() -> None:
+    world = World({**TWO_BY_TWO, "p2": Role.PREFILL}, FakeIndex())
+    first = await world.prefill(3000, keep="a")
+    assert await world.prefill(3000, keep="b") == first
+    # A third one shares nothing with them.
+    assert await world.prefill(3000, seed=1, keep="c") != first
 
 
-async def test_a_pod_without_free_blocks_is_the_last_resort() -> None:
+async def test_what_ends_returns_its_bookings_whatever_it_was() -> None:
     world = World(TWO_BY_TWO, FakeIndex())
-    world["d0"].load = PodLoad(free_blocks=2)
-    world["d1"].load = PodLoad(free_blocks=900, running=50)
-    assert {await world.decode(1000) for _ in range(10)} == {"d1"}
+    for end in ("nothing", "local", "computed"):
+        plan = await world.router.plan(prompt(300))
+        placement = await plan.place("r", (), ())
+        assert placement is not None
+        assert placement.prefill is not None
+        assert world[placement.prefill.name].prefilling.tokens == 300
+        assert len(world[placement.decode.name].decoding) == 1 == len(world.router.inflight)
+        if end == "computed":
+            placement.computed()
+            assert not any(len(world[name].prefilling) for name in TWO_BY_TWO)
+        elif end == "local":
+            placement.local(16)
+            assert len(world[placement.decode.name].prefilling) == 1
+            assert not len(world["p0"].prefilling) + len(world["p1"].prefilling)
+        for _ in range(2):
+            placement.end()
+        assert not any(len(world[name].prefilling) + len(world[name].decoding) for name in TWO_BY_TWO)
+    await world.router.stop()
 
 
 @pytest.mark.parametrize("index", [None, FakeIndex()])
@@ -154,48 +188,64 @@ async def test_without_an_index_prompts_stick_and_load_stays_bounded(index: Fake
     assert len(set(homes.values())) == 2
     for seed, home in homes.items():
         assert await world.prefill(200, seed) == home
-    got: Counter[str] = Counter()
-    for i in range(60):
-        name = await world.prefill(200, seed=7)
-        got[name] += 1
-        world[name].prefilling.add(str(i), 200)
+    got = Counter([await world.prefill(200, seed=7, keep=str(i)) for i in range(60)])
     assert min(got.values()) >= 20
+
+
+async def test_without_an_index_the_gateway_remembers_where_it_sent_a_prompt() -> None:
+    world = World({f"p{i}": Role.PREFILL for i in range(4)} | {"d0": Role.DECODE})
+    homes = {}
+    for seed in range(8):
+        plan = await world.router.plan(prompt(600, seed))
+        elsewhere = {world.pod(f"p{seed % 4}").address, world.pod(f"p{(seed + 1) % 4}").address}
+        placement = await plan.place(f"r{seed}", elsewhere, ())
+        assert placement is not None
+        assert placement.prefill is not None
+        homes[seed] = placement.prefill.name
+        placement.computed()
+        placement.end()
+    assert {seed: await world.prefill(600, seed) for seed in range(8)} == homes
 
 
 async def test_failed_pods_are_avoided_while_others_live() -> None:
     world = World(TWO_BY_TWO)
-    avoid = {world["p0"].address}
+    avoid = {world.pod("p0").address}
     assert {await world.prefill(100, s, avoid) for s in range(10)} == {"p1"}
-    world["p1"].alive = False
+    world.pod("p1").alive = False
+    world.table.changed()
     assert await world.prefill(100, 0, avoid) == "p0"
 
 
 async def test_pods_too_small_for_a_request_are_not_asked() -> None:
     world = World({"d0": Role.BOTH})
-    assert (await world.router.plan(prompt(4080))).decode((), ()) is not None
-    assert (await world.router.plan(prompt(4081))).decode((), ()) is None
+    assert await world.place(4080) == ("d0", "")
+    assert await world.place(4081) is None
 
 
 async def test_of_two_addresses_with_one_name_the_later_generation_counts() -> None:
-    from dataclasses import replace
-
     world = World({"d0": Role.BOTH, "d1": Role.BOTH})
-    new = world["d1"]
+    new = world.pod("d1")
     assert new.info is not None
     new.info = replace(new.info, name="d0", generation=9)
     assert world.table.decodes() == [new]
 
 
 async def test_of_one_name_with_two_layouts_the_later_counts_for_the_limits_too() -> None:
-    from dataclasses import replace
-
     world = World(TWO_BY_TWO)
-    new = world["p1"]
+    new = world.pod("p1")
     assert new.info is not None
     new.info = replace(new.info, name="p0", generation=9, fingerprint="cd" * 16)
     assert world.table.decodes() == []
     with pytest.raises(Unavailable):
         world.table.limits()
+
+
+async def test_pods_without_a_measure_are_taken_to_be_like_their_peers() -> None:
+    world = World(TWO_BY_TWO)
+    world["p0"].report(PodLoad(prefill_rate=500.0, transfer_rate=1e6), 1.0)
+    world.table.changed()
+    world.table.decodes()
+    assert (world["p1"].seconds_per_token, world["d0"].seconds_per_moved) == (1 / 500, 1e-6)
 
 
 def test_timelines_are_a_ring() -> None:

@@ -1,0 +1,136 @@
+"""Where one attempt of a request runs, and everything that was booked for it; returned by exactly one idempotent end.
+
+    booked -> computing -> computed -> ended       (local: the decode pod computes, nothing is booked for a prefill)
+
+What is booked: the prompt's tokens on the pod that computes it, until its first token; the sequence on the decode pod,
+until the end; both here and, for the other gateways, in the index. And the prompt in flight, until the pod has had time
+to tell the index about it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from common.types import Role
+from gateway.approx_index import ApproxIndex
+from gateway.pod import Pod
+from gateway.routing.inflight import InFlight
+from gateway.routing.policy import Option
+
+LINGER_S = 0.2  # from the first token until the index knows the prompt's blocks, and kept answers of it are old
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A pod and what routing thought of it."""
+
+    pod: Pod
+    option: Option
+
+
+class Placement:
+    """See the top of this file. prefill None: the decode pod computes the prompt itself.
+
+    predicted: prompt tokens that whoever computes is thought to hold.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        decode: Chosen,
+        prefill: Chosen | None,
+        hashes: Sequence[bytes],
+        *,
+        inflight: InFlight,
+        approx: ApproxIndex,
+        unbook: Callable[[str, Sequence[Pod]], None],
+    ) -> None:
+        self.request_id = request_id
+        self._decode = decode
+        self._prefill = prefill
+        self._hashes = hashes
+        self._inflight = inflight
+        self._approx = approx
+        self._unbook = unbook
+        self._computing = self._placed = False
+
+    @property
+    def decode(self) -> Pod:
+        return self._decode.pod
+
+    @property
+    def prefill(self) -> Pod | None:
+        return None if self._prefill is None else self._prefill.pod
+
+    @property
+    def predicted(self) -> int:
+        return self._computes.option.held
+
+    @property
+    def _computes(self) -> Chosen:
+        return self._prefill or self._decode
+
+    def book(self) -> None:
+        """Counts it here, before anything is sent."""
+        now, chosen = time.monotonic(), self._computes
+        self._placed = self._computing = True
+        self._decode.option.view.decoding.add(self.request_id, self._decode.option.tokens, now)
+        chosen.option.view.prefilling.add(self.request_id, chosen.option.tokens, now)
+        self._inflight.add(self.request_id, chosen.option.view.name, self._hashes)
+
+    def move(self, decode: Chosen, prefill: Chosen | None) -> None:
+        """Elsewhere, before anything was sent."""
+        self._uncount()
+        self._decode, self._prefill = decode, prefill
+        self.book()
+
+    def local(self, cached_tokens: int) -> None:
+        """The decode pod computes the prompt itself, of which it holds cached_tokens."""
+        if self._prefill is None:
+            return
+        prefill, self._prefill = self._prefill, None
+        prefill.option.view.prefilling.remove(self.request_id)
+        self._unbook(self.request_id, [prefill.pod])
+        view, left = self._decode.option.view, self._decode.option.tokens
+        view.prefilling.add(self.request_id, left, time.monotonic())
+        self._inflight.add(self.request_id, view.name, self._hashes)
+
+    def progress(self, tokens_left: int) -> None:
+        """So much of the prompt is still to be computed."""
+        self._computes.option.view.prefilling.shrink(self.request_id, tokens_left)
+
+    def computed(self) -> None:
+        """The first token is here."""
+        if not self._computing:
+            return
+        self._computing = False
+        self._computes.option.view.prefilling.remove(self.request_id)
+        if self._prefill is not None or self._decode.option.view.role is Role.BOTH:
+            self._unbook(self.request_id, [self._computes.pod])
+        asyncio.get_running_loop().call_later(LINGER_S, self._inflight.remove, self.request_id)
+        for pod in {
+            self._decode.pod.address: self._decode.pod,
+            self._computes.pod.address: self._computes.pod,
+        }.values():
+            if pod.info is not None:
+                self._approx.record(pod.info.name, pod.info.generation, self._hashes)
+
+    def end(self) -> None:
+        """The attempt is over, however it ended. Idempotent."""
+        if not self._placed:
+            return
+        pods = [self._decode.pod]
+        if self._prefill is not None and self._computing:
+            pods.append(self._prefill.pod)
+        self._uncount()
+        self._unbook(self.request_id, pods)
+
+    def _uncount(self) -> None:
+        self._decode.option.view.decoding.remove(self.request_id)
+        if self._computing:
+            self._computes.option.view.prefilling.remove(self.request_id)
+            self._inflight.remove(self.request_id)
+        self._placed = self._computing = False
