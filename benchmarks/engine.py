@@ -199,6 +199,7 @@ def decode_run(
         for i, ((began, a), (ended, b)) in enumerate(itertools.pairwise(seen))
         if full(a) and full(b)
     ]
+    assert len(counted) >= steps, f"the {rows} rows decoded together for {len(counted)} steps only"
     nearest = min(range(len(counted)), key=lambda i: abs(counted[i][0] - context))
     first = min(max(nearest - steps // 2, SLACK), len(counted) - steps)
     window = counted[first : first + steps]
