@@ -37,8 +37,9 @@ class ModelSource:
         """The model on its device, for sequences of up to max_len tokens; ConfigError when the weights do not fit."""
         if not isinstance(self.spec, ModelSpec):
             from engine.models import hf
+            from engine.models.hf_config import HfSpec
 
-            assert isinstance(self.spec, hf.HfSpec)
+            assert isinstance(self.spec, HfSpec)
             return hf.load(self.spec, self.model_dir, device, dtype, seed=self.seed)
         model = Decoder(self.spec, max_len, device, dtype)
         if self.seed is None:
@@ -63,10 +64,10 @@ def open_model(model_dir: Path, load_format: str = "auto", seed: int = 0) -> Mod
 
 def _foreign_spec(model_dir: Path, eos: tuple[int, ...], reason: NotNative) -> ModelShape:
     try:
-        from engine.models import hf
+        from engine.models.hf_trace import trace
     except ImportError as error:
         raise ConfigError(
             f"{reason.message}; models without go through transformers: pip install 'baton-serving[hf]' ({error})",
             field="model",
         ) from error
-    return hf.trace(model_dir, eos)
+    return trace(model_dir, eos)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from common.errors import ConfigError
 from common.types import SamplingParams
 from engine.llm import LLM
 from engine.loader import open_model
-from engine.models import hf
+from engine.models import hf_trace
 from engine.models.hf import HfModel
 
 torch.set_num_threads(1)
@@ -129,6 +130,30 @@ def test_the_shape_is_read_from_the_model(tmp_path: Path) -> None:
     assert (spec.vocab_size, spec.max_position, spec.eos_token_ids) == (VOCAB, 128, (2,))
 
 
+@pytest.mark.parametrize(
+    ("visible", "said", "window"),
+    [
+        (lambda q, k: k <= q, None, None),
+        (lambda q, k: (k <= q) & (k > q - 8), None, 8),
+        (lambda q, k: (k <= q) & (k > q - 8), 8, 8),
+        (lambda q, k: (k <= q) & (k > q - 8), 9, "window of 8, its layers say 9"),
+        (lambda q, k: (k <= q) & (q // 8 == k // 8), None, "neither causal nor a sliding window"),
+        (lambda q, k: (k <= q) | (k < 5), None, "neither causal nor a sliding window"),
+        (lambda q, k: (k <= q) & (k > q - 8) | (k < 2), None, "neither causal nor a sliding window"),
+    ],
+)
+def test_a_window_is_read_from_the_mask_or_the_mask_is_refused(
+    visible: Callable[[Any, Any], Any], said: int | None, window: int | str | None
+) -> None:
+    mask = hf_trace._Mask(lambda _batch, _head, query, key: visible(query, key))
+    call = hf_trace._Call(torch.nn.Identity(), 1, 1, 8, 1.0, None, said, mask)
+    if isinstance(window, str):
+        with pytest.raises(ConfigError, match=window):
+            hf_trace._window(call, 100)
+    else:
+        assert hf_trace._window(call, 100) == window
+
+
 def test_long_rope_ends_at_its_original_length(tmp_path: Path) -> None:
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
     save(tmp_path, "phi3", **GROUPED, rope_parameters=rope, original_max_position_embeddings=48)
@@ -186,7 +211,7 @@ def test_a_model_that_pieces_change_does_not_load(breach: str, tmp_path: Path, m
 def test_a_forward_pass_that_needs_the_host_is_not_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, "gpt2")
     assert open_model(tmp_path).load(64, CPU, torch.float32).capturable
-    build = hf._build
+    build = hf_trace.build
 
     def with_a_copy(*args: Any) -> Any:
         model = build(*args)
@@ -195,7 +220,7 @@ def test_a_forward_pass_that_needs_the_host_is_not_captured(tmp_path: Path, monk
         )
         return model
 
-    monkeypatch.setattr(hf, "_build", with_a_copy)
+    monkeypatch.setattr(hf_trace, "build", with_a_copy)
     assert not open_model(tmp_path).load(64, CPU, torch.float32).capturable
 
 
