@@ -1,7 +1,7 @@
 """Answers of the prefix index that are still good: a burst of equal prompts asks it once.
 
-An answer is good for CACHE_S, for the generations it was asked about, and for a pod until something is booked on it,
-for then it is about to hold more. Invariant: never newer than it says, never more than MAX_ANSWERS.
+An answer is good for CACHE_S, for the generations it was asked about, and for a pod only while no booking there begins
+or ends: it is about to hold more then, and the index knows SETTLE_S later. Invariant: never more than MAX_ANSWERS.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from itertools import takewhile
 from common.index_records import Held
 
 CACHE_S = 1.0
+SETTLE_S = 0.2  # from the end of a prompt's booking until its blocks are in the index, with a margin
 MAX_ANSWERS = 256
 
 PodKey = tuple[str, int]  # name, generation
@@ -41,7 +42,7 @@ class LookupCache:
         answer = self._answers.get((scope, last))
         if answer is None or answer.asked < self._clock() - CACHE_S or not set(answer.pods).issuperset(pods):
             return None
-        since = set(takewhile(lambda pod: self._booked[pod] >= answer.asked, reversed(self._booked)))
+        since = set(takewhile(lambda pod: self._booked[pod] >= answer.asked - SETTLE_S, reversed(self._booked)))
         if since and any(pod[0] in since and answer.matched.get(pod, Held()).blocks < answer.length for pod in pods):
             return None
         return answer.matched
@@ -62,9 +63,9 @@ class LookupCache:
             self._answers.popitem(last=False)
 
     def forget(self, pod: str) -> None:
-        """Something was booked on the pod: it will hold more than answers until now say."""
+        """A booking on the pod begins or ends: it will hold more than answers say."""
         now = self._clock()
         self._booked[pod] = now
         self._booked.move_to_end(pod)
-        while self._booked and next(iter(self._booked.values())) < now - CACHE_S:
+        while self._booked and next(iter(self._booked.values())) < now - CACHE_S - SETTLE_S:
             self._booked.popitem(last=False)

@@ -206,6 +206,7 @@ class IndexReader:
         """Ends a booking; harmless when there is none. Raises IndexUnavailable (the booking then expires)."""
         keys = Keys(scope)
         names = (keys.resv(pod), keys.resv_tokens(pod))
+        self._cache.forget(pod)
         await self._bounded(lambda client: self._unbook.run(client, names, (request_id,)), self._timeout_s)
 
     async def _bounded(self, call: Callable[[Client], Awaitable[_T]], timeout_s: float) -> _T:

@@ -1,0 +1,47 @@
+"""Kept answers of the index: for how long, for whom, and how many."""
+
+from __future__ import annotations
+
+from common.index_cache import CACHE_S, MAX_ANSWERS, SETTLE_S, LookupCache
+from common.index_records import Held
+
+A, B = ("a", 1), ("b", 1)
+
+
+def test_an_answer_is_good_for_its_pods_and_a_moment() -> None:
+    now = 5.0
+    cache = LookupCache(clock=lambda: now)
+    cache.put("s", b"x", 10, [A, B], {A: Held(4, 4)}, asked=now)
+    assert cache.get("s", b"x", [A]) == {A: Held(4, 4)}
+    assert cache.get("s", b"y", [A]) is None
+    assert cache.get("t", b"x", [A]) is None
+    assert cache.get("s", b"x", [A, ("c", 1)]) is None
+    assert cache.get("s", b"x", [("a", 2)]) is None
+    now += CACHE_S
+    assert cache.get("s", b"x", [B, A]) is not None
+    now += 0.01
+    assert cache.get("s", b"x", [A]) is None
+
+
+def test_a_booking_ends_it_for_a_pod_that_may_gain_by_it() -> None:
+    now = 5.0
+    cache = LookupCache(clock=lambda: now)
+    cache.put("s", b"x", 10, [A, B], {A: Held(4, 4), B: Held(2, 10)}, asked=now)
+    cache.forget("b")  # it holds all of it
+    assert cache.get("s", b"x", [A, B]) is not None
+    now += 0.1
+    cache.forget("a")
+    assert cache.get("s", b"x", [B]) is not None
+    assert cache.get("s", b"x", [A, B]) is None
+    for wait, kept in ((SETTLE_S / 2, False), (SETTLE_S, True)):  # the index may not have known yet
+        now += wait
+        cache.put("s", b"x", 10, [A, B], {A: Held(4, 4)}, asked=now)
+        assert (cache.get("s", b"x", [A]) is not None) is kept
+
+
+def test_the_oldest_answers_make_room() -> None:
+    cache = LookupCache(clock=lambda: 0.0)
+    for i in range(MAX_ANSWERS + 1):
+        cache.put("s", bytes([i // 256, i % 256]), 1, [A], {}, asked=0.0)
+    assert cache.get("s", b"\0\0", [A]) is None
+    assert cache.get("s", b"\0\1", [A]) == {}
