@@ -59,7 +59,6 @@ def test_mixed_steps(fp8, scores, device, gen):
     steps = [
         StepShape([0, 0, 0, 0], [20, 1, 9, 3], blocks),
         StepShape([20, 1, 9, 3], [1, 8, 10, 1], blocks),
-        StepShape([21, 9, 19, 4], [1, 1, 1, 1], blocks),
     ]
     shape = (15, 2, 2, 8, 16)
     got = both(shape, torch.float32, steps, 6, (None, 11), device, gen, fp8, **scores)
