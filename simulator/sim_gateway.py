@@ -10,6 +10,7 @@ import random
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from statistics import fmean
 
 from common.block_hash import matchable_blocks
 from common.errors import IndexUnavailable
@@ -101,6 +102,17 @@ class SimGateway:
                 known.reported = self.reader.time()
         if changed:
             self._refresh()
+        self._assume_rates()
+
+    def _assume_rates(self) -> None:
+        """What a pod has not measured yet is taken to be as its peers measured it."""
+        for views in self._usable.values():
+            loads = [view.load for view in views if view.load is not None]
+            computed = [load.prefill_rate for load in loads if load.prefill_rate > 0]
+            moved = [load.transfer_rate for load in loads if load.transfer_rate > 0]
+            if len(computed) < len(views) or len(moved) < len(views):
+                for view in views:
+                    view.assume(fmean(computed or [0.0]), fmean(moved or [0.0]))
 
     def _refresh(self) -> None:
         alive = [known for known in self._known.values() if known.alive]
@@ -128,7 +140,6 @@ class SimGateway:
         member = self._known[option.view.name].member
         option.view.prefilling.add(flight.request_id, option.tokens, now)
         self._inflight.add(flight.request_id, option.view.name, flight.chain)
-        self._approx.record(member.name, self._known[member.name].generation, flight.chain)
         choice = Choice(member, option.view, decode, decode_view, answer, option.held)
         self._clock.after(self._overhead_s, lambda: self._send(flight, choice))
 
@@ -136,19 +147,23 @@ class SimGateway:
         """What is known of the prompt, and the policy for that: the home of its first blocks when nothing is."""
         size = self._block_size
         usable = flight.chain[: matchable_blocks(flight.prompt_len, size)]
-        policy = self._policy
+        key = usable[min(len(usable), KEY_BLOCKS) - 1] if usable else b""
+        policy, affinity = self._policy, ""
         try:
             found = await self.reader.lookup(usable, self._pairs)
         except IndexUnavailable:
             found = self._approx.lookup(usable, self._pairs)
-            policy = self._policy if any(found.values()) else self._home
+            affinity = key.hex()
+            if policy.informed and not any(found.values()):
+                policy = self._home
         soon = self._inflight.match(usable)
         demand = Demand(
             prompt_len=flight.prompt_len,
             max_tokens=flight.output_len,
             held={pod: blocks * size for pod, blocks in found.items() if blocks},
             soon={pod: blocks * size for pod, blocks in soon.items()},
-            key=usable[min(len(usable), KEY_BLOCKS) - 1] if usable else b"",
+            affinity=affinity,
+            key=key,
         )
         return demand, policy
 
@@ -160,7 +175,7 @@ class SimGateway:
             Candidate(
                 o.view.name,
                 # The ledger adds what everybody booked since the report, this gateway included.
-                o.cost - (o.view.prefilling.fresh + o.view.foreign) * o.unit_s,
+                o.cost - (o.view.prefilling.fresh_booked + o.view.foreign) * o.unit_s,
                 o.unit_s,
                 o.units,
                 now - self._known[o.view.name].reported + DISPATCH_S,
@@ -172,7 +187,7 @@ class SimGateway:
         except IndexUnavailable:
             return offered[0]
         for option, booked in zip(offered, reserved.booked, strict=True):
-            option.view.foreign = max(0, booked - option.view.prefilling.fresh)
+            option.view.foreign = max(0, booked - option.view.prefilling.fresh_booked)
         return offered[reserved.chosen]
 
     def _in_background(self, call: Callable[[], Awaitable[None]]) -> None:
@@ -241,6 +256,9 @@ class SimGateway:
         """Its prompt is computed."""
         choice.prefill_view.prefilling.remove(flight.request_id)
         self._in_background(lambda: self.reader.unbook(choice.prefill.name, flight.request_id))
+        for member in (choice.prefill, choice.decode):
+            if member is not None:
+                self._approx.record(member.name, member.generation, flight.chain)
         self._clock.after(LINGER_S, lambda: self._inflight.remove(flight.request_id))
 
     def returned(self, flight: Flight, choice: Choice) -> None:

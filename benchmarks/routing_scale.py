@@ -1,0 +1,180 @@
+"""What a routing decision costs as pods and index grow: the real index in a Valkey, the real policy, to 10M blocks.
+
+Every pod publishes conversations that begin with one of its tenants' system prompts; a conversation is on up to four
+pods, to different depths. A decision is what a gateway does for one prompt: look up its chain, rank the pods, reserve.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from common.index_pod import HEARTBEAT_S, PodIndex
+from common.index_reader import IndexReader
+from common.index_records import Candidate, PodLoad, PodRecord
+from common.index_store import Client, connect
+from common.types import Role
+from common.valkey import EmbeddedValkey
+from gateway.routing.demand import Demand
+from gateway.routing.policy import make_policy
+from gateway.routing.view import PodView
+
+SCOPE = "5ca1ab1e"
+BLOCK = 16
+TRUNK, DEPTH = 64, 250  # blocks of a system prompt, and of a conversation with it
+PROMPTS = 300
+SIZES = ((8, 100_000), (16, 1_000_000), (64, 1_000_000), (256, 4_000_000), (1024, 10_000_000))
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of a decision and its parts, and of the server. publish_s: all pods' snapshots."""
+
+    pods: int
+    blocks: int
+    decision_ms_p50: float
+    decision_ms_p99: float
+    lookup_ms_p50: float
+    policy_ms_p50: float
+    reserve_ms_p50: float
+    server_us_per_decision: float
+    server_us_per_pod_beat: float
+    bytes_per_block: float
+    publish_s: float
+
+
+def chains_of(pods: int, blocks: int, rng: random.Random) -> tuple[list[list[bytes]], list[list[bytes]]]:
+    """What each pod holds, `blocks` in all; and some of the conversations."""
+    held: list[list[bytes]] = [[] for _ in range(pods)]
+    trunks = [[os.urandom(16) for _ in range(TRUNK)] for _ in range(max(4, pods // 4))]
+    trunk_of = [set[int]() for _ in range(pods)]
+    prompts: list[list[bytes]] = []
+    left = blocks
+    while left > 0:
+        tenant = rng.randrange(len(trunks))
+        tail = [os.urandom(16) for _ in range(DEPTH - TRUNK)]
+        prompts.append(trunks[tenant] + tail)
+        for pod in rng.sample(range(pods), rng.choice((1, 1, 1, 2, 4))):
+            if tenant not in trunk_of[pod]:
+                trunk_of[pod].add(tenant)
+                held[pod] += trunks[tenant]
+                left -= TRUNK
+            depth = rng.randint(len(tail) // 2, len(tail))
+            held[pod] += tail[:depth]
+            left -= depth
+    return held, rng.sample(prompts, min(PROMPTS, len(prompts)))
+
+
+async def measure(pods: int, blocks: int) -> Cost:
+    """One size, in a server of its own."""
+    rng = random.Random(pods)
+    held, prompts = chains_of(pods, blocks, rng)
+    with tempfile.TemporaryDirectory() as directory:
+        server = EmbeddedValkey(0, Path(directory))
+        url = await server.start()
+        try:
+            return await _measure(url, held, prompts, rng)
+        finally:
+            await server.stop()
+
+
+async def _measure(url: str, held: Sequence[list[bytes]], prompts: Sequence[list[bytes]], rng: random.Random) -> Cost:
+    client = connect(url, timeout_s=10.0)
+    before = (await client.info("memory"))["used_memory"]
+    began = time.perf_counter()
+    names = [f"pod-{i}" for i in range(len(held))]
+    indexes = []
+    for name, hashes in zip(names, held, strict=True):
+        record = PodRecord(
+            pod=name, generation=1, address=f"{name}:1", role=Role.PREFILL, model="scale", scope=SCOPE,
+            fingerprint=SCOPE * 4, block_size=BLOCK, max_model_len=1 << 17, num_blocks=len(hashes),
+        )  # fmt: skip
+        index = PodIndex(url, record, lambda hashes=hashes: hashes, PodLoad)
+        await index.start()
+        while not index.connected:  # noqa: ASYNC110 (nothing tells)
+            await asyncio.sleep(0.002)
+        indexes.append(index)
+    publish_s = time.perf_counter() - began
+    total = sum(map(len, held))
+    used = (await client.info("memory"))["used_memory"] - before
+
+    reader = IndexReader(url, timeout_s=5.0)
+    await reader.pods()
+    pairs = [(name, 1) for name in names]
+    views = [PodView(name, block_size=BLOCK, capacity=1 << 17, num_blocks=1 << 20) for name in names]
+    for view in views:
+        view.report(PodLoad(queued_tokens=rng.randrange(8_000), prefill_rate=8e3), time.monotonic())
+    policy = make_policy("cost", random.Random(1))
+    rows: list[tuple[float, float, float]] = []
+    # Heartbeats go on meanwhile: what they cost is measured first, over whole rounds, and taken off.
+    idle = await _server_cpu(client)
+    await asyncio.sleep(2 * HEARTBEAT_S)
+    beats_per_s = (await _server_cpu(client) - idle) / (2 * HEARTBEAT_S)
+    cpu, began = await _server_cpu(client), time.perf_counter()
+    for i, prompt in enumerate(prompts):
+        start = time.perf_counter()
+        found = await reader.lookup(SCOPE, prompt, pairs)
+        looked_up = time.perf_counter()
+        demand = Demand(
+            prompt_len=len(prompt) * BLOCK + 1,
+            max_tokens=256,
+            held={pod: n * BLOCK for pod, n in found.items() if n},
+        )
+        options = policy.prefill(demand, views, time.monotonic())
+        ranked = time.perf_counter()
+        await reader.reserve(
+            SCOPE, f"r{i}", [[Candidate(o.view.name, o.cost, o.unit_s, o.units, 0.5) for o in options]]
+        )
+        rows.append((looked_up - start, ranked - looked_up, time.perf_counter() - ranked))
+    decided = await _server_cpu(client) - cpu - beats_per_s * (time.perf_counter() - began)
+    for index in indexes:
+        await index.stop()
+    await reader.close()
+    await client.aclose()
+    lookups, choices, reserves = zip(*rows, strict=True)
+    whole = sorted(map(sum, rows))
+    return Cost(
+        pods=len(held),
+        blocks=total,
+        decision_ms_p50=_ms(statistics.median(whole)),
+        decision_ms_p99=_ms(whole[int(0.99 * len(whole))]),
+        lookup_ms_p50=_ms(statistics.median(lookups)),
+        policy_ms_p50=_ms(statistics.median(choices)),
+        reserve_ms_p50=_ms(statistics.median(reserves)),
+        server_us_per_decision=round(decided / len(rows) * 1e6, 1),
+        server_us_per_pod_beat=round(beats_per_s * HEARTBEAT_S / len(held) * 1e6, 1),
+        bytes_per_block=round(used / total, 1),
+        publish_s=round(publish_s, 1),
+    )
+
+
+async def _server_cpu(client: Client) -> float:
+    cpu = await client.info("cpu")
+    return float(cpu["used_cpu_user"] + cpu["used_cpu_sys"])
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1e3, 3)
+
+
+def run(sizes: Sequence[tuple[int, int]] = SIZES) -> list[dict[str, object]]:
+    """A row for each (pods, blocks)."""
+    rows = []
+    for pods, blocks in sizes:
+        cost = asyncio.run(measure(pods, blocks))
+        print(
+            f"{cost.pods:5} pods {cost.blocks:10,} blocks: decision {cost.decision_ms_p50:.3f} ms p50, "
+            f"{cost.decision_ms_p99:.3f} p99 (look-up {cost.lookup_ms_p50:.3f}, policy {cost.policy_ms_p50:.3f}, "
+            f"reserve {cost.reserve_ms_p50:.3f}), server {cost.server_us_per_decision:.0f} us, "
+            f"{cost.bytes_per_block:.0f} B a block",
+            flush=True,
+        )
+        rows.append(asdict(cost))
+    return rows

