@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ from engine.scheduler import Scheduler, SchedulerConfig
 from engine.sequence import Sequence
 from engine.step_result import EngineCounters, SequenceOutput, StepHook, StepResult
 from engine.stepper import Stepper
+from engine.warm_up import largest_step, typical_steps
 
 if TYPE_CHECKING:
     from engine.device_sampler import DeviceSampler
@@ -96,8 +98,8 @@ class Engine:
             SchedulerConfig(token_budget=token_budget, max_seqs=max_seqs, max_model_len=self.max_model_len), self.pool
         )
         self.runner = build(self.kv)
-        if self.runner.decode is not None:
-            self.runner.decode.capture()
+        if device.type == "cuda":
+            self._warm_up(token_budget, max_seqs)
         self._stepper = Stepper(
             self.scheduler,
             self.pool,
@@ -161,18 +163,25 @@ class Engine:
             if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
                 raise InvalidRequest(f"{name} has token ids outside 0..{self.vocab_size - 1}", field=name)
 
+    def _warm_up(self, token_budget: int, max_seqs: int) -> None:
+        """Compiles and captures what would otherwise keep the first requests waiting."""
+        began = time.monotonic()
+        for rows in typical_steps(token_budget, max_seqs, self.max_model_len):
+            self.runner.rehearse(rows, self.kv.dummy_block)
+        torch.cuda.synchronize(self.device)
+        log.info("kernels are ready after %.0f s", time.monotonic() - began)
+        if self.runner.decode is not None:
+            self.runner.decode.capture()
+
     def _num_blocks(self, build: Callable[[KVPool], Runner], max_len: int, *, graphs: bool) -> int:
         """Blocks of the pool; called once the weights are loaded. build: a runner over a pool, to measure it."""
         config, layout = self.config, self.layout
         if config.num_blocks:
             return config.num_blocks
         if not config.kv_memory and self.device.type == "cuda":
-            token_budget, max_seqs = config.resolve_limits(self.device)
-            use = measure(
-                build, layout, self.device,
-                share=config.gpu_memory_utilization, graphs=graphs,
-                token_budget=token_budget, max_seqs=max_seqs, max_len=max_len,
-            )  # fmt: skip
+            step = largest_step(*config.resolve_limits(self.device), max_len)
+            share = config.gpu_memory_utilization
+            use = measure(build, layout, self.device, share=share, graphs=graphs, step=step)
             blocks = blocks_that_fit(use, layout)
             log.info("%d KV blocks of %d tokens: %s", blocks, layout.block_size, use.explain())
             return blocks
@@ -184,9 +193,7 @@ class Engine:
             )
         return blocks
 
-    def _runner(
-        self, model: Model, sampler: DeviceSampler | None, max_len: int, kv: KVPool, *, graphs: bool
-    ) -> Runner:
+    def _runner(self, model: Model, sampler: DeviceSampler | None, max_len: int, kv: KVPool, *, graphs: bool) -> Runner:
         attention = TritonAttention if self.device.type == "cuda" else TorchAttention
         spec = self.spec
         backend = attention(

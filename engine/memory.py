@@ -17,6 +17,7 @@ from common.errors import ConfigError
 from common.kv_layout import KVLayout
 from engine.kv_pool import KVPool
 from engine.runner import Runner
+from engine.warm_up import Rows
 
 SLACK = 256 << 20  # bytes left free: what the driver takes later, and what does not fit between allocations
 EXTRA_BLOCKS = 2  # of a pool, see KVPool
@@ -60,17 +61,15 @@ def measure(
     *,
     share: float,
     graphs: bool,
-    token_budget: int,
-    max_seqs: int,
-    max_len: int,
+    step: Rows,
 ) -> MemoryUse:
-    """What an engine of these limits takes on a CUDA device; its weights are loaded. build: a runner over a pool."""
+    """What an engine takes on a CUDA device; its weights are loaded. build: a runner over a pool; step: the largest."""
     trial = KVPool(layout, 1, device)
     runner = build(trial)
     torch.cuda.synchronize(device)
     weights = torch.cuda.memory_allocated(device) - trial.data.nbytes
     torch.cuda.reset_peak_memory_stats(device)
-    runner.rehearse(token_budget, max_seqs, max_len)
+    runner.rehearse(step, 0)
     torch.cuda.synchronize(device)
     activations = torch.cuda.max_memory_allocated(device) - trial.data.nbytes - weights
     captured = _graphs(runner, device) if graphs else 0

@@ -30,6 +30,7 @@ from engine.scheduler import Item
 from engine.sequence import Sequence as EngineSequence
 from engine.stepper import ItemResult
 from engine.upload import upload
+from engine.warm_up import Rows
 
 if TYPE_CHECKING:
     from engine.decode_step import DecodeStep
@@ -136,24 +137,19 @@ class Runner:
         return float(began.elapsed_time(ended)) * 1e-3 / count
 
     @torch.inference_mode()
-    def rehearse(self, num_tokens: int, num_rows: int, max_len: int) -> None:
-        """The most expensive step: num_rows rows that all sample, with log-probabilities; one is a chunk that ends
-        after max_len tokens. Uses only block 0.
-        """
-        rows = min(num_rows, num_tokens)
-        chunk = min(num_tokens - rows + 1, max_len)
-        starts, num_new = [0] * (rows - 1) + [max_len - chunk], [1] * (rows - 1) + [chunk]
+    def rehearse(self, rows: Rows, block: int) -> None:
+        """Queues a step whose rows all sample, with log-probabilities, and use that block of the pool alone."""
         size = self._kv.layout.block_size
-        blocks = [
-            np.zeros(-(-(start + new) // size), dtype=np.int32) for start, new in zip(starts, num_new, strict=True)
-        ]
+        starts, num_new = zip(*rows, strict=True)
+        blocks = [np.full(-(-(start + new) // size), block, dtype=np.int32) for start, new in rows]
         shape = StepShape(starts, num_new, blocks)
         ends = np.cumsum(num_new)
-        inputs = upload([np.zeros(ends[-1], dtype=np.int64), _positions(shape), ends - 1], self._device)
-        hidden = self._hidden(shape, *inputs)
+        hidden = self._hidden(
+            shape, *upload([np.zeros(ends[-1], dtype=np.int64), _positions(shape), ends - 1], self._device)
+        )
         logits = self._model.logits(hidden)
         if self._sampler is not None:
-            pad = np.full(rows, self._sampler.pad_slot, dtype=np.int64)
+            pad = np.full(len(rows), self._sampler.pad_slot, dtype=np.int64)
             tokens, _ = self._sampler.run(logits, *upload([pad, ends], self._device))
             token_logprobs(logits, tokens, MAX_LOGPROBS)
 

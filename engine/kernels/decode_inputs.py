@@ -27,7 +27,7 @@ def blocks_touched(query: int, block_size: int) -> int:
     return (query + block_size - 2) // block_size + 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _decode_inputs_kernel(
     packed, slot_tables, last_tokens, tokens, positions, kv_slots, cu_q, seq_lens, row_slots, sampled_at, last_rows,
     tables, rows, slot_row, table_row,

@@ -41,7 +41,7 @@ def _tiles(
     return acc, total, best
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["queries", "length", "head_rows"])
 def _dense_kernel(
     q, keys, values, out, q_row, q_head, out_row, out_head, queries, length, head_rows, scale_log2, cap,
     GROUP: tl.constexpr, CAP: tl.constexpr, BM: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,

@@ -43,7 +43,7 @@ def cap_args(scale: float, softcap: float) -> tuple[float, float]:
     return (softcap * LOG2E, scale / softcap) if softcap > 0 else (scale * LOG2E, 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs"])
 def _plan_kernel(
     cu_q, seq_lens, cum, first_seq, num_seqs, num_programs, window,
     HEADS: tl.constexpr, BN: tl.constexpr, B: tl.constexpr,
@@ -160,7 +160,7 @@ def _tiles_e4m3(
     return tl.interleave(even, odd), total, best
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs", "table_row"])
 def _decode_kernel(
     q, kv, scales, tables, cu_q, seq_lens, cum, first_seq, out, part, part_lse,
     q_row, q_head, kv_block, kv_which, kv_head, kv_token, sc_block, sc_head, sc_token, table_row, out_row, out_head,
@@ -229,7 +229,7 @@ def _decode_kernel(
         b += (head * tiles + first + count == HEADS * tiles).to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs"])
 def _merge_kernel(
     cum, cu_q, out, part, part_lse, out_row, out_head, num_seqs, num_programs,
     HEADS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr, DIMS: tl.constexpr,

@@ -70,7 +70,7 @@ def _tiles(
     return acc, total, best
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_row"])
 def _prefill_kernel(
     q, kv, scales, tables, cu_q, seq_lens, out,
     q_row, q_head, kv_block, kv_which, kv_head, kv_token, sc_block, sc_head, sc_token, table_row, out_row, out_head,

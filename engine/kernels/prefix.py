@@ -12,7 +12,7 @@ from engine.kernels.e4m3 import decode, key_scale, scale_pairs, value_scale
 from engine.layer_kv import LayerKV
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length", "rows"])
 def _gather_kernel(
     kv, scales, table, keys, values, kv_block, kv_which, kv_head, kv_token, sc_block, sc_head, sc_token, out_head,
     length, rows,
@@ -59,7 +59,7 @@ def gather_kv(
     return keys, values
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _merge_kernel(
     a, b, lse_a, lse_b, out, rows, heads, a_row, a_head, b_row, b_head, la_row, la_head, lb_row, lb_head, out_row,
     out_head,

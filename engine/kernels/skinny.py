@@ -23,7 +23,7 @@ def _tile(src, ok, k, start, K: tl.constexpr, EVEN: tl.constexpr):
     return tl.load(src + start, mask=None if EVEN else ok & (start + k < K), other=None if EVEN else 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _skinny_kernel(
     x, weight, bias, residual, out, rows, x_row, w_row, residual_row, out_row,
     N: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,

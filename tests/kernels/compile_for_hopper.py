@@ -14,7 +14,18 @@ from triton.backends.compiler import GPUTarget
 
 from common.types import SamplingParams
 from engine.device_sampler import DeviceSampler
-from engine.kernels import gemv, kv_write, norm, paged_decode, paged_prefill, prefix, rope_kv, sampling, skinny
+from engine.kernels import (
+    decode_inputs,
+    gemv,
+    kv_write,
+    norm,
+    paged_decode,
+    paged_prefill,
+    prefix,
+    rope_kv,
+    sampling,
+    skinny,
+)
 from engine.layer_kv import LayerKV
 from engine.sampler import SampleRow
 
@@ -95,6 +106,16 @@ def attention(fp8: bool, new: int, window: int, softcap: float) -> None:
         paged_prefill.paged_prefill(q, layer(fp8), tables, cu_q, lens, window=window, **kind)
 
 
+def inputs() -> None:
+    for query in (1, 5):
+        words = decode_inputs.packed_width(query, BLOCK)
+        out = decode_inputs.DecodeInputs.empty(8, query, 64, CPU)
+        tables = torch.zeros(9, 64, dtype=torch.int32)
+        last = torch.zeros(9, dtype=torch.int64)
+        packed = torch.zeros(8, words, dtype=torch.int32)
+        decode_inputs.decode_inputs(packed, tables, last, out, query=query, block_size=BLOCK)
+
+
 def samples() -> None:
     sampler = DeviceSampler(4, VOCAB, CPU)
     sampler.stage(0, SampleRow(SamplingParams(top_p=0.9, presence_penalty=1.0), [1, 2], 1))
@@ -110,6 +131,7 @@ def main() -> None:
     for module in (gemv, norm, paged_decode, rope_kv, sampling, skinny):
         module.overlaps_launches = lambda device: True
     products()
+    inputs()
     samples()
     part = torch.zeros(64, HEADS, DIM)
     prefix.merge_parts(part, part[..., 0], part, part[..., 0], part)
