@@ -13,10 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-import platform
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,6 +24,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks import report as report_file
 from common.kv_layout import FP8_DTYPE, KVLayout
 from common.types import SamplingParams
 from engine.device_sampler import DeviceSampler
@@ -448,33 +446,13 @@ PARTS = ("decode", "decode_fp8", "prefill", "small", "one_row", "few_rows", "res
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--commit", help="recorded in the JSON; default: git's HEAD")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to run")
     args = parser.parse_args()
     torch.manual_seed(0)
     report = ceilings()
     for part in args.only:
         run(report, part)
-    if args.out is not None:
-        commit = (
-            args.commit
-            or subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-        )
-        import triton
-
-        result = {
-            "name": "kernels",
-            "commit": commit,
-            "card": torch.cuda.get_device_name(DEVICE),
-            "versions": {
-                "python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__,
-                "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(),
-            },
-            "command": "python benchmarks/kernels.py --out benchmarks/results/kernels-h100.json",
-            "metrics": report.metrics,
-        }  # fmt: skip
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=2) + "\n")
+    report_file.write(args.out, "kernels", report.metrics, "torch", "triton", cudnn=torch.backends.cudnn.version())
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import shlex
 import subprocess
@@ -15,11 +16,14 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def commit() -> str:
-    """The commit that is checked out; `-dirty` is appended when tracked files differ from it. Empty outside git."""
+    """The commit that is checked out; `-dirty` is appended when tracked files differ from it.
+
+    Outside git (a copy of the tree on a GPU machine) it is what BATON_COMMIT says, or empty.
+    """
     git = ["git", "-C", str(ROOT)]
     head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     dirty = subprocess.run([*git, "diff", "--quiet", "HEAD"], capture_output=True, check=False).returncode == 1
-    return head + "-dirty" if dirty else head
+    return head + "-dirty" if dirty else head or os.environ.get("BATON_COMMIT", "")
 
 
 def card() -> str:
