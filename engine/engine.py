@@ -8,6 +8,7 @@ lease. Not thread-safe: one thread calls it (see loop.py); `pool` alone may be u
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import os
 import time
@@ -33,7 +34,7 @@ from engine.scheduler import Scheduler, SchedulerConfig
 from engine.sequence import Sequence
 from engine.step_result import EngineCounters, SequenceOutput, StepHook, StepResult
 from engine.stepper import Stepper
-from engine.warm_up import largest_step, typical_steps
+from engine.warm_up import Rows, compiled_steps, largest_step, planned_steps
 
 if TYPE_CHECKING:
     from engine.device_sampler import DeviceSampler
@@ -99,7 +100,7 @@ class Engine:
         )
         self.runner = build(self.kv)
         if device.type == "cuda":
-            self._warm_up(token_budget, max_seqs)
+            self._compile()
         self._stepper = Stepper(
             self.scheduler,
             self.pool,
@@ -163,15 +164,30 @@ class Engine:
             if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
                 raise InvalidRequest(f"{name} has token ids outside 0..{self.vocab_size - 1}", field=name)
 
-    def _warm_up(self, token_budget: int, max_seqs: int) -> None:
+    def rehearse(self) -> None:
+        """Builds the plans of long prompts on the thread that calls this, the one that will run steps. Before the
+        first request; on a CPU it does nothing.
+        """
+        if self.device.type == "cuda":
+            limits = self.scheduler.config
+            self._run_ahead(planned_steps(limits.token_budget, limits.max_seqs, limits.max_model_len))
+
+    def _compile(self) -> None:
         """Compiles and captures what would otherwise keep the first requests waiting."""
         began = time.monotonic()
-        for rows in typical_steps(token_budget, max_seqs, self.max_model_len):
-            self.runner.rehearse(rows, self.kv.dummy_block)
-        torch.cuda.synchronize(self.device)
+        limits = self.scheduler.config
+        self._run_ahead(compiled_steps(limits.token_budget, limits.max_seqs, limits.max_model_len))
         log.info("kernels are ready after %.0f s", time.monotonic() - began)
         if self.runner.decode is not None:
             self.runner.decode.capture()
+        # What exists now stays: a full collection that visits all of it would take as long as several steps.
+        gc.collect()
+        gc.freeze()
+
+    def _run_ahead(self, steps: list[Rows]) -> None:
+        for rows in steps:
+            self.runner.rehearse(rows, self.kv.dummy_block)
+        torch.cuda.synchronize(self.device)
 
     def _num_blocks(self, build: Callable[[KVPool], Runner], max_len: int, *, graphs: bool) -> int:
         """Blocks of the pool; called once the weights are loaded. build: a runner over a pool, to measure it."""

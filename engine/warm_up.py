@@ -1,5 +1,7 @@
 """Steps that a GPU runs before the first request: the largest, to measure its memory, and one of each kind that
 compiles kernels or builds plans of its own, so that no request waits for that.
+
+Kernels are compiled once for the process, cuDNN's plans are built on each thread anew.
 """
 
 from __future__ import annotations
@@ -8,7 +10,7 @@ from collections.abc import Sequence
 
 Rows = Sequence[tuple[int, int]]  # of a step: tokens in the cache, new tokens
 
-PLANNED_TOKENS = 16384  # long prompts build a plan for each length of prefix; up to here it is there
+PLANNED_TOKENS = 16384  # a long prompt needs a plan for each length of its prefix
 
 
 def largest_step(token_budget: int, max_seqs: int, max_len: int) -> Rows:
@@ -18,8 +20,8 @@ def largest_step(token_budget: int, max_seqs: int, max_len: int) -> Rows:
     return [(0, 1)] * (rows - 1) + [(max_len - chunk, chunk)]
 
 
-def typical_steps(token_budget: int, max_seqs: int, max_len: int) -> list[Rows]:
-    """Those of the following that the limits allow."""
+def compiled_steps(token_budget: int, max_seqs: int, max_len: int) -> list[Rows]:
+    """Steps of all kinds that the limits allow, for the kernels that they compile."""
     steps: list[Rows] = [
         [(0, 1), (5, 1)],
         # Drafts and ends of prompts, by how many rows their queries are padded to.
@@ -29,9 +31,17 @@ def typical_steps(token_budget: int, max_seqs: int, max_len: int) -> list[Rows]:
         [(0, 1), (0, 1040), (48, 900)],
         [(0, 1), (1040, 1040)],
         [(0, 600)] * 3,
-        [(0, 1024)],
-        *([(start, token_budget)] for start in range(0, PLANNED_TOKENS, token_budget)),
     ]
+    return _allowed(steps, token_budget, max_seqs, max_len)
+
+
+def planned_steps(token_budget: int, max_seqs: int, max_len: int) -> list[Rows]:
+    """Chunks of long prompts that the limits allow, for the plans that they build."""
+    steps: list[Rows] = [[(0, 1024)], *([(start, token_budget)] for start in range(0, PLANNED_TOKENS, token_budget))]
+    return _allowed(steps, token_budget, max_seqs, max_len)
+
+
+def _allowed(steps: list[Rows], token_budget: int, max_seqs: int, max_len: int) -> list[Rows]:
     return [
         rows
         for rows in steps

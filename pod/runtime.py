@@ -214,6 +214,7 @@ class PodRuntime:
 
     def _warm_up(self) -> None:
         """One short request on the engine thread, so that the first client's does not pay for lazy set-up."""
+        self.engine.rehearse()
         sampling = SamplingParams(temperature=0.0, max_tokens=2)
         request = ValidRequest("warm-up", self.served_name, (0, 0), sampling)
         self.engine.add(self.engine.new_sequence(request))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from common.errors import ConfigError
 from common.kv_layout import KVLayout
 from engine.memory import EXTRA_BLOCKS, SLACK, MemoryUse, blocks_that_fit
-from engine.warm_up import largest_step, typical_steps
+from engine.warm_up import compiled_steps, largest_step, planned_steps
 
 GIB = 1 << 30
 LAYOUT = KVLayout("m", "r", 32, 8, 128, 16, "bfloat16")  # 2 MiB a block
@@ -46,7 +46,7 @@ def test_rehearsed_steps_keep_to_the_limits(budget: int, seqs: int, length: int)
     largest = largest_step(budget, seqs, length)
     assert len(largest) == min(seqs, budget)
     assert max(start + new for start, new in largest) == length
-    for rows in (largest, *typical_steps(budget, seqs, length)):
+    for rows in (largest, *compiled_steps(budget, seqs, length), *planned_steps(budget, seqs, length)):
         assert len(rows) <= seqs
         assert sum(new for _, new in rows) <= budget
         assert all(start >= 0 and new >= 1 and start + new <= length for start, new in rows)
