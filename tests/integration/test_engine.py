@@ -146,6 +146,23 @@ def test_preemption_changes_nothing(tiny_dir: Path, llm: LLM) -> None:
     clean(small.engine)
 
 
+@pytest.mark.parametrize("blocks", [200, 29])
+def test_overlap_changes_nothing(tiny_dir: Path, llm: LLM, blocks: int) -> None:
+    """Tokens and log-probabilities; sampling, stop tokens and preemptions included."""
+    prompts, params = mixed()
+    params[3] = replace(params[3], stop_token_ids=tuple(range(0, VOCAB, 3)))
+    expected = llm.generate(prompts, params, ignore_eos=True)
+    ahead = make(tiny_dir, overlap=True, num_blocks=blocks)
+    got = ahead.generate(prompts, params, ignore_eos=True)
+    assert [c.ids for c in got] == [c.ids for c in expected]
+    assert [c.finish for c in got] == [c.finish for c in expected]
+    for a, b in zip(got, expected, strict=True):
+        assert [t.logprob for t in a.tokens] == pytest.approx([t.logprob for t in b.tokens], abs=1e-4)
+    assert ahead.engine.counters.discarded > 0
+    assert (ahead.engine.scheduler.stats().preemptions > 0) == (blocks == 29)
+    clean(ahead.engine)
+
+
 def test_stop_length_and_context_limit(tiny_dir: Path, llm: LLM) -> None:
     ids = llm.generate([prompt(9)], GREEDY)[0].ids
     stop = llm.generate([prompt(9)], replace(GREEDY, stop_token_ids=(ids[4],)))[0]
@@ -367,6 +384,8 @@ def test_failing_step_and_failing_hook_do_not_end_the_loop(llm: LLM, monkeypatch
         ({"kv_memory": 100}, "kv_memory"),
         ({"kv_memory": 1 << 20, "num_blocks": 7}, "num_blocks"),
         ({"threads": -1}, "threads"),
+        ({"token_budget": -1}, "token_budget"),
+        ({"gpu_memory_utilization": 1.2}, "gpu_memory_utilization"),
         ({"model_dir": Path("/nonexistent")}, "model"),
     ],
 )
