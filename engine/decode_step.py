@@ -27,7 +27,7 @@ from engine.kernels.decode_inputs import HEADER, DecodeInputs, blocks_touched, d
 from engine.layer_kv import LayerKV
 from engine.models.base import Model
 from engine.scheduler import Item
-from engine.upload import pinned
+from engine.upload import pinned, upload
 
 log = logging.getLogger(__name__)
 
@@ -106,10 +106,10 @@ class DecodeStep:
         ends = np.cumsum(num_new)
         # Blocks from the one of the first new token on travel with the row; those before it are there, or go ahead.
         base, final = starts // size, (starts + num_new - 1) // size
-        copied = self._tables.copied
-        for slot, count in zip(slots[behind := copied[slots] < base], base[behind], strict=True):
-            self._copy_line(int(slot), int(copied[slot]), int(count))
-        copied[slots] = final + 1
+        behind = self._tables.copied[slots] < base
+        if behind.any():
+            self._copy_lines(slots[behind], int(base[behind].max()))
+        self._tables.copied[slots] = final + 1
 
         packed = np.zeros((rows, packed_width(query, size)), dtype=np.int32)
         packed[live:, 0] = self._sampler.pad_slot
@@ -186,9 +186,10 @@ class DecodeStep:
     def _send(self, packed: np.ndarray) -> None:
         self._packed[: packed.size].copy_(pinned(packed.reshape(-1), self._device), non_blocking=True)
 
-    def _copy_line(self, slot: int, first: int, end: int) -> None:
-        blocks = pinned(self._tables.blocks[slot, first:end], self._device)
-        self._slot_tables[slot, first:end].copy_(blocks, non_blocking=True)
+    def _copy_lines(self, slots: np.ndarray, width: int) -> None:
+        """Brings the lead of these slots' block tables to the device."""
+        lines, at = upload([self._tables.blocks[slots, :width], slots.astype(np.int32)], self._device)
+        self._slot_tables[:, :width].index_copy_(0, at.long(), lines)
 
     def _padding(self, rows: int, query: int) -> np.ndarray:
         packed = np.zeros((rows, packed_width(query, self._block_size)), dtype=np.int32)
