@@ -103,10 +103,6 @@ class PodView:
         waiting = (self.prefilling.fresh + self.foreign) * self.seconds_per_token
         return waiting + self.free_at - now if self.free_at > now else waiting
 
-    def prefill_s(self, tokens: float) -> float:
-        """Seconds of computing for so many prompt tokens."""
-        return self.overhead_s + tokens * self.seconds_per_token
-
     def sequences(self) -> int:
         """Sequences that decode here or are about to."""
         load = self.load

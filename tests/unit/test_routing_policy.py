@@ -1,0 +1,323 @@
+"""What the routing policies promise, over random pods and demands."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.config import GatewayConfig
+from common.errors import ConfigError
+from common.index_records import PodLoad
+from common.types import Role
+from gateway.routing.bookings import Bookings
+from gateway.routing.demand import Demand, Pull
+from gateway.routing.inflight import InFlight
+from gateway.routing.policy import (
+    AFFINITY_RATIO,
+    AFFINITY_S,
+    MAX_OPTIONS,
+    OTHERS,
+    POLICIES,
+    TIE_RATIO,
+    TIE_S,
+    Home,
+    Option,
+    make_policy,
+)
+from gateway.routing.view import PodView
+
+NOW = 100.0
+
+
+def view(name: str, *, capacity: int = 100_000, role: Role = Role.PREFILL, **load: float) -> PodView:
+    pod = PodView(name, block_size=16, capacity=capacity, num_blocks=6_000, role=role)
+    pod.report(PodLoad(**{"prefill_rate": 1000.0, "free_blocks": 5_000, **load}), NOW)  # type: ignore[arg-type]
+    return pod
+
+
+def cost_of(pod: PodView, demand: Demand) -> float:
+    """The formula, written down once more and without hurry."""
+    promised = max(demand.held.get(pod.name, 0) + demand.host.get(pod.name, 0), demand.soon.get(pod.name, 0))
+    return pod.queue_s(NOW) + max(1, demand.prompt_len - promised) * (1 + OTHERS) * pod.seconds_per_token
+
+
+pods = st.lists(
+    st.tuples(st.integers(0, 20_000), st.sampled_from([200.0, 1000.0, 8000.0]), st.sampled_from([300, 4_000, 100_000])),
+    min_size=1,
+    max_size=12,
+)
+
+
+@given(pods, st.integers(1, 5_000), st.data())
+def test_the_first_choice_is_about_the_cheapest_pod_that_is_large_enough(
+    shapes: list[tuple[int, float, int]], length: int, data: st.DataObject
+) -> None:
+    views = [
+        view(f"p{i}", capacity=capacity, queued_tokens=queued, prefill_rate=rate)
+        for i, (queued, rate, capacity) in enumerate(shapes)
+    ]
+    some = st.dictionaries(st.sampled_from([v.name for v in views]), st.integers(0, length - 1))
+    demand = Demand(prompt_len=length, max_tokens=8, held=data.draw(some), soon=data.draw(some))
+    options = make_policy("cost", random.Random(0)).prefill(demand, views, NOW)
+    fit = [v for v in views if v.capacity >= length]
+    assert {option.view for option in options} <= set(fit)
+    assert len({option.view.name for option in options}) == len(options) == min(len(fit), len(options))
+    if not fit:
+        assert options == []
+        return
+    least = min(cost_of(v, demand) for v in fit)
+    assert options[0].cost <= least * TIE_RATIO + TIE_S + 1e-9
+    assert all(option.tokens + option.held == length and option.tokens >= 1 for option in options)
+    assert [o.cost for o in options] == pytest.approx([cost_of(o.view, demand) for o in options])
+
+
+@given(st.integers(1, 4_000), st.integers(0, 4_000), st.integers(0, 20_000), st.integers(1, 5_000))
+def test_a_pod_never_gets_dearer_by_holding_more_nor_cheaper_by_having_more_to_do(
+    length: int, held: int, queued: int, more: int
+) -> None:
+    def cost(queued_tokens: int, tokens: int, **others: dict[str, int]) -> float:
+        demand = Demand(prompt_len=length, max_tokens=8, held={"p": tokens}, **others)  # type: ignore[arg-type]
+        return (
+            make_policy("cost", random.Random(0)).prefill(demand, [view("p", queued_tokens=queued_tokens)], NOW)[0].cost
+        )
+
+    base = cost(queued, held)
+    assert cost(queued, held + more) <= base
+    assert cost(queued + more, held) > base
+    assert cost(queued, held, soon={"p": held + more}) <= base
+    assert cost(queued, held, host={"p": more}) <= base
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+@given(st.text(min_size=1, max_size=20), st.lists(st.integers(0, 30_000), min_size=2, max_size=8))
+def test_affinity_decides_among_equals_and_is_only_a_hint(side: str, affinity: str, queues: list[int]) -> None:
+    role = Role.PREFILL if side == "prefill" else Role.BOTH
+    views = [view(f"p{i}", role=role, queued_tokens=queued) for i, queued in enumerate(queues)]
+    demand = Demand(prompt_len=500, max_tokens=8, affinity=affinity)
+    policy = make_policy("cost", random.Random(len(affinity)))
+    choose = policy.prefill if side == "prefill" else policy.decode
+    chosen = choose(demand, views, NOW)[0].view
+    plain = {o.view.name: o.cost for o in choose(replace(demand, affinity=""), views, NOW)}
+    slack = TIE_RATIO / (1 - AFFINITY_RATIO)
+    assert plain[chosen.name] <= min(plain.values()) * slack + (AFFINITY_S + TIE_S) * slack + 1e-9
+    for pod in views:
+        pod.report(PodLoad(prefill_rate=1000.0, free_blocks=5_000), NOW)
+    assert len({choose(demand, views, NOW)[0].view.name for _ in range(10)}) == 1
+
+
+def test_affinities_are_spread_over_pods() -> None:
+    views = [view(f"p{i}") for i in range(4)]
+    policy = make_policy("cost", random.Random(1))
+    demand = Demand(prompt_len=500, max_tokens=8)
+    homes = Counter(policy.prefill(replace(demand, affinity=f"s{i}"), views, NOW)[0].view.name for i in range(400))
+    assert min(homes.values()) > 60
+
+
+@given(st.integers(1, 9), st.integers(1, 64))
+def test_equal_requests_from_one_gateway_are_shared_out_evenly(num_pods: int, burst: int) -> None:
+    views = [view(f"p{i}") for i in range(num_pods)]
+    policy = make_policy("cost", random.Random(burst))
+    for i in range(burst):
+        option = policy.prefill(Demand(prompt_len=900, max_tokens=8), views, NOW)[0]
+        option.view.prefilling.add(str(i), option.tokens, NOW)
+    assert max(len(v.prefilling) for v in views) - min(len(v.prefilling) for v in views) <= 1
+
+
+def test_a_hot_prefix_is_computed_elsewhere_once_its_holder_has_too_much_to_do() -> None:
+    views = {f"p{i}": view(f"p{i}") for i in range(4)}
+    held, got = {"p0": 300}, Counter[str]()
+    policy = make_policy("cost", random.Random(2))
+    for i in range(400):  # 6,000 tokens a second or more, for pods of 1,000 each
+        now = NOW + i / 60
+        option = policy.prefill(Demand(prompt_len=400, max_tokens=8, held=held), list(views.values()), now)[0]
+        queued = option.view.queue_s(now) * 1000 + option.tokens
+        option.view.report(PodLoad(prefill_rate=1000.0, free_blocks=5_000, queued_tokens=int(queued)), now)
+        held[option.view.name] = 300
+        got[option.view.name] += 1
+    assert min(got[name] for name in views) > 50
+    queues = [v.queue_s(NOW + 400 / 60) for v in views.values()]
+    assert max(queues) - min(queues) < 0.3 * (1 + OTHERS)  # never behind by more than computing it anew is worth
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_one_block_that_heads_every_prompt_draws_them_together_for_prefix_only_alone(name: str) -> None:
+    views = [view(f"p{i}") for i in range(4)]
+    policy = make_policy(name, random.Random(3))
+    for i in range(80):
+        option = policy.prefill(Demand(prompt_len=900, max_tokens=8, held={"p2": 16}), views, NOW)[0]
+        option.view.prefilling.add(str(i), option.tokens, NOW)
+    most = max(len(v.prefilling) for v in views)
+    assert most == 80 if name == "prefix_only" else most <= 22
+
+
+def test_a_pull_is_used_where_it_beats_computing() -> None:
+    views = [view("p0"), view("p1")]
+    policy = make_policy("cost", random.Random(4))
+
+    def best(pull: Pull) -> Option:
+        return policy.prefill(Demand(prompt_len=2_000, max_tokens=8, pull={"p1": pull}), views, NOW)[0]
+
+    assert best(Pull(1_500, 0.05)).view.name == "p1"
+    slow = {policy.prefill(Demand(prompt_len=2_000, max_tokens=8, pull={"p1": Pull(1_500, 60.0)}), views, NOW)[0].cost}
+    assert slow == {cost_of(views[0], Demand(prompt_len=2_000, max_tokens=8))}
+
+
+# ---- decode
+
+
+def test_decode_pods_without_room_are_a_last_resort() -> None:
+    policy = make_policy("cost", random.Random(5))
+    full, busy = (
+        view("d0", role=Role.DECODE, free_blocks=2),
+        view("d1", role=Role.DECODE, free_blocks=4_000, running=50),
+    )
+    demand = Demand(prompt_len=1_000, max_tokens=64)
+    assert [o.view.name for o in policy.decode(demand, [full, busy], NOW)] == ["d1", "d0"]
+    busy.report(PodLoad(free_blocks=3, running=50), NOW)
+    assert policy.decode(demand, [full, busy], NOW)[0].view is full
+
+
+def test_a_held_prefix_and_few_neighbours_attract_a_sequence_by_what_they_save() -> None:
+    policy = make_policy("cost", random.Random(6))
+    a, b = (view(name, role=Role.DECODE, step_s=0.01, step_slope_s=0.001, transfer_rate=1e5) for name in ("a", "b"))
+    demand = Demand(prompt_len=50_000, max_tokens=100, held={"a": 49_000})
+    assert policy.decode(demand, [a, b], NOW)[0].view is a
+    for i in range(3):  # 0.49 s of moving saved, 0.2 s lost by each neighbour
+        a.decoding.add(str(i), 1_000, NOW)
+    assert policy.decode(demand, [a, b], NOW)[0].view is b
+
+
+def test_a_pod_that_does_both_has_a_queue_too() -> None:
+    policy = make_policy("cost", random.Random(7))
+    a, b = view("a", role=Role.BOTH, queued_tokens=9_000), view("b", role=Role.BOTH, running=20)
+    option = policy.decode(Demand(prompt_len=500, max_tokens=8), [a, b], NOW)[0]
+    assert (option.view, option.units) == (b, 500)
+
+
+# ---- the others
+
+
+def test_round_robin_takes_turns_and_least_loaded_the_shortest_queue() -> None:
+    views = [view(f"p{i}", queued_tokens=900 * (i != 1)) for i in range(3)]
+    demand = Demand(prompt_len=100, max_tokens=8, held={"p0": 90})
+    turns = make_policy("round_robin", random.Random(8))
+    assert len({turns.prefill(demand, views, NOW)[0].view.name for _ in range(3)}) == 3
+    least = make_policy("least_loaded", random.Random(8))
+    assert {least.prefill(demand, views, NOW)[0].view.name for _ in range(9)} == {"p1"}
+
+
+@given(st.lists(st.binary(min_size=16, max_size=16), min_size=20, max_size=60), st.integers(2, 7))
+def test_a_prompt_has_one_home_and_no_pod_much_more_than_its_share(keys: list[bytes], num_pods: int) -> None:
+    views = [view(f"p{i}") for i in range(num_pods)]
+    first, second = Home(random.Random(1)), Home(random.Random(2))
+    for i, key in enumerate(keys):
+        demand = Demand(prompt_len=100, max_tokens=8, key=key)
+        option = first.prefill(demand, views, NOW)[0]
+        assert option.view is second.prefill(demand, views, NOW)[0].view
+        option.view.prefilling.add(str(i), 100, NOW)
+        assert len(option.view.prefilling) <= 1.25 * (i + 1) / num_pods + 1
+
+
+def test_a_thousand_equal_pods_are_not_all_offered() -> None:
+    views = [view(f"p{i}") for i in range(1000)]
+    policy = make_policy("cost", random.Random(9))
+    offers = [{o.view.name for o in policy.prefill(Demand(prompt_len=9, max_tokens=1), views, NOW)} for _ in range(2)]
+    assert [len(offer) for offer in offers] == [MAX_OPTIONS] * 2
+    assert offers[0] != offers[1]
+
+
+def test_the_configuration_knows_the_policies() -> None:
+    for name in POLICIES:
+        assert GatewayConfig(routing_policy=name).routing_policy == name
+    with pytest.raises(ConfigError, match=", ".join(POLICIES)):
+        GatewayConfig(routing_policy="best")
+
+
+# ---- what policies look at
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("add"), st.integers(0, 4), st.integers(0, 99)),
+            st.tuples(st.just("shrink"), st.integers(0, 4), st.integers(0, 99)),
+            st.tuples(st.just("remove"), st.integers(0, 4), st.just(0)),
+            st.tuples(st.just("mark"), st.integers(0, 30), st.just(0)),
+        ),
+        max_size=40,
+    )
+)
+def test_bookings_are_the_sums_of_what_is_open(steps: list[tuple[str, int, int]]) -> None:
+    bookings, model, since = Bookings(), dict[int, tuple[int, int, float]](), float("-inf")
+    for now, (what, key, tokens) in enumerate(steps):
+        if what == "add":
+            bookings.add(str(key), tokens, now)
+            model[key] = (tokens, tokens, now)
+        elif what == "shrink":
+            bookings.shrink(str(key), tokens)
+            if key in model and tokens < model[key][0]:
+                model[key] = (tokens, *model[key][1:])
+        elif what == "remove":
+            bookings.remove(str(key))
+            model.pop(key, None)
+        else:
+            since = key
+            bookings.mark(since)
+        fresh = [entry for entry in model.values() if entry[2] >= since]
+        assert bookings.tokens == sum(left for left, _, _ in model.values())
+        assert bookings.fresh == sum(left for left, _, _ in fresh)
+        assert bookings.fresh_booked == sum(booked for _, booked, _ in fresh)
+        assert (bookings.fresh_count, len(bookings)) == (len(fresh), len(model))
+
+
+def test_a_queue_is_the_report_less_what_was_computed_since_plus_what_was_sent_since() -> None:
+    pod = PodView("p", block_size=16, capacity=10_000, num_blocks=1_000)
+    pod.prefilling.add("a", 500, 1.0)
+    pod.report(PodLoad(queued_tokens=500, prefill_rate=1000.0), 2.0)
+    assert pod.queue_s(2.0) == pytest.approx(0.5)
+    assert pod.queue_s(2.4) == pytest.approx(0.1)
+    pod.prefilling.add("b", 300, 2.5)
+    assert pod.queue_s(3.0) == pytest.approx(0.3)
+    pod.prefilling.shrink("b", 100)
+    assert pod.queue_s(3.0) == pytest.approx(0.1)
+    pod.report(PodLoad(queued_tokens=900, prefill_rate=1000.0), 1.5)  # overtaken on its way
+    assert pod.queue_s(3.0) == pytest.approx(0.1)
+    pod.prefilling.remove("b")
+    assert pod.queue_s(3.0) == 0.0
+
+
+# Chains that share prefixes: a path in a tree, each hash names the path to it.
+paths = st.lists(st.integers(0, 1), min_size=1, max_size=14)
+
+
+def chain(path: list[int]) -> list[bytes]:
+    return ["".join(map(str, path[: i + 1])).encode() for i in range(len(path))]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), paths), max_size=12), st.sets(st.integers(0, 11)), paths)
+def test_prompts_in_flight_are_matched_as_far_as_they_are_equal(
+    prompts: list[tuple[int, list[int]]], done: set[int], path: list[int]
+) -> None:
+    inflight, model = InFlight(), dict[int, tuple[int, list[int]]]()
+    for i, (pod, other) in enumerate(prompts):
+        inflight.add(str(i), f"p{pod}", chain(other))
+        model[i] = (pod, other)
+    for i in done:
+        inflight.remove(str(i))
+        model.pop(i, None)
+    expected: dict[str, int] = {}
+    for pod, other in model.values():
+        shared = next(
+            (n for n, (a, b) in enumerate(zip(path, other, strict=False)) if a != b), min(len(path), len(other))
+        )
+        if shared:
+            expected[f"p{pod}"] = max(expected.get(f"p{pod}", 0), shared)
+    assert inflight.match(chain(path)) == expected
+    for i in range(len(prompts)):
+        inflight.remove(str(i))
+    assert (len(inflight), inflight.match(chain(path))) == (0, {})
