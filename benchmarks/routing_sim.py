@@ -42,7 +42,7 @@ PODS = 8  # what the trace's own rate is for
 BLOCKS, UNLIMITED = 4_000, 200_000
 POLICIES = ("round_robin", "least_loaded", "cost")
 SIZES = (4, 8, 16, 64)
-LARGE = ((256, 60.0), (1024, 20.0))  # pods, seconds of the made trace
+LARGE = ((256, 90.0), (1024, 30.0))  # pods, seconds of the made trace
 AGENT_REQUESTS = 0.9  # per second and pod: as much work as the recorded trace's
 KINDS = {"fifo": 1, "chunked": 64}  # sequences that a pod's steps share
 
@@ -175,15 +175,11 @@ def grow(bench: Bench, large: Iterable[tuple[int, float]]) -> None:
         for policy in POLICIES:
             if pods != PODS:
                 bench.run(faster, trace.name, pods, policy)
-    seconds = min(1_800.0, trace.duration_s)
-    for pods in SIZES:
-        made = Agents(rate=pods * AGENT_REQUESTS, seconds=seconds * PODS / max(PODS, pods)).trace()
-        for policy in POLICIES:
-            bench.run(made, made.name, pods, policy)
-    for pods, seconds in large:
+    small = [(pods, min(1_800.0, trace.duration_s) if pods <= 2 * PODS else 600.0) for pods in SIZES]
+    for pods, seconds in (*small, *large):
         made = Agents(rate=pods * AGENT_REQUESTS, seconds=seconds).trace()
         for policy in POLICIES:
-            bench.run(made, made.name, pods, policy)
+            bench.run(made, made.name, pods, policy, warm_s=seconds / 2)
 
 
 def collapse(bench: Bench) -> None:

@@ -42,7 +42,8 @@ class ClusterSpec:
     """prefill, decode: pods; without decode pods a request ends with its first token.
 
     lag_s: what a change takes to reach the index beyond the publisher's batching. report_s: how often a gateway polls
-    the pods. overhead_s: of the gateway, per request.
+    the pods. overhead_s: of the gateway, per request. warm_s: what arrives earlier is left out of the
+    summary's times and rates.
     """
 
     rates: Rates
@@ -59,6 +60,7 @@ class ClusterSpec:
     lag_s: float = 0.0
     report_s: float = 0.5
     overhead_s: float = 0.001
+    warm_s: float = 0.0
     seed: int = 0
     faults: tuple[Fault, ...] = field(default=())
 
@@ -145,7 +147,7 @@ class Cluster:
         outcomes = tuple(flight.outcome for flight in self.flights)
         prefills = [m for m in self.members if m.role is Role.PREFILL]
         summary = summarise(
-            outcomes,
+            [outcome for outcome in outcomes if outcome.arrival_s >= self._spec.warm_s],
             [m.prompts for m in prefills],
             computed_tokens=sum(m.all_computed_tokens for m in prefills),
             sim_s=self.clock.now,

@@ -47,7 +47,7 @@ class MemoryIndex:
         """Renews the lease; entries of the pod, or -1 when it has to register (again)."""
         entry = self._pods.get(pod)
         now = self._time()
-        if entry is None or entry.generation != generation or not self._fresh(entry):
+        if entry is None or entry.generation != generation or entry.number is None or not self._fresh(entry):
             return -1
         entry.lease_until, entry.set_until = now + LEASE_S, now + OWN_TTL_S
         return len(entry.own)
@@ -76,6 +76,11 @@ class MemoryIndex:
         entry.own = {h[:PREFIX_BYTES] for h in held}
         entry.number, entry.set_until = number, self._time() + OWN_TTL_S
         return "ok"
+
+    def lapse(self, pod: str) -> None:
+        """The pod's lease runs out now."""
+        if pod in self._pods:
+            self._pods[pod].lease_until = self._time()
 
     def leave(self, pod: str, generation: int) -> None:
         """Forgets a pod; without effect for another generation than the registered one."""

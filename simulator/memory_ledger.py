@@ -20,7 +20,8 @@ class MemoryLedger:
         """Books the request on the candidate that is cheapest with what was booked lately; of equals, on the first."""
         now = self._time()
         units = [self._since(c.pod, now - min(c.age_s, BOOKING_S), request_id) for c in candidates]
-        costs = [c.cost_s + booked * c.unit_s for c, booked in zip(candidates, units, strict=True)]
+        # Rounded as they travel, so that the same costs are equal.
+        costs = [round(c.cost_s, 9) + booked * round(c.unit_s, 12) for c, booked in zip(candidates, units, strict=True)]
         chosen = costs.index(min(costs))
         bookings = self._booked.setdefault(candidates[chosen].pod, OrderedDict())
         while bookings and next(iter(bookings.values()))[0] <= now - BOOKING_S:

@@ -66,21 +66,6 @@ class Trace:
         """The first `count` requests."""
         return replace(self, requests=self.requests[:count])
 
-    def copies(self, count: int) -> Trace:
-        """`count` groups of users that share nothing with each other and send the trace at the same time.
-
-        Arrivals of copy i are late by i/count of the mean gap, so that copies do not come in lockstep.
-        """
-        if count == 1:
-            return self
-        gap = self.duration_s / max(1, len(self.requests) - 1)
-        found = [
-            replace(r, arrival_s=r.arrival_s + gap * i / count, chain=tuple(_renamed(h, i) for h in r.chain))
-            for i in range(count)
-            for r in self.requests
-        ]
-        return replace(self, requests=tuple(sorted(found, key=lambda r: r.arrival_s)))
-
     def ideal_hit_rate(self) -> float:
         """Share of prompt tokens that one unlimited cache, always current, would supply."""
         seen: set[bytes] = set()
@@ -113,10 +98,6 @@ def load_trace(path: Path) -> Trace:
 def block_name(*parts: object) -> bytes:
     """A block hash, 16 bytes, for what a trace calls by another name."""
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).digest()
-
-
-def _renamed(h: bytes, copy: int) -> bytes:
-    return h if copy == 0 else hashlib.blake2b(h, digest_size=16, salt=copy.to_bytes(8, "big")).digest()
 
 
 def _mooncake(name: str, lines: Iterable[str]) -> Iterator[TraceRequest]:

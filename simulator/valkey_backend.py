@@ -1,7 +1,9 @@
 """The real prefix index under the simulated cluster: common/index_pod.py and index_reader.py, shipped Lua, a server.
 
 Commands are sent when the virtual clock says so, and no virtual time goes by until they are answered. Leases and other
-lives of keys are the server's and hence real: a run must not keep a pod silent for longer than they last.
+lives of keys are the server's and hence real: a run must not keep a pod silent for longer than they last. Bookings age
+by the server's clock too, by which all of a run is an instant: the server is told of them, and the choice among
+candidates is MemoryLedger's.
 """
 
 from __future__ import annotations
@@ -17,16 +19,19 @@ from common.index_reader import IndexReader
 from common.index_records import Candidate, PodLoad, PodRecord, Reserved
 from common.types import Role
 from simulator.clock import Clock
+from simulator.memory_ledger import MemoryLedger
 
-SCOPE = "51aa51aa"
+_SCOPE = "51aa51aa"
 _TIMEOUT_S = 5.0  # real seconds: the simulation waits for its index however busy the machine is
 
 
 class ValkeyBackend:
-    """url: of an index server whose scope SCOPE is ours alone. away: gateways are not answered; pods still publish."""
+    """scope: 8 hex digits, of this run alone. away: gateways are not answered; pods still publish."""
 
-    def __init__(self, clock: Clock, url: str) -> None:
+    def __init__(self, clock: Clock, url: str, scope: str = _SCOPE) -> None:
         self.away = False
+        self.scope = scope
+        self.ledger = MemoryLedger(clock.time)
         self._clock = clock
         self._url = url
 
@@ -37,8 +42,8 @@ class ValkeyBackend:
             address=f"{pod}:1",
             role=Role.PREFILL,
             model="sim",
-            scope=SCOPE,
-            fingerprint=SCOPE * 4,
+            scope=self.scope,
+            fingerprint=self.scope * 4,
             block_size=block_size,
             max_model_len=block_size * num_blocks,
             num_blocks=num_blocks,
@@ -132,29 +137,31 @@ class ValkeyReader:
         self.calls = 0
         self.seconds = 0.0
         self._backend = backend
+        self._clock = clock
         breaker = Breaker(clock=clock.time)
         self._reader = IndexReader(url, timeout_s=_TIMEOUT_S, breaker=breaker, clock=clock.time)
 
     async def lookup(self, chain: Sequence[bytes], pods: Sequence[tuple[str, int]]) -> dict[str, int]:
         self._require()
         began = time.perf_counter()
-        found = await self._reader.lookup(SCOPE, chain, pods)
+        found = await self._reader.lookup(self._backend.scope, chain, pods)
         self.calls += 1
         self.seconds += time.perf_counter() - began
         return found
 
     async def reserve(self, request_id: str, candidates: Sequence[Candidate]) -> Reserved:
         self._require()
-        (reserved,) = await self._reader.reserve(SCOPE, request_id, [candidates])
+        reserved = self._backend.ledger.reserve(request_id, candidates)
+        await self._reader.reserve(self._backend.scope, request_id, [[candidates[reserved.chosen]]])
         return reserved
 
     async def unbook(self, pod: str, request_id: str) -> None:
         self._require()
-        await self._reader.unbook(SCOPE, pod, request_id)
+        self._backend.ledger.unbook(pod, request_id)
+        await self._reader.unbook(self._backend.scope, pod, request_id)
 
     def time(self) -> float:
-        """Bookings age by the server's clock, hence by a real one."""
-        return time.monotonic()
+        return self._clock.now
 
     def _require(self) -> None:
         if self._backend.away:

@@ -1,0 +1,263 @@
+"""The simulator's index and ledger in memory answer what the shipped Lua answers in a real Valkey."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from common.index_reader import IndexReader
+from common.index_records import Candidate, PodLoad, PodRecord, Tier
+from common.index_store import INFO_TTL_S, LEASE_MS, OWN_TTL_S, PODS_TTL_S, PREFIX_BYTES, Client, Keys, Script, connect
+from common.types import Role
+from common.valkey import EmbeddedValkey
+from simulator.clock import Clock
+from simulator.cluster import Cluster, ClusterSpec
+from simulator.index_port import IndexBackend
+from simulator.memory_index import MemoryIndex
+from simulator.memory_ledger import MemoryLedger
+from simulator.rates import FLAT_8K
+from simulator.trace import block_name
+from simulator.valkey_backend import ValkeyBackend
+from simulator.workload import Agents
+
+PODS = ("a", "b", "c")
+BLOCK = 512  # as in traces: every block has a posting
+# A tree of blocks: chains share their first blocks, in several depths.
+CHAINS = [
+    [block_name(branch[: (i // 4) + 1], i) for i in range(12)] for branch in itertools.product(range(2), repeat=3)
+]
+SCOPES = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with asyncio.Runner() as runner:
+        server = EmbeddedValkey(0, Path(tmp_path_factory.mktemp("valkey")))
+        yield runner.run(server.start())
+        runner.run(server.stop())
+
+
+class LuaIndex:
+    """MemoryIndex's methods as commands of one scope, as common/index_pod.py sends them."""
+
+    def __init__(self, client: Client, reader: IndexReader, scope: str) -> None:
+        self._client = client
+        self._reader = reader
+        self._scope = scope
+        self._keys = Keys(scope)
+        self._slots: dict[tuple[str, int], int] = {}
+
+    async def register(self, pod: str, generation: int) -> bool:
+        k = self._keys
+        record = PodRecord(pod, generation, f"{pod}:1", Role.PREFILL, "m", self._scope, self._scope * 4, BLOCK, 1, 1)
+        names = (k.pods, k.info(pod), k.lease(pod), k.load(pod), k.resv(pod), k.resv_tokens(pod), k.slots, k.sweep)
+        args = (k.prefix, pod, generation, LEASE_MS, INFO_TTL_S, PODS_TTL_S, PodLoad().to_json(), *record.to_fields())
+        slot = int(await Script("register").run(self._client, names, args))
+        if slot:
+            self._slots[pod, generation] = slot
+        return slot > 0
+
+    async def heartbeat(self, pod: str, generation: int) -> int:
+        k = self._keys
+        names = (
+            *(k.pods, k.info(pod), k.lease(pod), k.load(pod), k.own(pod, generation)),
+            *(k.own(pod, generation, Tier.HOST), k.seq(pod, generation), k.where, k.slots, k.sweep),
+        )
+        slot = self._slots.get((pod, generation), 0)
+        args = (pod, generation, slot, LEASE_MS, PodLoad().to_json(), OWN_TTL_S, INFO_TTL_S, PODS_TTL_S)
+        return int((await Script("heartbeat").run(self._client, names, args))[0])
+
+    async def apply(self, pod: str, generation: int, number: int, stored: list[bytes], evicted: list[bytes]) -> str:
+        k = self._keys
+        names = (
+            *(k.lease(pod), k.seq(pod, generation), k.own(pod, generation), k.own(pod, generation, Tier.HOST)),
+            *(k.where, k.slots),
+        )
+        slot = self._slots.get((pod, generation), 0).to_bytes(2, "little")
+        args = (generation, number, OWN_TTL_S, slot, 1, _packed(stored), _packed(evicted), b"", b"")
+        return str((await Script("postings", "apply").run(self._client, names, args)).decode())
+
+    async def snapshot(self, pod: str, generation: int, number: int, held: list[bytes]) -> str:
+        k = self._keys
+        shadow, host = k.shadow(pod, generation, number), k.shadow(pod, generation, number, Tier.HOST)
+        slot = self._slots.get((pod, generation), 0).to_bytes(2, "little")
+        if held:
+            args: tuple[Any, ...] = (generation, OWN_TTL_S, slot, 1, _packed(held))
+            names: tuple[str, ...] = (k.lease(pod), shadow, k.where)
+            answer = await Script("postings", "snapshot_slice").run(self._client, names, args)
+            if answer != b"ok":
+                return str(answer.decode())
+        names = (
+            *(k.lease(pod), k.seq(pod, generation), shadow, k.own(pod, generation)),
+            *(host, k.own(pod, generation, Tier.HOST), k.slots),
+        )
+        args = (generation, number, OWN_TTL_S, len(held), 0)
+        return str((await Script("snapshot_commit").run(self._client, names, args)).decode())
+
+    async def leave(self, pod: str, generation: int) -> None:
+        k = self._keys
+        names = (
+            *(k.pods, k.info(pod), k.lease(pod), k.load(pod), k.own(pod, generation)),
+            *(k.own(pod, generation, Tier.HOST), k.seq(pod, generation), k.resv(pod), k.resv_tokens(pod)),
+            *(k.where, k.slots, k.sweep),
+        )
+        slot = self._slots.get((pod, generation), 0)
+        await Script("leave").run(self._client, names, (pod, generation, slot))
+
+    async def expire(self, pod: str) -> None:
+        """The lease runs out."""
+        await self._client.delete(self._keys.lease(pod))
+
+    async def lookup(self, chain: list[bytes], pods: list[tuple[str, int]]) -> dict[tuple[str, int], int]:
+        found: dict[tuple[str, int], int] = {}
+        for pod in pods:  # one by one: a name may be asked for in several generations
+            blocks = (await self._reader.lookup(self._scope, chain, [pod]))[pod[0]]
+            if blocks:
+                found[pod] = blocks
+        return found
+
+
+def _packed(hashes: list[bytes]) -> bytes:
+    return b"".join(h[:PREFIX_BYTES] for h in hashes)
+
+
+pod_names = st.sampled_from(PODS)
+generations = st.integers(1, 3)
+offsets = st.sampled_from([0, 0, 0, 0, -1, 1])
+steps = st.one_of(
+    st.tuples(st.just("register"), pod_names, generations),
+    st.tuples(st.just("heartbeat"), pod_names, generations),
+    st.tuples(st.just("leave"), pod_names, generations),
+    st.tuples(st.just("expire"), pod_names, generations),
+    # offset: of the number to the right one. store and evict: a chain and how many of its blocks stay or go.
+    *[
+        st.tuples(st.just(kind), pod_names, generations, offsets, st.integers(0, 7), st.integers(0, 12))
+        for kind in ("store", "evict", "store", "evict", "snapshot")
+    ],
+)  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(steps, min_size=5, max_size=40))
+def test_the_index_in_memory_answers_what_the_scripts_answer(url: str, script: list[tuple[Any, ...]]) -> None:
+    async def compare() -> None:
+        clock = Clock()
+        double = MemoryIndex(clock.time)
+        client, scope = connect(url, timeout_s=5.0), f"{next(SCOPES):08x}"
+        reader = IndexReader(url, timeout_s=5.0, clock=lambda: time.monotonic() * 1e6)  # nothing is kept
+        lua = LuaIndex(client, reader, scope)
+        held: dict[tuple[str, int], list[bytes]] = {}  # what the pod believes, in an order in which it may be stored
+        number: dict[tuple[str, int], int] = {}
+        try:
+            for step in (("register", "a", 1), ("snapshot", "a", 1, 0, 0, 6), *script):
+                kind, pod, generation = step[:3]
+                who = pod, generation
+                if kind == "register":
+                    assert double.register(*who) == await lua.register(*who)
+                elif kind == "heartbeat":
+                    assert double.heartbeat(*who) == await lua.heartbeat(*who)
+                elif kind == "leave":
+                    double.leave(*who)
+                    await lua.leave(*who)
+                elif kind == "expire":
+                    double.lapse(pod)
+                    await lua.expire(pod)
+                else:
+                    offset, chain, depth = step[3:]
+                    mine, at = held.get(who, []), number.get(who, 0) + 1 + offset
+                    if kind == "snapshot":
+                        after = CHAINS[chain][:depth]
+                        answers = double.snapshot(*who, at, after), await lua.snapshot(*who, at, after)
+                    else:
+                        after = _after(mine, CHAINS[chain], depth, kind == "store")
+                        stored, evicted = [h for h in after if h not in mine], [h for h in mine if h not in after]
+                        answers = double.apply(*who, at, stored, evicted), await lua.apply(*who, at, stored, evicted)
+                    assert answers[0] == answers[1]
+                    if answers[0] == "ok":
+                        held[who], number[who] = after, at
+                asked = [(pod, g) for g in range(1, 4)]
+                for chain in (CHAINS[0], CHAINS[5]):
+                    assert double.lookup(chain, asked) == await lua.lookup(chain, asked), (kind, chain)
+            asked = [(p, g) for p in PODS for g in range(1, 4)]
+            for chain in CHAINS:
+                assert double.lookup(chain, asked) == await lua.lookup(chain, asked), chain
+        finally:
+            await reader.close()
+            await client.aclose()
+
+    asyncio.run(compare())
+
+
+def _after(mine: list[bytes], chain: list[bytes], depth: int, store: bool) -> list[bytes]:
+    """A prefix-closed set stays one: the first blocks of a chain come, or those beyond them go, with all under them."""
+    if store:
+        return mine + [h for h in chain[:depth] if h not in mine]
+    gone = set(chain[depth:])
+    for other in CHAINS:
+        cut = next((i for i, h in enumerate(other) if h in gone), len(other))
+        gone.update(other[cut:])
+    return [h for h in mine if h not in gone]
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["reserve", "reserve", "unbook"]),
+            st.integers(0, 5),
+            st.lists(
+                st.tuples(
+                    pod_names, st.sampled_from([0.0, 1.0, 2.0]), st.sampled_from([0.0, 0.125]), st.integers(1, 40),
+                    st.sampled_from([0.0, 20.0, 40.0]),
+                ),
+                min_size=1, max_size=3, unique_by=lambda c: c[0],
+            ),
+        ),
+        max_size=25,
+    )
+)  # fmt: skip
+def test_the_ledger_in_memory_chooses_as_the_script_does(url: str, calls: list[tuple[Any, ...]]) -> None:
+    async def compare() -> None:
+        scope = f"{next(SCOPES):08x}"
+        reader, ledger = IndexReader(url, timeout_s=5.0), MemoryLedger(time.monotonic)
+        try:
+            for kind, request, options in calls:
+                candidates = [Candidate(*option) for option in options]
+                if kind == "reserve":
+                    (lua,) = await reader.reserve(scope, f"r{request}", [candidates])
+                    assert ledger.reserve(f"r{request}", candidates) == lua
+                else:
+                    await reader.unbook(scope, candidates[0].pod, f"r{request}")
+                    ledger.unbook(candidates[0].pod, f"r{request}")
+        finally:
+            await reader.close()
+
+    asyncio.run(compare())
+
+
+@pytest.mark.parametrize("policy", ["cost", "least_loaded"])
+def test_a_run_over_valkey_is_the_run_in_memory(url: str, policy: str) -> None:
+    trace = Agents(rate=5.0, seconds=40.0, tenants=6).trace()
+    spec = ClusterSpec(rates=FLAT_8K, prefill=4, policy=policy, prefill_blocks=120)
+
+    def outcomes(index: Any) -> Any:
+        result = asyncio.run(Cluster(spec, trace, index).run())
+        return result.outcomes, replace(result.summary, cpu_s=0.0)
+
+    def valkey(clock: Clock) -> IndexBackend:
+        return ValkeyBackend(clock, url, f"{next(SCOPES):08x}")
+
+    in_memory, memory_summary = outcomes(None)
+    over_valkey, valkey_summary = outcomes(valkey)
+    assert sum(o.hit_tokens for o in in_memory) > 0
+    assert over_valkey == in_memory
+    assert repr(valkey_summary) == repr(memory_summary)
