@@ -48,6 +48,7 @@ class PodRates:
 
     def __init__(self, full_step: int) -> None:
         self._full_step = full_step
+        self._filled = False
         self._prefill = Line()
         self._decode = Line()
         self._transfer = Line()
@@ -57,6 +58,7 @@ class PodRates:
         if seconds <= 0:
             return
         if prompt_tokens:
+            self._filled = self._filled or 2 * prompt_tokens >= self._full_step
             self._prefill.add(prompt_tokens + decode_tokens, seconds)
         elif decode_tokens:
             self._decode.add(decode_tokens, seconds)
@@ -72,6 +74,11 @@ class PodRates:
             return 0.0, 0.0
         base, slope = self._prefill.fit()
         return self._full_step / (base + slope * self._full_step), base
+
+    def prefill_s(self, tokens: int) -> float:
+        """Seconds that so many prompt tokens take; 0 until a step was at least half full: small steps say little."""
+        rate, base = self.prefill()
+        return base + tokens / rate if rate and self._filled else 0.0
 
     def decode(self) -> tuple[float, float]:
         """Seconds of a decode step: the fixed part, and what a sequence adds; zeros while unknown."""

@@ -276,8 +276,7 @@ class PodRuntime:
 
     def require_time(self, queued_tokens: int, deadline_s: float) -> None:
         """Raises Overloaded when that many prompt tokens cannot be computed within deadline_s at the measured rate."""
-        rate, overhead_s = self._rates.prefill()
-        if rate and (need_s := overhead_s + queued_tokens / rate) > deadline_s:
+        if (need_s := self._rates.prefill_s(queued_tokens)) > deadline_s:
             raise Overloaded(
                 f"{queued_tokens} prompt tokens are ahead, about {need_s:.1f} s of work, and the request has "
                 f"{deadline_s:.1f} s",
