@@ -27,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ SCOPE = "0badcafe"
 BLOCK = 16
 TRUNK = 64
 PROMPTS = (250, 8_000)
+DEPTHS = (7_999, 6_000, 240, 150)  # what the first pods hold of the conversation; the others hold the trunk
 PODS = (8, 16, 64, 256, 1_024)
 WAVE = 32
 KEPT_S = 36_000  # nothing expires and no heartbeat comes between while we measure
@@ -69,16 +70,17 @@ class Fleet:
     """Pods whose entries are in the index; the first four hold the conversation."""
 
     def __init__(self, url: str, count: int, entries: int, seed: int) -> None:
-        rng = random.Random(seed)
+        self._rng = rng = random.Random(seed)
         self.names = [(f"pod-{i}", 1_000 + i) for i in range(count)]
         self.trunk = [rng.randbytes(16) for _ in range(TRUNK)]
         self.conversation = self.trunk + [rng.randbytes(16) for _ in range(max(PROMPTS) - TRUNK - 1)]
-        each = entries // count
-        depths = (len(self.conversation), 6_000, 240, 150)
-        self._blocks = []
-        for i in range(count):
-            shared = self.conversation[: min(each, depths[i] if i < len(depths) else TRUNK)]
-            self._blocks.append(shared + [rng.randbytes(16) for _ in range(each - len(shared))])
+        self._each = entries // count
+        depths = [*DEPTHS, *[TRUNK] * (count - len(DEPTHS))]
+        self._shared = [min(self._each, depth) for depth in depths]
+        self._blocks = [
+            self.conversation[:shared] + [rng.randbytes(16) for _ in range(self._each - shared)]
+            for shared in self._shared
+        ]
         self._url = url
         self._pods = [PodIndex(url, self._record(name, gen), list, PodLoad) for name, gen in self.names]
 
@@ -101,18 +103,36 @@ class Fleet:
 
     async def publish(self) -> float:
         """Blocks per second, from pods' stored() to Valkey's sets; WAVE pods at a time, for here they share a core."""
-        client, keys = connect(self._url, timeout_s=30), Keys(SCOPE)
         start = time.perf_counter()
         for first in range(0, len(self._pods), WAVE):
             wave = range(first, min(first + WAVE, len(self._pods)))
             for i in wave:
                 self._pods[i].stored(self._blocks[i])
+            await self._told(wave)
+        return self.entries / (time.perf_counter() - start)
+
+    async def churn(self) -> None:
+        """Replaces half of each pod's own blocks, as a full cache does all day: then no table is growing."""
+        for first in range(0, len(self._pods), WAVE):
+            wave = range(first, min(first + WAVE, len(self._pods)))
             for i in wave:
-                while await client.scard(keys.own(*self.names[i])) != len(self._blocks[i]):  # noqa: ASYNC110
-                    await asyncio.sleep(0.002)
-        seconds = time.perf_counter() - start
+                kept = (self._shared[i] + len(self._blocks[i])) // 2
+                self._pods[i].evicted(self._blocks[i][kept:])
+                del self._blocks[i][kept:]
+            await self._told(wave)
+            for i in wave:
+                new = [self._rng.randbytes(16) for _ in range(self._each - len(self._blocks[i]))]
+                self._pods[i].stored(new)
+                self._blocks[i] += new
+            await self._told(wave)
+
+    async def _told(self, wave: Iterable[int]) -> None:
+        """Returns once the sets of these pods are as large as they should be."""
+        client, keys = connect(self._url, timeout_s=30), Keys(SCOPE)
+        for i in wave:
+            while await client.scard(keys.own(*self.names[i])) != len(self._blocks[i]):  # noqa: ASYNC110
+                await asyncio.sleep(0.002)
         await client.aclose()
-        return self.entries / seconds
 
     async def stop(self) -> None:
         for first in range(0, len(self._pods), WAVE):
@@ -143,8 +163,9 @@ async def look_up(fleet: Fleet, url: str, raw: Any, count: int, times: int) -> l
             return await reader.lookup(SCOPE, prompt(), fleet.names)
 
         async def every_set() -> object:
-            named = [x for name, generation in fleet.names for x in (name, generation, "")]
-            return await script.run(raw, (keys.where, keys.slots), (keys.prefix, pack(prompt()), b"", *named))
+            named = [x for pod in fleet.names for x in pod]
+            args = (keys.prefix, pack(prompt()), b"", bytes(2 * len(fleet.names)), *named)
+            return await script.run(raw, (keys.where, keys.slots), args)
 
         async def cell() -> object:
             return await reader.lookup(SCOPE, prompt(), fleet.names[:NAMED_PODS])
@@ -173,6 +194,7 @@ async def measure(count: int, entries: int, times: int) -> tuple[dict[str, objec
             await fleet.start()
             before = (await raw.info("memory"))["used_memory"]
             rate = await fleet.publish()
+            await fleet.churn()
             memory = await raw.info("memory")
             row = {
                 "pods": count,

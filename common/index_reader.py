@@ -170,10 +170,11 @@ class IndexReader:
         keys, chain = Keys(scope), pack(hashes)
         args: list[Arg] = [keys.prefix, chain, sampled_positions(chain, known.every) if known.slots else b""]
         if few:
-            for pod in pods:
-                slot = known.slots.get(pod)
-                args += (*pod, b"" if slot is None else slot.to_bytes(2, "little"))
+            args.append(b"".join([known.slots.get(pod, 0).to_bytes(2, "little") for pod in pods]))
+            args += [x for pod in pods for x in pod]
         epoch, levels, rows = await self._lookup.run(client, (keys.where, keys.slots), args)
+        if few:
+            return {pod: Held(*held) for pod, held in zip(pods, zip(rows[::2], rows[1::2], strict=True), strict=True)}
         matched: dict[tuple[str, int], Held] = {}
         if epoch == known.epoch:  # else the numbers belong to others than the last poll said
             for blocks, slots in zip(levels[::2], levels[1::2], strict=True):
@@ -181,7 +182,7 @@ class IndexReader:
                 matched.update(dict.fromkeys(owners, Held(blocks, blocks)))
         for owner, device, blocks in zip(rows[::3], rows[1::3], rows[2::3], strict=True):
             name, _, generation = owner.decode().rpartition(":")
-            matched[name, int(generation)] = Held(device, max(0, blocks))
+            matched[name, int(generation)] = Held(device, blocks)
         return matched
 
     async def reserve(self, scope: str, request_id: str, groups: Sequence[Sequence[Candidate]]) -> list[Reserved]:

@@ -6,15 +6,15 @@
 -- searched from there, which gives exact figures: of the pods that the caller names, or of the best MOST.
 --
 -- KEYS: where, slots   ARGV: key prefix, chain (packed, 8 bytes each), positions of its sampled blocks (4 bytes each),
---       then the pods, if they are few: name, generation, slot ('' when unknown), ...
--- Returns {epoch of the slots, levels, rows}: levels as blocks, slots that hold so many (packed), ..., ascending, none
--- when pods are named; rows as pod:generation, blocks on the device, blocks in all, ... of the pods searched, -1 in all
--- for a pod whose lease is not of that generation.
+--       then the pods, if they are few: their slots (2 bytes each, 0 for unknown), name, generation, name, ...
+-- Returns {epoch of the slots, levels, rows}. Pods named: no levels, and for each pod two rows, its blocks on the device
+-- and in all. Else levels as blocks, slots that hold so many (packed), ..., ascending, and three rows for each pod that
+-- was searched, pod:generation first. No pod holds anything whose lease is not of that generation.
 local MOST = 16
-local FAN, WINDOW = 16, 24
+local FAN = 4 -- a probe is a cache miss in a large table: dearer than one more command
+local call = redis.call
 local prefix, chain, positions = ARGV[1], ARGV[2], ARGV[3]
 local length, samples = #chain / 8, #positions / 4
-local named = #ARGV > 3
 
 local function block(n)
   return string.sub(chain, 8 * n - 7, 8 * n)
@@ -34,7 +34,7 @@ local function fetch(indices)
   for j, i in ipairs(indices) do
     hashes[j] = block(position(i))
   end
-  for j, posting in ipairs(redis.call('HMGET', KEYS[1], unpack(hashes))) do
+  for j, posting in ipairs(call('HMGET', KEYS[1], unpack(hashes))) do
     postings[indices[j]] = posting or ''
     seen[#seen + 1] = indices[j]
   end
@@ -69,126 +69,138 @@ if samples > 0 then
   table.sort(seen)
 end
 
-local levels = {} -- ascending: {blocks, slots, blocks at the next sample that was looked at}
+local levels = {} -- ascending: {blocks, slots, blocks at the next sample looked at}
 for j, i in ipairs(seen) do
   local posting, after = postings[i], postings[seen[j + 1]] or ''
   if posting ~= '' and #after < #posting then
-    levels[#levels + 1] = {position(i), posting, seen[j + 1] and position(seen[j + 1]) or length}
+    levels[#levels + 1] = {position(i), posting, seen[j + 1] and position(seen[j + 1]) or length + 1}
   end
 end
 
 -- 2. Exact figures from a pod's sets, starting where the postings say that it drops out.
-local info = redis.call('HMGET', KEYS[2], 'epoch', 'hosts')
-local windows = {}
+local info = call('HMGET', KEYS[2], 'epoch', 'hosts')
+local likely = {} -- where pods that postings say the same of ended: a shared prefix ends for all of them
+local low, high -- of the search under way: the set holds block low, and does not hold block high
 
--- The numbers and the hashes of a few blocks.
-local function window(first, last)
-  local key = first * 65536 + last
-  if not windows[key] then
-    local numbers, hashes = {}, {}
-    for n = math.max(first, 1), math.min(length, first + WINDOW, math.max(last, first + 3)) do
-      numbers[#numbers + 1] = n
-      hashes[#hashes + 1] = block(n)
+local function probe(set, n)
+  if low < n and n < high then
+    if call('SISMEMBER', set, block(n)) == 1 then
+      low = n
+    else
+      high = n
     end
-    windows[key] = {numbers, hashes}
   end
-  return windows[key]
 end
 
--- The longest n for which set holds blocks low+1 to n, given that it holds all up to low. Between first and last is
--- where it probably ends.
-local function search(set, low, first, last)
-  local high = length + 1
-  local function narrow(numbers, hashes)
-    for j, held in ipairs(redis.call('SMISMEMBER', set, unpack(hashes))) do
-      if held == 0 then
-        high = math.min(high, numbers[j])
-        return
-      end
-      low = math.max(low, numbers[j])
-    end
+-- The longest n for which set holds blocks held+1 to n, given that it holds all up to held. Postings say that it holds
+-- first, and that it does not hold last.
+local function search(set, held, first, last)
+  local key = first * 65536 + last
+  local guess = likely[key]
+  low, high = held, length + 1
+  if guess then
+    probe(set, guess + 1)
+    probe(set, guess)
+  else
+    probe(set, math.max(first, held + 1))
   end
-  local tried = window(first, last)
-  narrow(tried[1], tried[2])
+  probe(set, last)
   while high - low > 1 do
     local step, numbers, hashes = math.ceil((high - low) / FAN), {}, {}
     for n = low + step, high - 1, step do
       numbers[#numbers + 1] = n
       hashes[#hashes + 1] = block(n)
     end
-    narrow(numbers, hashes)
+    for j, member in ipairs(call('SMISMEMBER', set, unpack(hashes))) do
+      if member == 0 then
+        high = numbers[j]
+        break
+      end
+      low = numbers[j]
+    end
   end
+  likely[key] = low
   return low
+end
+
+-- Blocks on the device and in all.
+local function holds(owner, first, last)
+  local device = search(prefix .. 'own:' .. owner, 0, first, last)
+  local host = prefix .. 'host:' .. owner
+  if info[2] and device < length and call('SISMEMBER', host, block(device + 1)) == 1 then
+    return device, search(host, device + 1, device + 1, length + 1)
+  end
+  return device, device
+end
+
+local function leases(names)
+  local keys = {}
+  for i, name in ipairs(names) do
+    keys[i] = prefix .. 'lease:' .. name
+  end
+  return #keys > 0 and call('MGET', unpack(keys)) or {}
 end
 
 local rows = {}
 
--- pods: {name, generation, first, last}, ...
-local function search_all(pods)
-  local leases = {}
-  for i, pod in ipairs(pods) do
-    leases[i] = prefix .. 'lease:' .. pod[1]
+if #ARGV > 3 then
+  local names = {}
+  for i = 5, #ARGV, 2 do
+    names[#names + 1] = ARGV[i]
   end
-  leases = #pods > 0 and redis.call('MGET', unpack(leases)) or {}
-  for i, pod in ipairs(pods) do
-    local owner = pod[1] .. ':' .. pod[2]
-    local device, all = 0, -1
-    if leases[i] == pod[2] then
-      device = search(prefix .. 'own:' .. owner, 0, pod[3], pod[4])
-      all = device
-      local host = prefix .. 'host:' .. owner
-      if info[2] and device < length and redis.call('SISMEMBER', host, block(device + 1)) == 1 then
-        all = search(host, device + 1, device + 1, length)
+  local bottom = seen[1] and position(seen[1]) or length + 1
+  for i, generation in ipairs(leases(names)) do
+    local device, all = 0, 0
+    if generation == ARGV[2 * i + 4] then
+      local first, last, slot = 0, bottom, string.sub(ARGV[4], 2 * i - 1, 2 * i)
+      for j = #levels, 1, -1 do
+        if place(levels[j][2], slot) then
+          first, last = levels[j][1], levels[j][3]
+          break
+        end
       end
+      device, all = holds(names[i] .. ':' .. generation, first, last)
     end
-    rows[#rows + 1] = owner
-    rows[#rows + 1] = device
-    rows[#rows + 1] = all
+    rows[2 * i - 1], rows[2 * i] = device, all
   end
-end
-
-if named then
-  local pods = {}
-  for i = 4, #ARGV, 3 do
-    local first, last, slot = 0, 0, ARGV[i + 2]
-    for j = slot == '' and 0 or #levels, 1, -1 do
-      if place(levels[j][2], slot) then
-        first, last = levels[j][1], levels[j][3]
-        break
-      end
-    end
-    pods[#pods + 1] = {ARGV[i], ARGV[i + 1], first, last}
-  end
-  search_all(pods)
   return {info[1] or '', {}, rows}
 end
 
 -- Whole levels only, from the deepest: half a level searched would look better than its other half.
-local done, pods = {}, {}
+local done, names, found = {}, {}, {}
 for j = #levels, 1, -1 do
-  local slots, names = {}, {}
+  local slots, numbers = {}, {}
   for at = 1, #levels[j][2], 2 do
     local slot = string.sub(levels[j][2], at, at + 1)
     if not done[slot] then
       slots[#slots + 1] = slot
-      names[#names + 1] = tostring(struct.unpack('<I2', slot))
-      if #pods + #slots > MOST then
+      numbers[#numbers + 1] = tostring(struct.unpack('<I2', slot))
+      if #found + #slots > MOST then
         break
       end
     end
   end
-  if #pods + #slots > MOST then
+  if #found + #slots > MOST then
     break
   end
-  for i, owner in ipairs(#names > 0 and redis.call('HMGET', KEYS[2], unpack(names)) or {}) do
+  for i, owner in ipairs(#numbers > 0 and call('HMGET', KEYS[2], unpack(numbers)) or {}) do
     done[slots[i]] = true
     local pod, generation = string.match(owner or '', '^(.*):(%d+)$')
     if pod then
-      pods[#pods + 1] = {pod, generation, levels[j][1], levels[j][3]}
+      names[#names + 1] = pod
+      found[#found + 1] = {owner, generation, levels[j][1], levels[j][3]}
     end
   end
 end
-search_all(pods)
+for i, generation in ipairs(leases(names)) do
+  local pod, device, all = found[i], 0, 0
+  if generation == pod[2] then
+    device, all = holds(pod[1], pod[3], pod[4])
+  end
+  rows[#rows + 1] = pod[1]
+  rows[#rows + 1] = device
+  rows[#rows + 1] = all
+end
 local flat = {}
 for _, level in ipairs(levels) do
   flat[#flat + 1] = level[1]
