@@ -29,7 +29,7 @@ POLICIES = ("cost", "round_robin", "least_loaded", "prefix_only")
 # are about as good, for 8 pods and for 16.
 OTHERS = 4.0
 TIE_RATIO, TIE_S = 1.02, 0.001  # costs within this are equal
-MIN_OPTIONS, MAX_OPTIONS = 8, 64  # what is offered to the atomic choice
+MIN_OPTIONS, MAX_OPTIONS = 32, 64  # what is offered to the atomic choice
 AFFINITY_RATIO, AFFINITY_S = 0.1, 0.005  # the preferred pod seems cheaper by this
 EXPECTED_OUTPUT = 256  # tokens of an answer whose length nobody knows
 FULL_COST_S = 1.0  # a decode pod without room is a last resort

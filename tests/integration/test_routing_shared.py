@@ -1,0 +1,94 @@
+"""Two gateways that share a real index: a burst is spread, and what is booked is returned."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.index_store import Keys
+from common.prefix_index import IndexReader
+from common.types import Role, SamplingParams, ValidRequest
+from common.valkey import EmbeddedValkey
+from gateway.metrics import GatewayMetrics
+from gateway.pod import Pod
+from gateway.pod_info import PodInfo
+from gateway.pods import PodTable
+from gateway.routing.placement import Placement
+from gateway.routing.router import Router
+from gateway.routing.view import PodView
+from tests.gateway_rig import until
+
+FP = "cd" * 16
+BURST = 64
+
+
+def gateway(url: str, roles: list[Role], seed: int) -> tuple[Router, IndexReader]:
+    """A router that knows these pods, as another one does; nothing listens at their addresses."""
+    index = IndexReader(url, timeout_s=5.0)
+    table = PodTable((), index, gateway_id=f"g{seed}", model="m")
+    table.index_up = True
+    for i, role in enumerate(roles):
+        pod = Pod(f"127.0.0.1:{i + 1}", "g", model="m", static=True, on_change=table.changed)
+        pod.info = PodInfo(
+            name=f"{role}-{i}", generation=1, address=pod.address, role=role, model="m", fingerprint=FP, scope=FP[:8],
+            block_size=16, max_model_len=4096, num_blocks=10_000, vocab_size=100, ready=True, draining=False,
+        )  # fmt: skip
+        pod.view = PodView(
+            pod.info.name, address=pod.address, role=role, block_size=16, capacity=4096, num_blocks=10_000
+        )
+        pod.alive, pod.stream_up = True, role is not Role.PREFILL
+        table.pods[pod.address] = pod
+    return Router(table, GatewayMetrics(), rng=random.Random(seed)), index
+
+
+async def place(router: Router, number: int) -> Placement:
+    rng = random.Random(number)
+    ids = tuple(rng.randrange(100) for _ in range(800))
+    plan = await router.plan(ValidRequest(f"r{number}", "m", ids, SamplingParams(max_tokens=16)))
+    placement = await plan.place(f"r{number}-1.1", (), ())
+    assert placement is not None
+    return placement
+
+
+@pytest.mark.parametrize("num_pods", [4, 7, 16, 32])
+@pytest.mark.parametrize("both", [False, True], ids=["pairs", "aggregated"])
+async def test_a_burst_over_two_gateways_is_shared_out(num_pods: int, both: bool, tmp_path: Path) -> None:
+    roles = [Role.BOTH] * num_pods if both else [Role.PREFILL] * num_pods + [Role.DECODE] * num_pods
+    valkey = EmbeddedValkey(port=0, directory=tmp_path)
+    url = await valkey.start()
+    gateways = [gateway(url, roles, seed) for seed in range(2)]
+    try:
+        placed = await asyncio.gather(*(place(gateways[i % 2][0], i) for i in range(BURST)))
+        sides: list[list[Any]] = [[p.decode for p in placed], [p.prefill for p in placed if p.prefill]]
+        for pods in sides[: 1 if both else 2]:
+            got = Counter(pod.address for pod in pods)
+            assert sum(got.values()) == BURST
+            assert max(got.values()) <= max(-(-BURST // num_pods), 1.25 * BURST / num_pods)
+        booked = await _bookings(gateways[0][1])
+        assert booked == BURST * (1 if both else 2)
+        for placement in placed:
+            placement.end()
+        async with asyncio.timeout(10):
+            while await _bookings(gateways[0][1]):
+                await asyncio.sleep(0.02)
+        for router, _ in gateways:
+            views = [pod.view for pod in router._table.pods.values() if pod.view]
+            assert not any(len(view.prefilling) + len(view.decoding) for view in views)
+            assert len(router.inflight) == 0
+            await until(lambda router=router: not router._tasks)  # type: ignore[misc]
+    finally:
+        for router, index in gateways:
+            await router.stop()
+            await index.close()
+        await valkey.stop()
+
+
+async def _bookings(index: IndexReader) -> int:
+    assert index._client is not None
+    keys = await index._client.keys(Keys(FP[:8]).resv("*"))
+    return sum([await index._client.zcard(key) for key in keys])
