@@ -67,6 +67,7 @@ class PodTable:
         self._gateway_id = gateway_id
         self._model = model
         self._changed: set[Callable[[], None]] = set()
+        self._forgotten: set[Callable[[str], None]] = set()
         self._known: _Usable | None = None
         self._poll_task: asyncio.Task[None] | None = None
 
@@ -152,6 +153,10 @@ class PodTable:
         """Calls `call` whenever a pod or the index came, went or changed."""
         self._changed.add(call)
 
+    def on_forget(self, call: Callable[[str], None]) -> None:
+        """Calls `call` with the name of a pod that is gone for good."""
+        self._forgotten.add(call)
+
     async def _poll(self) -> None:
         while True:
             if self.index is not None:
@@ -195,4 +200,6 @@ class PodTable:
             if not pod.static and not pod.alive and now - pod.seen > FORGET_S:
                 _log.info("pod %s at %s: forgotten", pod.name, address)
                 del self.pods[address]
+                for call in self._forgotten:
+                    call(pod.name)
                 await pod.stop()

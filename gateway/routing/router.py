@@ -49,6 +49,7 @@ class Router:
         self._home: Policy = Home(rng)
         self._tasks: set[asyncio.Task[None]] = set()
         table.on_change(self._show_mode)
+        table.on_forget(self.approx.forget)
 
     async def stop(self) -> None:
         """Ends what is under way in the background."""
