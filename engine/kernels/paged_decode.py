@@ -362,7 +362,9 @@ def plan_decode(
     On Hopper another kernel must run between this and `paged_decode` (the KV write does): that one reads the plan
     before it waits for its predecessor.
     """
-    num_seqs, programs = seq_lens.shape[0], workspace.num_programs
+    num_seqs = seq_lens.shape[0]
+    # A lone sequence leaves a program so few tiles that filling its pipeline shows: fewer, longer shares.
+    programs = workspace.num_programs if num_seqs > 1 else max(1, workspace.num_programs // 2)
     block_n, stages = tile_shape(workspace.row_tile, head_dim, itemsize)
     cum = torch.empty(num_seqs + 1, dtype=torch.int32, device=seq_lens.device)
     first_seq = torch.empty(programs, dtype=torch.int32, device=seq_lens.device)
@@ -400,7 +402,7 @@ def paged_decode(
     group = num_heads // num_kv_heads
     assert num_heads == group * num_kv_heads
     assert q.stride(2) == 1
-    dim_padded, num_seqs, programs = _padded(dim), seq_lens.shape[0], workspace.num_programs
+    dim_padded, num_seqs, programs = _padded(dim), seq_lens.shape[0], plan.first_seq.shape[0]
     row_tile, rows = workspace.row_tile, workspace.part.shape[1]
     assert group * max_query <= rows
     assert workspace.part.shape[2] == dim_padded
