@@ -323,6 +323,7 @@ def running(config: EngineConfig) -> Iterator[Driver]:
     driver = Driver(Engine(config))
     driver.loop.start()
     try:
+        driver.loop.call(driver.engine.rehearse).result(WAIT_S)
         driver.begin([[0, 0]], [SamplingParams(temperature=0.0, max_tokens=2)])  # as a pod does before it is ready
         driver.wait()
         driver.end()
