@@ -453,3 +453,15 @@ async def test_more_than_max_inflight_gets_429_at_once(cluster: FakeCluster, smo
         assert refused.json()["error"]["type"] == "rate_limit_error"
         assert [r.status_code for r in await asyncio.gather(*running)] == [200, 200]
         assert (await gw.complete()).status_code == 200
+
+
+async def test_requests_of_one_session_meet_the_same_pods_and_any_header_will_do(smollm2_dir: Path) -> None:
+    async with fake_cluster(prefill=3, decode=3) as cluster, rig(cluster, smollm2_dir) as gw:
+        for i in range(6):
+            body = {"model": MODEL, "prompt": f"number {i}", "max_tokens": 2}
+            answer = await gw.http.post("/v1/completions", json=body, headers={"x-session-affinity": "me"})
+            assert answer.status_code == 200
+        assert [len(pod.seen.prefilled) for pod in cluster.prefills if pod.seen.prefilled] == [6]
+        assert [len(pod.seen.reserved) for pod in cluster.decodes if pod.seen.reserved] == [6]
+        long = {"x-session-affinity": "x" * 5000}
+        assert (await gw.http.post("/v1/completions", json=body, headers=long)).status_code == 200

@@ -1,28 +1,41 @@
-"""What a pod says of its own speed."""
+"""A pod's own measure of its speed."""
 
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pod.rates import PodRates
 
-FULL = 256
+
+def test_nothing_is_known_before_something_ran() -> None:
+    rates = PodRates(256)
+    rates.step(0, 0, 1.0)
+    rates.step(8, 0, 0.0)
+    rates.moved(0, 1.0)
+    assert (rates.prefill(), rates.decode(), rates.transfer()) == ((0.0, 0.0), (0.0, 0.0), 0.0)
 
 
-def test_small_steps_refuse_nobody() -> None:
-    """A first prompt of one token takes as long as one of many."""
-    rates = PodRates(FULL)
-    for _ in range(5):
-        rates.step(1, 0, 0.3)
-    assert rates.prefill_s(4000) == 0
-    rates.step(FULL, 0, 1.0)
-    assert rates.prefill_s(4000) == pytest.approx(4000 / FULL, rel=0.3)
+@given(st.floats(0.0, 0.05), st.floats(1e-5, 1e-2), st.lists(st.integers(1, 256), min_size=5, max_size=60, unique=True))
+def test_a_fixed_part_and_a_rate_are_told_apart(base: float, slope: float, sizes: list[int]) -> None:
+    rates = PodRates(256)
+    for size in (1, *sizes, 256):  # spread enough to tell
+        rates.step(size, 0, base + slope * size)
+        rates.step(0, size, base + slope * size)
+        rates.moved(size, base + slope * size)
+    prefill_rate, overhead_s = rates.prefill()
+    assert prefill_rate == pytest.approx(256 / (base + 256 * slope), rel=1e-3)
+    assert overhead_s == pytest.approx(base, rel=1e-3, abs=1e-5)
+    assert rates.decode() == pytest.approx((base, slope), rel=1e-3, abs=1e-5)
+    assert rates.transfer() == pytest.approx(1 / slope, rel=1e-3)
 
 
-def test_a_step_is_a_fixed_time_and_a_time_per_token() -> None:
-    rates = PodRates(FULL)
-    for tokens in (10, FULL, 100, FULL, 200):
-        rates.step(tokens, 0, 0.02 + tokens * 0.001)
-    rate, base = rates.prefill()
-    assert base == pytest.approx(0.02)
-    assert rate == pytest.approx(FULL / 0.276)
+def test_equal_steps_give_a_rate_and_a_change_is_followed() -> None:
+    rates = PodRates(256)
+    for _ in range(10):
+        rates.step(256, 4, 0.26)
+    assert rates.prefill() == (pytest.approx(256 / 0.256), 0.0)
+    for _ in range(200):
+        rates.step(256, 4, 0.52)
+    assert rates.prefill()[0] == pytest.approx(256 / 0.512, rel=0.01)
