@@ -9,9 +9,7 @@ from common.index_records import Candidate, PodLoad, Reserved
 
 
 class PublisherPort(Protocol):
-    """Keeps one process's entries current, on the virtual clock. batches: how many were applied."""
-
-    batches: int
+    """Keeps one process's entries current, on the virtual clock."""
 
     def start(self, snapshot: Callable[[], list[bytes]], load: Callable[[], PodLoad]) -> None:
         """Registers and sends a snapshot (all hashes that the pod holds), then heartbeats and batches until stop()."""

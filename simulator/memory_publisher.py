@@ -29,7 +29,6 @@ class MemoryPublisher:
         *,
         lag_s: float,
     ) -> None:
-        self.batches = 0
         self._clock = clock
         self._index = index
         self._pod = pod
@@ -88,9 +87,7 @@ class MemoryPublisher:
             return
         index = self._index()
         answer = index.apply(self._pod, self._generation, number, stored, evicted) if index else "away"
-        if answer in ("ok", "duplicate"):
-            self.batches += 1
-        else:
+        if answer not in ("ok", "duplicate"):
             self._fall_out()
 
     def _beat(self) -> None:

@@ -80,7 +80,6 @@ class ValkeyPublisher:
     """One pod's PodIndex in virtual time. A failure ends the run: the server is part of the test bench."""
 
     def __init__(self, clock: Clock, url: str, record: PodRecord) -> None:
-        self.batches = 0
         self._clock = clock
         self._url = url
         self._record = record
@@ -127,7 +126,6 @@ class ValkeyPublisher:
         self._flushing = False
         if self._index is not None:
             await self._index.flush()
-            self.batches += 1
 
 
 class ValkeyReader:
