@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import hashlib
 import json
 import random
@@ -48,7 +49,7 @@ BLOCK = 16
 TRUNK = 64
 PROMPTS = (250, 8_000)
 DEPTHS = (7_999, 6_000, 240, 150)  # what the first pods hold of the conversation; the others hold the trunk
-PODS = (8, 16, 64, 256, 1_024)
+PODS = (8, 16, 32, 64, 256, 1_024)
 WAVE = 32
 KEPT_S = 36_000  # nothing expires and no heartbeat comes between while we measure
 
@@ -82,7 +83,11 @@ class Fleet:
             for shared in self._shared
         ]
         self._url = url
-        self._pods = [PodIndex(url, self._record(name, gen), list, PodLoad) for name, gen in self.names]
+        self._cached: list[list[bytes]] = [[] for _ in self.names]
+        self._pods = [
+            PodIndex(url, self._record(*name), functools.partial(self._cached.__getitem__, i), PodLoad)
+            for i, name in enumerate(self.names)
+        ]
 
     @staticmethod
     def _record(name: str, generation: int) -> PodRecord:
@@ -107,6 +112,7 @@ class Fleet:
         for first in range(0, len(self._pods), WAVE):
             wave = range(first, min(first + WAVE, len(self._pods)))
             for i in wave:
+                self._cached[i] = self._blocks[i]
                 self._pods[i].stored(self._blocks[i])
             await self._told(wave)
         return self.entries / (time.perf_counter() - start)
@@ -117,13 +123,14 @@ class Fleet:
             wave = range(first, min(first + WAVE, len(self._pods)))
             for i in wave:
                 kept = (self._shared[i] + len(self._blocks[i])) // 2
-                self._pods[i].evicted(self._blocks[i][kept:])
+                old = self._blocks[i][kept:]
                 del self._blocks[i][kept:]
+                self._pods[i].evicted(old)
             await self._told(wave)
             for i in wave:
                 new = [self._rng.randbytes(16) for _ in range(self._each - len(self._blocks[i]))]
-                self._pods[i].stored(new)
                 self._blocks[i] += new
+                self._pods[i].stored(new)
             await self._told(wave)
 
     async def _told(self, wave: Iterable[int]) -> None:
@@ -150,7 +157,7 @@ async def timed(call: Callable[[], Awaitable[object]], times: int) -> list[float
 
 async def look_up(fleet: Fleet, url: str, raw: Any, count: int, times: int) -> list[dict[str, object]]:
     """One row per prompt length and way."""
-    reader, script, keys = IndexReader(url, timeout_s=10), Script("postings", "lookup"), Keys(SCOPE)
+    reader, script, keys = IndexReader(url, timeout_s=10), Script("lookup"), Keys(SCOPE)
     await reader.pods()
     rows: list[dict[str, object]] = []
     rng = random.Random(2)
@@ -164,7 +171,7 @@ async def look_up(fleet: Fleet, url: str, raw: Any, count: int, times: int) -> l
 
         async def every_set() -> object:
             named = [x for pod in fleet.names for x in pod]
-            args = (keys.prefix, pack(prompt()), b"", bytes(2 * len(fleet.names)), *named)
+            args = (keys.prefix, pack(prompt()), b"", *named)
             return await script.run(raw, (keys.where, keys.slots), args)
 
         async def cell() -> object:

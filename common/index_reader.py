@@ -52,7 +52,6 @@ class _Scope:
     records: dict[tuple[str, int], PodRecord | None] = field(default_factory=dict)  # None: it cannot be read
     statuses: dict[tuple[str, int], tuple[bytes, PodStatus]] = field(default_factory=dict)  # by load as it was read
     owners: dict[int, tuple[str, int]] = field(default_factory=dict)
-    slots: dict[tuple[str, int], int] = field(default_factory=dict)
     every: int = 1  # one block in so many has a posting
 
 
@@ -72,7 +71,7 @@ class IndexReader:
         self._breaker = breaker or Breaker()
         self._slots = asyncio.Semaphore(MAX_CALLS)
         self._pods = Script("pods")
-        self._lookup = Script("postings", "lookup")
+        self._lookup = Script("lookup")
         self._reserve = Script("reserve")
         self._unbook = Script("unbook")
         self._scopes: dict[str, _Scope] = {}
@@ -122,7 +121,7 @@ class IndexReader:
                 scope.statuses[owner] = load, status
                 found.append(status)
                 if slot:
-                    scope.owners[int(slot)], scope.slots[owner] = owner, int(slot)
+                    scope.owners[int(slot)] = owner
             scopes[name] = scope
         self._scopes = scopes
         return found
@@ -168,10 +167,8 @@ class IndexReader:
             await self._read_pods(client)
         known = self._scopes.get(scope, _Scope())
         keys, chain = Keys(scope), pack(hashes)
-        args: list[Arg] = [keys.prefix, chain, sampled_positions(chain, known.every) if known.slots else b""]
-        if few:
-            args.append(b"".join([known.slots.get(pod, 0).to_bytes(2, "little") for pod in pods]))
-            args += [x for pod in pods for x in pod]
+        args: list[Arg] = [keys.prefix, chain]
+        args += [b"", *(x for pod in pods for x in pod)] if few else [sampled_positions(chain, known.every)]
         epoch, levels, rows = await self._lookup.run(client, (keys.where, keys.slots), args)
         if few:
             return {pod: Held(*held) for pod, held in zip(pods, zip(rows[::2], rows[1::2], strict=True), strict=True)}

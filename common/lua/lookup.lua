@@ -1,12 +1,12 @@
 -- How many blocks of a chain pods hold, from its start. All tiers of a pod together are prefix-closed (eviction is
--- leaf-first), and so is its device, so a longest match is found by probing.
+-- leaf-first), and so is its device, so a longest match is found by probing a set.
 --
--- Postings say at which sampled blocks of the chain the pods drop out; the search narrows down to the levels where that
--- happens, so its cost depends on how different the pods are, not on how many there are. Then the sets of some pods are
--- searched from there, which gives exact figures: of the pods that the caller names, or of the best MOST.
+-- The caller names the pods if they are few. Else postings say at which sampled blocks of the chain pods drop out; the
+-- search narrows down to the levels where that happens, so its cost depends on how different the pods are, not on how
+-- many there are. Then the sets of the best MOST are searched from there.
 --
--- KEYS: where, slots   ARGV: key prefix, chain (packed, 8 bytes each), positions of its sampled blocks (4 bytes each),
---       then the pods, if they are few: their slots (2 bytes each, 0 for unknown), name, generation, name, ...
+-- KEYS: where, slots   ARGV: key prefix, chain (packed, 8 bytes each), then either '' and the pods (name, generation,
+--       ...), or positions of the chain's sampled blocks (4 bytes each)
 -- Returns {epoch of the slots, levels, rows}. Pods named: no levels, and for each pod two rows, its blocks on the device
 -- and in all. Else levels as blocks, slots that hold so many (packed), ..., ascending, and three rows for each pod that
 -- was searched, pod:generation first. No pod holds anything whose lease is not of that generation.
@@ -25,7 +25,89 @@ local function position(i)
   return a + 256 * b + 65536 * c
 end
 
--- 1. Levels: i -> posting of the i-th sampled block, for as many i as it takes.
+local info = call('HMGET', KEYS[2], 'epoch', 'hosts')
+local likely = {} -- where pods of which we know the same ended: a shared prefix ends for all of them
+local low, high -- of the search under way: the set holds block low, and does not hold block high
+
+local function probe(set, n)
+  if low < n and n < high then
+    if call('SISMEMBER', set, block(n)) == 1 then
+      low = n
+    else
+      high = n
+    end
+  end
+end
+
+-- The longest n for which set holds blocks held+1 to n, given that it holds all up to held. It is thought to hold block
+-- first and not block last.
+local function search(set, held, first, last)
+  local key = first * 65536 + last
+  local guess = likely[key]
+  low, high = held, length + 1
+  if guess then
+    probe(set, guess + 1)
+    probe(set, guess)
+  end
+  probe(set, first)
+  if low == held then
+    probe(set, held + 1)
+  end
+  probe(set, last)
+  while high - low > 1 do
+    local step, numbers, hashes = math.ceil((high - low) / FAN), {}, {}
+    for n = low + step, high - 1, step do
+      numbers[#numbers + 1] = n
+      hashes[#hashes + 1] = block(n)
+    end
+    for j, member in ipairs(call('SMISMEMBER', set, unpack(hashes))) do
+      if member == 0 then
+        high = numbers[j]
+        break
+      end
+      low = numbers[j]
+    end
+  end
+  likely[key] = low
+  return low
+end
+
+-- Blocks on the device and in all.
+local function holds(owner, first, last)
+  local device = search(prefix .. 'own:' .. owner, 0, first, last)
+  local host = prefix .. 'host:' .. owner
+  if info[2] and device < length and call('SISMEMBER', host, block(device + 1)) == 1 then
+    return device, search(host, device + 1, device + 1, length + 1)
+  end
+  return device, device
+end
+
+local function leases(names)
+  local keys = {}
+  for i, name in ipairs(names) do
+    keys[i] = prefix .. 'lease:' .. name
+  end
+  return #keys > 0 and call('MGET', unpack(keys)) or {}
+end
+
+local rows = {}
+
+if #ARGV > 3 then
+  local names = {}
+  for i = 4, #ARGV, 2 do
+    names[#names + 1] = ARGV[i]
+  end
+  for i, generation in ipairs(leases(names)) do
+    local device, all = 0, 0
+    if generation == ARGV[2 * i + 3] then
+      device, all = holds(names[i] .. ':' .. generation, 0, length + 1)
+    end
+    rows[2 * i - 1], rows[2 * i] = device, all
+  end
+  return {info[1] or '', {}, rows}
+end
+
+-- Levels: i -> posting of the i-th sampled block, for as many i as it takes.
 local postings, seen, budget = {}, {}, 64
 
 local function fetch(indices)
@@ -75,95 +157,6 @@ for j, i in ipairs(seen) do
   if posting ~= '' and #after < #posting then
     levels[#levels + 1] = {position(i), posting, seen[j + 1] and position(seen[j + 1]) or length + 1}
   end
-end
-
--- 2. Exact figures from a pod's sets, starting where the postings say that it drops out.
-local info = call('HMGET', KEYS[2], 'epoch', 'hosts')
-local likely = {} -- where pods that postings say the same of ended: a shared prefix ends for all of them
-local low, high -- of the search under way: the set holds block low, and does not hold block high
-
-local function probe(set, n)
-  if low < n and n < high then
-    if call('SISMEMBER', set, block(n)) == 1 then
-      low = n
-    else
-      high = n
-    end
-  end
-end
-
--- The longest n for which set holds blocks held+1 to n, given that it holds all up to held. Postings say that it holds
--- first, and that it does not hold last.
-local function search(set, held, first, last)
-  local key = first * 65536 + last
-  local guess = likely[key]
-  low, high = held, length + 1
-  if guess then
-    probe(set, guess + 1)
-    probe(set, guess)
-  else
-    probe(set, math.max(first, held + 1))
-  end
-  probe(set, last)
-  while high - low > 1 do
-    local step, numbers, hashes = math.ceil((high - low) / FAN), {}, {}
-    for n = low + step, high - 1, step do
-      numbers[#numbers + 1] = n
-      hashes[#hashes + 1] = block(n)
-    end
-    for j, member in ipairs(call('SMISMEMBER', set, unpack(hashes))) do
-      if member == 0 then
-        high = numbers[j]
-        break
-      end
-      low = numbers[j]
-    end
-  end
-  likely[key] = low
-  return low
-end
-
--- Blocks on the device and in all.
-local function holds(owner, first, last)
-  local device = search(prefix .. 'own:' .. owner, 0, first, last)
-  local host = prefix .. 'host:' .. owner
-  if info[2] and device < length and call('SISMEMBER', host, block(device + 1)) == 1 then
-    return device, search(host, device + 1, device + 1, length + 1)
-  end
-  return device, device
-end
-
-local function leases(names)
-  local keys = {}
-  for i, name in ipairs(names) do
-    keys[i] = prefix .. 'lease:' .. name
-  end
-  return #keys > 0 and call('MGET', unpack(keys)) or {}
-end
-
-local rows = {}
-
-if #ARGV > 3 then
-  local names = {}
-  for i = 5, #ARGV, 2 do
-    names[#names + 1] = ARGV[i]
-  end
-  local bottom = seen[1] and position(seen[1]) or length + 1
-  for i, generation in ipairs(leases(names)) do
-    local device, all = 0, 0
-    if generation == ARGV[2 * i + 4] then
-      local first, last, slot = 0, bottom, string.sub(ARGV[4], 2 * i - 1, 2 * i)
-      for j = #levels, 1, -1 do
-        if place(levels[j][2], slot) then
-          first, last = levels[j][1], levels[j][3]
-          break
-        end
-      end
-      device, all = holds(names[i] .. ':' .. generation, first, last)
-    end
-    rows[2 * i - 1], rows[2 * i] = device, all
-  end
-  return {info[1] or '', {}, rows}
 end
 
 -- Whole levels only, from the deepest: half a level searched would look better than its other half.
