@@ -9,7 +9,17 @@ from typing import Any
 
 import pytest
 
-OURS = {"common", "engine", "kv_transfer", "pod", "prefill_service", "decode_service", "gateway", "simulator", "loadtest"}
+OURS = {
+    "common",
+    "engine",
+    "kv_transfer",
+    "pod",
+    "prefill_service",
+    "decode_service",
+    "gateway",
+    "simulator",
+    "loadtest",
+}
 ML = {"torch", "transformers", "triton"}
 NETWORK = {"grpc", "redis", "fastapi", "uvicorn"}
 NIXL = {"nixl", "nixl_cu12", "nixl_cu13"}
