@@ -30,6 +30,7 @@ settings.register_profile("repeat", _any_speed, derandomize=True)
 settings.register_profile("search", _any_speed)
 settings.load_profile("repeat")
 
+RUNNING: pytest.StashKey[Cluster] = pytest.StashKey()
 # Test files that use the fixture `cluster`; one worker runs them all, so that each kind of cluster starts once.
 CLUSTER = ("tests/e2e/test_tokens.py", "tests/chaos/test_kill.py", "tests/chaos/test_soak.py")
 FIRST = (*CLUSTER, "tests/e2e/", "tests/integration/test_transfer")
@@ -39,6 +40,14 @@ FIRST = (*CLUSTER, "tests/e2e/", "tests/integration/test_transfer")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes longest begins first, so that no worker ends with it alone."""
     items.sort(key=lambda item: next((i for i, path in enumerate(FIRST) if item.nodeid.startswith(path)), len(FIRST)))
+
+
+@pytest.hookimpl(trylast=True)  # after the test's own fixtures
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """A cluster ends with the last test in a row that uses one: idle pods keep memory, and some of the cores' time."""
+    if RUNNING in item.session.stash and (nextitem is None or not nextitem.nodeid.startswith(CLUSTER)):
+        item.session.stash[RUNNING].close()
+        del item.session.stash[RUNNING]
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -98,4 +107,5 @@ def cluster(
         threads=1,
         pod_flags={"max-model-len": str(MAX_MODEL_LEN)},
     ) as running:
+        request.session.stash[RUNNING] = running
         yield running
