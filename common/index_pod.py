@@ -48,7 +48,8 @@ SLICE = 5_000  # entries per command: one takes Redis a few ms
 MAX_PENDING = 200_000
 SWEEP_S = 10  # between two checks for slots whose pods are gone
 SWEEP_POSTINGS = 1_000  # postings that a heartbeat looks at while there is something to sweep
-_TIMEOUT_S = 1.0
+_COMMAND_S = 3.0  # under a burst from all pods a command waits its turn; giving up early would only add a snapshot
+_LEAVE_S = 1.0
 _MIN_BACKOFF_S, _MAX_BACKOFF_S = 0.1, 5.0
 
 
@@ -75,7 +76,7 @@ class PodIndex:
         self._record = record
         self._snapshots = {Tier.DEVICE: snapshot, Tier.HOST: host_snapshot}
         self._load = load
-        self._client = None if url is None else connect(url, timeout_s=_TIMEOUT_S)
+        self._client = None if url is None else connect(url, timeout_s=_COMMAND_S)
         self._keys = Keys(record.scope)
         self._register_script = Script("register")
         self._heartbeat_script = Script("heartbeat")
@@ -141,11 +142,11 @@ class PodIndex:
         self._stopping = True
         self._wake.set()
         # A command under way ends first: after leave, a late one would find no lease, but a late register would.
-        await asyncio.wait([task], timeout=_TIMEOUT_S)
+        await asyncio.wait([task], timeout=_LEAVE_S)
         task.cancel()
         await asyncio.wait([task])
         try:
-            async with asyncio.timeout(_TIMEOUT_S):
+            async with asyncio.timeout(_LEAVE_S):
                 await self._leave()
         except (RedisError, OSError) as e:
             _log.warning("could not leave the prefix index, the lease will expire: %r", e)

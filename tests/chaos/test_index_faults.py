@@ -117,7 +117,7 @@ async def until_true(condition: Callable[[], Awaitable[bool]], timeout_s: float 
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(index_pod, "HEARTBEAT_S", 0.2)
     monkeypatch.setattr(index_pod, "_MAX_BACKOFF_S", 0.2)
-    monkeypatch.setattr(index_pod, "_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(index_pod, "_COMMAND_S", 0.5)
 
 
 @pytest_asyncio.fixture
