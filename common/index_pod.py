@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 BATCH_S = 0.03
 HEARTBEAT_S = 3.0
-SLICE = 5_000  # entries per command: one takes Redis a few ms
+SLICE = 1_000  # entries per command, which keeps look-ups waiting for 1 to 3 ms; 5,000 are no faster in all
 MAX_PENDING = 200_000
 SWEEP_S = 10  # between two checks for slots whose pods are gone
 SWEEP_POSTINGS = 1_000  # postings that a heartbeat looks at while there is something to sweep
@@ -200,7 +200,8 @@ class PodIndex:
                         await self._wake.wait()
                 except TimeoutError:
                     continue
-            await asyncio.sleep(BATCH_S)
+            if self._changes.stale or len(self._changes) < SLICE:
+                await asyncio.sleep(BATCH_S)
 
     async def _register(self) -> None:
         assert self._client is not None
