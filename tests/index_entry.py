@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from common.block_hash import block_hashes
-from common.prefix_index import PodIndex, PodLoad, PodRecord
+from common.prefix_index import IndexReader, PodIndex, PodLoad, PodRecord
 from tests.fake_pods import FakePod
 
 
@@ -13,6 +15,7 @@ class IndexEntry:
     def __init__(self, url: str, pod: FakePod, model: str = "smol") -> None:
         layout = pod.layout
         self.pod = pod
+        self._url = url
         self.hashes: list[bytes] = []
         record = PodRecord(
             pod.name, pod.generation, pod.address, pod.role, model, layout.scope, layout.fingerprint,
@@ -26,3 +29,15 @@ class IndexEntry:
         self.hashes = block_hashes(prompt, fingerprint=layout.fingerprint, block_size=layout.block_size)
         self.index.evicted([h for h in before if h not in self.hashes])
         self.index.stored(self.hashes)
+
+    async def shown(self) -> None:
+        """Waits until the index says that the pod holds it."""
+        wanted = {self.pod.name: len(self.hashes)}
+        async with asyncio.timeout(30):
+            while True:
+                reader = IndexReader(self._url, timeout_s=5.0)  # a new one: answers are kept for a while
+                found = await reader.lookup(self.pod.layout.scope, self.hashes, [(self.pod.name, self.pod.generation)])
+                await reader.close()
+                if found == wanted:
+                    return
+                await asyncio.sleep(0.05)

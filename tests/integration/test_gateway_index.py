@@ -51,6 +51,7 @@ async def _prefers_holders(gw: Rig, cluster: FakeCluster, entries: dict[str, Ind
     prefill, decode = cluster.prefills[1], cluster.decodes[0]
     for pod in (prefill, decode):
         entries[pod.name].hold(PROMPT)
+        await entries[pod.name].shown()  # a request before that would make other pods holders too
     predicted = gw.gateway.metrics.predicted_hits
 
     async def all_hit() -> bool:
@@ -59,7 +60,7 @@ async def _prefers_holders(gw: Rig, cluster: FakeCluster, entries: dict[str, Ind
         return (len(prefill.seen.prefilled), len(decode.seen.reserved)) == (before[0] + 1, before[1] + 1)
 
     in_a_row = 0
-    async with asyncio.timeout(15):  # the index learns within a few batches, and answers are kept for a second
+    async with asyncio.timeout(30):
         while in_a_row < 10:
             in_a_row = in_a_row + 1 if await all_hit() and predicted.collect()[0].samples[0].value > 0 else 0
     hits = [await all_hit() for _ in range(10)]
