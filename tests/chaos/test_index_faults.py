@@ -21,6 +21,7 @@ from common.block_hash import block_hashes
 from common.errors import IndexUnavailable
 from common.index_store import Keys, connect
 from common.valkey import EmbeddedValkey
+from gateway import pod as gateway_pod
 from tests.fake_pods import FakeCluster, FakePod, fake_cluster
 from tests.gateway_rig import Rig, rig, until
 from tests.index_entry import IndexEntry
@@ -118,6 +119,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(index_pod, "HEARTBEAT_S", 0.2)
     monkeypatch.setattr(index_pod, "_MAX_BACKOFF_S", 0.2)
     monkeypatch.setattr(index_pod, "_COMMAND_S", 0.5)
+    monkeypatch.setattr(gateway_pod, "INFO_TIMEOUT_S", 10.0)  # a busy machine is no fault of the pods
 
 
 @pytest_asyncio.fixture
