@@ -20,6 +20,7 @@ from simulator.trace import Trace, load_trace
 
 DEFAULT_RATES = "h100-8b"
 DEFAULT_REQUESTS = 1500
+SHORT_S = 60.0  # a replay shorter than this says little about a steady state
 
 
 def run(
@@ -59,6 +60,11 @@ def run(
     else:
         plan = asyncio.run(planner.plan(pods))
     notes = assumptions(recorded, used, wanted, model, pods)
+    if plan.best.goodput and (lasted := len(used.requests) / plan.best.goodput) < SHORT_S:
+        notes.append(
+            f"At {plan.best.goodput:.0f} requests/s these {len(used.requests)} last only {lasted:.0f} s, within which "
+            "queues may still grow: more --requests make a steadier and lower figure."
+        )
     if as_json:
         print(json.dumps(_document(plan, used, notes), indent=2))  # noqa: T201
     else:

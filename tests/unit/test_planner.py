@@ -243,7 +243,7 @@ def test_the_command_prints_a_table_and_what_it_assumed(
     path = str(written(tmp_path, "agents.jsonl", lines(trace)))
     assert run(**asked(trace=path, slo="ttft=1s,itl=50ms", gpus="2", chunks="2048", requests="60")) == 0
     out = capsys.readouterr().out
-    for part in ("1:1", "per GPU", "Assumed:", "cuBLAS", "first 60 of", "2 GPUs"):
+    for part in ("1:1", "per GPU", "Assumed:", "cuBLAS", "first 60 of", "2 GPUs", "last only"):
         assert part in out
     assert run(**asked(trace=path, slo="ttft=1ms,itl=50ms", gpus="2", chunks="2048", requests="60")) == 1
     assert "No setup keeps this SLO" in capsys.readouterr().out
