@@ -227,13 +227,12 @@ async def test_stop_token_max_tokens_one_and_stop_string(cluster: Cluster, smoll
 
 
 async def test_a_repeated_prompt_computes_and_moves_at_most_one_block(cluster: Cluster, smollm2_dir: Path) -> None:
-    """Where pods can be chosen, a busy machine may keep the router from reading the index in time, and where moving
-    costs next to nothing it may take the decode pod that does not hold the prompt: then once more."""
+    """Where pods can be chosen, a busy machine may keep the router from reading the index in time: then once more."""
     prefills = [name for name in cluster.pods if name.startswith("prefill")]
-    for attempt in range(1 if len(prefills) == 1 else 12):
+    for attempt in range(1 if len(prefills) == 1 else 5):
         prompt = prompt_of(smollm2_dir, 600, 1234 + attempt)
         computed, cached, moved = await repeat(cluster, prompt, prefills)
-        if computed <= BLOCK and moved <= 1:
+        if computed <= BLOCK:
             break
     assert computed <= BLOCK
     assert cached >= len(prompt) - BLOCK
