@@ -83,6 +83,11 @@ class PodLoad:
     step_slope_s: float = 0.0
     transfer_rate: float = 0.0
 
+    @property
+    def measured_steps(self) -> bool:
+        """It has decoded."""
+        return self.step_s > 0 or self.step_slope_s > 0
+
     def to_json(self) -> str:
         return json.dumps(asdict(self), separators=(",", ":"))
 

@@ -11,12 +11,12 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from statistics import fmean
 
 from common.errors import IndexUnavailable, Unavailable
 from common.prefix_index import IndexReader
 from common.types import Role
 from gateway.pod import Pod
+from gateway.routing.view import assume_peers
 from gateway.validation import Limits
 
 POLL_PERIOD_S = 0.5
@@ -101,17 +101,9 @@ class PodTable:
     def _usable(self) -> _Usable:
         if self._known is None:
             self._known = _Usable(self.pods.values())
-            self._assume_rates(self._known)
+            for pods in self._known.layouts.values():
+                assume_peers([pod.view for pod in pods if pod.view])
         return self._known
-
-    def _assume_rates(self, usable: _Usable) -> None:
-        """What a pod has not measured yet is taken to be as its peers measured it."""
-        for pods in usable.layouts.values():
-            views = [pod.view for pod in pods if pod.view]
-            computed = [v.load.prefill_rate for v in views if v.load and v.load.prefill_rate > 0]
-            moved = [v.load.transfer_rate for v in views if v.load and v.load.transfer_rate > 0]
-            for view in views:
-                view.assume(fmean(computed or [0.0]), fmean(moved or [0.0]))
 
     @property
     def ready(self) -> bool:

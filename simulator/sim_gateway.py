@@ -10,7 +10,6 @@ import random
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from statistics import fmean
 
 from common.block_hash import matchable_blocks
 from common.errors import IndexUnavailable
@@ -20,7 +19,7 @@ from gateway.approx_index import ApproxIndex
 from gateway.routing.demand import Demand
 from gateway.routing.inflight import InFlight
 from gateway.routing.policy import Home, Option, Policy, make_policy
-from gateway.routing.view import DISPATCH_S, PodView
+from gateway.routing.view import DISPATCH_S, PodView, assume_peers
 from simulator.clock import Clock
 from simulator.decode_pod import Answer
 from simulator.flight import Flight
@@ -102,17 +101,8 @@ class SimGateway:
                 known.reported = self.reader.time()
         if changed:
             self._refresh()
-        self._assume_rates()
-
-    def _assume_rates(self) -> None:
-        """What a pod has not measured yet is taken to be as its peers measured it."""
         for views in self._usable.values():
-            loads = [view.load for view in views if view.load is not None]
-            computed = [load.prefill_rate for load in loads if load.prefill_rate > 0]
-            moved = [load.transfer_rate for load in loads if load.transfer_rate > 0]
-            if len(computed) < len(views) or len(moved) < len(views):
-                for view in views:
-                    view.assume(fmean(computed or [0.0]), fmean(moved or [0.0]))
+            assume_peers(views)
 
     def _refresh(self) -> None:
         alive = [known for known in self._known.values() if known.alive]

@@ -6,6 +6,9 @@ have computed in the meantime, at the rate that it measured, is taken off. So th
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from statistics import fmean
+
 from common.index_records import PodLoad
 from common.types import Role
 from gateway.routing.bookings import Bookings
@@ -81,7 +84,7 @@ class PodView:
         self.load, self.load_at = load, now
         if load.prefill_rate > 0:
             self.seconds_per_token, self.overhead_s = 1 / load.prefill_rate, load.prefill_overhead_s
-        if load.step_s > 0 or load.step_slope_s > 0:
+        if load.measured_steps:
             self.step_s, self.slope_s = load.step_s, load.step_slope_s
         if load.transfer_rate > 0:
             self.seconds_per_moved = 1 / load.transfer_rate
@@ -89,14 +92,6 @@ class PodView:
         self.foreign = self.foreign_count = 0
         self.prefilling.mark(now - DISPATCH_S)
         self.decoding.mark(now - DISPATCH_S)
-
-    def assume(self, prefill_rate: float, transfer_rate: float) -> None:
-        """Prompt tokens per second computed and moved, for as long as the pod has not measured its own; 0: unknown."""
-        load = self.load or PodLoad()
-        if prefill_rate > 0 and load.prefill_rate <= 0:
-            self.seconds_per_token = 1 / prefill_rate
-        if transfer_rate > 0 and load.transfer_rate <= 0:
-            self.seconds_per_moved = 1 / transfer_rate
 
     def queue_s(self, now: float) -> float:
         """Seconds of prompts that are ahead of a new one."""
@@ -115,3 +110,22 @@ class PodView:
         if self.load is None:
             return self.num_blocks
         return self.load.free_blocks - self.decoding.fresh // self.block_size - self.decoding.fresh_count
+
+
+def assume_peers(views: Collection[PodView]) -> None:
+    """What a pod of one layout has not measured yet is taken to be as its peers measured it, in the mean.
+
+    Otherwise a pod that has never decoded would look faster, or slower, than one that has.
+    """
+    loads = [view.load for view in views if view.load is not None]
+    prefill = [1 / load.prefill_rate for load in loads if load.prefill_rate > 0]
+    moved = [1 / load.transfer_rate for load in loads if load.transfer_rate > 0]
+    steps = [(load.step_s, load.step_slope_s) for load in loads if load.measured_steps]
+    for view in views:
+        load = view.load or PodLoad()
+        if prefill and load.prefill_rate <= 0:
+            view.seconds_per_token = fmean(prefill)
+        if moved and load.transfer_rate <= 0:
+            view.seconds_per_moved = fmean(moved)
+        if steps and not load.measured_steps:
+            view.step_s, view.slope_s = (fmean(part) for part in zip(*steps, strict=True))

@@ -29,7 +29,7 @@ from gateway.routing.policy import (
     Option,
     make_policy,
 )
-from gateway.routing.view import PodView
+from gateway.routing.view import PodView, assume_peers
 
 NOW = 100.0
 
@@ -190,6 +190,18 @@ def test_a_held_prefix_and_few_neighbours_attract_a_sequence_by_what_they_save()
     for i in range(3):  # 0.49 s of moving saved, 0.2 s lost by each neighbour
         a.decoding.add(str(i), 1_000, NOW)
     assert policy.decode(demand, [a, b], NOW)[0].view is b
+
+
+def test_a_pod_that_has_not_decoded_yet_is_as_fast_as_its_peers() -> None:
+    policy = make_policy("cost", random.Random(6))
+    holds = view("a", role=Role.DECODE, step_s=0.05, step_slope_s=0.01, transfer_rate=1e5)
+    new = view("b", role=Role.DECODE)
+    assume_peers([holds, new])
+    demand = Demand(prompt_len=600, max_tokens=4, held={"a": 592})
+    assert {policy.decode(demand, [holds, new], NOW)[0].view.name for _ in range(20)} == {"a"}
+    new.report(PodLoad(free_blocks=4_000, step_s=0.01, step_slope_s=0.001), NOW)
+    assume_peers([holds, new])
+    assert policy.decode(demand, [holds, new], NOW)[0].view is new
 
 
 def test_a_pod_that_does_both_has_a_queue_too() -> None:
