@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import logging
 import platform
 import socket
 import time
@@ -20,7 +21,10 @@ from common.errors import ConfigError, Unavailable
 from common.tether import tethered
 
 START_TIMEOUT_S = 10.0
+PORTS_TRIED = 4
 _STOP_TIMEOUT_S = 3.0
+
+_log = logging.getLogger(__name__)
 
 
 class EmbeddedValkey:
@@ -38,10 +42,22 @@ class EmbeddedValkey:
         return None if self._process is None else self._process.pid
 
     async def start(self) -> str:
-        """Starts the server; its URL once it answers. Raises ConfigError (no binary), Unavailable (does not start)."""
+        """Starts the server; its URL once it answers. Raises ConfigError (no binary), Unavailable (does not start).
+
+        A port that is picked may be taken before the server has it: then another is picked.
+        """
         binary = valkey_binary()
         self._directory.mkdir(parents=True, exist_ok=True)
-        port = self._port or _free_port()
+        if self._port:
+            return await self._start(binary, self._port)
+        for _ in range(PORTS_TRIED - 1):
+            try:
+                return await self._start(binary, _free_port())
+            except Unavailable as error:
+                _log.info("%s; trying another port", error.message)
+        return await self._start(binary, _free_port())
+
+    async def _start(self, binary: Path, port: int) -> str:
         log = self._directory / "valkey.log"
         self._process = await asyncio.create_subprocess_exec(
             *tethered([str(binary)]),
@@ -52,13 +68,13 @@ class EmbeddedValkey:
             stdout=asyncio.subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C in the terminal is for its owner, who stops it last
         )
-        self._port = port
         url = f"redis://127.0.0.1:{port}/0"
         try:
             await self._wait_ready(url, log)
         except BaseException:
             await self.stop()
             raise
+        self._port = port
         return url
 
     async def _wait_ready(self, url: str, log: Path) -> None:
@@ -73,8 +89,8 @@ class EmbeddedValkey:
                     info = await client.info("server")
                     if info["process_id"] == self.pid:
                         return
-                except (redis.ConnectionError, redis.TimeoutError):
-                    pass  # not there yet
+                except redis.RedisError:
+                    pass  # not there yet, or the answer of whoever has the port
                 await asyncio.sleep(0.02)
         raise Unavailable(f"Valkey did not answer on {url} within {START_TIMEOUT_S:.0f} s; see {log}")
 

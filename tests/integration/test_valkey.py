@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from common import valkey as valkey_module
 from common.errors import Unavailable
 from common.index_store import connect
 from common.valkey import EmbeddedValkey
@@ -40,6 +42,25 @@ async def test_a_taken_port_is_an_error_and_the_other_server_is_left_alone(tmp_p
             assert await client.ping()
     finally:
         await first.stop()
+
+
+async def test_a_picked_port_that_somebody_takes_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def chat(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"\x00\x00\x12\x04")  # as an HTTP/2 server greets
+        await reader.read()
+        writer.close()
+
+    other = await asyncio.start_server(chat, "127.0.0.1", 0)
+    async with other:
+        taken = other.sockets[0].getsockname()[1]
+        free = valkey_module._free_port()
+        picks = iter([taken, free])
+        monkeypatch.setattr(valkey_module, "_free_port", lambda: next(picks))
+        valkey = EmbeddedValkey(0, tmp_path)
+        try:
+            assert await valkey.start() == f"redis://127.0.0.1:{free}/0"
+        finally:
+            await valkey.stop()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs PR_SET_PDEATHSIG")
