@@ -16,14 +16,15 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def commit() -> str:
-    """The commit that is checked out; `-dirty` is appended when tracked files differ from it.
-
-    Outside git (a copy of the tree on a GPU machine) it is what BATON_COMMIT says, or empty.
+    """BATON_COMMIT where it is set: a copy of the tree, on a GPU machine, cannot tell. Else the commit that is checked
+    out, with `-dirty` when tracked files differ from it; empty outside git.
     """
+    if told := os.environ.get("BATON_COMMIT"):
+        return told
     git = ["git", "-C", str(ROOT)]
     head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     dirty = subprocess.run([*git, "diff", "--quiet", "HEAD"], capture_output=True, check=False).returncode == 1
-    return head + "-dirty" if dirty else head or os.environ.get("BATON_COMMIT", "")
+    return head + "-dirty" if head and dirty else head
 
 
 def card() -> str:
