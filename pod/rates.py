@@ -8,6 +8,9 @@ one after it (least squares with exponential forgetting), so the figures follow 
 from __future__ import annotations
 
 KEEP = 0.97  # weight of a point after one more
+# A decode step reads all weights whatever the batch, so steps of one size say little about smaller ones; yet a
+# neighbour is never free.
+DECODE_FIXED = 0.5
 
 
 class Line:
@@ -30,17 +33,21 @@ class Line:
     def known(self) -> bool:
         return self._n > 0 and self._x > 0
 
-    def fit(self) -> tuple[float, float]:
-        """base and slope; where all x are about the same, a line through the origin. Raises nothing once known."""
+    def fit(self, fixed: float = 0.0) -> tuple[float, float]:
+        """base and slope. Raises nothing once known.
+
+        Where all x are about the same, or y falls with x, `fixed` is the share of y that does not grow with x.
+        """
         mean_x, mean_y = self._x / self._n, self._y / self._n
         spread = self._xx / self._n - mean_x * mean_x
         if spread > 0.01 * mean_x * mean_x:
             slope = (self._xy / self._n - mean_x * mean_y) / spread
-            if slope <= 0:
+            if slope > 0:
+                base = mean_y - slope * mean_x
+                return (base, slope) if base >= 0 else (0.0, mean_y / mean_x)
+            if not fixed:
                 return mean_y, 0.0
-            if (base := mean_y - slope * mean_x) >= 0:
-                return base, slope
-        return 0.0, mean_y / mean_x
+        return fixed * mean_y, (1 - fixed) * mean_y / mean_x
 
 
 class PodRates:
@@ -82,7 +89,7 @@ class PodRates:
 
     def decode(self) -> tuple[float, float]:
         """Seconds of a decode step: the fixed part, and what a sequence adds; zeros while unknown."""
-        return self._decode.fit() if self._decode.known else (0.0, 0.0)
+        return self._decode.fit(DECODE_FIXED) if self._decode.known else (0.0, 0.0)
 
     def transfer(self) -> float:
         """Prompt tokens per second whose KV moves; 0 while unknown."""

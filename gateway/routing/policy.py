@@ -31,6 +31,7 @@ OTHERS = 4.0
 TIE_RATIO, TIE_S = 1.02, 0.001  # costs within this are equal
 MIN_OPTIONS, MAX_OPTIONS = 32, 64  # what is offered to the atomic choice
 AFFINITY_RATIO, AFFINITY_S = 0.1, 0.005  # the preferred pod seems cheaper by this
+SAME_STEP = 1.5  # decode steps of equal machines are measured this far apart
 EXPECTED_OUTPUT = 256  # tokens of an answer whose length nobody knows
 FULL_COST_S = 1.0  # a decode pod without room is a last resort
 LOW_FREE = 0.1  # share of a pool below which room is scarce
@@ -110,12 +111,17 @@ class CostPolicy:
         """The least seconds of moving KV there and decoding, for this sequence and by it for those beside it."""
         need = demand.prompt_len + demand.max_tokens
         output, promises = min(demand.max_tokens, EXPECTED_OUTPUT), demand.promises()
-        scored = [(_decode_s(demand, promises, view, output, now), view) for view in views if view.capacity >= need]
+        usual = _usual_step(views)
+        scored = [
+            (_decode_s(demand, promises, view, output, _step(view, usual), now), view)
+            for view in views
+            if view.capacity >= need
+        ]
         best = self._best(demand, scored)
         return [
             _option(demand, promises, view, cost, unit_s=view.seconds_per_token)
             if view.role is Role.BOTH
-            else _option(demand, promises, view, cost, units=1, unit_s=2 * output * view.slope_s)
+            else _option(demand, promises, view, cost, units=1, unit_s=2 * output * _step(view, usual)[1])
             for cost, view in best
         ]
 
@@ -264,10 +270,35 @@ def _fetch_s(demand: Demand, view: PodView, promises: Mapping[str, int]) -> floa
     return min(host_s, pull.seconds - (pull.tokens - used) * view.seconds_per_token * (1 + OTHERS))
 
 
-def _decode_s(demand: Demand, promises: Mapping[str, int], view: PodView, output: int, now: float) -> float:
+def _usual_step(views: Sequence[PodView]) -> tuple[float, float]:
+    """step_s and slope_s of the pods in the mean."""
+    count = max(1, len(views))
+    return sum(view.step_s for view in views) / count, sum(view.slope_s for view in views) / count
+
+
+def _step(view: PodView, usual: tuple[float, float]) -> tuple[float, float]:
+    """step_s and slope_s to reckon with: the usual ones, unless this pod is clearly another machine.
+
+    Equal machines measure unlike steps, since they ran unlike batches, and over a whole answer that would outweigh the
+    KV that one of them holds. What is left out of small true differences comes back as load: who is slower keeps its
+    sequences for longer.
+    """
+    own, mean = view.step_s + view.slope_s, usual[0] + usual[1]
+    return usual if mean <= own * SAME_STEP and own <= mean * SAME_STEP else (view.step_s, view.slope_s)
+
+
+def _decode_s(
+    demand: Demand,
+    promises: Mapping[str, int],
+    view: PodView,
+    output: int,
+    step: tuple[float, float],
+    now: float,
+) -> float:
+    step_s, slope_s = step
     new = demand.prompt_len - promises.get(view.name, 0)
     # It slows down each of those beside it as much as each of them slows it down.
-    cost = output * (view.step_s + (2 * view.sequences() + 1) * view.slope_s)
+    cost = output * (step_s + (2 * view.sequences() + 1) * slope_s)
     if view.role is Role.BOTH:
         cost += view.queue_s(now) + view.overhead_s + max(1, new) * view.seconds_per_token * (1 + OTHERS)
     elif new > 0:

@@ -39,3 +39,10 @@ def test_equal_steps_give_a_rate_and_a_change_is_followed() -> None:
     for _ in range(200):
         rates.step(256, 4, 0.52)
     assert rates.prefill()[0] == pytest.approx(256 / 0.512, rel=0.01)
+
+
+def test_decode_steps_of_one_size_leave_half_to_the_batch() -> None:
+    rates = PodRates(256)
+    for _ in range(10):
+        rates.step(0, 16, 0.032)
+    assert rates.decode() == pytest.approx((0.016, 0.001))

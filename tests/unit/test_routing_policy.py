@@ -204,6 +204,15 @@ def test_a_pod_that_has_not_decoded_yet_is_as_fast_as_its_peers() -> None:
     assert policy.decode(demand, [holds, new], NOW)[0].view is new
 
 
+def test_steps_of_equal_machines_measured_apart_do_not_outweigh_held_kv() -> None:
+    policy = make_policy("cost", random.Random(6))
+    holds = view("a", role=Role.DECODE, step_s=0.03, step_slope_s=0.002, transfer_rate=1e5)
+    faster = view("b", role=Role.DECODE, step_s=0.02, step_slope_s=0.002, transfer_rate=1e5)
+    demand = Demand(prompt_len=600, max_tokens=256, held={"a": 592})
+    costs = {option.view.name: option.cost for option in policy.decode(demand, [holds, faster], NOW)}
+    assert costs["b"] - costs["a"] == pytest.approx(592 / 1e5)
+
+
 def test_a_pod_that_does_both_has_a_queue_too() -> None:
     policy = make_policy("cost", random.Random(7))
     a, b = view("a", role=Role.BOTH, queued_tokens=9_000), view("b", role=Role.BOTH, running=20)
