@@ -8,6 +8,8 @@ caches and is not counted.
 - predicted_over_actual: hit tokens that routing expected over those that pods found, under `cost`.
 - ttft_p50_ratio_vs_rr, ttft_mean_ratio_vs_rr, computed_ratio_vs_rr: `cost` over `round_robin`; computed are prompt
   tokens that no cache supplied.
+- routing_ms_p50: what a request waits for routing under `cost`: the median of planning (hashes, look-up) and that of
+  placing (ranking, reserving), added.
 
     python benchmarks/routing_live.py --out benchmarks/results/routing_live.json
 """
@@ -112,11 +114,36 @@ async def ask(client: httpx.AsyncClient, model: str, request: Request, output: i
     return Answer(first, usage["prompt_tokens"], (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0))
 
 
-async def counters(client: httpx.AsyncClient, base_url: str) -> dict[str, float]:
-    """The gateway's predicted and actual hit tokens so far."""
-    text = (await client.get(base_url.removesuffix("/v1") + "/metrics")).text
-    found = re.findall(r"^baton_prefix_hit_tokens_(predicted|actual)_total\S* (\S+)$", text, re.MULTILINE)
-    return {name: float(value) for name, value in found}
+@dataclass(frozen=True)
+class Counters:
+    """The gateway's, so far: hit tokens, predicted and actual, and how long steps of routing took.
+
+    took: step -> upper bounds in seconds -> steps up to there.
+    """
+
+    hits: dict[str, float]
+    took: dict[str, dict[float, float]]
+
+    @classmethod
+    async def read(cls, client: httpx.AsyncClient, base_url: str) -> Counters:
+        text = (await client.get(base_url.removesuffix("/v1") + "/metrics")).text
+        hits = re.findall(r"^baton_prefix_hit_tokens_(predicted|actual)_total\S* (\S+)$", text, re.MULTILINE)
+        took: dict[str, dict[float, float]] = {}
+        for labels, count in re.findall(r"^baton_routing_seconds_bucket{(\S+)} (\S+)$", text, re.MULTILINE):
+            named = dict(re.findall(r'(\w+)="([^"]+)"', labels))
+            took.setdefault(named["step"], {})[float(named["le"])] = float(count)
+        return cls({name: float(value) for name, value in hits}, took)
+
+    def median_s(self, step: str, before: Counters) -> float:
+        """Of the steps since `before`, interpolated within a bucket."""
+        earlier = before.took.get(step, {})
+        counts = [(bound, count - earlier.get(bound, 0.0)) for bound, count in sorted(self.took[step].items())]
+        half, low, below = counts[-1][1] / 2, 0.0, 0.0
+        for bound, count in counts:
+            if count >= half:
+                return low + (bound - low) * (half - below) / max(1.0, count - below)
+            low, below = bound, count
+        raise AssertionError("the last bucket has everything")
 
 
 async def measure(policy: str, requests: list[Request], model_dir: Path, args: argparse.Namespace) -> dict[str, float]:
@@ -152,12 +179,12 @@ async def replay(
     first = [asyncio.create_task(one(request)) for request in requests[:warm]]
     rest = [asyncio.create_task(one(request)) for request in requests[warm:]]
     await asyncio.gather(*first)
-    before = await counters(client, stack.base_url)
+    before = await Counters.read(client, stack.base_url)
     answers = await asyncio.gather(*rest)
-    after = await counters(client, stack.base_url)
+    after = await Counters.read(client, stack.base_url)
     times = [a.ttft_s for a in answers]
     computed = sum(a.prompt_tokens - a.cached_tokens for a in answers)
-    hits = {name: after[name] - before[name] for name in after}
+    hits = {name: after.hits[name] - before.hits[name] for name in after.hits}
     row = {
         "ttft_p50_s": round(statistics.median(times), 3),
         "ttft_p90_s": round(percentile(times, 0.9), 3),
@@ -166,6 +193,8 @@ async def replay(
         "hit_rate": round(1 - computed / sum(a.prompt_tokens for a in answers), 4),
         "predicted_hit_tokens": hits["predicted"],
         "actual_hit_tokens": hits["actual"],
+        "plan_ms_p50": round(after.median_s("plan", before) * 1e3, 3),
+        "place_ms_p50": round(after.median_s("place", before) * 1e3, 3),
     }
     print(policy, row, flush=True)
     return row
@@ -196,6 +225,7 @@ def main() -> None:
         "computed_ratio_vs_rr": round(cost["computed_tokens"] / rr["computed_tokens"], 4),
         "hit_rate_cost": cost["hit_rate"],
         "hit_rate_rr": rr["hit_rate"],
+        "routing_ms_p50": round(cost["plan_ms_p50"] + cost["place_ms_p50"], 3),
     }
     for name, value in metrics.items():
         print(f"{name:28} {value}")
