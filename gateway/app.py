@@ -13,9 +13,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from common.errors import BatonError, InvalidRequest, ModelNotFound, Unavailable
+from gateway.http_endpoint import Endpoint, Serve
 from gateway.openai_schema import error_body, error_headers
 from gateway.service import Gateway
-from gateway.streaming import GenerateEndpoint
+from gateway.streaming import Generate
 
 
 def package_version() -> str:
@@ -47,6 +48,9 @@ def build_app(gateway: Gateway) -> FastAPI:
     """The application of one gateway; its lifecycle is the caller's."""
     app = FastAPI(title="Baton", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.add_exception_handler(HTTPException, _http_error)
+
+    def post(path: str, name: str, serve: Serve) -> Route:
+        return Route(path, Endpoint(gateway, name, serve), methods=["POST"])
 
     def model_json() -> dict[str, Any]:
         card = {"id": gateway.settings.served_name, "object": "model", "created": gateway.created, "owned_by": "baton"}
@@ -84,8 +88,8 @@ def build_app(gateway: Gateway) -> FastAPI:
 
     app.router.routes.extend(
         [
-            Route("/v1/completions", GenerateEndpoint(gateway, "completions"), methods=["POST"]),
-            Route("/v1/chat/completions", GenerateEndpoint(gateway, "chat"), methods=["POST"]),
+            post("/v1/completions", "completions", Generate(gateway, chat=False).serve),
+            post("/v1/chat/completions", "chat", Generate(gateway, chat=True).serve),
             Route("/v1/models", models),
             Route("/v1/models/{model:path}", model),
             Route("/health", ready),

@@ -33,8 +33,9 @@ from common.errors import (
 from common.lifecycle import Lifecycle
 from common.pb import inference_pb2, inference_pb2_grpc
 from common.types import FinishReason, Role, SamplingParams, ValidRequest
-from gateway import streaming
+from gateway import http_endpoint
 from gateway.leg import Leg
+from gateway.streaming import Generate
 from gateway.timeline import Timeline
 from tests.fake_pods import FakeCluster, FakePod, fake_cluster
 from tests.gateway_rig import MODEL, Rig, booked, rig, until
@@ -427,7 +428,7 @@ async def test_an_abort_ends_with_the_token_stream(gw: Rig, cluster: FakeCluster
 async def test_a_body_that_does_not_come_is_408(gw: Rig, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
     header = b"x-request-timeout: 0.2\r\n" if by == "the request's deadline" else b""
     if not header:
-        monkeypatch.setattr(streaming, "BODY_TIMEOUT_S", 0.2)
+        monkeypatch.setattr(http_endpoint, "BODY_TIMEOUT_S", 0.2)
     reader, writer = await asyncio.open_connection("127.0.0.1", gw.server.port)
     writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99\r\n" + header + b"\r\n{")
     answer = await reader.read()  # to the end: the connection is closed
@@ -442,7 +443,7 @@ async def test_a_body_that_does_not_come_is_408(gw: Rig, monkeypatch: pytest.Mon
 async def test_a_client_that_does_not_read_is_given_up_after_the_deadline(
     gw: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streaming, "SEND_GRACE_S", 0.1)
+    monkeypatch.setattr(http_endpoint, "SEND_GRACE_S", 0.1)
     never = asyncio.Event()
     body = orjson.dumps({"model": MODEL, "prompt": "x", "stream": True})
     messages = [{"type": "http.request", "body": body, "more_body": False}]
@@ -456,7 +457,7 @@ async def test_a_client_that_does_not_read_is_given_up_after_the_deadline(
         if message["type"] == "http.response.body":
             await never.wait()
 
-    endpoint = streaming.GenerateEndpoint(gw.gateway, "completions")
+    endpoint = http_endpoint.Endpoint(gw.gateway, "completions", Generate(gw.gateway, chat=False).serve)
     scope = {"type": "http", "headers": [(b"x-request-timeout", b"0.3")]}
     async with asyncio.timeout(10):
         await endpoint(scope, receive, send)
