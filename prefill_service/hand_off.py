@@ -109,15 +109,16 @@ class HandOff:
             self._first_chunk_at = now - seconds
         done = output.computed >= self.seq.prompt_len
         self.trace.append(Trace("chunk", min(output.computed, self.seq.prompt_len)))
-        self._push(output.computed, done)
+        # What the gateway waits for goes first: posting writes takes the interpreter from the loop that sends it.
         self._post(Event(progress=self._progress(output.computed)))
-        if not output.tokens:
-            return
-        token = output.tokens[0]
-        self.trace.append(Trace("first_token", token.id))
-        self._transfer.finish([token.id], [output.finish])
-        self._post(Event(first_token=self._first_token(token, output.finish, now)))
-        self.ended()
+        token = output.tokens[0] if output.tokens else None
+        if token is not None:
+            self.trace.append(Trace("first_token", token.id))
+            self._post(Event(first_token=self._first_token(token, output.finish, now)))
+        self._push(output.computed, done)
+        if token is not None:
+            self._transfer.finish([token.id], [output.finish])
+            self.ended()
 
     def on_failure(self, output: SequenceOutput, error: BatonError) -> None:
         """What the step did for this request could not be handed on: the request ends."""
