@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from common.pb import types_pb2 as baton_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/decode.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61ton/v1/types.proto\"b\n\x0eReserveRequest\x12\'\n\x07request\x18\x01 \x01(\x0b\x32\x16.baton.v1.ValidRequest\x12\x12\n\ngateway_id\x18\x02 \x01(\t\x12\x13\n\x0bremote_only\x18\x03 \x01(\x08\"\xaa\x01\n\x0fReserveResponse\x12$\n\x06target\x18\x01 \x01(\x0b\x32\x12.baton.v1.KvTargetH\x00\x12\'\n\x05local\x18\x02 \x01(\x0b\x32\x16.baton.v1.LocalPrefillH\x00\x12&\n\x08rejected\x18\x03 \x01(\x0b\x32\x12.baton.v1.RejectedH\x00\x12\x15\n\rcached_tokens\x18\x04 \x01(\rB\t\n\x07outcome\"\x0e\n\x0cLocalPrefill\"1\n\x08Rejected\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x15\n\rretry_after_s\x18\x02 \x01(\x02\"(\n\x12\x44\x65\x63odeAbortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x15\n\x13\x44\x65\x63odeAbortResponse\"2\n\rTokensRequest\x12\x12\n\ngateway_id\x18\x01 \x01(\t\x12\r\n\x05\x61\x63ked\x18\x02 \x01(\x04\"E\n\nTokenBatch\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\'\n\x06\x64\x65ltas\x18\x02 \x03(\x0b\x32\x17.baton.v1.SequenceDelta\"\xc1\x01\n\rSequenceDelta\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x1f\n\x06tokens\x18\x02 \x03(\x0b\x32\x0f.baton.v1.Token\x12-\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x1e\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x0f.baton.v1.Error\x12\x1a\n\rcached_tokens\x18\x05 \x01(\rH\x00\x88\x01\x01\x42\x10\n\x0e_cached_tokens2\xcb\x01\n\x06\x44\x65\x63ode\x12>\n\x07Reserve\x12\x18.baton.v1.ReserveRequest\x1a\x19.baton.v1.ReserveResponse\x12\x44\n\x05\x41\x62ort\x12\x1c.baton.v1.DecodeAbortRequest\x1a\x1d.baton.v1.DecodeAbortResponse\x12;\n\x06Tokens\x12\x17.baton.v1.TokensRequest\x1a\x14.baton.v1.TokenBatch(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/decode.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61ton/v1/types.proto\"b\n\x0eReserveRequest\x12\'\n\x07request\x18\x01 \x01(\x0b\x32\x16.baton.v1.ValidRequest\x12\x12\n\ngateway_id\x18\x02 \x01(\t\x12\x13\n\x0bremote_only\x18\x03 \x01(\x08\"\xaa\x01\n\x0fReserveResponse\x12$\n\x06target\x18\x01 \x01(\x0b\x32\x12.baton.v1.KvTargetH\x00\x12\'\n\x05local\x18\x02 \x01(\x0b\x32\x16.baton.v1.LocalPrefillH\x00\x12&\n\x08rejected\x18\x03 \x01(\x0b\x32\x12.baton.v1.RejectedH\x00\x12\x15\n\rcached_tokens\x18\x04 \x01(\rB\t\n\x07outcome\"\x0e\n\x0cLocalPrefill\"1\n\x08Rejected\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x15\n\rretry_after_s\x18\x02 \x01(\x02\"F\n\x12\x44\x65\x63odeAbortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\x05\x63hild\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x08\n\x06_child\"\x15\n\x13\x44\x65\x63odeAbortResponse\"2\n\rTokensRequest\x12\x12\n\ngateway_id\x18\x01 \x01(\t\x12\r\n\x05\x61\x63ked\x18\x02 \x01(\x04\"E\n\nTokenBatch\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\'\n\x06\x64\x65ltas\x18\x02 \x03(\x0b\x32\x17.baton.v1.SequenceDelta\"\xd0\x01\n\rSequenceDelta\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x1f\n\x06tokens\x18\x02 \x03(\x0b\x32\x0f.baton.v1.Token\x12-\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x1e\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x0f.baton.v1.Error\x12\x1a\n\rcached_tokens\x18\x05 \x01(\rH\x00\x88\x01\x01\x12\r\n\x05\x63hild\x18\x06 \x01(\rB\x10\n\x0e_cached_tokens2\xcb\x01\n\x06\x44\x65\x63ode\x12>\n\x07Reserve\x12\x18.baton.v1.ReserveRequest\x1a\x19.baton.v1.ReserveResponse\x12\x44\n\x05\x41\x62ort\x12\x1c.baton.v1.DecodeAbortRequest\x1a\x1d.baton.v1.DecodeAbortResponse\x12;\n\x06Tokens\x12\x17.baton.v1.TokensRequest\x1a\x14.baton.v1.TokenBatch(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,15 +41,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REJECTED']._serialized_start=346
   _globals['_REJECTED']._serialized_end=395
   _globals['_DECODEABORTREQUEST']._serialized_start=397
-  _globals['_DECODEABORTREQUEST']._serialized_end=437
-  _globals['_DECODEABORTRESPONSE']._serialized_start=439
-  _globals['_DECODEABORTRESPONSE']._serialized_end=460
-  _globals['_TOKENSREQUEST']._serialized_start=462
-  _globals['_TOKENSREQUEST']._serialized_end=512
-  _globals['_TOKENBATCH']._serialized_start=514
-  _globals['_TOKENBATCH']._serialized_end=583
-  _globals['_SEQUENCEDELTA']._serialized_start=586
-  _globals['_SEQUENCEDELTA']._serialized_end=779
-  _globals['_DECODE']._serialized_start=782
-  _globals['_DECODE']._serialized_end=985
+  _globals['_DECODEABORTREQUEST']._serialized_end=467
+  _globals['_DECODEABORTRESPONSE']._serialized_start=469
+  _globals['_DECODEABORTRESPONSE']._serialized_end=490
+  _globals['_TOKENSREQUEST']._serialized_start=492
+  _globals['_TOKENSREQUEST']._serialized_end=542
+  _globals['_TOKENBATCH']._serialized_start=544
+  _globals['_TOKENBATCH']._serialized_end=613
+  _globals['_SEQUENCEDELTA']._serialized_start=616
+  _globals['_SEQUENCEDELTA']._serialized_end=824
+  _globals['_DECODE']._serialized_start=827
+  _globals['_DECODE']._serialized_end=1030
 # @@protoc_insertion_point(module_scope)

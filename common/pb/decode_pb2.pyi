@@ -138,23 +138,29 @@ Global___Rejected: _TypeAlias = Rejected  # noqa: Y015
 
 @_typing.final
 class DecodeAbortRequest(_message.Message):
-    """Ends a request."""
+    """Ends a request, or one of its sequences."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    CHILD_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Minted by the gateway."""
+    child: _builtins.int
+    """Ends this sequence alone, the others go on; the request is over with the last of them. Absent: all of them."""
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
+        child: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_child", b"_child", "child", b"child"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_child", b"_child", "child", b"child", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__child: _TypeAlias = _typing.Literal["child"]  # noqa: Y015
+    _WhichOneofArgType__child: _TypeAlias = _typing.Literal["_child", b"_child"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__child) -> _WhichOneofReturnType__child | None: ...
 
 Global___DecodeAbortRequest: _TypeAlias = DecodeAbortRequest  # noqa: Y015
 
@@ -242,12 +248,15 @@ class SequenceDelta(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    CHILD_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Minted by the gateway."""
     finish_reason: _types_pb2.FinishReason.ValueType
     """Set when the sequence ended."""
     cached_tokens: _builtins.int
     """Set with the first tokens of a locally prefilled sequence: prompt tokens found in cache."""
+    child: _builtins.int
+    """Which of the request's n sequences this is, from 0. An error in any of them ends the request."""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Token]:
         """New tokens in order of index; may be empty with a finish reason or an error."""
@@ -264,10 +273,11 @@ class SequenceDelta(_message.Message):
         finish_reason: _types_pb2.FinishReason.ValueType = ...,
         error: _types_pb2.Error | None = ...,
         cached_tokens: _builtins.int | None = ...,
+        child: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "cached_tokens", b"cached_tokens", "error", b"error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "cached_tokens", b"cached_tokens", "error", b"error", "finish_reason", b"finish_reason", "request_id", b"request_id", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "cached_tokens", b"cached_tokens", "child", b"child", "error", b"error", "finish_reason", b"finish_reason", "request_id", b"request_id", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cached_tokens: _TypeAlias = _typing.Literal["cached_tokens"]  # noqa: Y015
     _WhichOneofArgType__cached_tokens: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens"]  # noqa: Y015

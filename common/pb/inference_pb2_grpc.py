@@ -57,7 +57,8 @@ class InferenceServicer:
     """
 
     def Generate(self, request, context):
-        """Generates one completion as a stream: deltas first, one final message with finish reason and usage.
+        """Generates n completions as a stream: deltas of all of them as they come, and for each a message with its finish
+        reason; the last message of all has the usage. With best_of beyond n, or beams, whole completions come at the end.
         The call's deadline ends the work where it is; cancelling the call aborts it.
         Errors: INVALID_ARGUMENT (bad field), NOT_FOUND (unknown model), RESOURCE_EXHAUSTED (overload,
         retry later), UNAVAILABLE (no pod), DEADLINE_EXCEEDED.

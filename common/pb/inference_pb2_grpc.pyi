@@ -34,7 +34,8 @@ class InferenceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> InferenceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
-    """Generates one completion as a stream: deltas first, one final message with finish reason and usage.
+    """Generates n completions as a stream: deltas of all of them as they come, and for each a message with its finish
+    reason; the last message of all has the usage. With best_of beyond n, or beams, whole completions come at the end.
     The call's deadline ends the work where it is; cancelling the call aborts it.
     Errors: INVALID_ARGUMENT (bad field), NOT_FOUND (unknown model), RESOURCE_EXHAUSTED (overload,
     retry later), UNAVAILABLE (no pod), DEADLINE_EXCEEDED.
@@ -50,7 +51,8 @@ class InferenceAsyncStub(InferenceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Generates one completion as a stream: deltas first, one final message with finish reason and usage.
+    """Generates n completions as a stream: deltas of all of them as they come, and for each a message with its finish
+    reason; the last message of all has the usage. With best_of beyond n, or beams, whole completions come at the end.
     The call's deadline ends the work where it is; cancelling the call aborts it.
     Errors: INVALID_ARGUMENT (bad field), NOT_FOUND (unknown model), RESOURCE_EXHAUSTED (overload,
     retry later), UNAVAILABLE (no pod), DEADLINE_EXCEEDED.
@@ -69,7 +71,8 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.GenerateResponse], _abc.AsyncIterator[_inference_pb2.GenerateResponse]]:
-        """Generates one completion as a stream: deltas first, one final message with finish reason and usage.
+        """Generates n completions as a stream: deltas of all of them as they come, and for each a message with its finish
+        reason; the last message of all has the usage. With best_of beyond n, or beams, whole completions come at the end.
         The call's deadline ends the work where it is; cancelling the call aborts it.
         Errors: INVALID_ARGUMENT (bad field), NOT_FOUND (unknown model), RESOURCE_EXHAUSTED (overload,
         retry later), UNAVAILABLE (no pod), DEADLINE_EXCEEDED.

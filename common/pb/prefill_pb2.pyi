@@ -63,7 +63,7 @@ class PrefillEvent(_message.Message):
 
     @_builtins.property
     def first_token(self) -> Global___FirstToken:
-        """The first token exists; its KV hand-off may still be under way."""
+        """The first token of a sequence exists; the prompt's KV hand-off may still be under way."""
 
     @_builtins.property
     def handed_off(self) -> Global___HandedOff:
@@ -123,7 +123,7 @@ Global___PrefillProgress: _TypeAlias = PrefillProgress  # noqa: Y015
 
 @_typing.final
 class FirstToken(_message.Message):
-    """The first generated token."""
+    """The first generated token of one sequence."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -132,14 +132,17 @@ class FirstToken(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     QUEUE_S_FIELD_NUMBER: _builtins.int
     COMPUTE_S_FIELD_NUMBER: _builtins.int
+    CHILD_FIELD_NUMBER: _builtins.int
     finish_reason: _types_pb2.FinishReason.ValueType
-    """Set when the request is over with this token."""
+    """Set when the sequence is over with this token."""
     cached_tokens: _builtins.int
     """Prompt tokens found in this pod's prefix cache."""
     queue_s: _builtins.float
     """Seconds from arrival at this pod until the first chunk started."""
     compute_s: _builtins.float
     """Seconds from the first chunk's start until this token."""
+    child: _builtins.int
+    """Which of the request's n sequences it begins, from 0."""
     @_builtins.property
     def token(self) -> _types_pb2.Token:
         """Index 0."""
@@ -152,10 +155,11 @@ class FirstToken(_message.Message):
         cached_tokens: _builtins.int = ...,
         queue_s: _builtins.float = ...,
         compute_s: _builtins.float = ...,
+        child: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "compute_s", b"compute_s", "finish_reason", b"finish_reason", "queue_s", b"queue_s", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "child", b"child", "compute_s", b"compute_s", "finish_reason", b"finish_reason", "queue_s", b"queue_s", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

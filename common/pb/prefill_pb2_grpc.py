@@ -53,7 +53,8 @@ class PrefillServicer:
 
     def Prefill(self, request, context):
         """Computes the prompt in chunks, pushes finished blocks to the target while later chunks compute,
-        samples the first token. Events: Progress per chunk, FirstToken once, HandedOff last.
+        samples the first token of each of the request's n sequences. Events: Progress per chunk, FirstToken once per
+        sequence in order of child, HandedOff last.
         Cancelling the call before HandedOff aborts the request on this pod.
         Errors (as status before the first token, as a Failed event after it): INVALID_ARGUMENT,
         FAILED_PRECONDITION (layouts differ), UNAVAILABLE (draining, decode unreachable), DEADLINE_EXCEEDED.

@@ -35,7 +35,8 @@ class PrefillStub:
     def __new__(cls, channel: _aio.Channel) -> PrefillAsyncStub: ...
     Prefill: _grpc.UnaryStreamMultiCallable[_prefill_pb2.PrefillRequest, _prefill_pb2.PrefillEvent]
     """Computes the prompt in chunks, pushes finished blocks to the target while later chunks compute,
-    samples the first token. Events: Progress per chunk, FirstToken once, HandedOff last.
+    samples the first token of each of the request's n sequences. Events: Progress per chunk, FirstToken once per
+    sequence in order of child, HandedOff last.
     Cancelling the call before HandedOff aborts the request on this pod.
     Errors (as status before the first token, as a Failed event after it): INVALID_ARGUMENT,
     FAILED_PRECONDITION (layouts differ), UNAVAILABLE (draining, decode unreachable), DEADLINE_EXCEEDED.
@@ -50,7 +51,8 @@ class PrefillAsyncStub(PrefillStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Prefill: _aio.UnaryStreamMultiCallable[_prefill_pb2.PrefillRequest, _prefill_pb2.PrefillEvent]  # type: ignore[assignment]
     """Computes the prompt in chunks, pushes finished blocks to the target while later chunks compute,
-    samples the first token. Events: Progress per chunk, FirstToken once, HandedOff last.
+    samples the first token of each of the request's n sequences. Events: Progress per chunk, FirstToken once per
+    sequence in order of child, HandedOff last.
     Cancelling the call before HandedOff aborts the request on this pod.
     Errors (as status before the first token, as a Failed event after it): INVALID_ARGUMENT,
     FAILED_PRECONDITION (layouts differ), UNAVAILABLE (draining, decode unreachable), DEADLINE_EXCEEDED.
@@ -68,7 +70,8 @@ class PrefillServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_prefill_pb2.PrefillEvent], _abc.AsyncIterator[_prefill_pb2.PrefillEvent]]:
         """Computes the prompt in chunks, pushes finished blocks to the target while later chunks compute,
-        samples the first token. Events: Progress per chunk, FirstToken once, HandedOff last.
+        samples the first token of each of the request's n sequences. Events: Progress per chunk, FirstToken once per
+        sequence in order of child, HandedOff last.
         Cancelling the call before HandedOff aborts the request on this pod.
         Errors (as status before the first token, as a Failed event after it): INVALID_ARGUMENT,
         FAILED_PRECONDITION (layouts differ), UNAVAILABLE (draining, decode unreachable), DEADLINE_EXCEEDED.

@@ -96,7 +96,9 @@ class SamplingParams(_message.Message):
     logprobs: _builtins.int
     """How many alternatives to report per generated token (0: only the token's own); absent means none."""
     n: _builtins.int
-    """Number of sequences per prompt. This version of the pods serves 1."""
+    """Number of sequences (children) per prompt, 1 to 128; they share the prompt's KV, and the random numbers of child c
+    are keyed by (seed, c, position). A pod that serves only 1 answers INVALID_ARGUMENT, naming n.
+    """
     @_builtins.property
     def logit_bias(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogitBias]:
         """Added to the logits of single tokens, before penalties."""
@@ -243,12 +245,15 @@ class Token(_message.Message):
     ID_FIELD_NUMBER: _builtins.int
     LOGPROB_FIELD_NUMBER: _builtins.int
     TOP_FIELD_NUMBER: _builtins.int
+    CHILD_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """Position in the output, from 0. Receivers order by it and drop duplicates."""
     id: _builtins.int
     """Token id."""
     logprob: _builtins.float
     """The token's own log-probability; present when the request asked for log-probabilities."""
+    child: _builtins.int
+    """Which of the request's n sequences it belongs to, from 0."""
     @_builtins.property
     def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
         """The most likely alternatives, best first; as many as the request asked for."""
@@ -260,10 +265,11 @@ class Token(_message.Message):
         id: _builtins.int = ...,
         logprob: _builtins.float | None = ...,
         top: _abc.Iterable[Global___TokenLogprob] | None = ...,
+        child: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprob", b"_logprob", "logprob", b"logprob"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprob", b"_logprob", "id", b"id", "index", b"index", "logprob", b"logprob", "top", b"top"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprob", b"_logprob", "child", b"child", "id", b"id", "index", b"index", "logprob", b"logprob", "top", b"top"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprob: _TypeAlias = _typing.Literal["logprob"]  # noqa: Y015
     _WhichOneofArgType__logprob: _TypeAlias = _typing.Literal["_logprob", b"_logprob"]  # noqa: Y015
