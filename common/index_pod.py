@@ -99,11 +99,17 @@ class PodIndex:
         self._sampled_bytes = bytes(range(0, 256, sampling(record.block_size)))  # first bytes of sampled hashes
         self._posted: set[bytes] = set()
         self._connected = False
+        self._sending = False  # a batch or a snapshot is on its way
 
     @property
     def connected(self) -> bool:
         """Registered, with a snapshot in place."""
         return self._connected
+
+    @property
+    def current(self) -> bool:
+        """The index knows all that changed until now. On the event loop."""
+        return self._connected and not (self._sending or self._changes or self._changes.stale)
 
     def stored(self, hashes: Sequence[bytes], tier: Tier = Tier.DEVICE) -> None:
         """Blocks that are complete from now on. Any thread, O(n), never blocks on Redis."""
@@ -167,7 +173,7 @@ class PodIndex:
                     _log.warning("not in the prefix index, trying again: %s: %s", type(e).__name__, e)
             except Exception:
                 _log.exception("prefix index: unexpected error, trying again")
-            self._connected = False
+            self._connected = self._sending = False
             self._changes.lose()
             await self._sleep(backoff * random.uniform(0.5, 1.5))  # not all pods at the same moment
             backoff = min(2 * backoff, _MAX_BACKOFF_S)
@@ -190,10 +196,10 @@ class PodIndex:
             if time.monotonic() >= self._beat_due:
                 self._beat_due = time.monotonic() + HEARTBEAT_S
                 await self._heartbeat()
-            if self._changes.stale:
-                await self._send_snapshot()
-            elif self._changes:
-                await self._send_batch()
+            if self._changes.stale or self._changes:
+                self._sending = True
+                await (self._send_snapshot() if self._changes.stale else self._send_batch())
+                self._sending = False
             if not self._changes and not self._changes.stale:
                 try:
                     async with asyncio.timeout(max(0.0, self._beat_due - time.monotonic())):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -17,6 +18,7 @@ from gateway.http_endpoint import Endpoint, Serve
 from gateway.openai_schema import error_body, error_headers
 from gateway.service import Gateway
 from gateway.streaming import Generate
+from gateway.tokenize import Tokenize
 
 
 def package_version() -> str:
@@ -53,7 +55,8 @@ def build_app(gateway: Gateway) -> FastAPI:
         return Route(path, Endpoint(gateway, name, serve), methods=["POST"])
 
     def model_json() -> dict[str, Any]:
-        card = {"id": gateway.settings.served_name, "object": "model", "created": gateway.created, "owned_by": "baton"}
+        name = gateway.settings.served_name
+        card = {"id": name, "object": "model", "created": gateway.created, "owned_by": "baton", "root": name}
         return {**card, "max_model_len": gateway.limits().max_model_len} if gateway.table.ready else card
 
     async def models(_request: Request) -> Response:
@@ -77,6 +80,14 @@ def build_app(gateway: Gateway) -> FastAPI:
     async def metrics(_request: Request) -> Response:
         return Response(gateway.metrics.base.exposition(), media_type=gateway.metrics.base.content_type)
 
+    async def reset_prefix_cache(_request: Request) -> Response:
+        try:
+            pods = [dataclasses.asdict(reset) for reset in await gateway.reset_prefix_cache()]
+        except Unavailable as e:
+            return _error(e)
+        totals = {name: sum(pod[name] for pod in pods) for name in ("cleared", "kept")}
+        return _json({"object": "prefix_cache.reset", **totals, "pods": pods})
+
     async def version_(_request: Request) -> Response:
         return _json({"version": package_version()})
 
@@ -86,10 +97,13 @@ def build_app(gateway: Gateway) -> FastAPI:
             return _error(InvalidRequest("no such request among the recent ones", field="request_id"), 404)
         return _json(found.as_json())
 
+    texts = Tokenize(gateway)
     app.router.routes.extend(
         [
             post("/v1/completions", "completions", Generate(gateway, chat=False).serve),
             post("/v1/chat/completions", "chat", Generate(gateway, chat=True).serve),
+            post("/tokenize", "tokenize", texts.tokenize),
+            post("/detokenize", "detokenize", texts.detokenize),
             Route("/v1/models", models),
             Route("/v1/models/{model:path}", model),
             Route("/health", ready),
@@ -97,6 +111,7 @@ def build_app(gateway: Gateway) -> FastAPI:
             Route("/live", live),
             Route("/metrics", metrics),
             Route("/version", version_),
+            Route("/reset_prefix_cache", reset_prefix_cache, methods=["POST"]),
             Route("/debug/requests/{request_id}", timeline),
         ]
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 from common.errors import InvalidRequest
 
@@ -28,6 +28,13 @@ class Fields:
     def __init__(self, members: Mapping[str, Any], prefix: str = "") -> None:
         self._members = members
         self._prefix = prefix
+
+    @classmethod
+    def of_body(cls, body: object) -> Self:
+        """The members of a request's body. Raises InvalidRequest when it is no object."""
+        if not isinstance(body, dict):
+            raise InvalidRequest(f"the request body must be a JSON object, not {type_name(body)}")
+        return cls(body)
 
     def raw(self, name: str) -> Any:
         """The value as it came, None when absent."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import orjson
@@ -81,7 +81,7 @@ class Response:
         await self._send(message)
 
 
-Serve = Callable[[Any, Response, Ticket], Awaitable[None]]
+Serve = Callable[[Any, Response, Ticket], Coroutine[Any, Any, None]]
 
 
 class Endpoint:

@@ -19,7 +19,14 @@ import grpc
 
 from common import rpc
 from common.errors import BatonError, LayoutMismatch, ModelNotFound, Unavailable
-from common.pb import decode_pb2, decode_pb2_grpc, prefill_pb2_grpc, transfer_pb2, transfer_pb2_grpc
+from common.pb import (
+    control_pb2_grpc,
+    decode_pb2,
+    decode_pb2_grpc,
+    prefill_pb2_grpc,
+    transfer_pb2,
+    transfer_pb2_grpc,
+)
 from common.prefix_index import PodLoad
 from common.types import Role
 from common.wire import PROTOCOL_VERSION, load_from_pb
@@ -73,6 +80,7 @@ class Pod:
         self._channel = rpc.channel(address)
         self.prefill = prefill_pb2_grpc.PrefillStub(self._channel)
         self.decode = decode_pb2_grpc.DecodeStub(self._channel)
+        self.control = control_pb2_grpc.ControlStub(self._channel)
         self._transfer = transfer_pb2_grpc.TransferStub(self._channel)
         self._sinks: dict[str, Sink] = {}
         self._streams_ended = 0

@@ -18,6 +18,7 @@ from common.chat_template import ChatTemplate
 from common.errors import BatonError, Cancelled, InvalidRequest, ModelNotFound, Overloaded, Unavailable
 from common.prefix_index import IndexReader
 from common.types import FinishReason, ValidRequest
+from gateway.cache_reset import Reset, reset_prefix_caches
 from gateway.metrics import GatewayMetrics
 from gateway.output import ChoiceOutput, Piece, ShownToken
 from gateway.pipeline import Pipeline
@@ -276,6 +277,13 @@ class Gateway:
         """Raises ModelNotFound unless this gateway serves the name."""
         if name != self.settings.served_name:
             raise ModelNotFound(f"the model {name[:200]!r} does not exist", field="model")
+
+    async def reset_prefix_cache(self) -> list[Reset]:
+        """See reset_prefix_caches; what this gateway remembers of the pods goes with it. Raises Unavailable."""
+        pods = list(self.table.pods.values())
+        for pod in pods:
+            self.pipeline.router.approx.forget(pod.name)
+        return await reset_prefix_caches(pods)
 
     def limits(self) -> Limits:
         """See PodTable.limits."""

@@ -127,8 +127,8 @@ _CHAT_INERT: dict[str, tuple[object, ...]] = {
 
 def parse_completion(body: object) -> CompletionBody:
     """Checks a /v1/completions body. Raises InvalidRequest that names the field."""
-    fields = _object(body)
-    _refuse_unserved(fields, _COMPLETION_INERT)
+    fields = Fields.of_body(body)
+    refuse_unserved(fields, _COMPLETION_INERT)
     logprobs = fields.integer("logprobs", 0, MAX_LOGPROBS)
     spec = _spec(fields, logprobs=logprobs, max_tokens=fields.integer("max_tokens", 1, INT32_MAX))
     return CompletionBody(spec, _prompts(fields.raw("prompt")))
@@ -136,8 +136,8 @@ def parse_completion(body: object) -> CompletionBody:
 
 def parse_chat(body: object) -> ChatBody:
     """Checks a /v1/chat/completions body. Raises InvalidRequest that names the field."""
-    fields = _object(body)
-    _refuse_unserved(fields, _CHAT_INERT)
+    fields = Fields.of_body(body)
+    refuse_unserved(fields, _CHAT_INERT)
     wanted = fields.boolean("logprobs") or False
     top = fields.integer("top_logprobs", 0, MAX_LOGPROBS)
     if top and not wanted:
@@ -149,7 +149,7 @@ def parse_chat(body: object) -> ChatBody:
         max_tokens=fields.integer(name, 1, INT32_MAX),
         max_tokens_field=name,
     )
-    return ChatBody(spec, _messages(fields.raw("messages")), fields.mapping("chat_template_kwargs") or {})
+    return ChatBody(spec, parse_messages(fields.raw("messages")), fields.mapping("chat_template_kwargs") or {})
 
 
 def to_valid(
@@ -204,13 +204,8 @@ def to_valid(
     return ValidRequest(request_id, spec.model, tuple(prompt_ids), sampling, spec.cache_salt, spec.priority)
 
 
-def _object(body: object) -> Fields:
-    if not isinstance(body, dict):
-        raise wrong_type("the request body", "a JSON object", body)
-    return Fields(body)
-
-
-def _refuse_unserved(fields: Fields, inert: Mapping[str, tuple[object, ...]]) -> None:
+def refuse_unserved(fields: Fields, inert: Mapping[str, tuple[object, ...]]) -> None:
+    """Raises InvalidRequest for a known field whose value asks for more than the harmless ones do."""
     for name, harmless in inert.items():
         value = fields.raw(name)
         if value is None:
@@ -294,7 +289,7 @@ def _stop_token_ids(value: object) -> tuple[int, ...]:
         raise wrong_type("stop_token_ids", "an array of token ids", value)
     if len(value) > MAX_STOP_TOKEN_IDS:
         raise InvalidRequest(f"stop_token_ids may have at most {MAX_STOP_TOKEN_IDS} entries", field="stop_token_ids")
-    return _token_ids(value, "stop_token_ids")
+    return parse_token_ids(value, "stop_token_ids")
 
 
 def _logit_bias(value: Mapping[str, Any] | None) -> tuple[tuple[int, float], ...]:
@@ -313,7 +308,8 @@ def _logit_bias(value: Mapping[str, Any] | None) -> tuple[tuple[int, float], ...
     return tuple(out.items())
 
 
-def _token_ids(values: Sequence[object], name: str) -> tuple[int, ...]:
+def parse_token_ids(values: Sequence[object], name: str) -> tuple[int, ...]:
+    """Token ids, whatever the vocabulary. Raises InvalidRequest that names the field."""
     out: list[int] = []
     for value in values:
         if isinstance(value, bool) or not isinstance(value, int):
@@ -341,7 +337,7 @@ def _prompts(value: object) -> tuple[Prompt, ...]:
     if not value:
         raise InvalidRequest("the prompt is empty", field="prompt")
     if isinstance(value[0], int):
-        return (_token_ids(value, "prompt"),)
+        return (parse_token_ids(value, "prompt"),)
     if len(value) > MAX_PROMPTS:
         raise InvalidRequest(f"prompt may have at most {MAX_PROMPTS} entries", field="prompt")
     prompts: list[Prompt] = []
@@ -350,14 +346,15 @@ def _prompts(value: object) -> tuple[Prompt, ...]:
             raise wrong_type("prompt", "a string, an array of strings, or token ids", entry)
         if not entry:
             raise InvalidRequest("the prompt is empty", field="prompt")
-        prompts.append(entry if isinstance(entry, str) else _token_ids(entry, "prompt"))
+        prompts.append(entry if isinstance(entry, str) else parse_token_ids(entry, "prompt"))
     return tuple(prompts)
 
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
-def _messages(value: object) -> tuple[dict[str, Any], ...]:
+def parse_messages(value: object) -> tuple[dict[str, Any], ...]:
+    """Messages as a chat template takes them. Raises InvalidRequest that names the place."""
     if value is None:
         raise InvalidRequest("messages is missing", field="messages")
     if not isinstance(value, list):

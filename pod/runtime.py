@@ -26,7 +26,7 @@ from common.config import PodConfig
 from common.errors import BatonError, InternalError, Overloaded, Unavailable
 from common.lifecycle import Lifecycle, State, host_boot_id
 from common.models import resolve_model, served_name
-from common.pb import transfer_pb2, transfer_pb2_grpc
+from common.pb import control_pb2_grpc, transfer_pb2, transfer_pb2_grpc
 from common.prefix_index import IndexReader, PodIndex, PodLoad, PodRecord, mint_generation
 from common.rpc import RpcServer
 from common.telemetry import MetricsServer
@@ -42,6 +42,7 @@ from kv_transfer.messages import TransferReport
 from kv_transfer.nixl_backend import NixlBackend
 from kv_transfer.node import TransferNode
 from pod.checks import Limits
+from pod.control import ControlServicer
 from pod.identity import require_free_name
 from pod.metrics import PodMetrics
 from pod.peers import PeerWatch
@@ -174,6 +175,8 @@ class PodRuntime:
         self._service = service
         self._server.add(type(service).register, service, service.full_name)
         self._server.add(transfer_pb2_grpc.add_TransferServicer_to_server, self.node.servicer, "baton.v1.Transfer")
+        control = ControlServicer(self.engine.pool, lambda: self._index)
+        self._server.add(control_pb2_grpc.add_ControlServicer_to_server, control, "baton.v1.Control")
         self.loop.start()
         port = await self._server.start()
         self.address = self.config.advertise or f"{self.config.host}:{port}"

@@ -14,6 +14,8 @@ from typing import Any
 from common.errors import BatonError, Overloaded, Unavailable
 from common.kv_layout import KVLayout
 from common.pb import (
+    control_pb2,
+    control_pb2_grpc,
     decode_pb2,
     decode_pb2_grpc,
     prefill_pb2,
@@ -63,6 +65,7 @@ class Faults:
     reorder: bool = False
     decode_error: BatonError | None = None
     decode_before_first: bool = False
+    reset_error: BatonError | None = None
 
 
 @dataclass
@@ -76,6 +79,7 @@ class Seen:
     hand_offs: list[str] = field(default_factory=list)
     timeouts: list[float] = field(default_factory=list)
     acked: int = 0
+    resets: int = 0
 
 
 def outcome(request: ValidRequest, script: Script) -> tuple[list[Token], FinishReason]:
@@ -93,7 +97,12 @@ def outcome(request: ValidRequest, script: Script) -> tuple[list[Token], FinishR
     return tokens, FinishReason.LENGTH
 
 
-class FakePod(decode_pb2_grpc.DecodeServicer, prefill_pb2_grpc.PrefillServicer, transfer_pb2_grpc.TransferServicer):
+class FakePod(
+    control_pb2_grpc.ControlServicer,
+    decode_pb2_grpc.DecodeServicer,
+    prefill_pb2_grpc.PrefillServicer,
+    transfer_pb2_grpc.TransferServicer,
+):
     """One pod. peers: all pods of the cluster by address, so that prefill can commit to decode."""
 
     def __init__(self, cluster: FakeCluster, name: str, role: Role, *, port: int = 0, generation: int = 1) -> None:
@@ -132,6 +141,7 @@ class FakePod(decode_pb2_grpc.DecodeServicer, prefill_pb2_grpc.PrefillServicer, 
         self._server = RpcServer("127.0.0.1", self.port)
         self._server.add(decode_pb2_grpc.add_DecodeServicer_to_server, self, "baton.v1.Decode")
         self._server.add(prefill_pb2_grpc.add_PrefillServicer_to_server, self, "baton.v1.Prefill")
+        self._server.add(control_pb2_grpc.add_ControlServicer_to_server, self, "baton.v1.Control")
         self._server.add(transfer_pb2_grpc.add_TransferServicer_to_server, self, "baton.v1.Transfer")
         self.port = await self._server.start()
         self._cluster.pods[self.address] = self
@@ -174,6 +184,14 @@ class FakePod(decode_pb2_grpc.DecodeServicer, prefill_pb2_grpc.PrefillServicer, 
         raise NotImplementedError
 
     Probe = Open = Commit = Drain = Handshake
+
+    # -- Control
+
+    async def ResetPrefixCache(self, request: Any, context: Any) -> control_pb2.ResetPrefixCacheResponse:
+        if self.faults.reset_error is not None:
+            raise self.faults.reset_error
+        self.seen.resets += 1
+        return control_pb2.ResetPrefixCacheResponse(cleared=7, kept=2, indexed=True)
 
     # -- Decode
 

@@ -23,7 +23,7 @@ from common.errors import (
     TransferFailed,
     Unavailable,
 )
-from common.pb import decode_pb2, prefill_pb2, types_pb2
+from common.pb import control_pb2, control_pb2_grpc, decode_pb2, prefill_pb2, types_pb2
 from common.prefix_index import IndexReader
 from common.rpc import rpc_errors
 from common.types import FinishReason, PoolCounts, Role, Token, ValidRequest
@@ -555,3 +555,34 @@ class TestLife:
         assert not watch.overdue(bad, 40.0)
         assert not watch.overdue(bad, 99.0)
         assert watch.overdue(bad, 100.0)
+
+
+async def test_a_reset_empties_the_prefix_cache_and_the_index(model_dir: Path, tmp_path: Path) -> None:
+    valkey = EmbeddedValkey(0, tmp_path)
+    config = {"redis": await valkey.start()}
+    reader = IndexReader(config["redis"], timeout_s=5.0)
+    try:
+        async with Cluster.start(model_dir, prefill_config=config, decode_config=config) as cluster:
+            r = request(prompt_of(5 * BLOCK + 1))
+            await cluster.generate(r)
+            await cluster.prefill.settled()
+            runtime = cluster.prefill.runtime
+            hashes, scope = runtime.engine.pool.cached_hashes(), runtime.engine.layout.scope
+            owner = [(runtime.name, runtime.generation)]
+
+            async def indexed() -> bool:
+                return (await reader.lookup(scope, hashes, owner))[runtime.name] > 0
+
+            await until(indexed)
+            stub = control_pb2_grpc.ControlStub(cluster.prefill.channel)
+            said = await stub.ResetPrefixCache(control_pb2.ResetPrefixCacheRequest())
+            assert (said.cleared, said.kept, said.indexed) == (len(hashes), 0, True)
+            assert runtime.engine.pool.cached_hashes() == []
+            fresh = IndexReader(config["redis"], timeout_s=5.0)  # knows no earlier answer
+            assert await fresh.lookup(scope, hashes, owner) == {runtime.name: 0}
+            await fresh.close()
+            again = request(r.prompt_ids)
+            assert (await cluster.generate(again)).cached_tokens == 0
+    finally:
+        await reader.close()
+        await valkey.stop()
