@@ -1,7 +1,8 @@
 """What streaming costs a gateway: CPU per token, latency added, memory of idle streams.
 
 Three processes: the gateway as `baton gateway` starts it, pods that compute nothing (step_pods.py) behind real gRPC,
-and a client that reads server-sent events (sse_client.py). 256 streams of chat completions, one token per stream and step.
+and a client that reads server-sent events (sse_client.py). 256 streams of chat completions, one token per stream and
+step.
 
 - cpu_us_per_token: CPU time of the gateway's process, all threads, user and system, over the tokens that clients got,
   while all streams run. tok_s_per_core is its inverse. cpu_us_per_token_whole: the same from before the first request

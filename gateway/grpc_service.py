@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import aclosing
+from contextlib import closing
 from typing import Any
 
 import grpc
@@ -141,7 +141,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
 async def _pump(choice: Choice, queue: asyncio.Queue[Piece | None]) -> None:
     """One piece at a time: the next is made when the last was sent, so a slow client holds back its own request."""
-    async with aclosing(choice.pieces()) as pieces:
-        async for piece in pieces:
+    with closing(choice):
+        async for piece in choice:
             queue.put_nowait(piece)
             await queue.join()

@@ -1,6 +1,6 @@
 """One attempt of one request: a reservation on a decode pod and, unless that computes the prompt itself, a prefill.
 
-Lifecycle: `open` reserves and starts the prefill; `deltas` yields tokens in order until the end; `close` gives back
+Lifecycle: `open` reserves and starts the prefill; `next` gives tokens in order until the end; `close` gives back
 whatever is still held, on every path: bookings, the route of the tokens, and, unless the sequence ended by itself, the
 sequence on both pods. Each reservation has an id of its own, so an abort of one can never hit the next.
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +53,7 @@ Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 class Delta:
     """Tokens that are next in order. restart: everything before is void, another attempt begins."""
 
-    tokens: tuple[Token, ...] = ()
+    tokens: Sequence[Token] = ()
     finish: FinishReason | None = None
     restart: bool = False
 
@@ -89,6 +89,7 @@ class Leg:
         self._decode: Pod | None = None
         self._decode_heard = False
         self._prefill_task: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self._complete = False
         self._never_handed_off = False
         self.blamed: set[str] = set()
@@ -98,6 +99,8 @@ class Leg:
 
     async def open(self) -> None:
         """Raises Overloaded when every decode pod is full, InvalidRequest for what can never be served, or why not."""
+        late = DeadlineExceeded("the request's time is over")
+        self._timer = asyncio.get_running_loop().call_later(timeout_until(self._deadline), self.fail, late)
         tried: set[str] = set()
         rejections: list[decode_pb2.Rejected] = []
         last: BatonError | None = None
@@ -300,28 +303,22 @@ class Leg:
 
     # -- out
 
-    async def deltas(self) -> AsyncGenerator[Delta, None]:
-        """Tokens in order until the finish reason. Raises what ended the attempt early."""
-        left = timeout_until(self._deadline)
-        timer = asyncio.get_running_loop().call_later(left, self.fail, DeadlineExceeded("the request's time is over"))
-        try:
-            while True:
-                tokens, finish = self._order.take()
+    async def next(self) -> Delta:
+        """All tokens that are next in order; the last ones with the finish reason. Raises what ended it early."""
+        while True:
+            tokens, finish = self._order.take()
+            if tokens or finish is not None:
                 self._complete = finish is not None
-                if tokens or finish is not None:
-                    yield Delta(tuple(tokens), finish)
-                    if finish is not None:
-                        return
-                elif self._error is not None:
-                    raise self._error
-                else:
-                    await self._wake.wait()
-                self._wake.clear()
-        finally:
-            timer.cancel()
+                return Delta(tokens, finish)
+            if self._error is not None:
+                raise self._error
+            self._wake.clear()
+            await self._wake.wait()
 
     def close(self) -> None:
         """Gives everything back; idempotent."""
+        if self._timer is not None:
+            self._timer.cancel()
         if self._order.duplicates:
             self._metrics.duplicates.inc(self._order.duplicates)
             self._order.duplicates = 0

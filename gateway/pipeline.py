@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Coroutine
-from contextlib import aclosing
+from collections.abc import Coroutine
 from typing import Any
 
 from common.errors import (
@@ -40,7 +39,7 @@ _PODS_OWN = (LayoutMismatch, ModelNotFound, Unauthenticated, ConfigError, Unknow
 
 
 class Run:
-    """One request on its way. cached_tokens: the prompt's real cache hit, known with the first token."""
+    """One request on its way; close it to end it. cached_tokens: the prompt's real hit, known with the first token."""
 
     def __init__(
         self,
@@ -59,42 +58,64 @@ class Run:
         self._timeline = timeline
         self._affinity = affinity
         self.cached_tokens = 0
+        self._plan: Plan | None = None
+        self._leg: Leg | None = None
+        self._attempt = 0
+        self._avoid: frozenset[str] = frozenset()
+        self._sent = False  # tokens of this attempt
 
-    async def deltas(self) -> AsyncGenerator[Delta, None]:
-        """Tokens in order until the finish reason; close it early to abort. Raises BatonError."""
-        pipeline = self._pipeline
-        with pipeline.metrics.routing.labels("plan").time():
-            plan = await pipeline.router.plan(self._request, self._affinity)
-        avoid: frozenset[str] = frozenset()
-        sent = False
-        for attempt in range(1, MAX_ATTEMPTS + 1):
-            leg = pipeline.leg(plan, attempt, avoid, self._deadline, self._timeline)
+    async def next(self) -> Delta:
+        """All tokens that are next in order; the last ones with the finish reason. Raises BatonError."""
+        while True:
             try:
-                await leg.open()
-                async with aclosing(leg.deltas()) as deltas:
-                    async for delta in deltas:
-                        sent = sent or bool(delta.tokens)
-                        self.cached_tokens = leg.cached_tokens
-                        yield delta
-                return
+                leg = self._leg or await self._open()
+                delta = await leg.next()
             except BatonError as e:
-                retry = e.retryable or isinstance(e, _PODS_OWN)
-                if attempt == MAX_ATTEMPTS or not retry or (sent and not self._replayable):
-                    raise _for_client(e) from e
-                if isinstance(e, Overloaded) and not leg.blamed:
-                    raise
-                if time.monotonic() + RETRY_PAUSE_S >= self._deadline:
-                    raise _for_client(e) from e
-                _log.info("attempt %d failed, trying again: %s", attempt, e)
-                pipeline.metrics.retries.labels(e.kind).inc()
-                self._timeline.mark("retry", error=str(e))
-                avoid |= leg.blamed
-            finally:
-                leg.close()
-            if sent:
-                sent = False
-                yield Delta(restart=True)
-            await asyncio.sleep(RETRY_PAUSE_S)
+                self._give_up_or(e)
+                await asyncio.sleep(RETRY_PAUSE_S)
+                if self._sent:
+                    self._sent = False
+                    return Delta(restart=True)
+                continue
+            if delta.tokens:
+                self._sent = True
+            self.cached_tokens = leg.cached_tokens
+            return delta
+
+    def close(self) -> None:
+        """Gives everything back, which aborts on the pods what is not complete; idempotent."""
+        leg, self._leg = self._leg, None
+        if leg is not None:
+            leg.close()
+
+    async def _open(self) -> Leg:
+        pipeline = self._pipeline
+        if self._plan is None:
+            with pipeline.metrics.routing.labels("plan").time():
+                self._plan = await pipeline.router.plan(self._request, self._affinity)
+        self._attempt += 1
+        leg = pipeline.leg(self._plan, self._attempt, self._avoid, self._deadline, self._timeline)
+        self._leg = leg
+        await leg.open()
+        return leg
+
+    def _give_up_or(self, e: BatonError) -> None:
+        """Ends the attempt that failed, and raises unless another may follow."""
+        leg = self._leg
+        if leg is None:
+            raise e  # no attempt was made
+        self.close()
+        retry = e.retryable or isinstance(e, _PODS_OWN)
+        if self._attempt == MAX_ATTEMPTS or not retry or (self._sent and not self._replayable):
+            raise _for_client(e) from e
+        if isinstance(e, Overloaded) and not leg.blamed:
+            raise e
+        if time.monotonic() + RETRY_PAUSE_S >= self._deadline:
+            raise _for_client(e) from e
+        _log.info("attempt %d failed, trying again: %s", self._attempt, e)
+        self._pipeline.metrics.retries.labels(e.kind).inc()
+        self._timeline.mark("retry", error=str(e))
+        self._avoid |= leg.blamed
 
 
 class Pipeline:

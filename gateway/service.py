@@ -10,9 +10,10 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Self
 
 from common.chat_template import ChatTemplate
 from common.errors import BatonError, Cancelled, InvalidRequest, ModelNotFound, Overloaded, Unavailable
@@ -21,7 +22,7 @@ from common.types import FinishReason, ValidRequest
 from gateway.cache_reset import Reset, reset_prefix_caches
 from gateway.metrics import GatewayMetrics
 from gateway.output import ChoiceOutput, Piece, ShownToken
-from gateway.pipeline import Pipeline
+from gateway.pipeline import Pipeline, Run
 from gateway.pods import PodTable
 from gateway.routing.router import Router
 from gateway.timeline import Timeline, Timelines
@@ -95,72 +96,88 @@ class Ticket:
 
 
 class Choice:
-    """One prompt's answer in the making: pieces of text, then usage."""
+    """One prompt's answer in the making: iterate it for pieces of text, or `collect` it; `close` ends it early."""
 
     def __init__(self, gateway: Gateway, ticket: Ticket, spec: Spec, request: ValidRequest) -> None:
         self._gateway = gateway
         self._ticket = ticket
         self._spec = spec
         self.request = request
-        self.usage = Usage(prompt=request.prompt_len)
+        self._output = self._new_output()
+        self._run: Run | None = None
+        self._last: float | None = None  # when tokens came last
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens spent so far."""
+        return Usage(self.request.prompt_len, self._output.num_tokens, self._run.cached_tokens if self._run else 0)
 
     def _new_output(self) -> ChoiceOutput:
         return ChoiceOutput(self._gateway.tokenizer, self._spec.stop, logprobs=self._spec.logprobs is not None)
 
-    async def pieces(self) -> AsyncGenerator[Piece, None]:
-        """Pieces as they come; the last one has a finish reason. Close it early to abort. Raises BatonError."""
-        async with aclosing(self._run(replayable=False)) as pieces:
-            async for piece in pieces:
-                if piece is not None:
-                    yield piece
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Piece:
+        """What came since the last piece; the last one has a finish reason. Raises BatonError."""
+        if self._output.finish is not None:
+            raise StopAsyncIteration
+        piece = await self._next(replayable=False)
+        assert piece is not None
+        return piece
 
     async def collect(self) -> Answer:
         """The whole answer. Raises BatonError."""
         text: list[str] = []
         shown: list[ShownToken] = []
         finish: FinishReason | None = None
-        async with aclosing(self._run(replayable=True)) as pieces:
-            async for piece in pieces:
+        try:
+            while finish is None:
+                piece = await self._next(replayable=True)
                 if piece is None:
                     text, shown = [], []
                     continue
                 text.append(piece.text)
                 shown.extend(piece.shown)
                 finish = piece.finish
-        assert finish is not None
+        finally:
+            self.close()
         return Answer("".join(text), tuple(shown), finish)
 
-    async def _run(self, *, replayable: bool) -> AsyncGenerator[Piece | None, None]:
-        """Pieces; None means that all before is void."""
-        metrics, ticket = self._gateway.metrics, self._ticket
-        run = self._gateway.pipeline.run(
+    def close(self) -> None:
+        """Gives everything back, which aborts on the pods what is not complete; idempotent."""
+        if self._run is not None:
+            self._run.close()
+
+    async def _next(self, *, replayable: bool) -> Piece | None:
+        """The next piece; None means that all before is void."""
+        run = self._run or self._start(replayable)
+        delta = await run.next()
+        if delta.restart:
+            self._output, self._last = self._new_output(), None
+            return None
+        metrics, now = self._gateway.metrics, time.monotonic()
+        if self._last is None:
+            metrics.ttft.observe(now - self._ticket.timeline.start)
+        elif delta.tokens:
+            metrics.itl.observe((now - self._last) / len(delta.tokens))
+        self._last = now
+        piece = self._output.add(delta.tokens, delta.finish)
+        if piece.finish is not None:
+            self._end(piece.finish, stop_string=delta.finish is None)
+            run.close()
+        return piece
+
+    def _start(self, replayable: bool) -> Run:
+        ticket = self._ticket
+        self._run = self._gateway.pipeline.run(
             self.request,
             deadline=ticket.deadline,
             replayable=replayable,
             timeline=ticket.timeline,
             affinity=ticket.affinity,
         )
-        output = self._new_output()
-        last: float | None = None
-        async with aclosing(run.deltas()) as deltas:
-            async for delta in deltas:
-                if delta.restart:
-                    output, last = self._new_output(), None
-                    yield None
-                    continue
-                now = time.monotonic()
-                if last is None:
-                    metrics.ttft.observe(now - ticket.timeline.start)
-                elif delta.tokens:
-                    metrics.itl.observe((now - last) / len(delta.tokens))
-                last = now
-                piece = output.add(delta.tokens, delta.finish)
-                self.usage = Usage(self.request.prompt_len, output.num_tokens, run.cached_tokens)
-                if piece.finish is not None:
-                    self._end(piece.finish, stop_string=delta.finish is None)
-                    yield piece
-                    return  # closing the run early aborts it on the pods
-                yield piece
+        return self._run
 
     def _end(self, finish: FinishReason, *, stop_string: bool) -> None:
         metrics, usage = self._gateway.metrics, self.usage

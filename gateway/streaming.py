@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing, closing, suppress
 from typing import Any
+
+import orjson
 
 from common.errors import BatonError
 from gateway.http_endpoint import Response, sse_event
-from gateway.openai_schema import ChatFormat, CompletionFormat, Format, usage_json
+from gateway.openai_schema import ChatFormat, CompletionFormat, Format, Json, usage_json
 from gateway.output import Piece
 from gateway.service import Choice, Gateway, Ticket, Usage
 from gateway.validation import Spec, parse_chat, parse_completion
 
 _DONE = b"data: [DONE]\n\n"
+_MARK = "\0text"  # stands for the text in an event that is encoded once; nothing else in it begins with NUL
 
 
 class Generate:
@@ -72,24 +75,60 @@ def _first(group: BaseExceptionGroup[BatonError]) -> BatonError:
     return error
 
 
+class _Events:
+    """One choice's pieces as server-sent events.
+
+    Most pieces are text and nothing else. Of their events only the text differs, so the rest is encoded once: `_plain`
+    holds the bytes before and after it, None where more than the text differs (log-probabilities, a running usage).
+    """
+
+    def __init__(self, choice: Choice, index: int, spec: Spec, form: Format) -> None:
+        self._choice = choice
+        self._index = index
+        self._spec = spec
+        self._form = form
+        self._opened = False
+        self._plain: tuple[bytes, bytes] | None = None
+
+    def of(self, piece: Piece) -> bytes:
+        """The events for one piece, b"" when it shows nothing."""
+        if self._plain is not None and piece.finish is None:
+            before, after = self._plain
+            return before + orjson.dumps(piece.text) + after if piece.text else b""
+        chunks = self._form.chunks(self._index, piece)
+        if not self._opened:
+            self._opened = True
+            if (opening := self._form.opening(self._index)) is not None:
+                chunks.insert(0, opening)
+            if self._spec.logprobs is None and not self._spec.continuous_usage:
+                self._plain = self._around_text()
+        return b"".join([self._event(chunk) for chunk in chunks])
+
+    def _around_text(self) -> tuple[bytes, bytes]:
+        [chunk] = self._form.chunks(self._index, Piece(_MARK, (), ()))
+        before, after = self._event(chunk).split(orjson.dumps(_MARK))
+        return before, after
+
+    def _event(self, chunk: Json) -> bytes:
+        if self._spec.continuous_usage:
+            chunk["usage"] = usage_json(self._choice.usage)
+        elif self._spec.include_usage:
+            chunk["usage"] = None
+        return sse_event(chunk)
+
+
 async def _stream(choices: Sequence[Choice], spec: Spec, form: Format, response: Response) -> None:
-    opened: set[int] = set()
-    async with aclosing(_merged(choices)) as pieces:
-        async for index, piece in pieces:
-            chunks = form.chunks(index, piece)
-            if index not in opened:
-                opened.add(index)
-                opening = form.opening(index)
-                chunks = [opening, *chunks] if opening else chunks
-            if not chunks:
-                continue
-            if spec.continuous_usage:
-                for chunk in chunks:
-                    chunk["usage"] = usage_json(choices[index].usage)
-            elif spec.include_usage:
-                for chunk in chunks:
-                    chunk["usage"] = None
-            await response.event(b"".join([sse_event(chunk) for chunk in chunks]))
+    events = [_Events(choice, index, spec, form) for index, choice in enumerate(choices)]
+    if len(choices) == 1:
+        with closing(choices[0]) as choice:
+            async for piece in choice:
+                if raw := events[0].of(piece):
+                    await response.event(raw)
+    else:
+        async with aclosing(_merged(choices)) as pieces:
+            async for index, piece in pieces:
+                if raw := events[index].of(piece):
+                    await response.event(raw)
     tail = b""
     if spec.include_usage:
         tail = sse_event({**form.usage_chunk(), "usage": usage_json(_total(choices))})
@@ -99,11 +138,6 @@ async def _stream(choices: Sequence[Choice], spec: Spec, form: Format, response:
 
 async def _merged(choices: Sequence[Choice]) -> AsyncGenerator[tuple[int, Piece], None]:
     """The pieces of all choices as they come."""
-    if len(choices) == 1:
-        async with aclosing(choices[0].pieces()) as pieces:
-            async for piece in pieces:
-                yield 0, piece
-        return
     # One slot: a choice whose piece is not taken yet waits, and its next piece merges what came meanwhile.
     queue: asyncio.Queue[tuple[int, Piece | BaseException | None]] = asyncio.Queue(maxsize=1)
     tasks = [asyncio.create_task(_pump(i, choice, queue)) for i, choice in enumerate(choices)]
@@ -125,8 +159,8 @@ async def _merged(choices: Sequence[Choice]) -> AsyncGenerator[tuple[int, Piece]
 
 async def _pump(index: int, choice: Choice, queue: asyncio.Queue[tuple[int, Piece | BaseException | None]]) -> None:
     try:
-        async with aclosing(choice.pieces()) as pieces:
-            async for piece in pieces:
+        with closing(choice):
+            async for piece in choice:
                 await queue.put((index, piece))
         await queue.put((index, None))
     except Exception as e:

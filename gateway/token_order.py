@@ -14,8 +14,9 @@ class TokenOrder:
     """Reorders one sequence. pending: tokens that arrived and were not taken; duplicates: tokens dropped."""
 
     def __init__(self) -> None:
-        self._waiting: dict[int, Token] = {}
-        self._next = 0
+        self._ready: list[Token] = []
+        self._early: dict[int, Token] = {}  # came before one with a lower index
+        self._next = 0  # one past what is ready or taken
         self._seen = 0  # one past the highest index that arrived
         self._end: int | None = None
         self._finish: FinishReason | None = None
@@ -23,7 +24,7 @@ class TokenOrder:
 
     @property
     def pending(self) -> int:
-        return len(self._waiting)
+        return len(self._ready) + len(self._early)
 
     @property
     def ended(self) -> bool:
@@ -33,11 +34,17 @@ class TokenOrder:
     def put(self, tokens: Iterable[Token]) -> None:
         """Takes tokens in any order, as often as they come."""
         for token in tokens:
-            if token.index < self._next or token.index in self._waiting:
+            if token.index < self._next or token.index in self._early:
                 self.duplicates += 1
             elif self._end is None or token.index < self._end:
-                self._waiting[token.index] = token
+                self._early[token.index] = token
                 self._seen = max(self._seen, token.index + 1)
+                self._advance()
+
+    def _advance(self) -> None:
+        while (token := self._early.pop(self._next, None)) is not None:
+            self._ready.append(token)
+            self._next += 1
 
     def end(self, reason: FinishReason) -> None:
         """The sequence ends with the last token that arrived so far; there is always at least one."""
@@ -47,8 +54,5 @@ class TokenOrder:
 
     def take(self) -> tuple[list[Token], FinishReason | None]:
         """All tokens that are next in order, and the finish reason once nothing is missing before it."""
-        out: list[Token] = []
-        while (token := self._waiting.pop(self._next, None)) is not None:
-            out.append(token)
-            self._next += 1
+        out, self._ready = self._ready, []
         return out, self._finish if self._end is not None and self._next >= self._end else None
