@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import importlib
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -164,8 +166,14 @@ def serve(
 @app.command()
 def gateway(
     config: Config = None,
-    model: Model = None,
+    model: Annotated[
+        list[str] | None,
+        _opt("smollm2 (the default) or a model directory; NAME=DIR, repeated, for several.", metavar="[NAME=]DIR"),
+    ] = None,
     served_name: ServedName = None,
+    alias: Annotated[
+        list[str] | None, _opt("A further name of a model; may be repeated.", metavar="NAME=MODEL")
+    ] = None,
     host: Host = None,
     port: Annotated[str | None, _opt("HTTP port (default 8000).", metavar="N")] = None,
     grpc_port: Annotated[str | None, _opt("Port of the public gRPC API; default: off.", metavar="N")] = None,
@@ -183,7 +191,11 @@ def gateway(
     log_level: Logs = None,
 ) -> None:
     """Runs the gateway: OpenAI REST and gRPC for clients, routing to the pods."""
-    flags = {k: v for k, v in locals().items() if k != "config"}
+    flags = {k: v for k, v in locals().items() if k not in ("config", "model")}
+    if model and (len(model) > 1 or re.match(r"[^/=]+=", model[0])):
+        flags["models"] = model
+    elif model:
+        flags["model"] = model[0]
     _serve("gateway.server", _load(GatewayConfig, config, flags))
 
 
@@ -237,17 +249,17 @@ def _serve(module: str, settings: PodConfig | GatewayConfig) -> None:
     from common.models import resolve_model, served_name
 
     setup_logs(settings.log_level)
-    known_as = settings.served_name or served_name(settings.model)
-    pod = isinstance(settings, PodConfig)
-    weights = isinstance(settings, PodConfig) and settings.load_format == "auto"
-    model = resolve_model(
-        settings.model, tokenizer=not pod, weights=weights, say=lambda line: typer.echo(line, err=True)
-    )
-    resolved = dataclasses.replace(settings, model=str(model), served_name=known_as)
+    if isinstance(settings, PodConfig):
+        known_as = settings.served_name or served_name(settings.model)
+        weights = settings.load_format == "auto"
+        model = resolve_model(
+            settings.model, tokenizer=False, weights=weights, say=functools.partial(typer.echo, err=True)
+        )
+        settings = dataclasses.replace(settings, model=str(model), served_name=known_as)
     code: int | str | None = 0
     try:
         with asyncio.Runner(loop_factory=_fast_loop() if module.startswith("gateway") else None) as runner:
-            runner.run(importlib.import_module(module).serve(resolved))
+            runner.run(importlib.import_module(module).serve(settings))
     except SystemExit as end:
         code = end.code
     _end(code if isinstance(code, int) else EXIT_FAILED)

@@ -162,6 +162,8 @@ def _parse_redis(raw: object) -> str:
 _REDIS = _optional(Kind(f"a URL that starts with {', '.join(f'{scheme}://' for scheme in SCHEMES)}", _parse_redis))
 _NAME = _text("1 to 63 letters, digits, dots, dashes or underscores", r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _MODEL = _text("a directory or a known model's name", r".+")
+_NAMED_MODEL = _text("NAME=DIR, a served name and a directory or a known model's name", r"[^=,/\s][^=,]*=.+")
+_ALIAS = _text("NAME=MODEL, another name and that of a served model", r"[^=,\s][^=,]*=[^=,]+")
 _SECRET = _text("at least 8 characters", r".{8,}", secret=True)
 _DEVICE = _text("auto, cpu, cuda or cuda:N", r"auto|cpu|cuda(:\d+)?")
 _DTYPE = _choice("auto", "float32", "bfloat16")
@@ -340,8 +342,9 @@ class PodConfig(_Config):
 class GatewayConfig(_Config):
     """The gateway. Pods come from the index in redis, from the static list `pods`, or both.
 
-    grpc_port 0: no public gRPC. model: directory (or known name) with tokenizer and chat template. max_body_bytes:
-    larger bodies get 413. request_timeout_s: deadline of a request that sets none. max_inflight: more get 429.
+    grpc_port 0: no public gRPC. model: directory (or known name) with tokenizer and chat template. models: several of
+    them as NAME=DIR, instead of model and served_name; alias: further names as NAME=MODEL. max_body_bytes: larger
+    bodies get 413. request_timeout_s: deadline of a request that sets none. max_inflight: more get 429.
     routing_policy: what decides where requests go; all but cost are for comparison.
     """
 
@@ -353,12 +356,37 @@ class GatewayConfig(_Config):
     secret: str = _setting(_SECRET, DEFAULT_SECRET)
     model: str = _setting(_MODEL, "smollm2")
     served_name: str | None = _setting(_optional(_MODEL), None)
+    models: tuple[str, ...] = _setting(_tuple_of(_NAMED_MODEL), ())
+    alias: tuple[str, ...] = _setting(_tuple_of(_ALIAS), ())
     max_body_bytes: int = _setting(_size(1024), 8 * _MIB)
     request_timeout_s: float = _setting(_seconds(0.1, 86400), 600.0)
     max_inflight: int = _setting(_integer(1, 1 << 20), 1024)
     routing_policy: str = _setting(_ROUTING, "cost")
     drain_s: float = _setting(_DRAIN, DEFAULT_DRAIN_S)
     log_level: str = _setting(_LOG_LEVEL, "info")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.models and self.served_name is not None:
+            raise ConfigError("served_name: several models have their names in models", field="served_name")
+        _named("models", self.models)
+        _named("alias", self.alias)
+
+    def served_models(self) -> dict[str, str]:
+        """Directory or known name of each model by its served name; "" stands for the model's own name."""
+        return _named("models", self.models) or {self.served_name or "": self.model}
+
+    def aliases(self) -> dict[str, str]:
+        """The name that each alias stands for."""
+        return _named("alias", self.alias)
+
+
+def _named(setting: str, pairs: Sequence[str]) -> dict[str, str]:
+    """NAME=VALUE each. Raises ConfigError when a name comes twice."""
+    named = dict(pair.split("=", 1) for pair in pairs)
+    if len(named) != len(pairs):
+        raise ConfigError(f"{setting}: a name is given twice", field=setting)
+    return named
 
 
 @dataclass(frozen=True, kw_only=True)

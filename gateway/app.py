@@ -15,6 +15,7 @@ from starlette.routing import Route
 
 from common.errors import BatonError, InvalidRequest, ModelNotFound, Unavailable
 from gateway.http_endpoint import Endpoint, Serve
+from gateway.models import ServedModel
 from gateway.openai_schema import error_body, error_headers
 from gateway.service import Gateway
 from gateway.streaming import Generate
@@ -54,19 +55,20 @@ def build_app(gateway: Gateway) -> FastAPI:
     def post(path: str, name: str, serve: Serve) -> Route:
         return Route(path, Endpoint(gateway, name, serve), methods=["POST"])
 
-    def model_json() -> dict[str, Any]:
-        name = gateway.settings.served_name
-        card = {"id": name, "object": "model", "created": gateway.created, "owned_by": "baton", "root": name}
-        return {**card, "max_model_len": gateway.limits().max_model_len} if gateway.table.ready else card
+    def model_json(name: str, model: ServedModel) -> dict[str, Any]:
+        card = {"id": name, "object": "model", "created": model.created, "owned_by": "baton", "root": model.name}
+        return {**card, "max_model_len": model.limits().max_model_len} if model.table.ready else card
 
     async def models(_request: Request) -> Response:
-        return _json({"object": "list", "data": [model_json()]})
+        cards = [model_json(name, model) for name, model in gateway.models.names().items()]
+        return _json({"object": "list", "data": cards})
 
     async def model(request: Request) -> Response:
         name = request.path_params["model"]
-        if name != gateway.settings.served_name:
-            return _error(ModelNotFound(f"the model {name[:200]!r} does not exist", field="model"))
-        return _json(model_json())
+        try:
+            return _json(model_json(name, gateway.models.find(name)))
+        except ModelNotFound as e:
+            return _error(e)
 
     async def ready(_request: Request) -> Response:
         if gateway.ready:

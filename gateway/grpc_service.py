@@ -131,12 +131,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> inference_pb2.ListModelsResponse:
-        """The one model."""
-        limits = self._gateway.limits()
-        model = inference_pb2.Model(
-            id=self._gateway.settings.served_name, max_model_len=limits.max_model_len, vocab_size=limits.vocab_size
-        )
-        return inference_pb2.ListModelsResponse(models=[model])
+        """Every name under which a model is served; one without pods has no limits."""
+        models = []
+        for name, model in self._gateway.models.names().items():
+            entry = inference_pb2.Model(id=name)
+            if model.table.ready:
+                limits = model.limits()
+                entry.max_model_len, entry.vocab_size = limits.max_model_len, limits.vocab_size
+            models.append(entry)
+        return inference_pb2.ListModelsResponse(models=models)
 
 
 async def _pump(choice: Choice, queue: asyncio.Queue[Piece | None]) -> None:

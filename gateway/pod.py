@@ -55,14 +55,21 @@ class Sink(Protocol):
 
 
 class Pod:
-    """One address. model: the served name that its requests will have.
+    """One address. model: the served name that its requests will have; alone: the gateway serves no other.
 
     view: what routing knows of this process, one per generation, from the first Info on. index_draining: the index says
     that it leaves. on_change: it came, went or changed.
     """
 
     def __init__(
-        self, address: str, gateway_id: str, *, model: str, static: bool, on_change: Callable[[], None]
+        self,
+        address: str,
+        gateway_id: str,
+        *,
+        model: str,
+        static: bool,
+        on_change: Callable[[], None],
+        alone: bool = True,
     ) -> None:
         self.address = address
         self.static = static
@@ -75,6 +82,7 @@ class Pod:
         self._tells_load = False
         self._gateway_id = gateway_id
         self._model = model
+        self._alone = alone
         self._objection = ""
         self._on_change = on_change
         self._channel = rpc.channel(address)
@@ -226,7 +234,7 @@ class Pod:
             raise LayoutMismatch(
                 f"its protocol version is {pb.protocol_version}, not {PROTOCOL_VERSION}", field="protocol_version"
             )
-        if pb.served_name not in ("", self._model):
+        if pb.served_name != self._model and not (self._alone and not pb.served_name):
             raise ModelNotFound(f"it serves {pb.served_name!r}, not {self._model!r}", field="served_name")
 
     def _left_out(self, objection: str) -> None:

@@ -57,15 +57,21 @@ def _newest(pods: Iterable[Pod]) -> list[Pod]:
 
 
 class PodTable:
-    """Membership. index: the reader while Redis is configured; index_up: whether it answered last time."""
+    """Membership. index: the reader while Redis is configured; index_up: whether it answered last time.
 
-    def __init__(self, static: Iterable[str], index: IndexReader | None, *, gateway_id: str, model: str) -> None:
+    alone: the gateway serves no other model, so a pod that does not say what it serves may be used.
+    """
+
+    def __init__(
+        self, static: Iterable[str], index: IndexReader | None, *, gateway_id: str, model: str, alone: bool = True
+    ) -> None:
         self.index = index
         self.index_up = False
         self.pods: dict[str, Pod] = {}
         self._static = tuple(static)
         self._gateway_id = gateway_id
         self._model = model
+        self._alone = alone
         self._changed: set[Callable[[], None]] = set()
         self._forgotten: set[Callable[[str], None]] = set()
         self._known: _Usable | None = None
@@ -130,7 +136,12 @@ class PodTable:
         pod = self.pods.get(address)
         if pod is None:
             pod = self.pods[address] = Pod(
-                address, self._gateway_id, model=self._model, static=static, on_change=self.changed
+                address,
+                self._gateway_id,
+                model=self._model,
+                alone=self._alone,
+                static=static,
+                on_change=self.changed,
             )
             pod.start()
         return pod

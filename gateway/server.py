@@ -12,7 +12,6 @@ import contextlib
 import logging
 import socket
 from collections.abc import Iterator
-from pathlib import Path
 
 import uvicorn
 
@@ -28,6 +27,7 @@ from common.rpc import RpcServer
 from gateway.app import build_app
 from gateway.grpc_service import InferenceServicer
 from gateway.http_protocol import BoundedHttp
+from gateway.models import ModelText
 from gateway.service import Gateway, Settings
 from gateway.tokenizer import TextTokenizer
 
@@ -71,7 +71,7 @@ def listening_socket(host: str, port: int) -> socket.socket:
 def settings_of(config: GatewayConfig) -> Settings:
     """What the core needs of a configuration."""
     return Settings(
-        served_name=config.served_name or served_name(config.model),
+        aliases=config.aliases(),
         pods=config.pods,
         request_timeout_s=config.request_timeout_s,
         max_inflight=config.max_inflight,
@@ -81,12 +81,14 @@ def settings_of(config: GatewayConfig) -> Settings:
 
 
 def make_gateway(config: GatewayConfig) -> Gateway:
-    """The core for a configuration; a model directory needs no weights here. Raises ConfigError."""
-    path = Path(config.model)
-    model_dir = path if path.is_dir() else resolve_model(config.model)
-    tokenizer = TextTokenizer(model_dir)
+    """The core for a configuration; model directories need no weights here. Raises ConfigError."""
+    texts = []
+    for name, model in config.served_models().items():
+        model_dir = resolve_model(model, weights=False, say=_log.info)
+        tokenizer = TextTokenizer(model_dir)
+        texts.append(ModelText(name or served_name(model), tokenizer, ChatTemplate(model_dir, tokenizer.config)))
     index = None if config.redis is None else IndexReader(config.redis)
-    return Gateway(settings_of(config), tokenizer, ChatTemplate(model_dir, tokenizer.config), index)
+    return Gateway(settings_of(config), texts, index)
 
 
 class GatewayServer:
@@ -119,7 +121,8 @@ class GatewayServer:
             raise
         self.port = sock.getsockname()[1]
         await self.gateway.start()
-        self.gateway.table.on_change(self._on_change)
+        for model in self.gateway.models:
+            model.table.on_change(self._on_change)
         options = uvicorn.Config(
             build_app(self.gateway),
             http=BoundedHttp,

@@ -10,19 +10,20 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Self
 
-from common.chat_template import ChatTemplate
-from common.errors import BatonError, Cancelled, InvalidRequest, ModelNotFound, Overloaded, Unavailable
+from common.errors import BatonError, Cancelled, InvalidRequest, Overloaded, Unavailable
 from common.prefix_index import IndexReader
 from common.types import FinishReason, ValidRequest
 from gateway.cache_reset import Reset, reset_prefix_caches
 from gateway.metrics import GatewayMetrics
+from gateway.models import Models, ModelText, ServedModel
 from gateway.output import ChoiceOutput, Piece, ShownToken
 from gateway.pipeline import Pipeline, Run
+from gateway.pod import Pod
 from gateway.pods import PodTable
 from gateway.routing.router import Router
 from gateway.timeline import Timeline, Timelines
@@ -36,9 +37,9 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What the core takes from the configuration."""
+    """What the core takes from the configuration. aliases: further names of models, by alias."""
 
-    served_name: str
+    aliases: Mapping[str, str] = field(default_factory=dict)
     pods: tuple[str, ...] = ()
     request_timeout_s: float = 600.0
     max_inflight: int = 1024
@@ -98,7 +99,8 @@ class Ticket:
 class Choice:
     """One prompt's answer in the making: iterate it for pieces of text, or `collect` it; `close` ends it early."""
 
-    def __init__(self, gateway: Gateway, ticket: Ticket, spec: Spec, request: ValidRequest) -> None:
+    def __init__(self, gateway: Gateway, model: ServedModel, ticket: Ticket, spec: Spec, request: ValidRequest) -> None:
+        self.model = model
         self._gateway = gateway
         self._ticket = ticket
         self._spec = spec
@@ -113,7 +115,7 @@ class Choice:
         return Usage(self.request.prompt_len, self._output.num_tokens, self._run.cached_tokens if self._run else 0)
 
     def _new_output(self) -> ChoiceOutput:
-        return ChoiceOutput(self._gateway.tokenizer, self._spec.stop, logprobs=self._spec.logprobs is not None)
+        return ChoiceOutput(self.model.tokenizer, self._spec.stop, logprobs=self._spec.logprobs is not None)
 
     def __aiter__(self) -> Self:
         return self
@@ -170,7 +172,7 @@ class Choice:
 
     def _start(self, replayable: bool) -> Run:
         ticket = self._ticket
-        self._run = self._gateway.pipeline.run(
+        self._run = self.model.pipeline.run(
             self.request,
             deadline=ticket.deadline,
             replayable=replayable,
@@ -190,21 +192,21 @@ class Choice:
 
 
 class Gateway:
-    """Serves one model."""
+    """Serves one model or several. Raises ConfigError when their names and aliases do not fit."""
 
-    def __init__(
-        self, settings: Settings, tokenizer: TextTokenizer, template: ChatTemplate, index: IndexReader | None
-    ) -> None:
+    def __init__(self, settings: Settings, texts: Sequence[ModelText], index: IndexReader | None) -> None:
         self.settings = settings
-        self.created = int(time.time())
         self.metrics = GatewayMetrics()
-        self.tokenizer = tokenizer
-        self.template = template
         self.timelines = Timelines()
         gateway_id = f"gateway-{secrets.token_hex(8)}"
-        self.table = PodTable(settings.pods, index, gateway_id=gateway_id, model=settings.served_name)
-        router = Router(self.table, self.metrics, policy=settings.routing_policy)
-        self.pipeline = Pipeline(router, self.metrics, gateway_id=gateway_id)
+
+        def served(text: ModelText) -> ServedModel:
+            alone = len(texts) == 1
+            table = PodTable(settings.pods, index, gateway_id=gateway_id, model=text.name, alone=alone)
+            router = Router(table, self.metrics, policy=settings.routing_policy)
+            return ServedModel(text, table, Pipeline(router, self.metrics, gateway_id=gateway_id))
+
+        self.models = Models([served(text) for text in texts], settings.aliases)
         self.draining = False
         self._index = index
         self._tickets: dict[str, Ticket] = {}
@@ -213,7 +215,8 @@ class Gateway:
 
     async def start(self) -> None:
         """Begins to look for pods."""
-        await self.table.start()
+        for model in self.models:
+            await model.table.start()
 
     async def drain(self) -> None:
         """Refuses new requests and waits for the running ones."""
@@ -230,15 +233,26 @@ class Gateway:
 
     async def stop(self) -> None:
         """Frees everything; requests that still run fail. end_requests first, for their clients' sake."""
-        await self.pipeline.stop()
-        await self.table.stop()
+        for model in self.models:
+            await model.pipeline.stop()
+            await model.table.stop()
         if self._index is not None:
             await self._index.close()
 
     @property
+    def table(self) -> PodTable:
+        """The pods of the first model."""
+        return self.models.first.table
+
+    @property
+    def tokenizer(self) -> TextTokenizer:
+        """The tokenizer of the first model."""
+        return self.models.first.tokenizer
+
+    @property
     def ready(self) -> bool:
-        """Requests can be answered."""
-        return not self.draining and self.table.ready
+        """Requests for some model can be answered."""
+        return not self.draining and any(model.table.ready for model in self.models)
 
     @contextmanager
     def admit(
@@ -290,57 +304,44 @@ class Gateway:
         ticket.end(Cancelled("the request was aborted"))
         return True
 
-    def require_model(self, name: str) -> None:
-        """Raises ModelNotFound unless this gateway serves the name."""
-        if name != self.settings.served_name:
-            raise ModelNotFound(f"the model {name[:200]!r} does not exist", field="model")
-
     async def reset_prefix_cache(self) -> list[Reset]:
         """See reset_prefix_caches; what this gateway remembers of the pods goes with it. Raises Unavailable."""
-        pods = list(self.table.pods.values())
-        for pod in pods:
-            self.pipeline.router.approx.forget(pod.name)
-        return await reset_prefix_caches(pods)
-
-    def limits(self) -> Limits:
-        """See PodTable.limits."""
-        return self.table.limits()
+        pods: dict[str, Pod] = {}
+        for model in self.models:
+            pods |= {pod.address: pod for pod in model.table.pods.values() if pod.alive or pod.address not in pods}
+            for pod in model.table.pods.values():
+                model.pipeline.router.approx.forget(pod.name)
+        return await reset_prefix_caches(pods.values())
 
     async def completion(self, ticket: Ticket, body: CompletionBody) -> list[Choice]:
         """One choice per prompt. Raises InvalidRequest, ModelNotFound, Unavailable."""
-        self.require_model(body.spec.model)
-        limits = self.limits()
+        model = self.models.find(body.spec.model)
+        limits = model.limits()
         choices: list[Choice] = []
         for prompt in body.prompts:
             if isinstance(prompt, str):
-                self._refuse_hopeless(prompt, limits, "prompt")
-                ids: Sequence[int] = await self.tokenizer.encode_async(prompt, add_special_tokens=True)
+                _refuse_hopeless(prompt, model, limits, "prompt")
+                ids: Sequence[int] = await model.tokenizer.encode_async(prompt, add_special_tokens=True)
             else:
                 ids = prompt
-            choices.append(self._choice(ticket, body.spec, ids, limits, len(choices), COMPLETION_MAX_TOKENS, "prompt"))
+            choices.append(
+                self._choice(ticket, model, body.spec, ids, limits, len(choices), COMPLETION_MAX_TOKENS, "prompt")
+            )
         return choices
 
     async def chat(self, ticket: Ticket, body: ChatBody) -> list[Choice]:
         """One choice. Raises InvalidRequest, ModelNotFound, Unavailable."""
-        self.require_model(body.spec.model)
-        limits = self.limits()
-        text = self.template.render(body.messages, body.template_kwargs)
-        self._refuse_hopeless(text, limits, "messages")
-        ids = await self.tokenizer.encode_async(text, add_special_tokens=False)
-        return [self._choice(ticket, body.spec, ids, limits, 0, None, "messages")]
-
-    def _refuse_hopeless(self, text: str, limits: Limits, field: str) -> None:
-        """Refuses, before it costs a tokenization, a text that cannot fit whatever its tokens are."""
-        if len(text) > limits.max_model_len * self.tokenizer.longest_token:
-            raise InvalidRequest(
-                f"the prompt has {len(text)} characters, far beyond this model's context of "
-                f"{limits.max_model_len} tokens",
-                field=field,
-            )
+        model = self.models.find(body.spec.model)
+        limits = model.limits()
+        text = model.template.render(body.messages, body.template_kwargs)
+        _refuse_hopeless(text, model, limits, "messages")
+        ids = await model.tokenizer.encode_async(text, add_special_tokens=False)
+        return [self._choice(ticket, model, body.spec, ids, limits, 0, None, "messages")]
 
     def _choice(
         self,
         ticket: Ticket,
+        model: ServedModel,
         spec: Spec,
         ids: Sequence[int],
         limits: Limits,
@@ -349,13 +350,22 @@ class Gateway:
         prompt_field: str,
     ) -> Choice:
         request = to_valid(
-            spec,
+            replace(spec, model=model.name),
             ids,
             limits,
             request_id=f"{ticket.id}-{number}",
-            eos_ids=self.tokenizer.eos_ids,
+            eos_ids=model.tokenizer.eos_ids,
             default_max_tokens=default_max_tokens,
             prompt_field=prompt_field,
         )
         ticket.timeline.mark("tokenized", prompt_tokens=request.prompt_len)
-        return Choice(self, ticket, spec, request)
+        return Choice(self, model, ticket, spec, request)
+
+
+def _refuse_hopeless(text: str, model: ServedModel, limits: Limits, field: str) -> None:
+    """Refuses, before it costs a tokenization, a text that cannot fit whatever its tokens are."""
+    if len(text) > limits.max_model_len * model.tokenizer.longest_token:
+        raise InvalidRequest(
+            f"the prompt has {len(text)} characters, far beyond this model's context of {limits.max_model_len} tokens",
+            field=field,
+        )

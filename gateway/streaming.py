@@ -42,7 +42,7 @@ class Generate:
             completion = parse_completion(body)
             spec, choices = completion.spec, await gateway.completion(ticket, completion)
         make: Callable[..., Format] = ChatFormat if self._chat else CompletionFormat
-        form = make(ticket.id, spec.model, gateway.tokenizer, logprobs=spec.logprobs is not None)
+        form = make(ticket.id, spec.model, choices[0].model.tokenizer, logprobs=spec.logprobs is not None)
         if spec.stream:
             await _stream(choices, spec, form, response)
         else:

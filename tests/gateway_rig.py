@@ -17,6 +17,7 @@ import orjson
 from common.chat_template import ChatTemplate
 from common.config import GatewayConfig
 from common.prefix_index import IndexReader
+from gateway.models import ModelText
 from gateway.pod import Pod
 from gateway.server import GatewayServer, settings_of
 from gateway.service import Gateway
@@ -95,11 +96,12 @@ async def rig(
     cluster: FakeCluster, model_dir: Path, *, wait: bool = True, index_timeout_s: float = 2.0, **settings: Any
 ) -> AsyncIterator[Rig]:
     """A running gateway over the cluster's pods."""
-    fields: dict[str, Any] = {"pods": cluster.addresses, "model": str(model_dir), "served_name": MODEL, "port": 0}
+    fields: dict[str, Any] = {"pods": cluster.addresses, "models": (f"{MODEL}={model_dir}",), "port": 0}
     config = GatewayConfig(**{**fields, **settings})
     # A busy test machine misses the real time limit of 20 ms often; what follows then is tested with a stopped index.
     index = IndexReader(config.redis, timeout_s=index_timeout_s) if config.redis else None
-    server = GatewayServer(config, Gateway(settings_of(config), *texts(model_dir), index))
+    served = [ModelText(name, *texts(Path(directory))) for name, directory in config.served_models().items()]
+    server = GatewayServer(config, Gateway(settings_of(config), served, index))
     try:
         await server.start()
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=30) as http:

@@ -371,7 +371,7 @@ async def test_a_failed_hand_off_after_a_complete_answer_frees_the_decode_pod(
 
 
 async def make_leg(gw: Rig, max_tokens: int) -> Leg:
-    pipeline = gw.gateway.pipeline
+    pipeline = gw.gateway.models.first.pipeline
     plan = await pipeline.router.plan(ValidRequest("r", MODEL, (1, 2, 3), SamplingParams(max_tokens=max_tokens)))
     return pipeline.leg(plan, 1, frozenset(), time.monotonic() + 30, Timeline("id", None, "completions"))
 

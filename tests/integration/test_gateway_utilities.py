@@ -80,7 +80,7 @@ async def test_the_request_id_comes_back(gw: Rig) -> None:
 async def test_models_have_what_clients_look_for(gw: Rig) -> None:
     (card,) = (await gw.http.get("/v1/models")).json()["data"]
     assert card == {
-        "id": MODEL, "object": "model", "created": gw.gateway.created, "owned_by": "baton", "root": MODEL,
+        "id": MODEL, "object": "model", "created": gw.gateway.models.first.created, "owned_by": "baton", "root": MODEL,
         "max_model_len": 2048,
     }  # fmt: skip
     assert (await gw.http.get(f"/v1/models/{MODEL}")).json() == card
@@ -105,7 +105,7 @@ async def test_without_pods_it_lives_but_is_not_ready_and_still_tokenizes(smollm
 
 
 async def test_a_reset_is_confirmed_by_every_pod_or_fails(gw: Rig, cluster: FakeCluster) -> None:
-    approx = gw.gateway.pipeline.router.approx
+    approx = gw.gateway.models.first.pipeline.router.approx
     prompt = list(range(200))
     await gw.complete(prompt=prompt)
     body = (await gw.http.post("/reset_prefix_cache")).json()

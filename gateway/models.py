@@ -1,0 +1,92 @@
+"""The models that one gateway serves: their texts, their pods, and the names under which clients ask for them.
+
+Each model has pods, an index scope per layout, a tokenizer and a chat template of its own; nothing of one is ever used
+for another. The set is fixed for the life of the process; what changes is which pods serve it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from common.chat_template import ChatTemplate
+from common.errors import ConfigError, ModelNotFound
+from gateway.pipeline import Pipeline
+from gateway.pods import PodTable
+from gateway.tokenizer import TextTokenizer
+from gateway.validation import Limits
+
+
+@dataclass(frozen=True, slots=True)
+class ModelText:
+    """How one model's text becomes tokens. name: what its pods call it."""
+
+    name: str
+    tokenizer: TextTokenizer
+    template: ChatTemplate
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """One model with the pods that serve it. created: seconds since the epoch."""
+
+    text: ModelText
+    table: PodTable
+    pipeline: Pipeline
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def name(self) -> str:
+        return self.text.name
+
+    @property
+    def tokenizer(self) -> TextTokenizer:
+        return self.text.tokenizer
+
+    @property
+    def template(self) -> ChatTemplate:
+        return self.text.template
+
+    def limits(self) -> Limits:
+        """See PodTable.limits."""
+        return self.table.limits()
+
+
+class Models:
+    """By name and alias. Raises ConfigError when a name means two things, or an alias nothing."""
+
+    def __init__(self, models: Sequence[ServedModel], aliases: Mapping[str, str]) -> None:
+        self._models = {model.name: model for model in models}
+        if len(self._models) != len(models):
+            raise ConfigError("model: two models have the same name", field="model")
+        self.aliases = dict(aliases)
+        for alias, name in self.aliases.items():
+            if alias in self._models:
+                raise ConfigError(f"alias: {alias} is a model's own name", field="alias")
+            if name not in self._models:
+                known = ", ".join(self._models)
+                raise ConfigError(f"alias: {alias} stands for {name}, which is not served ({known} is)", field="alias")
+
+    def __iter__(self) -> Iterator[ServedModel]:
+        return iter(self._models.values())
+
+    def __len__(self) -> int:
+        return len(self._models)
+
+    @property
+    def first(self) -> ServedModel:
+        """The one that was configured first; the only one of most gateways."""
+        return next(iter(self._models.values()))
+
+    def find(self, name: str) -> ServedModel:
+        """The model that clients call by this name. Raises ModelNotFound."""
+        model = self._models.get(self.aliases.get(name, name))
+        if model is None:
+            raise ModelNotFound(f"the model {name[:200]!r} does not exist", field="model")
+        return model
+
+    def names(self) -> dict[str, ServedModel]:
+        """Every name and alias, sorted."""
+        named = {**self._models, **{alias: self._models[name] for alias, name in self.aliases.items()}}
+        return dict(sorted(named.items()))

@@ -1,0 +1,123 @@
+"""Several models behind one gateway: each request meets the pods of its model, by name or alias."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from common.cli import app
+from common.config import GatewayConfig
+from common.errors import ConfigError
+from common.pb import inference_pb2, inference_pb2_grpc
+from common.rpc import channel
+from common.types import Role
+from gateway.models import ModelText
+from gateway.server import settings_of
+from gateway.service import Gateway
+from tests.fake_pods import FakeCluster, FakePod, fake_cluster
+from tests.gateway_rig import Rig, rig, texts, until
+
+
+@asynccontextmanager
+async def two_models(model_dir: Path, port: int = 0) -> AsyncIterator[tuple[Rig, FakeCluster]]:
+    """A gateway over pods of "one" (prefill-0, decode-0) and "two" (prefill-1, decode-1)."""
+    async with fake_cluster(prefill=2, decode=2) as cluster:
+        for name, pods in zip(("one", "two"), _pairs(cluster), strict=True):
+            for pod in pods:
+                pod.served_name = name
+        models = (f"one={model_dir}", f"two={model_dir}")
+        async with rig(cluster, model_dir, models=models, alias=("gpt=two",), grpc_port=port, wait=False) as gw:
+            for model in gw.gateway.models:
+                await until(lambda model=model: model.table.ready)  # type: ignore[misc]
+            yield gw, cluster
+
+
+def _pairs(cluster: FakeCluster) -> list[tuple[FakePod, FakePod]]:
+    return list(zip(cluster.prefills, cluster.decodes, strict=True))
+
+
+def asked(cluster: FakeCluster) -> list[list[str]]:
+    """The model that each reserved request named, by decode pod."""
+    return [[request.model for request in pod.seen.reserved] for pod in cluster.decodes]
+
+
+async def test_requests_meet_the_pods_of_their_model(smollm2_dir: Path, unused_tcp_port: int) -> None:
+    async with two_models(smollm2_dir, unused_tcp_port) as (gw, cluster):
+        for name in ("one", "two", "gpt", "two"):
+            answer = await gw.complete(model=name, max_tokens=2)
+            assert (answer.status_code, answer.json()["model"]) == (200, name)
+        assert (await gw.chat(model="gpt", max_tokens=2)).status_code == 200
+        assert asked(cluster) == [["one"], ["two"] * 4]
+        assert [len(pod.seen.prefilled) for pod in cluster.prefills] == [1, 4]
+        error = (await gw.complete(model="three")).json()["error"]
+        assert (error["code"], error["param"]) == ("model_not_found", "model")
+        listed = {card["id"]: card.get("root") for card in (await gw.http.get("/v1/models")).json()["data"]}
+        assert listed == {"gpt": "two", "one": "one", "two": "two"}
+        assert (await gw.http.get("/v1/models/gpt")).json()["id"] == "gpt"
+        assert (await gw.http.post("/tokenize", json={"model": "gpt", "prompt": "x"})).json()["count"] == 1
+        assert (await gw.http.post("/tokenize", json={"prompt": "x"})).json()["error"]["param"] == "model"
+        assert (await gw.http.get("/v1/models/three")).status_code == 404
+        async with channel(f"127.0.0.1:{unused_tcp_port}") as connection:
+            stub = inference_pb2_grpc.InferenceStub(connection)
+            assert [m.id for m in (await stub.ListModels(inference_pb2.ListModelsRequest())).models] == sorted(listed)
+            request = inference_pb2.GenerateRequest(model="gpt", text="x", max_tokens=2)
+            assert [m async for m in stub.Generate(request)][-1].usage.completion_tokens == 2
+        assert asked(cluster)[0] == ["one"]
+
+
+async def test_one_model_may_be_away_while_another_serves(smollm2_dir: Path) -> None:
+    async with two_models(smollm2_dir) as (gw, cluster):
+        await cluster.decodes[0].stop()
+        await until(lambda: not gw.gateway.models.find("one").table.ready)
+        assert (await gw.http.get("/ready")).status_code == 200
+        assert (await gw.complete(model="one", max_tokens=2)).status_code == 503
+        assert (await gw.complete(model="two", max_tokens=2)).status_code == 200
+        assert [card["id"] for card in (await gw.http.get("/v1/models")).json()["data"]] == ["gpt", "one", "two"]
+
+
+async def test_a_pod_that_does_not_say_what_it_serves_is_no_pod_of_several_models(smollm2_dir: Path) -> None:
+    async with two_models(smollm2_dir) as (gw, cluster):
+        silent = await cluster.add(Role.DECODE, "silent")
+        for model in gw.gateway.models:
+            pod = model.table._pod(silent.address, static=True)
+            await until(lambda pod=pod: bool(pod._objection))  # type: ignore[misc]
+            assert not pod.alive
+
+
+@pytest.mark.parametrize(
+    ("models", "alias", "field"),
+    [
+        (("a=DIR",), ("a=a",), "alias"),
+        (("a=DIR",), ("b=c",), "alias"),
+        (("a=DIR", "a=DIR"), (), "models"),
+        (("a=DIR",), ("b=a", "b=a"), "alias"),
+    ],
+)
+def test_names_that_mean_two_things_or_none_are_refused(
+    models: tuple[str, ...], alias: tuple[str, ...], field: str, smollm2_dir: Path
+) -> None:
+    def make() -> Gateway:
+        config = GatewayConfig(models=models, alias=alias)
+        return Gateway(settings_of(config), [ModelText(m, *texts(smollm2_dir)) for m in config.served_models()], None)
+
+    with pytest.raises(ConfigError) as error:
+        make()
+    assert error.value.field == field
+
+
+def test_flags_name_one_model_or_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[GatewayConfig] = []
+    monkeypatch.setattr("common.cli._serve", lambda _module, settings: seen.append(settings))
+
+    def configured(*flags: str) -> dict[str, str]:
+        app(["gateway", *flags], standalone_mode=False)
+        return seen[-1].served_models()
+
+    assert configured() == {"": "smollm2"}
+    assert configured("--model", "./a=b") == {"": "./a=b"}
+    assert configured("--model", "/x", "--served-name", "n") == {"n": "/x"}
+    assert configured("--model", "a=/x", "--model", "b=/y", "--alias", "c=a") == {"a": "/x", "b": "/y"}
+    assert seen[-1].aliases() == {"c": "a"}
