@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from common.errors import BatonError, InvalidRequest, ModelNotFound, Unavailable
+from gateway.api_doc.document import openapi_document
 from gateway.http_endpoint import Endpoint, Serve
 from gateway.models import ServedModel
 from gateway.openai_schema import error_body, error_headers
@@ -47,9 +48,20 @@ def _http_error(_request: Request, error: Exception) -> Response:
     return response
 
 
+class _App(FastAPI):
+    """FastAPI whose document describes the raw routes as well: see api_doc."""
+
+    models: tuple[str, ...] = ()
+
+    def openapi(self) -> dict[str, Any]:
+        """/openapi.json."""
+        return openapi_document(package_version(), self.models)
+
+
 def build_app(gateway: Gateway) -> FastAPI:
     """The application of one gateway; its lifecycle is the caller's."""
-    app = FastAPI(title="Baton", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    app = _App(title="Baton", docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.models = tuple(gateway.models.names())
     app.add_exception_handler(HTTPException, _http_error)
 
     def post(path: str, name: str, serve: Serve) -> Route:

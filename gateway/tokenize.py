@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from common.errors import InvalidRequest
@@ -25,6 +25,56 @@ _INERT: dict[str, tuple[object, ...]] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class TokenizeBody:
+    """A checked /tokenize body: a prompt or messages. special None: the form's own default."""
+
+    model: str | None
+    prompt: str | None
+    messages: tuple[dict[str, Any], ...] | None
+    template_kwargs: dict[str, Any]
+    special: bool | None
+    strings: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DetokenizeBody:
+    """A checked /detokenize body."""
+
+    model: str | None
+    tokens: tuple[int, ...]
+
+
+def parse_tokenize(body: object) -> TokenizeBody:
+    """Checks a /tokenize body. Raises InvalidRequest that names the field."""
+    fields = Fields.of_body(body)
+    refuse_unserved(fields, _INERT)
+    messages, prompt = fields.raw("messages"), fields.raw("prompt")
+    if (messages is None) == (prompt is None):
+        raise InvalidRequest("either prompt or messages must be given", field="prompt")
+    if prompt is not None and not isinstance(prompt, str):
+        raise wrong_type("prompt", "a string", prompt)
+    return TokenizeBody(
+        model=fields.string("model", 1024),
+        prompt=prompt,
+        messages=None if messages is None else parse_messages(messages),
+        template_kwargs=fields.mapping("chat_template_kwargs") or {},
+        special=fields.boolean("add_special_tokens"),
+        strings=fields.boolean("return_token_strs") or False,
+    )
+
+
+def parse_detokenize(body: object) -> DetokenizeBody:
+    """Checks a /detokenize body. Raises InvalidRequest that names the field."""
+    fields = Fields.of_body(body)
+    values = fields.raw("tokens")
+    if not isinstance(values, list):
+        raise wrong_type("tokens", "an array of token ids", values)
+    if len(values) > MAX_IDS:
+        raise InvalidRequest(f"tokens may have at most {MAX_IDS} entries", field="tokens")
+    return DetokenizeBody(fields.string("model", 1024), parse_token_ids(values, "tokens"))
+
+
 class Tokenize:
     """Answers both; needs no pods, which only know max_model_len (null while there are none)."""
 
@@ -33,58 +83,39 @@ class Tokenize:
 
     async def tokenize(self, body: Any, response: Response, ticket: Ticket) -> None:
         """See http_endpoint.Endpoint."""
-        fields = Fields.of_body(body)
-        refuse_unserved(fields, _INERT)
-        model = self._model(fields)
-        wanted = fields.boolean("add_special_tokens")
-        strings = fields.boolean("return_token_strs") or False
-        kwargs = fields.mapping("chat_template_kwargs") or {}
-        messages, prompt = fields.raw("messages"), fields.raw("prompt")
-        if (messages is None) == (prompt is None):
-            raise InvalidRequest("either prompt or messages must be given", field="prompt")
-        if messages is not None:
-            text = model.template.render(parse_messages(messages), kwargs)
-            special = wanted or False
-        elif isinstance(prompt, str):
-            text, special = prompt, wanted is not False
+        asked = parse_tokenize(body)
+        model = self._model(asked.model)
+        if asked.messages is None:
+            assert asked.prompt is not None, "one of both is there"
+            text, special = asked.prompt, asked.special is not False
         else:
-            raise wrong_type("prompt", "a string", prompt)
+            text = model.template.render(asked.messages, asked.template_kwargs)
+            special = asked.special or False
         tokens = await model.tokenizer.encode_async(text, add_special_tokens=special)
         ticket.timeline.mark("tokenized", prompt_tokens=len(tokens))
+        strings = [model.tokenizer.raw.id_to_token(token) for token in tokens] if asked.strings else None
         answer = {"count": len(tokens), "max_model_len": _max_model_len(model), "tokens": tokens}
-        await response.json(200, {**answer, "token_strs": _strings(model, tokens) if strings else None})
+        await response.json(200, {**answer, "token_strs": strings})
 
     async def detokenize(self, body: Any, response: Response, ticket: Ticket) -> None:
         """See http_endpoint.Endpoint."""
-        fields = Fields.of_body(body)
-        tokenizer = self._model(fields).tokenizer
-        values = fields.raw("tokens")
-        if not isinstance(values, list):
-            raise wrong_type("tokens", "an array of token ids", values)
-        if len(values) > MAX_IDS:
-            raise InvalidRequest(f"tokens may have at most {MAX_IDS} entries", field="tokens")
-        ids = parse_token_ids(values, "tokens")
+        asked = parse_detokenize(body)
+        ids, tokenizer = list(asked.tokens), self._model(asked.model).tokenizer
         if ids and max(ids) >= tokenizer.vocab_size:
             text = f"tokens has {max(ids)}, but the vocabulary has {tokenizer.vocab_size} tokens"
             raise InvalidRequest(text, field="tokens")
-        raw = tokenizer.raw
         if len(ids) > INLINE_CHARS:
-            text = await asyncio.to_thread(raw.decode, list(ids), skip_special_tokens=False)
+            text = await asyncio.to_thread(tokenizer.raw.decode, ids, skip_special_tokens=False)
         else:
-            text = raw.decode(list(ids), skip_special_tokens=False)
+            text = tokenizer.raw.decode(ids, skip_special_tokens=False)
         await response.json(200, {"prompt": text})
 
-    def _model(self, fields: Fields) -> ServedModel:
+    def _model(self, name: str | None) -> ServedModel:
         """The named one; there is no need to name the only one."""
         models = self._gateway.models
-        name = fields.string("model", 1024)
         if name is None and len(models) > 1:
             raise InvalidRequest("model is missing", field="model")
         return models.first if name is None else models.find(name)
-
-
-def _strings(model: ServedModel, tokens: Sequence[int]) -> list[str]:
-    return [model.tokenizer.raw.id_to_token(token) for token in tokens]
 
 
 def _max_model_len(model: ServedModel) -> int | None:

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from starlette.routing import Route
 
 from common.errors import Unavailable
+from gateway.app import build_app
 from tests.fake_pods import FakeCluster, fake_cluster
 from tests.gateway_rig import MODEL, Rig, rig
 
@@ -122,3 +124,17 @@ async def test_a_reset_is_confirmed_by_every_pod_or_fails(gw: Rig, cluster: Fake
     assert approx.lookup(hashes, [("prefill-0", 1)]) == {"prefill-0": 0}
     cluster.decodes[1].faults.reset_error = None
     assert (await gw.http.get("/reset_prefix_cache")).status_code == 405
+
+
+async def test_openapi_json_has_every_route_and_method(gw: Rig) -> None:
+    document = (await gw.http.get("/openapi.json")).json()
+    assert document["openapi"].startswith("3.1")
+    said = {(method.upper(), path) for path, item in document["paths"].items() for method in item}
+    app = build_app(gw.gateway)
+    there = {
+        (method, route.path.replace(":path}", "}"))
+        for route in app.routes
+        if isinstance(route, Route) and route.path != "/openapi.json"
+        for method in (route.methods or ()) - {"HEAD"}
+    }
+    assert said == there

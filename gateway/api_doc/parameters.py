@@ -1,0 +1,231 @@
+"""Every parameter of every endpoint that takes a body. tests/unit/test_api_doc.py holds it equal to the validators.
+
+To add a parameter: let the validator read it through Fields (gateway/fields.py), put it into the list of its endpoint
+here (COMMON for both generating ones) with a schema that has the validator's bounds, and run
+`python -m gateway.api_doc`, which writes the tables of docs/api.md. A name that a validator reads and that is not here,
+one that is here and nobody reads, a bound that the validator does not keep: each fails a test.
+"""
+
+from __future__ import annotations
+
+from gateway import validation as v
+from gateway.api_doc.parameter import Json, Parameter, boolean, ignored, integer, limited, number, refused, text
+
+_TOKEN_ID: Json = {"type": "integer", "minimum": 0, "maximum": v.INT32_MAX}
+_STOP: Json = {"type": "string", "minLength": 1, "maxLength": v.MAX_STOP_CHARS}
+
+MODEL = Parameter(
+    "model",
+    "Name of a served model, see /v1/models.",
+    {"type": "string", "minLength": 1, "maxLength": 1024},
+    required=True,
+)
+
+COMMON: tuple[Parameter, ...] = (
+    MODEL,
+    number("temperature", 0, 2, "Softmax temperature; 0 is greedy.", default=1.0),
+    number("top_p", 0, 1, "Keeps the smallest set of tokens whose probability reaches it.", default=1.0, open_low=True),
+    integer("top_k", -1, v.INT32_MAX, "Keeps the k most likely tokens; 0 and -1 are off.", default="0"),
+    number("min_p", 0, 1, "Drops tokens less likely than min_p times the likeliest.", default=0.0),
+    number(
+        "repetition_penalty",
+        0,
+        2,
+        "Divides (or multiplies) logits of tokens seen in prompt or output.",
+        default=1.0,
+        open_low=True,
+    ),
+    number("presence_penalty", -2, 2, "Subtracted once from tokens seen in the output.", default=0.0),
+    number("frequency_penalty", -2, 2, "Subtracted per occurrence in the output.", default=0.0),
+    Parameter(
+        "logit_bias",
+        "Added to the logits of single tokens; keys are token ids.",
+        {
+            "type": "object",
+            "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+            "maxProperties": v.MAX_LOGIT_BIAS,
+        },
+    ),
+    integer(
+        "seed", v.INT64_MIN, v.INT64_MAX, "Makes sampling repeatable, whatever else is in the batch.", default="random"
+    ),
+    integer("min_tokens", 0, v.INT32_MAX, "No stop token ends the answer before; at most max_tokens.", default="0"),
+    Parameter(
+        "stop",
+        "Strings that end the answer; not part of it.",
+        {"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": v.MAX_STOPS}]},
+    ),
+    Parameter(
+        "stop_token_ids",
+        "Tokens that end the answer, beside the model's own.",
+        {"type": "array", "items": _TOKEN_ID, "maxItems": v.MAX_STOP_TOKEN_IDS},
+    ),
+    boolean("ignore_eos", "Goes on past the model's end-of-sequence token."),
+    text("cache_salt", v.MAX_SALT_CHARS, "Only requests with the same one share cached prefixes.", default="empty"),
+    integer("priority", -v.INT32_MAX, v.INT32_MAX, "Higher runs earlier.", default="0"),
+    boolean("stream", "Server-sent events instead of one answer.", grpc=""),
+    Parameter("stream_options", "Only with stream.", {"type": "object"}, grpc=""),
+    boolean("stream_options.include_usage", "One more chunk, with the usage and no choices.", grpc=""),
+    boolean("stream_options.continuous_usage_stats", "The usage so far, in every chunk.", grpc=""),
+    limited("n", [1], "Answers per prompt."),
+    limited("use_beam_search", [False], "Beam search."),
+    limited("prompt_logprobs", [0], "Log-probabilities of the prompt's tokens."),
+    limited("echo", [False], "The prompt before the answer."),
+    refused("structured_outputs", "Structured output in vLLM's form."),
+    refused("guided_json", "Structured output in vLLM's older form."),
+    refused("guided_regex", "Structured output in vLLM's older form."),
+    refused("guided_choice", "Structured output in vLLM's older form."),
+    refused("guided_grammar", "Structured output in vLLM's older form."),
+    ignored("user", "Who asks, for OpenAI's abuse checks."),
+)
+
+COMPLETION: tuple[Parameter, ...] = (
+    Parameter(
+        "prompt",
+        "A text, texts, token ids, or lists of them; each is answered by a choice of its own.",
+        {
+            "anyOf": [
+                {"type": "string", "minLength": 1},
+                {
+                    "type": "array",
+                    "items": {"type": "string", "minLength": 1},
+                    "minItems": 1,
+                    "maxItems": v.MAX_PROMPTS,
+                },
+                {"type": "array", "items": _TOKEN_ID, "minItems": 1},
+                {
+                    "type": "array",
+                    "items": {"type": "array", "items": _TOKEN_ID, "minItems": 1},
+                    "minItems": 1,
+                    "maxItems": v.MAX_PROMPTS,
+                },
+            ]
+        },
+        required=True,
+        grpc="text, tokens",
+    ),
+    integer(
+        "max_tokens", 1, v.INT32_MAX, "Most tokens to generate; prompt and answer must fit the context.", default="16"
+    ),
+    integer("logprobs", 0, v.MAX_LOGPROBS, "So many alternatives per token, with log-probabilities.", default="none"),
+    limited("suffix", [""], "Text behind the answer (no model of ours fills in)."),
+    limited("best_of", [1], "Candidates, the best n of which are answered."),
+)
+
+_TEXT_PART: Json = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+_CALLS: Json = {"type": "array", "items": {"type": "object"}}
+_MESSAGE: Json = {
+    "anyOf": [
+        {
+            "type": "object",
+            "properties": {
+                "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
+                "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}]},
+                "tool_calls": {"anyOf": [_CALLS, {"type": "null"}]},
+            },
+            "required": ["role", "content"],
+        },
+        {
+            "type": "object",
+            "properties": {
+                "role": {"const": "assistant"},
+                "content": {"type": "null"},
+                "tool_calls": {**_CALLS, "minItems": 1},
+            },
+            "required": ["role", "tool_calls"],
+        },
+    ]
+}
+MESSAGES: Json = {"type": "array", "items": _MESSAGE, "minItems": 1, "maxItems": v.MAX_MESSAGES}
+
+CHAT: tuple[Parameter, ...] = (
+    Parameter(
+        "messages",
+        "The conversation, oldest first; content is text or text parts.",
+        MESSAGES,
+        required=True,
+        grpc="chat",
+    ),
+    integer(
+        "max_completion_tokens",
+        1,
+        v.INT32_MAX,
+        "Most tokens to generate; prompt and answer must fit the context.",
+        default="the rest of the context",
+        grpc="max_tokens",
+    ),
+    integer("max_tokens", 1, v.INT32_MAX, "The older name of max_completion_tokens, which goes first."),
+    boolean("logprobs", "Log-probabilities of the answer's tokens."),
+    integer(
+        "top_logprobs",
+        0,
+        v.MAX_LOGPROBS,
+        "So many alternatives per token; needs logprobs.",
+        default="0",
+        grpc="logprobs",
+    ),
+    Parameter("chat_template_kwargs", "Variables for the chat template.", {"type": "object"}),
+    limited("tools", [[]], "Functions that the model may call."),
+    limited("tool_choice", ["none", "auto"], "Which of them."),
+    limited("functions", [[]], "The older name of tools."),
+    limited("function_call", ["none", "auto"], "The older name of tool_choice."),
+    limited("response_format", [{"type": "text"}], "Structured output."),
+    limited("modalities", [["text"]], "Kinds of output."),
+    limited("continue_final_message", [False], "Goes on with the last message."),
+    limited("add_generation_prompt", [True], "The template's start of an answer."),
+    limited("documents", [[]], "Documents for the template."),
+    refused("audio", "Spoken answers."),
+    refused("prediction", "Predicted outputs."),
+    refused("web_search_options", "Search in the web."),
+    refused("chat_template", "A template of the client's own."),
+    ignored("metadata", "Labels of stored answers; nothing is stored."),
+    ignored("store", "Keeps the answer at OpenAI; nothing is kept here."),
+    ignored("service_tier", "There is one."),
+    ignored("safety_identifier", "Who asks, for OpenAI's abuse checks."),
+    ignored("prompt_cache_key", "Routing looks for cached prefixes anyway; x-session-affinity is the hint to give."),
+    ignored("prompt_cache_retention", "Cached prefixes stay while there is room."),
+    ignored("prompt_cache_options", "Cached prefixes stay while there is room."),
+    ignored("reasoning_effort", "How long a reasoning model thinks."),
+    ignored("verbosity", "How long answers are."),
+    ignored("parallel_tool_calls", "Several calls in one answer."),
+    ignored("moderation", "There is none."),
+)
+
+_KWARGS = Parameter("chat_template_kwargs", "Variables for the chat template.", {"type": "object"})
+_ANY_MODEL = Parameter("model", "Name of a served model, see /v1/models.", {"type": "string", "maxLength": 1024})
+
+TOKENIZE: tuple[Parameter, ...] = (
+    _ANY_MODEL,
+    Parameter("prompt", "A text; this or messages.", {"type": "string"}),
+    Parameter("messages", "A conversation, as in a chat; this or prompt.", MESSAGES),
+    Parameter(
+        "add_special_tokens",
+        "Adds what the tokenizer puts around a text.",
+        {"type": "boolean"},
+        default="true for a prompt",
+    ),
+    boolean("return_token_strs", "Also tells each token's text in the vocabulary."),
+    _KWARGS,
+    limited("continue_final_message", [False], "Goes on with the last message."),
+    limited("add_generation_prompt", [True], "The template's start of an answer."),
+    limited("tools", [[]], "Functions that the model may call."),
+    refused("chat_template", "A template of the client's own."),
+    refused("mm_processor_kwargs", "Images and the like."),
+)
+
+DETOKENIZE: tuple[Parameter, ...] = (
+    _ANY_MODEL,
+    Parameter("tokens", "Token ids.", {"type": "array", "items": _TOKEN_ID, "maxItems": 1 << 20}, required=True),
+)
+
+BODIES: dict[str, tuple[Parameter, ...]] = {
+    "/v1/chat/completions": (*CHAT[:1], *COMMON, *CHAT[1:]),
+    "/v1/completions": (*COMPLETION[:1], *COMMON, *COMPLETION[1:]),
+    "/tokenize": TOKENIZE,
+    "/detokenize": DETOKENIZE,
+}

@@ -1,0 +1,208 @@
+"""The support tables and /openapi.json say what the validators do: names, values, defaults, both ways.
+
+When this fails because of a parameter that you added, see the top of gateway/api_doc/parameters.py.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import ValidationError
+
+from common.errors import InvalidRequest
+from gateway.api_doc.document import openapi_document
+from gateway.api_doc.parameter import Parameter, Support
+from gateway.api_doc.parameters import BODIES, CHAT, COMMON, COMPLETION
+from gateway.api_doc.tables import GRPC_FIELDS, grpc_fields, with_tables
+from gateway.fields import Fields
+from gateway.tokenize import parse_detokenize, parse_tokenize
+from gateway.validation import parse_chat, parse_completion
+
+ROOT = Path(__file__).parents[2]
+OPENAI = Path("/work/shared/openai/openapi.json")
+MESSAGES = [{"role": "user", "content": "Hi"}]
+
+# What checks each body, and the smallest body that it takes.
+PARSERS: dict[str, tuple[Callable[[object], Any], dict[str, Any]]] = {
+    "/v1/chat/completions": (parse_chat, {"model": "m", "messages": MESSAGES}),
+    "/v1/completions": (parse_completion, {"model": "m", "prompt": "Hi"}),
+    "/tokenize": (parse_tokenize, {"prompt": "Hi"}),
+    "/detokenize": (parse_detokenize, {"tokens": [1]}),
+}
+# What a parameter needs beside itself to be taken, and what it cannot stand beside.
+NEEDS: dict[str, dict[str, Any]] = {
+    "top_logprobs": {"logprobs": True},
+    "stream_options": {"stream": True},
+}
+ONE_OF = {("/tokenize", "prompt"), ("/tokenize", "messages")}  # one of them must be there
+WITHOUT = {("/tokenize", "messages"): "prompt"}
+# What OpenAI's document has for the same path.
+REQUESTS = {
+    "/v1/chat/completions": "CreateChatCompletionRequest",
+    "/v1/completions": "CreateCompletionRequest",
+}
+ANYTHING: list[Any] = [
+    True, False, 0, 1, -1, 3, 0.5, 10**20, "", "x", "none", [], [1], [True], ["x"], [1, "x"], [[1]], [{}], {}, {"x": 1},
+    MESSAGES, [*MESSAGES, {"role": "robot", "content": "x"}], [{"role": "user", "content": None}],
+    [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
+    [{"role": "user", "content": [{"type": "image_url"}]}],
+]  # fmt: skip
+
+CASES = [pytest.param(path, p, id=f"{path}:{p.name}") for path, group in BODIES.items() for p in group]
+
+
+def body_with(path: str, parameter: Parameter, value: Any) -> dict[str, Any]:
+    """The smallest body with one parameter."""
+    body = {**PARSERS[path][1], **NEEDS.get(parameter.name.partition(".")[0], {})}
+    body.pop(WITHOUT.get((path, parameter.name), ""), None)
+    parent, _, member = parameter.name.partition(".")
+    return {**body, parent: {member: value} if member else value}
+
+
+def refusal(parse: Callable[[object], Any], body: object) -> InvalidRequest | None:
+    """The error that a body gets."""
+    try:
+        parse(body)
+    except InvalidRequest as e:
+        return e
+    return None
+
+
+def around(schema: Any) -> Iterator[Any]:
+    """Values at the bounds of a schema and beyond them."""
+    yield from schema.get("enum", [])
+    for part in schema.get("anyOf", []):
+        yield from around(part)
+    for bound in ("minimum", "maximum", "exclusiveMinimum"):
+        if bound in schema:
+            yield from (schema[bound], schema[bound] - 1, schema[bound] + 1)
+    if "maxLength" in schema:
+        yield from ("a" * schema["maxLength"], "a" * (schema["maxLength"] + 1))
+    if schema.get("type") == "array" and schema.get("maxItems", 1 << 30) <= 1 << 11:
+        item = next(iter(valid(schema["items"])))
+        yield from ([item] * schema["maxItems"], [item] * (schema["maxItems"] + 1))
+    if "maxProperties" in schema:
+        value = next(iter(valid(schema["additionalProperties"])))
+        yield from ({str(i): value for i in range(schema["maxProperties"] + more)} for more in (0, 1))
+
+
+def valid(schema: Any) -> Iterator[Any]:
+    """Some values that fit."""
+    candidates = [*around(schema), *ANYTHING]
+    return (value for value in candidates if Draft202012Validator(schema).is_valid(value))
+
+
+@pytest.mark.parametrize("path", PARSERS)
+def test_every_name_that_a_validator_reads_is_in_the_table_and_the_other_way_round(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: set[str] = set()
+    raw = Fields.raw
+
+    def recording(self: Fields, name: str) -> Any:
+        read.add(self._prefix + name)
+        return raw(self, name)
+
+    monkeypatch.setattr(Fields, "raw", recording)
+    parse, smallest = PARSERS[path]
+    parse(smallest)
+    table = {p.name: p.support for p in BODIES[path]}
+    assert len(table) == len(BODIES[path]), "a name is there twice"
+    found = {name for name in read if "[" not in name}  # of list entries only the list is a parameter
+    missing = found - table.keys()
+    assert not missing, f"not in gateway/api_doc/parameters.py (its top says how to add one): {sorted(missing)}"
+    effective = {name for name, support in table.items() if support is not Support.IGNORED}
+    assert not effective - found, "in the table, and no validator reads it"
+    assert not found - effective, "said to be ignored, and a validator reads it"
+
+
+@pytest.mark.parametrize(("path", "parameter"), CASES)
+def test_the_schema_of_a_parameter_is_what_the_validator_takes(path: str, parameter: Parameter) -> None:
+    parse = PARSERS[path][0]
+    checker = Draft202012Validator(parameter.schema)
+    taken = refused = 0
+    for value in [*ANYTHING, *around(parameter.schema)]:
+        fits = parameter.support is Support.IGNORED or checker.is_valid(value)
+        error = refusal(parse, body_with(path, parameter, value))
+        assert (error is None) == fits, f"{value!r:.100}: {error}"
+        if error is None:
+            taken += 1
+            continue
+        refused += 1
+        assert error.field is not None
+        inside = isinstance(value, dict | list)  # then the error may name the member at fault
+        assert parameter.name == (
+            re.split(r"[.\[]", error.field)[0] if inside and "." not in parameter.name else error.field
+        )
+    assert taken or parameter.support is Support.REFUSED
+    assert refused or parameter.support is Support.IGNORED
+    if not parameter.required and (path, parameter.name) not in ONE_OF:
+        parse(body_with(path, parameter, None))
+
+
+@pytest.mark.parametrize(("path", "parameter"), CASES)
+def test_a_default_is_what_an_absent_parameter_means(path: str, parameter: Parameter) -> None:
+    if "default" not in parameter.schema:
+        return
+    parse, smallest = PARSERS[path]
+    context = NEEDS.get(parameter.name.partition(".")[0], {})
+    assert parse({**smallest, **context}) == parse(body_with(path, parameter, parameter.schema["default"]))
+
+
+@pytest.mark.parametrize(("path", "name"), REQUESTS.items())
+def test_the_table_knows_every_parameter_of_openai(path: str, name: str) -> None:
+    if not OPENAI.is_file():
+        pytest.skip("the OpenAPI document is not on this machine")
+    schemas = json.loads(OPENAI.read_text())["components"]["schemas"]
+
+    def names(schema: dict[str, Any]) -> set[str]:
+        found = set(schema.get("properties", {}))
+        for part in schema.get("allOf", []):
+            found |= names(schemas[part["$ref"].rpartition("/")[2]] if "$ref" in part else part)
+        return found
+
+    assert names(schemas[name]) - {p.name for p in BODIES[path]} == set()
+
+
+def test_every_field_of_generate_has_its_parameter() -> None:
+    known = {field for p in (*COMMON, *CHAT, *COMPLETION) for field in grpc_fields(p)} | {"request_id"}
+    known |= {"length_penalty", "early_stopping"}  # beams are not served yet
+    assert set(GRPC_FIELDS) == known
+
+
+def test_the_page_has_the_tables() -> None:
+    page = (ROOT / "docs/api.md").read_text("utf-8")
+    assert page == with_tables(page), "run python -m gateway.api_doc"
+
+
+def test_the_document_is_openapi_whose_references_all_lead_somewhere() -> None:
+    document = openapi_document("0", ["m"])
+    schemas = document["components"]["schemas"]
+
+    def walk(node: Any) -> None:
+        if isinstance(node, dict):
+            if "$ref" in node:
+                assert node["$ref"].removeprefix("#/components/schemas/") in schemas
+            for value in node.values():
+                walk(value)
+        elif isinstance(node, list):
+            for value in node:
+                walk(value)
+
+    walk(document)
+    for schema in schemas.values():
+        Draft202012Validator.check_schema(schema)
+    for path, (_, smallest) in PARSERS.items():
+        body = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        Draft202012Validator.check_schema(body)
+        Draft202012Validator(body).validate(smallest)
+        for p in BODIES[path]:
+            if p.required:
+                with pytest.raises(ValidationError):
+                    Draft202012Validator(body).validate({k: v for k, v in smallest.items() if k != p.name})
