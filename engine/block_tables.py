@@ -1,5 +1,6 @@
 """Block tables of the running sequences as arrays, one row for each slot. A row follows its lease: what the lease
 gained since the last look is added, and only a lease that is new in the slot, or had blocks replaced, is copied whole.
+Blocks beyond a sequence's tokens were for drafts and may have been exchanged since: those are looked at again.
 """
 
 from __future__ import annotations
@@ -34,5 +35,5 @@ class BlockTables:
             self.copied[slot] = 0
         elif count > self._known[slot]:
             row[self._known[slot] : count] = lease.blocks[self._known[slot] :]
-        self._known[slot] = count
+        self._known[slot] = min(count, -(-seq.length // seq.block_size))
         return row[:count]

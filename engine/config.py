@@ -10,6 +10,8 @@ import torch
 from common.errors import ConfigError
 from common.kv_layout import FP8_DTYPE
 
+PROPOSERS = ("none", "ngram")
+MAX_DRAFTS = 7  # with the token before them as many as a row of the decode kernel has
 DEFAULT_KV_MEMORY = 512 << 20  # bytes; where neither num_blocks nor kv_memory is given and the device is a CPU
 
 
@@ -23,7 +25,9 @@ class EngineConfig:
     process may take. max_model_len 0: the model's own. token_budget: tokens of a step, and the longest chunk; max_seqs:
     sequences that run at once; 0: 256 and 64 on a CPU, 2048 and 256 on CUDA. cuda_graphs: decode steps run as graphs,
     captured at the start (no meaning on a CPU). overlap: a step is launched before the last one's result is known;
-    None: on CUDA. load_format dummy: random weights of weights_seed instead of the directory's. threads 0: all cores.
+    None: on CUDA. speculation: who proposes drafts, see engine/speculation; speculation_tokens: most drafts of a
+    sequence in a step. load_format dummy: random weights of weights_seed instead of the directory's. threads 0: all
+    cores.
     """
 
     model_dir: Path
@@ -40,6 +44,8 @@ class EngineConfig:
     max_seqs: int = 0
     cuda_graphs: bool = True
     overlap: bool | None = None
+    speculation: str = "none"
+    speculation_tokens: int = 4
     load_format: str = "auto"
     weights_seed: int = 0
     threads: int = 0
@@ -51,6 +57,14 @@ class EngineConfig:
             raise ConfigError(f"kv_dtype {self.kv_dtype!r} is not served: auto or fp8_e4m3", field="kv_dtype")
         if self.load_format not in ("auto", "dummy"):
             raise ConfigError(f"load_format {self.load_format!r} is not served: auto or dummy", field="load_format")
+        if self.speculation not in PROPOSERS:
+            known = ", ".join(PROPOSERS)
+            raise ConfigError(f"speculation {self.speculation!r} is not served: {known}", field="speculation")
+        if not 1 <= self.speculation_tokens <= MAX_DRAFTS:
+            raise ConfigError(
+                f"speculation_tokens must be from 1 to {MAX_DRAFTS}, is {self.speculation_tokens}",
+                field="speculation_tokens",
+            )
         if self.block_size < 1:
             raise ConfigError(f"block_size must be at least 1, is {self.block_size}", field="block_size")
         for name in ("num_blocks", "kv_memory", "max_model_len", "token_budget", "max_seqs", "weights_seed", "threads"):

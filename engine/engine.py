@@ -32,6 +32,8 @@ from engine.models.base import Model
 from engine.runner import Runner
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.sequence import Sequence
+from engine.speculation.ngram import NgramProposer
+from engine.speculation.speculator import Speculator
 from engine.step_result import EngineCounters, SequenceOutput, StepHook, StepResult
 from engine.stepper import Stepper
 from engine.warm_up import Rows, compiled_steps, largest_step, planned_steps
@@ -48,6 +50,12 @@ assert HASH_BYTES == 16, "the pool's hashes are 128 bits"
 
 def _ignore(hashes: list[bytes]) -> None:
     """Nobody listens."""
+
+
+def _speculator(config: EngineConfig) -> Speculator | None:
+    if config.speculation == "none":
+        return None
+    return Speculator(NgramProposer(), config.speculation_tokens)
 
 
 class Engine:
@@ -101,12 +109,14 @@ class Engine:
         self.runner = build(self.kv)
         if device.type == "cuda":
             self._compile()
+        self.speculator = _speculator(config)
         self._stepper = Stepper(
             self.scheduler,
             self.pool,
             self.runner,
             max_model_len=self.max_model_len,
             overlap=config.resolve_overlap(device),
+            speculator=self.speculator,
         )
 
     @property

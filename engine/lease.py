@@ -18,7 +18,7 @@ class Lease:
     """blocks: physical blocks in logical order, empty once finished.
 
     cached_blocks: how many of them came from the cache with their KV. published: how many lead blocks have their hash
-    registered. swaps: how often one of `blocks` was replaced; otherwise they only grow at the end.
+    registered. swaps: how often one of `blocks` was replaced; otherwise they only grow and shrink at the end.
     """
 
     __slots__ = ("_ledger", "blocks", "cached_blocks", "finished", "published", "reason", "swaps")
@@ -43,6 +43,18 @@ class Lease:
                 return False
             self.blocks.extend(ledger.take(n))
             return True
+
+    def trim(self, count: int) -> None:
+        """Give up all but the first `count` blocks; none of the others is published or has KV that counts."""
+        ledger = self._ledger
+        with ledger.lock:
+            self._require_live()
+            if count < self.published:
+                raise InternalError(f"{self.published} published blocks do not fit in {count}")
+            surplus = self.blocks[count:]
+            del self.blocks[count:]
+            surplus.reverse()
+            ledger.give_up(surplus)
 
     def publish(self, hashes: Sequence[bytes]) -> None:
         """Register the first len(hashes) blocks, whose KV is complete; a duplicate is swapped for the canonical block.

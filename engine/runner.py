@@ -28,6 +28,7 @@ from engine.models.base import Model
 from engine.sampler import Sampled, SampleRow, sample, token_logprobs
 from engine.scheduler import Item
 from engine.sequence import Sequence as EngineSequence
+from engine.speculation.verify import accepted_run
 from engine.stepper import ItemResult
 from engine.upload import upload
 from engine.warm_up import Rows
@@ -41,9 +42,9 @@ MAX_LOGPROBS = 20  # alternatives beside a token, as SamplingParams allows
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A step on the device. results: int64 per item, on its way to the host: the sampled token, 0 where none was asked
-    for, -1 where the model's output was not a number. wanted: items with log-probabilities; logprobs: theirs (chosen,
-    top, top ids). arrived: None on a CPU.
+    """A step on the device. results: int64 per item and draft, on its way to the host: the token that follows, 0 where
+    none was asked for, -1 where the model's output was not a number. wanted: results with log-probabilities; logprobs:
+    theirs (chosen, top, top ids). arrived: None on a CPU.
     """
 
     items: Sequence[Item]
@@ -93,16 +94,14 @@ class Runner:
         """Queues forward pass and sampling of all items; every item's lease covers its tokens."""
         if self._sampler is not None:
             self._stage_sampling(items, self._sampler)
-        wanted = [i for i, item in enumerate(items) if item.sample and item.seq.request.sampling.logprobs is not None]
+        wanted = _wanted(items)
         self._replayed = None
         if self.decode is not None and self.decode.fits(items):
             self._clear_begun_blocks(items)
             self._replayed = rows, query = self.decode.stage(items)
             output = self.decode.run(rows, query)
-            results, logprobs = (
-                output.results[: len(items)],
-                self._logprobs(items, wanted, output.logits, output.results),
-            )
+            count = sum(1 + len(item.drafts) for item in items)
+            results, logprobs = output.results[:count], self._logprobs(items, wanted, output.logits, output.results)
         else:
             results, logprobs = self._launch_chunks(items, wanted)
         return self._send(items, results, wanted, logprobs)
@@ -112,14 +111,24 @@ class Runner:
         if launched.arrived is not None:
             launched.arrived.synchronize()
         results: list[int] = launched.results.tolist()
-        tokens: list[Token | None] = [
-            Token(item.seq.num_output, token) if item.sample and token >= 0 else None
-            for item, token in zip(launched.items, results, strict=True)
-        ]
-        for at, index in enumerate(launched.wanted):
-            if (token := tokens[index]) is not None:
-                tokens[index] = _with_logprobs(token, launched.items[index].seq, at, launched.logprobs)
-        return [ItemResult(result >= 0, token) for result, token in zip(results, tokens, strict=True)]
+        logprob_of = {row: at for at, row in enumerate(launched.wanted)}
+        collected: list[ItemResult] = []
+        first = 0
+        for item in launched.items:
+            row = first
+            first += 1 + len(item.drafts)
+            run = accepted_run(item.drafts, results[row:first])
+            if run[-1] < 0:
+                collected.append(ItemResult(False))
+            elif not item.sample:
+                collected.append(ItemResult(True))
+            else:
+                tokens = [Token(item.seq.num_output + i, token) for i, token in enumerate(run)]
+                if row in logprob_of:
+                    at = logprob_of[row]
+                    tokens = [_with_logprobs(t, item.seq, at + i, launched.logprobs) for i, t in enumerate(tokens)]
+                collected.append(ItemResult(True, tuple(tokens)))
+        return collected
 
     def replay(self, count: int) -> float | None:
         """Seconds that the last launched step takes when it is run `count` times back to back; None when it was not one
@@ -165,42 +174,49 @@ class Runner:
         tokens: list[int] = []
         unseen: list[int] = []  # items whose last token only the device knows
         for index, item in enumerate(items):
-            tokens += item.seq.tokens[item.start : item.start + item.num_new]
+            tokens += item.seq.tokens[item.start : item.start + item.num_new - len(item.drafts)]
+            tokens += item.drafts
             if len(tokens) < ends[index]:
                 tokens.append(0)
                 unseen.append(index)
-        sampling = [i for i, item in enumerate(items) if item.sample]
+        # A row is a token after which something is sampled, or the last one of an item that samples nothing.
+        counts = np.array([1 + len(item.drafts) for item in items])
+        item_of = np.repeat(np.arange(len(items)), counts)
+        back = np.cumsum(counts)[item_of] - 1 - np.arange(len(item_of))
+        samples = np.array([item.sample for item in items])[item_of]
         slots = np.array([item.seq.slot for item in items])
+        positions_of = _positions(shape)
+        last_of = ends[item_of] - 1 - back
         ids, positions, last, rows, row_slots, sampled_at, late, late_slots = upload(
             [
-                np.array(tokens), _positions(shape), ends - 1, np.array(sampling, dtype=np.int64), slots[sampling],
-                np.array([items[i].start + items[i].num_new for i in sampling], dtype=np.int64),
-                ends[unseen] - 1, slots[unseen],
+                np.array(tokens), positions_of, last_of, np.flatnonzero(samples), slots[item_of[samples]],
+                positions_of[last_of[samples]] + 1, ends[unseen] - 1, slots[unseen],
             ],
             self._device,
         )  # fmt: skip
         if unseen:
             ids.index_copy_(0, late, self._last_tokens.index_select(0, late_slots))
         hidden = self._hidden(shape, ids, positions, last)
-        every = len(sampling) == len(items)
-        results = torch.zeros(len(items), dtype=torch.int64, device=self._device)
+        sampling = [item for item in items if item.sample]
+        every = bool(samples.all())
+        results = torch.zeros(len(item_of), dtype=torch.int64, device=self._device)
         if not every:
             results.masked_fill_(~torch.isfinite(hidden.float().sum(dim=-1)), -1)
         if not sampling:
             return results, ()
         logits = self._model.logits(hidden if every else hidden.index_select(0, rows))
-        sampled = self._sample([items[i] for i in sampling], logits, row_slots, sampled_at)
+        sampled = self._sample(sampling, logits, row_slots, sampled_at)
         self._last_tokens.index_copy_(0, row_slots, sampled.tokens)
         drawn = torch.where(sampled.finite, sampled.tokens, -1)
         if every:
             results = drawn
         else:
             results.index_copy_(0, rows, torch.where(results.index_select(0, rows) < 0, -1, drawn))
-        at = [sampling.index(i) for i in wanted]
+        at = (np.cumsum(samples) - 1)[list(wanted)].tolist()
         if self._sampler is None:
             found = (sampled.logprobs, sampled.top_logprobs, sampled.top_ids)
             return results, tuple(x if x is None else x[at] for x in found) if wanted else ()
-        return results, self._logprobs([items[i] for i in sampling], at, logits, sampled.tokens)
+        return results, self._logprobs(items, at, logits, sampled.tokens)
 
     def _hidden(self, shape: StepShape, ids: Tensor, positions: Tensor, last: Tensor) -> Tensor:
         """States of each row's last token."""
@@ -213,9 +229,10 @@ class Runner:
             return Sampled(*self._sampler.run(logits, slots, positions), None, None, None)
         rows: list[SampleRow] = []
         for item in items:
-            seq, known = item.seq, item.start + item.num_new
+            seq, known = item.seq, item.start + item.num_new - len(item.drafts)
             tokens = seq.tokens if len(seq.tokens) == known else [*seq.tokens, int(self._last_tokens[seq.slot])]
-            rows.append(SampleRow(seq.request.sampling, tokens, seq.prompt_len))
+            for taken in range(1 + len(item.drafts)):
+                rows.append(SampleRow(seq.request.sampling, tokens, seq.prompt_len, drafts=item.drafts[:taken]))
         return sample(logits, rows)
 
     def _stage_sampling(self, items: Sequence[Item], sampler: DeviceSampler) -> None:
@@ -230,9 +247,10 @@ class Runner:
     def _logprobs(
         self, items: Sequence[Item], wanted: Sequence[int], logits: Tensor, tokens: Tensor
     ) -> tuple[Tensor | None, ...]:
+        """Of the `wanted` rows of logits; as many alternatives as any item wants."""
         if not wanted:
             return ()
-        most = max(items[i].seq.request.sampling.logprobs or 0 for i in wanted)
+        most = max(item.seq.request.sampling.logprobs or 0 for item in items)
         (at,) = upload([np.array(wanted, dtype=np.int64)], self._device)
         return token_logprobs(logits.index_select(0, at), tokens.index_select(0, at).clamp(min=0), most)
 
@@ -262,6 +280,18 @@ class Runner:
                 assert item.seq.lease is not None
                 begun.append(item.seq.lease.blocks[end // size])
         self._kv.zero(begun)
+
+
+def _wanted(items: Sequence[Item]) -> list[int]:
+    """Results whose log-probabilities somebody wants."""
+    wanted: list[int] = []
+    row = 0
+    for item in items:
+        rows = 1 + len(item.drafts)
+        if item.sample and item.seq.request.sampling.logprobs is not None:
+            wanted += range(row, row + rows)
+        row += rows
+    return wanted
 
 
 def _positions(shape: StepShape) -> np.ndarray:

@@ -26,12 +26,21 @@ NEG_INF = float("-inf")
 
 @dataclass(frozen=True, slots=True)
 class SampleRow:
-    """What one row of logits is sampled with. tokens: prompt and output so far, of which prompt_len are the prompt."""
+    """What one row of logits is sampled with. tokens: prompt and output so far, of which prompt_len are the prompt.
+
+    drafts: taken to follow them.
+    """
 
     params: SamplingParams
     tokens: Sequence[int]
     prompt_len: int
     child: int = 0
+    drafts: Sequence[int] = ()
+
+    @property
+    def position(self) -> int:
+        """Of the token that is sampled."""
+        return len(self.tokens) + len(self.drafts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +70,7 @@ class Noise:
         return cls(
             _longs([_signed(row.params.seed) for row in rows], like),
             _longs([row.child for row in rows], like),
-            _longs([len(row.tokens) for row in rows], like),
+            _longs([row.position for row in rows], like),
         )
 
     def rows(self, rows: Sequence[int]) -> Noise:
@@ -101,7 +110,7 @@ def _shape(raw: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     """Penalties, bias and the ban of stop tokens before min_tokens; a copy when there are any."""
     penalised = [r for r, row in enumerate(rows) if penalises(row.params)]
     biased = [r for r, row in enumerate(rows) if row.params.logit_bias]
-    held = [r for r, row in enumerate(rows) if len(row.tokens) - row.prompt_len < row.params.min_tokens]
+    held = [r for r, row in enumerate(rows) if row.position - row.prompt_len < row.params.min_tokens]
     if not (penalised or biased or held):
         return raw
     logits = raw.clone()
@@ -124,10 +133,10 @@ def penalises(params: SamplingParams) -> bool:
 
 def _penalise(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     """Repetition (Keskar et al. 2019) over prompt and output, then presence and frequency over the output."""
-    seen = _counts(logits, [row.tokens for row in rows]) > 0
+    seen = _counts(logits, [[*row.tokens, *row.drafts] for row in rows]) > 0
     repetition = _floats([row.params.repetition_penalty for row in rows], logits)[:, None]
     logits = torch.where(seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
-    counts = _counts(logits, [row.tokens[row.prompt_len :] for row in rows])
+    counts = _counts(logits, [[*row.tokens[row.prompt_len :], *row.drafts] for row in rows])
     presence = _floats([row.params.presence_penalty for row in rows], logits)[:, None]
     frequency = _floats([row.params.frequency_penalty for row in rows], logits)[:, None]
     return logits - frequency * counts - presence * (counts > 0)

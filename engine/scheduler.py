@@ -16,19 +16,26 @@ still holds blocks are leases and holds outside, which end by themselves: the ba
 
 A batch may be planned while the one before it runs (see Sequence). A sequence that ends with the token that is being
 sampled is left out; nobody is preempted while the step in flight is about to give blocks back.
+
+Drafts are verified with what is left: of the budget once every decode has its token and prompts keep their share, of
+the blocks once every running sequence could have one more. Nobody is preempted for them.
 """
 
 from __future__ import annotations
 
 import heapq
 from bisect import insort
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 from common.errors import ConfigError, InternalError, InvalidRequest
 from common.types import FinishReason
 from engine.block_pool import BlockPool
 from engine.sequence import Sequence
+
+NO_DRAFTS: Mapping[Sequence, tuple[int, ...]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +60,7 @@ class Item(NamedTuple):
     """seq computes num_new tokens from `start` on; sample: they reach the end of its tokens, so the next is sampled.
 
     decode: one token of a sequence that decodes, not a part of a prompt. recomputed: tokens of these that had KV before
-    a preemption.
+    a preemption. drafts: guesses of the tokens after the newest, the last of num_new; what follows each is sampled too.
     """
 
     seq: Sequence
@@ -62,6 +69,7 @@ class Item(NamedTuple):
     sample: bool
     decode: bool = False
     recomputed: int = 0
+    drafts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,22 +193,31 @@ class Scheduler:
             recomputed_tokens=self._recomputed_tokens,
         )
 
-    def schedule(self) -> Batch:
-        """The next step's work; leases blocks for it. Every item must be computed or launched before the next call."""
-        items = self._plan()
+    def drafters(self) -> list[Sequence]:
+        """Running sequences that decode next and whose tokens are all known."""
+        return [seq for seq in self._running if seq.decoding and not (seq.paused or seq.launched or seq.pending)]
+
+    def schedule(self, drafts: Mapping[Sequence, tuple[int, ...]] = NO_DRAFTS) -> Batch:
+        """The next step's work; leases blocks for it. Every item must be computed or launched before the next call.
+
+        drafts: of `drafters`; as many of them as fit are verified.
+        """
+        items = self._plan(drafts)
         while not items and any(not seq.paused for seq in self._waiting) and not self._blocks_come_back():
             paused = [seq for seq in self._lease_holders() if seq.paused]
             if not paused:
                 break
             self._preempt(max(paused, key=_rank))
-            items = self._plan()
+            items = self._plan(drafts)
         return Batch(items)
 
-    def _plan(self) -> list[Item]:
+    def _plan(self, drafts: Mapping[Sequence, tuple[int, ...]]) -> list[Item]:
         self._admit(new=False)
         items = self._decodes()
         self._admit(new=True)
-        return items + self._chunks(self.config.token_budget - len(items))
+        if drafts:
+            items = self._with_drafts(items, drafts)
+        return items + self._chunks(self.config.token_budget - sum(item.num_new for item in items))
 
     def _admit(self, *, new: bool) -> None:
         """Move waiting sequences into free slots, in turn; without `new` only those that hold their blocks already."""
@@ -245,12 +262,37 @@ class Scheduler:
             if len(items) == limit:
                 break
             # One that was preempted by an earlier one of this loop has nothing computed, so it does not decode.
-            if seq.paused or not seq.decoding or seq.exhausted:
+            if seq.paused or not seq.decoding or seq.exhausted or seq.drafted:
                 continue
             start = seq.start
             if start < seq.allocated or self._grow(seq):
                 items.append(Item(seq, start, 1, sample=True, decode=True))
         return items
+
+    def _with_drafts(self, items: list[Item], drafts: Mapping[Sequence, tuple[int, ...]]) -> list[Item]:
+        """The decodes, with drafts of those that have some."""
+        budget = self.config.token_budget
+        spare = budget - len(items) - ((budget + 2) // 4 if self._has_prompts() else 0)
+        growing = sum(not seq.hand_off for seq in self._running)
+        drafted: list[Item] = []
+        for item in items:
+            seq = item.seq
+            # The token after the last draft is sampled too, and the newest of all never gets KV.
+            most = min(spare, seq.max_len - seq.length - 1)
+            wanted = drafts.get(seq, ())[: max(0, most)]
+            if wanted:
+                self._extend(seq, item.start + 1 + len(wanted), keep_free=growing)
+                wanted = wanted[: seq.allocated - item.start - 1]
+                spare -= len(wanted)
+            drafted.append(item._replace(num_new=1 + len(wanted), drafts=wanted))
+        return drafted
+
+    def _extend(self, seq: Sequence, end: int, *, keep_free: int) -> None:
+        """Room for `end` tokens, if the pool can spare it."""
+        assert seq.lease is not None
+        missing = self._blocks(end) - len(seq.lease.blocks)
+        if missing > 0 and self._pool.available() - missing >= keep_free:
+            seq.lease.grow(missing)
 
     def _has_prompts(self) -> bool:
         return any(not (s.paused or s.decoding) for s in self._running) or any(not s.paused for s in self._waiting)

@@ -6,15 +6,23 @@ A preemption takes lease and KV away (computed = 0) and leaves the tokens: the s
 
 The host may plan a step before it has seen the last one's result: `launched` tokens are being computed, and `pending`
 sampled tokens exist on the device alone. start and length count them, computed and tokens do not.
+
+A step may verify drafts, guesses of the tokens that follow the newest: `drafted` of them are in it, and nobody counts
+them. Those that turn out right are appended like any token, and `accept` says that they have KV; what the step wrote
+for the others lies beyond `computed`, where later steps write again.
 """
 
 from __future__ import annotations
 
 from collections import abc
+from typing import TYPE_CHECKING
 
 from common.block_hash import BlockHasher, matchable_blocks
 from common.types import FinishReason, ValidRequest
 from engine.block_pool import Lease
+
+if TYPE_CHECKING:
+    from engine.speculation.drafting import Drafting
 
 
 class Sequence:
@@ -23,7 +31,8 @@ class Sequence:
     cached_tokens: prompt tokens that the prefix cache supplied. hand_off: ends after its first token, another pod goes
     on. paused: not scheduled until its reader catches up. finish: why it ended, None while it lives. slot: its own
     number below the scheduler's max_seqs while it runs. The scheduler sets `arrival`, `lease`, `preemptions`, `slot`
-    and, on admission, `computed`; the stepper calls `launch` and `settle`.
+    and, on admission, `computed`; the stepper calls `launch`, `settle` and `accept`. drafting: what the speculator
+    knows of it, None before it saw it.
     """
 
     __slots__ = (
@@ -33,6 +42,8 @@ class Sequence:
         "block_size",
         "cached_tokens",
         "computed",
+        "drafted",
+        "drafting",
         "finish",
         "hand_off",
         "launched",
@@ -70,6 +81,8 @@ class Sequence:
         self.computed = computed
         self.launched = 0
         self.pending = 0
+        self.drafted = 0
+        self.drafting: Drafting | None = None
         self.slot = -1
         self.cached_tokens = lease.cached_blocks * block_size if lease is not None else 0
         self.hand_off = hand_off
@@ -134,16 +147,25 @@ class Sequence:
         """Preempted, and not yet caught up."""
         return self.computed < self._recompute_until
 
-    def launch(self, num_new: int, *, sample: bool) -> None:
-        """A step computes num_new tokens from `start` on and, with sample, what follows them."""
-        self.launched += num_new
+    def launch(self, num_new: int, *, sample: bool, drafts: int = 0) -> None:
+        """A step computes num_new tokens from `start` on and, with sample, what follows them; the last `drafts` of
+        them are guesses. No other step is launched while there are any.
+        """
+        self.launched += num_new - drafts
+        self.drafted += drafts
         self.pending += sample
 
-    def settle(self, num_new: int, *, sample: bool) -> None:
+    def settle(self, num_new: int, *, sample: bool, drafts: int = 0) -> None:
         """The oldest launched step has ended; what it sampled is the caller's to append."""
-        self.launched -= num_new
+        self.launched -= num_new - drafts
+        self.drafted -= drafts
         self.pending -= sample
-        self.computed += num_new
+        self.computed += num_new - drafts
+
+    def accept(self) -> None:
+        """The newest token was a draft of the step that was settled last: it has KV."""
+        self.computed += 1
+        assert self.computed <= len(self.tokens)
 
     def append(self, token: int) -> None:
         """The token that was sampled after the last one."""
@@ -169,5 +191,5 @@ class Sequence:
         self.lease.finish("preempted")
         self.lease = None
         self._recompute_until = max(self._recompute_until, self.computed)
-        self.computed = self.launched = self.pending = 0
+        self.computed = self.launched = self.pending = self.drafted = 0
         self.preemptions += 1

@@ -14,9 +14,10 @@ from engine.sequence import Sequence
 class SequenceOutput:
     """What one step did for one sequence.
 
-    computed: its tokens that have KV now. chunk_done: the step computed tokens of its prompt. tokens: new ones (at most
-    one here). finish: the request is over, and why. handed_off: a hand_off sequence ended here with its first token;
-    another pod goes on unless finish is set too. error: why it failed; finish is ERROR then.
+    computed: its tokens that have KV now. chunk_done: the step computed tokens of its prompt. tokens: new ones, several
+    where drafts were right. finish: the request is over, and why. handed_off: a hand_off sequence ended here with its
+    first token; another pod goes on unless finish is set too. error: why it failed; finish is ERROR then. proposed:
+    drafts that the step verified, of which the accepted ones are the first of tokens.
     """
 
     seq: Sequence
@@ -26,6 +27,8 @@ class SequenceOutput:
     finish: FinishReason | None = None
     handed_off: bool = False
     error: BatonError | None = None
+    proposed: int = 0
+    accepted: int = 0
 
     @property
     def ended(self) -> bool:
@@ -52,7 +55,8 @@ class StepResult:
 class EngineCounters:
     """Since the start. prompt_tokens were computed for the first time, recomputed_tokens after a preemption.
 
-    discarded: items of steps whose sequence had ended or lost its blocks when the step ended.
+    decode_tokens have KV and are output; drafts that were wrong are none. discarded: items of steps whose sequence had
+    ended or lost its blocks when the step ended.
     """
 
     steps: int = 0

@@ -4,6 +4,11 @@ With overlap, `step` launches the step after the one it returns before it waits 
 accounts while the device computes, and a step's input tokens come from the device where the host has not seen them.
 At most two steps are launched at a time, one of them between two calls.
 
+Drafts are proposed from tokens that the host has seen, and what follows a step that verifies some is known with its
+result only. So where the speculator wants drafts for the next step, or the step has some, the next one is launched
+after the result, though before anybody is told of it: the device waits for the host's accounting, and for nothing else.
+Steps without drafts overlap as ever.
+
 A sequence's limit on tokens is known ahead and never overrun. That it stopped, was aborted, failed or was preempted is
 known one step late: what the step in flight does for it is discarded, and the fence of that step keeps its blocks from
 everyone else until the step has ended on the device.
@@ -20,8 +25,9 @@ from typing import Generic, Protocol, TypeVar
 from common.errors import BatonError, InternalError
 from common.types import FinishReason, Token
 from engine.block_pool import BlockPool, Lease, StepFence
-from engine.scheduler import Item, Scheduler
+from engine.scheduler import NO_DRAFTS, Item, Scheduler
 from engine.sequence import Sequence
+from engine.speculation.speculator import Speculator
 from engine.step_result import EngineCounters, SequenceOutput, StepHook, StepResult
 
 log = logging.getLogger(__name__)
@@ -31,10 +37,12 @@ L = TypeVar("L")
 
 @dataclass(frozen=True, slots=True)
 class ItemResult:
-    """finite: the model's output was a number. token: the sampled token, where one was asked for and is meaningful."""
+    """finite: the model's output was a number. tokens: what was sampled, where that was asked for and is meaningful:
+    one token, and one more for each draft that was accepted.
+    """
 
     finite: bool
-    token: Token | None
+    tokens: tuple[Token, ...] = ()
 
 
 class StepRunner(Protocol[L]):
@@ -43,7 +51,7 @@ class StepRunner(Protocol[L]):
     def launch(self, items: abc.Sequence[Item]) -> L:
         """Queues a step and returns without waiting; every item's lease covers its tokens.
 
-        A token that the sequence does not know yet is the one that was sampled last for it.
+        A token that the sequence does not know yet is the one that was sampled last for it. Drafts are not its tokens.
         """
 
     def collect(self, launched: L) -> list[ItemResult]:
@@ -63,10 +71,17 @@ class _Flight(Generic[L]):
 
 
 class Stepper(Generic[L]):
-    """max_model_len: tokens at which a sequence ends whatever it asked for."""
+    """max_model_len: tokens at which a sequence ends whatever it asked for. speculator: proposes drafts; None: none."""
 
     def __init__(
-        self, scheduler: Scheduler, pool: BlockPool, runner: StepRunner[L], *, max_model_len: int, overlap: bool
+        self,
+        scheduler: Scheduler,
+        pool: BlockPool,
+        runner: StepRunner[L],
+        *,
+        max_model_len: int,
+        overlap: bool,
+        speculator: Speculator | None = None,
     ) -> None:
         self.counters = EngineCounters()
         self._scheduler = scheduler
@@ -74,6 +89,7 @@ class Stepper(Generic[L]):
         self._runner = runner
         self._max_model_len = max_model_len
         self._overlap = overlap
+        self._speculator = speculator
         self._flight: _Flight[L] | None = None
         self._settled_at = 0.0
 
@@ -89,9 +105,12 @@ class Stepper(Generic[L]):
             self._flight = None
             if flight is None:
                 return StepResult()
-            if self._overlap:
-                self._flight = self._begin()
+            ahead = self._overlap and not self._awaited(flight)
+            if ahead:
+                self._flight = self._begin(ahead=True)
             result = self._settle(flight)
+            if self._overlap and not ahead and not any(output.ended for output in result.outputs):
+                self._flight = self._begin()
             if result.outputs:
                 self._tell(result, hook)
                 return result
@@ -113,11 +132,23 @@ class Stepper(Generic[L]):
                 if output.ended and output.seq.lease is not None:
                     output.seq.lease.finish("handed off" if output.finish is None else str(output.finish))
 
-    def _begin(self) -> _Flight[L] | None:
-        """Schedules and launches; None when nothing can run. A failure is told when the step's turn comes."""
+    def _awaited(self, flight: _Flight[L]) -> bool:
+        """The next step is planned with this one's result."""
+        if self._speculator is None:
+            return False
+        return any(item.drafts for item in flight.items) or self._speculator.due([item.seq for item in flight.items])
+
+    def _begin(self, *, ahead: bool = False) -> _Flight[L] | None:
+        """Schedules and launches; None when nothing can run. A failure is told when the step's turn comes.
+
+        ahead: a step is on the device, so there is nothing to propose from.
+        """
         began = time.perf_counter()
         try:
-            items = self._scheduler.schedule().items
+            drafts = NO_DRAFTS
+            if self._speculator is not None and not ahead:
+                drafts = self._speculator.draft(self._scheduler.drafters())
+            items = self._scheduler.schedule(drafts).items
         except Exception as error:
             failure = InternalError(f"the scheduler failed: {error}")
             return _Flight([], [], self._pool.begin_step(), failure, began, self._fail_all(error, failure))
@@ -130,7 +161,7 @@ class Stepper(Generic[L]):
         except Exception as error:
             launched = self._failure(items, error)
         for item in items:
-            item.seq.launch(item.num_new, sample=item.sample)
+            item.seq.launch(item.num_new, sample=item.sample, drafts=len(item.drafts))
         return _Flight(items, [item.seq.lease for item in items], fence, launched, began)
 
     def _settle(self, flight: _Flight[L]) -> StepResult:
@@ -147,6 +178,8 @@ class Stepper(Generic[L]):
         self.counters.discarded += len(flight.items) - len(items)
         now = time.perf_counter()
         seconds, self._settled_at = now - max(flight.began, self._settled_at), now
+        if self._speculator is not None:
+            self._speculator.stepped(items, seconds)
         return self._result(items, outputs, seconds)
 
     def _collect(self, flight: _Flight[L]) -> list[ItemResult | InternalError]:
@@ -175,18 +208,36 @@ class Stepper(Generic[L]):
 
     def _advance(self, item: Item, result: ItemResult) -> SequenceOutput:
         seq = item.seq
-        seq.settle(item.num_new, sample=item.sample)
+        seq.settle(item.num_new, sample=item.sample, drafts=len(item.drafts))
         finish: FinishReason | None = None
-        tokens: tuple[Token, ...] = ()
-        if result.token is not None:
-            tokens = (result.token,)
-            seq.append(result.token.id)
-            finish = self._finish_reason(seq, result.token.id)
+        kept = 0
+        while kept < len(result.tokens) and finish is None:
+            token = result.tokens[kept].id
+            seq.append(token)
+            finish = self._finish_reason(seq, token)
+            kept += 1
+            if kept < len(result.tokens) and finish is None:
+                seq.accept()
+        accepted = max(0, kept - 1)
         seq.publish()
-        handed_off = seq.hand_off and bool(tokens)
+        handed_off = seq.hand_off and kept > 0
         if finish is not None or handed_off:
             self._scheduler.finish(seq, finish or FinishReason.LENGTH)
-        return SequenceOutput(seq, seq.computed, item.start < seq.prompt_len, tokens, finish, handed_off)
+        if item.drafts:
+            self._after_drafts(item, accepted)
+        return SequenceOutput(
+            seq, seq.computed, item.start < seq.prompt_len, result.tokens[:kept], finish, handed_off,
+            proposed=len(item.drafts), accepted=accepted,
+        )  # fmt: skip
+
+    def _after_drafts(self, item: Item, accepted: int) -> None:
+        """Returns the blocks that only wrong drafts needed, and tells the speculator."""
+        seq = item.seq
+        if seq.finish is None:
+            assert seq.lease is not None
+            seq.lease.trim(-(-len(seq.tokens) // seq.block_size))
+        if self._speculator is not None:
+            self._speculator.verified(seq, len(item.drafts), accepted)
 
     def _finish_reason(self, seq: Sequence, token: int) -> FinishReason | None:
         params = seq.request.sampling
@@ -211,7 +262,8 @@ class Stepper(Generic[L]):
         recomputed = sum(item.recomputed for item in items)
         prompt = sum(_new_prompt_tokens(item) for item in items)
         # What is left has KV for the first time and is output, also when a chunk after a preemption ends with it.
-        decoded = sum(item.num_new for item in items) - prompt - recomputed
+        right = sum(output.accepted for output in outputs)
+        decoded = sum(item.num_new - len(item.drafts) for item in items) + right - prompt - recomputed
         counters = self.counters
         counters.steps += 1
         counters.prompt_tokens += prompt

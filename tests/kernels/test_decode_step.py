@@ -204,7 +204,7 @@ def test_rows_of_several_tokens(device: torch.device) -> None:
             assert runner.decode.fits(verify)
             if device.type == "cuda":
                 runner.decode.capture()
-        tokens = [r.token for r in rig.runner.collect(rig.runner.launch(verify))]
+        tokens = [r.tokens[0] for r in rig.runner.collect(rig.runner.launch(verify))]
         results.append([-1 if t is None else t.id for t in tokens])
     assert results[0] == results[1]
 

@@ -95,12 +95,12 @@ class Device:
             before = self.kv[self._at(blocks, position - 1)] if position else 0
             self.kv[self._at(blocks, position)] = state([token], before)
         if not item.sample:
-            return ItemResult(item.seq.request_id not in self.poisoned, None)
+            return ItemResult(item.seq.request_id not in self.poisoned)
         end = item.start + item.num_new
         token = self.last[slot] = self.kv[self._at(blocks, end - 1)] % VOCAB
         if item.seq.request_id in self.poisoned:
-            return ItemResult(False, None)
-        return ItemResult(True, Token(item.seq.num_output, token))
+            return ItemResult(False)
+        return ItemResult(True, (Token(item.seq.num_output, token),))
 
     def _at(self, blocks: list[int], position: int) -> tuple[int, int]:
         return blocks[position // self.size], position % self.size

@@ -1,0 +1,26 @@
+"""What is known of one sequence's drafts; lives and dies with the sequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(slots=True)
+class Drafting:
+    """kept: the proposer's own. right of tested: drafts that were reached by verification, and those of them that were
+    accepted; old ones count less. probe_at: tokens of output from which it drafts again although it does not pay;
+    pause: tokens between two such probes. barren: proposals in a row that were empty.
+    """
+
+    kept: Any
+    right: float
+    tested: float
+    probe_at: int = 0
+    pause: int = 0
+    barren: int = 0
+
+    @property
+    def rate(self) -> float:
+        """Share of drafts that are right if those before them are."""
+        return self.right / self.tested

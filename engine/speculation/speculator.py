@@ -1,0 +1,83 @@
+"""Drafts for the sequences that decode next: who gets how many, from whom, and what became of them.
+
+Called by the stepper on the engine's thread: `draft` before a step is planned whose tokens are all known, `verified`
+for each sequence whose drafts a step has tested, `stepped` after each step, `due` to learn whether the next step should
+wait for this one's result. A proposer that fails costs its drafts and no more.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+from engine.scheduler import NO_DRAFTS, Item
+from engine.sequence import Sequence as EngineSequence
+from engine.speculation.control import Control
+from engine.speculation.proposer import Proposer
+from engine.speculation.stats import SpeculationStats
+
+log = logging.getLogger(__name__)
+
+PATIENCE = 2  # empty proposals in a row after which a sequence no longer makes steps wait
+LOOK_EVERY = 8  # steps after which those sequences are asked again
+
+
+class Speculator:
+    """tokens: most drafts of a sequence in a step."""
+
+    def __init__(self, proposer: Proposer, tokens: int) -> None:
+        self.stats = SpeculationStats(proposer.name, tokens)
+        self._proposer = proposer
+        self._control = Control(tokens)
+        self._steps = 0
+
+    def draft(self, seqs: Sequence[EngineSequence]) -> Mapping[EngineSequence, tuple[int, ...]]:
+        """Drafts of those sequences for which they pay."""
+        limits = self._limits(seqs)
+        asked = [(seq, limit) for seq, limit in zip(seqs, limits, strict=True) if limit]
+        if not asked:
+            return NO_DRAFTS
+        chosen = [seq for seq, _ in asked]
+        kept = [seq.drafting.kept for seq in chosen if seq.drafting is not None]
+        try:
+            drafts = self._proposer.propose(chosen, kept, [limit for _, limit in asked])
+        except Exception:
+            log.exception("the %s proposer failed", self._proposer.name)
+            self.stats.failures += 1
+            return NO_DRAFTS
+        proposed: dict[EngineSequence, tuple[int, ...]] = {}
+        for seq, tokens, count in zip(chosen, drafts.tokens.tolist(), drafts.lengths.tolist(), strict=True):
+            assert seq.drafting is not None
+            seq.drafting.barren = 0 if count else seq.drafting.barren + 1
+            if count:
+                proposed[seq] = tuple(tokens[:count])
+        return proposed
+
+    def due(self, seqs: Sequence[EngineSequence]) -> bool:
+        """Some of these sequences, which are in the step in flight, should draft for the next one."""
+        decoding = [seq for seq in seqs if seq.decoding and not seq.hand_off]
+        look = self._steps % LOOK_EVERY == 0
+        limits = self._limits(decoding)
+        return any(
+            limit and (look or (seq.drafting is not None and seq.drafting.barren < PATIENCE))
+            for seq, limit in zip(decoding, limits, strict=True)
+        )
+
+    def verified(self, seq: EngineSequence, drafts: int, accepted: int) -> None:
+        """A step has tested the sequence's drafts."""
+        assert seq.drafting is not None
+        self.stats.add(drafts, accepted)
+        self._control.verified(seq.drafting, seq.num_output, drafts, accepted)
+        self._proposer.accept(seq, seq.drafting.kept, drafts, accepted)
+
+    def stepped(self, items: Sequence[Item], seconds: float) -> None:
+        """A step has ended after so many seconds."""
+        self._steps += 1
+        if items and all(item.decode for item in items):
+            self._control.stepped(len(items), sum(len(item.drafts) for item in items), seconds)
+
+    def _limits(self, seqs: Sequence[EngineSequence]) -> list[int]:
+        for seq in seqs:
+            if seq.drafting is None:
+                seq.drafting = self._control.begin(self._proposer.begin(seq))
+        return self._control.limits([(seq.drafting, seq.num_output) for seq in seqs if seq.drafting is not None])

@@ -1,0 +1,107 @@
+"""Speculation changes no token: with and without it, every kind of sampling, batch, preemption and hand-off."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from common.types import SamplingParams
+from engine.engine import Engine
+from engine.llm import LLM, Completion
+
+BLOCK, VOCAB = 4, 48
+PROMPTS = 50
+
+
+@pytest.fixture(scope="module")
+def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random Llama that repeats itself soon when it is greedy."""
+    directory = tmp_path_factory.mktemp("tiny")
+    torch.manual_seed(5)
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, eos_token_id=2,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.3).add_(1.0 if parameter.ndim == 1 else 0.0)
+    model.save_pretrained(directory)
+    return directory
+
+
+def make(directory: Path, **config: Any) -> LLM:
+    defaults: dict[str, Any] = {"block_size": BLOCK, "num_blocks": 400, "token_budget": 64, "threads": 1}
+    return LLM(directory, **(defaults | config))
+
+
+def mixed() -> tuple[list[list[int]], list[SamplingParams]]:
+    """Requests of all lengths and kinds of sampling, whose prompts repeat themselves."""
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.7, "logprobs": 2},
+        {"temperature": 0.6, "top_p": 0.8},
+        {"temperature": 0.9, "top_k": 4, "min_p": 0.05, "logprobs": 0},
+        {"temperature": 0.5, "repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.1},
+        {"temperature": 0.0, "logit_bias": ((5, 2.0), (7, 1.5)), "min_tokens": 9, "stop_token_ids": tuple(range(40))},
+        {"temperature": 0.0, "frequency_penalty": 0.3, "logprobs": 1},
+        {"temperature": 0.4, "stop_token_ids": (11, 12, 13)},
+    ]
+    random = np.random.default_rng(3)
+    prompts = []
+    for i in range(PROMPTS):
+        motif = random.integers(3, VOCAB, 1 + i % 7).tolist()
+        prompts.append((motif * 12)[: 1 + (i * 5) % 37])
+    params = [SamplingParams(**({"max_tokens": 10 + i % 23, "seed": 7 * i} | kinds[i % 8])) for i in range(PROMPTS)]
+    return prompts, params
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_dir: Path) -> list[Completion]:
+    """Without speculation."""
+    return make(tiny_dir).generate(*mixed(), ignore_eos=True, show_progress=False)
+
+
+def equal(got: Sequence[Completion], wanted: Sequence[Completion]) -> None:
+    assert [c.ids for c in got] == [c.ids for c in wanted]
+    assert [c.finish for c in got] == [c.finish for c in wanted]
+    for a, b in zip(got, wanted, strict=True):
+        assert [t.index for t in a.tokens] == list(range(len(a.tokens)))
+        assert [t.logprob for t in a.tokens] == pytest.approx([t.logprob for t in b.tokens], abs=1e-4)
+        assert [[x.token for x in t.top] for t in a.tokens] == [[x.token for x in t.top] for t in b.tokens]
+
+
+def clean(engine: Engine) -> None:
+    """No block is in use any more, and drafts were made, accepted and rejected."""
+    engine.pool.check()
+    counts = engine.pool.counts()
+    assert counts.leased == counts.quarantined == 0
+    assert engine.speculator is not None
+    stats = engine.speculator.stats
+    assert 0 < stats.accepted < stats.proposed
+    assert stats.failures == 0
+
+
+@pytest.mark.parametrize(("proposer", "tokens"), [("ngram", 4), ("ngram", 1), ("ngram", 7)])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_no_token_changes(
+    tiny_dir: Path, expected: list[Completion], proposer: str, tokens: int, overlap: bool
+) -> None:
+    llm = make(tiny_dir, speculation=proposer, speculation_tokens=tokens, overlap=overlap)
+    equal(llm.generate(*mixed(), ignore_eos=True, show_progress=False), expected)
+    clean(llm.engine)
+    assert llm.engine.counters.decode_tokens == sum(len(c.ids) - 1 for c in expected)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_preemption_in_the_middle_changes_nothing(tiny_dir: Path, expected: list[Completion], overlap: bool) -> None:
+    llm = make(tiny_dir, speculation="ngram", num_blocks=40, overlap=overlap)
+    equal(llm.generate(*mixed(), ignore_eos=True, show_progress=False), expected)
+    assert llm.engine.scheduler.stats().preemptions > 0
+    clean(llm.engine)
