@@ -60,6 +60,8 @@ KvMemory = Annotated[
     str | None, _opt("KV pool of a pod, like 2GiB; default: 512M on a CPU, what is left on a GPU.", metavar="SIZE")
 ]
 ChunkTokens = Annotated[str | None, _opt("Most tokens of one engine step (default 256, on a GPU 2048).", metavar="N")]
+Speculation = Annotated[str | None, _opt("Who drafts tokens: none (the default) or ngram.", metavar="PROPOSER")]
+SpeculationTokens = Annotated[str | None, _opt("Most drafts per sequence and step (default 4).", metavar="N")]
 Device = Annotated[str | None, _opt("auto (the default), cpu, cuda or cuda:N.")]
 DType = Annotated[str | None, _opt("auto (the default), float32 or bfloat16.")]
 LoadFormat = Annotated[str | None, _opt("auto (the default), or dummy: random weights, only config.json is read.")]
@@ -93,6 +95,8 @@ def up(
     weights_seed: WeightsSeed = None,
     max_model_len: MaxModelLen = None,
     chunk_tokens: ChunkTokens = None,
+    speculation: Speculation = None,
+    speculation_tokens: SpeculationTokens = None,
     block_size: BlockSize = None,
     kv_memory: KvMemory = None,
     gpu_memory_utilization: Annotated[
@@ -147,6 +151,8 @@ def serve(
     overlap: Annotated[
         bool | None, typer.Option("--overlap/--no-overlap", help="Launch steps ahead of results (default on a GPU).")
     ] = None,
+    speculation: Speculation = None,
+    speculation_tokens: SpeculationTokens = None,
     local_prefill_tokens: Annotated[
         str | None, _opt("Suffixes that decode computes itself (default 0).", metavar="N")
     ] = None,

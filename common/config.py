@@ -168,6 +168,8 @@ _SECRET = _text("at least 8 characters", r".{8,}", secret=True)
 _DEVICE = _text("auto, cpu, cuda or cuda:N", r"auto|cpu|cuda(:\d+)?")
 _DTYPE = _choice("auto", "float32", "bfloat16")
 _KV_DTYPE = _choice("auto", "fp8_e4m3")
+_SPECULATION = _choice("none", "ngram")
+_DRAFTS = _integer(1, 7)
 _LOAD_FORMAT = _choice("auto", "dummy")
 _SEED = _integer(0, (1 << 31) - 1)
 _MODEL_LEN = _integer(0, 1 << 24)
@@ -288,7 +290,8 @@ class PodConfig(_Config):
     GPU what is left of gpu_memory_utilization, the share of the card that the pod may take. max_model_len 0: the
     model's. chunk_tokens: most tokens of one step, and of one prompt chunk; max_seqs: sequences that run at once; 0:
     256 and 64 on a CPU, 2048 and 256 on a GPU. cuda_graphs: decode steps run as graphs, captured at the start. overlap:
-    a step is launched before the last one's result is known (None: on a GPU). local_prefill_tokens: a decode pod
+    a step is launched before the last one's result is known (None: on a GPU). speculation: who drafts tokens that steps
+    verify, speculation_tokens of them per sequence at most. local_prefill_tokens: a decode pod
     computes uncached suffixes up to this length itself. metrics_port 0: off. threads 0: automatic. drain_s: most
     seconds between SIGTERM and the end. allow_tcp: KV in device memory may travel over TCP, or over a transport that
     cannot be told.
@@ -317,6 +320,8 @@ class PodConfig(_Config):
     max_seqs: int = _setting(_integer(0, 65536), 0)
     cuda_graphs: bool = _setting(_BOOL, True)
     overlap: bool | None = _setting(_optional(_BOOL), None)
+    speculation: str = _setting(_SPECULATION, "none")
+    speculation_tokens: int = _setting(_DRAFTS, 4)
     local_prefill_tokens: int = _setting(_integer(0, 1 << 24), 0)
     transport: str = _setting(_choice("nixl", "loopback"), "nixl")
     checksums: bool = _setting(_BOOL, False)
@@ -394,8 +399,8 @@ class UpConfig(_Config):
     """The stack on one machine: `prefill` + `decode` pods and a gateway.
 
     port None: DEFAULT_PORT or the next free one after it; 0, and grpc_port 0: any free one. redis None: an embedded
-    Valkey. device, dtype, kv_dtype, load_format, weights_seed, max_model_len, kv_memory and threads are of each pod, as
-    in PodConfig; gpu_memory_utilization is for all pods together. log_dir None: a new directory in the user's state.
+    Valkey. device, dtype, kv_dtype, load_format, weights_seed, max_model_len, kv_memory, speculation and threads are of
+    each pod, as in PodConfig; gpu_memory_utilization is for all pods together. log_dir None: a new directory in the user's state.
     max_tokens: longest answer to `--once`. drain_s: most seconds that running answers get once it is told to stop.
     """
 
@@ -414,6 +419,8 @@ class UpConfig(_Config):
     weights_seed: int = _setting(_SEED, 0)
     max_model_len: int = _setting(_MODEL_LEN, 0)
     chunk_tokens: int = _setting(_CHUNK, 0)
+    speculation: str = _setting(_SPECULATION, "none")
+    speculation_tokens: int = _setting(_DRAFTS, 4)
     block_size: int = _setting(_BLOCK_SIZE, 16)
     kv_memory: int = _setting(_size(0), 0)
     gpu_memory_utilization: float = _setting(_GPU_SHARE, 0.9)

@@ -89,6 +89,8 @@ class Stack:
                 "weights-seed": str(config.weights_seed),
                 "max-model-len": str(config.max_model_len),
                 "chunk-tokens": str(config.chunk_tokens),
+                "speculation": config.speculation,
+                "speculation-tokens": str(config.speculation_tokens),
                 "block-size": str(config.block_size),
                 "kv-memory": str(config.kv_memory),
                 "gpu-memory-utilization": f"{config.gpu_memory_utilization / (config.prefill + config.decode):.4f}",

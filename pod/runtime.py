@@ -411,5 +411,7 @@ def engine_config(config: PodConfig) -> EngineConfig:
         max_seqs=config.max_seqs,
         cuda_graphs=config.cuda_graphs,
         overlap=config.overlap,
+        speculation=config.speculation,
+        speculation_tokens=config.speculation_tokens,
         threads=config.threads,
     )

@@ -23,7 +23,7 @@ _WORD = (1 << 64) - 1
 
 @dataclass(slots=True)
 class _Grams:
-    """n-grams of one length. hashes: the prompt's, ascending; ends: the positions after them; later: of the output's."""
+    """n-grams of one length. hashes: the prompt's, ascending; ends: the positions after them. later: the output's."""
 
     length: int
     hashes: np.ndarray
