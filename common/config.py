@@ -291,10 +291,9 @@ class PodConfig(_Config):
     model's. chunk_tokens: most tokens of one step, and of one prompt chunk; max_seqs: sequences that run at once; 0:
     256 and 64 on a CPU, 2048 and 256 on a GPU. cuda_graphs: decode steps run as graphs, captured at the start. overlap:
     a step is launched before the last one's result is known (None: on a GPU). speculation: who drafts tokens that steps
-    verify, speculation_tokens of them per sequence at most. local_prefill_tokens: a decode pod
-    computes uncached suffixes up to this length itself. metrics_port 0: off. threads 0: automatic. drain_s: most
-    seconds between SIGTERM and the end. allow_tcp: KV in device memory may travel over TCP, or over a transport that
-    cannot be told.
+    verify, speculation_tokens of them per sequence at most. local_prefill_tokens: a decode pod computes uncached
+    suffixes up to this length itself. metrics_port 0: off. threads 0: automatic. drain_s: most seconds between SIGTERM
+    and the end. allow_tcp: KV in device memory may travel over TCP, or over a transport that cannot be told.
     """
 
     role: Role = field(metadata={"kind": _ROLE})
@@ -400,8 +399,9 @@ class UpConfig(_Config):
 
     port None: DEFAULT_PORT or the next free one after it; 0, and grpc_port 0: any free one. redis None: an embedded
     Valkey. device, dtype, kv_dtype, load_format, weights_seed, max_model_len, kv_memory, speculation and threads are of
-    each pod, as in PodConfig; gpu_memory_utilization is for all pods together. log_dir None: a new directory in the user's state.
-    max_tokens: longest answer to `--once`. drain_s: most seconds that running answers get once it is told to stop.
+    each pod, as in PodConfig; gpu_memory_utilization is for all pods together. log_dir None: a new directory in the
+    user's state. max_tokens: longest answer to `--once`. drain_s: most seconds that running answers get once it is told
+    to stop.
     """
 
     model: str = _setting(_MODEL, "smollm2")
