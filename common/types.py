@@ -53,6 +53,17 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an answer has to match: an llguidance grammar, as text, from which every pod builds the same matcher.
+
+    field: the request's field that it came from, for errors. Made by common/grammar.py.
+    """
+
+    text: str
+    field: str = "structured_outputs"
+
+
+@dataclass(frozen=True, slots=True)
 class ValidRequest:
     """A request that passed the gateway's validation: another type than anything a client sends."""
 
@@ -62,6 +73,7 @@ class ValidRequest:
     sampling: SamplingParams
     cache_salt: str = ""
     priority: int = 0
+    grammar: Grammar | None = None
 
     @property
     def prompt_len(self) -> int:

@@ -1,0 +1,214 @@
+"""Grammars: made of what clients send, and compiled by llguidance. The gateway refuses with it, pods sample with it.
+
+A Grammar is text; `GrammarCompiler.compile` turns it into a prototype from which each sequence gets a matcher of its
+own. Compiling takes from under a millisecond to a second, without the GIL: call it in a thread. What is not enforced is
+refused: an answer that ended by itself matches, always. The other way round nothing is promised: of what a schema
+allows some things cannot be generated (runs of white space over MAX_SPACE, properties in another order).
+
+The tokenizer is built from tokenizer.json by llguidance itself, at the first grammar (0.3 s for 50k tokens).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
+
+from common.errors import BatonError, InvalidRequest
+from common.types import Grammar
+
+MAX_GRAMMAR_CHARS = 256 << 10
+MAX_CACHED = 256  # compiled grammars
+MAX_CACHED_CHARS = 8 << 20  # of their texts together
+MAX_SPACE = 40  # characters of white space in a row, so that a model that indents for ever ends
+
+# What a schema may not switch by "x-guidance": a keyword that is ignored is a constraint that is broken.
+_JSON_OPTIONS: dict[str, Any] = {
+    "item_separator": ",",
+    "key_separator": ":",
+    "whitespace_flexible": True,
+    "whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{MAX_SPACE}}}",
+    "coerce_one_of": False,
+    "lenient": False,
+}
+_UNKNOWN_KEYS = re.compile(r"Unimplemented keys: \[(.*)\]")
+_UNKNOWN_FORMAT = re.compile(r"Unknown format: (\S+)")
+
+
+def from_json_schema(schema: Mapping[str, Any] | bool | str, *, field: str) -> Grammar:
+    """Of a JSON schema, given as JSON text or parsed. Raises InvalidRequest, with that field, when it is neither."""
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except ValueError as error:
+            raise InvalidRequest(f"{field} is not valid JSON: {error}", field=field) from None
+    if not isinstance(schema, Mapping | bool):
+        raise InvalidRequest(f"{field} must be a JSON schema, an object", field=field)
+    parsed = dict(schema) if isinstance(schema, Mapping) else {} if schema else {"not": {}}
+    parsed.pop("x-guidance", None)
+    try:
+        text = LLMatcher.grammar_from_json_schema(json.dumps(parsed), overrides=_JSON_OPTIONS)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise InvalidRequest(f"{field} is not a usable JSON schema: {error}", field=field) from None
+    return _grammar(text, field)
+
+
+def json_object(*, field: str) -> Grammar:
+    """Any JSON object."""
+    return from_json_schema({"type": "object"}, field=field)
+
+
+def from_regex(pattern: str, *, field: str) -> Grammar:
+    """Text that matches the whole pattern, in the syntax of Rust's regex crate."""
+    return _grammar(LLMatcher.grammar_from_regex(pattern), field)
+
+
+def from_choice(choices: Sequence[str], *, field: str) -> Grammar:
+    """One of these strings. Raises InvalidRequest when there are none, or one is empty."""
+    if not choices or not all(choices):
+        raise InvalidRequest(f"{field} must have at least one choice, and none that is empty", field=field)
+    return from_lark("start: " + " | ".join(json.dumps(choice) for choice in dict.fromkeys(choices)), field=field)
+
+
+def from_lark(text: str, *, field: str) -> Grammar:
+    """llguidance's dialect of Lark: rules, terminals, %json {schema}, special tokens as <|name|>."""
+    return _grammar(LLMatcher.grammar_from_lark(text), field)
+
+
+def from_grammar(text: str, *, field: str) -> Grammar:
+    """A grammar as clients write it: Lark, or llama.cpp's GBNF. Raises InvalidRequest when it is neither."""
+    try:
+        return _grammar(grammar_from("grammar", text), field)
+    except ValueError as error:
+        raise InvalidRequest(f"{field} is not a grammar: {error}", field=field) from None
+
+
+def _grammar(text: str, field: str) -> Grammar:
+    if len(text) > MAX_GRAMMAR_CHARS:
+        raise InvalidRequest(f"{field} is longer than {MAX_GRAMMAR_CHARS} characters", field=field)
+    return Grammar(text, field)
+
+
+class GrammarTokenizer:
+    """A model directory's tokens, as matchers need them; built on first use, by any thread.
+
+    eos_ids: end a grammar that may end. vocab_size: bits of a mask; at least those of the tokenizer.
+    """
+
+    def __init__(self, model_dir: Path, *, eos_ids: Sequence[int], vocab_size: int = 0) -> None:
+        self.eos_ids = tuple(eos_ids)
+        self._path = model_dir / "tokenizer.json"
+        self._vocab_size = vocab_size
+        self._lock = threading.Lock()
+        self._built: LLTokenizer | None = None
+
+    def get(self) -> LLTokenizer:
+        """Raises InvalidRequest where the model has no tokenizer that will do."""
+        with self._lock:
+            if self._built is None:
+                self._built = self._build()
+            return self._built
+
+    def _build(self) -> LLTokenizer:
+        try:
+            raw = json.loads(self._path.read_bytes())
+            raw["truncation"] = raw["padding"] = None
+            text, eos = json.dumps(raw), list(self.eos_ids) or None
+            built = LLTokenizer(text, eos_token=eos)
+            if self._vocab_size > built.vocab_size:  # the model's embedding is padded
+                built = LLTokenizer(text, n_vocab=self._vocab_size, eos_token=eos)
+        except (OSError, ValueError) as error:
+            raise InvalidRequest(f"this model cannot follow a grammar: {error}", field=None) from error
+        return built
+
+
+class CompiledGrammar:
+    """A grammar that every sequence with it starts from. Any thread."""
+
+    def __init__(self, grammar: Grammar, tokenizer: LLTokenizer, prototype: LLMatcher) -> None:
+        self.grammar, self.tokenizer = grammar, tokenizer
+        self._prototype = prototype
+
+    def matcher(self) -> LLMatcher:
+        """A new one, at its start."""
+        return self._prototype.deep_copy()
+
+
+class GrammarCompiler:
+    """Compiles, and keeps what was used last. Any thread; the same grammar is compiled once at a time."""
+
+    def __init__(self, tokenizer: GrammarTokenizer, *, max_cached: int = MAX_CACHED) -> None:
+        self.tokenizer = tokenizer
+        self._max_cached = max_cached
+        self._lock = threading.Lock()
+        self._cached: OrderedDict[str, CompiledGrammar] = OrderedDict()
+        self._chars = 0
+        self._under_way: dict[str, threading.Event] = {}
+
+    def cached(self, grammar: Grammar) -> CompiledGrammar | None:
+        """What `compile` would return at once."""
+        with self._lock:
+            found = self._cached.get(grammar.text)
+            if found is not None:
+                self._cached.move_to_end(grammar.text)
+            return found
+
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        """Raises InvalidRequest that names the grammar's field and, in a JSON schema, the keyword that is refused."""
+        while True:
+            if (found := self.cached(grammar)) is not None:
+                return found
+            with self._lock:
+                other = self._under_way.get(grammar.text)
+                if other is None:
+                    done = self._under_way[grammar.text] = threading.Event()
+                    break
+            other.wait()
+        try:
+            compiled = compile_grammar(self.tokenizer, grammar)
+            self._keep(compiled)
+            return compiled
+        finally:
+            with self._lock:
+                del self._under_way[grammar.text]
+            done.set()
+
+    def _keep(self, compiled: CompiledGrammar) -> None:
+        with self._lock:
+            self._cached[compiled.grammar.text] = compiled
+            self._chars += len(compiled.grammar.text)
+            while len(self._cached) > self._max_cached or self._chars > MAX_CACHED_CHARS:
+                text, _ = self._cached.popitem(last=False)
+                self._chars -= len(text)
+
+
+def compile_grammar(tokenizer: GrammarTokenizer, grammar: Grammar) -> CompiledGrammar:
+    """As GrammarCompiler.compile, without a cache."""
+    try:
+        tokens = tokenizer.get()
+    except BatonError as error:
+        raise InvalidRequest(error.message, field=grammar.field) from error
+    matcher = LLMatcher(tokens, grammar.text, log_level=0, limits=LLParserLimits(verbose_errors=False))
+    if not matcher.is_error():
+        matcher.compute_bitmask()  # what the first mask costs, and may refuse, belongs to compiling
+    if matcher.is_error():
+        raise InvalidRequest(_refusal(grammar, matcher.get_error()), field=grammar.field)
+    return CompiledGrammar(grammar, tokens, matcher)
+
+
+def _refusal(grammar: Grammar, reason: str) -> str:
+    """llguidance's reason in words that name the keyword."""
+    where = grammar.field
+    if (keys := _UNKNOWN_KEYS.search(reason)) is not None:
+        return f"{where}: the JSON schema keyword {keys[1]} is not supported"
+    if (name := _UNKNOWN_FORMAT.search(reason)) is not None:
+        return f'{where}: the JSON schema keyword "format" does not support {name[1]!r}'
+    if reason.startswith("oneOf constraints"):
+        return f'{where}: the JSON schema keyword "oneOf" is not supported where its parts may overlap'
+    return f"{where} cannot be followed: {reason.strip()[:1000]}"
