@@ -30,6 +30,9 @@ class SamplingParams:
     temperature 0 is greedy. top_k 0, top_p 1, min_p 0, repetition_penalty 1 and the other penalties 0 mean off.
     stop_token_ids holds the model's end-of-sequence tokens too, unless the client ignores them.
     logprobs: None for none, else the number of alternatives beside each token's own (0..20).
+    allowed_token_ids: nothing else is generated; empty means all. bad_words: token sequences that are not generated; the
+    last token of one is banned where the others stand before it. prompt_logprobs: like logprobs, for the prompt's
+    tokens, which are then computed whatever a cache holds.
     """
 
     temperature: float = 1.0
@@ -46,6 +49,9 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
     n: int = 1
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    prompt_logprobs: int | None = None
 
     @property
     def greedy(self) -> bool:
@@ -86,6 +92,27 @@ class TokenLogprob:
 
     token: int
     logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log-probabilities of prompt tokens at positions first, first + 1, ...; nothing stands before token 0.
+
+    logprobs: of the prompt's own tokens. ranks: how many tokens are likelier than that one, plus 1. top_ids,
+    top_logprobs: alternatives, best first, the same number for each position, one position after the other.
+    """
+
+    first: int
+    logprobs: tuple[float, ...]
+    ranks: tuple[int, ...]
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+    def top(self, index: int) -> tuple[TokenLogprob, ...]:
+        """The alternatives at position first + index."""
+        count = len(self.top_ids) // len(self.logprobs)
+        at = slice(index * count, (index + 1) * count)
+        return tuple(map(TokenLogprob, self.top_ids[at], self.top_logprobs[at]))
 
 
 @dataclass(frozen=True, slots=True)

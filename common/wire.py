@@ -12,8 +12,10 @@ from common.kv_layout import KVLayout
 from common.pb import transfer_pb2, types_pb2
 from common.types import (
     FinishReason,
+    Grammar,
     KvTarget,
     PoolCounts,
+    PromptLogprobs,
     Role,
     SamplingParams,
     Token,
@@ -51,6 +53,7 @@ def request_to_pb(request: ValidRequest) -> types_pb2.ValidRequest:
         sampling=_sampling_to_pb(request.sampling),
         cache_salt=request.cache_salt,
         priority=request.priority,
+        grammar=None if request.grammar is None else _grammar_to_pb(request.grammar),
     )
 
 
@@ -69,7 +72,12 @@ def request_from_pb(pb: types_pb2.ValidRequest) -> ValidRequest:
         sampling=_sampling_from_pb(pb.sampling),
         cache_salt=pb.cache_salt,
         priority=pb.priority,
+        grammar=Grammar(pb.grammar.text, pb.grammar.field) if pb.HasField("grammar") else None,
     )
+
+
+def _grammar_to_pb(grammar: Grammar) -> types_pb2.Grammar:
+    return types_pb2.Grammar(text=grammar.text, field=grammar.field)
 
 
 def _sampling_to_pb(s: SamplingParams) -> types_pb2.SamplingParams:
@@ -88,6 +96,9 @@ def _sampling_to_pb(s: SamplingParams) -> types_pb2.SamplingParams:
         stop_token_ids=s.stop_token_ids,
         logprobs=s.logprobs,
         n=s.n,
+        allowed_token_ids=s.allowed_token_ids,
+        bad_words=[types_pb2.TokenSequence(ids=ids) for ids in s.bad_words],
+        prompt_logprobs=s.prompt_logprobs,
     )
 
 
@@ -107,6 +118,9 @@ def _sampling_from_pb(pb: types_pb2.SamplingParams) -> SamplingParams:
         stop_token_ids=tuple(pb.stop_token_ids),
         logprobs=pb.logprobs if pb.HasField("logprobs") else None,
         n=pb.n,
+        allowed_token_ids=tuple(pb.allowed_token_ids),
+        bad_words=tuple(tuple(word.ids) for word in pb.bad_words),
+        prompt_logprobs=pb.prompt_logprobs if pb.HasField("prompt_logprobs") else None,
     )
 
 
@@ -150,6 +164,22 @@ def token_from_pb(pb: types_pb2.Token) -> Token:
         logprob=pb.logprob if pb.HasField("logprob") else None,
         top=tuple(TokenLogprob(t.token, t.logprob) for t in pb.top),
     )
+
+
+def prompt_logprobs_to_pb(found: PromptLogprobs) -> types_pb2.PromptLogprobs:
+    """Log-probabilities of a run of prompt tokens for the wire."""
+    return types_pb2.PromptLogprobs(
+        first=found.first,
+        logprobs=found.logprobs,
+        ranks=found.ranks,
+        top_ids=found.top_ids,
+        top_logprobs=found.top_logprobs,
+    )
+
+
+def prompt_logprobs_from_pb(pb: types_pb2.PromptLogprobs) -> PromptLogprobs:
+    """Log-probabilities of a run of prompt tokens from the wire."""
+    return PromptLogprobs(pb.first, tuple(pb.logprobs), tuple(pb.ranks), tuple(pb.top_ids), tuple(pb.top_logprobs))
 
 
 def transfer_id_to_pb(transfer_id: TransferId) -> types_pb2.TransferId:

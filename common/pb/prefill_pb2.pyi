@@ -100,22 +100,28 @@ class PrefillProgress(_message.Message):
     COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     DELIVERED_BLOCKS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     computed_tokens: _builtins.int
     """Prompt tokens whose KV exists on this pod, cached ones included."""
     cached_tokens: _builtins.int
     """Prompt tokens found in this pod's prefix cache."""
     delivered_blocks: _builtins.int
     """Blocks whose bytes were delivered to the target so far."""
+    @_builtins.property
+    def prompt_logprobs(self) -> _types_pb2.PromptLogprobs:
+        """Of the chunk's tokens, when the request asked for them. A preemption repeats some."""
+
     def __init__(
         self,
         *,
         computed_tokens: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
         delivered_blocks: _builtins.int = ...,
+        prompt_logprobs: _types_pb2.PromptLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "computed_tokens", b"computed_tokens", "delivered_blocks", b"delivered_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "computed_tokens", b"computed_tokens", "delivered_blocks", b"delivered_blocks", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -24,29 +24,35 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x62\x61ton/v1/types.proto\x12\x08\x62\x61ton.v1\"\xcf\x02\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x05 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12\'\n\nlogit_bias\x18\x08 \x03(\x0b\x32\x13.baton.v1.LogitBias\x12\x0c\n\x04seed\x18\t \x01(\x06\x12\x12\n\nmax_tokens\x18\n \x01(\r\x12\x12\n\nmin_tokens\x18\x0b \x01(\r\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x15\n\x08logprobs\x18\r \x01(\rH\x00\x88\x01\x01\x12\t\n\x01n\x18\x0e \x01(\rB\x0b\n\t_logprobsJ\x04\x08\x0f\x10 \"(\n\tLogitBias\x12\r\n\x05token\x18\x01 \x01(\r\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x02\"\x9d\x01\n\x0cValidRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x12\n\nprompt_ids\x18\x03 \x03(\r\x12*\n\x08sampling\x18\x04 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12\x10\n\x08priority\x18\x06 \x01(\x11J\x04\x08\x07\x10\x10\".\n\x0cTokenLogprob\x12\r\n\x05token\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"x\n\x05Token\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\r\x12\x14\n\x07logprob\x18\x03 \x01(\x02H\x00\x88\x01\x01\x12#\n\x03top\x18\x04 \x03(\x0b\x32\x16.baton.v1.TokenLogprob\x12\r\n\x05\x63hild\x18\x05 \x01(\rB\n\n\x08_logprob\"_\n\x05\x45rror\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05\x66ield\x18\x03 \x01(\t\x12\x11\n\tretryable\x18\x04 \x01(\x08\x12\x15\n\rretry_after_s\x18\x05 \x01(\x02\"0\n\nTransferId\x12\x12\n\ngeneration\x18\x01 \x01(\x06\x12\x0e\n\x06number\x18\x02 \x01(\x06\"\x8d\x01\n\x08KvTarget\x12)\n\x0btransfer_id\x18\x01 \x01(\x0b\x32\x14.baton.v1.TransferId\x12\x0b\n\x03pod\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x13\n\x0b\x66irst_block\x18\x04 \x01(\r\x12\x0e\n\x06\x62locks\x18\x05 \x03(\r\x12\x13\n\x0b\x66ingerprint\x18\x06 \x01(\t*\x91\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x62\x61ton/v1/types.proto\x12\x08\x62\x61ton.v1\"\xc8\x03\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x05 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12\'\n\nlogit_bias\x18\x08 \x03(\x0b\x32\x13.baton.v1.LogitBias\x12\x0c\n\x04seed\x18\t \x01(\x06\x12\x12\n\nmax_tokens\x18\n \x01(\r\x12\x12\n\nmin_tokens\x18\x0b \x01(\r\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x15\n\x08logprobs\x18\r \x01(\rH\x00\x88\x01\x01\x12\t\n\x01n\x18\x0e \x01(\r\x12\x19\n\x11\x61llowed_token_ids\x18\x0f \x03(\r\x12*\n\tbad_words\x18\x10 \x03(\x0b\x32\x17.baton.v1.TokenSequence\x12\x1c\n\x0fprompt_logprobs\x18\x11 \x01(\rH\x01\x88\x01\x01\x42\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsJ\x04\x08\x12\x10 \"\x1c\n\rTokenSequence\x12\x0b\n\x03ids\x18\x01 \x03(\r\"&\n\x07Grammar\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\r\n\x05\x66ield\x18\x02 \x01(\t\"(\n\tLogitBias\x12\r\n\x05token\x18\x01 \x01(\r\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x02\"\xc7\x01\n\x0cValidRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x12\n\nprompt_ids\x18\x03 \x03(\r\x12*\n\x08sampling\x18\x04 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12\x10\n\x08priority\x18\x06 \x01(\x11\x12\"\n\x07grammar\x18\x08 \x01(\x0b\x32\x11.baton.v1.GrammarJ\x04\x08\x07\x10\x08J\x04\x08\t\x10\x10\".\n\x0cTokenLogprob\x12\r\n\x05token\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"x\n\x05Token\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\r\x12\x14\n\x07logprob\x18\x03 \x01(\x02H\x00\x88\x01\x01\x12#\n\x03top\x18\x04 \x03(\x0b\x32\x16.baton.v1.TokenLogprob\x12\r\n\x05\x63hild\x18\x05 \x01(\rB\n\n\x08_logprob\"g\n\x0ePromptLogprobs\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\x12\r\n\x05ranks\x18\x03 \x03(\r\x12\x0f\n\x07top_ids\x18\x04 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x05 \x03(\x02\"_\n\x05\x45rror\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05\x66ield\x18\x03 \x01(\t\x12\x11\n\tretryable\x18\x04 \x01(\x08\x12\x15\n\rretry_after_s\x18\x05 \x01(\x02\"0\n\nTransferId\x12\x12\n\ngeneration\x18\x01 \x01(\x06\x12\x0e\n\x06number\x18\x02 \x01(\x06\"\x8d\x01\n\x08KvTarget\x12)\n\x0btransfer_id\x18\x01 \x01(\x0b\x32\x14.baton.v1.TransferId\x12\x0b\n\x03pod\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x13\n\x0b\x66irst_block\x18\x04 \x01(\r\x12\x0e\n\x06\x62locks\x18\x05 \x03(\r\x12\x13\n\x0b\x66ingerprint\x18\x06 \x01(\t*\x91\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'common.pb.types_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=1036
-  _globals['_FINISHREASON']._serialized_end=1181
+  _globals['_FINISHREASON']._serialized_start=1374
+  _globals['_FINISHREASON']._serialized_end=1519
   _globals['_SAMPLINGPARAMS']._serialized_start=35
-  _globals['_SAMPLINGPARAMS']._serialized_end=370
-  _globals['_LOGITBIAS']._serialized_start=372
-  _globals['_LOGITBIAS']._serialized_end=412
-  _globals['_VALIDREQUEST']._serialized_start=415
-  _globals['_VALIDREQUEST']._serialized_end=572
-  _globals['_TOKENLOGPROB']._serialized_start=574
-  _globals['_TOKENLOGPROB']._serialized_end=620
-  _globals['_TOKEN']._serialized_start=622
-  _globals['_TOKEN']._serialized_end=742
-  _globals['_ERROR']._serialized_start=744
-  _globals['_ERROR']._serialized_end=839
-  _globals['_TRANSFERID']._serialized_start=841
-  _globals['_TRANSFERID']._serialized_end=889
-  _globals['_KVTARGET']._serialized_start=892
-  _globals['_KVTARGET']._serialized_end=1033
+  _globals['_SAMPLINGPARAMS']._serialized_end=491
+  _globals['_TOKENSEQUENCE']._serialized_start=493
+  _globals['_TOKENSEQUENCE']._serialized_end=521
+  _globals['_GRAMMAR']._serialized_start=523
+  _globals['_GRAMMAR']._serialized_end=561
+  _globals['_LOGITBIAS']._serialized_start=563
+  _globals['_LOGITBIAS']._serialized_end=603
+  _globals['_VALIDREQUEST']._serialized_start=606
+  _globals['_VALIDREQUEST']._serialized_end=805
+  _globals['_TOKENLOGPROB']._serialized_start=807
+  _globals['_TOKENLOGPROB']._serialized_end=853
+  _globals['_TOKEN']._serialized_start=855
+  _globals['_TOKEN']._serialized_end=975
+  _globals['_PROMPTLOGPROBS']._serialized_start=977
+  _globals['_PROMPTLOGPROBS']._serialized_end=1080
+  _globals['_ERROR']._serialized_start=1082
+  _globals['_ERROR']._serialized_end=1177
+  _globals['_TRANSFERID']._serialized_start=1179
+  _globals['_TRANSFERID']._serialized_end=1227
+  _globals['_KVTARGET']._serialized_start=1230
+  _globals['_KVTARGET']._serialized_end=1371
 # @@protoc_insertion_point(module_scope)

@@ -14,8 +14,10 @@ from common.kv_layout import KVLayout
 from common.pb import decode_pb2, types_pb2
 from common.types import (
     FinishReason,
+    Grammar,
     KvTarget,
     PoolCounts,
+    PromptLogprobs,
     Role,
     SamplingParams,
     Token,
@@ -45,6 +47,9 @@ SAMPLING = st.builds(
     stop_token_ids=st.lists(U32, max_size=4).map(tuple),
     logprobs=st.none() | U32,
     n=U32,
+    allowed_token_ids=st.lists(U32, max_size=4).map(tuple),
+    bad_words=st.lists(st.lists(U32, min_size=1, max_size=3).map(tuple), max_size=3).map(tuple),
+    prompt_logprobs=st.none() | U32,
 )
 REQUESTS = st.builds(
     ValidRequest,
@@ -54,6 +59,15 @@ REQUESTS = st.builds(
     sampling=SAMPLING,
     cache_salt=TEXT,
     priority=st.integers(-(2**31), 2**31 - 1),
+    grammar=st.none() | st.builds(Grammar, text=TEXT, field=TEXT),
+)
+PROMPT_LOGPROBS = st.builds(
+    PromptLogprobs,
+    first=U32,
+    logprobs=st.tuples(F32, F32),
+    ranks=st.tuples(U32, U32),
+    top_ids=st.just(()) | st.tuples(*[U32] * 4),
+    top_logprobs=st.just(()) | st.tuples(*[F32] * 4),
 )
 TRANSFERS = st.builds(TransferId, generation=U64, number=U64)
 TARGETS = st.builds(
@@ -99,6 +113,17 @@ def test_targets(target: KvTarget) -> None:
 @given(TOKENS)
 def test_tokens(token: Token) -> None:
     assert wire.token_from_pb(wire.token_to_pb(token)) == token
+
+
+@given(PROMPT_LOGPROBS)
+def test_prompt_logprobs(found: PromptLogprobs) -> None:
+    assert wire.prompt_logprobs_from_pb(wire.prompt_logprobs_to_pb(found)) == found
+
+
+def test_alternatives_of_a_prompt_position() -> None:
+    found = PromptLogprobs(5, (-1.0, -2.0), (1, 3), (7, 8, 9, 10), (-1.0, -1.5, -0.5, -0.7))
+    assert found.top(1) == (TokenLogprob(9, -0.5), TokenLogprob(10, -0.7))
+    assert PromptLogprobs(5, (-1.0, -2.0), (1, 3)).top(0) == ()
 
 
 @given(TRANSFERS, LAYOUTS, st.builds(PoolCounts, free=U32, cached=U32, leased=U32, quarantined=U32))
