@@ -30,8 +30,8 @@ class SamplingParams:
     temperature 0 is greedy. top_k 0, top_p 1, min_p 0, repetition_penalty 1 and the other penalties 0 mean off.
     stop_token_ids holds the model's end-of-sequence tokens too, unless the client ignores them.
     logprobs: None for none, else the number of alternatives beside each token's own (0..20).
-    allowed_token_ids: nothing else is generated; empty means all. bad_words: token sequences that are not generated; the
-    last token of one is banned where the others stand before it. prompt_logprobs: like logprobs, for the prompt's
+    allowed_token_ids: nothing else is generated; empty means all. bad_words: token sequences that are not generated:
+    the last token of one is banned where the others stand before it. prompt_logprobs: like logprobs, for the prompt's
     tokens, which are then computed whatever a cache holds.
     """
 
