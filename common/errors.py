@@ -4,8 +4,12 @@ BatonError
  +- InvalidRequest        the client's request is wrong; `field` names where           400
  |   +- ModelNotFound     no such model                                               404
  |   +- RequestTooLarge   the body is larger than the gateway reads                   413
- |   `- RequestTooSlow    the body does not arrive in time                            408
+ |   +- RequestTooSlow    the body does not arrive in time                            408
+ |   +- InvalidApiKey     no API key, or one that does not count                      401
+ |   `- PermissionDenied  the API key does not allow this                             403
  +- Overloaded            no room now; try again after `retry_after_s`                 429
+ |   +- RateLimited       the API key's rate is used up for now                       429
+ |   `- QuotaExceeded     the API key's budget is used up until the next period       429
  +- Unavailable           a pod or peer is away or leaving; another may serve          503
  +- DeadlineExceeded      the request's time is over                                   504
  +- Cancelled             the client went away or called Abort                         499
@@ -78,6 +82,20 @@ class RequestTooSlow(InvalidRequest):
     http_status = 408
 
 
+class InvalidApiKey(InvalidRequest):
+    """The client sent no API key, or one that is unknown, revoked or expired."""
+
+    grpc_code = "UNAUTHENTICATED"
+    http_status = 401
+
+
+class PermissionDenied(InvalidRequest):
+    """The client's API key is valid, and does not allow this."""
+
+    grpc_code = "PERMISSION_DENIED"
+    http_status = 403
+
+
 class Overloaded(BatonError):
     """Nothing is wrong with the request, there is no room for it now."""
 
@@ -85,6 +103,17 @@ class Overloaded(BatonError):
     http_status = 429
     retryable = True
     openai_type = "rate_limit_error"
+
+
+class RateLimited(Overloaded):
+    """A limit of the client's API key is reached; `field` names it."""
+
+
+class QuotaExceeded(Overloaded):
+    """The budget of the client's API key is spent; it begins anew after `retry_after_s`."""
+
+    retryable = False
+    openai_type = "insufficient_quota"
 
 
 class Unavailable(BatonError):
@@ -163,7 +192,11 @@ _BY_KIND: dict[str, type[BatonError]] = {
         ModelNotFound,
         RequestTooLarge,
         RequestTooSlow,
+        InvalidApiKey,
+        PermissionDenied,
         Overloaded,
+        RateLimited,
+        QuotaExceeded,
         Unavailable,
         DeadlineExceeded,
         Cancelled,
@@ -186,6 +219,7 @@ _BY_CODE: dict[str, type[BatonError]] = {
     "CANCELLED": Cancelled,
     "FAILED_PRECONDITION": LayoutMismatch,
     "UNAUTHENTICATED": Unauthenticated,
+    "PERMISSION_DENIED": PermissionDenied,
     "ABORTED": TransferFailed,
 }
 

@@ -13,7 +13,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from common.errors import BatonError, InvalidRequest, ModelNotFound, Unavailable
+from common.errors import BatonError, InvalidRequest, Unavailable
+from gateway.admission.http_auth import Authenticated, caller_of
 from gateway.api_doc.document import openapi_document
 from gateway.http_endpoint import Endpoint, Serve
 from gateway.models import ServedModel
@@ -63,6 +64,7 @@ def build_app(gateway: Gateway) -> FastAPI:
     app = _App(title="Baton", docs_url=None, redoc_url=None, redirect_slashes=False)
     app.models = tuple(gateway.models.names())
     app.add_exception_handler(HTTPException, _http_error)
+    app.add_middleware(Authenticated, keys=gateway.keys, refuse=_error, open_metrics=gateway.settings.open_metrics)
 
     def post(path: str, name: str, serve: Serve) -> Route:
         return Route(path, Endpoint(gateway, name, serve), methods=["POST"])
@@ -71,15 +73,17 @@ def build_app(gateway: Gateway) -> FastAPI:
         card = {"id": name, "object": "model", "created": model.created, "owned_by": "baton", "root": model.name}
         return {**card, "max_model_len": model.limits().max_model_len} if model.table.ready else card
 
-    async def models(_request: Request) -> Response:
-        cards = [model_json(name, model) for name, model in gateway.models.names().items()]
+    async def models(request: Request) -> Response:
+        may_use = caller_of(request.scope).may_use
+        named = gateway.models.names().items()
+        cards = [model_json(name, model) for name, model in named if may_use(name, model.name)]
         return _json({"object": "list", "data": cards})
 
     async def model(request: Request) -> Response:
         name = request.path_params["model"]
         try:
-            return _json(model_json(name, gateway.models.find(name)))
-        except ModelNotFound as e:
+            return _json(model_json(name, gateway.model_for(caller_of(request.scope), name)))
+        except InvalidRequest as e:
             return _error(e)
 
     async def ready(_request: Request) -> Response:
@@ -106,8 +110,8 @@ def build_app(gateway: Gateway) -> FastAPI:
         return _json({"version": package_version()})
 
     async def timeline(request: Request) -> Response:
-        found = gateway.timelines.find(request.path_params["request_id"])
-        if found is None:
+        caller, found = caller_of(request.scope), gateway.timelines.find(request.path_params["request_id"])
+        if found is None or not (caller.admin or caller.tenant == found.tenant):
             return _error(InvalidRequest("no such request among the recent ones", field="request_id"), 404)
         return _json(found.as_json())
 

@@ -12,6 +12,7 @@ import grpc
 from common.errors import DeadlineExceeded, InvalidRequest
 from common.pb import inference_pb2, inference_pb2_grpc
 from common.wire import finish_to_pb, token_to_pb
+from gateway.admission.caller import Caller
 from gateway.body import SESSION_AFFINITY, affinity_of
 from gateway.output import Piece
 from gateway.service import Choice, Gateway, Ticket, Usage
@@ -59,7 +60,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """Writes deltas, then one message with finish reason and usage."""
         left = context.time_remaining()
         affinity = affinity_of(dict(context.invocation_metadata() or ()).get(SESSION_AFFINITY.decode()))
-        with self._gateway.admit("generate", request.request_id[:128] or None, left, affinity=affinity) as ticket:
+        caller, client_id = self._caller(context), request.request_id[:128] or None
+        with self._gateway.admit("generate", client_id, left, caller=caller, affinity=affinity) as ticket:
             # Writes and does not yield: a client that neither reads nor leaves blocks the sending, and only here can
             # that wait be ended.
             try:
@@ -67,6 +69,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                     await self._generate(request, context, ticket)
             except TimeoutError as e:
                 raise DeadlineExceeded("the request's time is over") from e
+
+    def _caller(self, context: grpc.aio.ServicerContext[Any, Any]) -> Caller:
+        """Whose call it is. Raises InvalidApiKey."""
+        value = dict(context.invocation_metadata() or ()).get("authorization")
+        return self._gateway.keys.identify(value.decode("latin-1") if isinstance(value, bytes) else value)
 
     async def _generate(
         self,
@@ -125,15 +132,17 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.AbortGenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> inference_pb2.AbortGenerateResponse:
         """Ends a request that this gateway runs."""
-        self._gateway.abort(request.request_id)
+        self._gateway.abort(request.request_id, self._caller(context))
         return inference_pb2.AbortGenerateResponse()
 
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> inference_pb2.ListModelsResponse:
-        """Every name under which a model is served; one without pods has no limits."""
-        models = []
+        """Every name under which a model is served that the caller may use; one without pods has no limits."""
+        caller, models = self._caller(context), []
         for name, model in self._gateway.models.names().items():
+            if not caller.may_use(name, model.name):
+                continue
             entry = inference_pb2.Model(id=name)
             if model.table.ready:
                 limits = model.limits()

@@ -17,6 +17,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from common.errors import BatonError, Cancelled, DeadlineExceeded, InternalError
 from common.logs import bind
+from gateway.admission.http_auth import caller_of
 from gateway.body import client_affinity, client_request_id, client_timeout, read_json_body
 from gateway.openai_schema import Json, error_body, error_headers
 from gateway.service import Gateway, Ticket
@@ -38,6 +39,7 @@ class Response:
     def __init__(self, send: Send) -> None:
         self._send = send
         self.request_id: str | None = None
+        self.headers: dict[str, str] = {}  # further ones, whatever the answer is
         self.streaming = False
         self.done = False
 
@@ -74,6 +76,7 @@ class Response:
             await self.json(error.http_status, error_body(error), error_headers(error))
 
     async def _head(self, status: int, headers: dict[str, str]) -> None:
+        headers.update(self.headers)
         if self.request_id is not None:
             headers["x-request-id"] = self.request_id
         raw = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
@@ -100,7 +103,10 @@ class Endpoint:
         response.request_id = client_id = client_request_id(scope)
         try:
             timeout_s, affinity = client_timeout(scope), client_affinity(scope)
-            with self._gateway.admit(self._name, client_id, timeout_s, affinity=affinity) as ticket:
+            with self._gateway.admit(
+                self._name, client_id, timeout_s, caller=caller_of(scope), affinity=affinity
+            ) as ticket:
+                response.headers = ticket.headers
                 response.request_id = client_id or ticket.id
                 with bind(request_id=ticket.id):
                     await self._admitted(scope, receive, response, ticket)

@@ -10,9 +10,13 @@ from typing import Any, Protocol
 from common.errors import (
     BatonError,
     InternalError,
+    InvalidApiKey,
     InvalidRequest,
     ModelNotFound,
     Overloaded,
+    PermissionDenied,
+    QuotaExceeded,
+    RateLimited,
     RequestTooLarge,
     RequestTooSlow,
     Unavailable,
@@ -28,7 +32,11 @@ _CODES = {
     ModelNotFound: "model_not_found",
     RequestTooLarge: "request_too_large",
     RequestTooSlow: "request_timeout",
+    InvalidApiKey: "invalid_api_key",
+    PermissionDenied: "model_not_found",  # that is how OpenAI answers for models that a key may not use
     Overloaded: "rate_limit_exceeded",
+    RateLimited: "rate_limit_exceeded",
+    QuotaExceeded: "insufficient_quota",
 }
 LOWEST_LOGPROB = -9999.0  # OpenAI's stand-in for what JSON cannot say
 
@@ -50,6 +58,8 @@ def error_headers(error: BatonError) -> dict[str, str]:
     """Retry-After where waiting helps; no further request over a connection whose last one never came whole."""
     if isinstance(error, RequestTooSlow):
         return {"connection": "close"}
+    if isinstance(error, InvalidApiKey):
+        return {"www-authenticate": "Bearer"}
     if not isinstance(error, Overloaded | Unavailable):
         return {}
     return {"retry-after": str(max(1, math.ceil(error.retry_after_s or 1.0)))}

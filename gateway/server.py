@@ -24,6 +24,7 @@ from common.models import resolve_model, served_name
 from common.pb import inference_pb2_grpc
 from common.prefix_index import IndexReader
 from common.rpc import RpcServer
+from gateway.admission.key_ring import KeyRing
 from gateway.app import build_app
 from gateway.grpc_service import InferenceServicer
 from gateway.http_protocol import BoundedHttp
@@ -76,6 +77,7 @@ def settings_of(config: GatewayConfig) -> Settings:
         request_timeout_s=config.request_timeout_s,
         max_inflight=config.max_inflight,
         max_body_bytes=config.max_body_bytes,
+        open_metrics=config.open_metrics,
         routing_policy=config.routing_policy,
     )
 
@@ -88,7 +90,7 @@ def make_gateway(config: GatewayConfig) -> Gateway:
         tokenizer = TextTokenizer(model_dir)
         texts.append(ModelText(name or served_name(model), tokenizer, ChatTemplate(model_dir, tokenizer.config)))
     index = None if config.redis is None else IndexReader(config.redis)
-    return Gateway(settings_of(config), texts, index)
+    return Gateway(settings_of(config), texts, index, KeyRing(config.api_keys, config.redis))
 
 
 class GatewayServer:

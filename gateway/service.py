@@ -15,9 +15,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Self
 
-from common.errors import BatonError, Cancelled, InvalidRequest, Overloaded, Unavailable
+from common.errors import BatonError, Cancelled, InvalidRequest, Overloaded, PermissionDenied, Unavailable
 from common.prefix_index import IndexReader
 from common.types import FinishReason, ValidRequest
+from gateway.admission.caller import Caller
+from gateway.admission.key_ring import KeyRing
 from gateway.cache_reset import Reset, reset_prefix_caches
 from gateway.metrics import GatewayMetrics
 from gateway.models import Models, ModelText, ServedModel
@@ -44,6 +46,7 @@ class Settings:
     request_timeout_s: float = 600.0
     max_inflight: int = 1024
     max_body_bytes: int = 8 << 20
+    open_metrics: bool = True
     routing_policy: str = "cost"
 
 
@@ -71,11 +74,13 @@ class Answer:
 class Ticket:
     """One client request under way. end: ends it from elsewhere (the Abort call, the gateway's stop).
 
-    affinity: requests with the same one had better meet the same pods.
+    affinity: requests with the same one had better meet the same pods. headers: what the answer's head says of limits.
     """
 
-    def __init__(self, timeline: Timeline, endpoint: str, deadline: float, affinity: str = "") -> None:
+    def __init__(self, timeline: Timeline, endpoint: str, deadline: float, caller: Caller, affinity: str = "") -> None:
         self.id = timeline.request_id
+        self.caller = caller
+        self.headers: dict[str, str] = {}
         self.timeline = timeline
         self.endpoint = endpoint
         self.deadline = deadline
@@ -194,8 +199,15 @@ class Choice:
 class Gateway:
     """Serves one model or several. Raises ConfigError when their names and aliases do not fit."""
 
-    def __init__(self, settings: Settings, texts: Sequence[ModelText], index: IndexReader | None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        texts: Sequence[ModelText],
+        index: IndexReader | None,
+        keys: KeyRing | None = None,
+    ) -> None:
         self.settings = settings
+        self.keys = KeyRing() if keys is None else keys
         self.metrics = GatewayMetrics()
         self.timelines = Timelines()
         gateway_id = f"gateway-{secrets.token_hex(8)}"
@@ -214,7 +226,8 @@ class Gateway:
         self._idle.set()
 
     async def start(self) -> None:
-        """Begins to look for pods."""
+        """Begins to look for pods and keys."""
+        await self.keys.start()
         for model in self.models:
             await model.table.start()
 
@@ -236,6 +249,7 @@ class Gateway:
         for model in self.models:
             await model.pipeline.stop()
             await model.table.stop()
+        await self.keys.stop()
         if self._index is not None:
             await self._index.close()
 
@@ -256,7 +270,13 @@ class Gateway:
 
     @contextmanager
     def admit(
-        self, endpoint: str, client_id: str | None, timeout_s: float | None = None, *, affinity: str = ""
+        self,
+        endpoint: str,
+        client_id: str | None,
+        timeout_s: float | None = None,
+        *,
+        caller: Caller,
+        affinity: str = "",
     ) -> Iterator[Ticket]:
         """A permit for one client request, for as long as the block lasts; its end is counted by how it ended.
 
@@ -268,9 +288,9 @@ class Gateway:
             self.metrics.rejections.labels("gateway").inc()
             self.metrics.requests.labels(endpoint, "overloaded").inc()
             raise Overloaded("too many requests are being served", retry_after_s=1.0)
-        timeline = Timeline(secrets.token_hex(12), client_id, endpoint)
+        timeline = Timeline(secrets.token_hex(12), client_id, endpoint, caller.tenant)
         limit = self.settings.request_timeout_s
-        ticket = Ticket(timeline, endpoint, timeline.start + min(limit, timeout_s or limit), affinity)
+        ticket = Ticket(timeline, endpoint, timeline.start + min(limit, timeout_s or limit), caller, affinity)
         self._tickets[ticket.id] = ticket
         self.timelines.add(timeline)
         self.metrics.running.inc()
@@ -296,10 +316,10 @@ class Gateway:
             if not self._tickets:
                 self._idle.set()
 
-    def abort(self, request_id: str) -> bool:
-        """Ends a running request by our id; False when there is none."""
+    def abort(self, request_id: str, caller: Caller) -> bool:
+        """Ends a running request of the caller's tenant by our id; False when there is none."""
         ticket = self._tickets.get(request_id)
-        if ticket is None:
+        if ticket is None or not (caller.admin or caller.tenant == ticket.caller.tenant):
             return False
         ticket.end(Cancelled("the request was aborted"))
         return True
@@ -313,9 +333,16 @@ class Gateway:
                 model.pipeline.router.approx.forget(pod.name)
         return await reset_prefix_caches(pods.values())
 
+    def model_for(self, caller: Caller, name: str) -> ServedModel:
+        """The model that a caller asks for. Raises ModelNotFound, PermissionDenied."""
+        model = self.models.find(name)
+        if not caller.may_use(name, model.name):
+            raise PermissionDenied(f"this API key may not use the model {name!r}", field="model")
+        return model
+
     async def completion(self, ticket: Ticket, body: CompletionBody) -> list[Choice]:
         """One choice per prompt. Raises InvalidRequest, ModelNotFound, Unavailable."""
-        model = self.models.find(body.spec.model)
+        model = self.model_for(ticket.caller, body.spec.model)
         limits = model.limits()
         choices: list[Choice] = []
         for prompt in body.prompts:
@@ -331,7 +358,7 @@ class Gateway:
 
     async def chat(self, ticket: Ticket, body: ChatBody) -> list[Choice]:
         """One choice. Raises InvalidRequest, ModelNotFound, Unavailable."""
-        model = self.models.find(body.spec.model)
+        model = self.model_for(ticket.caller, body.spec.model)
         limits = model.limits()
         text = model.template.render(body.messages, body.template_kwargs)
         _refuse_hopeless(text, model, limits, "messages")
@@ -349,8 +376,14 @@ class Gateway:
         default_max_tokens: int | None,
         prompt_field: str,
     ) -> Choice:
+        caller = ticket.caller
         request = to_valid(
-            replace(spec, model=model.name),
+            replace(
+                spec,
+                model=model.name,
+                priority=caller.priority_of(spec.priority),
+                cache_salt=caller.salt_of(spec.cache_salt),
+            ),
             ids,
             limits,
             request_id=f"{ticket.id}-{number}",

@@ -10,9 +10,10 @@ MAX_EVENTS = 512
 
 
 class Timeline:
-    """Events of one request. Not more than MAX_EVENTS are kept."""
+    """Events of one request. Not more than MAX_EVENTS are kept. tenant: whose request it is."""
 
-    def __init__(self, request_id: str, client_id: str | None, endpoint: str) -> None:
+    def __init__(self, request_id: str, client_id: str | None, endpoint: str, tenant: str = "") -> None:
+        self.tenant = tenant
         self.request_id = request_id
         self.client_id = client_id
         self.start = time.monotonic()

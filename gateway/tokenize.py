@@ -84,7 +84,7 @@ class Tokenize:
     async def tokenize(self, body: Any, response: Response, ticket: Ticket) -> None:
         """See http_endpoint.Endpoint."""
         asked = parse_tokenize(body)
-        model = self._model(asked.model)
+        model = self._model(ticket, asked.model)
         if asked.messages is None:
             assert asked.prompt is not None, "one of both is there"
             text, special = asked.prompt, asked.special is not False
@@ -100,7 +100,7 @@ class Tokenize:
     async def detokenize(self, body: Any, response: Response, ticket: Ticket) -> None:
         """See http_endpoint.Endpoint."""
         asked = parse_detokenize(body)
-        ids, tokenizer = list(asked.tokens), self._model(asked.model).tokenizer
+        ids, tokenizer = list(asked.tokens), self._model(ticket, asked.model).tokenizer
         if ids and max(ids) >= tokenizer.vocab_size:
             text = f"tokens has {max(ids)}, but the vocabulary has {tokenizer.vocab_size} tokens"
             raise InvalidRequest(text, field="tokens")
@@ -110,12 +110,12 @@ class Tokenize:
             text = tokenizer.raw.decode(ids, skip_special_tokens=False)
         await response.json(200, {"prompt": text})
 
-    def _model(self, name: str | None) -> ServedModel:
+    def _model(self, ticket: Ticket, name: str | None) -> ServedModel:
         """The named one; there is no need to name the only one."""
         models = self._gateway.models
         if name is None and len(models) > 1:
             raise InvalidRequest("model is missing", field="model")
-        return models.first if name is None else models.find(name)
+        return self._gateway.model_for(ticket.caller, models.first.name if name is None else name)
 
 
 def _max_model_len(model: ServedModel) -> int | None:

@@ -17,6 +17,7 @@ import orjson
 from common.chat_template import ChatTemplate
 from common.config import GatewayConfig
 from common.prefix_index import IndexReader
+from gateway.admission.key_ring import KeyRing
 from gateway.models import ModelText
 from gateway.pod import Pod
 from gateway.server import GatewayServer, settings_of
@@ -101,7 +102,7 @@ async def rig(
     # A busy test machine misses the real time limit of 20 ms often; what follows then is tested with a stopped index.
     index = IndexReader(config.redis, timeout_s=index_timeout_s) if config.redis else None
     served = [ModelText(name, *texts(Path(directory))) for name, directory in config.served_models().items()]
-    server = GatewayServer(config, Gateway(settings_of(config), served, index))
+    server = GatewayServer(config, Gateway(settings_of(config), served, index, KeyRing(config.api_keys, config.redis)))
     try:
         await server.start()
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=30) as http:

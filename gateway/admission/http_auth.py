@@ -1,0 +1,52 @@
+"""In front of every path: whose request it is, before anything else of it is read.
+
+The caller is found once and put into the ASGI scope. What health checks and scrapers ask stays open,
+and the document that says how to ask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from common.errors import BatonError, PermissionDenied
+from gateway.admission.caller import Caller
+from gateway.admission.key_ring import KeyRing
+from gateway.body import header
+
+OPEN = frozenset({"/health", "/live", "/ready", "/version", "/openapi.json"})
+METRICS = "/metrics"
+ADMINS = frozenset({"/reset_prefix_cache"})
+_CALLER = "baton.caller"
+
+Refusal = Callable[[BatonError], ASGIApp]
+
+
+def caller_of(scope: Scope) -> Caller:
+    """The caller of a request that came through Authenticated."""
+    caller = scope[_CALLER]
+    assert isinstance(caller, Caller)
+    return caller
+
+
+class Authenticated:
+    """ASGI middleware. refuse: an application that answers with an error. open_metrics: /metrics needs no key."""
+
+    def __init__(self, app: ASGIApp, *, keys: KeyRing, refuse: Refusal, open_metrics: bool) -> None:
+        self._app = app
+        self._keys = keys
+        self._refuse = refuse
+        self._open = OPEN | {METRICS} if open_metrics else OPEN
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in self._open:
+            try:
+                caller = self._keys.identify(header(scope, b"authorization"))
+                if scope["path"] in ADMINS and not caller.admin:
+                    raise PermissionDenied("this needs the key of an administrator")
+            except BatonError as e:
+                await self._refuse(e)(scope, receive, send)
+                return
+            scope[_CALLER] = caller
+        await self._app(scope, receive, send)

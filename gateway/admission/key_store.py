@@ -1,0 +1,174 @@
+"""Where records of API keys lie: a TOML or JSON file, or a hash in Redis. Neither ever holds a key itself.
+
+A file is replaced as a whole or not at all, under a lock that `baton keys` takes, so that a reader sees one state. In
+TOML keys are tables of the array `keys`; what else a person wrote into it, comments too, stays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import tempfile
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from redis.exceptions import RedisError
+
+from common.errors import ConfigError, Unavailable
+from common.index_store import Client, connect
+from gateway.admission.keys import ApiKey
+
+KEYS_KEY = "kv:api-keys"  # HASH id -> JSON; within the names that the index's user may touch
+REDIS_TIMEOUT_S = 2.0
+
+
+class KeyFile:
+    """One file; its name ends in .json, or it is TOML."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._json = path.suffix == ".json"
+
+    def read(self) -> list[ApiKey]:
+        """All records. Raises ConfigError when the file is missing or wrong anywhere."""
+        try:
+            return self._parse(self.path.read_text("utf-8"))
+        except (OSError, UnicodeDecodeError) as e:
+            raise ConfigError(f"api_keys: cannot read {self.path}: {e}", field="api_keys") from e
+
+    def version(self) -> tuple[int, ...]:
+        """Differs once the file was changed; () while it is not there."""
+        try:
+            status = self.path.stat()
+        except OSError:
+            return ()
+        return status.st_mtime_ns, status.st_ino, status.st_size
+
+    def add(self, record: ApiKey) -> None:
+        """Appends a record; makes the file, for its owner alone, when there is none. Raises ConfigError."""
+        with self._locked():
+            text = self.path.read_text("utf-8") if self.path.exists() else ""
+            self._replace(self._with(text, record))
+
+    def remove(self, key_id: str) -> bool:
+        """Takes a record out; False when there is none. Raises ConfigError."""
+        with self._locked():
+            text = self.path.read_text("utf-8") if self.path.exists() else ""
+            kept = [record for record in self._parse(text) if record.id != key_id]
+            if len(kept) == len(self._parse(text)):
+                return False
+            shorter = _json_text(kept) if self._json else _without(text, key_id)
+            if self._parse(shorter) != kept:  # a layout that we did not write: its comments are lost, nothing else
+                shorter = "\n".join(map(_toml_table, kept))
+            self._replace(shorter)
+            return True
+
+    def _with(self, text: str, record: ApiKey) -> str:
+        known = self._parse(text)
+        if self._json:
+            return _json_text([*known, record])
+        return f"{text.rstrip()}\n\n{_toml_table(record)}".lstrip()
+
+    def _parse(self, text: str) -> list[ApiKey]:
+        try:
+            raw: Any = (json.loads(text) if text.strip() else {}) if self._json else tomllib.loads(text)
+        except (ValueError, tomllib.TOMLDecodeError) as e:
+            raise ConfigError(f"api_keys: {self.path}: {e}", field="api_keys") from e
+        if not isinstance(raw, dict) or not raw.keys() <= {"keys"} or not isinstance(raw.get("keys", []), list):
+            raise ConfigError(f"api_keys: {self.path} must hold an array `keys` and nothing else", field="api_keys")
+        return [ApiKey.read(values, f"{self.path}, key {i + 1}") for i, values in enumerate(raw.get("keys", []))]
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """The lock is a file of its own: the other one is replaced."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.with_name(f".{self.path.name}.lock").open("a") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                yield
+        except OSError as e:
+            raise ConfigError(f"api_keys: cannot write {self.path}: {e}", field="api_keys") from e
+
+    def _replace(self, text: str) -> None:
+        mode = self.path.stat().st_mode & 0o777 if self.path.exists() else 0o600
+        handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                os.fchmod(file.fileno(), mode)
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            Path(name).replace(self.path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+
+
+class KeyHash:
+    """Records in the Redis of the index."""
+
+    def __init__(self, url: str) -> None:
+        self._client: Client = connect(url, timeout_s=REDIS_TIMEOUT_S)
+
+    async def read(self) -> list[ApiKey]:
+        """All records. Raises Unavailable when Redis does not answer, ConfigError when one is wrong."""
+        with _redis():
+            raw: dict[Any, Any] = await self._client.hgetall(KEYS_KEY)
+        return [ApiKey.read(_loads(value), f"Redis, key {_text(key)}") for key, value in sorted(raw.items())]
+
+    async def add(self, record: ApiKey) -> None:
+        """Writes a record. Raises Unavailable."""
+        with _redis():
+            await self._client.hset(KEYS_KEY, record.id, record.model_dump_json(exclude_defaults=True))
+
+    async def remove(self, key_id: str) -> bool:
+        """Takes a record out; False when there is none. Raises Unavailable."""
+        with _redis():
+            return bool(await self._client.hdel(KEYS_KEY, key_id))
+
+    async def close(self) -> None:
+        """Closes the connections."""
+        await self._client.aclose()
+
+
+@contextlib.contextmanager
+def _redis() -> Iterator[None]:
+    try:
+        yield
+    except (RedisError, OSError) as e:
+        raise Unavailable(f"Redis does not answer: {type(e).__name__}: {e}") from e
+
+
+def _text(value: Any) -> str:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
+
+
+def _loads(value: Any) -> Any:
+    try:
+        return json.loads(value)
+    except ValueError:
+        return None
+
+
+def _json_text(records: list[ApiKey]) -> str:
+    keys = [record.model_dump(mode="json", exclude_defaults=True) for record in records]
+    return json.dumps({"keys": keys}, indent=2) + "\n"
+
+
+def _toml_table(record: ApiKey) -> str:
+    # JSON of strings, numbers, booleans and flat arrays is TOML too, but for DEL, which JSON leaves as it is.
+    fields = record.model_dump(mode="json", exclude_defaults=True)
+    lines = [f"{name} = {json.dumps(value)}".replace("\x7f", "\\u007f") for name, value in fields.items()]
+    return "\n".join(["[[keys]]", *lines, ""])
+
+
+def _without(text: str, key_id: str) -> str:
+    """The text without the table of this key."""
+    tables = re.split(r"(?m)^(?=[ \t]*\[\[)", text)
+    own = re.compile(rf"(?m)^\s*id\s*=\s*[\"']{key_id}[\"']")
+    return "".join(table for table in tables if not own.search(table))

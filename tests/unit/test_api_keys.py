@@ -1,0 +1,168 @@
+"""API keys: what is kept of them, whom they identify, and the files that hold them."""
+
+from __future__ import annotations
+
+import stat
+import tomllib
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from common.cli import app
+from common.errors import BatonError, ConfigError, InvalidApiKey
+from gateway.admission.caller import Caller
+from gateway.admission.key_ring import KeyRing
+from gateway.admission.key_store import KeyFile
+from gateway.admission.keys import KeySet, mint
+
+FIELDS = {"requests_per_minute": 5, "weight": 2.5, "models": ("a", "b"), "note": 'quo"te\x7f ü', "isolated": True}
+
+
+def refused(call: object) -> None:
+    with pytest.raises(InvalidApiKey):
+        call()  # type: ignore[operator]
+
+
+def test_only_the_very_key_identifies_its_owner() -> None:
+    key, record = mint("acme", **FIELDS)
+    other, _ = mint("acme")
+    keys = KeySet([record])
+    caller = keys.identify(key)
+    assert (caller.tenant, caller.key_id, caller.weight) == ("acme", record.id, 2.5)
+    assert caller.limits.requests_per_minute == 5
+    secret = key.rpartition("-")[2]
+    last = "A" if key[-2] != "A" else "B"
+    for wrong in (
+        "",
+        key[:-1],
+        key[:-2] + last + key[-1],
+        key + "A",
+        other,
+        secret,
+        key.upper(),
+        f"sk-baton-{'0' * 12}-{'A' * 43}",
+    ):
+        refused(lambda wrong=wrong: keys.identify(wrong))
+    assert secret not in record.model_dump_json()
+    assert record.hash != mint("acme")[1].hash
+
+
+def test_a_key_is_over_at_its_time() -> None:
+    now = datetime.now(UTC)
+    key, record = mint("t", expires=now + timedelta(hours=1))
+    assert KeySet([record]).identify(key).tenant == "t"
+    key, record = mint("t", expires=now - timedelta(seconds=1))
+    refused(lambda: KeySet([record]).identify(key))
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"weight": 0}, "weight"),
+        ({"concurrent": -1}, "concurrent"),
+        ({"limit": 3}, "limit"),
+        ({"tenant": "a b"}, "tenant"),
+    ],
+)
+def test_a_wrong_record_is_refused_by_field(fields: dict[str, object], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        mint(**{"tenant": "t", **fields})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["keys.toml", "keys.json"])
+def test_a_file_gets_and_loses_records_and_is_for_its_owner(name: str, tmp_path: Path) -> None:
+    file = KeyFile(tmp_path / name)
+    records = [mint("acme", **FIELDS)[1], mint("b", priority=-3, admin=True)[1], mint("c")[1]]
+    for record in records:
+        file.add(record)
+    assert file.read() == records
+    assert stat.S_IMODE(file.path.stat().st_mode) == 0o600
+    assert not file.remove("0" * 12)
+    assert file.remove(records[1].id)
+    assert file.read() == [records[0], records[2]]
+    assert file.remove(records[0].id)
+    assert file.remove(records[2].id)
+    assert file.read() == []
+
+
+def test_what_a_person_wrote_into_the_file_stays(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text("# the keys of team A\n")
+    file = KeyFile(path)
+    one, two = mint("one")[1], mint("two")[1]
+    file.add(one)
+    path.write_text(path.read_text() + "# the second\n")
+    file.add(two)
+    file.remove(one.id)
+    assert "# the keys of team A" in path.read_text()
+    assert file.read() == [two]
+    path.write_text("keys = [" + ", ".join(f"{{{_inline(r)}}}" for r in (one, two)) + "]\n")
+    assert file.read() == [one, two]
+    assert file.remove(one.id)  # not our layout, so it is written anew
+    assert file.read() == [two]
+
+
+def _inline(record: object) -> str:
+    values = record.model_dump(mode="json", exclude_defaults=True)  # type: ignore[attr-defined]
+    return ", ".join(f'{name} = "{value}"' for name, value in values.items())
+
+
+@pytest.mark.parametrize("text", ["keys = 3", "[[keys]]\nid = 'x'", "[other]", "not toml at all ="])
+def test_a_wrong_file_is_refused_and_says_which(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"keys\.toml"):
+        KeyRing([str(path)])
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.toml"):
+        KeyRing([str(tmp_path / "none.toml")])
+    with pytest.raises(ConfigError, match="--redis"):
+        KeyRing(["redis"])
+
+
+def test_without_sources_everybody_comes_in_and_with_an_empty_one_nobody(tmp_path: Path) -> None:
+    assert KeyRing().identify(None).admin
+    path = tmp_path / "keys.json"
+    path.write_text("")
+    ring = KeyRing([str(path)])
+    for header in (None, "", "Bearer", "Bearer x", "Basic abc"):
+        refused(lambda header=header: ring.identify(header))
+
+
+def test_priority_and_salt_of_a_key_bind_its_requests() -> None:
+    low = Caller(tenant="a", key_id="1", priority=-2)
+    assert [low.priority_of(p) for p in (0, 5, -7)] == [-2, -2, -7]
+    assert Caller().priority_of(7) == 7
+    salts = {
+        Caller(tenant="a", key_id="1", isolated=True).salt_of(""),
+        Caller(tenant="a", key_id="1", isolated=True).salt_of("x"),
+        Caller(tenant="b", key_id="2", isolated=True).salt_of("x"),
+        Caller(tenant="c", key_id="3").salt_of("tenant:a:x"),
+        Caller(tenant="c", key_id="3").salt_of("salt:x"),
+        Caller(tenant="c", key_id="3").salt_of("x"),
+        Caller(tenant="c", key_id="3").salt_of(""),
+    }
+    assert len(salts) == 7
+
+
+def test_the_command_makes_lists_and_revokes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("BATON_API_KEYS", raising=False)
+    path = str(tmp_path / "keys.toml")
+    run = CliRunner()
+    made = run.invoke(app, ["keys", "create", "acme", "--api-keys", path, "--tokens-per-day", "1000", "--model", "m"])
+    assert made.exit_code == 0, made.output
+    key = made.stdout.strip()
+    caller = KeyRing([path]).identify(f"Bearer {key}")
+    assert (caller.tenant, caller.models, caller.limits.tokens_per_day) == ("acme", ("m",), 1000)
+    listed = run.invoke(app, ["keys", "list", "--api-keys", path])
+    assert caller.key_id in listed.stdout.replace("\n", "")
+    assert key.rpartition("-")[2] not in listed.stdout
+    assert tomllib.loads(Path(path).read_text())["keys"][0]["tenant"] == "acme"
+    monkeypatch.setenv("BATON_API_KEYS", path)
+    assert run.invoke(app, ["keys", "revoke", caller.key_id]).exit_code == 0
+    assert isinstance(run.invoke(app, ["keys", "revoke", caller.key_id]).exception, BatonError)
+    refused(lambda: KeyRing([path]).identify(f"Bearer {key}"))
