@@ -1,0 +1,116 @@
+"""What all parsers give out through: numbers the calls, holds back white space around them.
+
+Invariant: white space between calls, and between text and calls, is dropped; all other white space is kept, in order.
+"""
+
+from __future__ import annotations
+
+import secrets
+import string
+from collections.abc import Callable
+
+from gateway.tools.protocol import BrokenCall, CallDelta, ContentDelta, Delta
+
+_ALPHANUMERIC = string.ascii_letters + string.digits
+
+
+def openai_id() -> str:
+    """An id as OpenAI makes them."""
+    return f"call_{secrets.token_hex(12)}"
+
+
+def mistral_id() -> str:
+    """Nine letters and digits: the templates of Mistral's models take nothing else."""
+    return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
+
+
+class Emitter:
+    """Deltas of one answer. A call: open -> (named -> arguments...) -> close, or broken at any point.
+
+    After max_calls complete calls nothing more is given out.
+    """
+
+    def __init__(self, max_calls: int | None, new_id: Callable[[], str] = openai_id) -> None:
+        self._max_calls = max_calls
+        self._new_id = new_id
+        self._out: list[Delta] = []
+        self._space = ""  # white space that is content unless a call follows
+        self._before = ""  # the same, of the call that is open
+        self._next = 0
+        self._named = False
+        self.completed = 0
+
+    @property
+    def _full(self) -> bool:
+        return self.completed == self._max_calls
+
+    def take(self) -> list[Delta]:
+        """The deltas since the last take."""
+        out, self._out = self._out, []
+        return out
+
+    def content(self, text: str) -> None:
+        """Text outside of calls."""
+        if not text or self._full:
+            return
+        text = self._space + text
+        kept = text.rstrip()
+        self._space = text[len(kept) :]
+        if kept:
+            self._out.append(ContentDelta(kept))
+
+    def open(self) -> None:
+        """A call begins, or what looks like one."""
+        self._before, self._space = self._space, ""
+        self._named = False
+
+    def named(self, name: str) -> None:
+        """The function of the open call."""
+        self._named = True
+        if not self._full:
+            self._out.append(CallDelta(self._next, "", self._new_id(), name))
+
+    def arguments(self, text: str) -> None:
+        """More of the open call's arguments."""
+        if text and not self._full:
+            self._out.append(CallDelta(self._next, text))
+
+    def close(self) -> None:
+        """The open call is complete."""
+        assert self._named
+        if self._full:
+            return
+        self.completed += 1
+        self._next += 1
+
+    def broken(self, text: str) -> None:
+        """The open call is none; text is all of it."""
+        text, self._space = self._before + text, ""
+        if self._full:
+            return
+        if not self._named:
+            self.content(text)
+            return
+        kept = text.rstrip()
+        self._space = text[len(kept) :]
+        self._out.append(BrokenCall(self._next, kept))
+        self._next += 1
+
+    def finish(self) -> None:
+        """The text ends."""
+        if self._space and not self.completed:
+            self._out.append(ContentDelta(self._space))
+        self._space = ""
+
+
+def split_at(buffer: str, markers: tuple[str, ...]) -> tuple[str, str, str]:
+    """Text before the first marker, that marker, the rest; without one: what cannot begin a marker, "", what may."""
+    found = [(at, marker) for marker in markers if (at := buffer.find(marker)) >= 0]
+    if found:
+        at, marker = min(found, key=lambda f: (f[0], -len(f[1])))
+        return buffer[:at], marker, buffer[at + len(marker) :]
+    longest = max(map(len, markers), default=1) - 1
+    for at in range(max(0, len(buffer) - longest), len(buffer)):
+        if any(marker.startswith(buffer[at:]) for marker in markers):
+            return buffer[:at], "", buffer[at:]
+    return buffer, "", ""

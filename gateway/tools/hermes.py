@@ -1,0 +1,86 @@
+"""Hermes, Qwen 2.5 and 3, and many more: <tool_call>{"name": "f", "arguments": {...}}</tool_call> for each call."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from gateway.tools.emitter import Emitter, split_at
+from gateway.tools.lark import call_objects
+from gateway.tools.object_reader import ObjectReader
+from gateway.tools.protocol import Call, Delta, Function, Literal
+
+BEGIN = "<tool_call>"
+END = "</tool_call>"
+
+
+class HermesParser:
+    """States: text -> (BEGIN) -> call -> (its object's end) -> closing -> (END, or anything else) -> text."""
+
+    def __init__(self, names: frozenset[str], max_calls: int | None = None) -> None:
+        self._names = names
+        self._emit = Emitter(max_calls)
+        self._buffer = ""
+        self._call: ObjectReader | None = None
+        self._closing = False
+
+    @property
+    def completed(self) -> int:
+        return self._emit.completed
+
+    def feed(self, text: str) -> list[Delta]:
+        self._buffer += text
+        while self._buffer and self._step():
+            pass
+        return self._emit.take()
+
+    def finish(self) -> list[Delta]:
+        if self._call is not None:
+            self._call.give_up()
+        elif not self._closing:
+            self._emit.content(self._buffer)
+        self._emit.finish()
+        return self._emit.take()
+
+    def _step(self) -> bool:
+        """One state's work on the buffer; False when it needs more text."""
+        if self._call is not None:
+            self._buffer = self._call.take(self._buffer)
+            if self._call.done or self._call.broken:
+                self._closing, self._call = self._call.done, None
+            return True
+        if self._closing:
+            rest = self._buffer.lstrip()
+            if rest != END and END.startswith(rest):
+                return False
+            self._closing = False
+            if rest.startswith(END):
+                self._buffer = rest[len(END) :]
+            return True
+        before, marker, self._buffer = split_at(self._buffer, (BEGIN,))
+        self._emit.content(before)
+        if marker:
+            self._call = ObjectReader(self._emit, self._names, marker)
+        return bool(marker)
+
+
+class Hermes:
+    """The format."""
+
+    name = "hermes"
+    markers = (BEGIN, END)
+    trigger = BEGIN
+
+    def parser(self, names: frozenset[str], max_calls: int | None = None) -> HermesParser:
+        return HermesParser(names, max_calls)
+
+    def opening(self, functions: Sequence[Function]) -> str:
+        return r"(.|\n)*<tool_call>(.|\n)*"
+
+    def rules(self, functions: Sequence[Function], literal: Literal, *, parallel: bool) -> str:
+        more = ' ("\\n" call)*' if parallel else ""
+        call = f'call: begin "\\n" object "\\n" {literal(END)}'
+        return f"calls: call{more}\n{call}\n{call_objects('object', functions, 'arguments')}"
+
+    def write(self, calls: Sequence[Call]) -> str:
+        return "\n".join(f'{BEGIN}\n{{"name": {json.dumps(c.name)}, "arguments": {c.arguments}}}\n{END}' for c in calls)

@@ -1,0 +1,101 @@
+"""Llama 3: {"name": "f", "parameters": {...}}, alone or after <|python_tag|>, several separated by semicolons.
+
+A bare object is only looked for where an answer, or the next call, begins: an object elsewhere is content.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from gateway.tools.emitter import Emitter, split_at
+from gateway.tools.lark import call_objects
+from gateway.tools.object_reader import ObjectReader
+from gateway.tools.protocol import Call, Delta, Function, Literal
+
+TAG = "<|python_tag|>"
+
+
+class Llama3Parser:
+    """States: start -> call -> (its end) -> between -> call, and from anywhere -> text -> (TAG) -> tagged -> call."""
+
+    def __init__(self, names: frozenset[str], max_calls: int | None = None) -> None:
+        self._names = names
+        self._emit = Emitter(max_calls)
+        self._buffer = ""
+        self._lead = ""  # what belongs to a call that has not begun: the tag, a separator
+        self._may_begin = True
+        self._call: ObjectReader | None = None
+
+    @property
+    def completed(self) -> int:
+        return self._emit.completed
+
+    def feed(self, text: str) -> list[Delta]:
+        self._buffer += text
+        while self._buffer and self._step():
+            pass
+        return self._emit.take()
+
+    def finish(self) -> list[Delta]:
+        if self._call is not None:
+            self._call.give_up()
+        else:
+            self._emit.content(self._lead + self._buffer)
+        self._emit.finish()
+        return self._emit.take()
+
+    def _step(self) -> bool:
+        if self._call is not None:
+            self._buffer = self._call.take(self._buffer)
+            if self._call.done or self._call.broken:
+                self._may_begin, self._call = self._call.done, None
+            return True
+        if self._may_begin:
+            return self._look_for_call()
+        before, tag, self._buffer = split_at(self._buffer, (TAG,))
+        self._emit.content(before)
+        if tag:
+            self._lead, self._may_begin = tag, True
+        return bool(tag)
+
+    def _look_for_call(self) -> bool:
+        rest = self._buffer.lstrip()
+        if not rest or (rest != TAG and TAG.startswith(rest)):
+            return False
+        space = self._buffer[: len(self._buffer) - len(rest)]
+        if rest.startswith("{"):
+            if not self._lead.strip():
+                self._emit.content(self._lead + space)
+                self._lead = space = ""
+            self._call = ObjectReader(self._emit, self._names, self._lead + space)
+            self._lead, self._buffer = "", rest
+        elif rest.startswith(TAG) and TAG not in self._lead:
+            self._lead, self._buffer = self._lead + space + TAG, rest[len(TAG) :]
+        elif rest.startswith(";") and self._emit.completed and not self._lead:
+            self._lead, self._buffer = space + ";", rest[1:]
+        else:
+            self._emit.content(self._lead)
+            self._lead, self._may_begin = "", False
+        return True
+
+
+class Llama3:
+    """The format."""
+
+    name = "llama3_json"
+    markers = (TAG,)
+    trigger = ""
+
+    def parser(self, names: frozenset[str], max_calls: int | None = None) -> Llama3Parser:
+        return Llama3Parser(names, max_calls)
+
+    def opening(self, functions: Sequence[Function]) -> str:
+        return r"\s*(;\s*)?\{\s*\"(name|type|function|parameters|arguments)\"(.|\n)*"
+
+    def rules(self, functions: Sequence[Function], literal: Literal, *, parallel: bool) -> str:
+        more = ' ("; " object)*' if parallel else ""
+        return f"calls: begin object{more}\n{call_objects('object', functions, 'parameters')}"
+
+    def write(self, calls: Sequence[Call]) -> str:
+        return "; ".join(f'{{"name": {json.dumps(c.name)}, "parameters": {c.arguments}}}' for c in calls)

@@ -1,0 +1,171 @@
+"""Mistral: [TOOL_CALLS][{"name": "f", "arguments": {...}}, ...], and since 2025 [TOOL_CALLS]f[ARGS]{...} for each call.
+
+The newer form may name the call ([CALL_ID]abc123def before [ARGS]) or leave [ARGS] out.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+
+from gateway.tools.emitter import Emitter, mistral_id, split_at
+from gateway.tools.json_stream import JsonScanner
+from gateway.tools.lark import call_objects, named_arguments
+from gateway.tools.object_reader import ObjectReader
+from gateway.tools.protocol import Call, Delta, Function, Literal
+
+BEGIN = "[TOOL_CALLS]"
+ARGS = "[ARGS]"
+CALL_ID = "[CALL_ID]"
+_HEAD = re.compile(r"([^\s\[{]+)\s*(?:\[CALL_ID\]\s*\w*\s*)?(?:\[ARGS\]\s*)?")
+_MAX_HEAD = 256  # characters from BEGIN to the arguments
+
+
+class _NamedCall:
+    """f[ARGS]{...}: the same to its parser as an ObjectReader."""
+
+    def __init__(self, emit: Emitter, name: str, lead: str) -> None:
+        self.done = False
+        self.broken = False
+        self._emit = emit
+        self._raw = [lead]
+        self._scanner = JsonScanner()
+        emit.open()
+        emit.named(name)
+
+    def take(self, buffer: str) -> str:
+        at, clean = self._scanner.take(buffer, 0)
+        self._raw.append(buffer[:at])
+        self._emit.arguments(clean)
+        if self._scanner.broken:
+            self.give_up()
+        elif self._scanner.done:
+            self.done = True
+            self._emit.close()
+        return buffer[at:]
+
+    def give_up(self) -> None:
+        self.broken = True
+        self._emit.broken("".join(self._raw))
+
+
+class MistralParser:
+    """States: text -> (BEGIN) -> head -> call -> text, or from head into a list: call -> (comma) -> call ... -> text."""
+
+    def __init__(self, names: frozenset[str], max_calls: int | None = None) -> None:
+        self._names = names
+        self._emit = Emitter(max_calls, mistral_id)
+        self._buffer = ""
+        self._lead = ""  # BEGIN or what else belongs to a call that has not begun
+        self._in_list = False
+        self._call: ObjectReader | _NamedCall | None = None
+
+    @property
+    def completed(self) -> int:
+        return self._emit.completed
+
+    def feed(self, text: str) -> list[Delta]:
+        self._buffer += text
+        while self._buffer and self._step():
+            pass
+        return self._emit.take()
+
+    def finish(self) -> list[Delta]:
+        if self._call is not None:
+            self._call.give_up()
+        else:
+            self._emit.content(self._lead + self._buffer)
+        self._emit.finish()
+        return self._emit.take()
+
+    def _step(self) -> bool:
+        if self._call is not None:
+            self._buffer = self._call.take(self._buffer)
+            if self._call.broken:
+                self._call, self._in_list = None, False
+            elif self._call.done:
+                self._call = None
+            return True
+        if self._in_list:
+            return self._list_goes_on()
+        if self._lead:
+            return self._head()
+        before, marker, self._buffer = split_at(self._buffer, (BEGIN,))
+        self._emit.content(before)
+        self._lead = marker
+        return bool(marker)
+
+    def _head(self) -> bool:
+        rest = self._buffer.lstrip()
+        if not rest:
+            return False
+        space = self._buffer[: len(self._buffer) - len(rest)]
+        if rest[0] == "[":
+            self._in_list, self._lead, self._buffer = True, self._lead + space + "[", rest[1:]
+            return True
+        if rest[0] == "{":
+            self._call = ObjectReader(self._emit, self._names, self._lead + space)
+            self._lead, self._buffer = "", rest
+            return True
+        arguments = rest.find("{", 0, _MAX_HEAD)
+        if arguments < 0 and len(rest) < _MAX_HEAD:
+            return False
+        head = _HEAD.fullmatch(rest, 0, max(0, arguments))
+        if head is None or head[1] not in self._names:
+            return self._no_call()
+        self._call = _NamedCall(self._emit, head[1], self._lead + space + head[0])
+        self._lead, self._buffer = "", rest[arguments:]
+        return True
+
+    def _list_goes_on(self) -> bool:
+        rest = self._buffer.lstrip()
+        if not rest:
+            return False
+        first = self._lead.endswith("[")
+        if rest[0] == "{" and self._lead:
+            space = self._buffer[: len(self._buffer) - len(rest)]
+            self._call = ObjectReader(self._emit, self._names, self._lead + space)
+            self._lead, self._buffer = "", rest
+        elif rest[0] == "," and not self._lead:
+            self._lead, self._buffer = ",", rest[1:]
+        elif rest[0] == "]" and not first and not self._lead:
+            self._in_list, self._buffer = False, rest[1:]
+        else:
+            return self._no_call()
+        return True
+
+    def _no_call(self) -> bool:
+        self._emit.content(self._lead)
+        self._lead, self._in_list = "", False
+        return True
+
+
+class Mistral:
+    """The format; named: the newer form is what the model was trained on."""
+
+    name = "mistral"
+    markers = (BEGIN, ARGS, CALL_ID)
+    trigger = BEGIN
+
+    def __init__(self, *, named: bool = False) -> None:
+        self._named = named
+
+    def parser(self, names: frozenset[str], max_calls: int | None = None) -> MistralParser:
+        return MistralParser(names, max_calls)
+
+    def opening(self, functions: Sequence[Function]) -> str:
+        return r"(.|\n)*\[TOOL_CALLS\](.|\n)*"
+
+    def rules(self, functions: Sequence[Function], literal: Literal, *, parallel: bool) -> str:
+        if self._named:
+            more = "+" if parallel else ""
+            return f"calls: call{more}\n{named_arguments('call', functions, 'begin', literal(ARGS))}"
+        more = ' (", " object)*' if parallel else ""
+        return f'calls: begin "[" object{more} "]"\n{call_objects("object", functions, "arguments")}'
+
+    def write(self, calls: Sequence[Call]) -> str:
+        if self._named:
+            return "".join(f"{BEGIN}{c.name}{ARGS}{c.arguments}" for c in calls)
+        inner = ", ".join(f'{{"name": {json.dumps(c.name)}, "arguments": {c.arguments}}}' for c in calls)
+        return f"{BEGIN}[{inner}]"

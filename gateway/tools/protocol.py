@@ -1,0 +1,150 @@
+"""What a model's text means, and what every format of tool calls provides.
+
+The seam that other code uses is gateway/reader.py: text piece in, these deltas out. Invariant of every parser: however
+a text is cut into pieces, the deltas in sum are the same. Nothing that a model writes is an error: what is not a
+well-formed call of a function that the client declared is content.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class ContentDelta:
+    """More of the answer's text."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningDelta:
+    """More of the reasoning section's text."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallDelta:
+    """More of one call: the first delta of a call has id and name, later ones only more of its arguments (JSON)."""
+
+    index: int
+    arguments: str
+    id: str = ""
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class BrokenCall:
+    """Call `index`, of which deltas were given out, turned out to be malformed: its whole text is content.
+
+    A stream cannot take back what it sent and only shows the text; a complete answer drops the call.
+    """
+
+    index: int
+    text: str
+
+
+Delta = ContentDelta | ReasoningDelta | CallDelta | BrokenCall
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A complete call; arguments is the text of a JSON object."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A complete answer, taken apart. content and reasoning are None when there is nothing of the kind."""
+
+    content: str | None
+    reasoning: str | None
+    calls: tuple[Call, ...]
+
+
+def assemble(deltas: Iterable[Delta]) -> Message:
+    """The message that the deltas of one answer add up to."""
+    content: list[str] = []
+    reasoning: list[str] = []
+    calls: dict[int, tuple[CallDelta, list[str]]] = {}
+    for delta in deltas:
+        match delta:
+            case ContentDelta(text):
+                content.append(text)
+            case ReasoningDelta(text):
+                reasoning.append(text)
+            case CallDelta(index, arguments) if index in calls:
+                calls[index][1].append(arguments)
+            case CallDelta(index, arguments):
+                calls[index] = delta, [arguments]
+            case BrokenCall(index, text):
+                calls.pop(index, None)
+                content.append(text)
+    return Message(
+        "".join(content) or None,
+        "".join(reasoning) or None,
+        tuple(Call(first.id, first.name, "".join(parts)) for first, parts in calls.values()),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A function that the client declared. parameters: a JSON schema of an object; strict: follow it to the letter."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+    strict: bool = False
+
+
+class ToolParser(Protocol):
+    """Reads one answer's text. completed: calls that are complete and well-formed."""
+
+    @property
+    def completed(self) -> int:
+        """Calls complete so far."""
+
+    def feed(self, text: str) -> list[Delta]:
+        """What more text adds."""
+
+    def finish(self) -> list[Delta]:
+        """What the text's end adds: held back text, or an unfinished call as content."""
+
+
+Literal = Callable[[str], str]
+"""A piece of text as a Lark grammar names it: a string, or the id where the text is a special token."""
+
+
+class ToolFormat(Protocol):
+    """One way in which models write calls.
+
+    name: for --tool-parser. markers: texts that may be special tokens and must reach the parser. trigger: the marker
+    that every call begins with, "" when a call is told by where it stands.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def markers(self) -> tuple[str, ...]: ...
+
+    @property
+    def trigger(self) -> str: ...
+
+    def parser(self, names: frozenset[str], max_calls: int | None = None) -> ToolParser:
+        """A parser for one answer, where these functions may be called; what follows the last call allowed is dropped."""
+
+    def opening(self, functions: Sequence[Function]) -> str:
+        """A regular expression of the texts that hold a call, or begin one: what plain text must not be."""
+
+    def rules(self, functions: Sequence[Function], literal: Literal, *, parallel: bool) -> str:
+        """Lark rules in which `calls` is one call, if parallel several; `begin`, not defined here, is the trigger."""
+
+    def write(self, calls: Sequence[Call]) -> str:
+        """Calls as the model would have written them."""
