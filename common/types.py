@@ -15,12 +15,13 @@ class Role(enum.StrEnum):
 
 
 class FinishReason(enum.StrEnum):
-    """Why a sequence ended."""
+    """Why a sequence ended. TOOL_CALLS: STOP of an answer that calls tools; only the gateway can tell."""
 
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+    TOOL_CALLS = "tool_calls"
 
 
 @dataclass(frozen=True, slots=True)

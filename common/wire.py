@@ -33,6 +33,7 @@ _FINISH_TO_PB = {
     FinishReason.LENGTH: types_pb2.FINISH_REASON_LENGTH,
     FinishReason.ABORT: types_pb2.FINISH_REASON_ABORT,
     FinishReason.ERROR: types_pb2.FINISH_REASON_ERROR,
+    FinishReason.TOOL_CALLS: types_pb2.FINISH_REASON_TOOL_CALLS,
 }
 _FINISH_FROM_PB = {pb: reason for reason, pb in _FINISH_TO_PB.items()}
 

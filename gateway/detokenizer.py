@@ -30,20 +30,21 @@ class Detokenizer(Protocol):
         """What was kept back, with U+FFFD for what cannot be completed; afterwards nothing is pending."""
 
 
-def detokenizer(tokenizer: TextTokenizer) -> Detokenizer:
-    """The detokenizer that fits the vocabulary."""
-    return ByteLevelDetokenizer(tokenizer) if tokenizer.byte_level else WindowDetokenizer(tokenizer)
+def detokenizer(tokenizer: TextTokenizer, keep: frozenset[int] = frozenset()) -> Detokenizer:
+    """The detokenizer that fits the vocabulary. Special tokens have no text, but those in `keep` have their name."""
+    return ByteLevelDetokenizer(tokenizer, keep) if tokenizer.byte_level else WindowDetokenizer(tokenizer, keep)
 
 
 class ByteLevelDetokenizer:
     """For vocabularies whose tokens are byte strings."""
 
-    def __init__(self, tokenizer: TextTokenizer) -> None:
+    def __init__(self, tokenizer: TextTokenizer, keep: frozenset[int] = frozenset()) -> None:
         self._tokenizer = tokenizer
+        self._keep = keep
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def feed(self, token_id: int) -> str:
-        if token_id in self._tokenizer.special_ids:
+        if token_id in self._tokenizer.special_ids and token_id not in self._keep:
             return ""
         return self._decoder.decode(self._tokenizer.piece(token_id))
 
@@ -54,15 +55,16 @@ class ByteLevelDetokenizer:
 class WindowDetokenizer:
     """For any vocabulary: decodes a short window twice, with and without the new tokens, and sends the difference."""
 
-    def __init__(self, tokenizer: TextTokenizer) -> None:
+    def __init__(self, tokenizer: TextTokenizer, keep: frozenset[int] = frozenset()) -> None:
         self._tokenizer = tokenizer
+        self._keep = keep
         self._ids: list[int] = []
         self._prefix = 0
         self._read = 0
 
     def feed(self, token_id: int) -> str:
         if token_id in self._tokenizer.special_ids:
-            return ""
+            return self.flush() + self._tokenizer.piece(token_id).decode() if token_id in self._keep else ""
         self._ids.append(token_id)
         return self._advance(force=len(self._ids) - self._read > _MAX_PENDING)
 

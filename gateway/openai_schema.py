@@ -25,6 +25,7 @@ from common.types import FinishReason, TokenLogprob
 from gateway.output import Piece, ShownToken
 from gateway.service import Answer, Usage
 from gateway.tokenizer import TextTokenizer
+from gateway.tools.protocol import BrokenCall, CallDelta, ContentDelta, Delta, ReasoningDelta
 
 Json = dict[str, Any]
 
@@ -72,6 +73,7 @@ def usage_json(usage: Usage) -> Json:
         "completion_tokens": usage.completion,
         "total_tokens": usage.prompt + usage.completion,
         "prompt_tokens_details": {"cached_tokens": usage.cached},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning},
     }
 
 
@@ -144,6 +146,27 @@ class CompletionFormat:
         return self._tokenizer.piece(token).decode("utf-8", "replace")
 
 
+def _reasoning_json(text: str) -> Json:
+    """Under both names that clients look for."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
+def _call_json(call_id: str, name: str, arguments: str) -> Json:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _delta_json(delta: Delta) -> Json:
+    match delta:
+        case ContentDelta(text) | BrokenCall(text=text):
+            return {"content": text}
+        case ReasoningDelta(text):
+            return _reasoning_json(text)
+        case CallDelta(index, arguments, call_id, name) if name:
+            return {"tool_calls": [{"index": index, **_call_json(call_id, name, arguments)}]}
+        case CallDelta(index, arguments):
+            return {"tool_calls": [{"index": index, "function": {"arguments": arguments}}]}
+
+
 class ChatFormat:
     """/v1/chat/completions."""
 
@@ -162,7 +185,7 @@ class ChatFormat:
         choices = [
             {
                 "index": i,
-                "message": {"role": "assistant", "content": a.text, "refusal": None},
+                "message": {"role": "assistant", "refusal": None, **self._message(a)},
                 "logprobs": self._logprobs_json(a.shown),
                 "finish_reason": finish_json(a.finish),
             }
@@ -170,12 +193,27 @@ class ChatFormat:
         ]
         return {**self._head("chat.completion"), "choices": choices, "usage": usage_json(usage)}
 
+    def _message(self, answer: Answer) -> Json:
+        message = answer.message
+        if message is None:
+            return {"content": answer.text}
+        content = message.content if message.content is not None or message.calls else ""
+        out: Json = {"content": content}
+        if message.reasoning is not None:
+            out |= _reasoning_json(message.reasoning)
+        if message.calls:
+            out["tool_calls"] = [_call_json(call.id, call.name, call.arguments) for call in message.calls]
+        return out
+
     def opening(self, index: int) -> Json | None:
         return self._chunk(index, {"role": "assistant", "content": ""})
 
     def chunks(self, index: int, piece: Piece) -> list[Json]:
         out = []
-        if piece.text or piece.shown:
+        if piece.deltas is not None:
+            deltas = [_delta_json(delta) for delta in piece.deltas] or [{}] * bool(piece.shown)
+            out = [self._chunk(index, delta, () if i else piece.shown) for i, delta in enumerate(deltas)]
+        elif piece.text or piece.shown:
             out.append(self._chunk(index, {"content": piece.text}, piece.shown))
         if piece.finish is not None:
             out.append(self._chunk(index, {}, finish=piece.finish))

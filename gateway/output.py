@@ -13,8 +13,10 @@ from dataclasses import dataclass
 
 from common.types import FinishReason, Token
 from gateway.detokenizer import detokenizer
+from gateway.reader import Reading
 from gateway.stop_strings import StopScanner
 from gateway.tokenizer import TextTokenizer
+from gateway.tools.protocol import Delta
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,19 +29,26 @@ class ShownToken:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one step adds to a choice; `tokens` is the number generated (stop strings' included), `shown` may lag."""
+    """What one step adds to a choice; `tokens` are those generated (stop strings' included), `shown` may lag.
+
+    deltas: what the text means, None where nothing but content is looked for.
+    """
 
     text: str
     shown: tuple[ShownToken, ...]
     tokens: tuple[Token, ...]
     finish: FinishReason | None = None
+    deltas: tuple[Delta, ...] | None = None
 
 
 class ChoiceOutput:
-    """Text of one sequence."""
+    """Text of one sequence. reading: how its text is read, None where all of it is content."""
 
-    def __init__(self, tokenizer: TextTokenizer, stops: Sequence[str], *, logprobs: bool) -> None:
-        self._detokenizer = detokenizer(tokenizer)
+    def __init__(
+        self, tokenizer: TextTokenizer, stops: Sequence[str], *, logprobs: bool, reading: Reading | None = None
+    ) -> None:
+        self._detokenizer = detokenizer(tokenizer, reading.keep if reading else frozenset())
+        self._reader = reading.reader() if reading else None
         self._scanner = StopScanner(stops)
         self._logprobs = logprobs
         self._pending: deque[ShownToken] = deque()
@@ -74,7 +83,15 @@ class ChoiceOutput:
         self.finish = FinishReason.STOP if self._scanner.hit else ended
         out = "".join(text)
         self._released += len(out)
-        return Piece(out, self._show(), tuple(taken), self.finish)
+        if self._reader is None:
+            return Piece(out, self._show(), tuple(taken), self.finish)
+        deltas, self.finish = self._reader.read(out, taken, self.finish)
+        return Piece(out, self._show(), tuple(taken), self.finish, deltas)
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Of num_tokens, those of a reasoning section."""
+        return self._reader.reasoning_tokens if self._reader else 0
 
     def _show(self) -> tuple[ShownToken, ...]:
         """The tokens whose text was released; when the output ended by itself, all of them."""

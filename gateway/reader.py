@@ -1,17 +1,17 @@
 """One answer's text, piece by piece, to what it means: the seam between generation and every format of answers.
 
-`Reading` says how a request's answers are to be read; `reading.reader()` gives a MessageReader for one choice; its
-`read(piece)` returns the same piece with `deltas` (see gateway/tools/protocol.py) and a finish reason that knows of
-calls. `assemble(deltas)` of all pieces is the complete message. Requests without tools and reasoning have no Reading:
-their pieces' deltas are None, and their text is the content.
+`Reading` says how a request's answers are to be read; `reading.reader()` gives a MessageReader for one choice, whose
+`read(text, tokens, finish)` returns deltas (see gateway/tools/protocol.py) and a finish reason that knows of calls.
+ChoiceOutput does so for every Piece: formats find `piece.deltas`, and `assemble(deltas of all pieces)` is the complete
+message. Requests without tools and reasoning have no Reading, and pieces without deltas: all their text is content.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from common.types import FinishReason
-from gateway.output import Piece
+from common.types import FinishReason, Token
 from gateway.reasoning import ReasoningReader, ReasoningStyle, Section
 from gateway.tokenizer import TextTokenizer
 from gateway.tools.protocol import ContentDelta, Delta, ReasoningDelta, ToolFormat
@@ -45,39 +45,40 @@ class MessageReader:
         self._tools = None if reading.tools is None else reading.tools.parser(reading.names, reading.max_calls)
         self.reasoning_tokens = 0
 
-    def read(self, piece: Piece) -> Piece:
-        """The piece with what it means; it ends the choice where the last call allowed is complete."""
+    def read(
+        self, text: str, tokens: Sequence[Token], finish: FinishReason | None
+    ) -> tuple[tuple[Delta, ...], FinishReason | None]:
+        """What more text means, and why the choice ends: also because the last call allowed is complete."""
         deltas: list[Delta] = []
-        self._feed(piece, deltas)
-        if piece.finish is not None:
+        self._feed(text, tokens, deltas)
+        if finish is not None:
             self._finish(deltas)
-        finish = piece.finish
         if self._tools is not None and self._tools.completed:
             full = self._tools.completed == self._reading.max_calls
             if finish is FinishReason.STOP or (finish is None and full):
                 finish = FinishReason.TOOL_CALLS
-        return replace(piece, deltas=tuple(deltas), finish=finish)
+        return tuple(deltas), finish
 
-    def _feed(self, piece: Piece, deltas: list[Delta]) -> None:
-        reasoning, answer = self._reasoning, piece.text
+    def _feed(self, text: str, tokens: Sequence[Token], deltas: list[Delta]) -> None:
+        reasoning, answer = self._reasoning, text
         if reasoning is not None and reasoning.thinking:
-            thought, answer = reasoning.feed(answer)
+            thought, answer = reasoning.feed(text)
             self._thought(thought, deltas)
-            self._count(piece, None if reasoning.thinking else reasoning.behind)
+            self._count(tokens, len(text), None if reasoning.thinking else reasoning.behind)
         elif reasoning is not None:
-            answer = reasoning.feed(answer)[1]
+            answer = reasoning.feed(text)[1]
         self._answered(answer, deltas)
 
-    def _count(self, piece: Piece, behind: int | None) -> None:
-        """Counts a piece's tokens of which the text's last `behind` characters are not the section's."""
+    def _count(self, tokens: Sequence[Token], length: int, behind: int | None) -> None:
+        """Counts those of a text's tokens that begin before its last `behind` characters; None: all of them."""
         if behind is None:
-            self.reasoning_tokens += len(piece.tokens)
-        elif behind == len(piece.text) and behind:
+            self.reasoning_tokens += len(tokens)
+        elif behind == length and behind:
             self.reasoning_tokens = 0  # there is no section
         else:
-            at, end = 0, len(piece.text) - behind
-            for i, token in enumerate(piece.tokens):
-                if i and at >= end:
+            at = 0
+            for i, token in enumerate(tokens):
+                if i and at >= length - behind:
                     break
                 self.reasoning_tokens += 1
                 at += len(self._reading.tokenizer.piece(token.id).decode("utf-8", "ignore"))

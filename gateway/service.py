@@ -27,9 +27,11 @@ from gateway.output import ChoiceOutput, Piece, ShownToken
 from gateway.pipeline import Pipeline, Run
 from gateway.pod import Pod
 from gateway.pods import PodTable
+from gateway.reader import Reading
 from gateway.routing.router import Router
 from gateway.timeline import Timeline, Timelines
 from gateway.tokenizer import TextTokenizer
+from gateway.tools.protocol import Delta, Message, assemble
 from gateway.validation import ChatBody, CompletionBody, Limits, Spec, to_valid
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
@@ -52,23 +54,33 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens spent; cached: prompt tokens found in the prefix cache of the pod that computed the prompt."""
+    """Tokens spent; cached: prompt tokens found in the prefix cache of the pod that computed the prompt.
+
+    reasoning: of the completion's tokens, those of reasoning sections.
+    """
 
     prompt: int = 0
     completion: int = 0
     cached: int = 0
+    reasoning: int = 0
 
     def __add__(self, other: Usage) -> Usage:
-        return Usage(self.prompt + other.prompt, self.completion + other.completion, self.cached + other.cached)
+        return Usage(
+            self.prompt + other.prompt,
+            self.completion + other.completion,
+            self.cached + other.cached,
+            self.reasoning + other.reasoning,
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A complete choice."""
+    """A complete choice. message: what its text means, None where all of it is content."""
 
     text: str
     shown: tuple[ShownToken, ...]
     finish: FinishReason
+    message: Message | None = None
 
 
 class Ticket:
@@ -104,8 +116,17 @@ class Ticket:
 class Choice:
     """One prompt's answer in the making: iterate it for pieces of text, or `collect` it; `close` ends it early."""
 
-    def __init__(self, gateway: Gateway, model: ServedModel, ticket: Ticket, spec: Spec, request: ValidRequest) -> None:
+    def __init__(
+        self,
+        gateway: Gateway,
+        model: ServedModel,
+        ticket: Ticket,
+        spec: Spec,
+        request: ValidRequest,
+        reading: Reading | None = None,
+    ) -> None:
         self.model = model
+        self.reading = reading
         self._gateway = gateway
         self._ticket = ticket
         self._spec = spec
@@ -117,10 +138,12 @@ class Choice:
     @property
     def usage(self) -> Usage:
         """Tokens spent so far."""
-        return Usage(self.request.prompt_len, self._output.num_tokens, self._run.cached_tokens if self._run else 0)
+        output, cached = self._output, self._run.cached_tokens if self._run else 0
+        return Usage(self.request.prompt_len, output.num_tokens, cached, output.reasoning_tokens)
 
     def _new_output(self) -> ChoiceOutput:
-        return ChoiceOutput(self.model.tokenizer, self._spec.stop, logprobs=self._spec.logprobs is not None)
+        logprobs = self._spec.logprobs is not None
+        return ChoiceOutput(self.model.tokenizer, self._spec.stop, logprobs=logprobs, reading=self.reading)
 
     def __aiter__(self) -> Self:
         return self
@@ -137,19 +160,22 @@ class Choice:
         """The whole answer. Raises BatonError."""
         text: list[str] = []
         shown: list[ShownToken] = []
+        deltas: list[Delta] = []
         finish: FinishReason | None = None
         try:
             while finish is None:
                 piece = await self._next(replayable=True)
                 if piece is None:
-                    text, shown = [], []
+                    text, shown, deltas = [], [], []
                     continue
                 text.append(piece.text)
                 shown.extend(piece.shown)
+                deltas.extend(piece.deltas or ())
                 finish = piece.finish
         finally:
             self.close()
-        return Answer("".join(text), tuple(shown), finish)
+        message = None if self.reading is None else assemble(deltas)
+        return Answer("".join(text), tuple(shown), finish, message)
 
     def close(self) -> None:
         """Gives everything back, which aborts on the pods what is not complete; idempotent."""

@@ -79,7 +79,8 @@ class _Events:
     """One choice's pieces as server-sent events.
 
     Most pieces are text and nothing else. Of their events only the text differs, so the rest is encoded once: `_plain`
-    holds the bytes before and after it, None where more than the text differs (log-probabilities, a running usage).
+    holds the bytes before and after it, None where more than the text differs (log-probabilities, a running usage,
+    text that is more than content).
     """
 
     def __init__(self, choice: Choice, index: int, spec: Spec, form: Format) -> None:
@@ -100,7 +101,8 @@ class _Events:
             self._opened = True
             if (opening := self._form.opening(self._index)) is not None:
                 chunks.insert(0, opening)
-            if self._spec.logprobs is None and not self._spec.continuous_usage:
+            plain = self._choice.reading is None and self._spec.logprobs is None
+            if plain and not self._spec.continuous_usage:
                 self._plain = self._around_text()
         return b"".join([self._event(chunk) for chunk in chunks])
 

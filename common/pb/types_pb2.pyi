@@ -37,6 +37,8 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     """The client or the gateway ended it."""
     FINISH_REASON_ERROR: _FinishReason.ValueType  # 4
     """It failed; the error says why."""
+    FINISH_REASON_TOOL_CALLS: _FinishReason.ValueType  # 5
+    """As STOP, and the answer calls tools. The gateway's, to clients; pods do not send it."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """Why a sequence ended."""
@@ -51,6 +53,8 @@ FINISH_REASON_ABORT: FinishReason.ValueType  # 3
 """The client or the gateway ended it."""
 FINISH_REASON_ERROR: FinishReason.ValueType  # 4
 """It failed; the error says why."""
+FINISH_REASON_TOOL_CALLS: FinishReason.ValueType  # 5
+"""As STOP, and the answer calls tools. The gateway's, to clients; pods do not send it."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final

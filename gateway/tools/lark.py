@@ -6,9 +6,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from common.grammar import MAX_SPACE
-
 from gateway.tools.protocol import Function
+
+MAX_SPACE = 40  # characters of white space in a row, so that a model that indents for ever ends
 
 
 def quoted(text: str) -> str:

@@ -51,7 +51,7 @@ class _NamedCall:
 
 
 class MistralParser:
-    """States: text -> (BEGIN) -> head -> call -> text, or from head into a list: call -> (comma) -> call ... -> text."""
+    """States: text -> (BEGIN) -> head -> call -> text, or a list: head -> call -> (comma) -> call ... -> text."""
 
     def __init__(self, names: frozenset[str], max_calls: int | None = None) -> None:
         self._names = names

@@ -138,7 +138,7 @@ class ToolFormat(Protocol):
     def trigger(self) -> str: ...
 
     def parser(self, names: frozenset[str], max_calls: int | None = None) -> ToolParser:
-        """A parser for one answer, where these functions may be called; what follows the last call allowed is dropped."""
+        """A parser for one answer, where these functions may be called, at most max_calls times."""
 
     def opening(self, functions: Sequence[Function]) -> str:
         """A regular expression of the texts that hold a call, or begin one: what plain text must not be."""

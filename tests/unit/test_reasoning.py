@@ -1,0 +1,104 @@
+"""Reasoning sections split from answers, however the text is cut; tokens of them are counted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.errors import ConfigError
+from common.types import FinishReason, Token
+from gateway.output import ChoiceOutput
+from gateway.reader import Reading
+from gateway.reasoning import STYLES, ReasoningReader, ReasoningStyle, Section, choose_reasoning
+from gateway.tokenizer import TextTokenizer
+from gateway.tools.hermes import Hermes
+from gateway.tools.protocol import assemble
+
+THINK = ReasoningStyle("think", "<think>", "</think>")
+
+
+def split(text: str, begins: Section, sizes: list[int]) -> tuple[str, str]:
+    reader, thought, answer, at = ReasoningReader(THINK, begins), "", "", 0
+    for size in [*sizes, len(text)]:
+        more = reader.feed(text[at : at + size])
+        thought, answer, at = thought + more[0], answer + more[1], at + size
+    more = reader.finish()
+    return thought + more[0], answer + more[1]
+
+
+@pytest.mark.parametrize(
+    ("begins", "text", "thought", "answer"),
+    [
+        (Section.BEFORE, "<think>\nhm, 1 < 2\n</think>\n\nHi.\n", "hm, 1 < 2", "Hi.\n"),
+        (Section.BEFORE, "\n <think>hm</think>Hi", "hm", "Hi"),
+        (Section.BEFORE, "Hi <think>x</think>", "", "Hi <think>x</think>"),
+        (Section.BEFORE, "<thin", "", "<thin"),
+        (Section.BEFORE, " ", "", " "),
+        (Section.INSIDE, "hm\n\nhm</think>Hi", "hm\n\nhm", "Hi"),
+        (Section.INSIDE, "<think>hm</think>Hi", "hm", "Hi"),  # the model repeats what the template said
+        (Section.INSIDE, "hm </thin", "hm </thin", ""),
+        (Section.INSIDE, "\n</think>\n", "", ""),
+        (Section.INSIDE, "a</think>b</think>c", "a", "b</think>c"),
+        (Section.BEHIND, "<think>x</think>", "", "<think>x</think>"),
+    ],
+)
+@given(sizes=st.lists(st.integers(1, 5), max_size=20))
+def test_sections(begins: Section, text: str, thought: str, answer: str, sizes: list[int]) -> None:
+    assert split(text, begins, sizes) == (thought, answer)
+
+
+@given(text=st.lists(st.sampled_from(["<think>", "</think>", "<", "th", " ", "\n", "x"]), max_size=8).map("".join),
+       begins=st.sampled_from(Section), sizes=st.lists(st.integers(1, 5), max_size=20))  # fmt: skip
+def test_any_text_cut_anyhow_is_split_the_same_way(text: str, begins: Section, sizes: list[int]) -> None:
+    assert split(text, begins, sizes) == split(text, begins, [])
+
+
+def test_the_prompt_says_where_the_answer_begins() -> None:
+    assert Section.of(THINK, "<|assistant|>\n") is Section.BEFORE
+    assert Section.of(THINK, "<|assistant|>\n<think>\n") is Section.INSIDE
+    assert Section.of(THINK, "<|assistant|>\n<think>\n\n</think>\n\n") is Section.BEHIND
+    implied = ReasoningStyle("x", "<think>", "</think>", implied=True)
+    assert Section.of(implied, "<|assistant|>\n") is Section.INSIDE
+
+
+def test_the_model_or_the_flag_decides_the_style() -> None:
+    assert choose_reasoning("auto", "{% if '</think>' in content %}", ()) == STYLES[0]
+    assert choose_reasoning("auto", "", {"[THINK]", "[/THINK]"}) == STYLES[2]
+    assert choose_reasoning("auto", "plain", {"<|im_end|>"}) is None
+    assert choose_reasoning("none", "</think>", ()) is None
+    assert all(choose_reasoning(style.name, "", ()) == style for style in STYLES)
+    with pytest.raises(ConfigError, match="reasoning_parser: 'x' is not one of"):
+        choose_reasoning("x", "", ())
+
+
+TEXT = '<think>\nhm hm\n</think>\n\nSo: <tool_call>{"name": "f", "arguments": {}}</tool_call>'
+
+
+@pytest.mark.parametrize("step", [1, 3, 1000])
+@pytest.mark.parametrize("show", [True, False])
+def test_an_answer_with_both(smollm2_dir: Path, step: int, show: bool) -> None:
+    tokenizer = TextTokenizer(smollm2_dir)
+    reading = Reading(tokenizer=tokenizer, reasoning=THINK, show_reasoning=show, tools=Hermes(), names=frozenset({"f"}))
+    output = ChoiceOutput(tokenizer, (), logprobs=False, reading=reading)
+    ids = tokenizer.encode(TEXT, add_special_tokens=False)
+    thinking = len(tokenizer.encode("<think>\nhm hm\n</think>", add_special_tokens=False))
+    tokens = [Token(i, token) for i, token in enumerate([*ids, tokenizer.eos_ids[0]])]
+    pieces = [output.add(tokens[i : i + step]) for i in range(0, len(tokens) - 1, step)]
+    pieces.append(output.add([], FinishReason.STOP))
+    message = assemble(delta for piece in pieces for delta in piece.deltas or ())
+    assert message.reasoning == ("hm hm" if show else None)
+    assert message.content == "So:"
+    assert [call.name for call in message.calls] == ["f"]
+    assert pieces[-1].finish is FinishReason.TOOL_CALLS
+    assert abs(output.reasoning_tokens - thinking) <= 1  # a token may hold the marker's end and more
+
+
+def test_an_answer_without_a_section_has_no_reasoning_tokens(smollm2_dir: Path) -> None:
+    tokenizer = TextTokenizer(smollm2_dir)
+    output = ChoiceOutput(tokenizer, (), logprobs=False, reading=Reading(tokenizer=tokenizer, reasoning=THINK))
+    for i, token in enumerate(tokenizer.encode("< thinking is hard", add_special_tokens=False)):
+        output.add([Token(i, token)])
+    assert output.reasoning_tokens == 0

@@ -1,0 +1,232 @@
+"""Tool calls read from text: every format, however the text is cut, whatever is wrong with it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.tools.hermes import Hermes
+from gateway.tools.json_stream import JsonScanner
+from gateway.tools.llama3 import Llama3
+from gateway.tools.mistral import Mistral
+from gateway.tools.protocol import BrokenCall, Call, CallDelta, ContentDelta, Delta, Message, ToolFormat, assemble
+from gateway.tools.pythonic import Pythonic
+
+NAMES = frozenset({"f", "get_weather", "ns.do-it"})
+FORMATS: list[ToolFormat] = [Hermes(), Llama3(), Mistral(), Mistral(named=True), Pythonic()]
+IDS = ["hermes", "llama3", "mistral", "mistral-named", "pythonic"]
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**12), 10**12) | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+    | st.sampled_from(['a "q" \\', "}]</tool_call>", "世\n"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("ab\"{é", max_size=3), inner, max_size=3),
+    max_leaves=8,
+)  # fmt: skip
+ARGUMENTS = st.dictionaries(st.sampled_from(["a", "city", "_x1", "été"]), VALUES, max_size=4)
+CALLS = st.lists(st.tuples(st.sampled_from(sorted(NAMES)), ARGUMENTS), min_size=1, max_size=3)
+
+
+def read(fmt: ToolFormat, parts: list[str], max_calls: int | None = None) -> list[Delta]:
+    parser = fmt.parser(NAMES, max_calls)
+    deltas = [delta for part in parts for delta in parser.feed(part)]
+    return deltas + parser.finish()
+
+
+def cut(text: str, sizes: list[int]) -> list[str]:
+    parts, at = [], 0
+    for size in sizes:
+        parts.append(text[at : at + size])
+        at += size
+    return [*parts, text[at:]]
+
+
+def plain(message: Message) -> tuple[str | None, list[tuple[str, Any]]]:
+    return message.content, [(call.name, json.loads(call.arguments)) for call in message.calls]
+
+
+def same(deltas: list[Delta]) -> list[Any]:
+    """Deltas with neighbours joined and without ids, which are random."""
+    out: list[list[Any]] = []
+    for delta in deltas:
+        kind: Any = type(delta)
+        if isinstance(delta, CallDelta):
+            kind, text = (CallDelta, delta.index), delta.arguments
+            if delta.name:
+                out.append([(kind, delta.name), ""])
+        else:
+            text = delta.text
+        if out and out[-1][0] == kind and not isinstance(delta, BrokenCall):
+            out[-1][1] += text
+        elif text or isinstance(delta, BrokenCall):
+            out.append([kind, text])
+    return out
+
+
+SIZES = st.lists(st.integers(1, 7), max_size=60)
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=IDS)
+@given(calls=CALLS, sizes=SIZES, before=st.sampled_from(["", "\n", "Let me see.\n\n"]))
+def test_what_was_written_is_read(
+    fmt: ToolFormat, calls: list[tuple[str, dict[str, Any]]], sizes: list[int], before: str
+) -> None:
+    text = fmt.write([Call("x", name, json.dumps(arguments)) for name, arguments in calls])
+    if not fmt.trigger:
+        before = before if not before.strip() else ""
+    deltas = read(fmt, cut(before + text, sizes))
+    message = assemble(deltas)
+    assert plain(message) == (before.strip() or None, calls)
+    assert len({call.id for call in message.calls}) == len(calls)
+    starts = [d for d in deltas if isinstance(d, CallDelta) and d.name]
+    assert [d.index for d in starts] == list(range(len(calls)))  # named once each, in order
+    assert not any(isinstance(d, BrokenCall) for d in deltas)
+
+
+SCRAPS = st.sampled_from(
+    [
+        "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "<|python_start|>",
+        '{"name": "f", "arguments": {"a": 1}}', '{"name": "f", "parameters": {}}', '{"name": "g"}', '"name": "f",',
+        "{", "}", "[", "]", "f(", "f(a=1)", "a=", ")", ",", ";", " ", "\n", "f", "ns.do-it", '"', "'", "\\", "1", "tr",
+        "true", '{"name": "f", "arguments": "{\\"a\\": 2}"}', '{"arguments": {"b": [1]}, "name": "f"}', "x", "é", "<",
+        '"""', "-", "1.", "\\u00", ":", '{"name": "f", "arguments": {"a": tru}}', "\x00",
+    ]
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=IDS)
+@given(scraps=st.lists(SCRAPS, max_size=14), sizes=SIZES, max_calls=st.sampled_from([None, 1]))
+def test_any_text_cut_anyhow_gives_the_same_deltas(
+    fmt: ToolFormat, scraps: list[str], sizes: list[int], max_calls: int | None
+) -> None:
+    text = "".join(scraps)
+    whole, parts = read(fmt, [text], max_calls), read(fmt, cut(text, sizes), max_calls)
+    assert same(whole) == same(parts)
+    for call in assemble(parts).calls:
+        assert isinstance(json.loads(call.arguments), dict)
+        assert call.name in NAMES
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=IDS)
+@given(text=st.text(st.characters(exclude_characters="<[{"), max_size=30), sizes=SIZES)
+def test_text_without_calls_is_content_to_the_letter(fmt: ToolFormat, text: str, sizes: list[int]) -> None:
+    assert assemble(read(fmt, cut(text, sizes))) == Message(text or None, None, ())
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=IDS)
+def test_arguments_come_in_several_deltas(fmt: ToolFormat) -> None:
+    arguments = {"a": "x" * 40, "b": [1, 2, {"c": None}]}
+    text = fmt.write([Call("x", "f", json.dumps(arguments))])
+    deltas = [d for d in read(fmt, list(text)) if isinstance(d, CallDelta)]
+    assert (deltas[0].name, deltas[0].arguments) == ("f", "")
+    assert not any(d.name or d.id for d in deltas[1:])
+    assert len(deltas) > 3
+    assert json.loads("".join(d.arguments for d in deltas)) == arguments
+
+
+CALL = '{"name": "f", "arguments": {"a": 1}}'
+TWICE = '{"name": "f", "arguments": {}, "arguments": {}}'
+TEXTS: list[tuple[ToolFormat, str, str | None, list[tuple[str, Any]]]] = [
+    (Hermes(), f"<tool_call>{CALL}</tool_call>", None, [("f", {"a": 1})]),
+    (Hermes(), f"<tool_call>\n{CALL}", None, [("f", {"a": 1})]),  # the end marker never came
+    (Hermes(), f"A <tool_call>{CALL}</tool_call> B", "A B", [("f", {"a": 1})]),
+    (Hermes(), f"<tool_call>{CALL}}}</tool_call>", "}</tool_call>", [("f", {"a": 1})]),
+    (Hermes(), '<tool_call>{"name": "g"}</tool_call>', '<tool_call>{"name": "g"}</tool_call>', []),
+    (Hermes(), '<tool_call>{"name": "f", "arguments": {"a": 1', '<tool_call>{"name": "f", "arguments": {"a": 1', []),
+    (Hermes(), "<tool_call>no", "<tool_call>no", []),
+    (Hermes(), "a <tool", "a <tool", []),
+    (Hermes(), f"<tool_call>x</tool_call><tool_call>{CALL}", "<tool_call>x</tool_call>", [("f", {"a": 1})]),
+    (Hermes(), '<tool_call>{"name": "f", "arguments": [1]}', '<tool_call>{"name": "f", "arguments": [1]}', []),
+    (Hermes(), '<tool_call>{"name": "f"}</tool_call>', None, [("f", {})]),
+    (Hermes(), '<tool_call>{"name": "f", "arguments": null}', None, [("f", {})]),
+    (Hermes(), '<tool_call>{"id": [{}], "arguments": "{\\"a\\": 1}", "name": "f"}', None, [("f", {"a": 1})]),
+    (Hermes(), '<tool_call>{"name": "f", "arguments": {"a": "x\ny"}}', None, [("f", {"a": "x\ny"})]),
+    (Hermes(), '<tool_call>{"name": "f", "arguments": {"a": "\\ud83c\\udf89 🎉"}}', None, [("f", {"a": "🎉 🎉"})]),
+    (Hermes(), f"<tool_call>{TWICE}", f"<tool_call>{TWICE}", []),
+    (Llama3(), f'{CALL}; {{"name": "f", "parameters": {{}}}}', None, [("f", {"a": 1}), ("f", {})]),
+    (Llama3(), '<|python_tag|>{"type": "function", "name": "f", "parameters": {"a": 1}}', None, [("f", {"a": 1})]),
+    (Llama3(), '{"function": "f", "parameters": {}}', None, [("f", {})]),
+    (Llama3(), '{"answer": 42}', '{"answer": 42}', []),
+    (Llama3(), 'see {"name": "f", "parameters": {}}', 'see {"name": "f", "parameters": {}}', []),
+    (Llama3(), 'see <|python_tag|>{"name": "f", "parameters": {}}', "see", [("f", {})]),
+    (Llama3(), "<|python_tag|>print(1)", "<|python_tag|>print(1)", []),
+    (Mistral(), f"[TOOL_CALLS] [{CALL}, {CALL}]", None, [("f", {"a": 1})] * 2),
+    (Mistral(), f"Hi [TOOL_CALLS]{CALL}", "Hi", [("f", {"a": 1})]),
+    (Mistral(), '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]f{"b": []}', None, [("f", {"a": 1}), ("f", {"b": []})]),
+    (Mistral(), '[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{"a": 1}', None, [("f", {"a": 1})]),
+    (Mistral(), "[TOOL_CALLS]g[ARGS]{}", "[TOOL_CALLS]g[ARGS]{}", []),
+    (Mistral(), f"[TOOL_CALLS][{CALL}, oops]", ", oops]", [("f", {"a": 1})]),
+    (Mistral(), "[TOOL_CALLS][]", "[TOOL_CALLS][]", []),
+    (Pythonic(), "[f(a=1, b='it\\'s', c=[True, None, (1, -2.5)], d={'k': \"v\"}), f()]", None,
+     [("f", {"a": 1, "b": "it's", "c": [True, None, [1, -2.5]], "d": {"k": "v"}}), ("f", {})]),
+    (Pythonic(), '[f(a=true, b=null, c="""x"y""",)]', None, [("f", {"a": True, "b": None, "c": 'x"y'})]),
+    (Pythonic(), "<|python_start|>[ns.do-it(a=1)]<|python_end|>", None, [("ns.do-it", {"a": 1})]),
+    (Pythonic(), "[1] is a reference", "[1] is a reference", []),
+    (Pythonic(), "[f(a=x)]", "[f(a=x)]", []),
+    (Pythonic(), "[f(1)]", "[f(1)]", []),
+    (Pythonic(), "[f(a=1, a=2)]", "[f(a=1, a=2)]", []),
+    (Pythonic(), "[f(a=1e999)]", "[f(a=1e999)]", []),
+    (Pythonic(), "[f(a=__import__('os'))]", "[f(a=__import__('os'))]", []),
+    (Pythonic(), "[f(), g()]", ", g()]", [("f", {})]),
+    (Pythonic(), "[f(a='unfinished", "[f(a='unfinished", []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fmt", "text", "content", "calls"), TEXTS, ids=range(len(TEXTS)))
+def test_texts(fmt: ToolFormat, text: str, content: str | None, calls: list[tuple[str, Any]]) -> None:
+    for parts in ([text], list(text)):
+        assert plain(assemble(read(fmt, parts))) == (content, calls)
+
+
+def test_calls_beyond_the_last_allowed_are_dropped_with_all_that_follows() -> None:
+    for fmt in FORMATS:
+        text = fmt.write([Call("x", "f", '{"a": 1}'), Call("y", "get_weather", "{}")]) + " bye"
+        for parts in ([text], list(text)):
+            assert plain(assemble(read(fmt, parts, 1))) == (None, [("f", {"a": 1})])
+
+
+def test_ids_are_those_that_the_models_templates_take() -> None:
+    [call] = assemble(read(Hermes(), [f"<tool_call>{CALL}"])).calls
+    assert call.id.startswith("call_")
+    [call] = assemble(read(Mistral(), [f"[TOOL_CALLS][{CALL}]"])).calls
+    assert len(call.id) == 9
+    assert call.id.isalnum()
+
+
+def test_a_stream_shows_the_whole_text_of_a_call_that_breaks() -> None:
+    text = 'x <tool_call>{"name": "f", "arguments": {"a": oops}}</tool_call>'
+    deltas = read(Hermes(), list(text))
+    assert isinstance(deltas[0], ContentDelta)
+    shown = "".join(d.text for d in deltas if isinstance(d, ContentDelta | BrokenCall))
+    assert shown == text
+
+
+@given(value=VALUES, sizes=SIZES, tail=st.sampled_from(["", "x", " ,", "}"]))
+def test_the_scanner_takes_exactly_one_value(value: Any, sizes: list[int], tail: str) -> None:
+    text = json.dumps(value, ensure_ascii=False)
+    scanner, out, taken = JsonScanner(), "", 0
+    for part in cut(text + tail, sizes):
+        at, clean = scanner.take(part, 0)
+        out, taken = out + clean, taken + at
+        assert not scanner.broken or (not isinstance(value, dict | list | str) and tail == "x")
+    if isinstance(value, dict | list | str):
+        assert (scanner.done, taken) == (True, len(text))
+    if scanner.done:
+        assert json.loads(out) == value
+
+
+@given(text=st.lists(st.sampled_from(list('{}[]",:\\-.0123eEtrufalsn u\n\x01')), max_size=12).map("".join))
+def test_the_scanner_agrees_with_the_json_module(text: str) -> None:
+    scanner = JsonScanner()
+    at, out = scanner.take(text + "\n", 0)
+    try:
+        value = json.loads(text, strict=False, parse_constant=lambda _: pytest.fail("scanned"))
+    except ValueError:
+        assert not (scanner.done and not (text + "\n")[at:].strip())
+    else:
+        assert scanner.done
+        assert json.loads(out) == value
