@@ -5,6 +5,9 @@ sampling, and the sampled tokens into `last_tokens`, where the next step finds t
 each batch bucket and query length, the largest first, all in one memory pool; afterwards `run` replays. A step with
 fewer rows than its bucket is padded with rows that have no tokens.
 
+Query length 1 is a plain decode step. The other one is for rows with drafts: something is sampled after every token of
+theirs, as if the drafts before it were right, and what is sampled after the accepted ones counts.
+
 Everything goes to the current stream, so steps may be staged and run ahead of what the host knows.
 """
 
@@ -40,9 +43,8 @@ def batch_buckets(max_rows: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """results: int64 [B], the sampled token, -1 where logits were not finite; logits: float32 [B, vocab].
-
-    Both belong to the step: the next one overwrites them.
+    """results: int64 [T], what is sampled after each token, the rows' tokens following each other; -1 where logits were
+    not finite. logits: float32 [T, vocab]. Both belong to the step: the next one overwrites them.
     """
 
     results: Tensor
@@ -50,7 +52,8 @@ class StepOutput:
 
 
 class DecodeStep:
-    """max_rows: most rows of a step; query_lengths: most tokens of a row, one set of graphs for each.
+    """max_rows: most rows of a step. drafts: most of a row, 0 for none; max_drafts: most of a step, which bounds the
+    rows of steps that have any.
 
     last_tokens: int64 [slots], the token that was sampled last in each slot; shared with steps that run elsewhere.
     tables: of all slots; width and slots are the pool's and the scheduler's.
@@ -66,37 +69,50 @@ class DecodeStep:
         last_tokens: Tensor,
         *,
         max_rows: int,
-        query_lengths: Sequence[int] = (1,),
+        drafts: int = 0,
+        max_drafts: int = 0,
     ) -> None:
-        assert 1 <= min(query_lengths) <= max(query_lengths) <= DECODE_TOKENS
-        self.max_rows, self.query_lengths = max_rows, tuple(sorted(query_lengths))
+        assert 0 <= drafts < DECODE_TOKENS
+        assert drafts <= max_drafts
+        self.max_rows = max_rows
         self._model, self._cache, self._backend, self._sampler = model, cache, backend, sampler
         self._tables, self._last_tokens = tables, last_tokens
         self._block_size, self._device = cache[0].block_size, last_tokens.device
-        self.buckets = batch_buckets(max_rows)
-        widest = self.query_lengths[-1]
+        buckets, self._widest = batch_buckets(max_rows), 1 + drafts
+        self._buckets = {1: buckets}
+        if drafts:
+            self._buckets[self._widest] = tuple(rows for rows in buckets if rows * drafts <= max_drafts)
+        self.shapes = sorted(
+            ((rows, query) for query, sizes in self._buckets.items() for rows in sizes),
+            key=lambda shape: (shape[0] * shape[1], shape),
+            reverse=True,
+        )
+        most_tokens = max(rows * query for rows, query in self.shapes)
         # A line more than there are slots: the padding rows' own, like the sampler's.
         lines = (sampler.pad_slot + 1, tables.blocks.shape[1])
         self._slot_tables = torch.zeros(lines, dtype=torch.int32, device=self._device)
-        words = max_rows * packed_width(widest, self._block_size)
+        words = max(rows * packed_width(query, self._block_size) for rows, query in self.shapes)
         self._packed = torch.zeros(words, dtype=torch.int32, device=self._device)
-        self._inputs = DecodeInputs.empty(max_rows, widest, lines[1], self._device)
-        self._results = torch.zeros(max_rows, dtype=torch.int64, device=self._device)
+        self._inputs = DecodeInputs.empty(max_rows, most_tokens, lines[1], self._device)
+        self._results = torch.zeros(most_tokens, dtype=torch.int64, device=self._device)
         self._not_finite = torch.tensor(-1, device=self._device)
         self._pool: Any = None  # the graphs' memory and the stream they are captured on, once there is one
         self._stream: torch.cuda.Stream | None = None
         self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, StepOutput]] = {}
 
     def fits(self, items: Sequence[Item]) -> bool:
-        """The step can run here: every item samples and has few enough tokens."""
-        widest = self.query_lengths[-1]
-        return len(items) <= self.max_rows and all(item.sample and item.num_new <= widest for item in items)
+        """The step can run here: every item samples after its one token, and after each of its drafts."""
+        query = self._query(items)
+        return (
+            query in self._buckets
+            and len(items) <= self._buckets[query][-1]
+            and all(item.sample and item.num_new == 1 + len(item.drafts) for item in items)
+        )
 
     def stage(self, items: Sequence[Item]) -> tuple[int, int]:
         """Sends a step's rows; its bucket: rows and query length."""
-        longest = max(item.num_new for item in items)
-        query = next(length for length in self.query_lengths if length >= longest)
-        rows = next(size for size in self.buckets if size >= len(items))
+        query = self._query(items)
+        rows = next(size for size in self._buckets[query] if size >= len(items))
         size, live = self._block_size, len(items)
         for item in items:
             self._tables.row(item.seq)
@@ -122,7 +138,7 @@ class DecodeStep:
             packed[:live, HEADER] = [_token(item.seq.tokens, item.start) for item in items]
         else:
             for row, item in enumerate(items):
-                tokens = [_token(item.seq.tokens, item.start + i) for i in range(item.num_new)]
+                tokens = (_token(item.seq.tokens, item.start), *item.drafts)
                 packed[row, HEADER : HEADER + item.num_new] = tokens
         touched = np.minimum(base[:, None] + np.arange(blocks_touched(query, size)), final[:, None])
         packed[:live, HEADER + query :] = self._tables.blocks[slots[:, None], touched]
@@ -139,10 +155,9 @@ class DecodeStep:
         return output
 
     @torch.inference_mode()
-    def capture(self, buckets: Sequence[int] | None = None) -> None:
-        """Records the graphs of all buckets, or of some. The model must be capturable."""
-        wanted = [(rows, query) for rows in buckets or self.buckets for query in self.query_lengths]
-        wanted.sort(reverse=True)
+    def capture(self, shapes: Sequence[tuple[int, int]] | None = None) -> None:
+        """Records the graphs of all shapes, or of some, the largest first. The model must be capturable."""
+        wanted = shapes or self.shapes
         began = told = time.monotonic()
         if self._stream is None:
             self._pool = torch.cuda.graph_pool_handle()
@@ -172,16 +187,22 @@ class DecodeStep:
         metadata = self._backend.decode_metadata(
             inputs.kv_slots, inputs.cu_q, inputs.seq_lens, inputs.tables, max_new=query
         )
-        last_rows = None if query == 1 else inputs.last_rows
-        hidden = self._model.hidden(
-            inputs.tokens, inputs.positions, self._cache, self._backend, metadata, rows=last_rows
-        )
+        hidden = self._model.hidden(inputs.tokens, inputs.positions, self._cache, self._backend, metadata)
         logits = self._model.logits(hidden)
-        tokens, finite = self._sampler.run(logits, inputs.row_slots, inputs.sampled_at)
-        results = self._results[:rows]
+        drafts = None if query == 1 else (inputs.tokens, inputs.offsets)
+        tokens, finite = self._sampler.run(logits, inputs.token_slots, inputs.sampled_at, drafts=drafts)
+        results = self._results[: rows * query]
         torch.where(finite, tokens, self._not_finite, out=results)
-        self._last_tokens.index_copy_(0, inputs.row_slots, tokens)
+        if drafts is None:
+            self._last_tokens.index_copy_(0, inputs.row_slots, tokens)
+        else:
+            self._sampler.accept(
+                tokens, finite, inputs.tokens, inputs.cu_q, inputs.row_slots, self._last_tokens, query=query
+            )
         return StepOutput(results, logits)
+
+    def _query(self, items: Sequence[Item]) -> int:
+        return self._widest if any(item.drafts for item in items) else 1
 
     def _send(self, packed: np.ndarray) -> None:
         self._packed[: packed.size].copy_(pinned(packed.reshape(-1), self._device), non_blocking=True)

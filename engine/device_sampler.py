@@ -17,16 +17,26 @@ from torch import Tensor
 from common.errors import InvalidRequest
 from common.types import SamplingParams
 from engine.kernels import sampling
-from engine.kernels.sampling import MAX_ENTRIES, NUM_FLOATS, WORDS, Sampler, SamplingTensors, count_tokens
+from engine.kernels.sampling import (
+    MAX_ENTRIES,
+    NUM_FLOATS,
+    WORDS,
+    Sampler,
+    SamplingTensors,
+    accept,
+    count_tokens,
+)
 from engine.sampler import SampleRow, penalises
 
 _MOST = 3e38  # a client's bias stays finite: -inf is a ban that ends
 
 
 class DeviceSampler:
-    """Slots 0 .. max_rows - 1. A run has at most max_rows rows; only one stream runs it."""
+    """Slots 0 .. max_rows - 1. A run has at most a row for each and one for each of max_drafts drafts; only one stream
+    runs it.
+    """
 
-    def __init__(self, max_rows: int, vocab: int, device: torch.device) -> None:
+    def __init__(self, max_rows: int, vocab: int, device: torch.device, *, max_drafts: int = 0) -> None:
         slots = max_rows + 1
         self.pad_slot = max_rows
         self._device = device
@@ -41,7 +51,7 @@ class DeviceSampler:
             entries=torch.zeros(slots, 2, MAX_ENTRIES, dtype=torch.int32, device=device),
             counts=torch.zeros(slots, vocab, dtype=torch.int32, device=device),
         )
-        self._kernels = Sampler(max_rows, vocab, device)
+        self._kernels = Sampler(max_rows + max_drafts, vocab, device)
 
     @staticmethod
     def check(params: SamplingParams) -> None:
@@ -107,14 +117,34 @@ class DeviceSampler:
         self._changed = False
 
     def run(
-        self, logits: Tensor, slots: Tensor, positions: Tensor, allowed: Tensor | None = None
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        allowed: Tensor | None = None,
+        drafts: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """tokens int64[B] and finite bool[B] of logits [B, vocab]; can be captured, waits for nothing.
 
         slots, positions: integer [B]; positions[b] is the index in its request of the token that is sampled. Rows that
-        are not finite have no token and change nothing. allowed: see Sampler.sample.
+        are not finite have no token and change nothing. allowed, drafts: see Sampler.sample; with drafts `accept` is to
+        follow.
         """
-        return self._kernels.sample(logits, slots, positions, self._tensors, allowed)
+        return self._kernels.sample(logits, slots, positions, self._tensors, allowed, drafts)
+
+    def accept(
+        self,
+        sampled: Tensor,
+        finite: Tensor,
+        inputs: Tensor,
+        cu_q: Tensor,
+        row_slots: Tensor,
+        last_tokens: Tensor,
+        *,
+        query: int,
+    ) -> None:
+        """Accounts a run with drafts: see engine.kernels.sampling.accept."""
+        accept(sampled, finite, inputs, cu_q, row_slots, self._tensors, last_tokens, query=query)
 
     def _pinned(self, array: np.ndarray) -> Tensor:
         """A copy that a transfer may read after the array has changed."""

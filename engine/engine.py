@@ -45,6 +45,8 @@ __all__ = ["Engine", "EngineCounters", "SequenceOutput", "StepHook", "StepResult
 
 log = logging.getLogger(__name__)
 
+DRAFTING_SEQS = 128  # that verify drafts in one step on a GPU: more would be bound by compute, and drafts cost
+
 assert HASH_BYTES == 16, "the pool's hashes are 128 bits"
 
 
@@ -52,10 +54,9 @@ def _ignore(hashes: list[bytes]) -> None:
     """Nobody listens."""
 
 
-def _speculator(config: EngineConfig) -> Speculator | None:
-    if config.speculation == "none":
-        return None
-    return Speculator(NgramProposer(), config.speculation_tokens)
+def _speculator(name: str, drafts: int, max_drafts: int) -> Speculator:
+    assert name == "ngram"
+    return Speculator(NgramProposer(), drafts, max_seqs=max_drafts // drafts)
 
 
 class Engine:
@@ -96,7 +97,7 @@ class Engine:
             from engine.device_sampler import DeviceSampler
 
             torch.set_float32_matmul_precision("highest")
-            self._sampler = DeviceSampler(max_seqs, spec.vocab_size, device)
+            self._sampler = DeviceSampler(max_seqs, spec.vocab_size, device, max_drafts=self._drafts()[1])
         graphs = config.cuda_graphs and device.type == "cuda" and model.capturable
         build = functools.partial(self._runner, model, self._sampler, wanted_len, graphs=graphs)
         num_blocks = self._num_blocks(build, wanted_len, graphs=graphs)
@@ -109,7 +110,8 @@ class Engine:
         self.runner = build(self.kv)
         if device.type == "cuda":
             self._compile()
-        self.speculator = _speculator(config)
+        drafts, max_drafts = self._drafts()
+        self.speculator = _speculator(config.speculation, drafts, max_drafts) if drafts else None
         self._stepper = Stepper(
             self.scheduler,
             self.pool,
@@ -186,7 +188,8 @@ class Engine:
         """Compiles and captures what would otherwise keep the first requests waiting."""
         began = time.monotonic()
         limits = self.scheduler.config
-        self._run_ahead(compiled_steps(limits.token_budget, limits.max_seqs, limits.max_model_len))
+        steps = compiled_steps(limits.token_budget, limits.max_seqs, limits.max_model_len, self._drafts()[0])
+        self._run_ahead(steps)
         log.info("kernels are ready after %.0f s", time.monotonic() - began)
         if self.runner.decode is not None:
             self.runner.decode.capture()
@@ -205,7 +208,7 @@ class Engine:
         if config.num_blocks:
             return config.num_blocks
         if not config.kv_memory and self.device.type == "cuda":
-            step = largest_step(*config.resolve_limits(self.device), max_len)
+            step = largest_step(*config.resolve_limits(self.device), max_len, *self._drafts())
             share = config.gpu_memory_utilization
             use = measure(build, layout, self.device, share=share, graphs=graphs, step=step)
             blocks = blocks_that_fit(use, layout)
@@ -227,4 +230,17 @@ class Engine:
         )
         max_blocks = self.layout.blocks_for(max_len) + 1  # a lease may hold the block of the next token
         _, max_seqs = self.config.resolve_limits(self.device)
-        return Runner(model, kv, backend, max_seqs=max_seqs, max_blocks=max_blocks, sampler=sampler, static=graphs)
+        drafts, max_drafts = self._drafts()
+        return Runner(
+            model, kv, backend, max_seqs=max_seqs, max_blocks=max_blocks, sampler=sampler, static=graphs,
+            drafts=drafts, max_drafts=max_drafts,
+        )  # fmt: skip
+
+    def _drafts(self) -> tuple[int, int]:
+        """Most drafts of a sequence and of a step."""
+        config = self.config
+        if config.speculation == "none":
+            return 0, 0
+        _, max_seqs = config.resolve_limits(self.device)
+        most_seqs = min(max_seqs, DRAFTING_SEQS) if self.device.type == "cuda" else max_seqs
+        return config.speculation_tokens, config.speculation_tokens * most_seqs

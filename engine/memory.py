@@ -99,15 +99,15 @@ def blocks_that_fit(use: MemoryUse, layout: KVLayout) -> int:
 
 
 def _graphs(runner: Runner, device: torch.device) -> int:
-    """Of all buckets, from the two largest: the first brings the memory that all share, each later one a little."""
+    """Of all shapes, from the two largest: the first brings the memory that all share, each later one a little."""
     assert runner.decode is not None
-    *_, second, first = (runner.decode.buckets[0], *runner.decode.buckets)
+    first, second, *_ = (*runner.decode.shapes, runner.decode.shapes[-1])
     before = _free(device)
     runner.decode.capture([first])
     after_first = _free(device)
     runner.decode.capture([second])
     each = max(0, after_first - _free(device))
-    return max(0, before - after_first) + each * (len(runner.decode.buckets) - 1)
+    return max(0, before - after_first) + each * (len(runner.decode.shapes) - 1)
 
 
 def _free(device: torch.device) -> int:

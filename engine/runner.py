@@ -59,6 +59,7 @@ class Runner:
 
     max_seqs: slots of the scheduler; max_blocks: of the longest lease. sampler: None samples with torch, which waits
     for the device: for a CPU. static: decode steps run from static buffers; needs a sampler and the Triton backend.
+    drafts: most of an item, max_drafts: of a step.
     """
 
     def __init__(
@@ -71,6 +72,8 @@ class Runner:
         max_blocks: int,
         sampler: DeviceSampler | None = None,
         static: bool = False,
+        drafts: int = 0,
+        max_drafts: int = 0,
     ) -> None:
         self._model, self._kv, self._backend, self._sampler = model, kv, backend, sampler
         self._cache = kv.layers()
@@ -79,6 +82,7 @@ class Runner:
         self._last_tokens = torch.zeros(max_seqs + 1, dtype=torch.int64, device=self._device)
         self._staged: list[Lease | None] = [None] * max_seqs
         self._replayed: tuple[int, int] | None = None
+        self._drafts = drafts
         self.decode: DecodeStep | None = None
         if static:
             from engine.decode_step import DecodeStep
@@ -86,8 +90,9 @@ class Runner:
             assert sampler is not None
             assert isinstance(backend, TritonAttention)
             self.decode = DecodeStep(
-                model, self._cache, backend, sampler, self._tables, self._last_tokens, max_rows=max_seqs
-            )
+                model, self._cache, backend, sampler, self._tables, self._last_tokens,
+                max_rows=max_seqs, drafts=drafts, max_drafts=max_drafts,
+            )  # fmt: skip
 
     @torch.inference_mode()
     def launch(self, items: Sequence[Item]) -> Launched:
@@ -147,19 +152,28 @@ class Runner:
 
     @torch.inference_mode()
     def rehearse(self, rows: Rows, block: int) -> None:
-        """Queues a step whose rows all sample, with log-probabilities, and use that block of the pool alone."""
+        """Queues a step whose rows all sample, with log-probabilities, and use that block of the pool alone.
+
+        A row with as many new tokens as one with drafts has is taken for one.
+        """
         size = self._kv.layout.block_size
         starts, num_new = zip(*rows, strict=True)
         blocks = [np.full(-(-(start + new) // size), block, dtype=np.int32) for start, new in rows]
         shape = StepShape(starts, num_new, blocks)
         ends = np.cumsum(num_new)
+        counts = np.where(np.array(num_new) == 1 + self._drafts, num_new, 1)
+        last = np.repeat(ends - np.cumsum(counts), counts) + np.arange(counts.sum())
         hidden = self._hidden(
-            shape, *upload([np.zeros(ends[-1], dtype=np.int64), _positions(shape), ends - 1], self._device)
+            shape, *upload([np.zeros(ends[-1], dtype=np.int64), _positions(shape), last], self._device)
         )
         logits = self._model.logits(hidden)
         if self._sampler is not None:
-            pad = np.full(len(rows), self._sampler.pad_slot, dtype=np.int64)
-            tokens, _ = self._sampler.run(logits, *upload([pad, ends], self._device))
+            pad = [self._sampler.pad_slot] * len(rows)
+            slots, positions = upload([np.repeat(pad, counts), last], self._device)
+            if len(last) > len(rows):
+                tokens = self._sample_drafts(self._sampler, pad, counts, logits, slots, positions, slots * 0).tokens
+            else:
+                tokens, _ = self._sampler.run(logits, slots, positions)
             token_logprobs(logits, tokens, MAX_LOGPROBS)
 
     def _launch_chunks(self, items: Sequence[Item], wanted: Sequence[int]) -> tuple[Tensor, tuple[Tensor | None, ...]]:
@@ -205,8 +219,10 @@ class Runner:
         if not sampling:
             return results, ()
         logits = self._model.logits(hidden if every else hidden.index_select(0, rows))
-        sampled = self._sample(sampling, logits, row_slots, sampled_at)
-        self._last_tokens.index_copy_(0, row_slots, sampled.tokens)
+        before = None
+        if len(item_of) > len(items):
+            before = ids.index_select(0, last if every else last.index_select(0, rows))
+        sampled = self._sample(sampling, logits, row_slots, sampled_at, before)
         drawn = torch.where(sampled.finite, sampled.tokens, -1)
         if every:
             results = drawn
@@ -224,16 +240,45 @@ class Runner:
         rows = None if len(last) == len(ids) else last
         return self._model.hidden(ids, positions, self._cache, self._backend, metadata, rows=rows)
 
-    def _sample(self, items: Sequence[Item], logits: Tensor, slots: Tensor, positions: Tensor) -> Sampled:
+    def _sample(
+        self, items: Sequence[Item], logits: Tensor, slots: Tensor, positions: Tensor, before: Tensor | None
+    ) -> Sampled:
+        """Of all rows of the items. before: int64, the token before each row's, where some row follows drafts."""
+        if self._sampler is not None and before is not None:
+            counts = np.array([1 + len(item.drafts) for item in items])
+            item_slots = [item.seq.slot for item in items]
+            return self._sample_drafts(self._sampler, item_slots, counts, logits, slots, positions, before)
         if self._sampler is not None:
-            return Sampled(*self._sampler.run(logits, slots, positions), None, None, None)
+            drawn, finite = self._sampler.run(logits, slots, positions)
+            self._last_tokens.index_copy_(0, slots, drawn)
+            return Sampled(drawn, finite, None, None, None)
         rows: list[SampleRow] = []
         for item in items:
             seq, known = item.seq, item.start + item.num_new - len(item.drafts)
             tokens = seq.tokens if len(seq.tokens) == known else [*seq.tokens, int(self._last_tokens[seq.slot])]
             for taken in range(1 + len(item.drafts)):
                 rows.append(SampleRow(seq.request.sampling, tokens, seq.prompt_len, drafts=item.drafts[:taken]))
-        return sample(logits, rows)
+        sampled = sample(logits, rows)
+        self._last_tokens.index_copy_(0, slots, sampled.tokens)
+        return sampled
+
+    def _sample_drafts(
+        self,
+        sampler: DeviceSampler,
+        item_slots: Sequence[int],
+        counts: np.ndarray,
+        logits: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        before: Tensor,
+    ) -> Sampled:
+        """Rows of items that have so many each: after one known token, and after each draft."""
+        ends = np.cumsum(counts)
+        offsets = np.arange(ends[-1]) - np.repeat(ends - counts, counts)
+        there, cu_q, row_slots = upload([offsets, np.concatenate([[0], ends]), np.array(item_slots)], self._device)
+        tokens, finite = sampler.run(logits, slots, positions, drafts=(before, there))
+        sampler.accept(tokens, finite, before, cu_q, row_slots, self._last_tokens, query=1 + self._drafts)
+        return Sampled(tokens, finite, None, None, None)
 
     def _stage_sampling(self, items: Sequence[Item], sampler: DeviceSampler) -> None:
         """Sequences that sample for the first time with the lease that they have."""

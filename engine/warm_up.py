@@ -13,19 +13,21 @@ Rows = Sequence[tuple[int, int]]  # of a step: tokens in the cache, new tokens
 PLANNED_TOKENS = 16384  # a long prompt needs a plan for each length of its prefix
 
 
-def largest_step(token_budget: int, max_seqs: int, max_len: int) -> Rows:
-    """All slots sample, and the rest of the budget is a chunk that ends the longest sequence."""
-    rows = min(max_seqs, token_budget)
-    chunk = min(token_budget - rows + 1, max_len)
-    return [(0, 1)] * (rows - 1) + [(max_len - chunk, chunk)]
+def largest_step(token_budget: int, max_seqs: int, max_len: int, drafts: int = 0, max_drafts: int = 0) -> Rows:
+    """All slots sample, as many as may with drafts; the rest is a chunk that ends the longest sequence."""
+    rows, drafting = min(max_seqs, token_budget), 0
+    if 0 < drafts < max_len:
+        drafting = min(max_drafts // drafts, rows - 1, (token_budget - rows) // drafts)
+    chunk = min(token_budget - rows - drafting * drafts + 1, max_len)
+    return [(0, 1 + drafts)] * drafting + [(0, 1)] * (rows - 1 - drafting) + [(max_len - chunk, chunk)]
 
 
-def compiled_steps(token_budget: int, max_seqs: int, max_len: int) -> list[Rows]:
+def compiled_steps(token_budget: int, max_seqs: int, max_len: int, drafts: int = 0) -> list[Rows]:
     """Steps of all kinds that the limits allow, for the kernels that they compile."""
     steps: list[Rows] = [
         [(0, 1), (5, 1)],
         # Drafts and ends of prompts, by how many rows their queries are padded to.
-        *([(0, count), (7, count)] for count in (2, 3, 5)),
+        *([(0, count), (7, count)] for count in {2, 3, 5, 1 + drafts}),
         # Chunks of all lengths beside a row that decodes.
         [(0, 1), (0, 16), (16, 40)],
         [(0, 1), (0, 1040), (48, 900)],

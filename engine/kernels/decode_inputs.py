@@ -27,10 +27,10 @@ def blocks_touched(query: int, block_size: int) -> int:
     return (query + block_size - 2) // block_size + 1
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "pad"])
 def _decode_inputs_kernel(
-    packed, slot_tables, last_tokens, tokens, positions, kv_slots, cu_q, seq_lens, row_slots, sampled_at, last_rows,
-    tables, rows, slot_row, table_row,
+    packed, slot_tables, last_tokens, tokens, positions, kv_slots, cu_q, seq_lens, row_slots, token_slots, sampled_at,
+    offsets, tables, rows, pad, slot_row, table_row,
     Q: tl.constexpr, QP: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
@@ -53,18 +53,22 @@ def _decode_inputs_kernel(
     tl.store(tokens + first + j, token, mask=live)
     tl.store(positions + first + j, position, mask=live)
     tl.store(kv_slots + first + j, block * BS + position % BS, mask=live)
+    tl.store(token_slots + first + j, tl.zeros([QP], tl.int64) + slot, mask=live)
+    tl.store(sampled_at + first + j, position + 1, mask=live)
+    tl.store(offsets + first + j, j, mask=live)
     # Tokens past the last row's are nobody's: they compute, and leave no trace.
     spare = row * Q + j
     unowned = (j < Q) & (spare >= total)
     tl.store(tokens + spare, tl.zeros([QP], tl.int64), mask=unowned)
     tl.store(positions + spare, tl.zeros([QP], tl.int32), mask=unowned)
     tl.store(kv_slots + spare, tl.full([QP], -1, tl.int32), mask=unowned)
+    tl.store(token_slots + spare, tl.zeros([QP], tl.int64) + pad, mask=unowned)
+    tl.store(sampled_at + spare, tl.zeros([QP], tl.int32), mask=unowned)
+    tl.store(offsets + spare, tl.zeros([QP], tl.int32), mask=unowned)
 
     end = start + num_new
     tl.store(row_slots + row, slot)
     tl.store(seq_lens + row, tl.where(num_new > 0, end, 0))
-    tl.store(sampled_at + row, end)
-    tl.store(last_rows + row, tl.maximum(first + num_new - 1, 0).to(tl.int64))
     tl.store(cu_q + row, first)
     if row == rows - 1:
         tl.store(cu_q + rows, total)
@@ -86,8 +90,9 @@ class DecodeInputs:
     """What a decode step of B rows and up to T = B * query tokens reads; the rows' tokens follow each other, flat.
 
     tokens: int64 [T]; positions: int32 [T]; kv_slots: int32 [T], -1 where no row owns the token; cu_q: int32 [B + 1];
-    seq_lens: int32 [B], 0 for rows without tokens; row_slots: int64 [B]; sampled_at: int32 [B], the position after a
-    row's last token; last_rows: int64 [B], where in T that token is; tables: int32 [B, n].
+    seq_lens: int32 [B], 0 for a row without tokens; row_slots: int64 [B]; token_slots: int64 [T], the row's slot, the
+    last one where no row owns the token; sampled_at: int32 [T], the position after the token's; offsets: int32 [T], the
+    token's place in its row; tables: int32 [B, n].
     """
 
     tokens: torch.Tensor
@@ -96,16 +101,18 @@ class DecodeInputs:
     cu_q: torch.Tensor
     seq_lens: torch.Tensor
     row_slots: torch.Tensor
+    token_slots: torch.Tensor
     sampled_at: torch.Tensor
-    last_rows: torch.Tensor
+    offsets: torch.Tensor
     tables: torch.Tensor
 
     @classmethod
-    def empty(cls, rows: int, query: int, table_width: int, device: torch.device) -> DecodeInputs:
+    def empty(cls, rows: int, tokens: int, table_width: int, device: torch.device) -> DecodeInputs:
+        """For steps of up to so many rows, and tokens in all rows."""
+
         def ints(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        tokens = rows * query
         return cls(
             tokens=ints(tokens, dtype=torch.int64),
             positions=ints(tokens),
@@ -113,8 +120,9 @@ class DecodeInputs:
             cu_q=ints(rows + 1),
             seq_lens=ints(rows),
             row_slots=ints(rows, dtype=torch.int64),
-            sampled_at=ints(rows),
-            last_rows=ints(rows, dtype=torch.int64),
+            token_slots=ints(tokens, dtype=torch.int64),
+            sampled_at=ints(tokens),
+            offsets=ints(tokens),
             tables=ints(rows, table_width),
         )
 
@@ -128,8 +136,9 @@ class DecodeInputs:
             cu_q=self.cu_q[: rows + 1],
             seq_lens=self.seq_lens[:rows],
             row_slots=self.row_slots[:rows],
-            sampled_at=self.sampled_at[:rows],
-            last_rows=self.last_rows[:rows],
+            token_slots=self.token_slots[:tokens],
+            sampled_at=self.sampled_at[:tokens],
+            offsets=self.offsets[:tokens],
             tables=self.tables[:rows],
         )
 
@@ -146,13 +155,14 @@ def decode_inputs(
     """Fills `out` and brings the lines of slot_tables up to date. Rows without tokens come last.
 
     packed: contiguous int32 [B, packed_width(query, block_size)]; slot_tables: int32 [slots, n]; last_tokens: int64
-    [slots].
+    [slots]. The last slot is nobody's.
     """
     rows, width = packed.shape
     assert width == packed_width(query, block_size)
     assert packed.is_contiguous()
     _decode_inputs_kernel[(rows,)](
         packed, slot_tables, last_tokens, out.tokens, out.positions, out.kv_slots, out.cu_q, out.seq_lens,
-        out.row_slots, out.sampled_at, out.last_rows, out.tables, rows, slot_tables.stride(0), out.tables.stride(0),
+        out.row_slots, out.token_slots, out.sampled_at, out.offsets, out.tables, rows, slot_tables.shape[0] - 1,
+        slot_tables.stride(0), out.tables.stride(0),
         Q=query, QP=triton.next_power_of_2(query), WIDTH=width, HEAD=HEADER, BS=block_size, BT=TABLE_TILE, num_warps=4,
     )  # fmt: skip

@@ -85,10 +85,10 @@ def _cuts(floats, ints, vocab):
 
 @triton.jit
 def _score_kernel(
-    logits, slots, positions, words, entries, counts, allowed, shaped, scores, best_score, best_token, best_logit,
-    tile_max, tile_sum, tile_finite, segment_max, logits_row, counts_row, allowed_row, vocab, num_tiles,
+    logits, slots, positions, words, entries, counts, allowed, inputs, offsets, shaped, scores, best_score, best_token,
+    best_logit, tile_max, tile_sum, tile_finite, segment_max, logits_row, counts_row, allowed_row, vocab, num_tiles,
     BV: tl.constexpr, SEGMENTS: tl.constexpr, NW: tl.constexpr, NF: tl.constexpr, ENTRIES: tl.constexpr,
-    PROMPT: tl.constexpr, MIN_T: tl.constexpr, MASKED: tl.constexpr, PDL: tl.constexpr,
+    PROMPT: tl.constexpr, MIN_T: tl.constexpr, MASKED: tl.constexpr, DRAFTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -107,6 +107,9 @@ def _score_kernel(
 
     if tl.load(ints + 5) > 0:
         count = tl.load(counts + slot * counts_row + i, mask=ok, other=0)
+        if DRAFTS:
+            for back in range(tl.load(offsets + row)):
+                count += (i == tl.load(inputs + row - back)).to(tl.int32)
         repetition = tl.load(floats + 3)
         x = tl.where(count > 0, tl.where(x > 0, x / repetition, x * repetition), x)
         said = count & (PROMPT - 1)
@@ -181,7 +184,7 @@ def _pick_kernel(
     slots, words, counts, shaped, scores, best_score, best_token, best_logit, tile_max, tile_sum, tile_finite,
     segment_max, tokens, finite, counts_row, vocab, num_tiles,
     TILES: tl.constexpr, SEGMENTS: tl.constexpr, SCAN: tl.constexpr, NW: tl.constexpr, NF: tl.constexpr,
-    PDL: tl.constexpr,
+    COUNT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -261,9 +264,10 @@ def _pick_kernel(
     token = tl.minimum(token, vocab - 1)
     tl.store(tokens + row, token.to(tl.int64))
     tl.store(finite + row, all_finite.to(tl.int8))
-    if (tl.load(ints + 5) > 0) & (all_finite > 0):
-        seen = counts + slot * counts_row + token
-        tl.store(seen, tl.load(seen) + 1)
+    if COUNT:  # noqa: SIM102 - known when it is compiled
+        if (tl.load(ints + 5) > 0) & (all_finite > 0):
+            seen = counts + slot * counts_row + token
+            tl.store(seen, tl.load(seen) + 1)
 
 
 class Sampler:
@@ -284,13 +288,16 @@ class Sampler:
         positions: torch.Tensor,
         params: SamplingTensors,
         allowed: torch.Tensor | None = None,
+        drafts: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """One token a row, int64 [R], and bool [R]: False where a logit was NaN or infinite and the token means
         nothing.
 
         logits: [R, vocab] of any float dtype, row stride free; not changed. slots, positions: integer [R], where row r
         has its parameters, and the position of its token. A slot with penalties counts the token; it may occur once.
-        allowed: int32 [R, ceil(vocab / 32)], bit i % 32 of word i // 32 allows token i (None: all).
+        allowed: int32 [R, ceil(vocab / 32)], bit i % 32 of word i // 32 allows token i (None: all). drafts: the token
+        before each row's, int64 [R], and int32 [R], how many of the last ones of these, up to the row's own, are drafts
+        that it takes for said. A slot may occur in several rows then, and no token is counted: `accept` does that.
         """
         rows = logits.shape[0]
         assert rows <= self._shaped.shape[0]
@@ -307,20 +314,22 @@ class Sampler:
         score, logit, top, total = self._partial
         token, tile_finite = self._partial_ints
         mask = params.words if allowed is None else allowed
+        inputs, offsets = drafts or (slots, slots)
         pdl = overlaps_launches(logits.device)
         _score_kernel[(self._tiles, rows)](
-            logits, slots, positions, params.words, params.entries, params.counts, mask, self._shaped, self._scores,
-            score, token, logit, top, total, tile_finite, self._segments,
+            logits, slots, positions, params.words, params.entries, params.counts, mask, inputs, offsets, self._shaped,
+            self._scores, score, token, logit, top, total, tile_finite, self._segments,
             logits.stride(0), params.counts.stride(0), mask.stride(0), self._vocab, self._tiles,
             BV=TILE, SEGMENTS=SEGMENTS, NW=WORDS, NF=NUM_FLOATS, ENTRIES=MAX_ENTRIES, PROMPT=IN_PROMPT,
-            MIN_T=MIN_TEMPERATURE, MASKED=allowed is not None, PDL=pdl, num_warps=4, **launch_flags(pdl),
+            MIN_T=MIN_TEMPERATURE, MASKED=allowed is not None, DRAFTS=drafts is not None, PDL=pdl, num_warps=4,
+            **launch_flags(pdl),
         )  # fmt: skip
         scan = min(SCAN, triton.next_power_of_2(self._vocab))
         _pick_kernel[(rows,)](
             slots, params.words, params.counts, self._shaped, self._scores, score, token, logit, top, total,
             tile_finite, self._segments, tokens, finite, params.counts.stride(0), self._vocab, self._tiles,
-            TILES=triton.next_power_of_2(self._tiles), SEGMENTS=SEGMENTS, SCAN=scan, NW=WORDS, NF=NUM_FLOATS, PDL=pdl,
-            num_warps=scan // 256 or 1, **launch_flags(pdl),
+            TILES=triton.next_power_of_2(self._tiles), SEGMENTS=SEGMENTS, SCAN=scan, NW=WORDS, NF=NUM_FLOATS,
+            COUNT=drafts is None, PDL=pdl, num_warps=scan // 256 or 1, **launch_flags(pdl),
         )  # fmt: skip
         return tokens, finite.view(torch.bool)
 
@@ -346,3 +355,49 @@ def count_tokens(counts: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor
         _count_kernel[(triton.cdiv(n, 128),)](
             counts, slots, tokens, counts.stride(0), n, PROMPT=IN_PROMPT, BN=128, num_warps=4
         )
+
+
+@triton.jit
+def _accept_kernel(
+    sampled, finite, inputs, cu_q, row_slots, words, counts, last_tokens, counts_row,
+    Q: tl.constexpr, NW: tl.constexpr, NF: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    first = tl.load(cu_q + row)
+    num_new = tl.load(cu_q + row + 1) - first
+    slot = tl.load(row_slots + row).to(tl.int64)
+    counted = tl.load(words + slot * NW + NF // 2 + 5) > 0
+    going = num_new > 0
+    last = tl.load(last_tokens + slot)
+    for j in tl.static_range(Q):
+        token = tl.load(sampled + first + j, mask=going, other=0)
+        going = going & (tl.load(finite + first + j, mask=going, other=0) > 0)
+        last = tl.where(going, token, last)
+        tl.atomic_add(counts + slot * counts_row + token, 1, mask=going & counted)
+        draft = tl.load(inputs + first + j + 1, mask=going & (j + 1 < num_new), other=-1)
+        going = going & (draft == token)
+    tl.store(last_tokens + slot, last, mask=num_new > 0)
+
+
+def accept(
+    sampled: torch.Tensor,
+    finite: torch.Tensor,
+    inputs: torch.Tensor,
+    cu_q: torch.Tensor,
+    row_slots: torch.Tensor,
+    params: SamplingTensors,
+    last_tokens: torch.Tensor,
+    *,
+    query: int,
+) -> None:
+    """Counts what a verify step gives, and notes each row's last token in last_tokens.
+
+    sampled: int64 [T], finite: bool [T], of the step's tokens; inputs: int64 [T], the tokens themselves: a row's first
+    one, then its drafts. cu_q: int32 [B + 1] of rows with up to `query` tokens; row_slots: int64 [B]; last_tokens:
+    int64 [slots]. A draft is accepted while it equals what was sampled in its place.
+    """
+    assert params.words.is_contiguous()
+    _accept_kernel[(row_slots.shape[0],)](
+        sampled, finite.view(torch.int8), inputs, cu_q, row_slots, params.words, params.counts, last_tokens,
+        params.counts.stride(0), Q=query, NW=WORDS, NF=NUM_FLOATS, num_warps=1,
+    )  # fmt: skip

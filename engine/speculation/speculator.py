@@ -23,12 +23,13 @@ LOOK_EVERY = 8  # steps after which those sequences are asked again
 
 
 class Speculator:
-    """tokens: most drafts of a sequence in a step."""
+    """tokens: most drafts of a sequence in a step; max_seqs: nobody drafts where more sequences decode."""
 
-    def __init__(self, proposer: Proposer, tokens: int) -> None:
+    def __init__(self, proposer: Proposer, tokens: int, *, max_seqs: int) -> None:
         self.stats = SpeculationStats(proposer.name, tokens)
         self._proposer = proposer
         self._control = Control(tokens)
+        self._max_seqs = max_seqs
         self._steps = 0
 
     def draft(self, seqs: Sequence[EngineSequence]) -> Mapping[EngineSequence, tuple[int, ...]]:
@@ -77,6 +78,8 @@ class Speculator:
             self._control.stepped(len(items), sum(len(item.drafts) for item in items), seconds)
 
     def _limits(self, seqs: Sequence[EngineSequence]) -> list[int]:
+        if len(seqs) > self._max_seqs:
+            return [0] * len(seqs)
         for seq in seqs:
             if seq.drafting is None:
                 seq.drafting = self._control.begin(self._proposer.begin(seq))

@@ -109,7 +109,7 @@ def attention(fp8: bool, new: int, window: int, softcap: float) -> None:
 def inputs() -> None:
     for query in (1, 5):
         words = decode_inputs.packed_width(query, BLOCK)
-        out = decode_inputs.DecodeInputs.empty(8, query, 64, CPU)
+        out = decode_inputs.DecodeInputs.empty(8, 8 * query, 64, CPU)
         tables = torch.zeros(9, 64, dtype=torch.int32)
         last = torch.zeros(9, dtype=torch.int64)
         packed = torch.zeros(8, words, dtype=torch.int32)
@@ -123,6 +123,9 @@ def samples() -> None:
     index = torch.zeros(4, dtype=torch.int32)
     for allowed in (None, torch.zeros(4, VOCAB // 32, dtype=torch.int32)):
         sampler.run(torch.zeros(4, VOCAB), index, index, allowed)
+    long, finite = index.long(), torch.ones(4, dtype=torch.bool)
+    sampler.run(torch.zeros(4, VOCAB), long, index, drafts=(long, index))
+    sampler.accept(long, finite, long, torch.zeros(2, dtype=torch.int32), long[:1], torch.zeros(5).long(), query=5)
 
 
 def main() -> None:
