@@ -33,6 +33,7 @@ from engine.runner import Runner
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.sequence import Sequence
 from engine.speculation.ngram import NgramProposer
+from engine.speculation.proposer import Proposer
 from engine.speculation.speculator import Speculator
 from engine.step_result import EngineCounters, SequenceOutput, StepHook, StepResult
 from engine.stepper import Stepper
@@ -54,9 +55,9 @@ def _ignore(hashes: list[bytes]) -> None:
     """Nobody listens."""
 
 
-def _speculator(name: str, drafts: int, max_drafts: int) -> Speculator:
+def _proposer(name: str) -> Proposer:
     assert name == "ngram"
-    return Speculator(NgramProposer(), drafts, max_seqs=max_drafts // drafts)
+    return NgramProposer()
 
 
 class Engine:
@@ -110,20 +111,36 @@ class Engine:
         self.runner = build(self.kv)
         if device.type == "cuda":
             self._compile()
-        drafts, max_drafts = self._drafts()
-        self.speculator = _speculator(config.speculation, drafts, max_drafts) if drafts else None
+        self._padded = graphs
         self._stepper = Stepper(
             self.scheduler,
             self.pool,
             self.runner,
             max_model_len=self.max_model_len,
             overlap=config.resolve_overlap(device),
-            speculator=self.speculator,
         )
+        if config.speculation != "none":
+            self.speculate(_proposer(config.speculation))
 
     @property
     def counters(self) -> EngineCounters:
         return self._stepper.counters
+
+    @property
+    def speculator(self) -> Speculator | None:
+        """Whoever drafts tokens, with statistics; None: nobody."""
+        return self._stepper.speculator
+
+    def speculate(self, proposer: Proposer | None) -> None:
+        """Drafts come from this proposer from now on; None: there are none. Call while no sequence is here, of an
+        engine whose configuration names a proposer: graphs and buffers are made for it.
+        """
+        drafts, max_drafts = self._drafts()
+        assert drafts
+        assert not self.has_work
+        self._stepper.speculator = None
+        if proposer is not None:
+            self._stepper.speculator = Speculator(proposer, drafts, max_seqs=max_drafts // drafts, padded=self._padded)
 
     @property
     def has_work(self) -> bool:

@@ -89,7 +89,7 @@ class Stepper(Generic[L]):
         self._runner = runner
         self._max_model_len = max_model_len
         self._overlap = overlap
-        self._speculator = speculator
+        self.speculator = speculator
         self._flight: _Flight[L] | None = None
         self._settled_at = 0.0
 
@@ -134,9 +134,9 @@ class Stepper(Generic[L]):
 
     def _awaited(self, flight: _Flight[L]) -> bool:
         """The next step is planned with this one's result."""
-        if self._speculator is None:
+        if self.speculator is None:
             return False
-        return any(item.drafts for item in flight.items) or self._speculator.due([item.seq for item in flight.items])
+        return any(item.drafts for item in flight.items) or self.speculator.due([item.seq for item in flight.items])
 
     def _begin(self, *, ahead: bool = False) -> _Flight[L] | None:
         """Schedules and launches; None when nothing can run. A failure is told when the step's turn comes.
@@ -146,8 +146,8 @@ class Stepper(Generic[L]):
         began = time.perf_counter()
         try:
             drafts = NO_DRAFTS
-            if self._speculator is not None and not ahead:
-                drafts = self._speculator.draft(self._scheduler.drafters())
+            if self.speculator is not None and not ahead:
+                drafts = self.speculator.draft(self._scheduler.drafters())
             items = self._scheduler.schedule(drafts).items
         except Exception as error:
             failure = InternalError(f"the scheduler failed: {error}")
@@ -178,8 +178,8 @@ class Stepper(Generic[L]):
         self.counters.discarded += len(flight.items) - len(items)
         now = time.perf_counter()
         seconds, self._settled_at = now - max(flight.began, self._settled_at), now
-        if self._speculator is not None:
-            self._speculator.stepped(items, seconds)
+        if self.speculator is not None:
+            self.speculator.stepped(items, seconds)
         return self._result(items, outputs, seconds)
 
     def _collect(self, flight: _Flight[L]) -> list[ItemResult | InternalError]:
@@ -236,8 +236,8 @@ class Stepper(Generic[L]):
         if seq.finish is None:
             assert seq.lease is not None
             seq.lease.trim(-(-len(seq.tokens) // seq.block_size))
-        if self._speculator is not None:
-            self._speculator.verified(seq, len(item.drafts), accepted)
+        if self.speculator is not None:
+            self.speculator.verified(seq, len(item.drafts), accepted)
 
     def _finish_reason(self, seq: Sequence, token: int) -> FinishReason | None:
         params = seq.request.sampling

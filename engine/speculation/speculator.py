@@ -23,12 +23,14 @@ LOOK_EVERY = 8  # steps after which those sequences are asked again
 
 
 class Speculator:
-    """tokens: most drafts of a sequence in a step; max_seqs: nobody drafts where more sequences decode."""
+    """tokens: most drafts of a sequence in a step; max_seqs: nobody drafts where more sequences decode. padded:
+    see Control.
+    """
 
-    def __init__(self, proposer: Proposer, tokens: int, *, max_seqs: int) -> None:
+    def __init__(self, proposer: Proposer, tokens: int, *, max_seqs: int, padded: bool = False) -> None:
         self.stats = SpeculationStats(proposer.name, tokens)
         self._proposer = proposer
-        self._control = Control(tokens)
+        self._control = Control(tokens, padded=padded)
         self._max_seqs = max_seqs
         self._steps = 0
 
@@ -38,6 +40,7 @@ class Speculator:
         asked = [(seq, limit) for seq, limit in zip(seqs, limits, strict=True) if limit]
         if not asked:
             return NO_DRAFTS
+        self._control.tried()
         chosen = [seq for seq, _ in asked]
         kept = [seq.drafting.kept for seq in chosen if seq.drafting is not None]
         try:
@@ -49,7 +52,7 @@ class Speculator:
         proposed: dict[EngineSequence, tuple[int, ...]] = {}
         for seq, tokens, count in zip(chosen, drafts.tokens.tolist(), drafts.lengths.tolist(), strict=True):
             assert seq.drafting is not None
-            seq.drafting.barren = 0 if count else seq.drafting.barren + 1
+            self._control.proposed(seq.drafting, count)
             if count:
                 proposed[seq] = tuple(tokens[:count])
         return proposed
@@ -74,8 +77,8 @@ class Speculator:
     def stepped(self, items: Sequence[Item], seconds: float) -> None:
         """A step has ended after so many seconds."""
         self._steps += 1
-        if items and all(item.decode for item in items):
-            self._control.stepped(len(items), sum(len(item.drafts) for item in items), seconds)
+        decodes = len(items) if all(item.decode for item in items) else 0
+        self._control.stepped(decodes, sum(len(item.drafts) for item in items), seconds)
 
     def _limits(self, seqs: Sequence[EngineSequence]) -> list[int]:
         if len(seqs) > self._max_seqs:

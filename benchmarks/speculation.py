@@ -1,0 +1,355 @@
+"""What speculation gives: tokens per step and time on tasks with SmolLM2 (CPU), cost and gain of verify steps (GPU).
+
+    python benchmarks/speculation.py --out benchmarks/results/speculation-cpu.json
+    python benchmarks/speculation.py --device cuda --out benchmarks/results/speculation-h100.json
+
+CPU: prompts of four kinds of work, greedy, one at a time, prompt look-up with K drafts. Each is answered with and
+without drafts in turn, by one engine, its prompt in the prefix cache as on a pod whose prompts come from elsewhere;
+the answers must be equal.
+
+- tokens_per_step_TASK: output tokens after the first over the steps that gave them.
+- speedup_TASK: time of all of the task's answers without drafts over the time with them, each the best of some runs.
+
+GPU: the shape of Llama-3.1-8B with random weights, prompts so long that rows have about 1024 tokens. A bias makes one
+token the answer everywhere, so a proposer can be right at a rate that is set: a draft is right with probability 0.8
+if those before it are. All of the step is computed.
+
+- verify_cost_R: a step in which R rows verify K drafts each over one without drafts, graphs replayed back to back.
+- wall_cost_R: the same from the results of one step to those of the next: with drafts the host's work is not hidden.
+- speedup_R: tokens a second with drafts over those without.
+- loss_when_useless: tokens a second that prompt look-up costs on random text, the worst of 1 and 16 rows; a share.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks import report
+from benchmarks.engine import WAIT_S, Driver, Prompts, engine_settings, running
+from benchmarks.shapes import SHAPES
+from common.types import SamplingParams
+from engine.config import EngineConfig
+from engine.llm import LLM
+from engine.sequence import Sequence as EngineSequence
+from engine.speculation.ngram import NgramProposer
+from engine.speculation.proposer import Drafts, Proposer
+from engine.step_result import StepResult
+
+RATE = 0.8
+ANSWER = 7  # the token that a bias makes the only one
+AROUND = 16
+BARS = {
+    "tokens_per_step_copy": 3.2, "tokens_per_step_code_edit": 2.7, "tokens_per_step_summarise": 1.4,
+    "tokens_per_step_chat": 1.05, "speedup_copy": 1.6, "speedup_code_edit": 1.3,
+    "verify_cost_1": 1.10, "verify_cost_16": 1.15, "verify_cost_64": 1.35, "speedup_1": 2.6, "speedup_64": 1.6,
+    "loss_when_useless": 0.02,
+}  # fmt: skip
+COSTS = ("verify_cost", "loss")  # of these, less is better
+
+TEXTS = (
+    "The lighthouse at Corran Point was built in 1884 by the engineer David Alan. It stands 37 metres tall and "
+    "its lamp could be seen from a distance of 28 kilometres. In 1931 the first electric lamp was installed, and "
+    "in 1978 the last keeper, Mary Sinclair, left the island. Today the building is a small museum that is open "
+    "from May to September. Visitors can climb the 142 steps to the gallery, where they look over the harbour and "
+    "the islands in the west.",
+    "Honey bees live in colonies of up to sixty thousand workers, a few hundred drones and a single queen. The "
+    "workers gather nectar and pollen, build the wax combs, feed the larvae and guard the entrance of the hive. A "
+    "worker lives for about six weeks in summer and for several months in winter. The queen can live for five "
+    "years and lays up to two thousand eggs a day. When a colony grows too large, the old queen leaves with half "
+    "of the workers to found a new one.",
+    "Invoice 20417 of 3 March 2024. Customer: Oakfield Joinery Ltd, 12 Mill Lane, Barton. Items: 24 brackets of "
+    "steel at 3.20 each, 150 wood screws of 5 by 60 mm at 0.08 each, 6 tins of clear varnish at 11.50 each, 2 "
+    "boxes of sandpaper at 9.75 each. The total before tax is 177.30. Payment is due within 30 days of the date "
+    "of this invoice to the account of Harrow Supplies at the Northern Bank, with the number of the invoice as "
+    "reference.",
+)
+CODE = (
+    """class Account:
+    def __init__(self, owner, balance):
+        self.owner = owner
+        self.balance = balance
+        self.history = []
+
+    def deposit(self, amount):
+        if amount <= 0:
+            raise ValueError("amount must be positive")
+        self.balance = self.balance + amount
+        self.history.append(("deposit", amount))
+        return self.balance
+
+    def withdraw(self, amount):
+        if amount > self.balance:
+            raise ValueError("not enough money")
+        self.balance = self.balance - amount
+        self.history.append(("withdraw", amount))
+        return self.balance
+""",
+    """def read_table(path, separator):
+    rows = []
+    with open(path) as file:
+        header = file.readline().strip().split(separator)
+        for line in file:
+            values = line.strip().split(separator)
+            row = {}
+            for name, value in zip(header, values):
+                row[name] = value
+            rows.append(row)
+    return rows
+
+def write_table(path, rows, separator):
+    header = list(rows[0].keys())
+    with open(path, "w") as file:
+        file.write(separator.join(header) + "\\n")
+        for row in rows:
+            values = [row[name] for name in header]
+            file.write(separator.join(values) + "\\n")
+""",
+)
+TASKS: dict[str, tuple[tuple[str, ...], int]] = {
+    "copy": (tuple(f"Repeat the following text exactly, word for word.\n\n{text}" for text in TEXTS), 120),
+    "code_edit": (
+        tuple(f"Rename the variable {a} to {b} in this Python code. Write the whole code.\n\n{code}"
+              for code, a, b in ((CODE[0], "amount", "value"), (CODE[1], "separator", "delimiter"))), 170
+    ),
+    "summarise": (tuple(f"Summarise the following text in two sentences.\n\n{text}" for text in TEXTS), 80),
+    "chat": (("Why is the sky blue?", "Give me three tips for better sleep.", "What is the capital of Australia?"), 90),
+}  # fmt: skip
+
+
+@dataclass(slots=True)
+class Table:
+    """Figures beside their bars."""
+
+    metrics: dict[str, float]
+    rows: list[dict[str, Any]]
+    bars: bool
+
+    def line(self, name: str, value: float, **more: float | str) -> None:
+        self.metrics[name] = round(value, 4)
+        self.rows.append({"name": name, "value": round(value, 4)} | more)
+        bar = BARS.get(name) if self.bars else None
+        missed = bar is not None and (value > bar if name.startswith(COSTS) else value < bar)
+        shown = "" if bar is None else f"  bar {bar:g}{'  BAR MISSED' if missed else ''}"
+        print(f"{name:<28}{value:>9.3f}{shown}  {more or ''}", flush=True)
+
+
+# -- tasks on a CPU ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """ids of each prompt's answer; seconds and steps of all, each answer's first token and its step left out."""
+
+    ids: list[list[int]]
+    seconds: float
+    steps: int
+
+
+def answer(llm: LLM, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> Answers:
+    engine, ids, seconds, steps = llm.engine, [], 0.0, 0
+    for prompt in prompts:
+        before, began = engine.counters.steps, time.perf_counter()
+        (completion,) = llm.generate([prompt], params, show_progress=False)
+        seconds += time.perf_counter() - began
+        steps += engine.counters.steps - before - 1
+        ids.append(completion.ids)
+    return Answers(ids, seconds, steps)
+
+
+def measure_tasks(table: Table, drafts: int, runs: int, settings: dict[str, Any]) -> None:
+    options = {"kv_memory": 128 << 20, "max_model_len": 1024, "token_budget": 512} | settings
+    llm = LLM("smollm2", speculation="ngram", speculation_tokens=drafts, **options)
+    for task, (texts, tokens) in TASKS.items():
+        rendered = [llm.template.render([{"role": "user", "content": text}]) for text in texts]
+        prompts = [llm.encode(text, special_tokens=False) for text in rendered]
+        params = SamplingParams(temperature=0.0, max_tokens=tokens)
+        llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=1), show_progress=False)
+        plain: list[Answers] = []
+        drafted: list[Answers] = []
+        for _ in range(runs):
+            llm.engine.speculate(None)
+            plain.append(answer(llm, prompts, params))
+            llm.engine.speculate(NgramProposer())
+            drafted.append(answer(llm, prompts, params))
+            if drafted[-1].ids != plain[-1].ids:
+                raise SystemExit(f"{task}: the answers differ")
+        assert llm.engine.speculator is not None
+        stats = llm.engine.speculator.stats
+        given = sum(len(ids) - 1 for ids in plain[0].ids)
+        more = {"tokens": given, "steps": drafted[-1].steps, "proposed": stats.proposed, "accepted": stats.accepted}
+        table.line(f"tokens_per_step_{task}", given / drafted[-1].steps, **more)
+        best = [min(answers.seconds for answers in kind) for kind in (plain, drafted)]
+        table.line(f"speedup_{task}", best[0] / best[1], plain_s=round(best[0], 3), drafted_s=round(best[1], 3))
+
+
+# -- verify steps on a GPU --------------------------------------------------------------------------------------------
+
+
+class Coin:
+    """Proposes the answer with probability `rate`, else another token; each place of each request has its own coin."""
+
+    name = "coin"
+
+    def __init__(self, rate: float) -> None:
+        self._rate = rate
+
+    def begin(self, seq: EngineSequence) -> random.Random:
+        return random.Random(seq.request_id)
+
+    def propose(self, seqs: Sequence[EngineSequence], kept: Sequence[Any], limits: Sequence[int]) -> Drafts:
+        drafts = Drafts.empty(len(seqs), max(limits))
+        drafts.lengths[:] = limits
+        for row, rng in enumerate(kept):
+            drafts.tokens[row] = [ANSWER + (rng.random() >= self._rate) for _ in range(drafts.tokens.shape[1])]
+        return drafts
+
+    def accept(self, seq: EngineSequence, kept: Any, drafts: int, accepted: int) -> None:
+        """It learns nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """tokens_s: of all rows; step_s: median between results; replay_s: of one step's graph, None without graphs;
+    accepted: drafts of a row's step.
+    """
+
+    tokens_s: float
+    step_s: float
+    replay_s: float | None
+    accepted: float
+
+
+def decode(
+    driver: Driver,
+    proposer: Proposer | None,
+    prompts: list[list[int]],
+    params: list[SamplingParams],
+    steps: int,
+    *,
+    skip: int = AROUND,
+) -> Run:
+    """Decodes all rows together for `steps` steps after `skip` ones; the replays come after those."""
+    rows = len(prompts)
+    driver.loop.call(functools.partial(driver.engine.speculate, proposer)).result(WAIT_S)
+
+    def full(result: StepResult) -> bool:
+        return len(result.outputs) == rows and not result.num_prompt_tokens
+
+    counted = 0
+
+    def enough(result: StepResult) -> bool:
+        nonlocal counted
+        counted += full(result)
+        return counted > skip + steps
+
+    driver.begin(prompts, params)
+    driver.wait(enough)
+    replay_s = driver.loop.call(lambda: driver.engine.runner.replay(2 * AROUND)).result(WAIT_S)
+    seen = list(driver.seen)
+    driver.end()
+    window = [(ended, result) for ended, result in seen if full(result)][skip:][: steps + 1]
+    times = [b - a for (a, _), (b, _) in itertools.pairwise(window)]
+    tokens = sum(len(output.tokens) for _, result in window[1:] for output in result.outputs)
+    accepted = sum(output.accepted for _, result in window[1:] for output in result.outputs)
+    return Run(
+        tokens / (window[-1][0] - window[0][0]), statistics.median(times), replay_s, accepted / rows / len(times)
+    )
+
+
+def measure_verify(table: Table, driver: Driver, prompts: Prompts, context: int, steps: int) -> None:
+    for rows in (1, 16, 64):
+        batch = prompts.make(rows, context - steps)
+        params = [
+            SamplingParams(temperature=0.0, max_tokens=5 * (steps + 2 * AROUND) + 128, logit_bias=((ANSWER, 100.0),))
+        ] * rows
+        decode(driver, None, batch, [SamplingParams(temperature=0.0, max_tokens=steps + 64)] * rows, 2)  # the cache
+        plain = decode(driver, None, batch, params, steps)
+        # Rows with drafts go about three times as far in a step.
+        drafted = decode(driver, Coin(RATE), batch, params, steps // 3, skip=AROUND // 3)
+        if plain.replay_s and drafted.replay_s:
+            table.line(
+                f"verify_cost_{rows}", drafted.replay_s / plain.replay_s,
+                plain_ms=round(plain.replay_s * 1e3, 3), verify_ms=round(drafted.replay_s * 1e3, 3),
+            )  # fmt: skip
+        table.line(
+            f"wall_cost_{rows}", drafted.step_s / plain.step_s,
+            plain_ms=round(plain.step_s * 1e3, 3), verify_ms=round(drafted.step_s * 1e3, 3),
+        )  # fmt: skip
+        table.line(
+            f"speedup_{rows}", drafted.tokens_s / plain.tokens_s,
+            plain_tok_s=round(plain.tokens_s, 1), drafted_tok_s=round(drafted.tokens_s, 1),
+            accepted_per_step=round(drafted.accepted, 3),
+        )  # fmt: skip
+
+
+def measure_useless(table: Table, driver: Driver, prompts: Prompts, context: int, steps: int) -> None:
+    losses: list[float] = []
+    more: dict[str, float] = {}
+    for rows in (1, 16):
+        batch = prompts.make(rows, max(8, context - steps))
+        params = [SamplingParams(temperature=1.0, seed=i, max_tokens=2 * steps + 256) for i in range(rows)]
+        decode(driver, None, batch, params, 2)
+        plain = [decode(driver, None, batch, params, steps).tokens_s for _ in range(2)]
+        drafted = [decode(driver, NgramProposer(), batch, params, steps).tokens_s for _ in range(2)]
+        losses.append(1 - max(drafted) / max(plain))
+        more[f"loss_{rows}"] = round(losses[-1], 4)
+    table.line("loss_when_useless", max(losses), **more)
+
+
+def measure_gpu(table: Table, shape_name: str, drafts: int, settings: dict[str, Any]) -> dict[str, Any]:
+    shape = SHAPES[shape_name]
+    big = shape_name != "tiny"
+    context, steps = (1024, 96) if big else (48, 12)
+    with tempfile.TemporaryDirectory() as directory:
+        model_dir = Path(directory)
+        (model_dir / "config.json").write_text(json.dumps(shape.config))
+        options = {
+            "load_format": "dummy", "token_budget": max(shape.token_budget, 64 * 5), "block_size": shape.block_size,
+            "max_seqs": 64, "max_model_len": 3072 if big else 1024,
+            "speculation": "ngram", "speculation_tokens": drafts,
+        } | settings  # fmt: skip
+        with running(EngineConfig(model_dir=model_dir, **options)) as driver:
+            prompts = Prompts(driver.engine.vocab_size)
+            measure_verify(table, driver, prompts, context, steps)
+            measure_useless(table, driver, prompts, context, 4 * steps)
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--shape", choices=SHAPES, help="verify steps of this shape instead of tasks (a GPU's default)")
+    parser.add_argument("--drafts", type=int, default=4, metavar="K")
+    parser.add_argument("--runs", type=int, default=3, help="of each task, with and without drafts")
+    parser.add_argument("--engine", metavar="NAME=VALUE", nargs="+", default=[], help="fields of EngineConfig")
+    args = parser.parse_args(argv)
+    settings = {"device": args.device} | engine_settings(args.engine)
+    shape = args.shape or ("llama-3.1-8b" if args.device == "cuda" else None)
+    table = Table({}, [], bars=args.drafts == 4 and shape != "tiny")
+    if shape is None:
+        measure_tasks(table, args.drafts, args.runs, settings)
+    else:
+        settings = measure_gpu(table, shape, args.drafts, settings)
+    report.write(
+        args.out, "speculation", table.metrics, "torch", "triton", rows=table.rows, drafts=args.drafts, shape=shape,
+        engine=settings,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
