@@ -204,6 +204,8 @@ class Reservation:
         )
         if output.error is not None:
             delta.error.CopyFrom(error_to_pb(output.error))
+        if output.proposed:
+            delta.speculation.proposed, delta.speculation.accepted = output.proposed, output.accepted
         if self._first_output:
             self._first_output = False
             delta.cached_tokens = output.seq.cached_tokens

@@ -126,6 +126,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             message.usage.prompt_tokens = usage.prompt
             message.usage.completion_tokens = usage.completion
             message.usage.cached_tokens = usage.cached
+            message.usage.accepted_prediction_tokens = usage.accepted
+            message.usage.rejected_prediction_tokens = usage.rejected
         return message
 
     async def Abort(

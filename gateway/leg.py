@@ -59,7 +59,10 @@ class Delta:
 
 
 class Leg:
-    """One attempt. blamed: addresses to avoid in the next one; cached_tokens: the prompt's real cache hit."""
+    """One attempt. blamed: addresses to avoid in the next one; cached_tokens: the prompt's real cache hit.
+
+    proposed, accepted: drafts that the decode pod verified, and those of them that were right.
+    """
 
     def __init__(
         self,
@@ -94,6 +97,7 @@ class Leg:
         self._never_handed_off = False
         self.blamed: set[str] = set()
         self.cached_tokens = 0
+        self.proposed = self.accepted = 0
 
     # -- reserve
 
@@ -271,6 +275,8 @@ class Leg:
             self._placement.computed()  # the first token of a prompt that the decode pod computed
         if delta.HasField("cached_tokens"):
             self.cached_tokens = delta.cached_tokens
+        self.proposed += delta.speculation.proposed
+        self.accepted += delta.speculation.accepted
         self._order.put([token_from_pb(token) for token in delta.tokens])
         finish = finish_from_pb(delta.finish_reason)
         if finish is FinishReason.ERROR:

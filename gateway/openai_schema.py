@@ -67,13 +67,16 @@ def error_headers(error: BatonError) -> dict[str, str]:
 
 
 def usage_json(usage: Usage) -> Json:
-    """OpenAI's usage object."""
+    """OpenAI's usage object; predictions are counted where speculative decoding made some."""
+    details = {"reasoning_tokens": usage.reasoning}
+    if usage.accepted or usage.rejected:
+        details |= {"accepted_prediction_tokens": usage.accepted, "rejected_prediction_tokens": usage.rejected}
     return {
         "prompt_tokens": usage.prompt,
         "completion_tokens": usage.completion,
         "total_tokens": usage.prompt + usage.completion,
         "prompt_tokens_details": {"cached_tokens": usage.cached},
-        "completion_tokens_details": {"reasoning_tokens": usage.reasoning},
+        "completion_tokens_details": details,
     }
 
 

@@ -39,7 +39,10 @@ _PODS_OWN = (LayoutMismatch, ModelNotFound, Unauthenticated, ConfigError, Unknow
 
 
 class Run:
-    """One request on its way; close it to end it. cached_tokens: the prompt's real hit, known with the first token."""
+    """One request on its way; close it to end it. cached_tokens: the prompt's real hit, known with the first token.
+
+    proposed, accepted: drafts of the attempt that gave the answer's end, and those of them that were right.
+    """
 
     def __init__(
         self,
@@ -58,6 +61,7 @@ class Run:
         self._timeline = timeline
         self._affinity = affinity
         self.cached_tokens = 0
+        self.proposed = self.accepted = 0
         self._plan: Plan | None = None
         self._leg: Leg | None = None
         self._attempt = 0
@@ -80,6 +84,7 @@ class Run:
             if delta.tokens:
                 self._sent = True
             self.cached_tokens = leg.cached_tokens
+            self.proposed, self.accepted = leg.proposed, leg.accepted
             return delta
 
     def close(self) -> None:

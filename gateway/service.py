@@ -56,13 +56,16 @@ class Settings:
 class Usage:
     """Tokens spent; cached: prompt tokens found in the prefix cache of the pod that computed the prompt.
 
-    reasoning: of the completion's tokens, those of reasoning sections.
+    reasoning: of the completion's tokens, those of reasoning sections. accepted, rejected: drafts of speculative
+    decoding that were right and are part of the completion, and those that were not.
     """
 
     prompt: int = 0
     completion: int = 0
     cached: int = 0
     reasoning: int = 0
+    accepted: int = 0
+    rejected: int = 0
 
     def __add__(self, other: Usage) -> Usage:
         return Usage(
@@ -70,6 +73,8 @@ class Usage:
             self.completion + other.completion,
             self.cached + other.cached,
             self.reasoning + other.reasoning,
+            self.accepted + other.accepted,
+            self.rejected + other.rejected,
         )
 
 
@@ -138,8 +143,11 @@ class Choice:
     @property
     def usage(self) -> Usage:
         """Tokens spent so far."""
-        output, cached = self._output, self._run.cached_tokens if self._run else 0
-        return Usage(self.request.prompt_len, output.num_tokens, cached, output.reasoning_tokens)
+        output, run = self._output, self._run
+        usage = Usage(self.request.prompt_len, output.num_tokens, reasoning=output.reasoning_tokens)
+        if run is None:
+            return usage
+        return replace(usage, cached=run.cached_tokens, accepted=run.accepted, rejected=run.proposed - run.accepted)
 
     def _new_output(self) -> ChoiceOutput:
         logprobs = self._spec.logprobs is not None
@@ -219,7 +227,8 @@ class Choice:
         metrics.output_tokens.inc(usage.completion)
         if stop_string:
             metrics.aborts.labels("stop_string").inc()
-        self._ticket.timeline.mark("finished", reason=finish.value, output_tokens=usage.completion)
+        drafts = {"accepted": usage.accepted, "rejected": usage.rejected} if usage.accepted or usage.rejected else {}
+        self._ticket.timeline.mark("finished", reason=finish.value, output_tokens=usage.completion, **drafts)
 
 
 class Gateway:

@@ -6,17 +6,25 @@ from collections.abc import Callable, Iterable
 
 from common.telemetry import COUNT_BUCKETS, Metrics, Sample
 from common.types import PoolCounts
-from engine.engine import StepResult
+from engine.config import MAX_DRAFTS
+from engine.engine import SequenceOutput, StepResult
+from engine.speculation.stats import SpeculationStats
 from kv_transfer.messages import TransferReport
 
 
 class PodMetrics:
     """Metrics of one pod, whatever its role.
 
-    blocks and tokens are read when scraped: KV blocks by state, prompt tokens computed by reason.
+    blocks, tokens and speculation are read when scraped: KV blocks by state, prompt tokens computed by reason, and how
+    speculative decoding fares, None where there is none.
     """
 
-    def __init__(self, blocks: Callable[[], PoolCounts], tokens: Callable[[], Iterable[Sample]]) -> None:
+    def __init__(
+        self,
+        blocks: Callable[[], PoolCounts],
+        tokens: Callable[[], Iterable[Sample]],
+        speculation: Callable[[], SpeculationStats | None],
+    ) -> None:
         self.base = Metrics()
         m = self.base
         self._step_seconds = m.histogram("step_seconds", "Seconds of one engine step.", ["kind"])
@@ -29,6 +37,18 @@ class PodMetrics:
         self._transfer_bytes = m.counter("transfer_bytes", "KV bytes pushed.", ["transport"])
         self._transfer_seconds = m.histogram("transfer_seconds", "Seconds from the first push to the commit.")
         self._exposed_seconds = m.histogram("exposed_hand_off_seconds", "Seconds from the last chunk to the commit.")
+        self._drafts = m.counter(
+            "speculation_tokens", "Drafts verified, by proposer, place and outcome.", ["proposer", "place", "outcome"]
+        )
+        self._acceptance = m.histogram(
+            "speculation_acceptance_length", "Tokens of one sequence's step with drafts.", ["proposer"],
+            buckets=tuple(range(1, MAX_DRAFTS + 2)),
+        )  # fmt: skip
+        m.sampled_gauge(
+            "speculation_useless", "1 while drafts are made and none was right of late.", lambda: _alarm(speculation()),
+            ["proposer"],
+        )  # fmt: skip
+        self._speculation = speculation
         self.intact = m.gauge("kv_pool_intact", "1 while free + cached + leased + quarantined is the pool.")
         self.intact.set(1)
         m.sampled_gauge("kv_blocks", "KV blocks by state.", lambda: _by_state(blocks()), ["state"])
@@ -43,9 +63,19 @@ class PodMetrics:
             self._batch_size.observe(len(result.outputs))
         for output in result.outputs:
             self._generated.inc(len(output.tokens))
+            if output.proposed:
+                self._count_drafts(output)
             if output.ended:
                 self._requests.labels("handed_off" if output.finish is None else str(output.finish)).inc()
                 self._cached_tokens.inc(output.seq.cached_tokens)
+
+    def _count_drafts(self, output: SequenceOutput) -> None:
+        stats = self._speculation()
+        assert stats is not None
+        for place in range(output.proposed):
+            outcome = "accepted" if place < output.accepted else "rejected"
+            self._drafts.labels(stats.proposer, str(place + 1), outcome).inc()
+        self._acceptance.labels(stats.proposer).observe(1 + output.accepted)
 
     def handed_off(self, report: TransferReport, seconds: float) -> None:
         """Accounts one completed hand-off; seconds since its first push."""
@@ -53,6 +83,10 @@ class PodMetrics:
         self._transfer_bytes.labels(report.transport).inc(report.bytes)
         self._transfer_seconds.observe(seconds)
         self._exposed_seconds.observe(report.exposed_s)
+
+
+def _alarm(stats: SpeculationStats | None) -> list[Sample]:
+    return [] if stats is None else [((stats.proposer,), float(stats.alarm))]
 
 
 def _by_state(counts: PoolCounts) -> list[Sample]:

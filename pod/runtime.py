@@ -35,6 +35,7 @@ from common.wire import PROTOCOL_VERSION, counts_to_pb, layout_to_pb, load_to_pb
 from engine.config import EngineConfig
 from engine.engine import Engine, StepResult
 from engine.loop import EngineLoop
+from engine.speculation.stats import SpeculationStats
 from kv_transfer.backend import Backend
 from kv_transfer.loopback import LoopbackBackend, LoopbackFabric
 from kv_transfer.memory import PoolMemory
@@ -112,7 +113,9 @@ class PodRuntime:
         self.generation = generation
         self.address = ""
         self.computed = {"prefill": 0, "local": 0, "recompute": 0}
-        self.metrics = PodMetrics(engine.pool.counts, lambda: [((k,), v) for k, v in self.computed.items()])
+        self.metrics = PodMetrics(
+            engine.pool.counts, lambda: [((k,), v) for k, v in self.computed.items()], self._speculation
+        )
         self.limits = Limits(
             served_name=self.served_name,
             vocab_size=engine.vocab_size,
@@ -267,6 +270,10 @@ class PodRuntime:
         if self._metrics_server is not None:
             self._metrics_server.stop()
             self._metrics_server = None
+
+    def _speculation(self) -> SpeculationStats | None:
+        speculator = self.engine.speculator
+        return None if speculator is None else speculator.stats
 
     # -- what services and peers ask ----------------------------------------------------------------------------------
 

@@ -238,6 +238,32 @@ class TokenBatch(_message.Message):
 Global___TokenBatch: _TypeAlias = TokenBatch  # noqa: Y015
 
 @_typing.final
+class Speculation(_message.Message):
+    """Drafts of one sequence that steps verified."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROPOSED_FIELD_NUMBER: _builtins.int
+    ACCEPTED_FIELD_NUMBER: _builtins.int
+    proposed: _builtins.int
+    """All of them."""
+    accepted: _builtins.int
+    """Those that were right, and so are output."""
+    def __init__(
+        self,
+        *,
+        proposed: _builtins.int = ...,
+        accepted: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "proposed", b"proposed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Speculation: _TypeAlias = Speculation  # noqa: Y015
+
+@_typing.final
 class SequenceDelta(_message.Message):
     """News of one sequence."""
 
@@ -249,6 +275,7 @@ class SequenceDelta(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     CHILD_FIELD_NUMBER: _builtins.int
+    SPECULATION_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Minted by the gateway."""
@@ -267,6 +294,10 @@ class SequenceDelta(_message.Message):
         """Set with FINISH_REASON_ERROR."""
 
     @_builtins.property
+    def speculation(self) -> Global___Speculation:
+        """Of the step that gave these tokens, where it verified drafts."""
+
+    @_builtins.property
     def prompt_logprobs(self) -> _types_pb2.PromptLogprobs:
         """Of a prompt that this pod computes, chunk by chunk, when the request asked for them. A preemption repeats some."""
 
@@ -279,11 +310,12 @@ class SequenceDelta(_message.Message):
         error: _types_pb2.Error | None = ...,
         cached_tokens: _builtins.int | None = ...,
         child: _builtins.int = ...,
+        speculation: Global___Speculation | None = ...,
         prompt_logprobs: _types_pb2.PromptLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "cached_tokens", b"cached_tokens", "error", b"error", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "cached_tokens", b"cached_tokens", "error", b"error", "prompt_logprobs", b"prompt_logprobs", "speculation", b"speculation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "cached_tokens", b"cached_tokens", "child", b"child", "error", b"error", "finish_reason", b"finish_reason", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "cached_tokens", b"cached_tokens", "child", b"child", "error", b"error", "finish_reason", b"finish_reason", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "speculation", b"speculation", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cached_tokens: _TypeAlias = _typing.Literal["cached_tokens"]  # noqa: Y015
     _WhichOneofArgType__cached_tokens: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens"]  # noqa: Y015

@@ -23,7 +23,7 @@ KEEP_ALL = 0.98  # of all sequences' drafts
 KEEP_TIME = 0.95  # of steps
 START_RATE, START_WEIGHT, LEAST_START = 0.6, 2.0, 0.25
 FIRST_COST = 0.05  # of a draft, as a share of a step, before it was measured
-LEAST_COST = 0.001
+LEAST_COST, MOST_COST = 0.001, 0.3  # what is measured on a busy machine may be anything
 FIRST_PAUSE, LONGEST_PAUSE = 8, 64  # tokens, or steps of the batch
 PROBE = 2  # drafts of one sequence's probe
 
@@ -73,12 +73,12 @@ class Control:
             return [self.most if self._batch_pays(states, times) else 0] * len(states)
         cost = FIRST_COST
         if times.extra is not None:
-            cost = max(LEAST_COST, times.extra / times.drafts)
+            cost = min(MOST_COST, max(LEAST_COST, times.extra / times.drafts))
         price = self._price([state.rate for state, _ in states], cost)
         return [self._limit(state, output, price) for state, output in states]
 
     def _batch_pays(self, states: Sequence[tuple[Drafting, int]], times: _Times) -> bool:
-        extra = FIRST_COST * self.most if times.extra is None else times.extra
+        extra = FIRST_COST * self.most if times.extra is None else min(times.extra, MOST_COST * self.most)
         gain = sum(state.found * _expected(state.rate, self.most) for state, _ in states)
         if gain > extra * len(states):
             self._pause = 0

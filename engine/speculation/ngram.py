@@ -16,7 +16,7 @@ import numpy as np
 from engine.sequence import Sequence as EngineSequence
 from engine.speculation.proposer import Drafts
 
-LENGTHS = (4, 3, 2)  # of n-grams, the best guess first
+LENGTHS = (5, 3, 2)  # of n-grams, the best guess first
 FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd: of a polynomial hash modulo 2**64
 _WORD = (1 << 64) - 1
 
