@@ -126,7 +126,7 @@ TASKS: dict[str, tuple[tuple[str, ...], int]] = {
               for code, a, b in ((CODE[0], "amount", "value"), (CODE[1], "separator", "delimiter"))), 170
     ),
     "summarise": (tuple(f"Summarise the following text in two sentences.\n\n{text}" for text in TEXTS), 80),
-    "chat": (("Why is the sky blue?", "Give me three tips for better sleep.", "How do I learn to play the guitar?"), 200),
+    "chat": (("Why is the sky blue?", "Give me three tips for better sleep.", "How do I learn the guitar?"), 200),
 }  # fmt: skip
 
 
