@@ -60,7 +60,7 @@ KvMemory = Annotated[
     str | None, _opt("KV pool of a pod, like 2GiB; default: 512M on a CPU, what is left on a GPU.", metavar="SIZE")
 ]
 ChunkTokens = Annotated[str | None, _opt("Most tokens of one engine step (default 256, on a GPU 2048).", metavar="N")]
-Speculation = Annotated[str | None, _opt("Who drafts tokens: none (the default) or ngram.", metavar="PROPOSER")]
+Speculation = Annotated[str | None, _opt("Who drafts tokens: none (the default), ngram or suffix.", metavar="PROPOSER")]
 SpeculationTokens = Annotated[str | None, _opt("Most drafts per sequence and step (default 4).", metavar="N")]
 Device = Annotated[str | None, _opt("auto (the default), cpu, cuda or cuda:N.")]
 DType = Annotated[str | None, _opt("auto (the default), float32 or bfloat16.")]

@@ -10,7 +10,7 @@ import torch
 from common.errors import ConfigError
 from common.kv_layout import FP8_DTYPE
 
-PROPOSERS = ("none", "ngram")
+PROPOSERS = ("none", "ngram", "suffix")
 MAX_DRAFTS = 7  # with the token before them as many as a row of the decode kernel has
 DEFAULT_KV_MEMORY = 512 << 20  # bytes; where neither num_blocks nor kv_memory is given and the device is a CPU
 

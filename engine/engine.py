@@ -35,6 +35,7 @@ from engine.sequence import Sequence
 from engine.speculation.ngram import NgramProposer
 from engine.speculation.proposer import Proposer
 from engine.speculation.speculator import Speculator
+from engine.speculation.suffix import SuffixProposer
 from engine.step_result import EngineCounters, SequenceOutput, StepHook, StepResult
 from engine.stepper import Stepper
 from engine.warm_up import Rows, compiled_steps, largest_step, planned_steps
@@ -56,8 +57,7 @@ def _ignore(hashes: list[bytes]) -> None:
 
 
 def _proposer(name: str) -> Proposer:
-    assert name == "ngram"
-    return NgramProposer()
+    return NgramProposer() if name == "ngram" else SuffixProposer()
 
 
 class Engine:

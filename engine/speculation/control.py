@@ -24,7 +24,8 @@ KEEP_TIME = 0.95  # of steps
 START_RATE, START_WEIGHT, LEAST_START = 0.6, 2.0, 0.25
 FIRST_COST = 0.05  # of a draft, as a share of a step, before it was measured
 LEAST_COST, MOST_COST = 0.001, 0.3  # what is measured on a busy machine may be anything
-FIRST_PAUSE, LONGEST_PAUSE = 8, 64  # tokens, or steps of the batch
+FIRST_PAUSE, LONGEST_PAUSE = 8, 32  # tokens, or steps of the batch
+FIRST_PLAIN, PLAIN_EVERY = 4, 200  # steps with drafts in a row before one without, for the comparison
 PROBE = 2  # drafts of one sequence's probe
 
 
@@ -35,12 +36,20 @@ class _Times:
     plain: float = 0.0
     verify: float = 0.0
     drafts: float = 0.0
+    since_plain: int = 0
 
     def add(self, drafts: int, seconds: float) -> None:
         if drafts:
             self.verify, self.drafts = _mean(self.verify, seconds), _mean(self.drafts, drafts)
+            self.since_plain += 1
         else:
             self.plain = _mean(self.plain, seconds)
+            self.since_plain = 0
+
+    @property
+    def stale(self) -> bool:
+        """A step without drafts is due, to be timed."""
+        return self.since_plain >= (PLAIN_EVERY if self.plain else FIRST_PLAIN)
 
     @property
     def extra(self) -> float | None:
@@ -69,6 +78,8 @@ class Control:
         if not states:
             return []
         times = self._times.get(_size(len(states)), _Times())
+        if times.stale:
+            return [0] * len(states)
         if self._padded:
             return [self.most if self._batch_pays(states, times) else 0] * len(states)
         cost = FIRST_COST
@@ -123,7 +134,10 @@ class Control:
         tested = min(drafts, accepted + 1)
         state.right, state.tested = KEEP * state.right + accepted, KEEP * state.tested + tested
         self._right, self._tested = KEEP_ALL * self._right + accepted, KEEP_ALL * self._tested + tested
-        if state.pause:
+        if state.pause and accepted == drafts:
+            # The text has changed: it repeats something now. What was before says little.
+            state.right, state.tested = START_RATE * START_WEIGHT + accepted, START_WEIGHT + accepted
+        elif state.pause:
             state.pause = FIRST_PAUSE if accepted else min(LONGEST_PAUSE, 2 * state.pause)
             state.probe_at = output + state.pause
 

@@ -43,7 +43,7 @@ class History:
     def extend(self, tokens: Sequence[int]) -> None:
         """Tokens that follow."""
         if self.count + len(tokens) > len(self.tokens):
-            self.tokens = np.concatenate([self.tokens, np.empty_like(self.tokens)])
+            self.tokens = np.concatenate([self.tokens, np.empty(len(self.tokens) + len(tokens), dtype=np.int64)])
         for token in tokens:
             # The n-grams that end here, with what follows them: this token.
             for grams in self._grams:
@@ -52,17 +52,17 @@ class History:
             self.tokens[self.count] = token
             self.count += 1
 
-    def follow(self, most: int) -> np.ndarray:
-        """What followed the newest tokens before, up to `most`; empty when they are new.
+    def match(self, most: int) -> tuple[int, np.ndarray]:
+        """How many of the newest tokens occurred before, as far as is known, and what followed them then, up to `most`.
 
-        Where that reaches the end it goes on with itself: the newest tokens are a loop.
+        0 and nothing when they are new. Where what followed reaches the end it goes on with itself: it is a loop.
         """
         for grams in self._grams:
             if self.count >= grams.length:
                 at = self._find(grams)
                 if at is not None:
-                    return self.tokens[at + np.arange(most) % (self.count - at)]
-        return self.tokens[:0]
+                    return grams.length, self.tokens[at + np.arange(most) % (self.count - at)]
+        return 0, self.tokens[:0]
 
     def _find(self, grams: _Grams) -> int | None:
         code, n = self._hash(grams.length), grams.length
@@ -104,7 +104,7 @@ class NgramProposer:
         drafts = Drafts.empty(len(seqs), max(limits))
         for row, (seq, history, most) in enumerate(zip(seqs, kept, limits, strict=True)):
             history.extend(seq.tokens[history.count :])
-            found = history.follow(most)
+            _, found = history.match(most)
             drafts.tokens[row, : len(found)] = found
             drafts.lengths[row] = len(found)
         return drafts

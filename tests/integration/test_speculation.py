@@ -88,7 +88,7 @@ def clean(engine: Engine) -> None:
     assert stats.failures == 0
 
 
-@pytest.mark.parametrize(("proposer", "tokens"), [("ngram", 4), ("ngram", 1), ("ngram", 7)])
+@pytest.mark.parametrize(("proposer", "tokens"), [("ngram", 4), ("ngram", 1), ("suffix", 7)])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_no_token_changes(
     tiny_dir: Path, expected: list[Completion], proposer: str, tokens: int, overlap: bool

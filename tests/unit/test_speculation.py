@@ -1,0 +1,180 @@
+"""Proposers, the control of how many drafts are made, and what is counted."""
+
+from __future__ import annotations
+
+from collections import abc
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.types import SamplingParams, ValidRequest
+from engine.sequence import Sequence
+from engine.speculation.control import FIRST_PAUSE, LONGEST_PAUSE, Control
+from engine.speculation.ngram import LENGTHS, History, NgramProposer
+from engine.speculation.stats import ALARM_CHAINS, SpeculationStats
+from engine.speculation.suffix import SuffixProposer, SuffixTable
+from engine.speculation.verify import accepted_run
+
+
+def sequence(prompt: abc.Sequence[int], output: abc.Sequence[int] = (), *, salt: str = "") -> Sequence:
+    request = ValidRequest("r", "m", tuple(prompt), SamplingParams(max_tokens=100), cache_salt=salt)
+    return Sequence(request, fingerprint="00" * 16, block_size=4, output=output)
+
+
+def look_up(tokens: list[int], most: int) -> tuple[int, list[int]]:
+    """What History.match says, by looking at every place from the end."""
+    for n in LENGTHS:
+        for end in range(len(tokens) - 1, n - 1, -1):
+            if len(tokens) >= n and tokens[end - n : end] == tokens[-n:]:
+                return n, [tokens[end + i % (len(tokens) - end)] for i in range(most)]
+    return 0, []
+
+
+@given(
+    prompt=st.lists(st.integers(0, 3), min_size=1, max_size=30),
+    output=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=5), max_size=8),
+    most=st.integers(1, 6),
+)
+def test_an_index_finds_what_a_search_finds(prompt: list[int], output: list[list[int]], most: int) -> None:
+    history, tokens = History(prompt), list(prompt)
+    for new in output:
+        known, found = history.match(most)
+        assert (known, found.tolist()) == look_up(tokens, most)
+        history.extend(new)
+        tokens += new
+    known, found = history.match(most)
+    assert (known, found.tolist()) == look_up(tokens, most)
+
+
+def test_histories_outgrow_their_first_buffer() -> None:
+    history = History([1, 2, 3])
+    history.extend(list(range(2000)))
+    history.extend([500, 501, 502, 503, 504])
+    assert history.match(3)[1].tolist() == [505, 506, 507]
+
+
+def test_ngram_proposes_for_a_batch() -> None:
+    proposer = NgramProposer()
+    seqs = [sequence([5, 6, 7, 8, 9, 1], [5, 6, 7]), sequence([1, 2, 3], [4]), sequence([3, 3, 3, 3])]
+    kept = [proposer.begin(seq) for seq in seqs]
+    drafts = proposer.propose(seqs, kept, [2, 4, 3])
+    assert drafts.lengths.tolist() == [2, 0, 3]
+    assert drafts.tokens[0, :2].tolist() == [8, 9]
+    assert drafts.tokens[2, :3].tolist() == [3, 3, 3]
+    seqs[1].tokens += [1, 2, 3]
+    assert proposer.propose(seqs[1:2], kept[1:2], [4]).tokens[0].tolist() == [4, 1, 2, 3]
+
+
+def test_suffix_learns_from_other_sequences_of_the_same_tenant() -> None:
+    proposer = SuffixProposer()
+    said = [11, 12, 13, 14, 15, 16, 17, 18]
+    for _ in range(2):
+        proposer.begin(sequence([1, 2, 3], said))
+    asks = sequence([4, 5, 6], said[:4])
+    assert proposer.propose([asks], [proposer.begin(asks)], [3]).tokens[0].tolist() == [15, 16, 17]
+    stranger = sequence([4, 5, 6], said[:4], salt="other")
+    assert proposer.propose([stranger], [proposer.begin(stranger)], [3]).lengths.tolist() == [0]
+
+
+def test_suffix_prefers_the_longer_of_own_and_shared_history() -> None:
+    proposer = SuffixProposer()
+    for _ in range(3):
+        proposer.begin(sequence([1], [21, 22, 23, 30]))
+    own = sequence([20, 5, 22, 23, 24, 25, 9, 20, 21, 22, 23])
+    kept = proposer.begin(own)
+    assert proposer.propose([own], [kept], [1]).tokens[0].tolist() == [30], "three of the table's, two of its own"
+    longer = sequence([19, 20, 21, 22, 23, 24, 25, 9, 19, 20, 21, 22, 23])
+    assert proposer.propose([longer], [proposer.begin(longer)], [1]).tokens[0].tolist() == [24]
+
+
+def test_a_majority_decides_and_the_table_is_bounded() -> None:
+    table = SuffixTable(most=50)
+    for token in (7, 8, 7, 7):
+        table.learn("", [1, 2, 3, token], 3)
+    assert table.follow("", [1, 2, 3], 1) == (3, [7])
+    for _ in range(5):
+        table.learn("", [1, 2, 3, 8], 3)
+    assert table.follow("", [1, 2, 3], 1) == (3, [8])
+    for i in range(500):
+        table.learn("", [i, i + 1, i + 2, i + 3, i + 4], 3)
+        assert len(table) <= 110
+    assert table.follow("", [1, 2, 3], 1) != (3, [8]), "what was said long ago is forgotten"
+
+
+@given(drafts=st.lists(st.integers(0, 2), max_size=6), sampled=st.lists(st.integers(-1, 2), min_size=7, max_size=7))
+def test_a_run_ends_with_the_first_token_that_is_no_draft(drafts: list[int], sampled: list[int]) -> None:
+    run = accepted_run(drafts, sampled[: len(drafts) + 1])
+    assert 1 <= len(run) <= len(drafts) + 1
+    assert list(run) == sampled[: len(run)]
+    assert list(run[:-1]) == drafts[: len(run) - 1]
+    assert len(run) == len(drafts) + 1 or run[-1] != drafts[len(run) - 1]
+
+
+def steps(control: Control, rate: float, count: int, *, cost: float, fixed: float = 0.0) -> list[int]:
+    """Drafts of the steps of one sequence whose drafts are right with probability `rate`."""
+    state, output, made, luck = control.begin(None), 1, [], 0.5
+    for _ in range(count):
+        (limit,) = control.limits([(state, output)])
+        accepted = 0
+        if limit:
+            control.tried()
+            control.proposed(state, limit)
+            while accepted < limit and (luck := (luck + 0.618034) % 1) < rate:
+                accepted += 1
+        output += 1 + accepted
+        if limit:
+            control.verified(state, output, limit, accepted)
+        control.stepped(1, limit, 1 + (fixed if limit else 0) + cost * limit)
+        made.append(limit)
+    return made
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_drafts_that_are_right_are_made_and_others_rarely(padded: bool) -> None:
+    costs = {"cost": 0.0, "fixed": 0.2} if padded else {"cost": 0.16}
+    assert sum(steps(Control(4, padded=padded), 0.9, 200, **costs)) > 4 * 190
+    useless = steps(Control(4, padded=padded), 0.0, 600, **costs)[100:]
+    tried = [i for i, limit in enumerate(useless) if limit]
+    assert 500 // LONGEST_PAUSE - 2 <= len(tried) <= 500 // FIRST_PAUSE
+    assert sum(useless) / len(useless) < 0.25
+
+
+def test_cheap_drafts_are_made_where_dear_ones_are_not() -> None:
+    cheap = steps(Control(4, padded=False), 0.5, 300, cost=0.02)[100:]
+    dear = steps(Control(4, padded=False), 0.5, 300, cost=0.28)[100:]
+    assert sum(cheap) > 2 * sum(dear)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_sequence_that_begins_to_repeat_itself_is_found_out(padded: bool) -> None:
+    control = Control(4, padded=padded)
+    state, output = control.begin(None), 1
+    made = []
+    for step in range(400):
+        (limit,) = control.limits([(state, output)])
+        accepted = limit if step > 200 else 0
+        if limit:
+            control.tried()
+            control.proposed(state, limit)
+        output += 1 + accepted
+        if limit:
+            control.verified(state, output, limit, accepted)
+        control.stepped(1, limit, 1 + 0.16 * limit)
+        made.append(limit)
+    assert sum(made[150:200]) < 20
+    assert sum(made[-100:]) > 300
+
+
+def test_an_alarm_while_nothing_is_accepted() -> None:
+    stats = SpeculationStats("p", 4)
+    stats.add(4, 2)
+    for _ in range(ALARM_CHAINS):
+        assert not stats.alarm
+        stats.add(3, 0)
+    assert stats.alarm
+    stats.add(4, 1)
+    assert not stats.alarm
+    assert (stats.proposed, stats.accepted) == (8 + 3 * ALARM_CHAINS, 3)
+    assert stats.proposed_at == [ALARM_CHAINS + 2] * 3 + [2]
+    assert stats.accepted_at == [2, 1, 0, 0]
