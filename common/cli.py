@@ -62,6 +62,7 @@ KvMemory = Annotated[
 ChunkTokens = Annotated[str | None, _opt("Most tokens of one engine step (default 256, on a GPU 2048).", metavar="N")]
 Speculation = Annotated[str | None, _opt("Who drafts tokens: none (the default), ngram or suffix.", metavar="PROPOSER")]
 SpeculationTokens = Annotated[str | None, _opt("Most drafts per sequence and step (default 4).", metavar="N")]
+SpeculationAccept = Annotated[str | None, _opt("Of drafts: coupled (the default) or rejection.", metavar="RULE")]
 Device = Annotated[str | None, _opt("auto (the default), cpu, cuda or cuda:N.")]
 DType = Annotated[str | None, _opt("auto (the default), float32 or bfloat16.")]
 LoadFormat = Annotated[str | None, _opt("auto (the default), or dummy: random weights, only config.json is read.")]
@@ -101,6 +102,7 @@ def up(
     chunk_tokens: ChunkTokens = None,
     speculation: Speculation = None,
     speculation_tokens: SpeculationTokens = None,
+    speculation_accept: SpeculationAccept = None,
     block_size: BlockSize = None,
     kv_memory: KvMemory = None,
     gpu_memory_utilization: Annotated[
@@ -157,6 +159,7 @@ def serve(
     ] = None,
     speculation: Speculation = None,
     speculation_tokens: SpeculationTokens = None,
+    speculation_accept: SpeculationAccept = None,
     local_prefill_tokens: Annotated[
         str | None, _opt("Suffixes that decode computes itself (default 0).", metavar="N")
     ] = None,

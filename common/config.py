@@ -171,6 +171,7 @@ _DTYPE = _choice("auto", "float32", "bfloat16")
 _KV_DTYPE = _choice("auto", "fp8_e4m3")
 _SPECULATION = _choice("none", "ngram", "suffix")
 _DRAFTS = _integer(1, 7)
+_ACCEPT = _choice("coupled", "rejection")
 _LOAD_FORMAT = _choice("auto", "dummy")
 _SEED = _integer(0, (1 << 31) - 1)
 _MODEL_LEN = _integer(0, 1 << 24)
@@ -292,7 +293,8 @@ class PodConfig(_Config):
     model's. chunk_tokens: most tokens of one step, and of one prompt chunk; max_seqs: sequences that run at once; 0:
     256 and 64 on a CPU, 2048 and 256 on a GPU. cuda_graphs: decode steps run as graphs, captured at the start. overlap:
     a step is launched before the last one's result is known (None: on a GPU). speculation: who drafts tokens that steps
-    verify, speculation_tokens of them per sequence at most. local_prefill_tokens: a decode pod computes uncached
+    verify, speculation_tokens of them per sequence at most; speculation_accept coupled: answers are the same as
+    without, rejection: only their distribution is. local_prefill_tokens: a decode pod computes uncached
     suffixes up to this length itself. metrics_port 0: off. threads 0: automatic. drain_s: most seconds between SIGTERM
     and the end. allow_tcp: KV in device memory may travel over TCP, or over a transport that cannot be told.
     """
@@ -322,6 +324,7 @@ class PodConfig(_Config):
     overlap: bool | None = _setting(_optional(_BOOL), None)
     speculation: str = _setting(_SPECULATION, "none")
     speculation_tokens: int = _setting(_DRAFTS, 4)
+    speculation_accept: str = _setting(_ACCEPT, "coupled")
     local_prefill_tokens: int = _setting(_integer(0, 1 << 24), 0)
     transport: str = _setting(_choice("nixl", "loopback"), "nixl")
     checksums: bool = _setting(_BOOL, False)
@@ -425,6 +428,7 @@ class UpConfig(_Config):
     chunk_tokens: int = _setting(_CHUNK, 0)
     speculation: str = _setting(_SPECULATION, "none")
     speculation_tokens: int = _setting(_DRAFTS, 4)
+    speculation_accept: str = _setting(_ACCEPT, "coupled")
     block_size: int = _setting(_BLOCK_SIZE, 16)
     kv_memory: int = _setting(_size(0), 0)
     gpu_memory_utilization: float = _setting(_GPU_SHARE, 0.9)

@@ -91,6 +91,7 @@ class Stack:
                 "chunk-tokens": str(config.chunk_tokens),
                 "speculation": config.speculation,
                 "speculation-tokens": str(config.speculation_tokens),
+                "speculation-accept": config.speculation_accept,
                 "block-size": str(config.block_size),
                 "kv-memory": str(config.kv_memory),
                 "gpu-memory-utilization": f"{config.gpu_memory_utilization / (config.prefill + config.decode):.4f}",

@@ -26,7 +26,8 @@ class EngineConfig:
     sequences that run at once; 0: 256 and 64 on a CPU, 2048 and 256 on CUDA. cuda_graphs: decode steps run as graphs,
     captured at the start (no meaning on a CPU). overlap: a step is launched before the last one's result is known;
     None: on CUDA. speculation: who proposes drafts, see engine/speculation; speculation_tokens: most drafts of a
-    sequence in a step. load_format dummy: random weights of weights_seed instead of the directory's. threads 0: all
+    sequence in a step; speculation_accept coupled: the output is the same as without, rejection: its distribution is.
+    load_format dummy: random weights of weights_seed instead of the directory's. threads 0: all
     cores.
     """
 
@@ -46,6 +47,7 @@ class EngineConfig:
     overlap: bool | None = None
     speculation: str = "none"
     speculation_tokens: int = 4
+    speculation_accept: str = "coupled"
     load_format: str = "auto"
     weights_seed: int = 0
     threads: int = 0
@@ -60,6 +62,11 @@ class EngineConfig:
         if self.speculation not in PROPOSERS:
             known = ", ".join(PROPOSERS)
             raise ConfigError(f"speculation {self.speculation!r} is not served: {known}", field="speculation")
+        if self.speculation_accept not in ("coupled", "rejection"):
+            raise ConfigError(
+                f"speculation_accept {self.speculation_accept!r} is not served: coupled or rejection",
+                field="speculation_accept",
+            )
         if not 1 <= self.speculation_tokens <= MAX_DRAFTS:
             raise ConfigError(
                 f"speculation_tokens must be from 1 to {MAX_DRAFTS}, is {self.speculation_tokens}",

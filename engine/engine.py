@@ -250,7 +250,7 @@ class Engine:
         drafts, max_drafts = self._drafts()
         return Runner(
             model, kv, backend, max_seqs=max_seqs, max_blocks=max_blocks, sampler=sampler, static=graphs,
-            drafts=drafts, max_drafts=max_drafts,
+            drafts=drafts, max_drafts=max_drafts, rejection=self.config.speculation_accept == "rejection",
         )  # fmt: skip
 
     def _drafts(self) -> tuple[int, int]:

@@ -1,8 +1,9 @@
 """Noise that depends on what is sampled, never on who is sampled beside it.
 
 Philox4x32-10 (Salmon et al., Parallel random numbers: as easy as 1, 2, 3; SC 2011) in int64 arithmetic. The key is the
-request's seed (low word, high word), the counter (vocabulary index // 4, position, child, 0); word `index % 4` of the
-four outputs belongs to vocabulary index `index`. A kernel that follows this gives the same bits.
+request's seed (low word, high word), the counter (vocabulary index // 4, position, child, stream); word `index % 4` of
+the four outputs belongs to vocabulary index `index`. Stream 0 is what tokens are drawn with; a kernel that follows this
+gives the same bits.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
     return c0, c1, c2, c3
 
 
-def _words(seed: Tensor, child: Tensor, position: Tensor, group: Tensor) -> Tensor:
+def _words(seed: Tensor, child: Tensor, position: Tensor, group: Tensor, stream: int = 0) -> Tensor:
     """int64[R, G, 4] words of counter groups, group[R or 1, G]."""
-    counter = (group, position[:, None], child[:, None], torch.zeros_like(position)[:, None])
+    counter = (group, position[:, None], child[:, None], torch.full_like(position, stream)[:, None])
     key = ((seed & _WORD)[:, None], ((seed >> 32) & _WORD)[:, None])
     return torch.stack(philox(counter, key), dim=-1)
 
@@ -41,10 +42,16 @@ def _gumbel(word: Tensor) -> Tensor:
     return -torch.log(-torch.log1p(-uniform.clamp_(max=_LARGEST)))
 
 
-def gumbel(seed: Tensor, child: Tensor, position: Tensor, vocab_size: int) -> Tensor:
+def uniform(seed: Tensor, child: Tensor, position: Tensor, *, stream: int) -> Tensor:
+    """float32[R] in [0, 1), one number of each row."""
+    words = _words(seed, child, position, torch.zeros(1, 1, dtype=torch.int64, device=seed.device), stream)
+    return (words[:, 0, 0] >> 8).to(torch.float32) * 2.0**-24
+
+
+def gumbel(seed: Tensor, child: Tensor, position: Tensor, vocab_size: int, *, stream: int = 0) -> Tensor:
     """float32[R, vocab_size] standard Gumbel noise of rows with int64[R] seed, child and position."""
     group = torch.arange(-(-vocab_size // 4), device=seed.device)[None]
-    return _gumbel(_words(seed, child, position, group).flatten(1)[:, :vocab_size])
+    return _gumbel(_words(seed, child, position, group, stream).flatten(1)[:, :vocab_size])
 
 
 def gumbel_at(seed: Tensor, child: Tensor, position: Tensor, index: Tensor) -> Tensor:

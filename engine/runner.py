@@ -28,6 +28,8 @@ from engine.models.base import Model
 from engine.sampler import Sampled, SampleRow, sample, token_logprobs
 from engine.scheduler import Item
 from engine.sequence import Sequence as EngineSequence
+from engine.speculation.chain import Chain
+from engine.speculation.rejection import sample_rejecting
 from engine.speculation.verify import accepted_run
 from engine.stepper import ItemResult
 from engine.upload import upload
@@ -59,7 +61,8 @@ class Runner:
 
     max_seqs: slots of the scheduler; max_blocks: of the longest lease. sampler: None samples with torch, which waits
     for the device: for a CPU. static: decode steps run from static buffers; needs a sampler and the Triton backend.
-    drafts: most of an item, max_drafts: of a step.
+    drafts: most of an item, max_drafts: of a step. rejection: drafts are accepted by rejection sampling, in torch; on a
+    GPU only those that were drawn, since for others sampling with their positions' noise has the same distribution.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class Runner:
         static: bool = False,
         drafts: int = 0,
         max_drafts: int = 0,
+        rejection: bool = False,
     ) -> None:
         self._model, self._kv, self._backend, self._sampler = model, kv, backend, sampler
         self._cache = kv.layers()
@@ -82,7 +86,7 @@ class Runner:
         self._last_tokens = torch.zeros(max_seqs + 1, dtype=torch.int64, device=self._device)
         self._staged: list[Lease | None] = [None] * max_seqs
         self._replayed: tuple[int, int] | None = None
-        self._drafts = drafts
+        self._drafts, self._rejection = drafts, rejection
         self.decode: DecodeStep | None = None
         if static:
             from engine.decode_step import DecodeStep
@@ -101,7 +105,7 @@ class Runner:
             self._stage_sampling(items, self._sampler)
         wanted = _wanted(items)
         self._replayed = None
-        if self.decode is not None and self.decode.fits(items):
+        if self.decode is not None and self.decode.fits(items) and not self._rejects(items):
             self._clear_begun_blocks(items)
             self._replayed = rows, query = self.decode.stage(items)
             output = self.decode.run(rows, query)
@@ -244,11 +248,12 @@ class Runner:
         self, items: Sequence[Item], logits: Tensor, slots: Tensor, positions: Tensor, before: Tensor | None
     ) -> Sampled:
         """Of all rows of the items. before: int64, the token before each row's, where some row follows drafts."""
-        if self._sampler is not None and before is not None:
+        rejects = self._rejects(items)
+        if self._sampler is not None and before is not None and not rejects:
             counts = np.array([1 + len(item.drafts) for item in items])
             item_slots = [item.seq.slot for item in items]
             return self._sample_drafts(self._sampler, item_slots, counts, logits, slots, positions, before)
-        if self._sampler is not None:
+        if self._sampler is not None and not rejects:
             drawn, finite = self._sampler.run(logits, slots, positions)
             self._last_tokens.index_copy_(0, slots, drawn)
             return Sampled(drawn, finite, None, None, None)
@@ -258,9 +263,22 @@ class Runner:
             tokens = seq.tokens if len(seq.tokens) == known else [*seq.tokens, int(self._last_tokens[seq.slot])]
             for taken in range(1 + len(item.drafts)):
                 rows.append(SampleRow(seq.request.sampling, tokens, seq.prompt_len, drafts=item.drafts[:taken]))
-        sampled = sample(logits, rows)
-        self._last_tokens.index_copy_(0, slots, sampled.tokens)
+        if rejects:
+            sampled = sample_rejecting(logits, rows, [Chain(item.drafts, item.probs) for item in items])
+        else:
+            sampled = sample(logits, rows)
+        if self._sampler is None:
+            self._last_tokens.index_copy_(0, slots, sampled.tokens)
+        else:
+            for item in items:  # the device's sampler has not seen what was sampled: it starts anew
+                self._staged[item.seq.slot] = None
         return sampled
+
+    def _rejects(self, items: Sequence[Item]) -> bool:
+        """The step is sampled by rejection sampling."""
+        if not self._rejection:
+            return False
+        return any(item.drafts if self._sampler is None else item.probs is not None for item in items)
 
     def _sample_drafts(
         self,

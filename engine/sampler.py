@@ -76,8 +76,8 @@ class Noise:
     def rows(self, rows: Sequence[int]) -> Noise:
         return Noise(self.seed[rows], self.child[rows], self.position[rows])
 
-    def everywhere(self, vocab_size: int) -> Tensor:
-        return gumbel(self.seed, self.child, self.position, vocab_size)
+    def everywhere(self, vocab_size: int, *, stream: int = 0) -> Tensor:
+        return gumbel(self.seed, self.child, self.position, vocab_size, stream=stream)
 
     def at(self, indices: Tensor) -> Tensor:
         return gumbel_at(self.seed, self.child, self.position, indices)
@@ -96,6 +96,24 @@ def sample(raw: Tensor, rows: Sequence[SampleRow]) -> Sampled:
             tokens[drawn] = _draw(logits[drawn], [rows[r] for r in drawn])
     wanted = [row.params.logprobs for row in rows if row.params.logprobs is not None]
     return Sampled(tokens, finite, *(token_logprobs(raw, tokens, max(wanted)) if wanted else (None, None, None)))
+
+
+def distribution(raw: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+    """float32[R, vocab]: the probabilities that `sample` draws each row's token with."""
+    logits = _shape(raw, rows)
+    temperature = _floats([max(row.params.temperature, MIN_TEMPERATURE) for row in rows], logits)
+    scaled = logits / temperature[:, None]
+    cut = [r for r, row in enumerate(rows) if _cuts(row.params)]
+    if cut:
+        ordered = scaled[cut].sort(dim=-1, descending=True).values
+        threshold, _ = _threshold(scaled[cut], ordered, [rows[r].params for r in cut])
+        scaled[cut] = _cut(scaled[cut], threshold)
+    chances = scaled.softmax(dim=-1)
+    greedy = [r for r, row in enumerate(rows) if row.params.greedy]
+    if greedy:
+        best = logits[greedy].argmax(dim=-1, keepdim=True)
+        chances[greedy] = torch.zeros_like(chances[greedy]).scatter_(1, best, 1.0)
+    return chances
 
 
 def token_logprobs(raw: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -156,7 +174,7 @@ def _draw(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     noise = Noise.of(rows, logits)
     temperature = _floats([max(row.params.temperature, MIN_TEMPERATURE) for row in rows], logits)
     logits = logits / temperature[:, None]
-    cut = [r for r, row in enumerate(rows) if row.params.top_k > 0 or row.params.top_p < 1 or row.params.min_p > 0]
+    cut = [r for r, row in enumerate(rows) if _cuts(row.params)]
     if not cut:
         return (logits + noise.everywhere(logits.shape[1])).argmax(dim=-1)
     params = [rows[r].params for r in cut]
@@ -190,6 +208,10 @@ def _draw_among(values: Tensor, indices: Tensor, threshold: Tensor, noise: Noise
     values, indices = values[:, :kept], indices[:, :kept]
     best = (_cut(values, threshold) + noise.at(indices)).argmax(dim=-1)
     return indices.gather(1, best[:, None]).squeeze(1)
+
+
+def _cuts(params: SamplingParams) -> bool:
+    return params.top_k > 0 or params.top_p < 1 or params.min_p > 0
 
 
 def _cut(values: Tensor, threshold: Tensor) -> Tensor:

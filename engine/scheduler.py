@@ -28,14 +28,18 @@ from bisect import insort
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from common.errors import ConfigError, InternalError, InvalidRequest
 from common.types import FinishReason
 from engine.block_pool import BlockPool
 from engine.sequence import Sequence
+from engine.speculation.chain import Chain
 
-NO_DRAFTS: Mapping[Sequence, tuple[int, ...]] = MappingProxyType({})
+if TYPE_CHECKING:
+    from torch import Tensor
+
+NO_DRAFTS: Mapping[Sequence, Chain] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +65,7 @@ class Item(NamedTuple):
 
     decode: one token of a sequence that decodes, not a part of a prompt. recomputed: tokens of these that had KV before
     a preemption. drafts: guesses of the tokens after the newest, the last of num_new; what follows each is sampled too.
+    probs: what they were drawn from, see Chain.
     """
 
     seq: Sequence
@@ -70,6 +75,7 @@ class Item(NamedTuple):
     decode: bool = False
     recomputed: int = 0
     drafts: tuple[int, ...] = ()
+    probs: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +203,7 @@ class Scheduler:
         """Running sequences that decode next and whose tokens are all known."""
         return [seq for seq in self._running if seq.decoding and not (seq.paused or seq.launched or seq.pending)]
 
-    def schedule(self, drafts: Mapping[Sequence, tuple[int, ...]] = NO_DRAFTS) -> Batch:
+    def schedule(self, drafts: Mapping[Sequence, Chain] = NO_DRAFTS) -> Batch:
         """The next step's work; leases blocks for it. Every item must be computed or launched before the next call.
 
         drafts: of `drafters`; as many of them as fit are verified.
@@ -211,7 +217,7 @@ class Scheduler:
             items = self._plan(drafts)
         return Batch(items)
 
-    def _plan(self, drafts: Mapping[Sequence, tuple[int, ...]]) -> list[Item]:
+    def _plan(self, drafts: Mapping[Sequence, Chain]) -> list[Item]:
         self._admit(new=False)
         items = self._decodes()
         self._admit(new=True)
@@ -269,22 +275,23 @@ class Scheduler:
                 items.append(Item(seq, start, 1, sample=True, decode=True))
         return items
 
-    def _with_drafts(self, items: list[Item], drafts: Mapping[Sequence, tuple[int, ...]]) -> list[Item]:
+    def _with_drafts(self, items: list[Item], drafts: Mapping[Sequence, Chain]) -> list[Item]:
         """The decodes, with drafts of those that have some."""
         budget = self.config.token_budget
         spare = budget - len(items) - ((budget + 2) // 4 if self._has_prompts() else 0)
         growing = sum(not seq.hand_off for seq in self._running)
         drafted: list[Item] = []
         for item in items:
-            seq = item.seq
+            seq, chain = item.seq, drafts.get(item.seq)
             # The token after the last draft is sampled too, and the newest of all never gets KV.
             most = min(spare, seq.max_len - seq.length - 1)
-            wanted = drafts.get(seq, ())[: max(0, most)]
-            if wanted:
-                self._extend(seq, item.start + 1 + len(wanted), keep_free=growing)
-                wanted = wanted[: seq.allocated - item.start - 1]
-                spare -= len(wanted)
-            drafted.append(item._replace(num_new=1 + len(wanted), drafts=wanted))
+            if chain is None or most <= 0:
+                drafted.append(item)
+                continue
+            self._extend(seq, item.start + 1 + min(most, len(chain.tokens)), keep_free=growing)
+            wanted = chain.tokens[: min(most, seq.allocated - item.start - 1)]
+            spare -= len(wanted)
+            drafted.append(item._replace(num_new=1 + len(wanted), drafts=wanted, probs=chain.probs))
         return drafted
 
     def _extend(self, seq: Sequence, end: int, *, keep_free: int) -> None:

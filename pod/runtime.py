@@ -420,5 +420,6 @@ def engine_config(config: PodConfig) -> EngineConfig:
         overlap=config.overlap,
         speculation=config.speculation,
         speculation_tokens=config.speculation_tokens,
+        speculation_accept=config.speculation_accept,
         threads=config.threads,
     )

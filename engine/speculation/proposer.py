@@ -9,19 +9,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from engine.sequence import Sequence as EngineSequence
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """tokens: int64 [B, K], of which each row's first lengths[row] count; lengths: int64 [B]."""
+    """tokens: int64 [B, K], of which each row's first lengths[row] count; lengths: int64 [B].
+
+    probs: float32 [B, K, vocab] on the device, what each draft was drawn from; None where nothing was drawn. Drafts
+    that were drawn with the noise of their positions, as coupled acceptance wants them, need none.
+    """
 
     tokens: np.ndarray
     lengths: np.ndarray
+    probs: Tensor | None = None
 
     @classmethod
     def empty(cls, rows: int, most: int) -> Drafts:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from engine.scheduler import NO_DRAFTS, Item
 from engine.sequence import Sequence as EngineSequence
+from engine.speculation.chain import Chain
 from engine.speculation.control import Control
 from engine.speculation.proposer import Proposer
 from engine.speculation.stats import SpeculationStats
@@ -34,7 +35,7 @@ class Speculator:
         self._max_seqs = max_seqs
         self._steps = 0
 
-    def draft(self, seqs: Sequence[EngineSequence]) -> Mapping[EngineSequence, tuple[int, ...]]:
+    def draft(self, seqs: Sequence[EngineSequence]) -> Mapping[EngineSequence, Chain]:
         """Drafts of those sequences for which they pay."""
         limits = self._limits(seqs)
         asked = [(seq, limit) for seq, limit in zip(seqs, limits, strict=True) if limit]
@@ -49,12 +50,14 @@ class Speculator:
             log.exception("the %s proposer failed", self._proposer.name)
             self.stats.failures += 1
             return NO_DRAFTS
-        proposed: dict[EngineSequence, tuple[int, ...]] = {}
-        for seq, tokens, count in zip(chosen, drafts.tokens.tolist(), drafts.lengths.tolist(), strict=True):
+        proposed: dict[EngineSequence, Chain] = {}
+        rows = zip(chosen, drafts.tokens.tolist(), drafts.lengths.tolist(), strict=True)
+        for row, (seq, tokens, count) in enumerate(rows):
             assert seq.drafting is not None
             self._control.proposed(seq.drafting, count)
             if count:
-                proposed[seq] = tuple(tokens[:count])
+                probs = None if drafts.probs is None else drafts.probs[row, :count]
+                proposed[seq] = Chain(tuple(tokens[:count]), probs)
         return proposed
 
     def due(self, seqs: Sequence[EngineSequence]) -> bool:

@@ -387,6 +387,7 @@ def test_failing_step_and_failing_hook_do_not_end_the_loop(llm: LLM, monkeypatch
         ({"token_budget": -1}, "token_budget"),
         ({"gpu_memory_utilization": 1.2}, "gpu_memory_utilization"),
         ({"speculation": "medusa"}, "speculation"),
+        ({"speculation_accept": "always"}, "speculation_accept"),
         ({"speculation_tokens": 0}, "speculation_tokens"),
         ({"speculation_tokens": 8}, "speculation_tokens"),
         ({"model_dir": Path("/nonexistent")}, "model"),

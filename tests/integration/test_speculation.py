@@ -105,3 +105,17 @@ def test_preemption_in_the_middle_changes_nothing(tiny_dir: Path, expected: list
     equal(llm.generate(*mixed(), ignore_eos=True, show_progress=False), expected)
     assert llm.engine.scheduler.stats().preemptions > 0
     clean(llm.engine)
+
+
+def test_rejection_sampling_of_greedy_requests_changes_nothing(tiny_dir: Path, expected: list[Completion]) -> None:
+    """And sampled ones end as they should, with log-probabilities of all tokens."""
+    llm = make(tiny_dir, speculation="ngram", speculation_accept="rejection")
+    prompts, params = mixed()
+    got = llm.generate(prompts, params, ignore_eos=True, show_progress=False)
+    greedy = [i for i, p in enumerate(params) if p.greedy]
+    equal([got[i] for i in greedy], [expected[i] for i in greedy])
+    for completion, p in zip(got, params, strict=True):
+        assert len(completion.ids) == p.max_tokens or completion.ids[-1] in p.stop_token_ids
+        assert all((token.logprob is not None) == (p.logprobs is not None) for token in completion.tokens)
+    assert any(got[i].ids != expected[i].ids for i in range(PROMPTS) if i not in greedy), "other noise, other tokens"
+    clean(llm.engine)

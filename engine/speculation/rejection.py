@@ -1,0 +1,65 @@
+"""Rejection sampling of drafts (Leviathan et al. 2023; Chen et al. 2023): the output has the target's distribution.
+
+A draft d that was drawn from q is accepted with probability min(1, p(d) / q(d)), where p is what the target samples
+from: penalties, temperature and cuts included. One that is rejected is replaced by a draw from norm(max(0, p - q)),
+which never gives d again, so `accepted_run` finds the first rejection. After the last draft the target draws by itself.
+A proposer that does not draw has all of q at its draft. Noise is keyed like all sampling, in streams of its own: a
+request's output depends on its drafts, but not on its neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine.philox import uniform
+from engine.sampler import Noise, Sampled, SampleRow, distribution, sample, token_logprobs
+from engine.speculation.chain import Chain
+
+ACCEPT, RESIDUAL = 1, 2  # streams of noise beside the target's own
+
+
+def sample_rejecting(raw: Tensor, rows: Sequence[SampleRow], chains: Sequence[Chain]) -> Sampled:
+    """`sample` of float32[R, vocab] logits, where the rows of each chain, one more than it has drafts, follow another.
+
+    tokens[row] is the row's draft where that is accepted.
+    """
+    sampled = sample(raw, rows)
+    at: list[int] = []  # rows that test a draft
+    first = 0
+    for chain in chains:
+        at += range(first, first + len(chain.tokens))
+        first += len(chain.tokens) + 1
+    assert first == len(rows)
+    if not at:
+        return sampled
+    tested = [rows[r] for r in at]
+    target = distribution(raw[at], tested)
+    drafts = torch.tensor([t for chain in chains for t in chain.tokens], dtype=torch.int64, device=raw.device)
+    proposed = torch.cat([_proposed(chain, raw) for chain in chains if chain.tokens])
+    noise = Noise.of(tested, raw)
+    luck = uniform(noise.seed, noise.child, noise.position, stream=ACCEPT)
+    chance = target.gather(1, drafts[:, None]) / proposed.gather(1, drafts[:, None])
+    # Nothing is left where p equals q, and then every draft is accepted.
+    instead = (_left(target, proposed).log() + noise.everywhere(raw.shape[1], stream=RESIDUAL)).argmax(dim=-1)
+    tokens = sampled.tokens.clone()
+    tokens[at] = torch.where(luck < chance.squeeze(1), drafts, instead)
+    wanted = [row.params.logprobs for row in rows if row.params.logprobs is not None]
+    return Sampled(
+        tokens, sampled.finite, *(token_logprobs(raw, tokens, max(wanted)) if wanted else (None, None, None))
+    )
+
+
+def _left(target: Tensor, proposed: Tensor) -> Tensor:
+    """What a rejected draft is replaced from, not normalised."""
+    return (target - proposed).clamp_(min=0)
+
+
+def _proposed(chain: Chain, like: Tensor) -> Tensor:
+    """float32 [drafts, vocab]: what each draft was drawn from."""
+    if chain.probs is not None:
+        return chain.probs[: len(chain.tokens)]
+    at = torch.tensor(chain.tokens, dtype=torch.int64, device=like.device)
+    return torch.zeros(len(at), like.shape[1], device=like.device).scatter_(1, at[:, None], 1.0)

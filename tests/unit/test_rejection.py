@@ -1,0 +1,184 @@
+"""Rejection sampling of drafts: the output's distribution is the target's, whatever was proposed; and a rule that is
+broken does not pass. Draws are many, the vocabulary is small, penalties and cuts are on.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from common.types import SamplingParams
+from engine.sampler import SampleRow, distribution, sample
+from engine.speculation import rejection
+from engine.speculation.chain import Chain
+from engine.speculation.rejection import sample_rejecting
+from engine.speculation.verify import accepted_run
+
+VOCAB, DRAWS, DRAFTS = 10, 20_000, 2
+PARAMS = {
+    "plain": {"temperature": 1.0},
+    "cut": {"temperature": 0.8, "top_p": 0.85, "top_k": 7, "min_p": 0.01},
+    "penalised": {
+        "temperature": 1.1, "top_p": 0.95, "repetition_penalty": 1.4, "presence_penalty": 0.3, "frequency_penalty": 0.4,
+        "logit_bias": ((3, 0.7),),
+    },
+}  # fmt: skip
+SAID = [1, 2, 2, 4]
+
+
+def logits_after(tokens: tuple[int, ...]) -> Tensor:
+    """float32[VOCAB] of a model that has seen SAID and these."""
+    return torch.randn(
+        VOCAB, generator=torch.Generator().manual_seed(sum(7**i * (t + 1) for i, t in enumerate(tokens)))
+    )
+
+
+def target(tokens: tuple[int, ...], params: SamplingParams) -> Tensor:
+    row = SampleRow(params, [*SAID, *tokens], 2)
+    return distribution(logits_after(tokens)[None], [row])[0]
+
+
+def propose(kind: str, tokens: tuple[int, ...], coins: torch.Generator) -> tuple[int, Tensor | None]:
+    """A draft, and what it was drawn from."""
+    if kind == "point":  # often right, and never the target's only choice
+        return int(logits_after(tokens).topk(2).indices[1]), None
+    flat = kind == "flat"
+    probs = torch.full((VOCAB,), 1 / VOCAB) if flat else (logits_after(tokens) * 0.6 + 0.2).softmax(-1)
+    return int(torch.multinomial(probs, 1, generator=coins)), probs
+
+
+@pytest.fixture(scope="module")
+def chains() -> dict[str, list[tuple[Chain, list[tuple[int, ...]]]]]:
+    """For each kind of proposer DRAWS chains, with what precedes each of their rows."""
+    made: dict[str, list[tuple[Chain, list[tuple[int, ...]]]]] = {}
+    for kind in ("point", "drawn", "flat"):
+        coins = torch.Generator().manual_seed(1)
+        cache: dict[tuple[int, ...], Tensor] = {}
+        made[kind] = []
+        for _ in range(DRAWS if kind != "point" else 1):
+            tokens: tuple[int, ...] = ()
+            probs: list[Tensor] = []
+            before = [tokens]
+            for _ in range(DRAFTS):
+                draft, drawn_from = propose(kind, tokens, coins)
+                if drawn_from is not None:
+                    probs.append(cache.setdefault(tokens, drawn_from))
+                tokens = (*tokens, draft)
+                before.append(tokens)
+            made[kind].append((Chain(tokens, torch.stack(probs) if probs else None), before))
+        made[kind] *= DRAWS // len(made[kind])
+    return made
+
+
+def draw(
+    chains: list[tuple[Chain, list[tuple[int, ...]]]], params: SamplingParams
+) -> tuple[dict[tuple[int, int], int], list[tuple[Chain, int]]]:
+    """How often each pair of first tokens came, and of each chain how many drafts were accepted.
+
+    A chain that gave one token goes on by itself, as the next step would.
+    """
+    seen = {tokens: logits_after(tokens) for _, before in chains for tokens in before}
+    raw = torch.stack([seen[tokens] for _, before in chains for tokens in before])
+    rows = [
+        SampleRow(SamplingParams(**{**_dict(params), "seed": seed}), SAID, 2, drafts=tokens)
+        for seed, (_, before) in enumerate(chains)
+        for tokens in before
+    ]
+    sampled = sample_rejecting(raw, rows, [chain for chain, _ in chains]).tokens.tolist()
+    counts: dict[tuple[int, int], int] = {}
+    accepted, short = [], []
+    for number, (chain, _) in enumerate(chains):
+        first = number * (DRAFTS + 1)
+        run = accepted_run(chain.tokens, sampled[first : first + DRAFTS + 1])
+        accepted.append((chain, len(run) - 1))
+        if len(run) == 1:
+            short.append((number, run[0]))
+        else:
+            counts[run[0], run[1]] = counts.get((run[0], run[1]), 0) + 1
+    if short:
+        raw = torch.stack([logits_after((token,)) for _, token in short])
+        rows = [SampleRow(SamplingParams(**{**_dict(params), "seed": n}), [*SAID, t], 2) for n, t in short]
+        for (_, token), second in zip(short, sample(raw, rows).tokens.tolist(), strict=True):
+            counts[token, second] = counts.get((token, second), 0) + 1
+    return counts, accepted
+
+
+def _dict(params: SamplingParams) -> dict[str, object]:
+    return {name: getattr(params, name) for name in SamplingParams.__slots__}
+
+
+def chi_square_p(counts: dict[tuple[int, int], int], expected: dict[tuple[int, int], float]) -> float:
+    """Chance of counts that are as far from what is expected (Wilson and Hilferty 1931); rare ones count together."""
+    total = sum(counts.values())
+    statistic, cells, rare_seen, rare_due = 0.0, 0, 0, 0.0
+    for pair, chance in expected.items():
+        due = chance * total
+        if due < 8:
+            rare_seen, rare_due = rare_seen + counts.get(pair, 0), rare_due + due
+            continue
+        statistic, cells = statistic + (counts.get(pair, 0) - due) ** 2 / due, cells + 1
+    if rare_due >= 1:
+        statistic, cells = statistic + (rare_seen - rare_due) ** 2 / rare_due, cells + 1
+    freedom = cells - 1
+    z = ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
+    return 0.5 * math.erfc(z / math.sqrt(2))
+
+
+def pairs(params: SamplingParams) -> dict[tuple[int, int], float]:
+    first = target((), params)
+    return {
+        (a, b): float(first[a] * second)
+        for a in range(VOCAB)
+        if first[a] > 0
+        for b, second in enumerate(target((a,), params))
+        if second > 0
+    }
+
+
+@pytest.mark.parametrize("sampling", PARAMS)
+@pytest.mark.parametrize("kind", ["point", "drawn", "flat"])
+def test_the_distribution_is_the_targets(
+    kind: str, sampling: str, chains: dict[str, list[tuple[Chain, list[tuple[int, ...]]]]]
+) -> None:
+    params = SamplingParams(**PARAMS[sampling])  # type: ignore[arg-type]
+    counts, accepted = draw(chains[kind], params)
+    expected = pairs(params)
+    assert sum(counts.values()) == DRAWS
+    assert set(counts) <= set(expected), "a token that was cut off"
+    assert chi_square_p(counts, expected) > 0.01
+    # The first draft is accepted as often as the two distributions overlap.
+    right = sum(number > 0 for _, number in accepted) / DRAWS
+    drafts = torch.tensor([chain.tokens[0] for chain, _ in accepted])
+    q = torch.bincount(drafts, minlength=VOCAB) / DRAWS
+    assert 0 < right < 1
+    assert right == pytest.approx(float(torch.minimum(target((), params), q).sum()), abs=0.02)
+
+
+@pytest.mark.parametrize("broken", ["always accepts", "never looks at q", "replaces from p"])
+def test_a_broken_rule_is_found_out(
+    broken: str,
+    monkeypatch: pytest.MonkeyPatch,
+    chains: dict[str, list[tuple[Chain, list[tuple[int, ...]]]]],
+) -> None:
+    params = SamplingParams(**PARAMS["plain"])  # type: ignore[arg-type]
+    if broken == "always accepts":
+        monkeypatch.setattr(rejection, "uniform", lambda seed, child, position, stream: torch.zeros(len(seed)))
+    elif broken == "never looks at q":
+        monkeypatch.setattr(rejection, "_proposed", lambda chain, like: torch.ones(len(chain.tokens), VOCAB))
+    else:
+        monkeypatch.setattr(rejection, "_left", lambda target, proposed: target)
+    counts, _ = draw(chains["drawn"], params)
+    assert chi_square_p(counts, pairs(params)) < 1e-6
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_the_distribution_that_is_drawn_from(temperature: float) -> None:
+    """`distribution` against the frequency of `sample`."""
+    params = SamplingParams(temperature=temperature, top_p=0.9, frequency_penalty=0.5)
+    rows = [SampleRow(SamplingParams(**{**_dict(params), "seed": i}), SAID, 2) for i in range(DRAWS)]
+    raw = logits_after((5,))[None].expand(DRAWS, VOCAB)
+    seen = torch.bincount(sample(raw, rows).tokens, minlength=VOCAB) / DRAWS
+    assert torch.allclose(seen, distribution(raw[:1], rows[:1])[0], atol=0.015)
