@@ -203,6 +203,12 @@ def gateway(
     max_inflight: Annotated[
         str | None, _opt("Most requests at once; more get 429 (default 1024).", metavar="N")
     ] = None,
+    response_ttl_s: Annotated[
+        str | None, _opt("How long /v1/responses are kept in Redis; 0: not (default 3600).", metavar="N")
+    ] = None,
+    response_memory: Annotated[
+        str | None, _opt("Most that the kept responses of one tenant take (default 64MiB).", metavar="SIZE")
+    ] = None,
     routing_policy: RoutingPolicy = None,
     drain_s: DrainS = None,
     log_level: Logs = None,

@@ -353,6 +353,7 @@ class GatewayConfig(_Config):
     grpc_port 0: no public gRPC. model: directory (or known name) with tokenizer and chat template. models: several of
     them as NAME=DIR, instead of model and served_name; alias: further names as NAME=MODEL. max_body_bytes: larger
     bodies get 413. request_timeout_s: deadline of a request that sets none. max_inflight: more get 429.
+    response_ttl_s: how long /v1/responses are kept in redis; 0: not at all. response_memory: bytes of one tenant's.
     routing_policy: what decides where requests go; all but cost are for comparison.
     """
 
@@ -371,6 +372,8 @@ class GatewayConfig(_Config):
     max_body_bytes: int = _setting(_size(1024), 8 * _MIB)
     request_timeout_s: float = _setting(_seconds(0.1, 86400), 600.0)
     max_inflight: int = _setting(_integer(1, 1 << 20), 1024)
+    response_ttl_s: float = _setting(_seconds(0, 30 * 86400), 3600.0)
+    response_memory: int = _setting(_size(0), 64 * _MIB)
     routing_policy: str = _setting(_ROUTING, "cost")
     drain_s: float = _setting(_DRAIN, DEFAULT_DRAIN_S)
     log_level: str = _setting(_LOG_LEVEL, "info")

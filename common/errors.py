@@ -3,6 +3,7 @@
 BatonError
  +- InvalidRequest        the client's request is wrong; `field` names where           400
  |   +- ModelNotFound     no such model                                               404
+ |   +- ObjectNotFound    nothing is kept (any more) under that id                    404
  |   +- RequestTooLarge   the body is larger than the gateway reads                   413
  |   +- RequestTooSlow    the body does not arrive in time                            408
  |   +- InvalidApiKey     no API key, or one that does not count                      401
@@ -63,6 +64,13 @@ class InvalidRequest(BatonError):
 
 class ModelNotFound(InvalidRequest):
     """The request names a model that is not served here."""
+
+    grpc_code = "NOT_FOUND"
+    http_status = 404
+
+
+class ObjectNotFound(InvalidRequest):
+    """The request names something that is not kept here: it never was, it expired, or it belongs to someone else."""
 
     grpc_code = "NOT_FOUND"
     http_status = 404
@@ -190,6 +198,7 @@ _BY_KIND: dict[str, type[BatonError]] = {
     for cls in (
         InvalidRequest,
         ModelNotFound,
+        ObjectNotFound,
         RequestTooLarge,
         RequestTooSlow,
         InvalidApiKey,

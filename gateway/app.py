@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Awaitable, Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -19,6 +20,8 @@ from gateway.api_doc.document import openapi_document
 from gateway.http_endpoint import Endpoint, Serve
 from gateway.models import ServedModel
 from gateway.openai_schema import error_body, error_headers
+from gateway.responses.endpoint import Responses
+from gateway.responses.store import ResponseStore
 from gateway.service import Gateway
 from gateway.streaming import Generate
 from gateway.tokenize import Tokenize
@@ -59,8 +62,8 @@ class _App(FastAPI):
         return openapi_document(package_version(), self.models)
 
 
-def build_app(gateway: Gateway) -> FastAPI:
-    """The application of one gateway; its lifecycle is the caller's."""
+def build_app(gateway: Gateway, store: ResponseStore | None = None) -> FastAPI:
+    """The application of one gateway; its lifecycle is the caller's. store: of responses that are to be kept."""
     app = _App(title="Baton", docs_url=None, redoc_url=None, redirect_slashes=False)
     app.models = tuple(gateway.models.names())
     app.add_exception_handler(HTTPException, _http_error)
@@ -115,11 +118,24 @@ def build_app(gateway: Gateway) -> FastAPI:
             return _error(InvalidRequest("no such request among the recent ones", field="request_id"), 404)
         return _json(found.as_json())
 
-    texts = Tokenize(gateway)
+    def kept(answer: Callable[[Request], Awaitable[dict[str, Any]]]) -> Callable[[Request], Awaitable[Response]]:
+        async def route(request: Request) -> Response:
+            try:
+                return _json(await answer(request))
+            except BatonError as e:
+                return _error(e)
+
+        return route
+
+    texts, responses = Tokenize(gateway), Responses(gateway, store)
     app.router.routes.extend(
         [
             post("/v1/completions", "completions", Generate(gateway, chat=False).serve),
             post("/v1/chat/completions", "chat", Generate(gateway, chat=True).serve),
+            post("/v1/responses", "responses", responses.create),
+            Route("/v1/responses/{response_id}", kept(responses.read), methods=["GET"]),
+            Route("/v1/responses/{response_id}", kept(responses.delete), methods=["DELETE"]),
+            Route("/v1/responses/{response_id}/input_items", kept(responses.input_items)),
             post("/tokenize", "tokenize", texts.tokenize),
             post("/detokenize", "detokenize", texts.detokenize),
             Route("/v1/models", models),

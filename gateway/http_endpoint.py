@@ -33,6 +33,10 @@ def sse_event(body: Json) -> bytes:
     return b"data: " + orjson.dumps(body) + b"\n\n"
 
 
+def _error_event(error: BatonError) -> bytes:
+    return sse_event(error_body(error))
+
+
 class Response:
     """One HTTP response under way; knows whether its head is out."""
 
@@ -42,6 +46,7 @@ class Response:
         self.headers: dict[str, str] = {}  # further ones, whatever the answer is
         self.streaming = False
         self.done = False
+        self.error_event: Callable[[BatonError], bytes] = _error_event  # how a stream says that it failed
 
     async def json(self, status: int, body: Json, headers: dict[str, str] | None = None) -> None:
         """A complete JSON response."""
@@ -70,7 +75,7 @@ class Response:
         if self.done:
             return
         if self.streaming:
-            await self.event(sse_event(error_body(error)))
+            await self.event(self.error_event(error))
             await self.end()
         else:
             await self.json(error.http_status, error_body(error), error_headers(error))

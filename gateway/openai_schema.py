@@ -89,6 +89,23 @@ def _number(logprob: float | None) -> float:
     return LOWEST_LOGPROB if logprob is None or not logprob > LOWEST_LOGPROB else logprob
 
 
+def token_logprobs(tokenizer: TextTokenizer, shown: Sequence[ShownToken]) -> list[Json]:
+    """Tokens with log-probabilities as chats and responses tell them."""
+
+    def entry(token: TokenLogprob) -> Json:
+        piece = tokenizer.piece(token.token)
+        text = piece.decode("utf-8", "replace")
+        return {"token": text, "logprob": _number(token.logprob), "bytes": list(piece)}
+
+    return [
+        {
+            **entry(TokenLogprob(s.token.id, _number(s.token.logprob))),
+            "top_logprobs": [entry(top) for top in s.token.top],
+        }
+        for s in shown
+    ]
+
+
 class Format(Protocol):
     """How one endpoint writes one request's answers."""
 
@@ -235,15 +252,4 @@ class ChatFormat:
     def _logprobs_json(self, shown: Sequence[ShownToken]) -> Json | None:
         if not self._logprobs:
             return None
-        content = [
-            {
-                **self._entry(TokenLogprob(s.token.id, _number(s.token.logprob))),
-                "top_logprobs": [self._entry(t) for t in s.token.top],
-            }
-            for s in shown
-        ]
-        return {"content": content, "refusal": None}
-
-    def _entry(self, entry: TokenLogprob) -> Json:
-        piece = self._tokenizer.piece(entry.token)
-        return {"token": piece.decode("utf-8", "replace"), "logprob": _number(entry.logprob), "bytes": list(piece)}
+        return {"content": token_logprobs(self._tokenizer, shown), "refusal": None}

@@ -29,6 +29,7 @@ from gateway.app import build_app
 from gateway.grpc_service import InferenceServicer
 from gateway.http_protocol import BoundedHttp
 from gateway.models import ModelText
+from gateway.responses.store import ResponseStore
 from gateway.service import Gateway, Settings
 from gateway.tokenizer import TextTokenizer
 
@@ -104,6 +105,9 @@ class GatewayServer:
         self._http: _Uvicorn | None = None
         self._http_task: asyncio.Task[None] | None = None
         self._grpc: RpcServer | None = None
+        self._responses: ResponseStore | None = None
+        if config.redis is not None and config.response_ttl_s and config.response_memory:
+            self._responses = ResponseStore(config.redis, ttl_s=config.response_ttl_s, memory=config.response_memory)
 
     async def start(self) -> None:
         """Listens; returns once requests are accepted. Raises ConfigError."""
@@ -126,7 +130,7 @@ class GatewayServer:
         for model in self.gateway.models:
             model.table.on_change(self._on_change)
         options = uvicorn.Config(
-            build_app(self.gateway),
+            build_app(self.gateway, self._responses),
             http=BoundedHttp,
             lifespan="off",
             log_config=None,
@@ -173,6 +177,8 @@ class GatewayServer:
         if self._http is not None and self._http_task is not None:
             self._http.should_exit = True
             await self._http_task
+        if self._responses is not None:
+            await self._responses.close()
         await self.gateway.stop()
 
 

@@ -26,12 +26,41 @@ class Operation:
 
 _BODY = (400, 404, 408, 413, 429, 499, 500, 503, 504)  # of whatever reads a body and takes a permit
 _NAME: Json = {"type": "string", "minLength": 1}
+_KEPT = (400, 404, 503)
+_RESPONSE = (("response_id", _NAME),)
 
 OPERATIONS: tuple[Operation, ...] = (
     Operation(
         "POST", "/v1/chat/completions", "Answers a conversation.", "ChatCompletion", _BODY, event="ChatCompletionChunk"
     ),
     Operation("POST", "/v1/completions", "Continues a text.", "Completion", _BODY, event="Completion"),
+    Operation(
+        "POST",
+        "/v1/responses",
+        "Answers a conversation, in the shape of OpenAI's Responses.",
+        "Response",
+        _BODY,
+        event="ResponseEvent",
+    ),
+    Operation(
+        "GET", "/v1/responses/{response_id}", "A response that is kept.", "Response", _KEPT, path_parameters=_RESPONSE
+    ),
+    Operation(
+        "DELETE", "/v1/responses/{response_id}", "Forgets it.", "ResponseDeleted", _KEPT, path_parameters=_RESPONSE
+    ),
+    Operation(
+        "GET",
+        "/v1/responses/{response_id}/input_items",
+        "What went into it.",
+        "ResponseItems",
+        _KEPT,
+        path_parameters=_RESPONSE,
+        query=(
+            ("limit", {"type": "integer", "minimum": 1, "maximum": 100, "default": 20}),
+            ("order", {"enum": ["asc", "desc"], "default": "desc"}),
+            ("after", {"type": "string"}),
+        ),
+    ),
     Operation("POST", "/tokenize", "A text or a conversation as token ids, in vLLM's shape.", "Tokenized", _BODY),
     Operation("POST", "/detokenize", "Token ids as text, special tokens included.", "Detokenized", _BODY),
     Operation("GET", "/v1/models", "The served models.", "ModelList"),

@@ -57,6 +57,30 @@ _TOOL_CALL_DELTA = obj(
 )
 _HEAD: Json = {"id": _STRING, "created": _INT, "model": _STRING}
 
+_OUTPUT_ITEM: Json = {
+    "anyOf": [
+        obj(
+            {
+                "id": _STRING,
+                "type": {"const": "message"},
+                "role": {"const": "assistant"},
+                "status": _STRING,
+                "content": array(obj({"type": {"const": "output_text"}, "text": _STRING, "annotations": array({})})),
+            }
+        ),
+        obj({"id": _STRING, "type": {"const": "reasoning"}, "content": array({"type": "object"})}),
+        obj(
+            {
+                "id": _STRING,
+                "type": {"const": "function_call"},
+                "call_id": _STRING,
+                "name": _STRING,
+                "arguments": _STRING,
+            }
+        ),
+    ]
+}
+
 SCHEMAS: Json = {
     "Error": obj(
         {
@@ -138,6 +162,51 @@ SCHEMAS: Json = {
         {"max_model_len": _INT},
     ),
     "ModelList": obj({"object": {"const": "list"}, "data": array(ref("Model"))}),
+    "Response": obj(
+        {
+            "id": _STRING,
+            "object": {"const": "response"},
+            "created_at": _INT,
+            "status": {"enum": ["completed", "incomplete", "in_progress", "failed"]},
+            "error": nullable(obj({"code": _STRING, "message": _STRING})),
+            "incomplete_details": nullable(obj({"reason": _STRING})),
+            "instructions": nullable(_STRING),
+            "max_output_tokens": nullable(_INT),
+            "metadata": {"type": "object", "additionalProperties": _STRING},
+            "model": _STRING,
+            "output": array(_OUTPUT_ITEM),
+            "parallel_tool_calls": _BOOL,
+            "previous_response_id": nullable(_STRING),
+            "store": _BOOL,
+            "temperature": _NUMBER,
+            "text": {"type": "object"},
+            "tool_choice": {},
+            "tools": array({"type": "object"}),
+            "top_p": _NUMBER,
+            "usage": nullable(
+                obj(
+                    {
+                        "input_tokens": _INT,
+                        "input_tokens_details": obj({"cached_tokens": _INT}),
+                        "output_tokens": _INT,
+                        "output_tokens_details": obj({"reasoning_tokens": _INT}),
+                        "total_tokens": _INT,
+                    }
+                )
+            ),
+        }
+    ),
+    "ResponseEvent": obj({"type": _STRING, "sequence_number": _INT}),
+    "ResponseDeleted": obj({"id": _STRING, "object": {"const": "response"}, "deleted": {"const": True}}),
+    "ResponseItems": obj(
+        {
+            "object": {"const": "list"},
+            "data": array({"type": "object"}),
+            "first_id": nullable(_STRING),
+            "last_id": nullable(_STRING),
+            "has_more": _BOOL,
+        }
+    ),
     "Tokenized": obj(
         {
             "count": _INT,

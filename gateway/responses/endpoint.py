@@ -1,0 +1,164 @@
+"""The routes under /v1/responses: create (whole or as a stream), read, list what went in, delete."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import closing
+from typing import Any
+
+from starlette.requests import Request
+
+from common.errors import InvalidRequest, ObjectNotFound, Unavailable
+from common.types import FinishReason
+from gateway.http_endpoint import Response
+from gateway.openai_schema import token_logprobs
+from gateway.output import Piece, ShownToken
+from gateway.responses.items import Item
+from gateway.responses.request import ResponseBody, parse_response, renamed
+from gateway.responses.store import Kept, ResponseStore
+from gateway.responses.writer import ResponseWriter
+from gateway.service import Choice, Gateway, Ticket
+
+Json = dict[str, Any]
+
+MAX_LISTED = 100
+
+_log = logging.getLogger(__name__)
+
+
+class Responses:
+    """store None: nothing is kept, and whatever needs that is refused."""
+
+    def __init__(self, gateway: Gateway, store: ResponseStore | None) -> None:
+        self._gateway = gateway
+        self._store = store
+
+    async def create(self, body: Any, response: Response, ticket: Ticket) -> None:
+        """See http_endpoint.Endpoint."""
+        asked = parse_response(body)
+        before = await self._before(asked.previous_response_id)
+        chat = asked.alone if not before else asked.after(before)
+        try:
+            [choice] = await self._gateway.chat(ticket, chat)
+        except InvalidRequest as e:
+            raise renamed(e) from e
+        writer = ResponseWriter(f"resp_{ticket.id}", asked.echo)
+        keep = asked.store and self._store is not None
+        start = writer.start(store=keep)
+        if chat.spec.stream:
+            response.error_event = writer.fail
+            finish, events = await _stream(choice, writer, response, start)
+        else:
+            answer = await choice.collect()
+            finish, events = answer.finish, writer.text(answer.text, _logprobs(choice, answer.shown))
+        whole, closing_events = writer.end(finish, choice.usage)
+        if keep:
+            whole["store"] = await self._keep(asked, before, whole)
+        if chat.spec.stream:
+            await response.event(events + closing_events + writer.last(whole))
+            await response.end()
+        else:
+            await response.json(200, whole)
+        usage = choice.usage
+        ticket.timeline.note(prompt_tokens=usage.prompt, output_tokens=usage.completion, cached_tokens=usage.cached)
+
+    async def _before(self, response_id: str | None) -> list[Item]:
+        """The conversation up to a previous response. Raises ObjectNotFound, Unavailable."""
+        if response_id is None:
+            return []
+        if self._store is None:
+            text = (
+                "responses are not kept here (no Redis), so previous_response_id cannot be found; send all of the input"
+            )
+            raise ObjectNotFound(text, field="previous_response_id")
+        kept = await self._store.find("", response_id)
+        if kept is None:
+            text = f"previous_response_id {response_id[:80]!r} is not kept here (any more)"
+            raise ObjectNotFound(text, field="previous_response_id")
+        return kept.conversation
+
+    async def _keep(self, asked: ResponseBody, before: list[Item], whole: Json) -> bool:
+        """Whether it was kept; a client that asks for an answer gets it whether Redis is there or not."""
+        assert self._store is not None
+        conversation = [*before, *asked.input, *whole["output"]]
+        try:
+            return await self._store.keep("", Kept(whole, list(asked.input), conversation))
+        except Unavailable as e:
+            _log.warning("a response is not kept: %s", e)
+            return False
+
+    async def read(self, request: Request) -> Json:
+        """GET /v1/responses/{response_id}. Raises BatonError."""
+        if request.query_params.get("stream", "false").lower() not in ("false", "0"):
+            raise InvalidRequest("a kept response cannot be streamed", field="stream")
+        return (await self._find(request)).response
+
+    async def delete(self, request: Request) -> Json:
+        """DELETE /v1/responses/{response_id}. Raises BatonError."""
+        response_id = request.path_params["response_id"]
+        if self._store is None or not await self._store.forget("", response_id):
+            raise _missing(response_id)
+        return {"id": response_id, "object": "response", "deleted": True}
+
+    async def input_items(self, request: Request) -> Json:
+        """GET /v1/responses/{response_id}/input_items. Raises BatonError."""
+        order, after = request.query_params.get("order", "desc"), request.query_params.get("after")
+        if order not in ("asc", "desc"):
+            raise InvalidRequest("order must be asc or desc", field="order")
+        limit = _limit(request.query_params.get("limit", "20"))
+        items = (await self._find(request)).input
+        if order == "desc":
+            items = items[::-1]
+        if after is not None:
+            places = [i for i, item in enumerate(items) if item["id"] == after]
+            if not places:
+                raise InvalidRequest("after names no item of this response's input", field="after")
+            items = items[places[0] + 1 :]
+        page = items[:limit]
+        ends = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
+        return {"object": "list", "data": page, **ends, "has_more": len(items) > limit}
+
+    async def _find(self, request: Request) -> Kept:
+        response_id = request.path_params["response_id"]
+        kept = None if self._store is None else await self._store.find("", response_id)
+        if kept is None:
+            raise _missing(response_id)
+        return kept
+
+
+def _missing(response_id: str) -> ObjectNotFound:
+    return ObjectNotFound(f"no response {response_id[:80]!r} is kept here (any more)", field="response_id")
+
+
+def _limit(value: str) -> int:
+    if not (value.isascii() and value.isdecimal() and 1 <= int(value[:9]) <= MAX_LISTED):
+        raise InvalidRequest(f"limit must be between 1 and {MAX_LISTED}", field="limit")
+    return int(value)
+
+
+async def _stream(
+    choice: Choice, writer: ResponseWriter, response: Response, start: bytes
+) -> tuple[FinishReason, bytes]:
+    """Sends events as they come, `start` with the first ones, so that what fails before has a status of its own.
+
+    Returns the finish reason and the events that are not sent yet.
+    """
+    with closing(choice):
+        async for piece in choice:
+            events = start + _written(writer, choice, piece)
+            if piece.finish is not None:
+                return piece.finish, events
+            start = b""
+            if events:
+                await response.event(events)
+    raise AssertionError("a choice ends with a finish reason")
+
+
+def _written(writer: ResponseWriter, choice: Choice, piece: Piece) -> bytes:
+    """The events for one piece."""
+    return writer.text(piece.text, _logprobs(choice, piece.shown)) if piece.text or piece.shown else b""
+
+
+def _logprobs(choice: Choice, shown: Sequence[ShownToken]) -> list[Json]:
+    return token_logprobs(choice.model.tokenizer, shown)
