@@ -24,9 +24,9 @@ class Operation:
     query: tuple[tuple[str, Json], ...] = ()
 
 
-_BODY = (400, 404, 408, 413, 429, 499, 500, 503, 504)  # of whatever reads a body and takes a permit
+_BODY = (400, 401, 403, 404, 408, 413, 429, 499, 500, 503, 504)  # of whatever reads a body and takes a permit
 _NAME: Json = {"type": "string", "minLength": 1}
-_KEPT = (400, 404, 503)
+_KEPT = (400, 401, 404, 503)
 _RESPONSE = (("response_id", _NAME),)
 
 OPERATIONS: tuple[Operation, ...] = (
@@ -63,26 +63,28 @@ OPERATIONS: tuple[Operation, ...] = (
     ),
     Operation("POST", "/tokenize", "A text or a conversation as token ids, in vLLM's shape.", "Tokenized", _BODY),
     Operation("POST", "/detokenize", "Token ids as text, special tokens included.", "Detokenized", _BODY),
-    Operation("GET", "/v1/models", "The served models.", "ModelList"),
-    Operation("GET", "/v1/models/{model}", "One served model.", "Model", (404,), path_parameters=(("model", _NAME),)),
+    Operation("GET", "/v1/models", "The served models.", "ModelList", (401,)),
+    Operation(
+        "GET", "/v1/models/{model}", "One served model.", "Model", (401, 403, 404), path_parameters=(("model", _NAME),)
+    ),
     Operation("GET", "/health", "As /ready.", "Status", (503,)),
     Operation("GET", "/ready", "200 while requests can be answered.", "Status", (503,)),
     Operation("GET", "/live", "200 while the process runs.", "Status"),
     Operation("GET", "/version", "The version of Baton.", "Version"),
-    Operation("GET", "/metrics", "Metrics in Prometheus' format.", ""),
+    Operation("GET", "/metrics", "Metrics in Prometheus' format.", "", (401,)),
     Operation(
         "POST",
         "/reset_prefix_cache",
         "Empties the prefix caches of all pods, and so the index; 200 only when every pod has confirmed it.",
         "PrefixCacheReset",
-        (503,),
+        (401, 403, 503),
     ),
     Operation(
         "GET",
         "/debug/requests/{request_id}",
         "What a recent request went through, and when.",
         "Timeline",
-        (404,),
+        (401, 404),
         path_parameters=(("request_id", _NAME),),
     ),
 )

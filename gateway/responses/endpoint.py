@@ -11,6 +11,7 @@ from starlette.requests import Request
 
 from common.errors import InvalidRequest, ObjectNotFound, Unavailable
 from common.types import FinishReason
+from gateway.admission.http_auth import caller_of
 from gateway.http_endpoint import Response
 from gateway.openai_schema import token_logprobs
 from gateway.output import Piece, ShownToken
@@ -18,7 +19,8 @@ from gateway.responses.items import Item
 from gateway.responses.request import ResponseBody, parse_response, renamed
 from gateway.responses.store import Kept, ResponseStore
 from gateway.responses.writer import ResponseWriter
-from gateway.service import Choice, Gateway, Ticket
+from gateway.service import Answer, Choice, Gateway, Ticket
+from gateway.tools.protocol import BrokenCall, CallDelta, ContentDelta, ReasoningDelta
 
 Json = dict[str, Any]
 
@@ -37,7 +39,7 @@ class Responses:
     async def create(self, body: Any, response: Response, ticket: Ticket) -> None:
         """See http_endpoint.Endpoint."""
         asked = parse_response(body)
-        before = await self._before(asked.previous_response_id)
+        before = await self._before(ticket.caller.tenant, asked.previous_response_id)
         chat = asked.alone if not before else asked.after(before)
         try:
             [choice] = await self._gateway.chat(ticket, chat)
@@ -51,10 +53,11 @@ class Responses:
             finish, events = await _stream(choice, writer, response, start)
         else:
             answer = await choice.collect()
-            finish, events = answer.finish, writer.text(answer.text, _logprobs(choice, answer.shown))
+            finish, events = answer.finish, b""
+            _write_all(writer, choice, answer)
         whole, closing_events = writer.end(finish, choice.usage)
         if keep:
-            whole["store"] = await self._keep(asked, before, whole)
+            whole["store"] = await self._keep(ticket.caller.tenant, asked, before, whole)
         if chat.spec.stream:
             await response.event(events + closing_events + writer.last(whole))
             await response.end()
@@ -63,7 +66,7 @@ class Responses:
         usage = choice.usage
         ticket.timeline.note(prompt_tokens=usage.prompt, output_tokens=usage.completion, cached_tokens=usage.cached)
 
-    async def _before(self, response_id: str | None) -> list[Item]:
+    async def _before(self, tenant: str, response_id: str | None) -> list[Item]:
         """The conversation up to a previous response. Raises ObjectNotFound, Unavailable."""
         if response_id is None:
             return []
@@ -72,18 +75,18 @@ class Responses:
                 "responses are not kept here (no Redis), so previous_response_id cannot be found; send all of the input"
             )
             raise ObjectNotFound(text, field="previous_response_id")
-        kept = await self._store.find("", response_id)
+        kept = await self._store.find(tenant, response_id)
         if kept is None:
             text = f"previous_response_id {response_id[:80]!r} is not kept here (any more)"
             raise ObjectNotFound(text, field="previous_response_id")
         return kept.conversation
 
-    async def _keep(self, asked: ResponseBody, before: list[Item], whole: Json) -> bool:
+    async def _keep(self, tenant: str, asked: ResponseBody, before: list[Item], whole: Json) -> bool:
         """Whether it was kept; a client that asks for an answer gets it whether Redis is there or not."""
         assert self._store is not None
         conversation = [*before, *asked.input, *whole["output"]]
         try:
-            return await self._store.keep("", Kept(whole, list(asked.input), conversation))
+            return await self._store.keep(tenant, Kept(whole, list(asked.input), conversation))
         except Unavailable as e:
             _log.warning("a response is not kept: %s", e)
             return False
@@ -96,8 +99,8 @@ class Responses:
 
     async def delete(self, request: Request) -> Json:
         """DELETE /v1/responses/{response_id}. Raises BatonError."""
-        response_id = request.path_params["response_id"]
-        if self._store is None or not await self._store.forget("", response_id):
+        response_id, tenant = request.path_params["response_id"], caller_of(request.scope).tenant
+        if self._store is None or not await self._store.forget(tenant, response_id):
             raise _missing(response_id)
         return {"id": response_id, "object": "response", "deleted": True}
 
@@ -120,8 +123,8 @@ class Responses:
         return {"object": "list", "data": page, **ends, "has_more": len(items) > limit}
 
     async def _find(self, request: Request) -> Kept:
-        response_id = request.path_params["response_id"]
-        kept = None if self._store is None else await self._store.find("", response_id)
+        response_id, tenant = request.path_params["response_id"], caller_of(request.scope).tenant
+        kept = None if self._store is None else await self._store.find(tenant, response_id)
         if kept is None:
             raise _missing(response_id)
         return kept
@@ -156,8 +159,37 @@ async def _stream(
 
 
 def _written(writer: ResponseWriter, choice: Choice, piece: Piece) -> bytes:
-    """The events for one piece."""
-    return writer.text(piece.text, _logprobs(choice, piece.shown)) if piece.text or piece.shown else b""
+    """The events for one piece. Log-probabilities go with content, those of other tokens are not shown."""
+    logprobs = _logprobs(choice, piece.shown)
+    if piece.deltas is None:
+        return writer.text(piece.text, logprobs) if piece.text or logprobs else b""
+    events = b""
+    for delta in piece.deltas:
+        match delta:
+            case ContentDelta(text):
+                events += writer.text(text, logprobs)
+                logprobs = []
+            case ReasoningDelta(text):
+                events += writer.reasoning(text)
+            case CallDelta(arguments=arguments, id=call_id, name=name):
+                events += writer.call(call_id, name, arguments)
+            case BrokenCall(text=text):
+                events += writer.broken(text)
+    return events
+
+
+def _write_all(writer: ResponseWriter, choice: Choice, answer: Answer) -> None:
+    """A complete answer's items."""
+    logprobs, message = _logprobs(choice, answer.shown), answer.message
+    if message is None:
+        writer.text(answer.text, logprobs)
+        return
+    if message.reasoning is not None:
+        writer.reasoning(message.reasoning)
+    if message.content is not None:
+        writer.text(message.content, logprobs)
+    for call in message.calls:
+        writer.call(call.id, call.name, call.arguments)
 
 
 def _logprobs(choice: Choice, shown: Sequence[ShownToken]) -> list[Json]:

@@ -44,7 +44,7 @@ _NAMES = (
     (re.compile(r"\breasoning_effort\b"), "reasoning.effort"),
     (re.compile(r"\b(tools\[\d+\])\.function\b"), r"\1"),
     (re.compile(r"\btool_choice\.function\b"), "tool_choice"),
-    (re.compile(r"\bmessages\b(\[\d+\][\w.\[\]]*)?"), "input"),
+    (re.compile(r"^messages\b(\[\d+\][\w.\[\]]*)?|\bmessages\[\d+\][\w.\[\]]*"), "input"),
 )
 
 

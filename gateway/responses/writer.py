@@ -112,6 +112,10 @@ class ResponseWriter:
         self._text.append(arguments)
         return events + self._event("response.function_call_arguments.delta", **self._where(), delta=arguments)
 
+    def broken(self, text: str) -> bytes:
+        """The open call turned out to be none: it ends as it is, and its text is content."""
+        return self._close("incomplete") + self.text(text, ())
+
     def _need(self, kind: str, members: Json) -> bytes:
         """An open item of this kind."""
         if self._open is not None and self._open["type"] == kind:
@@ -169,6 +173,6 @@ def _usage(usage: Usage) -> Json:
         "input_tokens": usage.prompt,
         "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
         "output_tokens": usage.completion,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning},
         "total_tokens": usage.prompt + usage.completion,
     }

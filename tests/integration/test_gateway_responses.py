@@ -15,6 +15,8 @@ import pytest_asyncio
 from common.errors import Overloaded
 from common.types import ValidRequest
 from common.valkey import EmbeddedValkey
+from gateway.admission.key_store import KeyFile
+from gateway.admission.keys import mint
 from gateway.responses.store import Kept, ResponseStore
 from gateway.tokenizer import TextTokenizer
 from tests.fake_pods import FakeCluster, fake_cluster
@@ -337,6 +339,28 @@ async def test_the_store_is_bounded_and_expires_and_tenants_are_strangers(redis:
     finally:
         await store.close()
         await brief.close()
+
+
+async def test_what_one_key_keeps_another_does_not_find(
+    cluster: FakeCluster, smollm2_dir: Path, redis: str, tmp_path: Path
+) -> None:
+    keys = []
+    for tenant in ("acme", "other"):
+        key, record = mint(tenant)
+        KeyFile(tmp_path / "keys.toml").add(record)
+        keys.append({"authorization": f"Bearer {key}"})
+    async with rig(cluster, smollm2_dir, redis=redis, api_keys=(str(tmp_path / "keys.toml"),)) as gw:
+        body = {"model": MODEL, "input": "Hi"}
+        kept = (await gw.http.post("/v1/responses", json=body, headers=keys[0])).json()
+        url = f"/v1/responses/{kept['id']}"
+        assert (await gw.http.get(url, headers=keys[1])).status_code == 404
+        assert (await gw.http.get(f"{url}/input_items", headers=keys[1])).status_code == 404
+        assert (await gw.http.delete(url, headers=keys[1])).status_code == 404
+        follow = {**body, "previous_response_id": kept["id"]}
+        assert (await gw.http.post("/v1/responses", json=follow, headers=keys[1])).status_code == 404
+        assert (await gw.http.post("/v1/responses", json=follow, headers=keys[0])).status_code == 200
+        assert (await gw.http.get(url)).status_code == 401
+        assert (await gw.http.get(url, headers=keys[0])).json()["id"] == kept["id"]
 
 
 async def test_with_redis_away_answers_are_given_and_kept_ones_are_unavailable(
