@@ -199,6 +199,8 @@ def compile_grammar(tokenizer: GrammarTokenizer, grammar: Grammar) -> CompiledGr
         matcher.compute_bitmask()  # what the first mask costs, and may refuse, belongs to compiling
     if matcher.is_error():
         raise InvalidRequest(_refusal(grammar, matcher.get_error()), field=grammar.field)
+    if matcher.is_stopped():
+        raise InvalidRequest(f"{grammar.field} allows no text at all", field=grammar.field)
     return CompiledGrammar(grammar, tokens, matcher)
 
 

@@ -146,6 +146,12 @@ class DeviceSampler:
         """Accounts a run with drafts: see engine.kernels.sampling.accept."""
         accept(sampled, finite, inputs, cu_q, row_slots, self._tensors, last_tokens, query=query)
 
+    def uncount(self, slots: Tensor, tokens: Tensor) -> None:
+        """Takes back what `run` counted for these slots, int64 [B]: their tokens, -1 where it had none."""
+        penalised = self._tensors.words[slots, NUM_FLOATS // 2 + sampling.PENALISED] > 0
+        gone = (penalised & (tokens >= 0)).to(torch.int32)
+        self._tensors.counts.index_put_((slots, tokens.clamp(min=0)), -gone, accumulate=True)
+
     def _pinned(self, array: np.ndarray) -> Tensor:
         """A copy that a transfer may read after the array has changed."""
         tensor = torch.from_numpy(array)

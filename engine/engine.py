@@ -12,6 +12,7 @@ import gc
 import logging
 import os
 import time
+from collections import abc
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +20,14 @@ import torch
 
 from common.block_hash import HASH_BYTES
 from common.errors import BatonError, ConfigError, InvalidRequest
+from common.grammar import CompiledGrammar, GrammarCompiler, GrammarTokenizer
 from common.kv_layout import KVLayout
 from common.types import ValidRequest
 from engine.attention.torch_backend import TorchAttention
 from engine.attention.triton_backend import TritonAttention
 from engine.block_pool import BlockPool
 from engine.config import DEFAULT_KV_MEMORY, EngineConfig
+from engine.constraint import Constraint, constrains
 from engine.kv_pool import DTYPES, KVPool
 from engine.loader import open_model
 from engine.memory import EXTRA_BLOCKS, blocks_that_fit, measure
@@ -90,6 +93,9 @@ class Engine:
         )
         self.vocab_size = spec.vocab_size
         self.eos_token_ids = spec.eos_token_ids
+        self.grammars = GrammarCompiler(
+            GrammarTokenizer(config.model_dir, eos_ids=spec.eos_token_ids, vocab_size=spec.vocab_size)
+        )
         wanted_len = min(config.max_model_len or spec.max_position, spec.max_position)
         model = source.load(wanted_len, device, DTYPES[dtype])
         token_budget, max_seqs = config.resolve_limits(device)
@@ -147,14 +153,38 @@ class Engine:
         """A step is on the device, or a sequence wants one."""
         return self._stepper.has_work
 
-    def new_sequence(self, request: ValidRequest, **kwargs: Any) -> Sequence:
-        """A sequence for this engine's layout; keyword arguments are Sequence's."""
-        return Sequence(request, fingerprint=self.layout.fingerprint, block_size=self.layout.block_size, **kwargs)
+    def new_sequence(
+        self,
+        request: ValidRequest,
+        *,
+        grammar: CompiledGrammar | None = None,
+        output: abc.Sequence[int] = (),
+        **kwargs: Any,
+    ) -> Sequence:
+        """A sequence for this engine's layout, on any thread; keyword arguments are Sequence's.
+
+        grammar: the request's, compiled; without it this compiles, which may take a second. Raises InvalidRequest when
+        it cannot be compiled, BatonError when the output does not follow it.
+        """
+        constraint = None
+        if constrains(request):
+            self._check_ids(request, output)
+            if grammar is None and request.grammar is not None:
+                grammar = self.grammars.compile(request.grammar)
+            constraint = Constraint(request, self.vocab_size, grammar=grammar, output=output)
+        return Sequence(
+            request,
+            fingerprint=self.layout.fingerprint,
+            block_size=self.layout.block_size,
+            output=output,
+            constraint=constraint,
+            **kwargs,
+        )
 
     def add(self, seq: Sequence) -> None:
         """Takes a sequence in, and its lease with it: when this raises InvalidRequest, the lease is finished."""
         try:
-            self._check_ids(seq)
+            self._check_ids(seq.request, seq.output)
             if self._sampler is not None:
                 self._sampler.check(seq.request.sampling)
             self.scheduler.add(seq)
@@ -182,13 +212,15 @@ class Engine:
         """Ends the step that overlap has on the device, if there is one, and launches nothing."""
         self._stepper.settle(hook)
 
-    def _check_ids(self, seq: Sequence) -> None:
+    def _check_ids(self, request: ValidRequest, output: abc.Sequence[int]) -> None:
         """A token id outside the vocabulary would fail the whole step that meets it."""
-        params = seq.request.sampling
+        params = request.sampling
         for name, ids in (
-            ("prompt", seq.tokens),
+            ("prompt", (*request.prompt_ids, *output)),
             ("logit_bias", [token for token, _ in params.logit_bias]),
             ("stop_token_ids", params.stop_token_ids),
+            ("allowed_token_ids", params.allowed_token_ids),
+            ("bad_words", [token for word in params.bad_words for token in word]),
         ):
             if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
                 raise InvalidRequest(f"{name} has token ids outside 0..{self.vocab_size - 1}", field=name)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from common.chat_template import ChatTemplate
 from common.errors import BatonError, ConfigError, InternalError, InvalidRequest
 from common.models import resolve_model
-from common.types import FinishReason, SamplingParams, Token, ValidRequest
+from common.types import FinishReason, Grammar, SamplingParams, Token, ValidRequest
 from engine.config import EngineConfig
 from engine.engine import Engine, StepResult
 from engine.loop import EngineLoop
@@ -109,6 +109,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         ignore_eos: bool = False,
+        grammar: Grammar | Sequence[Grammar | None] | None = None,
         cache_salt: str = "",
         show_progress: bool = True,
     ) -> list[Completion]:
@@ -116,13 +117,14 @@ class LLM:
 
         params: one for all, or one for each; the default is greedy with 16 tokens. The noise of sampling is keyed by
         params.seed, so the same prompt with the same params has one answer. The model's end-of-sequence tokens end a
-        completion unless ignore_eos is set. show_progress: a bar on a terminal, else lines in the log.
+        completion unless ignore_eos is set. grammar: what it has to match (common/grammar.py), one for all or for each.
+        show_progress: a bar on a terminal, else lines in the log.
 
         Raises InvalidRequest, and runs nothing, when one of them can never run.
         """
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         given = [(p, self.encode(p)) if isinstance(p, str) else (None, tuple(p)) for p in texts]
-        return self._complete(given, params, ignore_eos, cache_salt, show_progress)
+        return self._complete(given, params, ignore_eos, grammar, cache_salt, show_progress)
 
     def chat(
         self,
@@ -130,6 +132,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         ignore_eos: bool = False,
+        grammar: Grammar | Sequence[Grammar | None] | None = None,
         cache_salt: str = "",
         show_progress: bool = True,
     ) -> list[Completion]:
@@ -140,13 +143,14 @@ class LLM:
         conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
         rendered = [self.template.render(conversation) for conversation in conversations]
         given = [(text, self.encode(text, special_tokens=False)) for text in rendered]
-        return self._complete(given, params, ignore_eos, cache_salt, show_progress)
+        return self._complete(given, params, ignore_eos, grammar, cache_salt, show_progress)
 
     def _complete(
         self,
         prompts: Sequence[tuple[str | None, tuple[int, ...]]],
         params: SamplingParams | Sequence[SamplingParams] | None,
         ignore_eos: bool,
+        grammar: Grammar | Sequence[Grammar | None] | None,
         cache_salt: str,
         show_progress: bool,
     ) -> list[Completion]:
@@ -155,12 +159,17 @@ class LLM:
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise InvalidRequest(f"{len(prompts)} prompts, and {len(each)} params", field="params")
+        follow = [grammar] * len(prompts) if grammar is None or isinstance(grammar, Grammar) else list(grammar)
+        if len(follow) != len(prompts):
+            raise InvalidRequest(f"{len(prompts)} prompts, and {len(follow)} grammars", field="grammar")
         if not ignore_eos:
             each = [replace(p, stop_token_ids=(*p.stop_token_ids, *self.engine.eos_token_ids)) for p in each]
         run = _Run()
-        for (text, ids), sampling in zip(prompts, each, strict=True):
+        for (text, ids), sampling, rules in zip(prompts, each, follow, strict=True):
             self._requests += 1
-            request = ValidRequest(f"local-{self._requests}", self.engine.layout.model, ids, sampling, cache_salt)
+            request = ValidRequest(
+                f"local-{self._requests}", self.engine.layout.model, ids, sampling, cache_salt, grammar=rules
+            )
             run.completions[request.request_id] = Completion(text, ids, self.decode)
             run.seqs.append(self.engine.new_sequence(request))
         if run.seqs:

@@ -4,6 +4,10 @@
 to the host. Between the two the sampled tokens exist on the device only, and the next step may be launched already: it
 takes them from `last_tokens`. Steps run in the order of their launch.
 
+What may come next of a sequence with a constraint depends on its last token, which the host may not know at launch.
+Such a step is launched like any other, and `constrain` draws those tokens again, from the same logits, once the step
+before it is accounted for. So the device computes while the host looks for masks, and other sequences pay nothing.
+
 On a GPU a step in which every sequence decodes runs from static buffers (decode_step.py), as a CUDA graph where one
 was captured; every other step is made of tensors of its own size. On a CPU, launch computes.
 """
@@ -46,7 +50,8 @@ MAX_LOGPROBS = 20  # alternatives beside a token, as SamplingParams allows
 class Launched:
     """A step on the device. results: int64 per item and draft, on its way to the host: the token that follows, 0 where
     none was asked for, -1 where the model's output was not a number. wanted: results with log-probabilities; logprobs:
-    theirs (chosen, top, top ids). arrived: None on a CPU.
+    theirs (chosen, top, top ids). arrived: None on a CPU. undrawn: what is to be drawn again before all that is sent;
+    until then results are still on the device.
     """
 
     items: Sequence[Item]
@@ -54,6 +59,20 @@ class Launched:
     wanted: Sequence[int]
     logprobs: tuple[Tensor | None, ...]
     arrived: torch.cuda.Event | None
+    undrawn: Undrawn | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Undrawn:
+    """Tokens that were drawn without regard to constraints. items: theirs, without drafts; rows: theirs of the results.
+
+    logits: of the step; logit_rows: result -> row of logits.
+    """
+
+    items: Sequence[Item]
+    rows: Sequence[int]
+    logits: Tensor
+    logit_rows: np.ndarray
 
 
 class Runner:
@@ -105,15 +124,61 @@ class Runner:
             self._stage_sampling(items, self._sampler)
         wanted = _wanted(items)
         self._replayed = None
-        if self.decode is not None and self.decode.fits(items) and not self._rejects(items):
+        plain = not self._rejects(items) and not _constrained_drafts(items)
+        if plain and self.decode is not None and self.decode.fits(items):
             self._clear_begun_blocks(items)
             self._replayed = rows, query = self.decode.stage(items)
             output = self.decode.run(rows, query)
             count = sum(1 + len(item.drafts) for item in items)
-            results, logprobs = output.results[:count], self._logprobs(items, wanted, output.logits, output.results)
+            results, logits, logit_rows = output.results[:count], output.logits, np.arange(count)
+            undrawn = [item.seq.constraint is not None for item in items]
         else:
-            results, logprobs = self._launch_chunks(items, wanted)
-        return self._send(items, results, wanted, logprobs)
+            results, logits, logit_rows = self._launch_chunks(items)
+            undrawn = [item.sample and _awaits_token(item.seq) for item in items]
+        if not any(undrawn):
+            return self._send(items, results, wanted, self._logprobs(items, wanted, logits, logit_rows, results))
+        rows_of = np.cumsum([0, *(1 + len(item.drafts) for item in items)])
+        again = Undrawn(
+            [item for item, undone in zip(items, undrawn, strict=True) if undone],
+            [int(row) for row, undone in zip(rows_of, undrawn, strict=False) if undone],
+            logits, logit_rows,
+        )  # fmt: skip
+        launched = Launched(items, results, wanted, (), None, again)
+        return launched if any(_awaits_token(item.seq) for item in again.items) else self.constrain(launched)
+
+    @torch.inference_mode()
+    def constrain(self, launched: Launched) -> Launched:
+        """Draws again what was launched before its constraint knew the last token. Called once the steps before are
+        accounted for; for most steps there is nothing to do.
+        """
+        undrawn, results = launched.undrawn, launched.results
+        if undrawn is None:
+            return launched
+        pairs = [(i, row) for i, row in zip(undrawn.items, undrawn.rows, strict=True) if i.seq.finish is None]
+        if pairs:
+            self._draw_again([item for item, _ in pairs], [row for _, row in pairs], undrawn, results)
+        logprobs = self._logprobs(launched.items, launched.wanted, undrawn.logits, undrawn.logit_rows, results)
+        return self._send(launched.items, results, launched.wanted, logprobs)
+
+    def _draw_again(self, items: Sequence[Item], rows: Sequence[int], undrawn: Undrawn, results: Tensor) -> None:
+        """Overwrites these results, and the last tokens of their slots."""
+        masks = np.stack([mask for item in items for mask in _masks(item)])
+        at, logit_rows, slots, positions = upload(
+            [
+                np.array(rows), undrawn.logit_rows[rows], np.array([item.seq.slot for item in items]),
+                np.array([item.start + item.num_new for item in items]),
+            ],
+            self._device,
+        )  # fmt: skip
+        logits = undrawn.logits.index_select(0, logit_rows)
+        if self._sampler is None:
+            sampled = sample(logits, [_row(i, i.seq.tokens, (), m) for i, m in zip(items, masks, strict=True)])
+        else:
+            self._sampler.uncount(slots, results.index_select(0, at))
+            (allowed,) = upload([masks], self._device)
+            sampled = Sampled(*self._sampler.run(logits, slots, positions, allowed))
+        self._last_tokens.index_copy_(0, slots, sampled.tokens)
+        results.index_copy_(0, at, torch.where(sampled.finite, sampled.tokens, -1))
 
     def collect(self, launched: Launched) -> list[ItemResult]:
         """One result per item, in order; waits for the device."""
@@ -180,8 +245,8 @@ class Runner:
                 tokens, _ = self._sampler.run(logits, slots, positions)
             token_logprobs(logits, tokens, MAX_LOGPROBS)
 
-    def _launch_chunks(self, items: Sequence[Item], wanted: Sequence[int]) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        """results of any step, and log-probabilities of its `wanted` items."""
+    def _launch_chunks(self, items: Sequence[Item]) -> tuple[Tensor, Tensor, np.ndarray]:
+        """results of any step, the logits that they are drawn from, and each result's row of these."""
         self._clear_begun_blocks(items)
         shape = StepShape(
             starts=[item.start for item in items],
@@ -221,7 +286,7 @@ class Runner:
         if not every:
             results.masked_fill_(~torch.isfinite(hidden.float().sum(dim=-1)), -1)
         if not sampling:
-            return results, ()
+            return results, hidden, np.zeros(0)
         logits = self._model.logits(hidden if every else hidden.index_select(0, rows))
         before = None
         if len(item_of) > len(items):
@@ -232,11 +297,7 @@ class Runner:
             results = drawn
         else:
             results.index_copy_(0, rows, torch.where(results.index_select(0, rows) < 0, -1, drawn))
-        at = (np.cumsum(samples) - 1)[list(wanted)].tolist()
-        if self._sampler is None:
-            found = (sampled.logprobs, sampled.top_logprobs, sampled.top_ids)
-            return results, tuple(x if x is None else x[at] for x in found) if wanted else ()
-        return results, self._logprobs(items, at, logits, sampled.tokens)
+        return results, logits, np.cumsum(samples) - 1
 
     def _hidden(self, shape: StepShape, ids: Tensor, positions: Tensor, last: Tensor) -> Tensor:
         """States of each row's last token."""
@@ -247,22 +308,26 @@ class Runner:
     def _sample(
         self, items: Sequence[Item], logits: Tensor, slots: Tensor, positions: Tensor, before: Tensor | None
     ) -> Sampled:
-        """Of all rows of the items. before: int64, the token before each row's, where some row follows drafts."""
+        """Of all rows of the items, under the constraints of those whose last token is known. before: int64, the token
+        before each row's, where some row follows drafts.
+        """
         rejects = self._rejects(items)
         if self._sampler is not None and before is not None and not rejects:
             counts = np.array([1 + len(item.drafts) for item in items])
             item_slots = [item.seq.slot for item in items]
-            return self._sample_drafts(self._sampler, item_slots, counts, logits, slots, positions, before)
+            allowed = self._allowed(items)
+            return self._sample_drafts(self._sampler, item_slots, counts, logits, slots, positions, before, allowed)
         if self._sampler is not None and not rejects:
-            drawn, finite = self._sampler.run(logits, slots, positions)
+            drawn, finite = self._sampler.run(logits, slots, positions, self._allowed(items))
             self._last_tokens.index_copy_(0, slots, drawn)
-            return Sampled(drawn, finite, None, None, None)
+            return Sampled(drawn, finite)
         rows: list[SampleRow] = []
         for item in items:
             seq, known = item.seq, item.start + item.num_new - len(item.drafts)
             tokens = seq.tokens if len(seq.tokens) == known else [*seq.tokens, int(self._last_tokens[seq.slot])]
+            masks = _masks(item) if seq.constraint is not None and not seq.pending else None
             for taken in range(1 + len(item.drafts)):
-                rows.append(SampleRow(seq.request.sampling, tokens, seq.prompt_len, drafts=item.drafts[:taken]))
+                rows.append(_row(item, tokens, item.drafts[:taken], None if masks is None else masks[taken]))
         if rejects:
             sampled = sample_rejecting(logits, rows, [Chain(item.drafts, item.probs) for item in items])
         else:
@@ -289,14 +354,33 @@ class Runner:
         slots: Tensor,
         positions: Tensor,
         before: Tensor,
+        allowed: Tensor | None = None,
     ) -> Sampled:
         """Rows of items that have so many each: after one known token, and after each draft."""
         ends = np.cumsum(counts)
         offsets = np.arange(ends[-1]) - np.repeat(ends - counts, counts)
         there, cu_q, row_slots = upload([offsets, np.concatenate([[0], ends]), np.array(item_slots)], self._device)
-        tokens, finite = sampler.run(logits, slots, positions, drafts=(before, there))
+        tokens, finite = sampler.run(logits, slots, positions, allowed, drafts=(before, there))
         sampler.accept(tokens, finite, before, cu_q, row_slots, self._last_tokens, query=1 + self._drafts)
-        return Sampled(tokens, finite, None, None, None)
+        return Sampled(tokens, finite)
+
+    def _allowed(self, items: Sequence[Item]) -> Tensor | None:
+        """int32 [R, words] for all rows of these items; None when nothing is forbidden."""
+        masks: list[np.ndarray] = []
+        at: list[int] = []
+        row = 0
+        for item in items:
+            rows = 1 + len(item.drafts)
+            if item.seq.constraint is not None and not item.seq.pending:
+                masks.append(_masks(item))
+                at += range(row, row + rows)
+            row += rows
+        if not masks:
+            return None
+        words = np.concatenate(masks)
+        allowed = torch.full((row, words.shape[1]), -1, dtype=torch.int32, device=self._device)
+        index, there = upload([np.array(at, dtype=np.int32), words], self._device)
+        return allowed.index_copy_(0, index.long(), there)
 
     def _stage_sampling(self, items: Sequence[Item], sampler: DeviceSampler) -> None:
         """Sequences that sample for the first time with the lease that they have."""
@@ -308,14 +392,14 @@ class Runner:
         sampler.flush()
 
     def _logprobs(
-        self, items: Sequence[Item], wanted: Sequence[int], logits: Tensor, tokens: Tensor
+        self, items: Sequence[Item], wanted: Sequence[int], logits: Tensor, logit_rows: np.ndarray, results: Tensor
     ) -> tuple[Tensor | None, ...]:
-        """Of the `wanted` rows of logits; as many alternatives as any item wants."""
+        """Of the `wanted` results; as many alternatives as any item wants."""
         if not wanted:
             return ()
         most = max(item.seq.request.sampling.logprobs or 0 for item in items)
-        (at,) = upload([np.array(wanted, dtype=np.int64)], self._device)
-        return token_logprobs(logits.index_select(0, at), tokens.index_select(0, at).clamp(min=0), most)
+        at, rows = upload([np.array(wanted), logit_rows[list(wanted)]], self._device)
+        return token_logprobs(logits.index_select(0, rows), results.index_select(0, at).clamp(min=0), most)
 
     def _send(
         self, items: Sequence[Item], results: Tensor, wanted: Sequence[int], logprobs: Sequence[Tensor | None]
@@ -355,6 +439,28 @@ def _wanted(items: Sequence[Item]) -> list[int]:
             wanted += range(row, row + rows)
         row += rows
     return wanted
+
+
+def _awaits_token(seq: EngineSequence) -> bool:
+    """What may come next is not known before a token is that only the device knows."""
+    return seq.constraint is not None and seq.pending > 0
+
+
+def _constrained_drafts(items: Sequence[Item]) -> bool:
+    return any(item.drafts and item.seq.constraint is not None for item in items)
+
+
+def _masks(item: Item) -> np.ndarray:
+    """int32 [1 + drafts, words]"""
+    assert item.seq.constraint is not None
+    masks = item.seq.constraint.masks(item.drafts)[1]
+    missing = 1 + len(item.drafts) - len(masks)  # a matcher that fails is told when the token is accounted for
+    return np.concatenate([masks, np.zeros((missing, masks.shape[1]), dtype=np.int32)]) if missing else masks
+
+
+def _row(item: Item, tokens: Sequence[int], drafts: Sequence[int], allowed: np.ndarray | None) -> SampleRow:
+    seq = item.seq
+    return SampleRow(seq.request.sampling, tokens, seq.prompt_len, drafts=drafts, allowed=allowed)
 
 
 def _positions(shape: StepShape) -> np.ndarray:

@@ -3,7 +3,8 @@
 Order as in transformers: penalties and bias, temperature, top-k, top-p, min-p. A token is then drawn by Gumbel-max
 (argmax of logits + noise, Gumbel 1954) with noise keyed by (seed, child, position), so the same request draws the same
 tokens in any batch, on any pod, before and after a preemption. Penalties are replayed from token ids: no state remains.
-Log-probabilities are those of the raw logits, before all of that. What no row asks for costs nothing.
+What may not come at all (see constraint.py) is out before temperature. Log-probabilities are those of the raw logits,
+before all of that. What no row asks for costs nothing.
 
 top-k, top-p and min-p are thresholds on the logit: tokens exactly at a threshold all stay.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,7 +30,8 @@ NEG_INF = float("-inf")
 class SampleRow:
     """What one row of logits is sampled with. tokens: prompt and output so far, of which prompt_len are the prompt.
 
-    drafts: taken to follow them.
+    drafts: taken to follow them. allowed: int32 [ceil(vocab / 32)], bit i % 32 of word i // 32 allows token i (None:
+    all).
     """
 
     params: SamplingParams
@@ -36,6 +39,7 @@ class SampleRow:
     prompt_len: int
     child: int = 0
     drafts: Sequence[int] = ()
+    allowed: np.ndarray | None = None
 
     @property
     def position(self) -> int:
@@ -45,16 +49,10 @@ class SampleRow:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """tokens: int64[R]; finite: bool[R], False where the logits were NaN or infinite and the token means nothing.
-
-    logprobs: float32[R] of the chosen tokens; top_logprobs, top_ids: [R, N], best first. None where no row asks.
-    """
+    """tokens: int64[R]; finite: bool[R], False where the logits were NaN or infinite and the token means nothing."""
 
     tokens: Tensor
     finite: Tensor
-    logprobs: Tensor | None
-    top_logprobs: Tensor | None
-    top_ids: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +92,7 @@ def sample(raw: Tensor, rows: Sequence[SampleRow]) -> Sampled:
         tokens = logits.argmax(dim=-1)
         if drawn:
             tokens[drawn] = _draw(logits[drawn], [rows[r] for r in drawn])
-    wanted = [row.params.logprobs for row in rows if row.params.logprobs is not None]
-    return Sampled(tokens, finite, *(token_logprobs(raw, tokens, max(wanted)) if wanted else (None, None, None)))
+    return Sampled(tokens, finite)
 
 
 def distribution(raw: Tensor, rows: Sequence[SampleRow]) -> Tensor:
@@ -125,11 +122,12 @@ def token_logprobs(raw: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, T
 
 
 def _shape(raw: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    """Penalties, bias and the ban of stop tokens before min_tokens; a copy when there are any."""
+    """Penalties, bias, the ban of stop tokens before min_tokens, and what is allowed; a copy when there are any."""
     penalised = [r for r, row in enumerate(rows) if penalises(row.params)]
     biased = [r for r, row in enumerate(rows) if row.params.logit_bias]
     held = [r for r, row in enumerate(rows) if row.position - row.prompt_len < row.params.min_tokens]
-    if not (penalised or biased or held):
+    masked = [r for r, row in enumerate(rows) if row.allowed is not None]
+    if not (penalised or biased or held or masked):
         return raw
     logits = raw.clone()
     if penalised:
@@ -141,6 +139,14 @@ def _shape(raw: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     if held:
         stops = [(r, token) for r in held for token in rows[r].params.stop_token_ids]
         logits[_longs([r for r, _ in stops], raw), _longs([t for _, t in stops], raw)] = NEG_INF
+    if masked:
+        words = np.stack([rows[r].allowed for r in masked])  # type: ignore[misc]
+        bits = np.unpackbits(words.view(np.uint8), axis=1, count=raw.shape[1], bitorder="little")
+        forbidden = torch.from_numpy(bits == 0).to(raw.device)
+        if len(masked) == len(rows):
+            logits.masked_fill_(forbidden, NEG_INF)
+        else:
+            logits[masked] = logits[masked].masked_fill_(forbidden, NEG_INF)
     return logits
 
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from common.block_hash import BlockHasher, matchable_blocks
 from common.types import FinishReason, ValidRequest
 from engine.block_pool import Lease
+from engine.constraint import Constraint
 
 if TYPE_CHECKING:
     from engine.speculation.drafting import Drafting
@@ -30,7 +31,8 @@ class Sequence:
 
     cached_tokens: prompt tokens that the prefix cache supplied. hand_off: ends after its first token, another pod goes
     on. paused: not scheduled until its reader catches up. finish: why it ended, None while it lives. slot: its own
-    number below the scheduler's max_seqs while it runs. The scheduler sets `arrival`, `lease`, `preemptions`, `slot`
+    number below the scheduler's max_seqs while it runs. constraint: follows the output's tokens, None where any token
+    may come. The scheduler sets `arrival`, `lease`, `preemptions`, `slot`
     and, on admission, `computed`; the stepper calls `launch`, `settle` and `accept`. drafting: what the speculator
     knows of it, None before it saw it.
     """
@@ -42,6 +44,7 @@ class Sequence:
         "block_size",
         "cached_tokens",
         "computed",
+        "constraint",
         "drafted",
         "drafting",
         "finish",
@@ -69,6 +72,7 @@ class Sequence:
         computed: int = 0,
         output: abc.Sequence[int] = (),
         hand_off: bool = False,
+        constraint: Constraint | None = None,
     ) -> None:
         assert computed == 0 or lease is not None
         self.request = request
@@ -86,6 +90,7 @@ class Sequence:
         self.slot = -1
         self.cached_tokens = lease.cached_blocks * block_size if lease is not None else 0
         self.hand_off = hand_off
+        self.constraint = constraint
         self.finish: FinishReason | None = None
         self.paused = False
         self.preemptions = 0

@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import abc
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, TypeVar
 
 from common.errors import BatonError, InternalError
@@ -52,6 +52,11 @@ class StepRunner(Protocol[L]):
         """Queues a step and returns without waiting; every item's lease covers its tokens.
 
         A token that the sequence does not know yet is the one that was sampled last for it. Drafts are not its tokens.
+        """
+
+    def constrain(self, launched: L) -> L:
+        """Ends the launch of a step once the step before it is accounted for: what sequences with constraints may
+        sample is known by then.
         """
 
     def collect(self, launched: L) -> list[ItemResult]:
@@ -109,6 +114,8 @@ class Stepper(Generic[L]):
             if ahead:
                 self._flight = self._begin(ahead=True)
             result = self._settle(flight)
+            if self._flight is not None:
+                self._flight = self._constrain(self._flight)
             if self._overlap and not ahead and not any(output.ended for output in result.outputs):
                 self._flight = self._begin()
             if result.outputs:
@@ -164,6 +171,15 @@ class Stepper(Generic[L]):
             item.seq.launch(item.num_new, sample=item.sample, drafts=len(item.drafts))
         return _Flight(items, [item.seq.lease for item in items], fence, launched, began)
 
+    def _constrain(self, flight: _Flight[L]) -> _Flight[L]:
+        """The step that was on the device when this one was launched has been accounted for."""
+        if isinstance(flight.launched, InternalError):
+            return flight
+        try:
+            return replace(flight, launched=self._runner.constrain(flight.launched))
+        except Exception as error:
+            return replace(flight, launched=self._failure(flight.items, error))
+
     def _settle(self, flight: _Flight[L]) -> StepResult:
         try:
             results = self._collect(flight)
@@ -202,6 +218,8 @@ class Stepper(Generic[L]):
             return self._fail(item.seq, result)
         try:
             return self._advance(item, result)
+        except BatonError as error:
+            return self._fail(item.seq, error)
         except Exception as error:
             log.exception("accounting for request %s failed", item.seq.request_id)
             return self._fail(item.seq, InternalError(f"the engine step failed: {error}"))
@@ -240,7 +258,12 @@ class Stepper(Generic[L]):
             self.speculator.verified(seq, len(item.drafts), accepted)
 
     def _finish_reason(self, seq: Sequence, token: int) -> FinishReason | None:
+        """Raises BatonError when the token is none that the sequence's constraint allows."""
         params = seq.request.sampling
+        if seq.constraint is not None:
+            seq.constraint.advance(token)
+            if seq.constraint.complete:
+                return FinishReason.STOP
         if token in params.stop_token_ids and seq.num_output > params.min_tokens:
             return FinishReason.STOP
         if seq.num_output >= params.max_tokens or len(seq.tokens) >= self._max_model_len:

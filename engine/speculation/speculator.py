@@ -52,8 +52,9 @@ class Speculator:
             return NO_DRAFTS
         proposed: dict[EngineSequence, Chain] = {}
         rows = zip(chosen, drafts.tokens.tolist(), drafts.lengths.tolist(), strict=True)
-        for row, (seq, tokens, count) in enumerate(rows):
+        for row, (seq, tokens, length) in enumerate(rows):
             assert seq.drafting is not None
+            count = length if seq.constraint is None else len(seq.constraint.masks(tokens[:length])[0])
             self._control.proposed(seq.drafting, count)
             if count:
                 probs = None if drafts.probs is None else drafts.probs[row, :count]

@@ -83,6 +83,9 @@ class Device:
         self.queue.append(step)
         return step
 
+    def constrain(self, launched: Step) -> Step:
+        return launched
+
     def collect(self, launched: Step) -> list[ItemResult]:
         assert self.queue[0] is launched, "steps are collected in order"
         self.queue.pop(0)

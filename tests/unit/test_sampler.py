@@ -19,7 +19,7 @@ from transformers import (
 
 from common.types import SamplingParams
 from engine.philox import gumbel, gumbel_at, philox
-from engine.sampler import SampleRow, sample
+from engine.sampler import SampleRow, sample, token_logprobs
 
 torch.set_num_threads(1)
 
@@ -88,7 +88,6 @@ def random_row(rng: random.Random, vocab: int) -> SampleRow:
         min_tokens=rng.choice([0, 0, 60]),
         stop_token_ids=(2, 9),
         seed=rng.randrange(1 << 64),
-        logprobs=rng.choice([None, None, 0, 3]),
     )
 
 
@@ -197,21 +196,17 @@ def test_every_knob_changes_the_result() -> None:
 
 def test_logprobs_are_those_of_the_raw_logits() -> None:
     logits = make_logits(3, 40)
-    rows = [
-        row(temperature=0.0, logprobs=3),
-        row(temperature=0.5, logit_bias=((11, 100.0),), logprobs=0),
-        row(temperature=0.0),
-    ]
-    result = sample(logits, rows)
+    rows = [row(temperature=0.0), row(temperature=0.5, logit_bias=((11, 100.0),)), row(temperature=0.0)]
+    tokens = sample(logits, rows).tokens
+    chosen, top, top_ids = token_logprobs(logits, tokens, 3)
     expected = logits.log_softmax(-1)
-    assert result.logprobs is not None
-    assert result.top_ids is not None
-    assert result.top_logprobs is not None
-    assert int(result.tokens[1]) == 11
-    torch.testing.assert_close(result.logprobs, expected.gather(1, result.tokens[:, None])[:, 0])
-    torch.testing.assert_close(result.top_logprobs[0], expected[0].topk(3).values)
-    assert int(result.top_ids[0, 0]) == int(result.tokens[0])
-    assert sample(logits, [row(temperature=0.0)] * 3).logprobs is None
+    assert top is not None
+    assert top_ids is not None
+    assert int(tokens[1]) == 11
+    torch.testing.assert_close(chosen, expected.gather(1, tokens[:, None])[:, 0])
+    torch.testing.assert_close(top[0], expected[0].topk(3).values)
+    assert int(top_ids[0, 0]) == int(tokens[0])
+    assert token_logprobs(logits, tokens, 0)[1:] == (None, None)
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
