@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.philox import uniform
-from engine.sampler import Noise, Sampled, SampleRow, distribution, sample, token_logprobs
+from engine.sampler import Noise, Sampled, SampleRow, distribution, sample
 from engine.speculation.chain import Chain
 
 ACCEPT, RESIDUAL = 1, 2  # streams of noise beside the target's own
@@ -46,10 +46,7 @@ def sample_rejecting(raw: Tensor, rows: Sequence[SampleRow], chains: Sequence[Ch
     instead = (_left(target, proposed).log() + noise.everywhere(raw.shape[1], stream=RESIDUAL)).argmax(dim=-1)
     tokens = sampled.tokens.clone()
     tokens[at] = torch.where(luck < chance.squeeze(1), drafts, instead)
-    wanted = [row.params.logprobs for row in rows if row.params.logprobs is not None]
-    return Sampled(
-        tokens, sampled.finite, *(token_logprobs(raw, tokens, max(wanted)) if wanted else (None, None, None))
-    )
+    return Sampled(tokens, sampled.finite)
 
 
 def _left(target: Tensor, proposed: Tensor) -> Tensor:
