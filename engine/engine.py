@@ -35,6 +35,7 @@ from engine.models.base import Model
 from engine.runner import Runner
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.sequence import Sequence
+from engine.speculation.control import Control
 from engine.speculation.ngram import NgramProposer
 from engine.speculation.proposer import Proposer
 from engine.speculation.speculator import Speculator
@@ -146,7 +147,8 @@ class Engine:
         assert not self.has_work
         self._stepper.speculator = None
         if proposer is not None:
-            self._stepper.speculator = Speculator(proposer, drafts, max_seqs=max_drafts // drafts, padded=self._padded)
+            control = Control(drafts, padded=self._padded)
+            self._stepper.speculator = Speculator(proposer, control, max_seqs=max_drafts // drafts)
 
     @property
     def has_work(self) -> bool:

@@ -1,13 +1,13 @@
-"""How many drafts pay. A draft is worth the chance that it and all before it are right; it costs what it adds to the
-step. Both are measured: acceptance per sequence, step times per size of the batch.
+"""Whether drafts pay. Both sides are measured: acceptance per sequence, step times per size of the batch.
 
 A step without drafts takes time 1 and gives B tokens; with drafts it takes 1 + C and gives B + E, where E is the sum
-over the sequences of r + r ** 2 + ... for a chain of drafts that are each right at the rate r. Where steps are padded
-to one length (graphs), C is the same however many drafts there are: everyone drafts, if E / B > C. Elsewhere C = c * D
-for D drafts, and the i-th one of a sequence pays while r ** i > c * (B + E) / (1 + c * D), which is a token's price.
+over the sequences of r + r ** 2 + ... for a chain of drafts that are each right at the rate r. Most of C is there with
+the first draft (a product of a matrix with five columns instead of one), so a sequence drafts as much as it may or not
+at all. Where steps are padded to one length (graphs), C is the same however many draft: everyone does, if E / B > C.
+Elsewhere a sequence does if its part of E is more than its part of C.
 
-What does not pay now may pay later, so it is tried now and then, ever more rarely while it fails: by one sequence where
-drafts are paid for singly, else by the batch.
+What does not pay now may pay later, so it is tried now and then, ever more rarely while it fails: by one sequence, or
+by the batch where it is padded.
 """
 
 from __future__ import annotations
@@ -22,11 +22,9 @@ KEEP = 0.9  # weight of a sequence's drafts after those of one more step
 KEEP_ALL = 0.98  # of all sequences' drafts
 KEEP_TIME = 0.95  # of steps
 START_RATE, START_WEIGHT, LEAST_START = 0.6, 2.0, 0.25
-FIRST_COST = 0.05  # of a draft, as a share of a step, before it was measured
-LEAST_COST, MOST_COST = 0.001, 0.3  # what is measured on a busy machine may be anything
+FIRST_EXTRA, MOST_EXTRA = 0.2, 1.2  # before it was measured; what is measured on a busy machine may be anything
 FIRST_PAUSE, LONGEST_PAUSE = 8, 32  # tokens, or steps of the batch
 FIRST_PLAIN, PLAIN_EVERY = 4, 200  # steps with drafts in a row before one without, for the comparison
-PROBE = 2  # drafts of one sequence's probe
 
 
 @dataclass(slots=True)
@@ -52,9 +50,9 @@ class _Times:
         return self.since_plain >= (PLAIN_EVERY if self.plain else FIRST_PLAIN)
 
     @property
-    def extra(self) -> float | None:
-        """What a step with drafts takes more, as a share of one without; None while unknown."""
-        return self.verify / self.plain - 1 if self.plain and self.verify else None
+    def extra(self) -> float:
+        """What a step with drafts takes more, as a share of one without."""
+        return min(self.verify / self.plain - 1, MOST_EXTRA) if self.plain and self.verify else FIRST_EXTRA
 
 
 class Control:
@@ -82,16 +80,12 @@ class Control:
             return [0] * len(states)
         if self._padded:
             return [self.most if self._batch_pays(states, times) else 0] * len(states)
-        cost = FIRST_COST
-        if times.extra is not None:
-            cost = min(MOST_COST, max(LEAST_COST, times.extra / times.drafts))
-        price = self._price([state.rate for state, _ in states], cost)
-        return [self._limit(state, output, price) for state, output in states]
+        share = times.extra / max(1.0, times.drafts / self.most)
+        return [self._limit(state, output, share) for state, output in states]
 
     def _batch_pays(self, states: Sequence[tuple[Drafting, int]], times: _Times) -> bool:
-        extra = FIRST_COST * self.most if times.extra is None else min(times.extra, MOST_COST * self.most)
-        gain = sum(state.found * _expected(state.rate, self.most) for state, _ in states)
-        if gain > extra * len(states):
+        gain = sum(state.found * self._gain(state) for state, _ in states)
+        if gain > times.extra * len(states):
             self._pause = 0
             return True
         if not self._pause:
@@ -105,24 +99,18 @@ class Control:
             self._pause = min(LONGEST_PAUSE, 2 * self._pause)
             self._probe_at = self._steps + self._pause
 
-    def _price(self, rates: Sequence[float], cost: float) -> float:
-        """Of a token, in drafts' chances of acceptance, when all drafts that pay are taken."""
-        price = cost * len(rates)
-        for _ in range(3):
-            lengths = [_chain(rate, price, self.most) for rate in rates]
-            gain = sum(_expected(rate, k) for rate, k in zip(rates, lengths, strict=True))
-            price = cost * (len(rates) + gain) / (1 + cost * sum(lengths))
-        return price
-
-    def _limit(self, state: Drafting, output: int, price: float) -> int:
-        length = _chain(state.rate, price, self.most)
-        if length:
+    def _limit(self, state: Drafting, output: int, share: float) -> int:
+        if self._gain(state) > share:
             state.pause = 0
-            return length
+            return self.most
         if not state.pause:
             state.pause = FIRST_PAUSE
             state.probe_at = output + state.pause
-        return min(PROBE, self.most) if output >= state.probe_at else 0
+        return self.most if output >= state.probe_at else 0
+
+    def _gain(self, state: Drafting) -> float:
+        """Accepted drafts of a whole chain."""
+        return sum(state.rate**i for i in range(1, self.most + 1))
 
     def proposed(self, state: Drafting, drafts: int) -> None:
         """The proposer had so many drafts for a sequence that was to have some."""
@@ -156,16 +144,3 @@ def _size(rows: int) -> int:
 def _mean(mean: float, value: float) -> float:
     """One step that took much longer than its kind does says nothing about the next ones."""
     return KEEP_TIME * mean + (1 - KEEP_TIME) * min(value, 3 * mean) if mean else value
-
-
-def _chain(rate: float, price: float, most: int) -> int:
-    """Drafts that are right often enough, one after the other."""
-    length, chance = 0, rate
-    while length < most and chance > price:
-        length, chance = length + 1, chance * rate
-    return length
-
-
-def _expected(rate: float, drafts: int) -> float:
-    """Accepted ones of so many drafts."""
-    return sum(rate**i for i in range(1, drafts + 1))

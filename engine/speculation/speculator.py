@@ -24,14 +24,12 @@ LOOK_EVERY = 8  # steps after which those sequences are asked again
 
 
 class Speculator:
-    """tokens: most drafts of a sequence in a step; max_seqs: nobody drafts where more sequences decode. padded:
-    see Control.
-    """
+    """control: how many drafts who gets; max_seqs: nobody drafts where more sequences decode."""
 
-    def __init__(self, proposer: Proposer, tokens: int, *, max_seqs: int, padded: bool = False) -> None:
-        self.stats = SpeculationStats(proposer.name, tokens)
+    def __init__(self, proposer: Proposer, control: Control, *, max_seqs: int) -> None:
+        self.stats = SpeculationStats(proposer.name, control.most)
         self._proposer = proposer
-        self._control = Control(tokens, padded=padded)
+        self._control = control
         self._max_seqs = max_seqs
         self._steps = 0
 

@@ -29,7 +29,7 @@ from engine.scheduler import Scheduler, SchedulerConfig
 from engine.sequence import Sequence
 from engine.speculation.speculator import Speculator
 from engine.stepper import Stepper
-from tests.guesses import Guesses
+from tests.guesses import Always, Guesses
 
 VOCAB, BLOCK, SEQS, LIMIT, DRAFTS = 48, 4, 4, 32, 3
 SPEC = parse_spec(
@@ -86,7 +86,7 @@ class Rig:
             self.runner.decode.capture()
         self.pool = BlockPool(blocks, BLOCK)
         self.scheduler = Scheduler(SchedulerConfig(token_budget=budget, max_seqs=SEQS, max_model_len=LIMIT), self.pool)
-        self.speculator = None if guesses is None else Speculator(guesses, DRAFTS, max_seqs=SEQS)
+        self.speculator = None if guesses is None else Speculator(guesses, Always(DRAFTS), max_seqs=SEQS)
         self.stepper = Stepper(
             self.scheduler, self.pool, self.runner, max_model_len=LIMIT, overlap=overlap, speculator=self.speculator
         )

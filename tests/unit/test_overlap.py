@@ -18,8 +18,12 @@ from common.types import FinishReason, SamplingParams, Token, ValidRequest
 from engine.block_pool import BlockPool
 from engine.scheduler import Item, Scheduler, SchedulerConfig
 from engine.sequence import Sequence
+from engine.speculation.chain import Chain
+from engine.speculation.speculator import Speculator
+from engine.speculation.verify import accepted_run
 from engine.step_result import SequenceOutput, StepResult
 from engine.stepper import ItemResult, Stepper
+from tests.guesses import Always, Guesses
 
 FINGERPRINT = "00" * 16
 VOCAB = 11
@@ -93,36 +97,46 @@ class Device:
         return [self._compute(*row) for row in rows]
 
     def _compute(self, item: Item, slot: int, blocks: list[int], known: list[int]) -> ItemResult:
-        tokens = known if len(known) == item.num_new else [*known, self.last[slot]]
-        for position, token in enumerate(tokens, item.start):
+        tokens = known if len(known) == item.num_new - len(item.drafts) else [*known, self.last[slot]]
+        for position, token in enumerate([*tokens, *item.drafts], item.start):
             before = self.kv[self._at(blocks, position - 1)] if position else 0
             self.kv[self._at(blocks, position)] = state([token], before)
         if not item.sample:
             return ItemResult(item.seq.request_id not in self.poisoned)
         end = item.start + item.num_new
-        token = self.last[slot] = self.kv[self._at(blocks, end - 1)] % VOCAB
+        sampled = [self.kv[self._at(blocks, i)] % VOCAB for i in range(end - 1 - len(item.drafts), end)]
+        run = accepted_run(item.drafts, sampled)
+        self.last[slot] = run[-1]
         if item.seq.request_id in self.poisoned:
             return ItemResult(False)
-        return ItemResult(True, (Token(item.seq.num_output, token),))
+        return ItemResult(True, tuple(Token(item.seq.num_output + i, token) for i, token in enumerate(run)))
 
     def _at(self, blocks: list[int], position: int) -> tuple[int, int]:
         return blocks[position // self.size], position % self.size
 
 
 class World:
-    """Engine-like: a stepper, and what its hook saw."""
+    """Engine-like: a stepper, and what its hook saw. drafts: most of a sequence in a step."""
 
-    def __init__(self, *, overlap: bool, blocks: int = 60, size: int = 4, budget: int = 16, seqs: int = 4) -> None:
+    def __init__(
+        self, *, overlap: bool, blocks: int = 60, size: int = 4, budget: int = 16, seqs: int = 4, drafts: int = 0
+    ) -> None:
         self.size = size
         self.device = Device(size)
         self.pool = BlockPool(blocks, size)
         self.scheduler = Scheduler(SchedulerConfig(token_budget=budget, max_seqs=seqs, max_model_len=60), self.pool)
-        self.stepper = Stepper(self.scheduler, self.pool, self.device, max_model_len=60, overlap=overlap)
+        self.answers: dict[str, list[int]] = {}
+        guesses = Guesses(self.answers, vocab=VOCAB)
+        self.speculator = Speculator(guesses, Always(drafts), max_seqs=seqs) if drafts else None
+        self.stepper = Stepper(
+            self.scheduler, self.pool, self.device, max_model_len=60, overlap=overlap, speculator=self.speculator
+        )
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, SequenceOutput] = {}
 
     def add(self, name: str, prompt: abc.Sequence[int], params: SamplingParams, *, hand_off: bool = False) -> Sequence:
         request = ValidRequest(name, "m", tuple(prompt), params)
+        self.answers[name] = answer(prompt, params)
         seq = Sequence(request, fingerprint=FINGERPRINT, block_size=self.size, hand_off=hand_off)
         self.scheduler.add(seq)
         return seq
@@ -138,6 +152,7 @@ class World:
             at = (lease.blocks[position // self.size], position % self.size)
             self.device.kv[at] = state(prompt[: position + 1])
         first = next_token(prompt)
+        self.answers[name] = answer(prompt, params)
         request = ValidRequest(name, "m", tuple(prompt), params)
         seq = Sequence(
             request, fingerprint=FINGERPRINT, block_size=self.size, lease=lease, computed=len(prompt), output=[first]
@@ -159,7 +174,12 @@ class World:
                 for position in range(seq.computed):  # what the hook may hand on is there
                     at = (seq.lease.blocks[position // self.size], position % self.size)
                     assert self.device.kv[at] == state(seq.tokens[: position + 1])
-            assert [t.index for t in output.tokens] == [len(self.tokens.get(name, []))] * len(output.tokens)
+            told = len(self.tokens.get(name, []))
+            assert [t.index for t in output.tokens] == list(range(told, told + len(output.tokens)))
+            assert output.accepted == max(0, len(output.tokens) - 1) <= output.proposed
+            if output.proposed and seq.finish is None and not seq.drafted:
+                assert seq.lease is not None
+                assert len(seq.lease.blocks) <= -(-len(seq.tokens) // self.size), "blocks for wrong drafts came back"
             self.tokens.setdefault(name, []).extend(t.id for t in output.tokens)
             if output.ended:
                 self.ends[name] = output
@@ -189,6 +209,44 @@ class World:
 
 
 GREEDY = SamplingParams(max_tokens=9)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_drafts_are_verified_several_at_a_time(overlap: bool) -> None:
+    world = World(overlap=overlap, drafts=4, blocks=200, budget=60)
+    params = SamplingParams(max_tokens=30)
+    for i in range(4):
+        world.add(str(i), [i, 2, 3], params)
+    world.drain()
+    assert world.tokens == {str(i): answer([i, 2, 3], params) for i in range(4)}
+    assert world.speculator is not None
+    assert 60 < world.speculator.stats.accepted < world.speculator.stats.proposed
+    assert world.device.launches < 25
+    assert world.stepper.counters.decode_tokens == 4 * 29
+    assert world.stepper.counters.discarded == 0, "nothing was launched ahead of a result that it depends on"
+
+
+def test_drafts_take_what_is_left_and_nobody_is_preempted_for_them() -> None:
+    world = World(overlap=False, drafts=4, blocks=9, size=4, budget=8)
+    seqs = [world.add(name, range(4), SamplingParams(max_tokens=12)) for name in "ab"]
+    while not all(seq.decoding for seq in seqs):
+        world.step()
+    items = world.scheduler.schedule({seq: Chain((1, 2, 3, 4, 5)) for seq in seqs}).items
+    assert [len(item.drafts) for item in items] == [5, 1], "a budget of eight is two tokens and six drafts"
+    assert all(item.start + item.num_new <= item.seq.allocated for item in items)
+    outside = world.pool.lease([], world.pool.available())
+    assert outside is not None
+    for item in items:
+        item.seq.launch(item.num_new, sample=True, drafts=len(item.drafts))
+    assert world.scheduler.drafters() == []
+    assert world.scheduler.schedule().items == [], "what follows drafts is not known yet"
+    for item in items:
+        item.seq.settle(item.num_new, sample=True, drafts=len(item.drafts))
+        item.seq.append(0)
+    (first, second) = world.scheduler.schedule({seq: Chain((1,) * 7) for seq in seqs}).items
+    assert first.start + first.num_new <= first.seq.allocated
+    assert second.start + second.num_new <= second.seq.allocated
+    assert [seq.preemptions for seq in seqs] == [0, 0]
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -350,11 +408,12 @@ arrivals = st.builds(
     budget=st.integers(2, 20),
     seqs=st.integers(1, 5),
     overlap=st.sampled_from([True, True, True, False]),
+    drafts=st.sampled_from([0, 0, 1, 4, 7]),
 )
 def test_every_load_gives_the_tokens_of_undisturbed_requests(
-    load: list[Arrival], blocks: int, size: int, budget: int, seqs: int, overlap: bool
+    load: list[Arrival], blocks: int, size: int, budget: int, seqs: int, overlap: bool, drafts: int
 ) -> None:
-    world = World(overlap=overlap, blocks=blocks * 4 // size, size=size, budget=budget, seqs=seqs)
+    world = World(overlap=overlap, blocks=blocks * 4 // size, size=size, budget=budget, seqs=seqs, drafts=drafts)
     now = 0
     while now < 45 or world.stepper.has_work:
         assert now < 2000, "starved"
