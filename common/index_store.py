@@ -95,11 +95,11 @@ class Keys:
 
 
 class Script:
-    """A Lua script of common/lua, run by its digest and loaded when the server does not know it (yet, or again)."""
+    """A Lua script, run by its digest and loaded when the server does not know it (yet, or again)."""
 
-    def __init__(self, *names: str) -> None:
+    def __init__(self, *names: str, directory: Path = Path(__file__).parent / "lua") -> None:
         """names: files whose texts follow each other, functions first."""
-        self._text = "".join((Path(__file__).parent / "lua" / f"{name}.lua").read_text("utf-8") for name in names)
+        self._text = "".join((directory / f"{name}.lua").read_text("utf-8") for name in names)
         self._sha = hashlib.sha1(self._text.encode(), usedforsecurity=False).hexdigest()
 
     async def run(self, client: Client, keys: Sequence[str], args: Sequence[Arg]) -> Any:

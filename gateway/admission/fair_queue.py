@@ -1,0 +1,182 @@
+"""Requests that wait, and who is next: fair between tenants by tokens, by priority, and nobody starves.
+
+Each tenant has a counter of the tokens that it got, divided by its weight; the next request is of the tenant that is
+behind, and a tenant that comes back is not given what it did not use: virtual token counters (Sheng et al., "Fairness
+in Serving Large Language Models", OSDI 2024), with weights. Tokens are counted when a request leaves the queue, as
+estimated, and corrected when it ends.
+
+Among waiting requests the highest priority goes first. Every AGING_TURNS-th turn ignores priorities, and is the tenant's
+oldest request: so one that waits behind k others, of whatever tenants and priorities, is out after a bounded number of
+turns, however many of higher priority keep coming. Pure: neither time nor an event loop.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+AGING_TURNS = 4
+MAX_IDLE_TENANTS = 4096  # whose counters are remembered
+
+
+@dataclass(eq=False, slots=True)
+class Waiting:
+    """One request. work: prompt tokens; cost: tokens that it will probably take, prompt and answer."""
+
+    tenant: str
+    weight: float
+    priority: int
+    work: int
+    cost: int
+    number: int = 0  # order of arrival
+
+
+@dataclass(slots=True)
+class _Tenant:
+    counter: float
+    weight: float = 1.0
+    cost: int = 0
+    work: int = 0
+    levels: dict[int, dict[Waiting, None]] = field(default_factory=dict)
+
+    def oldest(self) -> Waiting:
+        return min((next(iter(level)) for level in self.levels.values()), key=lambda entry: entry.number)
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """What would be served before a new request. own: of the same tenant; the rest is others'."""
+
+    cost: int
+    work: int
+    own_cost: int
+
+
+class FairQueue:
+    """See the top of this file."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, _Tenant] = {}
+        self._idle: dict[str, float] = {}  # counters of tenants of whom nobody waits
+        self._numbers = itertools.count(1)
+        self._turn = 0
+        self._floor = 0.0  # counter of the tenant that was served last, the least of those waiting
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[Waiting]:
+        return (e for tenant in self._waiting.values() for level in tenant.levels.values() for e in level)
+
+    def add(self, entry: Waiting) -> None:
+        """The request waits from now on."""
+        tenant = self._waiting.get(entry.tenant)
+        if tenant is None:
+            tenant = self._waiting[entry.tenant] = _Tenant(self._counter(entry.tenant))
+            self._idle.pop(entry.tenant, None)
+        entry.number = next(self._numbers)
+        tenant.weight = entry.weight
+        tenant.cost += entry.cost
+        tenant.work += entry.work
+        tenant.levels.setdefault(entry.priority, {})[entry] = None
+        self._size += 1
+
+    def remove(self, entry: Waiting) -> bool:
+        """It waits no more, and was not served; False when it did not wait."""
+        tenant = self._waiting.get(entry.tenant)
+        level = tenant.levels.get(entry.priority) if tenant is not None else None
+        if tenant is None or level is None or entry not in level:
+            return False
+        del level[entry]
+        if not level:
+            del tenant.levels[entry.priority]
+        tenant.cost -= entry.cost
+        tenant.work -= entry.work
+        self._size -= 1
+        if not tenant.levels:
+            del self._waiting[entry.tenant]
+            self._remember(entry.tenant, tenant.counter)
+        return True
+
+    def pop(self) -> Waiting | None:
+        """The next request, which counts as served."""
+        if not self._waiting:
+            return None
+        self._turn += 1
+        if self._turn % AGING_TURNS == 0:
+            tenant = min(self._waiting.values(), key=lambda t: (t.counter, t.oldest().number))
+            entry = tenant.oldest()
+        else:
+            top = max(priority for t in self._waiting.values() for priority in t.levels)
+            rivals = [t for t in self._waiting.values() if top in t.levels]
+            tenant = min(rivals, key=lambda t: (t.counter, next(iter(t.levels[top])).number))
+            entry = next(iter(tenant.levels[top]))
+        self._floor = max(self._floor, min(t.counter for t in self._waiting.values()))
+        tenant.counter += entry.cost / tenant.weight
+        self.remove(entry)
+        return entry
+
+    def served(self, entry: Waiting) -> None:
+        """It was served without waiting."""
+        self._idle[entry.tenant] = self._counter(entry.tenant)
+        self.correct(entry, entry.cost)
+
+    def correct(self, entry: Waiting, tokens: int) -> None:
+        """The tenant got so many tokens more than was counted for a request that was served (or less, below 0)."""
+        tenant = self._waiting.get(entry.tenant)
+        if tenant is not None:
+            tenant.counter += tokens / entry.weight
+        else:
+            self._remember(entry.tenant, self._idle.get(entry.tenant, self._floor) + tokens / entry.weight)
+
+    def ahead(self, entry: Waiting) -> Ahead:
+        """What would be served before this request if it came now, up to one request per tenant."""
+        mine = self._waiting.get(entry.tenant)
+        counter = self._counter(entry.tenant) if mine is None else mine.counter
+        own_cost, own_work = _above(mine, entry.priority) if mine is not None else (0, 0)
+        turn = counter + own_cost / entry.weight  # the counter at which its turn comes
+        cost, work = float(own_cost), float(own_work)
+        for name, tenant in self._waiting.items():
+            theirs, their_work = _above(tenant, entry.priority)
+            if name == entry.tenant or not theirs:
+                continue
+            higher, _ = _above(tenant, entry.priority + 1)
+            part = min(theirs, max(higher, tenant.weight * max(0.0, turn - tenant.counter)))
+            cost += part
+            work += their_work * part / theirs
+        return Ahead(int(cost), int(work), own_cost)
+
+    def spare(self, entry: Waiting) -> Waiting | None:
+        """Who has to go so that `entry` finds room: the newest of the tenant that waits with most for its weight.
+
+        None when that is the tenant of `entry`.
+        """
+        mine = self._waiting.get(entry.tenant)
+        least = ((mine.cost if mine is not None else 0) + entry.cost) / entry.weight
+        name, tenant = max(self._waiting.items(), key=lambda item: item[1].cost / item[1].weight)
+        if name == entry.tenant or tenant.cost / tenant.weight <= least:
+            return None
+        lowest = min(tenant.levels)
+        return next(reversed(tenant.levels[lowest]))
+
+    def _counter(self, tenant: str) -> float:
+        """Of a tenant of whom nobody waits: what it had, but not less than those that wait have."""
+        floor = min((t.counter for t in self._waiting.values()), default=self._floor)
+        return max(self._idle.get(tenant, floor), floor)
+
+    def _remember(self, tenant: str, counter: float) -> None:
+        self._idle[tenant] = counter
+        if len(self._idle) > MAX_IDLE_TENANTS:
+            self._idle = {name: c for name, c in self._idle.items() if c > self._floor}
+            while len(self._idle) > MAX_IDLE_TENANTS:
+                self._idle.pop(next(iter(self._idle)))
+
+
+def _above(tenant: _Tenant, priority: int) -> tuple[int, int]:
+    """Cost and work of what waits with this priority or a higher one."""
+    if min(tenant.levels) >= priority:
+        return tenant.cost, tenant.work
+    entries = [entry for level, entries in tenant.levels.items() if level >= priority for entry in entries]
+    return sum(entry.cost for entry in entries), sum(entry.work for entry in entries)

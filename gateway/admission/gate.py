@@ -1,0 +1,246 @@
+"""Lets requests of one model through to its pods: at once while these keep up, in fair order otherwise, or not at all.
+
+A request goes through when fewer than max_running are out and the pods' prompt queue is shorter than AHEAD_S; so what
+must wait, waits here, where order can still be chosen. Whether it may wait is decided when it comes: if the first token
+is forecast later than its deadline, or than max_ttft_s, it is refused before anything is computed for it. One that no
+other request is in the way of is never refused: waiting would not help it. Whether there is room for its KV is the
+decode pods' to say.
+
+out -> through -> left                              (what enter returns is given back by exactly one leave)
+    -> waiting -> through | refused | its time over | its client gone
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from common.errors import BatonError, DeadlineExceeded, Overloaded, Unavailable
+from gateway.admission.caller import Caller
+from gateway.admission.fair_queue import FairQueue, Waiting
+from gateway.admission.outlook import Outlook
+from gateway.metrics import GatewayMetrics
+
+AHEAD_S = 1.0  # of prompts that pods may have in their queues: enough to keep them busy between two reports
+UNSEEN_S = 0.1  # a request that went through so lately may not be counted on a pod yet
+PATIENCE_S = 0.5  # nobody is refused for a wait as short as this
+TICK_S = (0.01, 0.25)  # how often the pods' queues are looked at while requests wait
+RATE_S = 10.0  # over which the speed of the queue is measured
+MEASURED_S = 1.0  # from which on it is believed
+MAX_RETRY_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateLimits:
+    """max_running: requests at pods at once, 0: any number. max_queue: that wait. max_ttft_s: 0: only deadlines count."""
+
+    max_running: int = 0
+    max_queue: int = 512
+    max_ttft_s: float = 120.0
+
+
+@dataclass(eq=False, slots=True)
+class _Place:
+    entry: Waiting
+    through: asyncio.Future[None]
+
+
+class _Speed:
+    """Tokens per second that leave the queue while requests wait, over about RATE_S."""
+
+    def __init__(self) -> None:
+        self._tokens = self._seconds = 0.0
+        self._at: float | None = None
+
+    def watch(self, now: float, waiting: bool) -> None:
+        """Time goes by; it counts while requests wait."""
+        if self._at is not None:
+            passed = now - self._at
+            keep = 1 / (1 + passed / RATE_S)
+            self._tokens, self._seconds = self._tokens * keep, (self._seconds + passed) * keep
+        self._at = now if waiting else None
+
+    def left(self, tokens: int) -> None:
+        """A request left the queue."""
+        self._tokens += tokens
+
+    @property
+    def per_s(self) -> float | None:
+        """None while not measured for long enough."""
+        return self._tokens / self._seconds if self._seconds >= MEASURED_S else None
+
+
+class Gate:
+    """One model's. held: how many prompt tokens of a request some pod has cached, asked only in doubt."""
+
+    def __init__(
+        self,
+        limits: GateLimits,
+        outlook: Outlook,
+        metrics: GatewayMetrics,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._limits = limits
+        self._outlook = outlook
+        self._metrics = metrics
+        self._clock = clock
+        self._queue = FairQueue()
+        self._places: dict[Waiting, _Place] = {}
+        self._running = 0
+        self._launched: deque[tuple[float, int]] = deque()
+        self._speed = _Speed()
+        self._moved = asyncio.Event()
+        self._pump: asyncio.Task[None] | None = None
+
+    @property
+    def waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self._queue)
+
+    async def enter(
+        self, caller: Caller, priority: int, work: int, cost: int, deadline: float, held: Callable[[], Awaitable[int]]
+    ) -> Waiting:
+        """Returns when the request may go to the pods; give it back to leave.
+
+        work: prompt tokens, cost: those that it will probably take with its answer. deadline: of the gate's clock.
+        Raises Overloaded when it would wait too long behind its own tenant's requests, Unavailable when behind others',
+        DeadlineExceeded when its time ends while it waits.
+        """
+        entry = Waiting(caller.tenant, caller.weight, priority, work, cost)
+        if not self._queue and self._open():
+            self._queue.served(entry)
+            self._let_through(entry)
+            return entry
+        await self._require_hope(entry, deadline, held)
+        began = self._clock()
+        self._wait(entry)
+        try:
+            async with asyncio.timeout(max(0.0, deadline - self._clock())):
+                await self._places[entry].through
+        except TimeoutError as e:
+            self._give_up(entry)
+            self._refused("deadline")
+            raise DeadlineExceeded("the request's time was over before it was its turn") from e
+        except BaseException:
+            self._give_up(entry)
+            raise
+        finally:
+            self._places.pop(entry, None)
+            self._metrics.admission_wait.observe(self._clock() - began)
+        return entry
+
+    def leave(self, entry: Waiting, used: int) -> None:
+        """The request has ended and took `used` tokens."""
+        self._running -= 1
+        self._queue.correct(entry, used - entry.cost)
+        self._moved.set()
+
+    def stop(self) -> None:
+        """Nobody is let through any more; those that wait are told by their own ends."""
+        if self._pump is not None:
+            self._pump.cancel()
+
+    # -- who goes through
+
+    def _open(self) -> bool:
+        """The pods want one more."""
+        if not self._running:
+            return True
+        if 0 < self._limits.max_running <= self._running:
+            return False
+        return self._outlook.queue_s(self._unseen()) < AHEAD_S
+
+    def _unseen(self) -> int:
+        now = self._clock()
+        while self._launched and now - self._launched[0][0] > UNSEEN_S:
+            self._launched.popleft()
+        return sum(work for _, work in self._launched)
+
+    def _let_through(self, entry: Waiting) -> None:
+        self._running += 1
+        self._launched.append((self._clock(), entry.work))
+
+    def _wait(self, entry: Waiting) -> None:
+        self._speed.watch(self._clock(), bool(self._queue))
+        self._queue.add(entry)
+        self._places[entry] = _Place(entry, asyncio.get_running_loop().create_future())
+        if self._pump is None or self._pump.done():
+            self._pump = asyncio.get_running_loop().create_task(self._work())
+
+    def _give_up(self, entry: Waiting) -> None:
+        """It will not go through; if it just was let through, its place is given back."""
+        if not self._queue.remove(entry) and self._places[entry].through.done():
+            if not self._places[entry].through.cancelled() and self._places[entry].through.exception() is None:
+                self.leave(entry, 0)
+
+    async def _work(self) -> None:
+        """Runs while requests wait."""
+        while self._queue:
+            self._moved.clear()
+            self._speed.watch(self._clock(), True)
+            while self._queue and self._open():
+                entry = self._queue.pop()
+                assert entry is not None
+                self._speed.left(entry.cost)
+                self._let_through(entry)
+                place = self._places[entry]
+                if place.through.cancelled():
+                    self.leave(entry, 0)
+                else:
+                    place.through.set_result(None)
+            ahead_s = self._outlook.queue_s(self._unseen()) - AHEAD_S
+            try:
+                async with asyncio.timeout(min(TICK_S[1], max(TICK_S[0], ahead_s))):
+                    await self._moved.wait()
+            except TimeoutError:
+                continue
+        self._speed.watch(self._clock(), False)
+
+    # -- who may wait
+
+    async def _require_hope(self, entry: Waiting, deadline: float, held: Callable[[], Awaitable[int]]) -> None:
+        """Raises when the request's first token is forecast too late, or there is no room to wait."""
+        limit_s = deadline - self._clock()
+        if self._limits.max_ttft_s:
+            limit_s = min(limit_s, self._limits.max_ttft_s)
+        wait_s = self._wait_s(entry)
+        compute_s = self._outlook.compute_s(entry.work)
+        if wait_s > PATIENCE_S and wait_s + compute_s > limit_s:
+            compute_s = self._outlook.compute_s(max(1, entry.work - await held()))
+            wait_s = self._wait_s(entry)
+        late_s = wait_s + compute_s - limit_s
+        if wait_s > PATIENCE_S and late_s > 0:
+            self._refused("forecast")
+            raise self._refusal(entry, f"the first token would take about {wait_s + compute_s:.3g} s", late_s)
+        if len(self._queue) >= self._limits.max_queue:
+            spare = self._queue.spare(entry)
+            self._refused("queue")
+            error = self._refusal(spare or entry, f"{len(self._queue)} requests are waiting", wait_s)
+            if spare is None:
+                raise error
+            self._queue.remove(spare)
+            self._places[spare].through.set_exception(error)
+
+    def _wait_s(self, entry: Waiting) -> float:
+        """Seconds until it would be this request's turn, and a pod ready for it."""
+        self._speed.watch(self._clock(), bool(self._queue))
+        ahead, queue_s = self._queue.ahead(entry), self._outlook.queue_s(self._unseen())
+        speed, rate = self._speed.per_s, self._outlook.rate()
+        if not self._queue:
+            return queue_s
+        if speed is not None:
+            return queue_s + (ahead.cost / speed if speed > 0 else MAX_RETRY_S + self._limits.max_ttft_s)
+        return queue_s + (ahead.work / rate if rate > 0 else 0.0)
+
+    def _refusal(self, entry: Waiting, why: str, retry_s: float) -> BatonError:
+        """Whose fault it is decides: a tenant with requests of its own in the queue has to slow down."""
+        retry_s = min(MAX_RETRY_S, max(1.0, retry_s))
+        if self._queue.ahead(entry).own_cost or not entry.tenant:
+            return Overloaded(f"too many requests at once: {why}", retry_after_s=retry_s)
+        return Unavailable(f"the servers are overloaded: {why}", retry_after_s=retry_s)
+
+    def _refused(self, by: str) -> None:
+        self._metrics.rejections.labels(by).inc()
