@@ -209,6 +209,13 @@ def gateway(
     response_memory: Annotated[
         str | None, _opt("Most that the kept responses of one tenant take (default 64MiB).", metavar="SIZE")
     ] = None,
+    max_running: Annotated[
+        str | None, _opt("Most requests at the pods at once; others wait in fair order (default: any).", metavar="N")
+    ] = None,
+    max_queue: Annotated[str | None, _opt("Most requests that wait per model (default 512).", metavar="N")] = None,
+    max_ttft_s: Annotated[
+        str | None, _opt("Refuse at once what would wait longer for a token (default 120).", metavar="N")
+    ] = None,
     routing_policy: RoutingPolicy = None,
     drain_s: DrainS = None,
     log_level: Logs = None,

@@ -352,9 +352,13 @@ class GatewayConfig(_Config):
 
     grpc_port 0: no public gRPC. model: directory (or known name) with tokenizer and chat template. models: several of
     them as NAME=DIR, instead of model and served_name; alias: further names as NAME=MODEL. max_body_bytes: larger
-    bodies get 413. request_timeout_s: deadline of a request that sets none. max_inflight: more get 429.
+    bodies get 413. api_keys: files of API keys, or `redis` for those in redis; none: everybody may come in.
+    open_metrics: /metrics needs no key. request_timeout_s: deadline of a request that sets none. max_inflight: more get
+    429.
     response_ttl_s: how long /v1/responses are kept in redis; 0: not at all. response_memory: bytes of one tenant's.
-    routing_policy: what decides where requests go; all but cost are for comparison.
+    max_running: requests at pods at once, 0: any number; max_queue: that wait for it; max_ttft_s: a first token that
+    would come later is refused at arrival, 0: only the request's deadline counts. routing_policy: what decides where
+    requests go; all but cost are for comparison.
     """
 
     host: str = _setting(_HOST, "127.0.0.1")
@@ -374,6 +378,9 @@ class GatewayConfig(_Config):
     max_inflight: int = _setting(_integer(1, 1 << 20), 1024)
     response_ttl_s: float = _setting(_seconds(0, 30 * 86400), 3600.0)
     response_memory: int = _setting(_size(0), 64 * _MIB)
+    max_running: int = _setting(_integer(0, 1 << 20), 0)
+    max_queue: int = _setting(_integer(0, 1 << 20), 512)
+    max_ttft_s: float = _setting(_seconds(0, 86400), 120.0)
     routing_policy: str = _setting(_ROUTING, "cost")
     drain_s: float = _setting(_DRAIN, DEFAULT_DRAIN_S)
     log_level: str = _setting(_LOG_LEVEL, "info")

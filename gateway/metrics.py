@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 from common.telemetry import Metrics
 
 FAST_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 1.0)
@@ -23,7 +25,10 @@ class GatewayMetrics:
         self.output_tokens = m.counter("output_tokens", "Tokens generated")
         self.aborts = m.counter("aborts", "Requests ended before the pods were done", ["reason"])
         self.retries = m.counter("retries", "Further attempts after a failure", ["kind"])
-        self.rejections = m.counter("rejections", "Requests refused for load", ["by"])
+        self.rejections = m.counter("rejections", "Requests refused for load or by a limit", ["by"])
+        self.admission_wait = m.histogram("admission_wait_seconds", "Time in the gateway's queue, of those that waited")
+        self.limits_alone = m.counter("limits_without_redis", "Requests held against this gateway's own counts")
+        self.tenant_tokens = m.counter("tenant_tokens", "Tokens of requests with an API key", ["tenant", "kind"])
         self.routing = m.histogram("routing_seconds", "What routing adds to a request", ["step"], FAST_BUCKETS)
         self.predicted_hits = m.counter("prefix_hit_tokens_predicted", "Cached prompt tokens that routing expected")
         self.actual_hits = m.counter("prefix_hit_tokens_actual", "Cached prompt tokens that pods found")
@@ -38,6 +43,10 @@ class GatewayMetrics:
         )
         self._index_mode = m.gauge("kv_index_mode", "1 for how requests are routed now", ["mode"])
         self.index_mode("hash")
+
+    def watch_queue(self, waiting: Callable[[], Iterable[tuple[tuple[str, ...], float]]]) -> None:
+        """waiting: ((model,), requests in its queue) of every model."""
+        self.base.sampled_gauge("admission_waiting", "Requests in the gateway's queue", waiting, ["model"])
 
     def hits(self, predicted: int, actual: int) -> None:
         """Cached tokens of one prompt."""

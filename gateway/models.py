@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from common.chat_template import ChatTemplate
 from common.errors import ConfigError, ModelNotFound
+from gateway.admission.gate import Gate
 from gateway.pipeline import Pipeline
 from gateway.pods import PodTable
 from gateway.tokenizer import TextTokenizer
@@ -29,11 +30,12 @@ class ModelText:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """One model with the pods that serve it. created: seconds since the epoch."""
+    """One model with the pods that serve it and the gate before them. created: seconds since the epoch."""
 
     text: ModelText
     table: PodTable
     pipeline: Pipeline
+    gate: Gate
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property

@@ -118,6 +118,11 @@ class Pod:
         """May be asked to prefill for others."""
         return self.serving and self.info is not None and self.info.role is Role.PREFILL
 
+    @property
+    def computes(self) -> bool:
+        """Prompts may be computed here."""
+        return self.serving and self.info is not None and self.info.role is not Role.DECODE
+
     def start(self) -> None:
         """Starts watching."""
         self._spawn(self._watch())

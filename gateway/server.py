@@ -24,6 +24,7 @@ from common.models import resolve_model, served_name
 from common.pb import inference_pb2_grpc
 from common.prefix_index import IndexReader
 from common.rpc import RpcServer
+from gateway.admission.gate import GateLimits
 from gateway.admission.key_ring import KeyRing
 from gateway.app import build_app
 from gateway.grpc_service import InferenceServicer
@@ -79,6 +80,8 @@ def settings_of(config: GatewayConfig) -> Settings:
         max_inflight=config.max_inflight,
         max_body_bytes=config.max_body_bytes,
         open_metrics=config.open_metrics,
+        redis=config.redis,
+        gate=GateLimits(max_running=config.max_running, max_queue=config.max_queue, max_ttft_s=config.max_ttft_s),
         routing_policy=config.routing_policy,
     )
 

@@ -19,7 +19,11 @@ from common.errors import BatonError, Cancelled, InvalidRequest, Overloaded, Per
 from common.prefix_index import IndexReader
 from common.types import FinishReason, ValidRequest
 from gateway.admission.caller import Caller
+from gateway.admission.gate import Gate, GateLimits
 from gateway.admission.key_ring import KeyRing
+from gateway.admission.limiter import TIMEOUT_S, Limiter
+from gateway.admission.outlook import PodOutlook
+from gateway.admission.permit import Permit, Size
 from gateway.cache_reset import Reset, reset_prefix_caches
 from gateway.metrics import GatewayMetrics
 from gateway.models import Models, ModelText, ServedModel
@@ -49,6 +53,9 @@ class Settings:
     max_inflight: int = 1024
     max_body_bytes: int = 8 << 20
     open_metrics: bool = True
+    redis: str | None = None
+    limits_timeout_s: float = TIMEOUT_S
+    gate: GateLimits = field(default_factory=GateLimits)
     routing_policy: str = "cost"
 
 
@@ -94,9 +101,13 @@ class Ticket:
     affinity: requests with the same one had better meet the same pods. headers: what the answer's head says of limits.
     """
 
-    def __init__(self, timeline: Timeline, endpoint: str, deadline: float, caller: Caller, affinity: str = "") -> None:
+    def __init__(
+        self, timeline: Timeline, endpoint: str, deadline: float, caller: Caller, permit: Permit, affinity: str = ""
+    ) -> None:
         self.id = timeline.request_id
         self.caller = caller
+        self.permit = permit
+        self.choices: Sequence[Choice] = ()
         self.headers: dict[str, str] = {}
         self.timeline = timeline
         self.endpoint = endpoint
@@ -134,7 +145,7 @@ class Choice:
         self.reading = reading
         self._gateway = gateway
         self._ticket = ticket
-        self._spec = spec
+        self.spec = spec
         self.request = request
         self._output = self._new_output()
         self._run: Run | None = None
@@ -150,8 +161,8 @@ class Choice:
         return replace(usage, cached=run.cached_tokens, accepted=run.accepted, rejected=run.proposed - run.accepted)
 
     def _new_output(self) -> ChoiceOutput:
-        logprobs = self._spec.logprobs is not None
-        return ChoiceOutput(self.model.tokenizer, self._spec.stop, logprobs=logprobs, reading=self.reading)
+        logprobs = self.spec.logprobs is not None
+        return ChoiceOutput(self.model.tokenizer, self.spec.stop, logprobs=logprobs, reading=self.reading)
 
     def __aiter__(self) -> Self:
         return self
@@ -251,9 +262,12 @@ class Gateway:
             alone = len(texts) == 1
             table = PodTable(settings.pods, index, gateway_id=gateway_id, model=text.name, alone=alone)
             router = Router(table, self.metrics, policy=settings.routing_policy)
-            return ServedModel(text, table, Pipeline(router, self.metrics, gateway_id=gateway_id))
+            gate = Gate(settings.gate, PodOutlook(table, time.monotonic), self.metrics)
+            return ServedModel(text, table, Pipeline(router, self.metrics, gateway_id=gateway_id), gate)
 
         self.models = Models([served(text) for text in texts], settings.aliases)
+        self.metrics.watch_queue(lambda: [((model.name,), model.gate.waiting) for model in self.models])
+        self._limiter = Limiter(settings.redis, self.metrics, timeout_s=settings.limits_timeout_s)
         self.draining = False
         self._index = index
         self._tickets: dict[str, Ticket] = {}
@@ -263,6 +277,7 @@ class Gateway:
     async def start(self) -> None:
         """Begins to look for pods and keys."""
         await self.keys.start()
+        await self._limiter.start()
         for model in self.models:
             await model.table.start()
 
@@ -284,6 +299,8 @@ class Gateway:
         for model in self.models:
             await model.pipeline.stop()
             await model.table.stop()
+            model.gate.stop()
+        await self._limiter.stop()
         await self.keys.stop()
         if self._index is not None:
             await self._index.close()
@@ -325,7 +342,8 @@ class Gateway:
             raise Overloaded("too many requests are being served", retry_after_s=1.0)
         timeline = Timeline(secrets.token_hex(12), client_id, endpoint, caller.tenant)
         limit = self.settings.request_timeout_s
-        ticket = Ticket(timeline, endpoint, timeline.start + min(limit, timeout_s or limit), caller, affinity)
+        permit = Permit(caller, timeline.request_id, self._limiter, self.metrics)
+        ticket = Ticket(timeline, endpoint, timeline.start + min(limit, timeout_s or limit), caller, permit, affinity)
         self._tickets[ticket.id] = ticket
         self.timelines.add(timeline)
         self.metrics.running.inc()
@@ -347,6 +365,8 @@ class Gateway:
             timeline.note(outcome=outcome)
             self.metrics.requests.labels(endpoint, outcome).inc()
             self.metrics.running.dec()
+            used = sum((choice.usage for choice in ticket.choices), Usage())
+            permit.release(used.prompt, used.completion)
             del self._tickets[ticket.id]
             if not self._tickets:
                 self._idle.set()
@@ -375,6 +395,24 @@ class Gateway:
             raise PermissionDenied(f"this API key may not use the model {name!r}", field="model")
         return model
 
+    async def enter(self, ticket: Ticket, model: ServedModel, choices: Sequence[Choice]) -> None:
+        """Returns when all of a request may go to the pods; see Permit.enter for what it raises."""
+        ticket.choices = choices
+        requests = [choice.request for choice in choices]
+        size = Size(
+            sum(request.prompt_len for request in requests),
+            sum(request.sampling.max_tokens * request.sampling.n for request in requests),
+            open_ended=any(choice.spec.max_tokens is None for choice in choices),
+        )
+
+        async def held() -> int:
+            plans = [await model.pipeline.router.plan(request, ticket.affinity) for request in requests]
+            return sum(plan.held for plan in plans)
+
+        priority = requests[0].priority
+        await ticket.permit.enter(model.gate, size, priority, ticket.deadline, ticket.headers, held)
+        ticket.timeline.mark("admitted")
+
     async def completion(self, ticket: Ticket, body: CompletionBody) -> list[Choice]:
         """One choice per prompt. Raises InvalidRequest, ModelNotFound, Unavailable."""
         model = self.model_for(ticket.caller, body.spec.model)
@@ -389,6 +427,7 @@ class Gateway:
             choices.append(
                 self._choice(ticket, model, body.spec, ids, limits, len(choices), COMPLETION_MAX_TOKENS, "prompt")
             )
+        await self.enter(ticket, model, choices)
         return choices
 
     async def chat(self, ticket: Ticket, body: ChatBody) -> list[Choice]:
@@ -398,7 +437,9 @@ class Gateway:
         text = model.template.render(body.messages, body.template_kwargs)
         _refuse_hopeless(text, model, limits, "messages")
         ids = await model.tokenizer.encode_async(text, add_special_tokens=False)
-        return [self._choice(ticket, model, body.spec, ids, limits, 0, None, "messages")]
+        choices = [self._choice(ticket, model, body.spec, ids, limits, 0, None, "messages")]
+        await self.enter(ticket, model, choices)
+        return choices
 
     def _choice(
         self,

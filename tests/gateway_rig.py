@@ -7,7 +7,7 @@ import functools
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +102,15 @@ async def rig(
     # A busy test machine misses the real time limit of 20 ms often; what follows then is tested with a stopped index.
     index = IndexReader(config.redis, timeout_s=index_timeout_s) if config.redis else None
     served = [ModelText(name, *texts(Path(directory))) for name, directory in config.served_models().items()]
-    server = GatewayServer(config, Gateway(settings_of(config), served, index, KeyRing(config.api_keys, config.redis)))
+    server = GatewayServer(
+        config,
+        Gateway(
+            replace(settings_of(config), limits_timeout_s=index_timeout_s),
+            served,
+            index,
+            KeyRing(config.api_keys, config.redis),
+        ),
+    )
     try:
         await server.start()
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=30) as http:

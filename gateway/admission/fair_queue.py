@@ -5,9 +5,9 @@ behind, and a tenant that comes back is not given what it did not use: virtual t
 in Serving Large Language Models", OSDI 2024), with weights. Tokens are counted when a request leaves the queue, as
 estimated, and corrected when it ends.
 
-Among waiting requests the highest priority goes first. Every AGING_TURNS-th turn ignores priorities, and is the tenant's
-oldest request: so one that waits behind k others, of whatever tenants and priorities, is out after a bounded number of
-turns, however many of higher priority keep coming. Pure: neither time nor an event loop.
+Among waiting requests the highest priority goes first. Every AGING_TURNS-th turn ignores priorities, and takes the
+tenant's oldest request: so one that waits is out after a bounded number of turns, however many of higher priority keep
+coming. Pure: neither time nor an event loop.
 """
 
 from __future__ import annotations

@@ -35,17 +35,11 @@ MAX_RETRY_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateLimits:
-    """max_running: requests at pods at once, 0: any number. max_queue: that wait. max_ttft_s: 0: only deadlines count."""
+    """max_running: requests at pods at once, 0: any number. max_queue: that wait. max_ttft_s 0: deadlines count."""
 
     max_running: int = 0
     max_queue: int = 512
     max_ttft_s: float = 120.0
-
-
-@dataclass(eq=False, slots=True)
-class _Place:
-    entry: Waiting
-    through: asyncio.Future[None]
 
 
 class _Speed:
@@ -88,7 +82,7 @@ class Gate:
         self._metrics = metrics
         self._clock = clock
         self._queue = FairQueue()
-        self._places: dict[Waiting, _Place] = {}
+        self._places: dict[Waiting, asyncio.Future[None]] = {}
         self._running = 0
         self._launched: deque[tuple[float, int]] = deque()
         self._speed = _Speed()
@@ -119,7 +113,7 @@ class Gate:
         self._wait(entry)
         try:
             async with asyncio.timeout(max(0.0, deadline - self._clock())):
-                await self._places[entry].through
+                await self._places[entry]
         except TimeoutError as e:
             self._give_up(entry)
             self._refused("deadline")
@@ -166,15 +160,16 @@ class Gate:
     def _wait(self, entry: Waiting) -> None:
         self._speed.watch(self._clock(), bool(self._queue))
         self._queue.add(entry)
-        self._places[entry] = _Place(entry, asyncio.get_running_loop().create_future())
+        self._places[entry] = asyncio.get_running_loop().create_future()
         if self._pump is None or self._pump.done():
             self._pump = asyncio.get_running_loop().create_task(self._work())
 
     def _give_up(self, entry: Waiting) -> None:
         """It will not go through; if it just was let through, its place is given back."""
-        if not self._queue.remove(entry) and self._places[entry].through.done():
-            if not self._places[entry].through.cancelled() and self._places[entry].through.exception() is None:
-                self.leave(entry, 0)
+        place = self._places[entry]
+        if self._queue.remove(entry) or not place.done() or place.cancelled() or place.exception() is not None:
+            return
+        self.leave(entry, 0)
 
     async def _work(self) -> None:
         """Runs while requests wait."""
@@ -187,10 +182,10 @@ class Gate:
                 self._speed.left(entry.cost)
                 self._let_through(entry)
                 place = self._places[entry]
-                if place.through.cancelled():
+                if place.cancelled():
                     self.leave(entry, 0)
                 else:
-                    place.through.set_result(None)
+                    place.set_result(None)
             ahead_s = self._outlook.queue_s(self._unseen()) - AHEAD_S
             try:
                 async with asyncio.timeout(min(TICK_S[1], max(TICK_S[0], ahead_s))):
@@ -222,7 +217,7 @@ class Gate:
             if spare is None:
                 raise error
             self._queue.remove(spare)
-            self._places[spare].through.set_exception(error)
+            self._places[spare].set_exception(error)
 
     def _wait_s(self, entry: Waiting) -> float:
         """Seconds until it would be this request's turn, and a pod ready for it."""

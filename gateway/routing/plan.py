@@ -73,6 +73,11 @@ class Plan:
         self._shared = shared
         self._affinity = affinity
 
+    @property
+    def held(self) -> int:
+        """Prompt tokens that some pod has, at most."""
+        return max((max(p.held.values(), default=0) for p in self._prompts.values()), default=0)
+
     async def place(self, request_id: str, avoid: Collection[str], tried: Collection[str]) -> Placement | None:
         """Chooses a pair (or one pod that does both) and books it; None when no pod is left for this request.
 

@@ -34,6 +34,7 @@ from common.lifecycle import Lifecycle
 from common.pb import inference_pb2, inference_pb2_grpc
 from common.types import FinishReason, Role, SamplingParams, ValidRequest
 from gateway import http_endpoint
+from gateway.admission.caller import ANONYMOUS
 from gateway.leg import Leg
 from gateway.streaming import Generate
 from gateway.timeline import Timeline
@@ -458,7 +459,7 @@ async def test_a_client_that_does_not_read_is_given_up_after_the_deadline(
             await never.wait()
 
     endpoint = http_endpoint.Endpoint(gw.gateway, "completions", Generate(gw.gateway, chat=False).serve)
-    scope = {"type": "http", "headers": [(b"x-request-timeout", b"0.3")]}
+    scope = {"type": "http", "headers": [(b"x-request-timeout", b"0.3")], "baton.caller": ANONYMOUS}
     async with asyncio.timeout(10):
         await endpoint(scope, receive, send)
         await gw.gateway.drain()  # returns once no permit is out

@@ -1,0 +1,172 @@
+"""The gateway's queue: shares by weight, priorities, and nobody starves."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.admission.fair_queue import AGING_TURNS, FairQueue, Waiting
+
+COST = 100  # the largest
+
+
+def entry(tenant: str, *, weight: float = 1.0, priority: int = 0, cost: int = 10) -> Waiting:
+    return Waiting(tenant, weight, priority, cost, cost)
+
+
+def popped(queue: FairQueue, count: int) -> list[Waiting]:
+    return [e for e in (queue.pop() for _ in range(count)) if e is not None]
+
+
+@given(
+    st.lists(st.sampled_from([0.5, 1.0, 2.0, 4.0]), min_size=2, max_size=5),
+    st.lists(st.integers(1, COST), min_size=1, max_size=20),
+    st.randoms(use_true_random=False),
+)
+def test_tenants_that_wait_all_the_time_get_their_shares(weights: list[float], costs: list[int], rng: object) -> None:
+    """After any number of turns no two of them are further apart, by weight, than two requests."""
+    queue, got = FairQueue(), Counter[str]()
+    for number, weight in enumerate(weights):
+        for _ in range(3):
+            queue.add(entry(str(number), weight=weight, cost=rng.choice(costs)))  # type: ignore[attr-defined]
+    for _ in range(200):
+        out = queue.pop()
+        assert out is not None
+        got[out.tenant] += out.cost
+        queue.add(entry(out.tenant, weight=out.weight, cost=rng.choice(costs)))  # type: ignore[attr-defined]
+    shares = [got[str(number)] / weight for number, weight in enumerate(weights)]
+    assert max(shares) - min(shares) <= 2 * COST / min(weights)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("abcd"), st.integers(-3, 3), st.integers(1, COST)), max_size=30),
+    st.lists(st.tuples(st.sampled_from("bcdef"), st.integers(4, 9), st.integers(1, COST)), min_size=1, max_size=8),
+)
+def test_no_request_starves_however_many_of_higher_priority_come(
+    waiting: list[tuple[str, int, int]], coming: list[tuple[str, int, int]]
+) -> None:
+    queue = FairQueue()
+    for tenant, priority, cost in waiting:
+        queue.add(entry(tenant, priority=priority, cost=cost))
+    victim = entry("a", priority=-9, cost=COST)
+    queue.add(victim)
+    # On its turns, every other tenant gets as much as stands before the victim before it is the victim's turn.
+    before = sum(cost for tenant, _, cost in waiting if tenant == "a") + COST
+    bound = AGING_TURNS * (len(waiting) + 1 + 6 * (before + COST))
+    for turn in range(bound):
+        tenant, priority, cost = coming[turn % len(coming)]
+        queue.add(entry(tenant, priority=priority, cost=cost))
+        if queue.pop() is victim:
+            return
+    raise AssertionError("the request starved")
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("add"), st.sampled_from("abc"), st.integers(-2, 2), st.integers(1, COST)),
+            st.tuples(st.just("pop"), st.just(""), st.just(0), st.just(0)),
+            st.tuples(st.just("remove"), st.just(""), st.integers(0, 50), st.just(0)),
+            st.tuples(st.just("correct"), st.sampled_from("abc"), st.just(0), st.integers(-COST, COST)),
+        ),
+        max_size=80,
+    )
+)
+def test_what_goes_in_comes_out_once(steps: list[tuple[str, str, int, int]]) -> None:
+    queue, inside, out = FairQueue(), [], []
+    for what, tenant, number, cost in steps:
+        if what == "add":
+            inside.append(entry(tenant, priority=number, cost=cost))
+            queue.add(inside[-1])
+        elif what == "pop":
+            top = queue.pop()
+            assert (top is None) == (not inside)
+            if top is not None:
+                inside.remove(top)
+                out.append(top)
+        elif what == "remove" and inside:
+            gone = inside.pop(number % len(inside))
+            assert queue.remove(gone)
+            assert not queue.remove(gone)
+        elif what == "correct":
+            queue.correct(entry(tenant), cost)
+        assert len(queue) == len(inside)
+        assert set(queue) == set(inside)
+        probe = entry("a", cost=7)
+        ahead = queue.ahead(probe)
+        assert 0 <= ahead.own_cost <= ahead.cost <= sum(e.cost for e in inside)
+    assert len({id(e) for e in out}) == len(out)
+    assert set(popped(queue, len(inside))) == set(inside)
+    assert queue.pop() is None
+
+
+def test_higher_priority_first_and_of_equals_the_oldest() -> None:
+    queue = FairQueue()
+    entries = [entry("t", priority=p) for p in (0, 2, 0, 1, 2)]
+    for e in entries:
+        queue.add(e)
+    order = popped(queue, 3)
+    assert order == [entries[1], entries[4], entries[3]]
+
+
+def test_a_tenant_that_comes_back_is_not_given_what_it_did_not_use() -> None:
+    queue = FairQueue()
+    for _ in range(50):
+        queue.add(entry("busy"))
+    popped(queue, 30)
+    for _ in range(20):
+        queue.add(entry("late"))
+    got = Counter(e.tenant for e in popped(queue, 20))
+    assert abs(got["busy"] - got["late"]) <= 1
+
+
+def test_what_a_request_really_took_counts() -> None:
+    queue = FairQueue()
+    for tenant in ("long", "short") * 20:
+        queue.add(entry(tenant))
+    got = Counter[str]()
+    for _ in range(24):
+        out = queue.pop()
+        assert out is not None
+        got[out.tenant] += 1
+        queue.correct(out, 20 if out.tenant == "long" else 0)  # thrice as many as was thought
+    assert got["short"] == 3 * got["long"]
+
+
+def test_a_forecast_counts_own_requests_and_the_fair_part_of_others() -> None:
+    queue = FairQueue()
+    for _ in range(100):
+        queue.add(entry("flood"))
+    assert queue.ahead(entry("small")).cost == 0
+    for _ in range(3):
+        queue.add(entry("small"))
+    ahead = queue.ahead(entry("small"))
+    assert (ahead.own_cost, ahead.cost) == (30, 60)
+    assert queue.ahead(entry("flood")).own_cost == 1000
+    assert queue.ahead(entry("small", priority=1)).cost == 0
+    for _ in range(4):
+        queue.add(entry("vip", priority=5))
+    assert queue.ahead(entry("new")).cost == 40
+
+
+def test_who_takes_most_of_a_full_queue_makes_room() -> None:
+    queue = FairQueue()
+    flood = [entry("flood") for _ in range(5)]
+    for e in (*flood, entry("other")):
+        queue.add(e)
+    assert queue.spare(entry("new")) is flood[-1]
+    assert queue.spare(entry("flood")) is None
+    assert queue.spare(entry("new", cost=50)) is None
+    assert queue.spare(entry("new", cost=60, weight=4.0)) is flood[-1]
+
+
+def test_counters_of_idle_tenants_are_bounded() -> None:
+    queue = FairQueue()
+    for number in range(10_000):
+        queue.add(entry(str(number)))
+        queue.pop()
+    assert len(queue._idle) <= 4096
+    assert math.isfinite(queue._floor)
