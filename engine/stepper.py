@@ -116,8 +116,8 @@ class Stepper(Generic[L]):
             result = self._settle(flight)
             if self._flight is not None:
                 self._flight = self._constrain(self._flight)
-            if self._overlap and not ahead and not any(output.ended for output in result.outputs):
-                self._flight = self._begin()
+            if self._overlap and not ahead and not any(o.ended or o.chunk_done for o in result.outputs):
+                self._flight = self._begin()  # nobody needs the leases that this may take away
             if result.outputs:
                 self._tell(result, hook)
                 return result
