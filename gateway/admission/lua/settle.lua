@@ -15,7 +15,7 @@ end
 local state = redis.call('HMGET', KEYS[1], 'tokens', 'tokens_at', 'day', 'spent')
 if state[1] and tpm > 0 then
   local level = math.min(tpm, tonumber(state[1]) + math.max(0, now - tonumber(state[2])) * tpm / 60000)
-  redis.call('HSET', KEYS[1], 'tokens', string.format('%.6f', math.min(tpm, level + unused)), 'tokens_at', now)
+  redis.call('HSET', KEYS[1], 'tokens', string.format('%.17g', math.min(tpm, level + unused)), 'tokens_at', now)
 end
 if state[3] == ARGV[6] then
   redis.call('HSET', KEYS[1], 'spent', string.format('%.0f', math.max(0, tonumber(state[4]) - unused)))

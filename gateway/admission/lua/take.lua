@@ -41,8 +41,8 @@ if not redis.call('ZSCORE', KEYS[2], id) then
     refused, wait = 'concurrent', 1000
   else
     requests, tokens, spent = requests - 1, tokens - cost, spent + cost
-    redis.call('HSET', KEYS[1], 'requests', string.format('%.6f', requests), 'requests_at', now,
-      'tokens', string.format('%.6f', tokens), 'tokens_at', now, 'day', day, 'spent', string.format('%.0f', spent))
+    redis.call('HSET', KEYS[1], 'requests', string.format('%.17g', requests), 'requests_at', now,
+      'tokens', string.format('%.17g', tokens), 'tokens_at', now, 'day', day, 'spent', string.format('%.0f', spent))
     redis.call('PEXPIRE', KEYS[1], 172800000)
     redis.call('ZADD', KEYS[2], now + life, id)
     redis.call('PEXPIRE', KEYS[2], 2 * life)

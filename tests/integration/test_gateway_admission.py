@@ -1,0 +1,236 @@
+"""Limits over REST and a real Valkey: shared by gateways, told in headers, kept while Valkey is away; and the queue."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from common.index_store import Script, connect
+from common.valkey import EmbeddedValkey
+from gateway.admission.buckets import DAY_MS, Buckets
+from gateway.admission.caller import Caller, KeyLimits
+from gateway.admission.key_store import KeyFile
+from gateway.admission.keys import mint
+from gateway.admission.limiter import _LUA, Limiter, _keys
+from gateway.metrics import GatewayMetrics
+from tests.fake_pods import fake_cluster
+from tests.gateway_rig import MODEL, Rig, rig, until
+
+
+@asynccontextmanager
+async def valkey_at(directory: Path) -> AsyncIterator[tuple[EmbeddedValkey, str]]:
+    valkey = EmbeddedValkey(0, directory)
+    url = await valkey.start()
+    try:
+        yield valkey, url
+    finally:
+        await valkey.stop()
+
+
+def key_file(path: Path, **tenants: dict[str, Any]) -> dict[str, dict[str, str]]:
+    """A file with one key per tenant; the headers of each."""
+    headers = {}
+    for tenant, fields in tenants.items():
+        key, record = mint(tenant, **fields)
+        KeyFile(path).add(record)
+        headers[tenant] = {"authorization": f"Bearer {key}"}
+    return headers
+
+
+async def ask(gw: Rig, headers: dict[str, str], **fields: Any) -> httpx.Response:
+    body = {"model": MODEL, "prompt": "Hello", "max_tokens": 5, **fields}
+    return await gw.http.post("/v1/completions", json=body, headers=headers)
+
+
+async def test_two_gateways_share_the_limits_of_a_key(smollm2_dir: Path, tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    headers = key_file(path, a={"requests_per_minute": 4}, b={"tokens_per_minute": 100}, c={"tokens_per_day": 20})
+    async with valkey_at(tmp_path) as (_, url), fake_cluster() as cluster:
+        settings: dict[str, Any] = {"api_keys": (str(path),), "redis": url}
+        async with rig(cluster, smollm2_dir, **settings) as one, rig(cluster, smollm2_dir, **settings) as two:
+            statuses = [(await ask((one, two)[i % 2], headers["a"])).status_code for i in range(6)]
+            assert statuses == [200] * 4 + [429] * 2
+            refused = await ask(one, headers["a"])
+            assert 1 <= int(refused.headers["retry-after"]) <= 16
+            assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+            assert refused.headers["x-ratelimit-limit-requests"] == "4"
+            assert refused.headers["x-ratelimit-remaining-requests"] == "0"
+            # Reserved with max_tokens, settled with what was used: 1 + 5 of 1 + 50.
+            first = await ask(one, headers["b"], max_tokens=50)
+            assert first.headers["x-ratelimit-remaining-tokens"] == "49"
+            assert first.headers["x-ratelimit-reset-tokens"].endswith("s")
+            assert first.json()["usage"]["total_tokens"] == 51
+            assert (await ask(two, headers["b"], max_tokens=99)).status_code == 429
+            cluster.script = lambda _request: [66, 2]  # ends at once
+            await until_asked(one, headers["b"], 200)
+            never = await ask(two, headers["b"], max_tokens=100)
+            assert (never.status_code, never.json()["error"]["param"]) == (400, "max_tokens")
+            assert (await ask(one, headers["c"], max_tokens=15)).status_code == 200
+            spent = await ask(two, headers["c"], max_tokens=19)
+            assert (spent.status_code, spent.json()["error"]["code"]) == (429, "insufficient_quota")
+            await one.settled()
+
+
+async def until_asked(gw: Rig, headers: dict[str, str], status: int) -> None:
+    """Settling is in the background."""
+    async with asyncio.timeout(30):
+        while (await ask(gw, headers, max_tokens=20)).status_code != status:
+            await asyncio.sleep(0.02)
+
+
+async def test_concurrent_requests_are_counted_across_gateways_and_come_back(smollm2_dir: Path, tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    headers = key_file(path, a={"concurrent": 2})["a"]
+    async with valkey_at(tmp_path) as (_, url), fake_cluster() as cluster:
+        settings: dict[str, Any] = {"api_keys": (str(path),), "redis": url}
+        async with rig(cluster, smollm2_dir, **settings) as one, rig(cluster, smollm2_dir, **settings) as two:
+            cluster.decodes[0].faults.stall_after = 1
+            tasks = [asyncio.create_task(ask(gw, headers)) for gw in (one, two)]
+            await until(lambda: len(cluster.decodes[0].seen.reserved) == 2)
+            assert (await ask(one, headers)).status_code == 429
+            tasks[0].cancel()
+            await asyncio.gather(tasks[0], return_exceptions=True)
+            cluster.decodes[0].faults.stall_after = None
+            async with asyncio.timeout(30):
+                while (await ask(two, headers)).status_code != 200:
+                    await asyncio.sleep(0.02)
+            tasks[1].cancel()
+            await asyncio.gather(tasks[1], return_exceptions=True)
+
+
+async def test_without_valkey_the_same_numbers_hold_and_nobody_gets_a_5xx(smollm2_dir: Path, tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    headers = key_file(path, a={"requests_per_minute": 10, "tokens_per_day": 1000})["a"]
+    async with (
+        valkey_at(tmp_path) as (valkey, url),
+        fake_cluster() as cluster,
+        rig(cluster, smollm2_dir, api_keys=(str(path),), redis=url, index_timeout_s=0.5) as gw,
+    ):
+        assert [(await ask(gw, headers)).status_code for _ in range(3)] == [200] * 3
+        burst = [asyncio.create_task(ask(gw, headers)) for _ in range(4)]
+        await valkey.stop()  # in the middle of limiting
+        statuses = [r.status_code for r in await asyncio.gather(*burst)]
+        statuses += [(await ask(gw, headers)).status_code for _ in range(8)]
+        assert set(statuses) == {200, 429}
+        assert 6 <= statuses.count(200) <= 8  # those before it are remembered; a few may come back meanwhile
+        assert gw.gateway.metrics.limits_alone._value.get() > 0
+        await gw.settled()
+
+
+async def test_the_scripts_say_what_the_buckets_say(tmp_path: Path) -> None:
+    """The same requests at the same times, in Lua and in Python."""
+    limits = KeyLimits(requests_per_minute=3, tokens_per_minute=100, tokens_per_day=260, concurrent=2)
+    caller, buckets, start = Caller(tenant="t", key_id="k", limits=limits), Buckets(), 20_000 * DAY_MS + 1
+    take, settle = Script("take", directory=_LUA), Script("settle", directory=_LUA)
+    per = (limits.requests_per_minute, limits.tokens_per_minute, limits.tokens_per_day, limits.concurrent)
+    async with valkey_at(tmp_path) as (_, url), connect(url, timeout_s=5.0) as client:
+
+        async def both_take(name: str, cost: int, at: int) -> str:
+            raw = await take.run(client, _keys(caller), (at, name, *per, cost, 10**9, 0, 0))
+            mine = buckets.take(limits, name, cost, at)
+            lua = (raw[0].decode(), *map(int, raw[1:]))
+            assert lua == (
+                mine.refused, mine.wait_ms, mine.requests, mine.requests_full_ms, mine.tokens, mine.tokens_full_ms,
+                mine.day,
+            ), (name, at - start)  # fmt: skip
+            return mine.refused
+
+        async def both_settle(name: str, cost: int, used: int, day: int, at: int) -> None:
+            args = (at, name, limits.tokens_per_minute, cost, used, day)
+            assert await settle.run(client, _keys(caller), args) == buckets.settle(limits, name, cost, used, day, at)
+
+        day = start // DAY_MS
+        seen = [await both_take("a", 60, start), await both_take("a", 60, start + 5)]
+        seen += [await both_take("b", 60, start + 10), await both_take("b", 30, start + 10)]
+        seen += [await both_take("c", 5, start + 20)]
+        await both_settle("a", 60, 20, day, start + 30_000)
+        await both_settle("a", 60, 20, day, start + 30_000)
+        seen += [await both_take("c", 90, start + 30_100)]
+        await both_settle("b", 30, 80, day, start + 30_200)
+        seen += [await both_take("d", 60, start + 30_300), await both_take("d", 1, start + 30_400)]
+        seen += [await both_take("e", 80, start + 90_000)]
+        await both_settle("c", 90, 1, day, start + DAY_MS)
+        await both_settle("e", 80, 1, day, start + DAY_MS)
+        seen += [await both_take("f", 100, start + DAY_MS), await both_take("g", 1, start + DAY_MS + 60_000)]
+        assert set(seen) == {"", "tokens", "concurrent", "day"}
+
+
+async def test_a_valkey_that_lost_a_days_spending_gets_it_back(tmp_path: Path) -> None:
+    caller = Caller(tenant="t", key_id="k", limits=KeyLimits(tokens_per_day=100))
+    async with valkey_at(tmp_path) as (_, url), connect(url, timeout_s=5.0) as raw:
+        limiter = Limiter(url, GatewayMetrics(), timeout_s=5.0)
+        await limiter.start()
+        try:
+            first = await limiter.take(caller, "a", 70, {})
+            assert first is not None
+            limiter.settle(first, 60)
+            await raw.flushall()
+            with pytest.raises(Exception, match="do not last"):
+                await limiter.take(caller, "b", 50, {})
+            assert await limiter.take(caller, "c", 40, {}) is not None
+        finally:
+            await limiter.stop()
+
+
+async def test_a_burst_beyond_capacity_is_refused_at_arrival_and_the_small_tenant_served(
+    smollm2_dir: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "keys.toml"
+    headers = key_file(path, flood={}, small={})
+    settings: dict[str, Any] = {"api_keys": (str(path),), "max_running": 2, "max_queue": 8}
+    async with fake_cluster() as cluster, rig(cluster, smollm2_dir, **settings) as gw:
+        cluster.decodes[0].faults.stall_after = 1
+        running = [asyncio.create_task(ask(gw, headers["flood"])) for _ in range(2)]
+        await until(lambda: len(cluster.decodes[0].seen.reserved) == 2)
+        limits = httpx.Limits(max_connections=200)
+        async with httpx.AsyncClient(base_url=gw.url, timeout=30, limits=limits) as http:
+            body = {"model": MODEL, "prompt": "Hello", "max_tokens": 5}
+            burst = [
+                asyncio.create_task(http.post("/v1/completions", json=body, headers=headers["flood"]))
+                for _ in range(100)
+            ]
+            await until(lambda: sum(task.done() for task in burst) == 92)
+            assert not any(task.done() for task in running)
+            refused = [task.result() for task in burst if task.done()]
+            assert {r.status_code for r in refused} == {429}
+            assert all(int(r.headers["retry-after"]) >= 1 for r in refused)
+            small = asyncio.create_task(http.post("/v1/completions", json=body, headers=headers["small"]))
+            await until(lambda: sum(task.done() for task in burst) == 93)  # the flood makes room for it
+            assert not small.done()
+            cluster.decodes[0].faults.stall_after = None
+            for task in running:
+                task.cancel()
+            assert (await small).status_code == 200
+            await asyncio.gather(*running, return_exceptions=True)
+            assert {r.status_code for r in await asyncio.gather(*burst)} == {200, 429}
+        text = (await gw.http.get("/metrics")).text
+        assert 'baton_rejections_total{by="queue"} 93.0' in text
+        assert 'baton_admission_waiting{model="smol"} 0.0' in text
+        assert 'baton_tenant_tokens_total{kind="output",tenant="small"} 5.0' in text
+        assert gw.gateway.models.first.gate._running == 0
+        await gw.settled()
+
+
+async def test_a_deadline_that_cannot_be_kept_is_said_before_prefill(smollm2_dir: Path) -> None:
+    async with fake_cluster() as cluster, rig(cluster, smollm2_dir) as gw:
+        cluster.prefills[0].faults.prefill_delay_s = 30.0
+        prompts = [[i + 1] * 1500 for i in range(12)]  # by the first guess of a pod's rate, 0.75 s each
+        tasks = [asyncio.create_task(gw.complete(prompt=p, max_tokens=1)) for p in prompts]
+        gate = gw.gateway.models.first.gate
+        await until(lambda: gate.waiting > 5)
+        before = len(cluster.prefills[0].seen.prefilled)
+        body = {"model": MODEL, "prompt": [7] * 1500, "max_tokens": 1}
+        late = await gw.http.post("/v1/completions", json=body, headers={"x-request-timeout": "2"})
+        assert (late.status_code, late.json()["error"]["type"]) == (429, "rate_limit_error")
+        assert len(cluster.prefills[0].seen.prefilled) == before
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await until(lambda: (gate.waiting, gate._running) == (0, 0))
+        await gw.settled()

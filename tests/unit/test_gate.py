@@ -1,0 +1,176 @@
+"""The gate before the pods: who goes through at once, who waits, who is refused at arrival, and what is given back."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+import pytest
+
+from common.errors import DeadlineExceeded, Overloaded, Unavailable
+from gateway.admission.caller import ANONYMOUS, Caller
+from gateway.admission.fair_queue import Waiting
+from gateway.admission.gate import Gate, GateLimits
+from gateway.metrics import GatewayMetrics
+
+A, B = (Caller(tenant=name, key_id=name) for name in "ab")
+
+
+@dataclass
+class Pods:
+    """What an Outlook says, settable."""
+
+    queued_s: float = 0.0
+    per_s: float = 1000.0
+
+    def queue_s(self, launched: int) -> float:
+        return self.queued_s + launched / self.per_s
+
+    def compute_s(self, tokens: int) -> float:
+        return tokens / self.per_s
+
+    def rate(self) -> float:
+        return self.per_s
+
+
+def gate(pods: Pods, **limits: float) -> Gate:
+    return Gate(GateLimits(**limits), pods, GatewayMetrics())  # type: ignore[arg-type]
+
+
+async def nothing() -> int:
+    return 0
+
+
+async def enter(
+    g: Gate, caller: Caller = ANONYMOUS, *, work: int = 10, wait_s: float = 60.0, priority: int = 0, held: int = 0
+) -> Waiting:
+    async def cached() -> int:
+        return held
+
+    return await g.enter(caller, priority, work, 2 * work, time.monotonic() + wait_s, cached)
+
+
+async def soon(g: Gate, caller: Caller = ANONYMOUS, **kwargs: float) -> asyncio.Task[Waiting]:
+    """One that has to wait."""
+    before = g.waiting
+    task = asyncio.create_task(enter(g, caller, **kwargs))  # type: ignore[arg-type]
+    while g.waiting == before and not task.done():
+        await asyncio.sleep(0)
+    return task
+
+
+async def test_those_that_the_pods_keep_up_with_do_not_wait() -> None:
+    g = gate(Pods())
+    entries = [await enter(g) for _ in range(50)]
+    for entry in entries:
+        g.leave(entry, 20)
+    assert g._running == 0
+
+
+async def test_max_running_lets_the_next_through_when_one_leaves_and_fairly() -> None:
+    g = gate(Pods(), max_running=1)
+    first = await enter(g)
+    waiting = [await soon(g, A) for _ in range(3)] + [await soon(g, B)]
+    assert g.waiting == 4
+    order: list[str] = []
+    for task, name in zip(waiting, "aaab", strict=True):
+        task.add_done_callback(lambda t, name=name: order.append(name))  # type: ignore[misc]
+    g.leave(first, 20)
+    while g.waiting or not all(task.done() for task in waiting):
+        await asyncio.sleep(0.005)
+        for task in waiting:
+            if task.done() and not getattr(task, "left", False):
+                task.left = True  # type: ignore[attr-defined]
+                g.leave(task.result(), 20)
+    assert order.index("b") <= 1
+    g.stop()
+
+
+async def test_while_pods_have_long_queues_requests_wait_here_but_never_all() -> None:
+    pods = Pods(queued_s=5.0)
+    g = gate(pods)
+    only = await enter(g)  # nothing else is out: waiting would not help
+    task = await soon(g)
+    await asyncio.sleep(0.05)
+    assert not task.done()
+    pods.queued_s = 0.0
+    second = await asyncio.wait_for(task, 20)
+    g.leave(only, 0)
+    g.leave(second, 0)
+
+
+async def test_a_forecast_beyond_the_deadline_or_max_ttft_is_refused_at_once() -> None:
+    pods = Pods(queued_s=5.0)
+    g = gate(pods, max_ttft_s=30)
+    await enter(g)
+    with pytest.raises(Overloaded) as late:
+        await enter(g, wait_s=3.0)
+    assert late.value.retry_after_s is not None
+    assert late.value.retry_after_s >= 1
+    waiting = [await soon(g, A, work=5000) for _ in range(4)]
+    with pytest.raises(Overloaded):  # its own requests are in the way
+        await enter(g, A, work=8000)
+    pods.queued_s = 29.0
+    with pytest.raises(Unavailable):  # others' are
+        await enter(g, B, work=2000)
+    cached = await soon(g, B, work=2000, held=1999)  # what a pod has need not be computed
+    assert not cached.done()
+    for task in (*waiting, cached):
+        task.cancel()
+    await asyncio.gather(*waiting, cached, return_exceptions=True)
+    assert g.waiting == 0
+    g.stop()
+
+
+async def test_a_stuck_queue_refuses_newcomers_and_an_idle_one_nobody() -> None:
+    g = gate(Pods(), max_running=1)
+    g._speed._seconds, g._speed._tokens = 5.0, 0.0  # measured: nothing has moved for seconds
+    await enter(g, work=10**6)  # nobody is in its way
+    task = await soon(g)
+    with pytest.raises(Overloaded):
+        await enter(g)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    g.stop()
+
+
+async def test_a_full_queue_refuses_whoever_takes_most_of_it() -> None:
+    g = gate(Pods(), max_running=1, max_queue=3)
+    await enter(g)
+    flood = [await soon(g, A) for _ in range(3)]
+    with pytest.raises(Overloaded):
+        await enter(g, A)
+    other = await soon(g, B)
+    with pytest.raises(Overloaded):
+        await flood[2]
+    assert not other.done()
+    for task in (*flood, other):
+        task.cancel()
+    await asyncio.gather(*flood, other, return_exceptions=True)
+    assert (g.waiting, g._places) == (0, {})
+    g.stop()
+
+
+async def test_deadlines_and_clients_that_go_leave_nothing_behind() -> None:
+    g = gate(Pods(), max_running=1, max_ttft_s=0)
+    first = await enter(g)
+    late, gone, stays = await soon(g, wait_s=0.2), await soon(g), await soon(g)
+    gone.cancel()
+    with pytest.raises(DeadlineExceeded):
+        await late
+    with pytest.raises(asyncio.CancelledError):
+        await gone
+    assert g.waiting == 1
+    g.leave(first, 0)
+    entry = await asyncio.wait_for(stays, 20)
+    # Let through and cancelled in the same turn of the loop: the place is given back.
+    both = await soon(g)
+    g.leave(entry, 0)
+    while not next(iter(g._places.values())).done():
+        await asyncio.sleep(0)
+    both.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await both
+    assert (g.waiting, g._running, g._places) == (0, 0, {})
+    g.stop()
