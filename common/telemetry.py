@@ -5,14 +5,18 @@ Nothing here is global: each service makes one Metrics and hands it to its parts
 
 from __future__ import annotations
 
+import math
 import threading
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from common.errors import ConfigError
 
@@ -64,6 +68,12 @@ class Metrics:
         """A distribution; the default buckets are seconds of latency."""
         return Histogram(PREFIX + name, help, labels, registry=self.registry, buckets=buckets)
 
+    def tally(self, name: str, help: str, buckets: Sequence[float] = LATENCY_BUCKETS) -> Tally:
+        """A distribution that is observed by one thread, for every token: without labels and locks."""
+        tally = Tally(PREFIX + name, help, buckets)
+        self.registry.register(tally)
+        return tally
+
     def sampled_gauge(
         self, name: str, help: str, read: Callable[[], Iterable[Sample]], labels: Sequence[str] = ()
     ) -> None:
@@ -94,6 +104,31 @@ class Metrics:
                 f"metrics_port: cannot listen on {host}:{port}: {e.strerror}", field="metrics_port"
             ) from e
         return MetricsServer(server, thread)
+
+
+class Tally(Collector):
+    """A histogram whose `observe` costs a tenth of prometheus_client's."""
+
+    def __init__(self, name: str, help: str, buckets: Sequence[float]) -> None:
+        self._name = name
+        self._help = help
+        self._bounds = (*buckets, math.inf)
+        self._counts = [0] * len(self._bounds)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        """Counts a value into its bucket; a bucket's bound belongs to it."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def describe(self) -> Iterable[Metric]:
+        return [HistogramMetricFamily(self._name, self._help)]
+
+    def collect(self) -> Iterable[Metric]:
+        buckets = list(zip(map(floatToGoString, self._bounds), accumulate(self._counts), strict=True))
+        family = HistogramMetricFamily(self._name, self._help)
+        family.add_metric([], buckets, self._sum)
+        return [family]
 
 
 class _Sampled(Collector):

@@ -86,7 +86,7 @@ class Leg:
         self._spawn = spawn
         self._request: ValidRequest = plan.request
         self._order = TokenOrder()
-        self._wake = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None  # of `next`
         self._error: BatonError | None = None
         self._placement: Placement | None = None
         self._decode: Pod | None = None
@@ -252,7 +252,7 @@ class Leg:
         finish = finish_from_pb(event.finish_reason)
         if finish is not None:
             self._order.end(finish)
-        self._wake.set()
+        self._wake()
 
     def _on_handed_off(self, event: prefill_pb2.HandedOff) -> None:
         self._timeline.mark(
@@ -267,17 +267,26 @@ class Leg:
     # -- what the decode pod says (gateway.pod.Sink)
 
     def deliver(self, delta: decode_pb2.SequenceDelta) -> None:
-        """News from the token stream."""
+        """News from the token stream. It comes for every token, so what happens once is told by cheap signs."""
         if not self._decode_heard:
             self._decode_heard = True
             self._timeline.mark("decode")
-        if delta.tokens and self._placement is not None:
+        tokens = [token_from_pb(token) for token in delta.tokens]
+        if tokens and not self._order.begun and self._placement is not None:
             self._placement.computed()  # the first token of a prompt that the decode pod computed
-        if delta.HasField("cached_tokens"):
+        if delta.cached_tokens:
             self.cached_tokens = delta.cached_tokens
-        self.proposed += delta.speculation.proposed
-        self.accepted += delta.speculation.accepted
-        self._order.put([token_from_pb(token) for token in delta.tokens])
+        if delta.HasField("speculation"):
+            self.proposed += delta.speculation.proposed
+            self.accepted += delta.speculation.accepted
+        self._order.put(tokens)
+        if self._order.pending > MAX_PENDING_TOKENS:
+            self.fail(Overloaded("the client reads too slowly"))
+        if delta.finish_reason:
+            self._on_finish(delta)
+        self._wake()
+
+    def _on_finish(self, delta: decode_pb2.SequenceDelta) -> None:
         finish = finish_from_pb(delta.finish_reason)
         if finish is FinishReason.ERROR:
             error = error_from_pb(delta.error) if delta.HasField("error") else InternalError("the decode pod failed")
@@ -288,15 +297,16 @@ class Leg:
             self.fail(Unavailable("the decode pod ended the request"))
         elif finish is not None:
             self._order.end(finish)
-        if self._order.pending > MAX_PENDING_TOKENS:
-            self.fail(Overloaded("the client reads too slowly"))
-        self._wake.set()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def fail(self, error: BatonError) -> None:
         """Ends this attempt; tokens that are in order already are still yielded first."""
         if self._error is None:
             self._error = error
-        self._wake.set()
+        self._wake()
 
     def stream_lost(self, error: BatonError) -> None:
         """The decode pod's token stream ended."""
@@ -318,8 +328,8 @@ class Leg:
                 return Delta(tokens, finish)
             if self._error is not None:
                 raise self._error
-            self._wake.clear()
-            await self._wake.wait()
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
 
     def close(self) -> None:
         """Gives everything back; idempotent."""

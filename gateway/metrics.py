@@ -18,7 +18,7 @@ class GatewayMetrics:
         self.requests = m.counter("requests", "Requests that ended, by endpoint and outcome", ["endpoint", "outcome"])
         self.running = m.gauge("requests_running", "Requests being served")
         self.ttft = m.histogram("ttft_seconds", "Arrival to the first token, per choice")
-        self.itl = m.histogram("itl_seconds", "Time between tokens, per step of a choice")
+        self.itl = m.tally("itl_seconds", "Time between tokens, per step of a choice")
         self.e2e = m.histogram("e2e_seconds", "Arrival to the last token, per choice")
         self.queue = m.histogram("queue_seconds", "Arrival at a prefill pod to its first chunk")
         self.prompt_tokens = m.counter("prompt_tokens", "Prompt tokens of answered requests")

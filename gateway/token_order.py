@@ -27,6 +27,11 @@ class TokenOrder:
         return len(self._ready) + len(self._early)
 
     @property
+    def begun(self) -> bool:
+        """Some token arrived."""
+        return self._seen > 0
+
+    @property
     def ended(self) -> bool:
         """The finish reason is known; tokens may still be missing."""
         return self._finish is not None
@@ -34,17 +39,21 @@ class TokenOrder:
     def put(self, tokens: Iterable[Token]) -> None:
         """Takes tokens in any order, as often as they come."""
         for token in tokens:
-            if token.index < self._next or token.index in self._early:
+            index = token.index
+            if index < self._next or index in self._early:
                 self.duplicates += 1
-            elif self._end is None or token.index < self._end:
-                self._early[token.index] = token
-                self._seen = max(self._seen, token.index + 1)
-                self._advance()
+            elif self._end is None or index < self._end:
+                self._seen = max(self._seen, index + 1)
+                if index == self._next:
+                    self._advance(token)
+                else:
+                    self._early[index] = token
 
-    def _advance(self) -> None:
-        while (token := self._early.pop(self._next, None)) is not None:
+    def _advance(self, token: Token | None) -> None:
+        while token is not None:
             self._ready.append(token)
             self._next += 1
+            token = self._early.pop(self._next, None) if self._early else None
 
     def end(self, reason: FinishReason) -> None:
         """The sequence ends with the last token that arrived so far; there is always at least one."""
