@@ -42,13 +42,19 @@ class ByteLevelDetokenizer:
         self._tokenizer = tokenizer
         self._keep = keep
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._clean = True  # no character is incomplete
 
     def feed(self, token_id: int) -> str:
+        if self._clean and token_id not in self._keep and (text := self._tokenizer.text(token_id)) is not None:
+            return text
         if token_id in self._tokenizer.special_ids and token_id not in self._keep:
             return ""
-        return self._decoder.decode(self._tokenizer.piece(token_id))
+        text = self._decoder.decode(self._tokenizer.piece(token_id))
+        self._clean = not self._decoder.getstate()[0]
+        return text
 
     def flush(self) -> str:
+        self._clean = True
         return self._decoder.decode(b"", final=True)
 
 

@@ -15,8 +15,7 @@ import asyncio
 import dataclasses
 import logging
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 
@@ -49,8 +48,7 @@ _log = logging.getLogger(__name__)
 Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(NamedTuple):
     """Tokens that are next in order. restart: everything before is void, another attempt begins."""
 
     tokens: Sequence[Token] = ()

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from common.types import FinishReason, Token
 from gateway.detokenizer import detokenizer
@@ -27,8 +28,7 @@ class ShownToken:
     offset: int
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """What one step adds to a choice; `tokens` are those generated (stop strings' included), `shown` may lag.
 
     deltas: what the text means, None where nothing but content is looked for.
@@ -36,7 +36,7 @@ class Piece:
 
     text: str
     shown: tuple[ShownToken, ...]
-    tokens: tuple[Token, ...]
+    tokens: Sequence[Token]
     finish: FinishReason | None = None
     deltas: tuple[Delta, ...] | None = None
 
@@ -51,6 +51,7 @@ class ChoiceOutput:
         self._reader = reading.reader() if reading else None
         self._scanner = StopScanner(stops)
         self._logprobs = logprobs
+        self._plain = not stops and not logprobs and reading is None  # nothing depends on where in the text a token begins
         self._pending: deque[ShownToken] = deque()
         self._length = 0  # characters detokenized
         self._released = 0  # characters given out
@@ -62,6 +63,10 @@ class ChoiceOutput:
 
         After a stop string `finish` is STOP whatever the pods say; tokens behind it are dropped.
         """
+        if self._plain and ended is None:
+            self.num_tokens += len(tokens)
+            feed = self._detokenizer.feed
+            return Piece("".join([feed(token.id) for token in tokens]), (), tokens)
         text: list[str] = []
         taken: list[Token] = []
         for token in tokens:

@@ -36,7 +36,7 @@ from gateway.routing.view import PodView
 INFO_PERIOD_S = 0.5
 INFO_TIMEOUT_S = 1.0
 HELLO_S = 0.3  # the pod's first answer to hello; older pods answer with the first batch only
-ACK_PERIOD_S = 0.02
+ACK_PERIOD_S = 0.1  # the pod waits for an acknowledgement after 256 batches only
 ABORT_TIMEOUT_S = 5.0
 REPEAT_ABORT_S = 2.0  # a sequence that still sends tokens this long after its abort is aborted again
 _BACKOFF_S = (0.05, 1.0)

@@ -66,6 +66,7 @@ class TextTokenizer:
         # Characters that one token can stand for; a normalizer may shorten a text, some by a lot.
         self.longest_token: int = max(map(len, raw.get_vocab())) * (1 if raw.normalizer is None else 16)
         self._pieces: dict[int, bytes] = {}
+        self._texts: dict[int, str | None] = {}
 
     def _find_eos(self, model_dir: Path) -> tuple[int, ...]:
         for name in ("generation_config.json", "config.json"):
@@ -100,6 +101,22 @@ class TextTokenizer:
         if piece is None:
             piece = self._pieces[token_id] = self._make_piece(token_id)
         return piece
+
+    def text(self, token_id: int) -> str | None:
+        """A token's own text, "" for a special one; None for one that holds a part of a character."""
+        try:
+            return self._texts[token_id]
+        except KeyError:
+            text = self._texts[token_id] = self._make_text(token_id)
+            return text
+
+    def _make_text(self, token_id: int) -> str | None:
+        if token_id in self.special_ids:
+            return ""
+        try:
+            return self.piece(token_id).decode()
+        except UnicodeDecodeError:
+            return None
 
     def _make_piece(self, token_id: int) -> bytes:
         added = self._added.get(token_id)
