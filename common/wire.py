@@ -159,9 +159,9 @@ def token_to_pb(token: Token) -> types_pb2.Token:
 
 def token_from_pb(pb: types_pb2.Token) -> Token:
     """One generated token from the wire."""
-    if not pb.top and not pb.HasField("logprob"):
-        return Token(pb.index, pb.id)
-    return Token(pb.index, pb.id, pb.logprob, tuple([TokenLogprob(t.token, t.logprob) for t in pb.top]))
+    logprob = pb.logprob if pb.HasField("logprob") else None
+    top = tuple([TokenLogprob(t.token, t.logprob) for t in pb.top]) if pb.top else ()
+    return Token(pb.index, pb.id, logprob, top)
 
 
 def prompt_logprobs_to_pb(found: PromptLogprobs) -> types_pb2.PromptLogprobs:

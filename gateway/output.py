@@ -51,7 +51,7 @@ class ChoiceOutput:
         self._reader = reading.reader() if reading else None
         self._scanner = StopScanner(stops)
         self._logprobs = logprobs
-        self._plain = not stops and not logprobs and reading is None  # nothing depends on where in the text a token begins
+        self._plain = not stops and not logprobs and reading is None  # where a token begins is all one
         self._pending: deque[ShownToken] = deque()
         self._length = 0  # characters detokenized
         self._released = 0  # characters given out
