@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
+from jinja2 import meta
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -41,46 +42,63 @@ def special_text(config: Mapping[str, Any], name: str) -> str:
     return token if isinstance(token, str) else ""
 
 
-def find_template(model_dir: Path, config: Mapping[str, Any]) -> str | None:
-    """Source of the chat template, None when the model has none (a base model)."""
+def find_templates(model_dir: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Sources of the chat templates by name; "default" serves all conversations, but those with tools are served by
+    "tool_use" where there is one. Empty when the model has none (a base model).
+    """
     path = model_dir / "chat_template.jinja"
+    named = {p.stem: p.read_text("utf-8") for p in sorted(model_dir.glob("additional_chat_templates/*.jinja"))}
     if path.is_file():
-        return path.read_text("utf-8")
+        return {**named, "default": path.read_text("utf-8")}
     template = config.get("chat_template")
-    if isinstance(template, list):  # several named ones: the default serves conversations without tools
-        named = {t["name"]: t["template"] for t in template if isinstance(t, dict) and {"name", "template"} <= t.keys()}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
+    if isinstance(template, list):
+        pairs = [(t.get("name"), t.get("template")) for t in template if isinstance(t, dict)]
+        return {name: text for name, text in pairs if isinstance(name, str) and isinstance(text, str)}
+    return {"default": template} if isinstance(template, str) else {}
 
 
 class ChatTemplate:
     """Renders conversations for one model, config being its tokenizer_config.json.
 
-    Raises ConfigError when the template does not compile.
+    source: of the template that gets tools, "" when there is none; takes_tools: it does something with them. Raises
+    ConfigError when a template does not compile.
     """
 
     def __init__(self, model_dir: Path, config: Mapping[str, Any]) -> None:
         self._names = {name: text for name in _SPECIAL if (text := special_text(config, name))}
-        source = find_template(model_dir, config)
+        sources = find_templates(model_dir, config)
+        self.source = sources.get("tool_use", sources.get("default", ""))
+        self.takes_tools = False
         self._template: jinja2.Template | None = None
-        if source is None:
+        self._with_tools: jinja2.Template | None = None
+        if "default" not in sources:
             return
         env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
         env.filters["tojson"] = _tojson
         env.globals["raise_exception"] = _raise_exception
         env.globals["strftime_now"] = _strftime_now
         try:
-            self._template = env.from_string(source)
+            self._template = self._with_tools = env.from_string(sources["default"])
+            if "tool_use" in sources:
+                self._with_tools = env.from_string(sources["tool_use"])
+            self.takes_tools = "tools" in meta.find_undeclared_variables(env.parse(self.source))
         except jinja2.TemplateError as e:
             raise ConfigError(f"model: the chat template does not compile: {e}", field="model") from e
 
-    def render(self, messages: Sequence[Mapping[str, Any]], kwargs: Mapping[str, Any] | None = None) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
         """The prompt for the assistant's next message. Raises InvalidRequest for what the template refuses."""
-        if self._template is None:
+        template = self._with_tools if tools else self._template
+        if template is None:
             raise InvalidRequest("this model has no chat template: it takes prompts, no messages", field="messages")
         try:
-            return self._template.render(
-                {**self._names, **(kwargs or {}), "messages": list(messages), "tools": None, "documents": None},
+            shown = None if tools is None else list(tools)
+            return template.render(
+                {**self._names, **(kwargs or {}), "messages": list(messages), "tools": shown, "documents": None},
                 add_generation_prompt=True,
             )
         except jinja2.TemplateError as e:

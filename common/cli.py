@@ -75,6 +75,13 @@ RoutingPolicy = Annotated[
     str | None,
     _opt("cost (default); round_robin, least_loaded, prefix_only to compare.", metavar="POLICY"),
 ]
+ToolParser = Annotated[
+    str | None,
+    _opt("How the model writes calls: auto (default), hermes, llama3_json, mistral, pythonic.", metavar="NAME"),
+]
+ReasoningParser = Annotated[
+    str | None, _opt("How the model marks what it thinks: auto (default), none, think, ...", metavar="NAME")
+]
 ApiKeys = Annotated[
     str | None, _opt("File of API keys (.toml or .json), or redis; default: everybody may come in.", metavar="FILE,...")
 ]
@@ -111,6 +118,8 @@ def up(
     threads: Threads = None,
     drain_s: DrainS = None,
     routing_policy: RoutingPolicy = None,
+    tool_parser: ToolParser = None,
+    reasoning_parser: ReasoningParser = None,
     log_dir: Annotated[str | None, _opt("Where the processes log; default: a new folder in the user's state.")] = None,
     log_level: Logs = None,
     once: Annotated[
@@ -217,6 +226,8 @@ def gateway(
         str | None, _opt("Refuse at once what would wait longer for a token (default 120).", metavar="N")
     ] = None,
     routing_policy: RoutingPolicy = None,
+    tool_parser: ToolParser = None,
+    reasoning_parser: ReasoningParser = None,
     drain_s: DrainS = None,
     log_level: Logs = None,
 ) -> None:

@@ -28,6 +28,9 @@ ENV_OTHERS = frozenset({"BATON_CACHE", "BATON_CONFIG"})  # read elsewhere, no fi
 DEFAULT_SECRET = "baton-loopback-only"
 DEFAULT_PORT = 8000  # of a gateway
 DEFAULT_DRAIN_S = 30.0
+# What gateway/tools/choose.py and gateway/reasoning.py know.
+TOOL_PARSERS = ("auto", "hermes", "llama3_json", "mistral", "pythonic")
+REASONING_PARSERS = ("auto", "none", "think", "deepseek_r1", "mistral", "seed_oss", "kimi")
 
 _FLAG = " on the command line"  # where a value came from; files and the environment have other words
 
@@ -176,6 +179,8 @@ _LOAD_FORMAT = _choice("auto", "dummy")
 _SEED = _integer(0, (1 << 31) - 1)
 _MODEL_LEN = _integer(0, 1 << 24)
 _ROUTING = _choice("cost", "round_robin", "least_loaded", "prefix_only")
+_TOOL_PARSER = _choice(*TOOL_PARSERS)
+_REASONING_PARSER = _choice(*REASONING_PARSERS)
 _LOG_LEVEL = _choice("debug", "info", "warning", "error")
 _DRAIN = _seconds(0, 3600)
 _THREADS = _integer(0, 1024)
@@ -357,8 +362,9 @@ class GatewayConfig(_Config):
     429.
     response_ttl_s: how long /v1/responses are kept in redis; 0: not at all. response_memory: bytes of one tenant's.
     max_running: requests at pods at once, 0: any number; max_queue: that wait for it; max_ttft_s: a first token that
-    would come later is refused at arrival, 0: only the request's deadline counts. routing_policy: what decides where
-    requests go; all but cost are for comparison.
+    would come later is refused at arrival, 0: only the request's deadline counts.
+    routing_policy: what decides where requests go; all but cost are for comparison. tool_parser, reasoning_parser: how
+    models write calls and reasoning sections; auto: told by each model's chat template.
     """
 
     host: str = _setting(_HOST, "127.0.0.1")
@@ -382,6 +388,8 @@ class GatewayConfig(_Config):
     max_queue: int = _setting(_integer(0, 1 << 20), 512)
     max_ttft_s: float = _setting(_seconds(0, 86400), 120.0)
     routing_policy: str = _setting(_ROUTING, "cost")
+    tool_parser: str = _setting(_TOOL_PARSER, "auto")
+    reasoning_parser: str = _setting(_REASONING_PARSER, "auto")
     drain_s: float = _setting(_DRAIN, DEFAULT_DRAIN_S)
     log_level: str = _setting(_LOG_LEVEL, "info")
 
@@ -446,6 +454,8 @@ class UpConfig(_Config):
     max_tokens: int = _setting(_integer(1, 1 << 24), 96)
     drain_s: float = _setting(_DRAIN, DEFAULT_DRAIN_S)
     routing_policy: str = _setting(_ROUTING, "cost")
+    tool_parser: str = _setting(_TOOL_PARSER, "auto")
+    reasoning_parser: str = _setting(_REASONING_PARSER, "auto")
     log_dir: str | None = _setting(_optional(_text("a directory", r".+")), None)
     secret: str = _setting(_SECRET, DEFAULT_SECRET)
     log_level: str = _setting(_LOG_LEVEL, "info")

@@ -109,6 +109,7 @@ class Stack:
                     specs.append(_spec(name, argv, role, port.address, probe, log_dir, child_env, POD))
             flags = {"host": config.host, "port": str(http.port), "grpc-port": str(grpc.port), **shared}
             flags["routing-policy"] = config.routing_policy
+            flags |= {"tool-parser": config.tool_parser, "reasoning-parser": config.reasoning_parser}
             flags["api-keys"] = ",".join(config.api_keys)
             reach = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
             probe = functools.partial(probes.http_ready, reach, http.port)

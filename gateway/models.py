@@ -9,10 +9,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
 
 from common.chat_template import ChatTemplate
 from common.errors import ConfigError, ModelNotFound
 from gateway.admission.gate import Gate
+from gateway.dialect import Dialect
 from gateway.pipeline import Pipeline
 from gateway.pods import PodTable
 from gateway.tokenizer import TextTokenizer
@@ -21,11 +24,19 @@ from gateway.validation import Limits
 
 @dataclass(frozen=True, slots=True)
 class ModelText:
-    """How one model's text becomes tokens. name: what its pods call it."""
+    """How one model's text becomes tokens, and a conversation text. name: what its pods call it."""
 
     name: str
     tokenizer: TextTokenizer
-    template: ChatTemplate
+    dialect: Dialect
+
+    @classmethod
+    def load(cls, name: str, model_dir: Path, *, tool_parser: str = "auto", reasoning_parser: str = "auto") -> Self:
+        """Of a model directory, which needs no weights. Raises ConfigError."""
+        tokenizer = TextTokenizer(model_dir)
+        template = ChatTemplate(model_dir, tokenizer.config)
+        dialect = Dialect(model_dir, tokenizer, template, tool_parser=tool_parser, reasoning_parser=reasoning_parser)
+        return cls(name, tokenizer, dialect)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +58,8 @@ class ServedModel:
         return self.text.tokenizer
 
     @property
-    def template(self) -> ChatTemplate:
-        return self.text.template
+    def dialect(self) -> Dialect:
+        return self.text.dialect
 
     def limits(self) -> Limits:
         """See PodTable.limits."""

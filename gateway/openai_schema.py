@@ -172,15 +172,21 @@ def _reasoning_json(text: str) -> Json:
 
 
 def _call_json(call_id: str, name: str, arguments: str) -> Json:
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"id": call_id, "type": "function", "function": _function_json(name, arguments)}
 
 
-def _delta_json(delta: Delta) -> Json:
+def _function_json(name: str, arguments: str) -> Json:
+    return {"name": name, "arguments": arguments}
+
+
+def _delta_json(delta: Delta, *, legacy: bool) -> Json:
     match delta:
         case ContentDelta(text) | BrokenCall(text=text):
             return {"content": text}
         case ReasoningDelta(text):
             return _reasoning_json(text)
+        case CallDelta(_, arguments, _, name) if legacy:
+            return {"function_call": _function_json(name, arguments) if name else {"arguments": arguments}}
         case CallDelta(index, arguments, call_id, name) if name:
             return {"tool_calls": [{"index": index, **_call_json(call_id, name, arguments)}]}
         case CallDelta(index, arguments):
@@ -188,9 +194,12 @@ def _delta_json(delta: Delta) -> Json:
 
 
 class ChatFormat:
-    """/v1/chat/completions."""
+    """/v1/chat/completions. legacy: the client knows function_call, not tool_calls."""
 
-    def __init__(self, request_id: str, model: str, tokenizer: TextTokenizer, *, logprobs: bool) -> None:
+    def __init__(
+        self, request_id: str, model: str, tokenizer: TextTokenizer, *, logprobs: bool, legacy: bool = False
+    ) -> None:
+        self._legacy = legacy
         self._id = f"chatcmpl-{request_id}"
         self._created = int(time.time())
         self._model = model
@@ -207,7 +216,7 @@ class ChatFormat:
                 "index": i,
                 "message": {"role": "assistant", "refusal": None, **self._message(a)},
                 "logprobs": self._logprobs_json(a.shown),
-                "finish_reason": finish_json(a.finish),
+                "finish_reason": self._finish(a.finish),
             }
             for i, a in enumerate(answers)
         ]
@@ -221,7 +230,9 @@ class ChatFormat:
         out: Json = {"content": content}
         if message.reasoning is not None:
             out |= _reasoning_json(message.reasoning)
-        if message.calls:
+        if message.calls and self._legacy:
+            out["function_call"] = _function_json(message.calls[0].name, message.calls[0].arguments)
+        elif message.calls:
             out["tool_calls"] = [_call_json(call.id, call.name, call.arguments) for call in message.calls]
         return out
 
@@ -231,7 +242,7 @@ class ChatFormat:
     def chunks(self, index: int, piece: Piece) -> list[Json]:
         out = []
         if piece.deltas is not None:
-            deltas = [_delta_json(delta) for delta in piece.deltas] or [{}] * bool(piece.shown)
+            deltas = [_delta_json(delta, legacy=self._legacy) for delta in piece.deltas] or [{}] * bool(piece.shown)
             out = [self._chunk(index, delta, () if i else piece.shown) for i, delta in enumerate(deltas)]
         elif piece.text or piece.shown:
             out.append(self._chunk(index, {"content": piece.text}, piece.shown))
@@ -242,11 +253,14 @@ class ChatFormat:
     def usage_chunk(self) -> Json:
         return {**self._chunk_head, "choices": []}
 
+    def _finish(self, finish: FinishReason | None) -> str | None:
+        return "function_call" if self._legacy and finish is FinishReason.TOOL_CALLS else finish_json(finish)
+
     def _chunk(
         self, index: int, delta: Json, shown: Sequence[ShownToken] = (), finish: FinishReason | None = None
     ) -> Json:
         logprobs = self._logprobs_json(shown) if shown else None
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_json(finish)}
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": self._finish(finish)}
         return {**self._chunk_head, "choices": [choice]}
 
     def _logprobs_json(self, shown: Sequence[ShownToken]) -> Json | None:

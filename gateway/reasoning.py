@@ -10,6 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from common.config import REASONING_PARSERS
 from common.errors import ConfigError
 from gateway.tools.emitter import split_at
 
@@ -31,7 +32,6 @@ STYLES = (
     ReasoningStyle("seed_oss", "<seed:think>", "</seed:think>"),
     ReasoningStyle("kimi", "◁think▷", "◁/think▷"),
 )
-NAMES = ("auto", "none", *(style.name for style in STYLES))
 
 
 def choose_reasoning(name: str, template: str, tokens: Collection[str]) -> ReasoningStyle | None:
@@ -43,7 +43,9 @@ def choose_reasoning(name: str, template: str, tokens: Collection[str]) -> Reaso
     for style in STYLES:
         if style.name == name:
             return style
-    raise ConfigError(f"reasoning_parser: {name!r} is not one of {', '.join(NAMES)}", field="reasoning_parser")
+    raise ConfigError(
+        f"reasoning_parser: {name!r} is not one of {', '.join(REASONING_PARSERS)}", field="reasoning_parser"
+    )
 
 
 class Section(Enum):

@@ -16,7 +16,6 @@ from collections.abc import Iterator
 
 import uvicorn
 
-from common.chat_template import ChatTemplate
 from common.config import GatewayConfig
 from common.errors import ConfigError
 from common.lifecycle import Lifecycle
@@ -33,7 +32,6 @@ from gateway.http_protocol import BoundedHttp
 from gateway.models import ModelText
 from gateway.responses.store import ResponseStore
 from gateway.service import Gateway, Settings
-from gateway.tokenizer import TextTokenizer
 
 STOP_S = 15.0
 GC_THRESHOLD = 20_000  # objects that may gather before the youngest are looked through
@@ -93,8 +91,8 @@ def make_gateway(config: GatewayConfig) -> Gateway:
     texts = []
     for name, model in config.served_models().items():
         model_dir = resolve_model(model, weights=False, say=_log.info)
-        tokenizer = TextTokenizer(model_dir)
-        texts.append(ModelText(name or served_name(model), tokenizer, ChatTemplate(model_dir, tokenizer.config)))
+        parsers = {"tool_parser": config.tool_parser, "reasoning_parser": config.reasoning_parser}
+        texts.append(ModelText.load(name or served_name(model), model_dir, **parsers))
     index = None if config.redis is None else IndexReader(config.redis)
     return Gateway(settings_of(config), texts, index, KeyRing(config.api_keys, config.redis))
 

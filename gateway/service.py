@@ -25,6 +25,7 @@ from gateway.admission.limiter import TIMEOUT_S, Limiter
 from gateway.admission.outlook import PodOutlook
 from gateway.admission.permit import Permit, Size
 from gateway.cache_reset import Reset, reset_prefix_caches
+from gateway.dialect import kept_special
 from gateway.metrics import GatewayMetrics
 from gateway.models import Models, ModelText, ServedModel
 from gateway.output import ChoiceOutput, Piece, ShownToken
@@ -417,6 +418,9 @@ class Gateway:
         """One choice per prompt. Raises InvalidRequest, ModelNotFound, Unavailable."""
         model = self.model_for(ticket.caller, body.spec.model)
         limits = model.limits()
+        if body.spec.grammar is not None:
+            await model.dialect.grammars.require(body.spec.grammar)
+        reading = None if body.spec.skip_special_tokens else kept_special(model.tokenizer)
         choices: list[Choice] = []
         for prompt in body.prompts:
             if isinstance(prompt, str):
@@ -424,8 +428,9 @@ class Gateway:
                 ids: Sequence[int] = await model.tokenizer.encode_async(prompt, add_special_tokens=True)
             else:
                 ids = prompt
+            number = len(choices)
             choices.append(
-                self._choice(ticket, model, body.spec, ids, limits, len(choices), COMPLETION_MAX_TOKENS, "prompt")
+                self._choice(ticket, model, body.spec, ids, limits, number, COMPLETION_MAX_TOKENS, "prompt", reading)
             )
         await self.enter(ticket, model, choices)
         return choices
@@ -434,10 +439,18 @@ class Gateway:
         """One choice. Raises InvalidRequest, ModelNotFound, Unavailable."""
         model = self.model_for(ticket.caller, body.spec.model)
         limits = model.limits()
-        text = model.template.render(body.messages, body.template_kwargs)
-        _refuse_hopeless(text, model, limits, "messages")
-        ids = await model.tokenizer.encode_async(text, add_special_tokens=False)
-        choices = [self._choice(ticket, model, body.spec, ids, limits, 0, None, "messages")]
+        talk = await model.dialect.converse(
+            body.messages,
+            body.template_kwargs,
+            body.tools,
+            body.spec.grammar,
+            include_reasoning=body.include_reasoning,
+            keep_special=not body.spec.skip_special_tokens,
+        )
+        _refuse_hopeless(talk.prompt, model, limits, "messages")
+        ids = await model.tokenizer.encode_async(talk.prompt, add_special_tokens=False)
+        spec = replace(body.spec, grammar=talk.grammar)
+        choices = [self._choice(ticket, model, spec, ids, limits, 0, None, "messages", talk.reading)]
         await self.enter(ticket, model, choices)
         return choices
 
@@ -451,6 +464,7 @@ class Gateway:
         number: int,
         default_max_tokens: int | None,
         prompt_field: str,
+        reading: Reading | None,
     ) -> Choice:
         caller = ticket.caller
         request = to_valid(
@@ -468,7 +482,7 @@ class Gateway:
             prompt_field=prompt_field,
         )
         ticket.timeline.mark("tokenized", prompt_tokens=request.prompt_len)
-        return Choice(self, model, ticket, spec, request)
+        return Choice(self, model, ticket, spec, request, reading)
 
 
 def _refuse_hopeless(text: str, model: ServedModel, limits: Limits, field: str) -> None:

@@ -7,6 +7,7 @@ behind; a stream that fails ends without [DONE].
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, closing, suppress
 from typing import Any
@@ -35,13 +36,14 @@ class Generate:
         """See http_endpoint.Endpoint."""
         gateway = self._gateway
         spec: Spec
+        make: Callable[..., Format] = CompletionFormat
         if self._chat:
             chat = parse_chat(body)
             spec, choices = chat.spec, await gateway.chat(ticket, chat)
+            make = functools.partial(ChatFormat, legacy=chat.tools is not None and chat.tools.legacy)
         else:
             completion = parse_completion(body)
             spec, choices = completion.spec, await gateway.completion(ticket, completion)
-        make: Callable[..., Format] = ChatFormat if self._chat else CompletionFormat
         form = make(ticket.id, spec.model, choices[0].model.tokenizer, logprobs=spec.logprobs is not None)
         if spec.stream:
             await _stream(choices, spec, form, response)

@@ -9,10 +9,12 @@ from typing import Any
 from common.errors import InvalidRequest
 from gateway.fields import Fields, wrong_type
 from gateway.http_endpoint import Response
+from gateway.messages import parse_messages
 from gateway.models import ServedModel
 from gateway.service import Gateway, Ticket
 from gateway.tokenizer import INLINE_CHARS
-from gateway.validation import parse_messages, parse_token_ids, refuse_unserved
+from gateway.tools.request import parse_declared
+from gateway.validation import parse_token_ids, refuse_unserved
 
 MAX_IDS = 1 << 20
 
@@ -21,7 +23,6 @@ _INERT: dict[str, tuple[object, ...]] = {
     "add_generation_prompt": (True,),
     "chat_template": (),
     "mm_processor_kwargs": (),
-    "tools": ([],),
 }
 
 
@@ -33,6 +34,7 @@ class TokenizeBody:
     prompt: str | None
     messages: tuple[dict[str, Any], ...] | None
     template_kwargs: dict[str, Any]
+    tools: tuple[dict[str, Any], ...]
     special: bool | None
     strings: bool
 
@@ -59,6 +61,7 @@ def parse_tokenize(body: object) -> TokenizeBody:
         prompt=prompt,
         messages=None if messages is None else parse_messages(messages),
         template_kwargs=fields.mapping("chat_template_kwargs") or {},
+        tools=parse_declared(fields, "tools"),
         special=fields.boolean("add_special_tokens"),
         strings=fields.boolean("return_token_strs") or False,
     )
@@ -89,7 +92,7 @@ class Tokenize:
             assert asked.prompt is not None, "one of both is there"
             text, special = asked.prompt, asked.special is not False
         else:
-            text = model.template.render(asked.messages, asked.template_kwargs)
+            text = model.dialect.render(asked.messages, asked.template_kwargs, asked.tools)
             special = asked.special or False
         tokens = await model.tokenizer.encode_async(text, add_special_tokens=special)
         ticket.timeline.mark("tokenized", prompt_tokens=len(tokens))

@@ -15,14 +15,16 @@ from typing import Any
 import orjson
 
 from common.errors import InvalidRequest
-from common.types import SamplingParams, ValidRequest
+from common.types import Grammar, SamplingParams, ValidRequest
 from gateway.fields import Fields, wrong_type
+from gateway.messages import parse_messages
+from gateway.structured import parse_structured
+from gateway.tools.request import ToolUse, parse_tools
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_LOGPROBS = 20
 MAX_PROMPTS = 64
-MAX_MESSAGES = 16384  # the template costs some 10 us for each, in the event loop
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 256
 MAX_SALT_CHARS = 256
@@ -58,6 +60,8 @@ class Spec:
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
+    grammar: Grammar | None = None
+    skip_special_tokens: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +74,13 @@ class CompletionBody:
 
 @dataclass(frozen=True, slots=True)
 class ChatBody:
-    """A checked /v1/chat/completions body; messages as the template takes them, content always text."""
+    """A checked /v1/chat/completions body; messages as the template takes them (see messages.py)."""
 
     spec: Spec
     messages: tuple[dict[str, Any], ...]
     template_kwargs: dict[str, Any] = field(default_factory=dict)
+    tools: ToolUse | None = None
+    include_reasoning: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +98,6 @@ class Limits:
 # Fields that OpenAI or other servers define, and the values that ask for nothing beyond what is served.
 _COMMON_INERT: dict[str, tuple[object, ...]] = {
     "n": (1,),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "structured_outputs": (),
     "prompt_logprobs": (0,),
     "use_beam_search": (False,),
 }
@@ -108,11 +109,6 @@ _COMPLETION_INERT: dict[str, tuple[object, ...]] = {
 }
 _CHAT_INERT: dict[str, tuple[object, ...]] = {
     **_COMMON_INERT,
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
@@ -149,7 +145,13 @@ def parse_chat(body: object) -> ChatBody:
         max_tokens=fields.integer(name, 1, INT32_MAX),
         max_tokens_field=name,
     )
-    return ChatBody(spec, parse_messages(fields.raw("messages")), fields.mapping("chat_template_kwargs") or {})
+    return ChatBody(
+        spec,
+        parse_messages(fields.raw("messages")),
+        fields.mapping("chat_template_kwargs") or {},
+        parse_tools(fields),
+        include_reasoning=fields.boolean("include_reasoning") is not False,
+    )
 
 
 def to_valid(
@@ -201,7 +203,9 @@ def to_valid(
         stop_token_ids=tuple(dict.fromkeys(stops)),
         logprobs=spec.logprobs,
     )
-    return ValidRequest(request_id, spec.model, tuple(prompt_ids), sampling, spec.cache_salt, spec.priority)
+    return ValidRequest(
+        request_id, spec.model, tuple(prompt_ids), sampling, spec.cache_salt, spec.priority, spec.grammar
+    )
 
 
 def refuse_unserved(fields: Fields, inert: Mapping[str, tuple[object, ...]]) -> None:
@@ -254,6 +258,8 @@ def _spec(
         stream=stream,
         include_usage=stream_fields.boolean("include_usage") or False,
         continuous_usage=continuous,
+        grammar=parse_structured(fields),
+        skip_special_tokens=fields.boolean("skip_special_tokens") is not False,
     )
 
 
@@ -348,61 +354,3 @@ def _prompts(value: object) -> tuple[Prompt, ...]:
             raise InvalidRequest("the prompt is empty", field="prompt")
         prompts.append(entry if isinstance(entry, str) else parse_token_ids(entry, "prompt"))
     return tuple(prompts)
-
-
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-
-
-def parse_messages(value: object) -> tuple[dict[str, Any], ...]:
-    """Messages as a chat template takes them. Raises InvalidRequest that names the place."""
-    if value is None:
-        raise InvalidRequest("messages is missing", field="messages")
-    if not isinstance(value, list):
-        raise wrong_type("messages", "an array of messages", value)
-    if not value:
-        raise InvalidRequest("messages is empty", field="messages")
-    if len(value) > MAX_MESSAGES:
-        raise InvalidRequest(f"messages may have at most {MAX_MESSAGES} entries", field="messages")
-    return tuple(_message(message, f"messages[{i}]") for i, message in enumerate(value))
-
-
-def _message(value: object, name: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise wrong_type(name, "an object", value)
-    role = value.get("role")
-    if not isinstance(role, str):
-        raise wrong_type(f"{name}.role", "a string", role)
-    if role not in _ROLES:
-        raise InvalidRequest(f"{name}.role must be one of {', '.join(_ROLES)}", field=f"{name}.role")
-    content = value.get("content")
-    calls = value.get("tool_calls")
-    if calls is not None and not isinstance(calls, list):
-        raise wrong_type(f"{name}.tool_calls", "an array", calls)
-    if content is None and not (role == "assistant" and calls):
-        raise InvalidRequest(f"{name}.content is missing", field=f"{name}.content")
-    message = {**value, "role": _ROLES[role], "content": _content(content, f"{name}.content")}
-    if calls is None:
-        message.pop("tool_calls", None)
-    return message
-
-
-def _content(value: object, name: str) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise wrong_type(name, "a string or an array of text parts", value)
-    texts: list[str] = []
-    for i, part in enumerate(value):
-        if not isinstance(part, dict):
-            raise wrong_type(f"{name}[{i}]", "an object", part)
-        kind = part.get("type")
-        if kind != "text":
-            shown = kind[:40] if isinstance(kind, str) else type(kind).__name__
-            raise InvalidRequest(f"{name}[{i}].type {shown!r} is not supported, only text", field=f"{name}[{i}].type")
-        text = part.get("text")
-        if not isinstance(text, str):
-            raise wrong_type(f"{name}[{i}].text", "a string", text)
-        texts.append(text)
-    return "\n".join(texts)

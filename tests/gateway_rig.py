@@ -14,10 +14,10 @@ from typing import Any
 import httpx
 import orjson
 
-from common.chat_template import ChatTemplate
 from common.config import GatewayConfig
 from common.prefix_index import IndexReader
 from gateway.admission.key_ring import KeyRing
+from gateway.dialect import Dialect
 from gateway.models import ModelText
 from gateway.pod import Pod
 from gateway.server import GatewayServer, settings_of
@@ -86,10 +86,10 @@ class Rig:
 
 
 @functools.cache
-def texts(model_dir: Path) -> tuple[TextTokenizer, ChatTemplate]:
-    """Tokenizer and template of a directory, loaded once."""
-    tokenizer = TextTokenizer(model_dir)
-    return tokenizer, ChatTemplate(model_dir, tokenizer.config)
+def texts(model_dir: Path, tool_parser: str = "auto", reasoning_parser: str = "auto") -> tuple[TextTokenizer, Dialect]:
+    """Tokenizer and dialect of a directory, loaded once."""
+    text = ModelText.load("", model_dir, tool_parser=tool_parser, reasoning_parser=reasoning_parser)
+    return text.tokenizer, text.dialect
 
 
 @asynccontextmanager
@@ -101,7 +101,8 @@ async def rig(
     config = GatewayConfig(**{**fields, **settings})
     # A busy test machine misses the real time limit of 20 ms often; what follows then is tested with a stopped index.
     index = IndexReader(config.redis, timeout_s=index_timeout_s) if config.redis else None
-    served = [ModelText(name, *texts(Path(directory))) for name, directory in config.served_models().items()]
+    parsers = config.tool_parser, config.reasoning_parser
+    served = [ModelText(name, *texts(Path(path), *parsers)) for name, path in config.served_models().items()]
     server = GatewayServer(
         config,
         Gateway(

@@ -10,9 +10,71 @@ from __future__ import annotations
 
 from gateway import validation as v
 from gateway.api_doc.parameter import Json, Parameter, boolean, ignored, integer, limited, number, refused, text
+from gateway.messages import MAX_MESSAGES
+from gateway.structured import MAX_CHOICES
 
 _TOKEN_ID: Json = {"type": "integer", "minimum": 0, "maximum": v.INT32_MAX}
 _STOP: Json = {"type": "string", "minLength": 1, "maxLength": v.MAX_STOP_CHARS}
+
+_SCHEMA: Json = {"type": ["object", "null"]}
+_RESPONSE_FORMAT: Json = {
+    "anyOf": [
+        {"type": "object", "properties": {"type": {"enum": ["text", "json_object"]}}, "required": ["type"]},
+        {
+            "type": "object",
+            "properties": {
+                "type": {"const": "json_schema"},
+                "json_schema": {"type": "object", "properties": {"schema": _SCHEMA}},
+            },
+            "required": ["type", "json_schema"],
+        },
+    ]
+}
+_STRUCTURED: dict[str, Json] = {
+    "json": {"anyOf": [{"type": ["object", "boolean"]}, {"type": "string", "pattern": r"^\s*(\{|true|false)"}]},
+    "regex": {"type": "string", "minLength": 1},
+    "choice": {
+        "type": "array",
+        "items": {"type": "string", "minLength": 1},
+        "minItems": 1,
+        "maxItems": MAX_CHOICES,
+    },
+    "grammar": {"type": "string", "pattern": ":"},
+    "json_object": {"type": "boolean"},
+}
+_FUNCTION: Json = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,128}$"},
+        "description": {"type": ["string", "null"]},
+        "parameters": _SCHEMA,
+        "strict": {"type": ["boolean", "null"]},
+    },
+    "required": ["name"],
+}
+_TOOL: Json = {
+    "type": "object",
+    "properties": {"type": {"const": "function"}, "function": _FUNCTION},
+    "required": ["type", "function"],
+}
+_NAMED: Json = {
+    "type": "object",
+    "properties": {"type": {"const": "function"}, "function": {"type": "object", "required": ["name"]}},
+    "required": ["type", "function"],
+}
+_ALLOWED: Json = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "allowed_tools"},
+        "allowed_tools": {
+            "type": "object",
+            "properties": {"mode": {"enum": ["auto", "required"]}, "tools": {"type": "array", "items": _NAMED}},
+            "required": ["mode", "tools"],
+        },
+    },
+    "required": ["type", "allowed_tools"],
+}
+TOOLS = Parameter("tools", "Functions that the model may call, at most 512.", {"type": "array", "items": _TOOL})
 
 MODEL = Parameter(
     "model",
@@ -72,11 +134,21 @@ COMMON: tuple[Parameter, ...] = (
     limited("use_beam_search", [False], "Beam search."),
     limited("prompt_logprobs", [0], "Log-probabilities of the prompt's tokens."),
     limited("echo", [False], "The prompt before the answer."),
-    refused("structured_outputs", "Structured output in vLLM's form."),
-    refused("guided_json", "Structured output in vLLM's older form."),
-    refused("guided_regex", "Structured output in vLLM's older form."),
-    refused("guided_choice", "Structured output in vLLM's older form."),
-    refused("guided_grammar", "Structured output in vLLM's older form."),
+    Parameter("response_format", "What the answer has to match; enforced, strict or not.", _RESPONSE_FORMAT),
+    Parameter(
+        "structured_outputs",
+        "The same in vLLM's form: one of json (a schema), regex, choice, grammar (Lark or GBNF), json_object.",
+        {"type": "object", "anyOf": [{"properties": {k: v}, "required": [k]} for k, v in _STRUCTURED.items()]},
+    ),
+    *(
+        Parameter(f"guided_{name}", f"The older name of structured_outputs.{name}.", _STRUCTURED[name], grpc="")
+        for name in ("json", "regex", "choice", "grammar")
+    ),
+    Parameter(
+        "skip_special_tokens",
+        "Whether special tokens stay out of the text; the one that ends an answer always does.",
+        {"type": "boolean", "default": True},
+    ),
     ignored("user", "Who asks, for OpenAI's abuse checks."),
 )
 
@@ -118,13 +190,21 @@ _TEXT_PART: Json = {
     "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
     "required": ["type", "text"],
 }
-_CALLS: Json = {"type": "array", "items": {"type": "object"}}
+_CALLED: Json = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "arguments": {"type": ["string", "object", "null"]}},
+    "required": ["name"],
+}
+_CALLS: Json = {
+    "type": "array",
+    "items": {"type": "object", "properties": {"function": _CALLED}, "required": ["function"]},
+}
 _MESSAGE: Json = {
     "anyOf": [
         {
             "type": "object",
             "properties": {
-                "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
+                "role": {"enum": ["system", "developer", "user", "assistant", "tool", "function"]},
                 "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}]},
                 "tool_calls": {"anyOf": [_CALLS, {"type": "null"}]},
             },
@@ -141,7 +221,7 @@ _MESSAGE: Json = {
         },
     ]
 }
-MESSAGES: Json = {"type": "array", "items": _MESSAGE, "minItems": 1, "maxItems": v.MAX_MESSAGES}
+MESSAGES: Json = {"type": "array", "items": _MESSAGE, "minItems": 1, "maxItems": MAX_MESSAGES}
 
 CHAT: tuple[Parameter, ...] = (
     Parameter(
@@ -170,11 +250,25 @@ CHAT: tuple[Parameter, ...] = (
         grpc="logprobs",
     ),
     Parameter("chat_template_kwargs", "Variables for the chat template.", {"type": "object"}),
-    limited("tools", [[]], "Functions that the model may call."),
-    limited("tool_choice", ["none", "auto"], "Which of them."),
-    limited("functions", [[]], "The older name of tools."),
-    limited("function_call", ["none", "auto"], "The older name of tool_choice."),
-    limited("response_format", [{"type": "text"}], "Structured output."),
+    TOOLS,
+    Parameter(
+        "tool_choice",
+        "none: no calls, the model does not see the tools. required, or one function: enforced.",
+        {"anyOf": [{"enum": ["none", "auto", "required"]}, _NAMED, _ALLOWED]},
+        default="auto with tools",
+    ),
+    Parameter("parallel_tool_calls", "Whether an answer may have several calls.", {"type": "boolean", "default": True}),
+    Parameter("functions", "The older form of tools.", {"type": "array", "items": _FUNCTION}),
+    Parameter(
+        "function_call",
+        "The older form of tool_choice.",
+        {"anyOf": [{"enum": ["none", "auto"]}, {"type": "object", "required": ["name"]}]},
+    ),
+    Parameter(
+        "include_reasoning",
+        "Whether the answer shows the model's reasoning section, as reasoning_content.",
+        {"type": "boolean", "default": True},
+    ),
     limited("modalities", [["text"]], "Kinds of output."),
     limited("continue_final_message", [False], "Goes on with the last message."),
     limited("add_generation_prompt", [True], "The template's start of an answer."),
@@ -192,7 +286,6 @@ CHAT: tuple[Parameter, ...] = (
     ignored("prompt_cache_options", "Cached prefixes stay while there is room."),
     ignored("reasoning_effort", "How long a reasoning model thinks."),
     ignored("verbosity", "How long answers are."),
-    ignored("parallel_tool_calls", "Several calls in one answer."),
     ignored("moderation", "There is none."),
 )
 
@@ -343,7 +436,7 @@ TOKENIZE: tuple[Parameter, ...] = (
     _KWARGS,
     limited("continue_final_message", [False], "Goes on with the last message."),
     limited("add_generation_prompt", [True], "The template's start of an answer."),
-    limited("tools", [[]], "Functions that the model may call."),
+    TOOLS,
     refused("chat_template", "A template of the client's own."),
     refused("mm_processor_kwargs", "Images and the like."),
 )

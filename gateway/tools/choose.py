@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from common.config import TOOL_PARSERS
 from common.errors import ConfigError
 from gateway.tools import mistral, pythonic
 from gateway.tools.hermes import Hermes
@@ -11,8 +12,6 @@ from gateway.tools.llama3 import TAG, Llama3
 from gateway.tools.mistral import Mistral
 from gateway.tools.protocol import ToolFormat
 from gateway.tools.pythonic import Pythonic
-
-NAMES = ("auto", "hermes", "llama3_json", "mistral", "pythonic")
 
 
 def choose_format(name: str, template: str, tokens: Collection[str]) -> ToolFormat:
@@ -32,7 +31,7 @@ def choose_format(name: str, template: str, tokens: Collection[str]) -> ToolForm
         case "pythonic":
             return Pythonic()
         case _:
-            raise ConfigError(f"tool_parser: {name!r} is not one of {', '.join(NAMES)}", field="tool_parser")
+            raise ConfigError(f"tool_parser: {name!r} is not one of {', '.join(TOOL_PARSERS)}", field="tool_parser")
 
 
 def _guess(template: str, tokens: Collection[str]) -> str:

@@ -77,7 +77,7 @@ class Hermes:
     def opening(self, functions: Sequence[Function]) -> str:
         return r"(.|\n)*<tool_call>(.|\n)*"
 
-    def rules(self, functions: Sequence[Function], literal: Literal, *, parallel: bool) -> str:
+    def rules(self, functions: Sequence[Function], literal: Literal, *, parallel: bool, beside_json: bool) -> str:
         more = ' ("\\n" call)*' if parallel else ""
         call = f'call: begin "\\n" object "\\n" {literal(END)}'
         return f"calls: call{more}\n{call}\n{call_objects('object', functions, 'arguments')}"

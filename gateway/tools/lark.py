@@ -8,7 +8,8 @@ from typing import Any
 
 from gateway.tools.protocol import Function
 
-MAX_SPACE = 40  # characters of white space in a row, so that a model that indents for ever ends
+# White space as Python's json.dumps writes it, which is what models saw in calls; and no room to go on for ever.
+_AS_TRAINED = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
 
 
 def quoted(text: str) -> str:
@@ -20,8 +21,7 @@ def json_value(schema: Mapping[str, Any] | bool, *, strict: bool) -> str:
     """A value by its schema; not strict: what llguidance cannot enforce is left out instead of refused."""
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
-    options = {"whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{MAX_SPACE}}}", "lenient": not strict}
-    return f"%json {json.dumps({**schema, 'x-guidance': options})}"
+    return f"%json {json.dumps({**schema, 'x-guidance': {**_AS_TRAINED, 'lenient': not strict}})}"
 
 
 def parameters(function: Function) -> dict[str, Any]:
@@ -39,6 +39,34 @@ def call_objects(rule: str, functions: Sequence[Function], key: str) -> str:
     return "\n".join(lines)
 
 
+def whole_objects(rule: str, functions: Sequence[Function], key: str) -> str:
+    """As call_objects, of JSON's own lexemes: for a place where other JSON may stand too."""
+    lines = [f"{rule}: {' | '.join(f'{rule}_{i}' for i in range(len(functions)))}"]
+    for i, f in enumerate(functions):
+        schema = {
+            "type": "object",
+            "properties": {"name": {"const": f.name}, key: _moved(parameters(f), f"#/properties/{key}")},
+            "required": ["name", key],
+            "additionalProperties": False,
+        }
+        lines.append(f"{rule}_{i}: {json_value(schema, strict=f.strict)}")
+    return "\n".join(lines)
+
+
+def _moved(schema: Any, to: str) -> Any:
+    """A schema whose references into itself hold at another place, a JSON pointer."""
+    if isinstance(schema, list):
+        return [_moved(item, to) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: to + value[1:]
+        if key == "$ref" and isinstance(value, str) and value[:2] in ("#", "#/")
+        else _moved(value, to)
+        for key, value in schema.items()
+    }
+
+
 def named_arguments(rule: str, functions: Sequence[Function], begin: str, between: str) -> str:
     """`rule` is begin f between {...} of one of the functions."""
     lines = [f"{rule}: {' | '.join(f'{rule}_{i}' for i in range(len(functions)))}"]
@@ -48,14 +76,15 @@ def named_arguments(rule: str, functions: Sequence[Function], begin: str, betwee
     return "\n".join(lines)
 
 
-def keyword_calls(rule: str, functions: Sequence[Function]) -> str:
-    """`rule` is f(a=1, b="x") of one of the functions: its properties in their order, what is not required optional.
+def keyword_calls(rule: str, functions: Sequence[Function], lead: str = "") -> str:
+    """`rule` is f(a=1, b="x") of one of the functions, behind `lead`: its properties in their order, what is not
+    required optional.
 
     A schema without properties that are identifiers takes no arguments.
     """
     lines = [f"{rule}: {' | '.join(f'{rule}_{i}' for i in range(len(functions)))}"]
     for i, f in enumerate(functions):
-        lines.append(f'{rule}_{i}: {quoted(f.name + "(")} {rule}_{i}_first_0 ")"')
+        lines.append(f'{rule}_{i}: {quoted(f"{lead}{f.name}(")} {rule}_{i}_first_0 ")"')
         schema = parameters(f)
         shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
         named = [(k, v) for k, v in schema.get("properties", {}).items() if k.isidentifier()]

@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 
 from gateway.tools.emitter import Emitter, split_at
-from gateway.tools.lark import call_objects
+from gateway.tools.lark import call_objects, whole_objects
 from gateway.tools.object_reader import ObjectReader
 from gateway.tools.protocol import Call, Delta, Function, Literal
 
@@ -93,9 +93,10 @@ class Llama3:
     def opening(self, functions: Sequence[Function]) -> str:
         return r"\s*(;\s*)?\{\s*\"(name|type|function|parameters|arguments)\"(.|\n)*"
 
-    def rules(self, functions: Sequence[Function], literal: Literal, *, parallel: bool) -> str:
+    def rules(self, functions: Sequence[Function], literal: Literal, *, parallel: bool, beside_json: bool) -> str:
         more = ' ("; " object)*' if parallel else ""
-        return f"calls: begin object{more}\n{call_objects('object', functions, 'parameters')}"
+        make = whole_objects if beside_json else call_objects
+        return f"calls: begin object{more}\n{make('object', functions, 'parameters')}"
 
     def write(self, calls: Sequence[Call]) -> str:
         return "; ".join(f'{{"name": {json.dumps(c.name)}, "parameters": {c.arguments}}}' for c in calls)

@@ -157,7 +157,7 @@ class Mistral:
     def opening(self, functions: Sequence[Function]) -> str:
         return r"(.|\n)*\[TOOL_CALLS\](.|\n)*"
 
-    def rules(self, functions: Sequence[Function], literal: Literal, *, parallel: bool) -> str:
+    def rules(self, functions: Sequence[Function], literal: Literal, *, parallel: bool, beside_json: bool) -> str:
         if self._named:
             more = "+" if parallel else ""
             return f"calls: call{more}\n{named_arguments('call', functions, 'begin', literal(ARGS))}"

@@ -95,12 +95,15 @@ def assemble(deltas: Iterable[Delta]) -> Message:
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A function that the client declared. parameters: a JSON schema of an object; strict: follow it to the letter."""
+    """A function that the client declared. parameters: a JSON schema of an object; strict: follow it to the letter.
+
+    field: the request's field that holds the parameters, for errors.
+    """
 
     name: str
-    description: str
     parameters: Mapping[str, Any]
     strict: bool = False
+    field: str = "tools"
 
 
 class ToolParser(Protocol):
@@ -143,8 +146,12 @@ class ToolFormat(Protocol):
     def opening(self, functions: Sequence[Function]) -> str:
         """A regular expression of the texts that hold a call, or begin one: what plain text must not be."""
 
-    def rules(self, functions: Sequence[Function], literal: Literal, *, parallel: bool) -> str:
-        """Lark rules in which `calls` is one call, if parallel several; `begin`, not defined here, is the trigger."""
+    def rules(self, functions: Sequence[Function], literal: Literal, *, parallel: bool, beside_json: bool) -> str:
+        """Lark rules in which `calls` is one call, if parallel several; `begin`, not defined here, is the trigger.
+
+        llguidance splits text into lexemes before it parses, longest first: what a call begins with, up to where
+        `opening` tells it from other text, is one lexeme, or, beside_json, the lexemes of JSON.
+        """
 
     def write(self, calls: Sequence[Call]) -> str:
         """Calls as the model would have written them."""

@@ -249,9 +249,12 @@ class Pythonic:
         names = "|".join(re.escape(f.name) for f in functions)
         return rf"\s*\[\s*({names})\((.|\n)*"
 
-    def rules(self, functions: Sequence[Function], literal: Literal, *, parallel: bool) -> str:
+    def rules(self, functions: Sequence[Function], literal: Literal, *, parallel: bool, beside_json: bool) -> str:
         more = ' (", " call)*' if parallel else ""
-        return f'calls: begin "[" call{more} "]"\n{keyword_calls("call", functions)}'
+        later = keyword_calls("call", functions)
+        if beside_json:
+            return f'calls: begin "[" call{more} "]"\n{later}'
+        return f'calls: begin first{more} "]"\n{later}\n{keyword_calls("first", functions, lead="[")}'
 
     def write(self, calls: Sequence[Call]) -> str:
         written = []

@@ -42,6 +42,8 @@ PARSERS: dict[str, tuple[Callable[[object], Any], dict[str, Any]]] = {
 NEEDS: dict[str, dict[str, Any]] = {
     "top_logprobs": {"logprobs": True},
     "stream_options": {"stream": True},
+    "tool_choice": {"tools": [{"type": "function", "function": {"name": "f"}}]},
+    "function_call": {"functions": [{"name": "f"}]},
 }
 ONE_OF = {("/tokenize", "prompt"), ("/tokenize", "messages")}  # one of them must be there
 WITHOUT = {("/tokenize", "messages"): "prompt"}
@@ -56,7 +58,10 @@ ANYTHING: list[Any] = [
     {"type": "text"}, {"type": "nothing"},
     MESSAGES, [*MESSAGES, {"role": "robot", "content": "x"}], [{"role": "user", "content": None}],
     [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
-    [{"role": "user", "content": [{"type": "image_url"}]}],
+    [{"role": "user", "content": [{"type": "image_url"}]}], 'start: "x"', {"type": "text"}, {"type": "json_object"},
+    {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}, {"type": "json_schema"}, {"regex": "x"},
+    [{"type": "function", "function": {"name": "f"}}], [{"name": "f", "parameters": {}}], {"name": "f"}, "required",
+    {"type": "function", "function": {"name": "f"}},
 ]  # fmt: skip
 
 CASES = [pytest.param(path, p, id=f"{path}:{p.name}") for path, group in BODIES.items() for p in group]

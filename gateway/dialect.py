@@ -1,0 +1,137 @@
+"""How one model converses: its chat template, its way to write calls and to think, and the grammars that enforce both.
+
+A conversation becomes a prompt, a Reading of the answers (see reader.py) and a grammar that the answers have to match.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.chat_template import ChatTemplate
+from common.errors import InvalidRequest
+from common.grammar import GrammarCompiler, GrammarTokenizer, from_json_schema
+from common.types import Grammar
+from gateway.reader import Reading
+from gateway.reasoning import Section, choose_reasoning
+from gateway.structured import GrammarCheck
+from gateway.tokenizer import TextTokenizer
+from gateway.tools.choose import choose_format
+from gateway.tools.grammar import Composer
+from gateway.tools.lark import parameters
+from gateway.tools.prompt import with_tools
+from gateway.tools.request import ToolUse
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A rendered one: the prompt, how its answers are read, and what they have to match."""
+
+    prompt: str
+    reading: Reading | None
+    grammar: Grammar | None
+
+
+class Dialect:
+    """Of one model. tool_parser, reasoning_parser: names, or auto. Raises ConfigError."""
+
+    def __init__(
+        self,
+        model_dir: Path,
+        tokenizer: TextTokenizer,
+        template: ChatTemplate,
+        *,
+        tool_parser: str = "auto",
+        reasoning_parser: str = "auto",
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+        added = {token.content for token in tokenizer.raw.get_added_tokens_decoder().values()}
+        self.calls = choose_format(tool_parser, template.source, added)
+        self.reasoning = choose_reasoning(reasoning_parser, template.source, added)
+        self.grammars = GrammarCheck(GrammarCompiler(GrammarTokenizer(model_dir, eos_ids=tokenizer.eos_ids)))
+        self._composer = Composer(tokenizer, self.calls, self.reasoning)
+
+    async def converse(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        template_kwargs: Mapping[str, Any],
+        tools: ToolUse | None,
+        text: Grammar | None,
+        *,
+        include_reasoning: bool = True,
+        keep_special: bool = False,
+    ) -> Conversation:
+        """text: what the client wants the answer's text to match. Raises InvalidRequest."""
+        if text is not None:
+            await self.grammars.require(text)
+        prompt = self.render(messages, template_kwargs, tools.shown if tools else ())
+        begins = Section.BEHIND if self.reasoning is None else Section.of(self.reasoning, prompt)
+        grammar = self._composer.compose(
+            text,
+            tools.callable if tools else (),
+            required=tools is not None and tools.required,
+            parallel=tools is not None and tools.parallel,
+            begins=begins,
+            field=tools.field if tools else "",
+        )
+        if grammar is not None and grammar is not text:
+            await self._require(grammar, tools)
+        reading = self._reading(tools, begins, include_reasoning=include_reasoning, keep_special=keep_special)
+        return Conversation(prompt, reading, grammar)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        template_kwargs: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> str:
+        """The prompt. Raises InvalidRequest for what the template refuses."""
+        if not self._template.takes_tools and (tools or any(_of_tools(message) for message in messages)):
+            return self._template.render(with_tools(messages, tools, self.calls), template_kwargs)
+        return self._template.render(messages, template_kwargs, tools=tools or None)
+
+    async def _require(self, grammar: Grammar, tools: ToolUse | None) -> None:
+        """Raises InvalidRequest; where one function's parameters are at fault, it names them."""
+        try:
+            await self.grammars.require(grammar)
+        except InvalidRequest:
+            for function in tools.callable if tools else ():
+                await self.grammars.require(from_json_schema(parameters(function), field=function.field))
+            raise
+
+    def _reading(
+        self, tools: ToolUse | None, begins: Section, *, include_reasoning: bool, keep_special: bool
+    ) -> Reading | None:
+        if tools is None and self.reasoning is None:
+            return kept_special(self._tokenizer) if keep_special else None
+        tokenizer = self._tokenizer
+        markers = [*(self.calls.markers if tools else ())]
+        if self.reasoning is not None:
+            markers += [self.reasoning.start, self.reasoning.end]
+        keep = tokenizer.special_ids if keep_special else tokenizer.special_ids & _ids(tokenizer, markers)
+        return Reading(
+            tokenizer=tokenizer,
+            reasoning=self.reasoning,
+            begins=begins,
+            show_reasoning=include_reasoning,
+            tools=self.calls if tools else None,
+            names=frozenset(f.name for f in tools.callable) if tools else frozenset(),
+            max_calls=1 if tools and not tools.parallel else None,
+            keep=keep - frozenset(tokenizer.eos_ids),
+        )
+
+
+def kept_special(tokenizer: TextTokenizer) -> Reading:
+    """For text that is to show the special tokens in it."""
+    return Reading(tokenizer=tokenizer, keep=tokenizer.special_ids - frozenset(tokenizer.eos_ids))
+
+
+def _of_tools(message: Mapping[str, Any]) -> bool:
+    return message["role"] == "tool" or "tool_calls" in message
+
+
+def _ids(tokenizer: TextTokenizer, texts: Sequence[str]) -> frozenset[int]:
+    return frozenset(i for text in texts if (i := tokenizer.raw.token_to_id(text)) is not None)

@@ -1,0 +1,225 @@
+"""Grammars of whole answers: what they accept, and that what they accept is what the parsers read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher
+
+from common import grammar as g
+from common.errors import InvalidRequest
+from common.grammar import GrammarCompiler, GrammarTokenizer
+from common.types import Grammar
+from gateway.reasoning import STYLES, ReasoningStyle, Section
+from gateway.tokenizer import TextTokenizer
+from gateway.tools.grammar import Composer
+from gateway.tools.hermes import Hermes
+from gateway.tools.llama3 import Llama3
+from gateway.tools.mistral import Mistral
+from gateway.tools.protocol import Call, Function, ToolFormat, assemble
+from gateway.tools.pythonic import Pythonic
+
+FORMATS: list[ToolFormat] = [Hermes(), Llama3(), Mistral(), Mistral(named=True), Pythonic()]
+IDS = ["hermes", "llama3", "mistral", "mistral-named", "pythonic"]
+CITY: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"$ref": "#/$defs/n"}, "dry": {"type": "boolean"}},
+    "required": ["city"],
+    "additionalProperties": False,
+    "$defs": {"n": {"type": "integer"}},
+}
+FUNCTIONS = (Function("get_weather", CITY), Function("stop", {}))
+STRICT = (Function("get_weather", CITY, strict=True), Function("stop", {}))
+THINK = STYLES[0]
+
+
+@pytest.fixture(scope="module")
+def compiler(smollm2_dir: Path) -> GrammarCompiler:
+    return GrammarCompiler(GrammarTokenizer(smollm2_dir, eos_ids=(2,)))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(smollm2_dir: Path) -> TextTokenizer:
+    return TextTokenizer(smollm2_dir)
+
+
+def compose(
+    tokenizer: TextTokenizer,
+    fmt: ToolFormat,
+    text: Grammar | None = None,
+    functions: tuple[Function, ...] = FUNCTIONS,
+    *,
+    reasoning: ReasoningStyle | None = None,
+    required: bool = True,
+    parallel: bool = True,
+    begins: Section = Section.BEFORE,
+) -> Grammar | None:
+    composer = Composer(tokenizer, fmt, reasoning)
+    return composer.compose(text, functions, required=required, parallel=parallel, begins=begins, field="tools")
+
+
+def matches(compiler: GrammarCompiler, grammar: Grammar | None, text: str) -> bool:
+    """The grammar takes all of the text, and it may end there."""
+    assert grammar is not None
+    matcher: LLMatcher = compiler.compile(grammar).matcher()
+    ids = compiler.tokenizer.get().tokenize_str(text)
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+def written(fmt: ToolFormat, *calls: tuple[str, dict[str, Any]]) -> str:
+    return fmt.write([Call("", name, json.dumps(arguments)) for name, arguments in calls])
+
+
+GOOD = ("get_weather", {"city": 'O"slo', "days": 2})
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=IDS)
+def test_required_is_one_call_or_several_and_nothing_else(
+    fmt: ToolFormat, compiler: GrammarCompiler, tokenizer: TextTokenizer
+) -> None:
+    grammar, single = compose(tokenizer, fmt), compose(tokenizer, fmt, parallel=False)
+    # A model of Pythonic calls writes JSON's literals under a grammar: they are the same but for true, false and null.
+    for text in (written(fmt, GOOD), written(fmt, ("stop", {}))):
+        text = text.replace("'", '"').replace('O"slo', 'O\\"slo') if isinstance(fmt, Pythonic) else text
+        assert matches(compiler, grammar, text)
+        assert matches(compiler, single, text)
+    two = written(fmt, ("stop", {}), ("stop", {}))
+    assert matches(compiler, grammar, two)
+    assert not matches(compiler, single, two)
+    for bad in ("", "Hello", written(fmt, ("stop", {})) + " and", written(fmt, ("other", {}))):
+        assert not matches(compiler, grammar, bad)
+    for arguments in ({}, {"city": 1}, {"city": "x", "days": "x"}):
+        assert not matches(compiler, grammar, written(fmt, ("get_weather", arguments)).replace("'", '"'))
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=IDS)
+def test_auto_with_strict_functions_is_text_or_well_formed_calls(
+    fmt: ToolFormat, compiler: GrammarCompiler, tokenizer: TextTokenizer
+) -> None:
+    assert compose(tokenizer, fmt, required=False) is None  # nobody asked for more than the model does by itself
+    grammar = compose(tokenizer, fmt, functions=STRICT, required=False)
+    good = written(fmt, ("stop", {}))
+    for text in ("", "Hello {there} [x].\n\n", good, f"So:\n{good}" if fmt.trigger else good):
+        assert matches(compiler, grammar, text)
+    for bad in (written(fmt, ("other", {})), written(fmt, ("get_weather", {"city": 1})).replace("'", '"')):
+        known = isinstance(fmt, Pythonic) and bad.startswith("[other")  # begins no call that is known
+        assert matches(compiler, grammar, bad) == known
+    if fmt.trigger:
+        assert not matches(compiler, grammar, f"So: {fmt.trigger}oops")
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=IDS)
+def test_auto_with_a_text_to_match_is_either(
+    fmt: ToolFormat, compiler: GrammarCompiler, tokenizer: TextTokenizer
+) -> None:
+    for text, good, bad in (
+        (g.from_json_schema({"const": {"a": 1}}, field="f"), '{"a":1}', '{"a":2}'),
+        (g.from_regex("[0-9]+", field="f"), "17", "17a"),
+        (g.from_choice(["yes", "no"], field="f"), "no", "maybe"),
+        (g.from_grammar('root ::= "a" | "b" root', field="f"), "bba", "ab"),
+        (g.from_grammar('start: "x" rest\nrest: /y+/', field="f"), "xyy", "yx"),
+    ):
+        grammar = compose(tokenizer, fmt, text, required=False)
+        assert matches(compiler, grammar, good)
+        assert not matches(compiler, grammar, bad)
+        assert matches(compiler, grammar, written(fmt, ("stop", {})))
+        assert grammar is not None
+        assert grammar.field == "f"
+        assert not matches(compiler, compose(tokenizer, fmt, text, required=True), good)
+
+
+def test_what_has_to_match_stands_behind_the_reasoning_section(
+    compiler: GrammarCompiler, tokenizer: TextTokenizer
+) -> None:
+    text = g.from_choice(["yes", "no"], field="f")
+
+    def grammar(begins: Section, style: ReasoningStyle | None = THINK) -> Grammar | None:
+        return compose(tokenizer, Hermes(), text, (), required=False, reasoning=style, begins=begins)
+
+    assert grammar(Section.BEHIND) == text
+    assert grammar(Section.BEFORE, None) == text
+    may = grammar(Section.BEFORE)
+    for good in ("yes", "<think>yes or no?</think>no", "<think>\nhm < 1\n</think>\n\nno"):
+        assert matches(compiler, may, good)
+    for bad in ("<think>yes", "<think>x</think>maybe", "x</think>no"):
+        assert not matches(compiler, may, bad)
+    inside = grammar(Section.INSIDE)
+    assert matches(compiler, inside, "hm</think>no")
+    assert not matches(compiler, inside, "no")
+    called = compose(tokenizer, Hermes(), None, FUNCTIONS, reasoning=THINK)
+    assert matches(compiler, called, f"<think>hm</think>\n{written(Hermes(), ('stop', {}))}")
+    assert not matches(compiler, called, "<think>hm</think>\nno")
+
+
+def test_special_tokens_stand_in_grammars_by_id(tmp_path: Path, smollm2_dir: Path) -> None:
+    raw = json.loads((smollm2_dir / "tokenizer.json").read_text())
+    for i, name in enumerate(("[TOOL_CALLS]", "[ARGS]", "[/THINK]", "[THINK]")):
+        raw["added_tokens"][3 + i] |= {"content": name, "special": True}
+        raw["model"]["vocab"] = {name if v == 3 + i else k: v for k, v in raw["model"]["vocab"].items()}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
+    tokenizer = TextTokenizer(tmp_path)
+    compiler = GrammarCompiler(GrammarTokenizer(tmp_path, eos_ids=(2,)))
+    fmt, style = Mistral(named=True), STYLES[2]
+    call = [
+        3,
+        *tokenizer.encode("stop", add_special_tokens=False),
+        4,
+        *tokenizer.encode("{}", add_special_tokens=False),
+    ]
+    word = tokenizer.encode(" hm", add_special_tokens=False)
+    letters = tokenizer.encode("[TOOL", add_special_tokens=False)  # the same text, not the token
+    forced = compose(tokenizer, fmt)
+    lazy = compose(tokenizer, fmt, functions=STRICT, required=False)
+    thought = compose(tokenizer, fmt, reasoning=style)
+    for grammar, ids, good in (
+        (forced, call, True), (forced, [*call, *call], True), (forced, letters, False), (forced, word, False),
+        (lazy, word, True), (lazy, [*word, *call], True), (lazy, [*word, 3, *word], False), (lazy, letters, True),
+        (thought, [6, *word, 5, *call], True), (thought, [6, *word], False), (thought, [6, *word, 5], False),
+    ):  # fmt: skip
+        assert grammar is not None
+        matcher = compiler.compile(grammar).matcher()
+        assert (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()) == good
+
+
+def test_functions_without_strict_take_any_schema(compiler: GrammarCompiler, tokenizer: TextTokenizer) -> None:
+    odd = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}, "not": {"required": ["b"]}}
+    lenient = compose(tokenizer, Hermes(), functions=(Function("f", odd),))
+    assert matches(compiler, lenient, written(Hermes(), ("f", {"a": [1]})))
+    assert not matches(compiler, lenient, written(Hermes(), ("f", {"a": 1})))
+    strict = compose(tokenizer, Hermes(), functions=(Function("f", odd, strict=True),))
+    assert strict is not None
+    with pytest.raises(InvalidRequest):
+        compiler.compile(strict)
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=IDS)
+def test_what_a_grammar_makes_is_what_the_parser_reads(
+    fmt: ToolFormat, compiler: GrammarCompiler, tokenizer: TextTokenizer
+) -> None:
+    """Takes the first token that the mask allows, so that odd white space and orders come up too."""
+    import numpy as np
+    from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
+
+    grammar = compose(tokenizer, fmt, parallel=False)
+    assert grammar is not None
+    mask = allocate_token_bitmask(1, compiler.tokenizer.get().vocab_size)
+    for seed in range(6):
+        rng, matcher, ids = np.random.default_rng(seed), compiler.compile(grammar).matcher(), []
+        while not matcher.is_stopped() and len(ids) < 400:
+            fill_next_token_bitmask(matcher, mask)
+            allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+            quick = [t for t in allowed if t < 2 or any(c in tokenizer.piece(int(t)) for c in b'"}),')]
+            token = int(rng.choice(quick if quick and rng.random() < 0.6 else allowed))
+            assert matcher.consume_token(token)
+            if token == 2:
+                break
+            ids.append(token)
+        if len(ids) < 400:
+            parser = fmt.parser(frozenset({"get_weather", "stop"}))
+            text = tokenizer.raw.decode(ids, skip_special_tokens=False)
+            message = assemble([*parser.feed(text), *parser.finish()])
+            assert (message.content, len(message.calls)) == (None, 1), text
+            json.loads(message.calls[0].arguments)
