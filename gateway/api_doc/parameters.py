@@ -348,7 +348,7 @@ RESPONSES: tuple[Parameter, ...] = (
     Parameter(
         "input",
         "A text, or items: messages, function_call, function_call_output, reasoning.",
-        {"anyOf": [{"type": "string"}, {"type": "array", "items": _ITEM, "minItems": 1, "maxItems": v.MAX_MESSAGES}]},
+        {"anyOf": [{"type": "string"}, {"type": "array", "items": _ITEM, "minItems": 1, "maxItems": MAX_MESSAGES}]},
         required=True,
     ),
     Parameter("instructions", "A system message before the input; not kept for later responses.", {"type": "string"}),
@@ -376,7 +376,7 @@ RESPONSES: tuple[Parameter, ...] = (
         "text, json_object or json_schema, see response_format of chats.",
         {
             "type": "object",
-            "properties": {"type": {"enum": ["text"]}},
+            "properties": {"type": {"enum": ["text", "json_object", "json_schema"]}},
             "required": ["type"],
         },
         default="text",
@@ -405,9 +405,31 @@ RESPONSES: tuple[Parameter, ...] = (
     Parameter(
         "tools",
         "Functions that the model may call; no other tools.",
-        {"type": "array", "items": {"type": "object"}, "maxItems": 0},
+        {
+            "type": "array",
+            "items": {
+                **_FUNCTION,
+                "properties": {**_FUNCTION["properties"], "type": {"const": "function"}},
+                "required": ["type", "name"],
+            },
+        },
     ),
-    limited("tool_choice", ["none", "auto"], "Which of them: also required, a function, or allowed_tools."),
+    Parameter(
+        "tool_choice",
+        "Which of them: none, auto, required, a function, or allowed_tools.",
+        {
+            "anyOf": [
+                {"enum": ["none", "auto", "required"]},
+                {"type": "object", "properties": {"type": {"const": "function"}}, "required": ["type", "name"]},
+                {
+                    "type": "object",
+                    "properties": {"type": {"const": "allowed_tools"}, "mode": {"enum": ["auto", "required"]}},
+                    "required": ["type", "mode", "tools"],
+                },
+            ]
+        },
+        default="auto",
+    ),
     Parameter("parallel_tool_calls", "Several calls in one answer.", {"type": "boolean", "default": True}),
     limited("background", [False], "Answering later."),
     limited("truncation", ["disabled"], "Dropping items that do not fit."),

@@ -44,6 +44,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "stream_options": {"stream": True},
     "tool_choice": {"tools": [{"type": "function", "function": {"name": "f"}}]},
     "function_call": {"functions": [{"name": "f"}]},
+    "/v1/responses:tool_choice": {"tools": [{"type": "function", "name": "f"}]},
 }
 ONE_OF = {("/tokenize", "prompt"), ("/tokenize", "messages")}  # one of them must be there
 WITHOUT = {("/tokenize", "messages"): "prompt"}
@@ -67,9 +68,14 @@ ANYTHING: list[Any] = [
 CASES = [pytest.param(path, p, id=f"{path}:{p.name}") for path, group in BODIES.items() for p in group]
 
 
+def needs(path: str, parameter: Parameter) -> dict[str, Any]:
+    name = parameter.name.partition(".")[0]
+    return NEEDS.get(f"{path}:{name}", NEEDS.get(name, {}))
+
+
 def body_with(path: str, parameter: Parameter, value: Any) -> dict[str, Any]:
     """The smallest body with one parameter."""
-    body = {**PARSERS[path][1], **NEEDS.get(parameter.name.partition(".")[0], {})}
+    body = {**PARSERS[path][1], **needs(path, parameter)}
     body.pop(WITHOUT.get((path, parameter.name), ""), None)
     parent, _, member = parameter.name.partition(".")
     return {**body, parent: {member: value} if member else value}
@@ -162,7 +168,7 @@ def test_a_default_is_what_an_absent_parameter_means(path: str, parameter: Param
     if "default" not in parameter.schema:
         return
     parse, smallest = PARSERS[path]
-    context = NEEDS.get(parameter.name.partition(".")[0], {})
+    context = needs(path, parameter)
     absent, given = parse({**smallest, **context}), parse(body_with(path, parameter, parameter.schema["default"]))
     if isinstance(absent, ResponseBody):  # ids of its items are new each time
         assert (absent.alone, absent.echo, absent.store) == (given.alone, given.echo, given.store)
