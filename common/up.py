@@ -34,8 +34,24 @@ TEARDOWN_GRACE_S = 25.0  # what a service may take after its drain, more than th
 KEPT_LOG_DIRS = 10
 
 
+Work = Callable[[Board, Stack], Coroutine[Any, Any, int]]
+
+
 async def run(config: UpConfig, *, once: str | None) -> int:
-    """Serves until a signal, or until `once` is answered; the process's exit code.
+    """Serves until a signal, or until `once` is answered; see run_stack."""
+
+    async def answer(board: Board, stack: Stack) -> int:
+        assert once is not None
+        where = " on this CPU" if _surely_cpu(config.device) else ""
+        return await asyncio.to_thread(
+            show_answer, board.console, stack.base_url, stack.model, once, config.max_tokens, where=where
+        )
+
+    return await run_stack(config, None if once is None else answer)
+
+
+async def run_stack(config: UpConfig, work: Work | None) -> int:
+    """Serves until a signal, or until `work` is done; the process's exit code.
 
     ConfigError for a wrong configuration, Unavailable when a process does not come up; all processes have ended then.
     """
@@ -51,7 +67,7 @@ async def run(config: UpConfig, *, once: str | None) -> int:
         stop = asyncio.Event()
         with _signals(stop, supervisor.kill):
             try:
-                return await _until(stop, _session(board, stack, supervisor, config, once))
+                return await _until(stop, _session(board, stack, supervisor, work))
             finally:
                 wait = f": waits up to {config.drain_s:g} s for running answers; Ctrl-C again kills"
                 board.say(f"stopping{wait if stop.is_set() else ''}")
@@ -60,17 +76,14 @@ async def run(config: UpConfig, *, once: str | None) -> int:
         stack.close()
 
 
-async def _session(board: Board, stack: Stack, supervisor: Supervisor, config: UpConfig, once: str | None) -> int:
+async def _session(board: Board, stack: Stack, supervisor: Supervisor, work: Work | None) -> int:
     async with board.showing(supervisor.services):
         await supervisor.start(READY_TIMEOUT_S)
-        if once is None:
+        if work is None:
             _welcome(board, stack)
             await supervisor.failure()
-    assert once is not None
-    where = " on this CPU" if _surely_cpu(config.device) else ""
-    return await asyncio.to_thread(
-        show_answer, board.console, stack.base_url, stack.model, once, config.max_tokens, where=where
-    )
+    assert work is not None
+    return await work(board, stack)
 
 
 async def _until(stop: asyncio.Event, work: Coroutine[Any, Any, int]) -> int:

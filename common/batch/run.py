@@ -1,0 +1,77 @@
+"""One run of a batch: what is left to do, a bar on a terminal, and at the end what became of all."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from common.batch.records import Answers, Request, Result, requests
+from common.batch.sender import Sending, send_all
+
+SYNC_S = 1.0  # what a crash of the machine, not of the process, may cost
+
+
+@dataclass(slots=True)
+class _Count:
+    answered: int = 0
+    failed: int = 0
+    retries: int = 0
+    prompt: int = 0
+    output: int = 0
+
+
+def count(path: Path) -> int:
+    """Requests in a file, all of them checked. Raises ConfigError."""
+    return sum(1 for _ in requests(path))
+
+
+async def run(console: Console, source: Path, target: Path, sending: Sending) -> int:
+    """Answers what has no answer yet; 0, or 1 when requests failed. Raises ConfigError, Unavailable."""
+    total = count(source)
+    began, number = time.monotonic(), _Count()
+    with Answers(target) as answers, _bar(console) as bar:
+        known = frozenset(answers.done)
+        skipped = sum(1 for request in requests(source) if request.custom_id in known)
+        task = bar.add_task("requests", total=total, completed=skipped, errors="")
+        synced = began
+
+        def done(request: Request, result: Result) -> None:
+            nonlocal synced
+            answers.append(request.custom_id, result)
+            number.answered += result.answered
+            number.failed += not result.answered
+            usage = result.body.get("usage") if isinstance(result.body, dict) else None
+            if isinstance(usage, dict):
+                number.prompt += usage.get("prompt_tokens") or usage.get("input_tokens") or 0
+                number.output += usage.get("completion_tokens") or usage.get("output_tokens") or 0
+            if time.monotonic() - synced > SYNC_S:
+                answers.sync()
+                synced = time.monotonic()
+            bar.update(task, advance=1, errors=f"{number.failed} failed" if number.failed else "")
+
+        def retried() -> None:
+            number.retries += 1
+
+        left = (request for request in requests(source) if request.custom_id not in known)
+        await send_all(sending, left, done, retried)
+    took = max(1e-9, time.monotonic() - began)
+    console.print(
+        f"{number.answered} answered, {number.failed} failed, {skipped} had answers already; {number.retries} retries; "
+        f"{number.prompt} prompt tokens, {number.output} generated ({number.output / took:.1f}/s) in {took:.1f} s; "
+        f"{target}",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
+    return 1 if number.failed else 0
+
+
+def _bar(console: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(
+        *columns, TimeRemainingColumn(), TextColumn("[red]{task.fields[errors]}"), console=console, transient=True
+    )

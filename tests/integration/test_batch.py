@@ -1,0 +1,181 @@
+"""`baton batch` against a gateway over fake pods: every request gets one line, through refusals, restarts and kills."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from rich.console import Console
+
+from common.batch import run as batches
+from common.batch import sender
+from common.batch.records import Answers
+from common.batch.sender import Sending
+from common.errors import ConfigError, Overloaded, Unavailable
+from tests.fake_pods import FakeCluster, fake_cluster
+from tests.gateway_rig import MODEL, Rig, rig
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sender, "BACKOFF_S", (0.01, 0.05))
+    monkeypatch.setattr(sender, "MAX_RETRY_AFTER_S", 0.02)
+
+
+@pytest_asyncio.fixture
+async def cluster() -> AsyncIterator[FakeCluster]:
+    async with fake_cluster() as c:
+        yield c
+
+
+@pytest_asyncio.fixture
+async def gw(cluster: FakeCluster, smollm2_dir: Path) -> AsyncIterator[Rig]:
+    async with rig(cluster, smollm2_dir) as r:
+        yield r
+        await r.settled()
+
+
+def line(custom_id: str, *, url: str = "/v1/completions", **body: Any) -> dict[str, Any]:
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": {"model": MODEL, **body}}
+
+
+def write(path: Path, lines: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(each) + "\n" for each in lines))
+    return path
+
+
+def completions(count: int) -> list[dict[str, Any]]:
+    return [line(f"r{i}", prompt="Hello", max_tokens=1 + i % 3) for i in range(count)]
+
+
+def read(path: Path) -> dict[str, dict[str, Any]]:
+    lines = [json.loads(each) for each in path.read_text().splitlines()]
+    by_id = {each["custom_id"]: each for each in lines}
+    assert len(by_id) == len(lines)
+    return by_id
+
+
+async def batch(gw: Rig, source: Path, target: Path, **sending: Any) -> tuple[int, str]:
+    console = Console(file=StringIO(), width=200)
+    code = await batches.run(console, source, target, Sending(**{"url": gw.url, "concurrency": 8, **sending}))
+    assert isinstance(console.file, StringIO)
+    return code, console.file.getvalue()
+
+
+async def test_every_request_gets_its_answer_in_openais_shape(gw: Rig, tmp_path: Path) -> None:
+    chat = line("chat", url="/v1/chat/completions", messages=[{"role": "user", "content": "Hi"}], max_tokens=3)
+    bad = line("bad", prompt="x", temperature=9)
+    source = write(tmp_path / "in.jsonl", [*completions(40), chat, bad])
+    code, said = await batch(gw, source, tmp_path / "out.jsonl", url=f"{gw.url}/v1/")
+    assert code == 1
+    assert "41 answered, 1 failed, 0 had answers" in said
+    out = read(tmp_path / "out.jsonl")
+    assert set(out) == {*(f"r{i}" for i in range(40)), "chat", "bad"}
+    assert out["r4"]["id"].startswith("batch_req_")
+    assert out["r4"]["error"] is None
+    assert out["r4"]["response"]["status_code"] == 200
+    assert out["r4"]["response"]["body"]["usage"]["completion_tokens"] == 2
+    assert out["r4"]["response"]["request_id"]
+    assert out["chat"]["response"]["body"]["choices"][0]["message"]["role"] == "assistant"
+    assert out["bad"]["response"]["body"]["error"]["param"] == "temperature"
+
+
+async def test_not_more_than_so_many_at_once(gw: Rig, cluster: FakeCluster, tmp_path: Path) -> None:
+    most = 0
+
+    def script(request: Any) -> list[int]:
+        nonlocal most
+        most = max(most, len(gw.gateway._tickets))
+        return [66] * request.sampling.max_tokens
+
+    cluster.script = script
+    source = write(tmp_path / "in.jsonl", completions(30))
+    assert (await batch(gw, source, tmp_path / "out.jsonl", concurrency=3))[0] == 0
+    assert 1 <= most <= 3
+
+
+async def test_what_fails_for_a_passing_reason_is_tried_again(
+    gw: Rig, cluster: FakeCluster, tmp_path: Path, unused_tcp_port: int
+) -> None:
+    cluster.decodes[0].faults.reject = 5
+    cluster.prefills[0].faults.prefill_error = Overloaded("busy", retry_after_s=1)
+    cluster.prefills[0].faults.prefill_errors = 7
+    source, target = write(tmp_path / "in.jsonl", completions(10)), tmp_path / "out.jsonl"
+    code, said = await batch(gw, source, target)
+    assert (code, len(read(target))) == (0, 10)
+    assert " 0 retries" not in said
+    # Nobody there: an error line each, and the next run has them answered.
+    target.unlink()
+    code, _ = await batch(gw, source, target, url=f"http://127.0.0.1:{unused_tcp_port}", retries=1)
+    lost = read(target)
+    assert (code, len(lost)) == (1, 10)
+    assert lost["r0"]["response"] is None
+    assert lost["r0"]["error"]["code"] == "connection_error"
+    code, said = await batch(gw, source, target)
+    assert code == 0
+    assert "10 answered, 0 failed, 0 had answers" in said
+    assert {each["response"]["status_code"] for each in read(target).values()} == {200}
+
+
+async def test_a_run_that_was_cut_off_goes_on(gw: Rig, cluster: FakeCluster, tmp_path: Path) -> None:
+    source, target = write(tmp_path / "in.jsonl", completions(20)), tmp_path / "out.jsonl"
+    cluster.decodes[0].faults.token_delay_s = 0.05
+    run = asyncio.create_task(batch(gw, source, target, concurrency=2))
+    while not target.exists() or target.read_bytes().count(b"\n") < 5:
+        await asyncio.sleep(0.01)
+    with pytest.raises(ConfigError, match="another run"):
+        await batch(gw, source, target)
+    run.cancel()
+    await asyncio.gather(run, return_exceptions=True)
+    before = read(target)
+    with target.open("ab") as file:
+        file.write(b'{"id": "batch_req_torn", "custom_i')
+    code, said = await batch(gw, source, target)
+    assert code == 0
+    assert f"{20 - len(before)} answered, 0 failed, {len(before)} had answers" in said
+    after = read(target)
+    assert len(after) == 20
+    assert all(after[custom_id] == each for custom_id, each in before.items())
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "line 1: not JSON"),
+        ("[]", "line 1: not a JSON object"),
+        (json.dumps(line("a", prompt="x")) + "\n" + json.dumps(line("a", prompt="x")), "line 2: custom_id 'a'"),
+        (json.dumps({**line("a"), "custom_id": 3}), "custom_id must be a string"),
+        (json.dumps({**line("a"), "method": "GET"}), "method must be POST"),
+        (json.dumps(line("a", url="/v1/models")), "url must be one of"),
+        (json.dumps(line("a", prompt="x", stream=True)), "stream must not be true"),
+        (json.dumps({**line("a"), "body": None}), "body must be a JSON object"),
+    ],
+)
+def test_a_wrong_input_is_refused_before_anything_is_sent(text: str, said: str, tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        batches.count(source)
+
+
+def test_a_file_that_is_no_output_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("my notes\nare here\n")
+    with pytest.raises(ConfigError, match="another file"):
+        Answers(path)
+    assert path.read_text() == "my notes\nare here\n"
+
+
+async def test_a_refused_key_ends_the_run(cluster: FakeCluster, smollm2_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "keys.json").write_text("")
+    source, target = write(tmp_path / "in.jsonl", completions(5)), tmp_path / "out.jsonl"
+    async with rig(cluster, smollm2_dir, api_keys=(str(tmp_path / "keys.json"),)) as gw:
+        with pytest.raises(Unavailable, match="refuses the API key"):
+            await batch(gw, source, target, api_key="x")
+    assert target.read_bytes() == b""
