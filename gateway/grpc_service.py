@@ -14,6 +14,7 @@ from common.pb import inference_pb2, inference_pb2_grpc
 from common.wire import finish_to_pb, token_to_pb
 from gateway.admission.caller import Caller
 from gateway.body import SESSION_AFFINITY, affinity_of
+from gateway.grpc_tools import add_deltas, chat_fields, require_no_chat_fields, shared_fields
 from gateway.output import Piece
 from gateway.service import Choice, Gateway, Ticket, Usage
 from gateway.validation import parse_chat, parse_completion
@@ -45,7 +46,7 @@ def _fields(request: inference_pb2.GenerateRequest) -> dict[str, Any]:
     fields["ignore_eos"] = request.ignore_eos
     fields["cache_salt"] = request.cache_salt
     fields["priority"] = request.priority
-    return fields
+    return fields | shared_fields(request)
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
@@ -102,10 +103,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         fields = _fields(request)
         kind = request.WhichOneof("prompt")
         if kind == "chat":
-            messages = [{"role": m.role, "content": m.content} for m in request.chat.messages]
+            fields |= chat_fields(request)
             if request.HasField("logprobs"):
                 fields |= {"logprobs": True, "top_logprobs": request.logprobs}
-            return (await self._gateway.chat(ticket, parse_chat({**fields, "messages": messages})))[0]
+            return (await self._gateway.chat(ticket, parse_chat(fields)))[0]
+        require_no_chat_fields(request)
         prompt: str | list[int] | None = None
         if kind == "text":
             prompt = request.text
@@ -121,11 +123,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         message = inference_pb2.GenerateResponse(
             request_id=ticket.id, text=piece.text, tokens=[token_to_pb(token) for token in piece.tokens]
         )
+        if piece.deltas is not None:
+            add_deltas(message, piece.deltas)
         if piece.finish is not None:
             message.finish_reason = finish_to_pb(piece.finish)
             message.usage.prompt_tokens = usage.prompt
             message.usage.completion_tokens = usage.completion
             message.usage.cached_tokens = usage.cached
+            message.usage.reasoning_tokens = usage.reasoning
             message.usage.accepted_prediction_tokens = usage.accepted
             message.usage.rejected_prediction_tokens = usage.rejected
         return message

@@ -25,37 +25,51 @@ _sym_db = _symbol_database.Default()
 from common.pb import types_pb2 as baton_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x62\x61ton/v1/inference.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61ton/v1/types.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"5\n\nChatPrompt\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.baton.v1.ChatMessage\"\x1a\n\x0bTokenPrompt\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x94\x07\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\x06tokens\x18\x03 \x01(\x0b\x32\x15.baton.v1.TokenPromptH\x00\x12$\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x14.baton.v1.ChatPromptH\x00\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x06 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x07 \x01(\x02H\x03\x88\x01\x01\x12\x12\n\x05top_k\x18\x08 \x01(\rH\x04\x88\x01\x01\x12\x12\n\x05min_p\x18\t \x01(\x02H\x05\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\n \x01(\x02H\x06\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0b \x01(\x02H\x07\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0c \x01(\x02H\x08\x88\x01\x01\x12\'\n\nlogit_bias\x18\r \x03(\x0b\x32\x13.baton.v1.LogitBias\x12\x11\n\x04seed\x18\x0e \x01(\x12H\t\x88\x01\x01\x12\x0c\n\x04stop\x18\x0f \x03(\t\x12\x16\n\x0estop_token_ids\x18\x10 \x03(\r\x12\x12\n\nignore_eos\x18\x11 \x01(\x08\x12\x17\n\nmin_tokens\x18\x12 \x01(\rH\n\x88\x01\x01\x12\x15\n\x08logprobs\x18\x13 \x01(\rH\x0b\x88\x01\x01\x12\x12\n\ncache_salt\x18\x14 \x01(\t\x12\x12\n\nrequest_id\x18\x15 \x01(\t\x12\x10\n\x08priority\x18\x16 \x01(\x11\x12\x0e\n\x01n\x18\x17 \x01(\rH\x0c\x88\x01\x01\x12\x14\n\x07\x62\x65st_of\x18\x18 \x01(\rH\r\x88\x01\x01\x12\x17\n\x0fuse_beam_search\x18\x19 \x01(\x08\x12\x1b\n\x0elength_penalty\x18\x1a \x01(\x02H\x0e\x88\x01\x01\x12/\n\x0e\x65\x61rly_stopping\x18\x1b \x01(\x0e\x32\x17.baton.v1.EarlyStoppingB\x08\n\x06promptB\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\r\n\x0b_min_tokensB\x0b\n\t_logprobsB\x04\n\x02_nB\n\n\x08_best_ofB\x11\n\x0f_length_penaltyJ\x04\x08\x1c\x10(\"\x98\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\"\n\x1a\x61\x63\x63\x65pted_prediction_tokens\x18\x04 \x01(\r\x12\"\n\x1arejected_prediction_tokens\x18\x05 \x01(\r\"\xb3\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x1f\n\x06tokens\x18\x03 \x03(\x0b\x32\x0f.baton.v1.Token\x12-\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x1e\n\x05usage\x18\x05 \x01(\x0b\x32\x0f.baton.v1.Usage\x12\r\n\x05index\x18\x06 \x01(\r\"*\n\x14\x41\x62ortGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x17\n\x15\x41\x62ortGenerateResponse\"\x13\n\x11ListModelsRequest\">\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\"5\n\x12ListModelsResponse\x12\x1f\n\x06models\x18\x01 \x03(\x0b\x32\x0f.baton.v1.Model*c\n\rEarlyStopping\x12\x1e\n\x1a\x45\x41RLY_STOPPING_UNSPECIFIED\x10\x00\x12\x18\n\x14\x45\x41RLY_STOPPING_FIRST\x10\x01\x12\x18\n\x14\x45\x41RLY_STOPPING_NEVER\x10\x02\x32\xe3\x01\n\tInference\x12\x43\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x1a.baton.v1.GenerateResponse0\x01\x12H\n\x05\x41\x62ort\x12\x1e.baton.v1.AbortGenerateRequest\x1a\x1f.baton.v1.AbortGenerateResponse\x12G\n\nListModels\x12\x1b.baton.v1.ListModelsRequest\x1a\x1c.baton.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x62\x61ton/v1/inference.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61ton/v1/types.proto\"x\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12&\n\ntool_calls\x18\x03 \x03(\x0b\x32\x12.baton.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\x12\x0c\n\x04name\x18\x05 \x01(\t\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"K\n\rToolCallDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\targuments\x18\x04 \x01(\t\"Q\n\x08\x46unction\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x12\n\nparameters\x18\x03 \x01(\t\x12\x0e\n\x06strict\x18\x04 \x01(\x08\"\x95\x01\n\nToolChoice\x12)\n\x04mode\x18\x01 \x01(\x0e\x32\x19.baton.v1.ToolChoice.ModeH\x00\x12\x12\n\x08\x66unction\x18\x02 \x01(\tH\x00\">\n\x04Mode\x12\x14\n\x10MODE_UNSPECIFIED\x10\x00\x12\r\n\tMODE_NONE\x10\x01\x12\x11\n\rMODE_REQUIRED\x10\x02\x42\x08\n\x06\x63hoice\"\x96\x01\n\x10StructuredOutput\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x02 \x01(\x08H\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12(\n\x06\x63hoice\x18\x04 \x01(\x0b\x32\x16.baton.v1.AlternativesH\x00\x12\x11\n\x07grammar\x18\x05 \x01(\tH\x00\x42\x06\n\x04\x66orm\"\x1d\n\x0c\x41lternatives\x12\r\n\x05texts\x18\x01 \x03(\t\"5\n\nChatPrompt\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.baton.v1.ChatMessage\"\x1a\n\x0bTokenPrompt\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xe1\t\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\x06tokens\x18\x03 \x01(\x0b\x32\x15.baton.v1.TokenPromptH\x00\x12$\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x14.baton.v1.ChatPromptH\x00\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x06 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x07 \x01(\x02H\x03\x88\x01\x01\x12\x12\n\x05top_k\x18\x08 \x01(\rH\x04\x88\x01\x01\x12\x12\n\x05min_p\x18\t \x01(\x02H\x05\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\n \x01(\x02H\x06\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0b \x01(\x02H\x07\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0c \x01(\x02H\x08\x88\x01\x01\x12\'\n\nlogit_bias\x18\r \x03(\x0b\x32\x13.baton.v1.LogitBias\x12\x11\n\x04seed\x18\x0e \x01(\x12H\t\x88\x01\x01\x12\x0c\n\x04stop\x18\x0f \x03(\t\x12\x16\n\x0estop_token_ids\x18\x10 \x03(\r\x12\x12\n\nignore_eos\x18\x11 \x01(\x08\x12\x17\n\nmin_tokens\x18\x12 \x01(\rH\n\x88\x01\x01\x12\x15\n\x08logprobs\x18\x13 \x01(\rH\x0b\x88\x01\x01\x12\x12\n\ncache_salt\x18\x14 \x01(\t\x12\x12\n\nrequest_id\x18\x15 \x01(\t\x12\x10\n\x08priority\x18\x16 \x01(\x11\x12\x0e\n\x01n\x18\x17 \x01(\rH\x0c\x88\x01\x01\x12\x14\n\x07\x62\x65st_of\x18\x18 \x01(\rH\r\x88\x01\x01\x12\x17\n\x0fuse_beam_search\x18\x19 \x01(\x08\x12\x1b\n\x0elength_penalty\x18\x1a \x01(\x02H\x0e\x88\x01\x01\x12/\n\x0e\x65\x61rly_stopping\x18\x1b \x01(\x0e\x32\x17.baton.v1.EarlyStopping\x12\x35\n\x11structured_output\x18! \x01(\x0b\x32\x1a.baton.v1.StructuredOutput\x12!\n\x05tools\x18\" \x03(\x0b\x32\x12.baton.v1.Function\x12)\n\x0btool_choice\x18# \x01(\x0b\x32\x14.baton.v1.ToolChoice\x12 \n\x13parallel_tool_calls\x18$ \x01(\x08H\x0f\x88\x01\x01\x12\x1e\n\x11include_reasoning\x18% \x01(\x08H\x10\x88\x01\x01\x12\x1c\n\x14\x63hat_template_kwargs\x18& \x01(\t\x12 \n\x13skip_special_tokens\x18\' \x01(\x08H\x11\x88\x01\x01\x42\x08\n\x06promptB\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\r\n\x0b_min_tokensB\x0b\n\t_logprobsB\x04\n\x02_nB\n\n\x08_best_ofB\x11\n\x0f_length_penaltyB\x16\n\x14_parallel_tool_callsB\x14\n\x12_include_reasoningB\x16\n\x14_skip_special_tokensJ\x04\x08\x1c\x10!\"\xb2\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\"\n\x1a\x61\x63\x63\x65pted_prediction_tokens\x18\x04 \x01(\r\x12\"\n\x1arejected_prediction_tokens\x18\x05 \x01(\r\x12\x18\n\x10reasoning_tokens\x18\x06 \x01(\r\"\xf3\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x1f\n\x06tokens\x18\x03 \x03(\x0b\x32\x0f.baton.v1.Token\x12-\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x1e\n\x05usage\x18\x05 \x01(\x0b\x32\x0f.baton.v1.Usage\x12\r\n\x05index\x18\x06 \x01(\r\x12+\n\ntool_calls\x18\t \x03(\x0b\x32\x17.baton.v1.ToolCallDelta\x12\x11\n\treasoning\x18\n \x01(\t\"*\n\x14\x41\x62ortGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x17\n\x15\x41\x62ortGenerateResponse\"\x13\n\x11ListModelsRequest\">\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\"5\n\x12ListModelsResponse\x12\x1f\n\x06models\x18\x01 \x03(\x0b\x32\x0f.baton.v1.Model*c\n\rEarlyStopping\x12\x1e\n\x1a\x45\x41RLY_STOPPING_UNSPECIFIED\x10\x00\x12\x18\n\x14\x45\x41RLY_STOPPING_FIRST\x10\x01\x12\x18\n\x14\x45\x41RLY_STOPPING_NEVER\x10\x02\x32\xe3\x01\n\tInference\x12\x43\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x1a.baton.v1.GenerateResponse0\x01\x12H\n\x05\x41\x62ort\x12\x1e.baton.v1.AbortGenerateRequest\x1a\x1f.baton.v1.AbortGenerateResponse\x12G\n\nListModels\x12\x1b.baton.v1.ListModelsRequest\x1a\x1c.baton.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'common.pb.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_EARLYSTOPPING']._serialized_start=1654
-  _globals['_EARLYSTOPPING']._serialized_end=1753
+  _globals['_EARLYSTOPPING']._serialized_start=2706
+  _globals['_EARLYSTOPPING']._serialized_end=2805
   _globals['_CHATMESSAGE']._serialized_start=60
-  _globals['_CHATMESSAGE']._serialized_end=104
-  _globals['_CHATPROMPT']._serialized_start=106
-  _globals['_CHATPROMPT']._serialized_end=159
-  _globals['_TOKENPROMPT']._serialized_start=161
-  _globals['_TOKENPROMPT']._serialized_end=187
-  _globals['_GENERATEREQUEST']._serialized_start=190
-  _globals['_GENERATEREQUEST']._serialized_end=1106
-  _globals['_USAGE']._serialized_start=1109
-  _globals['_USAGE']._serialized_end=1261
-  _globals['_GENERATERESPONSE']._serialized_start=1264
-  _globals['_GENERATERESPONSE']._serialized_end=1443
-  _globals['_ABORTGENERATEREQUEST']._serialized_start=1445
-  _globals['_ABORTGENERATEREQUEST']._serialized_end=1487
-  _globals['_ABORTGENERATERESPONSE']._serialized_start=1489
-  _globals['_ABORTGENERATERESPONSE']._serialized_end=1512
-  _globals['_LISTMODELSREQUEST']._serialized_start=1514
-  _globals['_LISTMODELSREQUEST']._serialized_end=1533
-  _globals['_MODEL']._serialized_start=1535
-  _globals['_MODEL']._serialized_end=1597
-  _globals['_LISTMODELSRESPONSE']._serialized_start=1599
-  _globals['_LISTMODELSRESPONSE']._serialized_end=1652
-  _globals['_INFERENCE']._serialized_start=1756
-  _globals['_INFERENCE']._serialized_end=1983
+  _globals['_CHATMESSAGE']._serialized_end=180
+  _globals['_TOOLCALL']._serialized_start=182
+  _globals['_TOOLCALL']._serialized_end=237
+  _globals['_TOOLCALLDELTA']._serialized_start=239
+  _globals['_TOOLCALLDELTA']._serialized_end=314
+  _globals['_FUNCTION']._serialized_start=316
+  _globals['_FUNCTION']._serialized_end=397
+  _globals['_TOOLCHOICE']._serialized_start=400
+  _globals['_TOOLCHOICE']._serialized_end=549
+  _globals['_TOOLCHOICE_MODE']._serialized_start=477
+  _globals['_TOOLCHOICE_MODE']._serialized_end=539
+  _globals['_STRUCTUREDOUTPUT']._serialized_start=552
+  _globals['_STRUCTUREDOUTPUT']._serialized_end=702
+  _globals['_ALTERNATIVES']._serialized_start=704
+  _globals['_ALTERNATIVES']._serialized_end=733
+  _globals['_CHATPROMPT']._serialized_start=735
+  _globals['_CHATPROMPT']._serialized_end=788
+  _globals['_TOKENPROMPT']._serialized_start=790
+  _globals['_TOKENPROMPT']._serialized_end=816
+  _globals['_GENERATEREQUEST']._serialized_start=819
+  _globals['_GENERATEREQUEST']._serialized_end=2068
+  _globals['_USAGE']._serialized_start=2071
+  _globals['_USAGE']._serialized_end=2249
+  _globals['_GENERATERESPONSE']._serialized_start=2252
+  _globals['_GENERATERESPONSE']._serialized_end=2495
+  _globals['_ABORTGENERATEREQUEST']._serialized_start=2497
+  _globals['_ABORTGENERATEREQUEST']._serialized_end=2539
+  _globals['_ABORTGENERATERESPONSE']._serialized_start=2541
+  _globals['_ABORTGENERATERESPONSE']._serialized_end=2564
+  _globals['_LISTMODELSREQUEST']._serialized_start=2566
+  _globals['_LISTMODELSREQUEST']._serialized_end=2585
+  _globals['_MODEL']._serialized_start=2587
+  _globals['_MODEL']._serialized_end=2649
+  _globals['_LISTMODELSRESPONSE']._serialized_start=2651
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2704
+  _globals['_INFERENCE']._serialized_start=2808
+  _globals['_INFERENCE']._serialized_end=3035
 # @@protoc_insertion_point(module_scope)

@@ -134,11 +134,17 @@ COMMON: tuple[Parameter, ...] = (
     limited("use_beam_search", [False], "Beam search."),
     limited("prompt_logprobs", [0], "Log-probabilities of the prompt's tokens."),
     limited("echo", [False], "The prompt before the answer."),
-    Parameter("response_format", "What the answer has to match; enforced, strict or not.", _RESPONSE_FORMAT),
+    Parameter(
+        "response_format",
+        "What the answer has to match; enforced, strict or not.",
+        _RESPONSE_FORMAT,
+        grpc="structured_output",
+    ),
     Parameter(
         "structured_outputs",
         "The same in vLLM's form: one of json (a schema), regex, choice, grammar (Lark or GBNF), json_object.",
         {"type": "object", "anyOf": [{"properties": {k: v}, "required": [k]} for k, v in _STRUCTURED.items()]},
+        grpc="structured_output",
     ),
     *(
         Parameter(f"guided_{name}", f"The older name of structured_outputs.{name}.", _STRUCTURED[name], grpc="")

@@ -1,0 +1,120 @@
+"""Tools, reasoning and structured output between gRPC messages and what REST says, which one code checks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from common.errors import InvalidRequest
+from common.pb import inference_pb2
+from gateway.tools.protocol import BrokenCall, CallDelta, ContentDelta, Delta, ReasoningDelta
+
+Json = dict[str, Any]
+
+_FORMS = {
+    "json_schema": "json",
+    "json_object": "json_object",
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "grammar",
+}
+_OF_CHATS = ("tools", "tool_choice", "parallel_tool_calls", "include_reasoning", "chat_template_kwargs")
+
+
+def shared_fields(request: inference_pb2.GenerateRequest) -> Json:
+    """What chats and other prompts have."""
+    fields: Json = {}
+    if request.HasField("skip_special_tokens"):
+        fields["skip_special_tokens"] = request.skip_special_tokens
+    if request.HasField("structured_output"):
+        wanted = request.structured_output
+        forms: Json = {_FORMS[f.name]: value for f, value in wanted.ListFields()}
+        if "choice" in forms:
+            forms["choice"] = list(wanted.choice.texts)
+        fields["structured_outputs"] = forms
+    return fields
+
+
+def require_no_chat_fields(request: inference_pb2.GenerateRequest) -> None:
+    """Raises InvalidRequest for a field that only a chat can have."""
+    given = {field.name for field, _ in request.ListFields()}
+    for name in _OF_CHATS:
+        if name in given:
+            raise InvalidRequest(f"{name} is only for chat prompts", field=name)
+
+
+def chat_fields(request: inference_pb2.GenerateRequest) -> Json:
+    """A chat's own. Raises InvalidRequest for JSON that is none."""
+    fields: Json = {"messages": [_message(message) for message in request.chat.messages]}
+    if request.tools:
+        fields["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools)]
+    if request.HasField("tool_choice"):
+        fields["tool_choice"] = _choice(request.tool_choice)
+    if request.HasField("parallel_tool_calls"):
+        fields["parallel_tool_calls"] = request.parallel_tool_calls
+    if request.HasField("include_reasoning"):
+        fields["include_reasoning"] = request.include_reasoning
+    if request.chat_template_kwargs:
+        fields["chat_template_kwargs"] = _object(request.chat_template_kwargs, "chat_template_kwargs")
+    return fields
+
+
+def add_deltas(message: inference_pb2.GenerateResponse, deltas: Iterable[Delta]) -> None:
+    """Puts what an answer's text means into its message, in place of the text."""
+    text: list[str] = []
+    reasoning: list[str] = []
+    for delta in deltas:
+        match delta:
+            case ContentDelta(part) | BrokenCall(text=part):
+                text.append(part)
+            case ReasoningDelta(part):
+                reasoning.append(part)
+            case CallDelta(index, arguments, call_id, name):
+                message.tool_calls.add(index=index, id=call_id, name=name, arguments=arguments)
+    message.text, message.reasoning = "".join(text), "".join(reasoning)
+
+
+def _message(message: inference_pb2.ChatMessage) -> Json:
+    out: Json = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        out["tool_calls"] = [
+            {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+            for c in message.tool_calls
+        ]
+    if message.tool_call_id:
+        out["tool_call_id"] = message.tool_call_id
+    if message.name:
+        out["name"] = message.name
+    return out
+
+
+def _tool(tool: inference_pb2.Function, name: str) -> Json:
+    function: Json = {"name": tool.name}
+    if tool.description:
+        function["description"] = tool.description
+    if tool.parameters:
+        function["parameters"] = _object(tool.parameters, f"{name}.parameters")
+    if tool.strict:
+        function["strict"] = True
+    return {"type": "function", "function": function}
+
+
+def _choice(choice: inference_pb2.ToolChoice) -> str | Json:
+    if choice.WhichOneof("choice") == "function":
+        return {"type": "function", "function": {"name": choice.function}}
+    names: dict[int, str] = {
+        inference_pb2.ToolChoice.MODE_NONE: "none",
+        inference_pb2.ToolChoice.MODE_REQUIRED: "required",
+    }
+    return names.get(choice.mode, "auto")
+
+
+def _object(text: str, name: str) -> Json:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"{name} must be the text of a JSON object", field=name)
+    return value
