@@ -247,8 +247,8 @@ def prefill(report: Report, pool: Pool, new: int, length: int) -> None:
         return cudnn_prefill(q, kv[:, 0], kv[:, 1], prefix, scale=SCALE)
 
     def own(i: int) -> Tensor:
-        keys, values = gather_kv(pool.layer(i), table[0], length, dtype=DTYPE, multiple=128)
-        return dense_prefill(q, keys, values, length=length, scale=SCALE)
+        keys, values = gather_kv(pool.layer(i), table[0], length, dtype=DTYPE)
+        return dense_prefill(q, keys, values, scale=SCALE)
 
     def paged(i: int) -> Tensor:
         return paged_prefill(q, pool.layer(i), table, cu_q, lens, max_query=new, scale=SCALE)

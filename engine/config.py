@@ -12,6 +12,8 @@ from common.kv_layout import FP8_DTYPE
 
 PROPOSERS = ("none", "ngram", "suffix")
 MAX_DRAFTS = 7  # with the token before them as many as a row of the decode kernel has
+GPU_TOKEN_BUDGET = 2048  # rows that decode wait for 50 ms of an 8B model at most
+GPU_PROMPT_BUDGET = 8192  # attention of long chunks is faster, and there are fewer steps
 DEFAULT_KV_MEMORY = 512 << 20  # bytes; where neither num_blocks nor kv_memory is given and the device is a CPU
 
 
@@ -22,9 +24,11 @@ class EngineConfig:
     name: the model's name in the KV layout; empty for the directory's. dtype auto is float32 on a CPU and bfloat16 on
     CUDA. kv_dtype auto is dtype; fp8_e4m3 keeps keys and values in 8 bits, with scales. num_blocks and kv_memory
     (bytes) both 0: 512 MiB on a CPU; on CUDA what is left of gpu_memory_utilization, the share of the card that this
-    process may take. max_model_len 0: the model's own. token_budget: tokens of a step, and the longest chunk; max_seqs:
-    sequences that run at once; 0: 256 and 64 on a CPU, 2048 and 256 on CUDA. cuda_graphs: decode steps run as graphs,
-    captured at the start (no meaning on a CPU). overlap: a step is launched before the last one's result is known;
+    process may take. max_model_len 0: the model's own. token_budget: tokens of a step, and the longest chunk; 0: 256 on
+    a CPU, 2048 on CUDA. prompt_budget: the same for a step in which nothing decodes, and twice that for a prompt that
+    is alone; 0: 8192 on CUDA, and none of its own where token_budget is given and on a CPU. max_seqs: sequences that
+    run at once; 0: 64 on a CPU, 256 on CUDA. cuda_graphs: decode steps run as graphs, captured at the start (no meaning
+    on a CPU). overlap: a step is launched before the last one's result is known;
     None: on CUDA. speculation: who proposes drafts, see engine/speculation; speculation_tokens: most drafts of a
     sequence in a step; speculation_accept coupled: the output is the same as without, rejection: its distribution is.
     load_format dummy: random weights of weights_seed instead of the directory's. threads 0: all
@@ -42,6 +46,7 @@ class EngineConfig:
     max_model_len: int = 0
     gpu_memory_utilization: float = 0.9
     token_budget: int = 0
+    prompt_budget: int = 0
     max_seqs: int = 0
     cuda_graphs: bool = True
     overlap: bool | None = None
@@ -74,7 +79,10 @@ class EngineConfig:
             )
         if self.block_size < 1:
             raise ConfigError(f"block_size must be at least 1, is {self.block_size}", field="block_size")
-        for name in ("num_blocks", "kv_memory", "max_model_len", "token_budget", "max_seqs", "weights_seed", "threads"):
+        for name in (
+            "num_blocks", "kv_memory", "max_model_len", "token_budget", "prompt_budget", "max_seqs", "weights_seed",
+            "threads",
+        ):  # fmt: skip
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative, is {getattr(self, name)}", field=name)
         if not 0 < self.gpu_memory_utilization <= 1:
@@ -114,10 +122,12 @@ class EngineConfig:
             raise ConfigError(f"kv_dtype fp8_e4m3 needs compute capability 8.9, {name} has less", field="kv_dtype")
         return FP8_DTYPE
 
-    def resolve_limits(self, device: torch.device) -> tuple[int, int]:
-        """token_budget and max_seqs."""
-        budget, seqs = (2048, 256) if device.type == "cuda" else (256, 64)
-        return self.token_budget or budget, self.max_seqs or seqs
+    def resolve_limits(self, device: torch.device) -> tuple[int, int | None, int]:
+        """token_budget, prompt_budget and max_seqs."""
+        on_gpu = device.type == "cuda"
+        default = GPU_PROMPT_BUDGET if on_gpu and not self.token_budget else None
+        budget = self.token_budget or (GPU_TOKEN_BUDGET if on_gpu else 256)
+        return budget, self.prompt_budget or default, self.max_seqs or (256 if on_gpu else 64)
 
     def resolve_overlap(self, device: torch.device) -> bool:
         """A launch on a CPU returns when the step is over: to go ahead would only delay its result."""

@@ -7,6 +7,7 @@ lease. Not thread-safe: one thread calls it (see loop.py); `pool` alone may be u
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import logging
@@ -99,7 +100,7 @@ class Engine:
         )
         wanted_len = min(config.max_model_len or spec.max_position, spec.max_position)
         model = source.load(wanted_len, device, DTYPES[dtype])
-        token_budget, max_seqs = config.resolve_limits(device)
+        token_budget, prompt_budget, max_seqs = config.resolve_limits(device)
         self._sampler: DeviceSampler | None = None
         if device.type == "cuda":
             from engine.device_sampler import DeviceSampler
@@ -108,13 +109,14 @@ class Engine:
             self._sampler = DeviceSampler(max_seqs, spec.vocab_size, device, max_drafts=self._drafts()[1])
         graphs = config.cuda_graphs and device.type == "cuda" and model.capturable
         build = functools.partial(self._runner, model, self._sampler, wanted_len, graphs=graphs)
-        num_blocks = self._num_blocks(build, wanted_len, graphs=graphs)
+        limits = SchedulerConfig(
+            token_budget=token_budget, prompt_budget=prompt_budget, max_seqs=max_seqs, max_model_len=wanted_len
+        )
+        num_blocks = self._num_blocks(build, limits, graphs=graphs)
         self.max_model_len = min(wanted_len, num_blocks * config.block_size)
         self.kv = KVPool(self.layout, num_blocks, device)
         self.pool = BlockPool(num_blocks, config.block_size, on_stored=on_stored, on_evicted=on_evicted)
-        self.scheduler = Scheduler(
-            SchedulerConfig(token_budget=token_budget, max_seqs=max_seqs, max_model_len=self.max_model_len), self.pool
-        )
+        self.scheduler = Scheduler(dataclasses.replace(limits, max_model_len=self.max_model_len), self.pool)
         self.runner = build(self.kv)
         if device.type == "cuda":
             self._compile()
@@ -233,13 +235,16 @@ class Engine:
         """
         if self.device.type == "cuda":
             limits = self.scheduler.config
-            self._run_ahead(planned_steps(limits.token_budget, limits.max_seqs, limits.max_model_len))
+            shared = limits.prompt_budget or limits.token_budget
+            for rows in planned_steps(limits.most_tokens, shared, limits.max_seqs, limits.max_model_len):
+                self.runner.plan(rows, self.kv.dummy_block)
+            torch.cuda.synchronize(self.device)
 
     def _compile(self) -> None:
         """Compiles and captures what would otherwise keep the first requests waiting."""
         began = time.monotonic()
         limits = self.scheduler.config
-        steps = compiled_steps(limits.token_budget, limits.max_seqs, limits.max_model_len, self._drafts()[0])
+        steps = compiled_steps(limits.most_tokens, limits.max_seqs, limits.max_model_len, self._drafts()[0])
         self._run_ahead(steps)
         log.info("kernels are ready after %.0f s", time.monotonic() - began)
         if self.runner.decode is not None:
@@ -253,13 +258,13 @@ class Engine:
             self.runner.rehearse(rows, self.kv.dummy_block)
         torch.cuda.synchronize(self.device)
 
-    def _num_blocks(self, build: Callable[[KVPool], Runner], max_len: int, *, graphs: bool) -> int:
+    def _num_blocks(self, build: Callable[[KVPool], Runner], limits: SchedulerConfig, *, graphs: bool) -> int:
         """Blocks of the pool; called once the weights are loaded. build: a runner over a pool, to measure it."""
         config, layout = self.config, self.layout
         if config.num_blocks:
             return config.num_blocks
         if not config.kv_memory and self.device.type == "cuda":
-            step = largest_step(*config.resolve_limits(self.device), max_len, *self._drafts())
+            step = largest_step(limits.most_tokens, limits.max_seqs, limits.max_model_len, *self._drafts())
             share = config.gpu_memory_utilization
             use = measure(build, layout, self.device, share=share, graphs=graphs, step=step)
             blocks = blocks_that_fit(use, layout)
@@ -280,7 +285,7 @@ class Engine:
             kv.layers(), spec.num_heads, spec.windows, kv.dummy_block, scale=spec.scale, softcap=spec.softcap
         )
         max_blocks = self.layout.blocks_for(max_len) + 1  # a lease may hold the block of the next token
-        _, max_seqs = self.config.resolve_limits(self.device)
+        *_, max_seqs = self.config.resolve_limits(self.device)
         drafts, max_drafts = self._drafts()
         return Runner(
             model, kv, backend, max_seqs=max_seqs, max_blocks=max_blocks, sampler=sampler, static=graphs,
@@ -292,6 +297,6 @@ class Engine:
         config = self.config
         if config.speculation == "none":
             return 0, 0
-        _, max_seqs = config.resolve_limits(self.device)
+        *_, max_seqs = config.resolve_limits(self.device)
         most_seqs = min(max_seqs, DRAFTING_SEQS) if self.device.type == "cuda" else max_seqs
         return config.speculation_tokens, config.speculation_tokens * most_seqs

@@ -67,13 +67,16 @@ class Completion:
 class LLM:
     """model: a directory, or a name that common/models.py knows. Keyword arguments are those of EngineConfig.
 
+    On a GPU token_budget is prompt_budget unless it is given: nobody waits for the next token of a text, so prompts go
+    through in the fewest steps.
+
     Raises ConfigError when the model cannot be served here, or an argument will not do. `engine` is open to tests.
     """
 
     def __init__(self, model: Path | str, **config: Any) -> None:
         weights = config.get("load_format", "auto") == "auto"
         self.model_dir = resolve_model(str(model), tokenizer=False, weights=weights, say=log.warning)
-        self.engine = Engine(EngineConfig(model_dir=self.model_dir, **config))
+        self.engine = Engine(for_throughput(EngineConfig(model_dir=self.model_dir, **config)))
         self._requests = 0
 
     @functools.cached_property
@@ -177,6 +180,14 @@ class LLM:
             with progress("generating", most, "tokens", show=show_progress) as shown:
                 run.through(self.engine, shown)
         return list(run.completions.values())
+
+
+def for_throughput(config: EngineConfig) -> EngineConfig:
+    """The same with the tokens of prompt_budget in every step, unless it says how many."""
+    _, prompt_budget, _ = config.resolve_limits(config.resolve_device())
+    if config.token_budget or prompt_budget is None:
+        return config
+    return replace(config, token_budget=prompt_budget, prompt_budget=prompt_budget)
 
 
 @dataclass(slots=True)

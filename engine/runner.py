@@ -225,12 +225,9 @@ class Runner:
 
         A row with as many new tokens as one with drafts has is taken for one.
         """
-        size = self._kv.layout.block_size
-        starts, num_new = zip(*rows, strict=True)
-        blocks = [np.full(-(-(start + new) // size), block, dtype=np.int32) for start, new in rows]
-        shape = StepShape(starts, num_new, blocks)
-        ends = np.cumsum(num_new)
-        counts = np.where(np.array(num_new) == 1 + self._drafts, num_new, 1)
+        shape = self._rehearsed(rows, block)
+        ends = np.cumsum(shape.num_new)
+        counts = np.where(np.array(shape.num_new) == 1 + self._drafts, shape.num_new, 1)
         last = np.repeat(ends - np.cumsum(counts), counts) + np.arange(counts.sum())
         hidden = self._hidden(
             shape, *upload([np.zeros(ends[-1], dtype=np.int64), _positions(shape), last], self._device)
@@ -244,6 +241,21 @@ class Runner:
             else:
                 tokens, _ = self._sampler.run(logits, slots, positions)
             token_logprobs(logits, tokens, MAX_LOGPROBS)
+
+    @torch.inference_mode()
+    def plan(self, rows: Rows, block: int) -> None:
+        """`rehearse` for the plans that the step's attention builds, without the rest of the model where it can."""
+        if self._model.capturable and isinstance(self._backend, TritonAttention):
+            self._backend.rehearse(self._rehearsed(rows, block))
+        else:
+            self.rehearse(rows, block)
+
+    def _rehearsed(self, rows: Rows, block: int) -> StepShape:
+        size = self._kv.layout.block_size
+        starts, num_new = zip(*rows, strict=True)
+        return StepShape(
+            starts, num_new, [np.full(-(-(start + new) // size), block, dtype=np.int32) for start, new in rows]
+        )
 
     def _launch_chunks(self, items: Sequence[Item]) -> tuple[Tensor, Tensor, np.ndarray]:
         """results of any step, the logits that they are drawn from, and each result's row of these."""

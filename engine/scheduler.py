@@ -7,7 +7,8 @@ prompt is computed, an aggregated pod everything. Used by the engine's thread; `
 
 A step: decodes first, one token each (of three quarters of the budget, if prompts want some); then prompt chunks under
 the rest of the token budget, at least half of it for the oldest and the rest for the shortest, so that neither starves
-the other. Rank is priority, then arrival.
+the other. A step in which nothing decodes keeps nobody waiting for a token and has a budget of its own, the prompt
+budget, and one with a single prompt twice that. Rank is priority, then arrival.
 
 Nothing waits in a circle. A decode without room for its next token preempts the lowest-ranked lease holder below it, so
 the first in rank always goes on; without one below it, it keeps its blocks and waits. Preempted sequences are admitted
@@ -44,9 +45,12 @@ NO_DRAFTS: Mapping[Sequence, Chain] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """token_budget: tokens of one step; max_seqs: sequences that run at once; max_model_len: tokens of a sequence."""
+    """token_budget: tokens of one step; prompt_budget: of one in which nothing decodes (None: the same), twice that
+    where a prompt is alone; max_seqs: sequences that run at once; max_model_len: tokens of a sequence.
+    """
 
     token_budget: int
+    prompt_budget: int | None = None
     max_seqs: int
     max_model_len: int
 
@@ -58,6 +62,16 @@ class SchedulerConfig:
         ):
             if value < 1:
                 raise ConfigError(f"{field} must be at least 1, not {value}", field=field)
+        if self.prompt_budget is not None and self.prompt_budget < self.token_budget:
+            raise ConfigError(
+                f"prompt_budget {self.prompt_budget} is less than token_budget {self.token_budget}",
+                field="prompt_budget",
+            )
+
+    @property
+    def most_tokens(self) -> int:
+        """Of any step."""
+        return self.token_budget if self.prompt_budget is None else 2 * self.prompt_budget
 
 
 class Item(NamedTuple):
@@ -223,7 +237,16 @@ class Scheduler:
         self._admit(new=True)
         if drafts:
             items = self._with_drafts(items, drafts)
-        return items + self._chunks(self.config.token_budget - sum(item.num_new for item in items))
+        return items + self._chunks(self._budget(items))
+
+    def _budget(self, decodes: list[Item]) -> int:
+        """Tokens of the step that its prompts may have."""
+        config = self.config
+        if decodes or config.prompt_budget is None:
+            return config.token_budget - sum(item.num_new for item in decodes)
+        prompts = sum(not (seq.paused or seq.decoding) for seq in self._running)
+        alone = prompts == 1 and all(seq.paused for seq in self._waiting)
+        return config.most_tokens if alone else config.prompt_budget
 
     def _admit(self, *, new: bool) -> None:
         """Move waiting sequences into free slots, in turn; without `new` only those that hold their blocks already."""

@@ -10,19 +10,21 @@ from collections.abc import Sequence
 
 Rows = Sequence[tuple[int, int]]  # of a step: tokens in the cache, new tokens
 
-PLANNED_TOKENS = 16384  # a long prompt needs a plan for each length of its prefix
+PLANNED_TOKENS = 16384  # a long prompt needs plans for the length of each chunk, and of its prefix
+QUANTUM = 1024  # lengths that have plans are multiples of it
+MOST_EQUAL = 8  # whole prompts of one length have a plan for every power of two of them up to here
 
 
-def largest_step(token_budget: int, max_seqs: int, max_len: int, drafts: int = 0, max_drafts: int = 0) -> Rows:
+def largest_step(most_tokens: int, max_seqs: int, max_len: int, drafts: int = 0, max_drafts: int = 0) -> Rows:
     """All slots sample, as many as may with drafts; the rest is a chunk that ends the longest sequence."""
-    rows, drafting = min(max_seqs, token_budget), 0
+    rows, drafting = min(max_seqs, most_tokens), 0
     if 0 < drafts < max_len:
-        drafting = min(max_drafts // drafts, rows - 1, (token_budget - rows) // drafts)
-    chunk = min(token_budget - rows - drafting * drafts + 1, max_len)
+        drafting = min(max_drafts // drafts, rows - 1, (most_tokens - rows) // drafts)
+    chunk = min(most_tokens - rows - drafting * drafts + 1, max_len)
     return [(0, 1 + drafts)] * drafting + [(0, 1)] * (rows - 1 - drafting) + [(max_len - chunk, chunk)]
 
 
-def compiled_steps(token_budget: int, max_seqs: int, max_len: int, drafts: int = 0) -> list[Rows]:
+def compiled_steps(most_tokens: int, max_seqs: int, max_len: int, drafts: int = 0) -> list[Rows]:
     """Steps of all kinds that the limits allow, for the kernels that they compile."""
     steps: list[Rows] = [
         [(0, 1), (5, 1)],
@@ -34,20 +36,31 @@ def compiled_steps(token_budget: int, max_seqs: int, max_len: int, drafts: int =
         [(0, 1), (1040, 1040)],
         [(0, 600)] * 3,
     ]
-    return _allowed(steps, token_budget, max_seqs, max_len)
+    return _allowed(steps, most_tokens, max_seqs, max_len)
 
 
-def planned_steps(token_budget: int, max_seqs: int, max_len: int) -> list[Rows]:
-    """Chunks of long prompts that the limits allow, for the plans that they build."""
-    steps: list[Rows] = [[(0, 1024)], *([(start, token_budget)] for start in range(0, PLANNED_TOKENS, token_budget))]
-    return _allowed(steps, token_budget, max_seqs, max_len)
+def planned_steps(most_tokens: int, shared_tokens: int, max_seqs: int, max_len: int) -> list[Rows]:
+    """Long prompts, chunks of longer ones, and equal prompts side by side, that the limits allow, for the plans that
+    they build. most_tokens: of a step with a prompt alone; shared_tokens: of one with several.
+    """
+    lengths = range(QUANTUM, min(most_tokens, PLANNED_TOKENS) + 1, QUANTUM)
+    steps: list[Rows] = [[(0, length)] for length in lengths]
+    if shared_tokens % QUANTUM == 0:
+        chunks = range(shared_tokens, PLANNED_TOKENS - shared_tokens + 1, shared_tokens)
+        steps += [[(start, shared_tokens)] for start in chunks]
+    for length in lengths:
+        count = 2
+        while count <= MOST_EQUAL and count * length <= shared_tokens:
+            steps.append([(0, length)] * count)
+            count *= 2
+    return _allowed(steps, most_tokens, max_seqs, max_len)
 
 
-def _allowed(steps: list[Rows], token_budget: int, max_seqs: int, max_len: int) -> list[Rows]:
+def _allowed(steps: list[Rows], most_tokens: int, max_seqs: int, max_len: int) -> list[Rows]:
     return [
         rows
         for rows in steps
         if len(rows) <= max_seqs
-        and sum(new for _, new in rows) <= token_budget
+        and sum(new for _, new in rows) <= most_tokens
         and max(start + new for start, new in rows) <= max_len
     ]

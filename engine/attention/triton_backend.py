@@ -1,17 +1,17 @@
 """Paged attention on the GPU: which kernel serves which rows of a step.
 
-Rows with up to 8 new tokens go to the split-KV kernel, all in one launch. Longer ones go to cuDNN where their shape
-recurs (new tokens and prefix in multiples of 1024), else, when there is enough to compute, to the own kernel over
-gathered keys, and else, with a window or an unusual head dim, to the paged kernel. Everything of a step that does not
-depend on the layer is made once, in `prepare`. Kernels are loaded with the first backend, so this module imports
-without triton.
+Rows with up to 8 new tokens go to the split-KV kernel, all in one launch. Of longer ones with enough to compute, the
+multiple of 1024 tokens that they begin with goes to cuDNN, if their prefix is such a multiple too (shapes that recur),
+and the rest to the own kernel over gathered keys. Short ones, windows and unusual head dims take the paged kernel.
+Everything of a step that does not depend on the layer is made once, in `prepare`. Kernels are loaded with the first
+backend, so this module imports without triton.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 DECODE_TOKENS = 8  # rows up to this many new tokens take the split-KV kernel
 CUDNN_QUANTUM = 1024
 DENSE_MIN_SCORES = 1 << 20  # new tokens x keys from which gathering pays
+MOST_BATCHED = 8  # whole prompts of one length in one call of cuDNN
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,19 +48,24 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class LongRow:
-    """One row that is attended alone, over contiguous keys: tokens first_token.. of the step, after `start` cached
-    ones.
+    """A row that is attended alone, over contiguous keys: tokens first_token.. of the step, after `start` cached ones.
 
-    cudnn: its shape is one that cuDNN may build a plan for.
+    whole: of its new tokens those, from the first, that cuDNN takes. count: so many rows of that shape behind each
+    other, whole and without cached tokens; tables: int32 [count, n].
     """
 
     first_token: int
     start: int
     num_new: int
-    table: Tensor
+    whole: int
+    count: int
+    tables: Tensor
     cu_q: Tensor
-    seq_len: Tensor
-    cudnn: bool
+    seq_lens: Tensor
+
+    @property
+    def tokens(self) -> slice:
+        return slice(self.first_token, self.first_token + self.count * self.num_new)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +98,7 @@ class TritonAttention:
 
         self._decode, self._prefill, self._dense = paged_decode, paged_prefill, dense_prefill
         self._prefix, self._kv_write = prefix, kv_write
-        cache = layers[0]
+        self._cache = cache = layers[0]
         self._kv_heads, self._block_size, self._head_dim = cache.num_kv_heads, cache.block_size, cache.head_dim
         self._num_heads, self._pad_block = num_heads, pad_block
         self._windows = tuple(dict.fromkeys(windows))
@@ -115,12 +123,7 @@ class TritonAttention:
         position = np.arange(len(row_of)) - firsts[row_of] + starts[row_of]
         slots = tables[row_of, position // self._block_size] * self._block_size + position % self._block_size
 
-        kinds = [self._kind(s, n) for s, n in zip(starts.tolist(), num_new.tolist(), strict=True)]
-        runs = [
-            (first, last, kind)
-            for low, high, kind in _runs(kinds)
-            for first, last in ([(row, row + 1) for row in range(low, high)] if kind == "long" else [(low, high)])
-        ]
+        runs = self._runs(starts.tolist(), num_new.tolist())
         arrays = [slots.astype(np.int32)]
         for low, high, _ in runs:
             width = int(counts[low:high].max())
@@ -133,8 +136,8 @@ class TritonAttention:
         for (low, high, kind), cu_q, seq_lens, table in zip(runs, there[::3], there[1::3], there[2::3], strict=True):
             first, start, new = int(firsts[low]), int(starts[low]), int(num_new[low])
             if kind == "long":
-                whole = new % CUDNN_QUANTUM == 0 and start % CUDNN_QUANTUM == 0 and not self._softcap
-                long.append(LongRow(first, start, new, table[0], cu_q, seq_lens, cudnn=whole))
+                whole = self._whole(start, new)
+                long.append(LongRow(first, start, new, whole, high - low, table, cu_q, seq_lens))
                 continue
             span = Span(first, int(firsts[high]) - first, int(num_new[low:high].max()), cu_q, seq_lens, table)
             if kind == "decode" and decode is None:
@@ -154,6 +157,16 @@ class TritonAttention:
         """
         span = Span(0, slots.shape[0], max_new, cu_q, seq_lens, tables)
         return TritonMetadata(slots, span, {window: self._plan(span, window) for window in self._windows}, (), ())
+
+    def rehearse(self, step: StepShape) -> None:
+        """The attention of one step of a Decoder, of one layer for each window, for the plans that it builds."""
+        metadata = self.prepare(step)
+        dtype = torch.bfloat16 if self._cache.scales is not None else self._cache.kv.dtype
+        size = (sum(step.num_new), self._num_heads + 2 * self._kv_heads, self._head_dim)
+        qkv = torch.zeros(size, dtype=dtype, device=self._device)
+        kv = qkv[:, self._num_heads :].unflatten(1, (2, self._kv_heads))
+        for window in self._windows:
+            self.attend_written(qkv[:, : self._num_heads], kv, self._cache, metadata, window)
 
     def attend(self, query: Tensor, kv: Tensor, cache: LayerKV, metadata: TritonMetadata, window: int | None) -> Tensor:
         self._kv_write.kv_write(kv, cache, metadata.slots)
@@ -181,39 +194,77 @@ class TritonAttention:
                 max_query=span.max_new, scale=self._scale, softcap=self._softcap, window=window or 0, out=out[rows],
             )  # fmt: skip
         for row in metadata.long:
-            rows = slice(row.first_token, row.first_token + row.num_new)
-            out[rows] = self._attend_long(query[rows], kv[rows], cache, row, window)
+            rows = row.tokens
+            self._attend_long(query[rows], kv[rows], cache, row, window, out[rows])
         return out
 
-    def _attend_long(self, query: Tensor, kv: Tensor, cache: LayerKV, row: LongRow, window: int | None) -> Tensor:
+    def _attend_long(
+        self, query: Tensor, kv: Tensor, cache: LayerKV, row: LongRow, window: int | None, out: Tensor | None = None
+    ) -> Tensor:
         length = row.start + row.num_new
         if (window is not None and window < length) or query.dtype == torch.float32:
             return self._prefill.paged_prefill(
-                query, cache, row.table[None], row.cu_q, row.seq_len,
-                max_query=row.num_new, scale=self._scale, softcap=self._softcap, window=window or 0,
+                query, cache, row.tables, row.cu_q, row.seq_lens,
+                max_query=row.num_new, scale=self._scale, softcap=self._softcap, window=window or 0, out=out,
             )  # fmt: skip
-        if row.cudnn:
-            return self._attend_cudnn(query, kv, cache, row)
-        keys, values = self._prefix.gather_kv(cache, row.table, length, dtype=query.dtype, multiple=self._dense.BLOCK_N)
-        return self._dense.dense_prefill(query, keys, values, length=length, scale=self._scale, softcap=self._softcap)
-
-    def _attend_cudnn(self, query: Tensor, kv: Tensor, cache: LayerKV, row: LongRow) -> Tensor:
-        """New keys are read where the projection left them; an 8-bit cache has other numbers, so there from it."""
+        whole, rest = row.whole, row.num_new - row.whole
+        # New keys are read where the projection left them; an 8-bit cache has other numbers, so there from it.
+        gathered = length if rest or cache.scales is not None else row.start
         keys, values = kv[:, 0], kv[:, 1]
-        prefix: tuple[Tensor, Tensor] | None = None
-        if cache.scales is not None:
-            both = self._prefix.gather_kv(cache, row.table, row.start + row.num_new, dtype=query.dtype)
-            keys, values = (x[:, row.start :].transpose(0, 1) for x in both)
-            prefix = (both[0][:, : row.start], both[1][:, : row.start]) if row.start else None
-        elif row.start:
-            prefix = self._prefix.gather_kv(cache, row.table, row.start, dtype=query.dtype)
-        return self._dense.cudnn_prefill(query, keys, values, prefix, scale=self._scale)
+        there: tuple[Tensor, Tensor] | None = None
+        if gathered:
+            there = self._prefix.gather_kv(cache, row.tables[0], gathered, dtype=query.dtype)
+            if cache.scales is not None:
+                keys, values = there[0][row.start :], there[1][row.start :]
+        if not rest:
+            return self._attend_cudnn(query, keys, values, there, row, out)
+        assert there is not None
+        out = torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out
+        if whole:
+            self._attend_cudnn(query[:whole], keys[:whole], values[:whole], there, row, out[:whole])
+        self._dense.dense_prefill(query[whole:], *there, scale=self._scale, softcap=self._softcap, out=out[whole:])
+        return out
+
+    def _attend_cudnn(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        there: tuple[Tensor, Tensor] | None,
+        row: LongRow,
+        out: Tensor | None,
+    ) -> Tensor:
+        prefix = (there[0][: row.start], there[1][: row.start]) if there is not None and row.start else None
+        return self._dense.cudnn_prefill(query, keys, values, prefix, scale=self._scale, count=row.count, out=out)
 
     def _kind(self, start: int, num_new: int) -> str:
         if num_new <= DECODE_TOKENS:
             return "decode"
         dense = self._dense_ok and num_new * (start + num_new) >= DENSE_MIN_SCORES
         return "long" if dense else "paged"
+
+    def _whole(self, start: int, num_new: int) -> int:
+        """Of a long row's new tokens those that cuDNN takes."""
+        return 0 if start % CUDNN_QUANTUM or self._softcap else num_new // CUDNN_QUANTUM * CUDNN_QUANTUM
+
+    def _runs(self, starts: Sequence[int], num_new: Sequence[int]) -> list[tuple[int, int, str]]:
+        """Rows that share a launch, as (first, end, kind): neighbours of one kind, but long rows only if they are new,
+        of one length and whole, and a power of two of them: each number of them is a plan of cuDNN.
+        """
+        runs: list[tuple[int, int, str]] = []
+        for low, high, kind in _equal([self._kind(s, n) for s, n in zip(starts, num_new, strict=True)]):
+            if kind != "long":
+                runs.append((low, high, kind))
+                continue
+            shapes = list(zip(starts[low:high], num_new[low:high], strict=True))
+            for first, end, (start, new) in _equal(shapes):
+                at, stop = low + first, low + end
+                batched = not start and self._itemsize > 1 and self._whole(start, new) == new
+                while at < stop:
+                    count = min(MOST_BATCHED, 1 << (stop - at).bit_length() - 1) if batched else 1
+                    runs.append((at, at + count, kind))
+                    at += count
+        return runs
 
     def _plan(self, span: Span, window: int | None) -> DecodePlan:
         return self._decode.plan_decode(
@@ -229,12 +280,12 @@ class TritonAttention:
         return self._workspaces[max_new]
 
 
-def _runs(kinds: Sequence[str]) -> list[tuple[int, int, str]]:
-    """Maximal runs of equal kinds, as (first, end, kind)."""
-    runs: list[tuple[int, int, str]] = []
-    for i, kind in enumerate(kinds):
-        if runs and runs[-1][2] == kind:
-            runs[-1] = (runs[-1][0], i + 1, kind)
+def _equal(values: Sequence[T]) -> list[tuple[int, int, T]]:
+    """Maximal runs of equal values, as (first, end, value)."""
+    runs: list[tuple[int, int, T]] = []
+    for i, value in enumerate(values):
+        if runs and runs[-1][2] == value:
+            runs[-1] = (runs[-1][0], i + 1, value)
         else:
-            runs.append((i, i + 1, kind))
+            runs.append((i, i + 1, value))
     return runs

@@ -20,12 +20,12 @@ BLOCK_M, BLOCK_N = 128, 128
 
 @triton.jit
 def _tiles(
-    acc, total, best, qs, keys, values, row, scale_log2, cap, lo, hi, position,
+    acc, total, best, qs, keys, values, column, scale_log2, cap, lo, hi, position,
     MASKED: tl.constexpr, CAP: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     n = tl.arange(0, BN)
     for start in tl.range(lo, hi, BN, num_stages=STAGES):
-        k = keys.load([row + start, 0])
+        k = keys.load([start, column])
         s = tl.dot(qs, tl.trans(k), input_precision="ieee")
         if CAP:
             s = capped(s, cap)
@@ -34,16 +34,16 @@ def _tiles(
         top = tl.maximum(best, tl.max(s, 1) * scale_log2)
         p = tl.exp2(s * scale_log2 - top[:, None])
         shrink = tl.exp2(best - top)
-        v = values.load([row + start, 0])
+        v = values.load([start, column])
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
         total = total * shrink + tl.sum(p, 1)
         best = top
     return acc, total, best
 
 
-@triton.jit(do_not_specialize=["queries", "length", "head_rows"])
+@triton.jit(do_not_specialize=["queries", "length"])
 def _dense_kernel(
-    q, keys, values, out, q_row, q_head, out_row, out_head, queries, length, head_rows, scale_log2, cap,
+    q, keys, values, out, q_row, q_head, out_row, out_head, queries, length, scale_log2, cap,
     GROUP: tl.constexpr, CAP: tl.constexpr, BM: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
@@ -62,12 +62,12 @@ def _dense_kernel(
     first = length - queries + m0 // GROUP
     full = (first + 1) // BN * BN
     last = tl.minimum(length - queries + (m0 + BM - 1) // GROUP + 1, length)
-    row = head * head_rows
+    column = head * D
     acc, total, best = _tiles(
-        acc, total, best, qs, keys, values, row, scale_log2, cap, 0, full, position, False, CAP, BN, STAGES
+        acc, total, best, qs, keys, values, column, scale_log2, cap, 0, full, position, False, CAP, BN, STAGES
     )
     acc, total, best = _tiles(
-        acc, total, best, qs, keys, values, row, scale_log2, cap, full, last, position, True, CAP, BN, STAGES
+        acc, total, best, qs, keys, values, column, scale_log2, cap, full, last, position, True, CAP, BN, STAGES
     )
     acc = acc / total[:, None]
     o_off = token.to(tl.int64) * out_row + (head * GROUP + m % GROUP) * out_head
@@ -75,22 +75,26 @@ def _dense_kernel(
 
 
 def dense_prefill(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, length: int, scale: float, softcap: float = 0.0
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Own kernel. q: [S, heads, D], D in DENSE_DIMS; keys, values: contiguous [kv_heads, rows, D], finite everywhere.
+    """Own kernel. q: [S, heads, D], D in DENSE_DIMS; keys, values: contiguous [L, kv_heads, D], L >= S.
 
-    Rows 0..length of each head are keys, rows is a multiple of BLOCK_N, so that no tile reaches into the next head.
-    Any S. Returns [S, heads, D], contiguous.
+    Returns out, [S, heads, D] (any row and head strides; contiguous if None).
     """
-    kv_heads, rows, dim = keys.shape
+    length, kv_heads, dim = keys.shape
     group = q.shape[1] // kv_heads
     assert dim in DENSE_DIMS
-    assert rows % BLOCK_N == 0
-    assert length <= rows
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    described = [TensorDescriptor.from_tensor(x.view(-1, dim), [BLOCK_N, dim]) for x in (keys, values)]
+    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    # Rows past the end are read as zeros.
+    described = [TensorDescriptor.from_tensor(x.view(length, -1), [BLOCK_N, dim]) for x in (keys, values)]
     _dense_kernel[(kv_heads, triton.cdiv(q.shape[0] * group, BLOCK_M))](
-        q, *described, out, q.stride(0), q.stride(1), out.stride(0), out.stride(1), q.shape[0], length, rows,
+        q, *described, out, q.stride(0), q.stride(1), out.stride(0), out.stride(1), q.shape[0], length,
         *cap_args(scale, softcap), GROUP=group, CAP=softcap > 0, BM=BLOCK_M, D=dim, BN=BLOCK_N, STAGES=3, num_warps=8,
     )  # fmt: skip
     return out
@@ -103,22 +107,25 @@ def cudnn_prefill(
     prefix: tuple[torch.Tensor, torch.Tensor] | None,
     *,
     scale: float,
+    count: int = 1,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """cuDNN: the new tokens causal, their prefix without a mask, the two merged by log-sum-exp.
 
     q: [S, heads, D]; new_keys, new_values: [S, kv_heads, D], any row and head strides; prefix: keys and values
-    [kv_heads, P, D]. Returns [S, heads, D], contiguous.
+    [P, kv_heads, D]. count: sequences of equal length behind each other, S / count tokens each, none with a prefix.
+    Returns [S, heads, D]: out, or a contiguous one if None.
     """
-    rows = q.transpose(0, 1)[None]
+    assert prefix is None or count == 1
 
     def attend(keys: torch.Tensor, values: torch.Tensor, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        result = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            rows, keys[None], values[None], None, True, 0.0, causal, False, scale=scale
-        )
-        return result[0][0].transpose(0, 1), result[1].view(q.shape[1], q.shape[0]).T
+        rows = [x.unflatten(0, (count, -1)).transpose(1, 2) for x in (q, keys, values)]
+        result = torch.ops.aten._scaled_dot_product_cudnn_attention(*rows, None, True, 0.0, causal, False, scale=scale)
+        return result[0].transpose(1, 2).flatten(0, 1), result[1]
 
-    part, lse = attend(new_keys.transpose(0, 1), new_values.transpose(0, 1), True)
+    part, lse = attend(new_keys, new_values, True)
     if prefix is None:
-        return part
+        return part if out is None else out.copy_(part)
     before, before_lse = attend(*prefix, False)
-    return merge_parts(before, before_lse, part, lse, out=before)
+    lses = [x.view(q.shape[1], q.shape[0]).T for x in (before_lse, lse)]
+    return merge_parts(before, lses[0], part, lses[1], out=before if out is None else out)

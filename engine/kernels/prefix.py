@@ -12,10 +12,10 @@ from engine.kernels.e4m3 import decode, key_scale, scale_pairs, value_scale
 from engine.layer_kv import LayerKV
 
 
-@triton.jit(do_not_specialize=["length", "rows"])
+@triton.jit(do_not_specialize=["length"])
 def _gather_kernel(
-    kv, scales, table, keys, values, kv_block, kv_which, kv_head, kv_token, sc_block, sc_head, sc_token, out_head,
-    length, rows,
+    kv, scales, table, keys, values, kv_block, kv_which, kv_head, kv_token, sc_block, sc_head, sc_token, out_row,
+    length,
     D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr, BN: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
@@ -24,7 +24,7 @@ def _gather_kernel(
     ok = pos < length
     block = tl.load(table + pos // BS, mask=ok, other=0).to(tl.int64)
     src = kv + head * kv_head + (block * kv_block + (pos % BS) * kv_token)[:, None] + d[None, :]
-    dst = head * out_head + pos.to(tl.int64)[:, None] * D + d[None, :]
+    dst = pos.to(tl.int64)[:, None] * out_row + head * D + d[None, :]
     mask = ok[:, None] & (d < D)[None, :]
     k = tl.load(src, mask=mask, other=0)
     v = tl.load(src + kv_which, mask=mask, other=0)
@@ -32,28 +32,26 @@ def _gather_kernel(
         pair = tl.load(scales + head * sc_head + block * sc_block + (pos % BS) * sc_token, mask=ok, other=0)
         k = (decode(k, tl.float32) * key_scale(pair)[:, None]).to(keys.dtype.element_ty)
         v = (decode(v, tl.float32) * value_scale(pair)[:, None]).to(keys.dtype.element_ty)
-    mask = (pos < rows)[:, None] & (d < D)[None, :]
     tl.store(keys + dst, k, mask=mask)
     tl.store(values + dst, v, mask=mask)
 
 
 def gather_kv(
-    layer: LayerKV, block_table: torch.Tensor, length: int, *, dtype: torch.dtype, multiple: int = 1
+    layer: LayerKV, block_table: torch.Tensor, length: int, *, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of one sequence's first `length` tokens, each contiguous [kv_heads, rows, D] of `dtype`.
+    """Keys and values of one sequence's first `length` tokens, each contiguous [length, kv_heads, D] of `dtype`.
 
-    block_table: int32 [max_blocks]; dtype: the cache's own, or the model's where the cache has 8 bits. rows is length
-    rounded up to `multiple`; the rows past length are zero.
+    block_table: int32 [max_blocks]; dtype: the cache's own, or the model's where the cache has 8 bits. Tokens come
+    first so that strides do not depend on the length: cuDNN's plans are for strides too.
     """
     kv, (scales, *scale_strides) = layer.kv, scale_pairs(layer)
     heads, dim = layer.num_kv_heads, layer.head_dim
     assert length > 0
     assert layer.scales is not None or kv.dtype == dtype
-    rows = triton.cdiv(length, multiple) * multiple
-    keys, values = torch.empty(2, heads, rows, dim, dtype=dtype, device=kv.device).unbind(0)
-    _gather_kernel[(triton.cdiv(rows, 64), heads)](
+    keys, values = torch.empty(2, length, heads, dim, dtype=dtype, device=kv.device).unbind(0)
+    _gather_kernel[(triton.cdiv(length, 64), heads)](
         kv, scales, block_table, keys, values, kv.stride(0), kv.stride(1), kv.stride(2), kv.stride(3), *scale_strides,
-        keys.stride(0), length, rows,
+        keys.stride(0), length,
         D=dim, DP=triton.next_power_of_2(dim), BS=layer.block_size, BN=64, FP8=layer.scales is not None, num_warps=4,
     )  # fmt: skip
     return keys, values

@@ -2,8 +2,9 @@
 
 A program computes all rows of BN outputs over the whole of K, so no partial sums meet and the result of a row depends
 neither on its neighbours nor on what runs beside. The tile is chosen so that all programs are resident at once and
-hold enough bytes in flight together; memory then serves them alike and they end together, whatever their number. The
-first tile of weights is loaded before the wait for the kernel that makes x (see launch.py).
+hold enough bytes in flight together (a program alone on an SM 90 to 150 KB); memory then serves them alike and they end
+together, whatever their number. The first tile of weights is loaded before the wait for the kernel that makes x (see
+launch.py).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import triton.language as tl
 from engine.kernels.launch import launch_flags, overlaps_launches
 
 MAX_ROWS = 16  # the least that a tensor core multiplies at once
+ONE_WAVE = 132  # programs of more than half of an SM's shared memory that run at once
 
 
 @triton.jit
@@ -71,8 +73,9 @@ def _shape(n: int, gated: bool, itemsize: int) -> tuple[int, int, int]:
     """BN, BK and loads in flight: the fastest found on an H100 for the matrices of an 8B model in bf16."""
     if gated:
         return 32, 512 // itemsize, 4
-    bn, stages = (32, 6) if n <= 8192 else (128, 3)
-    return bn, 256 // itemsize, stages
+    if n <= 32 * ONE_WAVE:
+        return 32, 512 // itemsize, 6
+    return (64, 256 // itemsize, 5) if n <= 64 * ONE_WAVE else (128, 256 // itemsize, 3)
 
 
 def skinny(

@@ -89,7 +89,7 @@ def cache(fp8: bool) -> None:
             qkv, layer(fp8), slots, slots, table, table, num_heads=HEADS, q_norm=weight, k_norm=weight
         )
     kv_write.kv_write(half(24, 2, KV_HEADS, DIM), layer(fp8), slots)
-    prefix.gather_kv(layer(fp8), torch.zeros(64, dtype=torch.int32), 100, dtype=torch.bfloat16, multiple=128)
+    prefix.gather_kv(layer(fp8), torch.zeros(64, dtype=torch.int32), 100, dtype=torch.bfloat16)
 
 
 def attention(fp8: bool, new: int, window: int, softcap: float) -> None:

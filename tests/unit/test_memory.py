@@ -46,7 +46,11 @@ def test_rehearsed_steps_keep_to_the_limits(budget: int, seqs: int, length: int)
     largest = largest_step(budget, seqs, length)
     assert len(largest) == min(seqs, budget)
     assert max(start + new for start, new in largest) == length
-    for rows in (largest, *compiled_steps(budget, seqs, length), *planned_steps(budget, seqs, length)):
+    for rows in (
+        largest,
+        *compiled_steps(budget, seqs, length),
+        *planned_steps(budget, max(1, budget // 2), seqs, length),
+    ):
         assert len(rows) <= seqs
         assert sum(new for _, new in rows) <= budget
         assert all(start >= 0 and new >= 1 and start + new <= length for start, new in rows)

@@ -30,10 +30,20 @@ def next_token(tokens: list[int]) -> int:
 class World:
     """A scheduler, its pool, and an engine that writes for each token what its KV stands for and reads all of it."""
 
-    def __init__(self, blocks: int = 64, size: int = 4, budget: int = 32, seqs: int = 8, limit: int = 1000) -> None:
+    def __init__(
+        self,
+        blocks: int = 64,
+        size: int = 4,
+        budget: int = 32,
+        seqs: int = 8,
+        limit: int = 1000,
+        prompt_budget: int | None = None,
+    ) -> None:
         self.size = size
         self.pool = BlockPool(blocks, size)
-        self.config = SchedulerConfig(token_budget=budget, max_seqs=seqs, max_model_len=limit)
+        self.config = SchedulerConfig(
+            token_budget=budget, prompt_budget=prompt_budget, max_seqs=seqs, max_model_len=limit
+        )
         self.scheduler = Scheduler(self.config, self.pool)
         self.kv: dict[tuple[int, int], int] = {}
         self.done: list[Sequence] = []
@@ -85,7 +95,8 @@ class World:
             assert self.kv[slot] == state, "the KV of a token was lost"
 
     def run(self, batch: Batch) -> None:
-        assert batch.num_tokens <= self.config.token_budget
+        decodes = any(item.decode for item in batch.items)
+        assert batch.num_tokens <= (self.config.token_budget if decodes else self.config.most_tokens)
         assert len({id(item.seq) for item in batch.items}) == len(batch.items)
         assert self.scheduler.stats().running <= self.config.max_seqs
         for seq, start, num_new, sample, *_ in batch.items:
@@ -418,3 +429,20 @@ def test_every_load_ends_with_the_right_tokens_and_all_blocks(
         assert all(seq.tokens[i] == next_token(seq.tokens[:i]) for i in range(seq.prompt_len, len(seq.tokens)))
     counts = world.pool.counts()
     assert (counts.leased, counts.quarantined) == (0, 0)
+
+
+def test_long_chunks_run_where_nobody_waits_for_a_token() -> None:
+    world = World(blocks=200, size=4, budget=8, prompt_budget=16)
+    world.add("a", 100)
+    world.add("b", 100)
+    assert sum(world.step().values()) == 16
+    world.abort("b")
+    assert world.step() == {"a": 32}
+    world.add("c", 4)
+    assert sum(world.step().values()) == 16
+    assert world.step() == {"c": 1, "a": 4}
+
+
+def test_a_prompt_budget_is_no_less_than_the_token_budget() -> None:
+    with pytest.raises(ConfigError, match="prompt_budget"):
+        SchedulerConfig(token_budget=8, prompt_budget=4, max_seqs=1, max_model_len=1)
