@@ -1,8 +1,9 @@
 """gRPC plumbing of every service: channels, a server with health and reflection, errors in both directions.
 
 A servicer raises BatonError; the interceptor answers with its status code and puts the whole error (kind, field, time
-to wait) into the trailing metadata, from which error_from_rpc builds the same error at the caller. Anything else that
-escapes a servicer is logged with its trace and answered as INTERNAL. Deadlines are gRPC timeouts.
+to wait) into the trailing metadata, from which error_from_rpc builds the same error at the caller, and again as
+google.rpc details, which clients in any language know. Anything else that escapes a servicer is logged with its trace
+and answered as INTERNAL. Deadlines are gRPC timeouts.
 
 Lifecycle of RpcServer: add services -> start -> set_serving(True) -> set_serving(False) -> stop.
 """
@@ -18,6 +19,7 @@ from contextlib import aclosing, contextmanager
 from typing import Any, NoReturn, TypeVar, cast
 
 import grpc
+from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -26,8 +28,9 @@ from common.pb import types_pb2
 from common.wire import error_from_pb, error_to_pb
 
 ERROR_KEY = "baton-error-bin"
+STATUS_KEY = "grpc-status-details-bin"
 MAX_MESSAGE_BYTES = 64 << 20
-_MAX_ERROR_CHARS = 1000  # a trailer must stay far below the 8 KiB that peers accept
+_MAX_ERROR_CHARS, _MAX_FIELD_CHARS = 500, 200  # it comes thrice; trailers must stay below the 8 KiB that peers accept
 
 _log = logging.getLogger(__name__)
 
@@ -220,7 +223,22 @@ async def _fail(error: Exception, context: Any, method: str) -> NoReturn:
         error = InternalError(f"unexpected {type(error).__name__} in {method}")
     pb = error_to_pb(error)
     pb.message = pb.message[:_MAX_ERROR_CHARS]
-    await context.abort(
-        grpc.StatusCode[error.grpc_code], pb.message, trailing_metadata=((ERROR_KEY, pb.SerializeToString()),)
-    )
+    code = grpc.StatusCode[error.grpc_code]
+    trailer = ((ERROR_KEY, pb.SerializeToString()), (STATUS_KEY, _details(code, pb).SerializeToString()))
+    await context.abort(code, pb.message, trailing_metadata=trailer)
     raise AssertionError("abort returned")
+
+
+def _details(code: grpc.StatusCode, error: types_pb2.Error) -> status_pb2.Status:
+    """The same for clients that know google.rpc: its kind, the field at fault, when to come again."""
+    number: int = code.value[0]
+    status = status_pb2.Status(code=number, message=error.message)
+    status.details.add().Pack(error_details_pb2.ErrorInfo(reason=error.kind, domain="baton"))
+    if error.field and code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND):
+        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field[:_MAX_FIELD_CHARS])
+        status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
+    if error.retry_after_s:
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromMilliseconds(int(error.retry_after_s * 1000))
+        status.details.add().Pack(retry)
+    return status

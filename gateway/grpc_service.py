@@ -14,9 +14,10 @@ from common.pb import inference_pb2, inference_pb2_grpc
 from common.wire import finish_to_pb, token_to_pb
 from gateway.admission.caller import Caller
 from gateway.body import SESSION_AFFINITY, affinity_of
-from gateway.grpc_tools import add_deltas, chat_fields, require_no_chat_fields, shared_fields
+from gateway.grpc_tools import add_deltas, chat_fields, conversation_fields, require_no_chat_fields, shared_fields
 from gateway.output import Piece
 from gateway.service import Choice, Gateway, Ticket, Usage
+from gateway.tokenize import Tokenize, parse_detokenize, parse_tokenize
 from gateway.validation import parse_chat, parse_completion
 
 SEND_GRACE_S = 5.0  # what the end of an answer may take beyond the request's deadline
@@ -50,10 +51,11 @@ def _fields(request: inference_pb2.GenerateRequest) -> dict[str, Any]:
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
-    """Generate, Abort, ListModels."""
+    """Generate, Abort, Tokenize, Detokenize, ListModels."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
+        self._texts = Tokenize(gateway)
 
     async def Generate(  # type: ignore[override]  # the stubs know generators only
         self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -83,7 +85,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         ticket: Ticket,
     ) -> None:
         # The answer is made in a task of its own, so that Abort can end it and still be told apart from a cancel.
-        choice = await self._choice(ticket, request)
+        making = asyncio.get_running_loop().create_task(self._choice(ticket, request))
+        ticket.serve_by(making)
+        try:
+            choice = await making
+        except asyncio.CancelledError:
+            if ticket.ended_with is not None:
+                raise ticket.ended_with from None
+            raise
+        context.set_trailing_metadata(tuple(ticket.headers.items()))
         queue: asyncio.Queue[Piece | None] = asyncio.Queue()
         work = asyncio.get_running_loop().create_task(_pump(choice, queue))
         work.add_done_callback(lambda _: queue.put_nowait(None))
@@ -142,6 +152,32 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._gateway.abort(request.request_id, self._caller(context))
         return inference_pb2.AbortGenerateResponse()
 
+    async def Tokenize(
+        self, request: inference_pb2.TokenizeRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> inference_pb2.TokenizeResponse:
+        """Token ids of a text or a conversation."""
+        body: dict[str, Any] = {"model": request.model or None, "return_token_strs": request.return_token_strings}
+        kind = request.WhichOneof("prompt")
+        if kind == "text":
+            body["prompt"] = request.text
+        elif kind == "chat":
+            body |= conversation_fields(request)
+        if request.HasField("add_special_tokens"):
+            body["add_special_tokens"] = request.add_special_tokens
+        with self._gateway.admit("tokenize", None, context.time_remaining(), caller=self._caller(context)) as ticket:
+            found = await self._texts.tokens(parse_tokenize(body), ticket)
+        return inference_pb2.TokenizeResponse(
+            ids=found.ids, max_model_len=found.max_model_len or 0, token_strings=found.strings or ()
+        )
+
+    async def Detokenize(
+        self, request: inference_pb2.DetokenizeRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> inference_pb2.DetokenizeResponse:
+        """The text of token ids."""
+        body = parse_detokenize({"model": request.model or None, "tokens": list(request.ids)})
+        with self._gateway.admit("detokenize", None, context.time_remaining(), caller=self._caller(context)) as ticket:
+            return inference_pb2.DetokenizeResponse(text=await self._texts.text(body, ticket))
+
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> inference_pb2.ListModelsResponse:
@@ -150,7 +186,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         for name, model in self._gateway.models.names().items():
             if not caller.may_use(name, model.name):
                 continue
-            entry = inference_pb2.Model(id=name)
+            entry = inference_pb2.Model(id=name, root=model.name, created=model.created)
             if model.table.ready:
                 limits = model.limits()
                 entry.max_model_len, entry.vocab_size = limits.max_model_len, limits.vocab_size

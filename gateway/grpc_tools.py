@@ -46,15 +46,21 @@ def require_no_chat_fields(request: inference_pb2.GenerateRequest) -> None:
 
 def chat_fields(request: inference_pb2.GenerateRequest) -> Json:
     """A chat's own. Raises InvalidRequest for JSON that is none."""
-    fields: Json = {"messages": [_message(message) for message in request.chat.messages]}
-    if request.tools:
-        fields["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools)]
+    fields = conversation_fields(request)
     if request.HasField("tool_choice"):
         fields["tool_choice"] = _choice(request.tool_choice)
     if request.HasField("parallel_tool_calls"):
         fields["parallel_tool_calls"] = request.parallel_tool_calls
     if request.HasField("include_reasoning"):
         fields["include_reasoning"] = request.include_reasoning
+    return fields
+
+
+def conversation_fields(request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest) -> Json:
+    """What the chat template renders. Raises InvalidRequest for JSON that is none."""
+    fields: Json = {"messages": [_message(message) for message in request.chat.messages]}
+    if request.tools:
+        fields["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools)]
     if request.chat_template_kwargs:
         fields["chat_template_kwargs"] = _object(request.chat_template_kwargs, "chat_template_kwargs")
     return fields

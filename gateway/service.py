@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import Any, Self
 
 from common.errors import BatonError, Cancelled, InvalidRequest, Overloaded, PermissionDenied, Unavailable
 from common.prefix_index import IndexReader
@@ -115,9 +115,9 @@ class Ticket:
         self.deadline = deadline
         self.affinity = affinity
         self.ended_with: BatonError | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._task: asyncio.Task[Any] | None = None
 
-    def serve_by(self, task: asyncio.Task[None]) -> None:
+    def serve_by(self, task: asyncio.Task[Any]) -> None:
         """The task that end cancels."""
         self._task = task
         if self.ended_with is not None:

@@ -78,15 +78,33 @@ def parse_detokenize(body: object) -> DetokenizeBody:
     return DetokenizeBody(fields.string("model", 1024), parse_token_ids(values, "tokens"))
 
 
+@dataclass(frozen=True, slots=True)
+class Tokenized:
+    """Token ids; max_model_len None while there are no pods; strings: the vocabulary's entries, if asked for."""
+
+    ids: list[int]
+    max_model_len: int | None
+    strings: list[str] | None
+
+
 class Tokenize:
-    """Answers both; needs no pods, which only know max_model_len (null while there are none)."""
+    """Answers both, for REST and gRPC; needs no pods, which only know max_model_len."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
 
     async def tokenize(self, body: Any, response: Response, ticket: Ticket) -> None:
         """See http_endpoint.Endpoint."""
-        asked = parse_tokenize(body)
+        found = await self.tokens(parse_tokenize(body), ticket)
+        answer = {"count": len(found.ids), "max_model_len": found.max_model_len, "tokens": found.ids}
+        await response.json(200, {**answer, "token_strs": found.strings})
+
+    async def detokenize(self, body: Any, response: Response, ticket: Ticket) -> None:
+        """See http_endpoint.Endpoint."""
+        await response.json(200, {"prompt": await self.text(parse_detokenize(body), ticket)})
+
+    async def tokens(self, asked: TokenizeBody, ticket: Ticket) -> Tokenized:
+        """Raises InvalidRequest."""
         model = self._model(ticket, asked.model)
         if asked.messages is None:
             assert asked.prompt is not None, "one of both is there"
@@ -97,21 +115,19 @@ class Tokenize:
         tokens = await model.tokenizer.encode_async(text, add_special_tokens=special)
         ticket.timeline.mark("tokenized", prompt_tokens=len(tokens))
         strings = [model.tokenizer.raw.id_to_token(token) for token in tokens] if asked.strings else None
-        answer = {"count": len(tokens), "max_model_len": _max_model_len(model), "tokens": tokens}
-        await response.json(200, {**answer, "token_strs": strings})
+        return Tokenized(tokens, _max_model_len(model), strings)
 
-    async def detokenize(self, body: Any, response: Response, ticket: Ticket) -> None:
-        """See http_endpoint.Endpoint."""
-        asked = parse_detokenize(body)
+    async def text(self, asked: DetokenizeBody, ticket: Ticket) -> str:
+        """Raises InvalidRequest."""
         ids, tokenizer = list(asked.tokens), self._model(ticket, asked.model).tokenizer
         if ids and max(ids) >= tokenizer.vocab_size:
             text = f"tokens has {max(ids)}, but the vocabulary has {tokenizer.vocab_size} tokens"
             raise InvalidRequest(text, field="tokens")
         if len(ids) > INLINE_CHARS:
-            text = await asyncio.to_thread(tokenizer.raw.decode, ids, skip_special_tokens=False)
+            decoded: str = await asyncio.to_thread(tokenizer.raw.decode, ids, skip_special_tokens=False)
         else:
-            text = tokenizer.raw.decode(ids, skip_special_tokens=False)
-        await response.json(200, {"prompt": text})
+            decoded = tokenizer.raw.decode(ids, skip_special_tokens=False)
+        return decoded
 
     def _model(self, ticket: Ticket, name: str | None) -> ServedModel:
         """The named one; there is no need to name the only one."""

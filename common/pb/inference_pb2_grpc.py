@@ -45,6 +45,16 @@ class InferenceStub:
                 request_serializer=baton_dot_v1_dot_inference__pb2.AbortGenerateRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_inference__pb2.AbortGenerateResponse.FromString,
                 _registered_method=True)
+        self.Tokenize = channel.unary_unary(
+                '/baton.v1.Inference/Tokenize',
+                request_serializer=baton_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_inference__pb2.TokenizeResponse.FromString,
+                _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/baton.v1.Inference/Detokenize',
+                request_serializer=baton_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
         self.ListModels = channel.unary_unary(
                 '/baton.v1.Inference/ListModels',
                 request_serializer=baton_dot_v1_dot_inference__pb2.ListModelsRequest.SerializeToString,
@@ -60,8 +70,10 @@ class InferenceServicer:
         """Generates n completions as a stream: deltas of all of them as they come, and for each a message with its finish
         reason; the last message of all has the usage. With best_of beyond n, or beams, whole completions come at the end.
         The call's deadline ends the work where it is; cancelling the call aborts it.
-        Errors: INVALID_ARGUMENT (bad field), NOT_FOUND (unknown model), RESOURCE_EXHAUSTED (overload,
-        retry later), UNAVAILABLE (no pod), DEADLINE_EXCEEDED.
+        Errors: INVALID_ARGUMENT (bad field), NOT_FOUND (unknown model), UNAUTHENTICATED (no API key, or a wrong one: it
+        comes as metadata, `authorization: Bearer KEY`), PERMISSION_DENIED (the key does not allow it), RESOURCE_EXHAUSTED
+        (overload or a limit of the key, retry later), UNAVAILABLE (no pod), DEADLINE_EXCEEDED. The status's details hold
+        google.rpc.ErrorInfo, BadRequest with the field, and RetryInfo.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -69,6 +81,20 @@ class InferenceServicer:
 
     def Abort(self, request, context):
         """Ends a running request by its id. Unknown ids are not an error: the request may just have ended.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Tokenize(self, request, context):
+        """Token ids of a text, or of a conversation as the model's chat template renders it. Needs no pods.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Detokenize(self, request, context):
+        """The text of token ids, special tokens included. Needs no pods.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -93,6 +119,16 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.Abort,
                     request_deserializer=baton_dot_v1_dot_inference__pb2.AbortGenerateRequest.FromString,
                     response_serializer=baton_dot_v1_dot_inference__pb2.AbortGenerateResponse.SerializeToString,
+            ),
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=baton_dot_v1_dot_inference__pb2.TokenizeRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_inference__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=baton_dot_v1_dot_inference__pb2.DetokenizeRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_inference__pb2.DetokenizeResponse.SerializeToString,
             ),
             'ListModels': grpc.unary_unary_rpc_method_handler(
                     servicer.ListModels,
@@ -155,6 +191,60 @@ class Inference:
             '/baton.v1.Inference/Abort',
             baton_dot_v1_dot_inference__pb2.AbortGenerateRequest.SerializeToString,
             baton_dot_v1_dot_inference__pb2.AbortGenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Inference/Tokenize',
+            baton_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
+            baton_dot_v1_dot_inference__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Inference/Detokenize',
+            baton_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
+            baton_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -37,11 +37,17 @@ class InferenceStub:
     """Generates n completions as a stream: deltas of all of them as they come, and for each a message with its finish
     reason; the last message of all has the usage. With best_of beyond n, or beams, whole completions come at the end.
     The call's deadline ends the work where it is; cancelling the call aborts it.
-    Errors: INVALID_ARGUMENT (bad field), NOT_FOUND (unknown model), RESOURCE_EXHAUSTED (overload,
-    retry later), UNAVAILABLE (no pod), DEADLINE_EXCEEDED.
+    Errors: INVALID_ARGUMENT (bad field), NOT_FOUND (unknown model), UNAUTHENTICATED (no API key, or a wrong one: it
+    comes as metadata, `authorization: Bearer KEY`), PERMISSION_DENIED (the key does not allow it), RESOURCE_EXHAUSTED
+    (overload or a limit of the key, retry later), UNAVAILABLE (no pod), DEADLINE_EXCEEDED. The status's details hold
+    google.rpc.ErrorInfo, BadRequest with the field, and RetryInfo.
     """
     Abort: _grpc.UnaryUnaryMultiCallable[_inference_pb2.AbortGenerateRequest, _inference_pb2.AbortGenerateResponse]
     """Ends a running request by its id. Unknown ids are not an error: the request may just have ended."""
+    Tokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]
+    """Token ids of a text, or of a conversation as the model's chat template renders it. Needs no pods."""
+    Detokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.DetokenizeRequest, _inference_pb2.DetokenizeResponse]
+    """The text of token ids, special tokens included. Needs no pods."""
     ListModels: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]
     """The models that this gateway serves."""
 
@@ -54,11 +60,17 @@ class InferenceAsyncStub(InferenceStub):
     """Generates n completions as a stream: deltas of all of them as they come, and for each a message with its finish
     reason; the last message of all has the usage. With best_of beyond n, or beams, whole completions come at the end.
     The call's deadline ends the work where it is; cancelling the call aborts it.
-    Errors: INVALID_ARGUMENT (bad field), NOT_FOUND (unknown model), RESOURCE_EXHAUSTED (overload,
-    retry later), UNAVAILABLE (no pod), DEADLINE_EXCEEDED.
+    Errors: INVALID_ARGUMENT (bad field), NOT_FOUND (unknown model), UNAUTHENTICATED (no API key, or a wrong one: it
+    comes as metadata, `authorization: Bearer KEY`), PERMISSION_DENIED (the key does not allow it), RESOURCE_EXHAUSTED
+    (overload or a limit of the key, retry later), UNAVAILABLE (no pod), DEADLINE_EXCEEDED. The status's details hold
+    google.rpc.ErrorInfo, BadRequest with the field, and RetryInfo.
     """
     Abort: _aio.UnaryUnaryMultiCallable[_inference_pb2.AbortGenerateRequest, _inference_pb2.AbortGenerateResponse]  # type: ignore[assignment]
     """Ends a running request by its id. Unknown ids are not an error: the request may just have ended."""
+    Tokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]  # type: ignore[assignment]
+    """Token ids of a text, or of a conversation as the model's chat template renders it. Needs no pods."""
+    Detokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.DetokenizeRequest, _inference_pb2.DetokenizeResponse]  # type: ignore[assignment]
+    """The text of token ids, special tokens included. Needs no pods."""
     ListModels: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]  # type: ignore[assignment]
     """The models that this gateway serves."""
 
@@ -74,8 +86,10 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         """Generates n completions as a stream: deltas of all of them as they come, and for each a message with its finish
         reason; the last message of all has the usage. With best_of beyond n, or beams, whole completions come at the end.
         The call's deadline ends the work where it is; cancelling the call aborts it.
-        Errors: INVALID_ARGUMENT (bad field), NOT_FOUND (unknown model), RESOURCE_EXHAUSTED (overload,
-        retry later), UNAVAILABLE (no pod), DEADLINE_EXCEEDED.
+        Errors: INVALID_ARGUMENT (bad field), NOT_FOUND (unknown model), UNAUTHENTICATED (no API key, or a wrong one: it
+        comes as metadata, `authorization: Bearer KEY`), PERMISSION_DENIED (the key does not allow it), RESOURCE_EXHAUSTED
+        (overload or a limit of the key, retry later), UNAVAILABLE (no pod), DEADLINE_EXCEEDED. The status's details hold
+        google.rpc.ErrorInfo, BadRequest with the field, and RetryInfo.
         """
 
     @_abc_1.abstractmethod
@@ -85,6 +99,22 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.AbortGenerateResponse, _abc.Awaitable[_inference_pb2.AbortGenerateResponse]]:
         """Ends a running request by its id. Unknown ids are not an error: the request may just have ended."""
+
+    @_abc_1.abstractmethod
+    def Tokenize(
+        self,
+        request: _inference_pb2.TokenizeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.TokenizeResponse, _abc.Awaitable[_inference_pb2.TokenizeResponse]]:
+        """Token ids of a text, or of a conversation as the model's chat template renders it. Needs no pods."""
+
+    @_abc_1.abstractmethod
+    def Detokenize(
+        self,
+        request: _inference_pb2.DetokenizeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.DetokenizeResponse, _abc.Awaitable[_inference_pb2.DetokenizeResponse]]:
+        """The text of token ids, special tokens included. Needs no pods."""
 
     @_abc_1.abstractmethod
     def ListModels(
