@@ -7,7 +7,8 @@ BatonError
  |   +- RequestTooLarge   the body is larger than the gateway reads                   413
  |   +- RequestTooSlow    the body does not arrive in time                            408
  |   +- InvalidApiKey     no API key, or one that does not count                      401
- |   `- PermissionDenied  the API key does not allow this                             403
+ |   +- PermissionDenied  the API key does not allow this                             403
+ |   `- NotServed         these pods, or this model, cannot do that                   501
  +- Overloaded            no room now; try again after `retry_after_s`                 429
  |   +- RateLimited       the API key's rate is used up for now                       429
  |   `- QuotaExceeded     the API key's budget is used up until the next period       429
@@ -102,6 +103,13 @@ class PermissionDenied(InvalidRequest):
 
     grpc_code = "PERMISSION_DENIED"
     http_status = 403
+
+
+class NotServed(InvalidRequest):
+    """What is asked for exists, but not with this model, or not on these pods."""
+
+    grpc_code = "UNIMPLEMENTED"
+    http_status = 501
 
 
 class Overloaded(BatonError):
@@ -203,6 +211,7 @@ _BY_KIND: dict[str, type[BatonError]] = {
         RequestTooSlow,
         InvalidApiKey,
         PermissionDenied,
+        NotServed,
         Overloaded,
         RateLimited,
         QuotaExceeded,
@@ -229,6 +238,7 @@ _BY_CODE: dict[str, type[BatonError]] = {
     "FAILED_PRECONDITION": LayoutMismatch,
     "UNAUTHENTICATED": Unauthenticated,
     "PERMISSION_DENIED": PermissionDenied,
+    "UNIMPLEMENTED": NotServed,
     "ABORTED": TransferFailed,
 }
 

@@ -124,7 +124,7 @@ class Runner:
             self._stage_sampling(items, self._sampler)
         wanted = _wanted(items)
         self._replayed = None
-        plain = not self._rejects(items) and not _constrained_drafts(items)
+        plain = not (self._rejects(items) or _constrained_drafts(items) or any(item.seq.embeds for item in items))
         if plain and self.decode is not None and self.decode.fits(items):
             self._clear_begun_blocks(items)
             self._replayed = rows, query = self.decode.stage(items)
@@ -292,6 +292,9 @@ class Runner:
         if unseen:
             ids.index_copy_(0, late, self._last_tokens.index_select(0, late_slots))
         hidden = self._hidden(shape, ids, positions, last)
+        for item, end in zip(items, np.cumsum(counts), strict=True):
+            if item.seq.embeds and item.sample:
+                item.seq.state = self._model.final(hidden[end - 1 : end])[0]
         sampling = [item for item in items if item.sample]
         every = bool(samples.all())
         results = torch.zeros(len(item_of), dtype=torch.int64, device=self._device)

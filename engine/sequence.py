@@ -23,6 +23,8 @@ from engine.block_pool import Lease
 from engine.constraint import Constraint
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from engine.speculation.drafting import Drafting
 
 
@@ -32,9 +34,9 @@ class Sequence:
     cached_tokens: prompt tokens that the prefix cache supplied. hand_off: ends after its first token, another pod goes
     on. paused: not scheduled until its reader catches up. finish: why it ended, None while it lives. slot: its own
     number below the scheduler's max_seqs while it runs. constraint: follows the output's tokens, None where any token
-    may come. The scheduler sets `arrival`, `lease`, `preemptions`, `slot`
-    and, on admission, `computed`; the stepper calls `launch`, `settle` and `accept`. drafting: what the speculator
-    knows of it, None before it saw it.
+    may come. embeds: `state` is wanted, the last prompt token's state before the head, which is on the device with the
+    first token. The scheduler sets `arrival`, `lease`, `preemptions`, `slot` and, on admission, `computed`; the stepper
+    calls `launch`, `settle` and `accept`. drafting: what the speculator knows of it, None before it saw it.
     """
 
     __slots__ = (
@@ -47,6 +49,7 @@ class Sequence:
         "constraint",
         "drafted",
         "drafting",
+        "embeds",
         "finish",
         "hand_off",
         "launched",
@@ -59,6 +62,7 @@ class Sequence:
         "request",
         "request_id",
         "slot",
+        "state",
         "tokens",
     )
 
@@ -73,6 +77,7 @@ class Sequence:
         output: abc.Sequence[int] = (),
         hand_off: bool = False,
         constraint: Constraint | None = None,
+        embeds: bool = False,
     ) -> None:
         assert computed == 0 or lease is not None
         self.request = request
@@ -91,6 +96,8 @@ class Sequence:
         self.cached_tokens = lease.cached_blocks * block_size if lease is not None else 0
         self.hand_off = hand_off
         self.constraint = constraint
+        self.embeds = embeds
+        self.state: Tensor | None = None
         self.finish: FinishReason | None = None
         self.paused = False
         self.preemptions = 0

@@ -17,6 +17,7 @@ from starlette.routing import Route
 from common.errors import BatonError, InvalidRequest, Unavailable
 from gateway.admission.http_auth import Authenticated, caller_of
 from gateway.api_doc.document import openapi_document
+from gateway.embeddings import Embeddings
 from gateway.http_endpoint import Endpoint, Serve
 from gateway.models import ServedModel
 from gateway.openai_schema import error_body, error_headers
@@ -132,6 +133,7 @@ def build_app(gateway: Gateway, store: ResponseStore | None = None) -> FastAPI:
         [
             post("/v1/completions", "completions", Generate(gateway, chat=False).serve),
             post("/v1/chat/completions", "chat", Generate(gateway, chat=True).serve),
+            post("/v1/embeddings", "embeddings", Embeddings(gateway).serve),
             post("/v1/responses", "responses", responses.create),
             Route("/v1/responses/{response_id}", kept(responses.read), methods=["GET"]),
             Route("/v1/responses/{response_id}", kept(responses.delete), methods=["DELETE"]),

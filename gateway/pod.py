@@ -23,6 +23,7 @@ from common.pb import (
     control_pb2_grpc,
     decode_pb2,
     decode_pb2_grpc,
+    embedding_pb2_grpc,
     prefill_pb2_grpc,
     transfer_pb2,
     transfer_pb2_grpc,
@@ -89,6 +90,7 @@ class Pod:
         self.prefill = prefill_pb2_grpc.PrefillStub(self._channel)
         self.decode = decode_pb2_grpc.DecodeStub(self._channel)
         self.control = control_pb2_grpc.ControlStub(self._channel)
+        self.embedding = embedding_pb2_grpc.EmbeddingStub(self._channel)
         self._transfer = transfer_pb2_grpc.TransferStub(self._channel)
         self._sinks: dict[str, Sink] = {}
         self._streams_ended = 0

@@ -26,7 +26,7 @@ from common.config import PodConfig
 from common.errors import BatonError, InternalError, Overloaded, Unavailable
 from common.lifecycle import Lifecycle, State, host_boot_id
 from common.models import resolve_model, served_name
-from common.pb import control_pb2_grpc, transfer_pb2, transfer_pb2_grpc
+from common.pb import control_pb2_grpc, embedding_pb2_grpc, transfer_pb2, transfer_pb2_grpc
 from common.prefix_index import IndexReader, PodIndex, PodLoad, PodRecord, mint_generation
 from common.rpc import RpcServer
 from common.telemetry import MetricsServer
@@ -44,6 +44,7 @@ from kv_transfer.nixl_backend import NixlBackend
 from kv_transfer.node import TransferNode
 from pod.checks import Limits
 from pod.control import ControlServicer
+from pod.embedder import Embedder
 from pod.identity import require_free_name
 from pod.metrics import PodMetrics
 from pod.peers import PeerWatch
@@ -125,6 +126,7 @@ class PodRuntime:
         )
         self.lifecycle = Lifecycle(self._drain, drain_s=config.drain_s)
         self.loop = EngineLoop(engine, self._on_step)
+        self._embedder = Embedder(engine, self.loop, self._check_embedding)
         kv = engine.kv
         memory = PoolMemory(
             base=kv.data_ptr,
@@ -180,6 +182,9 @@ class PodRuntime:
         self._server.add(transfer_pb2_grpc.add_TransferServicer_to_server, self.node.servicer, "baton.v1.Transfer")
         control = ControlServicer(self.engine.pool, lambda: self._index)
         self._server.add(control_pb2_grpc.add_ControlServicer_to_server, control, "baton.v1.Control")
+        if self.config.role is not Role.DECODE:
+            add_embedding = embedding_pb2_grpc.add_EmbeddingServicer_to_server
+            self._server.add(add_embedding, self._embedder, "baton.v1.Embedding")
         self.loop.start()
         port = await self._server.start()
         self.address = self.config.advertise or f"{self.config.host}:{port}"
@@ -249,6 +254,7 @@ class PodRuntime:
             await self._index.stop()
         if self._service is not None:
             await self._service.idle()
+        await self._embedder.idle()
 
     async def stop(self) -> None:
         """Ends what still runs and frees everything. Idempotent."""
@@ -259,7 +265,9 @@ class PodRuntime:
             if part is not None:
                 await part.stop()
         if self._service is not None:
-            self._service.abort_all(Unavailable(f"pod {self.name} is stopping"))
+            leaving = Unavailable(f"pod {self.name} is stopping")
+            self._service.abort_all(leaving)
+            self._embedder.abort_all(leaving)
             await asyncio.sleep(0)
         await self._server.stop(STOP_GRACE_S)
         try:
@@ -283,6 +291,12 @@ class PodRuntime:
             raise Unavailable(f"pod {self.name} is {self.lifecycle.state.name.lower()}")
         if not self._intact:
             raise Unavailable(f"pod {self.name} found its KV pool inconsistent")
+
+    def _check_embedding(self, request: ValidRequest, queued_tokens: int, deadline_s: float) -> None:
+        self.require_ready()
+        self.limits.check(request, generates=False)
+        others = 0 if self._service is None else self._service.queued_tokens
+        self.require_time(others + queued_tokens + request.prompt_len, deadline_s)
 
     def require_time(self, queued_tokens: int, deadline_s: float) -> None:
         """Raises Overloaded when that many prompt tokens cannot be computed within deadline_s at the measured rate."""
@@ -323,7 +337,7 @@ class PodRuntime:
         prefill_rate, prefill_overhead_s = self._rates.prefill()
         step_s, step_slope_s = self._rates.decode()
         return PodLoad(
-            queued_tokens=0 if service is None else service.queued_tokens,
+            queued_tokens=self._embedder.queued_tokens + (0 if service is None else service.queued_tokens),
             running=stats.running,
             waiting=stats.waiting,
             reserved=0 if service is None else max(0, service.active - stats.running - stats.waiting),
@@ -350,6 +364,7 @@ class PodRuntime:
             self._count(result)
         except Exception:
             _log.exception("a step could not be counted")
+        self._embedder.on_step(result)
         self._service.on_step(result)
 
     def _count(self, result: StepResult) -> None:

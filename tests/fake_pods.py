@@ -6,6 +6,7 @@ A request's tokens are `script(request)`, cut at max_tokens and after the first 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ from common.pb import (
     control_pb2_grpc,
     decode_pb2,
     decode_pb2_grpc,
+    embedding_pb2,
+    embedding_pb2_grpc,
     prefill_pb2,
     prefill_pb2_grpc,
     transfer_pb2,
@@ -66,6 +69,8 @@ class Faults:
     decode_error: BatonError | None = None
     decode_before_first: bool = False
     reset_error: BatonError | None = None
+    embed_error: BatonError | None = None
+    embed_delay_s: float = 0.0
 
 
 @dataclass
@@ -80,6 +85,7 @@ class Seen:
     timeouts: list[float] = field(default_factory=list)
     acked: int = 0
     resets: int = 0
+    embedded: list[ValidRequest] = field(default_factory=list)
 
 
 def outcome(request: ValidRequest, script: Script) -> tuple[list[Token], FinishReason]:
@@ -100,6 +106,7 @@ def outcome(request: ValidRequest, script: Script) -> tuple[list[Token], FinishR
 class FakePod(
     control_pb2_grpc.ControlServicer,
     decode_pb2_grpc.DecodeServicer,
+    embedding_pb2_grpc.EmbeddingServicer,
     prefill_pb2_grpc.PrefillServicer,
     transfer_pb2_grpc.TransferServicer,
 ):
@@ -122,6 +129,7 @@ class FakePod(
         self.max_model_len = 2048
         self.num_blocks = 512
         self.cached_tokens = 0
+        self.embeds = True
         self._queues: dict[str, asyncio.Queue[decode_pb2.TokenBatch | None]] = {}
         self._numbers: dict[str, int] = {}
         self._running: dict[str, tuple[ValidRequest, str]] = {}
@@ -141,6 +149,8 @@ class FakePod(
         self._server = RpcServer("127.0.0.1", self.port)
         self._server.add(decode_pb2_grpc.add_DecodeServicer_to_server, self, "baton.v1.Decode")
         self._server.add(prefill_pb2_grpc.add_PrefillServicer_to_server, self, "baton.v1.Prefill")
+        if self.role is not Role.DECODE and self.embeds:
+            self._server.add(embedding_pb2_grpc.add_EmbeddingServicer_to_server, self, "baton.v1.Embedding")
         self._server.add(control_pb2_grpc.add_ControlServicer_to_server, self, "baton.v1.Control")
         self._server.add(transfer_pb2_grpc.add_TransferServicer_to_server, self, "baton.v1.Transfer")
         self.port = await self._server.start()
@@ -192,6 +202,17 @@ class FakePod(
             raise self.faults.reset_error
         self.seen.resets += 1
         return control_pb2.ResetPrefixCacheResponse(cleared=7, kept=2, indexed=True)
+
+    # -- Embedding
+
+    async def Embed(self, request: embedding_pb2.EmbedRequest, context: Any) -> embedding_pb2.EmbedResponse:
+        valid = request_from_pb(request.request)
+        self.seen.embedded.append(valid)
+        await asyncio.sleep(self.faults.embed_delay_s)
+        if self.faults.embed_error is not None:
+            raise self.faults.embed_error
+        length = math.hypot(3.0, 4.0, valid.prompt_len)
+        return embedding_pb2.EmbedResponse(values=[3.0 / length, 4.0 / length, valid.prompt_len / length])
 
     # -- Decode
 

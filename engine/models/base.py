@@ -1,4 +1,4 @@
-"""What the engine knows of a model, whoever computes it: its shape, and three operations.
+"""What the engine knows of a model, whoever computes it: its shape, and four operations.
 
 Invariant: a model that loads is computed exactly. What cannot be is refused with a ConfigError that names the reason,
 before or while it loads.
@@ -61,6 +61,9 @@ class Model(Protocol):
 
         tokens[T] are at positions[T]; cache holds the pool's layers in order, which get the new keys and values.
         """
+
+    def final(self, hidden: Tensor) -> Tensor:
+        """[R, hidden] of hidden[R, hidden], what `hidden` returned: the states that the head is applied to."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32[R, vocab] of hidden[R, hidden], what `hidden` returned."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from engine.attention.base import AttentionBackend
 from engine.layer_kv import LayerKV
-from engine.models.ops import Attend, Ops, TorchOps
+from engine.models.ops import Attend, Ops, TorchOps, torch_norm
 from engine.models.rope import rope_tables
 from engine.models.spec import ModelSpec
 
@@ -139,6 +139,10 @@ class Decoder(nn.Module):
         for index, layer in enumerate(self.stack):
             x = layer.compute(x, cache[index], self._ops, attend, rows if index == last else None)
         return x
+
+    def final(self, hidden: Tensor) -> Tensor:
+        """[R, hidden] of hidden[R, hidden], what `hidden` returned: the states that the head is applied to."""
+        return torch_norm(hidden, self.norm)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32[R, vocab] of hidden[R, hidden], what `hidden` returned."""

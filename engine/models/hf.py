@@ -99,6 +99,10 @@ class HfModel:
         states: Tensor = out.last_hidden_state[0]
         return states if rows is None else states[rows]
 
+    def final(self, hidden: Tensor) -> Tensor:
+        """What `hidden` returns is that already."""
+        return hidden
+
     def logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self._causal(inputs_embeds=hidden[None]).logits[0]
         return logits.float()

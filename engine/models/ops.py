@@ -59,8 +59,8 @@ class TorchOps:
             split = qkv.view(-1, heads + 2 * kv_heads, dim)
             query, keys = split[:, :heads], split[:, heads : heads + kv_heads]
             if attention.q_norm is not None and attention.k_norm is not None:
-                query.copy_(_norm(query, attention.q_norm))
-                keys.copy_(_norm(keys, attention.k_norm))
+                query.copy_(torch_norm(query, attention.q_norm))
+                keys.copy_(torch_norm(keys, attention.k_norm))
             rotate_(split[:, : heads + kv_heads], cos, sin)
             kv = split[:, heads:].view(-1, 2, kv_heads, dim)
             return backend.attend(query, kv, cache, metadata, attention.window).reshape(-1, heads * dim)
@@ -68,7 +68,7 @@ class TorchOps:
         return attend
 
     def norm_linear(self, x: Tensor, norm: Norm, linear: nn.Linear) -> Tensor:
-        return F.linear(_norm(x, norm), linear.weight, linear.bias)
+        return F.linear(torch_norm(x, norm), linear.weight, linear.bias)
 
     def norm_swiglu(self, x: Tensor, norm: Norm, gate_up: nn.Linear) -> Tensor:
         gate, up = self.norm_linear(x, norm, gate_up).chunk(2, dim=-1)
@@ -78,10 +78,10 @@ class TorchOps:
         return x.add_(F.linear(y, linear.weight, linear.bias))
 
     def logits(self, x: Tensor, norm: Norm, weight: Tensor) -> Tensor:
-        return F.linear(_norm(x, norm), weight).float()
+        return F.linear(torch_norm(x, norm), weight).float()
 
 
-def _norm(x: Tensor, norm: Norm) -> Tensor:
+def torch_norm(x: Tensor, norm: Norm) -> Tensor:
     """Root mean square norm over the last dimension, computed in float32."""
     if x.dtype == torch.float32:
         return F.rms_norm(x, norm.weight.shape, norm.weight, norm.eps)

@@ -36,6 +36,13 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation("POST", "/v1/completions", "Continues a text.", "Completion", _BODY, event="Completion"),
     Operation(
         "POST",
+        "/v1/embeddings",
+        "Vectors of length 1: the state of each text's last token.",
+        "Embeddings",
+        (*_BODY, 501),
+    ),
+    Operation(
+        "POST",
         "/v1/responses",
         "Answers a conversation, in the shape of OpenAI's Responses.",
         "Response",

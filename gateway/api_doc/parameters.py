@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from gateway import validation as v
 from gateway.api_doc.parameter import Json, Parameter, boolean, ignored, integer, limited, number, refused, text
+from gateway.embeddings import MAX_DIMENSIONS, MAX_INPUTS
 from gateway.messages import MAX_MESSAGES
 from gateway.structured import MAX_CHOICES
 
@@ -474,9 +475,42 @@ DETOKENIZE: tuple[Parameter, ...] = (
     Parameter("tokens", "Token ids.", {"type": "array", "items": _TOKEN_ID, "maxItems": 1 << 20}, required=True),
 )
 
+EMBEDDINGS: tuple[Parameter, ...] = (
+    MODEL,
+    Parameter(
+        "input",
+        "A text, texts, token ids, or lists of them.",
+        {
+            "anyOf": [
+                {"type": "string", "minLength": 1},
+                {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1, "maxItems": MAX_INPUTS},
+                {"type": "array", "items": _TOKEN_ID, "minItems": 1},
+                {
+                    "type": "array",
+                    "items": {"type": "array", "items": _TOKEN_ID, "minItems": 1},
+                    "minItems": 1,
+                    "maxItems": MAX_INPUTS,
+                },
+            ]
+        },
+        required=True,
+    ),
+    Parameter("encoding_format", "base64: float32, little-endian.", {"enum": ["float", "base64"], "default": "float"}),
+    integer(
+        "dimensions",
+        1,
+        MAX_DIMENSIONS,
+        "So many of the first components, scaled to length 1; at most the model's.",
+        default="all",
+    ),
+    text("cache_salt", v.MAX_SALT_CHARS, "Only requests with the same one share cached prefixes.", default="empty"),
+    ignored("user", "Who asks, for OpenAI's abuse checks."),
+)
+
 BODIES: dict[str, tuple[Parameter, ...]] = {
     "/v1/chat/completions": (*CHAT[:1], *COMMON, *CHAT[1:]),
     "/v1/completions": (*COMPLETION[:1], *COMMON, *COMPLETION[1:]),
+    "/v1/embeddings": EMBEDDINGS,
     "/v1/responses": RESPONSES,
     "/tokenize": TOKENIZE,
     "/detokenize": DETOKENIZE,

@@ -162,6 +162,22 @@ SCHEMAS: Json = {
         {"max_model_len": _INT},
     ),
     "ModelList": obj({"object": {"const": "list"}, "data": array(ref("Model"))}),
+    "Embeddings": obj(
+        {
+            "object": {"const": "list"},
+            "data": array(
+                obj(
+                    {
+                        "object": {"const": "embedding"},
+                        "index": _INT,
+                        "embedding": {"anyOf": [array(_NUMBER), _STRING]},
+                    }
+                )
+            ),
+            "model": _STRING,
+            "usage": obj({"prompt_tokens": _INT, "total_tokens": _INT}),
+        }
+    ),
     "Response": obj(
         {
             "id": _STRING,

@@ -20,6 +20,7 @@ from gateway.api_doc.document import openapi_document
 from gateway.api_doc.parameter import Parameter, Support
 from gateway.api_doc.parameters import BODIES, CHAT, COMMON, COMPLETION
 from gateway.api_doc.tables import GRPC_FIELDS, grpc_fields, with_tables
+from gateway.embeddings import parse_embeddings
 from gateway.fields import Fields
 from gateway.responses import request
 from gateway.responses.request import ResponseBody, parse_response
@@ -34,6 +35,7 @@ MESSAGES = [{"role": "user", "content": "Hi"}]
 PARSERS: dict[str, tuple[Callable[[object], Any], dict[str, Any]]] = {
     "/v1/chat/completions": (parse_chat, {"model": "m", "messages": MESSAGES}),
     "/v1/completions": (parse_completion, {"model": "m", "prompt": "Hi"}),
+    "/v1/embeddings": (parse_embeddings, {"model": "m", "input": "Hi"}),
     "/v1/responses": (parse_response, {"model": "m", "input": "Hi"}),
     "/tokenize": (parse_tokenize, {"prompt": "Hi"}),
     "/detokenize": (parse_detokenize, {"tokens": [1]}),
@@ -52,6 +54,7 @@ WITHOUT = {("/tokenize", "messages"): "prompt"}
 REQUESTS = {
     "/v1/chat/completions": "CreateChatCompletionRequest",
     "/v1/completions": "CreateCompletionRequest",
+    "/v1/embeddings": "CreateEmbeddingRequest",
     "/v1/responses": "CreateResponse",
 }
 ANYTHING: list[Any] = [
