@@ -77,6 +77,13 @@ TEXTS = (
     "of this invoice to the account of Harrow Supplies at the Northern Bank, with the number of the invoice as "
     "reference.",
 )
+COPIED = (
+    TEXTS[0],
+    TEXTS[2],
+    "The Ferry Hotel has 34 rooms on three floors. Breakfast is served from 7:00 to 10:30 in the garden room, and the "
+    "kitchen is open until 21:45. Dogs are welcome on the ground floor. The car park behind the house has 28 places and "
+    "costs 6 pounds a night. Guests who leave before 11:00 can keep their bags at the desk until the evening.",
+)
 CODE = (
     """class Account:
     def __init__(self, owner, balance):
@@ -120,7 +127,7 @@ def write_table(path, rows, separator):
 """,
 )
 TASKS: dict[str, tuple[tuple[str, ...], int]] = {
-    "copy": (tuple(f"Repeat the following text exactly, word for word.\n\n{text}" for text in TEXTS), 120),
+    "copy": (tuple(f"Repeat the following text exactly, word for word.\n\n{text}" for text in COPIED), 120),
     "code_edit": (
         tuple(f"Rename the variable {a} to {b} in this Python code. Write the whole code.\n\n{code}"
               for code, a, b in ((CODE[0], "amount", "value"), (CODE[1], "separator", "delimiter"))), 170
