@@ -80,9 +80,10 @@ TEXTS = (
 COPIED = (
     TEXTS[0],
     TEXTS[2],
-    "The Ferry Hotel has 34 rooms on three floors. Breakfast is served from 7:00 to 10:30 in the garden room, and the "
-    "kitchen is open until 21:45. Dogs are welcome on the ground floor. The car park behind the house has 28 places and "
-    "costs 6 pounds a night. Guests who leave before 11:00 can keep their bags at the desk until the evening.",
+    "The Ferry Hotel has 34 rooms on three floors. Breakfast is served from 7:00 to 10:30 in the garden room, and "
+    "the kitchen is open until 21:45. Dogs are welcome on the ground floor. The car park behind the house has 28 "
+    "places and costs 6 pounds a night. Guests who leave before 11:00 can keep their bags at the desk until the "
+    "evening.",
 )
 CODE = (
     """class Account:
