@@ -19,6 +19,7 @@ from collections.abc import Callable
 
 from common.block_hash import block_hashes
 from common.errors import BatonError, TransferFailed
+from common.grammar import CompiledGrammar
 from common.pb import decode_pb2, types_pb2
 from common.types import KvTarget, TransferId, ValidRequest
 from common.wire import error_to_pb, finish_to_pb, token_to_pb
@@ -45,6 +46,7 @@ class Reservation:
 
     tell(reservation, delta) passes news to the gateway's stream, gone(reservation) says that nothing is held any more;
     both may be called on any thread. lease is None for a local prefill: the scheduler leases when it admits it.
+    grammar: the request's, compiled.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Reservation:
         stream: TokenStream,
         lease: Lease | None,
         *,
+        grammar: CompiledGrammar | None = None,
         tell: Callable[[Reservation, decode_pb2.SequenceDelta], None],
         gone: Callable[[Reservation], None],
     ) -> None:
@@ -63,6 +66,7 @@ class Reservation:
         self.seq: Sequence | None = None
         self.started = time.monotonic()
         self._pod = pod
+        self._grammar = grammar
         self._tell = tell
         self._gone = gone
         self._lock = threading.RLock()
@@ -100,7 +104,7 @@ class Reservation:
     def start_local(self) -> None:
         """Gives the whole prompt to the engine."""
         with self._lock:
-            self._run(self._pod.engine.new_sequence(self.request))
+            self._run(self._pod.engine.new_sequence(self.request, grammar=self._grammar))
 
     def ready(self, commit: Commit) -> None:
         """Every block and the first token are here: joins the running batch, or ends if that token was the last."""
@@ -115,11 +119,18 @@ class Reservation:
                 return
             self._publish(self.lease)
             if not finished:
-                self._run(
-                    self._pod.engine.new_sequence(
-                        self.request, lease=self.lease, computed=self.request.prompt_len, output=[token]
+                try:
+                    seq = self._pod.engine.new_sequence(
+                        self.request,
+                        lease=self.lease,
+                        computed=self.request.prompt_len,
+                        output=[token],
+                        grammar=self._grammar,
                     )
-                )
+                except BatonError as error:  # a first token that the grammar does not allow
+                    self.failed(error)
+                    return
+                self._run(seq)
                 return
             self._state = State.ENDED
             self.lease.finish("finished at its first token")

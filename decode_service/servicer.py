@@ -61,8 +61,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         """See decode.proto."""
         pod = self._pod
         deadline_s = remaining_s(context, DEFAULT_DEADLINE_S)
-        pod.require_ready()
         valid = request_from_pb(request.request)
+        grammar = await pod.compile(valid)
+        pod.require_ready()
         pod.limits.check(valid, generates=True)
         stream = self._streams.get(request.gateway_id)
         if stream is None or stream.paused:
@@ -78,7 +79,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                 pod.require_time(self.queued_tokens + valid.prompt_len - room.cached_tokens, deadline_s)
             except Overloaded as error:
                 return self._rejected(error.message)
-        reservation = Reservation(pod, valid, stream, room.lease, tell=self._tell, gone=self._gone)
+        reservation = Reservation(pod, valid, stream, room.lease, grammar=grammar, tell=self._tell, gone=self._gone)
         self._requests.add(valid.request_id, reservation)
         self._timers[valid.request_id] = self._aio.call_later(
             deadline_s, reservation.end, DeadlineExceeded("the request's deadline passed")

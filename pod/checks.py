@@ -76,6 +76,7 @@ class Limits:
             ("min_tokens", s.min_tokens, 0, s.max_tokens),
             ("n", s.n, 1, 1),
             ("logprobs", 0 if s.logprobs is None else s.logprobs, 0, MAX_LOGPROBS),
+            ("prompt_logprobs", 0 if s.prompt_logprobs is None else s.prompt_logprobs, 0, MAX_LOGPROBS),
         )
         for name, value, low, high in ranges:
             if not (low <= value <= high and math.isfinite(value)):
@@ -88,3 +89,7 @@ class Limits:
                 raise InvalidRequest(f"bias {bias} of token {token} is out of range", field="logit_bias")
         if any(not 0 <= token < self.vocab_size for token in s.stop_token_ids):
             raise InvalidRequest(f"a stop token is outside [0, {self.vocab_size})", field="stop_token_ids")
+        if any(not 0 <= token < self.vocab_size for token in s.allowed_token_ids):
+            raise InvalidRequest(f"a token is outside [0, {self.vocab_size})", field="allowed_token_ids")
+        if any(not word or not 0 <= min(word) <= max(word) < self.vocab_size for word in s.bad_words):
+            raise InvalidRequest(f"a word is empty, or a token outside [0, {self.vocab_size})", field="bad_words")

@@ -24,6 +24,7 @@ import grpc
 from common.auth import Signer
 from common.config import PodConfig
 from common.errors import BatonError, InternalError, Overloaded, Unavailable
+from common.grammar import CompiledGrammar
 from common.lifecycle import Lifecycle, State, host_boot_id
 from common.models import resolve_model, served_name
 from common.pb import control_pb2_grpc, embedding_pb2_grpc, transfer_pb2, transfer_pb2_grpc
@@ -306,6 +307,16 @@ class PodRuntime:
                 f"{deadline_s:.1f} s",
                 retry_after_s=need_s - deadline_s,
             )
+
+    async def compile(self, request: ValidRequest) -> CompiledGrammar | None:
+        """The request's grammar, compiled off the event loop and the engine's thread; None where it has none.
+
+        Raises InvalidRequest that names the field it came from.
+        """
+        grammars = self.engine.grammars
+        if request.grammar is None:
+            return None
+        return grammars.cached(request.grammar) or await asyncio.to_thread(grammars.compile, request.grammar)
 
     def info(self) -> transfer_pb2.InfoResponse:
         """The authoritative description of this pod (any thread)."""

@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 
 from common.errors import BatonError, Cancelled, InternalError, InvalidRequest, LayoutMismatch
+from common.grammar import CompiledGrammar
 from common.pb import prefill_pb2, prefill_pb2_grpc
 from common.rpc import remaining_s
 from common.types import KvTarget, ValidRequest
@@ -46,7 +47,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
     ) -> AsyncIterator[prefill_pb2.PrefillEvent]:
         """See prefill.proto."""
         valid = request_from_pb(request.request)
-        hand_off = self._begin(valid, target_from_pb(request.target), remaining_s(context, DEFAULT_DEADLINE_S))
+        grammar = await self._pod.compile(valid)
+        hand_off = self._begin(valid, target_from_pb(request.target), remaining_s(context, DEFAULT_DEADLINE_S), grammar)
         try:
             async for event in hand_off.events():
                 if event.HasField("failed"):
@@ -64,7 +66,9 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             hand_off.close()
         return prefill_pb2.PrefillAbortResponse()
 
-    def _begin(self, request: ValidRequest, target: KvTarget, deadline_s: float) -> HandOff:
+    def _begin(
+        self, request: ValidRequest, target: KvTarget, deadline_s: float, grammar: CompiledGrammar | None
+    ) -> HandOff:
         """Starts the hand-off and queues the prompt. Raises what makes either impossible."""
         pod = self._pod
         pod.require_ready()
@@ -73,7 +77,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         if request.request_id in self._active:
             raise InvalidRequest(f"request {request.request_id} is already here", field="request_id")
         pod.require_time(self.queued_tokens + request.prompt_len, deadline_s)
-        seq = pod.engine.new_sequence(request, hand_off=True)
+        seq = pod.engine.new_sequence(request, hand_off=True, grammar=grammar)
         num_blocks = pod.engine.layout.blocks_for(request.prompt_len)
         transfer = pod.node.outgoing(target, request.request_id, num_blocks, deadline_s)
         hand_off = HandOff(
