@@ -57,7 +57,7 @@ class Admission:
             salt=request.cache_salt,
         )
         if not remote_only:
-            cached = pool.match(hashes) * size
+            cached = 0 if request.sampling.prompt_logprobs is not None else pool.match(hashes) * size
             if self._always_local or request.prompt_len - cached <= self._local_tokens:
                 return Room(None, cached)
         scheduler = self._pod.engine.scheduler

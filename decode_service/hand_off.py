@@ -22,7 +22,7 @@ from common.errors import BatonError, TransferFailed
 from common.grammar import CompiledGrammar
 from common.pb import decode_pb2, types_pb2
 from common.types import KvTarget, TransferId, ValidRequest
-from common.wire import error_to_pb, finish_to_pb, token_to_pb
+from common.wire import error_to_pb, finish_to_pb, prompt_logprobs_to_pb, token_to_pb
 from decode_service.token_stream import TokenStream
 from engine.block_pool import Lease
 from engine.engine import SequenceOutput
@@ -206,7 +206,7 @@ class Reservation:
         return delta
 
     def _delta(self, output: SequenceOutput) -> decode_pb2.SequenceDelta | None:
-        if not output.tokens and output.finish is None:
+        if not output.tokens and output.finish is None and output.prompt_logprobs is None:
             return None
         delta = decode_pb2.SequenceDelta(
             request_id=self.request.request_id,
@@ -217,7 +217,9 @@ class Reservation:
             delta.error.CopyFrom(error_to_pb(output.error))
         if output.proposed:
             delta.speculation.proposed, delta.speculation.accepted = output.proposed, output.accepted
-        if self._first_output:
+        if output.prompt_logprobs is not None:
+            delta.prompt_logprobs.CopyFrom(prompt_logprobs_to_pb(output.prompt_logprobs))
+        if self._first_output and output.tokens:
             self._first_output = False
             delta.cached_tokens = output.seq.cached_tokens
         return delta

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.types import Token, TokenLogprob
+from common.types import PromptLogprobs, Token, TokenLogprob
 from engine.attention.base import AttentionBackend, StepShape
 from engine.attention.triton_backend import TritonAttention
 from engine.block_pool import Lease
@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from engine.device_sampler import DeviceSampler
 
 MAX_LOGPROBS = 20  # alternatives beside a token, as SamplingParams allows
+SCORED_AT_ONCE = 64  # prompt tokens whose logits exist at a time
+ToScore = tuple[int, Item, int, int]  # an item and its index; the prompt tokens from here to before there are scored
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,7 @@ class Launched:
     """A step on the device. results: int64 per item and draft, on its way to the host: the token that follows, 0 where
     none was asked for, -1 where the model's output was not a number. wanted: results with log-probabilities; logprobs:
     theirs (chosen, top, top ids). arrived: None on a CPU. undrawn: what is to be drawn again before all that is sent;
-    until then results are still on the device.
+    until then results are still on the device. scores: of prompt tokens.
     """
 
     items: Sequence[Item]
@@ -60,6 +62,21 @@ class Launched:
     logprobs: tuple[Tensor | None, ...]
     arrived: torch.cuda.Event | None
     undrawn: Undrawn | None = None
+    scores: Sequence[Scores] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Log-probabilities of an item's prompt tokens from position `first` on: float32 chosen [n] and top [n, N], int64
+    ranks [n] and top_ids [n, N].
+    """
+
+    index: int
+    first: int
+    chosen: Tensor
+    ranks: Tensor
+    top: Tensor
+    top_ids: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,18 +149,20 @@ class Runner:
             count = sum(1 + len(item.drafts) for item in items)
             results, logits, logit_rows = output.results[:count], output.logits, np.arange(count)
             undrawn = [item.seq.constraint is not None for item in items]
+            scores: list[Scores] = []
         else:
-            results, logits, logit_rows = self._launch_chunks(items)
+            results, logits, logit_rows, scores = self._launch_chunks(items)
             undrawn = [item.sample and _awaits_token(item.seq) for item in items]
         if not any(undrawn):
-            return self._send(items, results, wanted, self._logprobs(items, wanted, logits, logit_rows, results))
+            logprobs = self._logprobs(items, wanted, logits, logit_rows, results)
+            return self._send(items, results, wanted, logprobs, scores)
         rows_of = np.cumsum([0, *(1 + len(item.drafts) for item in items)])
         again = Undrawn(
             [item for item, undone in zip(items, undrawn, strict=True) if undone],
             [int(row) for row, undone in zip(rows_of, undrawn, strict=False) if undone],
             logits, logit_rows,
         )  # fmt: skip
-        launched = Launched(items, results, wanted, (), None, again)
+        launched = Launched(items, results, wanted, (), None, again, scores)
         return launched if any(_awaits_token(item.seq) for item in again.items) else self.constrain(launched)
 
     @torch.inference_mode()
@@ -158,7 +177,7 @@ class Runner:
         if pairs:
             self._draw_again([item for item, _ in pairs], [row for _, row in pairs], undrawn, results)
         logprobs = self._logprobs(launched.items, launched.wanted, undrawn.logits, undrawn.logit_rows, results)
-        return self._send(launched.items, results, launched.wanted, logprobs)
+        return self._send(launched.items, results, launched.wanted, logprobs, launched.scores)
 
     def _draw_again(self, items: Sequence[Item], rows: Sequence[int], undrawn: Undrawn, results: Tensor) -> None:
         """Overwrites these results, and the last tokens of their slots."""
@@ -186,22 +205,23 @@ class Runner:
             launched.arrived.synchronize()
         results: list[int] = launched.results.tolist()
         logprob_of = {row: at for at, row in enumerate(launched.wanted)}
+        scores = {found.index: _prompt_logprobs(found) for found in launched.scores}
         collected: list[ItemResult] = []
         first = 0
-        for item in launched.items:
+        for index, item in enumerate(launched.items):
             row = first
             first += 1 + len(item.drafts)
             run = accepted_run(item.drafts, results[row:first])
             if run[-1] < 0:
                 collected.append(ItemResult(False))
             elif not item.sample:
-                collected.append(ItemResult(True))
+                collected.append(ItemResult(True, prompt_logprobs=scores.get(index)))
             else:
                 tokens = [Token(item.seq.num_output + i, token) for i, token in enumerate(run)]
                 if row in logprob_of:
                     at = logprob_of[row]
                     tokens = [_with_logprobs(t, item.seq, at + i, launched.logprobs) for i, t in enumerate(tokens)]
-                collected.append(ItemResult(True, tuple(tokens)))
+                collected.append(ItemResult(True, tuple(tokens), scores.get(index)))
         return collected
 
     def replay(self, count: int) -> float | None:
@@ -229,9 +249,8 @@ class Runner:
         ends = np.cumsum(shape.num_new)
         counts = np.where(np.array(shape.num_new) == 1 + self._drafts, shape.num_new, 1)
         last = np.repeat(ends - np.cumsum(counts), counts) + np.arange(counts.sum())
-        hidden = self._hidden(
-            shape, *upload([np.zeros(ends[-1], dtype=np.int64), _positions(shape), last], self._device)
-        )
+        ids, at, rows_of = upload([np.zeros(ends[-1], dtype=np.int64), _positions(shape), last], self._device)
+        hidden = self._hidden(shape, ids, at, rows_of, every=len(last) == len(ids))
         logits = self._model.logits(hidden)
         if self._sampler is not None:
             pad = [self._sampler.pad_slot] * len(rows)
@@ -257,8 +276,8 @@ class Runner:
             starts, num_new, [np.full(-(-(start + new) // size), block, dtype=np.int32) for start, new in rows]
         )
 
-    def _launch_chunks(self, items: Sequence[Item]) -> tuple[Tensor, Tensor, np.ndarray]:
-        """results of any step, the logits that they are drawn from, and each result's row of these."""
+    def _launch_chunks(self, items: Sequence[Item]) -> tuple[Tensor, Tensor, np.ndarray, list[Scores]]:
+        """results of any step, the logits that they are drawn from, each result's row of these, and scores."""
         self._clear_begun_blocks(items)
         shape = StepShape(
             starts=[item.start for item in items],
@@ -282,16 +301,23 @@ class Runner:
         slots = np.array([item.seq.slot for item in items])
         positions_of = _positions(shape)
         last_of = ends[item_of] - 1 - back
-        ids, positions, last, rows, row_slots, sampled_at, late, late_slots = upload(
+        to_score = _to_score(items)
+        shown_rows = [
+            np.arange(first, end) + ends[i] - (item.start + item.num_new) - 1 for i, item, first, end in to_score
+        ]
+        ids, positions, last, rows, row_slots, sampled_at, late, late_slots, shown = upload(
             [
                 np.array(tokens), positions_of, last_of, np.flatnonzero(samples), slots[item_of[samples]],
                 positions_of[last_of[samples]] + 1, ends[unseen] - 1, slots[unseen],
+                np.concatenate([last_of, *shown_rows]),
             ],
             self._device,
         )  # fmt: skip
         if unseen:
             ids.index_copy_(0, late, self._last_tokens.index_select(0, late_slots))
-        hidden = self._hidden(shape, ids, positions, last)
+        hidden = self._hidden(shape, ids, positions, shown, every=len(last) == len(ids) and not to_score)
+        scores = self._score(to_score, hidden[len(last) :]) if to_score else []
+        hidden = hidden[: len(last)]
         for item, end in zip(items, np.cumsum(counts), strict=True):
             if item.seq.embeds and item.sample:
                 item.seq.state = self._model.final(hidden[end - 1 : end])[0]
@@ -301,7 +327,7 @@ class Runner:
         if not every:
             results.masked_fill_(~torch.isfinite(hidden.float().sum(dim=-1)), -1)
         if not sampling:
-            return results, hidden, np.zeros(0)
+            return results, hidden, np.zeros(0), scores
         logits = self._model.logits(hidden if every else hidden.index_select(0, rows))
         before = None
         if len(item_of) > len(items):
@@ -312,13 +338,30 @@ class Runner:
             results = drawn
         else:
             results.index_copy_(0, rows, torch.where(results.index_select(0, rows) < 0, -1, drawn))
-        return results, logits, np.cumsum(samples) - 1
+        return results, logits, np.cumsum(samples) - 1, scores
 
-    def _hidden(self, shape: StepShape, ids: Tensor, positions: Tensor, last: Tensor) -> Tensor:
-        """States of each row's last token."""
+    def _hidden(self, shape: StepShape, ids: Tensor, positions: Tensor, rows: Tensor, *, every: bool) -> Tensor:
+        """States of these tokens; every: they are all, in order."""
         metadata = self._backend.prepare(shape)
-        rows = None if len(last) == len(ids) else last
-        return self._model.hidden(ids, positions, self._cache, self._backend, metadata, rows=rows)
+        return self._model.hidden(ids, positions, self._cache, self._backend, metadata, rows=None if every else rows)
+
+    def _score(self, to_score: Sequence[ToScore], hidden: Tensor) -> list[Scores]:
+        """hidden: of the tokens before those that are scored, item after item. Few logits exist at a time."""
+        scores: list[Scores] = []
+        for index, item, first, end in to_score:
+            count = item.seq.request.sampling.prompt_logprobs or 0
+            (targets,) = upload([np.array(item.seq.tokens[first:end])], self._device)
+            before, hidden = hidden[: end - first], hidden[end - first :]
+            parts: list[tuple[Tensor, ...]] = []
+            for states, ids in zip(*(torch.split(x, SCORED_AT_ONCE) for x in (before, targets)), strict=True):
+                logits = self._model.logits(states)
+                chosen, top, top_ids = token_logprobs(logits, ids, count)
+                ranks = (logits > logits.gather(1, ids[:, None])).sum(dim=-1) + 1
+                if top is None or top_ids is None:
+                    top, top_ids = chosen.new_empty(len(ids), 0), ids.new_empty(len(ids), 0)
+                parts.append((chosen, ranks, top, top_ids))
+            scores.append(Scores(index, first, *(torch.cat(part) for part in zip(*parts, strict=True))))
+        return scores
 
     def _sample(
         self, items: Sequence[Item], logits: Tensor, slots: Tensor, positions: Tensor, before: Tensor | None
@@ -417,16 +460,21 @@ class Runner:
         return token_logprobs(logits.index_select(0, rows), results.index_select(0, at).clamp(min=0), most)
 
     def _send(
-        self, items: Sequence[Item], results: Tensor, wanted: Sequence[int], logprobs: Sequence[Tensor | None]
+        self,
+        items: Sequence[Item],
+        results: Tensor,
+        wanted: Sequence[int],
+        logprobs: Sequence[Tensor | None],
+        scores: Sequence[Scores],
     ) -> Launched:
-        """On a GPU torch allocates what goes to the host without waiting in pinned memory."""
-        on_host = [x if x is None else x.to("cpu", non_blocking=True, copy=True) for x in (results, *logprobs)]
+        on_host = [None if x is None else _to_host(x) for x in logprobs]
+        there = [Scores(s.index, s.first, *map(_to_host, (s.chosen, s.ranks, s.top, s.top_ids))) for s in scores]
+        results = _to_host(results)
         arrived = None
         if self._device.type == "cuda":
             arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             arrived.record()
-        assert on_host[0] is not None
-        return Launched(items, on_host[0], wanted, tuple(on_host[1:]), arrived)
+        return Launched(items, results, wanted, tuple(on_host), arrived, scores=there)
 
     def _clear_begun_blocks(self, items: Sequence[Item]) -> None:
         """Zeroes the blocks that this step starts to fill and leaves partly unwritten.
@@ -476,6 +524,31 @@ def _masks(item: Item) -> np.ndarray:
 def _row(item: Item, tokens: Sequence[int], drafts: Sequence[int], allowed: np.ndarray | None) -> SampleRow:
     seq = item.seq
     return SampleRow(seq.request.sampling, tokens, seq.prompt_len, drafts=drafts, allowed=allowed)
+
+
+def _to_score(items: Sequence[Item]) -> list[ToScore]:
+    found: list[ToScore] = []
+    for index, item in enumerate(items):
+        first = max(item.seq.scored, item.start + 1)
+        end = min(item.start + item.num_new + 1, item.seq.prompt_len)
+        if first < end:
+            found.append((index, item, first, end))
+    return found
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    """On a GPU torch allocates what goes to the host without waiting in pinned memory."""
+    return tensor.to("cpu", non_blocking=True, copy=True)
+
+
+def _prompt_logprobs(found: Scores) -> PromptLogprobs:
+    return PromptLogprobs(
+        found.first,
+        tuple(found.chosen.tolist()),
+        tuple(found.ranks.tolist()),
+        tuple(found.top_ids.flatten().tolist()),
+        tuple(found.top.flatten().tolist()),
+    )
 
 
 def _positions(shape: StepShape) -> np.ndarray:

@@ -34,9 +34,10 @@ class Sequence:
     cached_tokens: prompt tokens that the prefix cache supplied. hand_off: ends after its first token, another pod goes
     on. paused: not scheduled until its reader catches up. finish: why it ended, None while it lives. slot: its own
     number below the scheduler's max_seqs while it runs. constraint: follows the output's tokens, None where any token
-    may come. embeds: `state` is wanted, the last prompt token's state before the head, which is on the device with the
-    first token. The scheduler sets `arrival`, `lease`, `preemptions`, `slot` and, on admission, `computed`; the stepper
-    calls `launch`, `settle` and `accept`. drafting: what the speculator knows of it, None before it saw it.
+    may come. scored: the first prompt token whose log-probability is still to be told; prompt_len when none is. embeds:
+    `state` is wanted, the last prompt token's state before the head, which is on the device with the first token. The
+    scheduler sets `arrival`, `lease`, `preemptions`, `slot` and, on admission, `computed`; the stepper calls `launch`,
+    `settle` and `accept`. drafting: what the speculator knows of it, None before it saw it.
     """
 
     __slots__ = (
@@ -61,6 +62,7 @@ class Sequence:
         "prompt_len",
         "request",
         "request_id",
+        "scored",
         "slot",
         "state",
         "tokens",
@@ -96,6 +98,7 @@ class Sequence:
         self.cached_tokens = lease.cached_blocks * block_size if lease is not None else 0
         self.hand_off = hand_off
         self.constraint = constraint
+        self.scored = self.prompt_len if request.sampling.prompt_logprobs is None or computed else 1
         self.embeds = embeds
         self.state: Tensor | None = None
         self.finish: FinishReason | None = None
@@ -184,7 +187,11 @@ class Sequence:
         self.tokens.append(token)
 
     def matchable_hashes(self) -> list[bytes]:
-        """Hashes of the blocks that a cache may supply: at least one token is left to compute."""
+        """Hashes of the blocks that a cache may supply: at least one token is left to compute, and all that are to be
+        scored.
+        """
+        if self.scored < self.prompt_len:
+            return []
         return self._hasher.extend(self.tokens)[: matchable_blocks(len(self.tokens), self.block_size)]
 
     def publishable_hashes(self) -> list[bytes]:

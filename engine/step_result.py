@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from common.errors import BatonError
-from common.types import FinishReason, Token
+from common.types import FinishReason, PromptLogprobs, Token
 from engine.sequence import Sequence
 
 
@@ -17,7 +17,8 @@ class SequenceOutput:
     computed: its tokens that have KV now. chunk_done: the step computed tokens of its prompt. tokens: new ones, several
     where drafts were right. finish: the request is over, and why. handed_off: a hand_off sequence ended here with its
     first token; another pod goes on unless finish is set too. error: why it failed; finish is ERROR then. proposed:
-    drafts that the step verified, of which the accepted ones are the first of tokens.
+    drafts that the step verified, of which the accepted ones are the first of tokens. prompt_logprobs: of the prompt's
+    tokens that the step scored.
     """
 
     seq: Sequence
@@ -29,6 +30,7 @@ class SequenceOutput:
     error: BatonError | None = None
     proposed: int = 0
     accepted: int = 0
+    prompt_logprobs: PromptLogprobs | None = None
 
     @property
     def ended(self) -> bool:

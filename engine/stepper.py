@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, TypeVar
 
 from common.errors import BatonError, InternalError
-from common.types import FinishReason, Token
+from common.types import FinishReason, PromptLogprobs, Token
 from engine.block_pool import BlockPool, Lease, StepFence
 from engine.scheduler import NO_DRAFTS, Item, Scheduler
 from engine.sequence import Sequence
@@ -38,11 +38,12 @@ L = TypeVar("L")
 @dataclass(frozen=True, slots=True)
 class ItemResult:
     """finite: the model's output was a number. tokens: what was sampled, where that was asked for and is meaningful:
-    one token, and one more for each draft that was accepted.
+    one token, and one more for each draft that was accepted. prompt_logprobs: of prompt tokens that were to be scored.
     """
 
     finite: bool
     tokens: tuple[Token, ...] = ()
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class StepRunner(Protocol[L]):
@@ -237,6 +238,8 @@ class Stepper(Generic[L]):
             if kept < len(result.tokens) and finish is None:
                 seq.accept()
         accepted = max(0, kept - 1)
+        if (scores := result.prompt_logprobs) is not None:
+            seq.scored = max(seq.scored, scores.first + len(scores.logprobs))
         seq.publish()
         handed_off = seq.hand_off and kept > 0
         if finish is not None or handed_off:
@@ -245,7 +248,7 @@ class Stepper(Generic[L]):
             self._after_drafts(item, accepted)
         return SequenceOutput(
             seq, seq.computed, item.start < seq.prompt_len, result.tokens[:kept], finish, handed_off,
-            proposed=len(item.drafts), accepted=accepted,
+            proposed=len(item.drafts), accepted=accepted, prompt_logprobs=scores,
         )  # fmt: skip
 
     def _after_drafts(self, item: Item, accepted: int) -> None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from common.errors import BatonError, Cancelled, DeadlineExceeded
 from common.pb import prefill_pb2
 from common.types import FinishReason, KvTarget, Token
-from common.wire import error_to_pb, finish_to_pb, token_to_pb
+from common.wire import error_to_pb, finish_to_pb, prompt_logprobs_to_pb, token_to_pb
 from engine.block_pool import Hold
 from engine.engine import SequenceOutput
 from engine.sequence import Sequence
@@ -110,7 +110,7 @@ class HandOff:
         done = output.computed >= self.seq.prompt_len
         self.trace.append(Trace("chunk", min(output.computed, self.seq.prompt_len)))
         # What the gateway waits for goes first: posting writes takes the interpreter from the loop that sends it.
-        self._post(Event(progress=self._progress(output.computed)))
+        self._post(Event(progress=self._progress(output)))
         token = output.tokens[0] if output.tokens else None
         if token is not None:
             self.trace.append(Trace("first_token", token.id))
@@ -225,11 +225,13 @@ class HandOff:
     def _post(self, item: Event | BatonError) -> None:
         self._aio.call_soon_threadsafe(self._inbox.put_nowait, item)
 
-    def _progress(self, computed: int) -> prefill_pb2.PrefillProgress:
+    def _progress(self, output: SequenceOutput) -> prefill_pb2.PrefillProgress:
+        scores = output.prompt_logprobs
         return prefill_pb2.PrefillProgress(
-            computed_tokens=computed,
+            computed_tokens=output.computed,
             cached_tokens=self.seq.cached_tokens,
             delivered_blocks=self._transfer.delivered_blocks,
+            prompt_logprobs=None if scores is None else prompt_logprobs_to_pb(scores),
         )
 
     def _first_token(self, token: Token, finish: FinishReason | None, now: float) -> prefill_pb2.FirstToken:
