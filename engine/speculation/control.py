@@ -24,7 +24,7 @@ KEEP_TIME = 0.95  # of steps
 START_RATE, START_WEIGHT, LEAST_START = 0.6, 2.0, 0.25
 FIRST_EXTRA, MOST_EXTRA = 0.2, 1.2  # before it was measured; what is measured on a busy machine may be anything
 FIRST_PAUSE, LONGEST_PAUSE = 8, 32  # tokens, or steps of the batch
-FIRST_PLAIN, PLAIN_EVERY = 4, 200  # steps with drafts in a row before one without, for the comparison
+FIRST_PLAIN, PLAIN_EVERY = 8, 200  # steps with drafts in a row before one without, for the comparison
 
 
 @dataclass(slots=True)

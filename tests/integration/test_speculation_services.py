@@ -1,0 +1,49 @@
+"""Speculation on decode pods: tokens after a hand-off are those of an engine without drafts; drafts are counted."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from common.types import Role
+from tests.guesses import Guesses
+from tests.harness import VOCAB, Cluster, Pod, oracle, prompt_of, request, tiny_llama
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("tiny"))
+
+
+def counted(pod: Pod, outcome: str) -> float:
+    """Drafts with that outcome, as the pod's metrics tell them."""
+    samples = [s for metric in pod.runtime.metrics.base.registry.collect() for s in metric.samples]
+    return sum(
+        s.value for s in samples if s.name == "baton_speculation_tokens_total" and s.labels["outcome"] == outcome
+    )
+
+
+@pytest.mark.parametrize("role", [Role.DECODE, Role.BOTH])
+async def test_tokens_of_a_hand_off_are_those_without_drafts(model_dir: Path, role: Role) -> None:
+    prompts = [(prompt_of(3 + i % 4, seed=i) * 9)[: 8 + 3 * i] for i in range(8)]
+    kinds = [{"temperature": 0.0}, {"temperature": 0.5, "frequency_penalty": 0.2}, {"temperature": 0.0, "logprobs": 1}]
+    requests = [request(ids, max_tokens=20, seed=i, **kinds[i % 3]) for i, ids in enumerate(prompts)]
+    alone = oracle(model_dir)
+    expected = [
+        alone.generate([r.prompt_ids], r.sampling, ignore_eos=True, show_progress=False)[0].ids for r in requests
+    ]
+    drafting = {"speculation": "ngram", "speculation_tokens": 4}
+    async with Cluster.start(model_dir, role=role, decode_config=drafting, prefill_config=drafting) as cluster:
+        engine = cluster.decode.runtime.engine
+        engine.speculate(Guesses({r.request_id: ids for r, ids in zip(requests, expected, strict=True)}, vocab=VOCAB))
+        answers = await asyncio.gather(*(cluster.generate(r) for r in requests))
+        assert [[t.id for t in answer.tokens] for answer in answers] == expected
+        assert all([t.index for t in answer.tokens] == list(range(20)) for answer in answers)
+        accepted, rejected = counted(cluster.decode, "accepted"), counted(cluster.decode, "rejected")
+        assert accepted > 0
+        assert rejected > 0
+        assert engine.speculator is not None
+        stats = engine.speculator.stats
+        assert (accepted, accepted + rejected) == (stats.accepted, stats.proposed)
