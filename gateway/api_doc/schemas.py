@@ -199,18 +199,18 @@ SCHEMAS: Json = {
             "tool_choice": {},
             "tools": array({"type": "object"}),
             "top_p": _NUMBER,
-            "usage": nullable(
-                obj(
-                    {
-                        "input_tokens": _INT,
-                        "input_tokens_details": obj({"cached_tokens": _INT}),
-                        "output_tokens": _INT,
-                        "output_tokens_details": obj({"reasoning_tokens": _INT}),
-                        "total_tokens": _INT,
-                    }
-                )
-            ),
-        }
+        },
+        {
+            "usage": obj(
+                {
+                    "input_tokens": _INT,
+                    "input_tokens_details": obj({"cached_tokens": _INT}),
+                    "output_tokens": _INT,
+                    "output_tokens_details": obj({"reasoning_tokens": _INT}),
+                    "total_tokens": _INT,
+                }
+            )
+        },
     ),
     "ResponseEvent": obj({"type": _STRING, "sequence_number": _INT}),
     "ResponseDeleted": obj({"id": _STRING, "object": {"const": "response"}, "deleted": {"const": True}}),

@@ -80,7 +80,7 @@ class ResponseWriter:
             "output": list(self.output),
             "truncation": "disabled",
             "service_tier": "default",
-            "usage": None if usage is None else _usage(usage),
+            **({} if usage is None else {"usage": _usage(usage)}),
             **self._echo,
         }
 
