@@ -69,7 +69,10 @@ RESPONSES: list[tuple[str, dict[str, Any]]] = [
     ("", {"instructions": "Be brief.", "metadata": {"a": "b"}, "temperature": 0.5, "user": "u"}),
     ("", {"input": ITEMS, "include": ["message.output_text.logprobs"], "top_logprobs": 2, "store": False}),
     (CALL, {"tools": FLAT_TOOLS, "tool_choice": {"type": "function", "name": "look"}}),
-    (THOUGHT + CALL + CALL.removeprefix("Well."), {"tools": FLAT_TOOLS, "tool_choice": "auto", "reasoning": {"effort": "low"}}),
+    (
+        THOUGHT + CALL + CALL.removeprefix("Well."),
+        {"tools": FLAT_TOOLS, "tool_choice": "auto", "reasoning": {"effort": "low"}},
+    ),
     (THOUGHT + "Here.", {"input": ITEMS}),
     ('{"city": "Oslo"}', {"text": {"format": {"type": "json_schema", **SCHEMA}}}),
     ('{"a": 1}', {"text": {"format": {"type": "json_object"}}}),
