@@ -367,7 +367,8 @@ class Gateway:
             self.metrics.requests.labels(endpoint, outcome).inc()
             self.metrics.running.dec()
             used = sum((choice.usage for choice in ticket.choices), Usage())
-            permit.release(used.prompt, used.completion)
+            worked = outcome == "ok" or used.completion  # else nothing was computed, or nothing came of it
+            permit.release(used.prompt if worked else 0, used.completion)
             del self._tickets[ticket.id]
             if not self._tickets:
                 self._idle.set()

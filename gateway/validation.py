@@ -100,6 +100,9 @@ _COMMON_INERT: dict[str, tuple[object, ...]] = {
     "n": (1,),
     "prompt_logprobs": (0,),
     "use_beam_search": (False,),
+    "lora_request": (),
+    "lora_path": (),
+    "adapter_id": (),
 }
 _COMPLETION_INERT: dict[str, tuple[object, ...]] = {
     **_COMMON_INERT,

@@ -68,8 +68,8 @@ class Permit:
         self._place = gate, place
 
     def release(self, prompt: int, output: int) -> None:
-        """The request ended and took so many tokens; one that got none took nothing."""
-        used = prompt + output if output else 0
+        """The request ended and took so many tokens."""
+        used = prompt + output
         if self._reservation is not None:
             self._limiter.settle(self._reservation, used)
         if self._place is not None:

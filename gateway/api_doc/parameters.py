@@ -157,6 +157,9 @@ COMMON: tuple[Parameter, ...] = (
         {"type": "boolean", "default": True},
     ),
     ignored("user", "Who asks, for OpenAI's abuse checks."),
+    refused("lora_request", "LoRA adapters are not offered."),
+    refused("lora_path", "LoRA adapters are not offered."),
+    refused("adapter_id", "LoRA adapters are not offered."),
 )
 
 COMPLETION: tuple[Parameter, ...] = (

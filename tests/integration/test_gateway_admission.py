@@ -13,6 +13,7 @@ import pytest
 
 from common.index_store import Script, connect
 from common.valkey import EmbeddedValkey
+from gateway import pod as gateway_pod
 from gateway.admission.buckets import DAY_MS, Buckets
 from gateway.admission.caller import Caller, KeyLimits
 from gateway.admission.key_store import KeyFile
@@ -21,6 +22,12 @@ from gateway.admission.limiter import _LUA, Limiter, _keys
 from gateway.metrics import GatewayMetrics
 from tests.fake_pods import fake_cluster
 from tests.gateway_rig import MODEL, Rig, rig, until
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pod that answers late on a busy machine is not away."""
+    monkeypatch.setattr(gateway_pod, "INFO_TIMEOUT_S", 30.0)
 
 
 @asynccontextmanager
@@ -183,7 +190,7 @@ async def test_a_burst_beyond_capacity_is_refused_at_arrival_and_the_small_tenan
 ) -> None:
     path = tmp_path / "keys.toml"
     headers = key_file(path, flood={}, small={})
-    settings: dict[str, Any] = {"api_keys": (str(path),), "max_running": 2, "max_queue": 8}
+    settings: dict[str, Any] = {"api_keys": (str(path),), "max_running": 2, "max_queue": 8, "max_ttft_s": 0}
     async with fake_cluster() as cluster, rig(cluster, smollm2_dir, **settings) as gw:
         cluster.decodes[0].faults.stall_after = 1
         running = [asyncio.create_task(ask(gw, headers["flood"])) for _ in range(2)]
@@ -233,4 +240,22 @@ async def test_a_deadline_that_cannot_be_kept_is_said_before_prefill(smollm2_dir
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await until(lambda: (gate.waiting, gate._running) == (0, 0))
+        await gw.settled()
+
+
+async def test_what_the_decode_leg_asks_for_does_not_break_prefill(smollm2_dir: Path) -> None:
+    """Everything that is about later tokens, with one token and with several: both pods get the same request."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    asks: list[dict[str, Any]] = [
+        {"min_tokens": 2, "max_tokens": 2},
+        {"stop": ["zzz"], "max_tokens": 3},
+        {"stop_token_ids": [5], "min_tokens": 3, "max_tokens": 3},
+        {"logprobs": True, "top_logprobs": 2, "max_tokens": 1},
+        {"tools": [tool], "tool_choice": "required", "max_tokens": 4},
+    ]
+    async with fake_cluster() as cluster, rig(cluster, smollm2_dir) as gw:
+        for fields in asks:
+            answer = await gw.chat(**fields)
+            assert answer.status_code == 200, answer.text
+            assert cluster.prefills[0].seen.prefilled[-1] == cluster.decodes[0].seen.reserved[-1]
         await gw.settled()

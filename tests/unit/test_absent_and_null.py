@@ -1,0 +1,24 @@
+"""What a client leaves out and what it sends as null are the same request, for every parameter that there is."""
+
+from __future__ import annotations
+
+import pytest
+
+from gateway.api_doc.parameters import CHAT, COMMON, COMPLETION
+from gateway.validation import parse_chat, parse_completion
+
+NEEDED = {"model", "messages", "prompt"}
+CHATS = sorted({p.name for p in (*COMMON, *CHAT)} - NEEDED)
+COMPLETIONS = sorted({p.name for p in (*COMMON, *COMPLETION)} - NEEDED)
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_of_a_chat(name: str) -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+    assert parse_chat({**body, name: None}) == parse_chat(body)
+
+
+@pytest.mark.parametrize("name", COMPLETIONS)
+def test_of_a_completion(name: str) -> None:
+    body = {"model": "m", "prompt": "x"}
+    assert parse_completion({**body, name: None}) == parse_completion(body)
