@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from common.types import SamplingParams
+from common.grammar import from_json_schema
+from common.types import FinishReason, SamplingParams
 from engine.engine import Engine
 from engine.llm import LLM, Completion
+from tests.guesses import Guesses
 
 BLOCK, VOCAB = 4, 48
 PROMPTS = 50
@@ -52,13 +55,17 @@ def mixed() -> tuple[list[list[int]], list[SamplingParams]]:
         {"temperature": 0.0, "logit_bias": ((5, 2.0), (7, 1.5)), "min_tokens": 9, "stop_token_ids": tuple(range(40))},
         {"temperature": 0.0, "frequency_penalty": 0.3, "logprobs": 1},
         {"temperature": 0.4, "stop_token_ids": (11, 12, 13)},
+        {"temperature": 0.8, "allowed_token_ids": tuple(range(5, 12)), "logprobs": 1},
+        {"temperature": 0.5, "bad_words": ((7,), (9, 10), (11, 12, 13))},
     ]
     random = np.random.default_rng(3)
     prompts = []
     for i in range(PROMPTS):
         motif = random.integers(3, VOCAB, 1 + i % 7).tolist()
         prompts.append((motif * 12)[: 1 + (i * 5) % 37])
-    params = [SamplingParams(**({"max_tokens": 10 + i % 23, "seed": 7 * i} | kinds[i % 8])) for i in range(PROMPTS)]
+    params = [
+        SamplingParams(**({"max_tokens": 10 + i % 23, "seed": 7 * i} | kinds[i % len(kinds)])) for i in range(PROMPTS)
+    ]
     return prompts, params
 
 
@@ -118,4 +125,25 @@ def test_rejection_sampling_of_greedy_requests_changes_nothing(tiny_dir: Path, e
         assert len(completion.ids) == p.max_tokens or completion.ids[-1] in p.stop_token_ids
         assert all((token.logprob is not None) == (p.logprobs is not None) for token in completion.tokens)
     assert any(got[i].ids != expected[i].ids for i in range(PROMPTS) if i not in greedy), "other noise, other tokens"
+    clean(llm.engine)
+
+
+def test_drafts_are_trimmed_by_the_grammar(smollm2_dir: Path) -> None:
+    llm = LLM(smollm2_dir, kv_memory=64 << 20, token_budget=64, max_model_len=256, threads=1, speculation="ngram")
+    item = {"type": "object", "properties": {"name": {"enum": ["salt", "pepper"]}, "grams": {"type": "integer"}}}
+    item |= {"required": ["name", "grams"], "additionalProperties": False}
+    schema = {"type": "array", "items": item, "minItems": 2, "maxItems": 3}
+    grammar = from_json_schema(schema, field="response_format")
+    params = [SamplingParams(temperature=t, max_tokens=60, seed=3) for t in (0.0, 0.9)]
+    prompts = ["A list of spices:", "Two spices and their weight:"]
+    llm.engine.speculate(None)
+    wanted = llm.generate(prompts, params, grammar=grammar, show_progress=False)
+    answers = {f"local-{3 + i}": completion.ids for i, completion in enumerate(wanted)}
+    llm.engine.speculate(Guesses(answers, vocab=llm.engine.vocab_size, wrong=3))
+    got = llm.generate(prompts, params, grammar=grammar, show_progress=False)
+    equal(got, wanted)
+    for completion in got:
+        if completion.finish is FinishReason.STOP:
+            assert 2 <= len(json.loads(completion.text)) <= 3
+    assert any(completion.finish is FinishReason.STOP for completion in got)
     clean(llm.engine)
