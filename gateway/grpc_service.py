@@ -11,12 +11,12 @@ import grpc
 
 from common.errors import DeadlineExceeded, InvalidRequest
 from common.pb import inference_pb2, inference_pb2_grpc
-from common.wire import finish_to_pb, token_to_pb
+from common.wire import finish_to_pb, prompt_logprobs_to_pb, token_to_pb
 from gateway.admission.caller import Caller
 from gateway.body import SESSION_AFFINITY, affinity_of
 from gateway.grpc_tools import add_deltas, chat_fields, conversation_fields, require_no_chat_fields, shared_fields
 from gateway.output import Piece
-from gateway.service import Choice, Gateway, Ticket, Usage
+from gateway.service import Choice, Gateway, Ticket
 from gateway.tokenize import Tokenize, parse_detokenize, parse_tokenize
 from gateway.validation import parse_chat, parse_completion
 
@@ -33,6 +33,7 @@ _PASSED = (
     "frequency_penalty",
     "seed",
     "min_tokens",
+    "prompt_logprobs",
 )
 
 
@@ -45,6 +46,10 @@ def _fields(request: inference_pb2.GenerateRequest) -> dict[str, Any]:
     fields["stop"] = list(request.stop)
     fields["stop_token_ids"] = list(request.stop_token_ids)
     fields["ignore_eos"] = request.ignore_eos
+    fields["allowed_token_ids"] = list(request.allowed_token_ids) or None
+    fields["bad_words"] = list(request.bad_words)
+    fields["include_stop_str_in_output"] = request.include_stop_str_in_output
+    fields["echo"] = request.echo
     fields["cache_salt"] = request.cache_salt
     fields["priority"] = request.priority
     return fields | shared_fields(request)
@@ -100,7 +105,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         ticket.serve_by(work)
         try:
             while (piece := await queue.get()) is not None:
-                await context.write(self._message(ticket, piece, choice.usage))
+                await context.write(self._message(ticket, piece, choice))
                 queue.task_done()
             if work.cancelled() and ticket.ended_with is not None:
                 raise ticket.ended_with
@@ -129,10 +134,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             fields["logprobs"] = request.logprobs
         return (await self._gateway.completion(ticket, parse_completion({**fields, "prompt": prompt})))[0]
 
-    def _message(self, ticket: Ticket, piece: Piece, usage: Usage) -> inference_pb2.GenerateResponse:
+    def _message(self, ticket: Ticket, piece: Piece, choice: Choice) -> inference_pb2.GenerateResponse:
+        usage = choice.usage
         message = inference_pb2.GenerateResponse(
             request_id=ticket.id, text=piece.text, tokens=[token_to_pb(token) for token in piece.tokens]
         )
+        if (scores := choice.take_prompt_logprobs()) is not None:
+            message.prompt_logprobs.CopyFrom(prompt_logprobs_to_pb(scores))
         if piece.deltas is not None:
             add_deltas(message, piece.deltas)
         if piece.finish is not None:

@@ -28,10 +28,10 @@ from common.errors import (
     Overloaded,
     Unavailable,
 )
-from common.pb import decode_pb2, prefill_pb2
+from common.pb import decode_pb2, prefill_pb2, types_pb2
 from common.rpc import ERROR_KEY, error_from_rpc, timeout_until
-from common.types import FinishReason, Token, ValidRequest
-from common.wire import error_from_pb, finish_from_pb, request_to_pb, token_from_pb
+from common.types import FinishReason, PromptLogprobs, Token, ValidRequest
+from common.wire import error_from_pb, finish_from_pb, prompt_logprobs_from_pb, request_to_pb, token_from_pb
 from gateway.metrics import GatewayMetrics
 from gateway.pod import Pod
 from gateway.routing.placement import Placement
@@ -59,7 +59,8 @@ class Delta(NamedTuple):
 class Leg:
     """One attempt. blamed: addresses to avoid in the next one; cached_tokens: the prompt's real cache hit.
 
-    proposed, accepted: drafts that the decode pod verified, and those of them that were right.
+    proposed, accepted: drafts that the decode pod verified, and those of them that were right. prompt_logprobs: in the
+    order of the prompt, complete with the first token.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class Leg:
         self.blamed: set[str] = set()
         self.cached_tokens = 0
         self.proposed = self.accepted = 0
+        self.prompt_logprobs: list[PromptLogprobs] = []
 
     # -- reserve
 
@@ -229,12 +231,20 @@ class Leg:
             self.blamed.add(self._decode.address)
 
     def _on_progress(self, event: prefill_pb2.PrefillProgress) -> None:
+        if event.HasField("prompt_logprobs"):
+            self._scored(event.prompt_logprobs)
         self._timeline.mark(
             "chunk",
             computed_tokens=event.computed_tokens,
             cached_tokens=event.cached_tokens,
             delivered_blocks=event.delivered_blocks,
         )
+
+    def _scored(self, pb: types_pb2.PromptLogprobs) -> None:
+        """A preemption may repeat what came before."""
+        found, parts = prompt_logprobs_from_pb(pb), self.prompt_logprobs
+        if not parts or found.first >= parts[-1].first + len(parts[-1].logprobs):
+            parts.append(found)
 
     def _on_first_token(self, pod: Pod, event: prefill_pb2.FirstToken) -> None:
         self._timeline.mark(
@@ -274,6 +284,8 @@ class Leg:
             self._placement.computed()  # the first token of a prompt that the decode pod computed
         if delta.cached_tokens:
             self.cached_tokens = delta.cached_tokens
+        if delta.HasField("prompt_logprobs"):
+            self._scored(delta.prompt_logprobs)
         if delta.HasField("speculation"):
             self.proposed += delta.speculation.proposed
             self.accepted += delta.speculation.accepted

@@ -23,6 +23,7 @@ from common.errors import (
 )
 from common.types import FinishReason, TokenLogprob
 from gateway.output import Piece, ShownToken
+from gateway.prompt_output import PromptToken
 from gateway.service import Answer, Usage
 from gateway.tokenizer import TextTokenizer
 from gateway.tools.protocol import BrokenCall, CallDelta, ContentDelta, Delta, ReasoningDelta
@@ -106,6 +107,25 @@ def token_logprobs(tokenizer: TextTokenizer, shown: Sequence[ShownToken]) -> lis
     ]
 
 
+def prompt_logprobs_json(tokenizer: TextTokenizer, tokens: Sequence[PromptToken]) -> list[Json | None]:
+    """vLLM's prompt_logprobs: for each prompt token itself and its alternatives by id; null for the first."""
+
+    def entry(token: int, logprob: float | None, rank: int | None) -> Json:
+        text = tokenizer.piece(token).decode("utf-8", "replace")
+        return {"logprob": _number(logprob), "rank": rank, "decoded_token": text}
+
+    out: list[Json | None] = []
+    for token in tokens:
+        if token.rank is None:
+            out.append(None)
+            continue
+        line = {str(token.id): entry(token.id, token.logprob, token.rank)}
+        for rank, top in enumerate(token.top, 1):
+            line.setdefault(str(top.token), entry(top.token, top.logprob, rank))
+        out.append(line)
+    return out
+
+
 class Format(Protocol):
     """How one endpoint writes one request's answers."""
 
@@ -133,6 +153,9 @@ class CompletionFormat:
 
     def answer(self, answers: Sequence[Answer], usage: Usage) -> Json:
         choices = [self._choice(i, a.text, a.shown, a.finish) for i, a in enumerate(answers)]
+        for choice, answer in zip(choices, answers, strict=True):
+            if answer.prompt is not None:
+                choice["prompt_logprobs"] = prompt_logprobs_json(self._tokenizer, answer.prompt)
         return {**self._head, "choices": choices, "usage": usage_json(usage)}
 
     def opening(self, index: int) -> Json | None:
@@ -152,11 +175,16 @@ class CompletionFormat:
 
     def _logprobs_json(self, shown: Sequence[ShownToken]) -> Json:
         own = [TokenLogprob(s.token.id, _number(s.token.logprob)) for s in shown]
+        # The prompt's first token, when it is echoed, has none.
         return {
             "tokens": [self._text(entry.token) for entry in own],
-            "token_logprobs": [entry.logprob for entry in own],
+            "token_logprobs": [
+                None if s.token.logprob is None else entry.logprob for entry, s in zip(own, shown, strict=True)
+            ],
             "top_logprobs": [
-                {self._text(t.token): _number(t.logprob) for t in (entry, *reversed(s.token.top))}
+                None
+                if s.token.logprob is None
+                else {self._text(t.token): _number(t.logprob) for t in (entry, *reversed(s.token.top))}
                 for entry, s in zip(own, shown, strict=True)
             ],
             "text_offset": [s.offset for s in shown],
@@ -220,7 +248,10 @@ class ChatFormat:
             }
             for i, a in enumerate(answers)
         ]
-        return {**self._head("chat.completion"), "choices": choices, "usage": usage_json(usage)}
+        whole = {**self._head("chat.completion"), "choices": choices, "usage": usage_json(usage)}
+        if answers and answers[0].prompt is not None:
+            whole["prompt_logprobs"] = prompt_logprobs_json(self._tokenizer, answers[0].prompt)
+        return whole
 
     def _message(self, answer: Answer) -> Json:
         message = answer.message

@@ -42,14 +42,22 @@ class Piece(NamedTuple):
 
 
 class ChoiceOutput:
-    """Text of one sequence. reading: how its text is read, None where all of it is content."""
+    """Text of one sequence. reading: how its text is read, None where all of it is content. include_stop: a stop string
+    is shown.
+    """
 
     def __init__(
-        self, tokenizer: TextTokenizer, stops: Sequence[str], *, logprobs: bool, reading: Reading | None = None
+        self,
+        tokenizer: TextTokenizer,
+        stops: Sequence[str],
+        *,
+        logprobs: bool,
+        reading: Reading | None = None,
+        include_stop: bool = False,
     ) -> None:
         self._detokenizer = detokenizer(tokenizer, reading.keep if reading else frozenset())
         self._reader = reading.reader() if reading else None
-        self._scanner = StopScanner(stops)
+        self._scanner = StopScanner(stops, include=include_stop)
         self._logprobs = logprobs
         self._plain = not stops and not logprobs and reading is None  # where a token begins is all one
         self._pending: deque[ShownToken] = deque()

@@ -22,7 +22,7 @@ from common.errors import (
     Unauthenticated,
     UnknownTransfer,
 )
-from common.types import ValidRequest
+from common.types import PromptLogprobs, ValidRequest
 from gateway.leg import Delta, Leg
 from gateway.metrics import GatewayMetrics
 from gateway.routing.plan import Plan
@@ -62,6 +62,7 @@ class Run:
         self._affinity = affinity
         self.cached_tokens = 0
         self.proposed = self.accepted = 0
+        self.prompt_logprobs: tuple[PromptLogprobs, ...] = ()
         self._plan: Plan | None = None
         self._leg: Leg | None = None
         self._attempt = 0
@@ -85,6 +86,8 @@ class Run:
                 self._sent = True
             self.cached_tokens = leg.cached_tokens
             self.proposed, self.accepted = leg.proposed, leg.accepted
+            if not self.prompt_logprobs:
+                self.prompt_logprobs = tuple(leg.prompt_logprobs)
             return delta
 
     def close(self) -> None:

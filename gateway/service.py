@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from common.errors import BatonError, Cancelled, InvalidRequest, Overloaded, PermissionDenied, Unavailable
 from common.prefix_index import IndexReader
-from common.types import FinishReason, ValidRequest
+from common.types import FinishReason, PromptLogprobs, ValidRequest
 from gateway.admission.caller import Caller
 from gateway.admission.gate import Gate, GateLimits
 from gateway.admission.key_ring import KeyRing
@@ -32,6 +32,7 @@ from gateway.output import ChoiceOutput, Piece, ShownToken
 from gateway.pipeline import Pipeline, Run
 from gateway.pod import Pod
 from gateway.pods import PodTable
+from gateway.prompt_output import PromptToken, echo_of, joined, prompt_tokens
 from gateway.reader import Reading
 from gateway.routing.router import Router
 from gateway.timeline import Timeline, Timelines
@@ -88,12 +89,15 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A complete choice. message: what its text means, None where all of it is content."""
+    """A complete choice. message: what its text means, None where all of it is content. prompt: its tokens with
+    log-probabilities, None where nobody asked for them.
+    """
 
     text: str
     shown: tuple[ShownToken, ...]
     finish: FinishReason
     message: Message | None = None
+    prompt: tuple[PromptToken, ...] | None = None
 
 
 class Ticket:
@@ -151,6 +155,9 @@ class Choice:
         self._output = self._new_output()
         self._run: Run | None = None
         self._last: float | None = None  # when tokens came last
+        self._before = 0  # characters of the prompt that were echoed
+        self._echoed = not spec.echo
+        self._scores_taken = False
 
     @property
     def usage(self) -> Usage:
@@ -163,7 +170,45 @@ class Choice:
 
     def _new_output(self) -> ChoiceOutput:
         logprobs = self.spec.logprobs is not None
-        return ChoiceOutput(self.model.tokenizer, self.spec.stop, logprobs=logprobs, reading=self.reading)
+        return ChoiceOutput(
+            self.model.tokenizer,
+            self.spec.stop,
+            logprobs=logprobs,
+            reading=self.reading,
+            include_stop=self.spec.include_stop,
+        )
+
+    def prompt_tokens(self, num_top: int | None) -> tuple[PromptToken, ...]:
+        """The prompt's tokens, with log-probabilities once there is a token; None alternatives: without."""
+        parts = () if self._run is None or num_top is None else self._run.prompt_logprobs
+        return prompt_tokens(self.request.prompt_ids, parts, num_top or 0)
+
+    def take_prompt_logprobs(self) -> PromptLogprobs | None:
+        """Of the prompt behind its first token, once, after the first piece, where they were asked for."""
+        run = self._run
+        if run is None or self._scores_taken or self.spec.prompt_logprobs is None or not run.prompt_logprobs:
+            return None
+        self._scores_taken = True
+        return joined(run.prompt_logprobs)
+
+    def _echo(self, piece: Piece) -> Piece:
+        """The first piece, behind the prompt; without itself when nothing was to be generated."""
+        tokens = self.prompt_tokens(self.spec.logprobs)
+        if self.spec.logprobs is None:
+            tokens = tuple(map(PromptToken, self.request.prompt_ids))
+        echo = echo_of(self.model.tokenizer, tokens)
+        self._before = len(echo.text)
+        shown = echo.shown if self.spec.logprobs is not None else ()
+        if self.spec.max_tokens == 0:
+            return Piece(echo.text, shown, (), FinishReason.LENGTH)
+        piece = self._moved(piece)
+        return piece._replace(text=echo.text + piece.text, shown=(*shown, *piece.shown))
+
+    def _moved(self, piece: Piece) -> Piece:
+        """Offsets count from the prompt's start where that is echoed."""
+        if not (self._before and piece.shown):
+            return piece
+        return piece._replace(shown=tuple(ShownToken(s.token, s.offset + self._before) for s in piece.shown))
 
     def __aiter__(self) -> Self:
         return self
@@ -195,7 +240,10 @@ class Choice:
         finally:
             self.close()
         message = None if self.reading is None else assemble(deltas)
-        return Answer("".join(text), tuple(shown), finish, message)
+        scored = self.spec.prompt_logprobs
+        return Answer(
+            "".join(text), tuple(shown), finish, message, None if scored is None else self.prompt_tokens(scored)
+        )
 
     def close(self) -> None:
         """Gives everything back, which aborts on the pods what is not complete; idempotent."""
@@ -208,6 +256,7 @@ class Choice:
         delta = await run.next()
         if delta.restart:
             self._output, self._last = self._new_output(), None
+            self._echoed = not self.spec.echo
             return None
         metrics, now = self._gateway.metrics, time.monotonic()
         if self._last is None:
@@ -215,7 +264,13 @@ class Choice:
         elif delta.tokens:
             metrics.itl.observe((now - self._last) / len(delta.tokens))
         self._last = now
-        piece = self._output.add(delta.tokens, delta.finish)
+        if self.spec.max_tokens == 0:
+            self._output.finish = FinishReason.LENGTH
+            piece = self._echo(Piece("", (), ()))
+        else:
+            piece = self._output.add(delta.tokens, delta.finish)
+            piece = self._moved(piece) if self._echoed else self._echo(piece)
+        self._echoed = True
         if piece.finish is not None:
             self._end(piece.finish, stop_string=delta.finish is None)
             run.close()
@@ -481,6 +536,7 @@ class Gateway:
             eos_ids=model.tokenizer.eos_ids,
             default_max_tokens=default_max_tokens,
             prompt_field=prompt_field,
+            bad_words=list(dict.fromkeys(ids for word in spec.bad_words for ids in model.tokenizer.words(word))),
         )
         ticket.timeline.mark("tokenized", prompt_tokens=request.prompt_len)
         return Choice(self, model, ticket, spec, request, reading)

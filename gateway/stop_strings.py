@@ -10,10 +10,11 @@ from collections.abc import Sequence
 
 
 class StopScanner:
-    """Scans one output. hit: a stop string occurred; nothing more is released after it."""
+    """Scans one output. hit: a stop string occurred; nothing more is released after it. include: it is itself."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
         self._stops = tuple(stops)
+        self._include = include
         self._held = ""
         self.hit = False
 
@@ -22,10 +23,11 @@ class StopScanner:
         if self.hit or not self._stops:
             return "" if self.hit else text
         buffer = self._held + text
-        starts = [at for at in (buffer.find(stop) for stop in self._stops) if at >= 0]
-        if starts:
+        found = [(at, len(stop)) for stop in self._stops if (at := buffer.find(stop)) >= 0]
+        if found:
             self.hit, self._held = True, ""
-            return buffer[: min(starts)]
+            start, length = min(found)
+            return buffer[: start + length if self._include else start]
         keep = max(_overlap(buffer, stop) for stop in self._stops)
         self._held = buffer[len(buffer) - keep :]
         return buffer[: len(buffer) - keep]

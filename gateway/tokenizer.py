@@ -84,6 +84,12 @@ class TextTokenizer:
         ids: list[int] = self.raw.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
+    def words(self, text: str) -> tuple[tuple[int, ...], ...]:
+        """Token sequences that a word is: at the start of a text, and behind a space."""
+        bare = text.removeprefix(" ")
+        forms = (self.encode(form, add_special_tokens=False) for form in (text, bare, f" {bare}"))
+        return tuple(dict.fromkeys(tuple(ids) for ids in forms if ids))
+
     async def encode_async(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """encode, in a thread when the text is long."""
         if len(text) <= INLINE_CHARS:

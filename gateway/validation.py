@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import orjson
@@ -28,6 +28,9 @@ MAX_PROMPTS = 64
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 256
 MAX_SALT_CHARS = 256
+MAX_ALLOWED_TOKEN_IDS = 1 << 18
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARS = 256
 INT32_MAX = 2**31 - 1
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
@@ -62,6 +65,11 @@ class Spec:
     continuous_usage: bool = False
     grammar: Grammar | None = None
     skip_special_tokens: bool = True
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[str, ...] = ()
+    include_stop: bool = False
+    prompt_logprobs: int | None = None
+    echo: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +106,6 @@ class Limits:
 # Fields that OpenAI or other servers define, and the values that ask for nothing beyond what is served.
 _COMMON_INERT: dict[str, tuple[object, ...]] = {
     "n": (1,),
-    "prompt_logprobs": (0,),
     "use_beam_search": (False,),
     "lora_request": (),
     "lora_path": (),
@@ -108,7 +115,6 @@ _COMPLETION_INERT: dict[str, tuple[object, ...]] = {
     **_COMMON_INERT,
     "suffix": ("",),
     "best_of": (1,),
-    "echo": (False,),
 }
 _CHAT_INERT: dict[str, tuple[object, ...]] = {
     **_COMMON_INERT,
@@ -129,7 +135,11 @@ def parse_completion(body: object) -> CompletionBody:
     fields = Fields.of_body(body)
     refuse_unserved(fields, _COMPLETION_INERT)
     logprobs = fields.integer("logprobs", 0, MAX_LOGPROBS)
-    spec = _spec(fields, logprobs=logprobs, max_tokens=fields.integer("max_tokens", 1, INT32_MAX))
+    echo = fields.boolean("echo") or False
+    max_tokens = fields.integer("max_tokens", 0, INT32_MAX)
+    if max_tokens == 0 and not echo:
+        raise InvalidRequest("max_tokens must be at least 1 without echo", field="max_tokens")
+    spec = replace(_spec(fields, logprobs=logprobs, max_tokens=max_tokens), echo=echo)
     return CompletionBody(spec, _prompts(fields.raw("prompt")))
 
 
@@ -166,10 +176,12 @@ def to_valid(
     eos_ids: Sequence[int],
     default_max_tokens: int | None,
     prompt_field: str,
+    bad_words: Sequence[tuple[int, ...]] = (),
 ) -> ValidRequest:
     """Checks a tokenized request against the model's limits and completes it: defaults, stop tokens, a seed.
 
-    default_max_tokens None means the rest of the context. Raises InvalidRequest that names the field.
+    default_max_tokens None means the rest of the context. bad_words: the spec's, as tokens. A request for no token asks
+    the pods for one, which nobody sees. Raises InvalidRequest that names the field.
     """
     length = len(prompt_ids)
     if not length:
@@ -190,6 +202,10 @@ def to_valid(
     _require_ids(prompt_ids, limits.vocab_size, prompt_field)
     _require_ids(spec.stop_token_ids, limits.vocab_size, "stop_token_ids")
     _require_ids([token for token, _ in spec.logit_bias], limits.vocab_size, "logit_bias")
+    _require_ids(spec.allowed_token_ids, limits.vocab_size, "allowed_token_ids")
+    if spec.allowed_token_ids and set(spec.allowed_token_ids) <= {word[0] for word in bad_words if len(word) == 1}:
+        raise InvalidRequest("bad_words forbids all of allowed_token_ids", field="bad_words")
+    scores = [s for s in (spec.prompt_logprobs, spec.logprobs if spec.echo else None) if s is not None]
     stops = (*spec.stop_token_ids, *(() if spec.ignore_eos else eos_ids))
     sampling = SamplingParams(
         temperature=spec.temperature,
@@ -201,10 +217,13 @@ def to_valid(
         frequency_penalty=spec.frequency_penalty,
         logit_bias=spec.logit_bias,
         seed=secrets.randbits(63) if spec.seed is None else spec.seed % 2**64,
-        max_tokens=max_tokens,
+        max_tokens=max(1, max_tokens),
         min_tokens=spec.min_tokens,
         stop_token_ids=tuple(dict.fromkeys(stops)),
         logprobs=spec.logprobs,
+        allowed_token_ids=spec.allowed_token_ids,
+        bad_words=tuple(bad_words),
+        prompt_logprobs=max(scores, default=None),
     )
     return ValidRequest(
         request_id, spec.model, tuple(prompt_ids), sampling, spec.cache_salt, spec.priority, spec.grammar
@@ -238,6 +257,9 @@ def _spec(
     stream_fields = Fields(options or {}, "stream_options.")
     continuous = stream_fields.boolean("continuous_usage_stats") or False
     top_k = fields.integer("top_k", -1, INT32_MAX) or 0
+    prompt_logprobs = fields.integer("prompt_logprobs", 0, MAX_LOGPROBS)
+    if prompt_logprobs is not None and stream:
+        raise InvalidRequest("prompt_logprobs is only there when stream is false", field="prompt_logprobs")
     return Spec(
         model=model,
         max_tokens=max_tokens,
@@ -263,6 +285,10 @@ def _spec(
         continuous_usage=continuous,
         grammar=parse_structured(fields),
         skip_special_tokens=fields.boolean("skip_special_tokens") is not False,
+        allowed_token_ids=_allowed_token_ids(fields.raw("allowed_token_ids")),
+        bad_words=_bad_words(fields.raw("bad_words")),
+        include_stop=fields.boolean("include_stop_str_in_output") or False,
+        prompt_logprobs=prompt_logprobs,
     )
 
 
@@ -299,6 +325,33 @@ def _stop_token_ids(value: object) -> tuple[int, ...]:
     if len(value) > MAX_STOP_TOKEN_IDS:
         raise InvalidRequest(f"stop_token_ids may have at most {MAX_STOP_TOKEN_IDS} entries", field="stop_token_ids")
     return parse_token_ids(value, "stop_token_ids")
+
+
+def _allowed_token_ids(value: object) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list):
+        raise wrong_type("allowed_token_ids", "an array of token ids", value)
+    if not 1 <= len(value) <= MAX_ALLOWED_TOKEN_IDS:
+        raise InvalidRequest(
+            f"allowed_token_ids must have 1 to {MAX_ALLOWED_TOKEN_IDS} entries", field="allowed_token_ids"
+        )
+    return tuple(dict.fromkeys(parse_token_ids(value, "allowed_token_ids")))
+
+
+def _bad_words(value: object) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list):
+        raise wrong_type("bad_words", "an array of strings", value)
+    if len(value) > MAX_BAD_WORDS:
+        raise InvalidRequest(f"bad_words may have at most {MAX_BAD_WORDS} entries", field="bad_words")
+    for word in value:
+        if not isinstance(word, str):
+            raise wrong_type("bad_words", "an array of strings", word)
+        if not 1 <= len(word) <= MAX_BAD_WORD_CHARS:
+            raise InvalidRequest(f"a bad word must have 1 to {MAX_BAD_WORD_CHARS} characters", field="bad_words")
+    return tuple(dict.fromkeys(value))
 
 
 def _logit_bias(value: Mapping[str, Any] | None) -> tuple[tuple[int, float], ...]:

@@ -380,6 +380,11 @@ class GenerateRequest(_message.Message):
     USE_BEAM_SEARCH_FIELD_NUMBER: _builtins.int
     LENGTH_PENALTY_FIELD_NUMBER: _builtins.int
     EARLY_STOPPING_FIELD_NUMBER: _builtins.int
+    ALLOWED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    BAD_WORDS_FIELD_NUMBER: _builtins.int
+    INCLUDE_STOP_STR_IN_OUTPUT_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    ECHO_FIELD_NUMBER: _builtins.int
     STRUCTURED_OUTPUT_FIELD_NUMBER: _builtins.int
     TOOLS_FIELD_NUMBER: _builtins.int
     TOOL_CHOICE_FIELD_NUMBER: _builtins.int
@@ -434,6 +439,12 @@ class GenerateRequest(_message.Message):
     """Beams are ranked by log-probability / length ** length_penalty; default 1."""
     early_stopping: Global___EarlyStopping.ValueType
     """When the search ends before max_tokens."""
+    include_stop_str_in_output: _builtins.bool
+    """The stop string that ends the output is part of it."""
+    prompt_logprobs: _builtins.int
+    """Alternatives per prompt token, 0 to 20; absent: no log-probabilities. No prefix cache is used then."""
+    echo: _builtins.bool
+    """The prompt comes before the answer; not for chat. max_tokens may be 0 then."""
     parallel_tool_calls: _builtins.bool
     """Several calls in one answer, default true."""
     include_reasoning: _builtins.bool
@@ -463,6 +474,14 @@ class GenerateRequest(_message.Message):
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that end the output."""
+
+    @_builtins.property
+    def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Nothing else is generated; empty: all."""
+
+    @_builtins.property
+    def bad_words(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Words that are not generated, at the start of a text or behind a space; up to 256."""
 
     @_builtins.property
     def structured_output(self) -> Global___StructuredOutput:
@@ -506,6 +525,11 @@ class GenerateRequest(_message.Message):
         use_beam_search: _builtins.bool = ...,
         length_penalty: _builtins.float | None = ...,
         early_stopping: Global___EarlyStopping.ValueType = ...,
+        allowed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        bad_words: _abc.Iterable[_builtins.str] | None = ...,
+        include_stop_str_in_output: _builtins.bool = ...,
+        prompt_logprobs: _builtins.int | None = ...,
+        echo: _builtins.bool = ...,
         structured_output: Global___StructuredOutput | None = ...,
         tools: _abc.Iterable[Global___Function] | None = ...,
         tool_choice: Global___ToolChoice | None = ...,
@@ -515,9 +539,9 @@ class GenerateRequest(_message.Message):
         skip_special_tokens: _builtins.bool | None = ...,
         user: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_best_of", b"_best_of", "_frequency_penalty", b"_frequency_penalty", "_include_reasoning", b"_include_reasoning", "_length_penalty", b"_length_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_parallel_tool_calls", b"_parallel_tool_calls", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "best_of", b"best_of", "chat", b"chat", "frequency_penalty", b"frequency_penalty", "include_reasoning", b"include_reasoning", "length_penalty", b"length_penalty", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "parallel_tool_calls", b"parallel_tool_calls", "presence_penalty", b"presence_penalty", "prompt", b"prompt", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "structured_output", b"structured_output", "temperature", b"temperature", "text", b"text", "tokens", b"tokens", "tool_choice", b"tool_choice", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_best_of", b"_best_of", "_frequency_penalty", b"_frequency_penalty", "_include_reasoning", b"_include_reasoning", "_length_penalty", b"_length_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_parallel_tool_calls", b"_parallel_tool_calls", "_presence_penalty", b"_presence_penalty", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "best_of", b"best_of", "chat", b"chat", "frequency_penalty", b"frequency_penalty", "include_reasoning", b"include_reasoning", "length_penalty", b"length_penalty", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "parallel_tool_calls", b"parallel_tool_calls", "presence_penalty", b"presence_penalty", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "structured_output", b"structured_output", "temperature", b"temperature", "text", b"text", "tokens", b"tokens", "tool_choice", b"tool_choice", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_best_of", b"_best_of", "_frequency_penalty", b"_frequency_penalty", "_include_reasoning", b"_include_reasoning", "_length_penalty", b"_length_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_parallel_tool_calls", b"_parallel_tool_calls", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "best_of", b"best_of", "cache_salt", b"cache_salt", "chat", b"chat", "chat_template_kwargs", b"chat_template_kwargs", "early_stopping", b"early_stopping", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "include_reasoning", b"include_reasoning", "length_penalty", b"length_penalty", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "model", b"model", "n", b"n", "parallel_tool_calls", b"parallel_tool_calls", "presence_penalty", b"presence_penalty", "priority", b"priority", "prompt", b"prompt", "repetition_penalty", b"repetition_penalty", "request_id", b"request_id", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "structured_output", b"structured_output", "temperature", b"temperature", "text", b"text", "tokens", b"tokens", "tool_choice", b"tool_choice", "tools", b"tools", "top_k", b"top_k", "top_p", b"top_p", "use_beam_search", b"use_beam_search", "user", b"user"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_best_of", b"_best_of", "_frequency_penalty", b"_frequency_penalty", "_include_reasoning", b"_include_reasoning", "_length_penalty", b"_length_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_parallel_tool_calls", b"_parallel_tool_calls", "_presence_penalty", b"_presence_penalty", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "best_of", b"best_of", "cache_salt", b"cache_salt", "chat", b"chat", "chat_template_kwargs", b"chat_template_kwargs", "early_stopping", b"early_stopping", "echo", b"echo", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "include_reasoning", b"include_reasoning", "include_stop_str_in_output", b"include_stop_str_in_output", "length_penalty", b"length_penalty", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "model", b"model", "n", b"n", "parallel_tool_calls", b"parallel_tool_calls", "presence_penalty", b"presence_penalty", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "request_id", b"request_id", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "structured_output", b"structured_output", "temperature", b"temperature", "text", b"text", "tokens", b"tokens", "tool_choice", b"tool_choice", "tools", b"tools", "top_k", b"top_k", "top_p", b"top_p", "use_beam_search", b"use_beam_search", "user", b"user"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__best_of: _TypeAlias = _typing.Literal["best_of"]  # noqa: Y015
     _WhichOneofArgType__best_of: _TypeAlias = _typing.Literal["_best_of", b"_best_of"]  # noqa: Y015
@@ -541,6 +565,8 @@ class GenerateRequest(_message.Message):
     _WhichOneofArgType__parallel_tool_calls: _TypeAlias = _typing.Literal["_parallel_tool_calls", b"_parallel_tool_calls"]  # noqa: Y015
     _WhichOneofReturnType__presence_penalty: _TypeAlias = _typing.Literal["presence_penalty"]  # noqa: Y015
     _WhichOneofArgType__presence_penalty: _TypeAlias = _typing.Literal["_presence_penalty", b"_presence_penalty"]  # noqa: Y015
+    _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__repetition_penalty: _TypeAlias = _typing.Literal["repetition_penalty"]  # noqa: Y015
     _WhichOneofArgType__repetition_penalty: _TypeAlias = _typing.Literal["_repetition_penalty", b"_repetition_penalty"]  # noqa: Y015
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
@@ -577,6 +603,8 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__parallel_tool_calls) -> _WhichOneofReturnType__parallel_tool_calls | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__presence_penalty) -> _WhichOneofReturnType__presence_penalty | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__repetition_penalty) -> _WhichOneofReturnType__repetition_penalty | None: ...
     @_typing.overload
@@ -650,6 +678,7 @@ class GenerateResponse(_message.Message):
     INDEX_FIELD_NUMBER: _builtins.int
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
     REASONING_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The id under which Abort knows the request."""
     text: _builtins.str
@@ -672,6 +701,10 @@ class GenerateResponse(_message.Message):
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCallDelta]:
         """More of the answer's calls. A call that turns out to be malformed comes as text too, and stays incomplete here."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _types_pb2.PromptLogprobs:
+        """Of the whole prompt, with the first message, if asked for."""
+
     def __init__(
         self,
         *,
@@ -683,10 +716,11 @@ class GenerateResponse(_message.Message):
         index: _builtins.int = ...,
         tool_calls: _abc.Iterable[Global___ToolCallDelta] | None = ...,
         reasoning: _builtins.str = ...,
+        prompt_logprobs: _types_pb2.PromptLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt_logprobs", b"prompt_logprobs", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "index", b"index", "reasoning", b"reasoning", "request_id", b"request_id", "text", b"text", "tokens", b"tokens", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "index", b"index", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "request_id", b"request_id", "text", b"text", "tokens", b"tokens", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

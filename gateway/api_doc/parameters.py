@@ -133,8 +133,27 @@ COMMON: tuple[Parameter, ...] = (
     boolean("stream_options.continuous_usage_stats", "The usage so far, in every chunk.", grpc=""),
     limited("n", [1], "Answers per prompt."),
     limited("use_beam_search", [False], "Beam search."),
-    limited("prompt_logprobs", [0], "Log-probabilities of the prompt's tokens."),
-    limited("echo", [False], "The prompt before the answer."),
+    Parameter(
+        "allowed_token_ids",
+        "Nothing else is generated; tokens that end the answer are named too if they may come.",
+        {"type": "array", "items": _TOKEN_ID, "minItems": 1, "maxItems": v.MAX_ALLOWED_TOKEN_IDS},
+    ),
+    Parameter(
+        "bad_words",
+        "Words that are not generated, at the start of a text or behind a space.",
+        {
+            "type": "array",
+            "items": {"type": "string", "minLength": 1, "maxLength": v.MAX_BAD_WORD_CHARS},
+            "maxItems": v.MAX_BAD_WORDS,
+        },
+    ),
+    boolean("include_stop_str_in_output", "The stop string that ends the answer is part of it."),
+    integer(
+        "prompt_logprobs",
+        0,
+        v.MAX_LOGPROBS,
+        "Alternatives reported per prompt token; no prefix cache is used. Not with stream.",
+    ),
     Parameter(
         "response_format",
         "What the answer has to match; enforced, strict or not.",
@@ -188,8 +207,13 @@ COMPLETION: tuple[Parameter, ...] = (
         grpc="text, tokens",
     ),
     integer(
-        "max_tokens", 1, v.INT32_MAX, "Most tokens to generate; prompt and answer must fit the context.", default="16"
+        "max_tokens",
+        0,
+        v.INT32_MAX,
+        "Most tokens to generate; prompt and answer must fit the context. 0 with echo only.",
+        default="16",
     ),
+    boolean("echo", "The prompt comes before the answer, with its log-probabilities if there are any."),
     integer("logprobs", 0, v.MAX_LOGPROBS, "So many alternatives per token, with log-probabilities.", default="none"),
     limited("suffix", [""], "Text behind the answer (no model of ours fills in)."),
     limited("best_of", [1], "Candidates, the best n of which are answered."),
@@ -279,6 +303,7 @@ CHAT: tuple[Parameter, ...] = (
         "Whether the answer shows the model's reasoning section, as reasoning_content.",
         {"type": "boolean", "default": True},
     ),
+    limited("echo", [False], "The prompt before the answer."),
     limited("modalities", [["text"]], "Kinds of output."),
     limited("continue_final_message", [False], "Goes on with the last message."),
     limited("add_generation_prompt", [True], "The template's start of an answer."),
