@@ -260,7 +260,7 @@ async def test_logprobs_of_a_stop_string_are_not_shown(gw: Rig, cluster: FakeClu
         ({"repetition_penalty": 0}, "repetition_penalty"), ({"presence_penalty": 3}, "presence_penalty"),
         ({"frequency_penalty": -3}, "frequency_penalty"), ({"seed": 1.5}, "seed"), ({"seed": 2**63}, "seed"),
         ({"n": 0}, "n"), ({"n": 2}, "n"), ({"n": -1}, "n"), ({"n": "1"}, "n"), ({"best_of": 2}, "best_of"),
-        ({"echo": True}, "echo"), ({"suffix": "x"}, "suffix"), ({"guided_json": 1}, "guided_json"),
+        ({"echo": 1}, "echo"), ({"suffix": "x"}, "suffix"), ({"guided_json": 1}, "guided_json"),
         ({"logprobs": -1}, "logprobs"), ({"logprobs": 21}, "logprobs"), ({"logprobs": True}, "logprobs"),
         ({"stop": 5}, "stop"), ({"stop": [5]}, "stop"), ({"stop": ""}, "stop"), ({"stop": ["x"] * 17}, "stop"),
         ({"stop_token_ids": ["x"]}, "stop_token_ids"), ({"stop_token_ids": [99999]}, "stop_token_ids"),

@@ -45,6 +45,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "stream_options": {"stream": True},
     "tool_choice": {"tools": [{"type": "function", "function": {"name": "f"}}]},
     "function_call": {"functions": [{"name": "f"}]},
+    "/v1/completions:max_tokens": {"echo": True},
     "/v1/responses:tool_choice": {"tools": [{"type": "function", "name": "f"}]},
 }
 ONE_OF = {("/tokenize", "prompt"), ("/tokenize", "messages")}  # one of them must be there
