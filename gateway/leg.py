@@ -41,7 +41,7 @@ from gateway.token_order import TokenOrder
 
 RESERVE_TIMEOUT_S = 5.0  # a decode pod answers at once or is not well
 HANDOFF_GRACE_S = 2.0  # prefill vanished after token 1: decode may have everything already
-MAX_PENDING_TOKENS = 8192  # tokens that a client is behind by before its request is ended
+MAX_PENDING = 8192  # tokens, alternatives counted, that a client may be behind by before its request is ended
 
 _log = logging.getLogger(__name__)
 
@@ -85,6 +85,7 @@ class Leg:
         self._spawn = spawn
         self._request: ValidRequest = plan.request
         self._order = TokenOrder()
+        self._max_pending = MAX_PENDING // (1 + (plan.request.sampling.logprobs or 0))
         self._waiter: asyncio.Future[None] | None = None  # of `next`
         self._error: BatonError | None = None
         self._placement: Placement | None = None
@@ -290,8 +291,10 @@ class Leg:
             self.proposed += delta.speculation.proposed
             self.accepted += delta.speculation.accepted
         self._order.put(tokens)
-        if self._order.pending > MAX_PENDING_TOKENS:
+        if self._order.pending > self._max_pending:
+            # Whoever writes to the client is stuck, maybe for long: what holds memory and a pod ends here.
             self.fail(Overloaded("the client reads too slowly"))
+            self._release_decode(abort=True)
         if delta.finish_reason:
             self._on_finish(delta)
         self._wake()

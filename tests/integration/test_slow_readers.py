@@ -1,0 +1,100 @@
+"""Clients that read slowly, or not at all: they lose their own answer, and cost nobody else anything."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import orjson
+import pytest
+import pytest_asyncio
+
+from common.errors import Overloaded
+from common.pb import decode_pb2, types_pb2
+from common.types import SamplingParams, ValidRequest
+from gateway import leg as leg_module
+from gateway.leg import Leg
+from gateway.timeline import Timeline
+from tests.fake_pods import FakeCluster, fake_cluster
+from tests.gateway_rig import MODEL, Rig, rig, until
+
+TOKENS = 1500
+
+
+@pytest_asyncio.fixture
+async def cluster() -> AsyncIterator[FakeCluster]:
+    async with fake_cluster() as c:
+        for pod in c.pods.values():
+            pod.max_model_len = 8192
+        c.script = lambda request: [66] * request.sampling.max_tokens
+        yield c
+
+
+@pytest_asyncio.fixture
+async def gw(cluster: FakeCluster, smollm2_dir: Path) -> AsyncIterator[Rig]:
+    async with rig(cluster, smollm2_dir) as r:
+        yield r
+        await r.settled()
+
+
+def open_stream(port: int, **fields: object) -> socket.socket:
+    """A streamed completion with log-probabilities, some KB for each token; the connection holds few of them."""
+    body = {"model": MODEL, "prompt": "x", "max_tokens": 6000, "stream": True, "logprobs": 20, **fields}
+    raw = orjson.dumps(body)
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    sock.connect(("127.0.0.1", port))
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(raw)}\r\n\r\n"
+    sock.sendall(head.encode() + raw)
+    return sock
+
+
+def read_to_the_end(sock: socket.socket) -> bytes:
+    """The last bytes of a chunked answer."""
+    tail = b""
+    while not tail.endswith(b"0\r\n\r\n"):
+        tail = (tail + sock.recv(1 << 16))[-4096:]
+    return tail
+
+
+def pending(gw: Rig) -> list[int]:
+    """Tokens that wait for each client."""
+    sinks = [sink for pod in gw.gateway.models.first.table.pods.values() for sink in pod._sinks.values()]
+    return [sink._order.pending for sink in sinks if isinstance(sink, Leg)]
+
+
+async def test_a_client_that_does_not_read_is_ended_and_others_get_everything(
+    gw: Rig, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leg_module, "MAX_PENDING", 21 * 128)
+    decode = cluster.decodes[0]
+    with open_stream(gw.server.port) as slow:
+        await until(lambda: bool(decode.seen.reserved))
+        status, events = await gw.stream("completions", max_tokens=TOKENS)
+        assert status == 200
+        assert "".join(e["choices"][0]["text"] for e in events[:-1]) == "R" * TOKENS
+        await until(lambda: decode.seen.decode_aborts == [decode.seen.reserved[0].request_id])
+        assert not pending(gw)
+        slow.settimeout(30)
+        assert b"the client reads too slowly" in await asyncio.to_thread(read_to_the_end, slow)
+
+
+async def test_what_may_wait_for_a_client_is_bounded_by_what_it_weighs(
+    gw: Rig, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leg_module, "MAX_PENDING", 210)
+    for logprobs, limit in ((None, 210), (20, 10)):
+        cluster.decodes[0].faults.stall_after = 0
+        pipeline = gw.gateway.models.first.pipeline
+        request = ValidRequest("r", MODEL, (1, 2, 3), SamplingParams(max_tokens=TOKENS, logprobs=logprobs))
+        plan, timeline = await pipeline.router.plan(request), Timeline("id", None, "completions")
+        leg = pipeline.leg(plan, 1, frozenset(), time.monotonic() + 30, timeline)
+        await leg.open()
+        for index in range(1, limit + 2):
+            leg.deliver(decode_pb2.SequenceDelta(request_id="r", tokens=[types_pb2.Token(index=index, id=66)]))
+            assert (leg._error is None) == (index <= limit)
+        assert isinstance(leg._error, Overloaded)
+        leg.close()
