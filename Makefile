@@ -17,7 +17,7 @@ What did the student find?
 INSTALLED := .venv/.installed-$(shell cat pyproject.toml constraints.txt | sha256sum | cut -c1-16)
 pin = $(shell sed -n 's/^\($(1)==[^ ]*\).*/\1/p' constraints.txt)
 
-.PHONY: help install lint test pytest soak demo up proto clean
+.PHONY: help install lint test pytest clients soak demo up proto clean
 .DEFAULT_GOAL := help
 
 help: ## This list.
@@ -58,6 +58,9 @@ test: $(INSTALLED) ## Everything that CI runs; ARGS='tests/unit -k name' narrows
 
 pytest: $(INSTALLED)
 	.venv/bin/pytest -n 2 --no-loadscope-reorder $(ARGS)
+
+clients: $(INSTALLED) ## openai, litellm, langchain, guidellm, aiperf against a stack, each in a venv; ARGS='openai aiperf'.
+	$(PY) tests/clients/run.py $(ARGS)
 
 soak: $(INSTALLED) ## Five minutes of mixed load with clients that leave half-way.
 	SOAK_SECONDS=300 .venv/bin/pytest tests/chaos/test_soak.py -s

@@ -1,0 +1,168 @@
+"""Unchanged clients against a whole stack on this machine, each in an environment of its own, with its own command.
+
+    python tests/clients/run.py [--venvs DIR] [NAME ...]     (or: make clients)
+
+Lifecycle: one stack (SmolLM2, one prefill and one decode pod) -> each client: venv, install, run -> a line with name,
+version and outcome -> the stack must be at rest. The exit code is the number of clients that failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from common.models import resolve_model  # noqa: E402
+from tests.e2e.cluster import Cluster  # noqa: E402
+
+HERE = Path(__file__).resolve().parent
+TIME_LIMIT_S = 600
+HUB_COMMIT = "0" * 40
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a client finds what it needs. url ends with /v1."""
+
+    url: str
+    model: str
+    model_dir: Path
+    bin: Path
+    work: Path
+
+    @property
+    def root_url(self) -> str:
+        return self.url.removesuffix("/v1")
+
+
+@dataclass(frozen=True)
+class Client:
+    """packages: what pip installs; the first is the one whose version is told. argv: its commands."""
+
+    packages: tuple[str, ...]
+    argv: Callable[[Site], list[list[str]]]
+
+
+def _script(name: str) -> Callable[[Site], list[list[str]]]:
+    return lambda site: [[str(site.bin / "python"), str(HERE / name), site.url, site.model]]
+
+
+def _guidellm(site: Site) -> list[list[str]]:
+    shared = [
+        *(str(site.bin / "guidellm"), "benchmark", "run", "--target", site.root_url, "--model", site.model),
+        *("--processor", str(site.model_dir), "--data", "prompt_tokens=64,output_tokens=16"),
+        *("--profile", "concurrent", "--rate", "2", "--max-requests", "8", "--output-dir", str(site.work)),
+    ]
+    return [[*shared, "--request-type", kind] for kind in ("chat_completions", "text_completions")]
+
+
+def _aiperf(site: Site) -> list[list[str]]:
+    """A synthetic load, and a Mooncake trace; traces need a tokenizer from a hub cache."""
+    cache = site.work / "hub" / "hub" / "models--local--smol"
+    (cache / "refs").mkdir(parents=True, exist_ok=True)
+    (cache / "refs" / "main").write_text(HUB_COMMIT)
+    snapshot = cache / "snapshots" / HUB_COMMIT
+    snapshot.mkdir(parents=True, exist_ok=True)
+    for file in site.model_dir.glob("*.json"):
+        shutil.copy(file, snapshot / file.name)
+    trace = site.work / "trace.jsonl"
+    trace.write_text("".join(_trace_line(i) for i in range(6)))
+    shared = [
+        *(str(site.bin / "aiperf"), "profile", "--model", site.model, "--url", site.root_url, "--ui", "simple"),
+        *("--endpoint-type", "chat", "--streaming", "--no-gpu-telemetry", "--extra-inputs", "ignore_eos:true"),
+        *("--artifact-dir", str(site.work / "aiperf")),
+    ]
+    goodput = "time_to_first_token:5000 inter_token_latency:500"
+    synthetic = ["--isl", "64", "--osl", "16", "--concurrency", "2", "--request-count", "8", "--goodput", goodput]
+    replay = ["--input-file", str(trace), "--custom-dataset-type", "mooncake_trace", "--fixed-schedule"]
+    return [
+        [*shared, "--tokenizer", str(site.model_dir), *synthetic],
+        [*shared, "--tokenizer", "local/smol", *replay],
+    ]
+
+
+def _trace_line(number: int) -> str:
+    blocks = "[0]" if number % 2 else "[0, 1]"
+    length = 256 if number % 2 else 600
+    return f'{{"timestamp": {500 * number}, "input_length": {length}, "output_length": 8, "hash_ids": {blocks}}}\n'
+
+
+CLIENTS = {
+    "openai": Client(("openai", "pydantic"), _script("use_openai.py")),
+    "litellm": Client(("litellm",), _script("use_litellm.py")),
+    "langchain": Client(("langchain-openai",), _script("use_langchain.py")),
+    "guidellm": Client(("guidellm", "torch"), _guidellm),
+    "aiperf": Client(("aiperf",), _aiperf),
+}
+
+
+def install(name: str, client: Client, venvs: Path) -> Path:
+    """The folder of the client's programs, made first where it is missing. torch stays the CPU build that we pin."""
+    folder = venvs / name
+    python = folder / "bin" / "python"
+    if not python.exists():
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch==")]
+    limits = folder / "constraints.txt"
+    limits.write_text("\n".join(pins) + "\n")
+    pip = [str(python), "-m", "pip", "-qq", "--disable-pip-version-check", "install", "-c", str(limits)]
+    subprocess.run([*pip, *client.packages], check=True, stderr=subprocess.DEVNULL)
+    return python.parent
+
+
+def version_of(package: str, programs: Path) -> str:
+    """Version of an installed package."""
+    code = f"from importlib.metadata import version; print(version({package!r}))"
+    return subprocess.run(
+        [str(programs / "python"), "-c", code], capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+def run(name: str, site: Site) -> str:
+    """How a client fared: ok, or the end of what it said."""
+    env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "HTTP_PROXY", "HTTPS_PROXY")}
+    env |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(site.work / "hub"), "OPENAI_API_KEY": "none", "NO_PROXY": "*"}
+    for argv in CLIENTS[name].argv(site):
+        try:
+            done = subprocess.run(
+                argv, env=env, cwd=site.work, capture_output=True, text=True, timeout=TIME_LIMIT_S, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return f"took more than {TIME_LIMIT_S} s"
+        (site.work / f"{name}.log").write_text(f"{argv}\n{done.stdout}\n{done.stderr}")
+        if done.returncode != 0:
+            return (done.stdout + done.stderr)[-3000:]
+    return "ok"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", default=list(CLIENTS), metavar="NAME", help=", ".join(CLIENTS))
+    parser.add_argument("--venvs", type=Path, default=ROOT / ".run" / "clients", help="where environments are kept")
+    args = parser.parse_args()
+    model_dir = resolve_model("smollm2")
+    venvs = args.venvs.resolve()
+    programs = {name: install(name, CLIENTS[name], venvs) for name in args.names}
+    failed = 0
+    with tempfile.TemporaryDirectory() as folder, Cluster(model_dir, Path(folder) / "logs") as cluster:
+        for name in args.names:
+            work = Path(folder) / name
+            work.mkdir()
+            outcome = run(name, Site(cluster.base_url, cluster.stack.model, model_dir, programs[name], work))
+            failed += outcome != "ok"
+            print(f"{name} {version_of(CLIENTS[name].packages[0], programs[name])}: {outcome}", flush=True)
+            cluster.check_idle()
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
