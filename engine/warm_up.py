@@ -16,12 +16,21 @@ MOST_EQUAL = 8  # whole prompts of one length have a plan for every power of two
 
 
 def largest_step(most_tokens: int, max_seqs: int, max_len: int, drafts: int = 0, max_drafts: int = 0) -> Rows:
-    """All slots sample, as many as may with drafts; the rest is a chunk that ends the longest sequence."""
+    """All slots sample, as many as may with drafts; the rest is a chunk that ends the longest sequence, and where that
+    is short, prompts of the other slots.
+    """
     rows, drafting = min(max_seqs, most_tokens), 0
     if 0 < drafts < max_len:
         drafting = min(max_drafts // drafts, rows - 1, (most_tokens - rows) // drafts)
-    chunk = min(most_tokens - rows - drafting * drafts + 1, max_len)
-    return [(0, 1 + drafts)] * drafting + [(0, 1)] * (rows - 1 - drafting) + [(max_len - chunk, chunk)]
+    spare = most_tokens - rows - drafting * drafts
+    chunk = min(spare + 1, max_len)
+    spare -= chunk - 1
+    others: list[tuple[int, int]] = []
+    for _ in range(rows - 1 - drafting):
+        more = min(spare, max_len - 1)
+        others.append((0, 1 + more))
+        spare -= more
+    return [(0, 1 + drafts)] * drafting + others[::-1] + [(max_len - chunk, chunk)]
 
 
 def compiled_steps(most_tokens: int, max_seqs: int, max_len: int, drafts: int = 0) -> list[Rows]:
@@ -34,7 +43,7 @@ def compiled_steps(most_tokens: int, max_seqs: int, max_len: int, drafts: int = 
         [(0, 1), (0, 16), (16, 40)],
         [(0, 1), (0, 1040), (48, 900)],
         [(0, 1), (1040, 1040)],
-        [(0, 600)] * 3,
+        [(0, 600)] * 4,
     ]
     return _allowed(steps, most_tokens, max_seqs, max_len)
 
