@@ -37,6 +37,7 @@ from engine.kernels.paged_prefill import paged_prefill
 from engine.kernels.prefix import gather_kv
 from engine.kernels.rope_kv import rope_kv_write
 from engine.kernels.skinny import skinny
+from engine.kernels.swiglu import MIN_ROWS, swiglu
 from engine.kv_pool import KVPool
 from engine.layer_kv import LayerKV, decode, encode
 from engine.sampler import SampleRow
@@ -284,6 +285,15 @@ def small(report: Report, pool: Pool, rows: int) -> None:
     worst = error(out[:256], torch.nn.functional.silu(gate) * up)
     time_s = seconds(lambda i: silu_mul(gate_up, out))
     report.bytes("SiLU x mul", f"{rows} rows", time_s, rows * INNER * 6, worst, f"silu_{rows}")
+
+    if rows >= MIN_ROWS:
+        x, weight = normal(rows, HIDDEN), normal(2 * INNER, HIDDEN) / 64
+        gate, up = (x[-256:].double() @ weight.double().T).chunk(2, -1)
+        worst = error(swiglu(x, weight)[-256:], torch.nn.functional.silu(gate) * up)
+        flop, shape = 4 * rows * HIDDEN * INNER, f"{rows} rows"
+        apart = seconds(lambda i: silu_mul(torch.nn.functional.linear(x, weight)), 4)
+        report.flops("cuBLAS, SiLU x mul", shape, apart, flop, None, f"swiglu_apart_{rows}")
+        report.flops("SwiGLU product", shape, seconds(lambda i: swiglu(x, weight), 4), flop, worst, f"swiglu_{rows}")
 
     qkv = normal(rows, (HEADS + 2 * KV_HEADS) * DIM)
     keys = qkv.view(rows, -1, DIM)[:, HEADS : HEADS + KV_HEADS].double()
