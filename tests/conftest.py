@@ -32,7 +32,12 @@ settings.load_profile("repeat")
 
 RUNNING: pytest.StashKey[Cluster] = pytest.StashKey()
 # Test files that use the fixture `cluster`; one worker runs them all, so that each kind of cluster starts once.
-CLUSTER = ("tests/e2e/test_tokens.py", "tests/chaos/test_kill.py", "tests/chaos/test_soak.py")
+CLUSTER = (
+    "tests/e2e/test_tokens.py",
+    "tests/e2e/test_structured.py",
+    "tests/chaos/test_kill.py",
+    "tests/chaos/test_soak.py",
+)
 FIRST = (*CLUSTER, "tests/e2e/", "tests/integration/test_transfer")
 
 

@@ -1,0 +1,97 @@
+"""A hundred random JSON schemas: every answer that ends by itself parses and is valid, in a pool that preempts."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from common import grammar as grammars
+from common.types import FinishReason, SamplingParams
+from engine.constraint import Constraint
+from engine.llm import LLM, Completion
+
+COUNT = 100
+MAX_TOKENS = 24
+PROMPTS = ["JSON:", "The answer is", "{", "Tell me:", "A list of"]
+
+
+def random_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
+    kinds = ["integer", "boolean", "enum", "string", "number", "null", "const", "anyOf"]
+    kind = rng.choice([*kinds, *(["object", "array", "object"] if depth < 2 else [])])
+    low = rng.randrange(-9, 9)
+    made: dict[str, dict[str, Any]] = {
+        "integer": {"type": "integer", "minimum": low, "maximum": low + rng.randrange(1, 99)},
+        "number": {"type": "number", "minimum": low, "maximum": low + 2},
+        "string": {"type": "string", "minLength": rng.randrange(3), "maxLength": rng.randrange(3, 7)},
+        "enum": {"enum": rng.sample(["a", 1, None, True, "two words", 2.5], 3)},
+        "const": {"const": rng.choice(["x", 7, False])},
+        "boolean": {"type": "boolean"},
+        "null": {"type": "null"},
+    }
+    if kind in made:
+        return made[kind]
+    if kind == "anyOf":
+        return {"anyOf": [random_schema(rng, 2) for _ in range(2)]}
+    if kind == "array":
+        return {"type": "array", "items": random_schema(rng, depth + 1), "minItems": rng.randrange(2), "maxItems": 3}
+    names = rng.sample(["a", "b", "c", "name"], rng.randrange(1, 3))
+    return {
+        "type": "object",
+        "properties": {name: random_schema(rng, depth + 1) for name in names},
+        "required": names[: rng.randrange(1, len(names) + 1)],
+        "additionalProperties": False,
+    }
+
+
+def answers(llm: LLM, schemas: list[dict[str, Any]]) -> list[Completion]:
+    return llm.generate(
+        [PROMPTS[i % len(PROMPTS)] for i in range(len(schemas))],
+        [SamplingParams(temperature=1.0 if i % 2 else 0.0, seed=i, max_tokens=MAX_TOKENS) for i in range(len(schemas))],
+        grammar=[grammars.from_json_schema(schema, field="f") for schema in schemas],
+        show_progress=False,
+    )
+
+
+def broken(done: list[Completion], schemas: list[dict[str, Any]]) -> list[str]:
+    """Answers that ended by themselves and are not what their schema says."""
+    found: list[str] = []
+    for completion, schema in zip(done, schemas, strict=True):
+        if completion.finish is FinishReason.STOP:
+            try:
+                jsonschema.Draft202012Validator(schema).validate(json.loads(completion.text))
+            except (ValueError, jsonschema.ValidationError):
+                found.append(f"{completion.text!r} for {schema}")
+    return found
+
+
+@pytest.fixture(scope="module")
+def llm(smollm2_dir: Path) -> LLM:
+    return LLM(smollm2_dir, threads=2, num_blocks=40, max_model_len=64, block_size=4, max_seqs=24)
+
+
+@pytest.mark.slow
+def test_every_finished_answer_is_valid(llm: LLM) -> None:
+    rng = random.Random(5)
+    schemas = [random_schema(rng) for _ in range(COUNT)]
+    done = answers(llm, schemas)
+    assert not broken(done, schemas)
+    assert {c.finish for c in done} <= {FinishReason.STOP, FinishReason.LENGTH}
+    assert sum(c.finish is FinishReason.STOP for c in done) >= COUNT * 3 // 4
+    assert llm.engine.scheduler.stats().preemptions > 0
+    assert llm.engine.counters.failed_sequences == 0
+
+
+def test_without_masks_answers_are_broken(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check above can fail: the same engine, which ignores what its constraints say."""
+    monkeypatch.setattr(Constraint, "mask", lambda self: self._always)
+    monkeypatch.setattr(Constraint, "masks", lambda self, draft: (list(draft), self._always[None]))
+    monkeypatch.setattr(Constraint, "advance", lambda self, token: None)
+    rng = random.Random(5)
+    schemas = [random_schema(rng) for _ in range(4)]
+    done = answers(llm, schemas)
+    assert all(c.finish is FinishReason.LENGTH or broken([c], [s]) for c, s in zip(done, schemas, strict=True))
