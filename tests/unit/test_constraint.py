@@ -1,0 +1,157 @@
+"""What may come next: grammar, allowed tokens and bad words together, drafts, the end, and a state that is not lost."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common import grammar as grammars
+from common.errors import InvalidRequest
+from common.grammar import CompiledGrammar, GrammarTokenizer, compile_grammar
+from common.types import Grammar, SamplingParams, ValidRequest
+from engine.constraint import Constraint, constrains
+
+VOCAB, EOS = 49152, 2
+
+
+@pytest.fixture(scope="module")
+def tokenizer(smollm2_dir: Path) -> GrammarTokenizer:
+    return GrammarTokenizer(smollm2_dir, eos_ids=(EOS,), vocab_size=VOCAB)
+
+
+def allowed(mask: np.ndarray) -> set[int]:
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+    return set(np.flatnonzero(bits).tolist())
+
+
+def constraint(
+    params: SamplingParams, grammar: CompiledGrammar | None = None, output: tuple[int, ...] = (), vocab: int = VOCAB
+) -> Constraint:
+    rules = None if grammar is None else grammar.grammar
+    request = ValidRequest("r", "m", (3, 4), params, grammar=rules)
+    assert constrains(request)
+    return Constraint(request, vocab, grammar=grammar, output=output)
+
+
+WORDS = st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=3).map(tuple), max_size=4).map(tuple)
+
+
+@given(WORDS, st.sets(st.integers(0, 39), max_size=6), st.lists(st.integers(0, 5), max_size=8))
+def test_bad_words_and_allowed_tokens_by_their_definition(
+    words: tuple[tuple[int, ...], ...], some: set[int], output: list[int]
+) -> None:
+    params = SamplingParams(bad_words=(*words, (39,)), allowed_token_ids=tuple(some))
+    found = constraint(params, vocab=40)
+    said = [3, 4]
+    for token in [*output, -1]:
+        want = (some or set(range(40))) - {
+            w[-1] for w in (*words, (39,)) if said[len(said) - len(w) + 1 :] == [*w[:-1]]
+        }
+        assert allowed(found.mask()) & set(range(40)) == want
+        if token not in want:
+            break
+        found.advance(token)
+        said.append(token)
+
+
+def test_a_grammar_that_may_end_allows_stop_tokens(tokenizer: GrammarTokenizer) -> None:
+    grammar = compile_grammar(tokenizer, grammars.from_regex("a+", field="f"))
+    [a] = tokenizer.get().tokenize_str("a")
+    found = constraint(SamplingParams(stop_token_ids=(EOS, 77)), grammar)
+    assert not {EOS, 77} & allowed(found.mask())
+    found.advance(a)
+    assert {EOS, 77, a} <= allowed(found.mask())
+    assert not found.complete
+    held = constraint(SamplingParams(stop_token_ids=(EOS,), min_tokens=2), grammar, (a,))
+    assert EOS not in allowed(held.mask())
+    held.advance(a)
+    assert EOS in allowed(held.mask())
+    ignoring = constraint(SamplingParams(), grammar, (a,))
+    assert EOS not in allowed(ignoring.mask())
+
+
+def test_a_grammar_that_can_only_end_is_complete_whatever_else_is_asked(tokenizer: GrammarTokenizer) -> None:
+    grammar = compile_grammar(tokenizer, grammars.from_choice(["ab"], field="f"))
+    ids = tokenizer.get().tokenize_str("ab")
+    for params in (SamplingParams(stop_token_ids=(EOS,)), SamplingParams(min_tokens=9, stop_token_ids=(EOS,))):
+        found = constraint(params, grammar)
+        for token in ids:
+            assert not found.complete
+            found.advance(token)
+        assert found.complete
+
+
+def test_a_token_that_is_forbidden_fails_the_request_alone(tokenizer: GrammarTokenizer) -> None:
+    grammar = compile_grammar(tokenizer, grammars.from_choice(["ab"], field="f"))
+    with pytest.raises(InvalidRequest):
+        constraint(SamplingParams(), grammar).advance(EOS)
+    with pytest.raises(InvalidRequest):
+        constraint(SamplingParams(), grammar, (EOS,))
+    nothing = constraint(SamplingParams(allowed_token_ids=(9,)), grammar)
+    with pytest.raises(InvalidRequest):
+        nothing.advance(9)
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        grammars.from_json_schema({"type": "object", "additionalProperties": {"type": "integer"}}, field="f"),
+        grammars.from_regex("[ab]{3}c*", field="f"),
+    ],
+)
+def test_drafts_are_trimmed_and_leave_no_trace(tokenizer: GrammarTokenizer, grammar: Grammar) -> None:
+    compiled = compile_grammar(tokenizer, grammar)
+    params = SamplingParams(bad_words=((7, 8),), stop_token_ids=(EOS,))
+    rng = random.Random(1)
+    for _ in range(5):
+        found, plain = (constraint(params, compiled) for _ in range(2))
+        for _step in range(12):
+            draft: list[int] = []
+            ahead = plain.copy()
+            while len(draft) < 4 and not ahead.complete:
+                choices = sorted(allowed(ahead.mask()) - {EOS})
+                draft.append(rng.choice(choices))
+                ahead.advance(draft[-1])
+            taken, masks = found.masks([*draft, EOS])
+            assert taken == draft
+            assert len(masks) == len(draft) + 1
+            walk = plain.copy()
+            for token, mask in zip(draft, masks, strict=False):
+                assert allowed(mask) == allowed(walk.mask())
+                walk.advance(token)
+            if not walk.complete:
+                assert allowed(masks[-1]) == allowed(walk.mask())
+            assert allowed(found.mask()) == allowed(plain.mask())
+            if not draft:
+                break
+            found.advance(draft[0])
+            plain.advance(draft[0])
+            assert found.complete == plain.complete
+            if found.complete:
+                break
+
+
+def test_a_draft_ends_where_the_grammar_forbids_it(tokenizer: GrammarTokenizer) -> None:
+    compiled = compile_grammar(tokenizer, grammars.from_regex("[ab]{4}", field="f"))
+    a, b, x = (tokenizer.get().tokenize_str(c)[0] for c in "abx")
+    taken, masks = constraint(SamplingParams(), compiled).masks([a, b, x, a])
+    assert taken == [a, b]
+    assert len(masks) == 3
+    assert x not in allowed(masks[2])
+
+
+def test_a_copy_goes_its_own_way(tokenizer: GrammarTokenizer) -> None:
+    compiled = compile_grammar(tokenizer, grammars.from_regex("a[bc]", field="f"))
+    a, b, c = (tokenizer.get().tokenize_str(x)[0] for x in "abc")
+    first = constraint(SamplingParams(), compiled, (a,))
+    second = first.copy()
+    first.advance(b)
+    assert {b, c} <= allowed(second.mask())
+    second.advance(c)
+    assert first.complete
+    assert second.complete
