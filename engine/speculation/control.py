@@ -77,6 +77,7 @@ class Control:
             return []
         times = self._times.get(_size(len(states)), _Times())
         if times.stale:
+            times.since_plain = 0  # also if prompts join the step, which tells nothing then
             return [0] * len(states)
         if self._padded:
             return [self.most if self._batch_pays(states, times) else 0] * len(states)

@@ -41,14 +41,14 @@ def test_no_room_is_an_error_that_says_who_has_it(change: dict[str, float]) -> N
         assert part in refused.value.message
 
 
-@given(budget=st.integers(1, 8192), seqs=st.integers(1, 512), length=st.integers(1, 1 << 17))
-def test_rehearsed_steps_keep_to_the_limits(budget: int, seqs: int, length: int) -> None:
-    largest = largest_step(budget, seqs, length)
+@given(budget=st.integers(1, 8192), seqs=st.integers(1, 512), length=st.integers(1, 1 << 17), drafts=st.integers(0, 7))
+def test_rehearsed_steps_keep_to_the_limits(budget: int, seqs: int, length: int, drafts: int) -> None:
+    largest = largest_step(budget, seqs, length, drafts, drafts * min(seqs, 128))
     assert len(largest) == min(seqs, budget)
     assert max(start + new for start, new in largest) == length
     for rows in (
         largest,
-        *compiled_steps(budget, seqs, length),
+        *compiled_steps(budget, seqs, length, drafts),
         *planned_steps(budget, max(1, budget // 2), seqs, length),
     ):
         assert len(rows) <= seqs
