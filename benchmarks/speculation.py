@@ -45,6 +45,7 @@ from common.types import SamplingParams
 from engine.config import EngineConfig
 from engine.llm import LLM
 from engine.sequence import Sequence as EngineSequence
+from engine.speculation.control import Always
 from engine.speculation.ngram import NgramProposer
 from engine.speculation.proposer import Drafts, Proposer
 from engine.step_result import StepResult
@@ -234,13 +235,14 @@ class Coin:
 @dataclass(frozen=True, slots=True)
 class Run:
     """tokens_s: of all rows; step_s: median between results; replay_s: of one step's graph, None without graphs;
-    accepted: drafts of a row's step.
+    proposed, accepted: drafts of a row's step; of the last one for proposed.
     """
 
     tokens_s: float
     step_s: float
     replay_s: float | None
     accepted: float
+    proposed: float
 
 
 def decode(
@@ -251,10 +253,15 @@ def decode(
     steps: int,
     *,
     skip: int = AROUND,
+    always: bool = False,
 ) -> Run:
-    """Decodes all rows together for `steps` steps after `skip` ones; the replays come after those."""
+    """Decodes all rows together for `steps` steps after `skip` ones; the replays come after those.
+
+    always: drafts are made whether they pay or not.
+    """
     rows = len(prompts)
-    driver.loop.call(functools.partial(driver.engine.speculate, proposer)).result(WAIT_S)
+    control = Always(driver.engine.config.speculation_tokens) if always else None
+    driver.loop.call(functools.partial(driver.engine.speculate, proposer, control)).result(WAIT_S)
 
     def full(result: StepResult) -> bool:
         return len(result.outputs) == rows and not result.num_prompt_tokens
@@ -276,7 +283,11 @@ def decode(
     tokens = sum(len(output.tokens) for _, result in window[1:] for output in result.outputs)
     accepted = sum(output.accepted for _, result in window[1:] for output in result.outputs)
     return Run(
-        tokens / (window[-1][0] - window[0][0]), statistics.median(times), replay_s, accepted / rows / len(times)
+        tokens_s=tokens / (window[-1][0] - window[0][0]),
+        step_s=statistics.median(times),
+        replay_s=replay_s,
+        accepted=accepted / rows / len(times),
+        proposed=sum(output.proposed for output in seen[-1][1].outputs) / rows,
     )
 
 
@@ -286,10 +297,13 @@ def measure_cost(table: Table, driver: Driver, prompts: Prompts, context: int) -
         batch = prompts.make(rows, context)
         params = [SamplingParams(temperature=0.0, max_tokens=256)] * rows
         decode(driver, None, batch, params, 2, skip=1)  # the cache
-        plain, drafted = (decode(driver, p, batch, params, 2, skip=1).replay_s for p in (None, Coin(0.0)))
-        if plain is not None and drafted is not None:
-            more = {"plain_ms": round(plain * 1e3, 3), "verify_ms": round(drafted * 1e3, 3)}
-            table.line(f"verify_cost_{rows}", drafted / plain, **more)
+        plain = decode(driver, None, batch, params, 2, skip=1)
+        drafted = decode(driver, Coin(0.5), batch, params, 2, skip=1, always=True)
+        assert drafted.proposed > 0
+        if plain.replay_s is not None and drafted.replay_s is not None:
+            cost = drafted.replay_s / plain.replay_s
+            more = {"plain_ms": round(plain.replay_s * 1e3, 3), "verify_ms": round(drafted.replay_s * 1e3, 3)}
+            table.line(f"verify_cost_{rows}", cost, **more)
 
 
 def measure_verify(table: Table, driver: Driver, prompts: Prompts, context: int, steps: int) -> None:

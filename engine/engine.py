@@ -140,16 +140,17 @@ class Engine:
         """Whoever drafts tokens, with statistics; None: nobody."""
         return self._stepper.speculator
 
-    def speculate(self, proposer: Proposer | None) -> None:
-        """Drafts come from this proposer from now on; None: there are none. Call while no sequence is here, of an
-        engine whose configuration names a proposer: graphs and buffers are made for it.
+    def speculate(self, proposer: Proposer | None, control: Control | None = None) -> None:
+        """Drafts come from this proposer from now on; None: there are none. control: who drafts how much; None: who
+        gains by it. Call while no sequence is here, of an engine whose configuration names a proposer: graphs and
+        buffers are made for it.
         """
         drafts, max_drafts = self._drafts()
         assert drafts
         assert not self.has_work
         self._stepper.speculator = None
         if proposer is not None:
-            control = Control(drafts, padded=self._padded)
+            control = control or Control(drafts, padded=self._padded)
             self._stepper.speculator = Speculator(proposer, control, max_seqs=max_drafts // drafts)
 
     @property

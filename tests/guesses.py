@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from engine.sequence import Sequence as EngineSequence
-from engine.speculation.control import Control
-from engine.speculation.drafting import Drafting
 from engine.speculation.proposer import Drafts
 
 
@@ -35,13 +33,3 @@ class Guesses:
 
     def accept(self, seq: EngineSequence, kept: Any, drafts: int, accepted: int) -> None:
         """Nothing to learn."""
-
-
-class Always(Control):
-    """Every sequence drafts as much as it may: what steps take is nothing to go by in a test."""
-
-    def __init__(self, most: int) -> None:
-        super().__init__(most, padded=False)
-
-    def limits(self, states: Sequence[tuple[Drafting, int]]) -> list[int]:
-        return [self.most] * len(states)

@@ -23,7 +23,8 @@ KEEP_ALL = 0.98  # of all sequences' drafts
 KEEP_TIME = 0.95  # of steps
 START_RATE, START_WEIGHT, LEAST_START = 0.6, 2.0, 0.25
 FIRST_EXTRA, MOST_EXTRA = 0.2, 1.2  # before it was measured; what is measured on a busy machine may be anything
-FIRST_PAUSE, LONGEST_PAUSE = 8, 32  # tokens, or steps of the batch
+FIRST_PAUSE, LONGEST_PAUSE = 8, 32  # tokens of a sequence between two tries
+LONGEST_BATCH_PAUSE = 128  # steps of a batch: its tries make it wait for results, and all of it verify
 FIRST_PLAIN, PLAIN_EVERY = 8, 200  # steps with drafts in a row before one without, for the comparison
 
 
@@ -97,7 +98,7 @@ class Control:
     def tried(self) -> None:
         """The batch was asked for drafts."""
         if self._pause:
-            self._pause = min(LONGEST_PAUSE, 2 * self._pause)
+            self._pause = min(LONGEST_BATCH_PAUSE, 2 * self._pause)
             self._probe_at = self._steps + self._pause
 
     def _limit(self, state: Drafting, output: int, share: float) -> int:
@@ -135,6 +136,16 @@ class Control:
         self._steps += 1
         if rows:
             self._times.setdefault(_size(rows), _Times()).add(drafts, seconds)
+
+
+class Always(Control):
+    """Every sequence drafts as much as it may, whatever that costs: for tests, and to measure what it costs."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(most, padded=False)
+
+    def limits(self, states: Sequence[tuple[Drafting, int]]) -> list[int]:
+        return [self.most] * len(states)
 
 
 def _size(rows: int) -> int:

@@ -27,9 +27,10 @@ from engine.models.spec import parse_spec
 from engine.runner import Runner
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.sequence import Sequence
+from engine.speculation.control import Always
 from engine.speculation.speculator import Speculator
 from engine.stepper import Stepper
-from tests.guesses import Always, Guesses
+from tests.guesses import Guesses
 
 VOCAB, BLOCK, SEQS, LIMIT, DRAFTS = 48, 4, 4, 32, 3
 SPEC = parse_spec(

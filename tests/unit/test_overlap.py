@@ -19,11 +19,12 @@ from engine.block_pool import BlockPool
 from engine.scheduler import Item, Scheduler, SchedulerConfig
 from engine.sequence import Sequence
 from engine.speculation.chain import Chain
+from engine.speculation.control import Always
 from engine.speculation.speculator import Speculator
 from engine.speculation.verify import accepted_run
 from engine.step_result import SequenceOutput, StepResult
 from engine.stepper import ItemResult, Stepper
-from tests.guesses import Always, Guesses
+from tests.guesses import Guesses
 
 FINGERPRINT = "00" * 16
 VOCAB = 11
