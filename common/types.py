@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+MAX_N = 128  # sequences of one request
+
 
 class Role(enum.StrEnum):
     """What a pod does."""
@@ -34,6 +36,7 @@ class SamplingParams:
     allowed_token_ids: nothing else is generated; empty means all. bad_words: token sequences that are not generated:
     the last token of one is banned where the others stand before it. prompt_logprobs: like logprobs, for the prompt's
     tokens, which are then computed whatever a cache holds.
+    n: sequences per prompt, MAX_N at most; child c of them is sampled with noise keyed by (seed, c, position).
     """
 
     temperature: float = 1.0
@@ -120,13 +123,14 @@ class PromptLogprobs:
 class Token:
     """One generated token: its position in the output (from 0), its id and, when asked for, log-probabilities.
 
-    top holds the alternatives, best first.
+    top holds the alternatives, best first. child: which of the request's n sequences it belongs to.
     """
 
     index: int
     id: int
     logprob: float | None = None
     top: tuple[TokenLogprob, ...] = ()
+    child: int = 0
 
 
 @dataclass(frozen=True, slots=True, order=True)

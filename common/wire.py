@@ -154,6 +154,7 @@ def token_to_pb(token: Token) -> types_pb2.Token:
         id=token.id,
         logprob=token.logprob,
         top=[types_pb2.TokenLogprob(token=t.token, logprob=t.logprob) for t in token.top],
+        child=token.child,
     )
 
 
@@ -161,7 +162,7 @@ def token_from_pb(pb: types_pb2.Token) -> Token:
     """One generated token from the wire."""
     logprob = pb.logprob if pb.HasField("logprob") else None
     top = tuple([TokenLogprob(t.token, t.logprob) for t in pb.top]) if pb.top else ()
-    return Token(pb.index, pb.id, logprob, top)
+    return Token(pb.index, pb.id, logprob, top, pb.child)
 
 
 def prompt_logprobs_to_pb(found: PromptLogprobs) -> types_pb2.PromptLogprobs:

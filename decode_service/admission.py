@@ -1,8 +1,8 @@
 """Whether a decode pod takes a request now, and who computes its prompt. Decides at once, never waits for a step.
 
-remote: blocks for the prompt plus one are leased here, so KV that is computed has a home; one growth block per running
-        sequence stays free. Refused while a sequence without blocks waits (preempted, or a local prompt): it comes
-        first, and would starve if every block that comes back were leased here.
+remote: blocks for the prompt plus one per sequence are leased here, so KV that is computed has a home; one growth block
+        per running sequence stays free. Refused while a sequence without blocks waits (preempted, or a local prompt):
+        it comes first, and would starve if every block that comes back were leased here.
 local:  this pod computes the prompt (aggregated pods always; decode pods when the uncached rest is short); the
         scheduler leases when it admits the prompt, and the queue for that is bounded.
 """
@@ -44,9 +44,9 @@ class Admission:
         self._max_held = max_seqs + max(1, max_seqs // 2)
 
     def decide(self, request: ValidRequest, *, held: int, remote_only: bool) -> Room | NoRoom:
-        """Room (blocks leased) or NoRoom. held: requests that this pod reserved or runs already."""
-        if held >= self._max_held:
-            return NoRoom(f"{held} requests are reserved or running already")
+        """Room (blocks leased) or NoRoom. held: sequences that this pod reserved or runs already."""
+        if held and held + request.sampling.n > self._max_held:
+            return NoRoom(f"{held} sequences are reserved or running already")
         layout, pool = self._pod.engine.layout, self._pod.engine.pool
         size = layout.block_size
         matchable = matchable_blocks(request.prompt_len, size)
@@ -63,8 +63,7 @@ class Admission:
         scheduler = self._pod.engine.scheduler
         if scheduler.waits_for_blocks:
             return NoRoom("requests that came before wait for KV blocks")
-        total = min(layout.blocks_for(request.prompt_len) + 1, self._pod.limits.kv_blocks(request))
-        lease = pool.lease(hashes, total, keep_free=scheduler.stats().running)
+        lease = pool.lease(hashes, self._pod.limits.first_blocks(request), keep_free=scheduler.stats().running)
         if lease is None:
             return NoRoom("the KV pool is full")
         return Room(lease, lease.cached_blocks * size)

@@ -4,17 +4,24 @@ RESERVED --every block and Commit arrived--> RUNNING --last token--> ENDED
 LOCAL (this pod prefills) starts as RUNNING
 any state --abort, failure, deadline--> ENDED
 
-The lease belongs to the reservation until the sequence is given to the engine, then to the engine. Whoever moves the
+The lease belongs to the reservation until its sequences are given to the engine, then to the engine. Whoever moves the
 state to ENDED decides, under the lock, what the gateway is told; everything later is dropped. A request is *gone* once
-the engine holds nothing for it. Callers: the event loop, the transfer thread (ready, failed), the engine (refused).
+the engine holds nothing for it.
+
+Of a request's n sequences (children) each ends by itself; the request ends with the last of them, or with an error of
+any. Those whose KV arrived fork from the reservation's lease, and each takes one of the spare blocks behind the prompt.
+
+Callers: the event loop, the transfer thread (ready, failed), the engine (refused).
 """
 
 from __future__ import annotations
 
 import enum
+import functools
 import logging
 import threading
 import time
+from collections import abc
 from collections.abc import Callable
 
 from common.block_hash import block_hashes
@@ -63,7 +70,7 @@ class Reservation:
         self.request = request
         self.stream = stream
         self.lease = lease
-        self.seq: Sequence | None = None
+        self.seqs: tuple[Sequence, ...] = ()
         self.started = time.monotonic()
         self._pod = pod
         self._grammar = grammar
@@ -73,10 +80,17 @@ class Reservation:
         self._state = State.RESERVED
         self._transfer_id: TransferId | None = None
         self._first_output = lease is None
+        self._over: set[int] = set()  # children whose end the gateway knows
+        self._in_engine = 0  # children
 
     @property
     def state(self) -> State:
         return self._state
+
+    @property
+    def sequences(self) -> int:
+        """Children that have not ended."""
+        return self.request.sampling.n - len(self._over)
 
     def expect(self, deadline_s: float) -> KvTarget:
         """Announces the missing blocks to the transfer node; the home that prefill writes to."""
@@ -104,37 +118,60 @@ class Reservation:
     def start_local(self) -> None:
         """Gives the whole prompt to the engine."""
         with self._lock:
-            self._run(self._pod.engine.new_sequence(self.request, grammar=self._grammar))
+            self._run([self._pod.engine.new_sequence(self.request, grammar=self._grammar)])
 
     def ready(self, commit: Commit) -> None:
-        """Every block and the first token are here: joins the running batch, or ends if that token was the last."""
+        """Every block and the first tokens are here: what does not end with its first token joins the running batch."""
         with self._lock:
             if self._state is not State.RESERVED:
                 return
             assert self.lease is not None
-            finished = bool(commit.finish_reasons) and commit.finish_reasons[0] is not None
-            token = commit.first_tokens[0] if commit.first_tokens else -1
-            if not 0 <= token < self._pod.engine.vocab_size:
-                self.failed(TransferFailed("the commit carries no usable first token"))
+            n, vocab_size = self.request.sampling.n, self._pod.engine.vocab_size
+            if len(commit.first_tokens) != n or not all(0 <= token < vocab_size for token in commit.first_tokens):
+                self.failed(TransferFailed(f"the commit carries no usable first token of each of {n} sequences"))
                 return
             self._publish(self.lease)
-            if not finished:
+            self._over |= {child for child, finish in enumerate(commit.finish_reasons) if finish is not None}
+            firsts = {child: token for child, token in enumerate(commit.first_tokens) if child not in self._over}
+            if firsts:
                 try:
-                    seq = self._pod.engine.new_sequence(
-                        self.request,
-                        lease=self.lease,
-                        computed=self.request.prompt_len,
-                        output=[token],
-                        grammar=self._grammar,
-                    )
+                    seqs = self._begin(self.lease, firsts)
                 except BatonError as error:  # a first token that the grammar does not allow
                     self.failed(error)
                     return
-                self._run(seq)
+                self._run(seqs)
                 return
             self._state = State.ENDED
             self.lease.finish("finished at its first token")
         self._gone(self)
+
+    def _begin(self, lease: Lease, firsts: dict[int, int]) -> list[Sequence]:
+        """The children that go on, by child and first token; the lease is theirs from now on."""
+        engine, prompt_len = self._pod.engine, self.request.prompt_len
+        if self.request.sampling.n == 1:
+            alone = engine.new_sequence(
+                self.request, lease=lease, computed=prompt_len, output=[firsts[0]], grammar=self._grammar
+            )
+            return [alone]
+        shared = engine.layout.blocks_for(prompt_len)
+        seqs: list[Sequence] = []
+        try:
+            for child, token in firsts.items():
+                fork = lease.fork(shared, spare=min(1, len(lease.blocks) - shared))
+                try:
+                    seqs.append(
+                        engine.new_sequence(self.request, lease=fork, computed=prompt_len, output=[token], child=child)
+                    )
+                except BaseException:
+                    fork.finish("not begun")
+                    raise
+        except BaseException:
+            for seq in seqs:
+                assert seq.lease is not None
+                seq.lease.finish("not begun")
+            raise
+        lease.finish("forked")
+        return seqs
 
     def _publish(self, lease: Lease) -> None:
         layout = self._pod.engine.layout
@@ -147,10 +184,12 @@ class Reservation:
             )
         )
 
-    def _run(self, seq: Sequence) -> None:
+    def _run(self, seqs: abc.Sequence[Sequence]) -> None:
         self._state = State.RUNNING
-        self.seq = seq
-        self._pod.loop.add(seq, self.refused)
+        self.seqs = tuple(seqs)
+        self._in_engine = sum(seq.draws for seq in seqs)
+        for seq in seqs:
+            self._pod.loop.add(seq, functools.partial(self.refused, seq))
         if self.stream.paused:
             self._pod.loop.set_paused([self.request.request_id], True)
 
@@ -160,16 +199,17 @@ class Reservation:
             _log.info("hand-off failed: %s", error.message, extra={"request_id": self.request.request_id})
         self.end(error)
 
-    def refused(self, error: BatonError) -> None:
-        """The engine did not take the sequence."""
+    def refused(self, seq: Sequence, error: BatonError) -> None:
+        """The engine did not take the sequence: the request ends."""
+        self.end(error)
+        if self.let_go(seq):
+            self._gone(self)
+
+    def let_go(self, seq: Sequence) -> bool:
+        """The engine holds nothing for the sequence any more; True when that was the last of the request."""
         with self._lock:
-            told = self._state is State.ENDED
-            self._state = State.ENDED
-            if self.lease is not None:
-                self.lease.finish("refused by the engine")
-        if not told:
-            self._tell(self, self._error_delta(error))
-        self._gone(self)
+            self._in_engine -= seq.draws  # before its first token one stands for all
+            return self._in_engine <= 0
 
     def end(self, error: BatonError | None) -> None:
         """Ends the request whatever its state; idempotent. error: what the gateway is told, None for nothing."""
@@ -189,6 +229,17 @@ class Reservation:
         if not running:
             self._gone(self)
 
+    def end_child(self, child: int) -> None:
+        """Ends one child, of which the gateway needs no more, and the request with the last; idempotent."""
+        with self._lock:
+            if self._state is State.ENDED or child in self._over or child >= self.request.sampling.n:
+                return
+            self._over.add(child)
+            if not self.sequences:
+                self.end(None)
+            elif self._state is State.RUNNING:
+                self._pod.loop.abort(self.request.request_id, child)
+
     def set_paused(self, paused: bool) -> None:
         """Follows the stream: a paused sequence is not scheduled."""
         with self._lock:
@@ -198,10 +249,15 @@ class Reservation:
     def take(self, output: SequenceOutput) -> decode_pb2.SequenceDelta | None:
         """One step's news for the gateway, None when there is none or the gateway has been told the end already."""
         delta = self._delta(output)
+        child = output.seq.child
         with self._lock:
-            if self._state is State.ENDED:
+            if self._state is State.ENDED or child in self._over:
                 return None
             if output.finish is not None:
+                self._over.update(range(child, child + output.seq.draws))
+            if output.error is not None and self.sequences:
+                self._pod.loop.abort(self.request.request_id)
+            if output.error is not None or not self.sequences:
                 self._state = State.ENDED
         return delta
 
@@ -212,6 +268,7 @@ class Reservation:
             request_id=self.request.request_id,
             tokens=[token_to_pb(token) for token in output.tokens],
             finish_reason=finish_to_pb(output.finish),
+            child=output.seq.child,
         )
         if output.error is not None:
             delta.error.CopyFrom(error_to_pb(output.error))

@@ -71,7 +71,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             raise Unavailable(f"gateway {request.gateway_id!r} {what}")
         if valid.request_id in self._requests:
             raise InvalidRequest(f"request {valid.request_id} is already here", field="request_id")
-        room = self._admission.decide(valid, held=len(self._requests), remote_only=request.remote_only)
+        room = self._admission.decide(valid, held=self.sequences, remote_only=request.remote_only)
         if isinstance(room, NoRoom):
             return self._rejected(room.reason)
         if room.lease is None:
@@ -100,7 +100,10 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
     ) -> decode_pb2.DecodeAbortResponse:
         """See decode.proto."""
         if reservation := self._requests.get(request.request_id):
-            reservation.end(None)
+            if request.HasField("child"):
+                reservation.end_child(request.child)
+            else:
+                reservation.end(None)
         return decode_pb2.DecodeAbortResponse()
 
     async def Tokens(
@@ -190,7 +193,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         news = [
             (reservation, output)
             for output in result.outputs
-            if (reservation := self._requests.get(output.seq.request_id)) and reservation.seq is output.seq
+            if (reservation := self._requests.get(output.seq.request_id)) and reservation.request is output.seq.request
         ]
         if news:
             self._aio.call_soon_threadsafe(self._deliver, news)
@@ -206,7 +209,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             else:
                 if delta is not None:
                     deltas[reservation.stream].append(delta)
-            if output.finish is not None:
+            if output.finish is not None and reservation.let_go(output.seq):
                 self._remove(reservation)
         for stream, batch in deltas.items():
             try:
@@ -223,12 +226,19 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         return len(self._requests)
 
     @property
+    def sequences(self) -> int:
+        """Sequences of requests that still hold something."""
+        return sum(reservation.sequences for reservation in self._requests.values())
+
+    @property
     def queued_tokens(self) -> int:
         """Prompt tokens that wait for compute on this pod."""
         return sum(
-            r.seq.prompt_len - r.seq.computed
+            seq.prompt_len - seq.computed
             for r in self._requests.values()
-            if r.seq is not None and r.state is State.RUNNING and r.seq.computed < r.seq.prompt_len
+            if r.state is State.RUNNING
+            for seq in r.seqs
+            if seq.finish is None and seq.computed < seq.prompt_len
         )
 
     async def idle(self) -> None:

@@ -29,13 +29,15 @@ class BlockLedger:
     """Counts per block, the free blocks and the cache; every method expects `lock` to be taken.
 
     on_stored gets newly registered hashes, parents first; on_evicted gets forgotten ones, children first, before the
-    blocks can be reused. Both run under the lock: they may only enqueue, and must not raise.
+    blocks can be reused. Both run under the lock: they may only enqueue, and must not raise. copied: blocks from which
+    the step that is being planned copies, with a request on each; its fence takes them over.
     """
 
     __slots__ = (
         "_num_blocks",
         "_on_evicted",
         "cache",
+        "copied",
         "fences",
         "free",
         "holds",
@@ -59,6 +61,7 @@ class BlockLedger:
         self.leases: set[Lease] = set()
         self.holds: set[Hold] = set()
         self.fences: list[StepFence] = []
+        self.copied: list[int] = []
         self.on_stored = on_stored
         self._on_evicted = on_evicted
         self._num_blocks = num_blocks
@@ -123,6 +126,11 @@ class BlockLedger:
         else:
             self.drop(blocks, self.requests)
 
+    def shared(self, block: int) -> bool:
+        """Another lease, or a reader, uses the block that a lease holds; steps that copy from it do not count."""
+        passing = self.copied.count(block) + sum(fence.blocks.count(block) for fence in self.fences)
+        return self.requests[block] - passing > 1 or self.readers[block] > 0
+
     def counts(self) -> PoolCounts:
         free, cached = len(self.free), self.cache.num_idle
         leased = self._num_blocks - free - cached - self.quarantined
@@ -138,6 +146,7 @@ class BlockLedger:
         for blocks, kind in (
             *((lease.blocks, "request") for lease in self.leases),
             *((fence.blocks, "request") for fence in self.fences),
+            (self.copied, "request"),
             *((hold.held, "writer" if hold.writes else "reader") for hold in self.holds),
         ):
             for block in blocks:

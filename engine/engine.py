@@ -198,12 +198,13 @@ class Engine:
                 seq.lease.finish("refused")
             raise
 
-    def abort(self, request_id: str) -> Sequence | None:
-        """Ends a sequence wherever it is; None when it is not here any more. Call between `step` calls."""
-        seq = self.scheduler.abort(request_id)
-        if seq is not None and seq.lease is not None:
-            seq.lease.finish("abort")
-        return seq
+    def abort(self, request_id: str, child: int | None = None) -> list[Sequence]:
+        """Ends a request's sequences, or one child; those that were here. Call between `step` calls."""
+        ended = self.scheduler.abort(request_id, child)
+        for seq in ended:
+            if seq.lease is not None:
+                seq.lease.finish("abort")
+        return ended
 
     def step(self, hook: StepHook | None = None) -> StepResult:
         """The result of one step; empty when nothing can run now. With overlap the next one is launched by then.

@@ -15,10 +15,13 @@ from torch import Tensor
 from common.errors import InternalError
 from common.kv_layout import FP8_DTYPE, KVLayout
 from engine.layer_kv import LayerKV
+from engine.lease import BlockCopy
 from engine.upload import upload
 
 # e4m3 numbers are bytes here: torch moves few of its 8-bit floats, and the code that reads them knows what they are.
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, FP8_DTYPE: torch.uint8}
+
+COPIED_AT_ONCE = 16
 
 
 class KVPool:
@@ -61,6 +64,18 @@ class KVPool:
         elif blocks:
             (index,) = upload([np.array(blocks)], self.data.device)
             self.data.index_fill_(0, index, 0)
+
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
+        """Copies blocks to others, some at a time for the sake of memory; no target is a source. Waits for nothing."""
+        if self.data.device.type == "cpu":
+            for source, target in copies:
+                self.data[target].copy_(self.data[source])
+            return
+        moved = [copy for copy in copies if copy.source != copy.target]
+        for at in range(0, len(moved), COPIED_AT_ONCE):
+            sources, targets = zip(*moved[at : at + COPIED_AT_ONCE], strict=True)
+            index = upload([np.array(sources), np.array(targets)], self.data.device)
+            self.data.index_copy_(0, index[1], self.data.index_select(0, index[0]))
 
     def read_block(self, block: int) -> bytes:
         """The block_bytes bytes of one block."""

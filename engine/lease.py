@@ -2,31 +2,42 @@
 
 The lease is used by one owner at a time (of a running sequence: the engine's thread); every change is made under the
 pool's lock, so holds may be released by other threads meanwhile. blocks[:published] are shared, complete and never
-written again; the rest belong to this lease alone.
+written again; the rest belong to this lease alone, except for the one that a fork left `borrowed`: it is shared as
+well, with as much as was written before the fork, and `own` replaces it before anything else is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from common.errors import InternalError
 from engine.block_ledger import BlockLedger
 from engine.hold import Hold
 
 
+class BlockCopy(NamedTuple):
+    """The bytes of one physical block go to another."""
+
+    source: int
+    target: int
+
+
 class Lease:
     """blocks: physical blocks in logical order, empty once finished.
 
     cached_blocks: how many of them came from the cache with their KV. published: how many lead blocks have their hash
-    registered. swaps: how often one of `blocks` was replaced; otherwise they only grow and shrink at the end.
+    registered. swaps: how often one of `blocks` was replaced; otherwise they only grow and shrink at the end. borrowed:
+    place of the block that may not be written before `own`, -1 for none.
     """
 
-    __slots__ = ("_ledger", "blocks", "cached_blocks", "finished", "published", "reason", "swaps")
+    __slots__ = ("_ledger", "blocks", "borrowed", "cached_blocks", "finished", "published", "reason", "swaps")
 
     def __init__(self, ledger: BlockLedger, blocks: list[int], cached_blocks: int) -> None:
         """Called under the ledger's lock, by the pool, with one request counted on each block."""
         self.blocks = blocks
         self.cached_blocks = cached_blocks
+        self.borrowed = -1
         self.published = cached_blocks
         self.finished = False
         self.reason = ""
@@ -56,6 +67,50 @@ class Lease:
             surplus.reverse()
             ledger.give_up(surplus)
 
+    def fork(self, shared: int, *, spare: int = 0) -> Lease:
+        """Another lease on the first `shared` blocks, whose KV is complete up to the last one; the last `spare` blocks
+        of this lease go with it. Where not all that is shared is published, both borrow the last of it from now on.
+        """
+        ledger = self._ledger
+        with ledger.lock:
+            self._require_live()
+            if not self.published <= shared <= len(self.blocks) - spare:
+                raise InternalError(f"a fork of {shared} blocks, and {spare} more, from a lease of {len(self.blocks)}")
+            lead = self.blocks[:shared]
+            moved = [self.blocks.pop() for _ in range(spare)]
+            ledger.add(lead, ledger.requests)
+            other = Lease(ledger, lead + moved, self.cached_blocks)
+            other.published = self.published
+            if shared > self.published:
+                self.borrowed = other.borrowed = shared - 1
+            return other
+
+    def own(self) -> BlockCopy | None:
+        """Replaces the borrowed block, so that the step that is being planned may write there.
+
+        That step has to copy first. Source and target are one block when nobody else uses it any more. None, and no
+        change, when it takes a block and the pool has none.
+        """
+        ledger = self._ledger
+        with ledger.lock:
+            self._require_live()
+            place = self.borrowed
+            block = self.blocks[place]
+            if not ledger.shared(block):
+                self.borrowed = -1
+                return BlockCopy(block, block)
+            if place < len(self.blocks) - 1:
+                target = self.blocks.pop()
+            elif ledger.available:
+                (target,) = ledger.take(1)
+            else:
+                return None
+            self.blocks[place] = target
+            self.borrowed = -1
+            self.swaps += 1
+            ledger.copied.append(block)
+            return BlockCopy(block, target)
+
     def publish(self, hashes: Sequence[bytes]) -> None:
         """Register the first len(hashes) blocks, whose KV is complete; a duplicate is swapped for the canonical block.
 
@@ -76,7 +131,7 @@ class Lease:
                 if canonical is None:
                     ledger.cache.register(block, block_hash, self.blocks[i - 1] if i else -1)
                     stored.append(block_hash)
-                else:
+                elif canonical != block:  # else a fork of this lease has registered it
                     self._swap(i, canonical, duplicates)
                 self.published = i + 1
             ledger.give_up(duplicates)

@@ -40,7 +40,7 @@ STOP_S = 60.0
 
 @dataclass(slots=True)
 class Completion:
-    """What became of one prompt.
+    """What became of one prompt, or of one of its n sequences: child.
 
     prompt: its text, None where it came as ids. tokens: with log-probabilities if the params asked for them.
     cached_tokens: prompt tokens that the prefix cache supplied. error: why finish is ERROR.
@@ -53,6 +53,7 @@ class Completion:
     finish: FinishReason | None = None
     cached_tokens: int = 0
     error: BatonError | None = None
+    child: int = 0
 
     @property
     def ids(self) -> list[int]:
@@ -116,7 +117,8 @@ class LLM:
         cache_salt: str = "",
         show_progress: bool = True,
     ) -> list[Completion]:
-        """Completions in the order of the prompts, texts or token ids, which run concurrently as far as they fit.
+        """Completions in the order of the prompts, texts or token ids, which run concurrently as far as they fit. A
+        prompt whose params have an n gets n of them, for one prefill.
 
         params: one for all, or one for each; the default is greedy with 16 tokens. The noise of sampling is keyed by
         params.seed, so the same prompt with the same params has one answer. The model's end-of-sequence tokens end a
@@ -173,10 +175,11 @@ class LLM:
             request = ValidRequest(
                 f"local-{self._requests}", self.engine.layout.model, ids, sampling, cache_salt, grammar=rules
             )
-            run.completions[request.request_id] = Completion(text, ids, self.decode)
+            for child in range(sampling.n):
+                run.completions[request.request_id, child] = Completion(text, ids, self.decode, child=child)
             run.seqs.append(self.engine.new_sequence(request))
         if run.seqs:
-            most = sum(sampling.max_tokens for sampling in each)
+            most = sum(sampling.n * sampling.max_tokens for sampling in each)
             with progress("generating", most, "tokens", show=show_progress) as shown:
                 run.through(self.engine, shown)
         return list(run.completions.values())
@@ -194,14 +197,14 @@ def for_throughput(config: EngineConfig) -> EngineConfig:
 class _Run:
     """One call's sequences and what has become of them; the loop's thread writes, the caller waits for `over`."""
 
-    completions: dict[str, Completion] = field(default_factory=dict)
+    completions: dict[tuple[str, int], Completion] = field(default_factory=dict)
     seqs: list[EngineSequence] = field(default_factory=list)
     unfinished: int = 0
     over: threading.Event = field(default_factory=threading.Event)
 
     def through(self, engine: Engine, shown: Progress) -> None:
         """Runs until all ended. Whatever interrupts it, nothing of it stays in the engine."""
-        self.unfinished = len(self.seqs)
+        self.unfinished = len(self.completions)
         loop = EngineLoop(engine, functools.partial(self._collect, shown))
         loop.start()
         try:
@@ -226,13 +229,18 @@ class _Run:
     def _collect(self, shown: Progress, result: StepResult) -> None:
         done = skipped = 0
         for output in result.outputs:
-            completion = self.completions[output.seq.request_id]
+            seq = output.seq
+            completion = self.completions[seq.request_id, seq.child]
             completion.tokens.extend(output.tokens)
-            completion.cached_tokens = output.seq.cached_tokens
+            completion.cached_tokens = seq.cached_tokens
             done += len(output.tokens)
-            if output.finish is not None:
-                completion.finish, completion.error = output.finish, output.error
-                skipped += output.seq.request.sampling.max_tokens - len(completion.tokens)
+            if output.finish is None:
+                continue
+            # A request that ends before its prompt is computed ends for all children.
+            for child in range(seq.child, seq.child + seq.draws):
+                ended = self.completions[seq.request_id, child]
+                ended.finish, ended.error = output.finish, output.error
+                skipped += seq.request.sampling.max_tokens - len(ended.tokens)
                 self.unfinished -= 1
         shown.advance(done, skipped=skipped)
         if not self.unfinished:

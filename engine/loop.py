@@ -91,18 +91,17 @@ class EngineLoop:
 
         self._post(_Message(run, refuse))
 
-    def abort(self, request_id: str) -> None:
-        """Ends a sequence; its hook sees finish=ABORT unless it ended before."""
-        self._post(_Message(lambda: self._abort(request_id), _forget))
+    def abort(self, request_id: str, child: int | None = None) -> None:
+        """Ends a request's sequences, or one child; the hook sees finish=ABORT of those that had not ended before."""
+        self._post(_Message(lambda: self._abort(request_id, child), _forget))
 
     def set_paused(self, request_ids: Iterable[str], paused: bool) -> None:
-        """Keeps sequences out of steps, or lets them in again; unknown ids are skipped."""
+        """Keeps requests' sequences out of steps, or lets them in again; unknown ids are skipped."""
         ids = tuple(request_ids)
 
         def run() -> None:
             for request_id in ids:
-                seq = self._engine.scheduler.find(request_id)
-                if seq is not None:
+                for seq in self._engine.scheduler.family(request_id):
                     seq.paused = paused
 
         self._post(_Message(run, _forget))
@@ -167,10 +166,10 @@ class EngineLoop:
             log.exception("the hook of an engine step failed")
             return True
 
-    def _abort(self, request_id: str) -> None:
-        seq = self._engine.abort(request_id)
-        if seq is not None:
-            self._on_step(StepResult([SequenceOutput(seq, seq.computed, finish=FinishReason.ABORT)]))
+    def _abort(self, request_id: str, child: int | None = None) -> None:
+        ended = self._engine.abort(request_id, child)
+        if ended:
+            self._on_step(StepResult([SequenceOutput(seq, seq.computed, finish=FinishReason.ABORT) for seq in ended]))
 
     def _close(self) -> None:
         """Ends what is left; afterwards every post is refused at once."""

@@ -52,14 +52,15 @@ ToScore = tuple[int, Item, int, int]  # an item and its index; the prompt tokens
 class Launched:
     """A step on the device. results: int64 per item and draft, on its way to the host: the token that follows, 0 where
     none was asked for, -1 where the model's output was not a number. wanted: results with log-probabilities; logprobs:
-    theirs (chosen, top, top ids). arrived: None on a CPU. undrawn: what is to be drawn again before all that is sent;
-    until then results are still on the device. scores: of prompt tokens.
+    theirs (chosen, top, top ids). forked: first tokens of further children. arrived: None on a CPU. undrawn: what is to
+    be drawn again before all that is sent; until then results are still on the device. scores: of prompt tokens.
     """
 
     items: Sequence[Item]
     results: Tensor
     wanted: Sequence[int]
     logprobs: tuple[Tensor | None, ...]
+    forked: Sequence[Forked]
     arrived: torch.cuda.Event | None
     undrawn: Undrawn | None = None
     scores: Sequence[Scores] = ()
@@ -90,6 +91,15 @@ class Undrawn:
     rows: Sequence[int]
     logits: Tensor
     logit_rows: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Forked:
+    """Of the item at `index`. tokens: int64 [n - 1], of child 1 and on; logprobs: as in Launched, () if not wanted."""
+
+    index: int
+    tokens: Tensor
+    logprobs: tuple[Tensor | None, ...]
 
 
 class Runner:
@@ -139,6 +149,7 @@ class Runner:
         """Queues forward pass and sampling of all items; every item's lease covers its tokens."""
         if self._sampler is not None:
             self._stage_sampling(items, self._sampler)
+        self._kv.copy([item.copy for item in items if item.copy is not None])
         wanted = _wanted(items)
         self._replayed = None
         plain = not (self._rejects(items) or _constrained_drafts(items) or any(item.seq.embeds for item in items))
@@ -154,15 +165,14 @@ class Runner:
             results, logits, logit_rows, scores = self._launch_chunks(items)
             undrawn = [item.sample and _awaits_token(item.seq) for item in items]
         if not any(undrawn):
-            logprobs = self._logprobs(items, wanted, logits, logit_rows, results)
-            return self._send(items, results, wanted, logprobs, scores)
-        rows_of = np.cumsum([0, *(1 + len(item.drafts) for item in items)])
+            return self._send(items, results, wanted, logits, logit_rows, scores)
+        rows_of = _rows_of(items)
         again = Undrawn(
             [item for item, undone in zip(items, undrawn, strict=True) if undone],
             [int(row) for row, undone in zip(rows_of, undrawn, strict=False) if undone],
             logits, logit_rows,
         )  # fmt: skip
-        launched = Launched(items, results, wanted, (), None, again, scores)
+        launched = Launched(items, results, wanted, (), (), None, again, scores)
         return launched if any(_awaits_token(item.seq) for item in again.items) else self.constrain(launched)
 
     @torch.inference_mode()
@@ -176,8 +186,7 @@ class Runner:
         pairs = [(i, row) for i, row in zip(undrawn.items, undrawn.rows, strict=True) if i.seq.finish is None]
         if pairs:
             self._draw_again([item for item, _ in pairs], [row for _, row in pairs], undrawn, results)
-        logprobs = self._logprobs(launched.items, launched.wanted, undrawn.logits, undrawn.logit_rows, results)
-        return self._send(launched.items, results, launched.wanted, logprobs, launched.scores)
+        return self._send(launched.items, results, launched.wanted, undrawn.logits, undrawn.logit_rows, launched.scores)
 
     def _draw_again(self, items: Sequence[Item], rows: Sequence[int], undrawn: Undrawn, results: Tensor) -> None:
         """Overwrites these results, and the last tokens of their slots."""
@@ -206,6 +215,7 @@ class Runner:
         results: list[int] = launched.results.tolist()
         logprob_of = {row: at for at, row in enumerate(launched.wanted)}
         scores = {found.index: _prompt_logprobs(found) for found in launched.scores}
+        others = {f.index: _first_tokens(launched.items[f.index].seq, f) for f in launched.forked}
         collected: list[ItemResult] = []
         first = 0
         for index, item in enumerate(launched.items):
@@ -217,11 +227,12 @@ class Runner:
             elif not item.sample:
                 collected.append(ItemResult(True, prompt_logprobs=scores.get(index)))
             else:
-                tokens = [Token(item.seq.num_output + i, token) for i, token in enumerate(run)]
+                seq = item.seq
+                tokens = [Token(seq.num_output + i, token, child=seq.child) for i, token in enumerate(run)]
                 if row in logprob_of:
                     at = logprob_of[row]
-                    tokens = [_with_logprobs(t, item.seq, at + i, launched.logprobs) for i, t in enumerate(tokens)]
-                collected.append(ItemResult(True, tuple(tokens), scores.get(index)))
+                    tokens = [_with_logprobs(t, seq, at + i, launched.logprobs) for i, t in enumerate(tokens)]
+                collected.append(ItemResult(True, tuple(tokens), scores.get(index), others.get(index, ())))
         return collected
 
     def replay(self, count: int) -> float | None:
@@ -440,12 +451,49 @@ class Runner:
         index, there = upload([np.array(at, dtype=np.int32), words], self._device)
         return allowed.index_copy_(0, index.long(), there)
 
+    def _fork(self, items: Sequence[Item], logits: Tensor, logit_rows: np.ndarray) -> list[Forked]:
+        """First tokens of the children beside the one that was sampled, from the same logits.
+
+        On a device the children take the sequence's slot in turn, so that each is sampled as it would be alone.
+        """
+        forked: list[Forked] = []
+        for index, item in enumerate(items):
+            seq, params = item.seq, item.seq.request.sampling
+            if not item.sample or seq.draws == 1 or seq.finish is not None:
+                continue
+            allowed = None if seq.constraint is None else _masks(item)[0]
+            rows = [
+                SampleRow(params, seq.tokens, seq.prompt_len, child, allowed=allowed) for child in range(1, seq.draws)
+            ]
+            row = int(logit_rows[_rows_of(items)[index]])
+            same = logits[row : row + 1].expand(len(rows), -1)
+            if self._sampler is None:
+                tokens = sample(same, rows).tokens
+            else:
+                tokens = self._draw_in_turn(seq.slot, rows, logits[row : row + 1], self._sampler)
+            logprobs = () if params.logprobs is None else token_logprobs(same, tokens, params.logprobs)
+            forked.append(Forked(index, tokens, logprobs))
+        return forked
+
+    def _draw_in_turn(self, slot: int, rows: Sequence[SampleRow], logits: Tensor, sampler: DeviceSampler) -> Tensor:
+        slots, positions = upload([np.array([slot]), np.array([rows[0].position])], self._device)
+        allowed = None
+        if rows[0].allowed is not None:
+            (allowed,) = upload([rows[0].allowed[None]], self._device)
+        drawn: list[Tensor] = []
+        for row in rows:
+            sampler.stage(slot, row)
+            sampler.flush()
+            drawn.append(sampler.run(logits, slots, positions, allowed)[0].clone())
+        self._staged[slot] = None  # the next step of the sequence in this slot brings its own state
+        return torch.cat(drawn)
+
     def _stage_sampling(self, items: Sequence[Item], sampler: DeviceSampler) -> None:
         """Sequences that sample for the first time with the lease that they have."""
         for item in items:
             seq = item.seq
             if item.sample and self._staged[seq.slot] is not seq.lease:
-                sampler.stage(seq.slot, SampleRow(seq.request.sampling, seq.tokens, seq.prompt_len))
+                sampler.stage(seq.slot, SampleRow(seq.request.sampling, seq.tokens, seq.prompt_len, seq.child))
                 self._staged[seq.slot] = seq.lease
         sampler.flush()
 
@@ -464,17 +512,24 @@ class Runner:
         items: Sequence[Item],
         results: Tensor,
         wanted: Sequence[int],
-        logprobs: Sequence[Tensor | None],
+        logits: Tensor,
+        logit_rows: np.ndarray,
         scores: Sequence[Scores],
     ) -> Launched:
+        """All that was drawn, and what is still to be made of the logits, on its way to the host."""
+        logprobs = self._logprobs(items, wanted, logits, logit_rows, results)
         on_host = [None if x is None else _to_host(x) for x in logprobs]
         there = [Scores(s.index, s.first, *map(_to_host, (s.chosen, s.ranks, s.top, s.top_ids))) for s in scores]
+        forked = [
+            Forked(f.index, _to_host(f.tokens), tuple(None if x is None else _to_host(x) for x in f.logprobs))
+            for f in self._fork(items, logits, logit_rows)
+        ]
         results = _to_host(results)
         arrived = None
         if self._device.type == "cuda":
             arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             arrived.record()
-        return Launched(items, results, wanted, tuple(on_host), arrived, scores=there)
+        return Launched(items, results, wanted, tuple(on_host), forked, arrived, scores=there)
 
     def _clear_begun_blocks(self, items: Sequence[Item]) -> None:
         """Zeroes the blocks that this step starts to fill and leaves partly unwritten.
@@ -504,6 +559,11 @@ def _wanted(items: Sequence[Item]) -> list[int]:
     return wanted
 
 
+def _rows_of(items: Sequence[Item]) -> np.ndarray:
+    """Each item's first result."""
+    return np.cumsum([0, *(1 + len(item.drafts) for item in items)])[:-1]
+
+
 def _awaits_token(seq: EngineSequence) -> bool:
     """What may come next is not known before a token is that only the device knows."""
     return seq.constraint is not None and seq.pending > 0
@@ -523,7 +583,7 @@ def _masks(item: Item) -> np.ndarray:
 
 def _row(item: Item, tokens: Sequence[int], drafts: Sequence[int], allowed: np.ndarray | None) -> SampleRow:
     seq = item.seq
-    return SampleRow(seq.request.sampling, tokens, seq.prompt_len, drafts=drafts, allowed=allowed)
+    return SampleRow(seq.request.sampling, tokens, seq.prompt_len, seq.child, drafts=drafts, allowed=allowed)
 
 
 def _to_score(items: Sequence[Item]) -> list[ToScore]:
@@ -560,6 +620,13 @@ def _positions(shape: StepShape) -> np.ndarray:
     return positions
 
 
+def _first_tokens(seq: EngineSequence, forked: Forked) -> tuple[Token, ...]:
+    tokens = [Token(0, token, child=child) for child, token in enumerate(forked.tokens.tolist(), 1)]
+    if forked.logprobs:
+        tokens = [_with_logprobs(token, seq, at, forked.logprobs) for at, token in enumerate(tokens)]
+    return tuple(tokens)
+
+
 def _with_logprobs(token: Token, seq: EngineSequence, at: int, logprobs: Sequence[Tensor | None]) -> Token:
     chosen, values, ids = logprobs
     assert chosen is not None
@@ -568,4 +635,4 @@ def _with_logprobs(token: Token, seq: EngineSequence, at: int, logprobs: Sequenc
     if count and values is not None and ids is not None:
         pairs = zip(ids[at, :count].tolist(), values[at, :count].tolist(), strict=True)
         top = tuple(TokenLogprob(i, v) for i, v in pairs)
-    return Token(token.index, token.id, float(chosen[at]), top)
+    return Token(token.index, token.id, float(chosen[at]), top, token.child)

@@ -15,6 +15,9 @@ the first in rank always goes on; without one below it, it keeps its blocks and 
 before new ones, and admission never overtakes. If nothing can run, a paused sequence gives its blocks up. What then
 still holds blocks are leases and holds outside, which end by themselves: the batch is empty, and the next may not be.
 
+The children of a request are sequences like any other from the step on that computed their prompt: they take slots,
+grow, are preempted and end one by one. One that shares the prompt's last block gets its own before it writes there.
+
 A batch may be planned while the one before it runs (see Sequence). A sequence that ends with the token that is being
 sampled is left out; nobody is preempted while the step in flight is about to give blocks back.
 
@@ -26,14 +29,15 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from common.errors import ConfigError, InternalError, InvalidRequest
-from common.types import FinishReason
+from common.types import MAX_N, FinishReason
 from engine.block_pool import BlockPool
+from engine.lease import BlockCopy
 from engine.sequence import Sequence
 from engine.speculation.chain import Chain
 
@@ -41,6 +45,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 NO_DRAFTS: Mapping[Sequence, Chain] = MappingProxyType({})
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +85,7 @@ class Item(NamedTuple):
 
     decode: one token of a sequence that decodes, not a part of a prompt. recomputed: tokens of these that had KV before
     a preemption. drafts: guesses of the tokens after the newest, the last of num_new; what follows each is sampled too.
-    probs: what they were drawn from, see Chain.
+    probs: what they were drawn from, see Chain. copy: done before anything of the step is written.
     """
 
     seq: Sequence
@@ -90,6 +96,7 @@ class Item(NamedTuple):
     recomputed: int = 0
     drafts: tuple[int, ...] = ()
     probs: Tensor | None = None
+    copy: BlockCopy | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,13 +125,18 @@ class SchedulerStats:
     recomputed_tokens: int
 
 
-def _rank(seq: Sequence) -> tuple[int, int]:
-    return -seq.priority, seq.arrival
+def _rank(seq: Sequence) -> tuple[int, int, int]:
+    return -seq.priority, seq.arrival, seq.child
 
 
-def _turn(seq: Sequence) -> tuple[bool, bool, int, int]:
+def _turn(seq: Sequence) -> tuple[bool, bool, int, int, int]:
     """Order of admission: whoever holds blocks already, then whoever lost them, then rank."""
-    return seq.lease is None, seq.preemptions == 0, -seq.priority, seq.arrival
+    return seq.lease is None, seq.preemptions == 0, *_rank(seq)
+
+
+def _forks(seq: Sequence) -> int:
+    """Children that the sequence still stands for beside itself and that will want blocks of their own here."""
+    return 0 if seq.hand_off or seq.request.sampling.max_tokens == 1 else seq.draws - 1
 
 
 class Scheduler:
@@ -133,7 +145,7 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, pool: BlockPool) -> None:
         self.config = config
         self._pool = pool
-        self._by_id: dict[str, Sequence] = {}
+        self._families: dict[str, dict[int, Sequence]] = {}  # by request and child
         self._running: list[Sequence] = []
         self._waiting: list[Sequence] = []
         self._slots = list(range(config.max_seqs))  # free ones, a heap
@@ -161,41 +173,64 @@ class Scheduler:
                 f"{max_len} tokens never fit in {self._pool.num_blocks} blocks of {self._pool.block_size}",
                 field="prompt" if self._blocks(prompt_len) > self._pool.num_blocks else "max_tokens",
             )
-        if seq.request_id in self._by_id:
+        if not 1 <= seq.request.sampling.n <= MAX_N:
+            raise InvalidRequest(f"n is {seq.request.sampling.n}, outside 1 to {MAX_N}", field="n")
+        if self._blocks(prompt_len) + _forks(seq) > self._pool.num_blocks:
+            raise InvalidRequest(
+                f"{seq.draws} sequences of {prompt_len} prompt tokens never fit in {self._pool.num_blocks} blocks of "
+                f"{self._pool.block_size}",
+                field="n",
+            )
+        if seq.child in self._families.get(seq.request_id, ()):
             raise InvalidRequest(f"request {seq.request_id} is running already", field="request_id")
         if seq.lease is not None and seq.allocated < prompt_len:
             raise InternalError(f"a lease of {seq.allocated} tokens for a prompt of {prompt_len}")
         self._arrivals += 1
         seq.arrival = self._arrivals
-        self._by_id[seq.request_id] = seq
-        insort(self._waiting, seq, key=_turn)
+        self._take_in(seq)
 
-    def find(self, request_id: str) -> Sequence | None:
-        return self._by_id.get(request_id)
+    def fork(self, seq: Sequence, other: Sequence) -> None:
+        """Take in another child of a sequence whose prompt has just been computed; it shares the prompt's blocks."""
+        assert seq.lease is not None
+        other.lease = seq.lease.fork(self._blocks(seq.prompt_len))
+        other.computed = seq.prompt_len
+        self._take_in(other)
+
+    def family(self, request_id: str) -> list[Sequence]:
+        """The request's sequences that are waiting or running: one until its prompt is computed."""
+        return list(self._families.get(request_id, {}).values())
 
     def request_ids(self) -> list[str]:
         """Of all sequences that are waiting or running."""
-        return list(self._by_id)
+        return list(self._families)
 
     def finish(self, seq: Sequence, reason: FinishReason) -> None:
         """Take a sequence out; idempotent, the first reason stays. Its lease stays the engine's to finish."""
-        if self._by_id.get(seq.request_id) is not seq:
+        family = self._families.get(seq.request_id, {})
+        if family.get(seq.child) is not seq:
             return
-        del self._by_id[seq.request_id]
+        del family[seq.child]
+        if not family:
+            del self._families[seq.request_id]
         self._take_out(seq)
         seq.finish = reason
 
-    def abort(self, request_id: str) -> Sequence | None:
-        """Take a sequence out wherever it is; None when it is not here (any more)."""
-        seq = self._by_id.get(request_id)
-        if seq is not None:
+    def abort(self, request_id: str, child: int | None = None) -> list[Sequence]:
+        """Take a request's sequences, or one child, out wherever they are; those that were here (still).
+
+        A child that does not exist yet cannot be taken out, nor can the sequence that stands for it.
+        """
+        found = [seq for seq in self.family(request_id) if child in (None, seq.child)]
+        if child is not None:
+            found = [seq for seq in found if seq.draws == 1]
+        for seq in found:
             self.finish(seq, FinishReason.ABORT)
-        return seq
+        return found
 
     @property
     def has_work(self) -> bool:
         """Some sequence wants to run; the next batch may be empty all the same, while blocks are held outside."""
-        return any(not seq.paused for seq in self._by_id.values())
+        return any(not seq.paused for seq in (*self._running, *self._waiting))
 
     @property
     def waits_for_blocks(self) -> bool:
@@ -262,6 +297,10 @@ class Scheduler:
             seq.slot = heapq.heappop(self._slots)
             insort(self._running, seq, key=_rank)
 
+    def _take_in(self, seq: Sequence) -> None:
+        self._families.setdefault(seq.request_id, {})[seq.child] = seq
+        insort(self._waiting, seq, key=_turn)
+
     def _take_out(self, seq: Sequence) -> None:
         """Of the running or the waiting sequences."""
         if seq.slot < 0:
@@ -272,8 +311,8 @@ class Scheduler:
             seq.slot = -1
 
     def _lease(self, seq: Sequence) -> bool:
-        """Lease blocks for all known tokens, and leave one for the growth of each sequence that runs."""
-        growing = sum(not other.hand_off for other in self._running)
+        """Lease blocks for all known tokens, and leave one for the growth of each sequence that runs or comes of it."""
+        growing = sum(1 + _forks(other) for other in self._running if not other.hand_off) + _forks(seq)
         lease = self._pool.lease(seq.matchable_hashes(), self._blocks(len(seq.tokens)), keep_free=growing)
         if lease is None:
             return False
@@ -291,11 +330,18 @@ class Scheduler:
             if len(items) == limit:
                 break
             # One that was preempted by an earlier one of this loop has nothing computed, so it does not decode.
-            if seq.paused or not seq.decoding or seq.exhausted or seq.drafted:
+            if seq.paused or not seq.decoding or seq.exhausted or seq.drafted or seq.forking:
                 continue
             start = seq.start
-            if start < seq.allocated or self._grow(seq):
-                items.append(Item(seq, start, 1, sample=True, decode=True))
+            lease = seq.lease
+            assert lease is not None
+            copy = None
+            if lease.borrowed == start // self._pool.block_size:
+                copy = self._insist(seq, lease.own)
+                if copy is None:
+                    continue
+            if start < seq.allocated or self._insist(seq, lease.grow):
+                items.append(Item(seq, start, 1, sample=True, decode=True, copy=copy))
         return items
 
     def _with_drafts(self, items: list[Item], drafts: Mapping[Sequence, Chain]) -> list[Item]:
@@ -327,15 +373,14 @@ class Scheduler:
     def _has_prompts(self) -> bool:
         return any(not (s.paused or s.decoding) for s in self._running) or any(not s.paused for s in self._waiting)
 
-    def _grow(self, seq: Sequence) -> bool:
-        """One more block for a decode, at the cost of those below it; False when it has to wait."""
-        assert seq.lease is not None
-        while not seq.lease.grow():
+    def _insist(self, seq: Sequence, ask: Callable[[], T | None]) -> T | None:
+        """What a decode asks of the pool, at the cost of those below it; nothing when it has to wait."""
+        while not (granted := ask()):
             victim = None if self._blocks_come_back() else self._victim(seq)
             if victim is None:
-                return False
+                return None
             self._preempt(victim)
-        return True
+        return granted
 
     def _blocks_come_back(self) -> bool:
         """The end of a step in flight frees some: those given up meanwhile, or of a sequence that ends with it."""

@@ -1,4 +1,4 @@
-"""One request as the engine runs it: its tokens, how many of them have KV, and the lease that holds the KV.
+"""One sequence as the engine runs it: its tokens, how many of them have KV, and the lease that holds the KV.
 
 Invariant: computed <= start <= allocated <= max_len. Prefill, chunk, decode and verify are the same operation on it: a
 step computes KV for `num_new` tokens from `start` on, and where it reaches the end (`length`), samples what follows.
@@ -10,6 +10,9 @@ sampled tokens exist on the device alone. start and length count them, computed 
 A step may verify drafts, guesses of the tokens that follow the newest: `drafted` of them are in it, and nobody counts
 them. Those that turn out right are appended like any token, and `accept` says that they have KV; what the step wrote
 for the others lies beyond `computed`, where later steps write again.
+
+A request for n sequences is one until its prompt is computed: the step that ends it samples n first tokens from the
+same logits, and `fork` makes the other children, which share the prompt's blocks and have nothing else in common.
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ if TYPE_CHECKING:
 
 
 class Sequence:
-    """tokens: prompt and output. computed: tokens whose KV exists in the lease's blocks.
+    """tokens: prompt and output. computed: tokens whose KV exists in the lease's blocks. child: its number among the
+    request's n sequences; the noise that it is sampled with depends on it.
 
     cached_tokens: prompt tokens that the prefix cache supplied. hand_off: ends after its first token, another pod goes
     on. paused: not scheduled until its reader catches up. finish: why it ended, None while it lives. slot: its own
@@ -41,11 +45,13 @@ class Sequence:
     """
 
     __slots__ = (
+        "_fingerprint",
         "_hasher",
         "_recompute_until",
         "arrival",
         "block_size",
         "cached_tokens",
+        "child",
         "computed",
         "constraint",
         "drafted",
@@ -79,10 +85,15 @@ class Sequence:
         output: abc.Sequence[int] = (),
         hand_off: bool = False,
         constraint: Constraint | None = None,
+<<<<<<< HEAD
         embeds: bool = False,
+=======
+        child: int = 0,
+>>>>>>> eab5acd (engine: the children of a request share its prompt's blocks and copy the last one when they write)
     ) -> None:
         assert computed == 0 or lease is not None
         self.request = request
+        self.child = child
         self.request_id = request.request_id
         self.priority = request.priority
         self.prompt_len = request.prompt_len
@@ -106,6 +117,7 @@ class Sequence:
         self.preemptions = 0
         self.arrival = 0
         self._recompute_until = 0
+        self._fingerprint = fingerprint
         self._hasher = BlockHasher(fingerprint, block_size, request.cache_salt)
 
     @property
@@ -141,6 +153,16 @@ class Sequence:
     def exhausted(self) -> bool:
         """It ends with the tokens that are pending, whatever they are."""
         return self.pending > 0 and self.length >= self.max_len
+
+    @property
+    def draws(self) -> int:
+        """Tokens that are sampled from its next logits: the first ones of all children, while it stands for all."""
+        return 1 if self.num_output else self.request.sampling.n
+
+    @property
+    def forking(self) -> bool:
+        """The first tokens of all children are being sampled; nothing follows before the host knows them."""
+        return self.pending > 0 and self.draws > 1
 
     @property
     def allocated(self) -> int:
@@ -185,6 +207,19 @@ class Sequence:
     def append(self, token: int) -> None:
         """The token that was sampled after the last one."""
         self.tokens.append(token)
+
+    def fork(self, child: int) -> Sequence:
+        """Another child of the same request, without output, lease and KV. For a sequence without output."""
+        other = Sequence(
+            self.request,
+            fingerprint=self._fingerprint,
+            block_size=self.block_size,
+            hand_off=self.hand_off,
+            constraint=None if self.constraint is None else self.constraint.copy(),
+            child=child,
+        )
+        other.cached_tokens, other.paused, other.arrival = self.cached_tokens, self.paused, self.arrival
+        return other
 
     def matchable_hashes(self) -> list[bytes]:
         """Hashes of the blocks that a cache may supply: at least one token is left to compute, and all that are to be

@@ -9,14 +9,15 @@ class StepFence:
     """Open from before a step's launch until its completion; costs nothing per block the step touches.
 
     The epoch scheme of Fraser (Practical lock-freedom, 2004): releases during the step wait for its end, so neither an
-    abort nor a preemption gives a block away that the device still reads or writes.
+    abort nor a preemption gives a block away that the device still reads or writes. The blocks that leases left behind
+    for a copy (`Lease.own`) while this step was planned are kept too: it copies from them.
     """
 
     __slots__ = ("_ledger", "blocks")
 
     def __init__(self, ledger: BlockLedger) -> None:
         """Called under the ledger's lock, by the pool."""
-        self.blocks: list[int] = []
+        self.blocks, ledger.copied = ledger.copied, []
         self._ledger = ledger
         ledger.fences.append(self)
 

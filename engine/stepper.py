@@ -39,11 +39,13 @@ L = TypeVar("L")
 class ItemResult:
     """finite: the model's output was a number. tokens: what was sampled, where that was asked for and is meaningful:
     one token, and one more for each draft that was accepted. prompt_logprobs: of prompt tokens that were to be scored.
+    others: with the first one of a request, the first ones of its other children.
     """
 
     finite: bool
     tokens: tuple[Token, ...] = ()
     prompt_logprobs: PromptLogprobs | None = None
+    others: tuple[Token, ...] = ()
 
 
 class StepRunner(Protocol[L]):
@@ -191,7 +193,7 @@ class Stepper(Generic[L]):
         for item, lease, result in zip(flight.items, flight.leases, results, strict=True):
             if item.seq.finish is None and item.seq.lease is lease:
                 items.append(item)
-                outputs.append(self._account(item, result))
+                outputs += self._account(item, result)
         self.counters.discarded += len(flight.items) - len(items)
         now = time.perf_counter()
         seconds, self._settled_at = now - max(flight.began, self._settled_at), now
@@ -212,18 +214,29 @@ class Stepper(Generic[L]):
         log.error("a step of %d sequences failed", len(items), exc_info=error)
         return InternalError(f"the engine step failed: {error}")
 
-    def _account(self, item: Item, result: ItemResult | InternalError) -> SequenceOutput:
-        """Advances one sequence by what the step did for it; its failure is its own."""
+    def _account(self, item: Item, result: ItemResult | InternalError) -> list[SequenceOutput]:
+        """Advances one sequence by what the step did for it, and begins the other children of its request where it made
+        their first tokens; its failure is its own.
+        """
         if isinstance(result, InternalError):
             # What this step wrote is not to be trusted, so nothing of it is published.
-            return self._fail(item.seq, result)
+            return [self._fail(item.seq, result)]
         try:
-            return self._advance(item, result)
+            children = [
+                item.seq.fork(token.child) for token in result.others
+            ]  # with nothing that this one's token adds
+            output = self._advance(item, result)
+            begun = zip(children, result.others, strict=True)
+            return [output, *(self._begin_child(item.seq, other, token) for other, token in begun)]
         except BatonError as error:
-            return self._fail(item.seq, error)
+            return self._fail_with_children(item.seq, result, error)
         except Exception as error:
             log.exception("accounting for request %s failed", item.seq.request_id)
-            return self._fail(item.seq, InternalError(f"the engine step failed: {error}"))
+            return self._fail_with_children(item.seq, result, InternalError(f"the engine step failed: {error}"))
+
+    def _fail_with_children(self, seq: Sequence, result: ItemResult, error: BatonError) -> list[SequenceOutput]:
+        begun = self._scheduler.family(seq.request_id) if result.others else []
+        return [self._fail(lost, error) for lost in dict.fromkeys((seq, *begun))]
 
     def _advance(self, item: Item, result: ItemResult) -> SequenceOutput:
         seq = item.seq
@@ -260,6 +273,16 @@ class Stepper(Generic[L]):
         if self.speculator is not None:
             self.speculator.verified(seq, len(item.drafts), accepted)
 
+    def _begin_child(self, seq: Sequence, other: Sequence, token: Token) -> SequenceOutput:
+        """Another child of a request, with its first token; seq is the one that computed the prompt."""
+        other.append(token.id)
+        finish = self._finish_reason(other, token.id)
+        if finish is not None or seq.hand_off:
+            other.finish = finish or FinishReason.LENGTH
+        else:
+            self._scheduler.fork(seq, other)
+        return SequenceOutput(other, seq.prompt_len, tokens=(token,), finish=finish, handed_off=seq.hand_off)
+
     def _finish_reason(self, seq: Sequence, token: int) -> FinishReason | None:
         """Raises BatonError when the token is none that the sequence's constraint allows."""
         params = seq.request.sampling
@@ -281,8 +304,8 @@ class Stepper(Generic[L]):
     def _fail_all(self, cause: Exception, error: InternalError) -> list[SequenceOutput]:
         """The scheduler's state cannot be trusted any more: everything it knows ends."""
         log.error("the scheduler failed", exc_info=cause)
-        found = [self._scheduler.find(request_id) for request_id in self._scheduler.request_ids()]
-        return [self._fail(seq, error) for seq in found if seq is not None]
+        known = [seq for request_id in self._scheduler.request_ids() for seq in self._scheduler.family(request_id)]
+        return [self._fail(seq, error) for seq in known]
 
     def _result(self, items: list[Item], outputs: list[SequenceOutput], seconds: float) -> StepResult:
         recomputed = sum(item.recomputed for item in items)

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 
 from common.errors import InvalidRequest, ModelNotFound
-from common.types import SamplingParams, ValidRequest
+from common.types import MAX_N, SamplingParams, ValidRequest
 
 MAX_LOGPROBS = 20
 
@@ -50,6 +50,13 @@ class Limits:
         if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < self.vocab_size:
             raise InvalidRequest(f"a token id of the prompt is outside [0, {self.vocab_size})", field="prompt_ids")
         self._check_sampling(request.sampling)
+        if generates and (need := self.first_blocks(request)) > self.num_blocks >= self.first_blocks(request, n=1):
+            n, size = request.sampling.n, self.block_size
+            raise InvalidRequest(
+                f"{n} sequences of {length} prompt tokens need {need} KV blocks of {size} tokens, the pool has "
+                f"{self.num_blocks}",
+                field="n",
+            )
         prompt_blocks = self._blocks(length)
         need = self.kv_blocks(request) if generates else prompt_blocks
         if need > self.num_blocks:
@@ -61,6 +68,12 @@ class Limits:
     def kv_blocks(self, request: ValidRequest) -> int:
         """Blocks that the request can fill at most; the last generated token's KV is never computed."""
         return self._blocks(request.prompt_len + request.sampling.max_tokens - 1)
+
+    def first_blocks(self, request: ValidRequest, n: int | None = None) -> int:
+        """Blocks with which its n sequences can begin: the prompt's, and one more for each that has tokens to write."""
+        alone = min(self._blocks(request.prompt_len) + 1, self.kv_blocks(request))
+        more = 0 if request.sampling.max_tokens == 1 else (n or request.sampling.n) - 1
+        return alone + more
 
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -74,7 +87,7 @@ class Limits:
             ("frequency_penalty", s.frequency_penalty, -2.0, 2.0),
             ("max_tokens", s.max_tokens, 1, math.inf),
             ("min_tokens", s.min_tokens, 0, s.max_tokens),
-            ("n", s.n, 1, 1),
+            ("n", s.n, 1, MAX_N),
             ("logprobs", 0 if s.logprobs is None else s.logprobs, 0, MAX_LOGPROBS),
             ("prompt_logprobs", 0 if s.prompt_logprobs is None else s.prompt_logprobs, 0, MAX_LOGPROBS),
         )

@@ -78,6 +78,9 @@ class PodService(Protocol):
     def active(self) -> int: ...
 
     @property
+    def sequences(self) -> int: ...
+
+    @property
     def queued_tokens(self) -> int: ...
 
     async def idle(self) -> None: ...
@@ -351,7 +354,7 @@ class PodRuntime:
             queued_tokens=self._embedder.queued_tokens + (0 if service is None else service.queued_tokens),
             running=stats.running,
             waiting=stats.waiting,
-            reserved=0 if service is None else max(0, service.active - stats.running - stats.waiting),
+            reserved=0 if service is None else max(0, service.sequences - stats.running - stats.waiting),
             free_blocks=self.engine.pool.available(),
             draining=self.lifecycle.draining,
             prefill_rate=prefill_rate,

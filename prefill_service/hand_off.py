@@ -56,7 +56,8 @@ class _Reading:
 
 
 class HandOff:
-    """The life of one prefill request. Built, iterated and closed on the event loop.
+    """The life of one prefill request, whose n sequences end here with their first tokens. Built, iterated and closed on
+    the event loop.
 
     abort_sequence ends the sequence in the engine; it is called once, when the hand-off ends before its first token.
     handed_off accounts the transfer and the seconds since its first push, once it is complete.
@@ -85,6 +86,7 @@ class HandOff:
         self._first_push_at = 0.0
         self._next_block = target.first_block
         self._has_first_token = False
+        self._firsts: list[tuple[int, FinishReason | None]] = []  # by child
         self._closed = False
         self._reading: set[int] = set()  # first blocks of pushes that are not over
         self._read_over = asyncio.Event()
@@ -107,17 +109,21 @@ class HandOff:
             return
         if self._first_chunk_at is None:
             self._first_chunk_at = now - seconds
-        done = output.computed >= self.seq.prompt_len
-        self.trace.append(Trace("chunk", min(output.computed, self.seq.prompt_len)))
-        # What the gateway waits for goes first: posting writes takes the interpreter from the loop that sends it.
-        self._post(Event(progress=self._progress(output)))
-        token = output.tokens[0] if output.tokens else None
-        if token is not None:
+        chunk = output.seq is self.seq  # else it only tells the first token of another child
+        if chunk:
+            self.trace.append(Trace("chunk", min(output.computed, self.seq.prompt_len)))
+            # What the gateway waits for goes first: posting writes takes the interpreter from the loop that sends it.
+            self._post(Event(progress=self._progress(output)))
+        if output.tokens:
+            token = output.tokens[0]
+            self._firsts.append((token.id, output.finish))
             self.trace.append(Trace("first_token", token.id))
             self._post(Event(first_token=self._first_token(token, output.finish, now)))
-        self._push(output.computed, done)
-        if token is not None:
-            self._transfer.finish([token.id], [output.finish])
+        if chunk:
+            self._push(output.computed, output.computed >= self.seq.prompt_len)
+        if len(self._firsts) == self.seq.request.sampling.n:
+            tokens, finishes = zip(*self._firsts, strict=True)
+            self._transfer.finish(tokens, finishes)
             self.ended()
 
     def on_failure(self, output: SequenceOutput, error: BatonError) -> None:
@@ -238,6 +244,7 @@ class HandOff:
         started = self._arrived if self._first_chunk_at is None else self._first_chunk_at
         return prefill_pb2.FirstToken(
             token=token_to_pb(token),
+            child=token.child,
             finish_reason=finish_to_pb(finish),
             cached_tokens=self.seq.cached_tokens,
             queue_s=max(0.0, started - self._arrived),

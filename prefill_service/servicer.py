@@ -107,7 +107,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         """Engine thread, after each step and before the leases of ended sequences are finished."""
         for output in result.outputs:
             hand_off = self._active.get(output.seq.request_id)
-            if hand_off is None or hand_off.seq is not output.seq:
+            if hand_off is None or hand_off.seq.request is not output.seq.request:
                 continue
             try:
                 hand_off.on_output(output, result.seconds)
@@ -118,6 +118,11 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
     @property
     def active(self) -> int:
         """Requests that still hold something."""
+        return len(self._active)
+
+    @property
+    def sequences(self) -> int:
+        """One per request: a prompt is computed once, whatever comes of it."""
         return len(self._active)
 
     @property

@@ -239,7 +239,7 @@ class TestAdmission:
             ({"prompt": [VOCAB]}, InvalidRequest, "prompt_ids"),
             ({"temperature": float("nan")}, InvalidRequest, "temperature"),
             ({"top_p": 0.0}, InvalidRequest, "top_p"),
-            ({"n": 2}, InvalidRequest, "n"),
+            ({"n": 129}, InvalidRequest, "n"),
             ({"logit_bias": ((999, 1.0),)}, InvalidRequest, "logit_bias"),
         ],
     )

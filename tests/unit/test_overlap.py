@@ -191,8 +191,7 @@ class World:
                 self.ends[name] = output
 
     def abort(self, name: str) -> None:
-        seq = self.scheduler.abort(name)
-        if seq is not None:
+        for seq in self.scheduler.abort(name):
             if seq.lease is not None:
                 seq.lease.finish("abort")
             self.ends[name] = SequenceOutput(seq, seq.computed, finish=FinishReason.ABORT)

@@ -120,8 +120,7 @@ class World:
         self.done.append(seq)
 
     def abort(self, name: str) -> None:
-        seq = self.scheduler.find(name)
-        if seq is not None:
+        for seq in self.scheduler.family(name):
             self.end(seq, FinishReason.ABORT)
 
     def step(self) -> dict[str, int]:

@@ -1,0 +1,170 @@
+"""n sequences of one prompt through prefill, transfer and decode: one prefill, one hand-off, every child by itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from common.errors import InvalidRequest
+from common.pb import decode_pb2, prefill_pb2
+from common.rpc import rpc_errors
+from common.types import FinishReason, Role, ValidRequest
+from common.wire import finish_from_pb, request_to_pb
+from engine.llm import LLM
+from tests.harness import BLOCK, CHUNK, TIMEOUT_S, Cluster, oracle, prompt_of, request, tiny_llama
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def alone(model_dir: Path) -> LLM:
+    return oracle(model_dir)
+
+
+class Family:
+    """What a gateway hears of the children of one request. on_tokens(family, child): news of one."""
+
+    def __init__(self, on_tokens: Callable[[Family, int], Any] | None = None) -> None:
+        self.tokens: dict[int, dict[int, int]] = defaultdict(dict)
+        self.finish: dict[int, FinishReason] = {}
+        self.firsts: list[int] = []
+        self.blocks = 0
+        self.local = False
+        self.on_tokens = on_tokens
+
+    def ids(self, child: int) -> list[int]:
+        assert sorted(self.tokens[child]) == list(range(len(self.tokens[child])))
+        return [self.tokens[child][i] for i in range(len(self.tokens[child]))]
+
+    def put(self, child: int, tokens: Any, finish: Any) -> None:
+        for token in tokens:
+            assert token.child == child
+            assert token.index not in self.tokens[child]
+            self.tokens[child][token.index] = token.id
+        if (reason := finish_from_pb(finish)) is not None:
+            assert child not in self.finish
+            self.finish[child] = reason
+
+    async def run(self, cluster: Cluster, valid: ValidRequest, *, without: int = 0, remote: bool = True) -> Family:
+        """Until all children but `without` of them have ended."""
+        inbox = cluster.stream_of(cluster.decode).expect(valid.request_id)
+        reply = await cluster.reserve(valid, remote_only=remote)
+        assert not reply.HasField("rejected"), reply
+        self.local = reply.HasField("local")
+        if not self.local:
+            message = prefill_pb2.PrefillRequest(request=request_to_pb(valid), target=reply.target)
+            with rpc_errors():
+                async for event in cluster.prefill.prefill.Prefill(message, timeout=TIMEOUT_S):
+                    if event.HasField("first_token"):
+                        self.firsts.append(event.first_token.child)
+                        self.put(event.first_token.child, [event.first_token.token], event.first_token.finish_reason)
+                    elif event.HasField("handed_off"):
+                        self.blocks = event.handed_off.blocks
+        while len(self.finish) < valid.sampling.n - without:
+            async with asyncio.timeout(TIMEOUT_S):
+                delta = await inbox.get()
+            assert not delta.HasField("error"), delta
+            self.put(delta.child, delta.tokens, delta.finish_reason)
+            if self.on_tokens is not None:
+                await self.on_tokens(self, delta.child)
+        return self
+
+
+def expected(alone: LLM, valid: ValidRequest) -> list[list[int]]:
+    return [c.ids for c in alone.generate([valid.prompt_ids], valid.sampling, ignore_eos=True)]
+
+
+@pytest.mark.parametrize("length", [1, BLOCK - 1, BLOCK, BLOCK + 1, CHUNK, CHUNK + 1, 2 * CHUNK + 3])
+async def test_one_prefill_and_one_transfer_for_all_children(model_dir: Path, alone: LLM, length: int) -> None:
+    async with Cluster.start(model_dir) as cluster:
+        sampled = request(prompt_of(length), 7, temperature=1.0, seed=3, n=3)
+        got = await Family().run(cluster, sampled)
+        assert [got.ids(child) for child in range(3)] == expected(alone, sampled)
+        assert got.firsts == [0, 1, 2]
+        assert got.blocks == -(-length // BLOCK)
+        assert cluster.prefill.runtime.computed["prefill"] - 2 == length  # 2: warm-up
+        assert cluster.prefill.runtime.node.stats().sent_transfers == 1
+        greedy = await Family().run(cluster, request(prompt_of(length), 5, n=4))
+        assert len({tuple(greedy.ids(child)) for child in range(4)}) == 1
+        for kind in ("local", "recompute"):
+            assert cluster.decode.runtime.computed[kind] <= 2
+
+
+async def test_local_prefill_and_aggregated_pods(model_dir: Path, alone: LLM) -> None:
+    for config in ({"decode_config": {"local_prefill_tokens": 64}}, {"role": Role.BOTH, "prefill": 0}):
+        async with Cluster.start(model_dir, **config) as cluster:  # type: ignore[arg-type]
+            sampled = request(prompt_of(CHUNK + 2), 6, temperature=1.0, seed=9, n=3)
+            got = await Family().run(cluster, sampled, remote=False)
+            assert got.local
+            assert [got.ids(child) for child in range(3)] == expected(alone, sampled)
+
+
+async def test_children_end_with_their_first_tokens(model_dir: Path, alone: LLM) -> None:
+    async with Cluster.start(model_dir) as cluster:
+        free = request(prompt_of(10), 6, temperature=1.0, seed=4, n=4)
+        stop = expected(alone, free)[1][0]
+        stopped = replace(free, sampling=replace(free.sampling, stop_token_ids=(stop,)))
+        got = await Family().run(cluster, stopped)
+        assert [got.ids(child) for child in range(4)] == expected(alone, stopped)
+        assert (got.ids(1), got.finish[1]) == ([stop], FinishReason.STOP)
+        one = await Family().run(cluster, request(prompt_of(9), 1, temperature=1.0, n=5))
+        assert set(one.finish.values()) == {FinishReason.LENGTH}
+        assert all(len(one.ids(child)) == 1 for child in range(5))
+
+
+async def test_children_are_preempted_and_go_on(model_dir: Path, alone: LLM) -> None:
+    async with Cluster.start(model_dir, decode_config={"num_blocks": 16}) as cluster:
+        sampled = request(prompt_of(10), 30, temperature=1.0, seed=8, n=3)
+        got = await Family().run(cluster, sampled)
+        assert [got.ids(child) for child in range(3)] == expected(alone, sampled)
+        assert cluster.decode.runtime.engine.scheduler.stats().preemptions > 0
+
+
+async def test_a_child_is_aborted_alone_and_all_are_with_the_request(model_dir: Path, alone: LLM) -> None:
+    async with Cluster.start(model_dir) as cluster:
+        sampled = request(prompt_of(10), 60, temperature=1.0, seed=8, n=3)
+
+        async def stop(family: Family, child: int) -> None:
+            if child == 1 and len(family.tokens[1]) == 3:
+                message = decode_pb2.DecodeAbortRequest(request_id=sampled.request_id, child=1)
+                await cluster.decode.decode.Abort(message)
+
+        got = await Family(stop).run(cluster, sampled, without=1)
+        wanted = expected(alone, sampled)
+        assert (got.ids(0), got.ids(2)) == (wanted[0], wanted[2])
+        assert 1 not in got.finish
+        ended = asyncio.Event()
+
+        async def leave(family: Family, child: int) -> None:
+            if all(len(family.tokens[c]) >= 2 for c in range(3)):
+                ended.set()
+
+        running = asyncio.create_task(Family(leave).run(cluster, replace(sampled, request_id="leaves")))
+        await asyncio.wait_for(ended.wait(), TIMEOUT_S)
+        await cluster.abort("leaves")
+        running.cancel()
+        await asyncio.wait([running])
+
+
+async def test_room_is_counted_for_every_child(model_dir: Path) -> None:
+    async with Cluster.start(model_dir, decode_config={"num_blocks": 20}) as cluster:
+        with pytest.raises(InvalidRequest) as refused:
+            await cluster.reserve(request(prompt_of(8), 6, n=19), remote_only=True)
+        assert refused.value.field == "n"
+        held = request(prompt_of(8), 6, n=12)
+        assert (await cluster.reserve(held, remote_only=True)).HasField("target")
+        assert cluster.decode.runtime.engine.pool.available() == 20 - 2 - 12
+        assert (await cluster.reserve(request(prompt_of(8, 1), 6, n=5), remote_only=True)).HasField("rejected")
+        await cluster.abort(held.request_id)
