@@ -56,8 +56,8 @@ class _Reading:
 
 
 class HandOff:
-    """The life of one prefill request, whose n sequences end here with their first tokens. Built, iterated and closed on
-    the event loop.
+    """The life of one prefill request, whose n sequences end here with their first tokens. Built, iterated and closed
+    on the event loop.
 
     abort_sequence ends the sequence in the engine; it is called once, when the hand-off ends before its first token.
     handed_off accounts the transfer and the seconds since its first push, once it is complete.
