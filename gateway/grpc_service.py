@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import closing
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing, closing
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -13,10 +15,12 @@ from common.errors import DeadlineExceeded, InvalidRequest
 from common.pb import inference_pb2, inference_pb2_grpc
 from common.wire import finish_to_pb, prompt_logprobs_to_pb, token_to_pb
 from gateway.admission.caller import Caller
+from gateway.best_of import best
 from gateway.body import SESSION_AFFINITY, affinity_of
 from gateway.grpc_tools import add_deltas, chat_fields, conversation_fields, require_no_chat_fields, shared_fields
 from gateway.output import Piece
-from gateway.service import Choice, Gateway, Ticket
+from gateway.service import Choice, Gateway, Ticket, Usage
+from gateway.streaming import gather, merged, total
 from gateway.tokenize import Tokenize, parse_detokenize, parse_tokenize
 from gateway.validation import parse_chat, parse_completion
 
@@ -34,6 +38,9 @@ _PASSED = (
     "seed",
     "min_tokens",
     "prompt_logprobs",
+    "n",
+    "best_of",
+    "use_beam_search",
 )
 
 
@@ -65,7 +72,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def Generate(  # type: ignore[override]  # the stubs know generators only
         self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
-        """Writes deltas, then one message with finish reason and usage."""
+        """Writes deltas, for each choice a message with its finish reason, with the last one the usage."""
         left = context.time_remaining()
         affinity = affinity_of(dict(context.invocation_metadata() or ()).get(SESSION_AFFINITY.decode()))
         caller, client_id = self._caller(context), request.request_id[:128] or None
@@ -90,22 +97,26 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         ticket: Ticket,
     ) -> None:
         # The answer is made in a task of its own, so that Abort can end it and still be told apart from a cancel.
-        making = asyncio.get_running_loop().create_task(self._choice(ticket, request))
+        making = asyncio.get_running_loop().create_task(self._choices(ticket, request))
         ticket.serve_by(making)
         try:
-            choice = await making
+            choices = await making
         except asyncio.CancelledError:
             if ticket.ended_with is not None:
                 raise ticket.ended_with from None
             raise
         context.set_trailing_metadata(tuple(ticket.headers.items()))
-        queue: asyncio.Queue[Piece | None] = asyncio.Queue()
-        work = asyncio.get_running_loop().create_task(_pump(choice, queue))
+        queue: asyncio.Queue[tuple[int, Piece] | None] = asyncio.Queue()
+        work = asyncio.get_running_loop().create_task(_pump(choices, queue))
         work.add_done_callback(lambda _: queue.put_nowait(None))
         ticket.serve_by(work)
+        unfinished = choices[0].spec.n
         try:
-            while (piece := await queue.get()) is not None:
-                await context.write(self._message(ticket, piece, choice))
+            while (item := await queue.get()) is not None:
+                index, piece = item
+                unfinished -= piece.finish is not None
+                usage = None if unfinished else total(choices)
+                await context.write(self._message(ticket, index, piece, choices[0], usage))
                 queue.task_done()
             if work.cancelled() and ticket.ended_with is not None:
                 raise ticket.ended_with
@@ -114,14 +125,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
 
-    async def _choice(self, ticket: Ticket, request: inference_pb2.GenerateRequest) -> Choice:
+    async def _choices(self, ticket: Ticket, request: inference_pb2.GenerateRequest) -> list[Choice]:
         fields = _fields(request)
         kind = request.WhichOneof("prompt")
         if kind == "chat":
             fields |= chat_fields(request)
             if request.HasField("logprobs"):
                 fields |= {"logprobs": True, "top_logprobs": request.logprobs}
-            return (await self._gateway.chat(ticket, parse_chat(fields)))[0]
+            return await self._gateway.chat(ticket, parse_chat(fields))
         require_no_chat_fields(request)
         prompt: str | list[int] | None = None
         if kind == "text":
@@ -132,12 +143,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             raise InvalidRequest("prompt is missing", field="prompt")
         if request.HasField("logprobs"):
             fields["logprobs"] = request.logprobs
-        return (await self._gateway.completion(ticket, parse_completion({**fields, "prompt": prompt})))[0]
+        return await self._gateway.completion(ticket, parse_completion({**fields, "prompt": prompt}))
 
-    def _message(self, ticket: Ticket, piece: Piece, choice: Choice) -> inference_pb2.GenerateResponse:
-        usage = choice.usage
+    def _message(
+        self, ticket: Ticket, index: int, piece: Piece, choice: Choice, usage: Usage | None
+    ) -> inference_pb2.GenerateResponse:
         message = inference_pb2.GenerateResponse(
-            request_id=ticket.id, text=piece.text, tokens=[token_to_pb(token) for token in piece.tokens]
+            request_id=ticket.id, text=piece.text, tokens=[token_to_pb(token) for token in piece.tokens], index=index
         )
         if (scores := choice.take_prompt_logprobs()) is not None:
             message.prompt_logprobs.CopyFrom(prompt_logprobs_to_pb(scores))
@@ -145,6 +157,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             add_deltas(message, piece.deltas)
         if piece.finish is not None:
             message.finish_reason = finish_to_pb(piece.finish)
+        if usage is not None:
             message.usage.prompt_tokens = usage.prompt
             message.usage.completion_tokens = usage.completion
             message.usage.cached_tokens = usage.cached
@@ -202,9 +215,27 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         return inference_pb2.ListModelsResponse(models=models)
 
 
-async def _pump(choice: Choice, queue: asyncio.Queue[Piece | None]) -> None:
+async def _pump(choices: Sequence[Choice], queue: asyncio.Queue[tuple[int, Piece] | None]) -> None:
     """One piece at a time: the next is made when the last was sent, so a slow client holds back its own request."""
-    with closing(choice):
-        async for piece in choice:
-            queue.put_nowait(piece)
+    async with aclosing(_pieces(choices)) as pieces:
+        async for item in pieces:
+            queue.put_nowait(item)
             await queue.join()
+
+
+async def _pieces(choices: Sequence[Choice]) -> AsyncGenerator[tuple[int, Piece], None]:
+    spec = choices[0].spec
+    if spec.candidates > spec.n:
+        for index, answer in enumerate(best(await gather([choice.collect() for choice in choices]), spec)):
+            tokens = [replace(token, child=index) for token in answer.tokens]
+            if spec.logprobs is None:
+                tokens = [replace(token, logprob=None, top=()) for token in tokens]
+            yield index, Piece(answer.text, (), tuple(tokens), answer.finish)
+    elif len(choices) == 1:
+        with closing(choices[0]) as choice:
+            async for piece in choice:
+                yield 0, piece
+    else:
+        async with aclosing(merged(choices)) as pieces:
+            async for item in pieces:
+                yield item

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NamedTuple
 
@@ -49,11 +50,14 @@ Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 
 
 class Delta(NamedTuple):
-    """Tokens that are next in order. restart: everything before is void, another attempt begins."""
+    """Tokens of one sequence (child) that are next in order. restart: everything before is void, of all children;
+    another attempt begins.
+    """
 
     tokens: Sequence[Token] = ()
     finish: FinishReason | None = None
     restart: bool = False
+    child: int = 0
 
 
 class Leg:
@@ -84,7 +88,10 @@ class Leg:
         self._timeline = timeline
         self._spawn = spawn
         self._request: ValidRequest = plan.request
-        self._order = TokenOrder()
+        self._orders = [TokenOrder() for _ in range(plan.request.sampling.n)]
+        self._news: deque[int] = deque()  # children that may have something to yield
+        self._unfinished = set(range(len(self._orders)))
+        self._stopped: set[int] = set()
         self._max_pending = MAX_PENDING // (1 + (plan.request.sampling.logprobs or 0))
         self._waiter: asyncio.Future[None] | None = None  # of `next`
         self._error: BatonError | None = None
@@ -256,11 +263,27 @@ class Leg:
             cached_tokens=event.cached_tokens,
         )
         self.cached_tokens = event.cached_tokens
-        self._metrics.queue.observe(event.queue_s)
-        self._order.put([token_from_pb(event.token)])
-        finish = finish_from_pb(event.finish_reason)
+        if event.child == 0:
+            self._metrics.queue.observe(event.queue_s)
+        self._put(event.child, [token_from_pb(event.token)], finish_from_pb(event.finish_reason))
+
+    def _put(self, child: int, tokens: Sequence[Token], finish: FinishReason | None) -> None:
+        if child >= len(self._orders):
+            self.fail(InternalError(f"a pod tells of sequence {child} of {len(self._orders)}"))
+            return
+        order = self._orders[child]
+        order.put(tokens)
         if finish is not None:
-            self._order.end(finish)
+            order.end(finish)
+        if child in self._stopped:
+            if tokens and finish is None and self._decode is not None:
+                self._decode.end_orphan(self._request.request_id, child)
+            return
+        if order.pending > self._max_pending:
+            # Whoever writes to the client is stuck, maybe for long: what holds memory and a pod ends here.
+            self.fail(Overloaded("the client reads too slowly"))
+            self._release_decode(abort=True)
+        self._news.append(child)
         self._wake()
 
     def _on_handed_off(self, event: prefill_pb2.HandedOff) -> None:
@@ -281,7 +304,7 @@ class Leg:
             self._decode_heard = True
             self._timeline.mark("decode")
         tokens = [token_from_pb(token) for token in delta.tokens]
-        if tokens and not self._order.begun and self._placement is not None:
+        if tokens and tokens[0].index == 0 and self._placement is not None:
             self._placement.computed()  # the first token of a prompt that the decode pod computed
         if delta.cached_tokens:
             self.cached_tokens = delta.cached_tokens
@@ -290,17 +313,9 @@ class Leg:
         if delta.HasField("speculation"):
             self.proposed += delta.speculation.proposed
             self.accepted += delta.speculation.accepted
-        self._order.put(tokens)
-        if self._order.pending > self._max_pending:
-            # Whoever writes to the client is stuck, maybe for long: what holds memory and a pod ends here.
-            self.fail(Overloaded("the client reads too slowly"))
-            self._release_decode(abort=True)
-        if delta.finish_reason:
-            self._on_finish(delta)
-        self._wake()
-
-    def _on_finish(self, delta: decode_pb2.SequenceDelta) -> None:
-        finish = finish_from_pb(delta.finish_reason)
+        finish = finish_from_pb(delta.finish_reason) if delta.finish_reason else None
+        failed = finish in (FinishReason.ERROR, FinishReason.ABORT)
+        self._put(delta.child, tokens, None if failed else finish)
         if finish is FinishReason.ERROR:
             error = error_from_pb(delta.error) if delta.HasField("error") else InternalError("the decode pod failed")
             self._blame_decode()
@@ -308,8 +323,6 @@ class Leg:
         elif finish is FinishReason.ABORT:
             self._blame_decode()
             self.fail(Unavailable("the decode pod ended the request"))
-        elif finish is not None:
-            self._order.end(finish)
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -333,24 +346,40 @@ class Leg:
     # -- out
 
     async def next(self) -> Delta:
-        """All tokens that are next in order; the last ones with the finish reason. Raises what ended it early."""
+        """All tokens of one child that are next in order; the last ones with its finish reason. Raises what ended the
+        attempt early.
+        """
         while True:
-            tokens, finish = self._order.take()
-            if tokens or finish is not None:
-                self._complete = finish is not None
-                return Delta(tokens, finish)
+            while self._news:
+                child = self._news.popleft()
+                if child not in self._unfinished or child in self._stopped:
+                    continue
+                tokens, finish = self._orders[child].take()
+                if finish is not None:
+                    self._unfinished.discard(child)
+                    self._complete = not self._unfinished
+                if tokens or finish is not None:
+                    return Delta(tokens, finish, child=child)
             if self._error is not None:
                 raise self._error
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
 
+    def stop(self, child: int) -> None:
+        """Nothing more is wanted of one child; the others go on."""
+        if child in self._unfinished and child not in self._stopped:
+            self._stopped.add(child)
+            if self._decode is not None and not self._orders[child].ended:
+                self._decode.abort(self._request.request_id, self._deadline, child=child)
+
     def close(self) -> None:
         """Gives everything back; idempotent."""
         if self._timer is not None:
             self._timer.cancel()
-        if self._order.duplicates:
-            self._metrics.duplicates.inc(self._order.duplicates)
-            self._order.duplicates = 0
+        for order in self._orders:
+            if order.duplicates:
+                self._metrics.duplicates.inc(order.duplicates)
+                order.duplicates = 0
         self._release_decode(abort=not self._complete or self._never_handed_off)
         task, self._prefill_task = self._prefill_task, None
         if not self._complete and task is not None:

@@ -68,9 +68,10 @@ class Run:
         self._attempt = 0
         self._avoid: frozenset[str] = frozenset()
         self._sent = False  # tokens of this attempt
+        self._stopped: set[int] = set()
 
     async def next(self) -> Delta:
-        """All tokens that are next in order; the last ones with the finish reason. Raises BatonError."""
+        """All tokens of a sequence that are next in order; the last ones with its finish reason. Raises BatonError."""
         while True:
             try:
                 leg = self._leg or await self._open()
@@ -90,6 +91,12 @@ class Run:
                 self.prompt_logprobs = tuple(leg.prompt_logprobs)
             return delta
 
+    def stop(self, child: int) -> None:
+        """Nothing more is wanted of one of the request's n sequences."""
+        self._stopped.add(child)
+        if self._leg is not None:
+            self._leg.stop(child)
+
     def close(self) -> None:
         """Gives everything back, which aborts on the pods what is not complete; idempotent."""
         leg, self._leg = self._leg, None
@@ -105,6 +112,8 @@ class Run:
         leg = pipeline.leg(self._plan, self._attempt, self._avoid, self._deadline, self._timeline)
         self._leg = leg
         await leg.open()
+        for child in self._stopped:  # of an attempt before this one
+            leg.stop(child)
         return leg
 
     def _give_up_or(self, e: BatonError) -> None:

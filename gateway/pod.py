@@ -96,7 +96,7 @@ class Pod:
         self._streams_ended = 0
         self._recheck = asyncio.Event()
         self._decodes = asyncio.Event()
-        self._aborted: dict[str, float] = {}
+        self._aborted: dict[tuple[str, int | None], float] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
 
     @property
@@ -150,8 +150,8 @@ class Pod:
         """Tokens of this request are dropped from now on."""
         self._sinks.pop(request_id, None)
 
-    def abort(self, request_id: str, until: float = 0.0) -> None:
-        """Ends a request on the decode pod, in the background.
+    def abort(self, request_id: str, until: float = 0.0, *, child: int | None = None) -> None:
+        """Ends a request, or one of its sequences, on the decode pod, in the background.
 
         It is repeated until the pod acknowledges it or has ended the request by itself: at `until` (time.monotonic())
         or with the token stream.
@@ -159,11 +159,11 @@ class Pod:
         now = time.monotonic()
         if len(self._aborted) > 1024:
             self._aborted = {k: at for k, at in self._aborted.items() if now - at < REPEAT_ABORT_S}
-        self._aborted[request_id] = now
-        self._spawn(self._abort(request_id, until))
+        self._aborted[request_id, child] = now
+        self._spawn(self._abort(request_id, until, child))
 
-    async def _abort(self, request_id: str, until: float) -> None:
-        message = decode_pb2.DecodeAbortRequest(request_id=request_id)
+    async def _abort(self, request_id: str, until: float, child: int | None) -> None:
+        message = decode_pb2.DecodeAbortRequest(request_id=request_id, child=child)
         stream, backoff = self._streams_ended, _BACKOFF_S[0]
         while True:
             try:
@@ -312,12 +312,12 @@ class Pod:
         if sink is not None:
             sink.deliver(delta)
         elif not delta.finish_reason:
-            self._end_orphan(delta.request_id)
+            self.end_orphan(delta.request_id)
 
-    def _end_orphan(self, request_id: str) -> None:
-        """A sequence runs for which nobody waits: its abort was lost, or is on its way."""
-        if time.monotonic() - self._aborted.get(request_id, 0.0) > REPEAT_ABORT_S:
-            self.abort(request_id)
+    def end_orphan(self, request_id: str, child: int | None = None) -> None:
+        """A request or one child runs for which nobody waits: its abort was lost, or is on its way."""
+        if time.monotonic() - self._aborted.get((request_id, child), 0.0) > REPEAT_ABORT_S:
+            self.abort(request_id, child=child)
 
     def _fail_all(self, error: BatonError) -> None:
         sinks, self._sinks = self._sinks, {}

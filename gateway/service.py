@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from common.errors import BatonError, Cancelled, InvalidRequest, Overloaded, PermissionDenied, Unavailable
 from common.prefix_index import IndexReader
-from common.types import FinishReason, PromptLogprobs, ValidRequest
+from common.types import FinishReason, PromptLogprobs, Token, ValidRequest
 from gateway.admission.caller import Caller
 from gateway.admission.gate import Gate, GateLimits
 from gateway.admission.key_ring import KeyRing
@@ -26,6 +26,7 @@ from gateway.admission.outlook import PodOutlook
 from gateway.admission.permit import Permit, Size
 from gateway.cache_reset import Reset, reset_prefix_caches
 from gateway.dialect import kept_special
+from gateway.family import Child, Family
 from gateway.metrics import GatewayMetrics
 from gateway.models import Models, ModelText, ServedModel
 from gateway.output import ChoiceOutput, Piece, ShownToken
@@ -90,7 +91,7 @@ class Usage:
 @dataclass(frozen=True, slots=True)
 class Answer:
     """A complete choice. message: what its text means, None where all of it is content. prompt: its tokens with
-    log-probabilities, None where nobody asked for them.
+    log-probabilities, None where nobody asked for them. tokens: all generated ones.
     """
 
     text: str
@@ -98,6 +99,7 @@ class Answer:
     finish: FinishReason
     message: Message | None = None
     prompt: tuple[PromptToken, ...] | None = None
+    tokens: tuple[Token, ...] = ()
 
 
 class Ticket:
@@ -135,7 +137,10 @@ class Ticket:
 
 
 class Choice:
-    """One prompt's answer in the making: iterate it for pieces of text, or `collect` it; `close` ends it early."""
+    """An answer in the making: iterate it for pieces of text, or `collect` it; `close` ends it early.
+
+    child: its number among those of its prompt, which are one family where there are several.
+    """
 
     def __init__(
         self,
@@ -145,7 +150,12 @@ class Choice:
         spec: Spec,
         request: ValidRequest,
         reading: Reading | None = None,
+        *,
+        family: Family | None = None,
+        child: int = 0,
     ) -> None:
+        self.child = child
+        self._family = family
         self.model = model
         self.reading = reading
         self._gateway = gateway
@@ -153,7 +163,7 @@ class Choice:
         self.spec = spec
         self.request = request
         self._output = self._new_output()
-        self._run: Run | None = None
+        self._run: Run | Child | None = None
         self._last: float | None = None  # when tokens came last
         self._before = 0  # characters of the prompt that were echoed
         self._echoed = not spec.echo
@@ -167,6 +177,11 @@ class Choice:
         if run is None:
             return usage
         return replace(usage, cached=run.cached_tokens, accepted=run.accepted, rejected=run.proposed - run.accepted)
+
+    @property
+    def cost(self) -> Usage:
+        """The part of `usage` that counts where choices are added up: a prompt of several is computed once."""
+        return replace(self.usage, prompt=0, cached=0) if self.child else self.usage
 
     def _new_output(self) -> ChoiceOutput:
         logprobs = self.spec.logprobs is not None
@@ -225,30 +240,33 @@ class Choice:
         """The whole answer. Raises BatonError."""
         text: list[str] = []
         shown: list[ShownToken] = []
+        tokens: list[Token] = []
         deltas: list[Delta] = []
         finish: FinishReason | None = None
         try:
             while finish is None:
                 piece = await self._next(replayable=True)
                 if piece is None:
-                    text, shown, deltas = [], [], []
+                    text, shown, tokens, deltas = [], [], [], []
                     continue
                 text.append(piece.text)
                 shown.extend(piece.shown)
+                tokens.extend(piece.tokens)
                 deltas.extend(piece.deltas or ())
                 finish = piece.finish
         finally:
             self.close()
         message = None if self.reading is None else assemble(deltas)
         scored = self.spec.prompt_logprobs
-        return Answer(
-            "".join(text), tuple(shown), finish, message, None if scored is None else self.prompt_tokens(scored)
-        )
+        prompt = None if scored is None else self.prompt_tokens(scored)
+        return Answer("".join(text), tuple(shown), finish, message, prompt, tuple(tokens))
 
     def close(self) -> None:
         """Gives everything back, which aborts on the pods what is not complete; idempotent."""
         if self._run is not None:
             self._run.close()
+        elif self._family is not None:
+            self._family.children[self.child].close()
 
     async def _next(self, *, replayable: bool) -> Piece | None:
         """The next piece; None means that all before is void."""
@@ -259,9 +277,9 @@ class Choice:
             self._echoed = not self.spec.echo
             return None
         metrics, now = self._gateway.metrics, time.monotonic()
-        if self._last is None:
+        if self._last is None and not self.child:
             metrics.ttft.observe(now - self._ticket.timeline.start)
-        elif delta.tokens:
+        elif self._last is not None and delta.tokens:
             metrics.itl.observe((now - self._last) / len(delta.tokens))
         self._last = now
         if self.spec.max_tokens == 0:
@@ -276,19 +294,25 @@ class Choice:
             run.close()
         return piece
 
-    def _start(self, replayable: bool) -> Run:
+    def _start(self, replayable: bool) -> Run | Child:
+        if self._family is None:
+            self._run = self._new_run(replayable)
+        else:
+            self._run = self._family.begin(self.child, lambda: self._new_run(replayable))
+        return self._run
+
+    def _new_run(self, replayable: bool) -> Run:
         ticket = self._ticket
-        self._run = self.model.pipeline.run(
+        return self.model.pipeline.run(
             self.request,
             deadline=ticket.deadline,
             replayable=replayable,
             timeline=ticket.timeline,
             affinity=ticket.affinity,
         )
-        return self._run
 
     def _end(self, finish: FinishReason, *, stop_string: bool) -> None:
-        metrics, usage = self._gateway.metrics, self.usage
+        metrics, usage = self._gateway.metrics, self.cost
         metrics.e2e.observe(time.monotonic() - self._ticket.timeline.start)
         metrics.prompt_tokens.inc(usage.prompt)
         metrics.output_tokens.inc(usage.completion)
@@ -421,7 +445,9 @@ class Gateway:
             timeline.note(outcome=outcome)
             self.metrics.requests.labels(endpoint, outcome).inc()
             self.metrics.running.dec()
-            used = sum((choice.usage for choice in ticket.choices), Usage())
+            for choice in ticket.choices:
+                choice.close()
+            used = sum((choice.cost for choice in ticket.choices), Usage())
             worked = outcome == "ok" or used.completion  # else nothing was computed, or nothing came of it
             permit.release(used.prompt if worked else 0, used.completion)
             del self._tickets[ticket.id]
@@ -455,7 +481,7 @@ class Gateway:
     async def enter(self, ticket: Ticket, model: ServedModel, choices: Sequence[Choice]) -> None:
         """Returns when all of a request may go to the pods; see Permit.enter for what it raises."""
         ticket.choices = choices
-        requests = [choice.request for choice in choices]
+        requests = [choice.request for choice in choices if choice.child == 0]
         size = Size(
             sum(request.prompt_len for request in requests),
             sum(request.sampling.max_tokens * request.sampling.n for request in requests),
@@ -471,28 +497,30 @@ class Gateway:
         ticket.timeline.mark("admitted")
 
     async def completion(self, ticket: Ticket, body: CompletionBody) -> list[Choice]:
-        """One choice per prompt. Raises InvalidRequest, ModelNotFound, Unavailable."""
+        """Choices in order of the prompts, as many for each as the spec wants candidates.
+
+        Raises InvalidRequest, ModelNotFound, Unavailable.
+        """
         model = self.model_for(ticket.caller, body.spec.model)
         limits = model.limits()
         if body.spec.grammar is not None:
             await model.dialect.grammars.require(body.spec.grammar)
         reading = None if body.spec.skip_special_tokens else kept_special(model.tokenizer)
         choices: list[Choice] = []
-        for prompt in body.prompts:
+        for number, prompt in enumerate(body.prompts):
             if isinstance(prompt, str):
                 _refuse_hopeless(prompt, model, limits, "prompt")
                 ids: Sequence[int] = await model.tokenizer.encode_async(prompt, add_special_tokens=True)
             else:
                 ids = prompt
-            number = len(choices)
-            choices.append(
-                self._choice(ticket, model, body.spec, ids, limits, number, COMPLETION_MAX_TOKENS, "prompt", reading)
+            choices += self._choices(
+                ticket, model, body.spec, ids, limits, number, COMPLETION_MAX_TOKENS, "prompt", reading
             )
         await self.enter(ticket, model, choices)
         return choices
 
     async def chat(self, ticket: Ticket, body: ChatBody) -> list[Choice]:
-        """One choice. Raises InvalidRequest, ModelNotFound, Unavailable."""
+        """The spec's n choices. Raises InvalidRequest, ModelNotFound, Unavailable."""
         model = self.model_for(ticket.caller, body.spec.model)
         limits = model.limits()
         talk = await model.dialect.converse(
@@ -506,11 +534,11 @@ class Gateway:
         _refuse_hopeless(talk.prompt, model, limits, "messages")
         ids = await model.tokenizer.encode_async(talk.prompt, add_special_tokens=False)
         spec = replace(body.spec, grammar=talk.grammar)
-        choices = [self._choice(ticket, model, spec, ids, limits, 0, None, "messages", talk.reading)]
+        choices = self._choices(ticket, model, spec, ids, limits, 0, None, "messages", talk.reading)
         await self.enter(ticket, model, choices)
         return choices
 
-    def _choice(
+    def _choices(
         self,
         ticket: Ticket,
         model: ServedModel,
@@ -521,7 +549,7 @@ class Gateway:
         default_max_tokens: int | None,
         prompt_field: str,
         reading: Reading | None,
-    ) -> Choice:
+    ) -> list[Choice]:
         caller = ticket.caller
         request = to_valid(
             replace(
@@ -539,7 +567,9 @@ class Gateway:
             bad_words=list(dict.fromkeys(ids for word in spec.bad_words for ids in model.tokenizer.words(word))),
         )
         ticket.timeline.mark("tokenized", prompt_tokens=request.prompt_len)
-        return Choice(self, model, ticket, spec, request, reading)
+        n = request.sampling.n
+        family = Family(n) if n > 1 else None
+        return [Choice(self, model, ticket, spec, request, reading, family=family, child=child) for child in range(n)]
 
 
 def _refuse_hopeless(text: str, model: ServedModel, limits: Limits, field: str) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import orjson
 
 from common.errors import BatonError
+from gateway.best_of import best
 from gateway.http_endpoint import Response, sse_event
 from gateway.openai_schema import ChatFormat, CompletionFormat, Format, Json, usage_json
 from gateway.output import Piece
@@ -48,16 +49,16 @@ class Generate:
         if spec.stream:
             await _stream(choices, spec, form, response)
         else:
-            answers = await _gather([choice.collect() for choice in choices])
-            await response.json(200, form.answer(answers, _total(choices)))
+            answers = best(await gather([choice.collect() for choice in choices]), spec)
+            await response.json(200, form.answer(answers, total(choices)))
         ticket.timeline.note(
-            prompt_tokens=_total(choices).prompt,
-            output_tokens=_total(choices).completion,
-            cached_tokens=_total(choices).cached,
+            prompt_tokens=total(choices).prompt,
+            output_tokens=total(choices).completion,
+            cached_tokens=total(choices).cached,
         )
 
 
-async def _gather(works: Sequence[Any]) -> list[Any]:
+async def gather(works: Sequence[Any]) -> list[Any]:
     """All results; the first failure cancels the rest and is raised."""
     if len(works) == 1:
         return [await works[0]]
@@ -129,18 +130,18 @@ async def _stream(choices: Sequence[Choice], spec: Spec, form: Format, response:
                 if raw := events[0].of(piece):
                     await response.event(raw)
     else:
-        async with aclosing(_merged(choices)) as pieces:
+        async with aclosing(merged(choices)) as pieces:
             async for index, piece in pieces:
                 if raw := events[index].of(piece):
                     await response.event(raw)
     tail = b""
     if spec.include_usage:
-        tail = sse_event({**form.usage_chunk(), "usage": usage_json(_total(choices))})
+        tail = sse_event({**form.usage_chunk(), "usage": usage_json(total(choices))})
     await response.event(tail + _DONE)
     await response.end()
 
 
-async def _merged(choices: Sequence[Choice]) -> AsyncGenerator[tuple[int, Piece], None]:
+async def merged(choices: Sequence[Choice]) -> AsyncGenerator[tuple[int, Piece], None]:
     """The pieces of all choices as they come."""
     # One slot: a choice whose piece is not taken yet waits, and its next piece merges what came meanwhile.
     queue: asyncio.Queue[tuple[int, Piece | BaseException | None]] = asyncio.Queue(maxsize=1)
@@ -172,5 +173,6 @@ async def _pump(index: int, choice: Choice, queue: asyncio.Queue[tuple[int, Piec
             await queue.put((index, e))
 
 
-def _total(choices: Sequence[Choice]) -> Usage:
-    return sum((choice.usage for choice in choices), Usage())
+def total(choices: Sequence[Choice]) -> Usage:
+    """Tokens spent on all of them; a prompt counts once."""
+    return sum((choice.cost for choice in choices), Usage())

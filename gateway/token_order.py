@@ -27,11 +27,6 @@ class TokenOrder:
         return len(self._ready) + len(self._early)
 
     @property
-    def begun(self) -> bool:
-        """Some token arrived."""
-        return self._seen > 0
-
-    @property
     def ended(self) -> bool:
         """The finish reason is known; tokens may still be missing."""
         return self._finish is not None

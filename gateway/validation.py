@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 
 from common.errors import InvalidRequest
-from common.types import Grammar, SamplingParams, ValidRequest
+from common.types import MAX_N, Grammar, SamplingParams, ValidRequest
 from gateway.fields import Fields, wrong_type
 from gateway.messages import parse_messages
 from gateway.structured import parse_structured
@@ -25,6 +25,7 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_LOGPROBS = 20
 MAX_PROMPTS = 64
+MAX_SEQUENCES = 1024  # of all prompts of a body together
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 256
 MAX_SALT_CHARS = 256
@@ -60,6 +61,8 @@ class Spec:
     logprobs: int | None = None
     cache_salt: str = ""
     priority: int = 0
+    n: int = 1
+    best_of: int | None = None
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
@@ -70,6 +73,11 @@ class Spec:
     include_stop: bool = False
     prompt_logprobs: int | None = None
     echo: bool = False
+
+    @property
+    def candidates(self) -> int:
+        """Sequences to generate per prompt, the n best of which are answered."""
+        return self.best_of or self.n
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +113,6 @@ class Limits:
 
 # Fields that OpenAI or other servers define, and the values that ask for nothing beyond what is served.
 _COMMON_INERT: dict[str, tuple[object, ...]] = {
-    "n": (1,),
     "use_beam_search": (False,),
     "lora_request": (),
     "lora_path": (),
@@ -114,7 +121,6 @@ _COMMON_INERT: dict[str, tuple[object, ...]] = {
 _COMPLETION_INERT: dict[str, tuple[object, ...]] = {
     **_COMMON_INERT,
     "suffix": ("",),
-    "best_of": (1,),
 }
 _CHAT_INERT: dict[str, tuple[object, ...]] = {
     **_COMMON_INERT,
@@ -139,8 +145,13 @@ def parse_completion(body: object) -> CompletionBody:
     max_tokens = fields.integer("max_tokens", 0, INT32_MAX)
     if max_tokens == 0 and not echo:
         raise InvalidRequest("max_tokens must be at least 1 without echo", field="max_tokens")
-    spec = replace(_spec(fields, logprobs=logprobs, max_tokens=max_tokens), echo=echo)
-    return CompletionBody(spec, _prompts(fields.raw("prompt")))
+    best_of = fields.integer("best_of", 1, MAX_N)
+    spec = replace(_spec(fields, logprobs=logprobs, max_tokens=max_tokens, best_of=best_of), echo=echo)
+    prompts = _prompts(fields.raw("prompt"))
+    if len(prompts) * spec.candidates > MAX_SEQUENCES:
+        text = f"{len(prompts)} prompts with {spec.candidates} sequences each are more than {MAX_SEQUENCES}"
+        raise InvalidRequest(text, field="n" if best_of is None else "best_of")
+    return CompletionBody(spec, prompts)
 
 
 def parse_chat(body: object) -> ChatBody:
@@ -220,7 +231,8 @@ def to_valid(
         max_tokens=max(1, max_tokens),
         min_tokens=spec.min_tokens,
         stop_token_ids=tuple(dict.fromkeys(stops)),
-        logprobs=spec.logprobs,
+        logprobs=spec.logprobs if spec.candidates == spec.n else spec.logprobs or 0,
+        n=spec.candidates,
         allowed_token_ids=spec.allowed_token_ids,
         bad_words=tuple(bad_words),
         prompt_logprobs=max(scores, default=None),
@@ -245,7 +257,12 @@ def refuse_unserved(fields: Fields, inert: Mapping[str, tuple[object, ...]]) -> 
 
 
 def _spec(
-    fields: Fields, *, logprobs: int | None, max_tokens: int | None, max_tokens_field: str = "max_tokens"
+    fields: Fields,
+    *,
+    logprobs: int | None,
+    max_tokens: int | None,
+    max_tokens_field: str = "max_tokens",
+    best_of: int | None = None,
 ) -> Spec:
     model = fields.string("model", 1024)
     if not model:
@@ -260,6 +277,11 @@ def _spec(
     prompt_logprobs = fields.integer("prompt_logprobs", 0, MAX_LOGPROBS)
     if prompt_logprobs is not None and stream:
         raise InvalidRequest("prompt_logprobs is only there when stream is false", field="prompt_logprobs")
+    n = fields.integer("n", 1, MAX_N) or 1
+    if best_of is not None and best_of < n:
+        raise InvalidRequest(f"best_of ({best_of}) must not be less than n ({n})", field="best_of")
+    if best_of is not None and best_of > n and stream:
+        raise InvalidRequest("best_of beyond n is only known at the end: it cannot be streamed", field="best_of")
     return Spec(
         model=model,
         max_tokens=max_tokens,
@@ -278,6 +300,8 @@ def _spec(
         stop_token_ids=_stop_token_ids(fields.raw("stop_token_ids")),
         ignore_eos=fields.boolean("ignore_eos") or False,
         logprobs=logprobs,
+        n=n,
+        best_of=best_of,
         cache_salt=fields.string("cache_salt", MAX_SALT_CHARS) or "",
         priority=fields.integer("priority", -INT32_MAX, INT32_MAX) or 0,
         stream=stream,

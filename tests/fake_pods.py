@@ -80,6 +80,7 @@ class Seen:
     reserved: list[ValidRequest] = field(default_factory=list)
     prefilled: list[ValidRequest] = field(default_factory=list)
     decode_aborts: list[str] = field(default_factory=list)
+    child_aborts: list[tuple[str, int]] = field(default_factory=list)
     prefill_cancels: list[str] = field(default_factory=list)
     hand_offs: list[str] = field(default_factory=list)
     timeouts: list[float] = field(default_factory=list)
@@ -88,16 +89,17 @@ class Seen:
     embedded: list[ValidRequest] = field(default_factory=list)
 
 
-def outcome(request: ValidRequest, script: Script) -> tuple[list[Token], FinishReason]:
-    """All tokens of a request and why it ends."""
+def outcome(request: ValidRequest, script: Script, child: int = 0) -> tuple[list[Token], FinishReason]:
+    """All tokens of a request's child and why it ends: the script's ids, and for each further child the next ids."""
     tokens: list[Token] = []
     sampling = request.sampling
     for i, token in enumerate(script(request)[: sampling.max_tokens]):
+        token += child if token not in sampling.stop_token_ids else 0
         logprob, top = None, ()
         if sampling.logprobs is not None:
-            logprob = -0.5 - i
+            logprob = -0.5 - i + 0.125 * child
             top = tuple(TokenLogprob(token + k, logprob - k) for k in range(sampling.logprobs))
-        tokens.append(Token(i, token, logprob, top))
+        tokens.append(Token(i, token, logprob, top, child))
         if token in sampling.stop_token_ids and i + 1 > sampling.min_tokens:
             return tokens, FinishReason.STOP
     return tokens, FinishReason.LENGTH
@@ -133,7 +135,8 @@ class FakePod(
         self._queues: dict[str, asyncio.Queue[decode_pb2.TokenBatch | None]] = {}
         self._numbers: dict[str, int] = {}
         self._running: dict[str, tuple[ValidRequest, str]] = {}
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._children: dict[str, set[int]] = {}  # that have not ended
+        self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._server: RpcServer | None = None
 
     @property
@@ -229,8 +232,10 @@ class FakePod(
             self.faults.reject = max(0, self.faults.reject - 1)
             return decode_pb2.ReserveResponse(rejected=decode_pb2.Rejected(reason="full", retry_after_s=2.5))
         self._running[valid.request_id] = (valid, request.gateway_id)
+        self._children[valid.request_id] = set(range(valid.sampling.n))
         if self.role is Role.BOTH:
-            self._spawn(valid.request_id, self._generate(valid.request_id, 0))
+            for child in range(valid.sampling.n):
+                self._spawn(valid.request_id, child, self._generate(valid.request_id, child, 0))
             return decode_pb2.ReserveResponse(local=decode_pb2.LocalPrefill(), cached_tokens=self.cached_tokens)
         blocks = -(-valid.prompt_len // self.layout.block_size)
         target = types_pb2.KvTarget(
@@ -249,12 +254,25 @@ class FakePod(
         if self.faults.abort_errors:
             self.faults.abort_errors -= 1
             raise Unavailable("the abort is lost")
-        self.seen.decode_aborts.append(request.request_id)
-        self._running.pop(request.request_id, None)
-        task = self._tasks.pop(request.request_id, None)
-        if task is not None:
-            task.cancel()
+        ended = set(self._children.get(request.request_id, ()))
+        if request.HasField("child"):
+            self.seen.child_aborts.append((request.request_id, request.child))
+            ended &= {request.child}
+        else:
+            self.seen.decode_aborts.append(request.request_id)
+        for child in ended:
+            self._ended(request.request_id, child)
+            task = self._tasks.pop((request.request_id, child), None)
+            if task is not None:
+                task.cancel()
         return decode_pb2.DecodeAbortResponse()
+
+    def _ended(self, request_id: str, child: int) -> None:
+        left = self._children.get(request_id, set())
+        left.discard(child)
+        if not left:
+            self._children.pop(request_id, None)
+            self._running.pop(request_id, None)
 
     async def Tokens(self, request_iterator: Any, context: Any) -> AsyncIterator[decode_pb2.TokenBatch]:
         hello = await anext(request_iterator)
@@ -279,24 +297,25 @@ class FakePod(
         for queue in self._queues.values():
             queue.put_nowait(None)
 
-    def commit(self, request_id: str, finish: FinishReason | None) -> None:
-        """The prompt's KV is here, with the first token."""
-        if request_id not in self._running:
-            return
-        if finish is not None:
-            self._running.pop(request_id)
-        else:
-            self._spawn(request_id, self._generate(request_id, 1))
+    def commit(self, request_id: str, finishes: list[FinishReason | None]) -> None:
+        """The prompt's KV is here, with the first tokens."""
+        for child, finish in enumerate(finishes):
+            if child not in self._children.get(request_id, ()):
+                continue
+            if finish is not None:
+                self._ended(request_id, child)
+            else:
+                self._spawn(request_id, child, self._generate(request_id, child, 1))
 
-    def _spawn(self, request_id: str, work: Any) -> None:
-        self._tasks[request_id] = asyncio.get_running_loop().create_task(work)
+    def _spawn(self, request_id: str, child: int, work: Any) -> None:
+        self._tasks[request_id, child] = asyncio.get_running_loop().create_task(work)
 
-    async def _generate(self, request_id: str, start: int) -> None:
+    async def _generate(self, request_id: str, child: int, start: int) -> None:
         valid, gateway_id = self._running[request_id]
-        tokens, finish = outcome(valid, self._cluster.script)
+        tokens, finish = outcome(valid, self._cluster.script, child)
         if self.faults.decode_error is not None:
-            self._emit(gateway_id, request_id, [], FinishReason.ERROR, error=self.faults.decode_error)
-            self._running.pop(request_id, None)
+            self._emit(gateway_id, request_id, [], FinishReason.ERROR, error=self.faults.decode_error, child=child)
+            self._ended(request_id, child)
             return
         groups = [[t] for t in tokens[start:]]
         if self.faults.reorder:
@@ -312,8 +331,8 @@ class FakePod(
             cached = self.cached_tokens if start == 0 and i == 0 else None
             for repeat in range(2 if self.faults.duplicate else 1):
                 done = finish if last and repeat == int(self.faults.duplicate) else None
-                self._emit(gateway_id, request_id, group, done, cached=cached)
-        self._running.pop(request_id, None)
+                self._emit(gateway_id, request_id, group, done, cached=cached, child=child)
+        self._ended(request_id, child)
 
     def _emit(
         self,
@@ -324,12 +343,14 @@ class FakePod(
         *,
         cached: int | None = None,
         error: BatonError | None = None,
+        child: int = 0,
     ) -> None:
         queue = self._queues.get(gateway_id)
         if queue is None:
             return
         delta = decode_pb2.SequenceDelta(
             request_id=request_id,
+            child=child,
             tokens=[token_to_pb(t) for t in tokens],
             finish_reason=finish_to_pb(finish),
             cached_tokens=cached,
@@ -353,22 +374,24 @@ class FakePod(
             if faults.prefill_error is not None and faults.prefill_errors > 0:
                 faults.prefill_errors -= 1
                 raise faults.prefill_error
-            tokens, finish = outcome(valid, self._cluster.script)
-            only = finish if len(tokens) == 1 else None
+            outcomes = [outcome(valid, self._cluster.script, child) for child in range(valid.sampling.n)]
+            ends = [finish if len(tokens) == 1 else None for tokens, finish in outcomes]
             decode = self._cluster.pods[request.target.address]
             progress = prefill_pb2.PrefillProgress(computed_tokens=valid.prompt_len, cached_tokens=self.cached_tokens)
             yield prefill_pb2.PrefillEvent(progress=progress)
             if faults.decode_before_first:
-                decode.commit(valid.request_id, only)
+                decode.commit(valid.request_id, ends)
                 await asyncio.sleep(0.05)
-            first = prefill_pb2.FirstToken(
-                token=token_to_pb(tokens[0]),
-                finish_reason=finish_to_pb(only),
-                cached_tokens=self.cached_tokens,
-                queue_s=0.001,
-                compute_s=0.01,
-            )
-            yield prefill_pb2.PrefillEvent(first_token=first)
+            for child, (tokens, _) in enumerate(outcomes):
+                first = prefill_pb2.FirstToken(
+                    token=token_to_pb(tokens[0]),
+                    finish_reason=finish_to_pb(ends[child]),
+                    cached_tokens=self.cached_tokens,
+                    queue_s=0.001,
+                    compute_s=0.01,
+                    child=child,
+                )
+                yield prefill_pb2.PrefillEvent(first_token=first)
             if faults.drop_prefill_after_first:
                 faults.drop_prefill_after_first -= 1
                 return
@@ -377,7 +400,7 @@ class FakePod(
                 yield prefill_pb2.PrefillEvent(failed=error_to_pb(faults.hand_off_error))
                 return
             if not faults.decode_before_first:
-                decode.commit(valid.request_id, only)
+                decode.commit(valid.request_id, ends)
             self.seen.hand_offs.append(valid.request_id)
             yield prefill_pb2.PrefillEvent(
                 handed_off=prefill_pb2.HandedOff(blocks=len(request.target.blocks), bytes=1, transport="loopback")

@@ -8,6 +8,7 @@ one that is here and nobody reads, a bound that the validator does not keep: eac
 
 from __future__ import annotations
 
+from common.types import MAX_N
 from gateway import validation as v
 from gateway.api_doc.parameter import Json, Parameter, boolean, ignored, integer, limited, number, refused, text
 from gateway.embeddings import MAX_DIMENSIONS, MAX_INPUTS
@@ -131,7 +132,7 @@ COMMON: tuple[Parameter, ...] = (
     Parameter("stream_options", "Only with stream.", {"type": "object"}, grpc=""),
     boolean("stream_options.include_usage", "One more chunk, with the usage and no choices.", grpc=""),
     boolean("stream_options.continuous_usage_stats", "The usage so far, in every chunk.", grpc=""),
-    limited("n", [1], "Answers per prompt."),
+    integer("n", 1, MAX_N, "Answers per prompt, for one prefill.", default="1"),
     limited("use_beam_search", [False], "Beam search."),
     Parameter(
         "allowed_token_ids",
@@ -216,7 +217,13 @@ COMPLETION: tuple[Parameter, ...] = (
     boolean("echo", "The prompt comes before the answer, with its log-probabilities if there are any."),
     integer("logprobs", 0, v.MAX_LOGPROBS, "So many alternatives per token, with log-probabilities.", default="none"),
     limited("suffix", [""], "Text behind the answer (no model of ours fills in)."),
-    limited("best_of", [1], "Candidates, the best n of which are answered."),
+    integer(
+        "best_of",
+        1,
+        MAX_N,
+        "Candidates, the n of which are answered whose tokens have the highest mean log-probability; not streamed.",
+        default="n",
+    ),
 )
 
 _TEXT_PART: Json = {

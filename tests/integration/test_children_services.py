@@ -94,12 +94,12 @@ async def test_one_prefill_and_one_transfer_for_all_children(model_dir: Path, al
         assert [got.ids(child) for child in range(3)] == expected(alone, sampled)
         assert got.firsts == [0, 1, 2]
         assert got.blocks == -(-length // BLOCK)
-        assert cluster.prefill.runtime.computed["prefill"] - 2 == length  # 2: warm-up
+        assert cluster.prefill.runtime.computed["prefill"] == length
         assert cluster.prefill.runtime.node.stats().sent_transfers == 1
         greedy = await Family().run(cluster, request(prompt_of(length), 5, n=4))
         assert len({tuple(greedy.ids(child)) for child in range(4)}) == 1
         for kind in ("local", "recompute"):
-            assert cluster.decode.runtime.computed[kind] <= 2
+            assert cluster.decode.runtime.computed[kind] == 0
 
 
 async def test_local_prefill_and_aggregated_pods(model_dir: Path, alone: LLM) -> None:

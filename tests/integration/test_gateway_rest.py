@@ -259,7 +259,7 @@ async def test_logprobs_of_a_stop_string_are_not_shown(gw: Rig, cluster: FakeClu
         ({"top_p": 0}, "top_p"), ({"top_p": 1.01}, "top_p"), ({"top_k": -2}, "top_k"), ({"min_p": -1}, "min_p"),
         ({"repetition_penalty": 0}, "repetition_penalty"), ({"presence_penalty": 3}, "presence_penalty"),
         ({"frequency_penalty": -3}, "frequency_penalty"), ({"seed": 1.5}, "seed"), ({"seed": 2**63}, "seed"),
-        ({"n": 0}, "n"), ({"n": 2}, "n"), ({"n": -1}, "n"), ({"n": "1"}, "n"), ({"best_of": 2}, "best_of"),
+        ({"n": 0}, "n"), ({"n": 129}, "n"), ({"n": -1}, "n"), ({"n": "1"}, "n"), ({"best_of": 0}, "best_of"),
         ({"echo": 1}, "echo"), ({"suffix": "x"}, "suffix"), ({"guided_json": 1}, "guided_json"),
         ({"logprobs": -1}, "logprobs"), ({"logprobs": 21}, "logprobs"), ({"logprobs": True}, "logprobs"),
         ({"stop": 5}, "stop"), ({"stop": [5]}, "stop"), ({"stop": ""}, "stop"), ({"stop": ["x"] * 17}, "stop"),
@@ -286,7 +286,7 @@ async def test_bad_completion_fields_are_named(shared: Rig, fields: dict[str, An
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"n": 2}, "n must be 1"),
+        ({"use_beam_search": True}, "use_beam_search must be false"),
         ({"modalities": ["audio"]}, 'modalities must be ["text"]'),
         ({"audio": {}}, "audio is not supported"),
     ],
@@ -311,7 +311,7 @@ def test_what_is_not_served_says_what_is(fields: dict[str, Any], message: str) -
         ({"messages": [{"role": "assistant", "tool_calls": 1}]}, "messages[0].tool_calls"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"), ({"response_format": "json"}, "response_format"),
         ({"tool_choice": "required"}, "tool_choice"), ({"modalities": ["audio"]}, "modalities"),
-        ({"top_logprobs": 3}, "top_logprobs"), ({"logprobs": 3}, "logprobs"), ({"n": 3}, "n"),
+        ({"top_logprobs": 3}, "top_logprobs"), ({"logprobs": 3}, "logprobs"), ({"n": 129}, "n"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"max_completion_tokens": 4000}, "max_completion_tokens"),
     ],
