@@ -85,11 +85,8 @@ class Sequence:
         output: abc.Sequence[int] = (),
         hand_off: bool = False,
         constraint: Constraint | None = None,
-<<<<<<< HEAD
         embeds: bool = False,
-=======
         child: int = 0,
->>>>>>> eab5acd (engine: the children of a request share its prompt's blocks and copy the last one when they write)
     ) -> None:
         assert computed == 0 or lease is not None
         self.request = request
