@@ -160,8 +160,11 @@ class Reservation:
                 fork = lease.fork(shared, spare=min(1, len(lease.blocks) - shared))
                 try:
                     seqs.append(
-                        engine.new_sequence(self.request, lease=fork, computed=prompt_len, output=[token], child=child)
-                    )
+                        engine.new_sequence(
+                            self.request, lease=fork, computed=prompt_len, output=[token], child=child,
+                            grammar=self._grammar,
+                        )
+                    )  # fmt: skip
                 except BaseException:
                     fork.finish("not begun")
                     raise
