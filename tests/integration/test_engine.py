@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -397,3 +398,43 @@ def test_wrong_configuration_names_the_field(tiny_dir: Path, change: dict[str, A
     with pytest.raises(ConfigError) as refusal:
         Engine(EngineConfig(**({"model_dir": tiny_dir} | change)))
     assert refusal.value.field == field
+
+
+def test_constraints_hold_with_overlap_and_preemptions(tiny_dir: Path, llm: LLM) -> None:
+    """Tokens are drawn again once the one before is known: the same as in an engine that waits, neighbours included."""
+    prompts = [prompt(20, i) for i in range(8)]
+    each = [
+        SamplingParams(
+            temperature=float(i % 2), seed=i, max_tokens=12, logprobs=1, frequency_penalty=0.4 * (i % 3),
+            allowed_token_ids=tuple(range(3, 40)) if i % 4 == 0 else (),
+            bad_words=((5,), (7, 8), *((t, u) for t in range(3, 40) for u in range(10, 20))) if i % 4 < 2 else (),
+        )
+        for i in range(8)
+    ]  # fmt: skip
+    waits = llm.generate(prompts, each, ignore_eos=True, show_progress=False)
+    ahead = make(tiny_dir, overlap=True, num_blocks=30)
+    found = ahead.generate(prompts, each, ignore_eos=True, show_progress=False)
+    assert [c.ids for c in found] == [c.ids for c in waits]
+    for a, b in zip(found, waits, strict=True):
+        assert [t.logprob for t in a.tokens] == pytest.approx([t.logprob for t in b.tokens], abs=1e-4)
+    assert ahead.engine.scheduler.stats().preemptions > 0
+    for i, completion in enumerate(found):
+        said = [*prompts[i], *completion.ids]
+        assert len(completion.ids) == 12
+        if i % 4 == 0:
+            assert set(completion.ids) <= set(range(3, 40))
+        if i % 4 < 2:
+            assert 5 not in completion.ids
+            assert not any(3 <= t < 40 and 10 <= u < 20 for t, u in itertools.pairwise(said[len(prompts[i]) - 1 :]))
+    clean(ahead.engine)
+
+
+def test_a_request_without_any_token_left_fails_alone(llm: LLM) -> None:
+    nothing = SamplingParams(temperature=0.0, max_tokens=4, allowed_token_ids=(9,), bad_words=((9, 9),))
+    stuck, fine = llm.generate(
+        [prompt(6, 1), prompt(6, 2)], [nothing, SamplingParams(temperature=0.0, max_tokens=4)], show_progress=False
+    )
+    assert stuck.finish is FinishReason.ERROR
+    assert isinstance(stuck.error, InvalidRequest)
+    assert len(fine.ids) == 4
+    clean(llm.engine)
