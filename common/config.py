@@ -422,10 +422,10 @@ class UpConfig(_Config):
     """The stack on one machine: `prefill` + `decode` pods and a gateway.
 
     port None: DEFAULT_PORT or the next free one after it; 0, and grpc_port 0: any free one. redis None: an embedded
-    Valkey. device, dtype, kv_dtype, load_format, weights_seed, max_model_len, kv_memory, speculation and threads are of
-    each pod, as in PodConfig; gpu_memory_utilization is for all pods together. log_dir None: a new directory in the
-    user's state. max_tokens: longest answer to `--once`. drain_s: most seconds that running answers get once it is told
-    to stop.
+    Valkey. api_keys: as in GatewayConfig. device, dtype, kv_dtype, load_format, weights_seed, max_model_len, kv_memory,
+    speculation and threads are of each pod, as in PodConfig; gpu_memory_utilization is for all pods together. log_dir
+    None: a new directory in the user's state. max_tokens: longest answer to `--once`. drain_s: most seconds that
+    running answers get once it is told to stop.
     """
 
     model: str = _setting(_MODEL, "smollm2")
