@@ -59,7 +59,9 @@ BlockSize = Annotated[str | None, _opt("Tokens per KV block (default 16).", meta
 KvMemory = Annotated[
     str | None, _opt("KV pool of a pod, like 2GiB; default: 512M on a CPU, what is left on a GPU.", metavar="SIZE")
 ]
-ChunkTokens = Annotated[str | None, _opt("Most tokens of one engine step (default 256, on a GPU 2048).", metavar="N")]
+ChunkTokens = Annotated[
+    str | None, _opt("Most tokens of one engine step (default 256; GPU: 2048, if nothing decodes 8192).", metavar="N")
+]
 Speculation = Annotated[str | None, _opt("Who drafts tokens: none (the default), ngram or suffix.", metavar="PROPOSER")]
 SpeculationTokens = Annotated[str | None, _opt("Most drafts per sequence and step (default 4).", metavar="N")]
 SpeculationAccept = Annotated[str | None, _opt("Of drafts: coupled (the default) or rejection.", metavar="RULE")]

@@ -296,7 +296,8 @@ class PodConfig(_Config):
     weights, of weights_seed, for a directory that has none. kv_memory: bytes of the KV pool; 0: 512 MiB on a CPU, on a
     GPU what is left of gpu_memory_utilization, the share of the card that the pod may take. max_model_len 0: the
     model's. chunk_tokens: most tokens of one step, and of one prompt chunk; max_seqs: sequences that run at once; 0:
-    256 and 64 on a CPU, 2048 and 256 on a GPU. cuda_graphs: decode steps run as graphs, captured at the start. overlap:
+    256 and 64 on a CPU, 2048 and 256 on a GPU, where a step without decodes then takes 8192 tokens, and twice that of a
+    prompt alone. cuda_graphs: decode steps run as graphs, captured at the start. overlap:
     a step is launched before the last one's result is known (None: on a GPU). speculation: who drafts tokens that steps
     verify, speculation_tokens of them per sequence at most; speculation_accept coupled: answers are the same as
     without, rejection: only their distribution is. local_prefill_tokens: a decode pod computes uncached

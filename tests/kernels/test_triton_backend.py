@@ -82,6 +82,16 @@ def test_long_rows(dim, softcap, fp8, device, gen):
 
 
 @needs_cuda
+@pytest.mark.parametrize("fp8", [False, True], ids=["full", "fp8"])
+def test_equal_prompts_side_by_side(fp8, device, gen):
+    blocks = [list(range(64 * row, 64 * row + 64)) for row in range(4)]
+    shape = (258, 1, 2, 16, 128)
+    step = StepShape([3, 0, 0, 0], [1, 1024, 1024, 1024], blocks)
+    got = both(shape, torch.bfloat16, [step], 8, (None,), device, gen, fp8)
+    assert got < TOLERANCE[torch.bfloat16]
+
+
+@needs_cuda
 @pytest.mark.parametrize(("new", "length"), [(1, 1), (300, 300), (129, 1000), (1024, 2048)])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(12, 2), (6, 2), (71, 1)])
 def test_dense_prefill(new, length, heads, kv_heads, device, gen):
