@@ -129,6 +129,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         fields = _fields(request)
         kind = request.WhichOneof("prompt")
         if kind == "chat":
+            if request.best_of > 1:
+                raise InvalidRequest("best_of is for text and tokens, not for chat", field="best_of")
             fields |= chat_fields(request)
             if request.HasField("logprobs"):
                 fields |= {"logprobs": True, "top_logprobs": request.logprobs}

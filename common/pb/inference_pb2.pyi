@@ -430,15 +430,13 @@ class GenerateRequest(_message.Message):
     n: _builtins.int
     """Completions per prompt, 1 to 128, default 1; they share one prefill."""
     best_of: _builtins.int
-    """Generate so many, give the n whose tokens have the highest mean log-probability; with beams their width. Default n.
-    Not for chat, unless use_beam_search is set.
-    """
+    """Generate so many, give the n whose tokens have the highest mean log-probability. Default n. Not for chat."""
     use_beam_search: _builtins.bool
-    """Search for the likeliest completions with beams instead of sampling."""
+    """Search for the likeliest completions with beams instead of sampling. This version answers INVALID_ARGUMENT."""
     length_penalty: _builtins.float
-    """Beams are ranked by log-probability / length ** length_penalty; default 1."""
+    """With use_beam_search alone: beams are ranked by log-probability / length ** length_penalty; default 1."""
     early_stopping: Global___EarlyStopping.ValueType
-    """When the search ends before max_tokens."""
+    """With use_beam_search alone: when the search ends before max_tokens."""
     include_stop_str_in_output: _builtins.bool
     """The stop string that ends the output is part of it."""
     prompt_logprobs: _builtins.int

@@ -68,7 +68,7 @@ class InferenceServicer:
 
     def Generate(self, request, context):
         """Generates n completions as a stream: deltas of all of them as they come, and for each a message with its finish
-        reason; the last message of all has the usage. With best_of beyond n, or beams, whole completions come at the end.
+        reason; the last message of all has the usage. With best_of beyond n whole completions come at the end.
         The call's deadline ends the work where it is; cancelling the call aborts it.
         Errors: INVALID_ARGUMENT (bad field), NOT_FOUND (unknown model), UNAUTHENTICATED (no API key, or a wrong one: it
         comes as metadata, `authorization: Bearer KEY`), PERMISSION_DENIED (the key does not allow it), RESOURCE_EXHAUSTED

@@ -35,7 +35,7 @@ class InferenceStub:
     def __new__(cls, channel: _aio.Channel) -> InferenceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
     """Generates n completions as a stream: deltas of all of them as they come, and for each a message with its finish
-    reason; the last message of all has the usage. With best_of beyond n, or beams, whole completions come at the end.
+    reason; the last message of all has the usage. With best_of beyond n whole completions come at the end.
     The call's deadline ends the work where it is; cancelling the call aborts it.
     Errors: INVALID_ARGUMENT (bad field), NOT_FOUND (unknown model), UNAUTHENTICATED (no API key, or a wrong one: it
     comes as metadata, `authorization: Bearer KEY`), PERMISSION_DENIED (the key does not allow it), RESOURCE_EXHAUSTED
@@ -58,7 +58,7 @@ class InferenceAsyncStub(InferenceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
     """Generates n completions as a stream: deltas of all of them as they come, and for each a message with its finish
-    reason; the last message of all has the usage. With best_of beyond n, or beams, whole completions come at the end.
+    reason; the last message of all has the usage. With best_of beyond n whole completions come at the end.
     The call's deadline ends the work where it is; cancelling the call aborts it.
     Errors: INVALID_ARGUMENT (bad field), NOT_FOUND (unknown model), UNAUTHENTICATED (no API key, or a wrong one: it
     comes as metadata, `authorization: Bearer KEY`), PERMISSION_DENIED (the key does not allow it), RESOURCE_EXHAUSTED
@@ -84,7 +84,7 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.GenerateResponse], _abc.AsyncIterator[_inference_pb2.GenerateResponse]]:
         """Generates n completions as a stream: deltas of all of them as they come, and for each a message with its finish
-        reason; the last message of all has the usage. With best_of beyond n, or beams, whole completions come at the end.
+        reason; the last message of all has the usage. With best_of beyond n whole completions come at the end.
         The call's deadline ends the work where it is; cancelling the call aborts it.
         Errors: INVALID_ARGUMENT (bad field), NOT_FOUND (unknown model), UNAUTHENTICATED (no API key, or a wrong one: it
         comes as metadata, `authorization: Bearer KEY`), PERMISSION_DENIED (the key does not allow it), RESOURCE_EXHAUSTED

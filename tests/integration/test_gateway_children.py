@@ -170,6 +170,15 @@ async def test_grpc_tells_choices_apart(
                 assert [part.finish_reason for part in mine if part.finish_reason] == [mine[-1].finish_reason]
             assert [part.HasField("usage") for part in parts] == [False] * (len(parts) - 1) + [True]
             assert parts[-1].usage.completion_tokens == 18
+            chat = inference_pb2.ChatPrompt(messages=[inference_pb2.ChatMessage(role="user", content="Hi")])
+            for refused in (
+                inference_pb2.GenerateRequest(model=MODEL, chat=chat, best_of=2),
+                inference_pb2.GenerateRequest(model=MODEL, text="Hello", use_beam_search=True),
+                inference_pb2.GenerateRequest(model=MODEL, text="Hello", n=129),
+            ):
+                with pytest.raises(grpc.aio.AioRpcError) as error:
+                    await stub.Generate(refused, timeout=30).read()
+                assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             chosen = inference_pb2.GenerateRequest(model=MODEL, text="Hello", max_tokens=4, n=1, best_of=3)
             [part] = [part async for part in stub.Generate(chosen, timeout=30)]
             assert part.text == letters(tokenizer, cluster, 2, 4)
