@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from common.errors import InvalidRequest
 from common.types import SamplingParams
 from engine.device_sampler import DeviceSampler
-from engine.kernels.sampling import MAX_ENTRIES
+from engine.kernels.sampling import IN_PROMPT, MAX_ENTRIES
 from engine.sampler import SampleRow, sample
 
 VOCAB, ROWS = 2101, 4
@@ -170,3 +170,26 @@ def test_one_graph_serves_every_mix(device: torch.device) -> None:
         assert finite.all()
         for row, token in zip(rows.values(), tokens.tolist(), strict=True):
             row.tokens.append(token)  # type: ignore[attr-defined]
+
+
+def test_a_token_that_is_drawn_again_under_a_mask_is_the_only_one_that_counts(device: torch.device) -> None:
+    sampler = DeviceSampler(2, VOCAB, device)
+    params = SamplingParams(temperature=0.7, frequency_penalty=0.9, seed=4)
+    row = SampleRow(params, [1, 2, 3], 3)
+    sampler.stage(1, row)
+    logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(6))
+    words = torch.zeros(1, -(-VOCAB // 32), dtype=torch.int32)
+    words[0, 0] = 0b1110000
+    slots, there = torch.tensor([1], device=device), logits.to(device)
+    for _ in range(6):
+        position = torch.tensor([len(row.tokens)], device=device)
+        sampler.flush()
+        first, _ = sampler.run(there, slots, position)
+        sampler.uncount(slots, first)
+        again, _ = sampler.run(there, slots, position, words.to(device))
+        want = sample(logits, [SampleRow(params, list(row.tokens), 3, allowed=words[0].numpy())]).tokens
+        assert again.tolist() == want.tolist()
+        assert int(again) in (4, 5, 6)
+        row.tokens.append(int(again))  # type: ignore[attr-defined]
+    sampler.uncount(slots, torch.tensor([-1], device=device))  # a row that was not finite has nothing to take back
+    assert int((sampler._tensors.counts[1] & (IN_PROMPT - 1)).sum()) == 6

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -228,3 +230,24 @@ def test_inputs_are_left_alone() -> None:
     before = logits.clone()
     sample(logits, [random_row(random.Random(i), 60) for i in range(4)])
     assert torch.equal(logits, before)
+
+
+def test_only_what_is_allowed_is_drawn_with_the_noise_of_always() -> None:
+    """Rows with and without a mask in one batch; a masked row is one whose other logits are gone."""
+    rng = random.Random(8)
+    vocab = 70
+    logits = make_logits(16, vocab)
+    rows = [random_row(rng, vocab) for _ in range(16)]
+    masked, hidden = [], logits.clone()
+    for r, plain in enumerate(rows):
+        if r % 3 == 0:
+            masked.append(plain)
+            continue
+        allowed = torch.rand(vocab, generator=torch.Generator().manual_seed(r)) < 0.2
+        allowed[11] = True
+        words = np.packbits(np.pad(allowed.numpy(), (0, -vocab % 32)), bitorder="little").view(np.int32)
+        masked.append(dataclasses.replace(plain, allowed=words))
+        hidden[r, ~allowed] = -1e30
+    got = sample(logits, masked).tokens.tolist()
+    assert got == [reference(hidden[r], rows[r]) for r in range(16)]
+    assert got != sample(logits, rows).tokens.tolist()
