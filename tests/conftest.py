@@ -35,6 +35,7 @@ RUNNING: pytest.StashKey[Cluster] = pytest.StashKey()
 CLUSTER = (
     "tests/e2e/test_tokens.py",
     "tests/e2e/test_structured.py",
+    "tests/e2e/test_tools.py",
     "tests/chaos/test_kill.py",
     "tests/chaos/test_soak.py",
 )

@@ -1,0 +1,82 @@
+"""What SmolLM2 says under a grammar, through gateway, prefill, NIXL and decode: always what was asked for.
+
+The model is far too small to call tools by itself, so whatever fits here is the grammar's doing, from the first token
+on, which another pod samples than the rest.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import openai
+import pytest
+import pytest_asyncio
+from jsonschema import Draft202012Validator
+
+from tests.e2e.cluster import Cluster
+
+pytestmark = pytest.mark.parametrize("cluster", ["1P+1D"], indirect=True)
+
+MESSAGES: Any = [{"role": "user", "content": "Oslo?"}]
+WEATHER: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Oslo", "Bergen"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TOOLS: Any = [
+    {"type": "function", "function": {"name": "get_weather", "parameters": WEATHER}},
+    {"type": "function", "function": {"name": "stop", "parameters": {"type": "object", "additionalProperties": False}}},
+]
+SCHEMAS: dict[str, dict[str, Any]] = {"get_weather": WEATHER, "stop": TOOLS[1]["function"]["parameters"]}
+
+
+@pytest_asyncio.fixture
+async def client(cluster: Cluster) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=cluster.base_url, api_key="x", max_retries=0, timeout=60) as c:
+        yield c
+    cluster.check_idle()
+
+
+NAMED: Any = {"type": "function", "function": {"name": "get_weather"}}
+
+
+@pytest.mark.parametrize(("choice", "temperature"), [("required", 1.5), (NAMED, 0.0)], ids=["required", "named"])
+async def test_calls_are_well_formed_streamed_or_not(
+    cluster: Cluster, client: openai.AsyncOpenAI, choice: Any, temperature: float
+) -> None:
+    fields: dict[str, Any] = {
+        "model": cluster.model, "messages": MESSAGES, "tools": TOOLS, "tool_choice": choice, "max_tokens": 60,
+        "parallel_tool_calls": False, "seed": 7, "temperature": temperature,
+    }  # fmt: skip
+    whole = (await client.chat.completions.create(**fields)).choices[0]
+    assert (whole.finish_reason, whole.message.content) == ("tool_calls", None)
+    [call] = whole.message.tool_calls or ()
+    assert call.type == "function"
+    name, arguments = call.function.name, call.function.arguments
+    Draft202012Validator(SCHEMAS[name]).validate(json.loads(arguments))
+    assert name == "get_weather" or choice == "required"
+    parts: list[str] = []
+    async for chunk in await client.chat.completions.create(**fields, stream=True):
+        for delta in chunk.choices[0].delta.tool_calls or ():
+            assert delta.function is not None
+            parts.append(delta.function.arguments or "")
+    assert "".join(parts) == arguments
+
+
+async def test_answers_match_what_was_asked_for(cluster: Cluster, client: openai.AsyncOpenAI) -> None:
+    async def say(**fields: Any) -> str:
+        answer = await client.chat.completions.create(
+            model=cluster.model, messages=MESSAGES, max_tokens=250, temperature=0, **fields
+        )
+        assert answer.choices[0].finish_reason == "stop"
+        return answer.choices[0].message.content or ""
+
+    form = {"type": "json_schema", "json_schema": {"name": "w", "schema": WEATHER, "strict": True}}
+    Draft202012Validator(WEATHER).validate(json.loads(await say(response_format=form)))
+    assert await say(extra_body={"structured_outputs": {"choice": ["cold", "warm"]}}) in ("cold", "warm")
+    year = await say(extra_body={"structured_outputs": {"regex": "20[0-9]{2}"}})
+    assert year.isdecimal()
+    assert len(year) == 4
