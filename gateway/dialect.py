@@ -5,6 +5,7 @@ A conversation becomes a prompt, a Reading of the answers (see reader.py) and a 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,8 @@ from gateway.tools.grammar import Composer
 from gateway.tools.lark import parameters
 from gateway.tools.prompt import with_tools
 from gateway.tools.request import ToolUse
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +54,16 @@ class Dialect:
         added = {token.content for token in tokenizer.raw.get_added_tokens_decoder().values()}
         self.calls = choose_format(tool_parser, template.source, added)
         self.reasoning = choose_reasoning(reasoning_parser, template.source, added)
-        self.grammars = GrammarCheck(GrammarCompiler(GrammarTokenizer(model_dir, eos_ids=tokenizer.eos_ids)))
+        self._tokens = GrammarTokenizer(model_dir, eos_ids=tokenizer.eos_ids)
+        self.grammars = GrammarCheck(GrammarCompiler(self._tokens))
         self._composer = Composer(tokenizer, self.calls, self.reasoning)
+
+    def warm_up(self) -> None:
+        """Builds what grammars need of the tokenizer, which holds the interpreter too long for an event loop's life."""
+        try:
+            self._tokens.get()
+        except InvalidRequest as e:
+            _log.warning("%s", e.message)
 
     async def converse(
         self,

@@ -36,6 +36,7 @@ class ModelText:
         tokenizer = TextTokenizer(model_dir)
         template = ChatTemplate(model_dir, tokenizer.config)
         dialect = Dialect(model_dir, tokenizer, template, tool_parser=tool_parser, reasoning_parser=reasoning_parser)
+        dialect.warm_up()
         return cls(name, tokenizer, dialect)
 
 

@@ -64,19 +64,3 @@ async def test_calls_are_well_formed_streamed_or_not(
             assert delta.function is not None
             parts.append(delta.function.arguments or "")
     assert "".join(parts) == arguments
-
-
-async def test_answers_match_what_was_asked_for(cluster: Cluster, client: openai.AsyncOpenAI) -> None:
-    async def say(**fields: Any) -> str:
-        answer = await client.chat.completions.create(
-            model=cluster.model, messages=MESSAGES, max_tokens=250, temperature=0, **fields
-        )
-        assert answer.choices[0].finish_reason == "stop"
-        return answer.choices[0].message.content or ""
-
-    form = {"type": "json_schema", "json_schema": {"name": "w", "schema": WEATHER, "strict": True}}
-    Draft202012Validator(WEATHER).validate(json.loads(await say(response_format=form)))
-    assert await say(extra_body={"structured_outputs": {"choice": ["cold", "warm"]}}) in ("cold", "warm")
-    year = await say(extra_body={"structured_outputs": {"regex": "20[0-9]{2}"}})
-    assert year.isdecimal()
-    assert len(year) == 4
