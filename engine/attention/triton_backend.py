@@ -164,7 +164,7 @@ class TritonAttention:
         dtype = torch.bfloat16 if self._cache.scales is not None else self._cache.kv.dtype
         size = (sum(step.num_new), self._num_heads + 2 * self._kv_heads, self._head_dim)
         qkv = torch.zeros(size, dtype=dtype, device=self._device)
-        kv = qkv[:, self._num_heads :].unflatten(1, (2, self._kv_heads))
+        kv = qkv[:, self._num_heads :].view(-1, 2, self._kv_heads, self._head_dim)
         for window in self._windows:
             self.attend_written(qkv[:, : self._num_heads], kv, self._cache, metadata, window)
 
