@@ -1,6 +1,6 @@
 """Many clients that read server-sent events, at the least cost: sockets that note when bytes came and read them later.
 
-Lifecycle: connect all -> send all requests -> read until every stream ended (or stands still, `--idle`) -> print JSON.
+Lifecycle: connect and send, a burst at a time -> read until every stream ended (or stands, `--idle`) -> print JSON.
 
     python benchmarks/sse_client.py --port 8000 --model smollm2 --streams 256 --tokens 500
 """
@@ -18,8 +18,6 @@ from typing import Any
 
 import orjson
 import uvloop
-
-CONNECTING = 128  # at the same time: less than a listener's backlog
 
 
 class SseStream(asyncio.Protocol):
@@ -93,11 +91,9 @@ def request_bytes(path: str, model: str, tokens: int, number: int) -> bytes:
 async def connect(port: int, requests: list[bytes]) -> list[SseStream]:
     """One connection per request."""
     loop = asyncio.get_running_loop()
-    gate = asyncio.Semaphore(CONNECTING)
 
     async def one(request: bytes) -> SseStream:
-        async with gate:
-            return (await loop.create_connection(lambda: SseStream(request), "127.0.0.1", port))[1]
+        return (await loop.create_connection(lambda: SseStream(request), "127.0.0.1", port))[1]
 
     return await asyncio.gather(*[one(request) for request in requests])
 
@@ -105,13 +101,14 @@ async def connect(port: int, requests: list[bytes]) -> list[SseStream]:
 async def run(args: argparse.Namespace) -> None:
     """Prints when all began, and then what each stream got."""
     requests = [request_bytes(args.path, args.model, args.tokens, i) for i in range(args.streams)]
-    streams = await connect(args.port, requests)
-    for i, stream in enumerate(streams):
-        stream.send()
-        if i % args.burst == args.burst - 1:
-            await asyncio.wait([asyncio.ensure_future(s.begun.wait()) for s in streams[max(0, i - args.burst) : i + 1]])
-    for stream in streams:
-        await stream.begun.wait()
+    streams: list[SseStream] = []
+    for at in range(0, len(requests), args.burst):
+        burst = await connect(args.port, requests[at : at + args.burst])
+        for stream in burst:
+            stream.send()
+        for stream in burst:
+            await stream.begun.wait()
+        streams += burst
     print(json.dumps({"begun": time.monotonic()}), flush=True)
     if args.idle:
         alive = sum(not s.ended.is_set() for s in streams)
