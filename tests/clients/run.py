@@ -58,15 +58,19 @@ def _script(name: str) -> Callable[[Site], list[list[str]]]:
 
 def _guidellm(site: Site) -> list[list[str]]:
     shared = [
-        *(str(site.bin / "guidellm"), "benchmark", "run", "--target", site.root_url, "--model", site.model),
-        *("--processor", str(site.model_dir), "--data", "prompt_tokens=64,output_tokens=16"),
-        *("--profile", "concurrent", "--rate", "2", "--max-requests", "8", "--output-dir", str(site.work)),
+        *(str(site.bin / "guidellm"), "run", "--profile", "kind=concurrent,streams=2", "--disable-console-interactive"),
+        *("--tokenizer", f"kind=huggingface_auto,tokenizer={site.model_dir}"),
+        *("--data", "kind=synthetic_text,prompt_tokens=64,output_tokens=16"),
+        *("--constraint", "kind=max_requests,count=8", "--constraint", "kind=max_errors,count=1"),
+        *("--output", f"kind=json,path={site.work / 'guidellm.json'}"),
     ]
-    return [[*shared, "--request-type", kind] for kind in ("chat_completions", "text_completions")]
+    backend = f"kind=openai_http,target={site.root_url},model={site.model}"
+    kinds = ("/v1/chat/completions", "/v1/completions")
+    return [[*shared, "--backend", f"{backend},request_format={kind}"] for kind in kinds]
 
 
 def _aiperf(site: Site) -> list[list[str]]:
-    """A synthetic load, and a Mooncake trace; traces need a tokenizer from a hub cache."""
+    """A synthetic load, and a Mooncake trace. The tokenizer has to come from a hub cache."""
     cache = site.work / "hub" / "hub" / "models--local--smol"
     (cache / "refs").mkdir(parents=True, exist_ok=True)
     (cache / "refs" / "main").write_text(HUB_COMMIT)
@@ -85,7 +89,7 @@ def _aiperf(site: Site) -> list[list[str]]:
     synthetic = ["--isl", "64", "--osl", "16", "--concurrency", "2", "--request-count", "8", "--goodput", goodput]
     replay = ["--input-file", str(trace), "--custom-dataset-type", "mooncake_trace", "--fixed-schedule"]
     return [
-        [*shared, "--tokenizer", str(site.model_dir), *synthetic],
+        [*shared, "--tokenizer", "local/smol", *synthetic],
         [*shared, "--tokenizer", "local/smol", *replay],
     ]
 

@@ -17,7 +17,7 @@ class Colour(BaseModel):
 
 
 chat = ChatOpenAI(
-    base_url=URL, api_key="none", model=MODEL, max_tokens=8, temperature=0, max_retries=0, stream_usage=True
+    base_url=URL, api_key="none", model=MODEL, max_tokens=8, temperature=0, max_retries=2, stream_usage=True
 )
 whole = chat.invoke("Name a colour.")
 assert whole.content
