@@ -59,7 +59,7 @@ def _script(name: str) -> Callable[[Site], list[list[str]]]:
 def _guidellm(site: Site) -> list[list[str]]:
     shared = [
         *(str(site.bin / "guidellm"), "run", "--profile", "kind=concurrent,streams=2", "--disable-console-interactive"),
-        *("--tokenizer", f"kind=huggingface_auto,tokenizer={site.model_dir}"),
+        *("--tokenizer", f"kind=huggingface_auto,model={site.model_dir}"),
         *("--data", "kind=synthetic_text,prompt_tokens=64,output_tokens=16"),
         *("--constraint", "kind=max_requests,count=8", "--constraint", "kind=max_errors,count=1"),
         *("--output", f"kind=json,path={site.work / 'guidellm.json'}"),
@@ -96,7 +96,7 @@ def _aiperf(site: Site) -> list[list[str]]:
 
 def _trace_line(number: int) -> str:
     blocks = "[0]" if number % 2 else "[0, 1]"
-    length = 256 if number % 2 else 600
+    length = 512 if number % 2 else 1024
     return f'{{"timestamp": {500 * number}, "input_length": {length}, "output_length": 8, "hash_ids": {blocks}}}\n'
 
 
