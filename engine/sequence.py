@@ -216,6 +216,7 @@ class Sequence:
             child=child,
         )
         other.cached_tokens, other.paused, other.arrival = self.cached_tokens, self.paused, self.arrival
+        other.scored = other.prompt_len
         return other
 
     def matchable_hashes(self) -> list[bytes]:

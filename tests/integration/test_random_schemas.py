@@ -95,3 +95,14 @@ def test_without_masks_answers_are_broken(llm: LLM, monkeypatch: pytest.MonkeyPa
     schemas = [random_schema(rng) for _ in range(4)]
     done = answers(llm, schemas)
     assert all(c.finish is FinishReason.LENGTH or broken([c], [s]) for c, s in zip(done, schemas, strict=True))
+
+
+def test_children_follow_the_grammar_each_on_its_own(llm: LLM) -> None:
+    grammar = grammars.from_json_schema({"type": "array", "items": {"enum": [1, 2, 3]}, "minItems": 2}, field="f")
+    params = SamplingParams(temperature=1.0, seed=4, max_tokens=MAX_TOKENS, n=3)
+    done = llm.generate(["JSON:"], params, grammar=grammar, show_progress=False)
+    assert sorted(c.child for c in done) == [0, 1, 2]
+    schema = {"type": "array", "items": {"enum": [1, 2, 3]}, "minItems": 2}
+    assert not broken(done, [schema] * 3)
+    assert len({c.text for c in done}) > 1
+    assert all(c.text.lstrip()[:1] == "[" for c in done)
