@@ -665,3 +665,11 @@ async def test_grpc_splits_reasoning_and_passes_template_variables(
             got = await generate(stub, text="x", skip_special_tokens=skip)
             assert "".join(m.text for m in got) == text
         await channel.close()
+
+
+async def test_each_of_several_answers_is_read_by_itself(gw: Rig) -> None:
+    says(gw, CALL)  # the first of them: fake pods give the others other tokens
+    first, second = (await gw.chat(tools=TOOLS, n=2)).json()["choices"]
+    assert [call["function"]["name"] for call in first["message"]["tool_calls"]] == ["get_weather"]
+    assert "tool_calls" not in second["message"]
+    assert second["message"]["content"]
