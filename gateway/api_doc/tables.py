@@ -67,8 +67,8 @@ def values_text(schema: Mapping[str, Any]) -> str:
     """A schema in words."""
     if "enum" in schema:
         return " or ".join(f"`{orjson.dumps(value).decode()}`" for value in schema["enum"])
-    if "anyOf" in schema:
-        return ", or ".join(values_text(part) for part in schema["anyOf"])
+    if "anyOf" in schema and "type" not in schema:
+        return ", or ".join(dict.fromkeys(values_text(part) for part in schema["anyOf"]))
     if "const" in schema:
         return f"`{orjson.dumps(schema['const']).decode()}`"
     kind = schema.get("type", "anything")
