@@ -36,6 +36,7 @@ from gateway.routing.view import PodView
 
 INFO_PERIOD_S = 0.5
 INFO_TIMEOUT_S = 1.0
+SILENCE_S = 3.0  # a pod is busy, not gone, that refuses nothing and answered this short a time ago
 HELLO_S = 0.3  # the pod's first answer to hello; older pods answer with the first batch only
 ACK_PERIOD_S = 0.1  # the pod waits for an acknowledgement after 256 batches only
 ABORT_TIMEOUT_S = 5.0
@@ -202,7 +203,9 @@ class Pod:
             self._learn(pb)
             self.alive, self.seen, self._objection = True, time.monotonic(), ""
         except grpc.aio.AioRpcError as e:
-            self._lost(f"does not answer: {e.details()}")
+            late = e.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            if not (late and self.alive and time.monotonic() - self.seen < SILENCE_S):
+                self._lost(f"does not answer: {e.details()}")
         except BatonError as e:
             self._left_out(str(e))
         if self.alive and self.info is not None and self.info.role is not Role.PREFILL:

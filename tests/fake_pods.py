@@ -53,6 +53,7 @@ def counting(request: ValidRequest) -> list[int]:
 class Faults:
     """What goes wrong, and how often: a count of n means the next n calls."""
 
+    info_delay_s: float = 0.0
     reject: int = 0
     reserve_error: BatonError | None = None
     reserve_delay_s: float = 0.0
@@ -77,6 +78,7 @@ class Faults:
 class Seen:
     """What a pod was asked."""
 
+    infos: int = 0
     reserved: list[ValidRequest] = field(default_factory=list)
     prefilled: list[ValidRequest] = field(default_factory=list)
     decode_aborts: list[str] = field(default_factory=list)
@@ -178,6 +180,8 @@ class FakePod(
     # -- Transfer
 
     async def Info(self, request: transfer_pb2.InfoRequest, context: Any) -> transfer_pb2.InfoResponse:
+        self.seen.infos += 1
+        await asyncio.sleep(self.faults.info_delay_s)
         return transfer_pb2.InfoResponse(
             protocol_version=self.protocol_version,
             pod=self.name,

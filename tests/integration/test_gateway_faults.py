@@ -34,6 +34,7 @@ from common.lifecycle import Lifecycle
 from common.pb import inference_pb2, inference_pb2_grpc
 from common.types import FinishReason, Role, SamplingParams, ValidRequest
 from gateway import http_endpoint
+from gateway import pod as gateway_pod
 from gateway.admission.caller import ANONYMOUS
 from gateway.leg import Leg
 from gateway.streaming import Generate
@@ -518,6 +519,24 @@ async def test_a_burst_beyond_capacity_is_refused_at_once(smollm2_dir: Path, lim
             for pod in cluster.decodes:
                 pod.faults.stall_after = None
             assert (await gw.complete()).status_code == 200
+
+
+async def test_a_pod_that_answers_late_for_a_while_is_busy_and_not_gone(
+    gw: Rig, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pod = cluster.decodes[0]
+    known = gw.gateway.table.pods[pod.address]
+    monkeypatch.setattr(gateway_pod, "SILENCE_S", 1000.0)
+    monkeypatch.setattr(gateway_pod, "INFO_TIMEOUT_S", 0.05)
+    pod.faults.info_delay_s = 30.0
+    asked = pod.seen.infos
+    await until(lambda: pod.seen.infos >= asked + 3)
+    assert known.alive
+    monkeypatch.setattr(gateway_pod, "SILENCE_S", 0.0)
+    await until(lambda: not known.alive)
+    monkeypatch.setattr(gateway_pod, "INFO_TIMEOUT_S", 1.0)
+    pod.faults.info_delay_s = 0.0
+    await until(lambda: known.alive)
 
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.BOTH])
