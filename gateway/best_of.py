@@ -1,15 +1,26 @@
-"""Which of a prompt's candidates are answered: those whose tokens have the highest mean log-probability."""
+"""Which complete answers a request gets: all, those of best_of's candidates with the highest mean log-probability, or
+those that a beam search found.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-from gateway.service import Answer
+from gateway.beam_choice import beam_answers
+from gateway.gather import gather
+from gateway.service import Answer, Choice
 from gateway.validation import Spec
 
 
-def best(answers: Sequence[Answer], spec: Spec) -> list[Answer]:
+async def answers_of(choices: Sequence[Choice], spec: Spec) -> list[Answer]:
+    """n complete answers for each prompt. Raises BatonError."""
+    if spec.beam is not None:
+        return [a for answers in await gather([beam_answers(c, spec.beam) for c in choices]) for a in answers]
+    return _best(await gather([choice.collect() for choice in choices]), spec)
+
+
+def _best(answers: Sequence[Answer], spec: Spec) -> list[Answer]:
     """The n best of each prompt's best_of answers, best first; all of them, in order, where there is nothing to choose.
 
     Ties go to the earlier one. All tokens that were generated count, those of a stop string too.

@@ -15,12 +15,12 @@ from common.errors import DeadlineExceeded, InvalidRequest
 from common.pb import inference_pb2, inference_pb2_grpc
 from common.wire import finish_to_pb, prompt_logprobs_to_pb, token_to_pb
 from gateway.admission.caller import Caller
-from gateway.best_of import best
+from gateway.best_of import answers_of
 from gateway.body import SESSION_AFFINITY, affinity_of
 from gateway.grpc_tools import add_deltas, chat_fields, conversation_fields, require_no_chat_fields, shared_fields
 from gateway.output import Piece
 from gateway.service import Choice, Gateway, Ticket, Usage
-from gateway.streaming import gather, merged, total
+from gateway.streaming import merged, total
 from gateway.tokenize import Tokenize, parse_detokenize, parse_tokenize
 from gateway.validation import parse_chat, parse_completion
 
@@ -41,7 +41,13 @@ _PASSED = (
     "n",
     "best_of",
     "use_beam_search",
+    "length_penalty",
 )
+_EARLY_STOPPING: dict[int, bool | str] = {
+    inference_pb2.EARLY_STOPPING_UNSPECIFIED: False,
+    inference_pb2.EARLY_STOPPING_FIRST: True,
+    inference_pb2.EARLY_STOPPING_NEVER: "never",
+}
 
 
 def _fields(request: inference_pb2.GenerateRequest) -> dict[str, Any]:
@@ -59,6 +65,7 @@ def _fields(request: inference_pb2.GenerateRequest) -> dict[str, Any]:
     fields["echo"] = request.echo
     fields["cache_salt"] = request.cache_salt
     fields["priority"] = request.priority
+    fields["early_stopping"] = _EARLY_STOPPING.get(request.early_stopping, request.early_stopping)
     return fields | shared_fields(request)
 
 
@@ -227,12 +234,12 @@ async def _pump(choices: Sequence[Choice], queue: asyncio.Queue[tuple[int, Piece
 
 async def _pieces(choices: Sequence[Choice]) -> AsyncGenerator[tuple[int, Piece], None]:
     spec = choices[0].spec
-    if spec.candidates > spec.n:
-        for index, answer in enumerate(best(await gather([choice.collect() for choice in choices]), spec)):
+    if spec.known_at_end:
+        for index, answer in enumerate(await answers_of(choices, spec)):
             tokens = [replace(token, child=index) for token in answer.tokens]
             if spec.logprobs is None:
                 tokens = [replace(token, logprob=None, top=()) for token in tokens]
-            yield index, Piece(answer.text, (), tuple(tokens), answer.finish)
+            yield index, Piece(answer.text, (), tuple(tokens), answer.finish, answer.deltas)
     elif len(choices) == 1:
         with closing(choices[0]) as choice:
             async for piece in choice:

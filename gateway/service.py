@@ -91,7 +91,7 @@ class Usage:
 @dataclass(frozen=True, slots=True)
 class Answer:
     """A complete choice. message: what its text means, None where all of it is content. prompt: its tokens with
-    log-probabilities, None where nobody asked for them. tokens: all generated ones.
+    log-probabilities, None where nobody asked for them. tokens: all generated ones. deltas: as those of its pieces.
     """
 
     text: str
@@ -100,6 +100,7 @@ class Answer:
     message: Message | None = None
     prompt: tuple[PromptToken, ...] | None = None
     tokens: tuple[Token, ...] = ()
+    deltas: tuple[Delta, ...] | None = None
 
 
 class Ticket:
@@ -162,16 +163,20 @@ class Choice:
         self._ticket = ticket
         self.spec = spec
         self.request = request
-        self._output = self._new_output()
+        self._output = self.new_output()
         self._run: Run | Child | None = None
         self._last: float | None = None  # when tokens came last
         self._before = 0  # characters of the prompt that were echoed
         self._echoed = not spec.echo
         self._scores_taken = False
+        self._searched: Usage | None = None  # instead of `_output` and `_run`, where beams were searched
+        self._generated = 0
 
     @property
     def usage(self) -> Usage:
-        """Tokens spent so far."""
+        """Tokens of the answer so far; of all answers that a search for it gave."""
+        if self._searched is not None:
+            return self._searched
         output, run = self._output, self._run
         usage = Usage(self.request.prompt_len, output.num_tokens, reasoning=output.reasoning_tokens)
         if run is None:
@@ -183,7 +188,40 @@ class Choice:
         """The part of `usage` that counts where choices are added up: a prompt of several is computed once."""
         return replace(self.usage, prompt=0, cached=0) if self.child else self.usage
 
-    def _new_output(self) -> ChoiceOutput:
+    @property
+    def spent(self) -> Usage:
+        """What `cost` is to the caller's limits: tokens count that were generated and are not answered, too."""
+        return self.cost if self._searched is None else replace(self.cost, completion=self._generated)
+
+    @property
+    def deadline(self) -> float:
+        """A time.monotonic()."""
+        return self._ticket.deadline
+
+    def look_up(self, request: ValidRequest, *, first: bool) -> Run:
+        """A run that a search for this answer needs. All had better go to the pods that have the beginning already.
+
+        The first one is told in the request's timeline, which has no room for all.
+        """
+        ticket = self._ticket
+        return self.model.pipeline.run(
+            request,
+            deadline=ticket.deadline,
+            replayable=True,
+            timeline=ticket.timeline if first else Timeline(request.request_id, None, ticket.endpoint),
+            affinity=ticket.affinity or self.request.request_id,
+        )
+
+    def searched(self, usage: Usage, generated: int, finish: FinishReason | None = None) -> None:
+        """What a search has come to. generated: tokens, of answers or not. finish: of the best answer, at the end."""
+        if self._searched is None:
+            self._gateway.metrics.ttft.observe(time.monotonic() - self._ticket.timeline.start)
+        self._searched, self._generated = usage, generated
+        if finish is not None:
+            self._end(finish, stop_string=False)
+
+    def new_output(self) -> ChoiceOutput:
+        """For an answer's tokens, from the first one on."""
         logprobs = self.spec.logprobs is not None
         return ChoiceOutput(
             self.model.tokenizer,
@@ -238,28 +276,33 @@ class Choice:
 
     async def collect(self) -> Answer:
         """The whole answer. Raises BatonError."""
-        text: list[str] = []
-        shown: list[ShownToken] = []
-        tokens: list[Token] = []
-        deltas: list[Delta] = []
-        finish: FinishReason | None = None
+        pieces: list[Piece] = []
         try:
-            while finish is None:
+            while not pieces or pieces[-1].finish is None:
                 piece = await self._next(replayable=True)
                 if piece is None:
-                    text, shown, tokens, deltas = [], [], [], []
-                    continue
-                text.append(piece.text)
-                shown.extend(piece.shown)
-                tokens.extend(piece.tokens)
-                deltas.extend(piece.deltas or ())
-                finish = piece.finish
+                    pieces = []
+                else:
+                    pieces.append(piece)
         finally:
             self.close()
-        message = None if self.reading is None else assemble(deltas)
+        return self.whole(pieces)
+
+    def whole(self, pieces: Sequence[Piece]) -> Answer:
+        """The answer that these are all pieces of."""
+        finish = pieces[-1].finish
+        assert finish is not None
+        deltas = None if self.reading is None else tuple(d for piece in pieces for d in piece.deltas or ())
         scored = self.spec.prompt_logprobs
-        prompt = None if scored is None else self.prompt_tokens(scored)
-        return Answer("".join(text), tuple(shown), finish, message, prompt, tuple(tokens))
+        return Answer(
+            "".join([piece.text for piece in pieces]),
+            tuple(token for piece in pieces for token in piece.shown),
+            finish,
+            None if deltas is None else assemble(deltas),
+            None if scored is None else self.prompt_tokens(scored),
+            tuple(token for piece in pieces for token in piece.tokens),
+            deltas,
+        )
 
     def close(self) -> None:
         """Gives everything back, which aborts on the pods what is not complete; idempotent."""
@@ -273,7 +316,7 @@ class Choice:
         run = self._run or self._start(replayable)
         delta = await run.next()
         if delta.restart:
-            self._output, self._last = self._new_output(), None
+            self._output, self._last = self.new_output(), None
             self._echoed = not self.spec.echo
             return None
         metrics, now = self._gateway.metrics, time.monotonic()
@@ -312,7 +355,7 @@ class Choice:
         )
 
     def _end(self, finish: FinishReason, *, stop_string: bool) -> None:
-        metrics, usage = self._gateway.metrics, self.cost
+        metrics, usage = self._gateway.metrics, self.spent
         metrics.e2e.observe(time.monotonic() - self._ticket.timeline.start)
         metrics.prompt_tokens.inc(usage.prompt)
         metrics.output_tokens.inc(usage.completion)
@@ -447,7 +490,7 @@ class Gateway:
             self.metrics.running.dec()
             for choice in ticket.choices:
                 choice.close()
-            used = sum((choice.cost for choice in ticket.choices), Usage())
+            used = sum((choice.spent for choice in ticket.choices), Usage())
             worked = outcome == "ok" or used.completion  # else nothing was computed, or nothing came of it
             permit.release(used.prompt if worked else 0, used.completion)
             del self._tickets[ticket.id]
@@ -481,10 +524,11 @@ class Gateway:
     async def enter(self, ticket: Ticket, model: ServedModel, choices: Sequence[Choice]) -> None:
         """Returns when all of a request may go to the pods; see Permit.enter for what it raises."""
         ticket.choices = choices
-        requests = [choice.request for choice in choices if choice.child == 0]
+        firsts = [choice for choice in choices if choice.child == 0]
+        requests = [choice.request for choice in firsts]
         size = Size(
             sum(request.prompt_len for request in requests),
-            sum(request.sampling.max_tokens * request.sampling.n for request in requests),
+            sum(choice.request.sampling.max_tokens * choice.spec.candidates for choice in firsts),
             open_ended=any(choice.spec.max_tokens is None for choice in choices),
         )
 

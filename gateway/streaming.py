@@ -14,8 +14,7 @@ from typing import Any
 
 import orjson
 
-from common.errors import BatonError
-from gateway.best_of import best
+from gateway.best_of import answers_of
 from gateway.http_endpoint import Response, sse_event
 from gateway.openai_schema import ChatFormat, CompletionFormat, Format, Json, usage_json
 from gateway.output import Piece
@@ -49,33 +48,13 @@ class Generate:
         if spec.stream:
             await _stream(choices, spec, form, response)
         else:
-            answers = best(await gather([choice.collect() for choice in choices]), spec)
+            answers = await answers_of(choices, spec)
             await response.json(200, form.answer(answers, total(choices)))
         ticket.timeline.note(
             prompt_tokens=total(choices).prompt,
             output_tokens=total(choices).completion,
             cached_tokens=total(choices).cached,
         )
-
-
-async def gather(works: Sequence[Any]) -> list[Any]:
-    """All results; the first failure cancels the rest and is raised."""
-    if len(works) == 1:
-        return [await works[0]]
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(work) for work in works]
-    except* BatonError as e:
-        raise _first(e) from e
-    return [task.result() for task in tasks]
-
-
-def _first(group: BaseExceptionGroup[BatonError]) -> BatonError:
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    assert isinstance(error, BatonError)
-    return error
 
 
 class _Events:

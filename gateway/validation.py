@@ -16,6 +16,8 @@ import orjson
 
 from common.errors import InvalidRequest
 from common.types import MAX_N, Grammar, SamplingParams, ValidRequest
+from gateway.beam import BeamParams
+from gateway.beam_fields import parse_beams, refuse_beside_beams
 from gateway.fields import Fields, wrong_type
 from gateway.messages import parse_messages
 from gateway.structured import parse_structured
@@ -73,11 +75,17 @@ class Spec:
     include_stop: bool = False
     prompt_logprobs: int | None = None
     echo: bool = False
+    beam: BeamParams | None = None
 
     @property
     def candidates(self) -> int:
-        """Sequences to generate per prompt, the n best of which are answered."""
+        """Sequences to generate per prompt, the n best of which are answered; beams, where these are searched."""
         return self.best_of or self.n
+
+    @property
+    def known_at_end(self) -> bool:
+        """No part of an answer is known before all are."""
+        return self.candidates > self.n or self.beam is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +121,6 @@ class Limits:
 
 # Fields that OpenAI or other servers define, and the values that ask for nothing beyond what is served.
 _COMMON_INERT: dict[str, tuple[object, ...]] = {
-    "use_beam_search": (False,),
     "lora_request": (),
     "lora_path": (),
     "adapter_id": (),
@@ -217,7 +224,9 @@ def to_valid(
     if spec.allowed_token_ids and set(spec.allowed_token_ids) <= {word[0] for word in bad_words if len(word) == 1}:
         raise InvalidRequest("bad_words forbids all of allowed_token_ids", field="bad_words")
     scores = [s for s in (spec.prompt_logprobs, spec.logprobs if spec.echo else None) if s is not None]
-    stops = (*spec.stop_token_ids, *(() if spec.ignore_eos else eos_ids))
+    stops = tuple(dict.fromkeys((*spec.stop_token_ids, *(() if spec.ignore_eos else eos_ids))))
+    if spec.beam is not None:
+        refuse_beside_beams(spec.beam, spec.grammar, stops)
     sampling = SamplingParams(
         temperature=spec.temperature,
         top_k=spec.top_k,
@@ -230,9 +239,9 @@ def to_valid(
         seed=secrets.randbits(63) if spec.seed is None else spec.seed % 2**64,
         max_tokens=max(1, max_tokens),
         min_tokens=spec.min_tokens,
-        stop_token_ids=tuple(dict.fromkeys(stops)),
+        stop_token_ids=stops,
         logprobs=spec.logprobs if spec.candidates == spec.n else spec.logprobs or 0,
-        n=spec.candidates,
+        n=1 if spec.beam is not None else spec.candidates,
         allowed_token_ids=spec.allowed_token_ids,
         bad_words=tuple(bad_words),
         prompt_logprobs=max(scores, default=None),
@@ -313,6 +322,7 @@ def _spec(
         bad_words=_bad_words(fields.raw("bad_words")),
         include_stop=fields.boolean("include_stop_str_in_output") or False,
         prompt_logprobs=prompt_logprobs,
+        beam=parse_beams(fields, best_of or n, "n" if best_of is None else "best_of"),
     )
 
 

@@ -432,7 +432,9 @@ class GenerateRequest(_message.Message):
     best_of: _builtins.int
     """Generate so many, give the n whose tokens have the highest mean log-probability. Default n. Not for chat."""
     use_beam_search: _builtins.bool
-    """Search for the likeliest completions with beams instead of sampling. This version answers INVALID_ARGUMENT."""
+    """Search for the likeliest completions with beams instead of sampling; n of best_of (or n) beams are answered,
+    at the end, with one message each.
+    """
     length_penalty: _builtins.float
     """With use_beam_search alone: beams are ranked by log-probability / length ** length_penalty; default 1."""
     early_stopping: Global___EarlyStopping.ValueType

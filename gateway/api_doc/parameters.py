@@ -11,6 +11,7 @@ from __future__ import annotations
 from common.types import MAX_N
 from gateway import validation as v
 from gateway.api_doc.parameter import Json, Parameter, boolean, ignored, integer, limited, number, refused, text
+from gateway.beam_fields import MAX_LENGTH_PENALTY
 from gateway.embeddings import MAX_DIMENSIONS, MAX_INPUTS
 from gateway.messages import MAX_MESSAGES
 from gateway.structured import MAX_CHOICES
@@ -133,7 +134,20 @@ COMMON: tuple[Parameter, ...] = (
     boolean("stream_options.include_usage", "One more chunk, with the usage and no choices.", grpc=""),
     boolean("stream_options.continuous_usage_stats", "The usage so far, in every chunk.", grpc=""),
     integer("n", 1, MAX_N, "Answers per prompt, for one prefill.", default="1"),
-    limited("use_beam_search", [False], "Beam search."),
+    boolean("use_beam_search", "Looks for the likeliest answers instead of drawing; not streamed. See Beam search."),
+    number(
+        "length_penalty",
+        -MAX_LENGTH_PENALTY,
+        MAX_LENGTH_PENALTY,
+        "Beams are ranked by log-probability / length ** length_penalty.",
+        default=1.0,
+    ),
+    Parameter(
+        "early_stopping",
+        "When the search ends once it has as many answers as beams: at once, or when no live beam is better by its "
+        "length now (false) or could become better at any length (never).",
+        {"enum": [False, True, "never"], "default": False},
+    ),
     Parameter(
         "allowed_token_ids",
         "Nothing else is generated; tokens that end the answer are named too if they may come.",

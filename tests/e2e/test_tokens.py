@@ -181,6 +181,39 @@ async def test_rest_streams_with_16_in_flight(cluster: Cluster, cases: list[Case
     assert_no_prompt_tokens_on_decode(cluster)
 
 
+@pytest.mark.parametrize("cluster", ["1P+1D"], indirect=True)
+async def test_beams_are_those_of_transformers(cluster: Cluster, texts: list[list[int]], oracle: Oracle) -> None:
+    prompt, beams = texts[0][:40], 3
+    said = oracle.model.generate(
+        torch.tensor([prompt]),
+        do_sample=False,
+        num_beams=beams,
+        num_return_sequences=beams,
+        max_new_tokens=6,
+        length_penalty=2.0,
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
+    request = inference_pb2.GenerateRequest(
+        model=cluster.model,
+        tokens=inference_pb2.TokenPrompt(ids=prompt),
+        max_tokens=6,
+        n=beams,
+        use_beam_search=True,
+        length_penalty=2.0,
+        logprobs=0,
+        cache_salt=SHARED,
+    )
+    async with grpc.aio.insecure_channel(cluster.stack.grpc_address) as channel:
+        stub: inference_pb2_grpc.InferenceAsyncStub = inference_pb2_grpc.InferenceStub(channel)
+        parts = [part async for part in stub.Generate(request, timeout=300)]
+    assert [part.index for part in parts] == list(range(beams))
+    scores = [sum(token.logprob for token in part.tokens) / len(part.tokens) ** 2 for part in parts]
+    assert scores == pytest.approx(said.sequences_scores.tolist(), abs=1e-3)
+    for part, row in zip(parts, said.sequences[:, len(prompt) :].tolist(), strict=True):
+        assert [token.id for token in part.tokens] == row[: len(part.tokens)]
+
+
 async def test_the_longest_prompt_and_one_more(cluster: Cluster, texts: list[list[int]]) -> None:
     prompt = texts[1]  # 3000 tokens of it were a prompt before
     async with openai.AsyncOpenAI(base_url=cluster.base_url, api_key="none", max_retries=0) as client:

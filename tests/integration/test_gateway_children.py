@@ -173,7 +173,6 @@ async def test_grpc_tells_choices_apart(
             chat = inference_pb2.ChatPrompt(messages=[inference_pb2.ChatMessage(role="user", content="Hi")])
             for refused in (
                 inference_pb2.GenerateRequest(model=MODEL, chat=chat, best_of=2),
-                inference_pb2.GenerateRequest(model=MODEL, text="Hello", use_beam_search=True),
                 inference_pb2.GenerateRequest(model=MODEL, text="Hello", n=129),
             ):
                 with pytest.raises(grpc.aio.AioRpcError) as error:

@@ -49,7 +49,8 @@ COMMON: dict[str, Any] = {
     "model": MODEL, "max_tokens": 4, "temperature": 1.0, "top_p": 0.9, "top_k": 3, "min_p": 0.1, "seed": 1,
     "stream": False, "priority": 0, "cache_salt": "s", "user": "u", "ignore_eos": False, "min_tokens": 0,
     "stop_token_ids": [7], "presence_penalty": 0.0, "allowed_token_ids": [66], "bad_words": ["no"],
-    "prompt_logprobs": None, "structured_outputs": None, "metadata": {},
+    "prompt_logprobs": None, "structured_outputs": None, "metadata": {}, "use_beam_search": False,
+    "length_penalty": 1.0, "early_stopping": False,
 }  # fmt: skip
 ODD: list[Any] = [
     None, True, False, 0, -1, 1, 2**31, 2**63, 2**64, -(2**63) - 1, 1e308, -0.0, 1.5, "", "x", "\0", "\ud800",

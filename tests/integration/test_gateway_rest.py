@@ -286,7 +286,7 @@ async def test_bad_completion_fields_are_named(shared: Rig, fields: dict[str, An
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"use_beam_search": True}, "use_beam_search must be false"),
+        ({"continue_final_message": True}, "continue_final_message must be false"),
         ({"modalities": ["audio"]}, 'modalities must be ["text"]'),
         ({"audio": {}}, "audio is not supported"),
     ],

@@ -43,6 +43,8 @@ PARSERS: dict[str, tuple[Callable[[object], Any], dict[str, Any]]] = {
 NEEDS: dict[str, dict[str, Any]] = {
     "top_logprobs": {"logprobs": True},
     "stream_options": {"stream": True},
+    "length_penalty": {"use_beam_search": True},
+    "early_stopping": {"use_beam_search": True},
     "tool_choice": {"tools": [{"type": "function", "function": {"name": "f"}}]},
     "function_call": {"functions": [{"name": "f"}]},
     "/v1/completions:max_tokens": {"echo": True},
@@ -186,7 +188,6 @@ def test_the_table_knows_every_parameter_of_openai(path: str, name: str) -> None
 
 def test_every_field_of_generate_has_its_parameter() -> None:
     known = {field for p in (*COMMON, *CHAT, *COMPLETION) for field in grpc_fields(p)} | {"request_id"}
-    known |= {"length_penalty", "early_stopping"}  # beams are not served yet
     assert set(GRPC_FIELDS) == known
 
 
