@@ -9,7 +9,7 @@ caches and is not counted.
 - ttft_p50_ratio_vs_rr, ttft_mean_ratio_vs_rr, computed_ratio_vs_rr: `cost` over `round_robin`; computed are prompt
   tokens that no cache supplied.
 - routing_ms_p50: what a request waits for routing under `cost`: the median of planning (hashes, look-up) and that of
-  placing (ranking, reserving), added.
+  placing (ranking, and reserving where the gateway is not alone), added.
 
     python benchmarks/routing_live.py --out benchmarks/results/routing_live.json
 """

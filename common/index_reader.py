@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,6 +40,8 @@ _NOTHING = Held()
 
 POLL_TIMEOUT_S = 0.5
 NAMED_PODS = 16  # up to so many, a look-up names its pods and is exact for each of them
+PRESENT_MS = 3_000  # of silence after which a gateway is gone
+ALONE_S = 2.0  # that the last poll found no other gateway; one that comes sees this one at once
 BOOKING_S = 30.0  # the same for all gateways: the age of a booking follows from its end
 MAX_CALLS = 8  # at a time: a burst must not open a connection per request, and more would only queue in Redis
 
@@ -53,6 +56,8 @@ class _Scope:
     statuses: dict[tuple[str, int], tuple[bytes, PodStatus]] = field(default_factory=dict)  # by load as it was read
     owners: dict[int, tuple[str, int]] = field(default_factory=dict)
     every: int = 1  # one block in so many has a posting
+    gateways: int = 0  # that use it, this one included
+    asked: float = 0.0
 
 
 class IndexReader:
@@ -70,7 +75,9 @@ class IndexReader:
         self._timeout_s = timeout_s
         self._breaker = breaker or Breaker()
         self._slots = asyncio.Semaphore(MAX_CALLS)
+        self._name = secrets.token_hex(8)
         self._pods = Script("pods")
+        self._present = Script("present")
         self._lookup = Script("lookup")
         self._reserve = Script("reserve")
         self._unbook = Script("unbook")
@@ -98,14 +105,18 @@ class IndexReader:
     async def _read_pods(self, client: Client) -> list[PodStatus]:
         names = [scope.decode() if isinstance(scope, bytes) else scope for scope in await client.hkeys(SCOPES_KEY)]
         before = [self._scopes.get(name, _Scope()) for name in names]
+        asked = self._clock()
         calls = [
             self._pods.run(client, (keys.pods, keys.slots), (keys.prefix, known.version))
             for keys, known in zip(map(Keys, names), before, strict=True)
         ]
+        present = [self._present.run(client, (Keys(name).gateways,), (self._name, PRESENT_MS)) for name in names]
+        answers = await asyncio.gather(*calls, *present)
         scopes: dict[str, _Scope] = {}
         found: list[PodStatus] = []
-        for name, known, (epoch, version, rows) in zip(names, before, await asyncio.gather(*calls), strict=True):
-            scope = _Scope(epoch, version)
+        lines = zip(names, before, answers[: len(names)], answers[len(names) :], strict=True)
+        for name, known, (epoch, version, rows), gateways in lines:
+            scope = _Scope(epoch, version, gateways=gateways, asked=asked)
             for pod, generation, slot, load, info in rows:
                 owner = (pod.decode(), int(generation))
                 if not info and owner not in known.records:  # it was not alive when this version was read
@@ -125,6 +136,11 @@ class IndexReader:
             scopes[name] = scope
         self._scopes = scopes
         return found
+
+    def alone(self, scope: str) -> bool:
+        """No other gateway used the scope when it was polled, a moment ago: nobody else books there."""
+        known = self._scopes.get(scope)
+        return known is not None and known.gateways == 1 and self._clock() - known.asked < ALONE_S
 
     async def lookup(self, scope: str, hashes: Sequence[bytes], pods: Sequence[tuple[str, int]]) -> dict[str, int]:
         """Blocks of the chain `hashes` (16 bytes each) that each (pod, generation) holds in any tier, from its start.

@@ -84,6 +84,10 @@ class Keys:
     def sweep(self) -> str:
         return f"{self.prefix}sweep"
 
+    @property
+    def gateways(self) -> str:
+        return f"{self.prefix}gateways"
+
     def seq(self, pod: str, generation: int) -> str:
         return f"{self.prefix}seq:{pod}:{generation}"
 

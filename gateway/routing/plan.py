@@ -47,6 +47,9 @@ class Ledger(Protocol):
     async def reserve(self, scope: str, request_id: str, groups: Sequence[Sequence[Candidate]]) -> list[Reserved]:
         """See IndexReader.reserve. Raises IndexUnavailable."""
 
+    def alone(self, scope: str) -> bool:
+        """Only this gateway books, so what it knows itself is all there is to know."""
+
     def book(self, scope: str, request_id: str, groups: Sequence[Sequence[Candidate]]) -> None:
         """The same in the background, for groups of one."""
 
@@ -100,7 +103,8 @@ class Plan:
         placement.book()
         if not self._shared:
             return placement
-        if not self._policy.shares or all(len(options) == 1 for options in groups):
+        settled = not self._policy.shares or all(len(options) == 1 for options in groups)
+        if settled or self._ledger.alone(scope):
             self._ledger.book(scope, request_id, [group[:1] for group in candidates])
             return placement
         try:

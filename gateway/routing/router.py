@@ -48,6 +48,7 @@ class Router:
         self._policy = make_policy(policy, rng)
         self._home: Policy = Home(rng)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._booking: dict[str, asyncio.Task[None]] = {}
         table.on_change(self._show_mode)
         table.on_forget(self.approx.forget)
 
@@ -133,9 +134,15 @@ class Router:
             raise IndexUnavailable("the prefix index is away")
         return await index.reserve(scope, request_id, groups)
 
+    def alone(self, scope: str) -> bool:
+        """See IndexReader.alone."""
+        index = self._index()
+        return index is not None and index.alone(scope)
+
     def book(self, scope: str, request_id: str, groups: Sequence[Sequence[Candidate]]) -> None:
         """The same in the background, for groups of one."""
-        self._spawn(self._book(scope, request_id, groups))
+        booking = self._booking[request_id] = self._spawn(self._book(scope, request_id, groups))
+        booking.add_done_callback(lambda _: self._booking.pop(request_id, None))
 
     async def _book(self, scope: str, request_id: str, groups: Sequence[Sequence[Candidate]]) -> None:
         try:
@@ -149,6 +156,8 @@ class Router:
             self._spawn(self._return(index, request_id, pods))
 
     async def _return(self, index: IndexReader, request_id: str, pods: Sequence[Pod]) -> None:
+        if (booking := self._booking.get(request_id)) is not None:
+            await asyncio.wait({booking})  # else it would come after its end
         try:
             for pod in pods:
                 if pod.info is not None:
@@ -156,10 +165,11 @@ class Router:
         except IndexUnavailable as e:
             _log.debug("booking not returned, it expires: %s", e)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
 
 async def _hashes(request: ValidRequest, info: PodInfo) -> list[bytes]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from common.index_store import Keys
+from common import index_reader
+from common.index_store import SCOPES_KEY, Keys
 from common.prefix_index import IndexReader
 from common.types import Role, SamplingParams, ValidRequest
 from common.valkey import EmbeddedValkey
@@ -85,6 +87,57 @@ async def test_a_burst_over_two_gateways_is_shared_out(num_pods: int, both: bool
         for router, index in gateways:
             await router.stop()
             await index.close()
+        await valkey.stop()
+
+
+async def test_a_gateway_that_is_alone_does_not_wait_for_its_bookings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    valkey = EmbeddedValkey(port=0, directory=tmp_path)
+    url = await valkey.start()
+    gateways = [gateway(url, [Role.PREFILL] * 2 + [Role.DECODE] * 2, seed) for seed in range(2)]
+    (router, index), (_, other) = gateways
+    try:
+        assert index._client is not None
+        await index._client.hset(SCOPES_KEY, FP[:8], "m")
+        assert not index.alone(FP[:8])  # not asked yet
+        await index.pods()
+        assert index.alone(FP[:8])
+        answered = asyncio.Event()
+        reserve = index.reserve
+
+        async def late(*args: Any) -> Any:
+            await answered.wait()
+            return await reserve(*args)
+
+        monkeypatch.setattr(index, "reserve", late)
+        placed = [await asyncio.wait_for(place(router, i), 10) for i in range(4)]
+        assert {p.prefill.address for p in placed if p.prefill} == {"127.0.0.1:1", "127.0.0.1:2"}
+        assert await _bookings(index) == 0
+        answered.set()
+        async with asyncio.timeout(10):
+            while await _bookings(index) < 2 * len(placed):
+                await asyncio.sleep(0.02)
+        await other.pods()
+        assert not other.alone(FP[:8])
+        await index.pods()
+        assert not index.alone(FP[:8])
+        answered.clear()
+        waiting = asyncio.create_task(place(router, 5))
+        await until(lambda: len(router.inflight) == 5)
+        assert not waiting.done()
+        answered.set()
+        await waiting
+        monkeypatch.setattr(index_reader, "PRESENT_MS", 1)  # the other one has been silent for longer
+        await asyncio.sleep(0.01)
+        await index.pods()
+        assert index.alone(FP[:8])
+        monkeypatch.setattr(index, "_clock", lambda: time.monotonic() + index_reader.ALONE_S)
+        assert not index.alone(FP[:8])
+    finally:
+        for r, i in gateways:
+            await r.stop()
+            await i.close()
         await valkey.stop()
 
 

@@ -74,6 +74,9 @@ class FakeIndex:
 
     unbook = reserve
 
+    def alone(self, scope: str) -> bool:
+        return False
+
 
 class World:
     def __init__(self, roles: dict[str, Role], index: FakeIndex | None = None) -> None:
