@@ -1,8 +1,8 @@
 """What a routing decision costs as pods and index grow: the real index in a Valkey, the real policy, to 10M blocks.
 
 Every pod publishes conversations that begin with one of its tenants' system prompts; a conversation is on up to four
-pods, to different depths. A decision is what a gateway does for one prompt: look up its chain, rank the pods, reserve. A
-gateway that is alone does not wait for the last (alone_ms).
+pods, to different depths. A decision is what a gateway does for one prompt: look up its chain, rank the pods, reserve.
+A gateway that is alone does not wait for the last (alone_ms).
 
     python benchmarks/routing_scale.py --out benchmarks/results/routing_scale.json
 """
@@ -193,7 +193,8 @@ def main() -> None:
         cost = asyncio.run(measure(pods, blocks))
         print(
             f"{cost.pods:5} pods {cost.blocks:10,} blocks: decision {cost.decision_ms_p50:.3f} ms p50, "
-            f"{cost.decision_ms_p99:.3f} p99, alone {cost.alone_ms_p50:.3f} p50 (look-up {cost.lookup_ms_p50:.3f}, policy {cost.policy_ms_p50:.3f}, "
+            f"{cost.decision_ms_p99:.3f} p99, alone {cost.alone_ms_p50:.3f} p50 "
+            f"(look-up {cost.lookup_ms_p50:.3f}, policy {cost.policy_ms_p50:.3f}, "
             f"reserve {cost.reserve_ms_p50:.3f}), server {cost.server_us_per_decision:.0f} us a decision, "
             f"{cost.server_us_per_pod_beat:.0f} a heartbeat, {cost.bytes_per_block:.0f} B a block",
             flush=True,
