@@ -225,7 +225,7 @@ def gateway(
     ] = None,
     max_queue: Annotated[str | None, _opt("Most requests that wait per model (default 512).", metavar="N")] = None,
     max_ttft_s: Annotated[
-        str | None, _opt("Refuse at once what would wait longer for a token (default 120).", metavar="N")
+        str | None, _opt("Refuse at once what would wait longer for a token (default: its deadline).", metavar="N")
     ] = None,
     routing_policy: RoutingPolicy = None,
     tool_parser: ToolParser = None,

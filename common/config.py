@@ -387,7 +387,7 @@ class GatewayConfig(_Config):
     response_memory: int = _setting(_size(0), 64 * _MIB)
     max_running: int = _setting(_integer(0, 1 << 20), 0)
     max_queue: int = _setting(_integer(0, 1 << 20), 512)
-    max_ttft_s: float = _setting(_seconds(0, 86400), 120.0)
+    max_ttft_s: float = _setting(_seconds(0, 86400), 0.0)
     routing_policy: str = _setting(_ROUTING, "cost")
     tool_parser: str = _setting(_TOOL_PARSER, "auto")
     reasoning_parser: str = _setting(_REASONING_PARSER, "auto")

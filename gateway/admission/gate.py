@@ -39,7 +39,7 @@ class GateLimits:
 
     max_running: int = 0
     max_queue: int = 512
-    max_ttft_s: float = 120.0
+    max_ttft_s: float = 0.0
 
 
 class _Speed:

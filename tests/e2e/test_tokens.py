@@ -109,7 +109,7 @@ async def test_grpc_with_16_in_flight_and_cold_caches(cluster: Cluster, cases: l
                 cache_salt=SHARED,
                 logprobs=0,
             )
-            tokens = [t async for part in stub.Generate(request, timeout=300) for t in part.tokens]
+            tokens = [t async for part in stub.Generate(request, timeout=600) for t in part.tokens]
             assert [t.index for t in tokens] == list(range(len(tokens)))
             assert_same([t.id for t in tokens], case.expected, case.what)
             if case.clear:
@@ -206,7 +206,7 @@ async def test_beams_are_those_of_transformers(cluster: Cluster, texts: list[lis
     )
     async with grpc.aio.insecure_channel(cluster.stack.grpc_address) as channel:
         stub: inference_pb2_grpc.InferenceAsyncStub = inference_pb2_grpc.InferenceStub(channel)
-        parts = [part async for part in stub.Generate(request, timeout=300)]
+        parts = [part async for part in stub.Generate(request, timeout=600)]
     assert [part.index for part in parts] == list(range(beams))
     scores = [sum(token.logprob for token in part.tokens) / len(part.tokens) ** 2 for part in parts]
     assert scores == pytest.approx(said.sequences_scores.tolist(), abs=1e-3)
