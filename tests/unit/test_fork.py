@@ -363,8 +363,6 @@ def test_children_share_the_prompt_and_copy_its_last_block_once_each(overlap: bo
     params = SamplingParams(max_tokens=6, n=3)
     prompt = list(range(length))
     world.add("a", prompt, params)
-    while world.scheduler.stats().running < 3:
-        world.step()
     world.drain()
     assert [world.tokens["a", child] for child in range(3)] == [answer(prompt, params, child) for child in range(3)]
     assert world.stepper.counters.prompt_tokens == length
