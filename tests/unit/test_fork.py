@@ -292,7 +292,7 @@ class Device:
         seq = item.seq
         self.last[slot] = (found + seq.child) % VOCAB
         others = [Token(0, (found + child) % VOCAB, child=child) for child in range(1, seq.draws)]
-        return ItemResult(True, (Token(seq.num_output, self.last[slot], child=seq.child),), tuple(others))
+        return ItemResult(True, (Token(seq.num_output, self.last[slot], child=seq.child),), others=tuple(others))
 
     def _at(self, blocks: list[int], position: int) -> tuple[int, int]:
         return blocks[position // self.size], position % self.size
@@ -363,6 +363,12 @@ def test_children_share_the_prompt_and_copy_its_last_block_once_each(overlap: bo
     params = SamplingParams(max_tokens=6, n=3)
     prompt = list(range(length))
     world.add("a", prompt, params)
+    for _ in range(20):
+        if world.scheduler.stats().running == 3:
+            break
+        world.step()
+    else:
+        raise AssertionError("the children never ran side by side")
     world.drain()
     assert [world.tokens["a", child] for child in range(3)] == [answer(prompt, params, child) for child in range(3)]
     assert world.stepper.counters.prompt_tokens == length
