@@ -15,26 +15,24 @@ was captured; every other step is made of tensors of its own size. On a CPU, lau
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from common.types import PromptLogprobs, Token, TokenLogprob
 from engine.attention.base import AttentionBackend, StepShape
 from engine.attention.triton_backend import TritonAttention
 from engine.block_pool import Lease
 from engine.block_tables import BlockTables
 from engine.kv_pool import KVPool
+from engine.launched import Forked, Launched, Scores, Undrawn, collect
 from engine.models.base import Model
 from engine.sampler import Sampled, SampleRow, sample, token_logprobs
 from engine.scheduler import Item
 from engine.sequence import Sequence as EngineSequence
 from engine.speculation.chain import Chain
 from engine.speculation.rejection import sample_rejecting
-from engine.speculation.verify import accepted_run
 from engine.stepper import ItemResult
 from engine.upload import upload
 from engine.warm_up import Rows
@@ -46,60 +44,6 @@ if TYPE_CHECKING:
 MAX_LOGPROBS = 20  # alternatives beside a token, as SamplingParams allows
 SCORED_AT_ONCE = 64  # prompt tokens whose logits exist at a time
 ToScore = tuple[int, Item, int, int]  # an item and its index; the prompt tokens from here to before there are scored
-
-
-@dataclass(frozen=True, slots=True)
-class Launched:
-    """A step on the device. results: int64 per item and draft, on its way to the host: the token that follows, 0 where
-    none was asked for, -1 where the model's output was not a number. wanted: results with log-probabilities; logprobs:
-    theirs (chosen, top, top ids). forked: first tokens of further children. arrived: None on a CPU. undrawn: what is to
-    be drawn again before all that is sent; until then results are still on the device. scores: of prompt tokens.
-    """
-
-    items: Sequence[Item]
-    results: Tensor
-    wanted: Sequence[int]
-    logprobs: tuple[Tensor | None, ...]
-    forked: Sequence[Forked]
-    arrived: torch.cuda.Event | None
-    undrawn: Undrawn | None = None
-    scores: Sequence[Scores] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Scores:
-    """Log-probabilities of an item's prompt tokens from position `first` on: float32 chosen [n] and top [n, N], int64
-    ranks [n] and top_ids [n, N].
-    """
-
-    index: int
-    first: int
-    chosen: Tensor
-    ranks: Tensor
-    top: Tensor
-    top_ids: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Undrawn:
-    """Tokens that were drawn without regard to constraints. items: theirs, without drafts; rows: theirs of the results.
-
-    logits: of the step; logit_rows: result -> row of logits.
-    """
-
-    items: Sequence[Item]
-    rows: Sequence[int]
-    logits: Tensor
-    logit_rows: np.ndarray
-
-
-@dataclass(frozen=True, slots=True)
-class Forked:
-    """Of the item at `index`. tokens: int64 [n - 1], of child 1 and on; logprobs: as in Launched, () if not wanted."""
-
-    index: int
-    tokens: Tensor
-    logprobs: tuple[Tensor | None, ...]
 
 
 class Runner:
@@ -210,30 +154,7 @@ class Runner:
 
     def collect(self, launched: Launched) -> list[ItemResult]:
         """One result per item, in order; waits for the device."""
-        if launched.arrived is not None:
-            launched.arrived.synchronize()
-        results: list[int] = launched.results.tolist()
-        logprob_of = {row: at for at, row in enumerate(launched.wanted)}
-        scores = {found.index: _prompt_logprobs(found) for found in launched.scores}
-        others = {f.index: _first_tokens(launched.items[f.index].seq, f) for f in launched.forked}
-        collected: list[ItemResult] = []
-        first = 0
-        for index, item in enumerate(launched.items):
-            row = first
-            first += 1 + len(item.drafts)
-            run = accepted_run(item.drafts, results[row:first])
-            if run[-1] < 0:
-                collected.append(ItemResult(False))
-            elif not item.sample:
-                collected.append(ItemResult(True, prompt_logprobs=scores.get(index)))
-            else:
-                seq = item.seq
-                tokens = [Token(seq.num_output + i, token, child=seq.child) for i, token in enumerate(run)]
-                if row in logprob_of:
-                    at = logprob_of[row]
-                    tokens = [_with_logprobs(t, seq, at + i, launched.logprobs) for i, t in enumerate(tokens)]
-                collected.append(ItemResult(True, tuple(tokens), scores.get(index), others.get(index, ())))
-        return collected
+        return collect(launched)
 
     def replay(self, count: int) -> float | None:
         """Seconds that the last launched step takes when it is run `count` times back to back; None when it was not one
@@ -601,16 +522,6 @@ def _to_host(tensor: Tensor) -> Tensor:
     return tensor.to("cpu", non_blocking=True, copy=True)
 
 
-def _prompt_logprobs(found: Scores) -> PromptLogprobs:
-    return PromptLogprobs(
-        found.first,
-        tuple(found.chosen.tolist()),
-        tuple(found.ranks.tolist()),
-        tuple(found.top_ids.flatten().tolist()),
-        tuple(found.top.flatten().tolist()),
-    )
-
-
 def _positions(shape: StepShape) -> np.ndarray:
     """int64 [T]"""
     num_new = np.asarray(shape.num_new)
@@ -618,21 +529,3 @@ def _positions(shape: StepShape) -> np.ndarray:
     offsets: np.ndarray = np.repeat(np.asarray(shape.starts) - (ends - num_new), num_new)
     positions: np.ndarray = np.arange(int(ends[-1])) + offsets
     return positions
-
-
-def _first_tokens(seq: EngineSequence, forked: Forked) -> tuple[Token, ...]:
-    tokens = [Token(0, token, child=child) for child, token in enumerate(forked.tokens.tolist(), 1)]
-    if forked.logprobs:
-        tokens = [_with_logprobs(token, seq, at, forked.logprobs) for at, token in enumerate(tokens)]
-    return tuple(tokens)
-
-
-def _with_logprobs(token: Token, seq: EngineSequence, at: int, logprobs: Sequence[Tensor | None]) -> Token:
-    chosen, values, ids = logprobs
-    assert chosen is not None
-    count = seq.request.sampling.logprobs or 0
-    top: tuple[TokenLogprob, ...] = ()
-    if count and values is not None and ids is not None:
-        pairs = zip(ids[at, :count].tolist(), values[at, :count].tolist(), strict=True)
-        top = tuple(TokenLogprob(i, v) for i, v in pairs)
-    return Token(token.index, token.id, float(chosen[at]), top, token.child)

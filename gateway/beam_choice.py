@@ -16,8 +16,8 @@ from dataclasses import replace
 from common.errors import Overloaded
 from common.types import SamplingParams, Token, TokenLogprob, ValidRequest
 from gateway.beam import Beam, BeamParams, search
+from gateway.choice import Answer, Choice, Usage
 from gateway.gather import gather
-from gateway.service import Answer, Choice, Usage
 
 PAUSE_S = (0.05, 0.25)  # before a beam that found no room is tried again
 

@@ -8,8 +8,8 @@ import math
 from collections.abc import Sequence
 
 from gateway.beam_choice import beam_answers
+from gateway.choice import Answer, Choice
 from gateway.gather import gather
-from gateway.service import Answer, Choice
 from gateway.validation import Spec
 
 

@@ -27,7 +27,8 @@ from gateway.fields import Fields, wrong_type
 from gateway.http_endpoint import Response
 from gateway.models import ServedModel
 from gateway.pod import Pod
-from gateway.service import Gateway, Ticket
+from gateway.service import Gateway
+from gateway.ticket import Ticket
 from gateway.validation import MAX_SALT_CHARS, CompletionBody, Prompt, Spec, parse_token_ids
 
 MAX_INPUTS = 2048

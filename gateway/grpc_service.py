@@ -17,10 +17,12 @@ from common.wire import finish_to_pb, prompt_logprobs_to_pb, token_to_pb
 from gateway.admission.caller import Caller
 from gateway.best_of import answers_of
 from gateway.body import SESSION_AFFINITY, affinity_of
+from gateway.choice import Choice, Usage
 from gateway.grpc_tools import add_deltas, chat_fields, conversation_fields, require_no_chat_fields, shared_fields
 from gateway.output import Piece
-from gateway.service import Choice, Gateway, Ticket, Usage
+from gateway.service import Gateway
 from gateway.streaming import merged, total
+from gateway.ticket import Ticket
 from gateway.tokenize import Tokenize, parse_detokenize, parse_tokenize
 from gateway.validation import parse_chat, parse_completion
 

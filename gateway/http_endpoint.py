@@ -20,7 +20,8 @@ from common.logs import bind
 from gateway.admission.http_auth import caller_of
 from gateway.body import client_affinity, client_request_id, client_timeout, read_json_body
 from gateway.openai_schema import Json, error_body, error_headers
-from gateway.service import Gateway, Ticket
+from gateway.service import Gateway
+from gateway.ticket import Ticket
 
 _log = logging.getLogger(__name__)
 

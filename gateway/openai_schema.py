@@ -22,9 +22,9 @@ from common.errors import (
     Unavailable,
 )
 from common.types import FinishReason, TokenLogprob
+from gateway.choice import Answer, Usage
 from gateway.output import Piece, ShownToken
 from gateway.prompt_output import PromptToken
-from gateway.service import Answer, Usage
 from gateway.tokenizer import TextTokenizer
 from gateway.tools.protocol import BrokenCall, CallDelta, ContentDelta, Delta, ReasoningDelta
 

@@ -15,10 +15,12 @@ from typing import Any
 import orjson
 
 from gateway.best_of import answers_of
+from gateway.choice import Choice, Usage
 from gateway.http_endpoint import Response, sse_event
 from gateway.openai_schema import ChatFormat, CompletionFormat, Format, Json, usage_json
 from gateway.output import Piece
-from gateway.service import Choice, Gateway, Ticket, Usage
+from gateway.service import Gateway
+from gateway.ticket import Ticket
 from gateway.validation import Spec, parse_chat, parse_completion
 
 _DONE = b"data: [DONE]\n\n"

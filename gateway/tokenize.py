@@ -11,7 +11,8 @@ from gateway.fields import Fields, wrong_type
 from gateway.http_endpoint import Response
 from gateway.messages import parse_messages
 from gateway.models import ServedModel
-from gateway.service import Gateway, Ticket
+from gateway.service import Gateway
+from gateway.ticket import Ticket
 from gateway.tokenizer import INLINE_CHARS
 from gateway.tools.request import parse_declared
 from gateway.validation import parse_token_ids, refuse_unserved

@@ -197,11 +197,6 @@ class FakePod(
             served_name=self.served_name,
         )
 
-    async def Handshake(self, request: Any, context: Any) -> Any:
-        raise NotImplementedError
-
-    Probe = Open = Commit = Drain = Handshake
-
     # -- Control
 
     async def ResetPrefixCache(self, request: Any, context: Any) -> control_pb2.ResetPrefixCacheResponse:

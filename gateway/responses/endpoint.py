@@ -12,6 +12,7 @@ from starlette.requests import Request
 from common.errors import InvalidRequest, ObjectNotFound, Unavailable
 from common.types import FinishReason
 from gateway.admission.http_auth import caller_of
+from gateway.choice import Answer, Choice
 from gateway.http_endpoint import Response
 from gateway.openai_schema import token_logprobs
 from gateway.output import Piece, ShownToken
@@ -19,7 +20,8 @@ from gateway.responses.items import Item
 from gateway.responses.request import ResponseBody, parse_response, renamed
 from gateway.responses.store import Kept, ResponseStore
 from gateway.responses.writer import ResponseWriter
-from gateway.service import Answer, Choice, Gateway, Ticket
+from gateway.service import Gateway
+from gateway.ticket import Ticket
 from gateway.tools.protocol import BrokenCall, CallDelta, ContentDelta, ReasoningDelta
 
 Json = dict[str, Any]

@@ -15,9 +15,9 @@ import orjson
 
 from common.errors import BatonError, Overloaded
 from common.types import FinishReason
+from gateway.choice import Usage
 from gateway.openai_schema import error_body
 from gateway.responses.items import Item, new_id
-from gateway.service import Usage
 
 Json = dict[str, Any]
 

@@ -1,0 +1,129 @@
+"""A step on the device, and what it comes to on the host.
+
+The runner makes a Launched without waiting for anything; `collect` waits, and gives every item its result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.types import PromptLogprobs, Token, TokenLogprob
+from engine.scheduler import Item
+from engine.sequence import Sequence as EngineSequence
+from engine.speculation.verify import accepted_run
+from engine.stepper import ItemResult
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step on the device. results: int64 per item and draft, on its way to the host: the token that follows, 0 where
+    none was asked for, -1 where the model's output was not a number. wanted: results with log-probabilities; logprobs:
+    theirs (chosen, top, top ids). forked: first tokens of further children. arrived: None on a CPU. undrawn: what is to
+    be drawn again before all that is sent; until then results are still on the device. scores: of prompt tokens.
+    """
+
+    items: Sequence[Item]
+    results: Tensor
+    wanted: Sequence[int]
+    logprobs: tuple[Tensor | None, ...]
+    forked: Sequence[Forked]
+    arrived: torch.cuda.Event | None
+    undrawn: Undrawn | None = None
+    scores: Sequence[Scores] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Log-probabilities of an item's prompt tokens from position `first` on: float32 chosen [n] and top [n, N], int64
+    ranks [n] and top_ids [n, N].
+    """
+
+    index: int
+    first: int
+    chosen: Tensor
+    ranks: Tensor
+    top: Tensor
+    top_ids: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Undrawn:
+    """Tokens that were drawn without regard to constraints. items: theirs, without drafts; rows: theirs of the results.
+
+    logits: of the step; logit_rows: result -> row of logits.
+    """
+
+    items: Sequence[Item]
+    rows: Sequence[int]
+    logits: Tensor
+    logit_rows: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Forked:
+    """Of the item at `index`. tokens: int64 [n - 1], of child 1 and on; logprobs: as in Launched, () if not wanted."""
+
+    index: int
+    tokens: Tensor
+    logprobs: tuple[Tensor | None, ...]
+
+
+def collect(launched: Launched) -> list[ItemResult]:
+    """One result per item, in order; waits for the device."""
+    if launched.arrived is not None:
+        launched.arrived.synchronize()
+    results: list[int] = launched.results.tolist()
+    logprob_of = {row: at for at, row in enumerate(launched.wanted)}
+    scores = {found.index: _prompt_logprobs(found) for found in launched.scores}
+    others = {f.index: _first_tokens(launched.items[f.index].seq, f) for f in launched.forked}
+    collected: list[ItemResult] = []
+    first = 0
+    for index, item in enumerate(launched.items):
+        row = first
+        first += 1 + len(item.drafts)
+        run = accepted_run(item.drafts, results[row:first])
+        if run[-1] < 0:
+            collected.append(ItemResult(False))
+        elif not item.sample:
+            collected.append(ItemResult(True, prompt_logprobs=scores.get(index)))
+        else:
+            seq = item.seq
+            tokens = [Token(seq.num_output + i, token, child=seq.child) for i, token in enumerate(run)]
+            if row in logprob_of:
+                at = logprob_of[row]
+                tokens = [_with_logprobs(t, seq, at + i, launched.logprobs) for i, t in enumerate(tokens)]
+            collected.append(ItemResult(True, tuple(tokens), scores.get(index), others.get(index, ())))
+    return collected
+
+
+def _prompt_logprobs(found: Scores) -> PromptLogprobs:
+    return PromptLogprobs(
+        found.first,
+        tuple(found.chosen.tolist()),
+        tuple(found.ranks.tolist()),
+        tuple(found.top_ids.flatten().tolist()),
+        tuple(found.top.flatten().tolist()),
+    )
+
+
+def _first_tokens(seq: EngineSequence, forked: Forked) -> tuple[Token, ...]:
+    tokens = [Token(0, token, child=child) for child, token in enumerate(forked.tokens.tolist(), 1)]
+    if forked.logprobs:
+        tokens = [_with_logprobs(token, seq, at, forked.logprobs) for at, token in enumerate(tokens)]
+    return tuple(tokens)
+
+
+def _with_logprobs(token: Token, seq: EngineSequence, at: int, logprobs: Sequence[Tensor | None]) -> Token:
+    chosen, values, ids = logprobs
+    assert chosen is not None
+    count = seq.request.sampling.logprobs or 0
+    top: tuple[TokenLogprob, ...] = ()
+    if count and values is not None and ids is not None:
+        pairs = zip(ids[at, :count].tolist(), values[at, :count].tolist(), strict=True)
+        top = tuple(TokenLogprob(i, v) for i, v in pairs)
+    return Token(token.index, token.id, float(chosen[at]), top, token.child)

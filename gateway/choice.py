@@ -1,0 +1,294 @@
+"""One answer in the making: tokens of a run through the pods become pieces of text, counted and timed.
+
+Lifecycle: made with its request -> read piece by piece, or collected -> closed, whatever came of it. Nothing runs
+before the first piece is asked for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+from common.types import FinishReason, PromptLogprobs, Token, ValidRequest
+from gateway.family import Child, Family
+from gateway.metrics import GatewayMetrics
+from gateway.models import ServedModel
+from gateway.output import ChoiceOutput, Piece, ShownToken
+from gateway.pipeline import Run
+from gateway.prompt_output import PromptToken, echo_of, joined, prompt_tokens
+from gateway.reader import Reading
+from gateway.ticket import Ticket
+from gateway.timeline import Timeline
+from gateway.tools.protocol import Delta, Message, assemble
+from gateway.validation import Spec
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens spent; cached: prompt tokens found in the prefix cache of the pod that computed the prompt.
+
+    reasoning: of the completion's tokens, those of reasoning sections. accepted, rejected: drafts of speculative
+    decoding that were right and are part of the completion, and those that were not.
+    """
+
+    prompt: int = 0
+    completion: int = 0
+    cached: int = 0
+    reasoning: int = 0
+    accepted: int = 0
+    rejected: int = 0
+
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(
+            self.prompt + other.prompt,
+            self.completion + other.completion,
+            self.cached + other.cached,
+            self.reasoning + other.reasoning,
+            self.accepted + other.accepted,
+            self.rejected + other.rejected,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A complete choice. message: what its text means, None where all of it is content. prompt: its tokens with
+    log-probabilities, None where nobody asked for them. tokens: all generated ones. deltas: as those of its pieces.
+    """
+
+    text: str
+    shown: tuple[ShownToken, ...]
+    finish: FinishReason
+    message: Message | None = None
+    prompt: tuple[PromptToken, ...] | None = None
+    tokens: tuple[Token, ...] = ()
+    deltas: tuple[Delta, ...] | None = None
+
+
+class Choice:
+    """An answer in the making: iterate it for pieces of text, or `collect` it; `close` ends it early.
+
+    child: its number among those of its prompt, which are one family where there are several.
+    """
+
+    def __init__(
+        self,
+        metrics: GatewayMetrics,
+        model: ServedModel,
+        ticket: Ticket,
+        spec: Spec,
+        request: ValidRequest,
+        reading: Reading | None = None,
+        *,
+        family: Family | None = None,
+        child: int = 0,
+    ) -> None:
+        self.child = child
+        self._family = family
+        self.model = model
+        self.reading = reading
+        self._metrics = metrics
+        self._ticket = ticket
+        self.spec = spec
+        self.request = request
+        self._output = self.new_output()
+        self._run: Run | Child | None = None
+        self._last: float | None = None  # when tokens came last
+        self._before = 0  # characters of the prompt that were echoed
+        self._echoed = not spec.echo
+        self._scores_taken = False
+        self._searched: Usage | None = None  # instead of `_output` and `_run`, where beams were searched
+        self._generated = 0
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens of the answer so far; of all answers that a search for it gave."""
+        if self._searched is not None:
+            return self._searched
+        output, run = self._output, self._run
+        usage = Usage(self.request.prompt_len, output.num_tokens, reasoning=output.reasoning_tokens)
+        if run is None:
+            return usage
+        return replace(usage, cached=run.cached_tokens, accepted=run.accepted, rejected=run.proposed - run.accepted)
+
+    @property
+    def cost(self) -> Usage:
+        """The part of `usage` that counts where choices are added up: a prompt of several is computed once."""
+        return replace(self.usage, prompt=0, cached=0) if self.child else self.usage
+
+    @property
+    def spent(self) -> Usage:
+        """What `cost` is to the caller's limits: tokens count that were generated and are not answered, too."""
+        return self.cost if self._searched is None else replace(self.cost, completion=self._generated)
+
+    @property
+    def deadline(self) -> float:
+        """A time.monotonic()."""
+        return self._ticket.deadline
+
+    def look_up(self, request: ValidRequest, *, first: bool) -> Run:
+        """A run that a search for this answer needs. All had better go to the pods that have the beginning already.
+
+        The first one is told in the request's timeline, which has no room for all.
+        """
+        ticket = self._ticket
+        return self.model.pipeline.run(
+            request,
+            deadline=ticket.deadline,
+            replayable=True,
+            timeline=ticket.timeline if first else Timeline(request.request_id, None, ticket.endpoint),
+            affinity=ticket.affinity or self.request.request_id,
+        )
+
+    def searched(self, usage: Usage, generated: int, finish: FinishReason | None = None) -> None:
+        """What a search has come to. generated: tokens, of answers or not. finish: of the best answer, at the end."""
+        if self._searched is None:
+            self._metrics.ttft.observe(time.monotonic() - self._ticket.timeline.start)
+        self._searched, self._generated = usage, generated
+        if finish is not None:
+            self._end(finish, stop_string=False)
+
+    def new_output(self) -> ChoiceOutput:
+        """For an answer's tokens, from the first one on."""
+        logprobs = self.spec.logprobs is not None
+        return ChoiceOutput(
+            self.model.tokenizer,
+            self.spec.stop,
+            logprobs=logprobs,
+            reading=self.reading,
+            include_stop=self.spec.include_stop,
+        )
+
+    def prompt_tokens(self, num_top: int | None) -> tuple[PromptToken, ...]:
+        """The prompt's tokens, with log-probabilities once there is a token; None alternatives: without."""
+        parts = () if self._run is None or num_top is None else self._run.prompt_logprobs
+        return prompt_tokens(self.request.prompt_ids, parts, num_top or 0)
+
+    def take_prompt_logprobs(self) -> PromptLogprobs | None:
+        """Of the prompt behind its first token, once, after the first piece, where they were asked for."""
+        run = self._run
+        if run is None or self._scores_taken or self.spec.prompt_logprobs is None or not run.prompt_logprobs:
+            return None
+        self._scores_taken = True
+        return joined(run.prompt_logprobs)
+
+    def _echo(self, piece: Piece) -> Piece:
+        """The first piece, behind the prompt; without itself when nothing was to be generated."""
+        tokens = self.prompt_tokens(self.spec.logprobs)
+        if self.spec.logprobs is None:
+            tokens = tuple(map(PromptToken, self.request.prompt_ids))
+        echo = echo_of(self.model.tokenizer, tokens)
+        self._before = len(echo.text)
+        shown = echo.shown if self.spec.logprobs is not None else ()
+        if self.spec.max_tokens == 0:
+            return Piece(echo.text, shown, (), FinishReason.LENGTH)
+        piece = self._moved(piece)
+        return piece._replace(text=echo.text + piece.text, shown=(*shown, *piece.shown))
+
+    def _moved(self, piece: Piece) -> Piece:
+        """Offsets count from the prompt's start where that is echoed."""
+        if not (self._before and piece.shown):
+            return piece
+        return piece._replace(shown=tuple(ShownToken(s.token, s.offset + self._before) for s in piece.shown))
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Piece:
+        """What came since the last piece; the last one has a finish reason. Raises BatonError."""
+        if self._output.finish is not None:
+            raise StopAsyncIteration
+        piece = await self._next(replayable=False)
+        assert piece is not None
+        return piece
+
+    async def collect(self) -> Answer:
+        """The whole answer. Raises BatonError."""
+        pieces: list[Piece] = []
+        try:
+            while not pieces or pieces[-1].finish is None:
+                piece = await self._next(replayable=True)
+                if piece is None:
+                    pieces = []
+                else:
+                    pieces.append(piece)
+        finally:
+            self.close()
+        return self.whole(pieces)
+
+    def whole(self, pieces: Sequence[Piece]) -> Answer:
+        """The answer that these are all pieces of."""
+        finish = pieces[-1].finish
+        assert finish is not None
+        deltas = None if self.reading is None else tuple(d for piece in pieces for d in piece.deltas or ())
+        scored = self.spec.prompt_logprobs
+        return Answer(
+            "".join([piece.text for piece in pieces]),
+            tuple(token for piece in pieces for token in piece.shown),
+            finish,
+            None if deltas is None else assemble(deltas),
+            None if scored is None else self.prompt_tokens(scored),
+            tuple(token for piece in pieces for token in piece.tokens),
+            deltas,
+        )
+
+    def close(self) -> None:
+        """Gives everything back, which aborts on the pods what is not complete; idempotent."""
+        if self._run is not None:
+            self._run.close()
+        elif self._family is not None:
+            self._family.children[self.child].close()
+
+    async def _next(self, *, replayable: bool) -> Piece | None:
+        """The next piece; None means that all before is void."""
+        run = self._run or self._start(replayable)
+        delta = await run.next()
+        if delta.restart:
+            self._output, self._last = self.new_output(), None
+            self._echoed = not self.spec.echo
+            return None
+        metrics, now = self._metrics, time.monotonic()
+        if self._last is None and not self.child:
+            metrics.ttft.observe(now - self._ticket.timeline.start)
+        elif self._last is not None and delta.tokens:
+            metrics.itl.observe((now - self._last) / len(delta.tokens))
+        self._last = now
+        if self.spec.max_tokens == 0:
+            self._output.finish = FinishReason.LENGTH
+            piece = self._echo(Piece("", (), ()))
+        else:
+            piece = self._output.add(delta.tokens, delta.finish)
+            piece = self._moved(piece) if self._echoed else self._echo(piece)
+        self._echoed = True
+        if piece.finish is not None:
+            self._end(piece.finish, stop_string=delta.finish is None)
+            run.close()
+        return piece
+
+    def _start(self, replayable: bool) -> Run | Child:
+        if self._family is None:
+            self._run = self._new_run(replayable)
+        else:
+            self._run = self._family.begin(self.child, lambda: self._new_run(replayable))
+        return self._run
+
+    def _new_run(self, replayable: bool) -> Run:
+        ticket = self._ticket
+        return self.model.pipeline.run(
+            self.request,
+            deadline=ticket.deadline,
+            replayable=replayable,
+            timeline=ticket.timeline,
+            affinity=ticket.affinity,
+        )
+
+    def _end(self, finish: FinishReason, *, stop_string: bool) -> None:
+        metrics, usage = self._metrics, self.spent
+        metrics.e2e.observe(time.monotonic() - self._ticket.timeline.start)
+        metrics.prompt_tokens.inc(usage.prompt)
+        metrics.output_tokens.inc(usage.completion)
+        if stop_string:
+            metrics.aborts.labels("stop_string").inc()
+        drafts = {"accepted": usage.accepted, "rejected": usage.rejected} if usage.accepted or usage.rejected else {}
+        self._ticket.timeline.mark("finished", reason=finish.value, output_tokens=usage.completion, **drafts)
