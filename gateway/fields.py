@@ -17,6 +17,12 @@ def type_name(value: object) -> str:
     return names.get(type(value), type(value).__name__)
 
 
+def not_served(name: str, value: object, served: str) -> InvalidRequest:
+    """The error for a field whose value asks for something else than what is served."""
+    given = value[:60] if isinstance(value, str) else type(value).__name__
+    return InvalidRequest(f"{name} {given!r} is not supported, only {served}", field=name)
+
+
 def wrong_type(name: str, wanted: str, value: object) -> InvalidRequest:
     """The error for a field of the wrong type."""
     return InvalidRequest(f"{name} must be {wanted}, not {type_name(value)}", field=name)

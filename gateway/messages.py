@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from common.errors import InvalidRequest
-from gateway.fields import wrong_type
+from gateway.fields import not_served, wrong_type
 
 MAX_MESSAGES = 16384  # the template costs some 10 us for each, in the event loop
 MAX_CALLS = 1024  # of one message
@@ -119,8 +119,7 @@ def _content(value: object, name: str) -> str:
             raise wrong_type(f"{name}[{i}]", "an object", part)
         kind = part.get("type")
         if kind != "text":
-            shown = kind[:40] if isinstance(kind, str) else type(kind).__name__
-            raise InvalidRequest(f"{name}[{i}].type {shown!r} is not supported, only text", field=f"{name}[{i}].type")
+            raise not_served(f"{name}[{i}].type", kind, "text")
         text = part.get("text")
         if not isinstance(text, str):
             raise wrong_type(f"{name}[{i}].text", "a string", text)

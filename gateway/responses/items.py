@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from common.errors import InvalidRequest
-from gateway.fields import wrong_type
+from gateway.fields import not_served, wrong_type
 
 Item = dict[str, Any]
 
@@ -46,8 +46,7 @@ def _item(value: object, name: str) -> Item:
         raise wrong_type(name, "an object", value)
     kind = value.get("type") or "message"
     if kind not in _KINDS:
-        shown = kind[:60] if isinstance(kind, str) else type(kind).__name__
-        raise InvalidRequest(f"{name}.type {shown!r} is not supported, only {', '.join(_KINDS)}", field=f"{name}.type")
+        raise not_served(f"{name}.type", kind, ", ".join(_KINDS))
     given = value.get("id")
     if given is not None and not isinstance(given, str):
         raise wrong_type(f"{name}.id", "a string", given)
@@ -90,8 +89,7 @@ def _parts(value: object, name: str, kind: str) -> list[Item]:
             raise wrong_type(f"{name}[{i}]", "an object", part)
         given = part.get("type")
         if given not in _TEXT_PARTS:
-            shown = given[:60] if isinstance(given, str) else type(given).__name__
-            raise InvalidRequest(f"{name}[{i}].type {shown!r} is not supported, only text", field=f"{name}[{i}].type")
+            raise not_served(f"{name}[{i}].type", given, "text")
         member = "refusal" if given == "refusal" else "text"
         parts.append(_part(kind, _string(part.get(member), f"{name}[{i}].{member}")))
     return parts

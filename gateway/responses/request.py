@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.errors import InvalidRequest
-from gateway.fields import Fields, wrong_type
+from gateway.fields import Fields, not_served, wrong_type
 from gateway.responses.items import Item, parse_input, to_messages
 from gateway.validation import MAX_LOGPROBS, ChatBody, parse_chat, refuse_unserved
 
@@ -191,8 +191,7 @@ def _tools(fields: Fields) -> tuple[list[Json], Any]:
             raise wrong_type(f"tools[{i}]", "an object", tool)
         kind, name = tool.get("type"), tool.get("name")
         if kind != "function":
-            shown = kind[:60] if isinstance(kind, str) else type(kind).__name__
-            raise InvalidRequest(f"tools[{i}].type {shown!r} is not supported, only function", field=f"tools[{i}].type")
+            raise not_served(f"tools[{i}].type", kind, "function")
         if not isinstance(name, str):
             raise wrong_type(f"tools[{i}].name", "a string", name)
         known = {member: tool.get(member) for member in ("description", "parameters", "strict")}

@@ -5,42 +5,29 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from gateway.tools.emitter import Emitter, split_at
+from gateway.tools.buffered import BufferedParser
+from gateway.tools.emitter import split_at
 from gateway.tools.lark import call_objects
 from gateway.tools.object_reader import ObjectReader
-from gateway.tools.protocol import Call, Delta, Function, Literal
+from gateway.tools.protocol import Call, Function, Literal
 
 BEGIN = "<tool_call>"
 END = "</tool_call>"
 
 
-class HermesParser:
+class HermesParser(BufferedParser):
     """States: text -> (BEGIN) -> call -> (its object's end) -> closing -> (END, or anything else) -> text."""
 
     def __init__(self, names: frozenset[str], max_calls: int | None = None) -> None:
-        self._names = names
-        self._emit = Emitter(max_calls)
-        self._buffer = ""
+        super().__init__(names, max_calls)
         self._call: ObjectReader | None = None
         self._closing = False
 
-    @property
-    def completed(self) -> int:
-        return self._emit.completed
-
-    def feed(self, text: str) -> list[Delta]:
-        self._buffer += text
-        while self._buffer and self._step():
-            pass
-        return self._emit.take()
-
-    def finish(self) -> list[Delta]:
+    def _rest(self) -> None:
         if self._call is not None:
             self._call.give_up()
         elif not self._closing:
             self._emit.content(self._buffer)
-        self._emit.finish()
-        return self._emit.take()
 
     def _step(self) -> bool:
         """One state's work on the buffer; False when it needs more text."""

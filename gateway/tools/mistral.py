@@ -9,11 +9,12 @@ import json
 import re
 from collections.abc import Sequence
 
+from gateway.tools.buffered import BufferedParser
 from gateway.tools.emitter import Emitter, mistral_id, split_at
 from gateway.tools.json_stream import JsonScanner
 from gateway.tools.lark import call_objects, named_arguments
 from gateway.tools.object_reader import ObjectReader
-from gateway.tools.protocol import Call, Delta, Function, Literal
+from gateway.tools.protocol import Call, Function, Literal
 
 BEGIN = "[TOOL_CALLS]"
 ARGS = "[ARGS]"
@@ -50,34 +51,20 @@ class _NamedCall:
         self._emit.broken("".join(self._raw))
 
 
-class MistralParser:
+class MistralParser(BufferedParser):
     """States: text -> (BEGIN) -> head -> call -> text, or a list: head -> call -> (comma) -> call ... -> text."""
 
     def __init__(self, names: frozenset[str], max_calls: int | None = None) -> None:
-        self._names = names
-        self._emit = Emitter(max_calls, mistral_id)
-        self._buffer = ""
+        super().__init__(names, max_calls, mistral_id)
         self._lead = ""  # BEGIN or what else belongs to a call that has not begun
         self._in_list = False
         self._call: ObjectReader | _NamedCall | None = None
 
-    @property
-    def completed(self) -> int:
-        return self._emit.completed
-
-    def feed(self, text: str) -> list[Delta]:
-        self._buffer += text
-        while self._buffer and self._step():
-            pass
-        return self._emit.take()
-
-    def finish(self) -> list[Delta]:
+    def _rest(self) -> None:
         if self._call is not None:
             self._call.give_up()
         else:
             self._emit.content(self._lead + self._buffer)
-        self._emit.finish()
-        return self._emit.take()
 
     def _step(self) -> bool:
         if self._call is not None:

@@ -11,9 +11,9 @@ import re
 import warnings
 from collections.abc import Sequence
 
-from gateway.tools.emitter import Emitter
+from gateway.tools.buffered import BufferedParser
 from gateway.tools.lark import keyword_calls
-from gateway.tools.protocol import Call, Delta, Function, Literal
+from gateway.tools.protocol import Call, Function, Literal
 
 START = "<|python_start|>"
 END = "<|python_end|>"
@@ -96,13 +96,11 @@ def _key(node: ast.expr | None) -> str:
     raise ValueError("a key that is no string")
 
 
-class PythonicParser:
+class PythonicParser(BufferedParser):
     """States: start -> name -> keyword -> value -> keyword ... -> after (a call) -> name ... -> text."""
 
     def __init__(self, names: frozenset[str], max_calls: int | None = None) -> None:
-        self._names = names
-        self._emit = Emitter(max_calls)
-        self._buffer = ""
+        super().__init__(names, max_calls)
         self._raw = ""  # of the call under way, or of what stands before the first
         self._state = self._start
         self._value = ValueScanner()
@@ -110,24 +108,15 @@ class PythonicParser:
         self._keywords: set[str] = set()
         self._open = False
 
-    @property
-    def completed(self) -> int:
-        return self._emit.completed
+    def _step(self) -> bool:
+        return self._state()
 
-    def feed(self, text: str) -> list[Delta]:
-        self._buffer += text
-        while self._buffer and self._state():
-            pass
-        return self._emit.take()
-
-    def finish(self) -> list[Delta]:
+    def _rest(self) -> None:
         rest, self._buffer = self._raw + self._buffer, ""
         if self._open:
             self._emit.broken(rest)
         elif rest.strip() != END:
             self._emit.content(rest)
-        self._emit.finish()
-        return self._emit.take()
 
     def _take(self, count: int) -> None:
         """Moves the buffer's first characters to what belongs to the call."""

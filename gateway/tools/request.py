@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.errors import InvalidRequest
-from gateway.fields import Fields, wrong_type
+from gateway.fields import Fields, not_served, wrong_type
 from gateway.tools.protocol import Function
 
 MAX_TOOLS = 512
@@ -81,8 +81,7 @@ def _tool(value: object, name: str, *, legacy: bool) -> dict[str, Any]:
         inner = f"{name}.function."
         kind = value.get("type")
         if kind != "function":
-            shown = kind[:40] if isinstance(kind, str) else type(kind).__name__
-            raise InvalidRequest(f"{name}.type {shown!r} is not supported, only function", field=f"{name}.type")
+            raise not_served(f"{name}.type", kind, "function")
     function = value.get("function")
     if not isinstance(function, dict):
         raise wrong_type(f"{name}.function", "an object", function)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 from rich.console import Console
 
 from common.batch import run as batches
@@ -18,7 +16,7 @@ from common.batch import sender
 from common.batch.records import Answers
 from common.batch.sender import Sending
 from common.errors import ConfigError, Overloaded, Unavailable
-from tests.fake_pods import FakeCluster, fake_cluster
+from tests.fake_pods import FakeCluster
 from tests.gateway_rig import MODEL, Rig, rig
 
 
@@ -26,19 +24,6 @@ from tests.gateway_rig import MODEL, Rig, rig
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sender, "BACKOFF_S", (0.01, 0.05))
     monkeypatch.setattr(sender, "MAX_RETRY_AFTER_S", 0.02)
-
-
-@pytest_asyncio.fixture
-async def cluster() -> AsyncIterator[FakeCluster]:
-    async with fake_cluster() as c:
-        yield c
-
-
-@pytest_asyncio.fixture
-async def gw(cluster: FakeCluster, smollm2_dir: Path) -> AsyncIterator[Rig]:
-    async with rig(cluster, smollm2_dir) as r:
-        yield r
-        await r.settled()
 
 
 def line(custom_id: str, *, url: str = "/v1/completions", **body: Any) -> dict[str, Any]:

@@ -42,13 +42,6 @@ async def cluster() -> AsyncIterator[FakeCluster]:
         yield c
 
 
-@pytest_asyncio.fixture
-async def gw(cluster: FakeCluster, smollm2_dir: Path) -> AsyncIterator[Rig]:
-    async with rig(cluster, smollm2_dir) as r:
-        yield r
-        await r.settled()
-
-
 async def expected(
     prompt: Sequence[int], max_tokens: int, penalty: float = 1.0, early: EarlyStopping = False
 ) -> list[Beam]:

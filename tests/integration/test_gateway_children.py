@@ -4,37 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-import pytest_asyncio
 
 from common.errors import InvalidRequest, Unavailable
 from common.pb import inference_pb2, inference_pb2_grpc
 from gateway.tokenizer import TextTokenizer
-from tests.fake_pods import FakeCluster, fake_cluster
+from tests.fake_pods import FakeCluster
 from tests.gateway_rig import MODEL, Rig, rig, texts, until
 
 
 @pytest.fixture(scope="module")
 def tokenizer(smollm2_dir: Path) -> TextTokenizer:
     return texts(smollm2_dir)[0]
-
-
-@pytest_asyncio.fixture
-async def cluster() -> AsyncIterator[FakeCluster]:
-    async with fake_cluster() as c:
-        yield c
-
-
-@pytest_asyncio.fixture
-async def gw(cluster: FakeCluster, smollm2_dir: Path) -> AsyncIterator[Rig]:
-    async with rig(cluster, smollm2_dir) as r:
-        yield r
-        await r.settled()
 
 
 def letters(tokenizer: TextTokenizer, cluster: FakeCluster, child: int, count: int) -> str:

@@ -51,13 +51,6 @@ async def cluster() -> AsyncIterator[FakeCluster]:
         yield c
 
 
-@pytest_asyncio.fixture
-async def gw(cluster: FakeCluster, smollm2_dir: Path) -> AsyncIterator[Rig]:
-    async with rig(cluster, smollm2_dir) as r:
-        yield r
-        await r.settled()
-
-
 async def right_text(gw: Rig) -> str:
     """The answer of a healthy cluster."""
     return str((await gw.complete()).json()["choices"][0]["text"])

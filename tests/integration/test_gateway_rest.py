@@ -24,19 +24,6 @@ def tokenizer(smollm2_dir: Path) -> TextTokenizer:
     return texts(smollm2_dir)[0]
 
 
-@pytest_asyncio.fixture
-async def cluster() -> AsyncIterator[FakeCluster]:
-    async with fake_cluster() as c:
-        yield c
-
-
-@pytest_asyncio.fixture
-async def gw(cluster: FakeCluster, smollm2_dir: Path) -> AsyncIterator[Rig]:
-    async with rig(cluster, smollm2_dir) as r:
-        yield r
-        await r.settled()
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared(smollm2_dir: Path) -> AsyncIterator[Rig]:
     """For requests that never reach a pod."""

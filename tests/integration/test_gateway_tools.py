@@ -22,7 +22,7 @@ from common.pb import inference_pb2, inference_pb2_grpc, types_pb2
 from common.types import Grammar
 from gateway.reasoning import STYLES
 from gateway.tools.choose import choose_format
-from tests.fake_pods import FakeCluster, fake_cluster
+from tests.fake_pods import FakeCluster
 from tests.gateway_rig import MODEL, Rig, rig
 
 CITY: dict[str, Any] = {
@@ -40,12 +40,6 @@ def tool(name: str = "get_weather", **more: Any) -> dict[str, Any]:
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Tromsø"}}\n</tool_call>'
 STOP = '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>'
 TOOLS = [tool(), tool("stop")]
-
-
-@pytest_asyncio.fixture
-async def cluster() -> AsyncIterator[FakeCluster]:
-    async with fake_cluster() as c:
-        yield c
 
 
 @pytest_asyncio.fixture

@@ -6,7 +6,6 @@ import asyncio
 import socket
 import time
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import orjson
 import pytest
@@ -19,7 +18,7 @@ from gateway import leg as leg_module
 from gateway.leg import Leg
 from gateway.timeline import Timeline
 from tests.fake_pods import FakeCluster, fake_cluster
-from tests.gateway_rig import MODEL, Rig, rig, until
+from tests.gateway_rig import MODEL, Rig, until
 
 TOKENS = 1500
 
@@ -31,13 +30,6 @@ async def cluster() -> AsyncIterator[FakeCluster]:
             pod.max_model_len = 8192
         c.script = lambda request: [66] * request.sampling.max_tokens
         yield c
-
-
-@pytest_asyncio.fixture
-async def gw(cluster: FakeCluster, smollm2_dir: Path) -> AsyncIterator[Rig]:
-    async with rig(cluster, smollm2_dir) as r:
-        yield r
-        await r.settled()
 
 
 def open_stream(port: int, **fields: object) -> socket.socket:
