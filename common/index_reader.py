@@ -61,12 +61,15 @@ class _Scope:
 
 
 class IndexReader:
-    """Reads and books; one per gateway. url None: every call raises IndexUnavailable. clock: of kept answers."""
+    """Reads and books; one per gateway. url None: every call raises IndexUnavailable. books: False for one that only
+    reads, of which gateways need not know. clock: of kept answers.
+    """
 
     def __init__(
         self,
         url: str | None,
         *,
+        books: bool = True,
         timeout_s: float = 0.02,
         breaker: Breaker | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -75,6 +78,7 @@ class IndexReader:
         self._timeout_s = timeout_s
         self._breaker = breaker or Breaker()
         self._slots = asyncio.Semaphore(MAX_CALLS)
+        self._books = books
         self._name = secrets.token_hex(8)
         self._pods = Script("pods")
         self._present = Script("present")
@@ -110,11 +114,14 @@ class IndexReader:
             self._pods.run(client, (keys.pods, keys.slots), (keys.prefix, known.version))
             for keys, known in zip(map(Keys, names), before, strict=True)
         ]
-        present = [self._present.run(client, (Keys(name).gateways,), (self._name, PRESENT_MS)) for name in names]
+        present = [
+            self._present.run(client, (Keys(name).gateways,), (self._name, PRESENT_MS)) for name in names if self._books
+        ]
         answers = await asyncio.gather(*calls, *present)
         scopes: dict[str, _Scope] = {}
         found: list[PodStatus] = []
-        lines = zip(names, before, answers[: len(names)], answers[len(names) :], strict=True)
+        beside = answers[len(names) :] if self._books else [0] * len(names)
+        lines = zip(names, before, answers[: len(names)], beside, strict=True)
         for name, known, (epoch, version, rows), gateways in lines:
             scope = _Scope(epoch, version, gateways=gateways, asked=asked)
             for pod, generation, slot, load, info in rows:

@@ -207,7 +207,7 @@ class PodRuntime:
         layout = self.engine.layout
         if self.config.role is Role.PREFILL:
             self._peers = PeerWatch(
-                IndexReader(redis),
+                IndexReader(redis, books=False),
                 layout.scope,
                 lambda address, generation: self.node.connect(address, generation=generation),
             )
