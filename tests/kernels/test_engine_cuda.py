@@ -46,7 +46,7 @@ CONFIGS: dict[str, Any] = {
     "qwen3-dim-128": Qwen3Config(**SHAPE | {"head_dim": 128, "num_attention_heads": 6}),
     "llama-dim-256": LlamaConfig(**SHAPE | {"head_dim": 256, "num_key_value_heads": 1}),
     # Those of transformers over our KV.
-    "gpt2": GPT2Config(vocab_size=VOCAB, n_embd=256, n_head=4, n_layer=3, n_positions=1024),
+    "gpt2": GPT2Config(vocab_size=VOCAB, n_embd=256, n_head=4, n_layer=3, n_positions=1024, eos_token_id=1),
     "gemma2": Gemma2Config(**SHAPE, sliding_window=96, layer_types=LOCAL_GLOBAL, attn_logit_softcapping=5.0),
     "gemma3": Gemma3TextConfig(**SHAPE, sliding_window=96, layer_types=LOCAL_GLOBAL),
     "mixtral": MixtralConfig(**SHAPE, num_local_experts=4),
