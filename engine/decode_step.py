@@ -13,11 +13,8 @@ Everything goes to the current stream, so steps may be staged and run ahead of w
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,13 +23,12 @@ from torch import Tensor
 from engine.attention.triton_backend import DECODE_TOKENS, TritonAttention
 from engine.block_tables import BlockTables
 from engine.device_sampler import DeviceSampler
+from engine.graphs import Graphs, borrowed
 from engine.kernels.decode_inputs import HEADER, DecodeInputs, blocks_touched, decode_inputs, packed_width
 from engine.layer_kv import LayerKV
 from engine.models.base import Model
 from engine.scheduler import Item
 from engine.upload import pinned, upload
-
-log = logging.getLogger(__name__)
 
 
 def batch_buckets(max_rows: int) -> tuple[int, ...]:
@@ -96,9 +92,7 @@ class DecodeStep:
         self._inputs = DecodeInputs.empty(max_rows, most_tokens, lines[1], self._device)
         self._results = torch.zeros(most_tokens, dtype=torch.int64, device=self._device)
         self._not_finite = torch.tensor(-1, device=self._device)
-        self._pool: Any = None  # the graphs' memory and the stream they are captured on, once there is one
-        self._stream: torch.cuda.Stream | None = None
-        self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, StepOutput]] = {}
+        self._graphs = Graphs("decode", self._device, self._compute, keep=_kept)
 
     def fits(self, items: Sequence[Item]) -> bool:
         """The step can run here: every item samples after its one token, and after each of its drafts."""
@@ -147,40 +141,14 @@ class DecodeStep:
 
     def run(self, rows: int, query: int) -> StepOutput:
         """Queues the staged step."""
-        captured = self._graphs.get((rows, query))
-        if captured is None:
-            return self._compute(rows, query)
-        graph, output = captured
-        graph.replay()
-        return output
+        return self._graphs.run((rows, query))
 
-    @torch.inference_mode()
     def capture(self, shapes: Sequence[tuple[int, int]] | None = None) -> None:
         """Records the graphs of all shapes, or of some, the largest first. The model must be capturable."""
-        wanted = shapes or self.shapes
-        began = told = time.monotonic()
-        if self._stream is None:
-            self._pool = torch.cuda.graph_pool_handle()
-            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        stream = self._stream
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            for done, (rows, query) in enumerate(wanted, 1):
-                self._send(self._padding(rows, query))
-                self._compute(rows, query)  # compiles and loads what the capture must not
-                stream.synchronize()
-                graph = torch.cuda.CUDAGraph()
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                output = self._compute(rows, query)
-                graph.capture_end()
-                self._graphs[rows, query] = graph, StepOutput(output.results, _borrowed(output.logits))
-                del output  # the next, smaller graph may use its memory
-                if time.monotonic() - told > 2 or done == len(wanted):
-                    told = time.monotonic()
-                    log.info("captured %d of %d graphs in %.0f s", done, len(wanted), told - began)
-        torch.cuda.current_stream(self._device).wait_stream(stream)
+        self._graphs.capture(shapes or self.shapes, lambda shape: self._send(self._padding(*shape)))
 
-    def _compute(self, rows: int, query: int) -> StepOutput:
+    def _compute(self, shape: tuple[int, int]) -> StepOutput:
+        rows, query = shape
         packed = self._packed[: rows * packed_width(query, self._block_size)].view(rows, -1)
         inputs = self._inputs.lead(rows, query)
         decode_inputs(packed, self._slot_tables, self._last_tokens, inputs, query=query, block_size=self._block_size)
@@ -223,16 +191,6 @@ def _token(tokens: Sequence[int], index: int) -> int:
     return tokens[index] if index < len(tokens) else -1
 
 
-@dataclass(frozen=True)
-class _Borrowed:
-    """Device memory without its owner, in the way that torch.as_tensor takes it."""
-
-    __cuda_array_interface__: dict[str, Any]
-
-
-def _borrowed(tensor: Tensor) -> Tensor:
-    """The same memory, which belongs to a graph's pool and stays there as long as the graph does."""
-    assert tensor.is_contiguous()
-    described = {"shape": tuple(tensor.shape), "typestr": "<f4", "data": (tensor.data_ptr(), False), "version": 3}
-    assert tensor.dtype == torch.float32
-    return torch.as_tensor(_Borrowed(described), device=tensor.device)
+def _kept(output: StepOutput) -> StepOutput:
+    """results are a buffer of ours."""
+    return StepOutput(output.results, borrowed(output.logits))

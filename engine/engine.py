@@ -249,8 +249,7 @@ class Engine:
         steps = compiled_steps(limits.most_tokens, limits.max_seqs, limits.max_model_len, self._drafts()[0])
         self._run_ahead(steps)
         log.info("kernels are ready after %.0f s", time.monotonic() - began)
-        if self.runner.decode is not None:
-            self.runner.decode.capture()
+        self.runner.capture()
         # What exists now stays: a full collection that visits all of it would take as long as several steps.
         gc.collect()
         gc.freeze()
@@ -287,11 +286,12 @@ class Engine:
             kv.layers(), spec.num_heads, spec.windows, kv.dummy_block, scale=spec.scale, softcap=spec.softcap
         )
         max_blocks = self.layout.blocks_for(max_len) + 1  # a lease may hold the block of the next token
-        *_, max_seqs = self.config.resolve_limits(self.device)
+        token_budget, prompt_budget, max_seqs = self.config.resolve_limits(self.device)
         drafts, max_drafts = self._drafts()
         return Runner(
             model, kv, backend, max_seqs=max_seqs, max_blocks=max_blocks, sampler=sampler, static=graphs,
-            drafts=drafts, max_drafts=max_drafts, rejection=self.config.speculation_accept == "rejection",
+            most_tokens=max(token_budget, prompt_budget or 0), drafts=drafts, max_drafts=max_drafts,
+            rejection=self.config.speculation_accept == "rejection",
         )  # fmt: skip
 
     def _drafts(self) -> tuple[int, int]:

@@ -8,8 +8,9 @@ have.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -18,6 +19,8 @@ from common.kv_layout import KVLayout
 from engine.kv_pool import KVPool
 from engine.runner import Runner
 from engine.warm_up import Rows
+
+S = TypeVar("S")
 
 SLACK = 256 << 20  # bytes left free: what the driver takes later, and what does not fit between allocations
 EXTRA_BLOCKS = 2  # of a pool, see KVPool
@@ -99,15 +102,21 @@ def blocks_that_fit(use: MemoryUse, layout: KVLayout) -> int:
 
 
 def _graphs(runner: Runner, device: torch.device) -> int:
-    """Of all shapes, from the two largest: the first brings the memory that all share, each later one a little."""
     assert runner.decode is not None
-    first, second, *_ = (*runner.decode.shapes, runner.decode.shapes[-1])
+    assert runner.prompt is not None
+    decode, prompt = runner.decode, runner.prompt
+    return _captured(decode.shapes, decode.capture, device) + _captured(prompt.shapes, prompt.capture, device)
+
+
+def _captured(shapes: Sequence[S], capture: Callable[[Sequence[S]], None], device: torch.device) -> int:
+    """Of all shapes, from the two largest: the first brings the memory that all share, each later one a little."""
+    first, second, *_ = (*shapes, shapes[-1])
     before = _free(device)
-    runner.decode.capture([first])
+    capture([first])
     after_first = _free(device)
-    runner.decode.capture([second])
+    capture([second])
     each = max(0, after_first - _free(device))
-    return max(0, before - after_first) + each * (len(runner.decode.shapes) - 1)
+    return max(0, before - after_first) + each * (len(shapes) - 1)
 
 
 def _free(device: torch.device) -> int:

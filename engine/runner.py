@@ -9,7 +9,8 @@ Such a step is launched like any other, and `constrain` draws those tokens again
 before it is accounted for. So the device computes while the host looks for masks, and other sequences pay nothing.
 
 On a GPU a step in which every sequence decodes runs from static buffers (decode_step.py), as a CUDA graph where one
-was captured; every other step is made of tensors of its own size. On a CPU, launch computes.
+was captured, and so do the layers of a step with few prompt tokens (prompt_step.py); every other step is made of
+tensors of its own size. On a CPU, launch computes.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from engine.warm_up import Rows
 if TYPE_CHECKING:
     from engine.decode_step import DecodeStep
     from engine.device_sampler import DeviceSampler
+    from engine.prompt_step import PromptStep
 
 MAX_LOGPROBS = 20  # alternatives beside a token, as SamplingParams allows
 SCORED_AT_ONCE = 64  # prompt tokens whose logits exist at a time
@@ -50,7 +52,8 @@ class Runner:
     """Owns the model; writes KV only to the blocks of the items' leases.
 
     max_seqs: slots of the scheduler; max_blocks: of the longest lease. sampler: None samples with torch, which waits
-    for the device: for a CPU. static: decode steps run from static buffers; needs a sampler and the Triton backend.
+    for the device: for a CPU. static: decode steps, and those with few prompt tokens, run from static buffers; needs a
+    sampler and the Triton backend. most_tokens: of a step.
     drafts: most of an item, max_drafts: of a step. rejection: drafts are accepted by rejection sampling, in torch; on a
     GPU only those that were drawn, since for others sampling with their positions' noise has the same distribution.
     """
@@ -63,6 +66,7 @@ class Runner:
         *,
         max_seqs: int,
         max_blocks: int,
+        most_tokens: int,
         sampler: DeviceSampler | None = None,
         static: bool = False,
         drafts: int = 0,
@@ -78,8 +82,10 @@ class Runner:
         self._replayed: tuple[int, int] | None = None
         self._drafts, self._rejection = drafts, rejection
         self.decode: DecodeStep | None = None
+        self.prompt: PromptStep | None = None
         if static:
             from engine.decode_step import DecodeStep
+            from engine.prompt_step import PromptStep
 
             assert sampler is not None
             assert isinstance(backend, TritonAttention)
@@ -87,6 +93,13 @@ class Runner:
                 model, self._cache, backend, sampler, self._tables, self._last_tokens,
                 max_rows=max_seqs, drafts=drafts, max_drafts=max_drafts,
             )  # fmt: skip
+            self.prompt = PromptStep(model, self._cache, backend, most_tokens=most_tokens, max_blocks=max_blocks)
+
+    def capture(self) -> None:
+        """Records the CUDA graphs of all static steps."""
+        for step in (self.decode, self.prompt):
+            if step is not None:
+                step.capture()
 
     @torch.inference_mode()
     def launch(self, items: Sequence[Item]) -> Launched:
@@ -247,7 +260,10 @@ class Runner:
         )  # fmt: skip
         if unseen:
             ids.index_copy_(0, late, self._last_tokens.index_select(0, late_slots))
-        hidden = self._hidden(shape, ids, positions, shown, every=len(last) == len(ids) and not to_score)
+        if self.prompt is not None and self.prompt.fits(shape, len(shown)):
+            hidden = self.prompt.run(shape, ids, positions, shown)
+        else:
+            hidden = self._hidden(shape, ids, positions, shown, every=len(last) == len(ids) and not to_score)
         scores = self._score(to_score, hidden[len(last) :]) if to_score else []
         hidden = hidden[: len(last)]
         for item, end in zip(items, np.cumsum(counts), strict=True):

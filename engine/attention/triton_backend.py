@@ -158,6 +158,12 @@ class TritonAttention:
         span = Span(0, slots.shape[0], max_new, cu_q, seq_lens, tables)
         return TritonMetadata(slots, span, {window: self._plan(span, window) for window in self._windows}, (), ())
 
+    def paged_metadata(
+        self, slots: Tensor, cu_q: Tensor, seq_lens: Tensor, tables: Tensor, *, max_new: int
+    ) -> TritonMetadata:
+        """`decode_metadata` for rows of any length up to max_new, all by the paged kernel."""
+        return TritonMetadata(slots, None, {}, (Span(0, slots.shape[0], max_new, cu_q, seq_lens, tables),), ())
+
     def rehearse(self, step: StepShape) -> None:
         """The attention of one step of a Decoder, of one layer for each window, for the plans that it builds."""
         metadata = self.prepare(step)

@@ -78,13 +78,12 @@ class Rig:
         attention = TritonAttention if fused else TorchAttention
         backend = attention(kv.layers(), SPEC.num_heads, SPEC.windows, kv.dummy_block)
         self.runner = Runner(
-            model, kv, backend, max_seqs=SEQS, max_blocks=LIMIT // BLOCK + 1, static=fused,
+            model, kv, backend, max_seqs=SEQS, max_blocks=LIMIT // BLOCK + 1, most_tokens=budget, static=fused,
             sampler=DeviceSampler(SEQS, VOCAB, device, max_drafts=SEQS * DRAFTS) if fused else None,
             drafts=DRAFTS, max_drafts=SEQS * DRAFTS,
         )  # fmt: skip
         if graphs:
-            assert self.runner.decode is not None
-            self.runner.decode.capture()
+            self.runner.capture()
         self.pool = BlockPool(blocks, BLOCK)
         self.scheduler = Scheduler(SchedulerConfig(token_budget=budget, max_seqs=SEQS, max_model_len=LIMIT), self.pool)
         self.speculator = None if guesses is None else Speculator(guesses, Always(DRAFTS), max_seqs=SEQS)

@@ -1,0 +1,92 @@
+"""One computation as CUDA graphs: one for each shape that it is asked for, captured before the first request.
+
+Graphs of one computation share a memory pool, the largest is captured first, and what one returns belongs to it: the
+next replay of any of them overwrites it. A shape that was not captured is computed, launch by launch.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+Shape = TypeVar("Shape", bound=Hashable)
+Output = TypeVar("Output")
+
+TYPES = {torch.float32: "<f4", torch.float16: "<f2", torch.bfloat16: "<i2"}  # NumPy has no name for the last
+
+
+class Graphs(Generic[Shape, Output]):
+    """compute: queues the computation of a shape, from static buffers; keep: its output without the memory's ownership
+    (see `borrowed`), so that the next, smaller graph may use what this one needed.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        device: torch.device,
+        compute: Callable[[Shape], Output],
+        *,
+        keep: Callable[[Output], Output],
+    ) -> None:
+        self._name, self._device, self._compute, self._keep = name, device, compute, keep
+        self._pool: Any = None  # the graphs' memory and the stream they are captured on, once there is one
+        self._stream: torch.cuda.Stream | None = None
+        self._graphs: dict[Shape, tuple[torch.cuda.CUDAGraph, Output]] = {}
+
+    def run(self, shape: Shape) -> Output:
+        """Queues what the static buffers hold."""
+        captured = self._graphs.get(shape)
+        if captured is None:
+            return self._compute(shape)
+        graph, output = captured
+        graph.replay()
+        return output
+
+    @torch.inference_mode()
+    def capture(self, shapes: Sequence[Shape], stage: Callable[[Shape], None]) -> None:
+        """Records these shapes, in the order given. stage: fills the buffers with a step that does no harm."""
+        began = told = time.monotonic()
+        if self._stream is None:
+            self._pool = torch.cuda.graph_pool_handle()
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        stream = self._stream
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            for done, shape in enumerate(shapes, 1):
+                stage(shape)
+                self._compute(shape)  # compiles and loads what the capture must not
+                stream.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                output = self._compute(shape)
+                graph.capture_end()
+                self._graphs[shape] = graph, self._keep(output)
+                del output
+                if time.monotonic() - told > 2 or done == len(shapes):
+                    told = time.monotonic()
+                    log.info("captured %d of %d %s graphs in %.0f s", done, len(shapes), self._name, told - began)
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+
+
+@dataclass(frozen=True)
+class _Borrowed:
+    """Device memory without its owner, in the way that torch.as_tensor takes it."""
+
+    __cuda_array_interface__: dict[str, Any]
+
+
+def borrowed(tensor: Tensor) -> Tensor:
+    """The same memory, which belongs to a graph's pool and stays there as long as the graph does."""
+    assert tensor.is_contiguous()
+    described = {
+        "shape": tuple(tensor.shape), "typestr": TYPES[tensor.dtype], "data": (tensor.data_ptr(), False), "version": 3,
+    }  # fmt: skip
+    return torch.as_tensor(_Borrowed(described), device=tensor.device).view(tensor.dtype)
