@@ -24,6 +24,7 @@ import typer
 
 from common.config import GatewayConfig, PodConfig, UpConfig
 from common.errors import BatonError, ConfigError
+from common.gpus import run_on
 from common.types import Role
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
@@ -87,6 +88,7 @@ ReasoningParser = Annotated[
 ApiKeys = Annotated[
     str | None, _opt("File of API keys (.toml or .json), or redis; default: everybody may come in.", metavar="FILE,...")
 ]
+AllowTcp = Annotated[bool | None, typer.Option("--allow-tcp", help="KV on a GPU may travel over TCP.")]
 Logs = Annotated[str | None, _opt("debug, info (the default), warning or error.", metavar="LEVEL")]
 
 
@@ -115,7 +117,12 @@ def up(
     block_size: BlockSize = None,
     kv_memory: KvMemory = None,
     gpu_memory_utilization: Annotated[
-        str | None, _opt("Share of a GPU for all pods together (default 0.9).", metavar="X")
+        str | None, _opt("Share of a GPU for all of its pods together (default 0.9).", metavar="X")
+    ] = None,
+    allow_tcp: AllowTcp = None,
+    net_devices: Annotated[
+        str | None,
+        _opt("The NIC of each GPU, in their order, as UCX names them; default: any.", metavar="NAME:PORT,.."),
     ] = None,
     threads: Threads = None,
     drain_s: DrainS = None,
@@ -175,7 +182,13 @@ def serve(
         str | None, _opt("Suffixes that decode computes itself (default 0).", metavar="N")
     ] = None,
     checksums: Annotated[bool | None, typer.Option("--checksums", help="Check every moved block (slow).")] = None,
-    allow_tcp: Annotated[bool | None, typer.Option("--allow-tcp", help="KV on a GPU may travel over TCP.")] = None,
+    allow_tcp: AllowTcp = None,
+    net_devices: Annotated[
+        str | None, _opt("NICs for KV, as UCX_NET_DEVICES has them; default: any.", metavar="NAME:PORT,..")
+    ] = None,
+    cpus: Annotated[
+        str | None, _opt("Where the pod's threads run, like 0-15; default: anywhere.", metavar="N-M,..")
+    ] = None,
     metrics_port: Annotated[str | None, _opt("Prometheus port; default: off.", metavar="N")] = None,
     drain_s: DrainS = None,
     log_level: Logs = None,
@@ -398,6 +411,8 @@ def _serve(module: str, settings: PodConfig | GatewayConfig) -> None:
 
     setup_logs(settings.log_level)
     if isinstance(settings, PodConfig):
+        if settings.cpus is not None:
+            run_on(settings.cpus)
         known_as = settings.served_name or served_name(settings.model)
         weights = settings.load_format == "auto"
         model = resolve_model(

@@ -187,6 +187,8 @@ _THREADS = _integer(0, 1024)
 _BLOCK_SIZE = _integer(1, 256)
 _GPU_SHARE = _fraction(0, 1)
 _CHUNK = _integer(0, 1 << 20)
+_NET_DEVICES = _text("network devices as UCX names them, like mlx5_0:1", r"[^\s]+")
+_CPUS = _text("CPU numbers, like 0-15,32-47", r"\d+(-\d+)?(,\d+(-\d+)?)*")
 
 
 def _setting(kind: Kind, default: Any) -> Any:
@@ -303,6 +305,8 @@ class PodConfig(_Config):
     without, rejection: only their distribution is. local_prefill_tokens: a decode pod computes uncached
     suffixes up to this length itself. metrics_port 0: off. threads 0: automatic. drain_s: most seconds between SIGTERM
     and the end. allow_tcp: KV in device memory may travel over TCP, or over a transport that cannot be told.
+    net_devices: the NICs that KV may take, as UCX_NET_DEVICES has them (None: what UCX chooses). cpus: where the pod's
+    threads run (None: anywhere).
     """
 
     role: Role = field(metadata={"kind": _ROLE})
@@ -335,6 +339,8 @@ class PodConfig(_Config):
     transport: str = _setting(_choice("nixl", "loopback"), "nixl")
     checksums: bool = _setting(_BOOL, False)
     allow_tcp: bool = _setting(_BOOL, False)
+    net_devices: str | None = _setting(_optional(_NET_DEVICES), None)
+    cpus: str | None = _setting(_optional(_CPUS), None)
     metrics_port: int = _setting(_PORT, 0)
     drain_s: float = _setting(_DRAIN, DEFAULT_DRAIN_S)
     log_level: str = _setting(_LOG_LEVEL, "info")
@@ -424,7 +430,9 @@ class UpConfig(_Config):
 
     port None: DEFAULT_PORT or the next free one after it; 0, and grpc_port 0: any free one. redis None: an embedded
     Valkey. api_keys: as in GatewayConfig. device, dtype, kv_dtype, load_format, weights_seed, max_model_len, kv_memory,
-    speculation and threads are of each pod, as in PodConfig; gpu_memory_utilization is for all pods together. log_dir
+    speculation, allow_tcp and threads are of each pod, as in PodConfig. Pods share out the visible GPUs, one each as
+    long as there are enough; gpu_memory_utilization is for all pods of a GPU together; net_devices: NICs of each GPU,
+    in their order. log_dir
     None: a new directory in the user's state. max_tokens: longest answer to `--once`. drain_s: most seconds that
     running answers get once it is told to stop.
     """
@@ -451,6 +459,8 @@ class UpConfig(_Config):
     block_size: int = _setting(_BLOCK_SIZE, 16)
     kv_memory: int = _setting(_size(0), 0)
     gpu_memory_utilization: float = _setting(_GPU_SHARE, 0.9)
+    allow_tcp: bool = _setting(_BOOL, False)
+    net_devices: tuple[str, ...] = _setting(_tuple_of(_NET_DEVICES), ())
     threads: int = _setting(_THREADS, 0)
     max_tokens: int = _setting(_integer(1, 1 << 24), 96)
     drain_s: float = _setting(_DRAIN, DEFAULT_DRAIN_S)

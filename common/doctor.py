@@ -14,7 +14,7 @@ import platform
 import shutil
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from common.errors import BatonError
+from common.gpus import Gpu, visible_gpus
 from common.index_url import IndexUrl
 from common.models import SMOLLM2, cache_dir, smollm2_dir
 
@@ -82,6 +83,9 @@ async def examine(redis_url: str | None, tell: Callable[[Finding], None]) -> lis
         finding = await check()
         tell(finding)
         findings.append(finding)
+    async for finding in _check_pairs(await asyncio.to_thread(visible_gpus)):
+        tell(finding)
+        findings.append(finding)
     return findings
 
 
@@ -130,8 +134,44 @@ async def _check_nixl(what: str, env: dict[str, str]) -> Finding:
         what,
         Level.OK,
         f"{reply['mebibytes']} MiB between two processes, intact, "
-        f"{reply['gigabytes_per_s']:.1f} GB/s, by {reply['transport']}",
+        f"{reply['gigabytes_per_s']:.1f} GB/s, by {reply['transport']} ({reply['source']})",
     )
+
+
+async def _check_pairs(gpus: Sequence[Gpu]) -> AsyncIterator[Finding]:
+    """A real transfer from every GPU to every other one, pairs that share no GPU at the same time; of one to itself
+    where there is only one, as a prefill and a decode pod would share it.
+    """
+    for together in _rounds(len(gpus)):
+        for finding in await asyncio.gather(*(_check_pair(gpus, *pair) for pair in together)):
+            yield finding
+
+
+async def _check_pair(gpus: Sequence[Gpu], source: int, target: int) -> Finding:
+    what = f"NIXL, GPU {source} -> GPU {target}"
+    argv = [sys.executable, "-P", "-m", "kv_transfer.probe", gpus[source].id, gpus[target].id]
+    reply = await _json_of_child(argv, {})
+    if isinstance(reply, str):
+        return Finding(what, Level.MISSING, reply, "check nvidia-smi topo -m, and that no UCX_TLS is set")
+    detail = f"{reply['gigabytes_per_s']:.1f} GB/s, by {reply['transport']} ({reply['source']})"
+    if reply["transport"] in ("tcp", "unknown"):
+        fix = "pods refuse this without --allow-tcp; unset UCX_TLS, and PYTORCH_CUDA_ALLOC_CONF=expandable_segments"
+        return Finding(what, Level.WARN, detail, fix)
+    return Finding(what, Level.OK, detail)
+
+
+def _rounds(count: int) -> list[list[tuple[int, int]]]:
+    """Every ordered pair of so many once, each round's without one in common (the circle method)."""
+    if count < 2:
+        return [[(0, 0)]] * count
+    ring = [*range(count), *([-1] if count % 2 else [])]
+    rounds: list[list[tuple[int, int]]] = []
+    for _ in range(len(ring) - 1):
+        half = len(ring) // 2
+        pairs = [(a, b) for a, b in zip(ring[:half], reversed(ring[half:]), strict=True) if min(a, b) >= 0]
+        rounds += [pairs, [(b, a) for a, b in pairs]]
+        ring.insert(1, ring.pop())
+    return rounds
 
 
 async def _check_redis(url: str | None) -> Finding:

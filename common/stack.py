@@ -18,6 +18,7 @@ from typing import Self
 from common import probes
 from common.config import DEFAULT_PORT, DEFAULT_SECRET, UpConfig
 from common.errors import ConfigError
+from common.gpus import Gpu, shared_out, visible_gpus
 from common.models import served_name
 from common.process import ChildProcess, PortLease
 from common.supervisor import Probe, ServiceSpec
@@ -52,13 +53,17 @@ class Stack:
         *,
         pod_flags: Mapping[str, str] | None = None,
         env: Mapping[str, str] = os.environ,
+        gpus: Sequence[Gpu] | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> Self:
         """Reserves ports and lays out the processes; neither directory has to exist yet.
 
-        pod_flags: further `baton serve` flags, for every pod. say gets a line when the gateway's port is another than
-        one would expect. ConfigError when a port cannot be had or no Redis is given and Valkey is not installed.
+        pod_flags: further `baton serve` flags, for every pod. gpus: what pods may compute on; None: what env lets them
+        see. say gets a line when the gateway's port is another than one would expect. ConfigError when a port cannot be
+        had, when there is no such GPU, or no Redis is given and Valkey is not installed.
         """
+        usable = _usable(config, env, gpus)
+        places = shared_out(config.prefill + config.decode, usable)
         leases: list[PortLease] = []
 
         def lease(port: int = 0, field: str = "port") -> PortLease:
@@ -82,7 +87,7 @@ class Stack:
             shared["drain-s"] = str(config.drain_s)
             pods = {
                 **shared,
-                "device": config.device,
+                "device": config.device.partition(":")[0],  # of several GPUs each pod sees its own alone
                 "dtype": config.dtype,
                 "kv-dtype": config.kv_dtype,
                 "load-format": config.load_format,
@@ -94,19 +99,20 @@ class Stack:
                 "speculation-accept": config.speculation_accept,
                 "block-size": str(config.block_size),
                 "kv-memory": str(config.kv_memory),
-                "gpu-memory-utilization": f"{config.gpu_memory_utilization / (config.prefill + config.decode):.4f}",
                 "threads": str(config.threads or _threads_each(config.prefill + config.decode)),
                 **(pod_flags or {}),
             }
-            for role, count in ((Role.PREFILL, config.prefill), (Role.DECODE, config.decode)):
-                for number in range(count):
-                    port = lease()
-                    name = f"{role}-{number}"
-                    # In an index shared with other stacks, pods go by their default names, which hold the port.
-                    given = {"name": name} if config.redis is None else {}
-                    argv = _baton("serve", {"role": role.value, **given, "port": str(port.port), **pods})
-                    probe = functools.partial(probes.grpc_ready, port.address)
-                    specs.append(_spec(name, argv, role, port.address, probe, log_dir, child_env, POD))
+            names = [(r, n) for r, count in _roles(config).items() for n in range(count)]
+            for (role, number), place in zip(names, places, strict=True):
+                port = lease()
+                name = f"{role}-{number}"
+                # In an index shared with other stacks, pods go by their default names, which hold the port.
+                given = {"name": name} if config.redis is None else {}
+                on_gpu, gpu_env = _on(place, usable, config)
+                argv = _baton("serve", {"role": role.value, **given, "port": str(port.port), **on_gpu, **pods})
+                argv += ["--allow-tcp"] if config.allow_tcp else []
+                probe = functools.partial(probes.grpc_ready, port.address)
+                specs.append(_spec(name, argv, role, port.address, probe, log_dir, {**child_env, **gpu_env}, POD))
             flags = {"host": config.host, "port": str(http.port), "grpc-port": str(grpc.port), **shared}
             flags["routing-policy"] = config.routing_policy
             flags |= {"tool-parser": config.tool_parser, "reasoning-parser": config.reasoning_parser}
@@ -135,6 +141,36 @@ class Stack:
         """Gives the ports up; call after the processes have ended. Idempotent."""
         for lease in self._leases:
             lease.close()
+
+
+def _roles(config: UpConfig) -> dict[Role, int]:
+    return {Role.PREFILL: config.prefill, Role.DECODE: config.decode}
+
+
+def _usable(config: UpConfig, env: Mapping[str, str], gpus: Sequence[Gpu] | None) -> Sequence[Gpu]:
+    """The GPUs that the setting `device` means. ConfigError when there is no such one."""
+    kind, _, number = config.device.partition(":")
+    if kind == "cpu":
+        return ()
+    there = visible_gpus(env) if gpus is None else gpus
+    if not number:
+        return there
+    if int(number) >= len(there):
+        raise ConfigError(f"device: {config.device} does not exist here, {len(there)} GPUs are visible", field="device")
+    return (there[int(number)],)
+
+
+def _on(place: tuple[Gpu, int] | None, gpus: Sequence[Gpu], config: UpConfig) -> tuple[dict[str, str], dict[str, str]]:
+    """Flags and environment of a pod on its GPU, of which it takes its part."""
+    gpu, sharing = place or (None, config.prefill + config.decode)
+    flags = {"gpu-memory-utilization": f"{config.gpu_memory_utilization / sharing:.4f}"}
+    if gpu is None:
+        return flags, {}
+    if gpu.cpus:
+        flags["cpus"] = gpu.cpus
+    if config.net_devices:
+        flags["net-devices"] = config.net_devices[gpus.index(gpu) % len(config.net_devices)]
+    return flags, {"CUDA_VISIBLE_DEVICES": gpu.id}
 
 
 def _baton(command: str, flags: Mapping[str, str]) -> list[str]:

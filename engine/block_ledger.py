@@ -72,13 +72,16 @@ class BlockLedger:
         return len(self.free) + len(self.cache.evictable)
 
     def take(self, count: int) -> list[int]:
-        """Hand out `count` available blocks with one request on each, evicting where nothing is free."""
+        """Hand out `count` available blocks with one request on each, evicting where nothing is free. In rising order:
+        neighbours then follow each other in a sequence, and its KV travels in longer runs.
+        """
         assert count <= self.available
         cut = max(0, len(self.free) - count)
         taken = self.free[cut:][::-1]
         del self.free[cut:]
         if len(taken) < count:
             taken += self.evict(count - len(taken))
+        taken.sort()
         requests = self.requests
         for block in taken:
             requests[block] = 1

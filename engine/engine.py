@@ -41,7 +41,7 @@ from engine.speculation.ngram import NgramProposer
 from engine.speculation.proposer import Proposer
 from engine.speculation.speculator import Speculator
 from engine.speculation.suffix import SuffixProposer
-from engine.step_result import EngineCounters, SequenceOutput, StepHook, StepResult
+from engine.step_result import EngineCounters, Mail, SequenceOutput, StepHook, StepResult
 from engine.stepper import Stepper
 from engine.warm_up import Rows, compiled_steps, largest_step, planned_steps
 
@@ -206,13 +206,14 @@ class Engine:
                 seq.lease.finish("abort")
         return ended
 
-    def step(self, hook: StepHook | None = None) -> StepResult:
+    def step(self, hook: StepHook | None = None, mail: Mail | None = None) -> StepResult:
         """The result of one step; empty when nothing can run now. With overlap the next one is launched by then.
 
         hook sees the result while the leases of sequences that ended in this step are still alive: it may take holds
         on them. A failure of the step ends its sequences with an error and is not raised; one of the hook is raised.
+        mail: takes in what comes while the device computes; what it adds is in the next step if that is not launched.
         """
-        return self._stepper.step(hook)
+        return self._stepper.step(hook, mail)
 
     def settle(self, hook: StepHook | None = None) -> None:
         """Ends the step that overlap has on the device, if there is one, and launches nothing."""
@@ -238,7 +239,8 @@ class Engine:
         if self.device.type == "cuda":
             limits = self.scheduler.config
             shared = limits.prompt_budget or limits.token_budget
-            for rows in planned_steps(limits.most_tokens, shared, limits.max_seqs, limits.max_model_len):
+            last = min(limits.token_budget, shared)
+            for rows in planned_steps(limits.most_tokens, shared, limits.max_seqs, limits.max_model_len, last):
                 self.runner.plan(rows, self.kv.dummy_block)
             torch.cuda.synchronize(self.device)
 

@@ -33,6 +33,8 @@ class KVPool:
         self.probe_block = num_blocks
         self.dummy_block = num_blocks + 1
         self.data = torch.zeros((num_blocks + 2, layout.block_bytes), dtype=torch.uint8, device=device)
+        # Single blocks are read and written for others than the engine, who shall not wait for its steps.
+        self._aside = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     @property
     def data_ptr(self) -> int:
@@ -78,11 +80,13 @@ class KVPool:
             self.data.index_copy_(0, index[1], self.data.index_select(0, index[0]))
 
     def read_block(self, block: int) -> bytes:
-        """The block_bytes bytes of one block."""
-        return self.data[block].cpu().numpy().tobytes()
+        """The block_bytes bytes of one block. Any thread."""
+        with torch.cuda.stream(self._aside):
+            return self.data[block].cpu().numpy().tobytes()
 
     def write_block(self, block: int, content: bytes) -> None:
-        """Replaces one block; `content` must be block_bytes long."""
+        """Replaces one block; `content` must be block_bytes long. Any thread."""
         if len(content) != self.block_bytes:
             raise InternalError(f"a block has {self.block_bytes} bytes, not {len(content)}")
-        self.data[block].copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+        with torch.cuda.stream(self._aside):
+            self.data[block].copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))

@@ -1,5 +1,6 @@
 """The engine's thread. Everything that touches the engine runs on it, between steps, in the order it was asked for.
-With overlap a step may be on the device meanwhile; what it does for a sequence that ends now is dropped.
+With overlap a step may be on the device meanwhile; what it does for a sequence that ends now is dropped, and what is
+added is in the next one.
 
 `start` -> running -> `stop`: what is still running is aborted (its hook is told), what still waits in the inbox is
 refused, then the thread ends. The inbox is the only way in; it never blocks the caller. A failing step ends its
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -147,12 +149,25 @@ class EngineLoop:
         finally:
             self._close()
 
-    def _drain(self) -> None:
+    def _mail(self, until: float) -> bool:
+        """Takes messages in until then (time.perf_counter()), or until the end; whether there were any."""
+        self._wake.clear()
+        any_came = self._drain()
+        while not self._stopping and (left := until - time.perf_counter()) > 0:
+            if self._wake.wait(left):
+                self._wake.clear()
+                any_came |= self._drain()
+        return any_came
+
+    def _drain(self) -> bool:
+        """Whether there was anything."""
+        any_came = False
         while True:
             try:
                 message = self._inbox.get_nowait()
             except Empty:
-                return
+                return any_came
+            any_came = True
             try:
                 message.run()
             except Exception:
@@ -161,7 +176,7 @@ class EngineLoop:
     def _step(self) -> bool:
         """One step; False when nothing could run."""
         try:
-            return bool(self._engine.step(self._on_step).outputs)
+            return bool(self._engine.step(self._on_step, self._mail).outputs)
         except Exception:
             log.exception("the hook of an engine step failed")
             return True

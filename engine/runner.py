@@ -165,6 +165,10 @@ class Runner:
         self._last_tokens.index_copy_(0, slots, sampled.tokens)
         results.index_copy_(0, at, torch.where(sampled.finite, sampled.tokens, -1))
 
+    def ended(self, launched: Launched) -> bool:
+        """Whether `collect` would not wait."""
+        return launched.arrived is None or launched.arrived.query()
+
     def collect(self, launched: Launched) -> list[ItemResult]:
         """One result per item, in order; waits for the device."""
         return collect(launched)

@@ -7,8 +7,11 @@ prompt is computed, an aggregated pod everything. Used by the engine's thread; `
 
 A step: decodes first, one token each (of three quarters of the budget, if prompts want some); then prompt chunks under
 the rest of the token budget, at least half of it for the oldest and the rest for the shortest, so that neither starves
-the other. A step in which nothing decodes keeps nobody waiting for a token and has a budget of its own, the prompt
-budget, and one with a single prompt twice that. Rank is priority, then arrival.
+the other, and prompts of one length come one after another. A step in which nothing decodes keeps no decode waiting and
+has a budget of its own, the prompt budget, and one with a single prompt twice that. A prompt that fills the token
+budget alone does not share more than that with others: their first tokens would wait for each other, and nothing is
+gained, as large steps are no faster. What another pod goes on with ends in a chunk within the token budget, so that
+little KV is left to move after the first token. Rank is priority, then arrival.
 
 Nothing waits in a circle. A decode without room for its next token preempts the lowest-ranked lease holder below it, so
 the first in rank always goes on; without one below it, it keeps its blocks and waits. Preempted sequences are admitted
@@ -152,6 +155,9 @@ class Scheduler:
         self._arrivals = 0
         self._preemptions = 0
         self._recomputed_tokens = 0
+        # Of the token budget, in whole blocks; 1 where steps have no more than that: then nothing is cut for its sake.
+        size = pool.block_size
+        self._half = 1 if config.prompt_budget is None else max(config.token_budget // 2 // size, 1) * size
 
     def add(self, seq: Sequence) -> None:
         """Take a sequence in. Raises InvalidRequest naming the field when it can never run here.
@@ -411,32 +417,53 @@ class Scheduler:
             self._match_again(seq)
         first, *others = prompts
         grant = self._first_chunk(first, budget)
-        left = budget - grant
-        items: list[Item] = []
-        for seq in sorted(others, key=lambda seq: (seq.remaining, *_rank(seq))):
-            chunk = self._aligned(seq, left)
+        if not others:
+            return [self._chunk(first, max(grant, self._aligned(first, budget)))]
+        limit = self.config.token_budget
+        # A prompt that fills the token budget shares no more than that.
+        room = {seq: budget if seq.remaining < limit else min(budget, limit) for seq in prompts}
+        grant = self._first_chunk(first, room[first])
+        chunks, taken = {first: grant}, grant
+        left = {seq: seq.remaining for seq in prompts} | {first: first.remaining - grant}
+        for seq in sorted(prompts, key=lambda seq: (left[seq], *_rank(seq))):
+            had = chunks.get(seq, 0)
+            chunk = max(had, self._aligned(seq, had + room[seq] - taken))
+            if not had and chunk < self._until_cut(seq) and limit <= budget:
+                chunk = chunk // self._half * self._half  # what goes on at an odd place is slower
             if chunk:
-                items.append(self._chunk(seq, chunk))
-                left -= chunk
-        return [self._chunk(first, max(grant, self._aligned(first, grant + left))), *items]
+                chunks[seq] = chunk
+                taken += chunk - had
+        return [self._chunk(seq, chunk) for seq, chunk in chunks.items()]
 
     def _first_chunk(self, seq: Sequence, budget: int) -> int:
         """Least aligned chunk of half the budget or more; unaligned where the budget is too small for one."""
-        half, size = (budget + 1) // 2, self._pool.block_size
-        if seq.remaining <= half:
-            return seq.remaining
+        half, size, want = (budget + 1) // 2, self._pool.block_size, self._until_cut(seq)
+        if want <= half:
+            return want
         above = self._blocks(seq.start + half) * size - seq.start
         if above <= budget:
-            return min(above, seq.remaining)
+            return min(above, want)
         below = self._aligned(seq, budget)
-        return below if below >= half else min(budget, seq.remaining)
+        return below if below >= half else min(budget, want)
 
     def _aligned(self, seq: Sequence, limit: int) -> int:
-        """Largest chunk of at most `limit` tokens that ends with a block or with the sequence."""
-        if seq.remaining <= limit:
-            return seq.remaining
+        """Largest chunk of at most `limit` tokens that ends with a block, with the sequence or where that is cut."""
+        want = self._until_cut(seq)
+        if want <= limit:
+            return want
         size = self._pool.block_size
         return max(0, (seq.start + limit) // size * size - seq.start)
+
+    def _until_cut(self, seq: Sequence) -> int:
+        """The longest chunk: what remains, or what is before the last chunk of a prompt that is handed off."""
+        config = self.config
+        remaining = seq.remaining
+        if not seq.hand_off or config.prompt_budget is None or remaining <= config.token_budget:
+            return remaining
+        # The last chunk has between half of the token budget and all of it, and begins at a multiple of that half:
+        # lengths for which kernels have plans.
+        cut = (seq.length - self._half - 1) // self._half * self._half
+        return cut - seq.start if cut > seq.start else remaining
 
     def _chunk(self, seq: Sequence, num_new: int) -> Item:
         start = seq.start

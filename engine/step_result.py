@@ -71,3 +71,5 @@ class EngineCounters:
 
 
 StepHook = Callable[[StepResult], None]
+# Takes messages to the engine in until `until` (time.perf_counter()); whether there were any.
+Mail = Callable[[float], bool]

@@ -4,6 +4,9 @@ With overlap, `step` launches the step after the one it returns before it waits 
 accounts while the device computes, and a step's input tokens come from the device where the host has not seen them.
 At most two steps are launched at a time, one of them between two calls.
 
+After a decode step the next one is launched as late as the device allows, told by how long such steps took of late: a
+sequence whose KV arrives meanwhile is in it, instead of waiting for a whole step that is launched already.
+
 Drafts are proposed from tokens that the host has seen, and what follows a step that verifies some is known with its
 result only. So where the speculator wants drafts for the next step, or the step has some, the next one is launched
 after the result, though before anybody is told of it: the device waits for the host's accounting, and for nothing else.
@@ -18,7 +21,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import abc
+from collections import abc, deque
 from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, TypeVar
 
@@ -28,9 +31,13 @@ from engine.block_pool import BlockPool, Lease, StepFence
 from engine.scheduler import NO_DRAFTS, Item, Scheduler
 from engine.sequence import Sequence
 from engine.speculation.speculator import Speculator
-from engine.step_result import EngineCounters, SequenceOutput, StepHook, StepResult
+from engine.step_result import EngineCounters, Mail, SequenceOutput, StepHook, StepResult
 
 log = logging.getLogger(__name__)
+
+LEAD_S = 0.001  # beside its own time, how long before the device is free a step is launched
+LOOK_S = 0.0003  # how often one looks whether the device is free
+RECENT = 8  # steps
 
 L = TypeVar("L")
 
@@ -61,6 +68,9 @@ class StepRunner(Protocol[L]):
         """Ends the launch of a step once the step before it is accounted for: what sequences with constraints may
         sample is known by then.
         """
+
+    def ended(self, launched: L) -> bool:
+        """Whether `collect` would not wait."""
 
     def collect(self, launched: L) -> list[ItemResult]:
         """One result per item, in order; waits for the step. Steps are collected in the order of their launch."""
@@ -100,13 +110,15 @@ class Stepper(Generic[L]):
         self.speculator = speculator
         self._flight: _Flight[L] | None = None
         self._settled_at = 0.0
+        self._decode_s: deque[float] = deque(maxlen=RECENT)  # what decode steps took
+        self._launch_s: deque[float] = deque(maxlen=RECENT)  # what it took to launch the step after one
 
     @property
     def has_work(self) -> bool:
         """A step is on the device, or a sequence wants one."""
         return self._flight is not None or self._scheduler.has_work
 
-    def step(self, hook: StepHook | None = None) -> StepResult:
+    def step(self, hook: StepHook | None = None, mail: Mail | None = None) -> StepResult:
         """The result of one step; empty when nothing can run now. See Engine.step."""
         while True:
             flight = self._flight or self._begin()
@@ -115,7 +127,7 @@ class Stepper(Generic[L]):
                 return StepResult()
             ahead = self._overlap and not self._awaited(flight)
             if ahead:
-                self._flight = self._begin(ahead=True)
+                self._flight = self._begin(ahead=True) if mail is None else self._begin_late(flight, mail)
             result = self._settle(flight)
             if self._flight is not None:
                 self._flight = self._constrain(self._flight)
@@ -147,6 +159,33 @@ class Stepper(Generic[L]):
         if self.speculator is None:
             return False
         return any(item.drafts for item in flight.items) or self.speculator.due([item.seq for item in flight.items])
+
+    def _begin_late(self, flight: _Flight[L], mail: Mail) -> _Flight[L] | None:
+        """The step after `flight`, with all that comes while there is time; None when nothing comes either."""
+        self._flight = flight  # for whoever asks meanwhile whether there is work
+        due = self._due(flight)
+        while (now := time.perf_counter()) < due and not self._over(flight):
+            mail(min(due, now + LOOK_S))
+        mail(0.0)
+        began = time.perf_counter()
+        following = self._begin(ahead=True)
+        if following is not None and all(item.decode for item in following.items):
+            self._launch_s.append(time.perf_counter() - began)
+        while following is None and not self._over(flight):
+            if mail(time.perf_counter() + LOOK_S):
+                following = self._begin(ahead=True)
+        return following
+
+    def _due(self, flight: _Flight[L]) -> float:
+        """When the step after this one has to be launched, if the device shall not wait: at once, beside prompts."""
+        if not self._decode_s or not all(item.decode for item in flight.items):
+            return 0.0
+        ends = max(flight.began, self._settled_at) + min(self._decode_s)
+        return ends - LEAD_S - 2 * max(self._launch_s, default=0.0)
+
+    def _over(self, flight: _Flight[L]) -> bool:
+        """The device has ended it, or never began."""
+        return isinstance(flight.launched, InternalError) or self._runner.ended(flight.launched)
 
     def _begin(self, *, ahead: bool = False) -> _Flight[L] | None:
         """Schedules and launches; None when nothing can run. A failure is told when the step's turn comes.
@@ -197,6 +236,8 @@ class Stepper(Generic[L]):
         self.counters.discarded += len(flight.items) - len(items)
         now = time.perf_counter()
         seconds, self._settled_at = now - max(flight.began, self._settled_at), now
+        if items and all(item.decode for item in flight.items):
+            self._decode_s.append(seconds)
         if self.speculator is not None:
             self.speculator.stepped(items, seconds)
         return self._result(items, outputs, seconds)

@@ -48,15 +48,23 @@ def compiled_steps(most_tokens: int, max_seqs: int, max_len: int, drafts: int = 
     return _allowed(steps, most_tokens, max_seqs, max_len)
 
 
-def planned_steps(most_tokens: int, shared_tokens: int, max_seqs: int, max_len: int) -> list[Rows]:
+def planned_steps(
+    most_tokens: int, shared_tokens: int, max_seqs: int, max_len: int, last_tokens: int = 0
+) -> list[Rows]:
     """Long prompts, chunks of longer ones, and equal prompts side by side, that the limits allow, for the plans that
-    they build. most_tokens: of a step with a prompt alone; shared_tokens: of one with several.
+    they build. most_tokens: of a step with a prompt alone; shared_tokens: of one with several; last_tokens: of the
+    last chunk of a prompt that is handed off.
     """
     lengths = range(QUANTUM, min(most_tokens, PLANNED_TOKENS) + 1, QUANTUM)
     steps: list[Rows] = [[(0, length)] for length in lengths]
     if shared_tokens % QUANTUM == 0:
         chunks = range(shared_tokens, PLANNED_TOKENS - shared_tokens + 1, shared_tokens)
         steps += [[(start, shared_tokens)] for start in chunks]
+    steps += [
+        [(start, new)]
+        for new in range(QUANTUM, last_tokens + 1, QUANTUM)
+        for start in range(QUANTUM, PLANNED_TOKENS - new + 1, QUANTUM)
+    ]
     for length in lengths:
         count = 2
         while count <= MOST_EQUAL and count * length <= shared_tokens:

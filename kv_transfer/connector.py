@@ -23,7 +23,7 @@ from common.errors import BatonError, DeadlineExceeded, LayoutMismatch, Transfer
 from common.lifecycle import host_boot_id
 from common.pb import transfer_pb2
 from kv_transfer.identity import agent_name, require_compatible
-from kv_transfer.memory import PeerMemory, PoolMemory
+from kv_transfer.memory import MemoryKind, PeerMemory, PoolMemory
 from kv_transfer.messages import PeerStats
 from kv_transfer.peer_rpc import PeerRpc
 from kv_transfer.process_watch import ProcessWatch, watch_process
@@ -35,7 +35,9 @@ HANDSHAKE_S = 10.0
 UNREACHABLE_S = 3.0
 PROBE_WRITE_S = 10.0  # UCX connects lazily; a first write can take seconds
 PROBE_TRIES = 8
-PROBE_BURST_BYTES = 8 << 20
+# What a rate is measured with: on a GPU long enough that the polls between do not count.
+PROBE_BURST_BYTES: dict[MemoryKind, int] = {"DRAM": 8 << 20, "VRAM": 256 << 20}
+PROBE_BURST_BLOCKS = 128
 NONCE_BYTES = 16
 LOOK_S = 0.1  # how often processes are looked at
 
@@ -232,7 +234,8 @@ class Connector:
                 data = nonce + os.urandom(self._memory.block_bytes - NONCE_BYTES)
                 await self._on_thread(partial(self._memory.write_block, self._memory.probe_block, data))
                 await self._write_probe(connection, 1)
-                burst = max(1, min(64, PROBE_BURST_BYTES // self._memory.block_bytes))
+                most = PROBE_BURST_BYTES[self._memory.kind] // self._memory.block_bytes
+                burst = max(1, min(PROBE_BURST_BLOCKS, most))
                 seconds = await self._write_probe(connection, burst)
                 request = transfer_pb2.ProbeRequest(
                     pod=self._info().pod,

@@ -105,8 +105,11 @@ class Incoming:
 
     @property
     def attentive(self) -> bool:
-        """Bytes are coming that move only while this side polls."""
-        return any((writer := entry.machine.writer) is not None and writer.polled for entry in self._table.values())
+        """Bytes are coming that move only while this side polls, or a notification is overdue."""
+        return any(
+            ((writer := entry.machine.writer) is not None and writer.polled) or entry.machine.awaits_ranges
+            for entry in self._table.values()
+        )
 
     @property
     def draining(self) -> int:

@@ -5,7 +5,7 @@ the initiator polls, and without a progress thread (it spins on a core) a target
 are exceptions; release() of an active handle does not stop it, so only terminal handles are released; a name is never
 used twice; descriptors are exchanged as numbers, because NIXL's own serialisation of them is pickle. The whole pool
 is one strided row (address, length, device, stride, count) per side, and NIXL merges neighbouring indices into one
-descriptor.
+descriptor where both sides' are neighbours. Copies between GPUs are posted with the context of this thread.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import numpy as np
 
 from common.errors import TransferFailed
 from kv_transfer.backend import Notification, Transport, WriteState
+from kv_transfer.cuda_context import make_current
 from kv_transfer.memory import PeerMemory, PoolMemory
 from kv_transfer.ucx_log import UcxLog
 
@@ -58,11 +59,14 @@ class _Agent:
 
 
 class NixlBackend:
-    """One NIXL agent."""
+    """One NIXL agent. net_devices: the network devices that it may use, as UCX_NET_DEVICES takes them; None: what the
+    environment says.
+    """
 
     kind = "nixl"
 
-    def __init__(self) -> None:
+    def __init__(self, net_devices: str | None = None) -> None:
+        self._net_devices = net_devices
         self._name = ""
         self._agent: _Agent | None = None
         self._writes: dict[int, _Write] = {}
@@ -71,6 +75,10 @@ class NixlBackend:
 
     def start(self, name: str, memory: PoolMemory) -> None:
         os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+        if self._net_devices is not None:
+            os.environ["UCX_NET_DEVICES"] = self._net_devices
+        if memory.kind == "VRAM":
+            make_current(memory.device)
         self._ucx_log = UcxLog.open()
         api = nixl_api()
         config = api.nixl_agent_config(

@@ -23,7 +23,7 @@ from kv_transfer.identity import agent_name
 from kv_transfer.incoming import Incoming
 from kv_transfer.memory import Hold, PoolMemory
 from kv_transfer.messages import Commit, PeerStats, TransferStats, Writer
-from kv_transfer.outgoing import Outgoing, OutgoingTransfer
+from kv_transfer.outgoing import Outgoing, OutgoingTransfer, Pieces
 from kv_transfer.peer_calls import PeerCalls
 from kv_transfer.peer_rpc import PeerRpc
 from kv_transfer.servicer import TransferServicer
@@ -42,7 +42,8 @@ class TransferNode:
 
     info: who this pod is, now (role, name, generation, layout, pid...). address: host:port of the gRPC server that
     serves `servicer`, once it is bound. checksums: compare a CRC-32 of every block at commit. allow_tcp: device
-    memory may travel over TCP or by unknown means. clock: seconds, monotonic.
+    memory may travel over TCP or by unknown means. pieces: how writes are cut; None: as suits the memory. clock:
+    seconds, monotonic.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class TransferNode:
         address: Callable[[], str],
         checksums: bool = False,
         allow_tcp: bool = False,
+        pieces: Pieces | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._memory = memory
@@ -76,7 +78,13 @@ class TransferNode:
         self._connector = Connector(self._thread, self._rpc, memory, info, clock, self._peer_ended, allow_tcp=allow_tcp)
         self._calls = PeerCalls(self._rpc, self._connector, info, address)
         self._outgoing = Outgoing(
-            self._thread, self._calls, memory, clock, checksums=checksums, fingerprint=lambda: info().fingerprint
+            self._thread,
+            self._calls,
+            memory,
+            clock,
+            checksums=checksums,
+            fingerprint=lambda: info().fingerprint,
+            pieces=pieces,
         )
         self.servicer = TransferServicer(
             self._thread, self._incoming, self._outgoing, memory, info, signer, self._drops, clock

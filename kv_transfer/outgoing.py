@@ -19,7 +19,7 @@ from typing import Protocol
 from common.errors import BatonError, Cancelled, InvalidRequest, LayoutMismatch, TransferFailed
 from common.types import FinishReason, KvTarget, TransferId
 from kv_transfer.connector import Connection
-from kv_transfer.memory import Hold, PoolMemory, let_go
+from kv_transfer.memory import Hold, MemoryKind, PoolMemory, let_go
 from kv_transfer.messages import Commit, TransferReport
 from kv_transfer.notification import RangeWritten
 from kv_transfer.sender_machine import (
@@ -40,10 +40,21 @@ from kv_transfer.transfer_thread import TransferThread
 
 _log = logging.getLogger(__name__)
 
-PIECE_BYTES = 8 << 20  # the most that one post may copy inline
-WINDOW = 4  # posted pieces per connection
 CALL_S = 5.0
 _REMEMBERED = 65536
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """How writes are cut. most: bytes of one post; window: posted ones per connection."""
+
+    most: int
+    window: int
+
+
+# Host memory: a post may copy inline all that it is given. GPU: a post costs a tenth of a millisecond of this thread,
+# which has to be little beside the copy; what is posted cannot be recalled, and takes two milliseconds at most.
+PIECES: dict[MemoryKind, Pieces] = {"DRAM": Pieces(8 << 20, 4), "VRAM": Pieces(128 << 20, 4)}
 
 
 class Calls(Protocol):
@@ -132,7 +143,7 @@ class _Entry:
 
 
 class Outgoing:
-    """All transfers of this pod as a sender."""
+    """All transfers of this pod as a sender. pieces: how writes are cut; None: as suits the memory."""
 
     def __init__(
         self,
@@ -143,6 +154,7 @@ class Outgoing:
         *,
         checksums: bool,
         fingerprint: Callable[[], str],
+        pieces: Pieces | None = None,
     ) -> None:
         self.sent_blocks = 0
         self.sent_bytes = 0
@@ -154,6 +166,7 @@ class Outgoing:
         self._clock = clock
         self._checksums = checksums
         self._fingerprint = fingerprint
+        self._pieces = pieces or PIECES[memory.kind]
         self._pushes = 0
         self._table: dict[OutgoingTransfer, _Entry] = {}
         self._by_id: dict[TransferId, _Entry] = {}
@@ -165,7 +178,7 @@ class Outgoing:
         """On the event loop: begins to connect and open in the background."""
         transfer = OutgoingTransfer(self, target, num_prompt_blocks)
         deadline = self._clock() + deadline_s
-        piece_blocks = max(1, PIECE_BYTES // self._memory.block_bytes)
+        piece_blocks = max(1, self._pieces.most // self._memory.block_bytes)
         machine = SenderMachine(target, piece_blocks=piece_blocks, deadline=deadline)
         entry = _Entry(transfer, machine, request_id)
         self._thread.submit(lambda: self._add(entry, num_prompt_blocks))
@@ -215,7 +228,7 @@ class Outgoing:
         posted = False
         for entry in list(self._table.values()):
             connection = entry.connection
-            if connection is None or connection.in_flight >= WINDOW:
+            if connection is None or connection.in_flight >= self._pieces.window:
                 continue
             piece = entry.machine.next_piece()
             if piece is not None:

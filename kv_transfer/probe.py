@@ -1,6 +1,7 @@
 """Proves that NIXL moves bytes on this machine: `python -m kv_transfer.probe` writes blocks into a second process.
 
-The last line of output is a JSON object (mebibytes, gigabytes_per_s, transport); exit code 1 and a line on stderr when
+`... probe SOURCE TARGET` does so between two memories, each `cpu` or a GPU as CUDA_VISIBLE_DEVICES calls it. The last
+line of output is a JSON object (mebibytes, gigabytes_per_s, transport, source); exit code 1 and a line on stderr when
 something did not work. UCX_TLS and its like choose the transport, as for a pod.
 """
 
@@ -18,23 +19,27 @@ from typing import Any
 
 from common.errors import BatonError, TransferFailed
 from kv_transfer.backend import WriteState
+from kv_transfer.device_memory import device_memory
 from kv_transfer.memory import PeerMemory, PoolMemory, host_memory
 from kv_transfer.nixl_backend import NixlBackend
 
-BLOCK_BYTES = 1 << 20
+HOST = "cpu"
+BLOCK_BYTES = 1 << 20  # on a GPU twice that, a block of an 8B model
 NUM_BLOCKS = 64
+GPU_ROUNDS = 16  # a single write of all blocks ends before it can be timed well
 DEADLINE_S = 60.0
 
 
-def send() -> dict[str, Any]:
+def send(source: str = HOST, target: str = HOST) -> dict[str, Any]:
     """Writes every block to a child that runs `receive`; the facts once its digest agrees. Raises TransferFailed."""
-    memory = host_memory(NUM_BLOCKS, BLOCK_BYTES)
-    data = [secrets.token_bytes(BLOCK_BYTES) for _ in range(NUM_BLOCKS)]
+    memory = _pool(source)
+    rounds = 1 if HOST in (source, target) else GPU_ROUNDS
+    data = [secrets.token_bytes(memory.block_bytes) for _ in range(NUM_BLOCKS)]
     for block, content in enumerate(data):
         memory.write_block(block, content)
     backend = NixlBackend()
     with subprocess.Popen(
-        [sys.executable, "-P", "-m", "kv_transfer.probe", "receive"],
+        [sys.executable, "-P", "-m", "kv_transfer.probe", "receive", target],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -50,9 +55,11 @@ def send() -> dict[str, Any]:
             peer = hello["name"]
             backend.connect(peer, base64.b64decode(hello["metadata"]), PeerMemory(**hello["memory"]))
             _write(backend, peer, range(1))  # connects, which is lazy and slow
-            started = time.perf_counter()
             _write(backend, peer, range(1, NUM_BLOCKS))
-            seconds = time.perf_counter() - started
+            started = time.perf_counter()
+            for _ in range(rounds):
+                _write(backend, peer, range(1, NUM_BLOCKS))
+            seconds = (time.perf_counter() - started) / rounds
             child.stdin.close()
             digest = child.stdout.readline().strip()
             transport = backend.transport(peer, same_host=True)
@@ -62,15 +69,27 @@ def send() -> dict[str, Any]:
     if digest != hashlib.blake2b(b"".join(data)).hexdigest():
         raise TransferFailed("the bytes that arrived are not the bytes that were sent")
     return {
-        "mebibytes": NUM_BLOCKS * BLOCK_BYTES >> 20,
-        "gigabytes_per_s": (NUM_BLOCKS - 1) * BLOCK_BYTES / seconds / 1e9,
-        "transport": f"{transport.name} ({transport.source})",
+        "mebibytes": NUM_BLOCKS * memory.block_bytes >> 20,
+        "gigabytes_per_s": (NUM_BLOCKS - 1) * memory.block_bytes / seconds / 1e9,
+        "transport": transport.name,
+        "source": transport.source,
     }
 
 
-def receive() -> None:
+def _pool(where: str) -> PoolMemory:
+    """Blocks in the memory of the host, or of that GPU, which is the only one of this process from now on."""
+    if where == HOST:
+        return host_memory(NUM_BLOCKS, BLOCK_BYTES)
+    os.environ["CUDA_VISIBLE_DEVICES"] = where
+    try:
+        return device_memory(NUM_BLOCKS, 2 * BLOCK_BYTES)
+    except (ImportError, RuntimeError) as e:
+        raise TransferFailed(f"GPU {where} has no memory for the test: {e}") from e
+
+
+def receive(where: str = HOST) -> None:
     """Says where its memory is, makes progress until stdin closes, then says what arrived."""
-    memory = host_memory(NUM_BLOCKS, BLOCK_BYTES)
+    memory = _pool(where)
     backend = NixlBackend()
     name = f"probe-receive-{os.getpid()}"
     backend.start(name, memory)
@@ -124,10 +143,10 @@ def _say(message: dict[str, Any]) -> None:
 def main(argv: list[str]) -> int:
     """Entry point."""
     try:
-        if argv == ["receive"]:
-            receive()
+        if argv[:1] == ["receive"]:
+            receive(*argv[1:])
         else:
-            _say(send())
+            _say(send(*argv))
     except BatonError as error:
         sys.stderr.write(f"{error.message}\n")
         return 1

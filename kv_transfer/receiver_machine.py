@@ -107,6 +107,11 @@ class ReceiverMachine:
         """Blocks that wait for proof."""
         return len(self._held) if self.state is ReceiverState.DRAINING else 0
 
+    @property
+    def awaits_ranges(self) -> bool:
+        """The commit is here before the last notification: that is due."""
+        return self.state is ReceiverState.OPEN and self._commit is not None and bool(self._missing)
+
     def open(self, writer: Writer, now: float) -> None:
         """Remote: raises UnknownTransfer when nothing may be written (any more) or another writer opened it."""
         if self.state is ReceiverState.RESERVED and now < self.deadline:

@@ -9,14 +9,19 @@ from common.types import PoolCounts
 from engine.config import MAX_DRAFTS
 from engine.engine import SequenceOutput, StepResult
 from engine.speculation.stats import SpeculationStats
-from kv_transfer.messages import TransferReport
+from kv_transfer.messages import PeerStats, TransferReport
+
+# Seconds; KV that streams under the prefill leaves a few milliseconds to wait for.
+HAND_OFF_BUCKETS = (
+    0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 30.0,
+)  # fmt: skip
 
 
 class PodMetrics:
     """Metrics of one pod, whatever its role.
 
     blocks, tokens and speculation are read when scraped: KV blocks by state, prompt tokens computed by reason, and how
-    speculative decoding fares, None where there is none.
+    speculative decoding fares, None where there is none; peers: connections that this pod writes over.
     """
 
     def __init__(
@@ -24,6 +29,7 @@ class PodMetrics:
         blocks: Callable[[], PoolCounts],
         tokens: Callable[[], Iterable[Sample]],
         speculation: Callable[[], SpeculationStats | None],
+        peers: Callable[[], Iterable[PeerStats]],
     ) -> None:
         self.base = Metrics()
         m = self.base
@@ -36,7 +42,14 @@ class PodMetrics:
         self._hand_offs = m.counter("hand_offs", "KV hand-offs that this pod completed as the sender.", ["transport"])
         self._transfer_bytes = m.counter("transfer_bytes", "KV bytes pushed.", ["transport"])
         self._transfer_seconds = m.histogram("transfer_seconds", "Seconds from the first push to the commit.")
-        self._exposed_seconds = m.histogram("exposed_hand_off_seconds", "Seconds from the last chunk to the commit.")
+        self._exposed_seconds = m.histogram(
+            "exposed_hand_off_seconds", "Seconds from the last chunk to the commit.", buckets=HAND_OFF_BUCKETS
+        )
+        m.sampled_gauge(
+            "transfer_gb_s", "1e9 bytes a second that the probe of a connection moved, by what carried them.",
+            lambda: [((p.pod, p.transport, p.transport_source), p.gbps) for p in peers()],
+            ["peer", "transport", "source"],
+        )  # fmt: skip
         self._drafts = m.counter(
             "speculation_tokens", "Drafts verified, by proposer, place and outcome.", ["proposer", "place", "outcome"]
         )

@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable
 from importlib import metadata
@@ -46,6 +47,7 @@ from kv_transfer.node import TransferNode
 from pod.checks import Limits
 from pod.control import ControlServicer
 from pod.embedder import Embedder
+from pod.gpu import SWITCH_S, require_shared_memory
 from pod.identity import require_free_name
 from pod.metrics import PodMetrics
 from pod.peers import PeerWatch
@@ -58,10 +60,10 @@ WATCH_PERIOD_S = 1.0
 STOP_GRACE_S = 2.0
 EXIT_QUARANTINED, EXIT_BROKEN = 3, 4
 
-BackendFactory = Callable[[], Backend]
+BackendFactory = Callable[[PodConfig], Backend]
 BACKENDS: dict[str, BackendFactory] = {
-    "nixl": NixlBackend,
-    "loopback": lambda: LoopbackBackend(LoopbackFabric()),  # alone on its fabric: only an aggregated pod can use it
+    "nixl": lambda config: NixlBackend(config.net_devices),
+    "loopback": lambda _: LoopbackBackend(LoopbackFabric()),  # alone on its fabric: only an aggregated pod can use it
 }
 
 
@@ -119,7 +121,10 @@ class PodRuntime:
         self.address = ""
         self.computed = {"prefill": 0, "local": 0, "recompute": 0}
         self.metrics = PodMetrics(
-            engine.pool.counts, lambda: [((k,), v) for k, v in self.computed.items()], self._speculation
+            engine.pool.counts,
+            lambda: [((k,), v) for k, v in self.computed.items()],
+            self._speculation,
+            lambda: self.node.stats().peers,
         )
         self.limits = Limits(
             served_name=self.served_name,
@@ -143,7 +148,7 @@ class PodRuntime:
             write_block=kv.write_block,
         )
         self.node = TransferNode(
-            backend=backend(),
+            backend=backend(config),
             memory=memory,
             info=self.info,
             signer=Signer(config.secret.encode(), self.name, generation),
@@ -167,9 +172,12 @@ class PodRuntime:
 
         backend: makes the transfer backend; by default the one that config.transport names.
         """
+        settings = engine_config(config)
+        if settings.resolve_device().type == "cuda":
+            require_shared_memory(config)
         news = CacheNews()
         load = functools.partial(Engine, on_stored=news.stored, on_evicted=news.evicted)
-        engine = await asyncio.to_thread(load, engine_config(config))
+        engine = await asyncio.to_thread(load, settings)
         name, scope = config.own_name(), engine.layout.scope
         config = dataclasses.replace(config, name=name)
         if config.redis is not None:
@@ -242,6 +250,8 @@ class PodRuntime:
         Does so by itself, with SystemExit, when a quarantine is overdue (3) or a thread of the pod has ended (4).
         """
         self.lifecycle.install_signals()
+        if self.engine.device.type == "cuda":
+            sys.setswitchinterval(SWITCH_S)
         try:
             await self.start(service)
             await self.lifecycle.wait_stopped()

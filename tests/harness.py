@@ -260,7 +260,7 @@ class Cluster:
                 **fields,
             }
         )
-        runtime = await PodRuntime.create(config, backend=lambda: self._backend(role))
+        runtime = await PodRuntime.create(config, backend=lambda _config: self._backend(role))
         service = PrefillServicer(runtime) if role is Role.PREFILL else DecodeServicer(runtime, **(stream or {}))
         try:
             await runtime.start(service)

@@ -1,0 +1,219 @@
+"""Online serving, disaggregated and aggregated: open-loop Poisson arrivals through the real gateway.
+
+    python benchmarks/pd_online.py --out benchmarks/results/pd_online-h100x2.json
+
+`pd` is one prefill and one decode pod, `agg` two pods that do both; each pod has a GPU of its own. Both modes get the
+same arrivals (fixed seed) and prompts of the same lengths, unique ones; local prefill is off; clocks are the client's.
+Milliseconds; metrics of `agg` have that prefix.
+
+- NAME_ttft_p50, p99: from when a request was due until its first token was there.
+- NAME_ttft_..._over_fcfs: that, less the same percentile of a replay in which the same arrivals are computed one after
+  another, first come first served, each in the idle prefill time (of two servers with `agg`). The idle prefill time is
+  the pod's own: from the first chunk's start until the token was on the host, median of some requests before the run.
+- NAME_gap12: from token 1, which prefill sends, to token 2, decode's first. NAME_itl: between all later tokens; rows
+  have it with gap12 too.
+
+`--add FILE` takes the modes and loads that this run leaves out from an earlier result of the same commit.
+`--shape tiny --device cpu` is for a CPU: it shows that the script works, not how fast anything is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks import report
+from benchmarks.pd_stack import Answer, Client, ms, percentile, prompts, running, spread, transport_of
+
+SEED = 7
+IDLE_REQUESTS = 8
+SETTLE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Ends with `requests` or with the arrivals of `seconds`, whichever comes first."""
+
+    name: str
+    rate: float
+    prompt: int
+    output: int
+    requests: int
+    seconds: float
+
+    def arrivals(self) -> list[float]:
+        """Seconds from the start; the same at every call."""
+        rng, at, found = random.Random(f"{SEED}-{self.name}"), 0.0, []
+        while len(found) < self.requests and (at := at + rng.expovariate(self.rate)) < self.seconds:
+            found.append(at)
+        return found
+
+
+LOADS = {
+    "llama-3.1-8b": (
+        Load("r2", 2.0, 4096, 128, 300, 300.0),
+        Load("r5", 5.0, 4096, 128, 300, 300.0),
+        Load("r8", 8.0, 4096, 128, 300, 300.0),
+        Load("r07_15000", 0.7, 15000, 64, 300, 300.0),
+    ),
+    "tiny": (
+        Load("r2", 2.0, 60, 6, 3, 10.0),
+        Load("r5", 5.0, 60, 6, 6, 10.0),
+        Load("r8", 8.0, 60, 6, 8, 10.0),
+        Load("r07_15000", 0.7, 150, 4, 2, 10.0),
+    ),
+}
+# What a load's row gives to the metrics.
+SHOWN = {
+    "r2": ("ttft_p50", "itl_p99"),
+    "r5": ("ttft_p50_over_fcfs", "ttft_p99_over_fcfs", "itl_p99", "itl_p999", "gap12_p50", "gap12_p99"),
+    "r8": ("ttft_p50_over_fcfs", "ttft_p99_over_fcfs", "itl_p99"),
+    "r07_15000": ("ttft_p50", "itl_p99"),
+}
+
+
+def replay(arrivals: Sequence[float], service_s: float, servers: int) -> list[float]:
+    """TTFT of each arrival when the servers take them first come first served."""
+    free = [0.0] * servers
+    found = []
+    for at in arrivals:
+        soonest = min(range(servers), key=free.__getitem__)
+        free[soonest] = max(free[soonest], at) + service_s
+        found.append(free[soonest] - at)
+    return found
+
+
+async def idle(client: Client, shape: str, load: Load) -> dict[str, Any]:
+    """Requests of this length while nothing else runs: the first warm up and do not count."""
+    answers, compute = [], []
+    for prompt in prompts(shape, IDLE_REQUESTS + 2, load.prompt, seed=SEED + 1):
+        answers.append(await client.ask(prompt, 4))
+        await asyncio.sleep(0.05)
+        compute.append((await client.timeline(answers[-1])).get("first_token", {}).get("compute_s"))
+    kept = [seconds for seconds in compute[2:] if seconds is not None]
+    return {
+        "ttft": spread([a.ttft_s for a in answers[2:]]),
+        "gap12": spread([a.gap12_s for a in answers[2:]]),
+        "compute_s": statistics.median(kept) if kept else None,
+    }
+
+
+async def play(client: Client, shape: str, load: Load) -> tuple[list[float], list[Answer]]:
+    """Sends everything when it is due; arrivals, and answers in their order."""
+    arrivals = load.arrivals()
+    made = prompts(shape, len(arrivals), load.prompt, seed=SEED)
+    gc.collect()
+    gc.freeze()
+    begin = time.perf_counter() + 0.5
+    try:
+        answers = await asyncio.gather(
+            *(client.ask(p, load.output, due=begin + at) for p, at in zip(made, arrivals, strict=True))
+        )
+    finally:
+        gc.unfreeze()
+    return arrivals, answers
+
+
+def row(
+    load: Load, arrivals: Sequence[float], answers: Sequence[Answer], service_s: float, servers: int
+) -> dict[str, Any]:
+    ttft = [a.ttft_s for a in answers]
+    fcfs = replay(arrivals, service_s, servers)
+    gap12 = [a.gap12_s for a in answers]
+    itl = [gap for a in answers for gap in a.gaps_s]
+    found: dict[str, Any] = {
+        **asdict(load),
+        "requests": len(answers),
+        "took_s": round(max(a.at[-1] for a in answers) - min(a.due for a in answers), 1),
+        "idle_prefill_ms": ms(service_s),
+        "ttft": spread(ttft),
+        "fcfs_ttft": spread(fcfs),
+        "gap12": spread(gap12),
+        "itl": spread(itl),
+        "itl_with_gap12": spread([*itl, *gap12]),
+        "tpot": spread([(a.at[-1] - a.at[0]) / (len(a.at) - 1) for a in answers]),
+        "sent_late_ms_max": ms(max(a.sent_late_s for a in answers)),
+    }
+    for name, share in (("p50", 0.5), ("p99", 0.99)):
+        found[f"ttft_{name}_over_fcfs"] = round(ms(percentile(ttft, share)) - ms(percentile(fcfs, share)), 3)
+    return found
+
+
+def metrics_of(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    metrics: dict[str, float] = {}
+    for r in rows:
+        prefix = "agg_" if r["mode"] == "agg" else ""
+        for shown in SHOWN[r["name"]]:
+            kind, _, share = shown.partition("_")
+            metrics[f"{prefix}{r['name']}_{shown}"] = r[shown] if shown in r else r[kind][share]
+    return metrics
+
+
+async def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    service: dict[int, float] = {}
+    for mode in args.modes:
+        aggregated = mode == "agg"
+        async with running(args.shape, args.device, aggregated=aggregated, flags={"local-prefill-tokens": "0"}) as (
+            stack,
+            client,
+        ):
+            connections = transport_of(stack)
+            print(mode, *connections, sep="\n", flush=True)
+            wanted = [load for load in LOADS[args.shape] if load.name in args.loads]
+            for load in [replace(load, seconds=args.seconds or load.seconds) for load in wanted]:
+                quiet = await idle(client, args.shape, load)
+                if quiet["compute_s"] is not None:
+                    service[load.prompt] = quiet["compute_s"]
+                service_s = service.get(load.prompt, quiet["ttft"]["p50"] / 1e3)
+                arrivals, answers = await play(client, args.shape, load)
+                rows.append({"mode": mode, **row(load, arrivals, answers, service_s, 2 if aggregated else 1)})
+                rows[-1] |= {"idle_ttft": quiet["ttft"], "idle_gap12": quiet["gap12"], "connections": connections}
+                print(json.dumps(rows[-1]), flush=True)
+                await asyncio.sleep(SETTLE_S)
+    return rows
+
+
+def earlier(path: Path | None, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of an earlier result that these do not replace."""
+    if path is None:
+        return []
+    found = json.loads(path.read_text())
+    if found["commit"] != report.commit():
+        raise SystemExit(f"{path} is of another commit")
+    now = {(r["mode"], r["name"]) for r in rows}
+    return [r for r in found["rows"] if (r["mode"], r["name"]) not in now]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--add", type=Path, metavar="FILE")
+    parser.add_argument("--shape", choices=LOADS, default="llama-3.1-8b")
+    parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
+    parser.add_argument("--modes", choices=("pd", "agg"), nargs="+", default=["pd", "agg"])
+    parser.add_argument("--loads", choices=SHOWN, nargs="+", default=list(SHOWN))
+    parser.add_argument("--seconds", type=float, default=0.0, help="shorter runs of each load; the rows tell")
+    args = parser.parse_args(argv)
+    rows = asyncio.run(measure(args))
+    rows = [*earlier(args.add, rows), *rows]
+    metrics = metrics_of(rows)
+    for name, value in metrics.items():
+        print(f"{name:36} {value}")
+    report.write(args.out, "pd_online", metrics, "torch", "triton", "nixl-cu13", "grpcio", shape=args.shape, rows=rows)
+
+
+if __name__ == "__main__":
+    main()
