@@ -1,7 +1,7 @@
 """What the benchmarks of the hand-over run: a whole Baton with random weights, a client that notes when tokens come.
 
-The model has the shape of Llama-3.1-8B with 49,152 tokens (`tiny` is for a CPU: it shows that a benchmark works). Its
-tokenizer is made up: prompts are token ids and answers have ignore_eos, so only its size matters. Requests go through
+The model has the shape of Llama-3.1-8B with 49,152 tokens (`tiny` is for a CPU: it shows that a benchmark works; `small`
+has heads that GPU kernels like). Its tokenizer is made up: prompts are token ids and answers have ignore_eos, so only its size matters. Requests go through
 the real gateway by gRPC; clocks are the client's.
 """
 
@@ -40,6 +40,16 @@ MESSAGE_BYTES = 64 << 20
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": SHAPES["llama-3.1-8b"].config | {"vocab_size": 49152},
     "tiny": SHAPES["tiny"].config | {"max_position_embeddings": 4096},
+    "small": SHAPES["tiny"].config
+    | {
+        "vocab_size": 1024,
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 8192,
+    },
 }
 
 
@@ -73,12 +83,13 @@ def prompts(shape: str, count: int, length: int, seed: int) -> list[list[int]]:
 @dataclass(slots=True)
 class Answer:
     """due: when the request was to be sent; at: when each token came, the first from prefill; time.perf_counter().
-    sent_late_s: how much later than due the client sent it.
+    ids: the tokens. sent_late_s: how much later than due the client sent it.
     """
 
     request_id: str
     due: float
     at: list[float] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
     sent_late_s: float = 0.0
 
     @property
@@ -125,6 +136,7 @@ class Client:
                 now = time.perf_counter()
                 answer.request_id = message.request_id
                 answer.at += [now] * len(message.tokens)
+                answer.ids += [token.id for token in message.tokens]
         except grpc.aio.AioRpcError as e:
             raise RuntimeError(f"a request failed: {e.code().name}: {e.details()}") from e
         if len(answer.at) != tokens:

@@ -78,7 +78,7 @@ class ChildProcess:
         self.name = name
         self.argv = tuple(argv)
         self.log = log
-        self._env = None if env is None else dict(env)
+        self.env = None if env is None else dict(env)
         self._popen: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -91,7 +91,7 @@ class ChildProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env=self._env,
+                env=self.env,
                 start_new_session=True,
             )
 

@@ -22,7 +22,7 @@ from engine.speculation.chain import Chain
 from engine.speculation.control import Always
 from engine.speculation.speculator import Speculator
 from engine.speculation.verify import accepted_run
-from engine.step_result import SequenceOutput, StepResult
+from engine.step_result import Mail, SequenceOutput, StepResult
 from engine.stepper import ItemResult, Stepper
 from tests.guesses import Guesses
 
@@ -90,6 +90,10 @@ class Device:
 
     def constrain(self, launched: Step) -> Step:
         return launched
+
+    def ended(self, launched: Step) -> bool:
+        """What it is asked for is there; before that the time that a step takes has passed."""
+        return True
 
     def collect(self, launched: Step) -> list[ItemResult]:
         assert self.queue[0] is launched, "steps are collected in order"
@@ -196,8 +200,8 @@ class World:
                 seq.lease.finish("abort")
             self.ends[name] = SequenceOutput(seq, seq.computed, finish=FinishReason.ABORT)
 
-    def step(self) -> StepResult:
-        result = self.stepper.step(self.hook)
+    def step(self, mail: Mail | None = None) -> StepResult:
+        result = self.stepper.step(self.hook, mail)
         self.pool.check()
         return result
 
@@ -265,6 +269,48 @@ def test_a_step_is_ahead_only_with_overlap(overlap: bool) -> None:
     assert world.tokens["a"] == answer([1, 2, 3], GREEDY)
     assert world.stepper.counters.discarded == 0, "the end by length is known ahead"
     assert world.device.launches == 9
+
+
+def test_what_comes_under_a_step_is_in_the_next() -> None:
+    world = World(overlap=True)
+    world.add("a", [1, 2, 3], GREEDY)
+    world.step()
+
+    def mail(until: float) -> bool:
+        if "b" in world.answers:
+            return False
+        assert world.stepper.has_work
+        assert len(world.device.queue) == 1, "the next step is not launched yet"
+        assert world.receive("b", [4, 5], GREEDY) is not None
+        return True
+
+    world.step(mail)
+    (step,) = world.device.queue
+    assert [item.seq.request_id for item in step.items] == ["a", "b"]
+    world.drain()
+    assert world.tokens == {"a": answer([1, 2, 3], GREEDY), "b": answer([4, 5], GREEDY)}
+
+
+def test_what_comes_while_the_device_has_nothing_else_to_do_is_launched_before_the_result(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(overlap=True)
+    world.add("a", [1, 2, 3], SamplingParams(max_tokens=1))
+    monkeypatch.setattr(world.device, "ended", lambda _: "b" in world.answers)
+    calls = 0
+
+    def mail(until: float) -> bool:
+        nonlocal calls
+        calls += 1
+        if calls == 5:
+            world.add("b", [4, 5], GREEDY)
+        return calls == 5
+
+    assert [output.seq.request_id for output in world.step(mail).outputs] == ["a"]
+    assert calls == 5
+    assert [item.seq.request_id for item in world.device.queue[0].items] == ["b"]
+    world.drain()
+    assert world.tokens["b"] == answer([4, 5], GREEDY)
 
 
 def test_what_follows_a_stop_token_is_dropped() -> None:
@@ -414,14 +460,20 @@ arrivals = st.builds(
     seqs=st.integers(1, 5),
     overlap=st.sampled_from([True, True, True, False]),
     drafts=st.sampled_from([0, 0, 1, 4, 7]),
+    under=st.booleans(),
 )
 def test_every_load_gives_the_tokens_of_undisturbed_requests(
-    load: list[Arrival], blocks: int, size: int, budget: int, seqs: int, overlap: bool, drafts: int
+    load: list[Arrival], blocks: int, size: int, budget: int, seqs: int, overlap: bool, drafts: int, under: bool
 ) -> None:
+    """under: things happen while a step is on the device, not between the calls."""
     world = World(overlap=overlap, blocks=blocks * 4 // size, size=size, budget=budget, seqs=seqs, drafts=drafts)
-    now = 0
-    while now < 45 or world.stepper.has_work:
-        assert now < 2000, "starved"
+    now, happened = 0, -1
+
+    def happen() -> None:
+        nonlocal happened
+        if happened == now:
+            return
+        happened = now
         for number, arrival in enumerate(load):
             name, since = str(number), now - arrival.step
             if since == 0:
@@ -438,7 +490,17 @@ def test_every_load_gives_the_tokens_of_undisturbed_requests(
                 world.abort(name)
             if arrival.poison == since:
                 world.device.poisoned.add(name)
-        world.step()
+
+    def mail(until: float) -> bool:
+        happen()
+        return True
+
+    while now < 45 or world.stepper.has_work:
+        assert now < 2000, "starved"
+        if not under:
+            happen()
+        world.step(mail)
+        happen()  # a step that launches nothing ahead takes nothing in
         now += 1
     world.drain()
     for number, arrival in enumerate(load):

@@ -433,13 +433,32 @@ def test_every_load_ends_with_the_right_tokens_and_all_blocks(
 def test_long_chunks_run_where_nobody_waits_for_a_token() -> None:
     world = World(blocks=200, size=4, budget=8, prompt_budget=16)
     world.add("a", 100)
-    world.add("b", 100)
-    assert sum(world.step().values()) == 16
-    world.abort("b")
     assert world.step() == {"a": 32}
     world.add("c", 4)
-    assert sum(world.step().values()) == 16
+    assert world.step() == {"a": 4, "c": 4}
     assert world.step() == {"c": 1, "a": 4}
+
+
+def test_prompts_that_fill_a_step_come_one_after_another_and_short_ones_share_it() -> None:
+    world = World(blocks=200, size=4, budget=8, prompt_budget=32)
+    for name in "ab":
+        world.add(name, 20, 1)
+    steps = [world.step() for _ in range(6)]
+    assert steps[:3] == [{"a": 8}, {"a": 8}, {"a": 4, "b": 4}], "the first ends before the second is long under way"
+    assert [seq.request_id for seq in world.done] == ["a", "b"]
+    for name in "cdef":
+        world.add(name, 7, 1)
+    assert world.step() == {"c": 7, "d": 7, "e": 7, "f": 7}
+
+
+@pytest.mark.parametrize(("length", "chunks"), [(8, [8]), (9, [4, 5]), (16, [8, 8]), (17, [12, 5]), (50, [32, 12, 6])])
+def test_what_another_pod_goes_on_with_ends_in_a_chunk_within_the_token_budget(length: int, chunks: list[int]) -> None:
+    world = World(blocks=200, size=4, budget=8, prompt_budget=16)
+    world.add("a", length, hand_off=True)
+    assert [world.step()["a"] for _ in chunks] == chunks
+    assert world.done
+    world.add("b", length, 1)
+    assert world.step()["b"] == min(length, 32), "one that stays here is not cut"
 
 
 def test_a_prompt_budget_is_no_less_than_the_token_budget() -> None:

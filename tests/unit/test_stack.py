@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ import pytest
 from common import stack as stack_module
 from common.config import UpConfig
 from common.errors import ConfigError
+from common.gpus import Gpu
 from common.process import PortLease
 from common.stack import Stack
 
@@ -19,9 +20,10 @@ REDIS = "redis://127.0.0.1:6379/0"
 
 
 @contextlib.contextmanager
-def planned(settings: Mapping[str, object], said: list[str] | None = None) -> Iterator[Stack]:
+def planned(settings: Mapping[str, object], said: list[str] | None = None, gpus: Sequence[Gpu] = ()) -> Iterator[Stack]:
     config = UpConfig.load(file=None, env={}, flags={"redis": REDIS, **settings})
-    stack = Stack.plan(config, Path("/model"), Path("/logs"), env={}, say=(said if said is not None else []).append)
+    say = (said if said is not None else []).append
+    stack = Stack.plan(config, Path("/model"), Path("/logs"), env={}, gpus=gpus, say=say)
     try:
         yield stack
     finally:
@@ -92,3 +94,45 @@ def test_settings_reach_the_processes() -> None:
         assert {"--served-name=my model", "--drain-s=7.0"} <= set(gateway)
         assert all("--drain-s=7.0" in argv for argv in pods)
         assert not any(flag.startswith("--name") for argv in pods for flag in argv)  # another stack may share the Redis
+
+
+GPUS = [Gpu("GPU-a", "H100", "0-3"), Gpu("GPU-b", "H100", "4-7")]
+
+
+def of_pods(stack: Stack) -> list[tuple[str | None, set[str]]]:
+    """What CUDA shows each pod, and its flags."""
+    return [
+        (spec.process.env.get("CUDA_VISIBLE_DEVICES"), set(spec.process.argv))
+        for spec in stack.specs
+        if spec.name != "gateway"
+    ]
+
+
+def test_each_pod_has_a_gpu_of_its_own_while_there_are_enough() -> None:
+    with planned({"port": 0, "net_devices": "mlx5_0:1,mlx5_1:1", "allow_tcp": True}, gpus=GPUS) as stack:
+        (first, prefill), (second, decode) = of_pods(stack)
+    assert (first, second) == ("GPU-a", "GPU-b")
+    assert {"--cpus=0-3", "--net-devices=mlx5_0:1", "--gpu-memory-utilization=0.9000", "--allow-tcp"} <= prefill
+    assert {"--cpus=4-7", "--net-devices=mlx5_1:1", "--gpu-memory-utilization=0.9000", "--device=auto"} <= decode
+
+
+def test_pods_share_gpus_and_their_memory_where_there_are_too_few() -> None:
+    with planned({"port": 0, "prefill": 2}, gpus=GPUS) as stack:
+        pods = of_pods(stack)
+    assert [gpu for gpu, _ in pods] == ["GPU-a", "GPU-b", "GPU-a"]
+    shares = ["--gpu-memory-utilization=0.4500", "--gpu-memory-utilization=0.9000", "--gpu-memory-utilization=0.4500"]
+    assert all(share in flags for share, (_, flags) in zip(shares, pods, strict=True))
+    with planned({"port": 0, "device": "cuda:1"}, gpus=GPUS) as stack:
+        pods = of_pods(stack)
+    assert [gpu for gpu, _ in pods] == ["GPU-b", "GPU-b"]
+    assert all({"--device=cuda", "--gpu-memory-utilization=0.4500"} <= flags for _, flags in pods)
+
+
+def test_a_cpu_stack_sees_no_gpu_and_a_gpu_that_is_not_there_is_named() -> None:
+    with planned({"port": 0, "device": "cpu"}, gpus=GPUS) as stack:
+        assert [gpu for gpu, _ in of_pods(stack)] == [None, None]
+    with (
+        pytest.raises(ConfigError, match="cuda:2 does not exist here, 2 GPUs are visible"),
+        planned({"port": 0, "device": "cuda:2"}, gpus=GPUS),
+    ):
+        pass

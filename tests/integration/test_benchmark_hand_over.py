@@ -1,0 +1,46 @@
+"""The benchmarks of the hand-over run on a CPU with a tiny model and write every figure that they promise."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+PD = {
+    "r2_ttft_p50", "r2_itl_p99", "r5_ttft_p50_over_fcfs", "r5_ttft_p99_over_fcfs", "r5_itl_p99", "r5_itl_p999",
+    "r5_gap12_p50", "r5_gap12_p99", "r8_ttft_p50_over_fcfs", "r8_ttft_p99_over_fcfs", "r8_itl_p99",
+    "r07_15000_ttft_p50", "r07_15000_itl_p99",
+}  # fmt: skip
+
+
+def run(script: str, out: Path, *flags: str) -> dict[str, Any]:
+    command = [sys.executable, str(ROOT / "benchmarks" / script), "--shape", "tiny", "--device", "cpu"]
+    done = subprocess.run(
+        [*command, "--out", str(out), *flags], capture_output=True, text=True, check=False, timeout=200
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    result: dict[str, Any] = json.loads(out.read_text())
+    assert all(name in done.stdout for name in result["metrics"])
+    return result
+
+
+def test_one_pair(tmp_path: Path) -> None:
+    result = run("handoff.py", tmp_path / "handoff.json")
+    names = {"handover_ms_40", "handover_ms_90", "exposed_ms_60", "payload_gb_s", "payload_gb_s_8mib"}
+    assert result["metrics"].keys() == names | {"decode_step_ratio_while_receiving"}
+    assert all(value > 0 for value in result["metrics"].values())
+    assert {row["transport"] for row in result["idle"]} == {"cma"}
+    assert all(row["blocks"] == -(-row["prompt"] // 16) for row in result["idle"])
+
+
+def test_online_in_both_modes_and_a_later_run_that_adds(tmp_path: Path) -> None:
+    both = run("pd_online.py", tmp_path / "both.json", "--modes", "pd", "agg", "--loads", "r5")
+    metrics = {name for name in PD if name.startswith("r5")}
+    assert both["metrics"].keys() == metrics | {f"agg_{name}" for name in metrics}
+    flags = ("--modes", "pd", "--loads", "r2", "r8", "r07_15000", "--add", str(tmp_path / "both.json"))
+    added = run("pd_online.py", tmp_path / "added.json", *flags)
+    assert added["metrics"].keys() == PD | {f"agg_{name}" for name in metrics}
+    assert all(row["ttft"]["count"] == row["requests"] for row in added["rows"])

@@ -1,0 +1,36 @@
+"""A prefill and a decode pod on GPUs, two of them where there are two: in fp32 the tokens of one engine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.pd_stack import make_model, prompts, running, transport_of
+from common.types import SamplingParams
+from engine.llm import LLM
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+LENGTHS = (1, 15, 16, 17, 300, 1024, 2049, 4096, 7000)
+OUTPUT = 24
+
+
+async def test_tokens_are_those_of_one_engine_and_kv_went_from_gpu_to_gpu(tmp_path: Path) -> None:
+    batch = [prompt for length in LENGTHS for prompt in prompts("small", 1, length, seed=3)]
+    flags = {"local-prefill-tokens": "0"}
+    async with running("small", "auto", dtype="float32", flags=flags) as (stack, client):
+        alone = [await client.ask(prompt, OUTPUT) for prompt in batch]
+        salted = [list(reversed(prompt)) for prompt in batch]
+        together = await asyncio.gather(*(client.ask(prompt, OUTPUT) for prompt in salted))
+        assert all("over cuda_ipc" in line for line in transport_of(stack))
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    make_model(tmp_path, "small")
+    llm = LLM(tmp_path, device="cuda", dtype="float32", load_format="dummy", kv_memory=2 << 30, max_model_len=8192)
+    params = SamplingParams(temperature=0.0, max_tokens=OUTPUT)
+    for asked, answers in ((batch, alone), (salted, together)):
+        wanted = [done.ids for done in llm.generate(asked, params, ignore_eos=True)]
+        assert [answer.ids for answer in answers] == wanted

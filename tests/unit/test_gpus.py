@@ -1,0 +1,115 @@
+"""Which GPUs there are, told by a made-up nvidia-smi, and what pods make of that."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.config import PodConfig
+from common.doctor import _rounds
+from common.errors import ConfigError
+from common.gpus import Gpu, run_on, shared_out, visible_gpus
+from common.types import Role
+from pod.gpu import require_shared_memory
+
+LISTED = """GPU-aa1, NVIDIA H100 80GB HBM3, 81559, 00000000:1A:00.0
+GPU-bb2, NVIDIA H100 80GB HBM3, 81559, 00000000:9B:00.0
+"""
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two GPUs on two NUMA nodes; the path stands for /sys."""
+    tool = tmp_path / "bin" / "nvidia-smi"
+    tool.parent.mkdir()
+    tool.write_text(f"#!/bin/sh\ncat <<'END'\n{LISTED}END\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tool.parent}{os.pathsep}{os.environ['PATH']}")
+    sysfs = tmp_path / "sys"
+    for node, (bus, cpus) in enumerate([("0000:1a:00.0", "0-15"), ("0000:9b:00.0", "16-31")]):
+        place = sysfs / "devices" / "system" / "node" / f"node{node}"
+        place.mkdir(parents=True)
+        (place / "cpulist").write_text(f"{cpus}\n")
+        device = sysfs / "bus" / "pci" / "devices" / bus
+        device.mkdir(parents=True)
+        (device / "numa_node").write_text(f"{node}\n")
+    return sysfs
+
+
+def test_gpus_are_listed_with_the_cpus_near_them(machine: Path) -> None:
+    name = "NVIDIA H100 80GB HBM3"
+    assert visible_gpus({}, sysfs=machine) == (Gpu("GPU-aa1", name, "0-15"), Gpu("GPU-bb2", name, "16-31"))
+
+
+@pytest.mark.parametrize(
+    ("chosen", "found"),
+    [
+        ("1,0", ["GPU-bb2", "GPU-aa1"]),
+        ("GPU-bb", ["GPU-bb2"]),
+        ("0,7,1", ["GPU-aa1"]),
+        ("-1", []),
+        ("", []),
+        ("MIG-123", ["MIG-123"]),
+    ],
+)
+def test_what_cuda_is_told_to_show_counts(machine: Path, chosen: str, found: list[str]) -> None:
+    assert [gpu.id for gpu in visible_gpus({"CUDA_VISIBLE_DEVICES": chosen}, sysfs=machine)] == found
+
+
+def test_one_node_or_no_driver(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (machine / "devices" / "system" / "node" / "node1").rename(machine / "gone")
+    assert [gpu.cpus for gpu in visible_gpus({}, sysfs=machine)] == ["", ""]
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert visible_gpus({}, sysfs=machine) == ()
+
+
+@given(pods=st.integers(1, 9), count=st.integers(0, 9))
+def test_pods_are_spread_evenly_and_know_who_shares(pods: int, count: int) -> None:
+    places = shared_out(pods, [Gpu(str(i)) for i in range(count)])
+    assert len(places) == pods
+    if not count:
+        assert set(places) == {None}
+        return
+    used = [place[0].id for place in places if place is not None]
+    for place in places:
+        assert place is not None
+        assert place[1] == used.count(place[0].id)
+    assert max(map(used.count, used)) - min(map(used.count, used)) <= 1
+    assert len(set(used)) == min(pods, count)
+
+
+@given(st.integers(0, 9))
+def test_every_pair_of_gpus_is_tried_once_in_each_direction_and_none_at_the_same_time(count: int) -> None:
+    rounds = _rounds(count)
+    wanted = list(itertools.permutations(range(count), 2)) if count > 1 else [(0, 0)] * count
+    assert sorted(itertools.chain(*rounds)) == wanted
+    if count > 1:
+        for pairs in rounds:
+            busy = list(itertools.chain(*pairs))
+            assert len(busy) == len(set(busy))
+
+
+def test_cpus_that_are_not_there_are_named() -> None:
+    before = os.sched_getaffinity(0)
+    with pytest.raises(ConfigError, match="none of 4000-4001"):
+        run_on("4000-4001")
+    one = min(before)
+    try:
+        run_on(f"{one},{one}-{one}")
+        assert os.sched_getaffinity(0) == {one}
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def test_memory_that_others_cannot_map_is_refused_where_they_have_to() -> None:
+    env = {"PYTORCH_CUDA_ALLOC_CONF": "backend:native, expandable_segments: True"}
+    with pytest.raises(ConfigError, match="PYTORCH_CUDA_ALLOC_CONF"):
+        require_shared_memory(PodConfig(role=Role.DECODE), env)
+    require_shared_memory(PodConfig(role=Role.BOTH), env)
+    require_shared_memory(PodConfig(role=Role.DECODE, allow_tcp=True), env)
+    require_shared_memory(PodConfig(role=Role.DECODE), {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"})
