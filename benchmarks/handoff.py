@@ -43,6 +43,7 @@ from common.auth import Signer
 from common.errors import BatonError
 from common.gpus import visible_gpus
 from common.kv_layout import KVLayout
+from common.lifecycle import host_boot_id
 from common.pb import transfer_pb2, transfer_pb2_grpc
 from common.rpc import RpcServer
 from common.types import KvTarget, Role, TransferId
@@ -111,6 +112,7 @@ async def node(plan: Plan, role: Role, device: str, pieces: Pieces | None = None
         fingerprint=plan.layout.fingerprint,
         num_blocks=total,
         pid=os.getpid(),
+        boot_id=host_boot_id(),
     )
     address = [""]
     made = TransferNode(

@@ -1,8 +1,8 @@
 """What the benchmarks of the hand-over run: a whole Baton with random weights, a client that notes when tokens come.
 
-The model has the shape of Llama-3.1-8B with 49,152 tokens (`tiny` is for a CPU: it shows that a benchmark works; `small`
-has heads that GPU kernels like). Its tokenizer is made up: prompts are token ids and answers have ignore_eos, so only its size matters. Requests go through
-the real gateway by gRPC; clocks are the client's.
+The model has the shape of Llama-3.1-8B with 49,152 tokens. `tiny` is for a CPU: it shows that a benchmark works;
+`small` has heads that GPU kernels like. The tokenizer is made up: prompts are token ids and answers have ignore_eos, so
+only its size matters. Requests go through the real gateway by gRPC; clocks are the client's.
 """
 
 from __future__ import annotations

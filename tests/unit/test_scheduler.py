@@ -144,7 +144,7 @@ def test_decodes_come_first_and_prompts_share_the_rest() -> None:
     world.add("long", 200)
     world.add("longer", 300)
     world.add("short", 7)
-    assert world.step() == {"d": 1, "long": 16, "short": 7, "longer": 8}
+    assert world.step() == {"d": 1, "long": 24, "short": 7}
 
 
 def test_prompts_keep_a_share_beside_more_decodes_than_the_budget() -> None:
