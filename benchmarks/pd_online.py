@@ -98,7 +98,7 @@ def replay(arrivals: Sequence[float], service_s: float, servers: int) -> list[fl
 async def idle(client: Client, shape: str, load: Load) -> dict[str, Any]:
     """Requests of this length while nothing else runs: the first warm up and do not count."""
     answers, compute = [], []
-    for prompt in prompts(shape, IDLE_REQUESTS + 2, load.prompt, seed=SEED + 1):
+    for prompt in prompts(shape, IDLE_REQUESTS + 2, load.prompt, seed=f"{SEED}-{load.name}-idle"):
         answers.append(await client.ask(prompt, 4))
         await asyncio.sleep(0.05)
         compute.append((await client.timeline(answers[-1])).get("first_token", {}).get("compute_s"))
@@ -113,7 +113,7 @@ async def idle(client: Client, shape: str, load: Load) -> dict[str, Any]:
 async def play(client: Client, shape: str, load: Load) -> tuple[list[float], list[Answer]]:
     """Sends everything when it is due; arrivals, and answers in their order."""
     arrivals = load.arrivals()
-    made = prompts(shape, len(arrivals), load.prompt, seed=SEED)
+    made = prompts(shape, len(arrivals), load.prompt, seed=f"{SEED}-{load.name}")
     gc.collect()
     gc.freeze()
     begin = time.perf_counter() + 0.5

@@ -74,8 +74,8 @@ def _word(number: int) -> str:
             return letters
 
 
-def prompts(shape: str, count: int, length: int, seed: int) -> list[list[int]]:
-    """Random token ids, none like another."""
+def prompts(shape: str, count: int, length: int, seed: int | str) -> list[list[int]]:
+    """Random token ids, none like another, nor like those of another seed."""
     rng, size = random.Random(f"{seed}-{length}"), CONFIGS[shape]["vocab_size"]
     return [rng.choices(range(size), k=length) for _ in range(count)]
 
