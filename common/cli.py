@@ -60,6 +60,10 @@ BlockSize = Annotated[str | None, _opt("Tokens per KV block (default 16).", meta
 KvMemory = Annotated[
     str | None, _opt("KV pool of a pod, like 2GiB; default: 512M on a CPU, what is left on a GPU.", metavar="SIZE")
 ]
+HostCache = Annotated[
+    str | None,
+    _opt("Host memory of a pod for KV blocks that leave its pool, like 32GiB (default 0).", metavar="SIZE"),
+]
 ChunkTokens = Annotated[
     str | None, _opt("Most tokens of one engine step (default 256; GPU: 2048, if nothing decodes 8192).", metavar="N")
 ]
@@ -116,6 +120,7 @@ def up(
     speculation_accept: SpeculationAccept = None,
     block_size: BlockSize = None,
     kv_memory: KvMemory = None,
+    host_cache: HostCache = None,
     gpu_memory_utilization: Annotated[
         str | None, _opt("Share of a GPU for all of its pods together (default 0.9).", metavar="X")
     ] = None,
@@ -163,6 +168,7 @@ def serve(
     threads: Threads = None,
     block_size: BlockSize = None,
     kv_memory: KvMemory = None,
+    host_cache: HostCache = None,
     gpu_memory_utilization: Annotated[
         str | None, _opt("Share of the GPU that this pod may take (default 0.9).", metavar="X")
     ] = None,

@@ -296,8 +296,10 @@ class PodConfig(_Config):
     peers reach this pod (None: host and the bound port). redis None: no prefix index. kv_dtype auto: as dtype;
     fp8_e4m3 keeps KV in 8 bits (pods that hand over must agree). load_format dummy: random
     weights, of weights_seed, for a directory that has none. kv_memory: bytes of the KV pool; 0: 512 MiB on a CPU, on a
-    GPU what is left of gpu_memory_utilization, the share of the card that the pod may take. max_model_len 0: the
-    model's. chunk_tokens: most tokens of one step, and of one prompt chunk; max_seqs: sequences that run at once; 0:
+    GPU what is left of gpu_memory_utilization, the share of the card that the pod may take. host_cache: bytes of host
+    memory for KV blocks that leave the pool, from where they come back when a prompt matches them; 0: none. checksums:
+    compared of every block that moves to another pod, or to host memory and back (slow). max_model_len 0: the model's.
+    chunk_tokens: most tokens of one step, and of one prompt chunk; max_seqs: sequences that run at once; 0:
     256 and 64 on a CPU, 2048 and 256 on a GPU, where a step without decodes then takes 8192 tokens, and twice that of a
     prompt alone. cuda_graphs: decode steps run as graphs, captured at the start. overlap:
     a step is launched before the last one's result is known (None: on a GPU). speculation: who drafts tokens that steps
@@ -326,6 +328,7 @@ class PodConfig(_Config):
     threads: int = _setting(_THREADS, 0)
     block_size: int = _setting(_BLOCK_SIZE, 16)
     kv_memory: int = _setting(_size(0), 0)
+    host_cache: int = _setting(_size(0), 0)
     gpu_memory_utilization: float = _setting(_GPU_SHARE, 0.9)
     max_model_len: int = _setting(_MODEL_LEN, 0)
     chunk_tokens: int = _setting(_CHUNK, 0)
@@ -430,11 +433,10 @@ class UpConfig(_Config):
 
     port None: DEFAULT_PORT or the next free one after it; 0, and grpc_port 0: any free one. redis None: an embedded
     Valkey. api_keys: as in GatewayConfig. device, dtype, kv_dtype, load_format, weights_seed, max_model_len, kv_memory,
-    speculation, allow_tcp and threads are of each pod, as in PodConfig. Pods share out the visible GPUs, one each as
-    long as there are enough; gpu_memory_utilization is for all pods of a GPU together; net_devices: NICs of each GPU,
-    in their order. log_dir
-    None: a new directory in the user's state. max_tokens: longest answer to `--once`. drain_s: most seconds that
-    running answers get once it is told to stop.
+    host_cache, speculation, allow_tcp and threads are of each pod, as in PodConfig. Pods share out the visible GPUs, one
+    each as long as there are enough; gpu_memory_utilization is for all pods of a GPU together; net_devices: NICs of
+    each GPU, in their order. log_dir None: a new directory in the user's state. max_tokens: longest answer to `--once`.
+    drain_s: most seconds that running answers get once it is told to stop.
     """
 
     model: str = _setting(_MODEL, "smollm2")
@@ -458,6 +460,7 @@ class UpConfig(_Config):
     speculation_accept: str = _setting(_ACCEPT, "coupled")
     block_size: int = _setting(_BLOCK_SIZE, 16)
     kv_memory: int = _setting(_size(0), 0)
+    host_cache: int = _setting(_size(0), 0)
     gpu_memory_utilization: float = _setting(_GPU_SHARE, 0.9)
     allow_tcp: bool = _setting(_BOOL, False)
     net_devices: tuple[str, ...] = _setting(_tuple_of(_NET_DEVICES), ())

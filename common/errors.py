@@ -19,6 +19,7 @@ BatonError
  +- Unauthenticated       a peer without the cluster's secret                          401
  +- UnknownTransfer       no such transfer (any more); nothing may be written for it   503
  +- TransferFailed        a hand-off broke; the prompt may be computed again           503
+ |   `- BlockDamaged      KV arrived, or came back from the host, with another checksum 503
  +- IndexUnavailable      the prefix index is away; routes go on without it            503
  +- ConfigError           wrong configuration; ends the process with exit code 2       --
  `- InternalError         our bug, or a failure of the machine                         500
@@ -183,6 +184,10 @@ class TransferFailed(BatonError):
     retryable = True
 
 
+class BlockDamaged(TransferFailed):
+    """KV is not what was sent or put away, by its checksum; nothing was computed from it."""
+
+
 class IndexUnavailable(BatonError):
     """The prefix index does not answer; whoever asked goes on without it. Never an answer to a client."""
 
@@ -222,6 +227,7 @@ _BY_KIND: dict[str, type[BatonError]] = {
         Unauthenticated,
         UnknownTransfer,
         TransferFailed,
+        BlockDamaged,
         IndexUnavailable,
         ConfigError,
         InternalError,

@@ -99,6 +99,7 @@ class Stack:
                 "speculation-accept": config.speculation_accept,
                 "block-size": str(config.block_size),
                 "kv-memory": str(config.kv_memory),
+                "host-cache": str(config.host_cache),
                 "threads": str(config.threads or _threads_each(config.prefill + config.decode)),
                 **(pod_flags or {}),
             }

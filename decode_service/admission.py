@@ -27,9 +27,10 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class NoRoom:
-    """There is none now; reason is one sentence for a person."""
+    """There is none now; reason is one sentence for a person. passing: there will be once the host has copies."""
 
     reason: str
+    passing: bool = False
 
 
 class Admission:
@@ -63,7 +64,9 @@ class Admission:
         scheduler = self._pod.engine.scheduler
         if scheduler.waits_for_blocks:
             return NoRoom("requests that came before wait for KV blocks")
-        lease = pool.lease(hashes, self._pod.limits.first_blocks(request), keep_free=scheduler.stats().running)
+        lease = pool.lease(
+            hashes, self._pod.limits.first_blocks(request), keep_free=scheduler.stats().running, host=True
+        )
         if lease is None:
-            return NoRoom("the KV pool is full")
+            return NoRoom("the KV pool is full", passing=pool.copying())
         return Room(lease, lease.cached_blocks * size)

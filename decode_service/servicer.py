@@ -30,6 +30,7 @@ _log = logging.getLogger(__name__)
 
 DEFAULT_DEADLINE_S = 600.0  # for callers without a gRPC timeout
 HELLO_LIMIT_S = 10.0
+PASSING_S, PASSING_POLL_S = 0.5, 0.002  # for blocks that wait for a copy to the host
 RETRY_MIN_S, RETRY_MAX_S = 0.5, 10.0
 
 
@@ -72,6 +73,13 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         if valid.request_id in self._requests:
             raise InvalidRequest(f"request {valid.request_id} is already here", field="request_id")
         room = self._admission.decide(valid, held=self.sequences, remote_only=request.remote_only)
+        until = time.monotonic() + PASSING_S
+        while isinstance(room, NoRoom) and room.passing and time.monotonic() < until:
+            await asyncio.sleep(PASSING_POLL_S)
+            pod.require_ready()
+            if valid.request_id in self._requests or stream.closed:
+                raise Unavailable(f"request {valid.request_id} came again, or its gateway left")
+            room = self._admission.decide(valid, held=self.sequences, remote_only=request.remote_only)
         if isinstance(room, NoRoom):
             return self._rejected(room.reason)
         if room.lease is None:

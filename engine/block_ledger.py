@@ -19,6 +19,7 @@ from engine.prefix_cache import PrefixCache
 
 if TYPE_CHECKING:
     from engine.hold import Hold
+    from engine.host_tier import HostTier
     from engine.lease import Lease
     from engine.step_fence import StepFence
 
@@ -30,7 +31,8 @@ class BlockLedger:
 
     on_stored gets newly registered hashes, parents first; on_evicted gets forgotten ones, children first, before the
     blocks can be reused. Both run under the lock: they may only enqueue, and must not raise. copied: blocks from which
-    the step that is being planned copies, with a request on each; its fence takes them over.
+    the step that is being planned copies, with a request on each; its fence takes them over. tier: where evicted blocks
+    go; None: nowhere.
     """
 
     __slots__ = (
@@ -47,12 +49,17 @@ class BlockLedger:
         "quarantined",
         "readers",
         "requests",
+        "tier",
         "writers",
     )
 
-    def __init__(self, num_blocks: int, on_stored: HashesCallback, on_evicted: HashesCallback) -> None:
+    def __init__(
+        self, num_blocks: int, on_stored: HashesCallback, on_evicted: HashesCallback, *, tiered: bool = False
+    ) -> None:
+        """tiered: whoever makes it sets `tier` at once."""
         self.lock = threading.Lock()
-        self.cache = PrefixCache(num_blocks)
+        self.cache = PrefixCache(num_blocks, tiered=tiered)
+        self.tier: HostTier | None = None
         self.requests = [0] * num_blocks
         self.writers = [0] * num_blocks
         self.readers = [0] * num_blocks
@@ -71,6 +78,14 @@ class BlockLedger:
         """Blocks that can be handed out now: free and evictable ones."""
         return len(self.free) + len(self.cache.evictable)
 
+    def has(self, count: int) -> bool:
+        """So many blocks can be handed out now. If not, some that only need a copy in the host soon can."""
+        if self.available >= count:
+            return True
+        if self.tier is not None:
+            self.tier.want(count)
+        return False
+
     def take(self, count: int) -> list[int]:
         """Hand out `count` available blocks with one request on each, evicting where nothing is free. In rising order:
         neighbours then follow each other in a sequence, and its KV travels in longer runs.
@@ -85,6 +100,8 @@ class BlockLedger:
         requests = self.requests
         for block in taken:
             requests[block] = 1
+        if self.tier is not None:
+            self.tier.poke()
         return taken
 
     def evict(self, count: int) -> list[int]:
@@ -92,6 +109,9 @@ class BlockLedger:
         evicted = [self.cache.evict() for _ in range(count)]
         if evicted:
             self._on_evicted([block_hash for _, block_hash in evicted])
+            if self.tier is not None:
+                for _, block_hash in evicted:
+                    self.tier.left(block_hash)
         return [block for block, _ in evicted]
 
     def add(self, blocks: Iterable[int], counts: list[int]) -> None:
@@ -105,7 +125,7 @@ class BlockLedger:
     def drop(self, blocks: Iterable[int], counts: list[int]) -> None:
         """One user less of each block; give the blocks of one chain children first."""
         requests, readers, writers = self.requests, self.readers, self.writers
-        hashes, rest, free = self.cache.hashes, self.cache.rest, self.free
+        hashes, rest, free, tier = self.cache.hashes, self.cache.rest, self.free, self.tier
         for block in blocks:
             assert counts[block] > 0
             counts[block] -= 1
@@ -117,10 +137,14 @@ class BlockLedger:
                 continue
             if counts is writers:
                 self.quarantined -= 1
-            if hashes[block] is None:
+            if (block_hash := hashes[block]) is None:
                 free.append(block)
-            else:
-                rest(block)
+                continue
+            if tier is not None and block not in self.cache.saving:
+                self.cache.saved[block] = tier.touch(block_hash)
+            rest(block)
+        if tier is not None:
+            tier.poke()
 
     def give_up(self, blocks: Sequence[int]) -> None:
         """A request no longer needs `blocks` (children first); steps in flight still may."""
@@ -155,6 +179,8 @@ class BlockLedger:
             for block in blocks:
                 expected[kind][block] += 1
         found = self.cache.defects()
+        if self.tier is not None:
+            found += self.tier.defects()
         for kind, actual in (("request", self.requests), ("writer", self.writers), ("reader", self.readers)):
             found += [
                 f"block {b} has a {kind} count of {n}, not {expected[kind][b]}"

@@ -4,20 +4,27 @@ Lifecycle of a block: free -> leased (`lease`, `grow`) -> cached (its request en
 again by a prefix match, or evicted and leased to someone else. Without a hash it goes from leased to free. While a
 writer's or reader's hold is open the block is not reused, whatever its request does: with a reader it stays leased,
 with writers alone it is quarantined. At all times free + cached + leased + quarantined == total.
+
+With a host tier (host_tier.py) what is evicted stays in host memory, and a lease may get blocks from there, which are
+written while its `load` is not done: they count a writer until then.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 from common.errors import InternalError
 from common.types import PoolCounts
 from engine.block_ledger import BlockLedger, HashesCallback
 from engine.hold import Hold
+from engine.host_tier import HostStats, HostTier, Parked
 from engine.lease import Lease
 from engine.step_fence import StepFence
 
-__all__ = ["BlockPool", "Hold", "Lease", "StepFence"]
+__all__ = ["BlockPool", "Hold", "HostStats", "Lease", "Parked", "StepFence"]
+
+RESERVE = 8  # of so many blocks one is kept ready to be handed out, where evicted ones go to the host
 
 
 def _ignore(hashes: list[bytes]) -> None:
@@ -29,9 +36,11 @@ class BlockPool:
 
     on_stored is called with hashes that became available to matches (parents first), on_evicted with hashes that
     ceased to be (children first), before their blocks are reused. Both run under the lock: they may only enqueue.
+    host_blocks: blocks of the host tier, of which a copier makes at most host_batch at a time; 0: there is none.
+    on_host_stored, on_host_evicted: the same of the host.
     """
 
-    __slots__ = ("_ledger", "block_size", "num_blocks")
+    __slots__ = ("_ledger", "block_size", "num_blocks", "tier")
 
     def __init__(
         self,
@@ -40,33 +49,89 @@ class BlockPool:
         *,
         on_stored: HashesCallback = _ignore,
         on_evicted: HashesCallback = _ignore,
+        host_blocks: int = 0,
+        host_batch: int = 64,
+        on_host_stored: HashesCallback = _ignore,
+        on_host_evicted: HashesCallback = _ignore,
     ) -> None:
         assert num_blocks > 0
         assert block_size > 0
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._ledger = BlockLedger(num_blocks, on_stored, on_evicted)
+        self._ledger = ledger = BlockLedger(num_blocks, on_stored, on_evicted, tiered=host_blocks > 0)
+        self.tier: HostTier | None = None
+        if host_blocks:
+            self.tier = ledger.tier = HostTier(
+                ledger.lock, ledger.cache, lambda: ledger.available,
+                num_slots=host_blocks, reserve=max(1, num_blocks // RESERVE), batch=host_batch,
+                on_stored=on_host_stored, on_evicted=on_host_evicted,
+            )  # fmt: skip
 
-    def lease(self, hashes: Sequence[bytes], total_blocks: int, *, keep_free: int = 0) -> Lease | None:
+    @property
+    def lock(self) -> threading.Lock:
+        """Guards everything here; for whoever makes the tier's copies by hand."""
+        return self._ledger.lock
+
+    def lease(
+        self,
+        hashes: Sequence[bytes],
+        total_blocks: int,
+        *,
+        keep_free: int = 0,
+        host: bool = False,
+        parked: Parked | None = None,
+    ) -> Lease | None:
         """Lease total_blocks blocks, the lead ones from the longest cached prefix of `hashes`, the rest empty.
 
         The caller has cut `hashes` to its matchable blocks. None, and no change, when fewer than keep_free blocks would
-        stay available.
+        stay available. host: the match may go on in the host; the lease is to be used once its `load` is done. parked:
+        what `park` kept comes back too, where all before it does and nothing goes on from there.
         """
         ledger = self._ledger
+        tier = ledger.tier if host else None
         with ledger.lock:
             cached = ledger.cache.match(hashes[:total_blocks])
             evictable = ledger.cache.evictable
             need = total_blocks - len(cached)
-            if ledger.available - sum(b in evictable for b in cached) - need < keep_free:
+            if not ledger.has(keep_free + need + sum(b in evictable for b in cached)):
                 return None
             ledger.add(cached, ledger.requests)
-            return Lease(ledger, cached + ledger.take(need), len(cached))
+            keys = [] if tier is None else list(hashes[len(cached) : len(cached) + tier.match(hashes[len(cached) :])])
+            full = len(cached) + len(keys)
+            resumed = False
+            if tier is not None and parked is not None and full < total_blocks:
+                resumed = full == parked.computed // self.block_size and tier.match([parked.key]) == 1
+            keys += [parked.key] if parked is not None and resumed else []
+            lease = Lease(ledger, cached + ledger.take(need), len(cached), host_blocks=full - len(cached))
+            lease.resumed = resumed
+            if tier is not None and keys:
+                targets = lease.blocks[len(cached) : len(cached) + len(keys)]
+                lease.load = tier.load(keys, targets, Hold(ledger, targets, writes=True))
+            return lease
 
     def match(self, hashes: Sequence[bytes]) -> int:
-        """Blocks of the longest cached prefix of `hashes`."""
+        """Blocks of the longest cached prefix of `hashes`, the host's included."""
         with self._ledger.lock:
-            return len(self._ledger.cache.match(hashes))
+            here = len(self._ledger.cache.match(hashes))
+            return here if self._ledger.tier is None else here + self._ledger.tier.match(hashes[here:])
+
+    def park(self, lease: Lease, computed: int) -> Parked | None:
+        """Keeps the partial last of `computed` tokens in the host, for a request that gives its lease up; None where
+        there is nothing to keep, or no host.
+        """
+        ledger, place = self._ledger, computed // self.block_size
+        with ledger.lock:
+            if ledger.tier is None or ledger.tier.closed or computed % self.block_size == 0 or lease.published < place:
+                return None
+            block = lease.blocks[place]
+            parent = ledger.cache.hashes[lease.blocks[place - 1]] if place else None
+            return Parked(ledger.tier.park(parent, block, Hold(ledger, [block], writes=False)), computed)
+
+    def unpark(self, parked: Parked) -> None:
+        """Nobody will ask for it any more; idempotent."""
+        with self._ledger.lock:
+            if self._ledger.tier is not None:
+                self._ledger.tier.unpark(parked.key)
 
     def begin_step(self) -> StepFence:
         """Call before launching an engine step that may still run when leases change; `end` it after completion."""
@@ -74,14 +139,20 @@ class BlockPool:
             return StepFence(self._ledger)
 
     def available(self) -> int:
-        """Blocks that a lease could get now: free and evictable ones."""
+        """Blocks that a lease could get: free and evictable ones, some perhaps only after a copy to the host."""
         with self._ledger.lock:
-            return self._ledger.available
+            cache = self._ledger.cache
+            return self._ledger.available + (0 if self.tier is None else len(cache.unsaved) + len(cache.saving))
 
     def deferred(self) -> int:
         """Block references that come back when the steps in flight end."""
         with self._ledger.lock:
             return sum(len(fence.blocks) for fence in self._ledger.fences)
+
+    def copying(self) -> bool:
+        """Blocks become available by the end of copies to the host alone."""
+        with self._ledger.lock:
+            return self._ledger.tier is not None and self._ledger.tier.busy
 
     def counts(self) -> PoolCounts:
         with self._ledger.lock:
@@ -92,10 +163,22 @@ class BlockPool:
         with self._ledger.lock:
             return list(self._ledger.cache.index)
 
+    def host_hashes(self) -> list[bytes]:
+        """All hashes of which the host has a copy."""
+        with self._ledger.lock:
+            return [] if self._ledger.tier is None else self._ledger.tier.hashes()
+
+    def host_stats(self) -> HostStats | None:
+        """None: there is no host tier."""
+        with self._ledger.lock:
+            return None if self._ledger.tier is None else self._ledger.tier.stats()
+
     def clear_cache(self) -> int:
-        """Evict everything evictable; returns how many blocks that was."""
+        """Evict everything evictable, and forget what the host has; returns how many blocks of the pool that was."""
         ledger = self._ledger
         with ledger.lock:
+            if ledger.tier is not None:
+                ledger.tier.clear()
             evicted = ledger.evict(len(ledger.cache.evictable))
             ledger.free.extend(evicted)
             return len(evicted)

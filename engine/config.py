@@ -24,12 +24,13 @@ class EngineConfig:
     name: the model's name in the KV layout; empty for the directory's. dtype auto is float32 on a CPU and bfloat16 on
     CUDA. kv_dtype auto is dtype; fp8_e4m3 keeps keys and values in 8 bits, with scales. num_blocks and kv_memory
     (bytes) both 0: 512 MiB on a CPU; on CUDA what is left of gpu_memory_utilization, the share of the card that this
-    process may take. max_model_len 0: the model's own. token_budget: tokens of a step, and the longest chunk; 0: 256 on
-    a CPU, 2048 on CUDA. prompt_budget: the same for a step in which nothing decodes, and twice that for a prompt that
-    is alone; 0: 8192 on CUDA, and none of its own where token_budget is given and on a CPU. max_seqs: sequences that
-    run at once; 0: 64 on a CPU, 256 on CUDA. cuda_graphs: decode steps run as graphs, captured at the start (no meaning
-    on a CPU). overlap: a step is launched before the last one's result is known;
-    None: on CUDA. speculation: who proposes drafts, see engine/speculation; speculation_tokens: most drafts of a
+    process may take. host_cache: bytes of host memory for blocks that leave the pool; 0: they are lost. checksums: they
+    are compared when they come back (slow). max_model_len 0: the model's own. token_budget: tokens of a step, and the
+    longest chunk; 0: 256 on a CPU, 2048 on CUDA. prompt_budget: the same for a step in which nothing decodes, and twice
+    that for a prompt that is alone; 0: 8192 on CUDA, and none of its own where token_budget is given and on a CPU.
+    max_seqs: sequences that run at once; 0: 64 on a CPU, 256 on CUDA. cuda_graphs: decode steps run as graphs, captured
+    at the start (no meaning on a CPU). overlap: a step is launched before the last one's result is known; None: on
+    CUDA. speculation: who proposes drafts, see engine/speculation; speculation_tokens: most drafts of a
     sequence in a step; speculation_accept coupled: the output is the same as without, rejection: its distribution is.
     load_format dummy: random weights of weights_seed instead of the directory's. threads 0: all
     cores.
@@ -43,6 +44,8 @@ class EngineConfig:
     block_size: int = 16
     num_blocks: int = 0
     kv_memory: int = 0
+    host_cache: int = 0
+    checksums: bool = False
     max_model_len: int = 0
     gpu_memory_utilization: float = 0.9
     token_budget: int = 0
@@ -80,8 +83,8 @@ class EngineConfig:
         if self.block_size < 1:
             raise ConfigError(f"block_size must be at least 1, is {self.block_size}", field="block_size")
         for name in (
-            "num_blocks", "kv_memory", "max_model_len", "token_budget", "prompt_budget", "max_seqs", "weights_seed",
-            "threads",
+            "num_blocks", "kv_memory", "host_cache", "max_model_len", "token_budget", "prompt_budget", "max_seqs",
+            "weights_seed", "threads",
         ):  # fmt: skip
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative, is {getattr(self, name)}", field=name)

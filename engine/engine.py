@@ -13,6 +13,7 @@ import gc
 import logging
 import os
 import time
+import weakref
 from collections import abc
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,8 @@ from engine.attention.triton_backend import TritonAttention
 from engine.block_pool import BlockPool
 from engine.config import DEFAULT_KV_MEMORY, EngineConfig
 from engine.constraint import Constraint, constrains
+from engine.host_copier import HostCopier
+from engine.host_memory import HostMemory
 from engine.kv_pool import DTYPES, KVPool
 from engine.loader import open_model
 from engine.memory import EXTRA_BLOCKS, blocks_that_fit, measure
@@ -52,6 +55,7 @@ __all__ = ["Engine", "EngineCounters", "SequenceOutput", "StepHook", "StepResult
 
 log = logging.getLogger(__name__)
 
+HOST_COPY_BYTES = 32 << 20  # of one copy to the host: 0.6 ms over PCIe, which what comes back may wait for
 DRAFTING_SEQS = 128  # that verify drafts in one step on a GPU: more would be bound by compute, and drafts cost
 
 assert HASH_BYTES == 16, "the pool's hashes are 128 bits"
@@ -68,7 +72,8 @@ def _proposer(name: str) -> Proposer:
 class Engine:
     """See the top of this file. Raises ConfigError when the model or the machine does not fit the configuration.
 
-    on_stored, on_evicted: hashes that the prefix cache gained and lost, see BlockPool.
+    on_stored, on_evicted: hashes that the prefix cache gained and lost, see BlockPool; on_host_stored and
+    on_host_evicted: the host tier.
     """
 
     def __init__(
@@ -77,6 +82,8 @@ class Engine:
         *,
         on_stored: Callable[[list[bytes]], None] = _ignore,
         on_evicted: Callable[[list[bytes]], None] = _ignore,
+        on_host_stored: Callable[[list[bytes]], None] = _ignore,
+        on_host_evicted: Callable[[list[bytes]], None] = _ignore,
     ) -> None:
         self.config = config
         source = open_model(config.model_dir, config.load_format, config.weights_seed)
@@ -115,7 +122,12 @@ class Engine:
         num_blocks = self._num_blocks(build, limits, graphs=graphs)
         self.max_model_len = min(wanted_len, num_blocks * config.block_size)
         self.kv = KVPool(self.layout, num_blocks, device)
-        self.pool = BlockPool(num_blocks, config.block_size, on_stored=on_stored, on_evicted=on_evicted)
+        host_blocks = config.host_cache // self.layout.block_bytes
+        self.pool = BlockPool(
+            num_blocks, config.block_size, on_stored=on_stored, on_evicted=on_evicted, host_blocks=host_blocks,
+            host_batch=max(1, HOST_COPY_BYTES // self.layout.block_bytes), on_host_stored=on_host_stored,
+            on_host_evicted=on_host_evicted,
+        )  # fmt: skip
         self.scheduler = Scheduler(dataclasses.replace(limits, max_model_len=self.max_model_len), self.pool)
         self.runner = build(self.kv)
         if device.type == "cuda":
@@ -130,6 +142,16 @@ class Engine:
         )
         if config.speculation != "none":
             self.speculate(_proposer(config.speculation))
+        self.host_memory: HostMemory | None = None
+        self._stop_copier: Callable[[], object] = lambda: None
+        if self.pool.tier is not None:
+            self.host_memory = HostMemory(self.kv, host_blocks)
+            copier = HostCopier(self.pool.tier, self.host_memory, checksums=config.checksums)
+            self._stop_copier = weakref.finalize(self, copier.stop)
+
+    def close(self) -> None:
+        """Ends the thread that copies to host memory, if there is one. No step is under way. Idempotent."""
+        self._stop_copier()
 
     @property
     def counters(self) -> EngineCounters:

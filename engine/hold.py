@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from common.errors import InternalError
 from engine.block_ledger import BlockLedger
@@ -27,16 +27,18 @@ class Hold:
 
     def release(self, blocks: Sequence[int] | None = None) -> None:
         """Give up `blocks` (physical; None for all); what was released before is skipped, a stranger raises."""
-        ledger = self._ledger
-        with ledger.lock:
+        with self._ledger.lock:
             if blocks is not None and not set(blocks).issubset(self.blocks):
                 raise InternalError(f"blocks {sorted(set(blocks).difference(self.blocks))} are not of this hold")
-            gone = self.held if blocks is None else self.held.intersection(blocks)
-            if not gone:
-                return
-            ledger.drop(
-                [b for b in reversed(self.blocks) if b in gone], ledger.writers if self.writes else ledger.readers
-            )
-            self.held = self.held - gone
-            if not self.held:
-                ledger.holds.discard(self)
+            self.drop(self.held if blocks is None else self.held.intersection(blocks))
+
+    def drop(self, gone: Collection[int] | None = None) -> None:
+        """`release` of held blocks (None for all), under the ledger's lock."""
+        ledger = self._ledger
+        gone = self.held if gone is None else gone
+        if not gone:
+            return
+        ledger.drop([b for b in reversed(self.blocks) if b in gone], ledger.writers if self.writes else ledger.readers)
+        self.held = self.held.difference(gone)
+        if not self.held:
+            ledger.holds.discard(self)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from common.errors import InternalError
 from engine.block_ledger import BlockLedger
 from engine.hold import Hold
+from engine.host_tier import Load
 
 
 class BlockCopy(NamedTuple):
@@ -26,31 +27,55 @@ class BlockCopy(NamedTuple):
 class Lease:
     """blocks: physical blocks in logical order, empty once finished.
 
-    cached_blocks: how many of them came from the cache with their KV. published: how many lead blocks have their hash
-    registered. swaps: how often one of `blocks` was replaced; otherwise they only grow and shrink at the end. borrowed:
-    place of the block that may not be written before `own`, -1 for none.
+    cached_blocks: how many of them came from the cache with their KV, host_blocks of them from the host. published: how
+    many lead blocks have their hash registered. swaps: how often one of `blocks` was replaced; otherwise they only grow
+    and shrink at the end. borrowed: place of the block that may not be written before `own`, -1 for none. load: blocks
+    on their way from the host; none of the lease is to be used before it is done. resumed: a parked block follows the
+    cached ones.
     """
 
-    __slots__ = ("_ledger", "blocks", "borrowed", "cached_blocks", "finished", "published", "reason", "swaps")
+    __slots__ = (
+        "_ledger",
+        "blocks",
+        "borrowed",
+        "cached_blocks",
+        "finished",
+        "host_blocks",
+        "load",
+        "published",
+        "reason",
+        "resumed",
+        "swaps",
+    )
 
-    def __init__(self, ledger: BlockLedger, blocks: list[int], cached_blocks: int) -> None:
-        """Called under the ledger's lock, by the pool, with one request counted on each block."""
+    def __init__(self, ledger: BlockLedger, blocks: list[int], matched: int, *, host_blocks: int = 0) -> None:
+        """Called under the ledger's lock, by the pool, with one request counted on each block. matched: blocks that are
+        registered already.
+        """
         self.blocks = blocks
-        self.cached_blocks = cached_blocks
+        self.cached_blocks = matched + host_blocks
+        self.host_blocks = host_blocks
         self.borrowed = -1
-        self.published = cached_blocks
+        self.load: Load | None = None
+        self.resumed = False
+        self.published = matched
         self.finished = False
         self.reason = ""
         self.swaps = 0
         self._ledger = ledger
         ledger.leases.add(self)
 
+    @property
+    def loading(self) -> bool:
+        """Blocks are still on their way from the host."""
+        return self.load is not None and not self.load.done
+
     def grow(self, n: int = 1) -> bool:
         """Add n blocks at the end; False, and no change, when the pool has not that many."""
         ledger = self._ledger
         with ledger.lock:
             self._require_live()
-            if ledger.available < n:
+            if not ledger.has(n):
                 return False
             self.blocks.extend(ledger.take(n))
             return True
@@ -79,8 +104,8 @@ class Lease:
             lead = self.blocks[:shared]
             moved = [self.blocks.pop() for _ in range(spare)]
             ledger.add(lead, ledger.requests)
-            other = Lease(ledger, lead + moved, self.cached_blocks)
-            other.published = self.published
+            other = Lease(ledger, lead + moved, self.published)
+            other.cached_blocks, other.host_blocks, other.load = self.cached_blocks, self.host_blocks, self.load
             if shared > self.published:
                 self.borrowed = other.borrowed = shared - 1
             return other
@@ -101,7 +126,7 @@ class Lease:
                 return BlockCopy(block, block)
             if place < len(self.blocks) - 1:
                 target = self.blocks.pop()
-            elif ledger.available:
+            elif ledger.has(1):
                 (target,) = ledger.take(1)
             else:
                 return None
@@ -115,10 +140,13 @@ class Lease:
         """Register the first len(hashes) blocks, whose KV is complete; a duplicate is swapped for the canonical block.
 
         Stops before a block that has a writer: it is not complete, whatever the caller believes; a later call goes on.
+        Publishes nothing after a load that failed.
         """
         ledger = self._ledger
         with ledger.lock:
             self._require_live()
+            if self.load is not None and self.load.error is not None:
+                return
             if len(hashes) > len(self.blocks):
                 raise InternalError(f"{len(hashes)} hashes for a lease of {len(self.blocks)} blocks")
             stored: list[bytes] = []

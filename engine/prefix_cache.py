@@ -6,6 +6,9 @@ continue it are idle. Two invariants follow, and the prefix index relies on the 
 - the set of registered hashes is prefix-closed: a block is registered after its parent and evicted before it;
 - the oldest evictable block is a leaf: a block enters `evictable` only while all its children are in it, hence behind
   them, and a child that leaves pins its parent, which then leaves too. So popping the oldest is leaf-first LRU.
+
+With a host tier (host_tier.py) a block is evictable only once it is *saved* too: the host got a copy, or had one. Idle
+blocks that are not saved wait in `unsaved`, oldest first, and pin their ancestors until they are.
 """
 
 from __future__ import annotations
@@ -17,17 +20,34 @@ from collections.abc import Sequence
 class PrefixCache:
     """Hash -> block, block -> parent block, and the evictable blocks, oldest first.
 
-    Per block, `_pins` counts the registered children that are not evictable.
+    Per block, `_pins` counts the registered children that are not evictable. tiered: a host tier keeps what is evicted.
+    saving: blocks whose copy is under way.
     """
 
-    __slots__ = ("_parent", "_pins", "evictable", "hashes", "idle", "index", "num_idle")
+    __slots__ = (
+        "_parent",
+        "_pins",
+        "_tiered",
+        "evictable",
+        "hashes",
+        "idle",
+        "index",
+        "num_idle",
+        "saved",
+        "saving",
+        "unsaved",
+    )
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, *, tiered: bool = False) -> None:
         self.index: dict[bytes, int] = {}
         self.hashes: list[bytes | None] = [None] * num_blocks
         self.evictable: OrderedDict[int, None] = OrderedDict()
         self.idle = bytearray(num_blocks)
         self.num_idle = 0
+        self.saved = bytearray(num_blocks)
+        self.saving: set[int] = set()
+        self.unsaved: OrderedDict[int, None] = OrderedDict()
+        self._tiered = tiered
         self._parent = [-1] * num_blocks
         self._pins = [0] * num_blocks
 
@@ -48,6 +68,7 @@ class PrefixCache:
         assert block_hash not in self.index
         self.index[block_hash] = block
         self.hashes[block] = block_hash
+        self.saved[block] = not self._tiered
         self._parent[block] = parent
         self._pins[block] = 0
         if parent >= 0:
@@ -59,6 +80,7 @@ class PrefixCache:
         """An idle block is used again: it and its ancestors cannot be evicted."""
         self.idle[block] = 0
         self.num_idle -= 1
+        self.unsaved.pop(block, None)
         evictable, parent, pins = self.evictable, self._parent, self._pins
         while block in evictable:
             del evictable[block]
@@ -68,11 +90,37 @@ class PrefixCache:
             pins[block] += 1
 
     def rest(self, block: int) -> None:
-        """Nobody uses the block any more: it is evictable once its children are, and so may be its ancestors."""
+        """Nobody uses the block any more: it is evictable once it is saved and its children are evictable, and so may
+        be its ancestors.
+        """
         self.idle[block] = 1
         self.num_idle += 1
-        evictable, parent, pins, idle = self.evictable, self._parent, self._pins, self.idle
-        while idle[block] and not pins[block]:
+        if not self.saved[block] and block not in self.saving:
+            self.unsaved[block] = None
+        self._ripen(block)
+
+    def take_unsaved(self, count: int) -> list[int]:
+        """The oldest blocks, `count` at most, that are idle and not saved; their copies are under way from now on."""
+        taken = [self.unsaved.popitem(last=False)[0] for _ in range(min(count, len(self.unsaved)))]
+        self.saving.update(taken)
+        return taken
+
+    def save(self, block: int) -> None:
+        """The block need not be copied any more before it is evicted."""
+        assert not self.saved[block]
+        self.saving.discard(block)
+        self.unsaved.pop(block, None)
+        self.saved[block] = 1
+        self._ripen(block)
+
+    def parent(self, block: int) -> bytes | None:
+        """Hash of the registered block before a registered one; None for the first of a chain."""
+        parent = self._parent[block]
+        return None if parent < 0 else self.hashes[parent]
+
+    def _ripen(self, block: int) -> None:
+        evictable, parent, pins, idle, saved = self.evictable, self._parent, self._pins, self.idle, self.saved
+        while idle[block] and saved[block] and not pins[block]:
             evictable[block] = None
             block = parent[block]
             if block < 0:
@@ -111,8 +159,12 @@ class PrefixCache:
         for b in registered:
             if pins[b] != self._pins[b]:
                 found.append(f"block {b} has {pins[b]} pins, not {self._pins[b]}")
-            if (b in order) != (bool(self.idle[b]) and not pins[b]):
+            if (b in order) != (bool(self.idle[b]) and bool(self.saved[b]) and not pins[b]):
                 found.append(f"block {b} is wrongly {'' if b in order else 'not '}evictable")
-        if self.num_idle != sum(self.idle) or any(self.hashes[b] is None for b in order):
-            found.append("idle or evictable blocks are not all registered")
+            if (b in self.unsaved) != (bool(self.idle[b]) and not self.saved[b] and b not in self.saving):
+                found.append(f"block {b} is wrongly {'' if b in self.unsaved else 'not '}waiting to be saved")
+        if self.num_idle != sum(self.idle) or any(
+            self.hashes[b] is None for b in (*order, *self.unsaved, *self.saving)
+        ):
+            found.append("idle, evictable or unsaved blocks are not all registered")
         return found

@@ -18,6 +18,10 @@ the first in rank always goes on; without one below it, it keeps its blocks and 
 before new ones, and admission never overtakes. If nothing can run, a paused sequence gives its blocks up. What then
 still holds blocks are leases and holds outside, which end by themselves: the batch is empty, and the next may not be.
 
+With a host tier a sequence may be admitted to blocks that are still on their way from the host. It waits for them as
+one that holds its blocks already, and others pass. The same way a preempted one gets back what it had computed. Nobody
+is preempted while copies alone will make room.
+
 The children of a request are sequences like any other from the step on that computed their prompt: they take slots,
 grow, are preempted and end one by one. One that shares the prompt's last block gets its own before it writes there.
 
@@ -32,15 +36,16 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
+from collections import abc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from common.errors import ConfigError, InternalError, InvalidRequest
+from common.errors import BatonError, ConfigError, InternalError, InvalidRequest
 from common.types import MAX_N, FinishReason
 from engine.block_pool import BlockPool
-from engine.lease import BlockCopy
+from engine.lease import BlockCopy, Lease
 from engine.sequence import Sequence
 from engine.speculation.chain import Chain
 
@@ -104,9 +109,12 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step's work; decodes first. Empty when nothing can run now."""
+    """One step's work; decodes first. Empty when nothing can run now. lost: sequences whose blocks came back from the
+    host damaged, with the error; they have ended.
+    """
 
     items: list[Item]
+    lost: abc.Sequence[tuple[Sequence, BatonError]] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -117,7 +125,8 @@ class Batch:
 class SchedulerStats:
     """queued_tokens: prompt tokens (recomputed ones too) of waiting and running sequences that are not computed yet.
 
-    preempted_waiting: preempted sequences that wait for blocks. preemptions, recomputed_tokens: since the start.
+    preempted_waiting: preempted sequences that wait for blocks. preemptions, recomputed_tokens: since the start, as are
+    resumed and recomputed: preempted sequences that got back all KV that they had, or not all of it.
     """
 
     running: int
@@ -126,6 +135,8 @@ class SchedulerStats:
     queued_tokens: int
     preemptions: int
     recomputed_tokens: int
+    resumed: int = 0
+    recomputed: int = 0
 
 
 def _rank(seq: Sequence) -> tuple[int, int, int]:
@@ -154,7 +165,9 @@ class Scheduler:
         self._slots = list(range(config.max_seqs))  # free ones, a heap
         self._arrivals = 0
         self._preemptions = 0
+        self._resumed = self._recomputed = 0
         self._recomputed_tokens = 0
+        self._lost: list[tuple[Sequence, BatonError]] = []
         # Of the token budget, in whole blocks; 1 where steps have no more than that: then nothing is cut for its sake.
         size = pool.block_size
         self._half = 1 if config.prompt_budget is None else max(config.token_budget // 2 // size, 1) * size
@@ -219,6 +232,7 @@ class Scheduler:
         if not family:
             del self._families[seq.request_id]
         self._take_out(seq)
+        self._unpark(seq)
         seq.finish = reason
 
     def abort(self, request_id: str, child: int | None = None) -> list[Sequence]:
@@ -252,6 +266,8 @@ class Scheduler:
             queued_tokens=sum(seq.remaining for seq in (*running, *waiting) if not seq.decoding),
             preemptions=self._preemptions,
             recomputed_tokens=self._recomputed_tokens,
+            resumed=self._resumed,
+            recomputed=self._recomputed,
         )
 
     def drafters(self) -> list[Sequence]:
@@ -270,7 +286,8 @@ class Scheduler:
                 break
             self._preempt(max(paused, key=_rank))
             items = self._plan(drafts)
-        return Batch(items)
+        lost, self._lost = self._lost, []
+        return Batch(items, lost)
 
     def _plan(self, drafts: Mapping[Sequence, Chain]) -> list[Item]:
         self._admit(new=False)
@@ -297,11 +314,42 @@ class Scheduler:
             if seq.paused:
                 turn += 1
                 continue
-            if seq.lease is None and not (new and self._lease(seq)):
-                return
-            del self._waiting[turn]
+            if seq.lease is None:
+                if not new:
+                    return
+                del self._waiting[turn]
+                leased = self._lease(seq)
+                insort(self._waiting, seq, key=_turn)
+                if not leased:
+                    return
+                turn = self._waiting.index(seq)
+            assert seq.lease is not None
+            if seq.lease.loading:
+                turn += 1
+                continue
+            if not self._landed(seq, seq.lease):
+                continue
+            self._waiting.remove(seq)
             seq.slot = heapq.heappop(self._slots)
             insort(self._running, seq, key=_rank)
+
+    def _landed(self, seq: Sequence, lease: Lease) -> bool:
+        """All that the lease got from the host is there; False, and the sequence has ended, when it is damaged."""
+        self._unpark(seq)
+        if lease.load is None:
+            return True
+        if lease.load.error is not None:
+            self._lost.append((seq, lease.load.error))
+            self.finish(seq, FinishReason.ERROR)
+            return False
+        lease.load = None
+        seq.publish()
+        return True
+
+    def _unpark(self, seq: Sequence) -> None:
+        if seq.parked is not None:
+            self._pool.unpark(seq.parked)
+            seq.parked = None
 
     def _take_in(self, seq: Sequence) -> None:
         self._families.setdefault(seq.request_id, {})[seq.child] = seq
@@ -319,11 +367,19 @@ class Scheduler:
     def _lease(self, seq: Sequence) -> bool:
         """Lease blocks for all known tokens, and leave one for the growth of each sequence that runs or comes of it."""
         growing = sum(1 + _forks(other) for other in self._running if not other.hand_off) + _forks(seq)
-        lease = self._pool.lease(seq.matchable_hashes(), self._blocks(len(seq.tokens)), keep_free=growing)
+        lease = self._pool.lease(
+            seq.matchable_hashes(), self._blocks(len(seq.tokens)), keep_free=growing, host=True, parked=seq.parked
+        )
         if lease is None:
             return False
         seq.lease = lease
         self._start_from(seq, lease.cached_blocks)
+        if lease.resumed:
+            assert seq.parked is not None
+            seq.computed = seq.parked.computed
+        if seq.preemptions:
+            self._resumed += not seq.recomputing
+            self._recomputed += seq.recomputing
         return True
 
     def _decodes(self) -> list[Item]:
@@ -389,8 +445,10 @@ class Scheduler:
         return granted
 
     def _blocks_come_back(self) -> bool:
-        """The end of a step in flight frees some: those given up meanwhile, or of a sequence that ends with it."""
-        return self._pool.deferred() > 0 or any(seq.exhausted for seq in self._running)
+        """The end of a step in flight frees some: those given up meanwhile, or of a sequence that ends with it. Or the
+        end of copies to the host does.
+        """
+        return self._pool.deferred() > 0 or self._pool.copying() or any(seq.exhausted for seq in self._running)
 
     def _victim(self, seq: Sequence) -> Sequence | None:
         """The lowest in rank below seq, else the lowest of those that do not run: paused, or waiting for a slot."""
@@ -404,6 +462,10 @@ class Scheduler:
 
     def _preempt(self, seq: Sequence) -> None:
         self._take_out(seq)
+        assert seq.lease is not None
+        if seq.lease.load is None:  # else what it had is in the host still
+            self._unpark(seq)
+            seq.parked = self._pool.park(seq.lease, seq.computed)
         seq.preempt()
         self._preemptions += 1
         insort(self._waiting, seq, key=_turn)
@@ -485,7 +547,9 @@ class Scheduler:
     def _start_from(self, seq: Sequence, cached_blocks: int) -> None:
         seq.computed = cached_blocks * self._pool.block_size
         if seq.preemptions == 0:
+            assert seq.lease is not None
             seq.cached_tokens = seq.computed
+            seq.host_tokens = seq.lease.host_blocks * self._pool.block_size
 
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._pool.block_size)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from common.block_hash import BlockHasher, matchable_blocks
 from common.types import FinishReason, ValidRequest
-from engine.block_pool import Lease
+from engine.block_pool import Lease, Parked
 from engine.constraint import Constraint
 
 if TYPE_CHECKING:
@@ -35,7 +35,8 @@ class Sequence:
     """tokens: prompt and output. computed: tokens whose KV exists in the lease's blocks. child: its number among the
     request's n sequences; the noise that it is sampled with depends on it.
 
-    cached_tokens: prompt tokens that the prefix cache supplied. hand_off: ends after its first token, another pod goes
+    cached_tokens: prompt tokens that the prefix cache supplied, host_tokens of them from host memory. parked: where its
+    partial last block is while it is preempted. hand_off: ends after its first token, another pod goes
     on. paused: not scheduled until its reader catches up. finish: why it ended, None while it lives. slot: its own
     number below the scheduler's max_seqs while it runs. constraint: follows the output's tokens, None where any token
     may come. scored: the first prompt token whose log-probability is still to be told; prompt_len when none is. embeds:
@@ -59,8 +60,10 @@ class Sequence:
         "embeds",
         "finish",
         "hand_off",
+        "host_tokens",
         "launched",
         "lease",
+        "parked",
         "paused",
         "pending",
         "preemptions",
@@ -104,6 +107,7 @@ class Sequence:
         self.drafting: Drafting | None = None
         self.slot = -1
         self.cached_tokens = lease.cached_blocks * block_size if lease is not None else 0
+        self.host_tokens = lease.host_blocks * block_size if lease is not None else 0
         self.hand_off = hand_off
         self.constraint = constraint
         self.scored = self.prompt_len if request.sampling.prompt_logprobs is None or computed else 1
@@ -111,6 +115,7 @@ class Sequence:
         self.state: Tensor | None = None
         self.finish: FinishReason | None = None
         self.paused = False
+        self.parked: Parked | None = None
         self.preemptions = 0
         self.arrival = 0
         self._recompute_until = 0
@@ -220,12 +225,13 @@ class Sequence:
         return other
 
     def matchable_hashes(self) -> list[bytes]:
-        """Hashes of the blocks that a cache may supply: at least one token is left to compute, and all that are to be
-        scored.
+        """Hashes of the blocks that a cache may supply: at least one token is left to compute, and the one before each
+        that is to be scored.
         """
+        limit = matchable_blocks(len(self.tokens), self.block_size)
         if self.scored < self.prompt_len:
-            return []
-        return self._hasher.extend(self.tokens)[: matchable_blocks(len(self.tokens), self.block_size)]
+            limit = min(limit, (self.scored - 1) // self.block_size)
+        return self._hasher.extend(self.tokens)[:limit] if limit else []
 
     def publishable_hashes(self) -> list[bytes]:
         """Hashes of the blocks whose KV is complete."""

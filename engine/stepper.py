@@ -197,12 +197,14 @@ class Stepper(Generic[L]):
             drafts = NO_DRAFTS
             if self.speculator is not None and not ahead:
                 drafts = self.speculator.draft(self._scheduler.drafters())
-            items = self._scheduler.schedule(drafts).items
+            batch = self._scheduler.schedule(drafts)
         except Exception as error:
             failure = InternalError(f"the scheduler failed: {error}")
             return _Flight([], [], self._pool.begin_step(), failure, began, self._fail_all(error, failure))
+        items, lost = batch.items, [self._fail(seq, error) for seq, error in batch.lost]
         if not items:
-            return None
+            nothing = InternalError("nothing was launched")
+            return _Flight([], [], self._pool.begin_step(), nothing, began, lost) if lost else None
         fence = self._pool.begin_step()
         launched: L | InternalError
         try:
@@ -211,7 +213,7 @@ class Stepper(Generic[L]):
             launched = self._failure(items, error)
         for item in items:
             item.seq.launch(item.num_new, sample=item.sample, drafts=len(item.drafts))
-        return _Flight(items, [item.seq.lease for item in items], fence, launched, began)
+        return _Flight(items, [item.seq.lease for item in items], fence, launched, began, lost)
 
     def _constrain(self, flight: _Flight[L]) -> _Flight[L]:
         """The step that was on the device when this one was launched has been accounted for."""

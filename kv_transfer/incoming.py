@@ -66,6 +66,7 @@ class Incoming:
     ) -> None:
         self.received_transfers = 0
         self.received_blocks = 0
+        self.damaged_transfers = 0
         self._memory = memory
         self._drops = drops
         self._clock = clock
@@ -230,6 +231,7 @@ class Incoming:
                     let_go(entry.hold, [entry.blocks[block - entry.first_block] for block in blocks])
                 case Check(commit):
                     error = self._mismatch(entry, commit)
+                    self.damaged_transfers += error is not None
                     self._apply(entry, machine.checked(error, self._clock()))
                 case Ready(commit):
                     assert machine.writer is not None, "ready without a writer"

@@ -66,9 +66,9 @@ class PeerStats:
 class TransferStats:
     """Counters since the start and gauges of now.
 
-    dropped: messages that did not fit, by reason. quarantined_blocks: blocks of incoming transfers that wait for
-    proof that nobody writes them any more. pending_writes: posted and not terminal. turns: of the transfer
-    thread.
+    damaged_transfers: whose checksums were wrong. dropped: messages that did not fit, by reason. quarantined_blocks: of
+    incoming transfers, which wait for proof that nobody writes them any more. pending_writes: posted and not terminal.
+    turns: of the transfer thread.
     """
 
     sent_blocks: int
@@ -77,6 +77,7 @@ class TransferStats:
     failed_transfers: int
     received_transfers: int
     received_blocks: int
+    damaged_transfers: int
     open_incoming: int
     draining_incoming: int
     quarantined_blocks: int

@@ -25,7 +25,15 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from common.errors import BatonError, Cancelled, DeadlineExceeded, TransferFailed, Unavailable, UnknownTransfer
+from common.errors import (
+    BatonError,
+    BlockDamaged,
+    Cancelled,
+    DeadlineExceeded,
+    TransferFailed,
+    Unavailable,
+    UnknownTransfer,
+)
 from common.types import TransferId
 from kv_transfer.messages import Commit, Writer
 
@@ -159,7 +167,7 @@ class ReceiverMachine:
         if self.state is not ReceiverState.OPEN:
             return []
         if error is not None:
-            return self._fail(TransferFailed(error), now)
+            return self._fail(BlockDamaged(error), now)
         return self._ready(self._commit)
 
     def _ready(self, commit: Commit) -> list[ReceiverAction]:

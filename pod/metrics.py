@@ -37,7 +37,9 @@ class PodMetrics:
         self._batch_size = m.histogram("batch_size", "Sequences in one engine step.", buckets=COUNT_BUCKETS)
         self._generated = m.counter("generated_tokens", "Tokens sampled on this pod.")
         self._requests = m.counter("requests", "Sequences that ended on this pod, by reason.", ["outcome"])
-        self._cached_tokens = m.counter("prefix_hit_tokens", "Prompt tokens found in this pod's prefix cache.")
+        self._cached_tokens = m.counter(
+            "prefix_hit_tokens", "Prompt tokens found in this pod's prefix cache, by tier.", ["tier"]
+        )
         self.reserved = m.counter("reserve", "Outcomes of Reserve.", ["outcome"])
         self._hand_offs = m.counter("hand_offs", "KV hand-offs that this pod completed as the sender.", ["transport"])
         self._transfer_bytes = m.counter("transfer_bytes", "KV bytes pushed.", ["transport"])
@@ -80,7 +82,8 @@ class PodMetrics:
                 self._count_drafts(output)
             if output.ended:
                 self._requests.labels("handed_off" if output.finish is None else str(output.finish)).inc()
-                self._cached_tokens.inc(output.seq.cached_tokens)
+                self._cached_tokens.labels("device").inc(output.seq.cached_tokens - output.seq.host_tokens)
+                self._cached_tokens.labels("host").inc(output.seq.host_tokens)
 
     def _count_drafts(self, output: SequenceOutput) -> None:
         stats = self._speculation()

@@ -29,7 +29,7 @@ from common.grammar import CompiledGrammar
 from common.lifecycle import Lifecycle, State, host_boot_id
 from common.models import resolve_model, served_name
 from common.pb import control_pb2_grpc, embedding_pb2_grpc, transfer_pb2, transfer_pb2_grpc
-from common.prefix_index import IndexReader, PodIndex, PodLoad, PodRecord, mint_generation
+from common.prefix_index import IndexReader, PodIndex, PodLoad, PodRecord, Tier, mint_generation
 from common.rpc import RpcServer
 from common.telemetry import MetricsServer
 from common.types import Role, SamplingParams, ValidRequest
@@ -48,6 +48,7 @@ from pod.checks import Limits
 from pod.control import ControlServicer
 from pod.embedder import Embedder
 from pod.gpu import SWITCH_S, require_shared_memory
+from pod.host_metrics import add_host_metrics
 from pod.identity import require_free_name
 from pod.metrics import PodMetrics
 from pod.peers import PeerWatch
@@ -104,6 +105,14 @@ class CacheNews:
         if self.index is not None:
             self.index.evicted(hashes)
 
+    def host_stored(self, hashes: list[bytes]) -> None:
+        if self.index is not None:
+            self.index.stored(hashes, Tier.HOST)
+
+    def host_evicted(self, hashes: list[bytes]) -> None:
+        if self.index is not None:
+            self.index.evicted(hashes, Tier.HOST)
+
 
 class PodRuntime:
     """Everything of a pod that does not depend on its role. Built by `create`, on the event loop."""
@@ -126,6 +135,10 @@ class PodRuntime:
             self._speculation,
             lambda: self.node.stats().peers,
         )
+        add_host_metrics(
+            self.metrics.base, engine.pool.host_stats, engine.scheduler.stats, engine.layout.block_bytes,
+            damaged_transfers=lambda: self.node.stats().damaged_transfers,
+        )  # fmt: skip
         self.limits = Limits(
             served_name=self.served_name,
             vocab_size=engine.vocab_size,
@@ -176,7 +189,10 @@ class PodRuntime:
         if settings.resolve_device().type == "cuda":
             require_shared_memory(config)
         news = CacheNews()
-        load = functools.partial(Engine, on_stored=news.stored, on_evicted=news.evicted)
+        load = functools.partial(
+            Engine, on_stored=news.stored, on_evicted=news.evicted, on_host_stored=news.host_stored,
+            on_host_evicted=news.host_evicted,
+        )  # fmt: skip
         engine = await asyncio.to_thread(load, settings)
         name, scope = config.own_name(), engine.layout.scope
         config = dataclasses.replace(config, name=name)
@@ -232,7 +248,10 @@ class PodRuntime:
             max_model_len=self.engine.max_model_len,
             num_blocks=self.limits.num_blocks,
         )
-        self._index = self._cache_news.index = PodIndex(redis, record, self.engine.pool.cached_hashes, self.load)
+        pool = self.engine.pool
+        self._index = self._cache_news.index = PodIndex(
+            redis, record, pool.cached_hashes, self.load, host_snapshot=pool.host_hashes
+        )
         await self._index.start()
 
     def _warm_up(self) -> None:
@@ -289,6 +308,7 @@ class PodRuntime:
         except InternalError as error:
             _log.error("%s", error.message)
         await self.node.stop(STOP_GRACE_S)
+        await asyncio.to_thread(self.engine.close)
         if self._metrics_server is not None:
             self._metrics_server.stop()
             self._metrics_server = None
@@ -451,6 +471,8 @@ def engine_config(config: PodConfig) -> EngineConfig:
         weights_seed=config.weights_seed,
         block_size=config.block_size,
         kv_memory=config.kv_memory,
+        host_cache=config.host_cache,
+        checksums=config.checksums,
         gpu_memory_utilization=config.gpu_memory_utilization,
         max_model_len=config.max_model_len,
         token_budget=config.chunk_tokens,

@@ -124,11 +124,12 @@ class World:
     """Engine-like: a stepper, and what its hook saw. drafts: most of a sequence in a step."""
 
     def __init__(
-        self, *, overlap: bool, blocks: int = 60, size: int = 4, budget: int = 16, seqs: int = 4, drafts: int = 0
-    ) -> None:
+        self, *, overlap: bool, blocks: int = 60, size: int = 4, budget: int = 16, seqs: int = 4, drafts: int = 0,
+        pool: BlockPool | None = None,
+    ) -> None:  # fmt: skip
         self.size = size
         self.device = Device(size)
-        self.pool = BlockPool(blocks, size)
+        self.pool = pool or BlockPool(blocks, size)
         self.scheduler = Scheduler(SchedulerConfig(token_budget=budget, max_seqs=seqs, max_model_len=60), self.pool)
         self.answers: dict[str, list[int]] = {}
         guesses = Guesses(self.answers, vocab=VOCAB)

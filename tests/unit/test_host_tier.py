@@ -1,0 +1,368 @@
+"""The host tier: what leaves the pool is kept and comes back as it was, leaf-first over both tiers; what is preempted
+goes on where it was. Copies are made by a copier that is as late as can be (tests/fake_copier.py).
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.errors import InternalError
+from common.types import FinishReason, SamplingParams
+from engine.block_pool import BlockPool, Lease
+from engine.step_result import StepResult
+from tests.fake_copier import FakeCopier
+from tests.unit.test_overlap import World, answer
+
+Path = tuple[int, ...]
+
+
+def name(path: Path) -> bytes:
+    return bytes([len(path), *path]).ljust(16, b"\0")
+
+
+def chain(*path: int) -> list[bytes]:
+    return [name(path[: i + 1]) for i in range(len(path))]
+
+
+class Caches:
+    """A pool of one-token blocks, its host tier, and what was announced of both. KV: the hash of the block's chain."""
+
+    def __init__(self, blocks: int, host: int, *, batch: int = 4) -> None:
+        self.device: set[bytes] = set()
+        self.host: set[bytes] = set()
+        self.pool = BlockPool(
+            blocks,
+            1,
+            on_stored=self.device.update,
+            on_evicted=self.device.difference_update,
+            host_blocks=host,
+            host_batch=batch,
+            on_host_stored=self.host.update,
+            on_host_evicted=self.host.difference_update,
+        )
+        self.kv: dict[tuple[int, int], int] = {}
+        self.copier = FakeCopier(self.pool, self.kv, 1)
+
+    def lease(self, *path: int, total: int = 0) -> Lease | None:
+        return self.pool.lease(chain(*path), total or len(path), host=True)
+
+    def compute(self, lease: Lease, *path: int) -> None:
+        """What a request does with its lease: all that it got is right, and the rest is written and published."""
+        assert not lease.loading
+        hashes = [hash(h) for h in chain(*path)]
+        for i, block in enumerate(lease.blocks[: len(path)]):
+            if i < lease.cached_blocks:
+                assert self.kv[block, 0] == hashes[i]
+            self.kv[block, 0] = hashes[i]
+        lease.publish(chain(*path))
+
+    def use(self, *path: int) -> int:
+        """One request from beginning to end, copies included; blocks that it got from the host."""
+        for _ in range(100):
+            if (lease := self.lease(*path)) is not None:
+                break
+            assert self.pool.copying(), "nothing would ever make room"
+            self.copier.run()
+        else:
+            raise AssertionError("no room")
+        self.copier.run()
+        self.compute(lease, *path)
+        lease.finish("done")
+        return lease.host_blocks
+
+    def check(self) -> None:
+        self.pool.check()
+        assert self.device == set(self.pool.cached_hashes())
+        assert self.host == set(self.pool.host_hashes())
+        held = self.device | self.host
+        for h in held:
+            path = tuple(h[1 : 1 + h[0]])
+            assert len(path) == 1 or name(path[:-1]) in held, "the tiers together are not prefix-closed"
+
+
+def test_what_leaves_the_pool_comes_back_from_the_host() -> None:
+    caches = Caches(8, 16)
+    assert caches.use(1, 2, 3, 4, 5) == 0
+    assert caches.use(6, 7, 8, 9, 10) == 0
+    caches.check()
+    assert caches.pool.match(chain(1, 2, 3, 4, 5)) == 5
+    assert caches.use(1, 2, 3, 4, 5) >= 2
+    stats = caches.pool.host_stats()
+    assert stats is not None
+    assert stats.loaded >= 2
+    assert stats.saved >= stats.used > 0
+    caches.check()
+
+
+def test_a_match_goes_on_in_the_host_and_waits_for_its_blocks() -> None:
+    caches = Caches(6, 16)
+    caches.use(1, 2, 3, 4)
+    caches.use(5, 6, 7)
+    lease = caches.lease(1, 2, 3, 4, total=5)
+    while lease is None:
+        assert caches.copier.run()
+        lease = caches.lease(1, 2, 3, 4, total=5)
+    assert lease.cached_blocks == 4
+    assert 0 < lease.host_blocks < 4 or lease.published == 0
+    assert lease.loading
+    assert caches.pool.counts().leased == 5
+    assert caches.copier.begin()
+    assert lease.loading, "its blocks are being written"
+    assert caches.copier.end()
+    assert not lease.loading
+    caches.compute(lease, 1, 2, 3, 4)
+    lease.finish("done")
+    caches.check()
+
+
+def test_a_lease_that_ends_early_keeps_its_blocks_until_nothing_is_written_there() -> None:
+    caches = Caches(4, 16)
+    caches.use(1, 2, 3)
+    caches.use(4, 5, 6, 7)
+    lease = caches.lease(1, 2, 3)
+    while lease is None:
+        caches.copier.run()
+        lease = caches.lease(1, 2, 3)
+    assert caches.copier.begin()
+    lease.finish("abort")
+    loading = lease.host_blocks
+    assert caches.pool.counts().quarantined == loading > 0
+    caches.copier.end()
+    assert caches.pool.counts().quarantined == 0
+    assert caches.pool.counts().leased == 0
+    caches.check()
+
+
+def test_nothing_is_evicted_before_it_was_copied() -> None:
+    caches = Caches(4, 8)
+    lease = caches.lease(1, 2, 3, 4)
+    assert lease is not None
+    caches.compute(lease, 1, 2, 3, 4)
+    lease.finish("done")
+    assert caches.lease(5, 6) is None
+    assert caches.pool.copying()
+    assert caches.copier.begin()
+    assert caches.lease(5, 6) is None
+    while caches.lease(5, 6) is None:
+        assert caches.copier.end() or caches.copier.begin()
+    assert caches.pool.match(chain(1, 2, 3, 4)) == 4
+    caches.pool.check()
+
+
+def test_the_host_forgets_the_least_recent_leaf_first() -> None:
+    caches = Caches(4, 6)
+    caches.use(1, 2, 3)
+    for path in ((4, 5, 6), (7, 8, 9), (10, 11, 12)):
+        caches.use(*path)
+        caches.check()
+    stats = caches.pool.host_stats()
+    assert stats is not None
+    assert stats.forgotten > 0
+    assert caches.pool.match(chain(1, 2, 3)) < 3
+    assert caches.pool.match(chain(7, 8, 9)) == 3
+
+
+def test_a_cleared_cache_is_empty_in_both_tiers() -> None:
+    caches = Caches(4, 8)
+    caches.use(1, 2, 3)
+    caches.use(4, 5, 6)
+    assert caches.host
+    caches.pool.clear_cache()
+    caches.check()
+    assert not caches.device | caches.host
+    assert caches.pool.counts().free == 4
+
+
+def test_without_a_copier_the_pool_goes_on_without_a_host() -> None:
+    caches = Caches(4, 8)
+    caches.use(1, 2, 3)
+    caches.use(4, 5, 6)
+    loading = caches.lease(1, 2, 3)
+    while loading is None:
+        caches.copier.run()
+        loading = caches.lease(1, 2, 3)
+    assert caches.pool.tier is not None
+    caches.pool.tier.close(InternalError("the host is gone"))
+    assert loading.load is not None
+    assert loading.load.done
+    assert isinstance(loading.load.error, InternalError)
+    loading.publish(chain(1, 2, 3))
+    assert loading.published < 3, "what did not come back is not published"
+    loading.finish("failed")
+    for path in ((1, 2), (6, 7, 8, 9), (3, 4)):
+        lease = caches.lease(*path)
+        assert lease is not None
+        assert not lease.loading
+        caches.compute(lease, *path)
+        lease.finish("done")
+    assert not caches.host
+    caches.check()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(4, 10),
+    st.integers(1, 14),
+    st.integers(1, 5),
+    st.lists(st.tuples(st.integers(0, 9), st.lists(st.integers(0, 1), min_size=1, max_size=4)), max_size=60),
+)
+def test_random_use_of_both_tiers(blocks: int, host: int, batch: int, actions: list[tuple[int, list[int]]]) -> None:
+    """Leases come, wait for their blocks, compute, end at any time; copies begin and end in between."""
+    caches = Caches(blocks, host, batch=batch)
+    live: list[tuple[Lease, Path]] = []
+    for action, raw in actions:
+        path = tuple(raw)
+        if action <= 3 and (lease := caches.lease(*path)) is not None:
+            live.append((lease, path))
+        elif action <= 5 and live:
+            lease, its = live.pop(len(path) % len(live))
+            if not lease.loading and action == 5:
+                caches.compute(lease, *its)
+            lease.finish("done")
+        elif action <= 7:
+            caches.copier.begin()
+        elif action == 8:
+            caches.copier.end()
+        else:
+            caches.copier.run()
+            if len(path) == 4:
+                caches.pool.clear_cache()
+        caches.check()
+    caches.copier.run()
+    for lease, its in live:
+        caches.compute(lease, *its)
+        lease.finish("done")
+    caches.copier.run()
+    caches.check()
+    counts = caches.pool.counts()
+    assert (counts.leased, counts.quarantined) == (0, 0)
+
+
+class HostedWorld(World):
+    """A stepper over a pool with a host tier; some copies are made between steps."""
+
+    def __init__(self, *, overlap: bool, blocks: int, host: int, size: int = 4, drafts: int = 0, seed: int = 0) -> None:
+        super().__init__(
+            overlap=overlap, size=size, drafts=drafts, pool=BlockPool(blocks, size, host_blocks=host, host_batch=3)
+        )
+        self.copier = FakeCopier(self.pool, self.device.kv, size)
+        self._rng = random.Random(seed)
+
+    def step(self) -> StepResult:
+        result = super().step()
+        for _ in range(self._rng.randrange(4) if result.outputs else 4):
+            if self._rng.random() < 0.5:
+                self.copier.begin()
+            else:
+                self.copier.end()
+        self.pool.check()
+        return result
+
+    def drain(self) -> None:
+        for _ in range(2000):
+            if not self.stepper.has_work:
+                break
+            self.step()
+        self.copier.run()
+        super().drain()
+
+
+LONG = SamplingParams(max_tokens=25)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_preempted_sequence_goes_on_where_it_was(overlap: bool) -> None:
+    world = HostedWorld(overlap=overlap, blocks=16, host=64)
+    prompts = {str(i): [i, 1, 2, 3, 4, 5] for i in range(3)}
+    for request_id, prompt in prompts.items():
+        world.add(request_id, prompt, LONG)
+    world.drain()
+    assert world.tokens == {request_id: answer(prompt, LONG) for request_id, prompt in prompts.items()}
+    stats = world.scheduler.stats()
+    assert stats.preemptions > 0
+    assert (stats.resumed, stats.recomputed, stats.recomputed_tokens) == (stats.preemptions, 0, 0)
+
+
+def test_what_a_small_host_forgot_is_recomputed_and_counted() -> None:
+    world = HostedWorld(overlap=False, blocks=16, host=2)
+    prompts = {str(i): [i, 1, 2, 3, 4, 5] for i in range(3)}
+    for request_id, prompt in prompts.items():
+        world.add(request_id, prompt, LONG)
+    world.drain()
+    assert world.tokens == {request_id: answer(prompt, LONG) for request_id, prompt in prompts.items()}
+    stats = world.scheduler.stats()
+    assert stats.recomputed > 0
+    assert stats.recomputed_tokens > 0
+
+
+def test_damage_in_the_host_fails_the_request_and_no_other() -> None:
+    world = HostedWorld(overlap=False, blocks=12, host=64)
+    shared = list(range(1, 9))
+    world.add("first", shared, SamplingParams(max_tokens=3))
+    world.drain()
+    world.add("other", [9] * 30, SamplingParams(max_tokens=12))
+    world.drain()
+    while world.copier.run():
+        continue
+    world.copier.damage.update(range(64))
+    world.add("again", [*shared, 3], SamplingParams(max_tokens=3))
+    world.add("neighbour", [7, 7, 7, 7, 7], SamplingParams(max_tokens=3))
+    world.drain()
+    assert world.ends["again"].finish is FinishReason.ERROR
+    assert world.ends["again"].error is not None
+    assert world.ends["again"].error.kind == "BlockDamaged"
+    assert world.tokens["neighbour"] == answer([7, 7, 7, 7, 7], SamplingParams(max_tokens=3))
+    world.copier.damage.clear()
+    world.add("once more", [*shared, 3], SamplingParams(max_tokens=3))
+    world.drain()
+    assert world.tokens["once more"] == answer([*shared, 3], SamplingParams(max_tokens=3))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.booleans(),
+    st.integers(9, 24),
+    st.integers(1, 30),
+    st.sampled_from([0, 0, 3]),
+    st.lists(
+        st.tuples(st.integers(0, 5), st.integers(1, 14), st.integers(1, 18), st.sampled_from("aaaaasx-")), max_size=14
+    ),
+    st.integers(0, 1000),
+)
+def test_random_loads_with_a_host_tier(
+    overlap: bool, blocks: int, host: int, drafts: int, plan: list[tuple[int, int, int, str]], seed: int
+) -> None:
+    """Requests with shared prefixes come, are aborted and preempted; what is told is what each would get alone."""
+    world = HostedWorld(overlap=overlap, blocks=blocks, host=host, drafts=drafts, seed=seed)
+    expected: dict[str, list[int]] = {}
+    for number, (family, length, output, kind) in enumerate(plan):
+        request_id = str(number)
+        prompt = [family % 3, 1, 2, 3, 4, *range(length)]
+        params = SamplingParams(max_tokens=output)
+        if kind == "-":
+            for _ in range(family):
+                world.step()
+            continue
+        if kind == "x" and number:
+            world.abort(str(number - 1))
+            expected.pop(str(number - 1), None)
+            continue
+        if -(-(len(prompt) + output) // 4) > blocks:
+            continue
+        if kind == "s":
+            seq = world.receive(request_id, prompt, params) if output > 1 else None
+            if seq is None:
+                continue
+        else:
+            world.add(request_id, prompt, params)
+        expected[request_id] = answer(prompt, params)
+        world.step()
+    world.drain()
+    for request_id, tokens in expected.items():
+        assert world.tokens[request_id] == tokens
+    stats = world.scheduler.stats()
+    assert stats.resumed + stats.recomputed <= stats.preemptions
