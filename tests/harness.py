@@ -257,6 +257,7 @@ class Cluster:
                 "max_model_len": MAX_LEN,
                 "chunk_tokens": CHUNK,
                 "max_seqs": 16,
+                "checksums": True,
                 **fields,
             }
         )

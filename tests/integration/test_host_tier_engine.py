@@ -1,0 +1,188 @@
+"""The host tier under a real engine on a CPU: what comes back from host memory gives the tokens that the pool gave."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from common.types import FinishReason, SamplingParams
+from engine.llm import LLM, Completion
+from tests.harness import BLOCK, CHUNK, MAX_LEN, prompt_of, tiny_llama
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=10)
+LONG = SamplingParams(temperature=0.7, seed=3, max_tokens=60, logprobs=1)
+HOST_BLOCKS = 200
+WAIT_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("tiny"))
+
+
+def make(model_dir: Path, *, num_blocks: int = 256, host_blocks: int = 0, **config: Any) -> LLM:
+    torch.set_num_threads(1)
+    kv_bytes_per_block = 2 * 2 * 2 * BLOCK * 16 * 4
+    return LLM(
+        model_dir, block_size=BLOCK, num_blocks=num_blocks, max_model_len=MAX_LEN, token_budget=CHUNK, threads=1,
+        host_cache=host_blocks * kv_bytes_per_block, checksums=host_blocks > 0, **config,
+    )  # fmt: skip
+
+
+def settle(llm: LLM) -> None:
+    assert llm.engine.pool.tier is not None
+    assert llm.engine.pool.tier.settle(WAIT_S)
+
+
+def clean(llm: LLM) -> None:
+    settle(llm)
+    llm.engine.pool.check()
+    counts = llm.engine.pool.counts()
+    assert counts.leased == counts.quarantined == 0
+
+
+def assert_same(got: list[Completion], expected: list[Completion]) -> None:
+    for one, other in zip(got, expected, strict=True):
+        assert one.ids == other.ids
+        for a, b in zip(one.tokens, other.tokens, strict=True):
+            assert a.logprob == pytest.approx(b.logprob, abs=1e-3)
+
+
+def test_an_evicted_prompt_comes_back_and_is_not_computed_again(model_dir: Path) -> None:
+    llm, plain = make(model_dir, num_blocks=24, host_blocks=HOST_BLOCKS), make(model_dir)
+    prompts = [prompt_of(60, seed=i) for i in range(4)]
+    for prompt in prompts:
+        assert (
+            llm.generate([prompt], GREEDY, ignore_eos=True)[0].ids
+            == plain.generate([prompt], GREEDY, ignore_eos=True)[0].ids
+        )
+    settle(llm)
+    before = llm.engine.counters.prompt_tokens
+    again = llm.generate([prompts[0]], GREEDY, ignore_eos=True)[0]
+    assert again.cached_tokens == 56
+    assert llm.engine.counters.prompt_tokens - before == 4
+    assert again.ids == plain.generate([prompts[0]], GREEDY, ignore_eos=True)[0].ids
+    stats = llm.engine.pool.host_stats()
+    assert stats is not None
+    assert stats.loaded > 0
+    assert stats.damaged == 0
+    clean(llm)
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3"])
+def test_preempted_sequences_go_on_without_computing_anything_again(model_dir: Path, kv_dtype: str) -> None:
+    prompts = [prompt_of(20, seed=i) for i in range(6)]
+    expected = make(model_dir, kv_dtype=kv_dtype).generate(prompts, LONG, ignore_eos=True)
+    llm = make(model_dir, num_blocks=40, host_blocks=HOST_BLOCKS, kv_dtype=kv_dtype)
+    assert_same(llm.generate(prompts, LONG, ignore_eos=True), expected)
+    stats = llm.engine.scheduler.stats()
+    assert stats.preemptions > 0
+    assert (stats.resumed, stats.recomputed) == (stats.preemptions, 0)
+    assert llm.engine.counters.recomputed_tokens == 0
+    clean(llm)
+
+
+def test_a_host_that_is_too_small_costs_recomputing_and_nothing_else(model_dir: Path) -> None:
+    prompts = [prompt_of(20, seed=i) for i in range(6)]
+    expected = make(model_dir).generate(prompts, LONG, ignore_eos=True)
+    llm = make(model_dir, num_blocks=40, host_blocks=3)
+    assert_same(llm.generate(prompts, LONG, ignore_eos=True), expected)
+    assert llm.engine.scheduler.stats().recomputed > 0
+    assert llm.engine.counters.recomputed_tokens > 0
+    clean(llm)
+
+
+def test_children_and_scored_prompts_go_on_too(model_dir: Path) -> None:
+    families = SamplingParams(temperature=0.9, seed=5, max_tokens=40, n=3)
+    scored = SamplingParams(temperature=0.0, max_tokens=30, prompt_logprobs=1)
+    prompts = [prompt_of(18, seed=1), prompt_of(70, seed=2), prompt_of(19, seed=3), prompt_of(66, seed=4)]
+    params = [families, scored, families, scored]
+    expected = make(model_dir).generate(prompts, params, ignore_eos=True)
+    llm = make(model_dir, num_blocks=44, host_blocks=HOST_BLOCKS)
+    assert_same(llm.generate(prompts, params, ignore_eos=True), expected)
+    assert llm.engine.scheduler.stats().preemptions > 0
+    clean(llm)
+
+
+@pytest.mark.parametrize("speculation", ["ngram", "suffix"])
+def test_with_drafts_the_tokens_are_the_same(model_dir: Path, speculation: str) -> None:
+    prompts = [[5, 6, 7, 8] * 6, prompt_of(21, seed=9), [9, 10] * 9]
+    expected = make(model_dir).generate(prompts, LONG, ignore_eos=True)
+    llm = make(model_dir, num_blocks=30, host_blocks=HOST_BLOCKS, speculation=speculation)
+    assert_same(llm.generate(prompts, LONG, ignore_eos=True), expected)
+    clean(llm)
+
+
+def test_a_block_that_rots_in_host_memory_fails_its_request_and_no_other(model_dir: Path) -> None:
+    llm = make(model_dir, num_blocks=24, host_blocks=HOST_BLOCKS)
+    prompts = [prompt_of(60, seed=i) for i in range(3)]
+    first = [llm.generate([prompt], GREEDY, ignore_eos=True)[0].ids for prompt in prompts]
+    settle(llm)
+    assert llm.engine.host_memory is not None
+    llm.engine.host_memory.data[:, 7] ^= 1
+    bad, good = llm.generate([prompts[0], prompt_of(9)], GREEDY, ignore_eos=True)
+    assert bad.finish is FinishReason.ERROR
+    assert bad.error is not None
+    assert bad.error.kind == "BlockDamaged"
+    assert len(good.ids) == GREEDY.max_tokens
+    stats = llm.engine.pool.host_stats()
+    assert stats is not None
+    assert stats.damaged == 1
+    assert llm.generate([prompts[0]], GREEDY, ignore_eos=True)[0].ids == first[0]
+    clean(llm)
+
+
+def test_without_checksums_that_damage_goes_unnoticed(model_dir: Path) -> None:
+    """The damage is real: only the checksums stand between it and an answer."""
+    llm = make(model_dir, num_blocks=24, host_blocks=HOST_BLOCKS)
+    unchecked = LLM(
+        model_dir, block_size=BLOCK, num_blocks=24, max_model_len=MAX_LEN, token_budget=CHUNK, threads=1,
+        host_cache=llm.engine.config.host_cache,
+    )  # fmt: skip
+    prompts = [prompt_of(60, seed=i) for i in range(3)]
+    first = [unchecked.generate([prompt], GREEDY, ignore_eos=True)[0].ids for prompt in prompts]
+    settle(unchecked)
+    assert unchecked.engine.host_memory is not None
+    unchecked.engine.host_memory.data[:, 3::4] = 0x40
+    assert unchecked.generate([prompts[0]], GREEDY, ignore_eos=True)[0].ids != first[0]
+
+
+def test_a_copier_that_fails_leaves_a_pool_without_a_host(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, plain = make(model_dir, num_blocks=24, host_blocks=HOST_BLOCKS), make(model_dir)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("the host is on fire")
+
+    assert llm.engine.host_memory is not None
+    monkeypatch.setattr(llm.engine.host_memory, "save", fail)
+    prompts = [prompt_of(60, seed=i) for i in range(4)]
+    for prompt in (*prompts, *prompts):
+        assert (
+            llm.generate([prompt], GREEDY, ignore_eos=True)[0].ids
+            == plain.generate([prompt], GREEDY, ignore_eos=True)[0].ids
+        )
+    assert llm.engine.pool.tier is not None
+    assert llm.engine.pool.tier.closed
+    assert llm.engine.pool.host_hashes() == []
+    llm.engine.pool.check()
+
+
+def test_the_copier_ends_with_its_engine(model_dir: Path) -> None:
+    def copiers() -> int:
+        return sum(thread.name == "host-tier" for thread in threading.enumerate())
+
+    gc.collect()
+    before = copiers()
+    llm, other = make(model_dir, host_blocks=4), make(model_dir, host_blocks=4)
+    assert copiers() == before + 2
+    llm.engine.close()
+    llm.engine.close()
+    assert copiers() == before + 1
+    del other
+    gc.collect()
+    assert copiers() == before

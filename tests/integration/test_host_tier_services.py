@@ -1,0 +1,142 @@
+"""Pods with a host tier: matches, hand-overs, preemption, the index and metrics count what lies in host memory."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from common.pb import control_pb2, control_pb2_grpc
+from common.prefix_index import IndexReader
+from common.types import Role, ValidRequest
+from common.valkey import EmbeddedValkey
+from engine.llm import LLM
+from tests.harness import BLOCK, Cluster, Pod, oracle, prompt_of, request, tiny_llama
+
+BLOCK_BYTES = 2 * 2 * 2 * BLOCK * 16 * 4
+HOSTED = {"num_blocks": 24, "host_cache": 200 * BLOCK_BYTES}
+WAIT_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def llm(model_dir: Path) -> LLM:
+    return oracle(model_dir)
+
+
+def expected(llm: LLM, r: ValidRequest) -> list[int]:
+    return llm.generate([r.prompt_ids], r.sampling, ignore_eos=True)[0].ids
+
+
+async def at_rest(pod: Pod) -> None:
+    await pod.settled()
+    tier = pod.runtime.engine.pool.tier
+    assert tier is not None
+    assert await asyncio.to_thread(tier.settle, WAIT_S)
+
+
+@pytest.mark.parametrize("role", [Role.DECODE, Role.BOTH])
+async def test_what_a_pod_evicted_is_neither_computed_nor_moved_again(model_dir: Path, llm: LLM, role: Role) -> None:
+    prefill = 1 if role is Role.DECODE else 0
+    async with Cluster.start(
+        model_dir, role=role, prefill=prefill, prefill_config=HOSTED, decode_config=HOSTED
+    ) as cluster:
+        prompts = [prompt_of(60, seed=i) for i in range(4)]
+        for prompt in prompts:
+            r = request(prompt)
+            assert (await cluster.generate(r)).ids == expected(llm, r)
+            for pod in cluster.pods:
+                await at_rest(pod)
+        again = request(prompts[0])
+        answer = await cluster.generate(again)
+        assert answer.ids == expected(llm, again)
+        assert answer.cached_tokens == 56
+        if answer.target is not None:
+            assert answer.target.first_block == 56 // BLOCK
+            assert len(answer.target.blocks) == 1
+        for pod in cluster.pods:
+            await at_rest(pod)
+            text = pod.runtime.metrics.base.exposition().decode()
+            lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if line and not line.startswith("#"))
+            assert float(lines['baton_host_blocks{state="used"}']) > 0
+            assert float(lines['baton_host_blocks{state="free"}']) > 0
+            assert float(lines['baton_host_moved_bytes_total{direction="to_device"}']) >= BLOCK_BYTES
+            assert float(lines['baton_host_moved_bytes_total{direction="to_host"}']) >= BLOCK_BYTES
+            assert float(lines['baton_prefix_hit_tokens_total{tier="host"}']) > 0
+            assert lines['baton_damaged_kv_total{where="host"}'] == "0.0"
+
+
+async def test_preempted_sequences_of_a_decode_pod_are_not_recomputed(model_dir: Path, llm: LLM) -> None:
+    async with Cluster.start(model_dir, decode_config=HOSTED | {"num_blocks": 26}) as cluster:
+        requests = [request(prompt_of(24, seed=i), 60) for i in range(3)]
+        answers = await asyncio.gather(*(cluster.generate(r, remote_only=True) for r in requests))
+        for r, answer in zip(requests, answers, strict=True):
+            assert answer.ids == expected(llm, r)
+        stats = cluster.decode.runtime.engine.scheduler.stats()
+        assert stats.resumed == stats.preemptions > 0
+        computed = (await cluster.decode.info()).computed
+        assert (computed.prefill, computed.local, computed.recompute) == (0, 0, 0)
+        text = cluster.decode.runtime.metrics.base.exposition().decode()
+        assert f'baton_preempted_sequences_total{{outcome="resumed"}} {stats.resumed}.0' in text
+        assert 'baton_preempted_sequences_total{outcome="recomputed"} 0.0' in text
+
+
+async def test_damage_in_host_memory_reaches_nobody(model_dir: Path, llm: LLM) -> None:
+    """A reservation whose blocks come from a host that rots ends with an error, and what it held comes back."""
+    async with Cluster.start(model_dir, decode_config=HOSTED) as cluster:
+        prompts = [prompt_of(60, seed=i) for i in range(3)]
+        for prompt in prompts:
+            await cluster.generate(request(prompt))
+            await at_rest(cluster.decode)
+        memory = cluster.decode.runtime.engine.host_memory
+        assert memory is not None
+        memory.data[:, 7] ^= 1
+        with pytest.raises(Exception, match="damaged"):
+            await cluster.generate(request(prompts[0]))
+        await at_rest(cluster.decode)
+        text = cluster.decode.runtime.metrics.base.exposition().decode()
+        assert 'baton_damaged_kv_total{where="host"} 1.0' in text
+        again = request(prompts[0])
+        assert (await cluster.generate(again)).ids == expected(llm, again)
+
+
+async def test_the_index_knows_the_tier(model_dir: Path, tmp_path: Path) -> None:
+    valkey = EmbeddedValkey(0, tmp_path)
+    config = HOSTED | {"redis": await valkey.start()}
+    try:
+        async with Cluster.start(model_dir, role=Role.BOTH, prefill=0, decode_config=config) as cluster:
+            prompts = [prompt_of(61, seed=i) for i in range(4)]
+            for prompt in prompts:
+                await cluster.generate(request(prompt))
+                await at_rest(cluster.decode)
+            runtime = cluster.decode.runtime
+            engine, owner = runtime.engine, (runtime.name, runtime.generation)
+            pool, scope = engine.pool, engine.layout.scope
+            for prompt in prompts:
+                hashes = engine.new_sequence(request(prompt)).matchable_hashes()
+                device = set(pool.cached_hashes())
+                here = next((i for i, h in enumerate(hashes) if h not in device), len(hashes))
+                async with asyncio.timeout(WAIT_S):
+                    while True:
+                        reader = IndexReader(config["redis"], timeout_s=5.0)  # knows no earlier answer
+                        held = (await reader.lookup_tiers(scope, hashes, [owner]))[runtime.name]
+                        await reader.close()
+                        if (held.device, held.blocks) == (here, len(hashes)):
+                            break
+                        await asyncio.sleep(0.02)
+            assert here < len(hashes) or set(pool.host_hashes())
+            stub = control_pb2_grpc.ControlStub(cluster.decode.channel)
+            said = await stub.ResetPrefixCache(control_pb2.ResetPrefixCacheRequest())
+            assert said.indexed
+            assert pool.cached_hashes() == pool.host_hashes() == []
+            reader = IndexReader(config["redis"], timeout_s=5.0)
+            held = (await reader.lookup_tiers(scope, hashes, [owner]))[runtime.name]
+            await reader.close()
+            assert (held.device, held.blocks) == (0, 0)
+    finally:
+        await valkey.stop()

@@ -1,0 +1,74 @@
+"""The host tier on a GPU: page-locked memory, a stream of its own beside the steps, and the same bytes back."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from common.kv_layout import KVLayout
+from common.types import SamplingParams
+from engine.host_memory import HostMemory
+from engine.kv_pool import KVPool
+from engine.llm import LLM
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+LAYOUT = KVLayout("m", "r", num_layers=4, num_kv_heads=2, head_dim=64, block_size=16, dtype="bfloat16")
+
+
+def test_blocks_come_back_as_they_were_while_the_gpu_computes() -> None:
+    device = torch.device("cuda")
+    kv, slots = KVPool(LAYOUT, 300, device), 200
+    memory = HostMemory(kv, slots)
+    try:
+        kv.data.random_(0, 256)
+        before = kv.data.cpu()
+        work = torch.randn(4096, 4096, device=device)
+        rng = random.Random(1)
+        saved = rng.sample(range(300), slots)
+        places = rng.sample(range(slots), slots)
+        for at in range(0, slots, 32):
+            work = work @ work * 1e-3  # the steps' stream is busy, and no copy waits for it
+            memory.save(saved[at : at + 32], places[at : at + 32])
+        memory.wait()
+        assert torch.equal(memory.data[places], before[saved])
+        homes = rng.sample(range(300), slots)
+        for at in range(0, slots, 32):
+            work = work @ work * 1e-3
+            memory.load(places[at : at + 32], homes[at : at + 32])
+        memory.wait()
+        torch.cuda.synchronize()
+        assert torch.equal(kv.data[homes].cpu(), before[saved])
+        assert torch.isfinite(work).any()
+    finally:
+        memory.close()
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3"])
+def test_eviction_and_preemption_change_no_token(tmp_path: Path, kv_dtype: str) -> None:
+    torch.manual_seed(3)
+    shape = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=512, num_key_value_heads=2, head_dim=64, max_position_embeddings=1024, **shape)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
+    rng = torch.Generator().manual_seed(5)
+    prompts = [torch.randint(3, 512, (n,), generator=rng).tolist() for n in (15, 17, 64, 65, 130, 200, 250, 33)]
+    params = SamplingParams(temperature=0.8, seed=2, max_tokens=120)
+    common = {"device": "cuda", "dtype": "float32", "block_size": 16, "token_budget": 64, "kv_dtype": kv_dtype}
+    expected = [c.ids for c in LLM(tmp_path, num_blocks=400, **common).generate(prompts, params)]  # type: ignore[arg-type]
+    llm = LLM(tmp_path, num_blocks=40, host_cache=64 << 20, checksums=True, **common)  # type: ignore[arg-type]
+    for _ in range(2):
+        assert [c.ids for c in llm.generate(prompts, params)] == expected
+    stats, host = llm.engine.scheduler.stats(), llm.engine.pool.host_stats()
+    assert stats.preemptions > 0
+    assert (stats.recomputed, llm.engine.counters.recomputed_tokens) == (0, 0)
+    assert host is not None
+    assert host.loaded > 0
+    assert host.damaged == 0
+    assert llm.engine.pool.tier is not None
+    assert llm.engine.pool.tier.settle(20.0)
+    llm.engine.pool.check()
+    llm.engine.close()
