@@ -433,8 +433,8 @@ class UpConfig(_Config):
 
     port None: DEFAULT_PORT or the next free one after it; 0, and grpc_port 0: any free one. redis None: an embedded
     Valkey. api_keys: as in GatewayConfig. device, dtype, kv_dtype, load_format, weights_seed, max_model_len, kv_memory,
-    host_cache, speculation, allow_tcp and threads are of each pod, as in PodConfig. Pods share out the visible GPUs, one
-    each as long as there are enough; gpu_memory_utilization is for all pods of a GPU together; net_devices: NICs of
+    host_cache, speculation, allow_tcp and threads are of each pod, as in PodConfig. Pods share out the visible GPUs,
+    one each as long as there are enough; gpu_memory_utilization is for all pods of a GPU together; net_devices: NICs of
     each GPU, in their order. log_dir None: a new directory in the user's state. max_tokens: longest answer to `--once`.
     drain_s: most seconds that running answers get once it is told to stop.
     """
