@@ -44,9 +44,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import report
 from common import probes
 from common.models import model_path
+from common.percentile import percentile
 from common.process import ChildProcess, PortLease
 from common.tether import tethered
-from simulator.outcome import percentile
 
 HERE = Path(__file__).resolve().parent
 MODEL = "bench"

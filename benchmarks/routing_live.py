@@ -38,10 +38,10 @@ from benchmarks import report
 from benchmarks.routing_sim import DEFAULT_TRACE
 from common.config import UpConfig
 from common.models import resolve_model
+from common.percentile import percentile
 from common.stack import Stack
 from common.supervisor import Supervisor
-from simulator.outcome import percentile
-from simulator.trace import Trace, TraceRequest, load_trace
+from common.trace import Trace, TraceRequest, load_trace
 from simulator.workload import Agents
 
 SCALE = 32

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from common.errors import ConfigError
+from common.trace import Trace
 from common.types import Role
 from gateway.routing.policy import POLICIES
 from simulator.clock import Clock
@@ -21,7 +22,6 @@ from simulator.outcome import Outcome, Summary, summarise
 from simulator.prefill_pod import PodShape
 from simulator.rates import Rates
 from simulator.sim_gateway import SimGateway
-from simulator.trace import Trace
 
 MAX_PODS = 1024
 

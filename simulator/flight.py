@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from common.trace import TraceRequest
 from simulator.clock import Clock
 from simulator.outcome import Outcome
 from simulator.prefill_pod import Prompt
-from simulator.trace import TraceRequest
 
 if TYPE_CHECKING:
     from simulator.member import Member

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from common.percentile import percentile
 
 
 @dataclass(slots=True)
@@ -46,14 +47,6 @@ class Summary:
     imbalance: float  # prompts of the pod that got most, over the mean
     sim_s: float  # virtual seconds until the last request ended
     cpu_s: float  # of this machine
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that `share` of all do not exceed; NaN of none. values need not be sorted."""
-    if not values:
-        return math.nan
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, max(0, math.ceil(share * len(ordered)) - 1))]
 
 
 def summarise(

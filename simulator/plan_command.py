@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.table import Table
 
 from common.errors import ConfigError
+from common.trace import Trace, load_trace
 from simulator.cluster import MAX_PODS
 from simulator.planner import CHUNKS, RATIO_GPUS, Measured, Plan, Planner
 from simulator.rates import Rates, load_rates
 from simulator.slo import Slo
-from simulator.trace import Trace, load_trace
 
 DEFAULT_RATES = "h100-8b"
 DEFAULT_REQUESTS = 1500

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from common.errors import ConfigError
+from common.trace import Trace
 from simulator.cluster import MAX_PODS, Cluster, ClusterSpec
 from simulator.outcome import Outcome, Summary
 from simulator.rates import Rates
 from simulator.slo import Slo
-from simulator.trace import Trace
 
 CHUNKS = (512, 1024, 2048, 4096, 8192)
 START_CHUNK = 2048

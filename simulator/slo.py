@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from common.errors import ConfigError
+from common.objectives import parse_objectives
 from simulator.outcome import Outcome
-
-_UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
-_TIME = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(s|ms|us)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +33,7 @@ class Slo:
     @classmethod
     def parse(cls, text: str, attainment: float = 0.9) -> Slo:
         """`ttft=2s,itl=50ms`. Raises ConfigError."""
-        found: dict[str, float] = {}
-        for part in text.split(","):
-            name, equals, value = (piece.strip() for piece in part.partition("="))
-            time = _TIME.fullmatch(value)
-            if not equals or name not in ("ttft", "itl") or name in found:
-                raise ConfigError(f"--slo: {part.strip()!r} is not one of ttft=TIME and itl=TIME", field="slo")
-            if time is None or float(time[1]) == 0:
-                raise ConfigError(f"--slo: {value!r} is not a time like 2s or 50ms", field="slo")
-            found[name] = float(time[1]) * _UNITS[time[2]]
+        found = parse_objectives(text, ("ttft", "itl"))
         if len(found) != 2:
             raise ConfigError("--slo: both are needed, as in ttft=2s,itl=50ms", field="slo")
         return cls(found["ttft"], found["itl"], attainment)

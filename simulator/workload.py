@@ -11,7 +11,7 @@ import math
 import random
 from dataclasses import dataclass
 
-from simulator.trace import MOONCAKE_BLOCK, Trace, TraceRequest, block_name
+from common.trace import MOONCAKE_BLOCK, Trace, TraceRequest, block_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,7 @@ from simulator.index_port import IndexBackend
 from simulator.memory_index import MemoryIndex
 from simulator.memory_ledger import MemoryLedger
 from simulator.rates import FLAT_8K
-from simulator.trace import block_name
+from common.trace import block_name
 from simulator.valkey_backend import ValkeyBackend
 from simulator.workload import Agents
 

@@ -33,6 +33,7 @@ FORBIDDEN = {
     "decode_service": OURS - {"common", "engine", "kv_transfer", "pod", "decode_service"},
     "gateway": ML | NIXL | (OURS - {"common", "gateway"}),
     "simulator": ML | NIXL | {"grpc", "fastapi", "uvicorn"} | (OURS - {"common", "engine", "gateway", "simulator"}),
+    "loadtest": ML | NIXL | {"redis", "fastapi", "uvicorn"} | (OURS - {"common", "loadtest"}),
 }
 
 # They load when a CUDA device is used; everything else has to do without triton.

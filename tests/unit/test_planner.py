@@ -15,12 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import ConfigError
-from simulator.outcome import Outcome, percentile
+from common.percentile import percentile
+from common.trace import Trace, load_trace
+from simulator.outcome import Outcome
 from simulator.plan_command import run
 from simulator.planner import Planner, Setup
 from simulator.rates import H100_8B, fitted, load_rates
 from simulator.slo import Slo
-from simulator.trace import Trace, load_trace
 from simulator.workload import Agents
 
 MOONCAKE = (

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from common.errors import ConfigError, IndexUnavailable
 from common.index_records import PodLoad
+from common.trace import Trace, TraceRequest, block_name
 from simulator.clock import Clock
 from simulator.cluster import Cluster, ClusterSpec, Fault, RunResult
 from simulator.memory_backend import MemoryBackend
 from simulator.rates import FLAT_8K, H100_8B, Rates
-from simulator.trace import Trace, TraceRequest, block_name
 from simulator.workload import Agents
 
 BLOCK = 16

@@ -24,12 +24,16 @@ AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """arrival_s: seconds since the trace began. chain: block hashes of the prompt's full blocks, in order."""
+    """arrival_s: seconds since the trace began. chain: block hashes of the prompt's full blocks, in order.
+
+    tail: what the trace calls the tokens behind them, b"" without a name. Only prompts that end in it may share it.
+    """
 
     arrival_s: float
     prompt_len: int
     output_len: int
     chain: tuple[bytes, ...]
+    tail: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +123,9 @@ def _mooncake(name: str, lines: Iterable[str]) -> Iterator[TraceRequest]:
             raise _bad(name, number, "hash_ids must be a list of integers")
         if len(ids) != -(-prompt // MOONCAKE_BLOCK):
             raise _bad(name, number, f"{len(ids)} hash_ids for {prompt} tokens in blocks of {MOONCAKE_BLOCK}")
-        full = ids[: prompt // MOONCAKE_BLOCK]  # the last block may be partial: nobody can share it
-        chain = tuple(known.setdefault(i, block_name("mooncake", i)) if i not in known else known[i] for i in full)
-        yield TraceRequest(at / 1e3, prompt, max(1, output), chain)
+        names = tuple(known.setdefault(i, block_name("mooncake", i)) if i not in known else known[i] for i in ids)
+        full = prompt // MOONCAKE_BLOCK  # the last block may be partial, and is no link of the chain then
+        yield TraceRequest(at / 1e3, prompt, max(1, output), names[:full], b"".join(names[full:]))
 
 
 def _azure(name: str, lines: Iterable[str]) -> Iterator[TraceRequest]:

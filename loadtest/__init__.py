@@ -1,0 +1,1 @@
+"""Load tests: clients only, that know nothing of a server but its public API."""

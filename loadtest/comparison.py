@@ -1,0 +1,102 @@
+"""Two runs side by side: by how much B differs from A, and whether that is more than chance.
+
+For percentiles of requests the doubt is known: with n independent requests, the percentile lies, 19 times in 20,
+between the order statistics n q -+ 1.96 sqrt(n q (1 - q)) (Conover, Practical Nonparametric Statistics, 3.2). A
+difference is *clear* when the intervals of A and B do not meet; with too few requests it never is. Tokens of one answer
+are not independent, so itl has no such verdict.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from loadtest.figures import SHARES
+
+Z = 1.96
+TIMES = ("ttft", "ttft_intended", "itl", "tpot", "e2e")
+PER_REQUEST = {"ttft": "ttft_ms", "tpot": "tpot_ms", "e2e": "e2e_ms"}  # columns of the records
+RATES = ("answered_per_s", "output_tokens_per_s")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One figure of both. better: 1 when more is better, -1 when less is. clear: None where there is no verdict."""
+
+    name: str
+    unit: str
+    a: float | None
+    b: float | None
+    better: int
+    clear: bool | None = None
+
+    @property
+    def change(self) -> float | None:
+        """B over A, minus 1."""
+        return self.b / self.a - 1 if self.a and self.b is not None else None
+
+    @property
+    def worse_by(self) -> float:
+        """How much worse B is, as a share of A; 0 when it is not."""
+        return max(0.0, -self.better * (self.change or 0.0))
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """differences: settings that the runs do not share, (name, A's, B's)."""
+
+    rows: tuple[Row, ...]
+    differences: tuple[tuple[str, Any, Any], ...]
+
+    def worse(self, tolerance: float) -> list[Row]:
+        """Figures that are worse by more than this share, unless chance may explain it."""
+        return [row for row in self.rows if row.worse_by > tolerance and row.clear is not False]
+
+
+def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> Comparison:
+    """Of two documents (figures.document)."""
+    rows = [Row(name, "/s", a["rates"][name], b["rates"][name], 1) for name in RATES]
+    if a["goodput"] and b["goodput"]:
+        rows.append(Row("goodput", "/s", a["goodput"]["per_s"], b["goodput"]["per_s"], 1))
+        rows.append(Row("goodput share", "", a["goodput"]["share"], b["goodput"]["share"], 1))
+    rows.append(Row("failed share", "", _failed(a), _failed(b), -1))
+    for name in TIMES:
+        for share_name, share in (*SHARES.items(), ("mean", 0.0)):
+            clear = None
+            if share and name in PER_REQUEST:
+                clear = _apart(_values(a, PER_REQUEST[name]), _values(b, PER_REQUEST[name]), share)
+            figures = (told["latencies_ms"][name][share_name] for told in (a, b))
+            rows.append(Row(f"{name} {share_name}", "ms", *figures, better=-1, clear=clear))
+    settings = sorted(a["config"].keys() | b["config"].keys())
+    pairs = [("model", a["model"], b["model"]), ("version", a["version"], b["version"])]
+    pairs += [(name, a["config"].get(name), b["config"].get(name)) for name in settings]
+    return Comparison(tuple(rows), tuple(pair for pair in pairs if pair[1] != pair[2]))
+
+
+def interval(ordered: Sequence[float], share: float) -> tuple[float, float] | None:
+    """Where the percentile lies, 19 times in 20; None when there are too few values to say. values in order."""
+    n = len(ordered)
+    middle, half = n * share, Z * math.sqrt(n * share * (1 - share))
+    low, high = math.floor(middle - half), math.ceil(middle + half)
+    if low < 1 or high > n:
+        return None
+    return ordered[low - 1], ordered[high - 1]
+
+
+def _apart(a: Sequence[float], b: Sequence[float], share: float) -> bool:
+    first, second = interval(a, share), interval(b, share)
+    if first is None or second is None:
+        return False
+    return first[1] < second[0] or second[1] < first[0]
+
+
+def _values(told: Mapping[str, Any], column: str) -> list[float]:
+    records = told["records"]
+    kept = zip(records[column], records["error"], records["aborted"], strict=True)
+    return sorted(value for value, error, aborted in kept if value is not None and not error and not aborted)
+
+
+def _failed(told: Mapping[str, Any]) -> float:
+    return float(told["requests"]["failed"] / max(1, told["requests"]["sent"]))

@@ -1,0 +1,50 @@
+"""One line that says how far a run is: redrawn on a terminal, printed now and then elsewhere.
+
+A bar of a library would draw for milliseconds, or from a thread, and every stream would wait for it; this costs some
+tens of microseconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TextIO
+
+from loadtest.run import Run
+
+REDRAW_S, REPRINT_S = 0.25, 10.0
+WIDTH = 28
+
+
+def line(run: Run, now: float) -> str:
+    """Share of the run, and what is going on."""
+    config, elapsed = run.config, max(0.0, now - run.began)
+    shares = []
+    if config.duration_s is not None:
+        shares.append(elapsed / config.duration_s)
+    if run.planned:
+        shares.append(run.done / run.planned)
+    share = min(1.0, max(shares, default=0.0))
+    filled = round(share * WIDTH)
+    ending = config.duration_s is not None and elapsed > config.duration_s
+    return (
+        f"{'█' * filled}{'░' * (WIDTH - filled)} {share:4.0%}  {elapsed:.0f} s{' (ending)' if ending else ''}  "
+        f"{run.sent} sent  {run.running} running  {run.done} done  {run.failed} failed"
+    )
+
+
+async def show(run: Run, out: TextIO) -> None:
+    """Until it is cancelled."""
+    terminal = out.isatty()
+    try:
+        while True:
+            await asyncio.sleep(REDRAW_S if terminal else REPRINT_S)
+            if run.began and time.perf_counter() >= run.began:
+                out.write(
+                    f"\r\x1b[2K{line(run, time.perf_counter())}" if terminal else f"{line(run, time.perf_counter())}\n"
+                )
+                out.flush()
+    finally:
+        if terminal:
+            out.write("\r\x1b[2K")
+            out.flush()

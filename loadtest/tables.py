@@ -1,0 +1,67 @@
+"""What a run came to, on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from loadtest.comparison import Comparison
+from loadtest.figures import SHARES, warnings
+from loadtest.report import LATENCIES, load, ms
+
+
+def show(console: Console, told: Mapping[str, Any]) -> None:
+    """One run."""
+    requests, rates, goodput = told["requests"], told["rates"], told["goodput"]
+    lines = [
+        f"{load(told['config'])}: {requests['sent']} requests in {told['seconds']:.1f} s, "
+        f"{requests['answered']} answered, {requests['failed']} failed"
+        + (f", {requests['aborted']} left on purpose" if requests["aborted"] else ""),
+        f"{rates['answered_per_s']:.2f} answers/s (intended {rates['intended_per_s']:.2f}, sent "
+        f"{rates['sent_per_s']:.2f} a second), {rates['output_tokens_per_s']:.1f} output tokens/s, "
+        f"{rates['mean_running']:.1f} under way in the mean",
+    ]
+    if goodput is not None:
+        kept = ", ".join(f"{name} {share:.1%}" for name, share in goodput["kept"].items())
+        lines.append(f"goodput {goodput['per_s']:.2f}/s: {goodput['share']:.1%} keep all objectives ({kept})")
+    if told["tokens"]["cached_share"] is not None:
+        lines.append(f"{told['tokens']['cached_share']:.1%} of the prompt tokens came from a prefix cache")
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for column in ("", "mean", *SHARES, "max"):
+        table.add_column(column, justify="left" if not column else "right")
+    for name in LATENCIES:
+        figures = told["latencies_ms"][name]
+        if figures["count"]:
+            table.add_row(name.replace("_", " "), *(ms(figures[key]) for key in ("mean", *SHARES, "max")))
+    for line in lines:
+        _say(console, line)
+    console.print(table)
+    for error in told["errors"]:
+        _say(console, f"{error['count']} x {error['kind']}: {'; '.join(error['messages'])}")
+    for warning in warnings(told):
+        _say(console, f"note: {warning}")
+
+
+def show_comparison(console: Console, comparison: Comparison, names: Sequence[str]) -> None:
+    """Two runs."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for column in ("", *names, "change", "clear"):
+        table.add_column(column, justify="left" if not column else "right")
+    for row in comparison.rows:
+        if row.a is None and row.b is None:
+            continue
+        text = [ms(v) if row.unit == "ms" else "–" if v is None else f"{v:.4g}{row.unit}" for v in (row.a, row.b)]
+        change = "–" if row.change is None else f"{row.change:+.1%}"
+        style = None if row.clear is False or abs(row.change or 0.0) < 0.005 else "red" if row.worse_by else "green"
+        verdict = "" if row.clear is None else "yes" if row.clear else "no"
+        table.add_row(row.name, *text, change, verdict, style=style)
+    console.print(table)
+    for name, a, b in comparison.differences:
+        _say(console, f"differs: {name}: {a} and {b}")
+
+
+def _say(console: Console, line: str) -> None:
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
