@@ -79,8 +79,8 @@ class _Scale:
             return cls(low / 1.1, max(high, low * 2) * 1.05, True)
         low = min(values) if axis.low is None else axis.low
         high = max(values) if axis.high is None else axis.high
-        if high <= low:
-            high = low + 1.0
+        if high - low < 1e-9 * max(1.0, abs(low), abs(high)):
+            high = low + max(1.0, abs(low))
         return cls(low, high if axis.high is not None else high + 0.04 * (high - low), False)
 
     def share(self, value: float) -> float:
@@ -93,7 +93,12 @@ class _Scale:
         if self.log:
             decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
             steps = (1, 2, 5) if len(decades) <= 4 else (1,)
-            return [t for d in decades for m in steps if self.low <= (t := m * 10.0**d) <= self.high]
+            return [
+                t
+                for d in decades[:: -(-len(decades) // 10)]
+                for m in steps
+                if self.low <= (t := m * 10.0**d) <= self.high
+            ]
         rough = (self.high - self.low) / 5
         unit = 10.0 ** math.floor(math.log10(rough))
         step = next(m * unit for m in (1, 2, 2.5, 5, 10) if m * unit >= rough)

@@ -67,8 +67,8 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> Comparison:
             clear = None
             if share and name in PER_REQUEST:
                 clear = _apart(_values(a, PER_REQUEST[name]), _values(b, PER_REQUEST[name]), share)
-            figures = (told["latencies_ms"][name][share_name] for told in (a, b))
-            rows.append(Row(f"{name} {share_name}", "ms", *figures, better=-1, clear=clear))
+            first, second = (told["latencies_ms"][name][share_name] for told in (a, b))
+            rows.append(Row(f"{name} {share_name}", "ms", first, second, -1, clear))
     settings = sorted(a["config"].keys() | b["config"].keys())
     pairs = [("model", a["model"], b["model"]), ("version", a["version"], b["version"])]
     pairs += [(name, a["config"].get(name), b["config"].get(name)) for name in settings]

@@ -113,7 +113,7 @@ class GrpcClient:
 
     async def close(self) -> None:
         """Closes the channel."""
-        await self._channel.close()
+        await self._channel.close(None)
 
     async def _words(self, message: Message, draft: Draft, slices: Slices) -> str:
         known = _known(message, draft)
@@ -128,7 +128,7 @@ class GrpcClient:
 
 async def _read(call: Any, record: Record) -> None:
     texts, ids = [], []
-    while (message := await call.read()) is not grpc.aio.EOF:
+    while (message := await call.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]  # absent from the stubs
         now = time.perf_counter()
         if message.tokens:
             record.at.append(now)

@@ -74,7 +74,7 @@ class Connection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._exchange: Exchange | None = None
         self._now = 0.0
-        self._complete = False
+        self._complete = self._keep = False
         self.open = False
         self.reused = False
         self.began = False  # the answer to the current exchange has begun
@@ -133,7 +133,7 @@ class Connection(asyncio.Protocol):
         if self._complete and self._exchange is not None:
             exchange, self._exchange = self._exchange, None
             self._complete, self.reused = False, True
-            if not self._parser.should_keep_alive():
+            if not self._keep:
                 self.open = False
                 self._transport.close()
             exchange.ended(self._now)
@@ -160,5 +160,5 @@ class Connection(asyncio.Protocol):
             self._exchange.body(data, self._now)
 
     def on_message_complete(self) -> None:
-        """Acted upon when the parser has returned: it may be fed again only then."""
-        self._complete = True
+        """Acted upon when the parser has returned: it may be fed again only then, and has forgotten this answer."""
+        self._complete, self._keep = True, self._parser.should_keep_alive()

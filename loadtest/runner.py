@@ -209,7 +209,7 @@ class Runner:
                 due = time.perf_counter() + turns[number].pause_s
                 if not self._lasts(due) or not self._take():
                     return
-                item = await self._ready(item.session, number, answers)
+                item = await self._ready(item.session, number, dict(answers))
                 item.record.intended_s = due
                 await _wait_until(due)
             record = item.record

@@ -1,0 +1,186 @@
+"""Load tests against a gateway over fake pods, by both protocols, and the command from end to end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from common.errors import Overloaded, Unavailable
+from common.types import ValidRequest
+from gateway.admission.key_store import KeyFile
+from gateway.admission.keys import mint
+from loadtest.config import LoadConfig
+from loadtest.figures import document
+from loadtest.grpc_client import GrpcClient
+from loadtest.rest_client import RestClient
+from loadtest.run import Run
+from loadtest.runner import Runner
+from tests.fake_pods import FakeCluster
+from tests.gateway_rig import MODEL, Rig, rig
+
+PROTOCOLS = ("rest", "grpc")
+
+
+@pytest_asyncio.fixture
+async def gw(cluster: FakeCluster, smollm2_dir: Path, unused_tcp_port: int) -> AsyncIterator[Rig]:
+    """REST and gRPC; at rest after the test."""
+    async with rig(cluster, smollm2_dir, grpc_port=unused_tcp_port) as r:
+        yield r
+        await r.settled()
+
+
+def config(gw: Rig, protocol: str, **flags: Any) -> LoadConfig:
+    url = gw.url if protocol == "rest" else f"127.0.0.1:{gw.server.grpc_port}"
+    return LoadConfig.of({"url": url, "protocol": protocol, "output_tokens": "8", "input_tokens": "20", **flags})
+
+
+async def run(gw: Rig, protocol: str, **flags: Any) -> Run:
+    asked = config(gw, protocol, **flags)
+    client = RestClient(asked) if protocol == "rest" else GrpcClient(asked)
+    try:
+        return await asyncio.wait_for(Runner(asked, client).go(), 60)
+    finally:
+        await client.close()
+
+
+def prompts(cluster: FakeCluster) -> list[ValidRequest]:
+    return cluster.decodes[0].seen.reserved
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("endpoint", ["chat", "completions"])
+async def test_an_open_loop_measures_every_token(gw: Rig, cluster: FakeCluster, protocol: str, endpoint: str) -> None:
+    cluster.decodes[0].faults.token_delay_s = 0.01
+    done = await run(gw, protocol, endpoint=endpoint, rate="60", requests="12", slo="ttft=20s,itl=20s", warmup="2")
+    told = document(done, "1")
+    assert told["model"] == MODEL
+    assert told["requests"] | {"sent": 12, "answered": 12, "failed": 0} == told["requests"], told["errors"]
+    assert told["tokens"]["finish"] == {"length": 12}
+    assert told["tokens"]["output"] == 12 * 8
+    assert told["latencies_ms"]["itl"]["count"] == 12 * 7
+    assert told["latencies_ms"]["itl"]["p50"] >= 9
+    assert told["goodput"]["share"] == 1.0
+    assert len(prompts(cluster)) == 14
+    assert all(r.sampling.max_tokens == 8 and r.sampling.temperature == 0 for r in prompts(cluster))
+    if endpoint == "completions":
+        assert told["tokens"]["prompt"] == 12 * 20
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+async def test_prompts_share_their_system_prompt_as_the_pods_see_them(
+    gw: Rig, cluster: FakeCluster, protocol: str
+) -> None:
+    await run(gw, protocol, endpoint="completions", users="2", requests="6", prefix_tokens="40", prefixes="1")
+    seen = [r.prompt_ids for r in prompts(cluster)]
+    assert len({tuple(ids[:40]) for ids in seen}) == 1
+    assert len({tuple(ids[40:]) for ids in seen}) == 6
+    assert {len(ids) for ids in seen} == {60}
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("endpoint", ["chat", "completions"])
+async def test_conversations_go_on_from_what_was_answered(
+    gw: Rig, cluster: FakeCluster, protocol: str, endpoint: str
+) -> None:
+    done = await run(gw, protocol, endpoint=endpoint, prompts="text" if endpoint == "chat" else "ids", users="1",
+                     requests="3", turns="3")  # fmt: skip
+    assert [r.turn for r in done.records] == [0, 1, 2]
+    first, second, third = (r.prompt_ids for r in prompts(cluster))
+    assert len(first) < len(second) < len(third)
+    if endpoint == "completions":
+        assert second[: len(first)] == first
+        assert third[: len(second)] == second
+    if protocol == "grpc" and endpoint == "completions":  # the only way in which a server tells token ids
+        answer = [66 + (sum(first) + 5 * i) % 26 for i in range(8)]
+        assert list(second[20:28]) == answer
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+async def test_refusals_are_counted_by_kind(gw: Rig, cluster: FakeCluster, protocol: str) -> None:
+    cluster.prefills[0].faults.prefill_error = Overloaded("full", retry_after_s=1.0)
+    told = document(await run(gw, protocol, rate="100", requests="4"), "1")
+    assert told["requests"]["failed"] == 4
+    (error,) = told["errors"]
+    assert error["count"] == 4
+    assert error["kind"] == (
+        "grpc RESOURCE_EXHAUSTED Overloaded" if protocol == "grpc" else "http 429 rate_limit_exceeded"
+    )
+    assert "full" in error["messages"][0]
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+async def test_deadlines_end_requests(gw: Rig, cluster: FakeCluster, protocol: str) -> None:
+    cluster.decodes[0].faults.stall_after = 2
+    told = document(await run(gw, protocol, rate="100", requests="2", deadline_s="1"), "1")
+    assert told["requests"]["failed"] == 2
+    assert told["errors"][0]["kind"].startswith("grpc DEADLINE_EXCEEDED" if protocol == "grpc" else "stream ")
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+async def test_clients_that_leave_leave_nothing_behind(gw: Rig, cluster: FakeCluster, protocol: str) -> None:
+    cluster.decodes[0].faults.token_delay_s = 0.02
+    told = document(await run(gw, protocol, rate="100", requests="10", abort_share="1", output_tokens="50"), "1")
+    assert told["requests"] | {"aborted": 10, "failed": 0, "answered": 0} == told["requests"]
+    await gw.settled()
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+async def test_a_key_is_sent_where_one_is_wanted(
+    cluster: FakeCluster, smollm2_dir: Path, unused_tcp_port: int, tmp_path: Path, protocol: str
+) -> None:
+    key, record = mint("team")
+    keys = tmp_path / "keys.toml"
+    KeyFile(keys).add(record)
+    async with rig(cluster, smollm2_dir, api_keys=(str(keys),), grpc_port=unused_tcp_port) as gw:
+        done = await run(gw, protocol, rate="100", requests="3", api_key=[key])
+        assert [r.error for r in done.records] == [""] * 3
+        with pytest.raises(Unavailable):
+            await run(gw, protocol, rate="100", requests="3")
+
+
+async def command(*argv: str) -> tuple[int, str, str]:
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "loadtest", *argv, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    out, err = await asyncio.wait_for(child.communicate(), 60)
+    assert child.returncode is not None
+    return child.returncode, out.decode(), err.decode()
+
+
+async def test_the_command_runs_reports_and_compares(gw: Rig, tmp_path: Path) -> None:
+    a, b, html = (tmp_path / name for name in ("a.json", "b.json", "report.html"))
+    shared = ("--url", gw.url, "--requests", "10", "--output-tokens", "4", "--slo", "ttft=20s", "--quiet")
+    code, out, err = await command(*shared, "--rate", "50", "--out", str(a), "--html", str(html), "--attainment", "0.9")
+    assert (code, err) == (0, "")
+    assert "10 requests" in out
+    assert html.read_text().startswith("<!doctype html>")
+    code, out, _ = await command(*shared, "--users", "2", "--out", str(b), "--json")
+    assert code == 0
+    assert json.loads(out)["requests"]["answered"] == 10
+    code, out, _ = await command("--compare", str(a), str(b), "--html", str(html))
+    assert code == 0
+    assert "ttft p50" in out
+    assert "users" in out
+    assert "Compared" in html.read_text()
+    code, _, err = await command("--compare", str(a), str(b), "--rate", "3")
+    assert (code, err.strip()) == (2, "baton: --rate is not for --compare (baton loadtest --help)")
+
+
+async def test_the_command_fails_where_the_server_does(gw: Rig, cluster: FakeCluster, tmp_path: Path) -> None:
+    cluster.decodes[0].faults.token_delay_s = 0.05
+    shared = ("--url", gw.url, "--rate", "50", "--requests", "3", "--output-tokens", "4", "--quiet")
+    assert (await command(*shared, "--slo", "e2e=1ms", "--attainment", "0.5"))[0] == 1
+    cluster.prefills[0].faults.prefill_error = Overloaded("full", retry_after_s=1.0)
+    code, out, _ = await command(*shared)
+    assert code == 1
+    assert "3 x http 429" in out
+    code, _, err = await command("--url", "http://127.0.0.1:1", "--rate", "1")
+    assert code == 1
+    assert err.startswith("baton: http://127.0.0.1:1: ")

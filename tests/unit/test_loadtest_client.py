@@ -1,0 +1,476 @@
+"""Load tests: what the REST client makes of what servers send, and who sends what when."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.errors import ConfigError, Unavailable
+from loadtest.client import Draft
+from loadtest.config import LoadConfig
+from loadtest.prompts import Answer, Message, Piece, Turn
+from loadtest.record import Record
+from loadtest.rest_client import RestClient
+from loadtest.runner import Runner
+from loadtest.sse import SseParser
+
+# -- server-sent events
+
+
+@given(
+    datas=st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\r\n"), max_size=12), max_size=8),
+    end=st.sampled_from(["\n", "\r\n"]),
+    cuts=st.lists(st.integers(0, 300), max_size=10),
+)
+def test_events_survive_any_cut(datas: list[str], end: str, cuts: list[int]) -> None:
+    raw = "".join(f": note{end}event: x{end}data: {d}{end}{end}data: {d}{end}{end}" for d in datas).encode()
+    parser, found, at = SseParser(), [], 0
+    for cut in [*sorted(min(c, len(raw)) for c in cuts), len(raw)]:
+        found += parser.feed(raw[at:cut])
+        at = cut
+    assert found == [d.encode() for d in datas for _ in range(2)]
+
+
+def test_lines_of_one_event_are_joined_and_others_dropped() -> None:
+    assert SseParser().feed(b"data:a\ndata: b\nid: 3\n\n: nothing\n\ndata: c\n\ndata: d\n") == [b"a\nb", b"c"]
+
+
+# -- a server that says what it is told to
+
+Script = Callable[[bytes, asyncio.StreamWriter], Awaitable[None]]
+OK = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+def event(**fields: Any) -> bytes:
+    return b"data: " + orjson.dumps(fields) + b"\n\n"
+
+
+def said(text: str, finish: str | None = None) -> bytes:
+    return event(choices=[{"index": 0, "delta": {"content": text}, "finish_reason": finish}])
+
+
+END = chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
+USAGE = {"prompt_tokens": 7, "completion_tokens": 4, "prompt_tokens_details": {"cached_tokens": 3}}
+
+
+def plain(status: str, body: bytes, *lines: str) -> bytes:
+    head = "\r\n".join([f"HTTP/1.1 {status}", f"content-length: {len(body)}", *lines, "", ""])
+    return head.encode() + body
+
+
+class Server:
+    """Answers request number n as script n says, the last one from then on; keeps the bodies."""
+
+    def __init__(self, *scripts: Script | bytes) -> None:
+        self._scripts = scripts
+        self.heads: list[bytes] = []
+        self.bodies: list[dict[str, Any]] = []
+        self.connections = 0
+        self.port = 0
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        try:
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = int((head.lower().partition(b"content-length: ")[2] or b"0").split(b"\r\n")[0])
+                body = await reader.readexactly(length)
+                self.heads.append(head)
+                self.bodies.append(orjson.loads(body or b"{}"))
+                script = self._scripts[min(len(self.heads), len(self._scripts)) - 1]
+                if isinstance(script, bytes):
+                    writer.write(script)
+                else:
+                    await script(body, writer)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[Server]:
+        server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.port = server.sockets[0].getsockname()[1]
+        try:
+            yield self
+        finally:
+            server.close()
+
+
+def config(server: Server, **flags: Any) -> LoadConfig:
+    return LoadConfig.of({"rate": "1", "url": f"http://127.0.0.1:{server.port}", **flags})
+
+
+TURN = Turn((Message("system", (Piece(b"s", 3),)), Message("user", (Piece(b"u", 4), Piece(b"v", 2)))), 5)
+
+
+def draft(turn: Turn = TURN, **answers: Answer) -> Draft:
+    return Draft(turn, {int(k[1:]): v for k, v in answers.items()}, "id-1", "session-1", "key")
+
+
+def blank(leave_after: int | None = None) -> Record:
+    return Record("id-1", 0, 0, 9, 5, time.perf_counter(), leave_after=leave_after)
+
+
+@asynccontextmanager
+async def asked(*scripts: Script | bytes, **flags: Any) -> AsyncIterator[tuple[Server, RestClient]]:
+    async with Server(*scripts).running() as server:
+        client = RestClient(config(server, **flags))
+        try:
+            yield server, client
+        finally:
+            await client.close()
+
+
+async def outcome(*scripts: Script | bytes, leave_after: int | None = None, **flags: Any) -> Record:
+    async with asked(*scripts, **flags) as (_, client):
+        record = blank(leave_after)
+        await asyncio.wait_for(client.send(await client.build(draft()), record), 20)
+        assert record.ended_s >= record.sent_s > 0
+        return record
+
+
+async def test_a_stream_is_timed_event_by_event() -> None:
+    async def script(_body: bytes, writer: asyncio.StreamWriter) -> None:
+        writer.write(OK + chunk(event(choices=[{"index": 0, "delta": {"role": "assistant", "content": ""}}])))
+        for text in ("a", "b"):
+            await asyncio.sleep(0.05)
+            raw = chunk(said(text))
+            writer.write(raw[:9])
+            await asyncio.sleep(0.01)
+            writer.write(raw[9:])
+        writer.write(chunk(said("c", "length") + event(choices=[], usage=USAGE)) + END)
+
+    record = await outcome(script)
+    assert (record.error, record.finish, record.answer) == ("", "length", Answer("abc"))
+    assert (record.tokens, record.prompt_tokens, record.cached_tokens) == (4, 7, 3)
+    assert len(record.at) == 3
+    first, second, third = record.at
+    assert record.ttft_s is not None
+    assert record.ttft_s >= 0.055
+    assert second - first >= 0.055
+    assert third - second < second - first
+
+
+async def test_what_is_sent_is_what_was_drafted() -> None:
+    good = OK + chunk(said("x", "stop")) + END
+    async with asked(good, deadline_s="9") as (server, client):
+        await client.send(await client.build(draft()), blank())
+        head, body = server.heads[0].decode(), server.bodies[0]
+    assert head.startswith("POST /v1/chat/completions HTTP/1.1\r\n")
+    for part in (
+        "authorization: Bearer key",
+        "x-request-id: id-1",
+        "x-session-affinity: session-1",
+        "x-request-timeout: 9",
+    ):
+        assert f"\r\n{part}\r\n" in head
+    assert body["messages"] == [
+        {"role": "system", "content": Piece(b"s", 3).text()},
+        {"role": "user", "content": f"{Piece(b'u', 4).text()} {Piece(b'v', 2).text()}"},
+    ]
+    assert (body["max_tokens"], body["stream"], body["ignore_eos"], body["temperature"]) == (5, True, True, 0.0)
+    async with asked(good, endpoint="completions", vocab="5:90", ignore_eos=False) as (server, client):
+        await client.send(await client.build(draft()), blank())
+        body = server.bodies[0]
+    assert body["prompt"] == [*Piece(b"s", 3).ids(5, 90), *Piece(b"u", 4).ids(5, 90), *Piece(b"v", 2).ids(5, 90)]
+    assert "ignore_eos" not in body
+
+
+async def test_the_real_answer_goes_into_the_next_turn() -> None:
+    turn = Turn((Message("user", (Piece(b"u", 2),)), Message("assistant", (Piece(b"a", 5),), answer=0)), 5)
+    async with asked(b"") as (_, client):
+        said_before = orjson.loads(
+            (await client.build(draft(turn, _0=Answer('so "it"\nis')))).partition(b"\r\n\r\n")[2]
+        )
+        unknown = orjson.loads((await client.build(draft(turn))).partition(b"\r\n\r\n")[2])
+    assert said_before["messages"][1] == {"role": "assistant", "content": 'so "it"\nis'}
+    assert unknown["messages"][1]["content"] == Piece(b"a", 5).text()
+
+
+async def _cut(_body: bytes, writer: asyncio.StreamWriter) -> None:
+    writer.write(OK + chunk(said("a")))
+    await writer.drain()
+    writer.close()
+
+
+async def _silent(_body: bytes, _writer: asyncio.StreamWriter) -> None:
+    await asyncio.sleep(60)
+
+
+FULL = plain("429 Too Many", b'{"error": {"code": "rate_limit_exceeded", "message": "full"}}')
+AWAY = plain("503 Away", b'{"error": {"type": "server_error", "code": null, "message": "no pod"}}')
+LATE = OK + chunk(said("a") + event(error={"code": "deadline", "message": "late"})) + b"0\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("script", "kind", "message"),
+    [
+        (FULL, "http 429 rate_limit_exceeded", "full"),
+        (AWAY, "http 503 server_error", "no pod"),
+        (plain("502 Bad Gateway", b"<html>"), "http 502", "<html>"),
+        (LATE, "stream deadline", "late"),
+        (OK + chunk(said("a")) + END, "incomplete", "without a finish reason"),
+        (OK + chunk(b"data: {nonsense\n\n") + END, "protocol", "not an event"),
+        (OK + chunk(b"data: []\n\n") + END, "protocol", "not an event"),
+        (b"220 smtp.example.com ESMTP\r\n", "disconnected", "not HTTP"),
+        (_cut, "disconnected", "closed the connection"),
+    ],
+)
+async def test_every_failure_has_a_kind(script: Script | bytes, kind: str, message: str) -> None:
+    record = await outcome(script)
+    assert record.error == kind
+    assert message in record.message
+    assert not record.ok
+
+
+async def test_a_server_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loadtest.rest_client.GRACE_S", 0.2)
+    record = await outcome(_silent, deadline_s="0.1")
+    assert (record.error, record.message) == ("timeout", "no answer in time")
+    assert 0.25 < record.e2e_s < 15
+
+
+async def test_no_server_is_an_error_of_the_request_and_of_the_run() -> None:
+    async with Server(b"").running() as server:
+        pass
+    client = RestClient(config(server))
+    record = blank()
+    await client.send(await client.build(draft()), record)
+    assert record.error == "connect"
+    with pytest.raises(Unavailable):
+        await client.model()
+
+
+async def test_connections_are_kept_and_a_closed_one_is_replaced() -> None:
+    good = OK + chunk(said("x", "stop")) + END
+
+    async def close_after(_body: bytes, writer: asyncio.StreamWriter) -> None:
+        writer.write(good)
+        await writer.drain()
+
+    async def refuse(_body: bytes, writer: asyncio.StreamWriter) -> None:
+        writer.transport.abort()  # as a server does whose keep-alive ends just now
+
+    async with asked(close_after, close_after, refuse, close_after) as (server, client):
+        for _ in range(3):
+            record = blank()
+            await client.send(await client.build(draft()), record)
+            assert record.error == ""
+        assert server.connections == 2
+        assert len(server.heads) == 4
+
+
+async def test_a_server_that_hangs_up_on_a_new_connection_is_not_asked_again() -> None:
+    async def refuse(_body: bytes, writer: asyncio.StreamWriter) -> None:
+        writer.transport.abort()
+
+    async with asked(refuse) as (server, client):
+        record = blank()
+        await client.send(await client.build(draft()), record)
+        assert record.error == "disconnected"
+        assert len(server.heads) == 1
+
+
+@pytest.mark.parametrize("after", [0, 1, 2])
+async def test_a_client_that_leaves_hangs_up(after: int) -> None:
+    gone = asyncio.Event()
+
+    async def script(_body: bytes, writer: asyncio.StreamWriter) -> None:
+        writer.write(OK)
+        try:
+            while True:
+                if after:
+                    writer.write(chunk(said("a")))
+                    await writer.drain()
+                await asyncio.sleep(0.01)
+                if writer.transport.is_closing():
+                    return
+        finally:
+            gone.set()
+
+    async with asked(script) as (_, client):
+        record = blank(after)
+        await client.send(await client.build(draft()), record)
+        assert record.aborted
+        assert not record.ok
+        assert record.error == ""
+        assert len(record.at) == after
+        if after:
+            await asyncio.wait_for(gone.wait(), 20)
+
+
+async def test_an_answer_in_one_piece() -> None:
+    body = orjson.dumps({"choices": [{"message": {"content": "abc"}, "finish_reason": "stop"}], "usage": USAGE})
+    record = await outcome(plain("200 OK", body), stream=False)
+    assert (record.error, record.answer, record.tokens, len(record.at)) == ("", Answer("abc"), 4, 0)
+    assert record.ttft_s is None
+    assert (await outcome(plain("200 OK", b"{}"), stream=False)).error == "protocol"
+
+
+async def test_the_model_is_the_one_that_is_served() -> None:
+    models = plain("200 OK", b'{"data": [{"id": "m"}, {"id": "n"}]}')
+    async with asked(models) as (server, client):
+        assert await client.model() == "m"
+        assert await RestClient(config(server, model="n")).model() == "n"
+        with pytest.raises(ConfigError, match="serves m, n, not x"):
+            await RestClient(config(server, model="x")).model()
+    async with asked(plain("401 No", b'{"error": {"message": "no key"}}')) as (_, client):
+        with pytest.raises(Unavailable, match="no key"):
+            await client.model()
+    async with asked(plain("200 OK", b"{}")) as (_, client):
+        with pytest.raises(Unavailable, match="not a list of models"):
+            await client.model()
+
+
+# -- runs
+
+
+class Stage:
+    """A client without a server: each request takes `seconds`. seen: (request, when, running then)."""
+
+    def __init__(self, seconds: float = 0.02, *, fails: Callable[[Record], bool] = lambda _: False) -> None:
+        self.seconds = seconds
+        self.drafts: list[Draft] = []
+        self.records: list[Record] = []
+        self.running = 0
+        self.most = 0
+        self.cancelled = 0
+        self._fails = fails
+
+    async def model(self) -> str:
+        return "stage"
+
+    async def build(self, draft: Draft) -> Draft:
+        return draft
+
+    async def send(self, request: Draft, record: Record) -> None:
+        record.sent_s = time.perf_counter()
+        self.drafts.append(request)
+        self.records.append(record)
+        self.running += 1
+        self.most = max(self.most, self.running)
+        try:
+            await asyncio.sleep(self.seconds)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        finally:
+            self.running -= 1
+        record.ended_s = time.perf_counter()
+        if self._fails(record):
+            record.fail("http 500", "no", record.ended_s)
+        else:
+            record.answer = Answer(f"answer to {record.request_id}")
+
+    async def close(self) -> None:
+        pass
+
+
+async def ran(stage: Stage, **flags: Any) -> Any:
+    return await asyncio.wait_for(Runner(LoadConfig.of(flags), stage).go(), 60)
+
+
+async def test_an_open_loop_does_not_wait_for_answers() -> None:
+    stage = Stage(seconds=1.0)
+    run = await ran(stage, rate="100", arrivals="constant", requests="30")
+    assert (stage.most, len(run.records), run.sent, run.done, run.running) == (30, 30, 30, 30, 0)
+    intended = [r.intended_s - run.began for r in sorted(run.records, key=lambda r: r.session)]
+    assert intended == pytest.approx([i / 100 for i in range(30)])
+    assert all(r.lag_s >= 0 for r in run.records)
+
+
+async def test_what_is_held_back_counts_from_when_it_was_due() -> None:
+    stage = Stage(seconds=0.1)
+    run = await ran(stage, rate="1000", arrivals="constant", requests="12", max_concurrency="3")
+    assert stage.most == 3
+    assert max(r.lag_s for r in run.records) >= 0.29
+
+
+async def test_users_wait_for_their_answers_and_think() -> None:
+    stage = Stage()
+    run = await ran(stage, users="4", requests="20")
+    assert (stage.most, len(run.records)) == (4, 20)
+    assert len({d.request_id for d in stage.drafts}) == 20
+    thoughtful = await ran(Stage(), users="2", requests="6", think_s="0.2")
+    assert thoughtful.ended - thoughtful.began > 0.1
+
+
+async def test_a_run_ends_with_its_time() -> None:
+    run = await ran(Stage(seconds=0.05), users="3", duration_s="0.5")
+    assert 3 <= len(run.records) <= 33
+    assert max(r.sent_s for r in run.records) - run.began < 0.5 + 10
+    assert all(r.intended_s - run.began < 0.5 for r in run.records)
+
+
+async def test_a_refused_user_pauses() -> None:
+    run = await ran(Stage(seconds=0.0, fails=lambda _: True), users="1", duration_s="0.8")
+    assert 1 <= run.failed <= 2
+
+
+async def test_conversations_carry_the_answers_on_and_stop_at_an_error() -> None:
+    stage = Stage()
+    run = await ran(stage, rate="200", requests="9", turns="3")
+    by_session: dict[int, list[tuple[Record, Draft]]] = {}
+    for record, built in zip(stage.records, stage.drafts, strict=True):
+        by_session.setdefault(record.session, []).append((record, built))
+    assert len(run.records) == 9
+    for turns in by_session.values():
+        for number, (record, built) in enumerate(turns):
+            assert record.turn == number
+            assert sorted(built.answers) == list(range(number))
+            assert built.affinity == turns[0][1].affinity
+        if len(turns) > 1:
+            assert turns[1][1].answers[0] == Answer(f"answer to {turns[0][0].request_id}")
+    broken = await ran(Stage(fails=lambda r: r.turn == 1), users="1", requests="6", turns="4")
+    assert [r.turn for r in broken.records] == [0, 1, 0, 1, 0, 1]
+    assert broken.skipped == 6
+
+
+async def test_warm_up_is_not_counted_and_asks_for_something_else() -> None:
+    stage = Stage()
+    run = await ran(stage, rate="100", requests="5", warmup="7")
+    assert (len(stage.records), len(run.records)) == (12, 5)
+    seeds = [{p.seed for m in d.turn.messages for p in m.pieces} for d in stage.drafts]
+    assert not set.union(*seeds[:7]) & set.union(*seeds[7:])
+
+
+async def test_a_share_of_clients_leaves_the_same_ones_each_time() -> None:
+    def leaving(stage: Stage) -> dict[int, int]:
+        return {r.session: r.leave_after for r in stage.records if r.leave_after is not None}
+
+    first, second = Stage(), Stage()
+    for stage in (first, second):
+        await ran(stage, rate="2000", requests="200", abort_share="0.3", output_tokens="9")
+    assert leaving(first) == leaving(second)
+    assert 35 <= len(leaving(first)) <= 85
+    assert set(leaving(first).values()) <= set(range(9))
+
+
+async def test_sessions_take_the_keys_in_turn() -> None:
+    stage = Stage()
+    await ran(stage, rate="500", requests="6", api_key=["a", "b", "c"])
+    assert sorted(d.key for d in stage.drafts) == ["a", "a", "b", "b", "c", "c"]
+
+
+async def test_a_stopped_run_tells_what_was_done() -> None:
+    stage = Stage(seconds=30.0)
+    runner = Runner(LoadConfig.of({"users": "3", "duration_s": "60"}), stage)
+    going = asyncio.create_task(runner.go())
+    while stage.running < 3:
+        await asyncio.sleep(0.01)
+    runner.stop()
+    run = await asyncio.wait_for(going, 20)
+    assert (run.stopped, run.unfinished, len(run.records), stage.cancelled) == (True, 3, 0, 3)
