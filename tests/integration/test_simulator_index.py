@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from common.index_reader import IndexReader
 from common.index_records import Candidate, PodLoad, PodRecord, Tier
 from common.index_store import INFO_TTL_S, LEASE_MS, OWN_TTL_S, PODS_TTL_S, PREFIX_BYTES, Client, Keys, Script, connect
+from common.trace import block_name
 from common.types import Role
 from common.valkey import EmbeddedValkey
 from simulator.clock import Clock
@@ -25,7 +26,6 @@ from simulator.index_port import IndexBackend
 from simulator.memory_index import MemoryIndex
 from simulator.memory_ledger import MemoryLedger
 from simulator.rates import FLAT_8K
-from common.trace import block_name
 from simulator.valkey_backend import ValkeyBackend
 from simulator.workload import Agents
 
