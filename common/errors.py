@@ -234,6 +234,11 @@ _BY_KIND: dict[str, type[BatonError]] = {
     )
 }
 
+# Kinds that a client gets through no fault of its own.
+SERVER_FAULTS = frozenset(
+    kind for kind, cls in _BY_KIND.items() if cls.http_status >= 500 and not issubclass(cls, InvalidRequest)
+)
+
 _BY_CODE: dict[str, type[BatonError]] = {
     "INVALID_ARGUMENT": InvalidRequest,
     "NOT_FOUND": ModelNotFound,

@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from common.errors import ConfigError
+from common.host_memory import host_memory
 
 PREFIX = "baton_"
 
@@ -48,8 +49,6 @@ class MetricsServer:
 
 class Metrics:
     """Declares and exposes metrics; names come without the prefix and with their unit (`_seconds`, `_bytes`)."""
-
-    content_type = CONTENT_TYPE_LATEST
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -91,9 +90,29 @@ class Metrics:
     ) -> None:
         self.registry.register(_Sampled(family, read))
 
-    def exposition(self) -> bytes:
-        """All metrics in Prometheus' text format."""
-        return generate_latest(self.registry)
+    def process(self) -> None:
+        """What every process tells of itself: CPU, memory, files, and the memory that it may take."""
+        ProcessCollector(namespace=PREFIX.rstrip("_"), registry=self.registry)
+        self.sampled_gauge(
+            "host_memory_used_bytes",
+            "Memory in use in this process's container, or on the machine where it has no limit.",
+            lambda: [((), host_memory().used)],
+        )
+        self.sampled_gauge(
+            "host_memory_limit_bytes",
+            "Memory that this process's container, or the machine, has.",
+            lambda: [((), host_memory().limit)],
+        )
+
+    def exposition(self, accept: str = "") -> bytes:
+        """All metrics, in OpenMetrics (with exemplars) for an Accept header that takes it, else in Prometheus' text."""
+        encode, _ = choose_encoder(accept)
+        return encode(self.registry)
+
+    @staticmethod
+    def content_type(accept: str = "") -> str:
+        """That of the exposition."""
+        return choose_encoder(accept)[1]
 
     def start_metrics_server(self, port: int, host: str = "127.0.0.1") -> MetricsServer:
         """Serves /metrics on host:port (0 picks a free one) in a thread. Raises ConfigError when the port is taken."""

@@ -23,60 +23,74 @@ _TRANSPORTS = {
     "loopback": "loopback (no network)",
     "unknown": "a transport that UCX chose",
 }
+# What the gateway did until each of these events.
+_GATEWAY = (("tokenized", "tokenize"), ("admitted", "wait"), ("reserved", "route, reserve"))
 DETAIL_WIDTH = 74  # kept free beside the bars where the terminal is wide enough
 
 
 @dataclass(frozen=True)
 class Span:
-    """One phase, in seconds since the request arrived."""
+    """One phase, in seconds since the request arrived. parts: what it is made of, each with its start and end."""
 
+    kind: str
     name: str
     start_s: float
     end_s: float
     detail: str = ""
     style: str = "cyan"
+    parts: tuple[tuple[str, float, float], ...] = ()
 
 
 def spans_of(timeline: Mapping[str, Any], *, tokens: int, end_s: float) -> list[Span]:
-    """Phases of a request, from the JSON of GET /debug/requests/{id}; phases that did not happen are left out.
+    """Phases of a request, from the JSON of GET /debug/requests/{id}; phases that did not happen are left out, and
+    those of an attempt that another one followed.
 
     Events carry `t`, the second they reached the gateway, so a phase on a pod is placed by when its news arrived.
     tokens: how many were generated; end_s: when the client had the last one.
     """
     events: list[Mapping[str, Any]] = timeline["events"]
     last = {event["event"]: event for event in events}
+    retried = max((i for i, event in enumerate(events) if event["event"] == "retry"), default=-1)
+    chunks = [event for event in events[retried + 1 :] if event["event"] == "chunk"]
     spans: list[Span] = []
     reserved, first, handed_off = last.get("reserved"), last.get("first_token"), last.get("handed_off")
     if reserved:
         what = (
             "tokenize, route, reserve" if reserved["outcome"] == "target" else "tokenize, route; decode prefills itself"
         )
-        spans.append(Span("gateway", 0.0, reserved["t"], f"{what} on {reserved['pod']}", "blue"))
+        marks = [(word, last[event]["t"]) for event, word in _GATEWAY if event in last]
+        starts = (0.0, *(end for _, end in marks))
+        parts = tuple((word, start, end) for start, (word, end) in zip(starts, marks, strict=False))
+        detail = f"{what} on {reserved['pod']}"
+        spans.append(Span("gateway", "gateway", 0.0, reserved["t"], detail, "blue", parts))
     if first:
         start = max(first["t"] - first["compute_s"], 0.0)
-        spans.append(Span("queue", max(start - first["queue_s"], 0.0), start, f"on {first['pod']}", "yellow"))
+        spans.append(Span("queue", "queue", max(start - first["queue_s"], 0.0), start, f"on {first['pod']}", "yellow"))
         done = first["cached_tokens"]
-        for number, chunk in enumerate((e for e in events if e["event"] == "chunk"), 1):
+        for number, chunk in enumerate(chunks, 1):
             detail = f"tokens {done}-{chunk['computed_tokens']}, {chunk['delivered_blocks']} blocks delivered"
-            spans.append(Span(f"chunk {number}", min(start, chunk["t"]), chunk["t"], detail, "cyan"))
+            spans.append(Span("chunk", f"chunk {number}", min(start, chunk["t"]), chunk["t"], detail, "cyan"))
             start, done = chunk["t"], chunk["computed_tokens"]
     if first and handed_off:
-        chunks = [event["t"] for event in events if event["event"] == "chunk"]
         early = handed_off["blocks_before_last_chunk"]
         by = _TRANSPORTS.get(handed_off["transport"], handed_off["transport"])
         detail = (
             f"{handed_off['blocks']} blocks, {handed_off['bytes'] / 2**20:.1f} MiB by {by}, "
             f"{early} before the last chunk's end"
         )
-        spans.append(Span("pushes", min([*chunks, first["t"]]), handed_off["t"], detail, "magenta"))
+        pushes = tuple((f"blocks {p[0]}-{p[0] + p[1] - 1}", p[2], p[3]) for p in handed_off.get("pushes", ()))
+        begin = min([*(chunk["t"] for chunk in chunks), first["t"], *(start for _, start, _ in pushes)])
+        spans.append(Span("pushes", "pushes", begin, handed_off["t"], detail, "magenta", pushes))
         exposed = handed_off["exposed_s"]
         detail = "from the last chunk until decode has everything"
-        spans.append(Span("hand-off", max(handed_off["t"] - exposed, 0.0), handed_off["t"], detail, "magenta"))
+        spans.append(
+            Span("hand_off", "hand-off", max(handed_off["t"] - exposed, 0.0), handed_off["t"], detail, "magenta")
+        )
     if decode := last.get("decode"):
         begin = first["t"] if first else decode["t"]
         rest = tokens - 1 if first else tokens
         detail = f"{rest} tokens, {rest / max(end_s - begin, 1e-9):.0f} a second"
-        spans.append(Span("decode", begin, max(end_s, decode["t"]), detail, "green"))
+        spans.append(Span("decode", "decode", begin, max(end_s, decode["t"]), detail, "green"))
     return spans
 
 
@@ -106,7 +120,7 @@ def _goes_on(span: Span, axis_s: float) -> bool:
 
 def axis_of(spans: Sequence[Span]) -> float:
     """Up to a third beyond what comes before decode, which would otherwise leave the rest a sliver."""
-    before = max((span.end_s for span in spans if span.name != "decode"), default=0.0)
+    before = max((span.end_s for span in spans if span.kind != "decode"), default=0.0)
     end = max((span.end_s for span in spans), default=0.0)
     return min(end, before * 4 / 3 or end) or 1e-9
 

@@ -58,7 +58,7 @@ class EngineCounters:
     """Since the start. prompt_tokens were computed for the first time, recomputed_tokens after a preemption.
 
     decode_tokens have KV and are output; drafts that were wrong are none. discarded: items of steps whose sequence had
-    ended or lost its blocks when the step ended.
+    ended or lost its blocks when the step ended. out_of_memory: steps that failed for want of memory.
     """
 
     steps: int = 0
@@ -67,6 +67,7 @@ class EngineCounters:
     decode_tokens: int = 0
     discarded: int = 0
     failed_sequences: int = 0
+    out_of_memory: int = 0
     seconds: float = 0.0
 
 

@@ -255,6 +255,9 @@ class Stepper(Generic[L]):
 
     def _failure(self, items: list[Item], error: Exception) -> InternalError:
         log.error("a step of %d sequences failed", len(items), exc_info=error)
+        # torch's error by its name: this file, and who simulates with it, does without torch.
+        if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+            self.counters.out_of_memory += 1
         return InternalError(f"the engine step failed: {error}")
 
     def _account(self, item: Item, result: ItemResult | InternalError) -> list[SequenceOutput]:

@@ -17,6 +17,7 @@ from starlette.routing import Route
 from common.errors import BatonError, InvalidRequest, Unavailable
 from gateway.admission.http_auth import Authenticated, caller_of
 from gateway.api_doc.document import openapi_document
+from gateway.dashboard.routes import routes as dashboard_routes
 from gateway.embeddings import Embeddings
 from gateway.http_endpoint import Endpoint, Serve
 from gateway.models import ServedModel
@@ -99,8 +100,9 @@ def build_app(gateway: Gateway, store: ResponseStore | None = None) -> FastAPI:
     async def live(_request: Request) -> Response:
         return _json({"status": "live"})
 
-    async def metrics(_request: Request) -> Response:
-        return Response(gateway.metrics.base.exposition(), media_type=gateway.metrics.base.content_type)
+    async def metrics(request: Request) -> Response:
+        base, accept = gateway.metrics.base, request.headers.get("accept", "")
+        return Response(base.exposition(accept), headers={"content-type": base.content_type(accept)})
 
     async def reset_prefix_cache(_request: Request) -> Response:
         try:
@@ -149,6 +151,7 @@ def build_app(gateway: Gateway, store: ResponseStore | None = None) -> FastAPI:
             Route("/version", version_),
             Route("/reset_prefix_cache", reset_prefix_cache, methods=["POST"]),
             Route("/debug/requests/{request_id}", timeline),
+            *dashboard_routes(gateway, package_version()),
         ]
     )
     return app

@@ -15,6 +15,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
+ANY_POD = ("", 0)  # name and generation: holds what any pod computed
 STRIDE = 8
 MAX_POINTS = 100_000  # about 20 MB; one point stands for up to STRIDE blocks
 MAX_AGE_S = 600.0  # a pod's cache forgets too, and does not tell us

@@ -144,7 +144,7 @@ class Choice:
     def searched(self, usage: Usage, generated: int, finish: FinishReason | None = None) -> None:
         """What a search has come to. generated: tokens, of answers or not. finish: of the best answer, at the end."""
         if self._searched is None:
-            self._metrics.ttft.observe(time.monotonic() - self._ticket.timeline.start)
+            self._begun(time.monotonic())
         self._searched, self._generated = usage, generated
         if finish is not None:
             self._end(finish, stop_string=False)
@@ -250,7 +250,7 @@ class Choice:
             return None
         metrics, now = self._metrics, time.monotonic()
         if self._last is None and not self.child:
-            metrics.ttft.observe(now - self._ticket.timeline.start)
+            self._begun(now)
         elif self._last is not None and delta.tokens:
             metrics.itl.observe((now - self._last) / len(delta.tokens))
         self._last = now
@@ -282,6 +282,13 @@ class Choice:
             timeline=ticket.timeline,
             affinity=ticket.affinity,
         )
+
+    def _begun(self, now: float) -> None:
+        """The first token of a prompt is here."""
+        timeline = self._ticket.timeline
+        ttft_s = now - timeline.start
+        self._metrics.ttft.observe(ttft_s)
+        timeline.note(ttft_s=round(ttft_s, 6))
 
     def _end(self, finish: FinishReason, *, stop_string: bool) -> None:
         metrics, usage = self._metrics, self.spent

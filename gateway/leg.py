@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NamedTuple
@@ -102,6 +103,7 @@ class Leg:
         self._timer: asyncio.TimerHandle | None = None
         self._complete = False
         self._never_handed_off = False
+        self._computing_since = timeline.start
         self.blamed: set[str] = set()
         self.cached_tokens = 0
         self.proposed = self.accepted = 0
@@ -170,7 +172,7 @@ class Leg:
         if kind == "local":
             self._timeline.mark("reserved", pod=pod.name, outcome="local", cached_tokens=answer.cached_tokens)
             placement.local(answer.cached_tokens)
-            self._metrics.hits(placement.predicted, answer.cached_tokens)
+            self._count_hits(placement, answer.cached_tokens)
             self.cached_tokens = answer.cached_tokens
             return
         if kind != "target":
@@ -205,7 +207,7 @@ class Leg:
                 elif kind == "first_token":
                     first = True
                     placement.computed()
-                    self._metrics.hits(placement.predicted, event.first_token.cached_tokens)
+                    self._count_hits(placement, event.first_token.cached_tokens)
                     self._on_first_token(pod, event.first_token)
                 elif kind == "handed_off":
                     handed_off = True
@@ -231,6 +233,14 @@ class Leg:
             self._timeline.mark("prefill_failed", pod=pod.name, error=str(reason))
             self._blame(pod, reason)
             self.fail(reason)
+
+    def _count_hits(self, placement: Placement, cached_tokens: int) -> None:
+        self._metrics.hits(
+            placement.predicted,
+            cached_tokens,
+            prompt_tokens=self._request.prompt_len,
+            repeated=self._plan.repeated,
+        )
 
     def _blame(self, prefill: Pod, reason: BatonError) -> None:
         """Either side may be at fault for a broken hand-off; a refusal for load is prefill's alone."""
@@ -264,6 +274,7 @@ class Leg:
         )
         self.cached_tokens = event.cached_tokens
         if event.child == 0:
+            self._computing_since = time.monotonic() - event.compute_s
             self._metrics.queue.observe(event.queue_s)
         self._put(event.child, [token_from_pb(event.token)], finish_from_pb(event.finish_reason))
 
@@ -287,6 +298,9 @@ class Leg:
         self._wake()
 
     def _on_handed_off(self, event: prefill_pb2.HandedOff) -> None:
+        since = self._computing_since - self._timeline.start
+        if event.blocks:
+            self._metrics.exposed.observe(event.exposed_s)
         self._timeline.mark(
             "handed_off",
             blocks=event.blocks,
@@ -294,6 +308,9 @@ class Leg:
             exposed_s=round(event.exposed_s, 6),
             blocks_before_last_chunk=event.blocks_before_last_chunk,
             transport=event.transport,
+            pushes=[
+                (p.first_block, p.blocks, round(since + p.start_s, 6), round(since + p.end_s, 6)) for p in event.pushes
+            ],
         )
 
     # -- what the decode pod says (gateway.pod.Sink)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
-from common.telemetry import Metrics
+from prometheus_client import Counter
+from prometheus_client.core import Metric
+
+from common.errors import SERVER_FAULTS
+from common.telemetry import LATENCY_BUCKETS, Metrics, Tally
 
 FAST_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 1.0)
 TOKEN_BUCKETS = (0, 16, 64, 256, 1024, 4096, 16384, 65536)
+INTERNAL = "internal"  # outcome of a request that our own bug ended
+FAILED = frozenset({INTERNAL, *SERVER_FAULTS})  # outcomes that are our fault, not the client's
 
 
 class GatewayMetrics:
@@ -15,6 +21,7 @@ class GatewayMetrics:
 
     def __init__(self) -> None:
         self.base = m = Metrics()
+        m.process()
         self.requests = m.counter("requests", "Requests that ended, by endpoint and outcome", ["endpoint", "outcome"])
         self.running = m.gauge("requests_running", "Requests being served")
         self.ttft = m.histogram("ttft_seconds", "Arrival to the first token, per choice")
@@ -32,6 +39,11 @@ class GatewayMetrics:
         self.routing = m.histogram("routing_seconds", "What routing adds to a request", ["step"], FAST_BUCKETS)
         self.predicted_hits = m.counter("prefix_hit_tokens_predicted", "Cached prompt tokens that routing expected")
         self.actual_hits = m.counter("prefix_hit_tokens_actual", "Cached prompt tokens that pods found")
+        self.looked_up = m.counter("prefix_lookup_tokens", "Prompt tokens of requests whose hits are counted")
+        self.repeated = m.counter(
+            "prefix_repeated_tokens",
+            "Prompt tokens that an earlier prompt here began with: what a cache could have had",
+        )
         self.hit_error = m.histogram(
             "prefix_hit_error_tokens",
             "Cached prompt tokens of a request, expected and found: the difference",
@@ -42,19 +54,54 @@ class GatewayMetrics:
             "kv_index_lookup_seconds", "Prefix index look-ups that were answered", [], FAST_BUCKETS
         )
         self._index_mode = m.gauge("kv_index_mode", "1 for how requests are routed now", ["mode"])
+        # For the dashboard alone: pods export what their hand-offs cost.
+        self.exposed = Tally("exposed", "Seconds from a prompt's last chunk to its commit", LATENCY_BUCKETS)
         self.index_mode("hash")
 
     def watch_queue(self, waiting: Callable[[], Iterable[tuple[tuple[str, ...], float]]]) -> None:
         """waiting: ((model,), requests in its queue) of every model."""
         self.base.sampled_gauge("admission_waiting", "Requests in the gateway's queue", waiting, ["model"])
 
-    def hits(self, predicted: int, actual: int) -> None:
-        """Cached tokens of one prompt."""
+    def hits(self, predicted: int, actual: int, *, prompt_tokens: int, repeated: int) -> None:
+        """Cached tokens of one prompt. repeated: tokens at its start that an earlier prompt began with."""
+        self.looked_up.inc(prompt_tokens)
+        self.repeated.inc(repeated)
         self.predicted_hits.inc(predicted)
         self.actual_hits.inc(actual)
         self.hit_error.observe(abs(predicted - actual))
 
     def index_mode(self, mode: str) -> None:
         """redis (the index answers), local (this gateway's own memory) or hash (rendezvous hashing, own counts)."""
+        self.mode = mode
         for name in ("redis", "local", "hash"):
             self._index_mode.labels(name).set(name == mode)
+
+    def totals(self) -> Mapping[str, float]:
+        """What the dashboard takes differences of, and how many requests run."""
+        ended = _values(self.requests)
+        return {
+            "requests": sum(value for _, value in ended),
+            "failed": sum(value for labels, value in ended if labels["outcome"] in FAILED),
+            "running": next(iter(self.running.collect())).samples[0].value,
+            "prompt_tokens": _total(self.prompt_tokens),
+            "output_tokens": _total(self.output_tokens),
+            "routed_tokens": _total(self.looked_up),
+            "predicted_hits": _total(self.predicted_hits),
+            "actual_hits": _total(self.actual_hits),
+            "rejections": _total(self.rejections),
+            "retries": _total(self.retries),
+        }
+
+    def latencies(self) -> Mapping[str, Metric]:
+        """Histograms of the dashboard."""
+        histograms = {"ttft": self.ttft, "itl": self.itl, "e2e": self.e2e, "queue": self.queue, "exposed": self.exposed}
+        return {name: next(iter(histogram.collect())) for name, histogram in histograms.items()}
+
+
+def _values(counter: Counter) -> list[tuple[Mapping[str, str], float]]:
+    samples = [sample for metric in counter.collect() for sample in metric.samples]
+    return [(sample.labels, sample.value) for sample in samples if sample.name.endswith("_total")]
+
+
+def _total(counter: Counter) -> float:
+    return sum(value for _, value in _values(counter))

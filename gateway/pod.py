@@ -31,6 +31,7 @@ from common.pb import (
 from common.prefix_index import PodLoad
 from common.types import Role
 from common.wire import PROTOCOL_VERSION, load_from_pb
+from gateway.pod_activity import PodActivity
 from gateway.pod_info import PodInfo
 from gateway.routing.view import PodView
 
@@ -59,8 +60,9 @@ class Sink(Protocol):
 class Pod:
     """One address. model: the served name that its requests will have; alone: the gateway serves no other.
 
-    view: what routing knows of this process, one per generation, from the first Info on. index_draining: the index says
-    that it leaves. on_change: it came, went or changed.
+    view: what routing knows of this process, one per generation, from the first Info on. activity: what it did, as of
+    its last Info. index_draining: the index says that it leaves. on_change: it came, went or changed. objection: why it
+    cannot be used although it answers.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Pod:
         self.address = address
         self.static = static
         self.info: PodInfo | None = None
+        self.activity: PodActivity | None = None
         self.alive = False
         self.stream_up = False
         self.seen = time.monotonic()
@@ -85,7 +88,7 @@ class Pod:
         self._gateway_id = gateway_id
         self._model = model
         self._alone = alone
-        self._objection = ""
+        self.objection = ""
         self._on_change = on_change
         self._channel = rpc.channel(address)
         self.prefill = prefill_pb2_grpc.PrefillStub(self._channel)
@@ -110,6 +113,18 @@ class Pod:
         """Takes new requests, as far as is known."""
         info = self.info
         return self.alive and info is not None and info.ready and not info.draining and not self.index_draining
+
+    @property
+    def state(self) -> str:
+        """In one word, for people: ready, starting, connecting (no token stream yet), draining, gone or refused."""
+        info = self.info
+        if not self.alive or info is None:
+            return "refused" if self.objection else "gone"
+        if info.draining or self.index_draining:
+            return "draining"
+        if not info.ready:
+            return "starting"
+        return "ready" if self.stream_up or info.role is Role.PREFILL else "connecting"
 
     @property
     def can_decode(self) -> bool:
@@ -201,7 +216,7 @@ class Pod:
             pb = await self._transfer.Info(transfer_pb2.InfoRequest(), timeout=INFO_TIMEOUT_S)
             self._require_fit(pb)
             self._learn(pb)
-            self.alive, self.seen, self._objection = True, time.monotonic(), ""
+            self.alive, self.seen, self.objection = True, time.monotonic(), ""
         except grpc.aio.AioRpcError as e:
             late = e.code() is grpc.StatusCode.DEADLINE_EXCEEDED
             if not (late and self.alive and time.monotonic() - self.seen < SILENCE_S):
@@ -228,7 +243,7 @@ class Pod:
                 capacity=info.capacity,
                 num_blocks=info.num_blocks,
             )
-        self.info = info
+        self.info, self.activity = info, PodActivity.from_pb(pb)
         self._tells_load = pb.HasField("load")
         if self._tells_load:
             self.view.report(load_from_pb(pb.load, draining=pb.draining), time.monotonic())
@@ -250,8 +265,8 @@ class Pod:
     def _left_out(self, objection: str) -> None:
         """It answers, but with what we cannot use: said once, not with every answer."""
         self.alive = False
-        if objection != self._objection:
-            self._objection = objection
+        if objection != self.objection:
+            self.objection = objection
             _log.warning("pod at %s is left out: %s", self.address, objection)
 
     def _lost(self, why: str) -> None:

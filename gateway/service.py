@@ -22,11 +22,13 @@ from gateway.admission.key_ring import KeyRing
 from gateway.admission.limiter import TIMEOUT_S, Limiter
 from gateway.admission.outlook import PodOutlook
 from gateway.admission.permit import Permit, Size
+from gateway.approx_index import ANY_POD
 from gateway.cache_reset import Reset, reset_prefix_caches
 from gateway.choice import Choice, Usage
+from gateway.dashboard.history import History
 from gateway.dialect import kept_special
 from gateway.family import Family
-from gateway.metrics import GatewayMetrics
+from gateway.metrics import INTERNAL, GatewayMetrics
 from gateway.models import Models, ModelText, ServedModel
 from gateway.pipeline import Pipeline
 from gateway.pod import Pod
@@ -73,7 +75,7 @@ class Gateway:
         self.keys = KeyRing() if keys is None else keys
         self.metrics = GatewayMetrics()
         self.timelines = Timelines()
-        gateway_id = f"gateway-{secrets.token_hex(8)}"
+        self.id = gateway_id = f"gateway-{secrets.token_hex(8)}"
 
         def served(text: ModelText) -> ServedModel:
             alone = len(texts) == 1
@@ -84,6 +86,11 @@ class Gateway:
 
         self.models = Models([served(text) for text in texts], settings.aliases)
         self.metrics.watch_queue(lambda: [((model.name,), model.gate.waiting) for model in self.models])
+        self.history = History(
+            self.metrics,
+            lambda: [pod for model in self.models for pod in model.table.pods.values()],
+            lambda: sum(model.gate.waiting for model in self.models),
+        )
         self._limiter = Limiter(settings.redis, self.metrics, timeout_s=settings.limits_timeout_s)
         self.draining = False
         self._index = index
@@ -97,6 +104,7 @@ class Gateway:
         await self._limiter.start()
         for model in self.models:
             await model.table.start()
+        await self.history.start()
 
     async def drain(self) -> None:
         """Refuses new requests and waits for the running ones."""
@@ -113,6 +121,7 @@ class Gateway:
 
     async def stop(self) -> None:
         """Frees everything; requests that still run fail. end_requests first, for their clients' sake."""
+        await self.history.stop()
         for model in self.models:
             await model.pipeline.stop()
             await model.table.stop()
@@ -165,7 +174,7 @@ class Gateway:
         self.timelines.add(timeline)
         self.metrics.running.inc()
         self._idle.clear()
-        outcome = "internal"
+        outcome = INTERNAL
         try:
             yield ticket
             outcome = "ok"
@@ -178,8 +187,7 @@ class Gateway:
             timeline.note(error=e.message)
             raise
         finally:
-            timeline.mark("ended", outcome=outcome)
-            timeline.note(outcome=outcome)
+            timeline.end(outcome)
             self.metrics.requests.labels(endpoint, outcome).inc()
             self.metrics.running.dec()
             for choice in ticket.choices:
@@ -190,6 +198,11 @@ class Gateway:
             del self._tickets[ticket.id]
             if not self._tickets:
                 self._idle.set()
+
+    def generated(self, request_id: str) -> int:
+        """Tokens of a request's answers so far; 0 unless it runs."""
+        ticket = self._tickets.get(request_id)
+        return 0 if ticket is None else sum(choice.usage.completion for choice in ticket.choices)
 
     def abort(self, request_id: str, caller: Caller) -> bool:
         """Ends a running request of the caller's tenant by our id; False when there is none."""
@@ -204,8 +217,8 @@ class Gateway:
         pods: dict[str, Pod] = {}
         for model in self.models:
             pods |= {pod.address: pod for pod in model.table.pods.values() if pod.alive or pod.address not in pods}
-            for pod in model.table.pods.values():
-                model.pipeline.router.approx.forget(pod.name)
+            for name in (ANY_POD[0], *(pod.name for pod in model.table.pods.values())):
+                model.pipeline.router.approx.forget(name)
         return await reset_prefix_caches(pods.values())
 
     def model_for(self, caller: Caller, name: str) -> ServedModel:
@@ -218,6 +231,7 @@ class Gateway:
     async def enter(self, ticket: Ticket, model: ServedModel, choices: Sequence[Choice]) -> None:
         """Returns when all of a request may go to the pods; see Permit.enter for what it raises."""
         ticket.choices = choices
+        ticket.timeline.note(model=model.name)
         firsts = [choice for choice in choices if choice.child == 0]
         requests = [choice.request for choice in firsts]
         size = Size(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Any
 
 MAX_EVENTS = 512
@@ -20,11 +21,20 @@ class Timeline:
         self._created = time.time()
         self._facts: dict[str, Any] = {"endpoint": endpoint}
         self._events: list[dict[str, Any]] = []
+        self.changed = self.start  # a time.monotonic()
+        self.ended = False
 
     def mark(self, name: str, **details: Any) -> None:
         """Something happened now."""
+        self.changed = time.monotonic()
         if len(self._events) < MAX_EVENTS:
-            self._events.append({"t": round(time.monotonic() - self.start, 6), "event": name, **details})
+            self._events.append({"t": round(self.changed - self.start, 6), "event": name, **details})
+
+    def end(self, outcome: str) -> None:
+        """The request is over; its last event, for which there is always room."""
+        self.ended, self.changed = True, time.monotonic()
+        self._events.append({"t": round(self.changed - self.start, 6), "event": "ended", "outcome": outcome})
+        self.note(outcome=outcome)
 
     def note(self, **facts: Any) -> None:
         """Facts about the request as a whole."""
@@ -48,6 +58,10 @@ class Timelines:
         self._by_id[timeline.request_id] = timeline
         while len(self._by_id) > self._size:
             self._by_id.popitem(last=False)
+
+    def newest(self) -> Iterator[Timeline]:
+        """All of them, the latest first."""
+        return reversed(self._by_id.values())
 
     def find(self, request_id: str) -> Timeline | None:
         """By our id, with or without its cmpl- or chatcmpl- prefix, or by the client's own (the latest)."""

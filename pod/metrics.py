@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from common.prefix_index import PodLoad
 from common.telemetry import COUNT_BUCKETS, Metrics, Sample
 from common.types import PoolCounts
 from engine.config import MAX_DRAFTS
-from engine.engine import SequenceOutput, StepResult
+from engine.engine import Engine, SequenceOutput, StepResult
 from engine.speculation.stats import SpeculationStats
-from kv_transfer.messages import PeerStats, TransferReport
+from kv_transfer.messages import PeerStats, TransferReport, TransferStats
+from pod.gpu_driver import Gpu, GpuReading
 
 # Seconds; KV that streams under the prefill leaves a few milliseconds to wait for.
 HAND_OFF_BUCKETS = (
@@ -33,9 +35,11 @@ class PodMetrics:
     ) -> None:
         self.base = Metrics()
         m = self.base
+        m.process()
+        self.generated = 0
         self._step_seconds = m.histogram("step_seconds", "Seconds of one engine step.", ["kind"])
         self._batch_size = m.histogram("batch_size", "Sequences in one engine step.", buckets=COUNT_BUCKETS)
-        self._generated = m.counter("generated_tokens", "Tokens sampled on this pod.")
+        m.sampled_counter("generated_tokens", "Tokens sampled on this pod.", lambda: [((), self.generated)])
         self._requests = m.counter("requests", "Sequences that ended on this pod, by reason.", ["outcome"])
         self._cached_tokens = m.counter(
             "prefix_hit_tokens", "Prompt tokens found in this pod's prefix cache, by tier.", ["tier"]
@@ -69,6 +73,72 @@ class PodMetrics:
         m.sampled_gauge("kv_blocks", "KV blocks by state.", lambda: _by_state(blocks()), ["state"])
         m.sampled_counter("prompt_tokens_computed", "Prompt tokens computed, by reason.", tokens, ["reason"])
 
+    def describe(self, role: str, model: str, version: str) -> None:
+        """Who this pod is."""
+        info = self.base.gauge("pod_info", "1; who this pod is.", ["role", "model", "version"])
+        info.labels(role, model, version).set(1)
+
+    def watch_work(self, load: Callable[[], PodLoad], engine: Engine) -> None:
+        """What waits and runs, and what went wrong for want of room; read when scraped."""
+        m = self.base
+        m.sampled_gauge("queued_prompt_tokens", "Prompt tokens that wait for computing.", lambda: _queued(load()))
+        m.sampled_gauge(
+            "sequences", "Sequences that run, wait in the engine, or whose KV is still to come.",
+            lambda: _sequences(load()), ["state"],
+        )  # fmt: skip
+        m.sampled_counter(
+            "preemptions", "Sequences that lost their KV because others needed the room.",
+            lambda: [((), engine.scheduler.stats().preemptions)],
+        )  # fmt: skip
+        m.sampled_counter(
+            "out_of_memory", "Engine steps that failed for want of memory.",
+            lambda: [((), engine.counters.out_of_memory)],
+        )  # fmt: skip
+        m.gauge("kv_block_bytes", "Bytes of one KV block.").set(engine.layout.block_bytes)
+
+    def watch_transfers(self, stats: Callable[[], TransferStats]) -> None:
+        """Transfers in both directions; read when scraped."""
+        m = self.base
+        m.sampled_gauge(
+            "transfers_open", "Transfers under way, by direction.",
+            lambda: _open(stats()), ["direction"],
+        )  # fmt: skip
+        m.sampled_counter(
+            "transfers_received", "Transfers that this pod received whole.",
+            lambda: [((), stats().received_transfers)],
+        )  # fmt: skip
+        m.sampled_counter(
+            "transfers_failed", "Transfers out of this pod that ended by an error.",
+            lambda: [((), stats().failed_transfers)],
+        )  # fmt: skip
+        m.sampled_counter(
+            "transfer_messages_dropped", "Messages of peers that did not fit, by reason.",
+            lambda: [((reason,), count) for reason, count in stats().dropped.items()], ["reason"],
+        )  # fmt: skip
+
+    def watch_gpu(self, gpu: Gpu) -> None:
+        """What the driver tells; read when scraped."""
+        m = self.base
+
+        def read(value: Callable[[GpuReading], float | None]) -> Callable[[], list[Sample]]:
+            def samples() -> list[Sample]:
+                reading = gpu.reading()
+                found = None if reading is None else value(reading)
+                return [] if found is None else [((), found)]
+
+            return samples
+
+        m.sampled_gauge(
+            "gpu_utilization_ratio", "Share of the last second in which the GPU was busy, from 0 to 1.",
+            read(lambda reading: reading.utilization),
+        )  # fmt: skip
+        m.sampled_gauge(
+            "gpu_memory_used_bytes", "GPU memory in use, by all processes.", read(lambda reading: reading.memory_used)
+        )
+        m.sampled_gauge(
+            "gpu_memory_total_bytes", "GPU memory that there is.", read(lambda reading: reading.memory_total)
+        )
+
     def step(self, result: StepResult) -> None:
         """Accounts one engine step (engine thread)."""
         if result.seconds:
@@ -77,7 +147,7 @@ class PodMetrics:
             self._step_seconds.labels(kind).observe(result.seconds)
             self._batch_size.observe(len(result.outputs))
         for output in result.outputs:
-            self._generated.inc(len(output.tokens))
+            self.generated += len(output.tokens)
             if output.proposed:
                 self._count_drafts(output)
             if output.ended:
@@ -99,6 +169,18 @@ class PodMetrics:
         self._transfer_bytes.labels(report.transport).inc(report.bytes)
         self._transfer_seconds.observe(seconds)
         self._exposed_seconds.observe(report.exposed_s)
+
+
+def _queued(load: PodLoad) -> list[Sample]:
+    return [((), load.queued_tokens)]
+
+
+def _sequences(load: PodLoad) -> list[Sample]:
+    return [(("running",), load.running), (("waiting",), load.waiting), (("reserved",), load.reserved)]
+
+
+def _open(stats: TransferStats) -> list[Sample]:
+    return [(("out",), stats.open_outgoing), (("in",), stats.open_incoming)]
 
 
 def _alarm(stats: SpeculationStats | None) -> list[Sample]:

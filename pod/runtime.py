@@ -44,10 +44,12 @@ from kv_transfer.memory import PoolMemory
 from kv_transfer.messages import TransferReport
 from kv_transfer.nixl_backend import NixlBackend
 from kv_transfer.node import TransferNode
+from pod.activity import activity_to_pb
 from pod.checks import Limits
 from pod.control import ControlServicer
 from pod.embedder import Embedder
 from pod.gpu import SWITCH_S, require_shared_memory
+from pod.gpu_driver import gpu_of
 from pod.host_metrics import add_host_metrics
 from pod.identity import require_free_name
 from pod.metrics import PodMetrics
@@ -169,6 +171,12 @@ class PodRuntime:
             checksums=config.checksums,
             allow_tcp=config.allow_tcp,
         )
+        self._gpu = gpu_of(engine.device)
+        self.metrics.describe(config.role.value, self.served_name, metadata.version("baton-serving"))
+        self.metrics.watch_work(self.load, engine)
+        self.metrics.watch_transfers(self.node.stats)
+        if self._gpu is not None:
+            self.metrics.watch_gpu(self._gpu)
         self._server = RpcServer(config.host, config.port)
         self._service: PodService | None = None
         self._index: PodIndex | None = None
@@ -373,6 +381,12 @@ class PodRuntime:
             computed=transfer_pb2.ComputedTokens(**self.computed),
             served_name=self.served_name,
             load=load_to_pb(self.load()),
+            activity=activity_to_pb(
+                self.metrics.generated,
+                self.engine.scheduler.stats().preemptions,
+                self._speculation(),
+                None if self._gpu is None else self._gpu.reading(),
+            ),
         )
 
     def load(self) -> PodLoad:

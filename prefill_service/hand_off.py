@@ -27,6 +27,7 @@ from kv_transfer.messages import TransferReport
 from kv_transfer.outgoing import OutgoingTransfer
 
 Event = prefill_pb2.PrefillEvent
+MOST_PUSHES = 256  # that are told one by one
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,15 @@ class _Reading:
         self._hold.release(blocks)
         if not self._hold.held:
             self._over()
+
+
+@dataclass(slots=True)
+class _Push:
+    """Blocks of one chunk; start, end: when they were handed to the transfer, and when no write of them was left."""
+
+    blocks: int
+    start: float
+    end: float = 0.0
 
 
 class HandOff:
@@ -84,11 +94,13 @@ class HandOff:
         self._deadline = self._arrived + deadline_s
         self._first_chunk_at: float | None = None
         self._first_push_at = 0.0
+        self._seconds = 0.0  # from the first push to the commit
         self._next_block = target.first_block
         self._has_first_token = False
         self._firsts: list[tuple[int, FinishReason | None]] = []  # by child
         self._closed = False
         self._reading: set[int] = set()  # first blocks of pushes that are not over
+        self._pushes: dict[int, _Push] = {}  # by first block
         self._read_over = asyncio.Event()
         transfer.on_progress = self.on_progress
         self._transfer_over = self._aio.create_task(self._await_transfer())
@@ -140,7 +152,9 @@ class HandOff:
         end = -(-self.seq.prompt_len // size) if done else computed // size
         if end > self._next_block:  # after a preemption the first chunks repeat blocks that already went
             first, self._next_block = self._next_block, end
-            self._first_push_at = self._first_push_at or time.monotonic()
+            now = time.monotonic()
+            self._first_push_at = self._first_push_at or now
+            self._pushes[first] = _Push(end - first, now)
             hold = lease.reader(first, end - first)
             self._reading.add(first)
             self._transfer.push(first, hold.blocks, _Reading(hold, lambda: self._reading_ended(first)))
@@ -161,6 +175,8 @@ class HandOff:
         self.trace.append(Trace("delivered", delivered))
 
     def _reading_ended(self, first: int) -> None:
+        self._pushes[first].end = time.monotonic()
+
         def end() -> None:
             self._reading.discard(first)
             self._read_over.set()
@@ -202,7 +218,8 @@ class HandOff:
         except BatonError as error:
             self._inbox.put_nowait(error)
             return
-        self._count(report, time.monotonic() - self._first_push_at if report.blocks else 0.0)
+        self._seconds = time.monotonic() - self._first_push_at if report.blocks else 0.0
+        self._count(report, self._seconds)
         self._inbox.put_nowait(report)
 
     def fail(self, error: BatonError) -> None:
@@ -252,12 +269,20 @@ class HandOff:
         )
 
     def _handed_off(self, report: TransferReport) -> prefill_pb2.HandedOff:
+        now = time.monotonic()
+        since = self._first_chunk_at or self._arrived
         return prefill_pb2.HandedOff(
             blocks=report.blocks,
             bytes=report.bytes,
             exposed_s=report.exposed_s,
             blocks_before_last_chunk=self.delivered_before_last_chunk(),
             transport=report.transport,
+            seconds=self._seconds,
+            pushes=[
+                prefill_pb2.Push(first_block=first, blocks=push.blocks, start_s=push.start - since, end_s=end - since)
+                for first, push in sorted(self._pushes.items())[:MOST_PUSHES]
+                if (end := push.end or now)
+            ],
         )
 
     def delivered_before_last_chunk(self) -> int:

@@ -133,6 +133,8 @@ class FakePod(
         self.max_model_len = 2048
         self.num_blocks = 512
         self.cached_tokens = 0
+        self.blocks = transfer_pb2.PoolCounts(free=512)
+        self.activity = transfer_pb2.Activity()
         self.embeds = True
         self._queues: dict[str, asyncio.Queue[decode_pb2.TokenBatch | None]] = {}
         self._numbers: dict[str, int] = {}
@@ -195,6 +197,8 @@ class FakePod(
             ready=self.ready,
             draining=self.draining,
             served_name=self.served_name,
+            blocks=self.blocks,
+            activity=self.activity,
         )
 
     # -- Control
@@ -402,7 +406,13 @@ class FakePod(
                 decode.commit(valid.request_id, ends)
             self.seen.hand_offs.append(valid.request_id)
             yield prefill_pb2.PrefillEvent(
-                handed_off=prefill_pb2.HandedOff(blocks=len(request.target.blocks), bytes=1, transport="loopback")
+                handed_off=prefill_pb2.HandedOff(
+                    blocks=len(request.target.blocks),
+                    bytes=1,
+                    transport="loopback",
+                    exposed_s=0.001,
+                    pushes=[prefill_pb2.Push(blocks=len(request.target.blocks), start_s=0.009, end_s=0.01)],
+                )
             )
             done = True
         except (asyncio.CancelledError, GeneratorExit):

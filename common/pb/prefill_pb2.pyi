@@ -4,8 +4,10 @@ isort:skip_file
 What the gateway asks of a prefill pod."""
 
 from common.pb import types_pb2 as _types_pb2
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -182,6 +184,8 @@ class HandedOff(_message.Message):
     EXPOSED_S_FIELD_NUMBER: _builtins.int
     BLOCKS_BEFORE_LAST_CHUNK_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    PUSHES_FIELD_NUMBER: _builtins.int
     blocks: _builtins.int
     """Blocks pushed."""
     bytes: _builtins.int
@@ -192,6 +196,12 @@ class HandedOff(_message.Message):
     """Blocks that were delivered before the last chunk's compute ended."""
     transport: _builtins.str
     """Transport that carried the bytes (cma, tcp, shm, cuda_ipc, rdma, loopback)."""
+    seconds: _builtins.float
+    """Seconds from the first push until the commit was acknowledged."""
+    @_builtins.property
+    def pushes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Push]:
+        """The pushes, in order of their blocks."""
+
     def __init__(
         self,
         *,
@@ -200,14 +210,50 @@ class HandedOff(_message.Message):
         exposed_s: _builtins.float = ...,
         blocks_before_last_chunk: _builtins.int = ...,
         transport: _builtins.str = ...,
+        seconds: _builtins.float = ...,
+        pushes: _abc.Iterable[Global___Push] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "blocks_before_last_chunk", b"blocks_before_last_chunk", "bytes", b"bytes", "exposed_s", b"exposed_s", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "blocks_before_last_chunk", b"blocks_before_last_chunk", "bytes", b"bytes", "exposed_s", b"exposed_s", "pushes", b"pushes", "seconds", b"seconds", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___HandedOff: _TypeAlias = HandedOff  # noqa: Y015
+
+@_typing.final
+class Push(_message.Message):
+    """Blocks that one chunk finished, on their way. Times are seconds since the first chunk's start on this pod."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_BLOCK_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    START_S_FIELD_NUMBER: _builtins.int
+    END_S_FIELD_NUMBER: _builtins.int
+    first_block: _builtins.int
+    """First logical block."""
+    blocks: _builtins.int
+    """How many."""
+    start_s: _builtins.float
+    """When they were handed to the transfer."""
+    end_s: _builtins.float
+    """When the last write of them had ended."""
+    def __init__(
+        self,
+        *,
+        first_block: _builtins.int = ...,
+        blocks: _builtins.int = ...,
+        start_s: _builtins.float = ...,
+        end_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "end_s", b"end_s", "first_block", b"first_block", "start_s", b"start_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Push: _TypeAlias = Push  # noqa: Y015
 
 @_typing.final
 class PrefillAbortRequest(_message.Message):

@@ -25,47 +25,53 @@ _sym_db = _symbol_database.Default()
 from common.pb import types_pb2 as baton_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x62\x61ton/v1/transfer.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61ton/v1/types.proto\"\r\n\x0bInfoRequest\"\xb4\x01\n\x06Layout\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\r\n\x05model\x18\x02 \x01(\t\x12\x10\n\x08revision\x18\x03 \x01(\t\x12\x12\n\nnum_layers\x18\x04 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x05 \x01(\r\x12\x10\n\x08head_dim\x18\x06 \x01(\r\x12\x12\n\nblock_size\x18\x07 \x01(\r\x12\r\n\x05\x64type\x18\x08 \x01(\t\x12\x13\n\x0b\x62lock_bytes\x18\t \x01(\x04J\x04\x08\n\x10\x10\"\xb8\x03\n\x0cInfoResponse\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0b\n\x03pod\x18\x02 \x01(\t\x12\x12\n\ngeneration\x18\x03 \x01(\x06\x12\x1c\n\x04role\x18\x04 \x01(\x0e\x32\x0e.baton.v1.Role\x12 \n\x06layout\x18\x05 \x01(\x0b\x32\x10.baton.v1.Layout\x12\x13\n\x0b\x66ingerprint\x18\x06 \x01(\t\x12\x15\n\rmax_model_len\x18\x07 \x01(\r\x12\x12\n\nnum_blocks\x18\x08 \x01(\r\x12\x12\n\nvocab_size\x18\t \x01(\r\x12\x0b\n\x03pid\x18\n \x01(\r\x12\x0f\n\x07\x62oot_id\x18\x0b \x01(\t\x12\r\n\x05ready\x18\x0c \x01(\x08\x12\x10\n\x08\x64raining\x18\r \x01(\x08\x12\x0f\n\x07version\x18\x0e \x01(\t\x12$\n\x06\x62locks\x18\x0f \x01(\x0b\x32\x14.baton.v1.PoolCounts\x12*\n\x08\x63omputed\x18\x10 \x01(\x0b\x32\x18.baton.v1.ComputedTokens\x12\x13\n\x0bserved_name\x18\x11 \x01(\t\x12\x1c\n\x04load\x18  \x01(\x0b\x32\x0e.baton.v1.LoadJ\x04\x08\x12\x10 \"\xd5\x01\n\x04Load\x12\x15\n\rqueued_tokens\x18\x01 \x01(\x04\x12\x0f\n\x07running\x18\x02 \x01(\r\x12\x0f\n\x07waiting\x18\x03 \x01(\r\x12\x10\n\x08reserved\x18\x04 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x05 \x01(\r\x12\x14\n\x0cprefill_rate\x18\x06 \x01(\x02\x12\x1a\n\x12prefill_overhead_s\x18\x07 \x01(\x02\x12\x0e\n\x06step_s\x18\x08 \x01(\x02\x12\x14\n\x0cstep_slope_s\x18\t \x01(\x02\x12\x15\n\rtransfer_rate\x18\n \x01(\x02\"O\n\nPoolCounts\x12\x0c\n\x04\x66ree\x18\x01 \x01(\r\x12\x0e\n\x06\x63\x61\x63hed\x18\x02 \x01(\r\x12\x0e\n\x06leased\x18\x03 \x01(\r\x12\x13\n\x0bquarantined\x18\x04 \x01(\r\"C\n\x0e\x43omputedTokens\x12\x0f\n\x07prefill\x18\x01 \x01(\x04\x12\r\n\x05local\x18\x02 \x01(\x04\x12\x11\n\trecompute\x18\x03 \x01(\x04\"P\n\x10HandshakeRequest\x12$\n\x04info\x18\x01 \x01(\x0b\x32\x16.baton.v1.InfoResponse\x12\x16\n\x0e\x61gent_metadata\x18\x02 \x01(\x0c\"\xa3\x01\n\x11HandshakeResponse\x12$\n\x04info\x18\x01 \x01(\x0b\x32\x16.baton.v1.InfoResponse\x12\x16\n\x0e\x61gent_metadata\x18\x02 \x01(\x0c\x12\x11\n\tpool_base\x18\x03 \x01(\x06\x12\x13\n\x0bpool_device\x18\x04 \x01(\r\x12\x13\n\x0bpool_memory\x18\x05 \x01(\t\x12\x13\n\x0bprobe_block\x18\x06 \x01(\r\"N\n\x0cProbeRequest\x12\x0b\n\x03pod\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x06\x12\r\n\x05nonce\x18\x03 \x01(\x0c\x12\x0e\n\x06\x64igest\x18\x04 \x01(\x0c\"\x1f\n\rProbeResponse\x12\x0e\n\x06intact\x18\x01 \x01(\x08\"\x8e\x01\n\x0bOpenRequest\x12)\n\x0btransfer_id\x18\x01 \x01(\x0b\x32\x14.baton.v1.TransferId\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0b\n\x03pod\x18\x03 \x01(\t\x12\x12\n\ngeneration\x18\x04 \x01(\x06\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x0e\n\x06polled\x18\x06 \x01(\x08\"\x0e\n\x0cOpenResponse\"\xad\x01\n\rCommitRequest\x12)\n\x0btransfer_id\x18\x01 \x01(\x0b\x32\x14.baton.v1.TransferId\x12\x12\n\ngeneration\x18\x02 \x01(\x06\x12\x14\n\x0c\x66irst_tokens\x18\x03 \x03(\r\x12.\n\x0e\x66inish_reasons\x18\x04 \x03(\x0e\x32\x16.baton.v1.FinishReason\x12\x11\n\tchecksums\x18\x05 \x03(\x07J\x04\x08\x06\x10\n\"\x10\n\x0e\x43ommitResponse\"9\n\x0c\x44rainRequest\x12)\n\x0btransfer_id\x18\x01 \x01(\x0b\x32\x14.baton.v1.TransferId\"2\n\rDrainResponse\x12\x12\n\ngeneration\x18\x01 \x01(\x06\x12\r\n\x05\x63lean\x18\x02 \x01(\x08*N\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x12\r\n\tROLE_BOTH\x10\x03\x32\xef\x02\n\x08Transfer\x12\x35\n\x04Info\x12\x15.baton.v1.InfoRequest\x1a\x16.baton.v1.InfoResponse\x12\x44\n\tHandshake\x12\x1a.baton.v1.HandshakeRequest\x1a\x1b.baton.v1.HandshakeResponse\x12\x38\n\x05Probe\x12\x16.baton.v1.ProbeRequest\x1a\x17.baton.v1.ProbeResponse\x12\x35\n\x04Open\x12\x15.baton.v1.OpenRequest\x1a\x16.baton.v1.OpenResponse\x12;\n\x06\x43ommit\x12\x17.baton.v1.CommitRequest\x1a\x18.baton.v1.CommitResponse\x12\x38\n\x05\x44rain\x12\x16.baton.v1.DrainRequest\x1a\x17.baton.v1.DrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x62\x61ton/v1/transfer.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61ton/v1/types.proto\"\r\n\x0bInfoRequest\"\xb4\x01\n\x06Layout\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\r\n\x05model\x18\x02 \x01(\t\x12\x10\n\x08revision\x18\x03 \x01(\t\x12\x12\n\nnum_layers\x18\x04 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x05 \x01(\r\x12\x10\n\x08head_dim\x18\x06 \x01(\r\x12\x12\n\nblock_size\x18\x07 \x01(\r\x12\r\n\x05\x64type\x18\x08 \x01(\t\x12\x13\n\x0b\x62lock_bytes\x18\t \x01(\x04J\x04\x08\n\x10\x10\"\xde\x03\n\x0cInfoResponse\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0b\n\x03pod\x18\x02 \x01(\t\x12\x12\n\ngeneration\x18\x03 \x01(\x06\x12\x1c\n\x04role\x18\x04 \x01(\x0e\x32\x0e.baton.v1.Role\x12 \n\x06layout\x18\x05 \x01(\x0b\x32\x10.baton.v1.Layout\x12\x13\n\x0b\x66ingerprint\x18\x06 \x01(\t\x12\x15\n\rmax_model_len\x18\x07 \x01(\r\x12\x12\n\nnum_blocks\x18\x08 \x01(\r\x12\x12\n\nvocab_size\x18\t \x01(\r\x12\x0b\n\x03pid\x18\n \x01(\r\x12\x0f\n\x07\x62oot_id\x18\x0b \x01(\t\x12\r\n\x05ready\x18\x0c \x01(\x08\x12\x10\n\x08\x64raining\x18\r \x01(\x08\x12\x0f\n\x07version\x18\x0e \x01(\t\x12$\n\x06\x62locks\x18\x0f \x01(\x0b\x32\x14.baton.v1.PoolCounts\x12*\n\x08\x63omputed\x18\x10 \x01(\x0b\x32\x18.baton.v1.ComputedTokens\x12\x13\n\x0bserved_name\x18\x11 \x01(\t\x12\x1c\n\x04load\x18  \x01(\x0b\x32\x0e.baton.v1.Load\x12$\n\x08\x61\x63tivity\x18# \x01(\x0b\x32\x12.baton.v1.ActivityJ\x04\x08\x12\x10 \"w\n\x08\x41\x63tivity\x12\x18\n\x10generated_tokens\x18\x01 \x01(\x04\x12\x13\n\x0bpreemptions\x18\x02 \x01(\x04\x12 \n\x06\x64rafts\x18\x03 \x01(\x0b\x32\x10.baton.v1.Drafts\x12\x1a\n\x03gpu\x18\x04 \x01(\x0b\x32\r.baton.v1.Gpu\"_\n\x06\x44rafts\x12\x10\n\x08proposer\x18\x01 \x01(\t\x12\x0e\n\x06\x63hains\x18\x02 \x01(\x04\x12\x10\n\x08proposed\x18\x03 \x01(\x04\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x04 \x01(\x04\x12\x0f\n\x07useless\x18\x05 \x01(\x08\"Z\n\x03Gpu\x12\x18\n\x0butilization\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x13\n\x0bmemory_used\x18\x02 \x01(\x04\x12\x14\n\x0cmemory_total\x18\x03 \x01(\x04\x42\x0e\n\x0c_utilization\"\xd5\x01\n\x04Load\x12\x15\n\rqueued_tokens\x18\x01 \x01(\x04\x12\x0f\n\x07running\x18\x02 \x01(\r\x12\x0f\n\x07waiting\x18\x03 \x01(\r\x12\x10\n\x08reserved\x18\x04 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x05 \x01(\r\x12\x14\n\x0cprefill_rate\x18\x06 \x01(\x02\x12\x1a\n\x12prefill_overhead_s\x18\x07 \x01(\x02\x12\x0e\n\x06step_s\x18\x08 \x01(\x02\x12\x14\n\x0cstep_slope_s\x18\t \x01(\x02\x12\x15\n\rtransfer_rate\x18\n \x01(\x02\"O\n\nPoolCounts\x12\x0c\n\x04\x66ree\x18\x01 \x01(\r\x12\x0e\n\x06\x63\x61\x63hed\x18\x02 \x01(\r\x12\x0e\n\x06leased\x18\x03 \x01(\r\x12\x13\n\x0bquarantined\x18\x04 \x01(\r\"C\n\x0e\x43omputedTokens\x12\x0f\n\x07prefill\x18\x01 \x01(\x04\x12\r\n\x05local\x18\x02 \x01(\x04\x12\x11\n\trecompute\x18\x03 \x01(\x04\"P\n\x10HandshakeRequest\x12$\n\x04info\x18\x01 \x01(\x0b\x32\x16.baton.v1.InfoResponse\x12\x16\n\x0e\x61gent_metadata\x18\x02 \x01(\x0c\"\xa3\x01\n\x11HandshakeResponse\x12$\n\x04info\x18\x01 \x01(\x0b\x32\x16.baton.v1.InfoResponse\x12\x16\n\x0e\x61gent_metadata\x18\x02 \x01(\x0c\x12\x11\n\tpool_base\x18\x03 \x01(\x06\x12\x13\n\x0bpool_device\x18\x04 \x01(\r\x12\x13\n\x0bpool_memory\x18\x05 \x01(\t\x12\x13\n\x0bprobe_block\x18\x06 \x01(\r\"N\n\x0cProbeRequest\x12\x0b\n\x03pod\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x06\x12\r\n\x05nonce\x18\x03 \x01(\x0c\x12\x0e\n\x06\x64igest\x18\x04 \x01(\x0c\"\x1f\n\rProbeResponse\x12\x0e\n\x06intact\x18\x01 \x01(\x08\"\x8e\x01\n\x0bOpenRequest\x12)\n\x0btransfer_id\x18\x01 \x01(\x0b\x32\x14.baton.v1.TransferId\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0b\n\x03pod\x18\x03 \x01(\t\x12\x12\n\ngeneration\x18\x04 \x01(\x06\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x0e\n\x06polled\x18\x06 \x01(\x08\"\x0e\n\x0cOpenResponse\"\xad\x01\n\rCommitRequest\x12)\n\x0btransfer_id\x18\x01 \x01(\x0b\x32\x14.baton.v1.TransferId\x12\x12\n\ngeneration\x18\x02 \x01(\x06\x12\x14\n\x0c\x66irst_tokens\x18\x03 \x03(\r\x12.\n\x0e\x66inish_reasons\x18\x04 \x03(\x0e\x32\x16.baton.v1.FinishReason\x12\x11\n\tchecksums\x18\x05 \x03(\x07J\x04\x08\x06\x10\n\"\x10\n\x0e\x43ommitResponse\"9\n\x0c\x44rainRequest\x12)\n\x0btransfer_id\x18\x01 \x01(\x0b\x32\x14.baton.v1.TransferId\"2\n\rDrainResponse\x12\x12\n\ngeneration\x18\x01 \x01(\x06\x12\r\n\x05\x63lean\x18\x02 \x01(\x08*N\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x12\r\n\tROLE_BOTH\x10\x03\x32\xef\x02\n\x08Transfer\x12\x35\n\x04Info\x12\x15.baton.v1.InfoRequest\x1a\x16.baton.v1.InfoResponse\x12\x44\n\tHandshake\x12\x1a.baton.v1.HandshakeRequest\x1a\x1b.baton.v1.HandshakeResponse\x12\x38\n\x05Probe\x12\x16.baton.v1.ProbeRequest\x1a\x17.baton.v1.ProbeResponse\x12\x35\n\x04Open\x12\x15.baton.v1.OpenRequest\x1a\x16.baton.v1.OpenResponse\x12;\n\x06\x43ommit\x12\x17.baton.v1.CommitRequest\x1a\x18.baton.v1.CommitResponse\x12\x38\n\x05\x44rain\x12\x16.baton.v1.DrainRequest\x1a\x17.baton.v1.DrainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'common.pb.transfer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROLE']._serialized_start=1893
-  _globals['_ROLE']._serialized_end=1971
+  _globals['_ROLE']._serialized_start=2241
+  _globals['_ROLE']._serialized_end=2319
   _globals['_INFOREQUEST']._serialized_start=59
   _globals['_INFOREQUEST']._serialized_end=72
   _globals['_LAYOUT']._serialized_start=75
   _globals['_LAYOUT']._serialized_end=255
   _globals['_INFORESPONSE']._serialized_start=258
-  _globals['_INFORESPONSE']._serialized_end=698
-  _globals['_LOAD']._serialized_start=701
-  _globals['_LOAD']._serialized_end=914
-  _globals['_POOLCOUNTS']._serialized_start=916
-  _globals['_POOLCOUNTS']._serialized_end=995
-  _globals['_COMPUTEDTOKENS']._serialized_start=997
-  _globals['_COMPUTEDTOKENS']._serialized_end=1064
-  _globals['_HANDSHAKEREQUEST']._serialized_start=1066
-  _globals['_HANDSHAKEREQUEST']._serialized_end=1146
-  _globals['_HANDSHAKERESPONSE']._serialized_start=1149
-  _globals['_HANDSHAKERESPONSE']._serialized_end=1312
-  _globals['_PROBEREQUEST']._serialized_start=1314
-  _globals['_PROBEREQUEST']._serialized_end=1392
-  _globals['_PROBERESPONSE']._serialized_start=1394
-  _globals['_PROBERESPONSE']._serialized_end=1425
-  _globals['_OPENREQUEST']._serialized_start=1428
-  _globals['_OPENREQUEST']._serialized_end=1570
-  _globals['_OPENRESPONSE']._serialized_start=1572
-  _globals['_OPENRESPONSE']._serialized_end=1586
-  _globals['_COMMITREQUEST']._serialized_start=1589
-  _globals['_COMMITREQUEST']._serialized_end=1762
-  _globals['_COMMITRESPONSE']._serialized_start=1764
-  _globals['_COMMITRESPONSE']._serialized_end=1780
-  _globals['_DRAINREQUEST']._serialized_start=1782
-  _globals['_DRAINREQUEST']._serialized_end=1839
-  _globals['_DRAINRESPONSE']._serialized_start=1841
-  _globals['_DRAINRESPONSE']._serialized_end=1891
-  _globals['_TRANSFER']._serialized_start=1974
-  _globals['_TRANSFER']._serialized_end=2341
+  _globals['_INFORESPONSE']._serialized_end=736
+  _globals['_ACTIVITY']._serialized_start=738
+  _globals['_ACTIVITY']._serialized_end=857
+  _globals['_DRAFTS']._serialized_start=859
+  _globals['_DRAFTS']._serialized_end=954
+  _globals['_GPU']._serialized_start=956
+  _globals['_GPU']._serialized_end=1046
+  _globals['_LOAD']._serialized_start=1049
+  _globals['_LOAD']._serialized_end=1262
+  _globals['_POOLCOUNTS']._serialized_start=1264
+  _globals['_POOLCOUNTS']._serialized_end=1343
+  _globals['_COMPUTEDTOKENS']._serialized_start=1345
+  _globals['_COMPUTEDTOKENS']._serialized_end=1412
+  _globals['_HANDSHAKEREQUEST']._serialized_start=1414
+  _globals['_HANDSHAKEREQUEST']._serialized_end=1494
+  _globals['_HANDSHAKERESPONSE']._serialized_start=1497
+  _globals['_HANDSHAKERESPONSE']._serialized_end=1660
+  _globals['_PROBEREQUEST']._serialized_start=1662
+  _globals['_PROBEREQUEST']._serialized_end=1740
+  _globals['_PROBERESPONSE']._serialized_start=1742
+  _globals['_PROBERESPONSE']._serialized_end=1773
+  _globals['_OPENREQUEST']._serialized_start=1776
+  _globals['_OPENREQUEST']._serialized_end=1918
+  _globals['_OPENRESPONSE']._serialized_start=1920
+  _globals['_OPENRESPONSE']._serialized_end=1934
+  _globals['_COMMITREQUEST']._serialized_start=1937
+  _globals['_COMMITREQUEST']._serialized_end=2110
+  _globals['_COMMITRESPONSE']._serialized_start=2112
+  _globals['_COMMITRESPONSE']._serialized_end=2128
+  _globals['_DRAINREQUEST']._serialized_start=2130
+  _globals['_DRAINREQUEST']._serialized_end=2187
+  _globals['_DRAINRESPONSE']._serialized_start=2189
+  _globals['_DRAINRESPONSE']._serialized_end=2239
+  _globals['_TRANSFER']._serialized_start=2322
+  _globals['_TRANSFER']._serialized_end=2689
 # @@protoc_insertion_point(module_scope)

@@ -145,6 +145,7 @@ class InfoResponse(_message.Message):
     COMPUTED_FIELD_NUMBER: _builtins.int
     SERVED_NAME_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
+    ACTIVITY_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Version of this protocol; a pod serves peers whose major version equals its own."""
     pod: _builtins.str
@@ -189,6 +190,10 @@ class InfoResponse(_message.Message):
     def load(self) -> Global___Load:
         """How busy it is, for gateways; what it measured of itself."""
 
+    @_builtins.property
+    def activity(self) -> Global___Activity:
+        """What it has done, for dashboards."""
+
     def __init__(
         self,
         *,
@@ -210,14 +215,123 @@ class InfoResponse(_message.Message):
         computed: Global___ComputedTokens | None = ...,
         served_name: _builtins.str = ...,
         load: Global___Load | None = ...,
+        activity: Global___Activity | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "computed", b"computed", "layout", b"layout", "load", b"load"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "blocks", b"blocks", "computed", b"computed", "layout", b"layout", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "boot_id", b"boot_id", "computed", b"computed", "draining", b"draining", "fingerprint", b"fingerprint", "generation", b"generation", "layout", b"layout", "load", b"load", "max_model_len", b"max_model_len", "num_blocks", b"num_blocks", "pid", b"pid", "pod", b"pod", "protocol_version", b"protocol_version", "ready", b"ready", "role", b"role", "served_name", b"served_name", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "blocks", b"blocks", "boot_id", b"boot_id", "computed", b"computed", "draining", b"draining", "fingerprint", b"fingerprint", "generation", b"generation", "layout", b"layout", "load", b"load", "max_model_len", b"max_model_len", "num_blocks", b"num_blocks", "pid", b"pid", "pod", b"pod", "protocol_version", b"protocol_version", "ready", b"ready", "role", b"role", "served_name", b"served_name", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___InfoResponse: _TypeAlias = InfoResponse  # noqa: Y015
+
+@_typing.final
+class Activity(_message.Message):
+    """What a pod did since its start."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GENERATED_TOKENS_FIELD_NUMBER: _builtins.int
+    PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    DRAFTS_FIELD_NUMBER: _builtins.int
+    GPU_FIELD_NUMBER: _builtins.int
+    generated_tokens: _builtins.int
+    """Tokens sampled."""
+    preemptions: _builtins.int
+    """Sequences that lost their KV because others needed the room."""
+    @_builtins.property
+    def drafts(self) -> Global___Drafts:
+        """Speculative decoding; absent without it."""
+
+    @_builtins.property
+    def gpu(self) -> Global___Gpu:
+        """Its accelerator; absent on a CPU, or where nothing is known of it."""
+
+    def __init__(
+        self,
+        *,
+        generated_tokens: _builtins.int = ...,
+        preemptions: _builtins.int = ...,
+        drafts: Global___Drafts | None = ...,
+        gpu: Global___Gpu | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["drafts", b"drafts", "gpu", b"gpu"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafts", b"drafts", "generated_tokens", b"generated_tokens", "gpu", b"gpu", "preemptions", b"preemptions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Activity: _TypeAlias = Activity  # noqa: Y015
+
+@_typing.final
+class Drafts(_message.Message):
+    """What came of drafts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROPOSER_FIELD_NUMBER: _builtins.int
+    CHAINS_FIELD_NUMBER: _builtins.int
+    PROPOSED_FIELD_NUMBER: _builtins.int
+    ACCEPTED_FIELD_NUMBER: _builtins.int
+    USELESS_FIELD_NUMBER: _builtins.int
+    proposer: _builtins.str
+    """Who makes them."""
+    chains: _builtins.int
+    """Proposals that steps verified, one a sequence and step."""
+    proposed: _builtins.int
+    """Their tokens."""
+    accepted: _builtins.int
+    """Those that were right."""
+    useless: _builtins.bool
+    """None was right for a long while."""
+    def __init__(
+        self,
+        *,
+        proposer: _builtins.str = ...,
+        chains: _builtins.int = ...,
+        proposed: _builtins.int = ...,
+        accepted: _builtins.int = ...,
+        useless: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "chains", b"chains", "proposed", b"proposed", "proposer", b"proposer", "useless", b"useless"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Drafts: _TypeAlias = Drafts  # noqa: Y015
+
+@_typing.final
+class Gpu(_message.Message):
+    """An accelerator, as its driver tells."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UTILIZATION_FIELD_NUMBER: _builtins.int
+    MEMORY_USED_FIELD_NUMBER: _builtins.int
+    MEMORY_TOTAL_FIELD_NUMBER: _builtins.int
+    utilization: _builtins.float
+    """Share of the last second or so in which something ran, from 0 to 1; absent where the driver does not tell."""
+    memory_used: _builtins.int
+    """Bytes in use, by all processes."""
+    memory_total: _builtins.int
+    """Bytes that it has."""
+    def __init__(
+        self,
+        *,
+        utilization: _builtins.float | None = ...,
+        memory_used: _builtins.int = ...,
+        memory_total: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_utilization", b"_utilization", "utilization", b"utilization"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_utilization", b"_utilization", "memory_total", b"memory_total", "memory_used", b"memory_used", "utilization", b"utilization"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__utilization: _TypeAlias = _typing.Literal["utilization"]  # noqa: Y015
+    _WhichOneofArgType__utilization: _TypeAlias = _typing.Literal["_utilization", b"_utilization"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__utilization) -> _WhichOneofReturnType__utilization | None: ...
+
+Global___Gpu: _TypeAlias = Gpu  # noqa: Y015
 
 @_typing.final
 class Load(_message.Message):

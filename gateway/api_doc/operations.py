@@ -94,6 +94,33 @@ OPERATIONS: tuple[Operation, ...] = (
         (401, 404),
         path_parameters=(("request_id", _NAME),),
     ),
+    Operation(
+        "GET",
+        "/dashboard/state",
+        "What the dashboard shows of pods, rates and latencies, over the last five minutes.",
+        "DashboardState",
+        (401,),
+    ),
+    Operation(
+        "GET",
+        "/dashboard/requests",
+        "Recent requests of the key's tenant, newest first, with their waterfalls; since: the cursor of an answer "
+        "before, for what changed after it.",
+        "DashboardRequests",
+        (400, 401),
+        query=(
+            ("limit", {"type": "integer", "minimum": 1, "maximum": 256, "default": 50}),
+            ("since", {"type": "number", "minimum": 0, "default": 0}),
+        ),
+    ),
+    Operation(
+        "GET",
+        "/dashboard/requests/{request_id}",
+        "One of them.",
+        "DashboardRequest",
+        (401, 404),
+        path_parameters=(("request_id", _NAME),),
+    ),
 )
 
 # Headers that requests may carry: name, meaning, schema.

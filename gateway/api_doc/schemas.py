@@ -243,4 +243,7 @@ SCHEMAS: Json = {
     "Status": obj({"status": _STRING}),
     "Version": obj({"version": _STRING}),
     "Timeline": {"type": "object"},
+    "DashboardState": {"type": "object"},
+    "DashboardRequests": obj({"cursor": _NUMBER, "requests": array(ref("DashboardRequest"))}),
+    "DashboardRequest": {"type": "object"},
 }

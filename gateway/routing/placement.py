@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from common.types import Role
-from gateway.approx_index import ApproxIndex
+from gateway.approx_index import ANY_POD, ApproxIndex
 from gateway.pod import Pod
 from gateway.routing.inflight import InFlight
 from gateway.routing.policy import Option
@@ -111,6 +111,7 @@ class Placement:
         if self._prefill is not None or self._decode.option.view.role is Role.BOTH:
             self._unbook(self.request_id, [self._computes.pod])
         asyncio.get_running_loop().call_later(LINGER_S, self._inflight.remove, self.request_id)
+        self._approx.record(*ANY_POD, self._hashes)
         for pod in {
             self._decode.pod.address: self._decode.pod,
             self._computes.pod.address: self._computes.pod,

@@ -55,7 +55,10 @@ class Ledger(Protocol):
 
 
 class Plan:
-    """See the top of this file. affinity: what the client wants to stay together. shared: the index answered."""
+    """See the top of this file. affinity: what the client wants to stay together. shared: the index answered.
+
+    repeated: tokens at the prompt's start with which an earlier prompt of this gateway began.
+    """
 
     def __init__(
         self,
@@ -67,8 +70,10 @@ class Plan:
         policy: Policy,
         shared: bool,
         affinity: str,
+        repeated: int = 0,
     ) -> None:
         self.request = request
+        self.repeated = repeated
         self._prompts = prompts
         self._table = table
         self._ledger = ledger

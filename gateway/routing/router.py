@@ -19,7 +19,7 @@ from common.block_hash import BlockHasher, matchable_blocks
 from common.errors import IndexUnavailable
 from common.prefix_index import Candidate, IndexReader, Reserved
 from common.types import ValidRequest
-from gateway.approx_index import ApproxIndex
+from gateway.approx_index import ANY_POD, ApproxIndex
 from gateway.metrics import GatewayMetrics
 from gateway.pod import Pod
 from gateway.pod_info import PodInfo
@@ -62,12 +62,14 @@ class Router:
         """Hashes the prompt for every layout in use and asks who holds it. Never fails."""
         index = self._index()
         prompts: dict[str, Prompt] = {}
-        known = False
+        known, repeated = False, 0
         for fingerprint, pods in list(self._table.layouts().items()):
             info = pods[0].info
             assert info is not None
             hashes = await _hashes(request, info)
             names = [(p.info.name, p.info.generation) for p in pods if p.info]
+            if not prompts:
+                repeated = self.approx.lookup(hashes, [ANY_POD])[ANY_POD[0]] * info.block_size
             prompt = None if index is None else await self._ask(index, info, hashes, names)
             if prompt is None:
                 index = None
@@ -85,6 +87,7 @@ class Router:
             policy=self._home if lost else self._policy,
             shared=index is not None,
             affinity=affinity,
+            repeated=repeated,
         )
 
     async def _ask(

@@ -83,7 +83,7 @@ async def test_a_pod_that_does_not_say_what_it_serves_is_no_pod_of_several_model
         silent = await cluster.add(Role.DECODE, "silent")
         for model in gw.gateway.models:
             pod = model.table._pod(silent.address, static=True)
-            await until(lambda pod=pod: bool(pod._objection))  # type: ignore[misc]
+            await until(lambda pod=pod: bool(pod.objection))  # type: ignore[misc]
             assert not pod.alive
 
 

@@ -1,0 +1,181 @@
+"""GET /dashboard/state: pods, links, rates and percentiles. See the top of the package for its fields."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from common.types import PoolCounts
+from gateway.dashboard.history import Sample
+from gateway.dashboard.window import Window, link_json, speculation_json
+from gateway.pod import Pod
+from gateway.pod_activity import Drafts
+from gateway.service import Gateway
+
+Json = dict[str, Any]
+
+
+class State:
+    """Makes the JSON of one gateway. Nothing is computed unless somebody looks."""
+
+    def __init__(self, gateway: Gateway, version: str) -> None:
+        self._gateway = gateway
+        self._version = version
+        self._started = time.monotonic()
+
+    def as_json(self) -> Json:
+        """Of now."""
+        history = self._gateway.history
+        samples = history.samples
+        now = history.now()
+        window = Window(samples[0] if samples else now, now)
+        counts = window.end.counts
+        return {
+            "now": time.time(),
+            "window_s": window.seconds,
+            "gateway": self._gateway_json(counts),
+            "models": self._models(),
+            "pods": [_pod_json(pod, model, window) for model, pod in self._pods()],
+            "links": [link_json(source, link) for source, link in window.links()],
+            "rates": {
+                "requests_per_s": window.rate("requests"),
+                "prompt_tokens_per_s": window.rate("prompt_tokens"),
+                "output_tokens_per_s": window.rate("output_tokens"),
+                "rejections_per_s": window.rate("rejections"),
+                "retries_per_s": window.rate("retries"),
+            },
+            "errors": _errors(window),
+            "latency": {name: window.shape(name).as_json() for name in now.shapes},
+            "cache": _cache(window),
+            "speculation": _speculation(window),
+            "series": _series((*samples, now)),
+        }
+
+    def _pods(self) -> list[tuple[str, Pod]]:
+        pairs = [(model.name, pod) for model in self._gateway.models for pod in model.table.pods.values()]
+        return sorted(pairs, key=lambda pair: (pair[0], _role(pair[1]) or "", pair[1].name))
+
+    def _gateway_json(self, counts: Mapping[str, float]) -> Json:
+        gateway = self._gateway
+        return {
+            "id": gateway.id,
+            "version": self._version,
+            "uptime_s": time.monotonic() - self._started,
+            "ready": gateway.ready,
+            "draining": gateway.draining,
+            "running": int(counts["running"]),
+            "waiting": int(counts["waiting"]),
+            "index_mode": gateway.metrics.mode,
+        }
+
+    def _models(self) -> list[Json]:
+        models = self._gateway.models
+        return [
+            {
+                "name": model.name,
+                "aliases": [alias for alias, name in models.aliases.items() if name == model.name],
+                "ready": model.table.ready,
+                "waiting": model.gate.waiting,
+                "max_model_len": model.limits().max_model_len if model.table.ready else None,
+            }
+            for model in models
+        ]
+
+
+def _role(pod: Pod) -> str | None:
+    return None if pod.info is None else pod.info.role.value
+
+
+def _pod_json(pod: Pod, model: str, window: Window) -> Json:
+    info, load, activity = pod.info, None if pod.view is None else pod.view.load, pod.activity
+    out: Json = {
+        "name": pod.name,
+        "address": pod.address,
+        "model": model,
+        "role": _role(pod),
+        "state": pod.state,
+        "reason": pod.objection or None,
+        "generation": None if info is None else info.generation,
+        "heard_s": time.monotonic() - pod.seen,
+        "block_size": None if info is None else info.block_size,
+        "blocks": None if activity is None else _blocks(activity.blocks),
+        "kv_used": None if activity is None else _used(activity.blocks),
+    }
+    for name in ("queued_tokens", "running", "waiting", "reserved"):
+        out[name] = None
+    if load is not None:
+        out |= {"queued_tokens": load.queued_tokens, "running": load.running}
+        out |= {"waiting": load.waiting, "reserved": load.reserved}
+    out |= {"prefill_tokens_per_s": None, "generated_tokens_per_s": None, "preemptions": None}
+    out |= {"speculation": None, "gpu": None}
+    if info is None or activity is None or not pod.alive:
+        return out
+    key = info.name, info.generation
+    out["prefill_tokens_per_s"] = window.pod_rate(key, "prefilled")
+    out["generated_tokens_per_s"] = window.pod_rate(key, "generated")
+    out["preemptions"] = window.preemptions(key)
+    if (drafts := window.drafts(key)) is not None:
+        out["speculation"] = speculation_json(drafts)
+    if (gpu := activity.gpu) is not None:
+        names = ("utilization", "memory_used", "memory_total")
+        out["gpu"] = dict(zip(names, (gpu.utilization, gpu.memory_used, gpu.memory_total), strict=True))
+    return out
+
+
+def _blocks(counts: PoolCounts) -> Json:
+    by_state = {"free": counts.free, "cached": counts.cached, "leased": counts.leased}
+    return {**by_state, "quarantined": counts.quarantined, "total": counts.total}
+
+
+def _used(counts: PoolCounts) -> float | None:
+    return (counts.leased + counts.quarantined) / counts.total if counts.total else None
+
+
+def _errors(window: Window) -> Json:
+    requests, failed = window.count("requests"), window.count("failed")
+    return {"requests": int(requests), "failed": int(failed), "ratio": failed / requests if requests else None}
+
+
+def _cache(window: Window) -> Json:
+    hits, prompts = window.count("actual_hits"), window.count("routed_tokens")
+    return {
+        "hit_rate": hits / prompts if prompts else None,
+        "hit_tokens": int(hits),
+        "predicted_tokens": int(window.count("predicted_hits")),
+        "prompt_tokens": int(prompts),
+    }
+
+
+def _speculation(window: Window) -> Json | None:
+    found = [(key[0], drafts) for key in window.end.pods if (drafts := window.drafts(key)) is not None]
+    if not found:
+        return None
+    total = Drafts(
+        ",".join(sorted({drafts.proposer for _, drafts in found})),
+        sum(drafts.chains for _, drafts in found),
+        sum(drafts.proposed for _, drafts in found),
+        sum(drafts.accepted for _, drafts in found),
+        False,
+    )
+    return {**speculation_json(total), "useless": [pod for pod, drafts in found if drafts.useless]}
+
+
+def _series(samples: Sequence[Sample]) -> Json:
+    """One point for each period, told at its end."""
+    windows = [Window(start, end) for start, end in itertools.pairwise(samples)]
+    ttft, itl = [w.shape("ttft") for w in windows], [w.shape("itl") for w in windows]
+    return {
+        "t": [w.end.at - samples[-1].at for w in windows],
+        "requests_per_s": [w.rate("requests") for w in windows],
+        "output_tokens_per_s": [w.rate("output_tokens") for w in windows],
+        "ttft_p50": [shape.quantile(0.5) for shape in ttft],
+        "ttft_p99": [shape.quantile(0.99) for shape in ttft],
+        "itl_p50": [shape.quantile(0.5) for shape in itl],
+        "itl_p99": [shape.quantile(0.99) for shape in itl],
+        "hit_rate": [_cache(w)["hit_rate"] for w in windows],
+        "running": [w.end.counts["running"] for w in windows],
+        "waiting": [w.end.counts["waiting"] for w in windows],
+        "kv_used": [w.end.kv_used() for w in windows],
+    }

@@ -1,0 +1,109 @@
+"""Differences of counters and histograms over the dashboard's window."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.telemetry import Tally
+from common.types import PoolCounts
+from gateway.dashboard.history import PERIOD_S, WINDOW_S, History, Sample
+from gateway.dashboard.shape import Shape
+from gateway.dashboard.window import Window
+from gateway.metrics import GatewayMetrics
+from gateway.pod_activity import Drafts, Link, PodActivity
+
+BOUNDS = (0.1, 0.5, 1.0, 5.0)
+VALUES = st.lists(st.floats(0, 4.9), max_size=40)
+
+
+def shape(tally: Tally) -> Shape:
+    return Shape.of(next(iter(tally.collect())))
+
+
+def observed(values: Sequence[float]) -> Tally:
+    tally = Tally("t", "T.", BOUNDS)
+    for value in values:
+        tally.observe(value)
+    return tally
+
+
+@given(VALUES, VALUES, st.floats(0.01, 1))
+def test_a_difference_has_the_percentiles_of_what_came_between(
+    before: list[float], after: list[float], q: float
+) -> None:
+    tally = observed(before)
+    start = shape(tally)
+    for value in after:
+        tally.observe(value)
+    between = shape(tally).since(start)
+    assert between.count == len(after)
+    assert between.total == pytest.approx(sum(after))
+    found = between.quantile(q)
+    if not after:
+        assert found is None
+        return
+    exact = sorted(after)[max(0, -int(-q * len(after) // 1) - 1)]
+    below = max((bound for bound in (0.0, *BOUNDS) if bound < exact), default=0.0)
+    above = min(bound for bound in BOUNDS if bound >= exact)
+    assert found is not None
+    assert below <= found <= above
+
+
+def test_what_is_beyond_the_last_bound_counts_as_it() -> None:
+    assert shape(observed([50.0])).quantile(0.5) == 5.0
+
+
+def activity(**fields: object) -> PodActivity:
+    return PodActivity(PoolCounts(1, 0, 1, 0), **fields)  # type: ignore[arg-type]
+
+
+def test_pods_that_restart_and_links_that_are_made_anew_count_from_zero() -> None:
+    drafts = Drafts("ngram", 10, 20, 5, False)
+    old = activity(prefilled=100, generated=50, drafts=drafts, links=(Link("d", "tcp", 900, 9.0, 1.0),))
+    new = activity(
+        prefilled=300, generated=90, preemptions=2, drafts=Drafts("ngram", 30, 60, 35, True),
+        links=(Link("d", "tcp", 1000, 10.0, 1.0), Link("d", "cma", 7, 1.0, 2.0)),
+    )  # fmt: skip
+    born = activity(prefilled=40, links=(Link("d", "tcp", 5, 0.5, 1.0),))
+    start = Sample(0.0, {}, {}, {("p", 1): old, ("q", 1): old})
+    window = Window(start, Sample(10.0, {}, {}, {("p", 1): new, ("q", 2): born}))
+    assert window.pod_rate(("p", 1), "prefilled") == 20
+    assert window.pod_rate(("p", 1), "generated") == 4
+    assert window.pod_rate(("q", 2), "prefilled") == 4
+    assert window.pod_rate(("q", 1), "prefilled") == 0
+    assert window.preemptions(("p", 1)) == 2
+    assert window.drafts(("p", 1)) == Drafts("ngram", 20, 40, 30, True)
+    assert window.drafts(("q", 2)) is None
+    assert [(pod, link.transport, link.bytes, link.busy_s) for pod, link in window.links()] == [
+        ("p", "tcp", 100, 1.0), ("p", "cma", 7, 1.0), ("q", "tcp", 5, 0.5),
+    ]  # fmt: skip
+    assert window.end.kv_used() == 0.5
+
+
+def test_the_ring_keeps_the_last_minutes() -> None:
+    now = [0.0]
+    metrics = GatewayMetrics()
+    history = History(metrics, lambda: (), lambda: 3, lambda: now[0])
+    for number in range(100):
+        metrics.output_tokens.inc(number)
+        history.take()
+        now[0] += PERIOD_S
+    kept = history.samples
+    assert kept[-1].at - kept[0].at == WINDOW_S
+    assert Window(kept[-2], kept[-1]).rate("output_tokens") == 99 / PERIOD_S
+    assert kept[-1].counts["waiting"] == 3
+
+
+def test_failures_are_ours_alone() -> None:
+    metrics = GatewayMetrics()
+    for outcome in ("ok", "aborted", "InvalidRequest", "RateLimited", "NotServed", "Overloaded"):
+        metrics.requests.labels("chat", outcome).inc()
+    assert metrics.totals()["failed"] == 0
+    for outcome in ("internal", "InternalError", "Unavailable", "TransferFailed", "DeadlineExceeded"):
+        metrics.requests.labels("chat", outcome).inc()
+    assert metrics.totals()["failed"] == 5
+    assert metrics.totals()["requests"] == 11
