@@ -94,6 +94,14 @@ ApiKeys = Annotated[
 ]
 AllowTcp = Annotated[bool | None, typer.Option("--allow-tcp", help="KV on a GPU may travel over TCP.")]
 Logs = Annotated[str | None, _opt("debug, info (the default), warning or error.", metavar="LEVEL")]
+LogFormat = Annotated[str | None, _opt("json, text, or auto (the default): text on a terminal.", metavar="FORMAT")]
+Traces = Annotated[
+    str | None,
+    _opt("Where spans go: otlp, http://HOST:4318, grpc://HOST:4317 or file:PATH; default: off.", metavar="TARGET"),
+]
+TraceSample = Annotated[
+    str | None, _opt("Share of requests that are traced, where clients do not say (default 1).", metavar="X")
+]
 
 
 @app.command()
@@ -136,6 +144,9 @@ def up(
     reasoning_parser: ReasoningParser = None,
     log_dir: Annotated[str | None, _opt("Where the processes log; default: a new folder in the user's state.")] = None,
     log_level: Logs = None,
+    log_format: LogFormat = None,
+    traces: Traces = None,
+    trace_sample: TraceSample = None,
     once: Annotated[
         str | None, _opt("Answer this prompt, show where its time went, and stop.", metavar="PROMPT")
     ] = None,
@@ -198,6 +209,8 @@ def serve(
     metrics_port: Annotated[str | None, _opt("Prometheus port; default: off.", metavar="N")] = None,
     drain_s: DrainS = None,
     log_level: Logs = None,
+    log_format: LogFormat = None,
+    traces: Traces = None,
 ) -> None:
     """Runs one pod: --role prefill, decode or both."""
     flags = {k: v for k, v in locals().items() if k != "config"}
@@ -251,6 +264,9 @@ def gateway(
     reasoning_parser: ReasoningParser = None,
     drain_s: DrainS = None,
     log_level: Logs = None,
+    log_format: LogFormat = None,
+    traces: Traces = None,
+    trace_sample: TraceSample = None,
 ) -> None:
     """Runs the gateway: OpenAI REST and gRPC for clients, routing to the pods."""
     flags = {k: v for k, v in locals().items() if k not in ("config", "model")}
@@ -511,7 +527,7 @@ def _serve(module: str, settings: PodConfig | GatewayConfig) -> None:
     from common.logs import setup_logs
     from common.models import resolve_model, served_name
 
-    setup_logs(settings.log_level)
+    setup_logs(settings.log_level, settings.log_format)
     if isinstance(settings, PodConfig):
         if settings.cpus is not None:
             run_on(settings.cpus)

@@ -21,6 +21,7 @@ from typing import Any, Self
 
 from common.errors import ConfigError
 from common.index_url import SCHEMES, IndexUrl
+from common.tracing import trace_target
 from common.types import Role
 
 ENV_PREFIX = "BATON_"
@@ -97,6 +98,12 @@ def _fraction(low: float, high: float) -> Kind:
     return Kind(f"a number over {low:g} and at most {high:g}", parse)
 
 
+def _parse_share(raw: object) -> float:
+    if isinstance(raw, bool) or not isinstance(raw, str | int | float) or not 0 <= float(raw) <= 1:
+        raise ValueError
+    return float(raw)
+
+
 def _text(expected: str, pattern: str, *, secret: bool = False) -> Kind:
     def parse(raw: object) -> str:
         if not isinstance(raw, str) or re.fullmatch(pattern, raw, re.DOTALL) is None:
@@ -162,6 +169,12 @@ def _parse_redis(raw: object) -> str:
     return raw
 
 
+def _parse_traces(raw: object) -> str:
+    if not isinstance(raw, str):
+        raise ValueError
+    return trace_target(raw)
+
+
 _REDIS = _optional(Kind(f"a URL that starts with {', '.join(f'{scheme}://' for scheme in SCHEMES)}", _parse_redis))
 _NAME = _text("1 to 63 letters, digits, dots, dashes or underscores", r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _MODEL = _text("a directory or a known model's name", r".+")
@@ -182,6 +195,9 @@ _ROUTING = _choice("cost", "round_robin", "least_loaded", "prefix_only")
 _TOOL_PARSER = _choice(*TOOL_PARSERS)
 _REASONING_PARSER = _choice(*REASONING_PARSERS)
 _LOG_LEVEL = _choice("debug", "info", "warning", "error")
+_LOG_FORMAT = _choice("auto", "json", "text")
+_TRACES = _optional(Kind("otlp, http://HOST:PORT or grpc://HOST:PORT of a collector, or file:PATH", _parse_traces))
+_SHARE = Kind("a number from 0 to 1", _parse_share)
 _DRAIN = _seconds(0, 3600)
 _THREADS = _integer(0, 1024)
 _BLOCK_SIZE = _integer(1, 256)
@@ -309,6 +325,7 @@ class PodConfig(_Config):
     and the end. allow_tcp: KV in device memory may travel over TCP, or over a transport that cannot be told.
     net_devices: the NICs that KV may take, as UCX_NET_DEVICES has them (None: what UCX chooses). cpus: where the pod's
     threads run (None: anywhere).
+    log_format auto: JSON unless a terminal reads. traces: where spans go, see trace_target; None: nowhere.
     """
 
     role: Role = field(metadata={"kind": _ROLE})
@@ -347,6 +364,8 @@ class PodConfig(_Config):
     metrics_port: int = _setting(_PORT, 0)
     drain_s: float = _setting(_DRAIN, DEFAULT_DRAIN_S)
     log_level: str = _setting(_LOG_LEVEL, "info")
+    log_format: str = _setting(_LOG_FORMAT, "auto")
+    traces: str | None = _setting(_TRACES, None)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -375,6 +394,7 @@ class GatewayConfig(_Config):
     would come later is refused at arrival, 0: only the request's deadline counts.
     routing_policy: what decides where requests go; all but cost are for comparison. tool_parser, reasoning_parser: how
     models write calls and reasoning sections; auto: told by each model's chat template.
+    traces: where spans go; trace_sample: the share of requests that are traced when their client does not decide it.
     """
 
     host: str = _setting(_HOST, "127.0.0.1")
@@ -402,6 +422,9 @@ class GatewayConfig(_Config):
     reasoning_parser: str = _setting(_REASONING_PARSER, "auto")
     drain_s: float = _setting(_DRAIN, DEFAULT_DRAIN_S)
     log_level: str = _setting(_LOG_LEVEL, "info")
+    log_format: str = _setting(_LOG_FORMAT, "auto")
+    traces: str | None = _setting(_TRACES, None)
+    trace_sample: float = _setting(_SHARE, 1.0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -436,7 +459,8 @@ class UpConfig(_Config):
     host_cache, speculation, allow_tcp and threads are of each pod, as in PodConfig. Pods share out the visible GPUs,
     one each as long as there are enough; gpu_memory_utilization is for all pods of a GPU together; net_devices: NICs of
     each GPU, in their order. log_dir None: a new directory in the user's state. max_tokens: longest answer to `--once`.
-    drain_s: most seconds that running answers get once it is told to stop.
+    drain_s: most seconds that running answers get once it is told to stop. traces, trace_sample: as in GatewayConfig,
+    for all processes.
     """
 
     model: str = _setting(_MODEL, "smollm2")
@@ -473,6 +497,9 @@ class UpConfig(_Config):
     log_dir: str | None = _setting(_optional(_text("a directory", r".+")), None)
     secret: str = _setting(_SECRET, DEFAULT_SECRET)
     log_level: str = _setting(_LOG_LEVEL, "info")
+    log_format: str = _setting(_LOG_FORMAT, "auto")
+    traces: str | None = _setting(_TRACES, None)
+    trace_sample: float = _setting(_SHARE, 1.0)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -16,8 +16,10 @@ import structlog
 _QUIET = ("grpc", "httpx", "httpcore", "asyncio", "uvicorn.access")
 
 
-def setup_logs(level: str = "info", *, json: bool | None = None) -> None:
-    """Routes all logging of this process to stderr; level is debug, info, warning or error. json None: unless a tty."""
+def setup_logs(level: str = "info", format: str = "auto") -> None:
+    """Routes all logging of this process to stderr; level is debug, info, warning or error. format auto: JSON, unless
+    stderr is a terminal.
+    """
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_logger_name,
@@ -25,7 +27,7 @@ def setup_logs(level: str = "info", *, json: bool | None = None) -> None:
         structlog.stdlib.ExtraAdder(),
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
-    as_json = not sys.stderr.isatty() if json is None else json
+    as_json = not sys.stderr.isatty() if format == "auto" else format == "json"
     final: list[structlog.typing.Processor] = [structlog.stdlib.ProcessorFormatter.remove_processors_meta]
     if as_json:
         final += [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]

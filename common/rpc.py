@@ -14,7 +14,7 @@ import asyncio
 import inspect
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -25,6 +25,7 @@ from grpc_reflection.v1alpha import reflection
 
 from common.errors import BatonError, ConfigError, DeadlineExceeded, InternalError, Unavailable, from_status
 from common.pb import types_pb2
+from common.trace_context import TRACEPARENT, TRACESTATE, TraceContext
 from common.wire import error_from_pb, error_to_pb
 
 ERROR_KEY = "baton-error-bin"
@@ -67,6 +68,14 @@ def channel(address: str) -> grpc.aio.Channel:
     Calls under way to a dead or frozen peer end with UNAVAILABLE within 15 s; a peer that is back is found within 2 s.
     """
     return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+
+
+def trace_of(metadata: Mapping[str, str | bytes]) -> TraceContext | None:
+    """The caller's span, if its metadata names one that makes sense."""
+    traceparent, state = metadata.get(TRACEPARENT), metadata.get(TRACESTATE)
+    if not isinstance(traceparent, str):
+        return None
+    return TraceContext.parse(traceparent, state if isinstance(state, str) else None)
 
 
 def remaining_s(context: grpc.aio.ServicerContext[Any, Any], default: float) -> float:

@@ -84,7 +84,7 @@ class Stack:
             else:
                 redis = config.redis
             shared = {"model": str(model_dir), "served-name": model, "redis": redis, "log-level": config.log_level}
-            shared["drain-s"] = str(config.drain_s)
+            shared |= {"drain-s": str(config.drain_s), "log-format": config.log_format, "traces": config.traces or ""}
             pods = {
                 **shared,
                 "device": config.device.partition(":")[0],  # of several GPUs each pod sees its own alone
@@ -117,7 +117,7 @@ class Stack:
             flags = {"host": config.host, "port": str(http.port), "grpc-port": str(grpc.port), **shared}
             flags["routing-policy"] = config.routing_policy
             flags |= {"tool-parser": config.tool_parser, "reasoning-parser": config.reasoning_parser}
-            flags["api-keys"] = ",".join(config.api_keys)
+            flags |= {"api-keys": ",".join(config.api_keys), "trace-sample": str(config.trace_sample)}
             reach = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
             probe = functools.partial(probes.http_ready, reach, http.port)
             argv = _baton("gateway", flags)

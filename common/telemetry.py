@@ -23,9 +23,10 @@ from common.host_memory import host_memory
 
 PREFIX = "baton_"
 
-# Seconds. Token gaps are a few ms, first tokens up to a minute under load.
+# Seconds. Token gaps are a few ms, first tokens up to a minute under load; alerts ask for 0.1 and 2.
 LATENCY_BUCKETS = (
-    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0,
+    0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0,
+    60.0, 300.0,
 )  # fmt: skip
 COUNT_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 

@@ -28,6 +28,7 @@ from common.block_hash import block_hashes
 from common.errors import BatonError, TransferFailed
 from common.grammar import CompiledGrammar
 from common.pb import decode_pb2, types_pb2
+from common.trace_context import TraceContext
 from common.types import KvTarget, TransferId, ValidRequest
 from common.wire import error_to_pb, finish_to_pb, prompt_logprobs_to_pb, token_to_pb
 from decode_service.token_stream import TokenStream
@@ -53,7 +54,7 @@ class Reservation:
 
     tell(reservation, delta) passes news to the gateway's stream, gone(reservation) says that nothing is held any more;
     both may be called on any thread. lease is None for a local prefill: the scheduler leases when it admits it.
-    grammar: the request's, compiled.
+    grammar: the request's, compiled. asked_by: the caller's span, if it is recorded.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Reservation:
         lease: Lease | None,
         *,
         grammar: CompiledGrammar | None = None,
+        asked_by: TraceContext | None = None,
         tell: Callable[[Reservation, decode_pb2.SequenceDelta], None],
         gone: Callable[[Reservation], None],
     ) -> None:
@@ -72,8 +74,12 @@ class Reservation:
         self.lease = lease
         self.seqs: tuple[Sequence, ...] = ()
         self.started = time.monotonic()
+        self.reserved_at: float | None = None
+        self.running_since: float | None = None
+        self.local = lease is None
         self._pod = pod
         self._grammar = grammar
+        self.asked_by = asked_by
         self._tell = tell
         self._gone = gone
         self._lock = threading.RLock()
@@ -189,6 +195,7 @@ class Reservation:
 
     def _run(self, seqs: abc.Sequence[Sequence]) -> None:
         self._state = State.RUNNING
+        self.running_since = time.monotonic()
         self.seqs = tuple(seqs)
         self._in_engine = sum(seq.draws for seq in seqs)
         for seq in seqs:

@@ -21,6 +21,7 @@ from common.rpc import remaining_s
 from common.wire import request_from_pb, target_to_pb
 from decode_service.admission import Admission, NoRoom
 from decode_service.hand_off import Reservation, State
+from decode_service.spans import record_decode
 from decode_service.token_stream import PAUSE_LIMIT_S, WINDOW, TokenStream
 from engine.engine import SequenceOutput, StepResult
 from pod.registry import Registry
@@ -87,7 +88,16 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                 pod.require_time(self.queued_tokens + valid.prompt_len - room.cached_tokens, deadline_s)
             except Overloaded as error:
                 return self._rejected(error.message)
-        reservation = Reservation(pod, valid, stream, room.lease, grammar=grammar, tell=self._tell, gone=self._gone)
+        reservation = Reservation(
+            pod,
+            valid,
+            stream,
+            room.lease,
+            grammar=grammar,
+            asked_by=pod.trace(context),
+            tell=self._tell,
+            gone=self._gone,
+        )
         self._requests.add(valid.request_id, reservation)
         self._timers[valid.request_id] = self._aio.call_later(
             deadline_s, reservation.end, DeadlineExceeded("the request's deadline passed")
@@ -96,7 +106,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         try:
             if room.lease is not None:
                 target = target_to_pb(reservation.expect(deadline_s))
+                reservation.reserved_at = time.monotonic()
                 return decode_pb2.ReserveResponse(target=target, cached_tokens=room.cached_tokens)
+            reservation.reserved_at = time.monotonic()
             reservation.start_local()
             return decode_pb2.ReserveResponse(local=decode_pb2.LocalPrefill(), cached_tokens=room.cached_tokens)
         except Exception:
@@ -195,6 +207,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         if self._requests.remove(request_id, reservation):
             self._timers.pop(request_id).cancel()
             self._residency_s += 0.1 * (time.monotonic() - reservation.started - self._residency_s)
+            if reservation.asked_by is not None and self._pod.tracer is not None:
+                record_decode(self._pod.tracer, reservation.asked_by, reservation)
 
     def on_step(self, result: StepResult) -> None:
         """Engine thread, after each step: one call to the event loop for all of the step's news."""

@@ -10,11 +10,13 @@ import orjson
 from starlette.types import Receive, Scope
 
 from common.errors import Cancelled, InvalidRequest, RequestTooLarge, RequestTooSlow
+from common.trace_context import TRACEPARENT, TRACESTATE, TraceContext
 
 REQUEST_ID = b"x-request-id"
 REQUEST_TIMEOUT = b"x-request-timeout"
 SESSION_AFFINITY = b"x-session-affinity"
 MAX_AFFINITY = 256
+_TRACEPARENT, _TRACESTATE = TRACEPARENT.encode(), TRACESTATE.encode()
 _MAX_DISCARD = 128 << 20
 _DISCARD_S = 10.0
 
@@ -103,6 +105,12 @@ def affinity_of(value: str | bytes | None) -> str:
     """A hint that may be ignored, so nothing is refused: too long is no hint."""
     text = value.decode("latin-1") if isinstance(value, bytes) else value or ""
     return text if len(text) <= MAX_AFFINITY else ""
+
+
+def client_trace(scope: Scope) -> TraceContext | None:
+    """The client's span, if it names one that makes sense."""
+    traceparent = header(scope, _TRACEPARENT)
+    return None if traceparent is None else TraceContext.parse(traceparent, header(scope, _TRACESTATE))
 
 
 def client_timeout(scope: Scope) -> float | None:

@@ -287,15 +287,16 @@ class Choice:
         """The first token of a prompt is here."""
         timeline = self._ticket.timeline
         ttft_s = now - timeline.start
-        self._metrics.ttft.observe(ttft_s)
+        self._metrics.ttft.observe(ttft_s, timeline.exemplar)
         timeline.note(ttft_s=round(ttft_s, 6))
 
     def _end(self, finish: FinishReason, *, stop_string: bool) -> None:
         metrics, usage = self._metrics, self.spent
-        metrics.e2e.observe(time.monotonic() - self._ticket.timeline.start)
+        timeline = self._ticket.timeline
+        metrics.e2e.observe(time.monotonic() - timeline.start, timeline.exemplar)
         metrics.prompt_tokens.inc(usage.prompt)
         metrics.output_tokens.inc(usage.completion)
         if stop_string:
             metrics.aborts.labels("stop_string").inc()
         drafts = {"accepted": usage.accepted, "rejected": usage.rejected} if usage.accepted or usage.rejected else {}
-        self._ticket.timeline.mark("finished", reason=finish.value, output_tokens=usage.completion, **drafts)
+        timeline.mark("finished", reason=finish.value, output_tokens=usage.completion, **drafts)

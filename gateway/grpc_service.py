@@ -13,6 +13,7 @@ import grpc
 
 from common.errors import DeadlineExceeded, InvalidRequest
 from common.pb import inference_pb2, inference_pb2_grpc
+from common.rpc import trace_of
 from common.wire import finish_to_pb, prompt_logprobs_to_pb, token_to_pb
 from gateway.admission.caller import Caller
 from gateway.best_of import answers_of
@@ -83,9 +84,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     ) -> None:
         """Writes deltas, for each choice a message with its finish reason, with the last one the usage."""
         left = context.time_remaining()
-        affinity = affinity_of(dict(context.invocation_metadata() or ()).get(SESSION_AFFINITY.decode()))
+        metadata = dict(context.invocation_metadata() or ())
+        affinity = affinity_of(metadata.get(SESSION_AFFINITY.decode()))
+        asked_by = trace_of(metadata)
         caller, client_id = self._caller(context), request.request_id[:128] or None
-        with self._gateway.admit("generate", client_id, left, caller=caller, affinity=affinity) as ticket:
+        with self._gateway.admit(
+            "generate", client_id, left, caller=caller, affinity=affinity, asked_by=asked_by
+        ) as ticket:
             # Writes and does not yield: a client that neither reads nor leaves blocks the sending, and only here can
             # that wait be ended.
             try:

@@ -18,7 +18,7 @@ from starlette.types import Message, Receive, Scope, Send
 from common.errors import BatonError, Cancelled, DeadlineExceeded, InternalError
 from common.logs import bind
 from gateway.admission.http_auth import caller_of
-from gateway.body import client_affinity, client_request_id, client_timeout, read_json_body
+from gateway.body import client_affinity, client_request_id, client_timeout, client_trace, read_json_body
 from gateway.openai_schema import Json, error_body, error_headers
 from gateway.service import Gateway
 from gateway.ticket import Ticket
@@ -110,11 +110,17 @@ class Endpoint:
         try:
             timeout_s, affinity = client_timeout(scope), client_affinity(scope)
             with self._gateway.admit(
-                self._name, client_id, timeout_s, caller=caller_of(scope), affinity=affinity
+                self._name,
+                client_id,
+                timeout_s,
+                caller=caller_of(scope),
+                affinity=affinity,
+                asked_by=client_trace(scope),
             ) as ticket:
                 response.headers = ticket.headers
                 response.request_id = client_id or ticket.id
-                with bind(request_id=ticket.id):
+                trace_id = ticket.timeline.trace_id
+                with bind(request_id=ticket.id, **({} if trace_id is None else {"trace_id": trace_id})):
                     await self._admitted(scope, receive, response, ticket)
         except BatonError as e:
             if e.http_status >= 500:

@@ -104,6 +104,8 @@ class Leg:
         self._complete = False
         self._never_handed_off = False
         self._computing_since = timeline.start
+        self._trace = None if timeline.trace is None else timeline.trace.attempt(attempt)
+        self._metadata = None if self._trace is None else self._trace.metadata
         self.blamed: set[str] = set()
         self.cached_tokens = 0
         self.proposed = self.accepted = 0
@@ -127,11 +129,15 @@ class Leg:
                 if isinstance(e, InvalidRequest) and not isinstance(e, ModelNotFound):  # this gateway knows its model
                     raise
                 _log.info("reserve on %s failed: %s", pod.name, e)
+                if self._trace is not None:
+                    self._trace.answered(pod.name, "failed", e.message)
                 self._release_decode(abort=True)
                 self.blamed.add(pod.address)
                 pod.suspect()
                 last = e
                 continue
+            if self._trace is not None:
+                self._trace.answered(pod.name, answer.WhichOneof("outcome") or "nothing")
             if answer.HasField("rejected"):
                 self._release_decode(abort=False)
                 self._metrics.rejections.labels("decode").inc()
@@ -150,6 +156,9 @@ class Leg:
         with self._metrics.routing.labels("place").time():
             self._placement = await self._plan.place(request_id, self._avoid, tried)
         self._request = dataclasses.replace(self._plan.request, request_id=request_id)
+        if self._trace is not None and (placed := self._placement) is not None:
+            prefill = None if placed.prefill is None else placed.prefill.name
+            self._trace.placed(placed.decode.name, prefill, placed.predicted)
         return self._placement
 
     async def _reserve(self, pod: Pod) -> decode_pb2.ReserveResponse:
@@ -159,7 +168,9 @@ class Leg:
         try:
             # The call's own deadline is the request's: the pod plans with it. Its answer is due much earlier.
             async with asyncio.timeout(RESERVE_TIMEOUT_S):
-                answer = await pod.decode.Reserve(message, timeout=timeout_until(self._deadline))
+                answer = await pod.decode.Reserve(
+                    message, timeout=timeout_until(self._deadline), metadata=self._metadata
+                )
         except TimeoutError as e:
             raise Unavailable(f"decode pod {pod.name} does not answer") from e
         except grpc.aio.AioRpcError as e:
@@ -199,7 +210,8 @@ class Leg:
         reason: BatonError | None = None
         try:
             message = prefill_pb2.PrefillRequest(request=request_to_pb(self._request), target=answer.target)
-            async for event in pod.prefill.Prefill(message, timeout=timeout_until(self._deadline)):
+            left = timeout_until(self._deadline)
+            async for event in pod.prefill.Prefill(message, timeout=left, metadata=self._metadata):
                 kind = event.WhichOneof("event")
                 if kind == "progress":
                     placement.progress(self._request.prompt_len - event.progress.computed_tokens)
@@ -275,7 +287,9 @@ class Leg:
         self.cached_tokens = event.cached_tokens
         if event.child == 0:
             self._computing_since = time.monotonic() - event.compute_s
-            self._metrics.queue.observe(event.queue_s)
+            self._metrics.queue.observe(event.queue_s, self._timeline.exemplar)
+            if self._trace is not None:
+                self._trace.first_token()
         self._put(event.child, [token_from_pb(event.token)], finish_from_pb(event.finish_reason))
 
     def _put(self, child: int, tokens: Sequence[Token], finish: FinishReason | None) -> None:
@@ -320,6 +334,8 @@ class Leg:
         if not self._decode_heard:
             self._decode_heard = True
             self._timeline.mark("decode")
+            if self._trace is not None:
+                self._trace.first_token()
         tokens = [token_from_pb(token) for token in delta.tokens]
         if tokens and tokens[0].index == 0 and self._placement is not None:
             self._placement.computed()  # the first token of a prompt that the decode pod computed
@@ -393,6 +409,9 @@ class Leg:
         """Gives everything back; idempotent."""
         if self._timer is not None:
             self._timer.cancel()
+        if self._trace is not None:
+            drafts = {"baton.drafts_proposed": self.proposed, "baton.drafts_accepted": self.accepted}
+            self._trace.end(None if self._error is None else self._error.message, drafts)
         for order in self._orders:
             if order.duplicates:
                 self._metrics.duplicates.inc(order.duplicates)

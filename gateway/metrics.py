@@ -62,6 +62,16 @@ class GatewayMetrics:
         """waiting: ((model,), requests in its queue) of every model."""
         self.base.sampled_gauge("admission_waiting", "Requests in the gateway's queue", waiting, ["model"])
 
+    def watch_ready(self, ready: Callable[[], bool]) -> None:
+        """ready: whether requests can be answered."""
+        self.base.sampled_gauge("gateway_ready", "1 while requests can be answered", lambda: [((), float(ready()))])
+
+    def watch_pods(self, pods: Callable[[], Iterable[tuple[tuple[str, ...], float]]]) -> None:
+        """pods: ((model, role, state), how many) of every kind."""
+        self.base.sampled_gauge(
+            "pods", "Pods that this gateway knows, by what they are to it", pods, ["model", "role", "state"]
+        )
+
     def hits(self, predicted: int, actual: int, *, prompt_tokens: int, repeated: int) -> None:
         """Cached tokens of one prompt. repeated: tokens at its start that an earlier prompt began with."""
         self.looked_up.inc(prompt_tokens)

@@ -24,6 +24,7 @@ from common.models import resolve_model, served_name
 from common.pb import inference_pb2_grpc
 from common.prefix_index import IndexReader
 from common.rpc import RpcServer
+from common.tracing import Tracer
 from gateway.admission.gate import GateLimits
 from gateway.admission.key_ring import KeyRing
 from gateway.app import build_app
@@ -94,7 +95,9 @@ def make_gateway(config: GatewayConfig) -> Gateway:
         parsers = {"tool_parser": config.tool_parser, "reasoning_parser": config.reasoning_parser}
         texts.append(ModelText.load(name or served_name(model), model_dir, **parsers))
     index = None if config.redis is None else IndexReader(config.redis)
-    return Gateway(settings_of(config), texts, index, KeyRing(config.api_keys, config.redis))
+    instance = f"{socket.gethostname()}:{config.port}"
+    tracer = Tracer.open(config.traces, service="gateway", instance=instance, sample=config.trace_sample)
+    return Gateway(settings_of(config), texts, index, KeyRing(config.api_keys, config.redis), tracer)
 
 
 class GatewayServer:
@@ -183,6 +186,8 @@ class GatewayServer:
         if self._responses is not None:
             await self._responses.close()
         await self.gateway.stop()
+        if self.gateway.tracer is not None:
+            await asyncio.to_thread(self.gateway.tracer.close)
 
 
 def _calm_collector() -> None:
@@ -194,7 +199,7 @@ def _calm_collector() -> None:
 
 async def serve(config: GatewayConfig) -> None:
     """Runs a gateway until SIGTERM or SIGINT. Raises ConfigError."""
-    setup_logs(config.log_level)
+    setup_logs(config.log_level, config.log_format)
     server = GatewayServer(config, make_gateway(config))
     lifecycle = Lifecycle(server.drain, drain_s=config.drain_s)
     lifecycle.install_signals()

@@ -10,12 +10,15 @@ import asyncio
 import logging
 import secrets
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from common.errors import BatonError, Cancelled, InvalidRequest, Overloaded, PermissionDenied, Unavailable
 from common.prefix_index import IndexReader
+from common.trace_context import TraceContext
+from common.tracing import Tracer
 from gateway.admission.caller import Caller
 from gateway.admission.gate import Gate, GateLimits
 from gateway.admission.key_ring import KeyRing
@@ -34,6 +37,7 @@ from gateway.pipeline import Pipeline
 from gateway.pod import Pod
 from gateway.pods import PodTable
 from gateway.reader import Reading
+from gateway.request_trace import RequestTrace
 from gateway.routing.router import Router
 from gateway.ticket import Ticket
 from gateway.timeline import Timeline, Timelines
@@ -70,7 +74,9 @@ class Gateway:
         texts: Sequence[ModelText],
         index: IndexReader | None,
         keys: KeyRing | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
+        self.tracer = tracer
         self.settings = settings
         self.keys = KeyRing() if keys is None else keys
         self.metrics = GatewayMetrics()
@@ -86,6 +92,8 @@ class Gateway:
 
         self.models = Models([served(text) for text in texts], settings.aliases)
         self.metrics.watch_queue(lambda: [((model.name,), model.gate.waiting) for model in self.models])
+        self.metrics.watch_ready(lambda: self.ready)
+        self.metrics.watch_pods(self._pods_by_state)
         self.history = History(
             self.metrics,
             lambda: [pod for model in self.models for pod in model.table.pods.values()],
@@ -97,6 +105,14 @@ class Gateway:
         self._tickets: dict[str, Ticket] = {}
         self._idle = asyncio.Event()
         self._idle.set()
+
+    def _pods_by_state(self) -> list[tuple[tuple[str, ...], float]]:
+        found = Counter(
+            (model.name, "unknown" if pod.info is None else pod.info.role.value, pod.state)
+            for model in self.models
+            for pod in model.table.pods.values()
+        )
+        return [(labels, float(number)) for labels, number in found.items()]
 
     async def start(self) -> None:
         """Begins to look for pods and keys."""
@@ -155,8 +171,10 @@ class Gateway:
         *,
         caller: Caller,
         affinity: str = "",
+        asked_by: TraceContext | None = None,
     ) -> Iterator[Ticket]:
-        """A permit for one client request, for as long as the block lasts; its end is counted by how it ended.
+        """A permit for one client request, for as long as the block lasts; its end is counted by how it ended, and told
+        in the log. asked_by: the client's span.
 
         Raises Overloaded when too many run, Unavailable while draining.
         """
@@ -166,7 +184,7 @@ class Gateway:
             self.metrics.rejections.labels("gateway").inc()
             self.metrics.requests.labels(endpoint, "overloaded").inc()
             raise Overloaded("too many requests are being served", retry_after_s=1.0)
-        timeline = Timeline(secrets.token_hex(12), client_id, endpoint, caller.tenant)
+        timeline = self._timeline(client_id, endpoint, caller, asked_by)
         limit = self.settings.request_timeout_s
         permit = Permit(caller, timeline.request_id, self._limiter, self.metrics)
         ticket = Ticket(timeline, endpoint, timeline.start + min(limit, timeout_s or limit), caller, permit, affinity)
@@ -187,7 +205,6 @@ class Gateway:
             timeline.note(error=e.message)
             raise
         finally:
-            timeline.end(outcome)
             self.metrics.requests.labels(endpoint, outcome).inc()
             self.metrics.running.dec()
             for choice in ticket.choices:
@@ -195,6 +212,10 @@ class Gateway:
             used = sum((choice.spent for choice in ticket.choices), Usage())
             worked = outcome == "ok" or used.completion  # else nothing was computed, or nothing came of it
             permit.release(used.prompt if worked else 0, used.completion)
+            if ticket.choices:
+                timeline.note(output_tokens=used.completion)
+            timeline.end(outcome)
+            _tell(timeline)
             del self._tickets[ticket.id]
             if not self._tickets:
                 self._idle.set()
@@ -203,6 +224,14 @@ class Gateway:
         """Tokens of a request's answers so far; 0 unless it runs."""
         ticket = self._tickets.get(request_id)
         return 0 if ticket is None else sum(choice.usage.completion for choice in ticket.choices)
+
+    def _timeline(
+        self, client_id: str | None, endpoint: str, caller: Caller, asked_by: TraceContext | None
+    ) -> Timeline:
+        trace, trace_id = None, None if asked_by is None else asked_by.trace_id
+        if self.tracer is not None and (context := self.tracer.begin(asked_by)) is not None:
+            trace, trace_id = RequestTrace(self.tracer, context, asked_by), context.trace_id
+        return Timeline(secrets.token_hex(12), client_id, endpoint, caller.tenant, trace=trace, trace_id=trace_id)
 
     def abort(self, request_id: str, caller: Caller) -> bool:
         """Ends a running request of the caller's tenant by our id; False when there is none."""
@@ -325,6 +354,21 @@ class Gateway:
             Choice(self.metrics, model, ticket, spec, request, reading, family=family, child=child)
             for child in range(n)
         ]
+
+
+def _tell(timeline: Timeline) -> None:
+    """The one line of a request in the log."""
+    if not _log.isEnabledFor(logging.INFO):
+        return
+    told = {
+        "request_id": timeline.request_id,
+        "client_request_id": timeline.client_id,
+        "trace_id": timeline.trace_id,
+        "tenant": timeline.tenant or None,
+        "duration_s": round(timeline.changed - timeline.start, 6),
+        **timeline.facts,
+    }
+    _log.info("request ended", extra={name: value for name, value in told.items() if value is not None})
 
 
 def _refuse_hopeless(text: str, model: ServedModel, limits: Limits, field: str) -> None:

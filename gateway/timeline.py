@@ -4,16 +4,32 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
+
+from gateway.request_trace import RequestTrace
 
 MAX_EVENTS = 512
 
 
 class Timeline:
-    """Events of one request. Not more than MAX_EVENTS are kept. tenant: whose request it is."""
+    """Events of one request. Not more than MAX_EVENTS are kept. tenant: whose request it is.
 
-    def __init__(self, request_id: str, client_id: str | None, endpoint: str, tenant: str = "") -> None:
+    trace: records the request's spans, None for most. trace_id: of its trace, recorded here or not; None without one.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        client_id: str | None,
+        endpoint: str,
+        tenant: str = "",
+        *,
+        trace: RequestTrace | None = None,
+        trace_id: str | None = None,
+    ) -> None:
+        self.trace = trace
+        self.trace_id = trace_id
         self.tenant = tenant
         self.request_id = request_id
         self.client_id = client_id
@@ -35,6 +51,18 @@ class Timeline:
         self.ended, self.changed = True, time.monotonic()
         self._events.append({"t": round(self.changed - self.start, 6), "event": "ended", "outcome": outcome})
         self.note(outcome=outcome)
+        if self.trace is not None:
+            self.trace.end(self.start, self._events, {"request_id": self.request_id, **self._facts})
+
+    @property
+    def exemplar(self) -> dict[str, str] | None:
+        """What ties an observation in a histogram to this request's spans."""
+        return None if self.trace is None else {"trace_id": self.trace.context.trace_id}
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """See note."""
+        return self._facts
 
     def note(self, **facts: Any) -> None:
         """Facts about the request as a whole."""
@@ -42,7 +70,9 @@ class Timeline:
 
     def as_json(self) -> dict[str, Any]:
         """The timeline; events in order of time, t in seconds since arrival."""
-        head = {"id": self.request_id, "client_request_id": self.client_id, "created": self._created}
+        head: dict[str, Any] = {"id": self.request_id, "client_request_id": self.client_id, "created": self._created}
+        if self.trace_id is not None:
+            head["trace_id"] = self.trace_id
         return {**head, **self._facts, "events": self._events}
 
 

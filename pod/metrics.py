@@ -163,12 +163,12 @@ class PodMetrics:
             self._drafts.labels(stats.proposer, str(place + 1), outcome).inc()
         self._acceptance.labels(stats.proposer).observe(1 + output.accepted)
 
-    def handed_off(self, report: TransferReport, seconds: float) -> None:
-        """Accounts one completed hand-off; seconds since its first push."""
+    def handed_off(self, report: TransferReport, seconds: float, exemplar: dict[str, str] | None = None) -> None:
+        """Accounts one completed hand-off; seconds since its first push. exemplar: its trace."""
         self._hand_offs.labels(report.transport).inc()
         self._transfer_bytes.labels(report.transport).inc(report.bytes)
-        self._transfer_seconds.observe(seconds)
-        self._exposed_seconds.observe(report.exposed_s)
+        self._transfer_seconds.observe(seconds, exemplar)
+        self._exposed_seconds.observe(report.exposed_s, exemplar)
 
 
 def _queued(load: PodLoad) -> list[Sample]:

@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 from importlib import metadata
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc
 
@@ -30,8 +30,10 @@ from common.lifecycle import Lifecycle, State, host_boot_id
 from common.models import resolve_model, served_name
 from common.pb import control_pb2_grpc, embedding_pb2_grpc, transfer_pb2, transfer_pb2_grpc
 from common.prefix_index import IndexReader, PodIndex, PodLoad, PodRecord, Tier, mint_generation
-from common.rpc import RpcServer
+from common.rpc import RpcServer, trace_of
 from common.telemetry import MetricsServer
+from common.trace_context import TraceContext
+from common.tracing import Tracer
 from common.types import Role, SamplingParams, ValidRequest
 from common.wire import PROTOCOL_VERSION, counts_to_pb, layout_to_pb, load_to_pb, role_to_pb
 from engine.config import EngineConfig
@@ -186,6 +188,7 @@ class PodRuntime:
         self._intact = True
         self._rates = PodRates(engine.scheduler.config.token_budget)
         self.exit_code = 0
+        self.tracer = Tracer.open(config.traces, service=config.role.value, instance=self.name)
 
     @classmethod
     async def create(cls, config: PodConfig, *, backend: BackendFactory | None = None) -> PodRuntime:
@@ -320,12 +323,22 @@ class PodRuntime:
         if self._metrics_server is not None:
             self._metrics_server.stop()
             self._metrics_server = None
+        tracer, self.tracer = self.tracer, None
+        if tracer is not None:
+            await asyncio.to_thread(tracer.close)
 
     def _speculation(self) -> SpeculationStats | None:
         speculator = self.engine.speculator
         return None if speculator is None else speculator.stats
 
     # -- what services and peers ask ----------------------------------------------------------------------------------
+
+    def trace(self, context: grpc.aio.ServicerContext[Any, Any]) -> TraceContext | None:
+        """The caller's span, if this pod and the caller record spans."""
+        if self.tracer is None:
+            return None
+        found = trace_of(dict(context.invocation_metadata() or ()))
+        return found if found is not None and found.sampled else None
 
     def require_ready(self) -> None:
         """Raises Unavailable unless the pod takes new work."""
@@ -408,9 +421,9 @@ class PodRuntime:
             transfer_rate=self._rates.transfer(),
         )
 
-    def handed_off(self, report: TransferReport, seconds: float) -> None:
+    def handed_off(self, report: TransferReport, seconds: float, exemplar: dict[str, str] | None = None) -> None:
         """Accounts a hand-off that this pod completed as the sender, `seconds` after its first push."""
-        self.metrics.handed_off(report, seconds)
+        self.metrics.handed_off(report, seconds, exemplar)
         left = report.blocks - report.delivered_before_finish
         self._rates.moved(left * self.engine.layout.block_size, report.exposed_s)
 

@@ -32,10 +32,15 @@ MOST_PUSHES = 256  # that are told one by one
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """One entry: kind is chunk (value: computed tokens), delivered (blocks so far), first_token (its id) or end."""
+    """One entry: kind is chunk (value: computed tokens), delivered (blocks so far), first_token (its id) or end.
+
+    start, at: a time.monotonic() each; only a chunk has a start.
+    """
 
     kind: str
     value: int
+    at: float
+    start: float = 0.0
 
 
 class _Reading:
@@ -57,7 +62,7 @@ class _Reading:
 
 
 @dataclass(slots=True)
-class _Push:
+class Push:
     """Blocks of one chunk; start, end: when they were handed to the transfer, and when no write of them was left."""
 
     blocks: int
@@ -83,6 +88,7 @@ class HandOff:
         handed_off: Callable[[TransferReport, float], None],
     ) -> None:
         self.seq = seq
+        self.target = target
         self.trace: list[Trace] = []
         self._transfer = transfer
         self._abort_sequence = abort_sequence
@@ -90,8 +96,9 @@ class HandOff:
         self._aio = asyncio.get_running_loop()
         self._engine_ended = asyncio.Event()
         self._inbox: asyncio.Queue[Event | TransferReport | BatonError] = asyncio.Queue()
-        self._arrived = time.monotonic()
-        self._deadline = self._arrived + deadline_s
+        self.arrived = time.monotonic()
+        self.ended_with: TransferReport | BatonError | None = None
+        self._deadline = self.arrived + deadline_s
         self._first_chunk_at: float | None = None
         self._first_push_at = 0.0
         self._seconds = 0.0  # from the first push to the commit
@@ -100,7 +107,7 @@ class HandOff:
         self._firsts: list[tuple[int, FinishReason | None]] = []  # by child
         self._closed = False
         self._reading: set[int] = set()  # first blocks of pushes that are not over
-        self._pushes: dict[int, _Push] = {}  # by first block
+        self.pushes: dict[int, Push] = {}  # by first block
         self._read_over = asyncio.Event()
         transfer.on_progress = self.on_progress
         self._transfer_over = self._aio.create_task(self._await_transfer())
@@ -123,13 +130,13 @@ class HandOff:
             self._first_chunk_at = now - seconds
         chunk = output.seq is self.seq  # else it only tells the first token of another child
         if chunk:
-            self.trace.append(Trace("chunk", min(output.computed, self.seq.prompt_len)))
+            self.trace.append(Trace("chunk", min(output.computed, self.seq.prompt_len), now, now - seconds))
             # What the gateway waits for goes first: posting writes takes the interpreter from the loop that sends it.
             self._post(Event(progress=self._progress(output)))
         if output.tokens:
             token = output.tokens[0]
             self._firsts.append((token.id, output.finish))
-            self.trace.append(Trace("first_token", token.id))
+            self.trace.append(Trace("first_token", token.id, now))
             self._post(Event(first_token=self._first_token(token, output.finish, now)))
         if chunk:
             self._push(output.computed, output.computed >= self.seq.prompt_len)
@@ -154,7 +161,7 @@ class HandOff:
             first, self._next_block = self._next_block, end
             now = time.monotonic()
             self._first_push_at = self._first_push_at or now
-            self._pushes[first] = _Push(end - first, now)
+            self.pushes[first] = Push(end - first, now)
             hold = lease.reader(first, end - first)
             self._reading.add(first)
             self._transfer.push(first, hold.blocks, _Reading(hold, lambda: self._reading_ended(first)))
@@ -172,10 +179,10 @@ class HandOff:
 
     def on_progress(self, delivered: int) -> None:
         """`delivered` blocks have reached the target so far."""
-        self.trace.append(Trace("delivered", delivered))
+        self.trace.append(Trace("delivered", delivered, time.monotonic()))
 
     def _reading_ended(self, first: int) -> None:
-        self._pushes[first].end = time.monotonic()
+        self.pushes[first].end = time.monotonic()
 
         def end() -> None:
             self._reading.discard(first)
@@ -193,10 +200,12 @@ class HandOff:
         while True:
             item = await self._next()
             if isinstance(item, TransferReport):
-                self.trace.append(Trace("end", item.blocks))
+                self.ended_with = item
+                self.trace.append(Trace("end", item.blocks, time.monotonic()))
                 yield Event(handed_off=self._handed_off(item))
                 return
             if isinstance(item, BatonError):
+                self.ended_with = item
                 if not self._has_first_token:
                     raise item
                 yield Event(failed=error_to_pb(item))
@@ -258,19 +267,19 @@ class HandOff:
         )
 
     def _first_token(self, token: Token, finish: FinishReason | None, now: float) -> prefill_pb2.FirstToken:
-        started = self._arrived if self._first_chunk_at is None else self._first_chunk_at
+        started = self.arrived if self._first_chunk_at is None else self._first_chunk_at
         return prefill_pb2.FirstToken(
             token=token_to_pb(token),
             child=token.child,
             finish_reason=finish_to_pb(finish),
             cached_tokens=self.seq.cached_tokens,
-            queue_s=max(0.0, started - self._arrived),
+            queue_s=max(0.0, started - self.arrived),
             compute_s=now - started,
         )
 
     def _handed_off(self, report: TransferReport) -> prefill_pb2.HandedOff:
         now = time.monotonic()
-        since = self._first_chunk_at or self._arrived
+        since = self._first_chunk_at or self.arrived
         return prefill_pb2.HandedOff(
             blocks=report.blocks,
             bytes=report.bytes,
@@ -280,7 +289,7 @@ class HandOff:
             seconds=self._seconds,
             pushes=[
                 prefill_pb2.Push(first_block=first, blocks=push.blocks, start_s=push.start - since, end_s=end - since)
-                for first, push in sorted(self._pushes.items())[:MOST_PUSHES]
+                for first, push in sorted(self.pushes.items())[:MOST_PUSHES]
                 if (end := push.end or now)
             ],
         )

@@ -17,12 +17,14 @@ from common.errors import BatonError, Cancelled, InternalError, InvalidRequest, 
 from common.grammar import CompiledGrammar
 from common.pb import prefill_pb2, prefill_pb2_grpc
 from common.rpc import remaining_s
+from common.trace_context import TraceContext
 from common.types import KvTarget, ValidRequest
 from common.wire import request_from_pb, target_from_pb
 from engine.engine import StepResult
 from pod.registry import Registry
 from pod.runtime import PodRuntime
 from prefill_service.hand_off import HandOff
+from prefill_service.spans import record_prefill
 
 _log = logging.getLogger(__name__)
 
@@ -48,7 +50,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         """See prefill.proto."""
         valid = request_from_pb(request.request)
         grammar = await self._pod.compile(valid)
-        hand_off = self._begin(valid, target_from_pb(request.target), remaining_s(context, DEFAULT_DEADLINE_S), grammar)
+        deadline_s, asked_by = remaining_s(context, DEFAULT_DEADLINE_S), self._pod.trace(context)
+        hand_off = self._begin(valid, target_from_pb(request.target), deadline_s, grammar, asked_by)
         try:
             async for event in hand_off.events():
                 if event.HasField("failed"):
@@ -67,7 +70,12 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         return prefill_pb2.PrefillAbortResponse()
 
     def _begin(
-        self, request: ValidRequest, target: KvTarget, deadline_s: float, grammar: CompiledGrammar | None
+        self,
+        request: ValidRequest,
+        target: KvTarget,
+        deadline_s: float,
+        grammar: CompiledGrammar | None,
+        asked_by: TraceContext | None,
     ) -> HandOff:
         """Starts the hand-off and queues the prompt. Raises what makes either impossible."""
         pod = self._pod
@@ -80,12 +88,18 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         seq = pod.engine.new_sequence(request, hand_off=True, grammar=grammar)
         num_blocks = pod.engine.layout.blocks_for(request.prompt_len)
         transfer = pod.node.outgoing(target, request.request_id, num_blocks, deadline_s)
+        exemplar = None if asked_by is None else {"trace_id": asked_by.trace_id}
         hand_off = HandOff(
-            seq, target, transfer, deadline_s, lambda: pod.loop.abort(request.request_id), pod.handed_off
+            seq,
+            target,
+            transfer,
+            deadline_s,
+            lambda: pod.loop.abort(request.request_id),
+            lambda report, seconds: pod.handed_off(report, seconds, exemplar),
         )
         self._active.add(request.request_id, hand_off)
         pod.loop.add(seq, hand_off.refused)
-        reaper = asyncio.get_running_loop().create_task(self._reap(request.request_id, hand_off))
+        reaper = asyncio.get_running_loop().create_task(self._reap(request.request_id, hand_off, asked_by))
         self._reapers.add(reaper)
         reaper.add_done_callback(self._reapers.discard)
         return hand_off
@@ -97,9 +111,11 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         if target.first_block + len(target.blocks) != layout.blocks_for(request.prompt_len):
             raise InvalidRequest("the target does not cover the prompt's blocks", field="target")
 
-    async def _reap(self, request_id: str, hand_off: HandOff) -> None:
+    async def _reap(self, request_id: str, hand_off: HandOff, asked_by: TraceContext | None) -> None:
         await hand_off.drained()
         self._active.remove(request_id, hand_off)
+        if asked_by is not None and self._pod.tracer is not None:
+            record_prefill(self._pod.tracer, asked_by, hand_off)
 
     # -- what the pod asks of its service -----------------------------------------------------------------------------
 

@@ -54,7 +54,7 @@ class Shape:
         inside = self.counts[at] - below
         return start + (self.bounds[at] - start) * ((rank - below) / inside if inside else 1.0)
 
-    def as_json(self) -> Mapping[str, float] | None:
+    def as_json(self) -> Mapping[str, float | None] | None:
         """count, mean and percentiles; None when nothing was observed."""
         if not self.count:
             return None

@@ -60,7 +60,7 @@ def test_the_endpoint() -> None:
 def logged(code: str) -> list[dict[str, object]]:
     """Runs code in a process of its own (logging is global there) and reads its stderr."""
     setup = (
-        "import asyncio, logging; from common.logs import bind, get_logger, setup_logs; setup_logs('info', json=True)\n"
+        "import asyncio, logging; from common.logs import bind, get_logger, setup_logs; setup_logs('info', 'json')\n"
     )
     run = subprocess.run([sys.executable, "-c", setup + code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert run.stdout == ""

@@ -1,0 +1,34 @@
+"""The spans of one traced request on a decode pod, recorded when it is gone. All are children of the gateway's attempt.
+
+decode.reserve      the answer to Reserve
+decode.receive      until every block and the commit were here; not where this pod computes the prompt itself
+decode.run          in the engine, until the end
+"""
+
+from __future__ import annotations
+
+import time
+
+from common.trace_context import TraceContext
+from common.tracing import Attributes, Tracer
+from decode_service.hand_off import Reservation
+
+
+def record_decode(tracer: Tracer, parent: TraceContext, reservation: Reservation) -> None:
+    """parent: the caller's span."""
+    now = time.monotonic()
+    request, running = reservation.request, reservation.running_since
+    named: Attributes = {"baton.request_id": request.request_id, "baton.local": reservation.local}
+    reserved = reservation.reserved_at or now
+    tracer.record("decode.reserve", parent.child(), parent, reservation.started, reserved, named, kind="server")
+    if not reservation.local:
+        tracer.record("decode.receive", parent.child(), parent, reserved, running or now)
+    if running is not None and reservation.seqs:
+        finishes = ",".join(str(seq.finish) for seq in reservation.seqs if seq.finish is not None)
+        counted: Attributes = {
+            "baton.prompt_tokens": request.prompt_len,
+            "baton.output_tokens": sum(seq.num_output for seq in reservation.seqs),
+            "baton.preemptions": sum(seq.preemptions for seq in reservation.seqs),
+            "baton.finish": finishes or None,
+        }
+        tracer.record("decode.run", parent.child(), parent, running, now, counted)
