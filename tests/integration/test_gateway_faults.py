@@ -235,6 +235,7 @@ async def test_a_client_that_goes_away_frees_everything(
     client.cancel()
     await asyncio.wait([client])
     await gw.settled()
+    await until(lambda: any(pod.seen.decode_aborts for pod in cluster.decodes))  # a call of its own
     assert sum(len(pod.seen.decode_aborts) for pod in cluster.decodes) == 1
     assert len([c for pod in cluster.prefills for c in pod.seen.prefill_cancels]) == int(where == "prefill")
     assert (await gw.http.get("/metrics")).text.count('baton_aborts_total{reason="disconnect"} 1.0') == 1
