@@ -126,7 +126,7 @@ def trace_target(text: str) -> str:
         return text
     scheme, found, rest = text.partition("://")
     if not found or scheme not in ("http", "https", "grpc") or not rest.strip("/"):
-        raise ValueError(text)
+        raise ValueError(f"{text!r} is no target of traces")
     return text
 
 
