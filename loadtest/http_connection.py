@@ -1,8 +1,8 @@
 """One HTTP/1.1 connection that notes when bytes come, and reads them later.
 
 Thousands of streams share one loop, and a note is only worth something if it is made as soon as the bytes are there. So
-data_received does nothing but note; a Pump, which all connections share, parses in slices of a tenth of a millisecond,
-between which the loop looks at its sockets again.
+data_received does nothing but note; a Pump, which all connections share, parses when nothing comes any more, in slices
+of a tenth of a millisecond, between which the loop looks at its sockets again.
 
 Lifecycle: connected -> start(an exchange) -> its ended(), then idle and ready for the next -> closed by either side. An
 exchange always ends, and once: with its answer, or with what became of the connection.
@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import httptools
 
 SLICE_S = 100e-6
+PATIENCE_S = 5e-3
 
 
 class Exchange(Protocol):
@@ -37,27 +38,38 @@ class Exchange(Protocol):
 
 
 class Pump:
-    """Parses what connections hold, a slice of time per turn of the loop, in the order of arrival."""
+    """Parses what connections hold, in the order of arrival.
+
+    The tokens of one engine step come all at once: while the loop finds bytes at each turn, noting them goes first,
+    for up to PATIENCE_S; then, and where bytes never cease, a slice is parsed at each turn until all is.
+    """
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._waiting: deque[Connection] = deque()
         self._scheduled = False
+        self._news = False
+        self._patient_until = 0.0
 
     def add(self, connection: Connection) -> None:
         """The connection has something to parse, once for each call."""
         self._waiting.append(connection)
+        self._news = True
         if not self._scheduled:
             self._scheduled = True
+            self._patient_until = time.perf_counter() + PATIENCE_S
             self._loop.call_soon(self._turn)
 
     def _turn(self) -> None:
-        end = time.perf_counter() + SLICE_S
-        waiting = self._waiting
-        while waiting:
-            waiting.popleft().parse()
-            if time.perf_counter() >= end:
-                break
+        waiting, now = self._waiting, time.perf_counter()
+        if self._news and now < self._patient_until:
+            self._news = False
+        else:
+            end = now + SLICE_S
+            while waiting:
+                waiting.popleft().parse()
+                if time.perf_counter() >= end:
+                    break
         if waiting:
             self._loop.call_soon(self._turn)
         else:
