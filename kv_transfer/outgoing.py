@@ -305,6 +305,11 @@ class Outgoing:
             return
         self._pushes += 1
         entry.holds[self._pushes] = hold
+        if self._checksums:  # as finished: what changes before it is written is damage too
+            wanted = range(len(transfer.target.blocks))
+            for index, block in enumerate(blocks, first):
+                if index - transfer.target.first_block in wanted:
+                    entry.checksums[index] = zlib.crc32(self._memory.read_block(block))
         self._apply(entry, entry.machine.push(self._pushes, first, blocks, self._clock()))
 
     def _finish(self, transfer: OutgoingTransfer, commit: Commit, delivered: int, now: float) -> None:
@@ -319,9 +324,6 @@ class Outgoing:
             self._apply(entry, entry.machine.fail(error, self._clock()))
 
     def _post(self, entry: _Entry, connection: Connection, piece: Piece) -> None:
-        if self._checksums:
-            for index, block in enumerate(piece.local):
-                entry.checksums[piece.first + index] = zlib.crc32(self._memory.read_block(block))
         written = RangeWritten(entry.machine.target.transfer_id, piece.first, len(piece.local))
 
         def ended(error: str | None) -> None:

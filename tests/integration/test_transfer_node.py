@@ -11,6 +11,7 @@ import pytest
 import pytest_asyncio
 
 from common.errors import (
+    BlockDamaged,
     Cancelled,
     DeadlineExceeded,
     InvalidRequest,
@@ -59,7 +60,7 @@ async def hand_over(
     transfer.finish([7], [None])
     report = await transfer.done()
     await until(lambda: incoming.over)
-    assert incoming.ready == [Commit((7,), (None,))]
+    assert incoming.committed == [Commit((7,), (None,))]
     assert incoming.hold_was_free == [True]
     assert all(hold.free for hold in holds)
     assert report.blocks == num_blocks - first
@@ -279,7 +280,7 @@ async def test_the_sender_is_not_done_before_every_range_arrived(cluster: Cluste
     transfer.push(0, range(4), FakeHold(list(range(4))))
     transfer.finish([1], [None])
     await transfer.done()
-    assert incoming.ready == [Commit((1,), (None,))]
+    assert incoming.committed == [Commit((1,), (None,))]
 
 
 async def test_without_notifications_neither_side_succeeds(cluster: Cluster) -> None:
@@ -314,7 +315,7 @@ async def test_failed_write(cluster: Cluster) -> None:
 
 
 async def test_damage_is_found_by_checksums(cluster: Cluster) -> None:
-    prefill, decode = await cluster.pair(checksums=True)
+    prefill, decode = await cluster.pair()
     await prefill.node.connect(decode.address)
     incoming = decode.reserve("good", 0, range(4))
     transfer = prefill.node.outgoing(incoming.target, "good", 4, 30.0)
@@ -330,13 +331,31 @@ async def test_damage_is_found_by_checksums(cluster: Cluster) -> None:
     with pytest.raises(TransferFailed):
         await transfer.done()
     assert "block 1" in incoming.failed[0].message
-    assert isinstance(incoming.failed[0], TransferFailed)
+    assert isinstance(incoming.failed[0], BlockDamaged)
+    assert decode.node.stats().damaged_transfers == 1
+    await until(lambda: incoming.hold.free)
+
+
+async def test_a_source_block_that_changes_before_it_is_written_is_damage(cluster: Cluster) -> None:
+    """Checksums are taken when a block is finished, so they also find a source that was reused too early."""
+    prefill, decode = await cluster.pair()
+    await prefill.node.connect(decode.address)
+    prefill.backend.on_write = lambda _p, _l, _r: WriteFault(delay_s=0.1)
+    incoming = decode.reserve("r", 1, [4, 5])
+    transfer = prefill.node.outgoing(incoming.target, "r", 3, 30.0)
+    transfer.push(0, [6, 7, 8], FakeHold([6, 7, 8]))
+    transfer.finish([1], [None])
+    await until(lambda: prefill.node.stats().pending_writes > 0)
+    prefill.memory.write_block(8, bytes(prefill.memory.block_bytes))
+    with pytest.raises(TransferFailed):
+        await transfer.done()
+    assert "block 2" in incoming.failed[0].message
     await until(lambda: incoming.hold.free)
 
 
 async def test_damage_goes_unnoticed_without_checksums(cluster: Cluster) -> None:
     """The fault is real: without checksums the damaged block is taken over."""
-    prefill, decode = await cluster.pair()
+    prefill, decode = await cluster.pair(checksums=False)
     await prefill.node.connect(decode.address)
     prefill.backend.on_write = lambda _p, _l, _r: WriteFault(corrupt=0)
     incoming = decode.reserve("r", 0, [9])
@@ -597,7 +616,7 @@ async def test_commit_is_idempotent(cluster: Cluster) -> None:
         transfer_id=transfer_id_to_pb(incoming.target.transfer_id), generation=prefill.generation, first_tokens=[9]
     )
     await prefill.node._rpc.call(decode.address, "Commit", request, transfer_pb2.CommitResponse, 5.0)
-    assert incoming.ready == [Commit((1,), (None,))]
+    assert incoming.committed == [Commit((1,), (None,))]
 
 
 async def test_stop_lets_running_transfers_end(cluster: Cluster) -> None:

@@ -45,6 +45,7 @@ async def main(role: Role, name: str, port: int) -> None:
         info=lambda: info,
         signer=Signer(SECRET, name, generation),
         address=lambda: pod.address,
+        checksums=True,
     )
     pod = Pod(name, generation, node, server, memory, backend, LAYOUT, f"{role.value}-{name}-{generation}")
     server.add(transfer_pb2_grpc.add_TransferServicer_to_server, node.servicer, "baton.v1.Transfer")

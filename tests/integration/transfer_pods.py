@@ -60,6 +60,11 @@ class Incoming:
     hold_was_free: list[bool] = field(default_factory=list)
 
     @property
+    def committed(self) -> list[Commit]:
+        """What arrived, without checksums."""
+        return [replace(commit, checksums=()) for commit in self.ready]
+
+    @property
     def over(self) -> bool:
         assert len(self.ready) + len(self.failed) <= 1
         return bool(self.ready or self.failed)
@@ -142,7 +147,7 @@ class Cluster:
         *,
         layout: KVLayout = LAYOUT,
         secret: bytes = SECRET,
-        checksums: bool = False,
+        checksums: bool = True,
         allow_tcp: bool = False,
         port: int = 0,
         kind: MemoryKind = "DRAM",
