@@ -386,6 +386,7 @@ async def test_wrong_secret(cluster: Cluster) -> None:
         ("block_size", KVLayout("test", "r1", 2, 2, 32, block_size=32, dtype="float32")),
         ("dtype", KVLayout("test", "r1", 2, 2, 32, block_size=16, dtype="bfloat16")),
         ("revision", KVLayout("test", "r2", 2, 2, 32, block_size=16, dtype="float32")),
+        ("num_kv_heads", KVLayout("test", "r1", 2, 1, 32, block_size=16, dtype="float32")),
     ],
 )
 async def test_other_layouts_are_refused_by_name(field: str, layout: KVLayout) -> None:

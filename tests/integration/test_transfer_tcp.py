@@ -1,4 +1,4 @@
-"""The tests of transfers and of services over NIXL, over UCX's TCP transport, where writes complete asynchronously.
+"""The tests over NIXL of transfers, services and ownership, over UCX's TCP transport, where writes complete later.
 
 UCX reads its settings once per process, so they run in a process of their own.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-TESTS = ["test_transfer_node.py", "test_transfer_processes.py", "test_services_nixl.py"]
+TESTS = ["test_transfer_node.py", "test_transfer_processes.py", "test_services_nixl.py", "test_ownership_wire.py"]
 
 
 @pytest.mark.slow

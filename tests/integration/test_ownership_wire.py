@@ -1,0 +1,188 @@
+"""Blocks under aborts, late writes and stale targets over real NIXL; test_ownership_cases.py has all cases on loopback.
+
+By default over CMA, where writes complete while they are posted; test_transfer_tcp.py repeats it over TCP, where they
+complete later. Checksums are compared throughout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from common.errors import BatonError, Overloaded
+from common.types import Role, ValidRequest
+from common.wire import target_from_pb
+from engine.llm import LLM
+from kv_transfer.backend import Backend
+from kv_transfer.faults import FaultyBackend, WriteFault
+from kv_transfer.nixl_backend import NixlBackend
+from tests.harness import BLOCK, CHUNK, Answer, Cluster, oracle, prompt_of, request, tiny_llama
+
+STAGES = ("reserved", "progress", "first_token", "in_transfer", "tokens")
+
+
+class Wire:
+    """NIXL under every pod; faults of writes at prefill pods, of notifications at decode pods."""
+
+    def __init__(self) -> None:
+        self.senders: list[FaultyBackend] = []
+        self.receivers: list[FaultyBackend] = []
+
+    def __call__(self, role: Role) -> Backend:
+        made = FaultyBackend(NixlBackend())
+        (self.senders if role is Role.PREFILL else self.receivers).append(made)
+        return made
+
+    def heal(self) -> None:
+        for backend in (*self.senders, *self.receivers):
+            backend.on_write = lambda _p, _l, _r: WriteFault()
+            backend.on_notification = lambda _n: (0.0,)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def llm(model_dir: Path) -> LLM:
+    return oracle(model_dir)
+
+
+@pytest.fixture
+def wire() -> Wire:
+    return Wire()
+
+
+@pytest_asyncio.fixture
+async def cluster(model_dir: Path, wire: Wire) -> AsyncIterator[Cluster]:
+    """A pair that is connected; at the end every block is back."""
+    async with Cluster.start(model_dir, backend=wire, decode_config={"num_blocks": 40}) as cluster:
+        await cluster.generate(request(prompt_of(3)), remote_only=True)
+        yield cluster
+        wire.heal()
+
+
+def expected(llm: LLM, r: ValidRequest) -> list[int]:
+    return llm.generate([r.prompt_ids], r.sampling, ignore_eos=True)[0].ids
+
+
+async def left_alone(running: asyncio.Task[Answer]) -> None:
+    running.cancel()
+    with contextlib.suppress(BatonError, asyncio.CancelledError):
+        await running
+
+
+async def test_1_an_abort_at_any_stage_gives_all_blocks_back(cluster: Cluster, wire: Wire, llm: LLM) -> None:
+    for number, stage in enumerate(STAGES):
+        wire.heal()
+        r = request(prompt_of(4 * CHUNK, seed=number), 60)
+        if stage == "reserved":
+            await cluster.reserve(r, remote_only=True)
+            await cluster.abort(r.request_id)
+            continue
+        if stage == "in_transfer":
+            wire.senders[0].on_write = lambda _p, _l, _r: WriteFault(delay_s=0.3)
+        there = asyncio.Event()
+        at = "progress" if stage == "in_transfer" else stage
+
+        def seen(kind: str, at: str = at, there: asyncio.Event = there) -> None:
+            if kind == at:
+                there.set()
+
+        running = asyncio.create_task(cluster.generate(r, remote_only=True, on_event=seen))
+        await asyncio.wait_for(there.wait(), 20)
+        await cluster.abort(r.request_id)
+        await left_alone(running)
+    wire.heal()
+    for pod in cluster.pods:
+        await pod.settled()
+    again = request(prompt_of(20, seed=9))
+    assert (await cluster.generate(again, remote_only=True)).ids == expected(llm, again)
+
+
+async def test_3_and_4_random_aborts_late_writes_and_doubled_notifications(
+    cluster: Cluster, wire: Wire, llm: LLM
+) -> None:
+    rng = random.Random(4)
+    wire.senders[0].on_write = lambda _p, _l, _r: WriteFault(delay_s=rng.choice((0.0, 0.0, 0.02, 0.15)))
+    wire.receivers[0].on_notification = lambda _n: rng.choice(((0.0,), (0.0, 0.01), (0.03,)))
+    done = 0
+
+    async def victim(i: int) -> None:
+        r = request(prompt_of(20 + 5 * (i % 7), seed=i), 20)
+        running = asyncio.create_task(cluster.generate(r, remote_only=True))
+        await asyncio.wait([running], timeout=rng.random() * 0.15)
+        await cluster.abort(r.request_id)
+        await left_alone(running)
+        await cluster.abort(r.request_id)  # a Reserve that was under way came after the first one
+
+    async def neighbour(i: int) -> None:
+        nonlocal done
+        r = request(prompt_of(15 + 4 * (i % 9), seed=100 + i), 10)
+        for _ in range(400):
+            try:
+                answer = await cluster.generate(r, remote_only=True)
+            except Overloaded:
+                await asyncio.sleep(0.02)
+                continue
+            assert answer.ids == expected(llm, r)
+            done += 1
+            return
+
+    for round_ in range(3):
+        await asyncio.gather(
+            *(victim(6 * round_ + i) for i in range(6)), *(neighbour(3 * round_ + i) for i in range(3))
+        )
+    assert done == 9
+
+
+async def test_7_a_stale_target_never_gives_an_answer(cluster: Cluster, llm: LLM) -> None:
+    r = request(prompt_of(40))
+    stale = await cluster.reserve(r, remote_only=True)
+    await cluster.abort(r.request_id)
+    other = request(prompt_of(40, seed=1))
+    inbox = cluster.stream_of(cluster.decode).expect(r.request_id)
+    late = Answer(target=target_from_pb(stale.target))
+    answer, stale_run = await asyncio.gather(
+        cluster.generate(other, remote_only=True),
+        cluster.run_prefill(r, late, cluster.prefill, 20, lambda _kind: None),
+        return_exceptions=True,
+    )
+    assert isinstance(answer, Answer)
+    assert answer.ids == expected(llm, other)
+    assert isinstance(stale_run, BatonError)
+    assert stale_run.kind in ("UnknownTransfer", "TransferFailed")
+    assert inbox.empty()
+    await cluster.prefill.settled(timeout_s=10)
+
+
+@pytest.mark.parametrize("fault", ["lost_notification", "failed_write", "damage"])
+async def test_7_and_13_decode_never_runs_on_kv_that_did_not_arrive_whole(
+    cluster: Cluster, wire: Wire, llm: LLM, fault: str
+) -> None:
+    if fault == "lost_notification":
+        wire.receivers[0].on_notification = lambda _n: ()
+    elif fault == "failed_write":
+        wire.senders[0].on_write = lambda _p, _l, _r: WriteFault(fail="remote access error")
+    else:
+        wire.senders[0].on_write = lambda _p, _l, _r: WriteFault(corrupt=0 if not wire.senders[0].corrupted else None)
+    seen: list[str] = []
+    r = request(prompt_of(10 * BLOCK))
+    with pytest.raises(BatonError) as caught:
+        await cluster.generate(r, remote_only=True, on_event=seen.append, timeout_s=20 if fault == "damage" else 2)
+    if fault == "damage":
+        assert "damaged" in caught.value.message or caught.value.kind == "TransferFailed"
+        text = cluster.decode.runtime.metrics.base.exposition().decode()
+        assert 'baton_damaged_kv_total{where="transfer"} 1.0' in text
+    await cluster.abort(r.request_id)
+    assert "tokens" not in seen
+    wire.heal()
+    again = request(prompt_of(10 * BLOCK, seed=2))
+    assert (await cluster.generate(again, remote_only=True)).ids == expected(llm, again)
