@@ -15,6 +15,7 @@ import importlib
 import logging
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -235,6 +236,12 @@ def gateway(
     grpc_port: Annotated[str | None, _opt("Port of the public gRPC API; default: off.", metavar="N")] = None,
     redis: Redis = None,
     pods: Annotated[str | None, _opt("Pods to use without or beside Redis.", metavar="HOST:PORT,...")] = None,
+    discovery: Annotated[
+        str | None, _opt("index (the default), or k8s: also what is behind Services, inside a cluster.")
+    ] = None,
+    k8s_services: Annotated[
+        str | None, _opt("Services of --discovery k8s (default baton-prefill,baton-decode).", metavar="NAME,...")
+    ] = None,
     api_keys: ApiKeys = None,
     open_metrics: Annotated[
         bool | None, typer.Option("--open-metrics/--no-open-metrics", help="/metrics needs no API key (default).")
@@ -263,6 +270,9 @@ def gateway(
     tool_parser: ToolParser = None,
     reasoning_parser: ReasoningParser = None,
     drain_s: DrainS = None,
+    drain_delay_s: Annotated[
+        str | None, _opt("Seconds of them in which new requests are still served (default 0).", metavar="N")
+    ] = None,
     log_level: Logs = None,
     log_format: LogFormat = None,
     traces: Traces = None,
@@ -388,6 +398,22 @@ def doctor(redis: Redis = None) -> None:
     from common import doctor as examination
 
     raise typer.Exit(asyncio.run(examination.report(redis)))
+
+
+@app.command()
+def probe(
+    url: Annotated[str, typer.Argument(metavar="URL", help="http://HOST:PORT/PATH, or grpc://HOST:PORT[/SERVICE].")],
+    timeout_s: Annotated[float, typer.Option(min=0.1, help="Most seconds.")] = 3.0,
+) -> None:
+    """Exit code 0 if a server says that it is well, else 1: a health check for containers."""
+    from common import probes
+
+    try:
+        raise typer.Exit(EXIT_FAILED * (not asyncio.run(probes.answers(url, timeout_s))))
+    except ValueError as e:
+        raise ConfigError(
+            f"url: {e} will not do; expected http://HOST:PORT/PATH or grpc://HOST:PORT", field="url"
+        ) from e
 
 
 @app.command()
@@ -528,6 +554,8 @@ def _serve(module: str, settings: PodConfig | GatewayConfig) -> None:
     from common.models import resolve_model, served_name
 
     setup_logs(settings.log_level, settings.log_format)
+    # Until Lifecycle takes over. A container's first process would otherwise not hear it at all.
+    signal.signal(signal.SIGTERM, lambda number, _frame: os._exit(128 + number))
     if isinstance(settings, PodConfig):
         if settings.cpus is not None:
             run_on(settings.cpus)

@@ -192,6 +192,8 @@ _LOAD_FORMAT = _choice("auto", "dummy")
 _SEED = _integer(0, (1 << 31) - 1)
 _MODEL_LEN = _integer(0, 1 << 24)
 _ROUTING = _choice("cost", "round_robin", "least_loaded", "prefix_only")
+_DISCOVERY = _choice("index", "k8s")
+_SERVICES = _tuple_of(_text("the name of a Kubernetes Service", r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?"))
 _TOOL_PARSER = _choice(*TOOL_PARSERS)
 _REASONING_PARSER = _choice(*REASONING_PARSERS)
 _LOG_LEVEL = _choice("debug", "info", "warning", "error")
@@ -384,6 +386,8 @@ class PodConfig(_Config):
 class GatewayConfig(_Config):
     """The gateway. Pods come from the index in redis, from the static list `pods`, or both.
 
+    discovery k8s: and from the EndpointSlices of the Services k8s_services, inside a Kubernetes cluster. drain_delay_s:
+    seconds at the end in which requests that still come are served, so that load balancers and clients learn of it.
     grpc_port 0: no public gRPC. model: directory (or known name) with tokenizer and chat template. models: several of
     them as NAME=DIR, instead of model and served_name; alias: further names as NAME=MODEL. max_body_bytes: larger
     bodies get 413. api_keys: files of API keys, or `redis` for those in redis; none: everybody may come in.
@@ -402,6 +406,8 @@ class GatewayConfig(_Config):
     grpc_port: int = _setting(_PORT, 0)
     redis: str | None = _setting(_REDIS, None)
     pods: tuple[str, ...] = _setting(_tuple_of(_ADDRESS), ())
+    discovery: str = _setting(_DISCOVERY, "index")
+    k8s_services: tuple[str, ...] = _setting(_SERVICES, ("baton-prefill", "baton-decode"))
     secret: str = _setting(_SECRET, DEFAULT_SECRET)
     model: str = _setting(_MODEL, "smollm2")
     served_name: str | None = _setting(_optional(_MODEL), None)
@@ -421,6 +427,7 @@ class GatewayConfig(_Config):
     tool_parser: str = _setting(_TOOL_PARSER, "auto")
     reasoning_parser: str = _setting(_REASONING_PARSER, "auto")
     drain_s: float = _setting(_DRAIN, DEFAULT_DRAIN_S)
+    drain_delay_s: float = _setting(_DRAIN, 0.0)
     log_level: str = _setting(_LOG_LEVEL, "info")
     log_format: str = _setting(_LOG_FORMAT, "auto")
     traces: str | None = _setting(_TRACES, None)
@@ -428,6 +435,8 @@ class GatewayConfig(_Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.drain_delay_s > self.drain_s:
+            raise ConfigError("drain_delay_s: it is part of drain_s and cannot be longer", field="drain_delay_s")
         if self.models and self.served_name is not None:
             raise ConfigError("served_name: several models have their names in models", field="served_name")
         _named("models", self.models)

@@ -46,6 +46,7 @@ _COMMON_OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 )
+LIVE = "live"  # what health calls the process: a restart helps only when it does not answer
 _CHANNEL_OPTIONS = (
     *_COMMON_OPTIONS,
     ("grpc.enable_http_proxy", 0),
@@ -115,7 +116,10 @@ def rpc_errors() -> Iterator[None]:
 
 
 class RpcServer:
-    """A gRPC server on host:port (0 picks a free port) with health per service and reflection."""
+    """A gRPC server on host:port (0 picks a free port) with health per service and reflection.
+
+    Health knows one name more, LIVE: SERVING from start to stop, whatever set_serving says.
+    """
 
     def __init__(self, host: str, port: int) -> None:
         self._host = host
@@ -141,6 +145,7 @@ class RpcServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection((*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self._health.set(LIVE, health_pb2.HealthCheckResponse.SERVING)
         try:
             port = server.add_insecure_port(f"{self._host}:{self._port}")
         except RuntimeError as e:

@@ -94,7 +94,7 @@ def build_app(gateway: Gateway, store: ResponseStore | None = None) -> FastAPI:
     async def ready(_request: Request) -> Response:
         if gateway.ready:
             return _json({"status": "ready"})
-        why = "the gateway is leaving" if gateway.draining else "no prefill and decode pods are ready"
+        why = "the gateway is leaving" if gateway.leaving else "no prefill and decode pods are ready"
         return _error(Unavailable(why, retry_after_s=1.0))
 
     async def live(_request: Request) -> Response:

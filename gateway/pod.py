@@ -61,8 +61,8 @@ class Pod:
     """One address. model: the served name that its requests will have; alone: the gateway serves no other.
 
     view: what routing knows of this process, one per generation, from the first Info on. activity: what it did, as of
-    its last Info. index_draining: the index says that it leaves. on_change: it came, went or changed. objection: why it
-    cannot be used although it answers.
+    its last Info. index_draining: the index says that it leaves; leaving: Kubernetes does. on_change: it came, went or
+    changed. objection: why it cannot be used although it answers.
     """
 
     def __init__(
@@ -84,6 +84,7 @@ class Pod:
         self.seen = time.monotonic()
         self.view: PodView | None = None
         self.index_draining = False
+        self.leaving = False
         self._tells_load = False
         self._gateway_id = gateway_id
         self._model = model
@@ -112,7 +113,8 @@ class Pod:
     def serving(self) -> bool:
         """Takes new requests, as far as is known."""
         info = self.info
-        return self.alive and info is not None and info.ready and not info.draining and not self.index_draining
+        stays = info is not None and info.ready and not (info.draining or self.index_draining or self.leaving)
+        return self.alive and stays
 
     @property
     def state(self) -> str:
@@ -120,7 +122,7 @@ class Pod:
         info = self.info
         if not self.alive or info is None:
             return "refused" if self.objection else "gone"
-        if info.draining or self.index_draining:
+        if info.draining or self.index_draining or self.leaving:
             return "draining"
         if not info.ready:
             return "starting"

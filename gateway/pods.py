@@ -1,7 +1,7 @@
-"""The pods that this gateway may use: the static list and, while Redis answers, whoever registered in the index.
+"""The pods that this gateway may use: the static list, who registered in the index, and who Kubernetes names.
 
-Invariant: one Pod per address. A pod that only the index named is forgotten once neither the index nor the pod itself
-has been heard of for FORGET_S; a static one never. Who is usable is worked out once per change, not per request.
+Invariant: one Pod per address. A pod that nobody names any more is forgotten once it has not been heard of for FORGET_S
+either; a static one never. Who is usable is worked out once per change, not per request.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 
 from common.errors import IndexUnavailable, Unavailable
@@ -69,6 +69,7 @@ class PodTable:
         self.index_up = False
         self.pods: dict[str, Pod] = {}
         self._static = tuple(static)
+        self._endpoints: Mapping[str, bool] = {}
         self._gateway_id = gateway_id
         self._model = model
         self._alone = alone
@@ -160,10 +161,24 @@ class PodTable:
         """Calls `call` with the name of a pod that is gone for good."""
         self._forgotten.add(call)
 
+    def place(self, endpoints: Mapping[str, bool]) -> None:
+        """What Kubernetes names from now on: addresses, and whether their pods are leaving.
+
+        A pod that it named until now leaves, unless it is static.
+        """
+        gone = self._endpoints.keys() - endpoints.keys() - set(self._static)
+        self._endpoints = endpoints
+        for address, leaving in [*endpoints.items(), *((address, True) for address in gone)]:
+            if address in endpoints or address in self.pods:
+                self._pod(address, static=address in self._static).leaving = leaving
+        self.changed()
+
     async def _poll(self) -> None:
         while True:
             if self.index is not None:
                 await self._ask(self.index)
+            else:
+                await self._forget(set())
             self._known = None  # who leaves may have changed, and what the rest take a pod's rates for
             await asyncio.sleep(POLL_PERIOD_S)
 
@@ -184,7 +199,6 @@ class PodTable:
             self.changed()
 
     async def _refresh(self, index: IndexReader) -> None:
-        now = time.monotonic()
         named: set[str] = set()
         for status in await index.pods():
             record = status.record
@@ -196,11 +210,16 @@ class PodTable:
                 continue  # the index still describes the pod's predecessor
             pod.heard(status.load)
             pod.index_draining = status.draining
+        for address in self.pods.keys() - named:
+            self.pods[address].index_draining = False
+        await self._forget(named)
+
+    async def _forget(self, named: set[str]) -> None:
+        """Those that are not answering, of all that are not in the index (`named`) or in Kubernetes."""
+        now = time.monotonic()
         for address, pod in list(self.pods.items()):
-            if address in named:
-                continue
-            pod.index_draining = False
-            if not pod.static and not pod.alive and now - pod.seen > FORGET_S:
+            known = address in named or address in self._endpoints
+            if not (known or pod.static or pod.alive) and now - pod.seen > FORGET_S:
                 _log.info("pod %s at %s: forgotten", pod.name, address)
                 del self.pods[address]
                 for call in self._forgotten:

@@ -1,8 +1,9 @@
 """The gateway as a process: HTTP under uvicorn, gRPC beside it, until a signal ends it.
 
-Lifecycle: start (pods are looked for) -> listen -> SIGTERM: readiness turns 503, new requests are refused, running ones
-end -> stop: those that did not end in time get an error, then connections close, then the core. Liveness depends on
-nothing but the event loop.
+Lifecycle: start (pods are looked for) -> listen -> SIGTERM: readiness turns 503; for drain_delay_s requests that still
+come are served, and answers ask clients to come over a new connection; then new ones are refused, running ones end ->
+stop: those that did not end in time get an error, then connections close, then the core. Liveness depends on nothing
+but the event loop.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import contextlib
 import gc
 import logging
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import uvicorn
 
@@ -28,6 +29,7 @@ from common.tracing import Tracer
 from gateway.admission.gate import GateLimits
 from gateway.admission.key_ring import KeyRing
 from gateway.app import build_app
+from gateway.endpoint_slices import ApiServer, EndpointWatch
 from gateway.grpc_service import InferenceServicer
 from gateway.http_protocol import BoundedHttp
 from gateway.models import ModelText
@@ -50,6 +52,17 @@ class _Uvicorn(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self.accepting.set()
+
+    def say_close(self) -> None:
+        """Answers from now on end their connections."""
+        close = (b"connection", b"close")
+        self.config.encoded_headers.append(close)  # from which uvicorn makes the headers below every second
+        self.server_state.default_headers = [*self.server_state.default_headers, close]
+
+    def close_idle(self) -> None:
+        """Closes connections without a request, the others once it is answered."""
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -103,7 +116,8 @@ def make_gateway(config: GatewayConfig) -> Gateway:
 class GatewayServer:
     """A gateway that listens; port and grpc_port are the bound ones, grpc_port None when off."""
 
-    def __init__(self, config: GatewayConfig, gateway: Gateway) -> None:
+    def __init__(self, config: GatewayConfig, gateway: Gateway, *, api: ApiServer | None = None) -> None:
+        """api: of Kubernetes, where config.discovery wants it; None: the one that this process's cluster has."""
         self._config = config
         self.gateway = gateway
         self.port = 0
@@ -111,6 +125,9 @@ class GatewayServer:
         self._http: _Uvicorn | None = None
         self._http_task: asyncio.Task[None] | None = None
         self._grpc: RpcServer | None = None
+        self._endpoints: EndpointWatch | None = None
+        if config.discovery == "k8s":
+            self._endpoints = EndpointWatch(api or ApiServer.in_cluster(), config.k8s_services, self._place)
         self._responses: ResponseStore | None = None
         if config.redis is not None and config.response_ttl_s and config.response_memory:
             self._responses = ResponseStore(config.redis, ttl_s=config.response_ttl_s, memory=config.response_memory)
@@ -135,6 +152,8 @@ class GatewayServer:
         await self.gateway.start()
         for model in self.gateway.models:
             model.table.on_change(self._on_change)
+        if self._endpoints is not None:
+            await self._endpoints.start()
         options = uvicorn.Config(
             build_app(self.gateway, self._responses),
             http=BoundedHttp,
@@ -159,8 +178,20 @@ class GatewayServer:
         if self._grpc is not None:
             self._grpc.set_serving(self.gateway.ready)
 
+    def _place(self, endpoints: Mapping[str, bool]) -> None:
+        for model in self.gateway.models:
+            model.table.place(endpoints)
+
     async def drain(self) -> None:
-        """Refuses new requests and waits for the running ones."""
+        """Says that it leaves, then refuses new requests and waits for the running ones."""
+        if self._config.drain_delay_s:
+            self.gateway.leave()
+            self._on_change()
+            if self._http is not None:
+                self._http.say_close()
+            await asyncio.sleep(self._config.drain_delay_s)
+            if self._http is not None:
+                self._http.close_idle()
         drained = asyncio.ensure_future(self.gateway.drain())
         await asyncio.sleep(0)
         self._on_change()
@@ -177,6 +208,8 @@ class GatewayServer:
             _log.error("the gateway did not close within %.0f s", STOP_S)
 
     async def _close(self) -> None:
+        if self._endpoints is not None:
+            await self._endpoints.stop()
         self.gateway.end_requests()  # before connections close: a stream still has to say why it ends
         if self._grpc is not None:
             await self._grpc.stop(0.5)

@@ -100,6 +100,7 @@ class Gateway:
             lambda: sum(model.gate.waiting for model in self.models),
         )
         self._limiter = Limiter(settings.redis, self.metrics, timeout_s=settings.limits_timeout_s)
+        self.leaving = False
         self.draining = False
         self._index = index
         self._tickets: dict[str, Ticket] = {}
@@ -122,14 +123,18 @@ class Gateway:
             await model.table.start()
         await self.history.start()
 
+    def leave(self) -> None:
+        """Is not ready any more, but serves what comes."""
+        self.leaving = True
+
     async def drain(self) -> None:
         """Refuses new requests and waits for the running ones."""
-        self.draining = True
+        self.leaving = self.draining = True
         await self._idle.wait()
 
     def end_requests(self) -> None:
         """Ends the running requests with an error that their clients still get; refuses new ones."""
-        self.draining = True
+        self.leaving = self.draining = True
         if self._tickets:
             _log.warning("ending %d running requests", len(self._tickets))
         for ticket in self._tickets.values():
@@ -160,7 +165,7 @@ class Gateway:
     @property
     def ready(self) -> bool:
         """Requests for some model can be answered."""
-        return not self.draining and any(model.table.ready for model in self.models)
+        return not self.leaving and any(model.table.ready for model in self.models)
 
     @contextmanager
     def admit(

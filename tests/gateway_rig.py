@@ -18,6 +18,7 @@ from common.config import GatewayConfig
 from common.prefix_index import IndexReader
 from gateway.admission.key_ring import KeyRing
 from gateway.dialect import Dialect
+from gateway.endpoint_slices import ApiServer
 from gateway.models import ModelText
 from gateway.pod import Pod
 from gateway.server import GatewayServer, settings_of
@@ -94,9 +95,15 @@ def texts(model_dir: Path, tool_parser: str = "auto", reasoning_parser: str = "a
 
 @asynccontextmanager
 async def rig(
-    cluster: FakeCluster, model_dir: Path, *, wait: bool = True, index_timeout_s: float = 2.0, **settings: Any
+    cluster: FakeCluster,
+    model_dir: Path,
+    *,
+    wait: bool = True,
+    index_timeout_s: float = 2.0,
+    api: ApiServer | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Rig]:
-    """A running gateway over the cluster's pods."""
+    """A running gateway over the cluster's pods. api: of discovery="k8s"."""
     fields: dict[str, Any] = {"pods": cluster.addresses, "models": (f"{MODEL}={model_dir}",), "port": 0}
     config = GatewayConfig(**{**fields, **settings})
     # A busy test machine misses the real time limit of 20 ms often; what follows then is tested with a stopped index.
@@ -111,6 +118,7 @@ async def rig(
             index,
             KeyRing(config.api_keys, config.redis),
         ),
+        api=api,
     )
     try:
         await server.start()

@@ -1,0 +1,453 @@
+"""What has to hold of rendered manifests, beyond their schemas: a check gives a line for each thing that is wrong."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import tomllib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import typer
+
+from common import cli
+from common.config import GatewayConfig, PodConfig
+from common.errors import ConfigError
+from common.index_url import IndexUrl
+from common.rpc import LIVE
+from gateway.api_doc.operations import OPERATIONS
+from gateway.endpoint_slices import PORT_NAME
+from gateway.server import STOP_S
+from tests.k8s.manifests import (
+    ROOT,
+    WORKLOADS,
+    Object,
+    Peer,
+    Policies,
+    command,
+    component,
+    containers,
+    environment,
+    main_container,
+    named,
+    of_kind,
+    pod_labels,
+    pod_spec,
+    port_number,
+    selects,
+)
+
+Problems = Iterator[str]
+Check = Callable[[list[Object]], Problems]
+
+# What an operator makes before `kubectl apply -k`; k8s/README.md says how.
+OUTSIDE = {
+    ("Secret", "baton-secrets"): ("cluster-secret", "redis-password"),
+    ("PersistentVolumeClaim", "baton-models"): (),
+}
+FIELDS = {"status.podIP": "192.0.2.7", "metadata.name": "pod-0"}
+UCX_VARIABLES = ("UCX_TLS", "UCX_NET_DEVICES", "UCX_TCP_PORT_RANGE")
+ENGINES = ("prefill", "decode")
+# Who has to reach whom, on which port of it. Everything else between these has to be closed.
+OURS = ("gateway", "prefill", "decode", "redis")
+NEEDED = {
+    *(("gateway", engine, "grpc") for engine in ENGINES),
+    *((a, b, port) for a in ENGINES for b in ENGINES for port in ("grpc", "kv")),
+    *((client, "redis", "redis") for client in ("gateway", *ENGINES)),
+    *(("stranger", "gateway", port) for port in ("http", "grpc")),
+}
+GRACE_S = STOP_S  # what may come between the end of the drain and that of the process
+
+
+def workloads(objects: list[Object]) -> list[Object]:
+    return of_kind(objects, *WORKLOADS)
+
+
+def servers(objects: list[Object]) -> list[Object]:
+    """Workloads that run for ever."""
+    return of_kind(objects, "Deployment", "StatefulSet")
+
+
+def settings_of(objects: list[Object], workload: Object) -> PodConfig | GatewayConfig | None:
+    """What the container's command line and environment make of `baton serve` or `baton gateway`, by their own parser.
+
+    None for another command. ConfigError, or an error of the command line, for what it refuses.
+    """
+    container = main_container(workload)
+    env = environment(objects, container, FIELDS)
+    words = command(container, env)
+    if words[0] != "baton" or words[1] not in ("serve", "gateway"):
+        return None
+    found: list[PodConfig | GatewayConfig] = []
+    with (
+        mock.patch.object(cli, "_serve", lambda _module, settings: found.append(settings)),
+        mock.patch.dict(os.environ, env, clear=True),
+    ):
+        _command_line().main(words[1:], standalone_mode=False)
+    return found[0]
+
+
+@functools.cache
+def _command_line() -> Any:
+    return typer.main.get_command(cli.app)
+
+
+def commands(objects: list[Object]) -> Problems:
+    """Every command, flag and variable exists, and its value is accepted."""
+    for workload in workloads(objects):
+        where = workload["metadata"]["name"]
+        container = main_container(workload)
+        try:
+            env = environment(objects, container, FIELDS)
+            words = command(container, env)
+            left = [word for word in (*words, *env.values()) if re.search(r"\$\([A-Za-z_]", word)]
+            if left:
+                yield f"{where}: {left} names a variable that is not defined before"
+            if words[0] == "baton" and settings_of(objects, workload) is None:
+                _command_line().commands[words[1]].make_context(words[1], list(words[2:]))
+        except KeyError as e:
+            yield f"{where}: {e} is not there"
+        except (ConfigError, cli._CommandLineError) as e:
+            yield f"{where}: {e}"
+        else:
+            for name in env:
+                if name.startswith("UCX_") and name not in UCX_VARIABLES:
+                    yield f"{where}: {name} is no variable that is known"
+
+
+def ports(objects: list[Object]) -> Problems:
+    """Flags, container ports, Services and probes agree."""
+    for workload in workloads(objects):
+        where, container = workload["metadata"]["name"], main_container(workload)
+        declared = {port["name"]: port["containerPort"] for port in container.get("ports", [])}
+        if len(set(declared.values())) != len(container.get("ports", [])):
+            yield f"{where}: two ports are the same"
+        try:
+            settings = settings_of(objects, workload)
+        except (KeyError, ConfigError, cli._CommandLineError):
+            continue  # `commands` says so
+        if isinstance(settings, GatewayConfig) and declared != {"http": settings.port, "grpc": settings.grpc_port}:
+            yield f"{where}: it listens on {settings.port} and {settings.grpc_port}, and declares {declared}"
+        if isinstance(settings, PodConfig):
+            if declared != {"grpc": settings.port, "metrics": settings.metrics_port}:
+                yield f"{where}: it listens on {settings.port} and {settings.metrics_port}, and declares {declared}"
+            if settings.advertise != f"{FIELDS['status.podIP']}:{settings.port}":
+                yield f"{where}: it advertises {settings.advertise}"
+        if isinstance(settings, GatewayConfig) and settings.discovery == "k8s":
+            for service in settings.k8s_services:
+                found = named(objects, "Service", service)
+                if found is None or PORT_NAME not in [port.get("name") for port in found["spec"]["ports"]]:
+                    yield f"{where}: there is no Service {service} with a port {PORT_NAME}"
+        if isinstance(settings, PodConfig | GatewayConfig) and settings.redis:
+            for host, port in IndexUrl.parse(settings.redis).nodes:
+                found = named(objects, "Service", host)
+                if found is None or port not in [entry["port"] for entry in found["spec"]["ports"]]:
+                    yield f"{where}: there is no Service {host} with port {port}"
+        for name, probe in _probes(container):
+            port = next(handler["port"] for kind, handler in probe.items() if kind in ("httpGet", "grpc", "tcpSocket"))
+            if port_number(container, port) is None:
+                yield f"{where}: {name} asks port {port}, which is not declared"
+    for service in of_kind(objects, "Service"):
+        where = service["metadata"]["name"]
+        behind = [w for w in workloads(objects) if service["spec"]["selector"].items() <= pod_labels(w).items()]
+        for port in service["spec"]["ports"]:
+            for workload in behind:
+                if port_number(main_container(workload), port.get("targetPort", port["port"])) is None:
+                    yield f"Service {where}: {port['name']} leads to no port of {workload['metadata']['name']}"
+                elif port_number(main_container(workload), port["name"]) != port["port"]:
+                    yield f"Service {where}: {port['name']} has another number than in {workload['metadata']['name']}"
+
+
+def _probes(container: Object) -> Iterator[tuple[str, Object]]:
+    for name in ("startupProbe", "readinessProbe", "livenessProbe"):
+        if name in container:
+            yield name, container[name]
+
+
+def probes(objects: list[Object]) -> Problems:
+    """All three are there; what they ask exists, and liveness is not readiness."""
+    paths = {operation.path for operation in OPERATIONS}
+    for workload in servers(objects):
+        where, container = workload["metadata"]["name"], main_container(workload)
+        found = dict(_probes(container))
+        for name in ("startupProbe", "readinessProbe", "livenessProbe"):
+            if name not in found:
+                yield f"{where}: no {name}"
+        for name, probe in found.items():
+            if "httpGet" in probe and probe["httpGet"]["path"] not in paths:
+                yield f"{where}: {name} asks {probe['httpGet']['path']}, which is no path of the gateway"
+            if "grpc" in probe and probe["grpc"].get("service", "") not in ("", LIVE):
+                yield f"{where}: {name} asks for the health of {probe['grpc']['service']}, which nobody serves"
+        asks = {
+            name: probe.get("httpGet", {}).get("path", probe.get("grpc", {}).get("service", ""))
+            for name, probe in found.items()
+        }
+        expected = {"gateway": ("/ready", "/live"), **dict.fromkeys(ENGINES, ("", LIVE))}.get(component(workload))
+        if expected and (asks.get("readinessProbe"), asks.get("livenessProbe")) != expected:
+            yield f"{where}: readiness and liveness ask {asks}"
+
+
+def grace(objects: list[Object]) -> Problems:
+    """Time to end: preStop, then the drain, in which the longest allowed answer fits, then closing."""
+    asked = [s for w in workloads(objects) if isinstance(s := _quietly(objects, w), GatewayConfig)]
+    longest = max((s.request_timeout_s for s in asked), default=0.0)
+    for workload in servers(objects):
+        settings = _quietly(objects, workload)
+        if settings is None:
+            continue
+        where = workload["metadata"]["name"]
+        stop = main_container(workload).get("lifecycle", {}).get("preStop")
+        if stop is None:
+            yield f"{where}: no preStop"
+            continue
+        delay = settings.drain_delay_s if isinstance(settings, GatewayConfig) else 0.0
+        if settings.drain_s < delay + longest:
+            yield f"{where}: an answer may take {longest} s, the drain {settings.drain_s} s"
+        need = stop["sleep"]["seconds"] + settings.drain_s + GRACE_S
+        have = pod_spec(workload).get("terminationGracePeriodSeconds", 30)
+        if have < need:
+            yield f"{where}: {have} s until it is killed, and ending may take {need} s"
+
+
+def _quietly(objects: list[Object], workload: Object) -> PodConfig | GatewayConfig | None:
+    try:
+        return settings_of(objects, workload)
+    except (KeyError, ConfigError, cli._CommandLineError):
+        return None
+
+
+def selectors(objects: list[Object]) -> Problems:
+    """Whatever names or selects something finds it."""
+    for workload in servers(objects):
+        where, labels = workload["metadata"]["name"], pod_labels(workload)
+        if not selects(workload["spec"]["selector"], labels):
+            yield f"{where}: selects other pods than its own"
+        others = [o for o in workloads(objects) if o is not workload]
+        if any(selects(workload["spec"]["selector"], pod_labels(other)) for other in others):
+            yield f"{where}: selects pods of another workload"
+        budgets = [b for b in of_kind(objects, "PodDisruptionBudget") if selects(b["spec"]["selector"], labels)]
+        if len(budgets) != 1:
+            yield f"{where}: {len(budgets)} PodDisruptionBudgets"
+        constraints = pod_spec(workload).get("topologySpreadConstraints", [])
+        if workload["spec"].get("replicas") != 1 or constraints:
+            keys = {c["topologyKey"] for c in constraints if selects(c["labelSelector"], labels)}
+            if keys != {"kubernetes.io/hostname", "topology.kubernetes.io/zone"} and component(workload) != "redis":
+                yield f"{where}: its pods are spread over {keys or 'nothing'}"
+    for kind, path in (
+        ("Service", None),
+        ("NetworkPolicy", "podSelector"),
+        ("PodDisruptionBudget", "selector"),
+        ("PodMonitor", "selector"),
+    ):
+        for found in of_kind(objects, kind):
+            selector = {"matchLabels": found["spec"]["selector"]} if path is None else found["spec"][path]
+            if not any(selects(selector, pod_labels(w)) for w in workloads(objects)):
+                yield f"{kind} {found['metadata']['name']}: selects nothing"
+    for workload in workloads(objects):
+        yield from _references(objects, workload)
+    for binding in of_kind(objects, "RoleBinding"):
+        for subject in binding["subjects"]:
+            if named(objects, subject["kind"], subject["name"]) is None:
+                yield f"RoleBinding: there is no {subject['kind']} {subject['name']}"
+        if named(objects, binding["roleRef"]["kind"], binding["roleRef"]["name"]) is None:
+            yield f"RoleBinding: there is no {binding['roleRef']['kind']} {binding['roleRef']['name']}"
+    yield from _monitors(objects)
+    yield from _routes(objects)
+    for kind in ("HorizontalPodAutoscaler", "ScaledObject"):
+        for scaler in of_kind(objects, kind):
+            target = scaler["spec"]["scaleTargetRef"]
+            found = named(objects, target.get("kind", "Deployment"), target["name"])
+            if found is None:
+                yield f"{kind} {scaler['metadata']['name']}: there is no {target['name']}"
+            elif "replicas" in found["spec"]:
+                yield f"{kind} {scaler['metadata']['name']}: each apply sets {target['name']} back"
+
+
+def _references(objects: list[Object], workload: Object) -> Problems:
+    where, spec = workload["metadata"]["name"], pod_spec(workload)
+    if named(objects, "ServiceAccount", spec.get("serviceAccountName", "default")) is None:
+        yield f"{where}: there is no such ServiceAccount"
+    volumes = {volume["name"]: volume for volume in spec.get("volumes", [])}
+    for container in containers(workload):
+        for mount in container.get("volumeMounts", []):
+            if mount["name"] not in volumes:
+                yield f"{where}: there is no volume {mount['name']}"
+        for variable in container.get("env", []):
+            key = variable.get("valueFrom", {}).get("secretKeyRef")
+            if key and key["key"] not in _keys(objects, "Secret", key["name"]):
+                yield f"{where}: Secret {key['name']} has no {key['key']}"
+        for source in container.get("envFrom", []):
+            if named(objects, "ConfigMap", source["configMapRef"]["name"]) is None:
+                yield f"{where}: there is no ConfigMap {source['configMapRef']['name']}"
+    for volume in volumes.values():
+        claim = volume.get("persistentVolumeClaim", {}).get("claimName")
+        if (
+            claim
+            and ("PersistentVolumeClaim", claim) not in OUTSIDE
+            and named(objects, "PersistentVolumeClaim", claim) is None
+        ):
+            yield f"{where}: there is no claim {claim}"
+        config = volume.get("configMap", {}).get("name")
+        if config and named(objects, "ConfigMap", config) is None:
+            yield f"{where}: there is no ConfigMap {config}"
+
+
+def _keys(objects: list[Object], kind: str, name: str) -> tuple[str, ...]:
+    found = named(objects, kind, name)
+    return OUTSIDE.get((kind, name), ()) if found is None else tuple(found["data"])
+
+
+def _monitors(objects: list[Object]) -> Problems:
+    for monitor in of_kind(objects, "PodMonitor"):
+        for workload in workloads(objects):
+            for endpoint in monitor["spec"]["podMetricsEndpoints"]:
+                if not selects(monitor["spec"]["selector"], pod_labels(workload)):
+                    continue
+                if port_number(main_container(workload), endpoint["port"]) is None:
+                    yield f"PodMonitor: {workload['metadata']['name']} has no port {endpoint['port']}"
+    for monitor in of_kind(objects, "ServiceMonitor"):
+        services = [
+            s for s in of_kind(objects, "Service") if selects(monitor["spec"]["selector"], s["metadata"]["labels"])
+        ]
+        names = [port["name"] for service in services for port in service["spec"]["ports"]]
+        if not all(endpoint["port"] in names for endpoint in monitor["spec"]["endpoints"]):
+            yield f"ServiceMonitor {monitor['metadata']['name']}: no such port behind it"
+
+
+def _routes(objects: list[Object]) -> Problems:
+    longest = max(
+        (s.request_timeout_s for w in workloads(objects) if isinstance(s := _quietly(objects, w), GatewayConfig)),
+        default=0,
+    )
+    for route in of_kind(objects, "HTTPRoute"):
+        for rule in route["spec"]["rules"]:
+            if float(rule["timeouts"]["request"].removesuffix("s")) < longest:
+                yield f"HTTPRoute {route['metadata']['name']}: ends answers that may take {longest} s"
+            for backend in rule["backendRefs"]:
+                kind = backend.get("kind", "Service")
+                found = named(objects, kind, backend["name"])
+                if found is None:
+                    yield f"HTTPRoute: there is no {kind} {backend['name']}"
+                elif kind == "Service" and backend["port"] not in [p["port"] for p in found["spec"]["ports"]]:
+                    yield f"HTTPRoute: {backend['name']} has no port {backend['port']}"
+    for pool in of_kind(objects, "InferencePool"):
+        behind = [w for w in workloads(objects) if selects(pool["spec"]["selector"], pod_labels(w))]
+        numbers = [target["number"] for target in pool["spec"]["targetPorts"]]
+        if not behind or any(port_number(main_container(w), n) is None for w in behind for n in numbers):
+            yield f"InferencePool: nobody listens on {numbers}"
+
+
+def network(objects: list[Object]) -> Problems:
+    """What has to speak can, and nothing else: see NEEDED."""
+    policies, here = Policies(objects), {"kubernetes.io/metadata.name": "baton"}
+    by_name = {component(w): w for w in servers(objects)}
+    peers = {name: Peer(pod_labels(by_name[name]), here) for name in OURS}
+    peers["stranger"] = Peer({"app": "stranger"}, {"kubernetes.io/metadata.name": "elsewhere"})
+    peers["monitoring"] = Peer({"app": "prometheus"}, {"kubernetes.io/metadata.name": "monitoring"})
+    open_ports: dict[str, dict[str, list[int]]] = {
+        name: {port["name"]: [port["containerPort"]] for port in main_container(by_name[name])["ports"]}
+        for name in OURS
+    }
+    for engine in ENGINES:
+        low, high = kv_ports(objects, by_name[engine])
+        open_ports[engine]["kv"] = [low, (low + high) // 2, high]
+        if any(low <= port[0] <= high for name, port in open_ports[engine].items() if name != "kv"):
+            yield f"{engine}: a port lies among those for KV"
+    wanted = set(NEEDED) | {("monitoring", "gateway", "http"), ("monitoring", "gateway", "grpc")}
+    if of_kind(objects, "PodMonitor"):
+        wanted |= {("monitoring", engine, "metrics") for engine in ENGINES}
+    for source, origin in peers.items():
+        for target in OURS:
+            for name, numbers in {**open_ports[target], "other": [22, 9999]}.items():
+                for number in numbers:
+                    if policies.allows(origin, peers[target], number) != ((source, target, name) in wanted):
+                        state = "closed" if (source, target, name) in wanted else "open"
+                        yield f"{source} -> {target}:{number} ({name}) is {state}"
+    outside = Peer(None, {})
+    for name in OURS:
+        for number in (443, 80):
+            if policies.allows(peers[name], outside, number) != (name == "gateway" and number == 443):
+                yield f"{name} -> anywhere:{number} is {'closed' if name == 'gateway' else 'open'}"
+
+
+def kv_ports(objects: list[Object], engine: Object) -> tuple[int, int]:
+    """First and last port on which UCX listens."""
+    low, high = environment(objects, main_container(engine), FIELDS)["UCX_TCP_PORT_RANGE"].split("-")
+    return int(low), int(high)
+
+
+def images(objects: list[Object]) -> Problems:
+    """Every image has a version, and ours are targets of the Dockerfile, of this version."""
+    targets = set(re.findall(r"^FROM \S+ AS (\S+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE))
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    for workload in workloads(objects):
+        for container in containers(workload):
+            image, where = container["image"], f"{workload['metadata']['name']}/{container['name']}"
+            name, _, tag = image.rpartition("/")[2].partition("@")[0].partition(":")
+            if "@sha256:" not in image and (not tag or tag == "latest"):
+                yield f"{where}: {image} may be any version"
+            if name.startswith("baton-") and (name.removeprefix("baton-") not in targets or tag != version):
+                yield f"{where}: {image} is not what the Dockerfile makes of version {version}"
+
+
+def resources(objects: list[Object]) -> Problems:
+    """Requests of both kinds, a limit of memory, and one of every emptyDir."""
+    for workload in workloads(objects):
+        where = workload["metadata"]["name"]
+        for container in containers(workload):
+            has = container.get("resources", {})
+            if not {"cpu", "memory"} <= has.get("requests", {}).keys() or "memory" not in has.get("limits", {}):
+                yield f"{where}/{container['name']}: requests of cpu and memory and a limit of memory are needed"
+        for volume in pod_spec(workload).get("volumes", []):
+            if "emptyDir" in volume and "sizeLimit" not in volume["emptyDir"]:
+                yield f"{where}: {volume['name']} has no limit"
+
+
+def security(objects: list[Object]) -> Problems:
+    """Nobody is root, writes to the image, has capabilities, or holds a token that it does not use."""
+    for account in of_kind(objects, "ServiceAccount"):
+        if account.get("automountServiceAccountToken") is not False:
+            yield f"ServiceAccount {account['metadata']['name']} mounts its token everywhere"
+    for workload in workloads(objects):
+        where, spec = workload["metadata"]["name"], pod_spec(workload)
+        pod = spec.get("securityContext", {})
+        if (
+            not pod.get("runAsNonRoot")
+            or not pod.get("runAsUser")
+            or pod.get("seccompProfile", {}).get("type") != "RuntimeDefault"
+        ):
+            yield f"{where}: not (non-root, a user's number, seccomp)"
+        for name in ("hostNetwork", "hostPID", "hostIPC"):
+            if spec.get(name):
+                yield f"{where}: {name}"
+        settings = _quietly(objects, workload)
+        uses = isinstance(settings, GatewayConfig) and settings.discovery == "k8s"
+        if spec.get("automountServiceAccountToken", True) != uses:
+            yield f"{where}: {'needs a token' if uses else 'holds a token that it does not use'}"
+        if spec.get("enableServiceLinks", True):
+            yield f"{where}: service links become BATON_ variables that nobody knows"
+        for container in containers(workload):
+            has = container.get("securityContext", {})
+            capabilities = has.get("capabilities", {})
+            if (
+                has.get("allowPrivilegeEscalation") is not False
+                or has.get("readOnlyRootFilesystem") is not True
+                or has.get("privileged")
+            ):
+                yield f"{where}/{container['name']}: may gain privileges or write to its image"
+            if capabilities.get("drop") != ["ALL"] or not set(capabilities.get("add", [])) <= {"IPC_LOCK"}:
+                yield f"{where}/{container['name']}: has capabilities"
+            if any("hostPath" in volume for volume in spec.get("volumes", [])):
+                yield f"{where}: mounts a path of the host"
+        mounts = {mount["mountPath"] for mount in main_container(workload).get("volumeMounts", [])}
+        if settings is not None and "/tmp" not in mounts:
+            yield f"{where}: cannot write anywhere"
+        if component(workload) in ENGINES:
+            shm = [v for v in spec["volumes"] if v.get("emptyDir", {}).get("medium") == "Memory"]
+            if "/dev/shm" not in mounts or not shm:
+                yield f"{where}: /dev/shm has 64 MiB"
+
+
+CHECKS: tuple[Check, ...] = (commands, ports, probes, grace, selectors, network, images, resources, security)

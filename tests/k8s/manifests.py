@@ -1,0 +1,209 @@
+"""Rendered manifests as the checks and the test over several hosts read them: containers, environments, policies."""
+
+from __future__ import annotations
+
+import base64
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).parents[2]
+K8S = ROOT / "k8s"
+WORKLOADS = ("Deployment", "StatefulSet", "Job")
+
+Object = dict[str, Any]
+
+
+class _Strict(yaml.SafeLoader):
+    """A key that comes twice is an error."""
+
+
+def _unique(loader: yaml.SafeLoader, node: yaml.MappingNode) -> Object:
+    keys = [loader.construct_object(key) for key, _ in node.value]  # type: ignore[no-untyped-call]
+    if len(keys) != len(set(keys)):
+        raise yaml.YAMLError(f"a key comes twice: {keys}")
+    return dict(zip(keys, (loader.construct_object(value, deep=True) for _, value in node.value), strict=True))  # type: ignore[no-untyped-call]
+
+
+_Strict.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique)
+
+
+def render(directory: Path) -> list[Object]:
+    """What `kubectl apply -k directory` would apply; nothing is asked of a cluster or a network."""
+    if shutil.which("kubectl"):
+        argv = ["kubectl", "kustomize", str(directory)]
+    elif shutil.which("kustomize"):
+        argv = ["kustomize", "build", str(directory)]
+    else:
+        raise AssertionError("kubectl (1.27 or newer) or kustomize (5 or newer) is needed to render k8s/")
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return [found for found in yaml.load_all(done.stdout, _Strict) if found]
+
+
+def compose(directory: Path, *, components: tuple[str, ...], base: str = "overlays/cpu-dev") -> list[Object]:
+    """An overlay of base and components, made in an empty directory and rendered."""
+
+    def relative(path: str) -> str:
+        return os.path.relpath(K8S / path, directory)
+
+    lines = ["apiVersion: kustomize.config.k8s.io/v1beta1", "kind: Kustomization", f"resources: [{relative(base)}]"]
+    lines += ["components:", *(f"  - {relative(f'components/{name}')}" for name in components)]
+    (directory / "kustomization.yaml").write_text("\n".join(lines) + "\n")
+    return render(directory)
+
+
+def of_kind(objects: list[Object], *kinds: str) -> list[Object]:
+    return [found for found in objects if found["kind"] in kinds]
+
+
+def named(objects: list[Object], kind: str, name: str) -> Object | None:
+    return next((found for found in of_kind(objects, kind) if found["metadata"]["name"] == name), None)
+
+
+def pod_spec(workload: Object) -> Object:
+    spec: Object = workload["spec"]["template"]["spec"]
+    return spec
+
+
+def pod_labels(workload: Object) -> dict[str, str]:
+    labels: dict[str, str] = workload["spec"]["template"]["metadata"]["labels"]
+    return labels
+
+
+def component(workload: Object) -> str:
+    return pod_labels(workload).get("app.kubernetes.io/component", "")
+
+
+def containers(workload: Object) -> Iterator[Object]:
+    """Init containers too."""
+    yield from pod_spec(workload).get("initContainers", [])
+    yield from pod_spec(workload)["containers"]
+
+
+def main_container(workload: Object) -> Object:
+    found: Object = pod_spec(workload)["containers"][0]
+    return found
+
+
+def selects(selector: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
+    """A LabelSelector; an empty one selects everything."""
+    if any(labels.get(key) != value for key, value in selector.get("matchLabels", {}).items()):
+        return False
+    for term in selector.get("matchExpressions", []):
+        value, operator = labels.get(term["key"]), term["operator"]
+        if operator == "In" and value not in term["values"]:
+            return False
+        if operator == "NotIn" and value in term["values"]:
+            return False
+        if operator == "Exists" and value is None:
+            return False
+        if operator == "DoesNotExist" and value is not None:
+            return False
+    return True
+
+
+def environment(objects: list[Object], container: Object, fields: Mapping[str, str]) -> dict[str, str]:
+    """As the kubelet makes it. fields: values of the downward API by path. KeyError for what is not there."""
+    env: dict[str, str] = {}
+    for source in container.get("envFrom", []):
+        found = named(objects, "ConfigMap", source["configMapRef"]["name"])
+        if found is None:
+            raise KeyError(source["configMapRef"]["name"])
+        env.update(found["data"])
+    for variable in container.get("env", []):
+        source = variable.get("valueFrom")
+        if source is None:
+            env[variable["name"]] = expand(variable["value"], env)
+        elif "fieldRef" in source:
+            env[variable["name"]] = fields[source["fieldRef"]["fieldPath"]]
+        else:
+            env[variable["name"]] = _secret(objects, source["secretKeyRef"])
+    return env
+
+
+def _secret(objects: list[Object], reference: Mapping[str, str]) -> str:
+    found = named(objects, "Secret", reference["name"])
+    if found is None:  # the operator's, see OUTSIDE in checks.py
+        return f"secret-{reference['key']}"
+    return base64.b64decode(found["data"][reference["key"]]).decode()
+
+
+def expand(text: str, env: Mapping[str, str]) -> str:
+    """$(NAME) of variables that are defined before."""
+    return re.sub(r"\$\(([A-Za-z_][A-Za-z0-9_]*)\)", lambda match: env.get(match[1], match[0]), text)
+
+
+def command(container: Object, env: Mapping[str, str]) -> list[str]:
+    """The whole command line; without a `command`, the image's entry point `baton` comes first."""
+    words = [*container.get("command", ["baton"]), *container.get("args", [])]
+    return [expand(word, env) for word in words]
+
+
+def port_number(container: Object, port: str | int) -> int | None:
+    """Of a name, or of a number, that the container declares."""
+    for declared in container.get("ports", []):
+        if port in (declared.get("name"), declared["containerPort"]):
+            number: int = declared["containerPort"]
+            return number
+    return None
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One end of a path. namespace: labels of its namespace; labels None: no pod, an address outside."""
+
+    labels: Mapping[str, str] | None
+    namespace: Mapping[str, str]
+
+
+class Policies:
+    """All NetworkPolicies together: kubernetes.io/docs/concepts/services-networking/network-policies."""
+
+    def __init__(self, objects: list[Object]) -> None:
+        self._policies = [found["spec"] for found in of_kind(objects, "NetworkPolicy")]
+
+    def allows(self, source: Peer, target: Peer, port: int, protocol: str = "TCP") -> bool:
+        """A connection from source to target's port, both of whose ends have to permit it."""
+        return self._side("Egress", source, target, port, protocol) and self._side(
+            "Ingress", target, source, port, protocol
+        )
+
+    def _side(self, direction: str, subject: Peer, other: Peer, port: int, protocol: str) -> bool:
+        if subject.labels is None:
+            return True
+        mine = [
+            p for p in self._policies if direction in p["policyTypes"] and selects(p["podSelector"], subject.labels)
+        ]
+        if not mine:
+            return True
+        key, peers = ("ingress", "from") if direction == "Ingress" else ("egress", "to")
+        same = subject.namespace == other.namespace
+        return any(
+            _covers(rule.get("ports"), port, protocol)
+            and (peers not in rule or any(_is(peer, other, same) for peer in rule[peers]))
+            for policy in mine
+            for rule in policy.get(key, [])
+        )
+
+
+def _covers(ports: list[Object] | None, port: int, protocol: str) -> bool:
+    return ports is None or any(
+        entry.get("protocol", "TCP") == protocol and entry["port"] <= port <= entry.get("endPort", entry["port"])
+        for entry in ports
+    )
+
+
+def _is(peer: Object, other: Peer, same_namespace: bool) -> bool:
+    if other.labels is None:
+        return False
+    namespaces = peer.get("namespaceSelector")
+    inside = same_namespace if namespaces is None else selects(namespaces, other.namespace)
+    return inside and selects(peer.get("podSelector", {}), other.labels)

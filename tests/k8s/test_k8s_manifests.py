@@ -1,0 +1,173 @@
+"""Every overlay and component renders without a cluster, fits its schemas and passes the cross-checks; a manifest that
+was changed for the worse does not."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.k8s import checks
+from tests.k8s.checks import CHECKS, Check
+from tests.k8s.manifests import K8S, Object, component, compose, of_kind, render
+from tests.k8s.schemas import schemas
+
+OVERLAYS = sorted(path.name for path in (K8S / "overlays").iterdir())
+COMPONENTS = sorted(
+    str(path.parent.relative_to(K8S / "components")) for path in (K8S / "components").rglob("kustomization.yaml")
+)
+ALL: tuple[Check, ...] = (schemas, *CHECKS)
+EVERYTHING = tuple(name for name in COMPONENTS if name != "autoscaling/keda")
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory: pytest.TempPathFactory) -> list[Object]:
+    """cpu-dev with all components that go together."""
+    return compose(tmp_path_factory.mktemp("everything"), components=EVERYTHING)
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_an_overlay_is_right(name: str) -> None:
+    objects = render(K8S / "overlays" / name)
+    assert [problem for check in ALL for problem in check(objects)] == []
+    assert {component(w) for w in of_kind(objects, "Deployment")} == {"gateway", "prefill", "decode", "redis"}
+
+
+@pytest.mark.parametrize("name", COMPONENTS)
+def test_a_component_is_right_on_its_own(name: str, tmp_path: Path) -> None:
+    objects = compose(tmp_path, components=(name,))
+    assert [problem for check in ALL for problem in check(objects)] == []
+
+
+def test_all_components_together_are_right(everything: list[Object]) -> None:
+    assert [problem for check in ALL for problem in check(everything)] == []
+
+
+DROP = object()
+POD, FIRST = "spec template spec", "spec template spec containers 0"
+
+
+@dataclass(frozen=True)
+class Swap:
+    """One word of a list for another."""
+
+    old: str
+    new: str
+
+
+# What is wrong: the check that has to see it, the object (kind, name without "baton-", an object's first letters are
+# enough), the path to a field, and its new value; without a path, the object goes.
+MUTATIONS: dict[str, tuple[Check, str, str, Any]] = {
+    "a field nobody knows": (schemas, "Deployment decode", f"{FIRST} imagePullPolice", "Always"),
+    "a number as a text": (schemas, "Deployment decode", "spec minReadySeconds", "3"),
+    "a custom field nobody knows": (schemas, "PodMonitor engines", "spec interval", "15s"),
+    "a kind nobody knows": (schemas, "Service redis", "kind", "Servise"),
+    "an API that is gone": (schemas, "HorizontalPodAutoscaler decode", "apiVersion", "autoscaling/v2beta2"),
+    "a flag that is not there": (checks.commands, "Deployment decode", f"{FIRST} args", Swap("--port=7000", "--prot=7000")),
+    "a value that will not do": (checks.commands, "Deployment decode", f"{FIRST} args", Swap("--port=7000", "--port=70000")),
+    "a command that is not there": (checks.commands, "Deployment decode", f"{FIRST} args", Swap("serve", "server")),
+    "a setting that is not there": (checks.commands, "ConfigMap config", "data BATON_KV_MEMRY", "1GiB"),
+    "a setting's value that will not do": (checks.commands, "ConfigMap config", "data BATON_KV_MEMORY", "much"),
+    "a variable of UCX that is not there": (checks.commands, "ConfigMap config", "data UCX_PORTS", "7100"),
+    "a variable that is not defined": (checks.commands, "Deployment redis", f"{FIRST} env", DROP),
+    "no secret": (checks.commands, "Deployment decode", f"{FIRST} env 3", DROP),
+    "another port than is declared": (checks.ports, "Deployment decode", f"{FIRST} args", Swap("--port=7000", "--port=7001")),
+    "metrics elsewhere": (checks.ports, "Deployment decode", f"{FIRST} args", Swap("--metrics-port=9400", "--metrics-port=9401")),
+    "an address that is not the pod's": (checks.ports, "Deployment decode", f"{FIRST} args", Swap("--advertise=$(POD_IP):7000", "--advertise=$(POD_IP):7001")),
+    "a Service that leads nowhere": (checks.ports, "Service redis", "spec ports 0 targetPort", "valkey"),
+    "a Service's port of another number": (checks.ports, "Service decode", "spec ports 0 port", 7001),
+    "a probe of a port that is not declared": (checks.ports, "Deployment decode", f"{FIRST} livenessProbe grpc port", 7001),
+    "a Redis that is not there": (checks.ports, "Service redis", "", DROP),
+    "a Service that is looked for in vain": (checks.ports, "Service decode", "metadata name", "baton-decoder"),
+    "no liveness": (checks.probes, "Deployment gateway", f"{FIRST} livenessProbe", DROP),
+    "no start-up": (checks.probes, "Deployment redis", f"{FIRST} startupProbe", DROP),
+    "a path that is not there": (checks.probes, "Deployment gateway", f"{FIRST} startupProbe httpGet path", "/alive"),
+    "liveness that is readiness": (checks.probes, "Deployment decode", f"{FIRST} livenessProbe grpc service", DROP),
+    "liveness tied to pods": (checks.probes, "Deployment gateway", f"{FIRST} livenessProbe httpGet path", "/ready"),
+    "a health nobody serves": (checks.probes, "Deployment decode", f"{FIRST} livenessProbe grpc service", "liveness"),
+    "too little grace": (checks.grace, "Deployment decode", f"{POD} terminationGracePeriodSeconds", 130),
+    "a preStop that takes the grace": (checks.grace, "Deployment gateway", f"{FIRST} lifecycle preStop sleep seconds", 155),
+    "no preStop": (checks.grace, "Deployment prefill", f"{FIRST} lifecycle", DROP),
+    "answers longer than the drain": (checks.grace, "ConfigMap config", "data BATON_REQUEST_TIMEOUT_S", "300"),
+    "labels that nobody selects": (checks.selectors, "Deployment decode", "spec template metadata labels app.kubernetes.io/component", "x"),
+    "another's pods": (checks.selectors, "Deployment decode", "spec selector matchLabels app.kubernetes.io/component", DROP),
+    "no budget": (checks.selectors, "PodDisruptionBudget decode", "", DROP),
+    "no spread": (checks.selectors, "Deployment decode", f"{POD} topologySpreadConstraints", DROP),
+    "a policy of nobody": (checks.selectors, "NetworkPolicy redis", "spec podSelector matchLabels x", "y"),
+    "a Secret without the key": (checks.selectors, "Secret secrets", "data cluster-secret", DROP),
+    "a volume that is not there": (checks.selectors, "Deployment decode", f"{POD} volumes 0", DROP),
+    "a role that is not there": (checks.selectors, "Role gateway", "", DROP),
+    "an account that is not there": (checks.selectors, "Deployment decode", f"{POD} serviceAccountName", "x"),
+    "a monitor of no port": (checks.selectors, "PodMonitor engines", "spec podMetricsEndpoints 0 port", "http"),
+    "a monitor of no Service": (checks.selectors, "ServiceMonitor gateway", "spec selector matchLabels x", "y"),
+    "a route to no port": (checks.selectors, "HTTPRoute ", "spec rules 0 backendRefs 0 port", 80),
+    "a route that ends answers": (checks.selectors, "HTTPRoute ", "spec rules 0 timeouts request", "60s"),
+    "a pool of nobody": (checks.selectors, "InferencePool ", "spec targetPorts 0 number", 80),
+    "an autoscaler of nothing": (checks.selectors, "HorizontalPodAutoscaler decode", "spec scaleTargetRef name", "x"),
+    "replicas beside an autoscaler": (checks.selectors, "Deployment decode", "spec replicas", 2),
+    "a closed way in": (checks.network, "NetworkPolicy redis", "spec ingress", []),
+    "a closed way out": (checks.network, "NetworkPolicy engines", "spec egress 1", DROP),
+    "KV ports beyond the policy's": (checks.network, "ConfigMap config", "data UCX_TCP_PORT_RANGE", "7100-7299"),
+    "KV ports over the pod's own": (checks.network, "ConfigMap config", "data UCX_TCP_PORT_RANGE", "7000-7199"),
+    "an open Redis": (checks.network, "NetworkPolicy redis", "spec ingress 0 from", DROP),
+    "an open pod": (checks.network, "NetworkPolicy engines", "spec ingress 0 from", DROP),
+    "open metrics": (checks.network, "NetworkPolicy metrics", "spec ingress 0 from", [{"namespaceSelector": {}}]),
+    "a way out for Redis": (checks.network, "NetworkPolicy redis", "spec egress", [{}]),
+    "no default": (checks.network, "NetworkPolicy default-deny", "", DROP),
+    "an image of any version": (checks.images, "Deployment redis", f"{FIRST} image", "docker.io/valkey/valkey"),
+    "the latest image": (checks.images, "Deployment redis", f"{FIRST} image", "docker.io/valkey/valkey:latest"),
+    "an image that nobody builds": (checks.images, "Deployment decode", f"{FIRST} image", "baton-decode:0.1.0"),
+    "an image of another version": (checks.images, "Deployment decode", f"{FIRST} image", "baton-engine-cpu:9.9.9"),
+    "no requests": (checks.resources, "Deployment decode", f"{FIRST} resources requests", DROP),
+    "an init container without a limit": (checks.resources, "Deployment decode", f"{POD} initContainers 0 resources limits", DROP),
+    "a volume without a limit": (checks.resources, "Deployment decode", f"{POD} volumes 0 emptyDir", {}),
+    "root": (checks.security, "Deployment decode", f"{POD} securityContext runAsUser", 0),
+    "no seccomp": (checks.security, "Deployment redis", f"{POD} securityContext seccompProfile", DROP),
+    "a writable image": (checks.security, "Deployment decode", f"{FIRST} securityContext readOnlyRootFilesystem", False),
+    "a capability": (checks.security, "Deployment decode", f"{FIRST} securityContext capabilities add", ["SYS_PTRACE"]),
+    "capabilities at the start": (checks.security, "Deployment decode", f"{POD} initContainers 0 securityContext capabilities", DROP),
+    "a token that is not used": (checks.security, "Deployment decode", f"{POD} automountServiceAccountToken", DROP),
+    "a token that is missing": (checks.security, "Deployment gateway", f"{POD} automountServiceAccountToken", False),
+    "an account whose token is everywhere": (checks.security, "ServiceAccount redis", "automountServiceAccountToken", DROP),
+    "service links": (checks.security, "Deployment decode", f"{POD} enableServiceLinks", DROP),
+    "the host's network": (checks.security, "Deployment decode", f"{POD} hostNetwork", True),
+    "the host's files": (checks.security, "Deployment decode", f"{POD} volumes 0 hostPath", {"path": "/"}),
+    "no /dev/shm": (checks.security, "Deployment decode", f"{FIRST} volumeMounts 2", DROP),
+    "nowhere to write": (checks.security, "Deployment gateway", f"{FIRST} volumeMounts 1", DROP),
+}  # fmt: skip
+
+
+def mutate(objects: list[Object], target: str, path: str, value: Any) -> None:
+    kind, _, name = target.partition(" ")
+    full = f"baton-{name}" if name else "baton"
+    found = next(o for o in of_kind(objects, kind) if o["metadata"]["name"].startswith(full))
+    if not path:
+        objects.remove(found)
+        return
+    *steps, last = [int(step) if step.isdecimal() else step for step in path.split(" ")]
+    place: Any = found
+    for step in steps:
+        place = place[step]
+    if isinstance(value, Swap):
+        words = place[last]
+        words[words.index(value.old)] = value.new
+    elif value is DROP:
+        del place[last]
+    else:
+        place[last] = value
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_worse_manifest_fails_its_check(name: str, everything: list[Object]) -> None:
+    check, target, path, value = MUTATIONS[name]
+    worse = copy.deepcopy(everything)
+    mutate(worse, target, path, value)
+    assert worse != everything
+    assert list(check(worse))
+
+
+def test_every_check_has_a_mutation() -> None:
+    assert {check for check, *_ in MUTATIONS.values()} == set(ALL)
