@@ -42,6 +42,8 @@ class FakeKube:
     _events: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
     _writers: set[asyncio.StreamWriter] = field(default_factory=set)
+    _ending: int = 0
+    _last: dict[str, Any] | None = None
     _server: asyncio.Server | None = None
 
     @property
@@ -83,12 +85,10 @@ class FakeKube:
         await self._say({"type": "BOOKMARK", "object": {"kind": "EndpointSlice", **meta}})
 
     async def end_watches(self, event: dict[str, Any] | None = None) -> None:
-        """Ends them all, properly or with an ERROR event."""
-        for writer in list(self._writers):
-            if event is not None:
-                _chunk(writer, event)
-            writer.write(b"0\r\n\r\n")
-            writer.close()
+        """Ends them all as their time-out does, or with an ERROR event; connections stay."""
+        async with self._changed:
+            self._ending, self._last = self._ending + 1, event
+            self._changed.notify_all()
 
     async def break_connections(self) -> None:
         for writer in list(self._writers):
@@ -123,7 +123,7 @@ class FakeKube:
                     name, _, value = header.decode().partition(": ")
                     headers[name.lower()] = value
                 await self._answer(line.split()[1].decode(), headers, writer)
-        except (ConnectionError, asyncio.CancelledError, asyncio.IncompleteReadError):
+        except (OSError, asyncio.CancelledError):
             pass
         finally:
             self._writers.discard(writer)
@@ -153,9 +153,10 @@ class FakeKube:
 
     async def _watch(self, version: int, services: list[str], writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n")
+        ending = self._ending
         while not writer.is_closing():
             async with self._changed:
-                while self.version <= version:
+                while self.version <= version and self._ending == ending:
                     await self._changed.wait()
                 news = [event for number, event in self._events if number > version]
                 version = self.version
@@ -163,6 +164,11 @@ class FakeKube:
                 labels = event["object"]["metadata"].get("labels", {})
                 if event["type"] == "BOOKMARK" or labels.get(SERVICE_LABEL) in services:
                     _chunk(writer, event, self.garble)
+            if self._ending != ending:
+                if self._last is not None:
+                    _chunk(writer, self._last)
+                writer.write(b"0\r\n\r\n")
+                return
             await writer.drain()
 
 

@@ -147,7 +147,7 @@ async def test_a_connection_that_died_silently_is_given_up(kube: FakeKube, monke
 
 async def test_a_renewed_token_is_read(kube: FakeKube) -> None:
     async with watching(kube) as (watch, _):
-        await until(lambda: watch.up)
+        await until(lambda: watch.up and len(kube.watches) == 1)
         kube.token = "token-2"
         (kube.account / "token").write_text("token-2\n")
         await kube.end_watches()

@@ -365,6 +365,10 @@ def network(objects: list[Object]) -> Problems:
                     if policies.allows(origin, peers[target], number) != ((source, target, name) in wanted):
                         state = "closed" if (source, target, name) in wanted else "open"
                         yield f"{source} -> {target}:{number} ({name}) is {state}"
+    another = Peer({"app.kubernetes.io/name": "baton", "app.kubernetes.io/component": "another"}, here)
+    for name, peer in peers.items():
+        if policies.allows(peer, another, 8000) or policies.allows(another, peers["redis"], 6379):
+            yield f"{name} -> another component of ours is open"
     outside = Peer(None, {})
     for name in OURS:
         for number in (443, 80):

@@ -164,46 +164,62 @@ class Peer:
     namespace: Mapping[str, str]
 
 
+@dataclass(frozen=True)
+class Opening:
+    """What one rule of a policy opens. peers: names of those at the other end, None for anybody; ports: first, last."""
+
+    peers: frozenset[str] | None
+    ports: tuple[tuple[str, int, int], ...] | None
+
+    def covers(self, peer: str, port: int, protocol: str) -> bool:
+        there = self.peers is None or peer in self.peers
+        return there and (self.ports is None or any(p == protocol and a <= port <= b for p, a, b in self.ports))
+
+
 class Policies:
     """All NetworkPolicies together: kubernetes.io/docs/concepts/services-networking/network-policies."""
 
     def __init__(self, objects: list[Object]) -> None:
         self._policies = [found["spec"] for found in of_kind(objects, "NetworkPolicy")]
 
+    def openings(self, direction: str, subject: Peer, others: Mapping[str, Peer]) -> list[Opening] | None:
+        """What is open to the subject (Egress) or of it (Ingress); None: everything, for no policy selects it."""
+        if subject.labels is None:
+            return None
+        labels = subject.labels
+        mine = [p for p in self._policies if direction in p["policyTypes"] and selects(p["podSelector"], labels)]
+        if not mine:
+            return None
+        key, end = ("ingress", "from") if direction == "Ingress" else ("egress", "to")
+        found = []
+        for rule in (rule for policy in mine for rule in policy.get(key, [])):
+            peers = None
+            if end in rule:
+                matching = (name for name, other in others.items() if any(_is(p, subject, other) for p in rule[end]))
+                peers = frozenset(matching)
+            found.append(Opening(peers, _ports(rule)))
+        return found
+
     def allows(self, source: Peer, target: Peer, port: int, protocol: str = "TCP") -> bool:
         """A connection from source to target's port, both of whose ends have to permit it."""
-        return self._side("Egress", source, target, port, protocol) and self._side(
-            "Ingress", target, source, port, protocol
-        )
-
-    def _side(self, direction: str, subject: Peer, other: Peer, port: int, protocol: str) -> bool:
-        if subject.labels is None:
-            return True
-        mine = [
-            p for p in self._policies if direction in p["policyTypes"] and selects(p["podSelector"], subject.labels)
-        ]
-        if not mine:
-            return True
-        key, peers = ("ingress", "from") if direction == "Ingress" else ("egress", "to")
-        same = subject.namespace == other.namespace
-        return any(
-            _covers(rule.get("ports"), port, protocol)
-            and (peers not in rule or any(_is(peer, other, same) for peer in rule[peers]))
-            for policy in mine
-            for rule in policy.get(key, [])
-        )
+        sides = (("Egress", source, target), ("Ingress", target, source))
+        for direction, subject, other in sides:
+            openings = self.openings(direction, subject, {"other": other})
+            if openings is not None and not any(o.covers("other", port, protocol) for o in openings):
+                return False
+        return True
 
 
-def _covers(ports: list[Object] | None, port: int, protocol: str) -> bool:
-    return ports is None or any(
-        entry.get("protocol", "TCP") == protocol and entry["port"] <= port <= entry.get("endPort", entry["port"])
-        for entry in ports
-    )
+def _ports(rule: Object) -> tuple[tuple[str, int, int], ...] | None:
+    if "ports" not in rule:
+        return None
+    return tuple((e.get("protocol", "TCP"), e["port"], e.get("endPort", e["port"])) for e in rule["ports"])
 
 
-def _is(peer: Object, other: Peer, same_namespace: bool) -> bool:
+def _is(peer: Object, subject: Peer, other: Peer) -> bool:
     if other.labels is None:
         return False
     namespaces = peer.get("namespaceSelector")
-    inside = same_namespace if namespaces is None else selects(namespaces, other.namespace)
+    same = subject.namespace == other.namespace
+    inside = same if namespaces is None else selects(namespaces, other.namespace)
     return inside and selects(peer.get("podSelector", {}), other.labels)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jsonschema
 import kubernetes_validate
+import kubernetes_validate.utils
 import yaml
 
 from tests.k8s.manifests import Object
@@ -26,20 +29,32 @@ def _custom() -> dict[str, Any]:
 def schemas(objects: list[Object]) -> Iterator[str]:
     """A line for each object that its schema refuses, an unknown field included."""
     for found in objects:
-        kind = f"{found['apiVersion']}/{found['kind']}"
-        where = f"{kind} {found['metadata'].get('name')}"
-        if kind in _custom():
-            definitions = _custom()["$defs"]
-            parts = ((found["metadata"], definitions["metadata"]), (found.get("spec", {}), _custom()[kind]))
-            for value, schema in parts:
-                validator = jsonschema.Draft202012Validator({**schema, "$defs": definitions})
-                yield from (f"{where}: {error.message}" for error in validator.iter_errors(value))
-            yield from (f"{where}: unknown field {name}" for name in found.keys() - set(FIELDS))
-            continue
-        for version in VERSIONS:
-            try:
+        yield from _refusals(json.dumps(found, sort_keys=True))
+
+
+@functools.cache  # most of what overlays and components render is the same
+def _refusals(text: str) -> tuple[str, ...]:
+    found = json.loads(text)
+    kind = f"{found['apiVersion']}/{found['kind']}"
+    where = f"{kind} {found['metadata'].get('name')}"
+    if kind in _custom():
+        definitions = _custom()["$defs"]
+        parts = ((found["metadata"], definitions["metadata"]), (found.get("spec", {}), _custom()[kind]))
+        errors = [f"{where}: unknown field {name}" for name in found.keys() - set(FIELDS)]
+        for value, schema in parts:
+            validator = jsonschema.Draft202012Validator({**schema, "$defs": definitions})
+            errors += [f"{where}: {error.message}" for error in validator.iter_errors(value)]
+        return tuple(errors)
+    errors = []
+    for version in VERSIONS:
+        try:
+            with mock.patch("kubernetes_validate.utils.schema_contents", _contents):
                 kubernetes_validate.validate(found, version, strict=True)
-            except kubernetes_validate.ValidationError as e:
-                yield f"{where}: {version}: {e.message}"
-            except (kubernetes_validate.SchemaNotFoundError, kubernetes_validate.InvalidSchemaError) as e:
-                yield f"{where}: {version}: there is no schema: {e}"
+        except kubernetes_validate.ValidationError as e:
+            errors.append(f"{where}: {version}: {e.message}")
+        except (kubernetes_validate.SchemaNotFoundError, kubernetes_validate.InvalidSchemaError) as e:
+            errors.append(f"{where}: {version}: {e.message}")
+    return tuple(errors)
+
+
+_contents = functools.cache(kubernetes_validate.utils.schema_contents)

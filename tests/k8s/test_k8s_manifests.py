@@ -73,7 +73,7 @@ MUTATIONS: dict[str, tuple[Check, str, str, Any]] = {
     "a setting's value that will not do": (checks.commands, "ConfigMap config", "data BATON_KV_MEMORY", "much"),
     "a variable of UCX that is not there": (checks.commands, "ConfigMap config", "data UCX_PORTS", "7100"),
     "a variable that is not defined": (checks.commands, "Deployment redis", f"{FIRST} env", DROP),
-    "no secret": (checks.commands, "Deployment decode", f"{FIRST} env 3", DROP),
+    "no secret": (checks.commands, "Deployment decode", f"{FIRST} env name=BATON_SECRET", DROP),
     "another port than is declared": (checks.ports, "Deployment decode", f"{FIRST} args", Swap("--port=7000", "--port=7001")),
     "metrics elsewhere": (checks.ports, "Deployment decode", f"{FIRST} args", Swap("--metrics-port=9400", "--metrics-port=9401")),
     "an address that is not the pod's": (checks.ports, "Deployment decode", f"{FIRST} args", Swap("--advertise=$(POD_IP):7000", "--advertise=$(POD_IP):7001")),
@@ -147,17 +147,26 @@ def mutate(objects: list[Object], target: str, path: str, value: Any) -> None:
     if not path:
         objects.remove(found)
         return
-    *steps, last = [int(step) if step.isdecimal() else step for step in path.split(" ")]
+    *steps, last = path.split(" ")
     place: Any = found
     for step in steps:
-        place = place[step]
+        place = place[_key(place, step)]
+    key = _key(place, last)
     if isinstance(value, Swap):
-        words = place[last]
+        words = place[key]
         words[words.index(value.old)] = value.new
     elif value is DROP:
-        del place[last]
+        del place[key]
     else:
-        place[last] = value
+        place[key] = value
+
+
+def _key(place: Any, step: str) -> Any:
+    """Of a list: a number, or name=X."""
+    if isinstance(place, dict):
+        return step
+    name = step.removeprefix("name=")
+    return int(step) if step.isdecimal() else next(i for i, item in enumerate(place) if item["name"] == name)
 
 
 @pytest.mark.parametrize("name", MUTATIONS)

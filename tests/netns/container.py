@@ -1,0 +1,128 @@
+"""One container: the command of a manifest, run as a kubelet and its runtime would.
+
+In the pod's network namespace, as process 1 of a process namespace, with a read-only root, the pod's volumes, its user
+and no capabilities. Images do not exist here: `baton` is this checkout's, `valkey-server` the embedded one.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from common.valkey import valkey_binary
+from tests.k8s.manifests import ROOT, Object
+
+UNITS = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
+ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
+VENV = Path(sys.prefix)
+
+
+def size(text: str) -> int:
+    """Bytes of a Kubernetes quantity."""
+    return int(text[:-2]) * UNITS[text[-2:]] if text[-2:] in UNITS else int(text)
+
+
+def image_env() -> dict[str, str]:
+    """What the Dockerfile's stage `runtime` sets, with this checkout's environment in the place of /opt/baton."""
+    line = re.search(r"^FROM \S+ AS runtime\nENV (.+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    assert line is not None
+    env = dict(pair.split("=", 1) for pair in line[1].split())
+    env["PATH"] = (
+        env["PATH"].replace("/opt/baton/bin", str(VENV / "bin")).replace("$PATH", "/usr/local/bin:/usr/bin:/bin")
+    )
+    return {**env, "PYTHONPATH": str(ROOT)}
+
+
+@dataclass
+class Container:
+    """argv and env are complete; seeds: host directories that volumes begin with, by the path in the container."""
+
+    host: str
+    pod: Object
+    spec: Object
+    argv: Sequence[str]
+    env: Mapping[str, str]
+    names: Path
+    log: Path
+    seeds: Mapping[str, Path]
+    account: Path | None = None
+    _popen: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+
+    def start(self) -> None:
+        script = "\n".join(["set -e", *self._mounts(), self._exec()])
+        with self.log.open("ab") as out:
+            self._popen = subprocess.Popen(
+                [
+                    *("ip", "netns", "exec", self.host, "unshare", "--mount", "--pid", "--fork", "--kill-child"),
+                    *("--mount-proc", "--propagation", "private", "sh", "-c", script),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def alive(self) -> bool:
+        return self._popen is not None and self._popen.poll() is None
+
+    @property
+    def exit_code(self) -> int | None:
+        return None if self._popen is None else self._popen.poll()
+
+    def send(self, number: signal.Signals) -> None:
+        """To process 1 of the container. It is the only child of the process that we started."""
+        assert self._popen is not None
+        pid = self._popen.pid
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split() if self.alive else []
+        for child in children:
+            subprocess.run(["kill", f"-{number.value}", child], check=False)
+
+    def tail(self, lines: int = 30) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def _mounts(self) -> list[str]:
+        """Volumes over what is here, the rest read-only. What our user may not pass through is mounted anew."""
+        lines = [f"mount --bind {shlex.quote(str(self.names))} /etc/hosts"]
+        private = [path for path in {sys.base_prefix, str(ROOT), str(VENV)} if Path(path).is_relative_to("/root")]
+        lines += ["mount -t tmpfs tmpfs /mnt", "mkdir /mnt/root"]
+        for number, path in enumerate(private):
+            lines += [f"mkdir /mnt/root/{number}", f"mount --bind {shlex.quote(path)} /mnt/root/{number}"]
+        for number, seed in enumerate(self.seeds.values()):
+            lines += [f"mkdir /mnt/seed{number}", f"mount --bind {shlex.quote(str(seed))} /mnt/seed{number}"]
+        if self.account is not None:
+            lines += ["mkdir /mnt/account", f"cp {shlex.quote(str(self.account))}/[tcn]* /mnt/account"]
+        lines.append("mount -t tmpfs -o mode=755 tmpfs /root")
+        for number, path in enumerate(private):
+            lines += [f"mkdir -p {shlex.quote(path)}", f"mount --move /mnt/root/{number} {shlex.quote(path)}"]
+        if self.account is not None:
+            lines += ["mount -t tmpfs -o mode=755 tmpfs /run", f"mkdir -p {ACCOUNT}", f"cp /mnt/account/* {ACCOUNT}"]
+        volumes = {volume["name"]: volume for volume in self.pod["volumes"]}
+        for mount in self.spec.get("volumeMounts", []):
+            path, limit = mount["mountPath"], size(volumes[mount["name"]]["emptyDir"]["sizeLimit"])
+            lines += [f"[ -d {path} ] || {{ mount -t tmpfs tmpfs $(dirname {path}); mkdir {path}; }}"]
+            lines += [f"mount -t tmpfs -o size={limit},mode=1777 tmpfs {path}"]
+            for number, seed in enumerate(self.seeds):
+                if Path(seed).is_relative_to(path):
+                    lines += [f"mkdir {seed}", f"mount --bind /mnt/seed{number} {seed}"]
+            if mount.get("readOnly"):
+                lines.append(f"mount -o remount,bind,ro {path}")
+        assert self.spec["securityContext"]["readOnlyRootFilesystem"] is True
+        return [*lines, "mount -o remount,bind,ro /"]
+
+    def _exec(self) -> str:
+        context = self.pod["securityContext"]
+        user, group = context["runAsUser"], context["runAsGroup"]
+        argv = [str(valkey_binary()) if self.argv[0] == "valkey-server" else self.argv[0], *self.argv[1:]]
+        variables = [f"{name}={value}" for name, value in {**image_env(), **self.env}.items()]
+        words = [
+            *("exec", "setpriv", f"--reuid={user}", f"--regid={group}", "--clear-groups", "--no-new-privs"),
+            *("--bounding-set=-all", "--inh-caps=-all", "env", "-i", *variables, *argv),
+        ]
+        return "cd /tmp\n" + shlex.join(words)

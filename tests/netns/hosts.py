@@ -1,0 +1,109 @@
+"""Hosts on one machine: network namespaces on a bridge, each with an address and the packet filter of its pod.
+
+Everything lives in the namespaces of the test process (see `make e2e-netns`): network, mounts and processes end with
+it, however it ends. The process itself is the node: 10.77.0.1, from which kubelets probe and where the API server is.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.k8s.manifests import Opening, Peer, Policies
+
+NETWORK, NODE = "10.77.0", "10.77.0.1"
+
+
+def run(*argv: str, text: str | None = None) -> str:
+    done = subprocess.run(argv, input=text, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{argv}: {done.stderr}"
+    return done.stdout
+
+
+@dataclass
+class Hosts:
+    """Addresses by name. names: the file that all hosts have as /etc/hosts, rewritten in place as Services change."""
+
+    names: Path
+    policies: Policies
+    peers: dict[str, Peer] = field(default_factory=dict)
+    addresses: dict[str, str] = field(default_factory=dict)
+    _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(11))
+
+    def begin(self) -> None:
+        """The bridge, and named namespaces of our own."""
+        os.makedirs("/run/netns", exist_ok=True)
+        run("mount", "-t", "tmpfs", "tmpfs", "/run/netns")
+        run("ip", "link", "set", "lo", "up")
+        run("ip", "link", "add", "br0", "type", "bridge")
+        run("ip", "addr", "add", f"{NODE}/24", "dev", "br0")
+        run("ip", "link", "set", "br0", "up")
+        self.resolve({})
+
+    def add(self, name: str, peer: Peer, address: str = "") -> str:
+        """A host with an address, a given one for a Service's; its filter and everybody else's know it."""
+        number = next(self._numbers)
+        address = address or f"{NETWORK}.{number}"
+        run("ip", "netns", "add", name)
+        run("ip", "link", "add", f"v{number}", "type", "veth", "peer", "name", "eth0", "netns", name)
+        run("ip", "link", "set", f"v{number}", "master", "br0", "up")
+        for words in (
+            "link set lo up",
+            f"addr add {address}/24 dev eth0",
+            "link set eth0 up",
+            f"route add default via {NODE}",
+        ):
+            run("ip", "-n", name, *words.split())
+        self.peers[name], self.addresses[name] = peer, address
+        self._filter()
+        return address
+
+    def remove(self, name: str) -> None:
+        """Its processes have ended."""
+        run("ip", "netns", "delete", name)
+        del self.peers[name], self.addresses[name]
+        self._filter()
+
+    def resolve(self, services: Mapping[str, list[str]]) -> None:
+        """What names mean from now on. Written in place: the file is mounted in the hosts."""
+        lines = ["127.0.0.1 localhost"]
+        lines += [f"{address} {name}" for name, addresses in services.items() for address in addresses]
+        self.names.write_text("\n".join(lines) + "\n")
+
+    def _filter(self) -> None:
+        for name, peer in self.peers.items():
+            run("ip", "netns", "exec", name, "nft", "-f", "-", text=self.ruleset(peer))
+
+    def ruleset(self, subject: Peer) -> str:
+        """The NetworkPolicies that select a pod, at its own interface, where a CNI plugin applies them."""
+        lines = ["table inet baton", "delete table inet baton", "table inet baton {"]
+        for chain, direction, end, interface in (
+            ("input", "Ingress", "saddr", "iif"),
+            ("output", "Egress", "daddr", "oif"),
+        ):
+            openings = self.policies.openings(direction, subject, self.peers)
+            lines += [
+                f"chain {chain} {{",
+                f"type filter hook {chain} priority 0; policy {'accept' if openings is None else 'drop'};",
+            ]
+            lines += [f"{interface} lo accept", "ct state established,related accept"]
+            if direction == "Ingress":
+                lines.append(f"ip saddr {NODE} accept")  # of the node itself, hence of its kubelet
+            for opening in openings or ():
+                lines += self._rules(opening, end)
+            lines.append("}")
+        return "\n".join([*lines, "}"])
+
+    def _rules(self, opening: Opening, end: str) -> Iterator[str]:
+        who = ""
+        if opening.peers is not None:
+            addresses = sorted(self.addresses[name] for name in opening.peers)
+            if not addresses:
+                return
+            who = f"ip {end} {{ {', '.join(addresses)} }} "
+        for protocol, low, high in opening.ports or (("TCP", 0, 65535), ("UDP", 0, 65535)):
+            yield f"{who}{protocol.lower()} dport {low}-{high} accept"
