@@ -41,7 +41,7 @@ FROM build AS engine-gpu-env
 RUN grep '^torch==' constraints.txt > torch.txt \
     && sed '/^\(torch\|triton\)==/d' constraints.txt > gpu-constraints.txt \
     && pip install -r torch.txt \
-    && pip install -c gpu-constraints.txt -r requirements/engine.txt
+    && pip install -c gpu-constraints.txt -r requirements/engine-gpu.txt
 COPY --from=wheel /wheel /wheel
 RUN pip install --no-deps /wheel/*.whl && pip uninstall -y pip setuptools
 

@@ -17,11 +17,11 @@ What did the student find?
 INSTALLED := .venv/.installed-$(shell cat pyproject.toml constraints.txt | sha256sum | cut -c1-16)
 pin = $(shell sed -n 's/^\($(1)==[^ ]*\).*/\1/p' constraints.txt)
 
-.PHONY: help install lint test pytest clients soak demo up proto clean
+.PHONY: help install lint test pytest k8s-check image-env-test e2e-netns clients soak demo up proto clean
 .DEFAULT_GOAL := help
 
 help: ## This list.
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
 
 install: $(INSTALLED) ## Makes .venv with the pinned versions; nothing to do the second time.
 
@@ -61,6 +61,12 @@ pytest: $(INSTALLED)
 
 clients: $(INSTALLED) ## openai, litellm, langchain, guidellm, aiperf against a stack, each in a venv; ARGS='openai aiperf'.
 	$(PY) tests/clients/run.py $(ARGS)
+
+k8s-check: $(INSTALLED) ## Renders k8s/, checks it against schemas and the code, lints the images (needs kubectl or kustomize).
+	.venv/bin/pytest tests/k8s -n 0 $(ARGS)
+
+image-env-test: $(INSTALLED) ## Builds each image's Python environment by the Dockerfile's commands and starts from it.
+	IMAGE_ENVS=1 .venv/bin/pytest tests/k8s/test_images.py -n 0 --timeout 1800 $(ARGS)
 
 soak: $(INSTALLED) ## Five minutes of mixed load with clients that leave half-way.
 	SOAK_SECONDS=300 .venv/bin/pytest tests/chaos/test_soak.py -s

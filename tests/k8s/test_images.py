@@ -22,7 +22,6 @@ from packaging.utils import canonicalize_name
 from tests.k8s.dockerfile import TARGETS, Dockerfile, Workshop, context, read
 from tests.k8s.manifests import K8S, ROOT, containers, main_container, of_kind, render
 
-LISTS = {"gateway": "gateway", "engine": "engine"}
 READY_S = 60.0
 
 
@@ -108,9 +107,11 @@ def test_images_expose_the_ports_of_the_manifests() -> None:
 
 def test_every_requirement_is_one_of_ours_and_pinned() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    ours = {Requirement(line).name: Requirement(line).extras for line in project["dependencies"]}
+    optional = project["optional-dependencies"]
+    lines = [*project["dependencies"], *optional["traces"], *optional["gpu"]]
+    ours = {Requirement(line).name: Requirement(line).extras for line in lines}
     pins = {line.partition("==")[0].strip() for line in (ROOT / "constraints.txt").read_text().splitlines()}
-    for name in LISTS.values():
+    for name in (path.stem for path in (ROOT / "requirements").iterdir()):
         for requirement in requirements(name):
             assert requirement.name in ours
             assert requirement.extras == ours[requirement.name]
@@ -120,7 +121,7 @@ def test_every_requirement_is_one_of_ours_and_pinned() -> None:
 
 def requirements(name: str) -> list[Requirement]:
     lines = (ROOT / "requirements" / f"{name}.txt").read_text().splitlines()
-    return [Requirement(line) for line in lines if line and not line.startswith("#")]
+    return [Requirement(line) for line in lines if line and not line.startswith(("#", "-r"))]
 
 
 def closure(wanted: list[Requirement]) -> set[str]:
