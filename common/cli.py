@@ -68,7 +68,12 @@ HostCache = Annotated[
 ChunkTokens = Annotated[
     str | None, _opt("Most tokens of one engine step (default 256; GPU: 2048, if nothing decodes 8192).", metavar="N")
 ]
-Speculation = Annotated[str | None, _opt("Who drafts tokens: none (the default), ngram or suffix.", metavar="PROPOSER")]
+Speculation = Annotated[
+    str | None, _opt("Who drafts tokens: none (default), ngram, suffix, draft_model, eagle.", metavar="PROPOSER")
+]
+SpeculationModel = Annotated[
+    str | None, _opt("Directory of the draft model or EAGLE head, on all pods alike.", metavar="DIR")
+]
 SpeculationTokens = Annotated[str | None, _opt("Most drafts per sequence and step (default 4).", metavar="N")]
 SpeculationAccept = Annotated[str | None, _opt("Of drafts: coupled (the default) or rejection.", metavar="RULE")]
 Device = Annotated[str | None, _opt("auto (the default), cpu, cuda or cuda:N.")]
@@ -125,6 +130,7 @@ def up(
     max_model_len: MaxModelLen = None,
     chunk_tokens: ChunkTokens = None,
     speculation: Speculation = None,
+    speculation_model: SpeculationModel = None,
     speculation_tokens: SpeculationTokens = None,
     speculation_accept: SpeculationAccept = None,
     block_size: BlockSize = None,
@@ -194,6 +200,7 @@ def serve(
         bool | None, typer.Option("--overlap/--no-overlap", help="Launch steps ahead of results (default on a GPU).")
     ] = None,
     speculation: Speculation = None,
+    speculation_model: SpeculationModel = None,
     speculation_tokens: SpeculationTokens = None,
     speculation_accept: SpeculationAccept = None,
     local_prefill_tokens: Annotated[

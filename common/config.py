@@ -185,7 +185,7 @@ _SECRET = _text("at least 8 characters", r".{8,}", secret=True)
 _DEVICE = _text("auto, cpu, cuda or cuda:N", r"auto|cpu|cuda(:\d+)?")
 _DTYPE = _choice("auto", "float32", "bfloat16")
 _KV_DTYPE = _choice("auto", "fp8_e4m3")
-_SPECULATION = _choice("none", "ngram", "suffix")
+_SPECULATION = _choice("none", "ngram", "suffix", "draft_model", "eagle")
 _DRAFTS = _integer(1, 7)
 _ACCEPT = _choice("coupled", "rejection")
 _LOAD_FORMAT = _choice("auto", "dummy")
@@ -321,7 +321,8 @@ class PodConfig(_Config):
     256 and 64 on a CPU, 2048 and 256 on a GPU, where a step without decodes then takes 8192 tokens, and twice that of a
     prompt alone. cuda_graphs: decode steps run as graphs, captured at the start. overlap:
     a step is launched before the last one's result is known (None: on a GPU). speculation: who drafts tokens that steps
-    verify, speculation_tokens of them per sequence at most; speculation_accept coupled: answers are the same as
+    verify, speculation_tokens of them per sequence at most; speculation_model: the directory of the draft model or
+    EAGLE head, the same on all pods that hand over to each other; speculation_accept coupled: answers are the same as
     without, rejection: only their distribution is. local_prefill_tokens: a decode pod computes uncached
     suffixes up to this length itself. metrics_port 0: off. threads 0: automatic. drain_s: most seconds between SIGTERM
     and the end. allow_tcp: KV in device memory may travel over TCP, or over a transport that cannot be told.
@@ -355,6 +356,7 @@ class PodConfig(_Config):
     cuda_graphs: bool = _setting(_BOOL, True)
     overlap: bool | None = _setting(_optional(_BOOL), None)
     speculation: str = _setting(_SPECULATION, "none")
+    speculation_model: str | None = _setting(_optional(_MODEL), None)
     speculation_tokens: int = _setting(_DRAFTS, 4)
     speculation_accept: str = _setting(_ACCEPT, "coupled")
     local_prefill_tokens: int = _setting(_integer(0, 1 << 24), 0)
@@ -372,6 +374,7 @@ class PodConfig(_Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         _require_whole_blocks(self.chunk_tokens, self.block_size)
+        _require_draft(self.speculation, self.speculation_model)
 
     def own_name(self) -> str:
         """The configured name, or role-host-port, as stable as these; for port 0 a new one at every call."""
@@ -489,6 +492,7 @@ class UpConfig(_Config):
     max_model_len: int = _setting(_MODEL_LEN, 0)
     chunk_tokens: int = _setting(_CHUNK, 0)
     speculation: str = _setting(_SPECULATION, "none")
+    speculation_model: str | None = _setting(_optional(_MODEL), None)
     speculation_tokens: int = _setting(_DRAFTS, 4)
     speculation_accept: str = _setting(_ACCEPT, "coupled")
     block_size: int = _setting(_BLOCK_SIZE, 16)
@@ -513,6 +517,13 @@ class UpConfig(_Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         _require_whole_blocks(self.chunk_tokens, self.block_size)
+        _require_draft(self.speculation, self.speculation_model)
+
+
+def _require_draft(speculation: str, model: str | None) -> None:
+    if (speculation in ("draft_model", "eagle")) != (model is not None):
+        need = "needs" if model is None else "has no use for"
+        raise ConfigError(f"speculation_model: speculation {speculation} {need} one", field="speculation_model")
 
 
 def _require_whole_blocks(chunk_tokens: int, block_size: int) -> None:

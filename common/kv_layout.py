@@ -3,7 +3,8 @@
 The pool is uint8[num_blocks, block_bytes]. Inside a block the segments follow each other; the first, "kv", is
 [num_layers, 2 (K, V), num_kv_heads, block_size, head_dim], so a block with all its layers is one contiguous range and
 one NIXL descriptor. An 8-bit cache has a second segment with the scales of its numbers, so whatever moves, caches or
-checks a block takes them along. Other segments (a draft model's layers) follow in the same block.
+checks a block takes them along. So it is with what a draft model keeps: its own keys and values, their scales, and for
+an EAGLE head the target's state of the block's last token, from which its next key is made.
 """
 
 from __future__ import annotations
@@ -48,6 +49,10 @@ class KVLayout:
     model and revision identify the weights; num_kv_heads is per tensor-parallel rank; dtype is that of keys and values:
     float32, bfloat16 or float8_e4m3. The latter has one scale for K and one for V per layer, kv head and token, in the
     segment "scales", [num_layers, num_kv_heads, block_size, 2 (K, V)].
+
+    draft_layers, draft_kv_heads, draft_head_dim: of the draft model whose KV lies in the segments "draft_kv" and
+    "draft_scales" of the same blocks, 0 for none; draft_state: numbers of the segment "draft_state"; draft_revision:
+    identifies its weights.
     """
 
     model: str
@@ -58,15 +63,28 @@ class KVLayout:
     block_size: int
     dtype: str
     version: int = LAYOUT_VERSION
+    draft_layers: int = 0
+    draft_kv_heads: int = 0
+    draft_head_dim: int = 0
+    draft_state: int = 0
+    draft_revision: str = ""
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        shape = (self.num_layers, 2, self.num_kv_heads, self.block_size, self.head_dim)
-        kv = Segment("kv", shape, self.dtype)
+        found = self._kv("", self.num_layers, self.num_kv_heads, self.head_dim, 0)
+        if self.draft_layers:
+            sizes = (self.draft_layers, self.draft_kv_heads, self.draft_head_dim)
+            found += self._kv("draft_", *sizes, found[-1].end)
+        if self.draft_state:
+            dtype = SCALE_DTYPE if self.dtype == FP8_DTYPE else self.dtype
+            found += (Segment("draft_state", (self.draft_state,), dtype, found[-1].end),)
+        return found
+
+    def _kv(self, prefix: str, layers: int, heads: int, dim: int, offset: int) -> tuple[Segment, ...]:
+        kv = Segment(prefix + "kv", (layers, 2, heads, self.block_size, dim), self.dtype, offset)
         if self.dtype != FP8_DTYPE:
             return (kv,)
-        pairs = (self.num_layers, self.num_kv_heads, self.block_size, 2)
-        return (kv, Segment("scales", pairs, SCALE_DTYPE, kv.end))
+        return (kv, Segment(prefix + "scales", (layers, heads, self.block_size, 2), SCALE_DTYPE, kv.end))
 
     @property
     def block_bytes(self) -> int:
@@ -75,8 +93,11 @@ class KVLayout:
 
     @property
     def fingerprint(self) -> str:
-        """32 hex digits over every field; equal layouts have equal fingerprints in every process."""
-        text = "\n".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self))
+        """32 hex digits over every field, of a draft's where there is one; equal layouts have equal fingerprints in
+        every process.
+        """
+        known = [f.name for f in fields(self) if self.draft_layers or not f.name.startswith("draft_")]
+        text = "\n".join(f"{name}={getattr(self, name)}" for name in known)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     @property

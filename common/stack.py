@@ -19,7 +19,7 @@ from common import probes
 from common.config import DEFAULT_PORT, DEFAULT_SECRET, UpConfig
 from common.errors import ConfigError
 from common.gpus import Gpu, shared_out, visible_gpus
-from common.models import served_name
+from common.models import model_path, served_name
 from common.process import ChildProcess, PortLease
 from common.supervisor import Probe, ServiceSpec
 from common.types import Role
@@ -95,6 +95,7 @@ class Stack:
                 "max-model-len": str(config.max_model_len),
                 "chunk-tokens": str(config.chunk_tokens),
                 "speculation": config.speculation,
+                **_draft(config.speculation_model),
                 "speculation-tokens": str(config.speculation_tokens),
                 "speculation-accept": config.speculation_accept,
                 "block-size": str(config.block_size),
@@ -202,6 +203,10 @@ def _spec(
     process = ChildProcess(name, argv, log=log_dir / f"{name}.log", env=env)
     start, stop = stages
     return ServiceSpec(process=process, role=role, address=address, probe=probe, start_stage=start, stop_stage=stop)
+
+
+def _draft(model: str | None) -> dict[str, str]:
+    return {} if model is None else {"speculation-model": str(model_path(model))}
 
 
 def _default_port(leases: list[PortLease], say: Callable[[str], None]) -> PortLease:

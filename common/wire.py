@@ -245,6 +245,11 @@ def layout_to_pb(layout: KVLayout) -> transfer_pb2.Layout:
         block_size=layout.block_size,
         dtype=layout.dtype,
         block_bytes=layout.block_bytes,
+        draft_layers=layout.draft_layers,
+        draft_kv_heads=layout.draft_kv_heads,
+        draft_head_dim=layout.draft_head_dim,
+        draft_state=layout.draft_state,
+        draft_revision=layout.draft_revision,
     )
 
 
@@ -259,6 +264,11 @@ def layout_from_pb(pb: transfer_pb2.Layout) -> KVLayout:
         block_size=pb.block_size,
         dtype=pb.dtype,
         version=pb.version,
+        draft_layers=pb.draft_layers,
+        draft_kv_heads=pb.draft_kv_heads,
+        draft_head_dim=pb.draft_head_dim,
+        draft_state=pb.draft_state,
+        draft_revision=pb.draft_revision,
     )
 
 

@@ -10,7 +10,8 @@ import torch
 from common.errors import ConfigError
 from common.kv_layout import FP8_DTYPE
 
-PROPOSERS = ("none", "ngram", "suffix")
+PROPOSERS = ("none", "ngram", "suffix", "draft_model", "eagle")
+DRAWING = ("draft_model", "eagle")  # of these, those that have a model
 MAX_DRAFTS = 7  # with the token before them as many as a row of the decode kernel has
 GPU_TOKEN_BUDGET = 2048  # rows that decode wait for 50 ms of an 8B model at most
 GPU_PROMPT_BUDGET = 8192  # attention of long chunks is faster, and there are fewer steps
@@ -30,9 +31,10 @@ class EngineConfig:
     that for a prompt that is alone; 0: 8192 on CUDA, and none of its own where token_budget is given and on a CPU.
     max_seqs: sequences that run at once; 0: 64 on a CPU, 256 on CUDA. cuda_graphs: decode steps run as graphs, captured
     at the start (no meaning on a CPU). overlap: a step is launched before the last one's result is known; None: on
-    CUDA. speculation: who proposes drafts, see engine/speculation; speculation_tokens: most drafts of a
-    sequence in a step; speculation_accept coupled: the output is the same as without, rejection: its distribution is.
-    load_format dummy: random weights of weights_seed instead of the directory's. threads 0: all
+    CUDA. speculation: who proposes drafts, see engine/speculation; speculation_model: the draft model, or the EAGLE
+    head, of those that have one; its KV lies in the same blocks, so pods that hand over must agree. speculation_tokens:
+    most drafts of a sequence in a step; speculation_accept coupled: the output is the same as without, rejection: its
+    distribution is. load_format dummy: random weights of weights_seed instead of the directories'. threads 0: all
     cores.
     """
 
@@ -54,6 +56,7 @@ class EngineConfig:
     cuda_graphs: bool = True
     overlap: bool | None = None
     speculation: str = "none"
+    speculation_model: Path | None = None
     speculation_tokens: int = 4
     speculation_accept: str = "coupled"
     load_format: str = "auto"
@@ -70,6 +73,9 @@ class EngineConfig:
         if self.speculation not in PROPOSERS:
             known = ", ".join(PROPOSERS)
             raise ConfigError(f"speculation {self.speculation!r} is not served: {known}", field="speculation")
+        if (self.speculation in DRAWING) != (self.speculation_model is not None):
+            need = "needs" if self.speculation in DRAWING else "has no use for"
+            raise ConfigError(f"speculation {self.speculation} {need} a speculation_model", field="speculation_model")
         if self.speculation_accept not in ("coupled", "rejection"):
             raise ConfigError(
                 f"speculation_accept {self.speculation_accept!r} is not served: coupled or rejection",

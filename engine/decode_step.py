@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention.triton_backend import DECODE_TOKENS, TritonAttention
+from engine.attention.triton_backend import DECODE_TOKENS, TritonAttention, TritonMetadata
 from engine.block_tables import BlockTables
 from engine.device_sampler import DeviceSampler
 from engine.graphs import Graphs, borrowed
@@ -28,6 +28,8 @@ from engine.kernels.decode_inputs import HEADER, DecodeInputs, blocks_touched, d
 from engine.layer_kv import LayerKV
 from engine.models.base import Model
 from engine.scheduler import Item
+from engine.speculation.drafter import Drafter, Links, StaticRows, Target
+from engine.speculation.kept import kept
 from engine.upload import pinned, upload
 
 
@@ -49,7 +51,7 @@ class StepOutput:
 
 class DecodeStep:
     """max_rows: most rows of a step. drafts: most of a row, 0 for none; max_drafts: most of a step, which bounds the
-    rows of steps that have any.
+    rows of steps that have any. draft: layers of a draft model, computed with every step.
 
     last_tokens: int64 [slots], the token that was sampled last in each slot; shared with steps that run elsewhere.
     tables: of all slots; width and slots are the pool's and the scheduler's.
@@ -67,13 +69,16 @@ class DecodeStep:
         max_rows: int,
         drafts: int = 0,
         max_drafts: int = 0,
+        draft: Drafter | None = None,
     ) -> None:
         assert 0 <= drafts < DECODE_TOKENS
         assert drafts <= max_drafts
         self.max_rows = max_rows
         self._model, self._cache, self._backend, self._sampler = model, cache, backend, sampler
         self._tables, self._last_tokens = tables, last_tokens
+        self._draft, self._target = draft, Target(model, cache, backend)
         self._block_size, self._device = cache[0].block_size, last_tokens.device
+        self._pad_block = cache[0].kv.shape[0] - 1  # the dummy one
         buckets, self._widest = batch_buckets(max_rows), 1 + drafts
         self._buckets = {1: buckets}
         if drafts:
@@ -93,6 +98,11 @@ class DecodeStep:
         self._results = torch.zeros(most_tokens, dtype=torch.int64, device=self._device)
         self._not_finite = torch.tensor(-1, device=self._device)
         self._graphs = Graphs("decode", self._device, self._compute, keep=_kept)
+
+    @property
+    def drafting_buckets(self) -> tuple[int, ...]:
+        """Rows of steps with drafts."""
+        return self._buckets[self._widest]
 
     def fits(self, items: Sequence[Item]) -> bool:
         """The step can run here: every item samples after its one token, and after each of its drafts."""
@@ -155,7 +165,7 @@ class DecodeStep:
         metadata = self._backend.decode_metadata(
             inputs.kv_slots, inputs.cu_q, inputs.seq_lens, inputs.tables, max_new=query
         )
-        hidden = self._model.hidden(inputs.tokens, inputs.positions, self._cache, self._backend, metadata)
+        hidden = self._hidden(inputs, metadata, query)
         logits = self._model.logits(hidden)
         drafts = None if query == 1 else (inputs.tokens, inputs.offsets)
         tokens, finite = self._sampler.run(logits, inputs.token_slots, inputs.sampled_at, drafts=drafts)
@@ -167,7 +177,30 @@ class DecodeStep:
             self._sampler.accept(
                 tokens, finite, inputs.tokens, inputs.cu_q, inputs.row_slots, self._last_tokens, query=query
             )
+        if self._draft is not None and self._draft.pairs:
+            self._note(self._draft, inputs, results, query)
         return StepOutput(results, logits)
+
+    def _hidden(self, inputs: DecodeInputs, metadata: TritonMetadata, query: int) -> Tensor:
+        """Of all tokens; with the layers of the draft model, if there is one."""
+        if self._draft is None:
+            return self._model.hidden(inputs.tokens, inputs.positions, self._cache, self._backend, metadata)
+        links: Links | None = None
+        if self._draft.pairs:
+            # A row without tokens begins with one that nobody owns.
+            firsts = inputs.cu_q[:-1].long()
+            behind = (inputs.positions.index_select(0, firsts) - 1).clamp(min=0) // self._block_size
+            links = Links(firsts, inputs.tables.gather(1, behind.long()[:, None]).squeeze(1).long())
+        rows = StaticRows(inputs.kv_slots, inputs.cu_q, inputs.seq_lens, inputs.tables, query)
+        return self._draft.follow(self._target, inputs.tokens, inputs.positions, metadata, rows, rows=None, links=links)
+
+    def _note(self, draft: Drafter, inputs: DecodeInputs, sampled: Tensor, query: int) -> None:
+        """Leaves the states of tokens that count in their blocks, see Runner._note; of others in nobody's block."""
+        size = self._block_size
+        counted, final = kept(sampled, inputs.tokens, inputs.offsets, query)
+        wanted = (final | (counted & ((inputs.positions + 1) % size == 0))) & (inputs.kv_slots >= 0)
+        blocks = torch.where(wanted, inputs.kv_slots // size, self._pad_block).long()
+        draft.note(torch.arange(len(blocks), device=self._device), blocks)
 
     def _query(self, items: Sequence[Item]) -> int:
         return self._widest if any(item.drafts for item in items) else 1

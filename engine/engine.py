@@ -35,13 +35,16 @@ from engine.host_memory import HostMemory
 from engine.kv_pool import DTYPES, KVPool
 from engine.loader import open_model
 from engine.memory import EXTRA_BLOCKS, blocks_that_fit, measure
-from engine.models.base import Model
+from engine.models.base import Model, ModelShape
 from engine.runner import Runner
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.sequence import Sequence
 from engine.speculation.control import Control
+from engine.speculation.drafter import MakeDrafter
+from engine.speculation.drawn import DrawnProposer
 from engine.speculation.ngram import NgramProposer
 from engine.speculation.proposer import Proposer
+from engine.speculation.source import DraftSource, open_draft
 from engine.speculation.speculator import Speculator
 from engine.speculation.suffix import SuffixProposer
 from engine.step_result import EngineCounters, Mail, SequenceOutput, StepHook, StepResult
@@ -63,10 +66,6 @@ assert HASH_BYTES == 16, "the pool's hashes are 128 bits"
 
 def _ignore(hashes: list[bytes]) -> None:
     """Nobody listens."""
-
-
-def _proposer(name: str) -> Proposer:
-    return NgramProposer() if name == "ngram" else SuffixProposer()
 
 
 class Engine:
@@ -91,6 +90,8 @@ class Engine:
         self.device = device = config.resolve_device()
         torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
         dtype = config.resolve_dtype(device)
+        wanted_len = min(config.max_model_len or spec.max_position, spec.max_position)
+        draft = self._open_draft(spec, wanted_len)
         self.layout = KVLayout(
             model=config.name or config.model_dir.resolve().name,
             revision=source.revision(device),
@@ -99,14 +100,15 @@ class Engine:
             head_dim=spec.head_dim,
             block_size=config.block_size,
             dtype=config.resolve_kv_dtype(device),
+            **({} if draft is None else draft.layout(device)),
         )
         self.vocab_size = spec.vocab_size
         self.eos_token_ids = spec.eos_token_ids
         self.grammars = GrammarCompiler(
             GrammarTokenizer(config.model_dir, eos_ids=spec.eos_token_ids, vocab_size=spec.vocab_size)
         )
-        wanted_len = min(config.max_model_len or spec.max_position, spec.max_position)
         model = source.load(wanted_len, device, DTYPES[dtype])
+        make_draft = None if draft is None else draft.load(model, wanted_len, device, DTYPES[dtype])
         token_budget, prompt_budget, max_seqs = config.resolve_limits(device)
         self._sampler: DeviceSampler | None = None
         if device.type == "cuda":
@@ -115,7 +117,7 @@ class Engine:
             torch.set_float32_matmul_precision("highest")
             self._sampler = DeviceSampler(max_seqs, spec.vocab_size, device, max_drafts=self._drafts()[1])
         graphs = config.cuda_graphs and device.type == "cuda" and model.capturable
-        build = functools.partial(self._runner, model, self._sampler, wanted_len, graphs=graphs)
+        build = functools.partial(self._runner, model, make_draft, self._sampler, wanted_len, graphs=graphs)
         limits = SchedulerConfig(
             token_budget=token_budget, prompt_budget=prompt_budget, max_seqs=max_seqs, max_model_len=wanted_len
         )
@@ -132,7 +134,7 @@ class Engine:
         self.runner = build(self.kv)
         if device.type == "cuda":
             self._compile()
-        self._padded = graphs
+        self._padded = self.runner.decode is not None
         self._stepper = Stepper(
             self.scheduler,
             self.pool,
@@ -141,7 +143,7 @@ class Engine:
             overlap=config.resolve_overlap(device),
         )
         if config.speculation != "none":
-            self.speculate(_proposer(config.speculation))
+            self.speculate(self.own_proposer())
         self.host_memory: HostMemory | None = None
         self._stop_copier: Callable[[], object] = lambda: None
         if self.pool.tier is not None:
@@ -162,6 +164,14 @@ class Engine:
         """Whoever drafts tokens, with statistics; None: nobody."""
         return self._stepper.speculator
 
+    def own_proposer(self) -> Proposer:
+        """A new one of the kind that the configuration names."""
+        kind = self.config.speculation
+        if self.runner.draft_loop is not None:
+            return DrawnProposer(self.runner.draft_loop, self.scheduler.reserve)
+        assert kind in ("ngram", "suffix")
+        return NgramProposer() if kind == "ngram" else SuffixProposer()
+
     def speculate(self, proposer: Proposer | None, control: Control | None = None) -> None:
         """Drafts come from this proposer from now on; None: there are none. control: who drafts how much; None: who
         gains by it. Call while no sequence is here, of an engine whose configuration names a proposer: graphs and
@@ -172,7 +182,8 @@ class Engine:
         assert not self.has_work
         self._stepper.speculator = None
         if proposer is not None:
-            control = control or Control(drafts, padded=self._padded)
+            drawn = isinstance(proposer, DrawnProposer)
+            control = control or Control(drafts, padded=self._padded, drawn=drawn)
             self._stepper.speculator = Speculator(proposer, control, max_seqs=max_drafts // drafts)
 
     @property
@@ -303,7 +314,26 @@ class Engine:
             )
         return blocks
 
-    def _runner(self, model: Model, sampler: DeviceSampler | None, max_len: int, kv: KVPool, *, graphs: bool) -> Runner:
+    def _open_draft(self, spec: ModelShape, max_len: int) -> DraftSource | None:
+        """The draft model that the configuration names."""
+        config = self.config
+        if config.speculation_model is None:
+            return None
+        return open_draft(
+            config.speculation, config.speculation_model, spec, config.model_dir,
+            load_format=config.load_format, seed=config.weights_seed, max_len=max_len,
+        )  # fmt: skip
+
+    def _runner(
+        self,
+        model: Model,
+        make_draft: MakeDrafter | None,
+        sampler: DeviceSampler | None,
+        max_len: int,
+        kv: KVPool,
+        *,
+        graphs: bool,
+    ) -> Runner:
         attention = TritonAttention if self.device.type == "cuda" else TorchAttention
         spec = self.spec
         backend = attention(
@@ -312,10 +342,11 @@ class Engine:
         max_blocks = self.layout.blocks_for(max_len) + 1  # a lease may hold the block of the next token
         token_budget, prompt_budget, max_seqs = self.config.resolve_limits(self.device)
         drafts, max_drafts = self._drafts()
+        draft = None if make_draft is None else make_draft(kv)
         return Runner(
-            model, kv, backend, max_seqs=max_seqs, max_blocks=max_blocks, sampler=sampler, static=graphs,
-            most_tokens=max(token_budget, prompt_budget or 0), drafts=drafts, max_drafts=max_drafts,
-            rejection=self.config.speculation_accept == "rejection",
+            model, kv, backend, max_seqs=max_seqs, max_blocks=max_blocks, sampler=sampler,
+            static=graphs and (draft is None or draft.capturable), most_tokens=max(token_budget, prompt_budget or 0),
+            drafts=drafts, max_drafts=max_drafts, rejection=self.config.speculation_accept == "rejection", draft=draft,
         )  # fmt: skip
 
     def _drafts(self) -> tuple[int, int]:

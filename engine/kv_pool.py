@@ -44,11 +44,12 @@ class KVPool:
     def block_bytes(self) -> int:
         return self.layout.block_bytes
 
-    def layers(self) -> tuple[LayerKV, ...]:
-        """The model's layers in order, sharing this memory."""
+    def layers(self, prefix: str = "") -> tuple[LayerKV, ...]:
+        """The model's layers in order, sharing this memory; with prefix "draft_" those of the draft model."""
         names = [segment.name for segment in self.layout.segments]
-        kv = self.segment_view("kv").unbind(1)
-        scales = self.segment_view("scales").unbind(1) if "scales" in names else [None] * len(kv)
+        kv = self.segment_view(prefix + "kv").unbind(1)
+        scaled = prefix + "scales" in names
+        scales = self.segment_view(prefix + "scales").unbind(1) if scaled else [None] * len(kv)
         return tuple(LayerKV(*layer) for layer in zip(kv, scales, strict=True))
 
     def segment_view(self, name: str) -> Tensor:

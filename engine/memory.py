@@ -103,9 +103,12 @@ def blocks_that_fit(use: MemoryUse, layout: KVLayout) -> int:
 
 def _graphs(runner: Runner, device: torch.device) -> int:
     assert runner.decode is not None
-    assert runner.prompt is not None
-    decode, prompt = runner.decode, runner.prompt
-    return _captured(decode.shapes, decode.capture, device) + _captured(prompt.shapes, prompt.capture, device)
+    total = _captured(runner.decode.shapes, runner.decode.capture, device)
+    if runner.prompt is not None:
+        total += _captured(runner.prompt.shapes, runner.prompt.capture, device)
+    if runner.draft_graphs is not None:
+        total += _captured(runner.draft_graphs.shapes, runner.draft_graphs.capture, device)
+    return total
 
 
 def _captured(shapes: Sequence[S], capture: Callable[[Sequence[S]], None], device: torch.device) -> int:

@@ -8,6 +8,8 @@ What may come next of a sequence with a constraint depends on its last token, wh
 Such a step is launched like any other, and `constrain` draws those tokens again, from the same logits, once the step
 before it is accounted for. So the device computes while the host looks for masks, and other sequences pay nothing.
 
+A draft model's layers are computed in the same steps, for the same tokens, see engine/speculation/drafter.py.
+
 On a GPU a step in which every sequence decodes runs from static buffers (decode_step.py), as a CUDA graph where one
 was captured, and so do the layers of a step with few prompt tokens (prompt_step.py); every other step is made of
 tensors of its own size. On a CPU, launch computes.
@@ -33,6 +35,10 @@ from engine.sampler import Sampled, SampleRow, sample, token_logprobs
 from engine.scheduler import Item
 from engine.sequence import Sequence as EngineSequence
 from engine.speculation.chain import Chain
+from engine.speculation.draft_graphs import DraftGraphs
+from engine.speculation.draft_loop import DraftLoop
+from engine.speculation.drafter import Drafter, Links, Target
+from engine.speculation.kept import kept
 from engine.speculation.rejection import sample_rejecting
 from engine.stepper import ItemResult
 from engine.upload import upload
@@ -56,6 +62,7 @@ class Runner:
     sampler and the Triton backend. most_tokens: of a step.
     drafts: most of an item, max_drafts: of a step. rejection: drafts are accepted by rejection sampling, in torch; on a
     GPU only those that were drawn, since for others sampling with their positions' noise has the same distribution.
+    draft: layers of a draft model over this pool.
     """
 
     def __init__(
@@ -72,6 +79,7 @@ class Runner:
         drafts: int = 0,
         max_drafts: int = 0,
         rejection: bool = False,
+        draft: Drafter | None = None,
     ) -> None:
         self._model, self._kv, self._backend, self._sampler = model, kv, backend, sampler
         self._cache = kv.layers()
@@ -80,7 +88,8 @@ class Runner:
         self._last_tokens = torch.zeros(max_seqs + 1, dtype=torch.int64, device=self._device)
         self._staged: list[Lease | None] = [None] * max_seqs
         self._replayed: tuple[int, int] | None = None
-        self._drafts, self._rejection = drafts, rejection
+        self._drafts, self._rejection, self._draft = drafts, rejection, draft
+        self._target = Target(model, self._cache, backend)
         self.decode: DecodeStep | None = None
         self.prompt: PromptStep | None = None
         if static:
@@ -91,13 +100,23 @@ class Runner:
             assert isinstance(backend, TritonAttention)
             self.decode = DecodeStep(
                 model, self._cache, backend, sampler, self._tables, self._last_tokens,
-                max_rows=max_seqs, drafts=drafts, max_drafts=max_drafts,
+                max_rows=max_seqs, drafts=drafts, max_drafts=max_drafts, draft=draft,
             )  # fmt: skip
-            self.prompt = PromptStep(model, self._cache, backend, most_tokens=most_tokens, max_blocks=max_blocks)
+            if draft is None:  # whose layers would have to be in the graphs, too
+                self.prompt = PromptStep(model, self._cache, backend, most_tokens=most_tokens, max_blocks=max_blocks)
+        self.draft_loop: DraftLoop | None = None
+        self.draft_graphs: DraftGraphs | None = None
+        if draft is not None:
+            if self.decode is not None and sampler is not None and not rejection:
+                self.draft_graphs = DraftGraphs(
+                    draft, sampler, self._stage, buckets=self.decode.drafting_buckets, drafts=drafts,
+                    width=max_blocks, block_size=kv.layout.block_size, device=self._device,
+                )  # fmt: skip
+            self.draft_loop = DraftLoop(draft, kv, self._tables, rejection=rejection, graphs=self.draft_graphs)
 
     def capture(self) -> None:
         """Records the CUDA graphs of all static steps."""
-        for step in (self.decode, self.prompt):
+        for step in (self.decode, self.prompt, self.draft_graphs):
             if step is not None:
                 step.capture()
 
@@ -105,7 +124,7 @@ class Runner:
     def launch(self, items: Sequence[Item]) -> Launched:
         """Queues forward pass and sampling of all items; every item's lease covers its tokens."""
         if self._sampler is not None:
-            self._stage_sampling(items, self._sampler)
+            self._stage([item.seq for item in items if item.sample])
         self._kv.copy([item.copy for item in items if item.copy is not None])
         wanted = _wanted(items)
         self._replayed = None
@@ -279,6 +298,7 @@ class Runner:
         if not every:
             results.masked_fill_(~torch.isfinite(hidden.float().sum(dim=-1)), -1)
         if not sampling:
+            self._note(shape, results, ids.index_select(0, last), last_of, counts)
             return results, hidden, np.zeros(0), scores
         logits = self._model.logits(hidden if every else hidden.index_select(0, rows))
         before = None
@@ -290,12 +310,49 @@ class Runner:
             results = drawn
         else:
             results.index_copy_(0, rows, torch.where(results.index_select(0, rows) < 0, -1, drawn))
+        self._note(shape, results, ids.index_select(0, last), last_of, counts)
         return results, logits, np.cumsum(samples) - 1, scores
 
     def _hidden(self, shape: StepShape, ids: Tensor, positions: Tensor, rows: Tensor, *, every: bool) -> Tensor:
         """States of these tokens; every: they are all, in order."""
         metadata = self._backend.prepare(shape)
-        return self._model.hidden(ids, positions, self._cache, self._backend, metadata, rows=None if every else rows)
+        wanted = None if every else rows
+        if self._draft is None:
+            return self._model.hidden(ids, positions, self._cache, self._backend, metadata, rows=wanted)
+        links = self._links(shape) if self._draft.pairs else None
+        return self._draft.follow(self._target, ids, positions, metadata, shape, rows=wanted, links=links)
+
+    def _links(self, shape: StepShape) -> Links:
+        size, ends = self._kv.layout.block_size, np.cumsum(shape.num_new)
+        before = [
+            int(blocks[(start - 1) // size]) if start else self._kv.dummy_block
+            for start, blocks in zip(shape.starts, shape.blocks, strict=True)
+        ]
+        return Links(*upload([ends - np.array(shape.num_new), np.array(before)], self._device))
+
+    def _note(self, shape: StepShape, sampled: Tensor, inputs: Tensor, last_of: np.ndarray, counts: np.ndarray) -> None:
+        """Leaves the states of tokens that count in their blocks: of a row's last one, and of every full block's.
+
+        sampled, inputs: int64 [rows], what follows each token that is sampled after, and the token; last_of: where it
+        is in the step; counts: of these rows of each item.
+        """
+        if self._draft is None or not self._draft.pairs:
+            return
+        size, positions = self._kv.layout.block_size, _positions(shape)
+        full = (positions + 1) % size == 0
+        ends = full[last_of].astype(np.int64)
+        full[last_of] = False
+        written = np.concatenate([last_of, np.flatnonzero(full)])
+        item_of = np.searchsorted(np.cumsum(shape.num_new), written, side="right")
+        places = zip(item_of.tolist(), (positions[written] // size).tolist(), strict=True)
+        blocks = np.array([int(shape.blocks[item][place]) for item, place in places])
+        offsets = np.arange(len(last_of)) - np.repeat(np.cumsum(counts) - counts, counts)
+        at, into, there, ended = upload([written, blocks, offsets, ends], self._device)
+        if len(last_of) > len(counts):
+            counted, final = kept(sampled, inputs, there, 1 + self._drafts)
+            here = torch.where(final | (counted & (ended > 0)), into[: len(last_of)], self._kv.dummy_block)
+            into = torch.cat([here, into[len(last_of) :]])
+        self._draft.note(at, into)
 
     def _score(self, to_score: Sequence[ToScore], hidden: Tensor) -> list[Scores]:
         """hidden: of the tokens before those that are scored, item after item. Few logits exist at a time."""
@@ -429,11 +486,12 @@ class Runner:
         self._staged[slot] = None  # the next step of the sequence in this slot brings its own state
         return torch.cat(drawn)
 
-    def _stage_sampling(self, items: Sequence[Item], sampler: DeviceSampler) -> None:
-        """Sequences that sample for the first time with the lease that they have."""
-        for item in items:
-            seq = item.seq
-            if item.sample and self._staged[seq.slot] is not seq.lease:
+    def _stage(self, seqs: Sequence[EngineSequence]) -> None:
+        """The device learns what sequences are sampled with that sample for the first time with their lease."""
+        sampler = self._sampler
+        assert sampler is not None
+        for seq in seqs:
+            if self._staged[seq.slot] is not seq.lease:
                 sampler.stage(seq.slot, SampleRow(seq.request.sampling, seq.tokens, seq.prompt_len, seq.child))
                 self._staged[seq.slot] = seq.lease
         sampler.flush()

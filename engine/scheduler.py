@@ -171,6 +171,7 @@ class Scheduler:
         # Of the token budget, in whole blocks; 1 where steps have no more than that: then nothing is cut for its sake.
         size = pool.block_size
         self._half = 1 if config.prompt_budget is None else max(config.token_budget // 2 // size, 1) * size
+        self._reserved: list[Sequence] = []  # leases with room for drafts, until the next batch
 
     def add(self, seq: Sequence) -> None:
         """Take a sequence in. Raises InvalidRequest naming the field when it can never run here.
@@ -270,8 +271,20 @@ class Scheduler:
             recomputed=self._recomputed,
         )
 
+    def reserve(self, seq: Sequence, end: int) -> int:
+        """Room for `end` tokens of one of `drafters`, as far as the pool can spare it; tokens that there is room for.
+
+        The next schedule gives back what it does not use.
+        """
+        self._extend(seq, end, keep_free=self._growing())
+        self._reserved.append(seq)
+        return seq.allocated
+
     def drafters(self) -> list[Sequence]:
-        """Running sequences that decode next and whose tokens are all known."""
+        """Running sequences that decode next and whose tokens are all known; those that came with their blocks have
+        begun to run.
+        """
+        self._admit(new=False)
         return [seq for seq in self._running if seq.decoding and not (seq.paused or seq.launched or seq.pending)]
 
     def schedule(self, drafts: Mapping[Sequence, Chain] = NO_DRAFTS) -> Batch:
@@ -286,8 +299,22 @@ class Scheduler:
                 break
             self._preempt(max(paused, key=_rank))
             items = self._plan(drafts)
+        self._give_back(items)
         lost, self._lost = self._lost, []
         return Batch(items, lost)
+
+    def _give_back(self, items: list[Item]) -> None:
+        """Room that was reserved for drafts which are not verified now."""
+        if self._reserved:
+            used = {item.seq for item in items if item.drafts}
+            for seq in self._reserved:
+                if seq.lease is not None and not seq.lease.finished and seq not in used:
+                    seq.lease.trim(self._blocks(len(seq.tokens)))
+            self._reserved = []
+
+    def _growing(self) -> int:
+        """Running sequences that may want a block each."""
+        return sum(not seq.hand_off for seq in self._running)
 
     def _plan(self, drafts: Mapping[Sequence, Chain]) -> list[Item]:
         self._admit(new=False)
@@ -410,7 +437,7 @@ class Scheduler:
         """The decodes, with drafts of those that have some."""
         budget = self.config.token_budget
         spare = budget - len(items) - ((budget + 2) // 4 if self._has_prompts() else 0)
-        growing = sum(not seq.hand_off for seq in self._running)
+        growing = self._growing()
         drafted: list[Item] = []
         for item in items:
             seq, chain = item.seq, drafts.get(item.seq)

@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from common.errors import ConfigError
 from engine.models.base import ModelShape
-from engine.models.decoder import Decoder
+from engine.models.decoder import Attention, Decoder, Mlp
+from engine.models.spec import ModelSpec
 from engine.progress import progress
 
 _SAMPLES = 16  # places of each tensor that enter the revision
@@ -48,7 +49,7 @@ def load(model: Decoder, model_dir: Path) -> None:
         raise ConfigError(f"the checkpoint lacks {len(missing)} tensors, such as {min(missing)}")
 
 
-def invent(model: Decoder, seed: int) -> None:
+def invent(model: nn.Module, seed: int) -> None:
     """Random parameters, made where they lie: norms are 1, biases 0, products keep the scale of what they multiply.
 
     The same seed makes the same numbers on devices of one type: each parameter has a stream of its own, keyed by name.
@@ -64,7 +65,12 @@ def invent(model: Decoder, seed: int) -> None:
 
 def dummy_revision(spec: ModelShape, seed: int, device: torch.device) -> str:
     """What `revision` is for random weights: never that of a checkpoint, equal where the numbers are."""
-    return hashlib.blake2b(f"dummy {seed} {device.type} {spec!r}".encode(), digest_size=8).hexdigest()
+    return digest(f"dummy {seed} {device.type} {spec!r}")
+
+
+def digest(text: str) -> str:
+    """16 hex digits."""
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def revision(spec: ModelShape, model_dir: Path) -> str:
@@ -73,7 +79,7 @@ def revision(spec: ModelShape, model_dir: Path) -> str:
     Hashes the spec, every file's header (names, shapes, dtypes) and samples spread over every tensor: a fine-tune
     changes the samples, a copy of the directory does not. Reads a few MB, whatever the model's size.
     """
-    digest = hashlib.blake2b(repr(spec).encode(), digest_size=8)
+    content = hashlib.blake2b(repr(spec).encode(), digest_size=8)
     for path in _files(model_dir):
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -81,7 +87,7 @@ def revision(spec: ModelShape, model_dir: Path) -> str:
             if header_size > size:
                 raise ConfigError(f"{path} is not a safetensors file", field="model")
             header_bytes = file.read(header_size)
-            digest.update(header_bytes)
+            content.update(header_bytes)
             try:
                 header: dict[str, Any] = json.loads(header_bytes)
             except ValueError as error:
@@ -91,8 +97,28 @@ def revision(spec: ModelShape, model_dir: Path) -> str:
                 step = max((last - first) // _SAMPLES, 1)
                 for offset in range(first, last, step):
                     file.seek(8 + header_size + offset)
-                    digest.update(file.read(min(_SAMPLE_BYTES, last - offset)))
-    return digest.hexdigest()
+                    content.update(file.read(min(_SAMPLE_BYTES, last - offset)))
+    return content.hexdigest()
+
+
+def layer_homes(at: str, spec: ModelSpec, attention: Attention, mlp: Mlp) -> dict[str, Tensor]:
+    """Where the tensors of a layer's products go, whose names begin with `at`: a parameter, or its part of a merged
+    one.
+    """
+    homes: dict[str, Tensor] = {}
+    qkv_sizes = [spec.query_size, spec.kv_size, spec.kv_size]
+    for kind, biased, names, merged, sizes in (
+        ("self_attn", spec.qkv_bias, ("q_proj", "k_proj", "v_proj"), attention.qkv, qkv_sizes),
+        ("self_attn", spec.out_bias, ("o_proj",), attention.out, [spec.hidden_size]),
+        ("mlp", spec.mlp_bias, ("gate_proj", "up_proj"), mlp.gate_up, [spec.intermediate_size] * 2),
+        ("mlp", spec.mlp_bias, ("down_proj",), mlp.down, [spec.hidden_size]),
+    ):
+        for name, part in zip(names, torch.split(merged.weight, sizes), strict=True):
+            homes[f"{at}.{kind}.{name}.weight"] = part
+        if biased:
+            for name, part in zip(names, torch.split(merged.bias, sizes), strict=True):
+                homes[f"{at}.{kind}.{name}.bias"] = part
+    return homes
 
 
 def _homes(model: Decoder) -> dict[str, Tensor]:
@@ -104,26 +130,15 @@ def _homes(model: Decoder) -> dict[str, Tensor]:
     }
     if not spec.tied:
         homes["lm_head.weight"] = model.head.weight
-    qkv_sizes = [spec.query_size, spec.kv_size, spec.kv_size]
     for index, layer in enumerate(model.stack):
         at = f"model.layers.{index}"
-        attention, mlp = layer.attention, layer.mlp
+        attention = layer.attention
+        homes |= layer_homes(at, spec, attention, layer.mlp)
         homes[f"{at}.input_layernorm.weight"] = layer.attention_norm.weight
         homes[f"{at}.post_attention_layernorm.weight"] = layer.mlp_norm.weight
         if attention.q_norm is not None and attention.k_norm is not None:
             homes[f"{at}.self_attn.q_norm.weight"] = attention.q_norm.weight
             homes[f"{at}.self_attn.k_norm.weight"] = attention.k_norm.weight
-        for kind, biased, names, merged, sizes in (
-            ("self_attn", spec.qkv_bias, ("q_proj", "k_proj", "v_proj"), attention.qkv, qkv_sizes),
-            ("self_attn", spec.out_bias, ("o_proj",), attention.out, [spec.hidden_size]),
-            ("mlp", spec.mlp_bias, ("gate_proj", "up_proj"), mlp.gate_up, [spec.intermediate_size] * 2),
-            ("mlp", spec.mlp_bias, ("down_proj",), mlp.down, [spec.hidden_size]),
-        ):
-            for name, part in zip(names, torch.split(merged.weight, sizes), strict=True):
-                homes[f"{at}.{kind}.{name}.weight"] = part
-            if biased:
-                for name, part in zip(names, torch.split(merged.bias, sizes), strict=True):
-                    homes[f"{at}.{kind}.{name}.bias"] = part
     return homes
 
 

@@ -18,13 +18,14 @@ import sys
 import time
 from collections.abc import Callable
 from importlib import metadata
+from pathlib import Path
 from typing import Any, Protocol
 
 import grpc
 
 from common.auth import Signer
 from common.config import PodConfig
-from common.errors import BatonError, InternalError, Overloaded, Unavailable
+from common.errors import BatonError, ConfigError, InternalError, Overloaded, Unavailable
 from common.grammar import CompiledGrammar
 from common.lifecycle import Lifecycle, State, host_boot_id
 from common.models import resolve_model, served_name
@@ -487,6 +488,19 @@ class PodRuntime:
             self._server.set_serving(False)
 
 
+def _draft_dir(config: PodConfig) -> Path | None:
+    """The directory of the draft model, which may have a known name, or of the EAGLE head."""
+    name = config.speculation_model
+    if name is None:
+        return None
+    try:
+        if config.speculation == "draft_model":
+            return resolve_model(name, tokenizer=False, weights=config.load_format == "auto", say=_log.info)
+    except ConfigError as error:
+        raise ConfigError(error.message, field="speculation_model") from error
+    return Path(name).resolve()
+
+
 def engine_config(config: PodConfig) -> EngineConfig:
     """The engine's part of a pod's configuration."""
     return EngineConfig(
@@ -507,6 +521,7 @@ def engine_config(config: PodConfig) -> EngineConfig:
         cuda_graphs=config.cuda_graphs,
         overlap=config.overlap,
         speculation=config.speculation,
+        speculation_model=_draft_dir(config),
         speculation_tokens=config.speculation_tokens,
         speculation_accept=config.speculation_accept,
         threads=config.threads,

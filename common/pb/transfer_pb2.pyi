@@ -82,6 +82,11 @@ class Layout(_message.Message):
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
     BLOCK_BYTES_FIELD_NUMBER: _builtins.int
+    DRAFT_LAYERS_FIELD_NUMBER: _builtins.int
+    DRAFT_KV_HEADS_FIELD_NUMBER: _builtins.int
+    DRAFT_HEAD_DIM_FIELD_NUMBER: _builtins.int
+    DRAFT_STATE_FIELD_NUMBER: _builtins.int
+    DRAFT_REVISION_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """Version of the layout scheme."""
     model: _builtins.str
@@ -100,6 +105,16 @@ class Layout(_message.Message):
     """Element type: float32 or bfloat16."""
     block_bytes: _builtins.int
     """Bytes of one block, all segments."""
+    draft_layers: _builtins.int
+    """Layers, KV heads and elements per head of the draft model whose KV lies in the same blocks; 0 for none."""
+    draft_kv_heads: _builtins.int
+    """KV heads of the draft model."""
+    draft_head_dim: _builtins.int
+    """Elements per head of the draft model."""
+    draft_state: _builtins.int
+    """Elements of the target's state that a draft head keeps in each block."""
+    draft_revision: _builtins.str
+    """Hash of the identity of the draft model's weights."""
     def __init__(
         self,
         *,
@@ -112,10 +127,15 @@ class Layout(_message.Message):
         block_size: _builtins.int = ...,
         dtype: _builtins.str = ...,
         block_bytes: _builtins.int = ...,
+        draft_layers: _builtins.int = ...,
+        draft_kv_heads: _builtins.int = ...,
+        draft_head_dim: _builtins.int = ...,
+        draft_state: _builtins.int = ...,
+        draft_revision: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "block_size", b"block_size", "dtype", b"dtype", "head_dim", b"head_dim", "model", b"model", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "revision", b"revision", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "block_size", b"block_size", "draft_head_dim", b"draft_head_dim", "draft_kv_heads", b"draft_kv_heads", "draft_layers", b"draft_layers", "draft_revision", b"draft_revision", "draft_state", b"draft_state", "dtype", b"dtype", "head_dim", b"head_dim", "model", b"model", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "revision", b"revision", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -35,8 +35,9 @@ class StepShape:
 class AttentionBackend(Protocol[M]):
     """Paged causal attention with grouped heads.
 
-    Scores are q . k * scale, then softcap * tanh(score / softcap) where the model has a softcap. All that is seen is
-    read from the cache, new tokens too: with an 8-bit cache a step's cut into chunks changes no number.
+    Scores are q . k * scale, then softcap * tanh(score / softcap) where the model has a softcap. A backend may be made
+    with a `first` token: those before it are seen by nobody. All that is seen is read from the cache, new tokens too:
+    with an 8-bit cache a step's cut into chunks changes no number.
     """
 
     @property
@@ -45,6 +46,11 @@ class AttentionBackend(Protocol[M]):
 
     def prepare(self, step: StepShape) -> M:
         """Metadata of one step, on the device."""
+
+    def write(self, kv: Tensor, cache: LayerKV, metadata: M) -> None:
+        """Writes the new keys and values, and attends to nothing. metadata may be that of another backend over the same
+        blocks.
+        """
 
     def attend(self, query: Tensor, kv: Tensor, cache: LayerKV, metadata: M, window: int | None) -> Tensor:
         """Writes the new keys and values, then attends; returns [T, heads, head_dim].

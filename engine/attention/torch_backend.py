@@ -47,7 +47,9 @@ class TorchMetadata:
 
 
 class TorchAttention:
-    """`layers` are the pool's, windows those of the model; scale None: head_dim ** -0.5; softcap None: none."""
+    """`layers` are the pool's, windows those of the model; scale None: head_dim ** -0.5; softcap None: none; first: the
+    first token that is seen.
+    """
 
     reads_unwritten = True
 
@@ -60,12 +62,13 @@ class TorchAttention:
         *,
         scale: float | None = None,
         softcap: float | None = None,
+        first: int = 0,
     ) -> None:
         kv = layers[0].kv
         _, _, self._kv_heads, self._block_size, self._head_dim = kv.shape
         self._heads_per_kv = num_heads // self._kv_heads
         self._windows = tuple(dict.fromkeys(windows))
-        self._pad_block = pad_block
+        self._pad_block, self._first = pad_block, first
         self._scale = self._head_dim**-0.5 if scale is None else scale
         self._softcap = softcap
         quantised = layers[0].scales is not None
@@ -100,12 +103,15 @@ class TorchAttention:
             ),
         )
 
-    def attend(self, query: Tensor, kv: Tensor, cache: LayerKV, metadata: TorchMetadata, window: int | None) -> Tensor:
+    def write(self, kv: Tensor, cache: LayerKV, metadata: TorchMetadata) -> None:
         if cache.scales is None:
             cache.kv[metadata.block, :, :, metadata.slot] = kv
         else:
             cache.kv[metadata.block, :, :, metadata.slot], scales = encode(kv)
             cache.scales[metadata.block, :, metadata.slot] = scales.transpose(1, 2)
+
+    def attend(self, query: Tensor, kv: Tensor, cache: LayerKV, metadata: TorchMetadata, window: int | None) -> Tensor:
+        self.write(kv, cache, metadata)
         if len(metadata.groups) == 1 and metadata.groups[0].tokens is None:
             return self._attend_group(query, cache, metadata.groups[0], window)
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
@@ -186,7 +192,7 @@ class TorchAttention:
         """Additive [rows, 1, fold * width or 1, context] for queries at position[rows, width]."""
         query = self._tensor(position)[:, None, :, None]
         key = torch.arange(context, device=self._device)
-        hidden = key > query
+        hidden = (key > query) | (key < self._first)
         if window is not None:
             hidden |= key <= query - window
         mask = torch.zeros(hidden.shape, dtype=self._mask_dtype, device=self._device).masked_fill_(

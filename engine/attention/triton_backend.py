@@ -80,7 +80,9 @@ class TritonMetadata:
 
 
 class TritonAttention:
-    """`layers` are the pool's, windows those of the model; scale None: head_dim ** -0.5; softcap None: none."""
+    """`layers` are the pool's, windows those of the model; scale None: head_dim ** -0.5; softcap None: none; first: the
+    first token that is seen, which only rows of up to DECODE_TOKENS new tokens regard.
+    """
 
     reads_unwritten = False
 
@@ -93,6 +95,7 @@ class TritonAttention:
         *,
         scale: float | None = None,
         softcap: float | None = None,
+        first: int = 0,
     ) -> None:
         from engine.kernels import dense_prefill, kv_write, paged_decode, paged_prefill, prefix
 
@@ -100,7 +103,7 @@ class TritonAttention:
         self._prefix, self._kv_write = prefix, kv_write
         self._cache = cache = layers[0]
         self._kv_heads, self._block_size, self._head_dim = cache.num_kv_heads, cache.block_size, cache.head_dim
-        self._num_heads, self._pad_block = num_heads, pad_block
+        self._num_heads, self._pad_block, self._first = num_heads, pad_block, first
         self._windows = tuple(dict.fromkeys(windows))
         self._device, self._itemsize = cache.kv.device, cache.kv.element_size()
         self._scale = self._head_dim**-0.5 if scale is None else scale
@@ -174,8 +177,11 @@ class TritonAttention:
         for window in self._windows:
             self.attend_written(qkv[:, : self._num_heads], kv, self._cache, metadata, window)
 
-    def attend(self, query: Tensor, kv: Tensor, cache: LayerKV, metadata: TritonMetadata, window: int | None) -> Tensor:
+    def write(self, kv: Tensor, cache: LayerKV, metadata: TritonMetadata) -> None:
         self._kv_write.kv_write(kv, cache, metadata.slots)
+
+    def attend(self, query: Tensor, kv: Tensor, cache: LayerKV, metadata: TritonMetadata, window: int | None) -> Tensor:
+        self.write(kv, cache, metadata)
         return self.attend_written(query, kv, cache, metadata, window)
 
     def attend_written(
@@ -191,7 +197,7 @@ class TritonAttention:
             self._decode.paged_decode(
                 query[rows], cache, span.tables, span.cu_q, span.seq_lens, metadata.plans[window],
                 self._workspace(span.max_new), max_query=span.max_new, scale=self._scale, softcap=self._softcap,
-                out=out[rows],
+                first=self._first, out=out[rows],
             )  # fmt: skip
         for span in metadata.paged:
             rows = slice(span.first_token, span.first_token + span.num_tokens)

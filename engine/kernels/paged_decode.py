@@ -164,7 +164,7 @@ def _tiles_e4m3(
 def _decode_kernel(
     q, kv, scales, tables, cu_q, seq_lens, cum, first_seq, out, part, part_lse,
     q_row, q_head, kv_block, kv_which, kv_head, kv_token, sc_block, sc_head, sc_token, table_row, out_row, out_head,
-    num_seqs, num_programs, window, scale_log2, cap,
+    num_seqs, num_programs, window, hidden, scale_log2, cap,
     HEADS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr,
     BN: tl.constexpr, STAGES: tl.constexpr, FP8: tl.constexpr, CAP: tl.constexpr, NATIVE: tl.constexpr,
     PDL: tl.constexpr,
@@ -196,7 +196,7 @@ def _decode_kernel(
         m_ok = token < queries
         position = length - queries + token
         low = tl.where(window > 0, tl.maximum(length - queries - window + 1, 0), 0) // BN
-        floor = tl.where(window > 0, position - window, -1)
+        floor = tl.maximum(tl.where(window > 0, position - window, -1), hidden - 1)
         q_rows = q + (q0 + token).to(tl.int64) * q_row + (head * GROUP + m % GROUP) * q_head
         table = tables + b.to(tl.int64) * table_row
         base_k = kv + head.to(tl.int64) * kv_head
@@ -387,13 +387,14 @@ def paged_decode(
     max_query: int,
     scale: float,
     softcap: float = 0.0,
+    first: int = 0,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of the last tokens of each sequence over its paged keys and values, the new ones included.
 
     q: [rows, heads, D] (row and head strides free); block_tables: int32 [B, max_blocks]; cu_q: int32 [B + 1]; seq_lens:
-    int32 [B]; at most max_query (1..8) rows a sequence; softcap 0: none. Rows that no sequence owns stay unwritten.
-    Returns out, [rows, heads, D].
+    int32 [B]; at most max_query (1..8) rows a sequence; softcap 0: none; first: keys before it are not seen. Rows that
+    no sequence owns stay unwritten. Returns out, [rows, heads, D].
     """
     num_heads, dim = q.shape[1], q.shape[2]
     fp8, (scales, *scale_strides) = layer.scales is not None, scale_pairs(layer)
@@ -411,7 +412,7 @@ def paged_decode(
     _decode_kernel[(rows // row_tile, programs)](
         q, kv, scales, block_tables, cu_q, seq_lens, plan.cum, plan.first_seq, out, workspace.part, workspace.part_lse,
         q.stride(0), q.stride(1), kv.stride(0), kv.stride(1), kv.stride(2), kv.stride(3), *scale_strides,
-        block_tables.stride(0), out.stride(0), out.stride(1), num_seqs, programs, plan.window,
+        block_tables.stride(0), out.stride(0), out.stride(1), num_seqs, programs, plan.window, first,
         *cap_args(scale, softcap),
         HEADS=num_kv_heads, GROUP=group, M=row_tile, D=dim, DP=dim_padded, BS=layer.block_size, BN=plan.block_n,
         STAGES=plan.stages, FP8=fp8, CAP=softcap > 0, NATIVE=has_native_e4m3(), PDL=pdl,

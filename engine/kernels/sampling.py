@@ -86,7 +86,8 @@ def _cuts(floats, ints, vocab):
 @triton.jit
 def _score_kernel(
     logits, slots, positions, words, entries, counts, allowed, inputs, offsets, shaped, scores, best_score, best_token,
-    best_logit, tile_max, tile_sum, tile_finite, segment_max, logits_row, counts_row, allowed_row, vocab, num_tiles,
+    best_logit, tile_max, tile_sum, tile_finite, segment_max, logits_row, counts_row, allowed_row, inputs_row, vocab,
+    num_tiles,
     BV: tl.constexpr, SEGMENTS: tl.constexpr, NW: tl.constexpr, NF: tl.constexpr, ENTRIES: tl.constexpr,
     PROMPT: tl.constexpr, MIN_T: tl.constexpr, MASKED: tl.constexpr, DRAFTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -109,7 +110,7 @@ def _score_kernel(
         count = tl.load(counts + slot * counts_row + i, mask=ok, other=0)
         if DRAFTS:
             for back in range(tl.load(offsets + row)):
-                count += (i == tl.load(inputs + row - back)).to(tl.int32)
+                count += (i == tl.load(inputs + row * inputs_row - back)).to(tl.int32)
         repetition = tl.load(floats + 3)
         x = tl.where(count > 0, tl.where(x > 0, x / repetition, x * repetition), x)
         said = count & (PROMPT - 1)
@@ -296,7 +297,7 @@ class Sampler:
         logits: [R, vocab] of any float dtype, row stride free; not changed. slots, positions: integer [R], where row r
         has its parameters, and the position of its token. A slot with penalties counts the token; it may occur once.
         allowed: int32 [R, ceil(vocab / 32)], bit i % 32 of word i // 32 allows token i (None: all). drafts: the token
-        before each row's, int64 [R], and int32 [R], how many of the last ones of these, up to the row's own, are drafts
+        before each row's, int64 [R], and int32 [R], how many tokens, that one and those before it in memory, are drafts
         that it takes for said. A slot may occur in several rows then, and no token is counted: `accept` does that.
         """
         rows = logits.shape[0]
@@ -319,7 +320,7 @@ class Sampler:
         _score_kernel[(self._tiles, rows)](
             logits, slots, positions, params.words, params.entries, params.counts, mask, inputs, offsets, self._shaped,
             self._scores, score, token, logit, top, total, tile_finite, self._segments,
-            logits.stride(0), params.counts.stride(0), mask.stride(0), self._vocab, self._tiles,
+            logits.stride(0), params.counts.stride(0), mask.stride(0), inputs.stride(0), self._vocab, self._tiles,
             BV=TILE, SEGMENTS=SEGMENTS, NW=WORDS, NF=NUM_FLOATS, ENTRIES=MAX_ENTRIES, PROMPT=IN_PROMPT,
             MIN_T=MIN_TEMPERATURE, MASKED=allowed is not None, DRAFTS=drafts is not None, PDL=pdl, num_warps=4,
             **launch_flags(pdl),

@@ -1,4 +1,4 @@
-"""What the engine knows of a model, whoever computes it: its shape, and four operations.
+"""What the engine knows of a model, whoever computes it: its shape, and a few operations.
 
 Invariant: a model that loads is computed exactly. What cannot be is refused with a ConfigError that names the reason,
 before or while it loads.
@@ -61,6 +61,16 @@ class Model(Protocol):
 
         tokens[T] are at positions[T]; cache holds the pool's layers in order, which get the new keys and values.
         """
+
+    def fill(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        cache: Sequence[LayerKV],
+        backend: AttentionBackend[Any],
+        metadata: Any,
+    ) -> None:
+        """`hidden` for the keys and values alone."""
 
     def final(self, hidden: Tensor) -> Tensor:
         """[R, hidden] of hidden[R, hidden], what `hidden` returned: the states that the head is applied to."""

@@ -6,7 +6,7 @@ only sees the rows that are asked for, and so does all of the last layer that no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -18,6 +18,10 @@ from engine.layer_kv import LayerKV
 from engine.models.ops import Attend, Ops, TorchOps, torch_norm
 from engine.models.rope import rope_tables
 from engine.models.spec import ModelSpec
+
+# Of one pass: (i, the residual stream [T, hidden] before layer i); i is the number of layers after the last. It may be
+# read during the call.
+Tap = Callable[[int, Tensor], None]
 
 
 class Linear(nn.Linear):
@@ -127,18 +131,42 @@ class Decoder(nn.Module):
         backend: AttentionBackend[Any],
         metadata: Any,
         rows: Tensor | None = None,
+        *,
+        tap: Tap | None = None,
     ) -> Tensor:
         """Hidden states [R, hidden], before the final norm, of the tokens `rows` (int64[R]; None: all T).
 
         tokens[T] are at positions[T]; their keys and values are written to the layers' cache. What follows the last
-        layer's attention is computed for `rows` only.
+        layer's attention is computed for `rows` only. tap: sees the residual stream.
         """
         attend = self._ops.step(positions, backend, metadata)
         x = F.embedding(tokens, self.embedding.weight)
         last = len(self.layers) - 1
         for index, layer in enumerate(self.stack):
+            if tap is not None:
+                tap(index, x)
             x = layer.compute(x, cache[index], self._ops, attend, rows if index == last else None)
+        if tap is not None:
+            tap(last + 1, x)
         return x
+
+    def fill(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        cache: Sequence[LayerKV],
+        backend: AttentionBackend[Any],
+        metadata: Any,
+    ) -> None:
+        """`hidden` for the keys and values alone: the last layer ends with them."""
+        attend = self._ops.step(positions, backend, metadata)
+        keep = self._ops.keeping(positions, backend, metadata)
+        *body, last = self.stack
+        x = F.embedding(tokens, self.embedding.weight)
+        for index, layer in enumerate(body):
+            x = layer.compute(x, cache[index], self._ops, attend, None)
+        qkv = self._ops.norm_linear(x, last.attention_norm, last.attention.qkv)
+        keep(qkv, last.attention, cache[len(body)])
 
     def final(self, hidden: Tensor) -> Tensor:
         """[R, hidden] of hidden[R, hidden], what `hidden` returned: the states that the head is applied to."""

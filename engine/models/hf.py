@@ -99,6 +99,17 @@ class HfModel:
         states: Tensor = out.last_hidden_state[0]
         return states if rows is None else states[rows]
 
+    def fill(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        cache: Sequence[LayerKV],
+        backend: AttentionBackend[Any],
+        metadata: Any,
+    ) -> None:
+        """No less than `hidden`."""
+        self.hidden(tokens, positions, cache, backend, metadata)
+
     def final(self, hidden: Tensor) -> Tensor:
         """What `hidden` returns is that already."""
         return hidden

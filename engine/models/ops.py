@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 # Of one step: (qkv [T, (heads + 2 * kv_heads) * D], parameters, one layer of the pool) to [T, heads * D]. Norms queries
 # and keys, rotates them, writes keys and values to the pool and attends; qkv is scratch afterwards.
 Attend = Callable[[Tensor, "Attention", LayerKV], Tensor]
+# The same, as far as it writes to the pool.
+Keep = Callable[[Tensor, "Attention", LayerKV], None]
 
 
 class Ops(Protocol):
@@ -31,6 +33,9 @@ class Ops(Protocol):
 
     def step(self, positions: Tensor, backend: AttentionBackend[Any], metadata: Any) -> Attend:
         """The attention of one step, with everything that its layers share."""
+
+    def keeping(self, positions: Tensor, backend: AttentionBackend[Any], metadata: Any) -> Keep:
+        """What `step` gives, for layers of which nothing but keys and values is wanted."""
 
     def norm_linear(self, x: Tensor, norm: Norm, linear: nn.Linear) -> Tensor:
         """linear(norm(x)), [T, out]."""
@@ -52,9 +57,28 @@ class TorchOps:
         self._cos, self._sin = cos, sin
 
     def step(self, positions: Tensor, backend: AttentionBackend[Any], metadata: Any) -> Attend:
-        cos, sin = self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+        rotate = self._rotation(positions)
 
         def attend(qkv: Tensor, attention: Attention, cache: LayerKV) -> Tensor:
+            query, kv = rotate(qkv, attention)
+            attended = backend.attend(query, kv, cache, metadata, attention.window)
+            return attended.reshape(-1, attention.heads * attention.head_dim)
+
+        return attend
+
+    def keeping(self, positions: Tensor, backend: AttentionBackend[Any], metadata: Any) -> Keep:
+        rotate = self._rotation(positions)
+
+        def keep(qkv: Tensor, attention: Attention, cache: LayerKV) -> None:
+            backend.write(rotate(qkv, attention)[1], cache, metadata)
+
+        return keep
+
+    def _rotation(self, positions: Tensor) -> Callable[[Tensor, Attention], tuple[Tensor, Tensor]]:
+        """From qkv to queries [T, heads, D] and new keys and values [T, 2, kv_heads, D], in its memory."""
+        cos, sin = self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+
+        def rotate(qkv: Tensor, attention: Attention) -> tuple[Tensor, Tensor]:
             heads, kv_heads, dim = attention.heads, attention.kv_heads, attention.head_dim
             split = qkv.view(-1, heads + 2 * kv_heads, dim)
             query, keys = split[:, :heads], split[:, heads : heads + kv_heads]
@@ -62,10 +86,9 @@ class TorchOps:
                 query.copy_(torch_norm(query, attention.q_norm))
                 keys.copy_(torch_norm(keys, attention.k_norm))
             rotate_(split[:, : heads + kv_heads], cos, sin)
-            kv = split[:, heads:].view(-1, 2, kv_heads, dim)
-            return backend.attend(query, kv, cache, metadata, attention.window).reshape(-1, heads * dim)
+            return query, split[:, heads:].view(-1, 2, kv_heads, dim)
 
-        return attend
+        return rotate
 
     def norm_linear(self, x: Tensor, norm: Norm, linear: nn.Linear) -> Tensor:
         return F.linear(torch_norm(x, norm), linear.weight, linear.bias)

@@ -6,6 +6,9 @@ the first draft (a product of a matrix with five columns instead of one), so a s
 at all. Where steps are padded to one length (graphs), C is the same however many draft: everyone does, if E / B > C.
 Elsewhere a sequence does if its part of E is more than its part of C.
 
+A draft model is asked for each of its drafts, so there C grows with every one, and where steps are not padded a
+sequence drafts as many as give the most tokens a time: the k with the largest (1 + r + ... + r ** k) / (1 + c * k).
+
 What does not pay now may pay later, so it is tried now and then, ever more rarely while it fails: by one sequence, or
 by the batch where it is padded.
 """
@@ -53,15 +56,18 @@ class _Times:
     @property
     def extra(self) -> float:
         """What a step with drafts takes more, as a share of one without."""
-        return min(self.verify / self.plain - 1, MOST_EXTRA) if self.plain and self.verify else FIRST_EXTRA
+        return self.verify / self.plain - 1 if self.plain and self.verify else FIRST_EXTRA
 
 
 class Control:
-    """most: drafts of a sequence in a step. padded: a step with drafts costs the same however many it has."""
+    """most: drafts of a sequence in a step. padded: a step with drafts costs the same however many it has. drawn: each
+    of them takes a step of a draft model.
+    """
 
-    def __init__(self, most: int, *, padded: bool) -> None:
+    def __init__(self, most: int, *, padded: bool, drawn: bool = False) -> None:
         self.most = most
-        self._padded = padded
+        self._padded, self._drawn = padded, drawn
+        self._most_extra = MOST_EXTRA + (most if drawn else 0)  # a draft takes no longer than the target's token
         self._times: dict[int, _Times] = {}
         self._right, self._tested = START_RATE * START_WEIGHT, START_WEIGHT
         self._steps = 0
@@ -82,12 +88,26 @@ class Control:
             return [0] * len(states)
         if self._padded:
             return [self.most if self._batch_pays(states, times) else 0] * len(states)
-        share = times.extra / max(1.0, times.drafts / self.most)
-        return [self._limit(state, output, share) for state, output in states]
+        extra = min(times.extra, self._most_extra)
+        if self._drawn:
+            # Of a batch the extra is for as many drafts as its longest chain, which is about the mean one.
+            each = extra / max(1.0, times.drafts / len(states))
+            return [self._limit(state, output, self._best(state, each)) for state, output in states]
+        share = extra / max(1.0, times.drafts / self.most)
+        return [self._limit(state, output, self.most * (self._gain(state) > share)) for state, output in states]
+
+    def _best(self, state: Drafting, each: float) -> int:
+        """Drafts that give the most tokens a time, where each costs so much of a step."""
+        best, most, tokens = 0, 1.0, 1.0
+        for count in range(1, self.most + 1):
+            tokens += state.rate**count
+            if tokens / (1 + each * count) > most:
+                best, most = count, tokens / (1 + each * count)
+        return best
 
     def _batch_pays(self, states: Sequence[tuple[Drafting, int]], times: _Times) -> bool:
         gain = sum(state.found * self._gain(state) for state, _ in states)
-        if gain > times.extra * len(states):
+        if gain > min(times.extra, self._most_extra) * len(states):
             self._pause = 0
             return True
         if not self._pause:
@@ -101,10 +121,10 @@ class Control:
             self._pause = min(LONGEST_BATCH_PAUSE, 2 * self._pause)
             self._probe_at = self._steps + self._pause
 
-    def _limit(self, state: Drafting, output: int, share: float) -> int:
-        if self._gain(state) > share:
+    def _limit(self, state: Drafting, output: int, paying: int) -> int:
+        if paying:
             state.pause = 0
-            return self.most
+            return paying
         if not state.pause:
             state.pause = FIRST_PAUSE
             state.probe_at = output + state.pause

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 from common.grammar import from_json_schema
 from common.types import FinishReason, SamplingParams
 from engine.engine import Engine
 from engine.llm import LLM, Completion
+from engine.speculation.control import Always
+from tests.draft_models import disturbed, eagle_head, tiny_target
 from tests.guesses import Guesses
 
 BLOCK, VOCAB = 4, 48
@@ -24,19 +24,23 @@ PROMPTS = 50
 
 @pytest.fixture(scope="module")
 def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small random Llama that repeats itself soon when it is greedy."""
-    directory = tmp_path_factory.mktemp("tiny")
-    torch.manual_seed(5)
-    config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, eos_token_id=2,
-    )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0.0, 0.3).add_(1.0 if parameter.ndim == 1 else 0.0)
-    model.save_pretrained(directory)
-    return directory
+    return tiny_target(tmp_path_factory.mktemp("tiny"), vocab=VOCAB)
+
+
+@pytest.fixture(scope="module")
+def drafting(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What an engine needs for each kind of proposer."""
+    root = tmp_path_factory.mktemp("drafts")
+    below = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 0, 1]}}  # of two layers
+    models = {
+        "draft_model": disturbed(tiny_dir, root / "model"),
+        "eagle": eagle_head(root / "eagle", vocab=VOCAB),
+        "eagle3": eagle_head(root / "eagle3", vocab=VOCAB, fuses=True, draft_vocab=24, **below),
+    }
+    kinds: dict[str, dict[str, Any]] = {"ngram": {"speculation": "ngram"}, "suffix": {"speculation": "suffix"}}
+    for name, directory in models.items():
+        kinds[name] = {"speculation": name.removesuffix("3"), "speculation_model": directory}
+    return kinds
 
 
 def make(directory: Path, **config: Any) -> LLM:
@@ -95,28 +99,46 @@ def clean(engine: Engine) -> None:
     assert stats.failures == 0
 
 
-@pytest.mark.parametrize(("proposer", "tokens"), [("ngram", 4), ("ngram", 1), ("suffix", 7)])
+@pytest.mark.parametrize(
+    ("proposer", "tokens"),
+    [("ngram", 4), ("ngram", 1), ("suffix", 7), ("draft_model", 4), ("draft_model", 1), ("eagle", 3), ("eagle3", 7)],
+)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_no_token_changes(
-    tiny_dir: Path, expected: list[Completion], proposer: str, tokens: int, overlap: bool
+    tiny_dir: Path,
+    expected: list[Completion],
+    drafting: dict[str, dict[str, Any]],
+    proposer: str,
+    tokens: int,
+    overlap: bool,
 ) -> None:
-    llm = make(tiny_dir, speculation=proposer, speculation_tokens=tokens, overlap=overlap)
+    llm = make(tiny_dir, **drafting[proposer], speculation_tokens=tokens, overlap=overlap)
     equal(llm.generate(*mixed(), ignore_eos=True, show_progress=False), expected)
     clean(llm.engine)
     assert llm.engine.counters.decode_tokens == sum(len(c.ids) - 1 for c in expected)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_preemption_in_the_middle_changes_nothing(tiny_dir: Path, expected: list[Completion], overlap: bool) -> None:
-    llm = make(tiny_dir, speculation="ngram", num_blocks=40, overlap=overlap)
+@pytest.mark.parametrize(
+    ("proposer", "overlap"),
+    [("ngram", False), ("ngram", True), ("suffix", False), ("draft_model", True), ("eagle", False), ("eagle3", True)],
+)
+def test_preemption_in_the_middle_changes_nothing(
+    tiny_dir: Path, expected: list[Completion], drafting: dict[str, dict[str, Any]], proposer: str, overlap: bool
+) -> None:
+    llm = make(tiny_dir, **drafting[proposer], num_blocks=40, overlap=overlap)
+    llm.engine.speculate(llm.engine.own_proposer(), Always(4))
     equal(llm.generate(*mixed(), ignore_eos=True, show_progress=False), expected)
     assert llm.engine.scheduler.stats().preemptions > 0
     clean(llm.engine)
 
 
-def test_rejection_sampling_of_greedy_requests_changes_nothing(tiny_dir: Path, expected: list[Completion]) -> None:
+@pytest.mark.parametrize("proposer", ["ngram", "draft_model", "eagle", "eagle3"])
+def test_rejection_sampling_of_greedy_requests_changes_nothing(
+    tiny_dir: Path, expected: list[Completion], drafting: dict[str, dict[str, Any]], proposer: str
+) -> None:
     """And sampled ones end as they should, with log-probabilities of all tokens."""
-    llm = make(tiny_dir, speculation="ngram", speculation_accept="rejection")
+    llm = make(tiny_dir, **drafting[proposer], speculation_accept="rejection")
+    llm.engine.speculate(llm.engine.own_proposer(), Always(4))
     prompts, params = mixed()
     got = llm.generate(prompts, params, ignore_eos=True, show_progress=False)
     greedy = [i for i, p in enumerate(params) if p.greedy]

@@ -4,8 +4,6 @@ broken does not pass. Draws are many, the vocabulary is small, penalties and cut
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch import Tensor
@@ -16,6 +14,7 @@ from engine.speculation import rejection
 from engine.speculation.chain import Chain
 from engine.speculation.rejection import sample_rejecting
 from engine.speculation.verify import accepted_run
+from tests.chi_square import chi_square_p
 
 VOCAB, DRAWS, DRAFTS = 10, 20_000, 2
 PARAMS = {
@@ -108,23 +107,6 @@ def draw(
 
 def _dict(params: SamplingParams) -> dict[str, object]:
     return {name: getattr(params, name) for name in SamplingParams.__slots__}
-
-
-def chi_square_p(counts: dict[tuple[int, int], int], expected: dict[tuple[int, int], float]) -> float:
-    """Chance of counts that are as far from what is expected (Wilson and Hilferty 1931); rare ones count together."""
-    total = sum(counts.values())
-    statistic, cells, rare_seen, rare_due = 0.0, 0, 0, 0.0
-    for pair, chance in expected.items():
-        due = chance * total
-        if due < 8:
-            rare_seen, rare_due = rare_seen + counts.get(pair, 0), rare_due + due
-            continue
-        statistic, cells = statistic + (counts.get(pair, 0) - due) ** 2 / due, cells + 1
-    if rare_due >= 1:
-        statistic, cells = statistic + (rare_seen - rare_due) ** 2 / rare_due, cells + 1
-    freedom = cells - 1
-    z = ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
-    return 0.5 * math.erfc(z / math.sqrt(2))
 
 
 def pairs(params: SamplingParams) -> dict[tuple[int, int], float]:

@@ -1,0 +1,116 @@
+"""The draft loop on a GPU: K steps of the draft model, with sampling, in one CUDA graph for each batch bucket.
+
+The host sends four numbers a row (slot of the sampler, position of the newest token, how many drafts, the token) and
+the rows' block tables, and reads K tokens a row back. A row that wants fewer drafts, and a padding row, computes along
+and writes nowhere. Which tokens a row has drafted already is read by the sampler from the graph's own buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from engine.graphs import Graphs
+from engine.sequence import Sequence as EngineSequence
+from engine.speculation.drafter import Drafter, StaticRows
+from engine.speculation.proposer import Drafts
+from engine.upload import pinned
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from engine.device_sampler import DeviceSampler
+
+SLOT, START, STEPS, TOKEN, HEADER = range(5)
+
+
+class DraftGraphs:
+    """buckets: rows that graphs are captured for, ascending; drafts: K; width: blocks of the longest lease. stage:
+    makes the sampler know what sequences are sampled with.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        sampler: DeviceSampler,
+        stage: Callable[[Sequence[EngineSequence]], None],
+        *,
+        buckets: Sequence[int],
+        drafts: int,
+        width: int,
+        block_size: int,
+        device: torch.device,
+    ) -> None:
+        self.shapes = tuple(sorted(buckets, reverse=True))
+        self._drafter, self._sampler, self._stage = drafter, sampler, stage
+        self._drafts, self._block_size, self._device = drafts, block_size, device
+        most = self.shapes[0]
+        self._header = torch.zeros(most, HEADER, dtype=torch.int32, device=device)
+        self._tables = torch.zeros(most, width, dtype=torch.int32, device=device)
+        self._tokens = torch.zeros(most, drafts, dtype=torch.int64, device=device)
+        self._graphs = Graphs("draft", device, self._compute, keep=_nothing)
+
+    def fits(self, rows: int) -> bool:
+        return rows <= self.shapes[0]
+
+    def run(self, seqs: Sequence[EngineSequence], steps: Sequence[int], blocks: Sequence[np.ndarray]) -> Drafts:
+        """See DraftLoop.run; waits for the device."""
+        self._stage(seqs)
+        rows = min(size for size in self.shapes if size >= len(seqs))
+        header = self._padding(rows)
+        header[: len(seqs), SLOT] = [seq.slot for seq in seqs]
+        header[: len(seqs), START] = [seq.start for seq in seqs]
+        header[: len(seqs), STEPS] = steps
+        header[: len(seqs), TOKEN] = [seq.tokens[seq.start] for seq in seqs]
+        tables = np.zeros((len(seqs), max(len(row) for row in blocks)), dtype=np.int32)
+        for line, row in zip(tables, blocks, strict=True):
+            line[: len(row)] = row
+        self._header[:rows].copy_(pinned(header, self._device), non_blocking=True)
+        there = pinned(tables, self._device).to(self._device, non_blocking=True)
+        self._tables[: len(seqs), : tables.shape[1]].copy_(there)
+        self._graphs.run(rows)
+        drawn = self._tokens[: len(seqs)].cpu().numpy()
+        return Drafts(drawn[:, : max(steps)], np.array(steps, dtype=np.int64))
+
+    def capture(self, shapes: Sequence[int] | None = None) -> None:
+        """Records the graphs of all numbers of rows, or of some, the largest first."""
+        self._graphs.capture(shapes or self.shapes, self._empty)
+
+    def _empty(self, rows: int) -> None:
+        self._header[:rows].copy_(pinned(self._padding(rows), self._device), non_blocking=True)
+
+    def _padding(self, rows: int) -> np.ndarray:
+        header = np.zeros((rows, HEADER), dtype=np.int32)
+        header[:, SLOT], header[:, START] = self._sampler.pad_slot, 1
+        return header
+
+    def _compute(self, rows: int) -> None:
+        """Fills the tokens of the first `rows` rows."""
+        size, width = self._block_size, self._tables.shape[1]
+        header, tables, drawn = self._header[:rows], self._tables[:rows], self._tokens[:rows]
+        slots, start = header[:, SLOT].long(), header[:, START]
+        places = torch.arange(self._drafts, dtype=torch.int32, device=self._device)
+        positions = start[None, :] + places[:, None]  # [K, rows]
+        live = places[:, None] < header[:, STEPS][None, :]
+        block = tables.t().gather(0, (positions // size).clamp(max=width - 1).long())
+        kv_slots = torch.where(live, block * size + positions % size, -1)
+        seq_lens = torch.where(live, positions + 1, 0)
+        cu_q = torch.arange(rows + 1, dtype=torch.int32, device=self._device)
+        behind = tables.gather(1, ((start - 1).clamp(min=0) // size)[:, None].long()).squeeze(1).long()
+        before: Any = self._drafter.first(behind)
+        offsets = places[:, None].expand(-1, rows).contiguous()
+        tokens = header[:, TOKEN].long()
+        for place in range(self._drafts):
+            static = StaticRows(kv_slots[place], cu_q, seq_lens[place], tables, 1)
+            metadata = static.metadata(self._drafter.backend)
+            logits, before = self._drafter.step(tokens, before, positions[place], metadata)
+            said = drawn[:, max(0, place - 1)]
+            tokens, _ = self._sampler.run(logits, slots, positions[place] + 1, drafts=(said, offsets[place]))
+            drawn[:, place] = tokens
+
+
+def _nothing(output: None) -> None:
+    """The tokens are in a buffer of their own."""

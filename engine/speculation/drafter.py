@@ -1,0 +1,225 @@
+"""Layers of a draft model, whose keys and values lie in further segments of the target's own blocks.
+
+Every step of the target computes them too, for the same tokens (`follow`): prompts and decodes, drafts that are being
+verified included. So at the end of a step all segments of a block are equally complete: whatever moves, caches, copies,
+preempts or recomputes a block does so for the draft as well, and a rejected draft is as much as never written. Between
+two steps a few more tokens are drawn one after the other (`step`, see draft_loop.py), in slots past the sequence's end.
+
+A head that goes on from the target's states (EAGLE) needs the one before the first token of a step. It lies in the
+block of the token that made it: segment "draft_state" has the state of a block's last token that counts (`note`). A
+full block thus has that of its last slot, wherever it went, and a sequence that goes on, the one it goes on from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.attention.base import AttentionBackend, StepShape
+from engine.attention.torch_backend import TorchAttention
+from engine.attention.triton_backend import TritonAttention
+from engine.kv_pool import KVPool
+from engine.layer_kv import LayerKV
+from engine.models.base import Model, ModelShape
+from engine.models.decoder import Decoder
+from engine.models.eagle import NEVER, EagleHead
+
+
+class Target(NamedTuple):
+    """The model that is followed, its layers of the pool and its attention."""
+
+    model: Model
+    cache: Sequence[LayerKV]
+    backend: AttentionBackend[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class StaticRows:
+    """Arguments of TritonAttention.decode_metadata: rows whose shape is on the device."""
+
+    slots: Tensor
+    cu_q: Tensor
+    seq_lens: Tensor
+    tables: Tensor
+    max_new: int
+
+    def metadata(self, backend: AttentionBackend[Any]) -> Any:
+        assert isinstance(backend, TritonAttention)
+        return backend.decode_metadata(self.slots, self.cu_q, self.seq_lens, self.tables, max_new=self.max_new)
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """How the rows of a step continue what was before. firsts: int64 [R], each row's first token of the step; before:
+    int64 [R], block of the token before it, any one where there is none.
+    """
+
+    firsts: Tensor
+    before: Tensor
+
+
+class Drafter(Protocol):
+    """name: in metrics. capturable: see Model. pairs: it needs `Links`, and `note` after each step. backend: attention
+    over its own layers.
+    """
+
+    name: str
+    capturable: bool
+    pairs: bool
+    backend: AttentionBackend[Any]
+
+    def follow(
+        self,
+        target: Target,
+        tokens: Tensor,
+        positions: Tensor,
+        metadata: Any,
+        shape: StepShape | StaticRows,
+        *,
+        rows: Tensor | None,
+        links: Links | None,
+    ) -> Tensor:
+        """What target.model.hidden returns, and keys and values of the draft's layers for the same tokens."""
+
+    def note(self, at: Tensor, blocks: Tensor) -> None:
+        """States of the tokens at[C] (int64) of the step that was followed last go to these blocks, int64 [C]."""
+
+    def first(self, blocks: Tensor) -> Tensor | None:
+        """What `step` begins with, for rows whose last token with KV is in these blocks, int64 [R]."""
+
+    def step(self, tokens: Tensor, before: Tensor | None, positions: Tensor, metadata: Any) -> tuple[Tensor, Any]:
+        """float32 [R, vocab] logits after one more token of each row, and what the next step begins with."""
+
+
+class ModelDrafter:
+    """A whole model that reads the same tokens. vocab: of the target; the draft's may be padded to another size."""
+
+    name = "draft_model"
+    pairs = False
+
+    def __init__(self, model: Model, shape: ModelShape, vocab: int, kv: KVPool) -> None:
+        self.capturable = model.capturable
+        self._model, self._vocab, self._own_vocab = model, vocab, shape.vocab_size
+        self._cache = kv.layers("draft_")
+        self.backend: AttentionBackend[Any] = _attention(kv)(
+            self._cache, shape.num_heads, shape.windows, kv.dummy_block, scale=shape.scale, softcap=shape.softcap
+        )
+
+    def follow(
+        self,
+        target: Target,
+        tokens: Tensor,
+        positions: Tensor,
+        metadata: Any,
+        shape: StepShape | StaticRows,
+        *,
+        rows: Tensor | None,
+        links: Links | None,
+    ) -> Tensor:
+        hidden = target.model.hidden(tokens, positions, target.cache, target.backend, metadata, rows)
+        own = shape.metadata(self.backend) if isinstance(shape, StaticRows) else self.backend.prepare(shape)
+        self._model.fill(self._known(tokens), positions, self._cache, self.backend, own)
+        return hidden
+
+    def note(self, at: Tensor, blocks: Tensor) -> None:
+        """It has no states."""
+
+    def first(self, blocks: Tensor) -> None:
+        return None
+
+    def step(self, tokens: Tensor, before: Tensor | None, positions: Tensor, metadata: Any) -> tuple[Tensor, Any]:
+        hidden = self._model.hidden(self._known(tokens), positions, self._cache, self.backend, metadata)
+        logits = self._model.logits(hidden)
+        if self._own_vocab < self._vocab:
+            logits = F.pad(logits, (0, self._vocab - self._own_vocab), value=NEVER)
+        return logits[:, : self._vocab], None
+
+    def _known(self, tokens: Tensor) -> Tensor:
+        return tokens if self._own_vocab >= self._vocab else tokens.clamp(max=self._own_vocab - 1)
+
+
+class EagleDrafter:
+    """An EAGLE head of a target that is a Decoder."""
+
+    name = "eagle"
+    pairs = True
+
+    def __init__(self, head: EagleHead, target: Decoder, kv: KVPool) -> None:
+        self.capturable = head.capturable
+        layer = head.spec.layer
+        self._head, self._taps = head, head.spec.taps_of(target.spec.num_layers)
+        self._target_layers, self._width = target.spec.num_layers, head.spec.target_hidden
+        (self._cache,) = kv.layers("draft_")
+        self._state = kv.segment_view("draft_state")
+        self._dtype = target.embedding.weight.dtype
+        self._states: Tensor | None = None
+        self.backend: AttentionBackend[Any] = _attention(kv)(
+            (self._cache,), layer.num_heads, layer.windows, kv.dummy_block, first=1
+        )
+
+    def follow(
+        self,
+        target: Target,
+        tokens: Tensor,
+        positions: Tensor,
+        metadata: Any,
+        shape: StepShape | StaticRows,
+        *,
+        rows: Tensor | None,
+        links: Links | None,
+    ) -> Tensor:
+        assert links is not None
+        hidden, states = self._tapped(target, tokens, positions, metadata, rows)
+        before = torch.cat([states[:1], states[:-1]])
+        before.index_copy_(0, links.firsts, self.first(links.before))
+        self._head.fill(tokens, before, positions, self._cache, target.backend, metadata)
+        self._states = states
+        return hidden
+
+    def _tapped(
+        self, target: Target, tokens: Tensor, positions: Tensor, metadata: Any, rows: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The target's hidden states of `rows`, and the states of pairs of all tokens."""
+        model = target.model
+        assert isinstance(model, Decoder)
+        if not self._taps:
+            hidden = model.hidden(tokens, positions, target.cache, target.backend, metadata)
+            return hidden if rows is None else hidden[rows], model.final(hidden)
+        width = self._width
+        joined = torch.empty(len(tokens), len(self._taps) * width, dtype=self._dtype, device=tokens.device)
+
+        def tap(index: int, x: Tensor) -> None:
+            for place, layer in enumerate(self._taps):
+                if layer == index:
+                    joined[:, place * width : (place + 1) * width] = x
+
+        late = self._target_layers in self._taps  # then the last layer is wanted of all tokens
+        hidden = model.hidden(
+            tokens, positions, target.cache, target.backend, metadata, None if late else rows, tap=tap
+        )
+        return hidden[rows] if late and rows is not None else hidden, self._head.fuse(joined)
+
+    def note(self, at: Tensor, blocks: Tensor) -> None:
+        assert self._states is not None
+        self._state.index_copy_(0, blocks, self._states.index_select(0, at).to(self._state.dtype))
+
+    def first(self, blocks: Tensor) -> Tensor:
+        return self._state.index_select(0, blocks).to(self._dtype)
+
+    def step(self, tokens: Tensor, before: Tensor | None, positions: Tensor, metadata: Any) -> tuple[Tensor, Any]:
+        assert before is not None
+        states = self._head.step(tokens, before, positions, self._cache, self.backend, metadata)
+        return self._head.logits(states), states
+
+
+# A drafter over a pool, for an engine's pools: the trial one that memory is measured with, and its own.
+MakeDrafter = Callable[[KVPool], Drafter]
+
+
+def _attention(kv: KVPool) -> type[TritonAttention] | type[TorchAttention]:
+    return TritonAttention if kv.data.device.type == "cuda" else TorchAttention

@@ -1,0 +1,48 @@
+"""A proposer that draws its drafts from a draft model (Leviathan et al. 2023) or an EAGLE head (Li et al. 2024)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from engine.sequence import Sequence as EngineSequence
+from engine.speculation.draft_loop import DraftLoop
+from engine.speculation.proposer import Drafts
+
+
+class DrawnProposer:
+    """reserve(seq, end): room for `end` tokens in the sequence's lease as far as the pool can spare it; tokens for
+    which there is room. What no verify step uses is given back by whoever reserved it.
+    """
+
+    def __init__(self, loop: DraftLoop, reserve: Callable[[EngineSequence, int], int]) -> None:
+        self.name = loop.name
+        self._loop, self._reserve = loop, reserve
+
+    def begin(self, seq: EngineSequence) -> None:
+        """All it keeps is in the sequence's blocks."""
+
+    def propose(self, seqs: Sequence[EngineSequence], kept: Sequence[Any], limits: Sequence[int]) -> Drafts:
+        drafts = Drafts.empty(len(seqs), max(limits))
+        steps = [self._room(seq, limit) for seq, limit in zip(seqs, limits, strict=True)]
+        rows = [row for row, count in enumerate(steps) if count > 0]
+        if not rows:
+            return drafts
+        drawn = self._loop.run([seqs[row] for row in rows], [steps[row] for row in rows])
+        drafts.tokens[rows, : drawn.tokens.shape[1]] = drawn.tokens
+        drafts.lengths[rows] = drawn.lengths
+        probs = drawn.probs
+        if probs is not None and len(rows) < len(seqs):
+            probs = probs.new_zeros(len(seqs), *probs.shape[1:]).index_copy_(0, probs.new_tensor(rows).long(), probs)
+        return Drafts(drafts.tokens, drafts.lengths, probs)
+
+    def _room(self, seq: EngineSequence, limit: int) -> int:
+        """Drafts of the sequence; their tokens and the newest one have room in its lease, which nobody else reads."""
+        assert seq.lease is not None
+        most = min(limit, seq.max_len - seq.length - 1)
+        if most <= 0 or seq.lease.borrowed == seq.start // seq.block_size:
+            return 0
+        return max(0, min(most, self._reserve(seq, seq.start + 1 + most) - seq.start - 1))
+
+    def accept(self, seq: EngineSequence, kept: Any, drafts: int, accepted: int) -> None:
+        """The step that verified the drafts has computed their layers."""

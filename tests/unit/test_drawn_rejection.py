@@ -1,0 +1,214 @@
+"""Rejection sampling of drafts that a model drew, through the code that draws them and the code that verifies them: the
+output's distribution is the target's; as many drafts are accepted as the two distributions overlap; and with a broken
+rule the same test fails. Of tokens of SmolLM2 and its draft model, and of whole engines with tiny ones.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from common.types import SamplingParams
+from engine.attention.base import StepShape
+from engine.attention.torch_backend import TorchAttention
+from engine.layer_kv import LayerKV
+from engine.llm import LLM
+from engine.loader import open_model
+from engine.models.decoder import Decoder
+from engine.sampler import SampleRow, distribution, sample
+from engine.speculation import draft_loop, rejection
+from engine.speculation.chain import Chain
+from engine.speculation.control import Always
+from engine.speculation.draft_loop import draw
+from engine.speculation.rejection import sample_rejecting
+from engine.speculation.verify import accepted_run
+from tests.chi_square import chi_square_p
+from tests.draft_models import disturbed, eagle_head, tiny_target, without_layers
+
+DRAWS, AT_ONCE = 20_000, 2_000
+KNOWN = 192  # tokens of SmolLM2 that may come: the likeliest of target and draft
+PROMPT = [504, 1592, 5354, 282, 253, 1165, 2837, 314]  # "The best part of a good ... is"
+SAMPLING: dict[str, Any] = {
+    "temperature": 0.9, "top_p": 0.8, "repetition_penalty": 1.2, "presence_penalty": 0.2, "frequency_penalty": 0.3,
+}  # fmt: skip
+
+
+def params(seed: int, **more: Any) -> SamplingParams:
+    return SamplingParams(**(SAMPLING | {"seed": seed} | more))
+
+
+@torch.inference_mode()
+def last_logits(directory: Path, prompts: list[list[int]]) -> Tensor:
+    """float32 [prompts, vocab] after each prompt, all of one length."""
+    source = open_model(directory)
+    model = source.load(64, torch.device("cpu"), torch.float32)
+    assert isinstance(model, Decoder)
+    spec, (count, length) = model.spec, (len(prompts), len(prompts[0]))
+    cache = [
+        LayerKV(torch.zeros(count + 1, 2, spec.num_kv_heads, length, spec.head_dim)) for _ in range(spec.num_layers)
+    ]
+    backend = TorchAttention(cache, spec.num_heads, spec.windows, count)
+    metadata = backend.prepare(StepShape([0] * count, [length] * count, [[row] for row in range(count)]))
+    positions = torch.arange(length).repeat(count)
+    ends = torch.arange(1, count + 1) * length - 1
+    return model.logits(model.hidden(torch.tensor(prompts).flatten(), positions, cache, backend, metadata, ends))
+
+
+class Pair:
+    """SmolLM2 and itself without layers 12 and 18, after one prompt and after one with each token more. Tokens are
+    numbers below KNOWN; what precedes them is PROMPT, told by numbers past these.
+    """
+
+    def __init__(self, target_dir: Path, draft_dir: Path) -> None:
+        torch.set_num_threads(1)
+        firsts = [last_logits(directory, [PROMPT])[0] for directory in (target_dir, draft_dir)]
+        likely = torch.stack(firsts).softmax(-1).sum(0).topk(KNOWN).indices
+        self.ids = likely
+        row = SampleRow(params(0), [], 0)
+        reach = [int(t) for t in sum(distribution(first[likely][None], [row])[0] for first in firsts).nonzero()]
+        self.second = {}
+        seconds = [
+            last_logits(directory, [[*PROMPT, int(likely[t])] for t in reach]) for directory in (target_dir, draft_dir)
+        ]
+        self.firsts = [first[likely] for first in firsts]
+        for place, token in enumerate(reach):
+            self.second[token] = [second[place][likely] for second in seconds]
+
+    def logits(self, model: int, said: tuple[int, ...]) -> Tensor:
+        """float32 [KNOWN] of target (0) or draft (1)."""
+        return self.firsts[model] if not said else self.second[said[0]][model]
+
+
+@pytest.fixture(scope="module")
+def pair(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    draft_dir = without_layers(smollm2_dir, tmp_path_factory.mktemp("pair") / "draft", (12, 18))
+    return Pair(smollm2_dir, draft_dir)
+
+
+def run(pair: Pair) -> tuple[Counter[tuple[int, int]], float, int]:
+    """Pairs of first tokens, the share of first drafts that was accepted, and all drafts that were."""
+    counts: Counter[tuple[int, int]] = Counter()
+    right = accepted = 0
+    for begin in range(0, DRAWS, AT_ONCE):
+        seeds = range(begin, begin + AT_ONCE)
+        said: list[tuple[int, ...]] = [()] * AT_ONCE
+        probs: list[Tensor] = []
+        for _ in range(2):
+            rows = [SampleRow(params(s), [], 0, drafts=d) for s, d in zip(seeds, said, strict=True)]
+            tokens, finite, chances = draw(torch.stack([pair.logits(1, d) for d in said]), rows, rejection=True)
+            assert chances is not None
+            assert bool(finite.all())
+            probs.append(chances)
+            said = [(*d, int(t)) for d, t in zip(said, tokens, strict=True)]
+        drawn = torch.stack(probs, dim=1)
+        chains = [Chain(d, drawn[row]) for row, d in enumerate(said)]
+        rows = [SampleRow(params(s), [], 0, drafts=d[:n]) for s, d in zip(seeds, said, strict=True) for n in range(3)]
+        # What follows the second draft is not looked at.
+        raw = torch.stack([pair.logits(0, d[:n]) for d in said for n in (0, 1, 1)])
+        sampled = sample_rejecting(raw, rows, chains).tokens.tolist()
+        short: list[tuple[int, int]] = []
+        for row, (seed, draft) in enumerate(zip(seeds, said, strict=True)):
+            got = accepted_run(draft, sampled[3 * row : 3 * row + 3])
+            right, accepted = right + (len(got) > 1), accepted + len(got) - 1
+            if len(got) == 1:
+                short.append((seed, got[0]))
+            else:
+                counts[got[0], got[1]] += 1
+        raw = torch.stack([pair.logits(0, (token,)) for _, token in short])
+        seconds = sample(raw, [SampleRow(params(s), [t], 0) for s, t in short]).tokens.tolist()
+        counts.update((token, second) for (_, token), second in zip(short, seconds, strict=True))
+    return counts, right / DRAWS, accepted
+
+
+def expected(pair: Pair) -> tuple[dict[tuple[int, int], float], float]:
+    """Chance of each pair, and how much the distributions of the first token overlap."""
+    first, guess = (distribution(pair.logits(m, ())[None], [SampleRow(params(0), [], 0)])[0] for m in (0, 1))
+    chances = {}
+    for token in first.nonzero().flatten().tolist():
+        row = SampleRow(params(0), [], 0, drafts=(token,))
+        second = distribution(pair.logits(0, (token,))[None], [row])[0]
+        chances |= {(token, t): float(first[token] * second[t]) for t in second.nonzero().flatten().tolist()}
+    return chances, float(torch.minimum(first, guess).sum())
+
+
+def test_first_tokens_of_smollm2(pair: Pair) -> None:
+    counts, right, accepted = run(pair)
+    chances, overlap = expected(pair)
+    assert sum(counts.values()) == DRAWS
+    assert set(counts) <= set(chances), "a token that was cut off"
+    assert chi_square_p(counts, chances) > 0.01
+    assert 0 < accepted < 2 * DRAWS
+    assert right == pytest.approx(overlap, abs=0.02)
+    assert len([c for c in chances.values() if c * DRAWS >= 8]) > 30, "enough cells to tell distributions apart"
+
+
+BROKEN: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "always accepts": (rejection, "uniform", lambda seed, child, position, stream: torch.zeros(len(seed))),
+    "never looks at q": (rejection, "_proposed", lambda chain, like: torch.ones(len(chain.tokens), like.shape[1])),
+    "replaces from p": (rejection, "_left", lambda target, proposed: target),
+    "draws with the target's noise of replacements": (draft_loop, "DRAFT", None),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_a_broken_rule_is_found_out(broken: str, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, name, replacement = BROKEN[broken]
+    monkeypatch.setattr(module, name, rejection.RESIDUAL if replacement is None else replacement)
+    counts, _, _ = run(pair)
+    assert chi_square_p(counts, expected(pair)[0]) < 1e-6
+
+
+# -- whole engines ----------------------------------------------------------------------------------------------------
+
+VOCAB, OUTPUT = 12, 3
+
+
+@pytest.fixture(scope="module")
+def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_target(tmp_path_factory.mktemp("tiny"), vocab=VOCAB, length=32, scale=0.2)
+
+
+@pytest.mark.parametrize("kind", ["draft_model", "eagle"])
+def test_outputs_of_an_engine(kind: str, tiny_dir: Path, tmp_path: Path) -> None:
+    """Second and third tokens, given the first ones, of 20,000 requests. The target's chances are the engine's own."""
+    draft_dir = disturbed(tiny_dir, tmp_path / "draft", 0.1) if kind == "draft_model" else None
+    draft_dir = draft_dir or eagle_head(tmp_path / "head", vocab=VOCAB)
+    llm = LLM(
+        tiny_dir, speculation=kind, speculation_model=draft_dir, speculation_tokens=2, speculation_accept="rejection",
+        block_size=4, num_blocks=2048, token_budget=512, max_seqs=256, threads=1,
+    )  # fmt: skip
+    llm.engine.speculate(llm.engine.own_proposer(), Always(2))
+    prompt = [3, 4, 5, 6]
+    sampling = [params(seed, max_tokens=OUTPUT + 1) for seed in range(DRAWS)]
+    answers = llm.generate([prompt] * DRAWS, sampling, ignore_eos=True, show_progress=False)
+    counts = Counter(tuple(answer.ids[:OUTPUT]) for answer in answers)
+    contexts = sorted({answer[:n] for answer in counts for n in range(OUTPUT)})
+    llm.engine.speculate(None)
+    logits = torch.stack([chances_after(llm, [*prompt, *said]) for said in contexts])
+    rows = [SampleRow(params(0), [*prompt, *said], len(prompt)) for said in contexts]
+    after = dict(zip(contexts, distribution(logits, rows), strict=True))
+    chances: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(OUTPUT):
+        chances = {
+            (*said, token): chance * float(after[said][token])
+            for said, chance in chances.items()
+            if said in after
+            for token in after[said].nonzero().flatten().tolist()
+        }
+    assert set(counts) <= set(chances)
+    assert chi_square_p(counts, chances) > 0.01
+    assert llm.engine.speculator is None
+
+
+def chances_after(llm: LLM, tokens: list[int]) -> Tensor:
+    """float32 [VOCAB] log-probabilities, which are logits as good as any."""
+    ask = SamplingParams(temperature=0.0, max_tokens=1, logprobs=VOCAB)
+    (answer,) = llm.generate([tokens], ask, ignore_eos=True, show_progress=False)
+    top = {t.token: t.logprob for t in answer.tokens[0].top}
+    return torch.tensor([top[token] for token in range(VOCAB)])
