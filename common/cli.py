@@ -76,6 +76,12 @@ SpeculationModel = Annotated[
 ]
 SpeculationTokens = Annotated[str | None, _opt("Most drafts per sequence and step (default 4).", metavar="N")]
 SpeculationAccept = Annotated[str | None, _opt("Of drafts: coupled (the default) or rejection.", metavar="RULE")]
+LocalPrefill = Annotated[
+    str | None, _opt("Suffixes that decode computes itself: auto (the default), off, or up to N tokens.", metavar="N")
+]
+PullMode = Annotated[
+    str | None, _opt("How prefill gets what other pods hold: push (the default), read, or off.", metavar="MODE")
+]
 Device = Annotated[str | None, _opt("auto (the default), cpu, cuda or cuda:N.")]
 DType = Annotated[str | None, _opt("auto (the default), float32 or bfloat16.")]
 LoadFormat = Annotated[str | None, _opt("auto (the default), or dummy: random weights, only config.json is read.")]
@@ -133,6 +139,8 @@ def up(
     speculation_model: SpeculationModel = None,
     speculation_tokens: SpeculationTokens = None,
     speculation_accept: SpeculationAccept = None,
+    local_prefill: LocalPrefill = None,
+    pull: PullMode = None,
     block_size: BlockSize = None,
     kv_memory: KvMemory = None,
     host_cache: HostCache = None,
@@ -203,9 +211,11 @@ def serve(
     speculation_model: SpeculationModel = None,
     speculation_tokens: SpeculationTokens = None,
     speculation_accept: SpeculationAccept = None,
-    local_prefill_tokens: Annotated[
-        str | None, _opt("Suffixes that decode computes itself (default 0).", metavar="N")
+    local_prefill: LocalPrefill = None,
+    local_chunk_tokens: Annotated[
+        str | None, _opt("Most of a suffix in one step beside decodes (default 64, on a GPU 256).", metavar="N")
     ] = None,
+    pull: PullMode = None,
     checksums: Annotated[bool | None, typer.Option("--checksums", help="Check every moved block (slow).")] = None,
     allow_tcp: AllowTcp = None,
     net_devices: Annotated[

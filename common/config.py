@@ -189,6 +189,8 @@ _SPECULATION = _choice("none", "ngram", "suffix", "draft_model", "eagle")
 _DRAFTS = _integer(1, 7)
 _ACCEPT = _choice("coupled", "rejection")
 _LOAD_FORMAT = _choice("auto", "dummy")
+_LOCAL_PREFILL = _text("off, auto or a number of tokens", r"off|auto|\d{1,8}")
+_PULL = _choice("off", "push", "read")
 _SEED = _integer(0, (1 << 31) - 1)
 _MODEL_LEN = _integer(0, 1 << 24)
 _ROUTING = _choice("cost", "round_robin", "least_loaded", "prefix_only")
@@ -323,12 +325,14 @@ class PodConfig(_Config):
     a step is launched before the last one's result is known (None: on a GPU). speculation: who drafts tokens that steps
     verify, speculation_tokens of them per sequence at most; speculation_model: the directory of the draft model or
     EAGLE head, the same on all pods that hand over to each other; speculation_accept coupled: answers are the same as
-    without, rejection: only their distribution is. local_prefill_tokens: a decode pod computes uncached
-    suffixes up to this length itself. metrics_port 0: off. threads 0: automatic. drain_s: most seconds between SIGTERM
-    and the end. allow_tcp: KV in device memory may travel over TCP, or over a transport that cannot be told.
-    net_devices: the NICs that KV may take, as UCX_NET_DEVICES has them (None: what UCX chooses). cpus: where the pod's
-    threads run (None: anywhere).
-    log_format auto: JSON unless a terminal reads. traces: where spans go, see trace_target; None: nowhere.
+    without, rejection: only their distribution is. local_prefill: a decode pod computes uncached suffixes itself:
+    never, where that is thought to be cheaper, or up to a number of tokens, at most local_chunk_tokens of them in a
+    step that decodes (0: 64 on a CPU, 256 on a GPU). pull: how a prefill pod gets a prefix that another pod holds: not
+    at all, pushed by the holder, or by reading it there. metrics_port 0: off. threads 0: automatic. drain_s: most
+    seconds between SIGTERM and the end. allow_tcp: KV in device memory may travel over TCP, or over a transport that
+    cannot be told. net_devices: the NICs that KV may take, as UCX_NET_DEVICES has them (None: what UCX chooses). cpus:
+    where the pod's threads run (None: anywhere). log_format auto: JSON unless a terminal reads. traces: where spans go,
+    see trace_target; None: nowhere.
     """
 
     role: Role = field(metadata={"kind": _ROLE})
@@ -359,7 +363,9 @@ class PodConfig(_Config):
     speculation_model: str | None = _setting(_optional(_MODEL), None)
     speculation_tokens: int = _setting(_DRAFTS, 4)
     speculation_accept: str = _setting(_ACCEPT, "coupled")
-    local_prefill_tokens: int = _setting(_integer(0, 1 << 24), 0)
+    local_prefill: str = _setting(_LOCAL_PREFILL, "auto")
+    local_chunk_tokens: int = _setting(_CHUNK, 0)
+    pull: str = _setting(_PULL, "push")
     transport: str = _setting(_choice("nixl", "loopback"), "nixl")
     checksums: bool = _setting(_BOOL, False)
     allow_tcp: bool = _setting(_BOOL, False)
@@ -468,11 +474,11 @@ class UpConfig(_Config):
 
     port None: DEFAULT_PORT or the next free one after it; 0, and grpc_port 0: any free one. redis None: an embedded
     Valkey. api_keys: as in GatewayConfig. device, dtype, kv_dtype, load_format, weights_seed, max_model_len, kv_memory,
-    host_cache, speculation, allow_tcp and threads are of each pod, as in PodConfig. Pods share out the visible GPUs,
-    one each as long as there are enough; gpu_memory_utilization is for all pods of a GPU together; net_devices: NICs of
-    each GPU, in their order. log_dir None: a new directory in the user's state. max_tokens: longest answer to `--once`.
-    drain_s: most seconds that running answers get once it is told to stop. traces, trace_sample: as in GatewayConfig,
-    for all processes.
+    host_cache, speculation, local_prefill, pull, allow_tcp and threads are of each pod, as in PodConfig. Pods share out
+    the visible GPUs, one each as long as there are enough; gpu_memory_utilization is for all pods of a GPU together;
+    net_devices: NICs of each GPU, in their order. log_dir None: a new directory in the user's state. max_tokens:
+    longest answer to `--once`. drain_s: most seconds that running answers get once it is told to stop.
+    traces, trace_sample: as in GatewayConfig, for all processes.
     """
 
     model: str = _setting(_MODEL, "smollm2")
@@ -495,6 +501,8 @@ class UpConfig(_Config):
     speculation_model: str | None = _setting(_optional(_MODEL), None)
     speculation_tokens: int = _setting(_DRAFTS, 4)
     speculation_accept: str = _setting(_ACCEPT, "coupled")
+    local_prefill: str = _setting(_LOCAL_PREFILL, "auto")
+    pull: str = _setting(_PULL, "push")
     block_size: int = _setting(_BLOCK_SIZE, 16)
     kv_memory: int = _setting(_size(0), 0)
     host_cache: int = _setting(_size(0), 0)

@@ -68,7 +68,8 @@ class PodLoad:
     queued_tokens: prompt tokens that wait for computing. running, waiting, reserved: sequences in the engine, and those
     whose KV is still to come. free_blocks: free or evictable.
     prefill_rate: prompt tokens per second of full steps; prefill_overhead_s: what a prompt takes beyond that.
-    step_s + step_slope_s * sequences: a decode step. transfer_rate: prompt tokens per second whose KV moves.
+    step_s + step_slope_s * sequences: a decode step. transfer_rate: prompt tokens per second whose KV moves;
+    hand_off_s: what the end of a hand-off takes beyond that. pull_s: what pulling takes beyond moving bytes.
     """
 
     queued_tokens: int = 0
@@ -82,6 +83,8 @@ class PodLoad:
     step_s: float = 0.0
     step_slope_s: float = 0.0
     transfer_rate: float = 0.0
+    hand_off_s: float = 0.0
+    pull_s: float = 0.0
 
     @property
     def measured_steps(self) -> bool:

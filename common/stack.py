@@ -98,6 +98,8 @@ class Stack:
                 **_draft(config.speculation_model),
                 "speculation-tokens": str(config.speculation_tokens),
                 "speculation-accept": config.speculation_accept,
+                "local-prefill": config.local_prefill,
+                "pull": config.pull,
                 "block-size": str(config.block_size),
                 "kv-memory": str(config.kv_memory),
                 "host-cache": str(config.host_cache),

@@ -295,6 +295,8 @@ def load_to_pb(load: PodLoad) -> transfer_pb2.Load:
         step_s=load.step_s,
         step_slope_s=load.step_slope_s,
         transfer_rate=load.transfer_rate,
+        hand_off_s=load.hand_off_s,
+        pull_s=load.pull_s,
     )
 
 
@@ -312,4 +314,6 @@ def load_from_pb(pb: transfer_pb2.Load, *, draining: bool = False) -> PodLoad:
         step_s=pb.step_s,
         step_slope_s=pb.step_slope_s,
         transfer_rate=pb.transfer_rate,
+        hand_off_s=pb.hand_off_s,
+        pull_s=pb.pull_s,
     )

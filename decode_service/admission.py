@@ -3,8 +3,9 @@
 remote: blocks for the prompt plus one per sequence are leased here, so KV that is computed has a home; one growth block
         per running sequence stays free. Refused while a sequence without blocks waits (preempted, or a local prompt):
         it comes first, and would starve if every block that comes back were leased here.
-local:  this pod computes the prompt (aggregated pods always; decode pods when the uncached rest is short); the
-        scheduler leases when it admits the prompt, and the queue for that is bounded.
+local:  this pod computes the prompt: aggregated pods always, decode pods a short rest (local_prefill.py). A decode pod
+        leases here as well, so the blocks that made the rest short cannot be evicted before its turn comes; on an
+        aggregated pod the scheduler leases when it admits the prompt. The queue is bounded.
 """
 
 from __future__ import annotations
@@ -13,16 +14,18 @@ from dataclasses import dataclass
 
 from common.block_hash import block_hashes, matchable_blocks
 from common.types import Role, ValidRequest
+from decode_service.local_prefill import Elsewhere, Here, LocalPrefill, Reason, Verdict
 from engine.block_pool import Lease
 from pod.runtime import PodRuntime
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """There is room. lease holds the prompt's blocks, None when this pod computes the prompt itself."""
+    """There is room. lease holds the prompt's blocks, None when the scheduler is to take them."""
 
     lease: Lease | None
     cached_tokens: int
+    verdict: Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +43,16 @@ class Admission:
         config = pod.config
         self._pod = pod
         self._always_local = config.role is Role.BOTH
-        self._local_tokens = config.local_prefill_tokens
+        self._local = LocalPrefill(config.local_prefill)
         max_seqs = pod.engine.scheduler.config.max_seqs
         self._max_held = max_seqs + max(1, max_seqs // 2)
 
-    def decide(self, request: ValidRequest, *, held: int, remote_only: bool) -> Room | NoRoom:
-        """Room (blocks leased) or NoRoom. held: sequences that this pod reserved or runs already."""
+    def decide(
+        self, request: ValidRequest, *, held: int, queued_tokens: int, there: Elsewhere | None, remote_only: bool
+    ) -> Room | NoRoom:
+        """Room (blocks leased) or NoRoom. held: sequences that this pod reserved or runs already; queued_tokens: of
+        prompts that it computes; there: what another pod would take for this one, None while not known.
+        """
         if held and held + request.sampling.n > self._max_held:
             return NoRoom(f"{held} sequences are reserved or running already")
         layout, pool = self._pod.engine.layout, self._pod.engine.pool
@@ -57,16 +64,33 @@ class Admission:
             block_size=size,
             salt=request.cache_salt,
         )
-        if not remote_only:
-            cached = 0 if request.sampling.prompt_logprobs is not None else pool.match(hashes) * size
-            if self._always_local or request.prompt_len - cached <= self._local_tokens:
-                return Room(None, cached)
+        scored = request.sampling.prompt_logprobs is not None  # such a prompt takes nothing from the cache
+        if self._always_local and not remote_only:
+            return Room(None, 0 if scored else pool.match(hashes) * size, Verdict(True, Reason.AGGREGATED))
         scheduler = self._pod.engine.scheduler
         if scheduler.waits_for_blocks:
             return NoRoom("requests that came before wait for KV blocks")
-        lease = pool.lease(
-            hashes, self._pod.limits.first_blocks(request), keep_free=scheduler.stats().running, host=True
-        )
+        stats, rates = scheduler.stats(), self._pod.rates
+        blocks = self._pod.limits.first_blocks(request)
+        lease = pool.lease(hashes, blocks, keep_free=stats.running, host=True)
         if lease is None:
             return NoRoom("the KV pool is full", passing=pool.copying())
-        return Room(lease, lease.cached_blocks * size)
+        cached = lease.cached_blocks * size
+        step_s, slope_s = rates.decode()
+        config = scheduler.config
+        here = Here(
+            running=stats.running,
+            queued_tokens=queued_tokens,
+            chunk_tokens=config.mixed_tokens or config.token_budget,
+            step_s=step_s + stats.running * slope_s,
+            chunk_s=rates.chunk_s,
+        )
+        usable = 0 if scored else cached
+        verdict = self._local.decide(request.prompt_len - usable, usable, here, there, remote_only=remote_only)
+        if verdict.local and cached > usable:
+            lease.finish("all of it is computed")
+            lease = pool.lease([], blocks, keep_free=stats.running)
+            if lease is None:
+                return NoRoom("the KV pool is full", passing=pool.copying())
+            cached = 0
+        return Room(lease, cached, verdict)

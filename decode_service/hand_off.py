@@ -53,7 +53,7 @@ class Reservation:
     """The life of one request on this pod.
 
     tell(reservation, delta) passes news to the gateway's stream, gone(reservation) says that nothing is held any more;
-    both may be called on any thread. lease is None for a local prefill: the scheduler leases when it admits it.
+    both may be called on any thread. lease is None where the scheduler leases when it admits the prompt.
     grammar: the request's, compiled. asked_by: the caller's span, if it is recorded.
     """
 
@@ -84,8 +84,8 @@ class Reservation:
         self._gone = gone
         self._lock = threading.RLock()
         self._state = State.RESERVED
+        self._first_output = False  # of a local prefill is still to come
         self._transfer_id: TransferId | None = None
-        self._first_output = lease is None
         self._over: set[int] = set()  # children whose end the gateway knows
         self._in_engine = 0  # children
 
@@ -122,9 +122,12 @@ class Reservation:
         return KvTarget(self._transfer_id, pod.name, pod.address, first, blocks, pod.engine.layout.fingerprint)
 
     def start_local(self) -> None:
-        """Gives the whole prompt to the engine."""
+        """Gives the prompt to the engine, and the lease with it: what it has from the cache is not computed again."""
+        engine, lease = self._pod.engine, self.lease
+        computed = 0 if lease is None else lease.cached_blocks * engine.layout.block_size
         with self._lock:
-            self._run([self._pod.engine.new_sequence(self.request, grammar=self._grammar)])
+            self._first_output = True
+            self._run([engine.new_sequence(self.request, lease=lease, computed=computed, grammar=self._grammar)])
 
     def ready(self, commit: Commit) -> None:
         """Every block and the first tokens are here: what does not end with its first token joins the running batch."""

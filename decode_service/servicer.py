@@ -18,9 +18,11 @@ import grpc
 from common.errors import BatonError, DeadlineExceeded, InternalError, InvalidRequest, Overloaded, Unavailable
 from common.pb import decode_pb2, decode_pb2_grpc
 from common.rpc import remaining_s
+from common.types import ValidRequest
 from common.wire import request_from_pb, target_to_pb
-from decode_service.admission import Admission, NoRoom
+from decode_service.admission import Admission, NoRoom, Room
 from decode_service.hand_off import Reservation, State
+from decode_service.local_prefill import Elsewhere
 from decode_service.spans import record_decode
 from decode_service.token_stream import PAUSE_LIMIT_S, WINDOW, TokenStream
 from engine.engine import SequenceOutput, StepResult
@@ -73,20 +75,23 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             raise Unavailable(f"gateway {request.gateway_id!r} {what}")
         if valid.request_id in self._requests:
             raise InvalidRequest(f"request {valid.request_id} is already here", field="request_id")
-        room = self._admission.decide(valid, held=self.sequences, remote_only=request.remote_only)
+        room = self._decide(valid, request)
         until = time.monotonic() + PASSING_S
         while isinstance(room, NoRoom) and room.passing and time.monotonic() < until:
             await asyncio.sleep(PASSING_POLL_S)
             pod.require_ready()
             if valid.request_id in self._requests or stream.closed:
                 raise Unavailable(f"request {valid.request_id} came again, or its gateway left")
-            room = self._admission.decide(valid, held=self.sequences, remote_only=request.remote_only)
+            room = self._decide(valid, request)
         if isinstance(room, NoRoom):
             return self._rejected(room.reason)
-        if room.lease is None:
+        local = room.verdict.local
+        if local:
             try:
                 pod.require_time(self.queued_tokens + valid.prompt_len - room.cached_tokens, deadline_s)
             except Overloaded as error:
+                if room.lease is not None:
+                    room.lease.finish("no time")
                 return self._rejected(error.message)
         reservation = Reservation(
             pod,
@@ -102,9 +107,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         self._timers[valid.request_id] = self._aio.call_later(
             deadline_s, reservation.end, DeadlineExceeded("the request's deadline passed")
         )
-        pod.metrics.reserved.labels("local" if room.lease is None else "remote").inc()
+        pod.metrics.decided(local=local, reason=room.verdict.reason)
         try:
-            if room.lease is not None:
+            if not local:
                 target = target_to_pb(reservation.expect(deadline_s))
                 reservation.reserved_at = time.monotonic()
                 return decode_pb2.ReserveResponse(target=target, cached_tokens=room.cached_tokens)
@@ -114,6 +119,17 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         except Exception:
             reservation.end(None)
             raise
+
+    def _decide(self, valid: ValidRequest, request: decode_pb2.ReserveRequest) -> Room | NoRoom:
+        remote = request.remote
+        elsewhere = Elsewhere(remote.queue_s, remote.compute_s, remote.hand_off_s, remote.tokens_per_s)
+        return self._admission.decide(
+            valid,
+            held=self.sequences,
+            queued_tokens=self.queued_tokens,
+            there=elsewhere if request.HasField("remote") else None,
+            remote_only=request.remote_only,
+        )
 
     async def Abort(
         self, request: decode_pb2.DecodeAbortRequest, context: grpc.aio.ServicerContext[Any, Any]

@@ -115,6 +115,13 @@ class BlockPool:
             here = len(self._ledger.cache.match(hashes))
             return here if self._ledger.tier is None else here + self._ledger.tier.match(hashes[here:])
 
+    def lend(self, hashes: Sequence[bytes], first: int) -> Hold | None:
+        """Holds, for somebody who reads them, the pool's blocks of this chain from place `first` on; None for none."""
+        ledger = self._ledger
+        with ledger.lock:
+            found = ledger.cache.match(hashes)[first:]
+            return Hold(ledger, found, writes=False) if found else None
+
     def park(self, lease: Lease, computed: int) -> Parked | None:
         """Keeps the partial last of `computed` tokens in the host, for a request that gives its lease up; None where
         there is nothing to keep, or no host.

@@ -29,6 +29,7 @@ class EngineConfig:
     are compared when they come back (slow). max_model_len 0: the model's own. token_budget: tokens of a step, and the
     longest chunk; 0: 256 on a CPU, 2048 on CUDA. prompt_budget: the same for a step in which nothing decodes, and twice
     that for a prompt that is alone; 0: 8192 on CUDA, and none of its own where token_budget is given and on a CPU.
+    mixed_tokens: most prompt tokens of a step in which something decodes; 0: what token_budget leaves.
     max_seqs: sequences that run at once; 0: 64 on a CPU, 256 on CUDA. cuda_graphs: decode steps run as graphs, captured
     at the start (no meaning on a CPU). overlap: a step is launched before the last one's result is known; None: on
     CUDA. speculation: who proposes drafts, see engine/speculation; speculation_model: the draft model, or the EAGLE
@@ -52,6 +53,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     token_budget: int = 0
     prompt_budget: int = 0
+    mixed_tokens: int = 0
     max_seqs: int = 0
     cuda_graphs: bool = True
     overlap: bool | None = None
@@ -89,7 +91,8 @@ class EngineConfig:
         if self.block_size < 1:
             raise ConfigError(f"block_size must be at least 1, is {self.block_size}", field="block_size")
         for name in (
-            "num_blocks", "kv_memory", "host_cache", "max_model_len", "token_budget", "prompt_budget", "max_seqs",
+            "num_blocks", "kv_memory", "host_cache", "max_model_len", "token_budget", "prompt_budget", "mixed_tokens",
+            "max_seqs",
             "weights_seed", "threads",
         ):  # fmt: skip
             if getattr(self, name) < 0:

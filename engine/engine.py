@@ -119,8 +119,9 @@ class Engine:
         graphs = config.cuda_graphs and device.type == "cuda" and model.capturable
         build = functools.partial(self._runner, model, make_draft, self._sampler, wanted_len, graphs=graphs)
         limits = SchedulerConfig(
-            token_budget=token_budget, prompt_budget=prompt_budget, max_seqs=max_seqs, max_model_len=wanted_len
-        )
+            token_budget=token_budget, prompt_budget=prompt_budget, mixed_tokens=config.mixed_tokens, max_seqs=max_seqs,
+            max_model_len=wanted_len,
+        )  # fmt: skip
         num_blocks = self._num_blocks(build, limits, graphs=graphs)
         self.max_model_len = min(wanted_len, num_blocks * config.block_size)
         self.kv = KVPool(self.layout, num_blocks, device)

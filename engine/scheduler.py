@@ -60,11 +60,13 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     """token_budget: tokens of one step; prompt_budget: of one in which nothing decodes (None: the same), twice that
-    where a prompt is alone; max_seqs: sequences that run at once; max_model_len: tokens of a sequence.
+    where a prompt is alone; mixed_tokens: prompt tokens of one in which something decodes (0: what is left); max_seqs:
+    sequences that run at once; max_model_len: tokens of a sequence.
     """
 
     token_budget: int
     prompt_budget: int | None = None
+    mixed_tokens: int = 0
     max_seqs: int
     max_model_len: int
 
@@ -328,7 +330,8 @@ class Scheduler:
         """Tokens of the step that its prompts may have."""
         config = self.config
         if decodes or config.prompt_budget is None:
-            return config.token_budget - sum(item.num_new for item in decodes)
+            left = config.token_budget - sum(item.num_new for item in decodes)
+            return min(left, config.mixed_tokens) if decodes and config.mixed_tokens else left
         prompts = sum(not (seq.paused or seq.decoding) for seq in self._running)
         alone = prompts == 1 and all(seq.paused for seq in self._waiting)
         return config.most_tokens if alone else config.prompt_budget

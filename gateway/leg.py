@@ -36,7 +36,7 @@ from common.types import FinishReason, PromptLogprobs, Token, ValidRequest
 from common.wire import error_from_pb, finish_from_pb, prompt_logprobs_from_pb, request_to_pb, token_from_pb
 from gateway.metrics import GatewayMetrics
 from gateway.pod import Pod
-from gateway.routing.placement import Placement
+from gateway.routing.placement import Elsewhere, Placement
 from gateway.routing.plan import Plan
 from gateway.timeline import Timeline
 from gateway.token_order import TokenOrder
@@ -124,7 +124,7 @@ class Leg:
             pod = placement.decode
             tried.add(pod.address)
             try:
-                answer = await self._reserve(pod)
+                answer = await self._reserve(pod, placement.elsewhere())
             except BatonError as e:
                 if isinstance(e, InvalidRequest) and not isinstance(e, ModelNotFound):  # this gateway knows its model
                     raise
@@ -161,10 +161,13 @@ class Leg:
             self._trace.placed(placed.decode.name, prefill, placed.predicted)
         return self._placement
 
-    async def _reserve(self, pod: Pod) -> decode_pb2.ReserveResponse:
+    async def _reserve(self, pod: Pod, elsewhere: Elsewhere | None) -> decode_pb2.ReserveResponse:
         self._decode = pod
         pod.attach(self._request.request_id, self)
         message = decode_pb2.ReserveRequest(request=request_to_pb(self._request), gateway_id=self._gateway_id)
+        if elsewhere is not None:
+            message.remote.queue_s, message.remote.compute_s = elsewhere.queue_s, elsewhere.compute_s
+            message.remote.hand_off_s, message.remote.tokens_per_s = elsewhere.hand_off_s, elsewhere.tokens_per_s
         try:
             # The call's own deadline is the request's: the pod plans with it. Its answer is due much earlier.
             async with asyncio.timeout(RESERVE_TIMEOUT_S):
@@ -209,7 +212,9 @@ class Leg:
         first = handed_off = False
         reason: BatonError | None = None
         try:
-            message = prefill_pb2.PrefillRequest(request=request_to_pb(self._request), target=answer.target)
+            message = prefill_pb2.PrefillRequest(
+                request=request_to_pb(self._request), target=answer.target, pull=self._hint(placement)
+            )
             left = timeout_until(self._deadline)
             async for event in pod.prefill.Prefill(message, timeout=left, metadata=self._metadata):
                 kind = event.WhichOneof("event")
@@ -245,6 +250,20 @@ class Leg:
             self._timeline.mark("prefill_failed", pod=pod.name, error=str(reason))
             self._blame(pod, reason)
             self.fail(reason)
+
+    def _hint(self, placement: Placement) -> prefill_pb2.PullHint | None:
+        pull = placement.pull
+        holder = None if pull is None else self._plan.holder(pull.holder)
+        if pull is None or holder is None:
+            return None
+        self._timeline.mark("pull", holder=holder.name, tokens=pull.tokens, predicted_s=round(pull.seconds, 6))
+        return prefill_pb2.PullHint(
+            pod=holder.name,
+            generation=holder.generation,
+            address=holder.address,
+            blocks=pull.tokens // holder.block_size,
+            seconds=pull.seconds,
+        )
 
     def _count_hits(self, placement: Placement, cached_tokens: int) -> None:
         self._metrics.hits(

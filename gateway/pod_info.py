@@ -21,6 +21,7 @@ class PodInfo:
     fingerprint: str
     scope: str
     block_size: int
+    block_bytes: int
     max_model_len: int
     num_blocks: int
     vocab_size: int
@@ -40,6 +41,7 @@ class PodInfo:
             fingerprint=pb.fingerprint,
             scope=pb.fingerprint[:8],
             block_size=layout.block_size,
+            block_bytes=pb.layout.block_bytes,
             max_model_len=pb.max_model_len,
             num_blocks=pb.num_blocks,
             vocab_size=pb.vocab_size,

@@ -1,8 +1,8 @@
 """What moves bytes. A backend posts writes and reports what became of them; it has no time limits and no policy.
 
 Lifecycle: start -> connect/write/poll/notifications... -> close, all on the one transfer thread that owns it. A write
-is PENDING until DONE or FAILED; only a terminal one may be released. DONE means that the bytes are in the peer's
-memory; the notification of a write arrives after its bytes, in no order with other notifications.
+or read is PENDING until DONE or FAILED; only a terminal one may be released. DONE means that the bytes are in the
+peer's memory, or here; the notification of a write arrives after its bytes, in no order with other notifications.
 """
 
 from __future__ import annotations
@@ -65,6 +65,11 @@ class Backend(Protocol):
     def write(self, peer: str, local: Sequence[int], remote: Sequence[int], notification: bytes) -> int:
         """Posts local[i] -> remote[i] (not empty), with a notification after the bytes (none if empty). May copy
         inline; never raises for what the peer did: such a write is FAILED.
+        """
+
+    def read(self, peer: str, local: Sequence[int], remote: Sequence[int]) -> int:
+        """Posts remote[i] -> local[i] (not empty); the peer hears nothing of it. Else like a write, and polled,
+        explained and released like one.
         """
 
     def notify(self, peer: str, payload: bytes) -> None:

@@ -1,9 +1,9 @@
 """A backend that misbehaves on purpose, over any other backend: for tests of transfers and of the services above them.
 
 Plans are plain attributes, set at any time:
-on_write(peer, local, remote) -> WriteFault; on_notification(notification) -> delays in seconds, one per copy ([]
-drops it). A corrupted block travels from the pool's probe block, so the source keeps its content; at most one block
-is corrupted at a time.
+on_write(peer, local, remote) and on_read(peer, local, remote) -> WriteFault (a read cannot be corrupted);
+on_notification(notification) -> delays in seconds, one per copy ([] drops it). A corrupted block travels from the
+pool's probe block, so the source keeps its content; at most one block is corrupted at a time.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class _Write:
     remote: list[int]
     notification: bytes
     fail: str | None
+    reads: bool = False
     inner: int | None = None
 
 
@@ -44,6 +45,7 @@ class FaultyBackend:
 
     def __init__(self, inner: Backend, clock: Callable[[], float] = time.monotonic) -> None:
         self.on_write: Callable[[str, Sequence[int], Sequence[int]], WriteFault] = lambda _p, _l, _r: WriteFault()
+        self.on_read: Callable[[str, Sequence[int], Sequence[int]], WriteFault] = lambda _p, _l, _r: WriteFault()
         self.on_notification: Callable[[Notification], Sequence[float]] = lambda _n: (0.0,)
         self.corrupted = 0
         self._inner = inner
@@ -79,6 +81,14 @@ class FaultyBackend:
             write.local[fault.corrupt] = self._damaged(local[fault.corrupt])
         self._writes[handle] = write
         self._advance(write)
+        return handle
+
+    def read(self, peer: str, local: Sequence[int], remote: Sequence[int]) -> int:
+        handle = next(self._numbers)
+        fault = self.on_read(peer, local, remote)
+        due = self._clock() + fault.delay_s
+        read = self._writes[handle] = _Write(due, peer, list(local), list(remote), b"", fault.fail, reads=True)
+        self._advance(read)
         return handle
 
     def notify(self, peer: str, payload: bytes) -> None:
@@ -121,7 +131,10 @@ class FaultyBackend:
 
     def _advance(self, write: _Write) -> None:
         if write.inner is None and write.fail is None and self._clock() >= write.due:
-            write.inner = self._inner.write(write.peer, write.local, write.remote, write.notification)
+            if write.reads:
+                write.inner = self._inner.read(write.peer, write.local, write.remote)
+            else:
+                write.inner = self._inner.write(write.peer, write.local, write.remote, write.notification)
 
     def _damaged(self, block: int) -> int:
         if self._memory is None:

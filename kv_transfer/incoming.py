@@ -169,6 +169,12 @@ class Incoming:
         else:
             self._apply(entry, actions)
 
+    def narrow(self, transfer_id: TransferId, num_blocks: int) -> None:
+        """The writer sends only the first num_blocks blocks."""
+        entry = self._table.get(transfer_id)
+        if entry is not None:
+            self._apply(entry, entry.machine.narrow(num_blocks))
+
     def release(self, transfer_id: TransferId) -> None:
         """The request is over for this pod; ids that are not there (any more) are fine."""
         entry = self._table.get(transfer_id)
@@ -238,7 +244,7 @@ class Incoming:
                     self._remember(machine.transfer_id, machine.writer.generation)
                     del self._table[machine.transfer_id]
                     self.received_transfers += 1
-                    self.received_blocks += len(entry.blocks)
+                    self.received_blocks += machine.num_blocks
                     _tell(entry.on_ready, commit)
                 case Failed(error):
                     _tell(entry.on_failed, error)
@@ -248,9 +254,10 @@ class Incoming:
             self._table.pop(machine.transfer_id, None)
 
     def _mismatch(self, entry: _Entry, commit: Commit) -> str | None:
-        if len(commit.checksums) != len(entry.blocks):
-            return f"{len(commit.checksums)} checksums for {len(entry.blocks)} blocks"
-        for index, (block, expected) in enumerate(zip(entry.blocks, commit.checksums, strict=True)):
+        blocks = entry.blocks[: entry.machine.num_blocks]
+        if len(commit.checksums) != len(blocks):
+            return f"{len(commit.checksums)} checksums for {len(blocks)} blocks"
+        for index, (block, expected) in enumerate(zip(blocks, commit.checksums, strict=True)):
             if zlib.crc32(self._memory.read_block(block)) != expected:
                 return f"block {entry.first_block + index} arrived damaged"
         return None

@@ -40,6 +40,7 @@ class _Write:
     remote: tuple[int, ...]
     notification: bytes
     fail: str | None
+    reads: bool = False
     state: WriteState = WriteState.PENDING
     error: str = ""
 
@@ -57,7 +58,8 @@ class LoopbackFabric:
 
     on_notify(source, peer, payload) -> delays in seconds, one per copy that is delivered ([] drops it, [0, 0] doubles
     it, unequal delays reorder);
-    on_write(source, peer, num_blocks) -> WriteFault. die(agent), freeze(agent) and thaw(agent) act on whole agents.
+    on_write(source, peer, num_blocks) -> WriteFault, for reads as well (source is who posts). die(agent), freeze(agent)
+    and thaw(agent) act on whole agents.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -135,7 +137,10 @@ class LoopbackFabric:
             write.state = WriteState.FAILED
             return
         for mine, theirs in zip(write.local, write.remote, strict=True):
-            peer.memory.write_block(theirs, source.memory.read_block(mine))
+            if write.reads:
+                source.memory.write_block(mine, peer.memory.read_block(theirs))
+            else:
+                peer.memory.write_block(theirs, source.memory.read_block(mine))
         write.state = WriteState.DONE
         if write.notification:
             self._send(write.source, write.peer, write.notification, now)
@@ -187,8 +192,13 @@ class LoopbackBackend:
         self._peers.pop(peer, None)
 
     def write(self, peer: str, local: Sequence[int], remote: Sequence[int], notification: bytes) -> int:
-        handle = next(self._numbers)
-        write = _Write(self._name, peer, tuple(local), tuple(remote), notification, None)
+        return self._post(_Write(self._name, peer, tuple(local), tuple(remote), notification, None))
+
+    def read(self, peer: str, local: Sequence[int], remote: Sequence[int]) -> int:
+        return self._post(_Write(self._name, peer, tuple(local), tuple(remote), b"", None, reads=True))
+
+    def _post(self, write: _Write) -> int:
+        handle, peer = next(self._numbers), write.peer
         self._writes[handle] = write
         if peer in self._peers:
             self._fabric.post(write)

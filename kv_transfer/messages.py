@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.types import FinishReason
+from kv_transfer.memory import Hold
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,38 @@ class Writer:
 
 
 @dataclass(frozen=True, slots=True)
+class Holder:
+    """A pod that is thought to hold a prefix; generation 0: whichever lives there."""
+
+    pod: str
+    generation: int
+    address: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """Logical blocks first_block... of the chain of `hashes` (from its start), to go to these physical blocks."""
+
+    request_id: str
+    hashes: Sequence[bytes]
+    first_block: int
+    blocks: Sequence[int]
+    hold: Hold
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """blocks: so many of the wanted ones, from the first on, are complete. reason: none, or why not all. gbps: of the
+    pair, lately; 0 while unknown.
+    """
+
+    blocks: int
+    reason: str
+    gbps: float
+
+
+@dataclass(frozen=True, slots=True)
 class PeerStats:
     """A connection that a probe went through. gbps: 1e9 bytes per second of a warm write of one block."""
 
@@ -62,13 +96,34 @@ class PeerStats:
     gbps: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairStats:
+    """This pod's traffic with another one since the start; see Pair in transfer.proto. gbps: of payload lately, of the
+    probe while there was none. generation, address and transport are empty while the pods are not connected.
+    """
+
+    pod: str
+    generation: int
+    address: str
+    transport: str
+    transport_source: str
+    gbps: float
+    transfers: int
+    pulls: int
+    blocks: int
+    bytes: int
+    busy_s: float
+    exposed_s: float
+    failures: int
+
+
 @dataclass(frozen=True, slots=True)
 class TransferStats:
     """Counters since the start and gauges of now.
 
     damaged_transfers: whose checksums were wrong. dropped: messages that did not fit, by reason. quarantined_blocks: of
-    incoming transfers, which wait for proof that nobody writes them any more. pending_writes: posted and not terminal.
-    turns: of the transfer thread.
+    incoming transfers, which wait for proof that nobody writes them any more. loans: of cached blocks to other pods
+    that are not over. pending_writes: writes and reads that are posted and not terminal. turns: of the transfer thread.
     """
 
     sent_blocks: int
@@ -82,6 +137,8 @@ class TransferStats:
     draining_incoming: int
     quarantined_blocks: int
     open_outgoing: int
+    open_reads: int
+    loans: int
     pending_writes: int
     turns: int
     dropped: dict[str, int]

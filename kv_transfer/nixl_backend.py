@@ -125,6 +125,12 @@ class NixlBackend:
             _log.warning("agent %s could not be removed: %s", peer, e)
 
     def write(self, peer: str, local: Sequence[int], remote: Sequence[int], notification: bytes) -> int:
+        return self._post("WRITE", peer, local, remote, notification)
+
+    def read(self, peer: str, local: Sequence[int], remote: Sequence[int]) -> int:
+        return self._post("READ", peer, local, remote, b"")
+
+    def _post(self, operation: str, peer: str, local: Sequence[int], remote: Sequence[int], notification: bytes) -> int:
         agent, number = self._started, next(self._numbers)
         write = self._writes[number] = _Write(None)
         known = agent.peers.get(peer)
@@ -133,7 +139,7 @@ class NixlBackend:
             return number
         try:
             write.handle = agent.nixl.make_prepped_xfer(
-                "WRITE",
+                operation,
                 agent.blocks,
                 np.asarray(local, dtype=np.int32),
                 known.blocks,

@@ -21,11 +21,15 @@ from kv_transfer.connector import Connection, Connector
 from kv_transfer.counters import Drops
 from kv_transfer.identity import agent_name
 from kv_transfer.incoming import Incoming
-from kv_transfer.memory import Hold, PoolMemory
-from kv_transfer.messages import Commit, PeerStats, TransferStats, Writer
+from kv_transfer.lending import Lend, Lending
+from kv_transfer.memory import Hold, PoolMemory, let_go
+from kv_transfer.messages import Commit, Holder, PairStats, PeerStats, Pulled, TransferStats, Wanted, Writer
 from kv_transfer.outgoing import Outgoing, OutgoingTransfer, Pieces
+from kv_transfer.pairs import Pairs
 from kv_transfer.peer_calls import PeerCalls
 from kv_transfer.peer_rpc import PeerRpc
+from kv_transfer.pulling import Pulling
+from kv_transfer.reading import Reading
 from kv_transfer.servicer import TransferServicer
 from kv_transfer.transfer_thread import TransferThread
 
@@ -37,12 +41,18 @@ JOIN_S = 5.0
 STOP_POLL_S = 0.01
 
 
+def _lend_nothing(hashes: Sequence[bytes], first: int) -> Hold | None:
+    """This pod has no cache."""
+    return None
+
+
 class TransferNode:
     """This pod as a sender and receiver of KV.
 
     info: who this pod is, now (role, name, generation, layout, pid...). address: host:port of the gRPC server that
-    serves `servicer`, once it is bound. checksums: compare a CRC-32 of every block at commit. allow_tcp: device
-    memory may travel over TCP or by unknown means. pieces: how writes are cut; None: as suits the memory. clock:
+    serves `servicer`, once it is bound. lend: what other pods may have of this one's cache, see Lending. checksums:
+    compare a CRC-32 of every block at commit. allow_tcp: device memory may travel over TCP or by unknown means. pieces:
+    how writes and reads are cut; None: as suits the memory. clock:
     seconds, monotonic.
     """
 
@@ -54,6 +64,7 @@ class TransferNode:
         info: Callable[[], transfer_pb2.InfoResponse],
         signer: Signer,
         address: Callable[[], str],
+        lend: Lend = _lend_nothing,
         checksums: bool = False,
         allow_tcp: bool = False,
         pieces: Pieces | None = None,
@@ -65,6 +76,7 @@ class TransferNode:
         self._generation = 0
         self._closing = False
         self._drops = Drops()
+        self._pairs = Pairs(clock)
         self._rpc = PeerRpc(signer)
         self._incoming = Incoming(memory, self._drops, clock, self._ask_drain)
         self._thread = TransferThread(
@@ -82,12 +94,34 @@ class TransferNode:
             self._calls,
             memory,
             clock,
+            self._pairs,
             checksums=checksums,
             fingerprint=lambda: info().fingerprint,
             pieces=pieces,
         )
+        self._reading = Reading(self._thread, memory, clock, self._pairs, pieces=pieces)
+        self._lending = Lending(self._outgoing, memory, lend, checksums=checksums)
+        self._pulling = Pulling(
+            self._thread,
+            self._incoming,
+            self._reading,
+            self._connector,
+            self._calls,
+            memory,
+            clock,
+            lambda first, blocks: self._target(address(), first, blocks),
+        )
         self.servicer = TransferServicer(
-            self._thread, self._incoming, self._outgoing, memory, info, signer, self._drops, clock
+            self._thread,
+            self._incoming,
+            self._outgoing,
+            self._lending,
+            self._pairs,
+            memory,
+            info,
+            signer,
+            self._drops,
+            clock,
         )
 
     @property
@@ -115,12 +149,14 @@ class TransferNode:
         if self._closing:
             return
         self._closing = True
+        self._lending.close()
         until = self._clock() + grace_s
         if self._thread.running:  # what was begun before is in the table after this
             await asyncio.wait({asyncio.wrap_future(self._thread.call(lambda: None))}, timeout=grace_s)
         await self._outgoing_over(until)
         leaving = Unavailable("this pod is leaving")
         self._thread.submit(lambda: self._outgoing.close(leaving))
+        self._thread.submit(lambda: self._reading.close(leaving))
         await self._outgoing_over(until)
         self._thread.submit(self._incoming.close)
         await self._connector.close()
@@ -187,6 +223,26 @@ class TransferNode:
         """
         self._thread.submit(lambda: self._incoming.release(transfer_id))
 
+    # Pulling.
+
+    async def pull(self, holder: Holder, wanted: Wanted, *, read: bool) -> Pulled:
+        """Gets cached blocks from another pod, pushed by it or (read) by reading them there. On the event loop.
+
+        Raises BatonError; then nothing of it counts. wanted.hold is released in any case, when no byte can land any
+        more.
+        """
+        try:
+            self._require_running()
+        except BaseException:
+            let_go(wanted.hold)
+            raise
+        return await (self._pulling.read(holder, wanted) if read else self._pulling.push(holder, wanted))
+
+    def _target(self, address: str, first_block: int, blocks: Sequence[int]) -> KvTarget:
+        info = self._info()
+        transfer_id = self._incoming.mint(self._generation)
+        return KvTarget(transfer_id, info.pod, address, first_block, tuple(blocks), info.fingerprint)
+
     def stats(self) -> TransferStats:
         """Counters and gauges; any thread, cheap."""
         return TransferStats(
@@ -201,11 +257,17 @@ class TransferNode:
             draining_incoming=self._incoming.draining,
             quarantined_blocks=self._incoming.quarantined_blocks,
             open_outgoing=self._outgoing.open,
+            open_reads=self._reading.open,
+            loans=self._lending.open,
             pending_writes=self._thread.pending(),
             turns=self._thread.turns,
             dropped=self._drops.snapshot(),
             peers=self._connector.stats(),
         )
+
+    def pairs(self) -> tuple[PairStats, ...]:
+        """This pod's traffic with every other one; any thread, cheap."""
+        return self._pairs.stats(self._connector.stats())
 
     def _require_running(self) -> None:
         if self._closing or not self._thread.running:
@@ -214,11 +276,13 @@ class TransferNode:
     # The transfer thread's hooks.
 
     def _post(self) -> bool:
-        return self._outgoing.post()
+        posted = self._outgoing.post()
+        return self._reading.post() or posted
 
     def _tick(self, now: float) -> None:
         self._incoming.tick(now)
         self._outgoing.tick(now)
+        self._reading.tick(now)
         self._connector.tick(now)
 
     def _attentive(self) -> bool:
@@ -226,11 +290,13 @@ class TransferNode:
             self._incoming.attentive
             or self._outgoing.attentive
             or self._connector.connecting
+            or self._lending.reads > 0
             or self.servicer.expecting
         )
 
     def _peer_ended(self, connection: Connection) -> None:
         self._outgoing.peer_ended(connection)
+        self._reading.holder_ended(connection)
 
     def _ask_drain(self, transfer_id: TransferId, writer: Writer) -> None:
         async def ask() -> None:

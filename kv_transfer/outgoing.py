@@ -22,6 +22,7 @@ from kv_transfer.connector import Connection
 from kv_transfer.memory import Hold, MemoryKind, PoolMemory, let_go
 from kv_transfer.messages import Commit, TransferReport
 from kv_transfer.notification import RangeWritten
+from kv_transfer.pairs import Pairs
 from kv_transfer.sender_machine import (
     Delivered,
     Done,
@@ -134,6 +135,7 @@ class _Entry:
     transfer: OutgoingTransfer
     machine: SenderMachine
     request_id: str
+    lends: bool
     connection: Connection | None = None
     holds: dict[int, Hold] = field(default_factory=dict)
     checksums: dict[int, int] = field(default_factory=dict)
@@ -151,6 +153,7 @@ class Outgoing:
         calls: Calls,
         memory: PoolMemory,
         clock: Callable[[], float],
+        pairs: Pairs,
         *,
         checksums: bool,
         fingerprint: Callable[[], str],
@@ -164,23 +167,28 @@ class Outgoing:
         self._calls = calls
         self._memory = memory
         self._clock = clock
+        self._pairs = pairs
         self._checksums = checksums
         self._fingerprint = fingerprint
         self._pieces = pieces or PIECES[memory.kind]
         self._pushes = 0
         self._table: dict[OutgoingTransfer, _Entry] = {}
-        self._by_id: dict[TransferId, _Entry] = {}
-        self._over: OrderedDict[TransferId, bool] = (
-            OrderedDict()
-        )  # ended or refused by a drain -> every write ended well
+        # Ids are minted by receivers, so one is unique only together with its receiver's name.
+        self._by_id: dict[tuple[str, TransferId], _Entry] = {}
+        # Ended or refused by a drain -> every write ended well.
+        self._over: OrderedDict[tuple[str, TransferId], bool] = OrderedDict()
 
-    def start(self, target: KvTarget, request_id: str, num_prompt_blocks: int, deadline_s: float) -> OutgoingTransfer:
-        """On the event loop: begins to connect and open in the background."""
+    def start(
+        self, target: KvTarget, request_id: str, num_prompt_blocks: int, deadline_s: float, *, lends: bool = False
+    ) -> OutgoingTransfer:
+        """On the event loop: begins to connect and open in the background. lends: the blocks are cached ones that the
+        target asked for.
+        """
         transfer = OutgoingTransfer(self, target, num_prompt_blocks)
         deadline = self._clock() + deadline_s
         piece_blocks = max(1, self._pieces.most // self._memory.block_bytes)
         machine = SenderMachine(target, piece_blocks=piece_blocks, deadline=deadline)
-        entry = _Entry(transfer, machine, request_id)
+        entry = _Entry(transfer, machine, request_id, lends)
         self._thread.submit(lambda: self._add(entry, num_prompt_blocks))
 
         async def connect() -> None:
@@ -236,15 +244,16 @@ class Outgoing:
                 self._post(entry, connection, piece)
         return posted
 
-    def drain(self, transfer_id: TransferId) -> Future[bool]:
-        """Decode gave this transfer up: ends it. The result comes when no write of it is or will be under way;
-        whether all ended well.
+    def drain(self, pod: str, transfer_id: TransferId) -> Future[bool]:
+        """The receiver `pod` gave this transfer up: ends it. The result comes when no write of it is or will be under
+        way; whether all ended well.
         """
         answer: Future[bool] = Future()
-        entry = self._by_id.get(transfer_id)
+        key = (pod, transfer_id)
+        entry = self._by_id.get(key)
         if entry is None:
-            clean = self._over.setdefault(transfer_id, False)
-            self._remember(transfer_id, clean)
+            clean = self._over.setdefault(key, False)
+            self._remember(key, clean)
             answer.set_result(clean)
         else:
             entry.drains.append(answer)
@@ -273,10 +282,11 @@ class Outgoing:
         target = entry.machine.target
         self._table[entry.transfer] = entry
         error: BatonError | None = None
-        if target.transfer_id in self._over or target.transfer_id in self._by_id:
+        key = (target.pod, target.transfer_id)
+        if key in self._over or key in self._by_id:
             error = TransferFailed(f"transfer {target.transfer_id} was given up or used before")
         else:
-            self._by_id[target.transfer_id] = entry
+            self._by_id[key] = entry
         if target.fingerprint != self._fingerprint():
             error = LayoutMismatch(f"the KV layout of {target.pod} has another fingerprint", field="fingerprint")
         elif target.blocks and target.first_block + len(target.blocks) != num_prompt_blocks:
@@ -325,17 +335,20 @@ class Outgoing:
 
     def _post(self, entry: _Entry, connection: Connection, piece: Piece) -> None:
         written = RangeWritten(entry.machine.target.transfer_id, piece.first, len(piece.local))
+        pair = self._pairs.of(connection.pod)
 
         def ended(error: str | None) -> None:
             connection.in_flight -= 1
-            if error is None:
-                self.sent_blocks += len(piece.local)
-                self.sent_bytes += len(piece.local) * self._memory.block_bytes
-            else:
+            moved = len(piece.local) if error is None else 0
+            pair.end(moved, moved * self._memory.block_bytes)
+            self.sent_blocks += moved
+            self.sent_bytes += moved * self._memory.block_bytes
+            if error is not None:
                 connection.broken = True
             self._apply(entry, entry.machine.piece_ended(piece.number, error, self._clock()))
 
         connection.in_flight += 1
+        pair.begin()
         self._thread.write(connection.agent, piece.local, piece.remote, written.pack(), ended)
 
     def _apply(self, entry: _Entry, actions: Sequence[SenderAction]) -> None:
@@ -358,9 +371,18 @@ class Outgoing:
                 case Done():
                     self.sent_transfers += 1
                     self._forget(entry, clean=True)
-                    entry.transfer.outcome.set_result(self._report(entry))
+                    report = self._report(entry)
+                    pair = self._pairs.of(machine.target.pod)
+                    if entry.lends:
+                        pair.pulls += 1
+                    else:
+                        pair.transfers += 1
+                        pair.exposed_s += report.exposed_s
+                    entry.transfer.outcome.set_result(report)
                 case Failed(error):
                     self.failed_transfers += 1
+                    if not isinstance(error, Cancelled):
+                        self._pairs.of(machine.target.pod).failures += 1
                     entry.transfer.outcome.set_exception(error)
                 case Stopped(clean):
                     self._forget(entry, clean=clean)
@@ -415,15 +437,15 @@ class Outgoing:
 
     def _forget(self, entry: _Entry, *, clean: bool) -> None:
         del self._table[entry.transfer]
-        transfer_id = entry.machine.target.transfer_id
-        if self._by_id.get(transfer_id) is entry:
-            del self._by_id[transfer_id]
-            self._remember(transfer_id, clean)
+        key = (entry.machine.target.pod, entry.machine.target.transfer_id)
+        if self._by_id.get(key) is entry:
+            del self._by_id[key]
+            self._remember(key, clean)
         for answer in entry.drains:
             if not answer.cancelled():
                 answer.set_result(clean)
 
-    def _remember(self, transfer_id: TransferId, clean: bool) -> None:
-        self._over[transfer_id] = clean
+    def _remember(self, key: tuple[str, TransferId], clean: bool) -> None:
+        self._over[key] = clean
         if len(self._over) > _REMEMBERED:
             self._over.popitem(last=False)

@@ -9,9 +9,9 @@ from collections.abc import Awaitable, Callable
 from common.errors import BatonError
 from common.pb import transfer_pb2
 from common.types import KvTarget, TransferId
-from common.wire import finish_to_pb, transfer_id_to_pb
+from common.wire import finish_to_pb, target_to_pb, transfer_id_to_pb
 from kv_transfer.connector import Connection, Connector
-from kv_transfer.messages import Commit, Writer
+from kv_transfer.messages import Commit, Wanted, Writer
 from kv_transfer.peer_rpc import PeerRpc
 
 _log = logging.getLogger(__name__)
@@ -82,6 +82,20 @@ class PeerCalls:
             checksums=commit.checksums,
         )
         await self._rpc.call(target.address, "Commit", request, transfer_pb2.CommitResponse, timeout_s)
+
+    async def pull(self, address: str, target: KvTarget, wanted: Wanted, *, read: bool) -> transfer_pb2.PullResponse:
+        request = transfer_pb2.PullRequest(
+            request_id=wanted.request_id,
+            target=target_to_pb(target),
+            hashes=wanted.hashes,
+            timeout_s=wanted.timeout_s,
+            read=read,
+        )
+        return await self._rpc.call(address, "Pull", request, transfer_pb2.PullResponse, wanted.timeout_s)
+
+    async def pull_end(self, address: str, transfer_id: TransferId, timeout_s: float) -> None:
+        request = transfer_pb2.PullEndRequest(transfer_id=transfer_id_to_pb(transfer_id))
+        await self._rpc.call(address, "PullEnd", request, transfer_pb2.PullEndResponse, timeout_s)
 
     async def drain(self, writer: Writer, transfer_id: TransferId, timeout_s: float) -> transfer_pb2.DrainResponse:
         request = transfer_pb2.DrainRequest(transfer_id=transfer_id_to_pb(transfer_id))

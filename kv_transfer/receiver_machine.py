@@ -111,6 +111,11 @@ class ReceiverMachine:
         self._last_tick = 0.0
 
     @property
+    def num_blocks(self) -> int:
+        """Blocks that the writer is to send."""
+        return self._end - self._first
+
+    @property
     def quarantined(self) -> int:
         """Blocks that wait for proof."""
         return len(self._held) if self.state is ReceiverState.DRAINING else 0
@@ -138,6 +143,15 @@ class ReceiverMachine:
         if self.state is ReceiverState.DRAINING:
             return self._free(landed)
         return self._complete()
+
+    def narrow(self, num_blocks: int) -> list[ReceiverAction]:
+        """Local: the writer said that it sends the first num_blocks blocks alone, so nobody will write the others."""
+        if self.state not in (ReceiverState.RESERVED, ReceiverState.OPEN) or num_blocks >= self.num_blocks:
+            return []
+        self._end = self._first + num_blocks
+        beyond = [block for block in self._held if block >= self._end]
+        self._missing.difference_update(beyond)
+        return [*self._free(beyond), *self._complete()]
 
     def commit(self, generation: int, commit: Commit, now: float) -> list[ReceiverAction]:
         """Remote; of several the first counts. Raises Unavailable while ranges are missing (the commit is kept), and

@@ -16,17 +16,26 @@ import grpc
 from google.protobuf.message import Message
 
 from common.auth import Signer
-from common.errors import DeadlineExceeded, TransferFailed, Unauthenticated, Unavailable, UnknownTransfer
+from common.errors import (
+    DeadlineExceeded,
+    LayoutMismatch,
+    TransferFailed,
+    Unauthenticated,
+    Unavailable,
+    UnknownTransfer,
+)
 from common.pb import transfer_pb2, transfer_pb2_grpc
 from common.rpc import remaining_s
-from common.wire import finish_from_pb, transfer_id_from_pb
+from common.wire import finish_from_pb, target_from_pb, transfer_id_from_pb
 from kv_transfer.connector import probe_digest
 from kv_transfer.counters import Drops
 from kv_transfer.identity import agent_name, require_compatible
 from kv_transfer.incoming import Incoming
+from kv_transfer.lending import Lending
 from kv_transfer.memory import PoolMemory
 from kv_transfer.messages import Commit, Writer
 from kv_transfer.outgoing import Outgoing
+from kv_transfer.pairs import Pairs
 from kv_transfer.peer_rpc import method
 from kv_transfer.process_watch import watch_process
 from kv_transfer.transfer_thread import TransferThread
@@ -46,6 +55,8 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
         thread: TransferThread,
         incoming: Incoming,
         outgoing: Outgoing,
+        lending: Lending,
+        pairs: Pairs,
         memory: PoolMemory,
         info: Callable[[], transfer_pb2.InfoResponse],
         signer: Signer,
@@ -55,6 +66,8 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
         self._thread = thread
         self._incoming = incoming
         self._outgoing = outgoing
+        self._lending = lending
+        self._pairs = pairs
         self._memory = memory
         self._info = info
         self._signer = signer
@@ -133,12 +146,39 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
         return transfer_pb2.CommitResponse()
 
     async def Drain(self, request: transfer_pb2.DrainRequest, context: Context) -> transfer_pb2.DrainResponse:
-        _, generation = self._verify("Drain", request, context)
+        pod, generation = self._verify("Drain", request, context)
         transfer_id = transfer_id_from_pb(request.transfer_id)
         self._require(generation == transfer_id.generation, "Drain is for another pod's transfer")
-        stopped = await self._on_thread(lambda: self._outgoing.drain(transfer_id), context)
+        stopped = await self._on_thread(lambda: self._outgoing.drain(pod, transfer_id), context)
         clean = await self._within(stopped, context)
         return transfer_pb2.DrainResponse(generation=self._info().generation, clean=clean)
+
+    async def Pull(self, request: transfer_pb2.PullRequest, context: Context) -> transfer_pb2.PullResponse:
+        pod, generation = self._verify("Pull", request, context)
+        target = target_from_pb(request.target)
+        mine = (target.pod, target.transfer_id.generation) == (pod, generation)
+        self._require(mine, "Pull is in another pod's name")
+        info = self._info()
+        if target.fingerprint != info.fingerprint:
+            raise LayoutMismatch(f"the KV layout of {pod} has another fingerprint", field="fingerprint")
+        if not self._thread.running:
+            raise Unavailable("this pod is leaving")
+        timeout_s = min(request.timeout_s, remaining_s(context, _CALL_S))
+        lent = self._lending.lend(request.request_id, target, request.hashes, timeout_s, read=request.read)
+        return transfer_pb2.PullResponse(
+            blocks=len(lent.blocks),
+            reason=lent.reason,
+            lent=lent.blocks if request.read else (),
+            gb_s=self._pairs.of(pod).gbps,
+            checksums=lent.checksums,
+        )
+
+    async def PullEnd(self, request: transfer_pb2.PullEndRequest, context: Context) -> transfer_pb2.PullEndResponse:
+        pod, generation = self._verify("PullEnd", request, context)
+        transfer_id = transfer_id_from_pb(request.transfer_id)
+        self._require(generation == transfer_id.generation, "PullEnd is for another pod's loan")
+        self._lending.end(pod, transfer_id)
+        return transfer_pb2.PullEndResponse()
 
     def _verify(self, name: str, request: Message, context: Context) -> tuple[str, int]:
         try:

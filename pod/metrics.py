@@ -10,7 +10,7 @@ from common.types import PoolCounts
 from engine.config import MAX_DRAFTS
 from engine.engine import Engine, SequenceOutput, StepResult
 from engine.speculation.stats import SpeculationStats
-from kv_transfer.messages import PeerStats, TransferReport, TransferStats
+from kv_transfer.messages import PairStats, PeerStats, TransferReport, TransferStats
 from pod.gpu_driver import Gpu, GpuReading
 
 # Seconds; KV that streams under the prefill leaves a few milliseconds to wait for.
@@ -45,6 +45,17 @@ class PodMetrics:
             "prefix_hit_tokens", "Prompt tokens found in this pod's prefix cache, by tier.", ["tier"]
         )
         self.reserved = m.counter("reserve", "Outcomes of Reserve.", ["outcome"])
+        self._decided = m.counter(
+            "local_prefill_decisions", "Who computes a prompt, local or remote, and why.", ["outcome", "reason"]
+        )
+        self._pulls = m.counter(
+            "pulls", "Hints that another pod holds a prefix, and what came of it.", ["outcome", "reason"]
+        )
+        self.pulls_asked = m.counter("pulls_asked", "Pulls that a holder was asked for.")
+        self.pulled_blocks = m.counter("pulled_blocks", "KV blocks that came from other pods' caches.")
+        self._pull_seconds = m.histogram("pull_seconds", "Seconds of pulls that succeeded.")
+        self._pull_predicted = m.histogram("pull_predicted_seconds", "Seconds that routing expected of the same pulls.")
+        self.lent = m.counter("lent_blocks", "KV blocks held for other pods that asked for them.")
         self._hand_offs = m.counter("hand_offs", "KV hand-offs that this pod completed as the sender.", ["transport"])
         self._transfer_bytes = m.counter("transfer_bytes", "KV bytes pushed.", ["transport"])
         self._transfer_seconds = m.histogram("transfer_seconds", "Seconds from the first push to the commit.")
@@ -138,6 +149,40 @@ class PodMetrics:
         m.sampled_gauge(
             "gpu_memory_total_bytes", "GPU memory that there is.", read(lambda reading: reading.memory_total)
         )
+
+    def watch_pairs(self, pairs: Callable[[], Iterable[PairStats]]) -> None:
+        """pairs: this pod's traffic with every other one, read when scraped."""
+        m = self.base
+        counters: tuple[tuple[str, str, Callable[[PairStats], float]], ...] = (
+            ("pair_hand_offs", "Hand-offs completed to another pod.", lambda p: p.transfers),
+            ("pair_pulls", "Pulls served to, or read from, another pod.", lambda p: p.pulls),
+            ("pair_blocks", "KV blocks moved to, or read from, another pod.", lambda p: p.blocks),
+            ("pair_bytes", "KV bytes moved to, or read from, another pod.", lambda p: p.bytes),
+            ("pair_busy_seconds", "Seconds in which KV was on its way to or from another pod.", lambda p: p.busy_s),
+            ("pair_exposed_seconds", "Seconds from last chunks to commits, by receiver.", lambda p: p.exposed_s),
+            ("pair_failures", "Transfers to another pod that failed.", lambda p: p.failures),
+        )
+        for name, what, read in counters:
+            m.sampled_counter(name, what, lambda read=read: [((p.pod,), read(p)) for p in pairs()], ["peer"])  # type: ignore[misc]
+        m.sampled_gauge(
+            "pair_gigabytes_per_second", "Rate of KV to or from another pod, lately; before any, of the probe.",
+            lambda: [((p.pod, p.transport), p.gbps) for p in pairs()], ["peer", "transport"],
+        )  # fmt: skip
+
+    def pull(self, outcome: str, reason: str) -> None:
+        """A hint came to its end: done, skipped, refused or failed."""
+        self._pulls.labels(outcome, reason).inc()
+
+    def pulled(self, seconds: float, *, predicted_s: float) -> None:
+        """A pull succeeded."""
+        self._pull_seconds.observe(seconds)
+        self._pull_predicted.observe(predicted_s)
+
+    def decided(self, *, local: bool, reason: str) -> None:
+        """A request was taken; who computes its prompt, and why."""
+        outcome = "local" if local else "remote"
+        self.reserved.labels(outcome).inc()
+        self._decided.labels(outcome, reason).inc()
 
     def step(self, result: StepResult) -> None:
         """Accounts one engine step (engine thread)."""

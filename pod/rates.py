@@ -1,8 +1,9 @@
 """How fast this pod is, by its own measure: what routing multiplies its work with.
 
 A step takes a fixed time and some more per token (prefill) or per sequence (decode), a hand-off's end some per token
-that still has to move. Each is a straight line through what was seen, where each point weighs a little less than the
-one after it (least squares with exponential forgetting), so the figures follow the load and the lengths of the day.
+that still has to move; a chunk in a step that decodes takes what that step takes longer than one without. Each is a
+straight line through what was seen, where each point weighs a little less than the one after it (least squares with
+exponential forgetting), so the figures follow the load and the lengths of the day.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ KEEP = 0.97  # weight of a point after one more
 # A decode step reads all weights whatever the batch, so steps of one size say little about smaller ones; yet a
 # neighbour is never free.
 DECODE_FIXED = 0.5
+PULL_SHARE = 0.2  # of the newest pull in the mean
 
 
 class Line:
@@ -58,12 +60,17 @@ class PodRates:
         self._filled = False
         self._prefill = Line()
         self._decode = Line()
+        self._chunk = Line()
         self._transfer = Line()
+        self._pull_s = 0.0
 
     def step(self, prompt_tokens: int, decode_tokens: int, seconds: float) -> None:
         """One engine step; prompt_tokens include recomputed ones."""
         if seconds <= 0:
             return
+        if prompt_tokens and decode_tokens and self._decode.known:
+            base, slope = self.decode()
+            self._chunk.add(prompt_tokens, max(0.0, seconds - base - slope * decode_tokens))
         if prompt_tokens:
             self._filled = self._filled or 2 * prompt_tokens >= self._full_step
             self._prefill.add(prompt_tokens + decode_tokens, seconds)
@@ -91,9 +98,30 @@ class PodRates:
         """Seconds of a decode step: the fixed part, and what a sequence adds; zeros while unknown."""
         return self._decode.fit(DECODE_FIXED) if self._decode.known else (0.0, 0.0)
 
-    def transfer(self) -> float:
-        """Prompt tokens per second whose KV moves; 0 while unknown."""
-        if not self._transfer.known:
+    def chunk_s(self, tokens: int) -> float:
+        """Seconds by which so many prompt tokens lengthen a step that decodes; measured without decodes, as long as
+        it never was with them; 0 while unknown.
+        """
+        line = self._chunk if self._chunk.known else self._prefill
+        if not line.known:
             return 0.0
-        slope = self._transfer.fit()[1]
-        return 1 / slope if slope > 0 else 0.0
+        base, slope = line.fit()
+        return base + slope * tokens
+
+    def transfer(self) -> tuple[float, float]:
+        """Prompt tokens per second whose KV moves, and the seconds of a hand-off's end beyond that; zeros while
+        unknown.
+        """
+        if not self._transfer.known:
+            return 0.0, 0.0
+        base, slope = self._transfer.fit()
+        return (1 / slope if slope > 0 else 0.0), base
+
+    def pulled(self, seconds: float, moving_s: float) -> None:
+        """A pull took so long, of which its bytes at the pair's rate account for moving_s."""
+        beyond = max(seconds - moving_s, 1e-6)
+        self._pull_s += (beyond - self._pull_s) * (PULL_SHARE if self._pull_s else 1.0)
+
+    def pull_s(self) -> float:
+        """What a pull takes beyond moving its bytes, lately; 0 while unknown."""
+        return self._pull_s

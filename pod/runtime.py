@@ -16,7 +16,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
@@ -37,6 +37,7 @@ from common.trace_context import TraceContext
 from common.tracing import Tracer
 from common.types import Role, SamplingParams, ValidRequest
 from common.wire import PROTOCOL_VERSION, counts_to_pb, layout_to_pb, load_to_pb, role_to_pb
+from engine.block_pool import Hold
 from engine.config import EngineConfig
 from engine.engine import Engine, StepResult
 from engine.loop import EngineLoop
@@ -47,6 +48,7 @@ from kv_transfer.memory import PoolMemory
 from kv_transfer.messages import TransferReport
 from kv_transfer.nixl_backend import NixlBackend
 from kv_transfer.node import TransferNode
+from kv_transfer.pairs import pair_to_pb
 from pod.activity import activity_to_pb
 from pod.checks import Limits
 from pod.control import ControlServicer
@@ -171,6 +173,7 @@ class PodRuntime:
             info=self.info,
             signer=Signer(config.secret.encode(), self.name, generation),
             address=lambda: self.address,
+            lend=self._lend,
             checksums=config.checksums,
             allow_tcp=config.allow_tcp,
         )
@@ -180,6 +183,7 @@ class PodRuntime:
         self.metrics.watch_transfers(self.node.stats)
         if self._gpu is not None:
             self.metrics.watch_gpu(self._gpu)
+        self.metrics.watch_pairs(self.node.pairs)
         self._server = RpcServer(config.host, config.port)
         self._service: PodService | None = None
         self._index: PodIndex | None = None
@@ -187,7 +191,7 @@ class PodRuntime:
         self._metrics_server: MetricsServer | None = None
         self._watch: asyncio.Task[None] | None = None
         self._intact = True
-        self._rates = PodRates(engine.scheduler.config.token_budget)
+        self.rates = PodRates(engine.scheduler.config.token_budget)
         self.exit_code = 0
         self.tracer = Tracer.open(config.traces, service=config.role.value, instance=self.name)
 
@@ -356,7 +360,7 @@ class PodRuntime:
 
     def require_time(self, queued_tokens: int, deadline_s: float) -> None:
         """Raises Overloaded when that many prompt tokens cannot be computed within deadline_s at the measured rate."""
-        if (need_s := self._rates.prefill_s(queued_tokens)) > deadline_s:
+        if (need_s := self.rates.prefill_s(queued_tokens)) > deadline_s:
             raise Overloaded(
                 f"{queued_tokens} prompt tokens are ahead, about {need_s:.1f} s of work, and the request has "
                 f"{deadline_s:.1f} s",
@@ -401,13 +405,16 @@ class PodRuntime:
                 self._speculation(),
                 None if self._gpu is None else self._gpu.reading(),
             ),
+            pairs=[pair_to_pb(pair) for pair in self.node.pairs()],
+            pulls=self.config.role is Role.PREFILL and self.config.pull != "off",
         )
 
     def load(self) -> PodLoad:
         """What routing weighs."""
         stats, service = self.engine.scheduler.stats(), self._service
-        prefill_rate, prefill_overhead_s = self._rates.prefill()
-        step_s, step_slope_s = self._rates.decode()
+        prefill_rate, prefill_overhead_s = self.rates.prefill()
+        step_s, step_slope_s = self.rates.decode()
+        transfer_rate, hand_off_s = self.rates.transfer()
         return PodLoad(
             queued_tokens=self._embedder.queued_tokens + (0 if service is None else service.queued_tokens),
             running=stats.running,
@@ -419,14 +426,23 @@ class PodRuntime:
             prefill_overhead_s=prefill_overhead_s,
             step_s=step_s,
             step_slope_s=step_slope_s,
-            transfer_rate=self._rates.transfer(),
+            transfer_rate=transfer_rate,
+            hand_off_s=hand_off_s,
+            pull_s=self.rates.pull_s(),
         )
 
     def handed_off(self, report: TransferReport, seconds: float, exemplar: dict[str, str] | None = None) -> None:
         """Accounts a hand-off that this pod completed as the sender, `seconds` after its first push."""
         self.metrics.handed_off(report, seconds, exemplar)
         left = report.blocks - report.delivered_before_finish
-        self._rates.moved(left * self.engine.layout.block_size, report.exposed_s)
+        self.rates.moved(left * self.engine.layout.block_size, report.exposed_s)
+
+    def _lend(self, hashes: Sequence[bytes], first: int) -> Hold | None:
+        """What a pod that pulls this chain may read of the cache."""
+        hold = None if self.lifecycle.draining else self.engine.pool.lend(hashes, first)
+        if hold is not None:
+            self.metrics.lent.inc(len(hold.blocks))
+        return hold
 
     # -- engine thread ------------------------------------------------------------------------------------------------
 
@@ -443,7 +459,7 @@ class PodRuntime:
         self.computed["local" if self.config.role is Role.DECODE else "prefill"] += result.num_prompt_tokens
         self.computed["recompute"] += result.num_recomputed_tokens
         prompt = result.num_prompt_tokens + result.num_recomputed_tokens
-        self._rates.step(prompt, result.num_decode_tokens, result.seconds)
+        self.rates.step(prompt, result.num_decode_tokens, result.seconds)
         self.metrics.step(result)
 
     # -- watch --------------------------------------------------------------------------------------------------------
@@ -502,8 +518,8 @@ def _draft_dir(config: PodConfig) -> Path | None:
 
 
 def engine_config(config: PodConfig) -> EngineConfig:
-    """The engine's part of a pod's configuration."""
-    return EngineConfig(
+    """The engine's part of a pod's configuration. Decode pods compute what prompts they do in small pieces."""
+    made = EngineConfig(
         model_dir=resolve_model(config.model, tokenizer=False, weights=config.load_format == "auto", say=_log.info),
         device=config.device,
         dtype=config.dtype,
@@ -526,3 +542,7 @@ def engine_config(config: PodConfig) -> EngineConfig:
         speculation_accept=config.speculation_accept,
         threads=config.threads,
     )
+    if config.role is not Role.DECODE:
+        return made
+    local = config.local_chunk_tokens or (256 if made.resolve_device().type == "cuda" else 64)
+    return dataclasses.replace(made, mixed_tokens=local)

@@ -105,7 +105,7 @@ class HandOff:
         self._next_block = target.first_block
         self._has_first_token = False
         self._firsts: list[tuple[int, FinishReason | None]] = []  # by child
-        self._closed = False
+        self.closed = asyncio.Event()
         self._reading: set[int] = set()  # first blocks of pushes that are not over
         self.pushes: dict[int, Push] = {}  # by first block
         self._read_over = asyncio.Event()
@@ -115,7 +115,7 @@ class HandOff:
     @property
     def queued_tokens(self) -> int:
         """Prompt tokens not computed yet."""
-        return 0 if self._has_first_token or self._closed else self.seq.prompt_len - self.seq.computed
+        return 0 if self._has_first_token or self.closed.is_set() else self.seq.prompt_len - self.seq.computed
 
     # -- engine thread ------------------------------------------------------------------------------------------------
 
@@ -237,9 +237,9 @@ class HandOff:
 
     def close(self) -> None:
         """Ends what still runs: the sequence before its first token, the transfer before its commit. Idempotent."""
-        if self._closed:
+        if self.closed.is_set():
             return
-        self._closed = True
+        self.closed.set()
         if not self._engine_ended.is_set():
             self._abort_sequence()
         self._transfer.abort("the prefill request ended")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
 import grpc
@@ -24,6 +24,7 @@ from engine.engine import StepResult
 from pod.registry import Registry
 from pod.runtime import PodRuntime
 from prefill_service.hand_off import HandOff
+from prefill_service.puller import Puller
 from prefill_service.spans import record_prefill
 
 _log = logging.getLogger(__name__)
@@ -39,7 +40,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
     def __init__(self, pod: PodRuntime) -> None:
         self._pod = pod
         self._active: Registry[HandOff] = Registry()
-        self._reapers: set[asyncio.Task[None]] = set()
+        self._puller = Puller(pod)
+        self._tasks: set[asyncio.Task[None]] = set()
 
     def register(self, server: grpc.aio.Server) -> None:
         prefill_pb2_grpc.add_PrefillServicer_to_server(self, server)
@@ -50,8 +52,9 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         """See prefill.proto."""
         valid = request_from_pb(request.request)
         grammar = await self._pod.compile(valid)
+        hint = request.pull if request.HasField("pull") else None
         deadline_s, asked_by = remaining_s(context, DEFAULT_DEADLINE_S), self._pod.trace(context)
-        hand_off = self._begin(valid, target_from_pb(request.target), deadline_s, grammar, asked_by)
+        hand_off = self._begin(valid, target_from_pb(request.target), deadline_s, grammar, hint, asked_by)
         try:
             async for event in hand_off.events():
                 if event.HasField("failed"):
@@ -75,9 +78,12 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         target: KvTarget,
         deadline_s: float,
         grammar: CompiledGrammar | None,
+        hint: prefill_pb2.PullHint | None,
         asked_by: TraceContext | None,
     ) -> HandOff:
-        """Starts the hand-off and queues the prompt. Raises what makes either impossible."""
+        """Starts the hand-off and queues the prompt, once what a hint promises is here. Raises what makes either
+        impossible.
+        """
         pod = self._pod
         pod.require_ready()
         pod.limits.check(request, generates=False)
@@ -98,11 +104,31 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             lambda report, seconds: pod.handed_off(report, seconds, exemplar),
         )
         self._active.add(request.request_id, hand_off)
-        pod.loop.add(seq, hand_off.refused)
-        reaper = asyncio.get_running_loop().create_task(self._reap(request.request_id, hand_off, asked_by))
-        self._reapers.add(reaper)
-        reaper.add_done_callback(self._reapers.discard)
+        if hint is None:
+            pod.loop.add(seq, hand_off.refused)
+        else:
+            self._spawn(self._fetch_and_add(hand_off, hint, deadline_s))
+        self._spawn(self._reap(request.request_id, hand_off, asked_by))
         return hand_off
+
+    async def _fetch_and_add(self, hand_off: HandOff, hint: prefill_pb2.PullHint, deadline_s: float) -> None:
+        aio = asyncio.get_running_loop()
+        fetch = aio.create_task(self._puller.fetch(hand_off.seq.request, hint, deadline_s))
+        closed = aio.create_task(hand_off.closed.wait())
+        try:
+            await asyncio.wait({fetch, closed}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            fetch.cancel()
+            closed.cancel()
+        if hand_off.closed.is_set():
+            hand_off.ended()
+        else:
+            self._pod.loop.add(hand_off.seq, hand_off.refused)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def _check_target(self, request: ValidRequest, target: KvTarget) -> None:
         layout = self._pod.engine.layout

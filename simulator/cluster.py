@@ -42,8 +42,8 @@ class ClusterSpec:
     """prefill, decode: pods; without decode pods a request ends with its first token.
 
     lag_s: what a change takes to reach the index beyond the publisher's batching. report_s: how often a gateway polls
-    the pods. overhead_s: of the gateway, per request. warm_s: what arrives earlier is left out of the
-    summary's times and rates.
+    the pods. pull: prefill pods fetch prefixes from other pods. overhead_s: of the gateway, per request. warm_s: what
+    arrives earlier is left out of the summary's times and rates.
     """
 
     rates: Rates
@@ -51,6 +51,7 @@ class ClusterSpec:
     decode: int = 0
     gateways: int = 1
     policy: str = "cost"
+    pull: bool = False
     block_size: int = 512
     chunk_tokens: int = 2048
     prefill_blocks: int = 0  # 0: what the rates' KV memory holds
@@ -119,6 +120,7 @@ class Cluster:
                 seed=spec.seed * 1000 + i,
                 block_size=spec.block_size,
                 overhead_s=spec.overhead_s,
+                pull=spec.pull,
             )
             for i in range(spec.gateways)
         ]

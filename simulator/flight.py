@@ -66,7 +66,26 @@ class Flight:
             self._on_chunk,
             self._on_first,
         )
-        prefill.prefill.add(self._prompt)
+        if choice.pull is not None and choice.holder is not None and choice.holder.alive:
+            self._fetch(choice, choice.holder, choice.pull.tokens // self._block_size)
+        else:
+            prefill.prefill.add(self._prompt)
+
+    def _fetch(self, choice: Choice, holder: Member, blocks: int) -> None:
+        """The prompt is queued once what the holder really has of it is there."""
+        prompt, pool, rates = self._prompt, choice.prefill.prefill.pool, holder.rates
+        assert prompt is not None
+        chain = list(self.chain[: holder.pod.pool.match(self.chain[:blocks])])
+        missing = max(0, len(chain) - pool.match(chain)) * self._block_size
+        there = holder.link.send(self._clock.now, missing * rates.kv_bytes / rates.link_byte_s) + rates.link_latency_s
+
+        def fetched() -> None:
+            if self._choice is not choice:
+                return  # a pod died meanwhile
+            choice.prefill.prefill.fill(chain)
+            choice.prefill.prefill.add(prompt)
+
+        self._clock.at(there, fetched)
 
     def refuse(self) -> None:
         """Nobody takes it."""

@@ -96,6 +96,13 @@ class PrefillPod:
         self._scheduler.add(prompt)
         self._wake()
 
+    def fill(self, chain: Sequence[bytes]) -> None:
+        """The KV of these lead blocks came from another pod; without room for it nothing happens."""
+        lease = self.pool.lease(chain, len(chain)) if self.alive else None
+        if lease is not None:
+            lease.publish(chain)
+            lease.finish("pulled")
+
     def release(self, prompt: Prompt) -> None:
         """Its KV has left: the blocks stay cached and may be evicted."""
         if self.alive and prompt.lease is not None:

@@ -9,16 +9,17 @@ from __future__ import annotations
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from common.block_hash import matchable_blocks
 from common.errors import IndexUnavailable
 from common.index_records import Candidate
 from common.types import Role
 from gateway.approx_index import ApproxIndex
-from gateway.routing.demand import Demand
+from gateway.routing.demand import Demand, Pull
 from gateway.routing.inflight import InFlight
 from gateway.routing.policy import Home, Option, Policy, make_policy
+from gateway.routing.pulls import pulls
 from gateway.routing.view import DISPATCH_S, PodView, assume_peers
 from simulator.clock import Clock
 from simulator.decode_pod import Answer
@@ -34,7 +35,9 @@ MAX_TRIES = 5
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Where an attempt runs. promised: prompt tokens that the prefill pod is thought to hold."""
+    """Where an attempt runs. promised: prompt tokens that the prefill pod is thought to hold, after a pull if there is
+    one: what `holder` has of them comes from there first.
+    """
 
     prefill: Member
     prefill_view: PodView
@@ -42,6 +45,8 @@ class Choice:
     decode_view: PodView | None
     answer: Answer | None
     promised: int
+    holder: Member | None = None
+    pull: Pull | None = None
 
 
 @dataclass(slots=True)
@@ -68,12 +73,14 @@ class SimGateway:
         seed: int,
         block_size: int,
         overhead_s: float,
+        pull: bool = False,
     ) -> None:
         self._clock = clock
         self.reader = index.reader()
         self._approx = ApproxIndex(clock=clock.time)
         self._block_size = block_size
         self._overhead_s = overhead_s
+        self._pull = pull
         rng = random.Random(seed)
         self._policy = make_policy(policy, rng)
         self._home: Policy = Home(rng)
@@ -130,7 +137,8 @@ class SimGateway:
         member = self._known[option.view.name].member
         option.view.prefilling.add(flight.request_id, option.tokens, now)
         self._inflight.add(flight.request_id, option.view.name, flight.chain)
-        choice = Choice(member, option.view, decode, decode_view, answer, option.held)
+        holder = self._known[option.pull.holder].member if option.pull else None
+        choice = Choice(member, option.view, decode, decode_view, answer, option.held, holder, option.pull)
         self._clock.after(self._overhead_s, lambda: self._send(flight, choice))
 
     async def _demand(self, flight: Flight) -> tuple[Demand, Policy]:
@@ -155,7 +163,20 @@ class SimGateway:
             affinity=affinity,
             key=key,
         )
+        if self._pull and demand.held:
+            demand = replace(demand, pull=self._pulls(demand))
         return demand, policy
+
+    def _pulls(self, demand: Demand) -> dict[str, Pull]:
+        """What prefill pods could fetch from any pod."""
+        pods = [known for known in self._known.values() if known.alive]
+        rates = pods[0].member.rates
+        pair_rates = {known.member.name: rates.link_byte_s for known in pods}
+        for known in pods:
+            known.view.pulls, known.view.pair_rates = known.member.role is Role.PREFILL, pair_rates
+            known.view.pull_s = rates.link_latency_s
+        able, holders = self._usable[Role.PREFILL], [known.view for known in pods]
+        return pulls(demand.held, demand.promises(), able, holders, int(rates.kv_bytes * self._block_size))
 
     async def _book(self, flight: Flight, policy: Policy, options: Sequence[Option]) -> Option:
         """The option to take: the atomic choice among gateways, where the policy heeds what others booked."""

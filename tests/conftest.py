@@ -113,6 +113,7 @@ def cluster(
         block_size=BLOCK,
         kv_memory="768M",
         threads=1,
+        local_prefill="off",  # these tests look at the hand-off; costs would decide by the machine's speed
         pod_flags={"max-model-len": str(MAX_MODEL_LEN)},
     ) as running:
         request.session.stash[RUNNING] = running

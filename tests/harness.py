@@ -42,7 +42,7 @@ TIMEOUT_S = 20.0
 _ids = itertools.count(1)
 
 
-def tiny_llama(directory: Path) -> Path:
+def tiny_llama(directory: Path, *, max_len: int = MAX_LEN) -> Path:
     """Saves a random Llama (2 layers, hidden 64, vocabulary 256) whose greedy output is not monotonous."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -54,7 +54,7 @@ def tiny_llama(directory: Path) -> Path:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=MAX_LEN,
+        max_position_embeddings=max_len,
         initializer_range=0.3,
         tie_word_embeddings=False,
         bos_token_id=0,
@@ -103,6 +103,18 @@ class Pod:
     def agent(self) -> str:
         """Name of the pod's agent on the fabric."""
         return f"{self.runtime.config.role}-{self.runtime.name}-{self.runtime.generation}"
+
+    def holds(self, blocks: int) -> prefill_pb2.PullHint:
+        """The hint that this pod holds so many lead blocks of a prompt."""
+        runtime = self.runtime
+        return prefill_pb2.PullHint(
+            pod=runtime.name, generation=runtime.generation, address=runtime.address, blocks=blocks
+        )
+
+    def counted(self, metric: str) -> dict[tuple[str, ...], float]:
+        """A counter's values by its labels' values, zeros left out."""
+        found = next(m for m in self.runtime.metrics.base.registry.collect() if m.name == f"baton_{metric}")
+        return {tuple(s.labels.values()): s.value for s in found.samples if s.name.endswith("_total") and s.value}
 
     async def info(self) -> transfer_pb2.InfoResponse:
         return await transfer_pb2_grpc.TransferStub(self.channel).Info(transfer_pb2.InfoRequest())
@@ -278,11 +290,20 @@ class Cluster:
         return self.streams[self.decodes.index(pod)]
 
     async def reserve(
-        self, request: ValidRequest, pod: Pod | None = None, *, remote_only: bool = False, timeout_s: float = TIMEOUT_S
+        self,
+        request: ValidRequest,
+        pod: Pod | None = None,
+        *,
+        remote_only: bool = False,
+        timeout_s: float = TIMEOUT_S,
+        elsewhere: decode_pb2.RemotePrefill | None = None,
     ) -> decode_pb2.ReserveResponse:
         pod = pod or self.decode
         message = decode_pb2.ReserveRequest(
-            request=request_to_pb(request), gateway_id=self.stream_of(pod).gateway_id, remote_only=remote_only
+            request=request_to_pb(request),
+            gateway_id=self.stream_of(pod).gateway_id,
+            remote_only=remote_only,
+            remote=elsewhere,
         )
         with rpc_errors():
             return await pod.decode.Reserve(message, timeout=timeout_s)
@@ -296,17 +317,19 @@ class Cluster:
         remote_only: bool = False,
         timeout_s: float = TIMEOUT_S,
         on_event: Callable[[str], None] = lambda _kind: None,
+        pull: prefill_pb2.PullHint | None = None,
+        elsewhere: decode_pb2.RemotePrefill | None = None,
     ) -> Answer:
         """One request as the gateway drives it. Errors of either side are raised as BatonError."""
         decode = decode or self.decode
         answer = Answer()
         inbox = self.stream_of(decode).expect(request.request_id)
-        reply = await self.reserve(request, decode, remote_only=remote_only, timeout_s=timeout_s)
+        reply = await self.reserve(request, decode, remote_only=remote_only, timeout_s=timeout_s, elsewhere=elsewhere)
         if reply.HasField("rejected"):
             raise Overloaded(reply.rejected.reason, retry_after_s=reply.rejected.retry_after_s)
         if reply.HasField("target"):
             answer.target = target_from_pb(reply.target)
-            await self.run_prefill(request, answer, prefill or self.prefill, timeout_s, on_event)
+            await self.run_prefill(request, answer, prefill or self.prefill, timeout_s, on_event, pull)
         else:
             answer.events.append("local")
         while answer.finish is None:
@@ -317,11 +340,19 @@ class Cluster:
         return answer
 
     async def run_prefill(
-        self, request: ValidRequest, answer: Answer, prefill: Pod, timeout_s: float, on_event: Callable[[str], None]
+        self,
+        request: ValidRequest,
+        answer: Answer,
+        prefill: Pod,
+        timeout_s: float,
+        on_event: Callable[[str], None],
+        pull: prefill_pb2.PullHint | None = None,
     ) -> None:
         """Prefill's stream to its end; a Failed event is raised."""
         assert answer.target is not None
-        message = prefill_pb2.PrefillRequest(request=request_to_pb(request), target=target_to_pb(answer.target))
+        message = prefill_pb2.PrefillRequest(
+            request=request_to_pb(request), target=target_to_pb(answer.target), pull=pull
+        )
         with rpc_errors():
             async for event in prefill.prefill.Prefill(message, timeout=timeout_s):
                 kind = event.WhichOneof("event") or ""

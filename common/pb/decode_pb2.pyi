@@ -28,6 +28,7 @@ class ReserveRequest(_message.Message):
     REQUEST_FIELD_NUMBER: _builtins.int
     GATEWAY_ID_FIELD_NUMBER: _builtins.int
     REMOTE_ONLY_FIELD_NUMBER: _builtins.int
+    REMOTE_FIELD_NUMBER: _builtins.int
     gateway_id: _builtins.str
     """The gateway whose token stream gets the output; its Tokens stream must be open."""
     remote_only: _builtins.bool
@@ -36,20 +37,59 @@ class ReserveRequest(_message.Message):
     def request(self) -> _types_pb2.ValidRequest:
         """The validated request."""
 
+    @_builtins.property
+    def remote(self) -> Global___RemotePrefill:
+        """What having it computed elsewhere is thought to take; absent: not known, so no cost can be weighed against it."""
+
     def __init__(
         self,
         *,
         request: _types_pb2.ValidRequest | None = ...,
         gateway_id: _builtins.str = ...,
         remote_only: _builtins.bool = ...,
+        remote: Global___RemotePrefill | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["remote", b"remote", "request", b"request"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway_id", b"gateway_id", "remote_only", b"remote_only", "request", b"request"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway_id", b"gateway_id", "remote", b"remote", "remote_only", b"remote_only", "request", b"request"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReserveRequest: _TypeAlias = ReserveRequest  # noqa: Y015
+
+@_typing.final
+class RemotePrefill(_message.Message):
+    """A prefill elsewhere, as the gateway sees it; seconds."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUEUE_S_FIELD_NUMBER: _builtins.int
+    COMPUTE_S_FIELD_NUMBER: _builtins.int
+    HAND_OFF_S_FIELD_NUMBER: _builtins.int
+    TOKENS_PER_S_FIELD_NUMBER: _builtins.int
+    queue_s: _builtins.float
+    """Prompts that are ahead there."""
+    compute_s: _builtins.float
+    """Computing (or fetching) what that pod lacks."""
+    hand_off_s: _builtins.float
+    """From there until this pod has the KV."""
+    tokens_per_s: _builtins.float
+    """Prompt tokens per second there: an estimate for a pod that has not computed any itself."""
+    def __init__(
+        self,
+        *,
+        queue_s: _builtins.float = ...,
+        compute_s: _builtins.float = ...,
+        hand_off_s: _builtins.float = ...,
+        tokens_per_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_s", b"compute_s", "hand_off_s", b"hand_off_s", "queue_s", b"queue_s", "tokens_per_s", b"tokens_per_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RemotePrefill: _TypeAlias = RemotePrefill  # noqa: Y015
 
 @_typing.final
 class ReserveResponse(_message.Message):

@@ -27,6 +27,7 @@ class PrefillRequest(_message.Message):
 
     REQUEST_FIELD_NUMBER: _builtins.int
     TARGET_FIELD_NUMBER: _builtins.int
+    PULL_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def request(self) -> _types_pb2.ValidRequest:
         """The validated request."""
@@ -35,19 +36,62 @@ class PrefillRequest(_message.Message):
     def target(self) -> _types_pb2.KvTarget:
         """Where its KV goes."""
 
+    @_builtins.property
+    def pull(self) -> Global___PullHint:
+        """Who holds more of the prompt, if fetching that is thought to be worth it."""
+
     def __init__(
         self,
         *,
         request: _types_pb2.ValidRequest | None = ...,
         target: _types_pb2.KvTarget | None = ...,
+        pull: Global___PullHint | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "target", b"target"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pull", b"pull", "request", b"request", "target", b"target"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "target", b"target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pull", b"pull", "request", b"request", "target", b"target"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PrefillRequest: _TypeAlias = PrefillRequest  # noqa: Y015
+
+@_typing.final
+class PullHint(_message.Message):
+    """A pod that holds a prefix of the prompt."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POD_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    pod: _builtins.str
+    """Its name."""
+    generation: _builtins.int
+    """Its generation."""
+    address: _builtins.str
+    """host:port."""
+    blocks: _builtins.int
+    """Lead blocks of the prompt that it holds."""
+    seconds: _builtins.float
+    """Seconds that pulling what this pod lacks is thought to take."""
+    def __init__(
+        self,
+        *,
+        pod: _builtins.str = ...,
+        generation: _builtins.int = ...,
+        address: _builtins.str = ...,
+        blocks: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "blocks", b"blocks", "generation", b"generation", "pod", b"pod", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PullHint: _TypeAlias = PullHint  # noqa: Y015
 
 @_typing.final
 class PrefillEvent(_message.Message):

@@ -165,6 +165,8 @@ class InfoResponse(_message.Message):
     COMPUTED_FIELD_NUMBER: _builtins.int
     SERVED_NAME_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
+    PAIRS_FIELD_NUMBER: _builtins.int
+    PULLS_FIELD_NUMBER: _builtins.int
     ACTIVITY_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Version of this protocol; a pod serves peers whose major version equals its own."""
@@ -194,6 +196,8 @@ class InfoResponse(_message.Message):
     """Package version."""
     served_name: _builtins.str
     """The name under which clients know the model; a pod takes requests for no other. Empty from older pods."""
+    pulls: _builtins.bool
+    """It fetches prefixes from other pods when told who holds them."""
     @_builtins.property
     def layout(self) -> Global___Layout:
         """Layout."""
@@ -209,6 +213,10 @@ class InfoResponse(_message.Message):
     @_builtins.property
     def load(self) -> Global___Load:
         """How busy it is, for gateways; what it measured of itself."""
+
+    @_builtins.property
+    def pairs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Pair]:
+        """What this pod has sent to each other pod, or read from it."""
 
     @_builtins.property
     def activity(self) -> Global___Activity:
@@ -235,11 +243,13 @@ class InfoResponse(_message.Message):
         computed: Global___ComputedTokens | None = ...,
         served_name: _builtins.str = ...,
         load: Global___Load | None = ...,
+        pairs: _abc.Iterable[Global___Pair] | None = ...,
+        pulls: _builtins.bool = ...,
         activity: Global___Activity | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "blocks", b"blocks", "computed", b"computed", "layout", b"layout", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "blocks", b"blocks", "boot_id", b"boot_id", "computed", b"computed", "draining", b"draining", "fingerprint", b"fingerprint", "generation", b"generation", "layout", b"layout", "load", b"load", "max_model_len", b"max_model_len", "num_blocks", b"num_blocks", "pid", b"pid", "pod", b"pod", "protocol_version", b"protocol_version", "ready", b"ready", "role", b"role", "served_name", b"served_name", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "blocks", b"blocks", "boot_id", b"boot_id", "computed", b"computed", "draining", b"draining", "fingerprint", b"fingerprint", "generation", b"generation", "layout", b"layout", "load", b"load", "max_model_len", b"max_model_len", "num_blocks", b"num_blocks", "pairs", b"pairs", "pid", b"pid", "pod", b"pod", "protocol_version", b"protocol_version", "pulls", b"pulls", "ready", b"ready", "role", b"role", "served_name", b"served_name", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -369,6 +379,8 @@ class Load(_message.Message):
     STEP_S_FIELD_NUMBER: _builtins.int
     STEP_SLOPE_S_FIELD_NUMBER: _builtins.int
     TRANSFER_RATE_FIELD_NUMBER: _builtins.int
+    HAND_OFF_S_FIELD_NUMBER: _builtins.int
+    PULL_S_FIELD_NUMBER: _builtins.int
     queued_tokens: _builtins.int
     """Prompt tokens that wait for computing."""
     running: _builtins.int
@@ -389,6 +401,10 @@ class Load(_message.Message):
     """What each sequence adds to it."""
     transfer_rate: _builtins.float
     """Prompt tokens per second whose KV moves."""
+    hand_off_s: _builtins.float
+    """Seconds of a hand-off's end beyond that."""
+    pull_s: _builtins.float
+    """Seconds that pulling a prefix takes beyond moving its bytes."""
     def __init__(
         self,
         *,
@@ -402,14 +418,86 @@ class Load(_message.Message):
         step_s: _builtins.float = ...,
         step_slope_s: _builtins.float = ...,
         transfer_rate: _builtins.float = ...,
+        hand_off_s: _builtins.float = ...,
+        pull_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["free_blocks", b"free_blocks", "prefill_overhead_s", b"prefill_overhead_s", "prefill_rate", b"prefill_rate", "queued_tokens", b"queued_tokens", "reserved", b"reserved", "running", b"running", "step_s", b"step_s", "step_slope_s", b"step_slope_s", "transfer_rate", b"transfer_rate", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["free_blocks", b"free_blocks", "hand_off_s", b"hand_off_s", "prefill_overhead_s", b"prefill_overhead_s", "prefill_rate", b"prefill_rate", "pull_s", b"pull_s", "queued_tokens", b"queued_tokens", "reserved", b"reserved", "running", b"running", "step_s", b"step_s", "step_slope_s", b"step_slope_s", "transfer_rate", b"transfer_rate", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Load: _TypeAlias = Load  # noqa: Y015
+
+@_typing.final
+class Pair(_message.Message):
+    """This pod's traffic with another one, since the start."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POD_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    TRANSPORT_FIELD_NUMBER: _builtins.int
+    TRANSPORT_SOURCE_FIELD_NUMBER: _builtins.int
+    GB_S_FIELD_NUMBER: _builtins.int
+    TRANSFERS_FIELD_NUMBER: _builtins.int
+    PULLS_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    BUSY_S_FIELD_NUMBER: _builtins.int
+    EXPOSED_S_FIELD_NUMBER: _builtins.int
+    FAILURES_FIELD_NUMBER: _builtins.int
+    pod: _builtins.str
+    """The other pod's name."""
+    generation: _builtins.int
+    """Its generation and address, as last connected; 0 and empty when it never was."""
+    address: _builtins.str
+    """host:port."""
+    transport: _builtins.str
+    """What carries the bytes (cma, tcp, shm, cuda_ipc, rdma, loopback), and how that is known; empty while not connected."""
+    transport_source: _builtins.str
+    """reported or derived."""
+    gb_s: _builtins.float
+    """1e9 bytes per second: of payload lately, of the probe while there was none."""
+    transfers: _builtins.int
+    """Hand-offs that this pod completed as the sender."""
+    pulls: _builtins.int
+    """Pulls that were served: pushed to the other pod, or read from it."""
+    blocks: _builtins.int
+    """Blocks moved, by either."""
+    bytes: _builtins.int
+    """Bytes moved, by either."""
+    busy_s: _builtins.float
+    """Seconds in which some write or read was under way."""
+    exposed_s: _builtins.float
+    """Seconds from the end of the last chunk until the commit was acknowledged, of all hand-offs."""
+    failures: _builtins.int
+    """Transfers that failed; those that were aborted do not count."""
+    def __init__(
+        self,
+        *,
+        pod: _builtins.str = ...,
+        generation: _builtins.int = ...,
+        address: _builtins.str = ...,
+        transport: _builtins.str = ...,
+        transport_source: _builtins.str = ...,
+        gb_s: _builtins.float = ...,
+        transfers: _builtins.int = ...,
+        pulls: _builtins.int = ...,
+        blocks: _builtins.int = ...,
+        bytes: _builtins.int = ...,
+        busy_s: _builtins.float = ...,
+        exposed_s: _builtins.float = ...,
+        failures: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "blocks", b"blocks", "busy_s", b"busy_s", "bytes", b"bytes", "exposed_s", b"exposed_s", "failures", b"failures", "gb_s", b"gb_s", "generation", b"generation", "pod", b"pod", "pulls", b"pulls", "transfers", b"transfers", "transport", b"transport", "transport_source", b"transport_source"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Pair: _TypeAlias = Pair  # noqa: Y015
 
 @_typing.final
 class PoolCounts(_message.Message):
@@ -776,3 +864,128 @@ class DrainResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DrainResponse: _TypeAlias = DrainResponse  # noqa: Y015
+
+@_typing.final
+class PullRequest(_message.Message):
+    """Asks for cached blocks."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    TARGET_FIELD_NUMBER: _builtins.int
+    HASHES_FIELD_NUMBER: _builtins.int
+    TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    READ_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """Minted by the gateway."""
+    timeout_s: _builtins.float
+    """Seconds until the puller gives up."""
+    read: _builtins.bool
+    """The puller reads the blocks itself."""
+    @_builtins.property
+    def target(self) -> _types_pb2.KvTarget:
+        """Where the blocks go: logical blocks from first_block on, in a transfer that the puller minted."""
+
+    @_builtins.property
+    def hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Hashes of the chain from its start (16 bytes each) to the last block wanted: first_block + the target's blocks."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        target: _types_pb2.KvTarget | None = ...,
+        hashes: _abc.Iterable[_builtins.bytes] | None = ...,
+        timeout_s: _builtins.float = ...,
+        read: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["target", b"target"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hashes", b"hashes", "read", b"read", "request_id", b"request_id", "target", b"target", "timeout_s", b"timeout_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PullRequest: _TypeAlias = PullRequest  # noqa: Y015
+
+@_typing.final
+class PullResponse(_message.Message):
+    """What is lent."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    LENT_FIELD_NUMBER: _builtins.int
+    GB_S_FIELD_NUMBER: _builtins.int
+    CHECKSUMS_FIELD_NUMBER: _builtins.int
+    blocks: _builtins.int
+    """Blocks from the target's first_block on; fewer than asked when the holder has lost some, 0: refused."""
+    reason: _builtins.str
+    """Why fewer, for a metric: none (all of them), absent, busy or leaving."""
+    gb_s: _builtins.float
+    """1e9 bytes per second that lately moved from the holder to the puller; 0: not known."""
+    @_builtins.property
+    def lent(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """With read: the physical blocks here."""
+
+    @_builtins.property
+    def checksums(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """With read: checksum (CRC-32) of each lent block; empty unless the debug mode is on."""
+
+    def __init__(
+        self,
+        *,
+        blocks: _builtins.int = ...,
+        reason: _builtins.str = ...,
+        lent: _abc.Iterable[_builtins.int] | None = ...,
+        gb_s: _builtins.float = ...,
+        checksums: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "checksums", b"checksums", "gb_s", b"gb_s", "lent", b"lent", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PullResponse: _TypeAlias = PullResponse  # noqa: Y015
+
+@_typing.final
+class PullEndRequest(_message.Message):
+    """The end of a loan that was read."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRANSFER_ID_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def transfer_id(self) -> _types_pb2.TransferId:
+        """From the target."""
+
+    def __init__(
+        self,
+        *,
+        transfer_id: _types_pb2.TransferId | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["transfer_id", b"transfer_id"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["transfer_id", b"transfer_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PullEndRequest: _TypeAlias = PullEndRequest  # noqa: Y015
+
+@_typing.final
+class PullEndResponse(_message.Message):
+    """What was read is what the hashes say."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PullEndResponse: _TypeAlias = PullEndResponse  # noqa: Y015

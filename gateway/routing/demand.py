@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """A pod could hold the prompt's first `tokens` tokens after pulling what it lacks from a peer for `seconds`."""
+    """A pod could hold the prompt's first `tokens` tokens after pulling what it lacks from `holder` for `seconds`."""
 
     tokens: int
     seconds: float
+    holder: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +20,7 @@ class Demand:
     """Lengths in tokens; what pods have of the prompt, by pod name, in prompt tokens from its start.
 
     held: in device memory, as the index says. host: further tokens, in the pod's host memory. soon: once the prompts
-    that the pod computes now are done. pull: what it could fetch from a peer; empty while pods cannot pull.
+    that the pod computes now are done. pull: what it could fetch from a peer in less time than computing it takes.
     affinity: what the client wants to stay together (a hint). key: hash of the first blocks, the prompt's home while
     nobody knows what pods hold.
     """

@@ -17,10 +17,21 @@ from dataclasses import dataclass
 from common.types import Role
 from gateway.approx_index import ANY_POD, ApproxIndex
 from gateway.pod import Pod
+from gateway.routing.demand import Pull
 from gateway.routing.inflight import InFlight
 from gateway.routing.policy import Option
 
 LINGER_S = 0.2  # from the first token until the index knows the prompt's blocks, and kept answers of it are old
+
+
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """What computing the prompt on the prefill pod is thought to take; seconds, see RemotePrefill in decode.proto."""
+
+    queue_s: float
+    compute_s: float
+    hand_off_s: float
+    tokens_per_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +79,26 @@ class Placement:
     @property
     def predicted(self) -> int:
         return self._computes.option.held
+
+    @property
+    def pull(self) -> Pull | None:
+        """What the prefill pod is to fetch from another one first."""
+        return None if self._prefill is None else self._prefill.option.pull
+
+    def elsewhere(self) -> Elsewhere | None:
+        """What the decode pod may weigh computing the prompt itself against; None while nobody has measured it."""
+        if self._prefill is None or not self._prefill.option.view.rate_known:
+            return None
+        option, view = self._prefill.option, self._prefill.option.view
+        own_s = option.tokens * view.seconds_per_token if self._computing else 0.0
+        return Elsewhere(
+            queue_s=max(0.0, view.queue_s(time.monotonic()) - own_s),
+            compute_s=view.overhead_s
+            + option.tokens * view.seconds_per_token
+            + (option.pull.seconds if option.pull else 0.0),
+            hand_off_s=view.hand_off_s + self._decode.option.tokens * view.seconds_per_moved,
+            tokens_per_s=1 / view.seconds_per_token,
+        )
 
     @property
     def _computes(self) -> Chosen:

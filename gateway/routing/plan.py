@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from common.errors import IndexUnavailable
 from common.prefix_index import Candidate, Reserved
 from common.types import Role, ValidRequest
 from gateway.pod import Pod
+from gateway.pod_info import PodInfo
 from gateway.pods import PodTable
-from gateway.routing.demand import Demand
+from gateway.routing.demand import Demand, Pull
 from gateway.routing.inflight import InFlight
 from gateway.routing.placement import Chosen, Placement
 from gateway.routing.policy import Option, Policy
+from gateway.routing.pulls import pulls
 from gateway.routing.view import DISPATCH_S, PodView
 
 KEY_BLOCKS = 4  # blocks whose hash is a prompt's home without an index
@@ -145,8 +147,25 @@ class Plan:
         decodes = self._policy.decode(demand, _views([p for p in here if p.address not in tried], avoid), now)
         if not decodes or decodes[0].view.role is Role.BOTH:
             return [option for option in decodes if option.view.role is Role.BOTH], []
-        prefills = self._policy.prefill(demand, _views(self._table.prefills(fingerprint), avoid), now)
+        able = _views(self._table.prefills(fingerprint), avoid)
+        if self._shared and prompt.held and request.sampling.prompt_logprobs is None:
+            demand = replace(demand, pull=self._pulls(fingerprint, prompt, demand.promises(), able))
+        prefills = self._policy.prefill(demand, able, now)
         return ([option for option in decodes if option.view.role is Role.DECODE] if prefills else []), prefills
+
+    def _pulls(
+        self, fingerprint: str, prompt: Prompt, promises: Mapping[str, int], able: Sequence[PodView]
+    ) -> dict[str, Pull]:
+        """What prefill pods could fetch from any pod of their layout."""
+        pods = self._table.layouts().get(fingerprint, [])
+        holders = [pod.view for pod in pods if pod.view is not None]
+        info = pods[0].info if pods else None
+        return {} if info is None else pulls(prompt.held, promises, able, holders, info.block_bytes)
+
+    def holder(self, name: str) -> PodInfo | None:
+        """The pod of this name, if it is still there."""
+        pods = (pod for found in self._table.layouts().values() for pod in found)
+        return next((pod.info for pod in pods if pod.info is not None and pod.info.name == name), None)
 
 
 def _views(pods: Sequence[Pod], avoid: Collection[str]) -> list[PodView]:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from common.types import Role
-from gateway.routing.demand import Demand
+from gateway.routing.demand import Demand, Pull
 from gateway.routing.view import HOST_SPEEDUP, PodView
 
 POLICIES = ("cost", "round_robin", "least_loaded", "prefix_only")
@@ -43,7 +43,7 @@ class Option(NamedTuple):
 
     tokens: prompt tokens that it would have to compute, or whose KV would have to move there. held: prompt tokens that
     are promised. units: what the request adds to the pod's load, tokens to compute or one sequence; unit_s: what each
-    unit that others add costs this request.
+    unit that others add costs this request. pull: what the pod has to fetch from a peer for that.
     """
 
     view: PodView
@@ -52,6 +52,7 @@ class Option(NamedTuple):
     held: int
     units: int
     unit_s: float
+    pull: Pull | None = None
 
 
 class Policy(Protocol):
@@ -105,7 +106,10 @@ class CostPolicy:
         if demand.host or demand.pull:
             scored = [(cost + _fetch_s(demand, view, promises), view) for cost, view in scored]
         best = self._best(demand, scored)
-        return [_option(demand, promises, view, cost, unit_s=view.seconds_per_token) for cost, view in best]
+        return [
+            _option(demand, promises, view, cost, unit_s=view.seconds_per_token, pull=demand.pull.get(view.name))
+            for cost, view in best
+        ]
 
     def decode(self, demand: Demand, views: Sequence[PodView], now: float) -> list[Option]:
         """The least seconds of moving KV there and decoding, for this sequence and by it for those beside it."""
@@ -323,11 +327,12 @@ def _option(
     *,
     units: int | None = None,
     unit_s: float = 0.0,
+    pull: Pull | None = None,
 ) -> Option:
     """units None: the tokens that are left to compute."""
-    held = min(promises.get(view.name, 0), demand.prompt_len - 1)
+    held = min(max(promises.get(view.name, 0), pull.tokens if pull else 0), demand.prompt_len - 1)
     left = demand.prompt_len - held
-    return Option(view, cost, left, held, left if units is None else units, unit_s)
+    return Option(view, cost, left, held, left if units is None else units, unit_s, pull)
 
 
 def _cost(pair: tuple[float, PodView]) -> float:

@@ -6,7 +6,7 @@ have computed in the meantime, at the rate that it measured, is taken off. So th
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from statistics import fmean
 
 from common.index_records import PodLoad
@@ -16,6 +16,8 @@ from gateway.routing.bookings import Bookings
 START_RATE = 2000.0  # prompt tokens per second of a pod whose rate nobody knows
 START_STEP_S, START_SLOPE_S = 0.01, 0.0001  # decode: a step, and what one more sequence adds to it
 START_TRANSFER_RATE = 20_000.0  # prompt tokens per second whose KV moves
+START_HAND_OFF_S = 0.005  # the end of a hand-off beyond moving KV
+START_PULL_S = 0.02  # a pull beyond moving KV
 HOST_SPEEDUP = 8.0  # KV comes back from host memory this much faster than it is computed
 DISPATCH_S = 0.02  # what was booked this shortly before a report may not have reached the pod by then
 
@@ -24,8 +26,11 @@ class PodView:
     """See the top of this file. Times are one clock's seconds.
 
     capacity: tokens, prompt and output, that one request can ever have here. seconds_per_token, overhead_s: what a
-    prompt takes. step_s, slope_s: a decode step, and its growth per running sequence. foreign: tokens that other
-    gateways are known to have booked since the report, foreign_count in how many sequences.
+    prompt takes. step_s, slope_s: a decode step, and its growth per running sequence. hand_off_s: the end of a
+    hand-off beyond moving KV; pull_s: a pull beyond moving its bytes. rate_known: seconds_per_token was measured, by
+    this pod or its peers. pulls: it fetches prefixes from others. pair_rates: bytes per second that it moved to or from
+    other pods, by name. foreign: tokens that other gateways are known to have booked since the report, foreign_count in
+    how many sequences.
     """
 
     __slots__ = (
@@ -36,12 +41,17 @@ class PodView:
         "foreign",
         "foreign_count",
         "free_at",
+        "hand_off_s",
         "load",
         "load_at",
         "name",
         "num_blocks",
         "overhead_s",
+        "pair_rates",
         "prefilling",
+        "pull_s",
+        "pulls",
+        "rate_known",
         "role",
         "seconds_per_moved",
         "seconds_per_token",
@@ -76,6 +86,11 @@ class PodView:
         self.overhead_s = 0.0
         self.step_s, self.slope_s = START_STEP_S, START_SLOPE_S
         self.seconds_per_moved = 1 / START_TRANSFER_RATE
+        self.hand_off_s = START_HAND_OFF_S
+        self.pull_s = START_PULL_S
+        self.rate_known = False
+        self.pulls = False
+        self.pair_rates: Mapping[str, float] = {}
 
     def report(self, load: PodLoad, now: float) -> None:
         """Takes a load record that the pod made at `now`; an older one than the last is dropped."""
@@ -84,10 +99,13 @@ class PodView:
         self.load, self.load_at = load, now
         if load.prefill_rate > 0:
             self.seconds_per_token, self.overhead_s = 1 / load.prefill_rate, load.prefill_overhead_s
+            self.rate_known = True
         if load.measured_steps:
             self.step_s, self.slope_s = load.step_s, load.step_slope_s
         if load.transfer_rate > 0:
-            self.seconds_per_moved = 1 / load.transfer_rate
+            self.seconds_per_moved, self.hand_off_s = 1 / load.transfer_rate, load.hand_off_s
+        if load.pull_s > 0:
+            self.pull_s = load.pull_s
         self.free_at = now + load.queued_tokens * self.seconds_per_token
         self.foreign = self.foreign_count = 0
         self.prefilling.mark(now - DISPATCH_S)
@@ -124,7 +142,7 @@ def assume_peers(views: Collection[PodView]) -> None:
     for view in views:
         load = view.load or PodLoad()
         if prefill and load.prefill_rate <= 0:
-            view.seconds_per_token = fmean(prefill)
+            view.seconds_per_token, view.rate_known = fmean(prefill), True
         if moved and load.transfer_rate <= 0:
             view.seconds_per_moved = fmean(moved)
         if steps and not load.measured_steps:

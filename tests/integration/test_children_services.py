@@ -103,7 +103,7 @@ async def test_one_prefill_and_one_transfer_for_all_children(model_dir: Path, al
 
 
 async def test_local_prefill_and_aggregated_pods(model_dir: Path, alone: LLM) -> None:
-    for config in ({"decode_config": {"local_prefill_tokens": 64}}, {"role": Role.BOTH, "prefill": 0}):
+    for config in ({"decode_config": {"local_prefill": "64"}}, {"role": Role.BOTH, "prefill": 0}):
         async with Cluster.start(model_dir, **config) as cluster:  # type: ignore[arg-type]
             sampled = request(prompt_of(CHUNK + 2), 6, temperature=1.0, seed=9, n=3)
             got = await Family().run(cluster, sampled, remote=False)

@@ -38,7 +38,8 @@ def gateway(url: str, roles: list[Role], seed: int) -> tuple[Router, IndexReader
         pod = Pod(f"127.0.0.1:{i + 1}", "g", model="m", static=True, on_change=table.changed)
         pod.info = PodInfo(
             name=f"{role}-{i}", generation=1, address=pod.address, role=role, model="m", fingerprint=FP, scope=FP[:8],
-            block_size=16, max_model_len=4096, num_blocks=10_000, vocab_size=100, ready=True, draining=False,
+            block_bytes=1 << 20, block_size=16, max_model_len=4096, num_blocks=10_000, vocab_size=100,
+            ready=True, draining=False,
         )  # fmt: skip
         pod.view = PodView(
             pod.info.name, address=pod.address, role=role, block_size=16, capacity=4096, num_blocks=10_000

@@ -209,7 +209,7 @@ class TestHandOff:
                 assert answer.handed_off.blocks <= 1
 
     async def test_short_suffixes_stay_local(self, model_dir: Path, llm: LLM) -> None:
-        async with Cluster.start(model_dir, decode_config={"local_prefill_tokens": 8}) as cluster:
+        async with Cluster.start(model_dir, decode_config={"local_prefill": "8"}) as cluster:
             turn = prompt_of(40)
             first = await cluster.generate(request(turn))
             assert first.target is not None
@@ -284,8 +284,8 @@ class TestAdmission:
                 await cluster.abort(r.request_id)
 
     async def test_local_prompts_do_not_starve_behind_remote_ones(self, model_dir: Path) -> None:
-        config = {"num_blocks": 10, "local_prefill_tokens": 8}  # `big` leaves one block: enough for `small` only
-        async with Cluster.start(model_dir, decode_config=config) as cluster:
+        config = {"num_blocks": 10}  # `big` leaves one block: enough for `small` only
+        async with Cluster.start(model_dir, role=Role.BOTH, decode_config=config) as cluster:
             big, local, small = request(prompt_of(36), 1), request(prompt_of(8), 4), request(prompt_of(3), 1)
             assert (await cluster.reserve(big, remote_only=True)).HasField("target")
             scheduler = cluster.decode.runtime.engine.scheduler

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -81,6 +82,15 @@ class Pod:
     layout: KVLayout
     agent: str
     address: str = ""
+    cache: dict[bytes, int] = field(default_factory=dict)
+    lent: list[FakeHold] = field(default_factory=list)
+
+    def lend(self, hashes: Sequence[bytes], first: int) -> FakeHold | None:
+        blocks = [self.cache[h] for h in itertools.takewhile(self.cache.__contains__, hashes)][first:]
+        if not blocks:
+            return None
+        self.lent.append(FakeHold(blocks))
+        return self.lent[-1]
 
     def fill(self, seed: int) -> None:
         rng = random.Random(seed)
@@ -172,6 +182,7 @@ class Cluster:
             info=lambda: info,
             signer=Signer(secret, name, generation),
             address=lambda: pod.address,
+            lend=lambda hashes, first: pod.lend(hashes, first),
             checksums=checksums,
             allow_tcp=allow_tcp,
         )

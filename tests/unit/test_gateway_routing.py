@@ -88,7 +88,8 @@ class World:
             pod = Pod(f"127.0.0.1:{i + 1}", "g", model="m", static=True, on_change=self.table.changed)
             pod.info = PodInfo(
                 name=name, generation=1, address=pod.address, role=role, model="m", fingerprint=FP, scope=FP[:8],
-                block_size=16, max_model_len=4096, num_blocks=1000, vocab_size=100, ready=True, draining=False,
+                block_size=16, block_bytes=1 << 20, max_model_len=4096, num_blocks=1000, vocab_size=100,
+                ready=True, draining=False,
             )  # fmt: skip
             pod.view = PodView(name, address=pod.address, role=role, block_size=16, capacity=4096, num_blocks=1000)
             pod.alive = True
@@ -257,3 +258,33 @@ def test_timelines_are_a_ring() -> None:
         ring.add(Timeline(f"id{i}", "same", "chat"))
     assert ring.find("id1") is None
     assert ring.find("chatcmpl-id4") is ring.find("id4") is ring.find("same")
+
+
+async def test_a_prefix_that_only_a_decode_pod_holds_is_fetched_from_there() -> None:
+    index = FakeIndex()
+    world = World({"p0": Role.PREFILL, "d0": Role.DECODE, "d1": Role.DECODE}, index)
+    index.held = {"d0": 60}
+    world["p0"].report(PodLoad(free_blocks=1000, prefill_rate=1000.0, pull_s=0.01), 1.0)
+    world["d0"].pair_rates = {"p0": 1e9}
+    plan = await world.router.plan(prompt(1000))
+    placement = await plan.place("r", (), ())
+    assert placement is not None
+    assert placement.pull is None  # p0 does not say that it can
+    placement.end()
+    world["p0"].pulls = True
+    placement = await plan.place("r", (), ())
+    assert placement is not None
+    assert placement.pull is not None
+    assert (placement.pull.holder, placement.pull.tokens, placement.predicted) == ("d0", 960, 960)
+    holder = plan.holder("d0")
+    assert holder is not None
+    assert holder.address == world["d0"].address
+    elsewhere = placement.elsewhere()
+    assert elsewhere is not None
+    assert elsewhere.compute_s == pytest.approx(0.04 + placement.pull.seconds)
+    assert elsewhere.queue_s == 0.0  # what it booked itself is not ahead of it
+    placement.end()
+    scored = replace(prompt(1000), sampling=SamplingParams(max_tokens=16, prompt_logprobs=0))
+    placement = await (await world.router.plan(scored)).place("r", (), ())
+    assert placement is not None
+    assert placement.pull is None  # it takes nothing from a cache

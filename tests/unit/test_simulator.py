@@ -73,15 +73,16 @@ faults = st.lists(
     blocks=st.integers(9, 24),
     seqs=st.integers(1, 4),
     lag=st.sampled_from([0.0, 0.5]),
+    pull=st.booleans(),
 )
 def test_every_request_ends_once_and_pools_come_to_rest(
     trace: Trace, faults: list[Fault], decode: int, gateways: int, policy: str, chunk: int, blocks: int, seqs: int,
-    lag: float,
+    lag: float, pull: bool,
 ) -> None:  # fmt: skip
     planned = tuple(f for f in faults if not (f.pod.startswith("decode") and decode == 0))
     result, cluster = run(
         trace, prefill=2, decode=decode, gateways=gateways, policy=policy, chunk_tokens=chunk, prefill_blocks=blocks,
-        decode_blocks=2 * blocks, prefill_seqs=seqs, decode_seqs=seqs, lag_s=lag, faults=planned,
+        decode_blocks=2 * blocks, prefill_seqs=seqs, decode_seqs=seqs, lag_s=lag, faults=planned, pull=pull,
     )  # fmt: skip
     cluster.check()
     assert len(result.outcomes) == len(trace.requests)

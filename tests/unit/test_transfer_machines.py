@@ -85,6 +85,38 @@ def test_unopened_reservation_expires_freely() -> None:
         machine.open(WRITER, 1.0)
 
 
+def test_a_writer_that_sends_less_gives_the_rest_back_and_is_ready_with_less() -> None:
+    machine = receiver()
+    assert freed(machine.narrow(4)) == [7, 8]
+    machine.open(WRITER, 0.0)
+    assert machine.notified(WRITER.agent, 6, 2, 0.0) is None  # block 7 is not in it any more
+    assert machine.notified(WRITER.agent, 3, 4, 0.0) == []
+    assert machine.narrow(6) == []  # it never grows
+    assert kinds(machine.commit(7, COMMIT, 0.0)) == ["Free", "Ready"]
+    assert machine.narrow(1) == []
+
+
+def test_the_news_of_less_may_come_last() -> None:
+    machine = receiver()
+    machine.open(WRITER, 0.0)
+    machine.notified(WRITER.agent, 3, 2, 0.0)
+    with pytest.raises(Unavailable):
+        machine.commit(7, COMMIT, 0.0)
+    actions = machine.narrow(2)
+    assert kinds(actions) == ["Free", "Free", "Ready"]
+    assert sorted(freed(actions)) == [3, 4, 5, 6, 7, 8]
+
+
+def test_what_a_writer_never_sends_is_not_quarantined() -> None:
+    machine = receiver()
+    machine.open(WRITER, 0.0)
+    machine.narrow(2)
+    machine.release(0.0)
+    assert machine.quarantined == 2
+    assert freed(machine.drained(7, True, 0.0)) == [3, 4]
+    assert machine.state is r.ReceiverState.CLOSED
+
+
 def test_draining_frees_by_notification_and_by_drained() -> None:
     machine = receiver()
     machine.open(WRITER, 0.0)

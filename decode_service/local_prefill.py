@@ -1,0 +1,116 @@
+"""Whether a decode pod computes the rest of a prompt itself, or another pod does. Pure: figures in, a verdict out.
+
+    here:  the local prompts that are ahead + its own steps + what those take from every sequence that decodes
+    there: the prefill pod's queue + computing + the hand-off's end
+
+All of it is measured: how long steps are with and without a chunk by this pod, queue and rate of the prefill pod as the
+gateway knows them, the end of hand-offs by the prefill pod. The second a neighbour loses counts like the second that
+this request waits, so a busy decode pod keeps to decoding.
+
+Whatever the costs, a prompt of which this pod holds nothing is computed elsewhere, and so is a rest of more than
+MOST_STEPS bounded steps: a decode pod never computes whole prompts because of a wrong estimate.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+MOST_STEPS = 4
+
+
+class Reason(enum.StrEnum):
+    """Why a prompt is computed here (local) or elsewhere (remote); labels of a metric."""
+
+    AGGREGATED = "aggregated"  # local: this pod does everything
+    CHEAPER = "cheaper"  # either
+    THRESHOLD = "threshold"  # either: by its length alone
+    OFF = "off"  # remote
+    ASKED = "asked"  # remote: the request forbids the other
+    NOTHING_CACHED = "nothing_cached"  # remote
+    TOO_LONG = "too_long"  # remote
+    UNKNOWN = "unknown"  # remote: some figure is missing
+
+
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """What having it computed elsewhere takes, see RemotePrefill in decode.proto."""
+
+    queue_s: float
+    compute_s: float
+    hand_off_s: float
+    tokens_per_s: float
+
+    @property
+    def seconds(self) -> float:
+        return self.queue_s + self.compute_s + self.hand_off_s
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """This pod now.
+
+    running: sequences that decode. queued_tokens: of local prompts, not computed yet. chunk_tokens: most prompt tokens
+    of a step. step_s: a step without a chunk; chunk_s(tokens): by how much a chunk lengthens it, 0 while not known.
+    """
+
+    running: int
+    queued_tokens: int
+    chunk_tokens: int
+    step_s: float
+    chunk_s: Callable[[int], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """local: this pod computes it. here_s, there_s: the costs that were compared, 0 where none were."""
+
+    local: bool
+    reason: Reason
+    here_s: float = 0.0
+    there_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPrefill:
+    """The knob: mode is off, auto or a number of tokens (rests of up to so many are computed here)."""
+
+    mode: str
+
+    def decide(self, uncached: int, cached: int, here: Here, there: Elsewhere | None, *, remote_only: bool) -> Verdict:
+        """uncached, cached: prompt tokens that this pod would compute, and that it holds."""
+        if self.mode == "off":
+            return Verdict(False, Reason.OFF)
+        if remote_only:
+            return Verdict(False, Reason.ASKED)
+        if self.mode != "auto":
+            return Verdict(uncached <= int(self.mode), Reason.THRESHOLD)
+        if not cached:
+            return Verdict(False, Reason.NOTHING_CACHED)
+        if uncached > MOST_STEPS * here.chunk_tokens:
+            return Verdict(False, Reason.TOO_LONG)
+        if there is None:
+            return Verdict(False, Reason.UNKNOWN)
+        here_s = _here_s(uncached, here, there)
+        if here_s is None:
+            return Verdict(False, Reason.UNKNOWN)
+        return Verdict(here_s <= there.seconds, Reason.CHEAPER, here_s, there.seconds)
+
+
+def _here_s(uncached: int, here: Here, there: Elsewhere) -> float | None:
+    """Seconds; None when no pod has measured what a chunk takes."""
+
+    def lengthened_s(tokens: int) -> float:
+        measured = here.chunk_s(min(tokens, here.chunk_tokens))
+        return measured or (min(tokens, here.chunk_tokens) / there.tokens_per_s if there.tokens_per_s > 0 else 0.0)
+
+    longer_s = lengthened_s(uncached)
+    if longer_s <= 0:
+        return None
+    own = math.ceil(uncached / here.chunk_tokens)
+    ahead = math.ceil(here.queued_tokens / here.chunk_tokens)
+    plain_s = here.step_s if here.running else 0.0
+    waits = own * (plain_s + longer_s) + ahead * (plain_s + lengthened_s(here.queued_tokens))
+    return waits + here.running * own * longer_s

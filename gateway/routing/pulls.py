@@ -1,0 +1,60 @@
+"""Which pods had better fetch a prefix from another pod than compute it, and from whom. Pure.
+
+A pull takes its pod's measured latency and the missing bytes at the pair's measured rate; it is offered where that is
+less than computing the same tokens takes there. Of a pair that has never moved anything the mean of known pairs is
+assumed, and that connecting takes CONNECT_S.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+
+from gateway.routing.demand import Pull
+from gateway.routing.view import PodView
+
+CONNECT_S = 0.3
+HOLDERS = 3  # that hold most are asked about
+
+
+def pulls(
+    held: Mapping[str, int], promises: Mapping[str, int], pullers: Sequence[PodView], holders: Sequence[PodView],
+    block_bytes: int,
+) -> dict[str, Pull]:  # fmt: skip
+    """By puller's name, where a pull is worth it. held: prompt tokens that pods have, in device memory; promises: with
+    those that need no computing when the request's turn comes.
+    """
+    best = sorted((view for view in holders if held.get(view.name)), key=lambda v: held[v.name], reverse=True)[:HOLDERS]
+    if not best:
+        return {}
+    most = held[best[0].name]
+    lacking = [view for view in pullers if view.pulls and promises.get(view.name, 0) < most]
+    if not lacking:
+        return {}
+    known = [rate for view in (*best, *lacking) for rate in view.pair_rates.values()]
+    usual = fmean(known) if known else 0.0
+    offers = ((view.name, _best(held, promises, view, best, block_bytes, usual)) for view in lacking)
+    return {name: pull for name, pull in offers if pull is not None}
+
+
+def _best(
+    held: Mapping[str, int], promises: Mapping[str, int], view: PodView, holders: Sequence[PodView], block_bytes: int,
+    usual: float,
+) -> Pull | None:  # fmt: skip
+    """The pull that saves most; None when none saves anything."""
+    used, found, saved = promises.get(view.name, 0), None, 0.0
+    for holder in holders:
+        tokens = held[holder.name]
+        missing = tokens - used
+        if holder is view or missing <= 0:
+            continue
+        rate, extra = holder.pair_rates.get(view.name) or view.pair_rates.get(holder.name), 0.0
+        if not rate:
+            rate, extra = usual, CONNECT_S
+        if rate <= 0:
+            continue
+        seconds = view.pull_s + extra + missing / view.block_size * block_bytes / rate
+        saves = missing * view.seconds_per_token - seconds
+        if saves > saved:
+            found, saved = Pull(tokens, seconds, holder.name), saves
+    return found

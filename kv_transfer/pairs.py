@@ -1,0 +1,132 @@
+"""What this pod has exchanged with each other pod since its start, by the other's name: it outlives connections.
+
+Written on the transfer thread, read by any: a reader sees recent counts, not all of one moment.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from common.pb import transfer_pb2
+from kv_transfer.messages import PairStats, PeerStats
+
+MAX_PAIRS = 1024  # names of pods that are gone are forgotten beyond this, the longest unused first
+KEEP = 0.9  # weight of what was moved before, per busy spell
+
+
+class Pair:
+    """Counts of one other pod. `begin` and `end` go around every write or read."""
+
+    __slots__ = (
+        "_bytes",
+        "_clock",
+        "_recent_bytes",
+        "_recent_s",
+        "_since",
+        "_under_way",
+        "blocks",
+        "busy_s",
+        "bytes",
+        "exposed_s",
+        "failures",
+        "pulls",
+        "transfers",
+    )
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.transfers = self.pulls = self.blocks = self.bytes = self.failures = 0
+        self.busy_s = self.exposed_s = 0.0
+        self._clock = clock
+        self._under_way = 0
+        self._since = 0.0
+        self._bytes = 0  # of this busy spell
+        self._recent_bytes = self._recent_s = 0.0
+
+    def begin(self) -> None:
+        """A write or read is posted."""
+        if not self._under_way:
+            self._since = self._clock()
+        self._under_way += 1
+
+    def end(self, blocks: int, num_bytes: int) -> None:
+        """It is terminal; what it moved, zeros when it failed."""
+        self._under_way -= 1
+        self.blocks += blocks
+        self.bytes += num_bytes
+        self._bytes += num_bytes
+        if not self._under_way:
+            seconds = self._clock() - self._since
+            self.busy_s += seconds
+            self._recent_s = KEEP * self._recent_s + seconds
+            self._recent_bytes = KEEP * self._recent_bytes + self._bytes
+            self._bytes = 0
+
+    @property
+    def gbps(self) -> float:
+        """1e9 bytes per second while something was under way, lately; 0 before."""
+        return self._recent_bytes / self._recent_s / 1e9 if self._recent_s > 0 else 0.0
+
+
+class Pairs:
+    """See the top of this file."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._pairs: dict[str, Pair] = {}  # the last used at the end
+
+    def of(self, pod: str) -> Pair:
+        """The counts for this pod."""
+        with self._lock:
+            pair = self._pairs.pop(pod) if pod in self._pairs else Pair(self._clock)
+            self._pairs[pod] = pair
+            if len(self._pairs) > MAX_PAIRS:
+                del self._pairs[next(iter(self._pairs))]
+            return pair
+
+    def stats(self, peers: tuple[PeerStats, ...]) -> tuple[PairStats, ...]:
+        """Every pod that something was moved to or from, or that is connected (peers), by name."""
+        connected = {peer.pod: peer for peer in peers}
+        with self._lock:
+            pairs = dict(self._pairs)
+        found = []
+        for pod in sorted({*connected, *pairs}):
+            pair, peer = pairs.get(pod) or Pair(self._clock), connected.get(pod)
+            found.append(
+                PairStats(
+                    pod=pod,
+                    generation=peer.generation if peer else 0,
+                    address=peer.address if peer else "",
+                    transport=peer.transport if peer else "",
+                    transport_source=peer.transport_source if peer else "",
+                    gbps=pair.gbps or (peer.gbps if peer else 0.0),
+                    transfers=pair.transfers,
+                    pulls=pair.pulls,
+                    blocks=pair.blocks,
+                    bytes=pair.bytes,
+                    busy_s=pair.busy_s,
+                    exposed_s=pair.exposed_s,
+                    failures=pair.failures,
+                )
+            )
+        return tuple(found)
+
+
+def pair_to_pb(pair: PairStats) -> transfer_pb2.Pair:
+    """A pod's traffic with another one for the wire."""
+    return transfer_pb2.Pair(
+        pod=pair.pod,
+        generation=pair.generation,
+        address=pair.address,
+        transport=pair.transport,
+        transport_source=pair.transport_source,
+        gb_s=pair.gbps,
+        transfers=pair.transfers,
+        pulls=pair.pulls,
+        blocks=pair.blocks,
+        bytes=pair.bytes,
+        busy_s=pair.busy_s,
+        exposed_s=pair.exposed_s,
+        failures=pair.failures,
+    )

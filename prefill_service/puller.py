@@ -1,0 +1,122 @@
+"""Fetches what another pod holds of a prompt's prefix into this pod's cache, before the engine sees the prompt.
+
+    hint -> worth it? -> lease blocks -> pull -> publish -> the prompt finds them like any cached prefix
+
+A hint is a hint: whatever goes wrong, or is not worth it, ends with the engine computing what is missing. The lease is
+given up as soon as the blocks are published, so prompts that wait hold nothing, and a pull that failed leaves its
+blocks to the writer's hold. Prompts that want the same blocks at the same time share one pull. Runs on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from common.block_hash import block_hashes, matchable_blocks
+from common.errors import BatonError
+from common.pb import prefill_pb2
+from common.types import ValidRequest
+from kv_transfer.messages import Holder, Pulled, Wanted
+from pod.runtime import PodRuntime
+
+_log = logging.getLogger(__name__)
+
+MIN_TIME_S, MAX_TIME_S = 0.25, 10.0  # that a pull may take
+UNKNOWN_TIME_S = 1.0  # while nobody knows how long computing takes
+
+
+class Puller:
+    """The pulls of one prefill pod."""
+
+    def __init__(self, pod: PodRuntime) -> None:
+        self._pod = pod
+        self._mode = pod.config.pull
+        self._flights: dict[bytes, asyncio.Task[None]] = {}  # by the hash of the last block wanted
+
+    async def fetch(self, request: ValidRequest, hint: prefill_pb2.PullHint, deadline_s: float) -> None:
+        """Returns once the cache holds what could be had of the hint. Never raises but for cancellation."""
+        metrics = self._pod.metrics
+        if self._mode == "off":
+            metrics.pull("skipped", "off")
+            return
+        layout = self._pod.engine.layout
+        wanted = min(hint.blocks, matchable_blocks(request.prompt_len, layout.block_size))
+        if not wanted or request.sampling.prompt_logprobs is not None:
+            metrics.pull("skipped", "useless")
+            return
+        hashes = block_hashes(
+            request.prompt_ids[: wanted * layout.block_size],
+            fingerprint=layout.fingerprint,
+            block_size=layout.block_size,
+            salt=request.cache_salt,
+        )
+        flight = self._flights.get(hashes[-1])
+        if flight is None:
+            work = self._fetch(request.request_id, hashes, hint, deadline_s)
+            flight = self._flights[hashes[-1]] = asyncio.get_running_loop().create_task(work)
+            flight.add_done_callback(lambda _: self._flights.pop(hashes[-1]))
+        else:
+            metrics.pull("skipped", "shared")
+        await asyncio.shield(flight)
+
+    async def _fetch(self, request_id: str, hashes: list[bytes], hint: prefill_pb2.PullHint, deadline_s: float) -> None:
+        """One pull, accounted."""
+        began, metrics = time.monotonic(), self._pod.metrics
+        try:
+            outcome, reason = await self._pull(request_id, hashes, hint, deadline_s)
+        except BatonError as e:
+            outcome, reason = "failed", e.kind
+            _log.info("pull from %s failed: %s", hint.pod, e, extra={"request_id": request_id})
+        except Exception:
+            outcome, reason = "failed", "internal_error"
+            _log.exception("pull from %s failed", hint.pod, extra={"request_id": request_id})
+        metrics.pull(outcome, reason)
+        if outcome == "done":
+            metrics.pulled(time.monotonic() - began, predicted_s=hint.seconds)
+
+    async def _pull(
+        self, request_id: str, hashes: list[bytes], hint: prefill_pb2.PullHint, deadline_s: float
+    ) -> tuple[str, str]:
+        """Outcome and reason. Raises BatonError."""
+        pod, pool = self._pod, self._pod.engine.pool
+        held = pool.match(hashes)
+        if held == len(hashes):
+            return "skipped", "held"
+        compute_s = pod.rates.prefill_s((len(hashes) - held) * pool.block_size)
+        if compute_s and hint.seconds >= compute_s:
+            return "skipped", "dear"
+        if pod.engine.scheduler.waits_for_blocks:
+            return "skipped", "no_room"
+        lease = pool.lease(hashes, len(hashes), keep_free=pod.engine.scheduler.stats().running)
+        if lease is None:
+            return "skipped", "no_room"
+        try:
+            first = lease.cached_blocks
+            if first == len(hashes):
+                return "skipped", "held"
+            limit_s = min(MAX_TIME_S, max(MIN_TIME_S, compute_s)) if compute_s else UNKNOWN_TIME_S
+            wanted = Wanted(
+                request_id=request_id,
+                hashes=hashes,
+                first_block=first,
+                blocks=tuple(lease.blocks[first:]),
+                hold=lease.writer(first, len(hashes) - first),
+                timeout_s=min(deadline_s, limit_s),
+            )
+            holder = Holder(hint.pod, hint.generation, hint.address)
+            began = time.monotonic()
+            pod.metrics.pulls_asked.inc()
+            got = await pod.node.pull(holder, wanted, read=self._mode == "read")
+            if not got.blocks:
+                return "refused", got.reason
+            lease.publish(hashes[: first + got.blocks])
+            self._learn(got, time.monotonic() - began)
+            return "done", "all" if got.blocks == len(hashes) - first else "part"
+        finally:
+            lease.finish("pulled")
+
+    def _learn(self, got: Pulled, seconds: float) -> None:
+        moved = got.blocks * self._pod.engine.layout.block_bytes
+        self._pod.rates.pulled(seconds, moved / (got.gbps * 1e9) if got.gbps > 0 else 0.0)
+        self._pod.metrics.pulled_blocks.inc(got.blocks)

@@ -1,0 +1,193 @@
+"""What a hand-off may add, counted in blocks: the last chunk's at most, and of a conversation only what is new."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+
+import pytest
+
+from common.pb import decode_pb2
+from engine.llm import LLM
+from tests.harness import BLOCK, CHUNK, Cluster, Pod, oracle, prompt_of, request, tiny_llama
+
+LONG, LONG_CHUNK, LONG_BLOCK = 2048, 256, 16
+QUEUE = decode_pb2.RemotePrefill(queue_s=60.0, compute_s=0.1, hand_off_s=0.1, tokens_per_s=1000.0)
+AT_ONCE = decode_pb2.RemotePrefill(queue_s=0.0, compute_s=0.0, hand_off_s=0.0, tokens_per_s=1000.0)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def llm(model_dir: Path) -> LLM:
+    return oracle(model_dir)
+
+
+def local_rest(prompt_len: int, held: int) -> int:
+    """Tokens behind the last whole block that is held."""
+    return prompt_len - held // BLOCK * BLOCK
+
+
+def sent(pod: Pod) -> int:
+    return sum(pair.blocks for pair in pod.runtime.node.pairs())
+
+
+async def test_after_the_last_chunk_at_most_one_chunk_is_left_to_move(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2,048 tokens in chunks of 256. The last chunk is computed once what came before it has been delivered: were it
+    not on its way by then, that would be never.
+    """
+    wide = tiny_llama(tmp_path, max_len=LONG + 64)
+    config = {
+        "max_model_len": LONG + 64, "chunk_tokens": LONG_CHUNK, "block_size": LONG_BLOCK, "kv_memory": 32 << 20,
+    }  # fmt: skip
+    async with Cluster.start(wide, prefill_config=config, decode_config=config) as cluster:
+        await cluster.generate(request(prompt_of(3)))  # the pair is connected
+        await cluster.decode.settled()
+        before = sent(cluster.prefill)
+        node, engine = cluster.prefill.runtime.node, cluster.prefill.runtime.engine
+        launch, chunks, remaining = engine.runner.launch, 0, -1
+        all_blocks, pause = LONG // LONG_BLOCK, threading.Event()
+
+        def last_one_waits(items: object) -> object:
+            nonlocal chunks
+            chunks += 1
+            for _ in range(4000):
+                if (
+                    chunks < LONG // LONG_CHUNK
+                    or sent(cluster.prefill) - before >= all_blocks - LONG_CHUNK // LONG_BLOCK
+                ):
+                    break
+                pause.wait(0.005)
+            return launch(items)
+
+        monkeypatch.setattr(engine.runner, "launch", last_one_waits)
+        on_step = cluster.prefill.service.on_step
+
+        def seen(result: object) -> None:
+            nonlocal remaining
+            if chunks == LONG // LONG_CHUNK:
+                remaining = all_blocks - (sent(cluster.prefill) - before)
+            on_step(result)
+
+        monkeypatch.setattr(cluster.prefill.service, "on_step", seen)
+        answer = await cluster.generate(request(prompt_of(LONG), 2), remote_only=True)
+        assert chunks == LONG // LONG_CHUNK
+        assert 0 <= remaining <= LONG_CHUNK // LONG_BLOCK
+        assert answer.handed_off is not None
+        assert answer.handed_off.blocks == all_blocks
+        assert all_blocks - answer.handed_off.blocks_before_last_chunk <= LONG_CHUNK // LONG_BLOCK
+        assert node.stats().sent_blocks - before == all_blocks  # and each of them once
+
+
+async def test_a_turn_moves_only_its_new_blocks(model_dir: Path, llm: LLM) -> None:
+    async with Cluster.start(model_dir) as cluster:
+        history, held = prompt_of(3 * CHUNK + 5), 0
+        for turn in range(3):
+            r = request(history, 2 * BLOCK)
+            before = sent(cluster.prefill)
+            answer = await cluster.generate(r, remote_only=True)
+            assert answer.ids == llm.generate([r.prompt_ids], r.sampling, ignore_eos=True)[0].ids
+            await cluster.decode.settled()
+            moved = sent(cluster.prefill) - before
+            blocks = -(-len(history) // BLOCK)
+            assert moved == blocks - held
+            # What decode has now: the prompt and the answer but for its last token, in whole blocks.
+            held = (len(history) + len(answer.ids) - 1) // BLOCK
+            history = [*history, *answer.ids, *prompt_of(BLOCK + 1, seed=20 + turn)]
+
+
+class TestLocal:
+    async def test_a_rest_is_computed_here_when_that_is_cheaper_and_moves_nothing(
+        self, model_dir: Path, llm: LLM
+    ) -> None:
+        async with Cluster.start(model_dir) as cluster:
+            history = prompt_of(3 * CHUNK)
+            first = request(history, 2 * BLOCK)
+            answer = await cluster.generate(first, elsewhere=QUEUE)
+            assert answer.events[0] != "local"  # nothing of it is here: a whole prompt
+            await cluster.decode.settled()
+            before = sent(cluster.prefill)
+            r = request([*history, *answer.ids, 5, 6, 7], 6)
+            local = await cluster.generate(r, elsewhere=QUEUE)
+            assert local.events[0] == "local"
+            assert local.ids == llm.generate([r.prompt_ids], r.sampling, ignore_eos=True)[0].ids
+            assert sent(cluster.prefill) == before
+            computed = (await cluster.decode.info()).computed
+            assert computed.local == local_rest(r.prompt_len, len(history) + len(answer.ids) - 1)
+            far = request([*history, *answer.ids, 5, 6, 8], 6)
+            assert (await cluster.generate(far, elsewhere=AT_ONCE)).events[0] != "local"
+            assert cluster.decode.counted("local_prefill_decisions") == {
+                ("remote", "nothing_cached"): 1,
+                ("local", "cheaper"): 1,
+                ("remote", "cheaper"): 1,
+            }
+
+    async def test_off_is_off(self, model_dir: Path) -> None:
+        async with Cluster.start(model_dir, decode_config={"local_prefill": "off"}) as cluster:
+            for _ in range(2):
+                answer = await cluster.generate(request(prompt_of(2 * CHUNK), 4), elsewhere=QUEUE)
+                assert answer.events[0] != "local"
+            assert cluster.decode.counted("local_prefill_decisions") == {("remote", "off"): 2}
+            assert (await cluster.decode.info()).computed.local == 0
+
+    async def test_blocks_that_made_it_short_cannot_be_evicted_before_its_turn(self, model_dir: Path, llm: LLM) -> None:
+        """The engine stands still while others want all the blocks: what was promised to be short stays short."""
+        async with Cluster.start(model_dir, decode_config={"num_blocks": 24, "local_prefill": "8"}) as cluster:
+            prompt = prompt_of(2 * CHUNK)
+            await cluster.generate(request(prompt, 2), remote_only=True)
+            await cluster.decode.settled()
+            runtime, gate = cluster.decode.runtime, threading.Event()
+            held = runtime.loop.call(lambda: gate.wait(20))
+            running = asyncio.create_task(cluster.generate(request([*prompt, 9], 2)))
+            async with asyncio.timeout(20):
+                while not cluster.decode.service.active:
+                    await asyncio.sleep(0.005)
+            pool = runtime.engine.pool
+            others = pool.lease([], pool.available())  # evicts all that can be
+            assert others is not None
+            others.finish("enough")
+            gate.set()
+            assert await asyncio.wrap_future(held)
+            answer = await running
+            assert answer.events[0] == "local"
+            assert (await cluster.decode.info()).computed.local == 1
+            r = request([*prompt, 9], 2)
+            assert answer.ids == llm.generate([r.prompt_ids], r.sampling, ignore_eos=True)[0].ids
+
+    async def test_a_rest_is_mixed_with_what_decodes_in_small_pieces(
+        self, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        config = {"local_prefill": "40", "local_chunk_tokens": 8}
+        async with Cluster.start(model_dir, decode_config=config) as cluster:
+            prompt = prompt_of(2 * CHUNK)
+            await cluster.generate(request(prompt, 2), remote_only=True)
+            runner = cluster.decode.runtime.engine.runner
+            launch, mixed = runner.launch, []
+
+            def noted(items: list[object]) -> object:
+                decodes = [i for i in items if i.decode]  # type: ignore[attr-defined]
+                if decodes:
+                    mixed.append(sum(i.num_new for i in items if not i.decode))  # type: ignore[attr-defined]
+                return launch(items)
+
+            monkeypatch.setattr(runner, "launch", noted)
+            decoding = asyncio.Event()
+            running = asyncio.create_task(
+                cluster.generate(
+                    request(prompt_of(20, seed=4), 90),
+                    remote_only=True,
+                    on_event=lambda kind: decoding.set() if kind == "tokens" else None,
+                )
+            )
+            await asyncio.wait_for(decoding.wait(), 20)
+            answer = await cluster.generate(request([*prompt, *prompt_of(30, seed=5)], 4))
+            assert answer.events[0] == "local"
+            await running
+            assert max(mixed) <= 8
+            assert sum(mixed) > 0

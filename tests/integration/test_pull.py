@@ -1,0 +1,267 @@
+"""Prefill pods fetch prefixes that other pods hold: tokens stay the same, whatever becomes of the fetch."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from common.errors import BatonError
+from common.types import Role, ValidRequest
+from engine.llm import LLM
+from kv_transfer.loopback import WriteFault
+from prefill_service import puller
+from tests.harness import BLOCK, CHUNK, Cluster, Pod, oracle, prompt_of, request, tiny_llama
+
+PREFIX = 12 * BLOCK  # tokens that two prompts share
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def llm(model_dir: Path) -> LLM:
+    return oracle(model_dir)
+
+
+@pytest.fixture(params=["push", "read"])
+def mode(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine is no reason to compute instead."""
+    monkeypatch.setattr(puller, "UNKNOWN_TIME_S", 20.0)
+    monkeypatch.setattr(puller, "MIN_TIME_S", 20.0)
+    monkeypatch.setattr(puller, "MAX_TIME_S", 20.0)
+
+
+def expected(llm: LLM, r: ValidRequest) -> list[int]:
+    return llm.generate([r.prompt_ids], r.sampling, ignore_eos=True)[0].ids
+
+
+def follow_up(tokens: int = 2 * BLOCK + 1, **more: object) -> ValidRequest:
+    """Another prompt with the same prefix."""
+    return request([*prompt_of(PREFIX, seed=9), *prompt_of(tokens, seed=3)], 6, **more)
+
+
+async def with_prefix(cluster: Cluster, holder: Pod) -> None:
+    """The holder (a prefill pod) has computed the prefix."""
+    await cluster.generate(request([*prompt_of(PREFIX, seed=9), 7], 2), prefill=holder)
+    await holder.settled()
+
+
+def computed(pod: Pod) -> int:
+    return pod.runtime.computed["prefill"]
+
+
+class TestHit:
+    @pytest.mark.parametrize("kind", ["prefill", "decode"])
+    async def test_a_prefix_comes_from_whoever_holds_it(self, model_dir: Path, llm: LLM, mode: str, kind: str) -> None:
+        async with Cluster.start(model_dir, prefill=2, decode=2, prefill_config={"pull": mode}) as cluster:
+            first, second = cluster.prefills
+            await with_prefix(cluster, first)
+            holder = first if kind == "prefill" else cluster.decode
+            r = follow_up()
+            before = computed(second)
+            answer = await cluster.generate(
+                r, prefill=second, decode=cluster.decodes[1], pull=holder.holds(PREFIX // BLOCK)
+            )
+            assert answer.ids == expected(llm, r)
+            assert answer.cached_tokens == PREFIX
+            assert computed(second) - before == r.prompt_len - PREFIX
+            assert second.counted("pulls") == {("done", "all"): 1}
+            assert second.counted("pulled_blocks") == {(): PREFIX // BLOCK}
+            assert holder.counted("lent_blocks") == {(): PREFIX // BLOCK}
+            mover, other = (holder, second) if mode == "push" else (second, holder)
+            pair = next(p for p in (await mover.info()).pairs if p.pod == other.runtime.name)
+            assert (pair.pulls, pair.blocks) == (1, PREFIX // BLOCK)
+            assert (await second.info()).load.pull_s > 0
+
+    async def test_only_what_is_missing_is_pulled_and_the_second_prompt_pulls_nothing(
+        self, model_dir: Path, llm: LLM, mode: str
+    ) -> None:
+        async with Cluster.start(model_dir, prefill=2, prefill_config={"pull": mode}) as cluster:
+            first, second = cluster.prefills
+            await with_prefix(cluster, first)
+            await cluster.generate(request([*prompt_of(PREFIX, seed=9)[: 5 * BLOCK], 3], 2), prefill=second)
+            for n in range(2):
+                r = follow_up(BLOCK + n)
+                answer = await cluster.generate(r, prefill=second, pull=first.holds(PREFIX // BLOCK))
+                assert answer.ids == expected(llm, r)
+                assert answer.cached_tokens == PREFIX
+            assert second.counted("pulls") == {("done", "all"): 1, ("skipped", "held"): 1}
+            assert second.counted("pulled_blocks") == {(): PREFIX // BLOCK - 5}
+
+    async def test_prompts_that_want_the_same_share_one_pull(self, model_dir: Path, llm: LLM, mode: str) -> None:
+        async with Cluster.start(model_dir, prefill=2, prefill_config={"pull": mode}) as cluster:
+            first, second = cluster.prefills
+            await with_prefix(cluster, first)
+            requests = [follow_up(BLOCK + n) for n in range(4)]
+            answers = await asyncio.gather(
+                *(cluster.generate(r, prefill=second, pull=first.holds(PREFIX // BLOCK)) for r in requests)
+            )
+            for r, answer in zip(requests, answers, strict=True):
+                assert answer.ids == expected(llm, r)
+            assert second.counted("pulled_blocks") == {(): PREFIX // BLOCK}
+
+    async def test_salts_keep_tenants_apart(self, model_dir: Path, llm: LLM, mode: str) -> None:
+        async with Cluster.start(model_dir, prefill=2, prefill_config={"pull": mode}) as cluster:
+            first, second = cluster.prefills
+            await with_prefix(cluster, first)
+            plain = follow_up()
+            r = ValidRequest(plain.request_id, plain.model, plain.prompt_ids, plain.sampling, cache_salt="theirs")
+            answer = await cluster.generate(r, prefill=second, pull=first.holds(PREFIX // BLOCK))
+            assert answer.ids == expected(llm, plain)
+            assert answer.cached_tokens == 0
+            assert second.counted("pulls") == {("refused", "absent"): 1}
+
+
+class TestMiss:
+    async def test_a_holder_that_lost_its_end_gives_the_rest(self, model_dir: Path, llm: LLM, mode: str) -> None:
+        """The index said more than is true: leaves are evicted first."""
+        async with Cluster.start(model_dir, prefill=2, prefill_config={"pull": mode}) as cluster:
+            first, second = cluster.prefills
+            await with_prefix(cluster, first)
+            r = follow_up(6 * BLOCK)
+            answer = await cluster.generate(r, prefill=second, pull=first.holds(PREFIX // BLOCK + 4))
+            assert answer.ids == expected(llm, r)
+            assert answer.cached_tokens == PREFIX
+            assert second.counted("pulls") == {("done", "part"): 1}
+
+    @pytest.mark.parametrize("what", ["lost", "other generation", "gone", "broken link", "frozen", "late"])
+    async def test_whatever_goes_wrong_the_prompt_is_computed(
+        self, model_dir: Path, llm: LLM, mode: str, what: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(
+            puller, "UNKNOWN_TIME_S", 0.5 if what in ("frozen", "late", "gone", "broken link") else 20.0
+        )
+        async with Cluster.start(model_dir, prefill=2, prefill_config={"pull": mode}) as cluster:
+            first, second = cluster.prefills
+            await with_prefix(cluster, first)
+            await first.runtime.node.connect(second.runtime.address)
+            await second.runtime.node.connect(first.runtime.address)
+            hint = first.holds(PREFIX // BLOCK)
+            mover = (first if mode == "push" else second).agent
+            if what == "lost":
+                first.runtime.engine.pool.clear_cache()
+            elif what == "other generation":
+                hint.generation -= 1
+            elif what == "gone":
+                cluster.prefills.remove(first)
+                await first.close()
+            elif what == "broken link":
+                cluster.fabric.on_write = lambda source, _p, n: WriteFault(
+                    fail="broken" if source == mover and n == PREFIX // BLOCK else None
+                )
+            elif what == "frozen":
+                cluster.fabric.freeze((second if mode == "push" else first).agent)
+            elif what == "late":
+                cluster.fabric.on_write = lambda source, _p, n: WriteFault(
+                    delay_s=1.5 if source == mover and n == PREFIX // BLOCK else 0.0
+                )
+            r = follow_up()
+            running = asyncio.create_task(cluster.generate(r, prefill=second, pull=hint))
+            if what == "frozen":
+                await asyncio.sleep(1.0)  # longer than the pull may take
+                cluster.fabric.thaw((second if mode == "push" else first).agent)
+            answer = await running
+            assert answer.ids == expected(llm, r)
+            (outcome, _), *_ = second.counted("pulls")
+            if what == "lost":
+                assert outcome == "refused"
+            elif what != "other generation":  # a push does not ask who it is that pushes
+                assert outcome == "failed"
+
+    async def test_a_pod_that_does_not_pull_and_prompts_that_cannot(self, model_dir: Path, llm: LLM) -> None:
+        async with Cluster.start(model_dir, prefill=2, prefill_config={"pull": "off"}) as cluster:
+            first, second = cluster.prefills
+            await with_prefix(cluster, first)
+            assert not (await second.info()).pulls
+            r = follow_up()
+            answer = await cluster.generate(r, prefill=second, pull=first.holds(PREFIX // BLOCK))
+            assert answer.ids == expected(llm, r)
+            assert answer.cached_tokens == 0
+            assert second.counted("pulls") == {("skipped", "off"): 1}
+        async with Cluster.start(model_dir, prefill=2) as cluster:
+            first, second = cluster.prefills
+            await with_prefix(cluster, first)
+            assert (await second.info()).pulls
+            scored = follow_up(prompt_logprobs=0)
+            assert (await cluster.generate(scored, prefill=second, pull=first.holds(12))).cached_tokens == 0
+            assert second.counted("pulls") == {("skipped", "useless"): 1}
+
+    async def test_a_full_pod_computes(self, model_dir: Path, llm: LLM, mode: str) -> None:
+        async with Cluster.start(model_dir, prefill=1, prefill_config={"pull": mode}) as cluster:
+            small = await cluster.add(Role.PREFILL, num_blocks=20, pull=mode)
+            await with_prefix(cluster, cluster.prefill)
+            pool = small.runtime.engine.pool
+            taken = pool.lease([], 12)
+            assert taken is not None
+            r = follow_up()
+            running = asyncio.create_task(cluster.generate(r, prefill=small, pull=cluster.prefill.holds(12)))
+            async with asyncio.timeout(20):
+                while small.counted("pulls") != {("skipped", "no_room"): 1}:
+                    await asyncio.sleep(0.005)
+            taken.finish("enough")
+            assert (await running).ids == expected(llm, r)
+
+
+async def test_an_abort_during_a_pull_ends_the_request_and_gives_all_back(model_dir: Path, mode: str) -> None:
+    async with Cluster.start(model_dir, prefill=2, prefill_config={"pull": mode}) as cluster:
+        first, second = cluster.prefills
+        await with_prefix(cluster, first)
+        mover = (first if mode == "push" else second).agent
+        started = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def slow(source: str, _peer: str, blocks: int) -> WriteFault:
+            if source == mover and blocks == PREFIX // BLOCK:
+                loop.call_soon_threadsafe(started.set)
+                return WriteFault(delay_s=0.5)
+            return WriteFault()
+
+        cluster.fabric.on_write = slow
+        r = follow_up()
+        running = asyncio.create_task(cluster.generate(r, prefill=second, pull=first.holds(PREFIX // BLOCK)))
+        await asyncio.wait_for(started.wait(), 20)
+        before = computed(second)
+        await cluster.abort(r.request_id)
+        with pytest.raises(BatonError):
+            await running
+        await second.settled()
+        assert computed(second) == before  # the engine has never heard of it
+
+
+async def test_a_pull_beside_running_prompts_changes_nobody(model_dir: Path, llm: LLM, mode: str) -> None:
+    """Pools of few blocks, pulls and prompts at once: pulled blocks never land in a neighbour's."""
+    async with Cluster.start(
+        model_dir,
+        prefill=2,
+        decode=2,
+        prefill_config={"pull": mode, "num_blocks": 40},
+        decode_config={"num_blocks": 200},
+    ) as cluster:
+        first, second = cluster.prefills
+        await with_prefix(cluster, first)
+        requests = []
+        for n in range(24):
+            r = follow_up(1 + n % 9) if n % 2 else request(prompt_of(3 * CHUNK - n, seed=n), 5)
+            requests.append(r)
+        answers = await asyncio.gather(
+            *(
+                cluster.generate(
+                    r,
+                    prefill=(second, first)[n % 3 == 0],
+                    decode=cluster.decodes[n % 2],
+                    pull=(first, second)[n % 3 == 0].holds(PREFIX // BLOCK) if n % 2 else None,
+                )
+                for n, r in enumerate(requests)
+            )
+        )
+        for r, answer in zip(requests, answers, strict=True):
+            assert answer.ids == expected(llm, r)

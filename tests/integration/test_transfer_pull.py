@@ -1,0 +1,269 @@
+"""Pods pull cached blocks from each other, pushed or read, on loopback and NIXL; statistics of pairs."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from common.errors import BatonError, DeadlineExceeded, LayoutMismatch, TransferFailed, Unauthenticated, Unavailable
+from common.kv_layout import KVLayout
+from common.types import Role
+from kv_transfer.faults import WriteFault
+from kv_transfer.messages import Holder, Pulled, Wanted
+from tests.integration.transfer_pods import LAYOUT, NUM_BLOCKS, Cluster, FakeHold, Pod, until
+
+
+@pytest_asyncio.fixture(params=["loopback", "nixl"])
+async def cluster(request: pytest.FixtureRequest) -> AsyncIterator[Cluster]:
+    cluster = Cluster(request.param)
+    yield cluster
+    await cluster.stop()
+
+
+@pytest.fixture(params=["push", "read"])
+def mode(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def chain(count: int) -> list[bytes]:
+    return [bytes([i]) * 16 for i in range(1, count + 1)]
+
+
+def holder(pod: Pod) -> Holder:
+    return Holder(pod.name, pod.generation, pod.address)
+
+
+async def two(cluster: Cluster, *, blocks: int = 20, checksums: bool = False) -> tuple[Pod, Pod]:
+    """A pod that holds a chain of so many blocks, and one that holds nothing."""
+    owner = await cluster.start("decode-0", Role.DECODE, checksums=checksums)
+    puller = await cluster.start("prefill-0", Role.PREFILL, checksums=checksums)
+    owner.fill(1)
+    puller.fill(2)
+    owner.cache = dict(zip(chain(blocks), random.Random(3).sample(range(NUM_BLOCKS), blocks), strict=True))
+    return owner, puller
+
+
+async def pull(
+    owner: Pod, puller: Pod, mode: str, *, first: int = 0, total: int = 20, timeout_s: float = 20.0
+) -> tuple[Pulled, FakeHold, Wanted]:
+    wanted = ask(first, total, timeout_s)
+    assert isinstance(wanted.hold, FakeHold)
+    return await puller.node.pull(holder(owner), wanted, read=mode == "read"), wanted.hold, wanted
+
+
+def ask(first: int, total: int, timeout_s: float = 20.0) -> Wanted:
+    blocks = tuple(random.Random(first).sample(range(NUM_BLOCKS), total - first))
+    hold = FakeHold(list(blocks))
+    return Wanted(request_id="r", hashes=chain(total), first_block=first, blocks=blocks, hold=hold, timeout_s=timeout_s)
+
+
+def assert_same(owner: Pod, puller: Pod, wanted: Wanted, count: int) -> None:
+    theirs = [owner.cache[h] for h in wanted.hashes[wanted.first_block :][:count]]
+    assert puller.digest(wanted.blocks[:count]) == owner.digest(theirs)
+
+
+async def at_rest(*pods: Pod) -> None:
+    await until(lambda: all(hold.free for pod in pods for hold in pod.lent))
+    for pod in pods:
+        await until(lambda: pod.node.stats().loans == pod.node.stats().open_reads == 0)  # noqa: B023
+        await until(lambda: pod.node.stats().open_incoming == pod.node.stats().open_outgoing == 0)  # noqa: B023
+
+
+@pytest.mark.parametrize("checksums", [False, True])
+async def test_missing_blocks_arrive_and_nothing_else_changes(cluster: Cluster, mode: str, checksums: bool) -> None:
+    owner, puller = await two(cluster, checksums=checksums)
+    before = puller.digest(range(NUM_BLOCKS))
+    got, hold, wanted = await pull(owner, puller, mode, first=7)
+    assert (got.blocks, got.reason) == (13, "none")
+    assert hold.free
+    assert_same(owner, puller, wanted, 13)
+    after = puller.digest(range(NUM_BLOCKS))
+    assert all(after[b] == before[b] for b in range(NUM_BLOCKS) if b not in wanted.blocks)
+    await at_rest(owner, puller)
+    mover, other = (owner, "prefill-0") if mode == "push" else (puller, "decode-0")
+    (pair,) = (p for p in mover.node.pairs() if p.pod == other)
+    assert (pair.pulls, pair.transfers, pair.blocks, pair.failures) == (1, 0, 13, 0)
+    assert pair.bytes == 13 * LAYOUT.block_bytes
+    assert pair.gbps > 0
+
+
+async def test_a_holder_that_lost_the_end_gives_what_it_has(cluster: Cluster, mode: str) -> None:
+    owner, puller = await two(cluster)
+    for lost in chain(20)[15:]:
+        del owner.cache[lost]
+    got, hold, wanted = await pull(owner, puller, mode, first=3)
+    assert (got.blocks, got.reason) == (12, "absent")
+    assert hold.free
+    assert_same(owner, puller, wanted, 12)
+    await at_rest(owner, puller)
+
+
+async def test_a_holder_that_lost_everything_refuses(cluster: Cluster, mode: str) -> None:
+    owner, puller = await two(cluster)
+    owner.cache.clear()
+    got, hold, _ = await pull(owner, puller, mode)
+    assert (got.blocks, got.reason) == (0, "absent")
+    await until(lambda: hold.free)
+    await at_rest(owner, puller)
+
+
+async def test_a_failed_move_fails_the_pull_and_frees_after_the_grace(cluster: Cluster, mode: str) -> None:
+    owner, puller = await two(cluster)
+    mover = owner if mode == "push" else puller
+    mover.backend.on_write = mover.backend.on_read = lambda _p, _l, _r: WriteFault(fail="the link broke")
+    wanted = ask(0, 20, 3.0)
+    with pytest.raises(BatonError):
+        await puller.node.pull(holder(owner), wanted, read=mode == "read")
+    assert isinstance(wanted.hold, FakeHold)
+    assert not wanted.hold.free  # bytes may trail behind an error
+    await until(lambda: wanted.hold.free)  # type: ignore[attr-defined]
+    await at_rest(owner, puller)
+    other, name = (puller, "prefill-0") if mode == "push" else (owner, "decode-0")
+    assert mode == "read" or next(p for p in mover.node.pairs() if p.pod == name).failures == 1
+    assert other.node.stats().pending_writes == 0
+
+
+async def test_a_move_that_comes_late_finds_its_blocks_still_held(cluster: Cluster, mode: str) -> None:
+    """The puller gives up; what lands afterwards lands where nobody else can be."""
+    owner, puller = await two(cluster)
+    await pull(owner, puller, mode, total=1)  # connected
+    mover = owner if mode == "push" else puller
+    mover.backend.on_write = mover.backend.on_read = lambda _p, _l, _r: WriteFault(delay_s=1.5)
+    wanted = ask(2, 6, 0.3)
+    before = puller.digest(wanted.blocks)
+    with pytest.raises(DeadlineExceeded):
+        await puller.node.pull(holder(owner), wanted, read=mode == "read")
+    assert isinstance(wanted.hold, FakeHold)
+    assert not wanted.hold.free
+    while not wanted.hold.free:
+        await asyncio.sleep(0.01)
+    assert puller.digest(wanted.blocks) != before
+    await at_rest(owner, puller)
+
+
+async def test_what_was_read_after_the_loan_does_not_count(cluster: Cluster) -> None:
+    """The holder took its blocks back: their bytes may be anybody's by the time they are read."""
+    owner, puller = await two(cluster)
+    await pull(owner, puller, "read", total=1)
+    gate = asyncio.Event()
+    end = puller.node._calls.pull_end
+
+    async def late(*args: object) -> None:
+        await gate.wait()
+        await end(*args)  # type: ignore[arg-type]
+
+    puller.node._calls.pull_end = late  # type: ignore[method-assign]
+    wanted = ask(0, 8, 0.5)
+    pulling = asyncio.create_task(puller.node.pull(holder(owner), wanted, read=True))
+    await until(lambda: len(owner.lent) == 2 and owner.lent[1].free)  # the loan expired
+    gate.set()
+    with pytest.raises(BatonError):
+        await pulling
+    assert isinstance(wanted.hold, FakeHold)
+    assert wanted.hold.free
+    await at_rest(owner, puller)
+
+
+async def test_a_caller_that_goes_away_leaves_nothing_behind(cluster: Cluster, mode: str) -> None:
+    owner, puller = await two(cluster)
+    await pull(owner, puller, mode, total=1)
+    mover = owner if mode == "push" else puller
+    mover.backend.on_write = mover.backend.on_read = lambda _p, _l, _r: WriteFault(delay_s=0.5)
+    wanted = ask(0, 8)
+    pulling = asyncio.create_task(puller.node.pull(holder(owner), wanted, read=mode == "read"))
+    await until(lambda: mover.node.stats().pending_writes > 0)
+    pulling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await pulling
+    assert isinstance(wanted.hold, FakeHold)
+    assert not wanted.hold.free
+    await until(lambda: wanted.hold.free)  # type: ignore[attr-defined]
+    await at_rest(owner, puller)
+
+
+async def test_a_holder_that_leaves_or_is_gone(cluster: Cluster, mode: str) -> None:
+    owner, puller = await two(cluster)
+    await owner.stop()
+    wanted = ask(0, 8, 2.0)
+    with pytest.raises((Unavailable, DeadlineExceeded, TransferFailed)):
+        await puller.node.pull(holder(owner), wanted, read=mode == "read")
+    assert isinstance(wanted.hold, FakeHold)
+    await until(lambda: wanted.hold.free)  # type: ignore[attr-defined]
+    cluster.pods.remove(owner)
+
+
+async def test_other_layouts_and_strangers_are_refused(cluster: Cluster, mode: str) -> None:
+    other = KVLayout("test", "r1", num_layers=4, num_kv_heads=2, head_dim=32, block_size=16, dtype="float32")
+    owner, _ = await two(cluster)
+    different = await cluster.start("prefill-1", Role.PREFILL, layout=other)
+    stranger = await cluster.start("prefill-2", Role.PREFILL, secret=b"another secret")
+    for pod, error in ((different, LayoutMismatch), (stranger, Unauthenticated)):
+        wanted = ask(0, 8, 5.0)
+        with pytest.raises(error) as refused:
+            await pod.node.pull(holder(owner), wanted, read=mode == "read")
+        if error is LayoutMismatch:
+            assert refused.value.field == ("num_layers" if mode == "read" else "fingerprint")
+        assert isinstance(wanted.hold, FakeHold)
+        await until(lambda: wanted.hold.free)  # type: ignore[attr-defined]  # noqa: B023
+    assert not owner.lent
+
+
+async def test_equal_ids_of_two_receivers_are_two_transfers() -> None:
+    """Receivers mint ids by their own generations; two that started in the same millisecond mint the same ones."""
+    cluster = Cluster("loopback")
+    try:
+        source = await cluster.start("prefill-0", Role.PREFILL)
+        source.fill(1)
+        homes = []
+        for name in ("decode-0", "decode-1"):
+            cluster.generation = 5_000_000_000_000
+            homes.append(await cluster.start(name, Role.DECODE))
+        incoming = [home.reserve("r", 0, [4, 5]) for home in homes]
+        assert incoming[0].target.transfer_id == incoming[1].target.transfer_id
+        for i, one in enumerate(incoming):
+            transfer = source.node.outgoing(one.target, "r", 2, 20.0)
+            transfer.push(0, [10 + i, 20 + i], FakeHold([10 + i, 20 + i]))
+            transfer.finish([7], [None])
+            await transfer.done()
+        for i, home in enumerate(homes):
+            assert home.digest([4, 5]) == source.digest([10 + i, 20 + i])
+        assert {p.pod: p.transfers for p in source.node.pairs()} == {"decode-0": 1, "decode-1": 1}
+    finally:
+        await cluster.stop()
+
+
+async def test_every_pair_of_three_and_three_is_counted_by_itself() -> None:
+    cluster = Cluster("loopback")
+    try:
+        sources = [await cluster.start(f"prefill-{i}", Role.PREFILL) for i in range(3)]
+        homes = [await cluster.start(f"decode-{i}", Role.DECODE) for i in range(3)]
+
+        async def hand_over(i: int, j: int) -> None:
+            blocks = list(range(10 * i, 10 * i + 1 + j))
+            one = homes[j].reserve(f"r{i}{j}", 0, blocks)
+            transfer = sources[i].node.outgoing(one.target, f"r{i}{j}", len(blocks), 20.0)
+            transfer.push(0, blocks, FakeHold(blocks))
+            transfer.finish([7], [None])
+            await transfer.done()
+
+        await asyncio.gather(*(hand_over(i, j) for i in range(3) for j in range(3)))
+        for source in sources:
+            pairs = source.node.pairs()
+            assert [(p.pod, p.transfers, p.blocks) for p in pairs] == [(f"decode-{j}", 1, j + 1) for j in range(3)]
+            assert all(p.exposed_s > 0 and p.transport == "loopback" and p.generation for p in pairs)
+        # A transfer that its receiver gave up is a failure of that pair alone; one that was aborted is none.
+        lost, aborted = homes[1].reserve("lost", 0, [3]), homes[2].reserve("aborted", 0, [3])
+        first = sources[0].node.outgoing(lost.target, "lost", 1, 20.0)
+        second = sources[0].node.outgoing(aborted.target, "aborted", 1, 20.0)
+        homes[1].node.release(lost.target.transfer_id)
+        second.abort("the client left")
+        for transfer in (first, second):
+            with pytest.raises(BatonError):
+                await transfer.done()
+        assert [p.failures for p in sources[0].node.pairs()] == [0, 1, 0]
+    finally:
+        await cluster.stop()

@@ -1,0 +1,84 @@
+"""Who computes the rest of a prompt, by the costs that a decode pod weighs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from decode_service.local_prefill import MOST_STEPS, Elsewhere, Here, LocalPrefill, Reason
+
+CHUNK = 256
+IDLE = Here(running=0, queued_tokens=0, chunk_tokens=CHUNK, step_s=0.006, chunk_s=lambda tokens: 0.001 + tokens * 2e-5)
+THERE = Elsewhere(queue_s=0.0, compute_s=0.006, hand_off_s=0.005, tokens_per_s=50_000)
+AUTO = LocalPrefill("auto")
+
+
+def test_an_idle_pod_keeps_a_short_rest_and_a_busy_one_does_not() -> None:
+    assert AUTO.decide(100, 900, IDLE, THERE, remote_only=False).local
+    busy = AUTO.decide(100, 900, replace(IDLE, running=32), THERE, remote_only=False)
+    assert (busy.local, busy.reason) == (False, Reason.CHEAPER)
+    assert busy.here_s > 32 * IDLE.chunk_s(100)  # what all neighbours lose together
+    # However busy, not for ever: a long queue elsewhere is worth it.
+    assert AUTO.decide(100, 900, replace(IDLE, running=32), replace(THERE, queue_s=1.0), remote_only=False).local
+
+
+def test_local_prompts_that_are_ahead_count() -> None:
+    assert not AUTO.decide(100, 900, replace(IDLE, queued_tokens=8 * CHUNK), THERE, remote_only=False).local
+
+
+@pytest.mark.parametrize(
+    ("uncached", "cached", "there", "reason"),
+    [
+        (5, 0, replace(THERE, queue_s=100.0), Reason.NOTHING_CACHED),
+        (MOST_STEPS * CHUNK + 1, 5000, replace(THERE, queue_s=100.0), Reason.TOO_LONG),
+        (100, 900, None, Reason.UNKNOWN),
+    ],
+)
+def test_whole_prompts_and_guesses_never_stay(
+    uncached: int, cached: int, there: Elsewhere | None, reason: Reason
+) -> None:
+    verdict = AUTO.decide(uncached, cached, IDLE, there, remote_only=False)
+    assert (verdict.local, verdict.reason) == (False, reason)
+
+
+def test_what_this_pod_has_not_measured_is_taken_from_there() -> None:
+    fresh = replace(IDLE, chunk_s=lambda _: 0.0)
+    assert AUTO.decide(100, 900, fresh, THERE, remote_only=False).here_s == pytest.approx(100 / 50_000)
+    nobody = replace(THERE, tokens_per_s=0.0)
+    assert AUTO.decide(100, 900, fresh, nobody, remote_only=False).reason is Reason.UNKNOWN
+
+
+@pytest.mark.parametrize("mode", ["off", "auto", "64"])
+def test_the_knob_and_a_request_that_forbids_it(mode: str) -> None:
+    knob = LocalPrefill(mode)
+    expensive = replace(THERE, queue_s=100.0)
+    assert not knob.decide(10, 90, IDLE, expensive, remote_only=True).local
+    verdict = knob.decide(64, 0, IDLE, None, remote_only=False)
+    assert verdict.local == (mode == "64")
+    assert not knob.decide(65, 0, IDLE, None, remote_only=False).local
+    if mode == "off":
+        assert knob.decide(1, 99, IDLE, expensive, remote_only=False).reason is Reason.OFF
+
+
+@given(
+    uncached=st.integers(1, 2000), cached=st.integers(0, 5000), running=st.integers(0, 256),
+    queued=st.integers(0, 5000), queue_s=st.floats(0, 10), more=st.floats(0, 10),
+)  # fmt: skip
+def test_a_longer_queue_there_never_sends_a_prompt_there(
+    uncached: int, cached: int, running: int, queued: int, queue_s: float, more: float
+) -> None:
+    here = replace(IDLE, running=running, queued_tokens=queued)
+    first = AUTO.decide(uncached, cached, here, replace(THERE, queue_s=queue_s), remote_only=False)
+    second = AUTO.decide(uncached, cached, here, replace(THERE, queue_s=queue_s + more), remote_only=False)
+    assert second.local or not first.local
+    busier = replace(here, running=running + 1)
+    assert (
+        first.local
+        or not AUTO.decide(uncached, cached, busier, replace(THERE, queue_s=queue_s), remote_only=False).local
+    )
+    if first.local:
+        assert cached > 0
+        assert uncached <= MOST_STEPS * CHUNK

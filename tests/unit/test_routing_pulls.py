@@ -1,0 +1,64 @@
+"""Which prefixes routing wants fetched from other pods."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from common.index_records import PodLoad
+from gateway.routing.demand import Demand, Pull
+from gateway.routing.policy import make_policy
+from gateway.routing.pulls import CONNECT_S, pulls
+from gateway.routing.view import PodView
+
+BLOCK_BYTES = 1 << 20
+SIZE = 16
+
+
+def view(name: str, *, rate: float = 1_000.0, pulls: bool = True, **pair_rates: float) -> PodView:
+    made = PodView(name, block_size=SIZE, capacity=100_000, num_blocks=10_000)
+    made.report(PodLoad(free_blocks=10_000, prefill_rate=rate, pull_s=0.01), 0.0)
+    made.pulls, made.pair_rates = pulls, pair_rates
+    return made
+
+
+def test_a_pull_costs_its_latency_and_the_missing_bytes_at_the_pairs_rate() -> None:
+    holder, lacking = view("h", p=1e9), view("p")
+    found = pulls({"h": 1600, "p": 800}, {"h": 1600, "p": 800}, [holder, lacking], [holder, lacking], BLOCK_BYTES)
+    assert found == {"p": Pull(1600, pytest.approx(0.01 + 50 * BLOCK_BYTES / 1e9), "h")}
+
+
+def test_computing_that_is_faster_is_not_replaced() -> None:
+    holder, lacking = view("h", p=1e9), view("p", rate=100_000.0)
+    assert pulls({"h": 1600}, {"h": 1600}, [lacking], [holder], BLOCK_BYTES) == {}
+
+
+def test_pods_that_do_not_pull_or_will_have_it_anyway_are_left_out() -> None:
+    holder = view("h", p=1e9, q=1e9)
+    pods = [view("p", pulls=False), view("q")]
+    assert pulls({"h": 1600}, {"h": 1600, "q": 1600}, pods, [holder], BLOCK_BYTES) == {}
+    assert pulls({}, {}, pods, [holder], BLOCK_BYTES) == {}
+
+
+def test_the_holder_from_which_most_is_saved_is_named() -> None:
+    far, near = view("far", p=2e7), view("near", p=1e9)
+    held = {"far": 1600, "near": 1440}
+    assert pulls(held, held, [view("p")], [far, near], BLOCK_BYTES)["p"].holder == "near"
+
+
+def test_an_unknown_pair_is_taken_for_a_usual_one_that_has_to_connect() -> None:
+    holder, lacking = view("h", other=1e9), view("p")
+    seconds = pulls({"h": 1600}, {"h": 1600}, [lacking], [holder], BLOCK_BYTES)["p"].seconds
+    assert seconds == pytest.approx(0.01 + CONNECT_S + 100 * BLOCK_BYTES / 1e9)
+    assert pulls({"h": 1600}, {"h": 1600}, [lacking], [view("h")], BLOCK_BYTES) == {}  # nobody has moved anything
+
+
+def test_a_pulled_prefix_is_not_booked_as_work() -> None:
+    holder, idle = view("h", p=1e9), view("p")
+    holder.prefilling.add("queue", 50_000, 1.0)
+    held = {"h": 1600}
+    found = pulls(held, held, [holder, idle], [holder, idle], BLOCK_BYTES)
+    demand = Demand(prompt_len=1700, max_tokens=8, held=held, pull=found)
+    best = make_policy("cost", random.Random(0)).prefill(demand, [holder, idle], 1.0)[0]
+    assert (best.view.name, best.tokens, best.held, best.pull) == ("p", 100, 1600, found["p"])
