@@ -38,6 +38,7 @@ CLUSTER = (
     "tests/e2e/test_api.py",
     "tests/e2e/test_structured.py",
     "tests/e2e/test_tools.py",
+    "tests/e2e/test_traces.py",
     "tests/chaos/test_kill.py",
     "tests/chaos/test_soak.py",
 )
@@ -101,12 +102,12 @@ def cluster(
     A test that kills a pod restarts it. Files that use this are named by CLUSTER.
     """
     from tests.e2e.cluster import Cluster
-    from tests.e2e.shape import BLOCK, CHUNK, MAX_MODEL_LEN
+    from tests.e2e.shape import BLOCK, CHUNK, MAX_MODEL_LEN, SPANS
 
-    pods = int(request.param[0])
+    pods, log_dir = int(request.param[0]), tmp_path_factory.mktemp("cluster")
     with Cluster(
         smollm2_dir,
-        tmp_path_factory.mktemp("cluster"),
+        log_dir,
         prefill=pods,
         decode=pods,
         chunk_tokens=CHUNK,
@@ -115,6 +116,9 @@ def cluster(
         threads=1,
         local_prefill="off",  # these tests look at the hand-off; costs would decide by the machine's speed
         pod_flags={"max-model-len": str(MAX_MODEL_LEN)},
+        traces=f"file:{log_dir}/{SPANS}",
+        trace_sample=0,  # only requests whose client asks for it
+        env={"OTEL_BSP_SCHEDULE_DELAY": "200"},
     ) as running:
         request.session.stash[RUNNING] = running
         yield running

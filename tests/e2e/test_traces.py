@@ -1,0 +1,189 @@
+"""One trace of one request over three processes: its spans in order, by their parents' ids and inside their times."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+
+from common.pb import inference_pb2, inference_pb2_grpc
+from common.trace_context import TraceContext
+from tests.e2e.cluster import Cluster
+from tests.e2e.shape import CHUNK, SPANS
+
+pytestmark = pytest.mark.parametrize("cluster", ["1P+1D"], indirect=True)
+
+WAIT_S = 30.0
+SLACK_NS = 2_000_000  # clocks of processes are read at different moments
+PROMPT = "The quick brown fox jumps over the lazy dog. " * (CHUNK // 9)  # a chunk and a bit
+
+
+@dataclass(frozen=True)
+class Span:
+    name: str
+    service: str
+    id: str
+    parent: str
+    start: int
+    end: int
+    facts: dict[str, Any]
+    failed: bool
+
+
+def spans_of(cluster: Cluster, trace_id: str) -> list[Span]:
+    """What is written so far, by start."""
+    path = cluster.stack.log_dir / SPANS
+    found: list[Span] = []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        for process in json.loads(line)["resourceSpans"]:
+            service = facts_of(process["resource"])["service.name"]
+            for span in process["scopeSpans"][0]["spans"]:
+                if span["traceId"] == trace_id:
+                    times = int(span["startTimeUnixNano"]), int(span["endTimeUnixNano"])
+                    ids = span["spanId"], span.get("parentSpanId", "")
+                    found.append(
+                        Span(span["name"], service, *ids, *times, facts_of(span), span["status"].get("code") == 2)
+                    )
+    return sorted(found, key=lambda span: span.start)
+
+
+def facts_of(holder: dict[str, Any]) -> dict[str, Any]:
+    return {a["key"]: next(iter(a["value"].values())) for a in holder["attributes"]}
+
+
+def wait_for(cluster: Cluster, trace_id: str, whole: Callable[[set[str]], bool]) -> list[Span]:
+    deadline = time.monotonic() + WAIT_S
+    while True:
+        found = spans_of(cluster, trace_id)
+        if whole({span.name for span in found}):
+            return found
+        assert time.monotonic() < deadline, [span.name for span in found]
+        time.sleep(0.1)
+
+
+ENDS = {"gateway.request", "prefill.request", "decode.run"}  # recorded last by each process
+
+
+def complete(cluster: Cluster, asked_by: TraceContext, **fields: Any) -> httpx.Response:
+    body = {"model": cluster.model, "max_tokens": 12, "temperature": 0, "cache_salt": asked_by.trace_id, **fields}
+    return httpx.post(f"{cluster.base_url}/completions", json=body, headers=dict(asked_by.metadata), timeout=120)
+
+
+def test_one_request_is_one_trace_over_gateway_prefill_transfer_and_decode(cluster: Cluster) -> None:
+    asked_by = TraceContext.new(sampled=True)
+    usage = complete(cluster, asked_by, prompt=PROMPT, ignore_eos=True).json()["usage"]
+    assert usage["prompt_tokens"] > CHUNK
+    spans = wait_for(cluster, asked_by.trace_id, ENDS.issubset)
+    by_name: dict[str, list[Span]] = defaultdict(list)
+    for span in spans:
+        by_name[span.name].append(span)
+    parents = {
+        "gateway.request": None,
+        "gateway.tokenize": "gateway.request",
+        "gateway.wait": "gateway.request",
+        "gateway.attempt": "gateway.request",
+        "gateway.route": "gateway.attempt",
+        "gateway.reserve": "gateway.attempt",
+        "gateway.stream": "gateway.attempt",
+        "prefill.request": "gateway.attempt",
+        "prefill.queue": "prefill.request",
+        "prefill.chunk": "prefill.request",
+        "transfer.hand_off": "prefill.request",
+        "transfer.push": "transfer.hand_off",
+        "decode.reserve": "gateway.attempt",
+        "decode.receive": "gateway.attempt",
+        "decode.run": "gateway.attempt",
+    }
+    assert set(by_name) == set(parents)
+    several = {name for name, group in by_name.items() if len(group) > 1}
+    assert several == {"prefill.chunk", "transfer.push"}
+    assert len({span.id for span in spans}) == len(spans)
+    for span in spans:
+        parent = parents[span.name]
+        assert not span.failed
+        assert span.service == {"transfer": "prefill"}.get(span.name.split(".")[0], span.name.split(".")[0])
+        if parent is None:
+            assert span.parent == asked_by.span_id
+            continue
+        (inside,) = by_name[parent]
+        assert span.parent == inside.id, span.name
+        assert inside.start - SLACK_NS <= span.start <= span.end, span.name
+        if parent != "gateway.attempt":  # pods let go of a request after its client has everything
+            assert span.end <= inside.end + SLACK_NS, span.name
+
+    def starts(*names: str) -> list[int]:
+        return [by_name[name][0].start for name in names]
+
+    for order in (
+        ("gateway.request", "gateway.tokenize", "gateway.wait", "gateway.attempt", "gateway.route", "gateway.reserve"),
+        ("gateway.reserve", "decode.reserve", "decode.receive"),
+        ("decode.reserve", "prefill.request", "prefill.queue", "prefill.chunk", "transfer.hand_off", "transfer.push"),
+        ("transfer.push", "decode.run"),
+        ("prefill.chunk", "gateway.stream"),
+    ):
+        got = starts(*order)
+        assert all(a <= b + SLACK_NS for a, b in itertools.pairwise(got)), order
+    chunks = by_name["prefill.chunk"]
+    assert sum(int(chunk.facts["baton.tokens"]) for chunk in chunks) == usage["prompt_tokens"]
+    assert all(a.end <= b.end for a, b in itertools.pairwise(chunks))
+    (hand_off,), (run,), (request,) = (by_name[n] for n in ("transfer.hand_off", "decode.run", "gateway.request"))
+    pushed = sum(int(push.facts["baton.blocks"]) for push in by_name["transfer.push"])
+    assert pushed == int(hand_off.facts["baton.blocks"])
+    assert by_name["transfer.push"][0].start < chunks[-1].end  # the first chunk's KV leaves while the last computes
+    assert (hand_off.facts["baton.decode_pod"], hand_off.facts["baton.transport"]) != ("", "")
+    assert int(run.facts["baton.output_tokens"]) == usage["completion_tokens"] == 12
+    assert int(request.facts["baton.output_tokens"]) == 12
+    assert request.facts["baton.outcome"] == "ok"
+    assert by_name["decode.receive"][0].end >= by_name["transfer.push"][-1].end - SLACK_NS
+
+
+def test_traces_come_over_grpc_too_and_nobody_else_is_traced(cluster: Cluster) -> None:
+    def traces() -> set[str]:
+        path = cluster.stack.log_dir / SPANS
+        return set(re.findall('"traceId":"([0-9a-f]+)"', path.read_text())) if path.exists() else set()
+
+    before = traces()
+    unsampled, sampled = TraceContext.new(sampled=False), TraceContext.new(sampled=True)
+    assert complete(cluster, unsampled, prompt="Hello", max_tokens=2).status_code == 200
+    request = inference_pb2.GenerateRequest(model=cluster.model, text="Hello there", max_tokens=3, ignore_eos=True)
+    with grpc.insecure_channel(cluster.stack.grpc_address) as channel:
+        stub: Any = inference_pb2_grpc.InferenceStub(channel)
+        assert list(stub.Generate(request, timeout=60))
+        assert list(stub.Generate(request, metadata=sampled.metadata, timeout=60))
+    wait_for(cluster, sampled.trace_id, ENDS.issubset)
+    assert traces() - before == {sampled.trace_id}
+
+
+def test_a_request_that_fails_says_so_in_its_trace(cluster: Cluster) -> None:
+    asked_by = TraceContext.new(sampled=True)
+    refused = complete(cluster, asked_by, prompt="Hello", max_tokens=1 << 20)
+    assert refused.status_code == 400
+    (span,) = wait_for(cluster, asked_by.trace_id, {"gateway.request"}.issubset)
+    assert span.failed
+    assert span.facts["baton.outcome"] == "InvalidRequest"
+
+
+def test_the_log_has_a_line_for_each_request_with_its_trace(cluster: Cluster) -> None:
+    asked_by = TraceContext.new(sampled=True)
+    headers = dict(asked_by.metadata) | {"x-request-id": asked_by.trace_id}
+    body = {"model": cluster.model, "prompt": "Hello", "max_tokens": 3, "ignore_eos": True}
+    answer = httpx.post(f"{cluster.base_url}/completions", json=body, headers=headers, timeout=60)
+    deadline = time.monotonic() + WAIT_S
+    while not (lines := [line for line in cluster.log("gateway", 500).splitlines() if asked_by.trace_id in line]):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    (told,) = [json.loads(line) for line in lines]
+    assert (told["event"], told["level"], told["outcome"]) == ("request ended", "info", "ok")
+    assert told["client_request_id"] == told["trace_id"] == asked_by.trace_id
+    assert f"cmpl-{told['request_id']}" == answer.json()["id"]
+    assert (told["endpoint"], told["output_tokens"]) == ("completions", 3)
+    assert 0 < told["ttft_s"] <= told["duration_s"]
