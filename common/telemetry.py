@@ -9,6 +9,7 @@ import math
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from wsgiref.simple_server import WSGIServer
 
@@ -48,28 +49,43 @@ class MetricsServer:
         self._thread.join()
 
 
+@dataclass(frozen=True, slots=True)
+class Declaration:
+    """What scrapers see: its whole name, its kind (counter, gauge or histogram), what it means, its labels."""
+
+    name: str
+    kind: str
+    help: str
+    labels: tuple[str, ...] = ()
+
+
 class Metrics:
     """Declares and exposes metrics; names come without the prefix and with their unit (`_seconds`, `_bytes`)."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self.declared: list[Declaration] = []
 
     def counter(self, name: str, help: str, labels: Sequence[str] = ()) -> Counter:
         """A count that only grows; Prometheus adds `_total` to its name."""
+        self._declare(f"{name}_total", "counter", help, labels)
         return Counter(PREFIX + name, help, labels, registry=self.registry)
 
     def gauge(self, name: str, help: str, labels: Sequence[str] = ()) -> Gauge:
         """A value that goes up and down."""
+        self._declare(name, "gauge", help, labels)
         return Gauge(PREFIX + name, help, labels, registry=self.registry)
 
     def histogram(
         self, name: str, help: str, labels: Sequence[str] = (), buckets: Sequence[float] = LATENCY_BUCKETS
     ) -> Histogram:
         """A distribution; the default buckets are seconds of latency."""
+        self._declare(name, "histogram", help, labels)
         return Histogram(PREFIX + name, help, labels, registry=self.registry, buckets=buckets)
 
     def tally(self, name: str, help: str, buckets: Sequence[float] = LATENCY_BUCKETS) -> Tally:
         """A distribution that is observed by one thread, for every token: without labels and locks."""
+        self._declare(name, "histogram", help, ())
         tally = Tally(PREFIX + name, help, buckets)
         self.registry.register(tally)
         return tally
@@ -78,13 +94,18 @@ class Metrics:
         self, name: str, help: str, read: Callable[[], Iterable[Sample]], labels: Sequence[str] = ()
     ) -> None:
         """A gauge read only when scraped: `read` gives (label values, value) pairs, from the scraping thread."""
+        self._declare(name, "gauge", help, labels)
         self._sampled(lambda: GaugeMetricFamily(PREFIX + name, help, labels=labels), read)
 
     def sampled_counter(
         self, name: str, help: str, read: Callable[[], Iterable[Sample]], labels: Sequence[str] = ()
     ) -> None:
         """A counter whose owner keeps the count: `read` gives (label values, count) pairs, from the scraping thread."""
+        self._declare(f"{name}_total", "counter", help, labels)
         self._sampled(lambda: CounterMetricFamily(PREFIX + name, help, labels=labels), read)
+
+    def _declare(self, name: str, kind: str, help: str, labels: Sequence[str]) -> None:
+        self.declared.append(Declaration(PREFIX + name, kind, help, tuple(labels)))
 
     def _sampled(
         self, family: Callable[[], GaugeMetricFamily | CounterMetricFamily], read: Callable[[], Iterable[Sample]]
@@ -93,7 +114,10 @@ class Metrics:
 
     def process(self) -> None:
         """What every process tells of itself: CPU, memory, files, and the memory that it may take."""
-        ProcessCollector(namespace=PREFIX.rstrip("_"), registry=self.registry)
+        process = ProcessCollector(namespace=PREFIX.rstrip("_"), registry=self.registry)
+        for family in process.collect():
+            end = "_total" if family.type == "counter" else ""
+            self._declare(family.name.removeprefix(PREFIX) + end, family.type, family.documentation, ())
         self.sampled_gauge(
             "host_memory_used_bytes",
             "Memory in use in this process's container, or on the machine where it has no limit.",

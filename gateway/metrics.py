@@ -29,7 +29,7 @@ class GatewayMetrics:
         self.e2e = m.histogram("e2e_seconds", "Arrival to the last token, per choice")
         self.queue = m.histogram("queue_seconds", "Arrival at a prefill pod to its first chunk")
         self.prompt_tokens = m.counter("prompt_tokens", "Prompt tokens of answered requests")
-        self.output_tokens = m.counter("output_tokens", "Tokens generated")
+        self.output_tokens = m.counter("output_tokens", "Tokens of all answers, as clients got them")
         self.aborts = m.counter("aborts", "Requests ended before the pods were done", ["reason"])
         self.retries = m.counter("retries", "Further attempts after a failure", ["kind"])
         self.rejections = m.counter("rejections", "Requests refused for load or by a limit", ["by"])

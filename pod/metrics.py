@@ -40,7 +40,7 @@ class PodMetrics:
         self._step_seconds = m.histogram("step_seconds", "Seconds of one engine step.", ["kind"])
         self._batch_size = m.histogram("batch_size", "Sequences in one engine step.", buckets=COUNT_BUCKETS)
         m.sampled_counter("generated_tokens", "Tokens sampled on this pod.", lambda: [((), self.generated)])
-        self._requests = m.counter("requests", "Sequences that ended on this pod, by reason.", ["outcome"])
+        self._ended = m.counter("sequences_ended", "Sequences that ended on this pod, by reason.", ["outcome"])
         self._cached_tokens = m.counter(
             "prefix_hit_tokens", "Prompt tokens found in this pod's prefix cache, by tier.", ["tier"]
         )
@@ -63,8 +63,8 @@ class PodMetrics:
             "exposed_hand_off_seconds", "Seconds from the last chunk to the commit.", buckets=HAND_OFF_BUCKETS
         )
         m.sampled_gauge(
-            "transfer_gb_s", "1e9 bytes a second that the probe of a connection moved, by what carried them.",
-            lambda: [((p.pod, p.transport, p.transport_source), p.gbps) for p in peers()],
+            "transfer_probe_bytes_per_second", "What the probe of a connection moved, by what carried it.",
+            lambda: [((p.pod, p.transport, p.transport_source), p.gbps * 1e9) for p in peers()],
             ["peer", "transport", "source"],
         )  # fmt: skip
         self._drafts = m.counter(
@@ -196,7 +196,7 @@ class PodMetrics:
             if output.proposed:
                 self._count_drafts(output)
             if output.ended:
-                self._requests.labels("handed_off" if output.finish is None else str(output.finish)).inc()
+                self._ended.labels("handed_off" if output.finish is None else str(output.finish)).inc()
                 self._cached_tokens.labels("device").inc(output.seq.cached_tokens - output.seq.host_tokens)
                 self._cached_tokens.labels("host").inc(output.seq.host_tokens)
 

@@ -1,0 +1,214 @@
+"""Metrics of a real gateway and a real pod: well named, described, and all that alerts and dashboards ask for."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import promql_parser
+import pytest
+import torch
+import yaml
+
+from common.config import PodConfig
+from common.telemetry import Declaration, Metrics
+from common.types import Role
+from gateway.models import ModelText
+from gateway.service import Gateway, Settings
+from kv_transfer.loopback import LoopbackBackend, LoopbackFabric
+from pod.gpu_driver import Gpu, GpuReading
+from pod.runtime import PodRuntime
+from tests.gateway_rig import MODEL, texts
+from tests.harness import tiny_llama
+from tests.promql import label_names, selectors
+
+ROOT = Path(__file__).parents[2]
+MONITORING = ROOT / "k8s/components/monitoring"
+PROMTOOL = os.environ.get("PROMTOOL") or shutil.which("promtool")
+
+# What Prometheus adds to every sample, in Kubernetes or anywhere.
+SCRAPED = {"instance", "job", "pod", "namespace"}
+UNITS = ("seconds", "bytes", "tokens", "ratio", "total", "bytes_per_second")
+ABBREVIATED = {"s", "ms", "us", "ns", "sec", "secs", "b", "kb", "mb", "gb", "kib", "mib", "gib", "pct", "percent"}
+FOREIGN_UNITS = {"milliseconds", "microseconds", "minutes", "hours", "gigabytes", "megabytes", "kilobytes", "bits"}
+
+
+@pytest.fixture(scope="module")
+def registries(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Metrics]:
+    """By service; the pod's says what one with a GPU, a host tier and drafts would say."""
+    torch.set_num_threads(1)
+
+    async def made() -> dict[str, Metrics]:
+        gateway = Gateway(Settings(), [ModelText(MODEL, *texts(smollm2_dir))], None)
+        config = PodConfig(
+            role=Role.PREFILL, model=str(tiny_llama(tmp_path_factory.mktemp("tiny"))), device="cpu", threads=1,
+            kv_memory=1 << 20, block_size=4, speculation="ngram",
+        )  # fmt: skip
+        pod = await PodRuntime.create(config, backend=lambda _config: LoopbackBackend(LoopbackFabric()))
+        pod.metrics.watch_gpu(Gpu(lambda: GpuReading(1, 2, 0.5)))
+        return {"gateway": gateway.metrics.base, "pod": pod.metrics.base}
+
+    return asyncio.run(made())
+
+
+@pytest.fixture(scope="module")
+def declared(registries: dict[str, Metrics]) -> dict[str, Declaration]:
+    return {metric.name: metric for metrics in registries.values() for metric in metrics.declared}
+
+
+def test_what_is_declared_is_what_a_scrape_has(registries: dict[str, Metrics]) -> None:
+    for metrics in registries.values():
+        said = {
+            family.name + ("_total" if family.type == "counter" else ""): (family.type, family.documentation)
+            for family in metrics.registry.collect()
+        }
+        assert said == {metric.name: (metric.kind, metric.help) for metric in metrics.declared}
+
+
+def test_a_name_means_one_thing_everywhere(registries: dict[str, Metrics], declared: dict[str, Declaration]) -> None:
+    for metrics in registries.values():
+        for metric in metrics.declared:
+            assert metric == declared[metric.name]
+
+
+def test_names_are_as_promtool_wants_them(declared: dict[str, Declaration]) -> None:
+    assert len(declared) > 60
+    for name, metric in declared.items():
+        words = name.split("_")
+        assert re.fullmatch(r"baton(_[a-z0-9]+)+", name), name
+        assert name.endswith("_total") == (metric.kind == "counter"), name
+        assert words[-1] not in {"count", "sum", "bucket", "info"} or name == "baton_pod_info", name
+        assert not ABBREVIATED & set(words), f"{name}: units are written out"
+        assert not FOREIGN_UNITS & set(words), f"{name}: base units only"
+        assert not {"counter", "gauge", "histogram", "summary"} & set(words), f"{name}: the type is no part of a name"
+        assert len(metric.help.split()) > 2, f"{name}: {metric.help!r} helps nobody"
+        assert all(re.fullmatch(r"[a-z_]+", label) and label not in ("le", "quantile") for label in metric.labels), name
+        if metric.kind == "histogram":
+            assert name.endswith(("_seconds", "_tokens", "_size", "_length")), f"{name}: of what?"
+        if "econds" in metric.help.split(" ")[0]:
+            assert "seconds" in words, name
+
+
+@pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed (Debian: prometheus; or $PROMTOOL)")
+def test_promtool_has_nothing_to_say(registries: dict[str, Metrics]) -> None:
+    for metrics in registries.values():
+        # prometheus_client's own: the moment at which each series began
+        kept = [line for line in metrics.exposition().decode().splitlines() if "_created" not in line]
+        assert PROMTOOL is not None
+        run = subprocess.run(
+            [PROMTOOL, "check", "metrics"], input="\n".join(kept) + "\n", capture_output=True, text=True, check=False
+        )
+        assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
+
+
+# -- who uses them
+
+
+def rules() -> list[dict[str, Any]]:
+    groups = yaml.safe_load((MONITORING / "rules.yaml").read_text())["spec"]["groups"]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+def recorded() -> dict[str, Any]:
+    return {rule["record"]: promql_parser.parse(rule["expr"]) for rule in rules() if "record" in rule}
+
+
+def panels() -> Iterator[dict[str, Any]]:
+    for panel in json.loads((MONITORING / "dashboard.json").read_text())["panels"]:
+        yield from [panel] if panel["type"] != "row" else panel["panels"]
+
+
+def expressions() -> Iterator[tuple[str, str]]:
+    """All that is asked of Prometheus, with who asks."""
+    for rule in rules():
+        yield rule.get("alert") or rule["record"], rule["expr"]
+    for panel in panels():
+        for target in panel["targets"]:
+            yield panel["title"], target["expr"].replace("$__rate_interval", "5m").replace("$namespace", ".*")
+
+
+def base_of(name: str, declared: dict[str, Declaration]) -> Declaration | None:
+    """The metric that a series belongs to."""
+    if name in declared and declared[name].kind != "histogram":
+        return declared[name]
+    found = declared.get(re.sub(r"_(bucket|sum|count)$", "", name))
+    return found if found is not None and found.kind == "histogram" and found.name != name else None
+
+
+def test_alerts_and_dashboards_ask_for_what_exists(declared: dict[str, Declaration]) -> None:
+    asked = list(expressions())
+    assert len(asked) > 80
+    for who, expr in asked:
+        require_known(who, expr, declared)
+
+
+def test_what_does_not_exist_is_found(declared: dict[str, Declaration]) -> None:
+    for expr in (
+        "baton_nothing",
+        "baton_ttft_seconds",  # a histogram has no series of its own name
+        "rate(baton_requests[5m])",
+        'baton_kv_blocks{kind="free"}',
+        "sum by (kind) (baton_kv_blocks)",
+        "baton_kv_blocks / on (role) baton_kv_block_bytes",
+    ):
+        with pytest.raises(AssertionError):
+            require_known("somebody", expr, declared)
+
+
+def require_known(who: str, expr: str, declared: dict[str, Declaration]) -> None:
+    parsed = promql_parser.parse(expr)
+    known = set(SCRAPED)
+    for selector in selectors(parsed):
+        if selector.name in recorded():
+            for inside in selectors(recorded()[selector.name]):
+                metric = base_of(inside.name, declared)
+                assert metric is not None
+                known |= {*metric.labels}
+            continue
+        metric = base_of(selector.name, declared)
+        assert metric is not None, f"{who} asks for {selector.name}, which nobody exports"
+        allowed = {*metric.labels, *SCRAPED, *(("le",) if selector.name.endswith("_bucket") else ())}
+        assert {matcher.name for matcher in selector.matchers.matchers} <= allowed, f"{who}: labels of {selector.name}"
+        known |= allowed
+    assert label_names(parsed) <= known, f"{who} groups by a label that none of its metrics has"
+
+
+def test_the_errors_that_alert_are_the_servers_own() -> None:
+    from gateway.metrics import FAILED
+
+    (rule,) = (rule for rule in rules() if rule.get("alert") == "BatonErrors")
+    found = re.search(r'outcome=~"([^"]+)"', rule["expr"])
+    assert found is not None
+    assert set(found[1].split("|")) == FAILED
+
+
+def test_the_dashboard_is_what_its_source_makes() -> None:
+    spec = importlib.util.spec_from_file_location("make_dashboard", MONITORING / "make_dashboard.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look for it there
+    spec.loader.exec_module(module)
+    assert (MONITORING / "dashboard.json").read_text() == module.text()
+    ids = [panel["id"] for panel in json.loads(module.text())["panels"]]
+    assert len(set(ids)) == len(ids)
+
+
+def test_what_operators_read_names_every_metric_and_every_alert(declared: dict[str, Declaration]) -> None:
+    page = (ROOT / "docs/operations.md").read_text()
+    rows = dict(re.findall(r"^\| `(baton_[a-z0-9_]+)` \| ([^|]*) \|", page, re.MULTILINE))
+    assert set(rows) == set(declared)
+    for name, labels in rows.items():
+        assert tuple(re.findall(r"`([a-z_]+)`", labels)) == declared[name].labels, f"{name}: its labels"
+    alerts = {rule["alert"] for rule in rules() if "alert" in rule}
+    headings = set(re.findall(r"^#### (Baton\w+)$", page, re.MULTILINE))
+    assert headings == alerts
