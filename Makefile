@@ -21,7 +21,7 @@ pin = $(shell sed -n 's/^\($(1)==[^ ]*\).*/\1/p' constraints.txt)
 .DEFAULT_GOAL := help
 
 help: ## This list.
-	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
 
 install: $(INSTALLED) ## Makes .venv with the pinned versions; nothing to do the second time.
 
@@ -64,6 +64,12 @@ clients: $(INSTALLED) ## openai, litellm, langchain, guidellm, aiperf against a 
 
 k8s-check: $(INSTALLED) ## Renders k8s/, checks it against schemas and the code, lints the images (needs kubectl or kustomize).
 	.venv/bin/pytest tests/k8s -n 0 $(ARGS)
+
+# Hosts are network namespaces within a network, mount and process namespace: all of it ends with pytest.
+e2e-netns: $(INSTALLED) ## Overlay cpu-dev over several hosts of this machine: network namespaces, policies, rolling restarts (root).
+	@[ "$$(id -u)" = 0 ] || { echo 'make e2e-netns makes network namespaces: it needs root' >&2; exit 1; }
+	@command -v ip nft > /dev/null || apt-get install -qq -y iproute2 nftables
+	NETNS_E2E=1 unshare --net --mount --pid --fork --kill-child --mount-proc .venv/bin/pytest tests/netns -n 0 --timeout 600 -s $(ARGS)
 
 image-env-test: $(INSTALLED) ## Builds each image's Python environment by the Dockerfile's commands and starts from it.
 	IMAGE_ENVS=1 .venv/bin/pytest tests/k8s/test_images.py -n 0 --timeout 1800 $(ARGS)

@@ -17,7 +17,6 @@ from urllib.parse import parse_qs, urlsplit
 from gateway.endpoint_slices import SERVICE_LABEL, ApiServer
 
 NAMESPACE = "test"
-PATH = f"/apis/discovery.k8s.io/v1/namespaces/{NAMESPACE}/endpointslices"
 
 
 @dataclass
@@ -57,20 +56,23 @@ class FakeKube:
         self.version += 1
         name = name or f"{service}-abcde"
         kind = "MODIFIED" if name in self.slices else "ADDED"
-        endpoints = [
-            {"addresses": [host], "conditions": {"ready": not leaving, "serving": True, "terminating": leaving}}
-            for host, leaving in pods.items()
-        ]
         self.slices[name] = {
             "apiVersion": "discovery.k8s.io/v1",
             "kind": "EndpointSlice",
             "metadata": {"name": name, "resourceVersion": str(self.version), "labels": {SERVICE_LABEL: service}},
             "addressType": "IPv4",
-            "endpoints": endpoints or None,
+            "endpoints": self.endpoints(pods),
             "ports": [{"name": "metrics", "port": 9400}, {"name": "grpc", "port": port, "protocol": "TCP"}],
             **fields,
         }
         await self._tell(kind, name)
+
+    def endpoints(self, pods: dict[str, bool]) -> list[dict[str, Any]] | None:
+        """Of a slice. None when there are none, as Go writes an empty list."""
+        return [
+            {"addresses": [host], "conditions": {"ready": not leaving, "serving": True, "terminating": leaving}}
+            for host, leaving in pods.items()
+        ] or None
 
     async def remove(self, name: str) -> None:
         self.version += 1
@@ -133,7 +135,7 @@ class FakeKube:
         query = {name: values[0] for name, values in parse_qs(urlsplit(target).query).items()}
         status = self.refuse or (200 if headers.get("authorization") == f"Bearer {self.token}" else 401)
         known = query.get("labelSelector", "").startswith(f"{SERVICE_LABEL} in (")
-        if urlsplit(target).path != PATH or not known:
+        if urlsplit(target).path != self.api.slices_path() or not known:
             status = 404
         if status != 200:
             _whole(writer, status, {"kind": "Status", "code": status, "message": "refused"})

@@ -6,6 +6,7 @@ and no capabilities. Images do not exist here: `baton` is this checkout's, `valk
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import signal
@@ -78,11 +79,18 @@ class Container:
 
     def send(self, number: signal.Signals) -> None:
         """To process 1 of the container. It is the only child of the process that we started."""
+        for child in self._children():
+            os.kill(child, number)
+
+    def status(self) -> str:
+        """/proc/PID/status of process 1."""
+        (child,) = self._children()
+        return Path(f"/proc/{child}/status").read_text()
+
+    def _children(self) -> list[int]:
         assert self._popen is not None
         pid = self._popen.pid
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split() if self.alive else []
-        for child in children:
-            subprocess.run(["kill", f"-{number.value}", child], check=False)
+        return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()] if self.alive else []
 
     def tail(self, lines: int = 30) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])

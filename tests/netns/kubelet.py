@@ -1,0 +1,227 @@
+"""What a cluster does with the rendered manifests, for the pods of Deployments: start, probe, route to, roll, end.
+
+A pod is a host with one container. Its life: started -> startup probe -> ready and live, as its probes say -> deleted:
+terminating in its EndpointSlice, preStop, SIGTERM, and SIGKILL when the grace is over. Services are names in
+/etc/hosts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from common import probes
+from tests.fake_kube import FakeKube
+from tests.k8s.manifests import (
+    Object,
+    Peer,
+    command,
+    environment,
+    main_container,
+    named,
+    of_kind,
+    pod_labels,
+    pod_spec,
+    port_number,
+    selects,
+)
+from tests.netns.container import Container
+from tests.netns.hosts import NODE, Hosts
+
+HERE: Mapping[str, str] = {"kubernetes.io/metadata.name": "baton"}
+
+
+@dataclass
+class Pod:
+    """One pod of a Deployment. restarts: by a liveness probe or because its process ended; killed: the grace ended."""
+
+    name: str
+    workload: Object
+    address: str
+    container: Container
+    ready: bool = False
+    terminating: bool = False
+    restarts: int = 0
+    killed: bool = False
+    deleted_after_s: float = 0.0
+
+    @property
+    def spec(self) -> Object:
+        return main_container(self.workload)
+
+    async def asks(self, probe: Object) -> bool:
+        """One attempt of a probe, from the node."""
+        limit = probe.get("timeoutSeconds", 1)
+        kind, handler = next((k, v) for k, v in probe.items() if k in ("httpGet", "grpc", "tcpSocket"))
+        port = port_number(self.spec, handler["port"])
+        assert port is not None
+        if kind == "grpc":
+            return await probes.grpc_ready(f"{self.address}:{port}", limit, handler.get("service", ""))
+        if kind == "httpGet":
+            return await probes.answers(f"http://{self.address}:{port}{handler['path']}", limit)
+        try:
+            _, writer = await asyncio.wait_for(asyncio.open_connection(self.address, port), limit)
+        except (OSError, TimeoutError):
+            return False
+        writer.close()
+        return True
+
+
+@dataclass
+class Kubelet:
+    """Runs the Deployments of `objects`; seeds: what the volumes of pods begin with, see Container."""
+
+    objects: list[Object]
+    hosts: Hosts
+    kube: FakeKube
+    logs: Path
+    seeds: Mapping[str, Path]
+    pods: dict[str, list[Pod]] = field(default_factory=dict)
+    gone: list[Pod] = field(default_factory=list)
+    _count: int = 0
+    _watches: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+
+    def deployment(self, component: str) -> Object:
+        found = named(self.objects, "Deployment", f"baton-{component}")
+        assert found is not None
+        return found
+
+    async def run(self, component: str, *, address: str = "") -> Pod:
+        """A new pod of a Deployment; returns once it is ready, and has been for minReadySeconds."""
+        workload = self.deployment(component)
+        self._count += 1
+        name = f"baton-{component}-{self._count}"
+        address = self.hosts.add(name, Peer(pod_labels(workload), HERE), address)
+        pod = Pod(name, workload, address, self._container(workload, name, address))
+        self.pods.setdefault(component, []).append(pod)
+        pod.container.start()
+        await self._publish()
+        await self._start(pod)
+        self._watches[name] = asyncio.create_task(self._watch(pod))
+        while not pod.ready:
+            assert pod.container.alive, pod.container.tail()
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(workload["spec"].get("minReadySeconds", 0))
+        return pod
+
+    def _container(self, workload: Object, name: str, address: str) -> Container:
+        spec, container = pod_spec(workload), main_container(workload)
+        env = environment(self.objects, container, {"metadata.name": name, "status.podIP": address})
+        account = self.kube.account if spec.get("automountServiceAccountToken") else None
+        if account is not None:
+            env |= {"KUBERNETES_SERVICE_HOST": NODE, "KUBERNETES_SERVICE_PORT": str(self.kube.port)}
+        mounted = {mount["mountPath"] for mount in container["volumeMounts"]}
+        return Container(
+            host=name,
+            pod=spec,
+            spec=container,
+            argv=command(container, env),
+            env=env,
+            names=self.hosts.names,
+            log=self.logs / f"{name}.log",
+            seeds={
+                path: seed for path, seed in self.seeds.items() if any(Path(path).is_relative_to(m) for m in mounted)
+            },
+            account=account,
+        )
+
+    async def _start(self, pod: Pod) -> None:
+        probe = pod.spec["startupProbe"]
+        for _ in range(probe.get("failureThreshold", 3)):
+            assert pod.container.alive, f"{pod.name} ended with {pod.container.exit_code}:\n{pod.container.tail()}"
+            if await pod.asks(probe):
+                return
+            await asyncio.sleep(probe.get("periodSeconds", 10))
+        raise AssertionError(f"{pod.name} did not start:\n{pod.container.tail()}")
+
+    async def _watch(self, pod: Pod) -> None:
+        """Readiness and liveness, each at its own pace, until the pod is deleted."""
+        await asyncio.gather(self._readiness(pod), self._liveness(pod))
+
+    async def _readiness(self, pod: Pod) -> None:
+        probe, failures = pod.spec["readinessProbe"], 0
+        while True:
+            failures = 0 if await pod.asks(probe) else failures + 1
+            ready = failures == 0 or (pod.ready and failures < probe.get("failureThreshold", 3))
+            if ready != pod.ready:
+                pod.ready = ready
+                await self._publish()
+            await asyncio.sleep(probe.get("periodSeconds", 10))
+
+    async def _liveness(self, pod: Pod) -> None:
+        probe, failures = pod.spec["livenessProbe"], 0
+        while True:
+            failures = 0 if await pod.asks(probe) else failures + 1
+            if failures >= probe.get("failureThreshold", 3) or not pod.container.alive:
+                pod.restarts += 1
+                pod.container.send(signal.SIGKILL)
+                return
+            await asyncio.sleep(probe.get("periodSeconds", 10))
+
+    async def delete(self, pod: Pod) -> None:
+        """As the API server and the kubelet end a pod. Returns when its process is gone."""
+        began = time.monotonic()
+        pod.terminating = True
+        await self._publish()
+        watch = self._watches.pop(pod.name)
+        watch.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await watch
+        grace = pod_spec(pod.workload).get("terminationGracePeriodSeconds", 30)
+        await asyncio.sleep(pod.spec.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0))
+        pod.container.send(signal.SIGTERM)
+        while pod.container.alive and time.monotonic() - began < grace:
+            await asyncio.sleep(0.05)
+        pod.killed = pod.container.alive
+        pod.container.send(signal.SIGKILL)
+        pod.deleted_after_s = time.monotonic() - began
+        self.pods[next(c for c, pods in self.pods.items() if pod in pods)].remove(pod)
+        self.gone.append(pod)
+        await self._publish()
+        self.hosts.remove(pod.name)
+
+    async def roll(self, component: str) -> None:
+        """Replaces all pods of a Deployment by its strategy: one more, then one less, or all anew."""
+        workload = self.deployment(component)
+        for old in list(self.pods[component]):
+            if workload["spec"].get("strategy", {}).get("type") == "Recreate":
+                await self.delete(old)
+                await self.run(component, address=old.address)  # its Service's, which stays
+            else:
+                assert workload["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
+                await self.run(component)
+                await self.delete(old)
+
+    async def stop(self) -> None:
+        for watch in self._watches.values():
+            watch.cancel()
+        await asyncio.gather(*self._watches.values(), return_exceptions=True)
+        for pod in [pod for pods in self.pods.values() for pod in pods]:
+            pod.container.send(signal.SIGKILL)
+
+    async def _publish(self) -> None:
+        """Services: EndpointSlices of all, and names of those with an address of their own."""
+        names: dict[str, list[str]] = {}
+        for service in of_kind(self.objects, "Service"):
+            selector = {"matchLabels": service["spec"]["selector"]}
+            behind = [p for pods in self.pods.values() for p in pods if selects(selector, pod_labels(p.workload))]
+            name, ports = service["metadata"]["name"], service["spec"]["ports"]
+            if service["spec"].get("clusterIP") == "None":
+                conditions = {p.address: p.terminating for p in behind}
+                fields: dict[str, Any] = {"ports": [{"name": p["name"], "port": p["port"]} for p in ports]}
+                before = self.kube.slices.get(f"{name}-abcde", {}).get("endpoints")
+                if before != self.kube.endpoints(conditions):
+                    await self.kube.put(name, conditions, **fields)
+            else:
+                names[name] = [p.address for p in behind if p.ready and not p.terminating]
+                if name == "baton-redis":  # a ClusterIP: the address stays while no pod is behind it
+                    names[name] = [p.address for p in behind] or [p.address for p in self.gone if "redis" in p.name][
+                        -1:
+                    ]
+        self.hosts.resolve(names)
