@@ -38,7 +38,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import report
-from benchmarks.pd_stack import CONFIGS, Answer, Client, ms, prompts, running, spread, transport_of
+from benchmarks.pd_stack import CONFIGS, FLAGS, Answer, Client, ms, prompts, running, spread, transport_of
 from common.auth import Signer
 from common.errors import BatonError
 from common.gpus import visible_gpus
@@ -96,7 +96,9 @@ class NoHold:
 
 
 @asynccontextmanager
-async def node(plan: Plan, role: Role, device: str, pieces: Pieces | None = None) -> AsyncIterator[TransferNode]:
+async def node(
+    plan: Plan, role: Role, device: str, pieces: Pieces | None = None, *, allow_tcp: bool = False
+) -> AsyncIterator[TransferNode]:
     """A transfer node with a pool of its own. Its address is in its KvTargets and in `info`."""
     total = 2 * plan.total_blocks + 2
     make = host_memory if device == "cpu" else device_memory
@@ -122,6 +124,7 @@ async def node(plan: Plan, role: Role, device: str, pieces: Pieces | None = None
         signer=Signer(SECRET, info.pod, generation),
         address=lambda: address[0],
         pieces=pieces,
+        allow_tcp=allow_tcp,
     )
     server.add(transfer_pb2_grpc.add_TransferServicer_to_server, made.servicer, "baton.v1.Transfer")
     await made.start()
@@ -160,7 +163,7 @@ def scattered(total: int, run: int, rng: random.Random) -> list[int]:
     return [start + i for start in starts for i in range(run)]
 
 
-async def payload(plan: Plan, device: str) -> list[dict[str, Any]]:
+async def payload(plan: Plan, device: str, *, allow_tcp: bool) -> list[dict[str, Any]]:
     """GB/s of each size of runs and of pieces."""
     gpus = visible_gpus() if device != "cpu" else ()
     env = dict(os.environ)
@@ -180,7 +183,7 @@ async def payload(plan: Plan, device: str) -> list[dict[str, Any]]:
         if await child.stdout.readline() != b"ready\n":
             raise SystemExit("the receiving process did not start")
         for cut in cuts:
-            async with node(plan, Role.PREFILL, device, cut) as here:
+            async with node(plan, Role.PREFILL, device, cut, allow_tcp=allow_tcp) as here:
                 for run in (1, 4, 16, plan.total_blocks) if cut is usual else (1, 4):
                     times, exposed = [], []
                     for repeat in range(plan.repeats + 1):
@@ -300,7 +303,7 @@ async def measure(args: argparse.Namespace) -> tuple[dict[str, float], dict[str,
     metrics: dict[str, float] = {}
     more: dict[str, Any] = {}
     if "pods" in args.only:
-        async with running(shape, args.device, flags={"local-prefill-tokens": "0"}) as (stack, client):
+        async with running(shape, args.device, allow_tcp=args.allow_tcp, flags=FLAGS) as (stack, client):
             more["connections"] = transport_of(stack)
             print(*more["connections"], sep="\n", flush=True)
             more["idle"] = []
@@ -328,7 +331,7 @@ async def measure(args: argparse.Namespace) -> tuple[dict[str, float], dict[str,
             print(more["receiving"], flush=True)
             metrics["decode_step_ratio_while_receiving"] = more["receiving"]["ratio"]
     if "payload" in args.only:
-        more["rows"] = await payload(plan, args.device)
+        more["rows"] = await payload(plan, args.device, allow_tcp=args.allow_tcp)
         usual = more["rows"][0]["piece_mib"]
         rate = {row["run_blocks"]: row["gb_s"] for row in more["rows"] if row["piece_mib"] == usual}
         metrics |= {"payload_gb_s": rate[1], "payload_gb_s_8mib": rate[4]}
@@ -340,6 +343,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--shape", choices=PLANS, default="llama-3.1-8b")
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
+    parser.add_argument("--allow-tcp", action="store_true", help="whatever carries the KV")
     parser.add_argument("--only", choices=("pods", "payload"), nargs="+", default=["pods", "payload"])
     parser.add_argument("--receive", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)

@@ -35,7 +35,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import report
-from benchmarks.pd_stack import Answer, Client, ms, percentile, prompts, running, spread, transport_of
+from benchmarks.pd_stack import FLAGS, Answer, Client, ms, percentile, prompts, running, spread, transport_of
 
 SEED = 7
 IDLE_REQUESTS = 8
@@ -166,7 +166,7 @@ async def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     service: dict[int, float] = {}
     for mode in args.modes:
         aggregated = mode == "agg"
-        async with running(args.shape, args.device, aggregated=aggregated, flags={"local-prefill-tokens": "0"}) as (
+        async with running(args.shape, args.device, aggregated=aggregated, allow_tcp=args.allow_tcp, flags=FLAGS) as (
             stack,
             client,
         ):
@@ -203,6 +203,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--add", type=Path, metavar="FILE")
     parser.add_argument("--shape", choices=LOADS, default="llama-3.1-8b")
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
+    parser.add_argument("--allow-tcp", action="store_true", help="whatever carries the KV")
     parser.add_argument("--modes", choices=("pd", "agg"), nargs="+", default=["pd", "agg"])
     parser.add_argument("--loads", choices=SHOWN, nargs="+", default=list(SHOWN))
     parser.add_argument("--seconds", type=float, default=0.0, help="shorter runs of each load; the rows tell")

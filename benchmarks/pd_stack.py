@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import random
 import statistics
 import sys
@@ -36,6 +37,7 @@ MODEL = "bench"
 START_S = 300.0
 STOP_S = 20.0
 MESSAGE_BYTES = 64 << 20
+FLAGS = {"local-prefill-tokens": "0"}  # of pods: decode computes no prompt
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": SHAPES["llama-3.1-8b"].config | {"vocab_size": 49152},
@@ -155,7 +157,13 @@ class Client:
 
 @contextlib.asynccontextmanager
 async def running(
-    shape: str, device: str, *, aggregated: bool = False, dtype: str = "auto", flags: dict[str, str] | None = None
+    shape: str,
+    device: str,
+    *,
+    aggregated: bool = False,
+    allow_tcp: bool = False,
+    dtype: str = "auto",
+    flags: dict[str, str] | None = None,
 ) -> AsyncIterator[tuple[Stack, Client]]:
     """One prefill and one decode pod, or two pods that do both, each on a GPU of its own; and a client."""
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
@@ -165,10 +173,11 @@ async def running(
         limit = CONFIGS[shape]["max_position_embeddings"]
         config = UpConfig(
             model=str(directory), served_name=MODEL, port=0, device=device, dtype=dtype, load_format="dummy",
-            max_model_len=min(limit, 20480), log_level="info", drain_s=2.0,
+            max_model_len=min(limit, 20480), allow_tcp=allow_tcp, log_level="info", drain_s=2.0,
         )  # fmt: skip
         pod_flags = {**(flags or {}), **({"role": "both"} if aggregated else {})}
-        stack = Stack.plan(config, directory, Path(folder), pod_flags=pod_flags, say=print)
+        env = {name: value for name, value in os.environ.items() if name != "BATON_COMMIT"}
+        stack = Stack.plan(config, directory, Path(folder), pod_flags=pod_flags, env=env, say=print)
         supervisor = Supervisor(stack.specs, on_event=print)
         try:
             await supervisor.start(START_S)

@@ -44,6 +44,7 @@ app = typer.Typer(
 
 
 def _opt(help_text: str, *names: str, metavar: str | None = None) -> Any:
+    """names: of the option, where they are not the parameter's; typer 0.27 takes a metavar like it for its name."""
     return typer.Option(*names, help=help_text, metavar=metavar, show_default=False)
 
 
@@ -177,7 +178,9 @@ def up(
 
 @app.command()
 def serve(
-    role: Annotated[str | None, _opt("prefill, decode, or both: an aggregated server.", metavar="ROLE")] = None,
+    role: Annotated[
+        str | None, _opt("prefill, decode, or both: an aggregated server.", "--role", metavar="ROLE")
+    ] = None,
     config: Config = None,
     model: Model = None,
     served_name: ServedName = None,
@@ -456,10 +459,11 @@ def plan(
 @app.command()
 def loadtest(
     url: Annotated[
-        str | None, _opt("The gateway (default http://127.0.0.1:8000); HOST:PORT with --protocol grpc.", metavar="URL")
+        str | None,
+        _opt("The gateway (default http://127.0.0.1:8000); HOST:PORT with --protocol grpc.", "--url", metavar="URL"),
     ] = None,
-    protocol: Annotated[str | None, _opt("rest (default) or grpc.", metavar="PROTOCOL")] = None,
-    endpoint: Annotated[str | None, _opt("chat (default) or completions.", metavar="ENDPOINT")] = None,
+    protocol: Annotated[str | None, _opt("rest (default) or grpc.", "--protocol", metavar="PROTOCOL")] = None,
+    endpoint: Annotated[str | None, _opt("chat (default) or completions.", "--endpoint", metavar="ENDPOINT")] = None,
     model: Annotated[str | None, _opt("Name of the model; default: the first that the server lists.")] = None,
     api_key: Annotated[
         list[str] | None, _opt("API key, or several in turn (default: $OPENAI_API_KEY).", metavar="KEY")

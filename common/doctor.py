@@ -69,11 +69,14 @@ async def report(redis_url: str | None) -> int:
 
 async def examine(redis_url: str | None, tell: Callable[[Finding], None]) -> list[Finding]:
     """Runs all checks one after the other; `tell` gets each finding as it is made."""
+    gpus = await asyncio.to_thread(visible_gpus)
+    # On a machine with GPUs NIXL wants UCX to know their memory.
+    tcp = {"UCX_TLS": "tcp,cuda_copy" if gpus else "tcp", "UCX_NET_DEVICES": "lo"}
     checks: Sequence[Callable[[], Awaitable[Finding]]] = (
         _check_python,
         _check_torch,
         lambda: _check_nixl("NIXL, default transport", {}),
-        lambda: _check_nixl("NIXL, TCP", {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}),
+        lambda: _check_nixl("NIXL, TCP", tcp, without=Level.WARN),
         lambda: _check_redis(redis_url),
         _check_memory,
         _check_model,
@@ -83,7 +86,7 @@ async def examine(redis_url: str | None, tell: Callable[[Finding], None]) -> lis
         finding = await check()
         tell(finding)
         findings.append(finding)
-    async for finding in _check_pairs(await asyncio.to_thread(visible_gpus)):
+    async for finding in _check_pairs(gpus):
         tell(finding)
         findings.append(finding)
     return findings
@@ -123,13 +126,11 @@ async def _check_torch() -> Finding:
     return Finding("torch", Level.OK, f"{head}, CPU with {reply['threads']} threads")
 
 
-async def _check_nixl(what: str, env: dict[str, str]) -> Finding:
-    """A real transfer between two processes."""
+async def _check_nixl(what: str, env: dict[str, str], *, without: Level = Level.MISSING) -> Finding:
+    """A real transfer between two processes. without: how bad it is when that fails."""
     reply = await _json_of_child([sys.executable, "-P", "-m", "kv_transfer.probe"], env)
     if isinstance(reply, str):
-        return Finding(
-            what, Level.MISSING, reply, "pip install nixl-cu13 (Linux x86_64 or aarch64); check UCX_* variables"
-        )
+        return Finding(what, without, reply, "pip install nixl-cu13 (Linux x86_64 or aarch64); check UCX_* variables")
     return Finding(
         what,
         Level.OK,

@@ -191,7 +191,8 @@ class NixlBackend:
     def transport(self, peer: str, *, same_host: bool) -> Transport:
         known = self._started.peers.get(peer)
         if self._ucx_log is not None and known is not None:
-            name = self._ucx_log.put_transport(self._name, known.memory.block_bytes, same_host=same_host)
+            memory = self._started.memory
+            name = self._ucx_log.put_transport(self._name, memory.block_bytes, memory.kind, same_host=same_host)
             if name is not None:
                 return Transport(name, "reported")
         allowed = os.environ.get("UCX_TLS", "all").split(",")

@@ -1,21 +1,27 @@
 """What UCX itself says about the protocol that it chose, read from its log: the honest source for "which transport".
 
-UCX prints a table per endpoint configuration when UCX_PROTO_INFO=y, headed by the name of the agent. Its log goes
-into an anonymous file of this process. Both settings are read when the library loads, so open() must come before the
-first agent of the process; a second agent finds the file by the environment. Somebody else's UCX_LOG_FILE or
-UCX_PROTO_INFO is left alone, and then nothing is known.
+UCX prints a table per endpoint configuration when UCX_PROTO_INFO=y, headed by the name of the agent and, beside or
+below it, by what the table is about: also by writes from host memory where all of ours are from a GPU. Its log goes into
+an anonymous file of this process. Both settings are read when the library loads, so open() must come before the first
+agent of the process; a second agent finds the file by the environment. Somebody else's UCX_LOG_FILE or UCX_PROTO_INFO
+is left alone, and then nothing is known.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from pathlib import Path
 from typing import Self
 
+from kv_transfer.memory import MemoryKind
+
+_log = logging.getLogger(__name__)
+
 _LINE = re.compile(r"^\[[^]]*\] \[[^]]*\]\s*(.*?)\s*$")
-_HEAD = re.compile(r"^\| (?P<agent>\S+) (?P<where>self|intra-node|inter-node)\b.* cfg#\d+\s*\|$")
-_PUT = re.compile(r"^\| remote memory write by ucp_put\*")
+_HEAD = re.compile(r"^\| (?P<agent>\S+) (?P<where>self|intra-node|inter-node)\b[^|]* cfg#\d+\s*\|(?P<rest>.*)$")
+_PUT = re.compile(r"^\|? remote memory write by ucp_put\*\S* from (?P<source>\S+)")
 _ROW = re.compile(r"^\|\s*(?P<low>\d+)(?P<unit>[KMG]?)\.\.\S+\s*\|[^|]*\|\s*(?P<config>[^|]+?)\s*\|$")
 _COMPLAINT = re.compile(r"\b(?:ERROR|WARN|FATAL)\b")
 _UNIT = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -58,12 +64,18 @@ class UcxLog:
         os.environ["UCX_LOG_FILE"] = path
         return cls(Path(path))
 
-    def put_transport(self, agent: str, block_bytes: int, *, same_host: bool) -> str | None:
-        """What carries `agent`'s writes of block_bytes bytes to peers on this host, or on others, when all its
-        configurations for them agree on one transport.
+    def put_transport(self, agent: str, block_bytes: int, kind: MemoryKind, *, same_host: bool) -> str | None:
+        """What carries `agent`'s writes of block_bytes bytes from that memory to peers on this host, or on others, when
+        all its configurations for them agree on one transport.
         """
-        names = transports(self._path.read_text(errors="replace"), agent, block_bytes, same_host=same_host)
-        return names.pop() if len(names) == 1 else None
+        log = self._path.read_text(errors="replace")
+        names = transports(log, agent, block_bytes, kind, same_host=same_host)
+        if len(names) == 1:
+            return names.pop()
+        _log.warning(
+            "UCX names %s for writes from %s of %s; its tables: %s", names or "nothing", kind, agent, log[-4000:]
+        )
+        return None
 
     def complaints(self) -> list[str]:
         """Warnings and errors since the last call: they would otherwise stay in the file."""
@@ -74,10 +86,11 @@ class UcxLog:
         return [line.strip() for line in lines if _COMPLAINT.search(line)]
 
 
-def transports(log: str, agent: str, block_bytes: int, *, same_host: bool) -> set[str]:
-    """Transports that the tables of `log` name for writes of block_bytes bytes by `agent` to such peers; those to
-    itself, or to whomever, count when there is no better table.
+def transports(log: str, agent: str, block_bytes: int, kind: MemoryKind, *, same_host: bool) -> set[str]:
+    """Transports that the tables of `log` name for writes of block_bytes bytes by `agent` from that memory to such
+    peers; those to itself, or to whomever, count when there is no better table.
     """
+    memory = "host" if kind == "DRAM" else "cuda"
     wanted = "intra-node" if same_host else "inter-node"
     tables: list[tuple[str, str]] = []  # where the peer is, what carries a write of this size to it
     where, inside = "", False
@@ -85,8 +98,9 @@ def transports(log: str, agent: str, block_bytes: int, *, same_host: bool) -> se
         line = match.group(1) if (match := _LINE.match(raw)) else raw.strip()
         if head := _HEAD.match(line):
             where, inside = (head["where"] if head["agent"] == agent else ""), False
-        elif _PUT.match(line):
-            inside = bool(where)
+            line = head["rest"]
+        if put := _PUT.match(line):
+            inside = bool(where) and put["source"].startswith(memory)
             if inside:
                 tables.append((where, ""))
         elif inside and (row := _ROW.match(line)) and int(row["low"]) * _UNIT[row["unit"]] <= block_bytes:
