@@ -1,10 +1,10 @@
 """What UCX itself says about the protocol that it chose, read from its log: the honest source for "which transport".
 
-UCX prints a table per endpoint configuration when UCX_PROTO_INFO=y, headed by the name of the agent and, beside or
-below it, by what the table is about: also by writes from host memory where all of ours are from a GPU. Its log goes into
-an anonymous file of this process. Both settings are read when the library loads, so open() must come before the first
-agent of the process; a second agent finds the file by the environment. Somebody else's UCX_LOG_FILE or UCX_PROTO_INFO
-is left alone, and then nothing is known.
+UCX prints a table per endpoint configuration when UCX_PROTO_INFO=y, headed by the first 31 characters of the agent's
+name and, beside or below it, by what the table is about: also by writes from host memory where all of ours are from a
+GPU. Its log goes into an anonymous file of this process. Both settings are read when the library loads, so open() must
+come before the first agent of the process; a second agent finds the file by the environment. Somebody else's
+UCX_LOG_FILE or UCX_PROTO_INFO is left alone, and then nothing is known.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from typing import Self
 from kv_transfer.memory import MemoryKind
 
 _log = logging.getLogger(__name__)
+
+NAME_CHARS = 31  # of an agent that UCX keeps
 
 _LINE = re.compile(r"^\[[^]]*\] \[[^]]*\]\s*(.*?)\s*$")
 _HEAD = re.compile(r"^\| (?P<agent>\S+) (?P<where>self|intra-node|inter-node)\b[^|]* cfg#\d+\s*\|(?P<rest>.*)$")
@@ -97,7 +99,7 @@ def transports(log: str, agent: str, block_bytes: int, kind: MemoryKind, *, same
     for raw in log.splitlines():
         line = match.group(1) if (match := _LINE.match(raw)) else raw.strip()
         if head := _HEAD.match(line):
-            where, inside = (head["where"] if head["agent"] == agent else ""), False
+            where, inside = (head["where"] if head["agent"] == agent[:NAME_CHARS] else ""), False
             line = head["rest"]
         if put := _PUT.match(line):
             inside = bool(where) and put["source"].startswith(memory)

@@ -62,3 +62,6 @@ def test_what_carries_writes_of_a_block_from_that_memory(
     lines = "".join(f"{LINE}{line}\n" for line in log.splitlines())
     assert transports(lines, "agent-1", 2 << 20, kind, same_host=same_host) == found
     assert transports(lines, "agent-12", 2 << 20, kind, same_host=same_host) == set()
+    cut = lines.replace("agent-1 ", "prefill-a-name-with-more-letter ")
+    whole = "prefill-a-name-with-more-letters-1795875125505"
+    assert transports(cut, whole, 2 << 20, kind, same_host=same_host) == found
