@@ -173,7 +173,7 @@ async def running(
         limit = CONFIGS[shape]["max_position_embeddings"]
         config = UpConfig(
             model=str(directory), served_name=MODEL, port=0, device=device, dtype=dtype, load_format="dummy",
-            max_model_len=min(limit, 20480), allow_tcp=allow_tcp, log_level="info", drain_s=2.0,
+            max_model_len=min(limit, 20480), allow_tcp=allow_tcp, host_cache=0, log_level="info", drain_s=2.0,
         )  # fmt: skip
         pod_flags = {**(flags or {}), **({"role": "both"} if aggregated else {})}
         env = {name: value for name, value in os.environ.items() if name != "BATON_COMMIT"}
