@@ -13,7 +13,8 @@ Milliseconds; metrics of `agg` have that prefix.
 - NAME_gap12: from token 1, which prefill sends, to token 2, decode's first. NAME_itl: between all later tokens; rows
   have it with gap12 too.
 
-`--add FILE` takes the modes and loads that this run leaves out from an earlier result of the same commit.
+The result is written after each load. `--add FILE` takes the modes and loads that this run leaves out from an earlier
+result of the same commit. `--budget S` makes the last loads shorter, so that all of them end in time; rows tell.
 `--shape tiny --device cpu` is for a CPU: it shows that the script works, not how fast anything is.
 """
 
@@ -23,6 +24,7 @@ import argparse
 import asyncio
 import gc
 import json
+import math
 import random
 import statistics
 import sys
@@ -40,6 +42,7 @@ from benchmarks.pd_stack import FLAGS, Answer, Client, ms, percentile, prompts, 
 SEED = 7
 IDLE_REQUESTS = 8
 SETTLE_S = 1.0
+TAIL_S, SHORTEST_S = 15.0, 5.0  # a load's last answers and the end of the pods; no load is shorter
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,20 +113,23 @@ async def idle(client: Client, shape: str, load: Load) -> dict[str, Any]:
     }
 
 
-async def play(client: Client, shape: str, load: Load) -> tuple[list[float], list[Answer]]:
-    """Sends everything when it is due; arrivals, and answers in their order."""
+async def play(client: Client, shape: str, load: Load) -> tuple[list[float], list[Answer], list[str]]:
+    """Sends everything when it is due; arrivals and answers in their order, and what failed."""
     arrivals = load.arrivals()
     made = prompts(shape, len(arrivals), load.prompt, seed=f"{SEED}-{load.name}")
     gc.collect()
     gc.freeze()
     begin = time.perf_counter() + 0.5
     try:
-        answers = await asyncio.gather(
-            *(client.ask(p, load.output, due=begin + at) for p, at in zip(made, arrivals, strict=True))
+        ended = await asyncio.gather(
+            *(client.ask(p, load.output, due=begin + at) for p, at in zip(made, arrivals, strict=True)),
+            return_exceptions=True,
         )
     finally:
         gc.unfreeze()
-    return arrivals, answers
+    failed = [repr(answer) for answer in ended if isinstance(answer, BaseException)]
+    kept = [(at, a) for at, a in zip(arrivals, ended, strict=True) if isinstance(a, Answer)]
+    return [at for at, _ in kept], [a for _, a in kept], failed
 
 
 def row(
@@ -162,6 +168,7 @@ def metrics_of(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 async def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+    began = time.perf_counter()
     rows: list[dict[str, Any]] = []
     service: dict[int, float] = {}
     for mode in args.modes:
@@ -172,18 +179,34 @@ async def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         ):
             connections = transport_of(stack)
             print(mode, *connections, sep="\n", flush=True)
-            wanted = [load for load in LOADS[args.shape] if load.name in args.loads]
-            for load in [replace(load, seconds=args.seconds or load.seconds) for load in wanted]:
+            for load in [load for name in args.loads for load in LOADS[args.shape] if load.name == name]:
                 quiet = await idle(client, args.shape, load)
                 if quiet["compute_s"] is not None:
                     service[load.prompt] = quiet["compute_s"]
                 service_s = service.get(load.prompt, quiet["ttft"]["p50"] / 1e3)
-                arrivals, answers = await play(client, args.shape, load)
-                rows.append({"mode": mode, **row(load, arrivals, answers, service_s, 2 if aggregated else 1)})
-                rows[-1] |= {"idle_ttft": quiet["ttft"], "idle_gap12": quiet["gap12"], "connections": connections}
+                left = args.budget - TAIL_S - (time.perf_counter() - began)
+                if left < SHORTEST_S:
+                    print(f"{mode} {load.name}: no time is left", flush=True)
+                    continue
+                played = replace(load, seconds=min(load.seconds, args.seconds, left))
+                arrivals, answers, failed = await play(client, args.shape, played)
+                for failure in failed[:5]:
+                    print(failure, flush=True)
+                rows.append({"mode": mode, **row(played, arrivals, answers, service_s, 2 if aggregated else 1)})
+                rows[-1] |= {"failed": len(failed), "idle_ttft": quiet["ttft"], "idle_gap12": quiet["gap12"]}
+                rows[-1] |= {"connections": connections}
                 print(json.dumps(rows[-1]), flush=True)
+                write(args, rows)
                 await asyncio.sleep(SETTLE_S)
     return rows
+
+
+def write(args: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """The result so far; its metrics."""
+    rows = [*earlier(args.add, rows), *rows]
+    metrics = metrics_of(rows)
+    report.write(args.out, "pd_online", metrics, "torch", "triton", "nixl-cu13", "grpcio", shape=args.shape, rows=rows)
+    return metrics
 
 
 def earlier(path: Path | None, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -206,14 +229,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--allow-tcp", action="store_true", help="whatever carries the KV")
     parser.add_argument("--modes", choices=("pd", "agg"), nargs="+", default=["pd", "agg"])
     parser.add_argument("--loads", choices=SHOWN, nargs="+", default=list(SHOWN))
-    parser.add_argument("--seconds", type=float, default=0.0, help="shorter runs of each load; the rows tell")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="shorter runs of each load; the rows tell")
+    parser.add_argument("--budget", type=float, default=math.inf, help="seconds that all of it may take")
     args = parser.parse_args(argv)
     rows = asyncio.run(measure(args))
-    rows = [*earlier(args.add, rows), *rows]
-    metrics = metrics_of(rows)
-    for name, value in metrics.items():
+    for name, value in write(args, rows).items():
         print(f"{name:36} {value}")
-    report.write(args.out, "pd_online", metrics, "torch", "triton", "nixl-cu13", "grpcio", shape=args.shape, rows=rows)
+    if failed := sum(r["failed"] for r in rows):
+        raise SystemExit(f"{failed} requests failed")
 
 
 if __name__ == "__main__":
