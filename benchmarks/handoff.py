@@ -252,8 +252,7 @@ async def handovers(client: Client, shape: str, length: int, repeats: int) -> tu
 
 async def receiving(client: Client, shape: str, plan: Plan, block_bytes: int) -> dict[str, Any]:
     """Step times of a decoding batch before, while and after KV arrives."""
-    tokens = CONFIGS[shape]["max_position_embeddings"] if shape == "tiny" else 8192
-    steps = min(tokens - plan.context - 1, 4096)
+    steps = min(CONFIGS[shape]["max_position_embeddings"] - plan.context - 1, 12000)
     streams = [asyncio.create_task(client.ask(p, steps)) for p in prompts(shape, plan.rows, plan.context, seed=2)]
     await asyncio.sleep(2 * plan.window_s)
     marks = [time.perf_counter()]
@@ -330,12 +329,18 @@ async def measure(args: argparse.Namespace) -> tuple[dict[str, float], dict[str,
             more["receiving"] = await receiving(client, shape, plan, plan.layout.block_bytes)
             print(more["receiving"], flush=True)
             metrics["decode_step_ratio_while_receiving"] = more["receiving"]["ratio"]
+        write(args, metrics, more)
     if "payload" in args.only:
         more["rows"] = await payload(plan, args.device, allow_tcp=args.allow_tcp)
         usual = more["rows"][0]["piece_mib"]
         rate = {row["run_blocks"]: row["gb_s"] for row in more["rows"] if row["piece_mib"] == usual}
         metrics |= {"payload_gb_s": rate[1], "payload_gb_s_8mib": rate[4]}
     return metrics, more
+
+
+def write(args: argparse.Namespace, metrics: dict[str, float], more: dict[str, Any]) -> None:
+    """The result so far."""
+    report.write(args.out, "handoff", metrics, "torch", "triton", "nixl-cu13", "grpcio", shape=args.shape, **more)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -353,7 +358,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     metrics, more = asyncio.run(measure(args))
     for name, value in metrics.items():
         print(f"{name:36} {value}")
-    report.write(args.out, "handoff", metrics, "torch", "triton", "nixl-cu13", "grpcio", shape=args.shape, **more)
+    write(args, metrics, more)
 
 
 if __name__ == "__main__":
