@@ -469,6 +469,9 @@ def loadtest(
         list[str] | None, _opt("API key, or several in turn (default: $OPENAI_API_KEY).", metavar="KEY")
     ] = None,
     rate: Annotated[str | None, _opt("Open loop: requests per second in the mean.", metavar="X")] = None,
+    rates: Annotated[
+        str | None, _opt("A run at each of these rates, while --slo is kept by --attainment (0.9).", metavar="X,..")
+    ] = None,
     arrivals: Annotated[
         str | None, _opt("With --rate: poisson (default), constant, gamma (bursts) or onoff.", metavar="KIND")
     ] = None,

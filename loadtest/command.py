@@ -1,7 +1,8 @@
-"""`baton loadtest`: runs a load test, or compares two.
+"""`baton loadtest`: runs a load test, or several at rising rates, or compares two.
 
-Exit codes: 0 fine; 1 nothing was answered, the share of good requests is below --attainment, too many failed, or B is
-worse than --tolerance allows; 2 wrong usage; 130 stopped by Ctrl-C, after the figures of what was done.
+Exit codes: 0 fine; 1 nothing was answered, the share of good requests is below --attainment (of --rates: at the first),
+too many failed, or B is worse than --tolerance allows; 2 wrong usage; 130 stopped by Ctrl-C, after the figures of what
+was done.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import functools
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from loadtest.comparison import compare
 from loadtest.config import LoadConfig
 from loadtest.run import Run
 from loadtest.runner import Runner
+from loadtest.sweep import kept, parse_rates, sweep
 
 EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
 
@@ -33,6 +36,7 @@ def run(
     *,
     out: str | None,
     html: str | None,
+    rates: str | None,
     compared: tuple[str, str] | None,
     tolerance: str | None,
     max_failed: str | None,
@@ -41,31 +45,74 @@ def run(
     **flags: Any,
 ) -> int:
     """Values are as typed. The exit code. Raises ConfigError, Unavailable."""
-    page = None if html is None else Path(html)
+    shown = Output(None if out is None else Path(out), None if html is None else Path(html), quiet, as_json)
     if compared is not None:
-        given = [
-            name for name, value in {"out": out, "max_failed": max_failed, **flags}.items() if value not in (None, [])
-        ]
+        others = {"out": out, "rates": rates, "max_failed": max_failed, **flags}
+        given = [name for name, value in others.items() if value not in (None, [])]
         if given:
             raise ConfigError(f"--{given[0].replace('_', '-')} is not for --compare", field=given[0])
-        return _compare(Path(compared[0]), Path(compared[1]), page, _share("tolerance", tolerance))
+        return _compare(Path(compared[0]), Path(compared[1]), shown.html, _share("tolerance", tolerance))
     if tolerance is not None:
         raise ConfigError("--tolerance is for --compare", field="tolerance")
     most_failed = _share("max-failed", max_failed)
+    if rates is not None:
+        return _sweep(parse_rates(rates), flags, shown)
     config = LoadConfig.of(flags)
-    finished = run_sync(config, watch=None if quiet else functools.partial(progress.show, out=sys.stderr))
-    told = figures.document(finished, metadata.version("baton-serving"))
-    if out is not None:
-        run_file.write(Path(out), told)
-    if page is not None:
-        run_file.write_text(page, report.page([told], ["run"]))
-    if as_json:
-        print(run_file.dumps({k: v for k, v in told.items() if k not in ("records", "curves_ms", "series")}))  # noqa: T201
-    else:
-        tables.show(Console(), told)
-    if finished.stopped:
+    told = _measure(config, shown)
+    shown.write(told)
+    if told["stopped"]:
         return EXIT_INTERRUPTED
     return 0 if _fine(told, config, most_failed) else EXIT_FAILED
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Where results go. quiet: no progress. as_json: figures as JSON on stdout."""
+
+    out: Path | None
+    html: Path | None
+    quiet: bool
+    as_json: bool
+
+    def write(self, told: Mapping[str, Any]) -> None:
+        """Files, and the figures on stdout."""
+        if self.out is not None:
+            run_file.write(self.out, told)
+        if self.html is not None:
+            run_file.write_text(self.html, report.page([told], ["run"]))
+        if self.as_json:
+            figures_only = {k: v for k, v in told.items() if k not in ("records", "curves_ms", "series")}
+            print(run_file.dumps(figures_only))  # noqa: T201
+        else:
+            tables.show(Console(), told)
+
+    def of_rate(self, rate: float) -> Output:
+        """The same, with the rate in the names of the files."""
+        out, html = (p and p.with_stem(f"{p.stem}-{rate:g}") for p in (self.out, self.html))
+        return replace(self, out=out, html=html)
+
+
+def _measure(config: LoadConfig, shown: Output) -> dict[str, Any]:
+    watch = None if shown.quiet else functools.partial(progress.show, out=sys.stderr)
+    return figures.document(run_sync(config, watch=watch), metadata.version("baton-serving"))
+
+
+def _sweep(rates: tuple[float, ...], flags: Mapping[str, Any], shown: Output) -> int:
+    if flags.get("rate") is not None:
+        raise ConfigError("--rate and --rates exclude each other", field="rates")
+    config = LoadConfig.of({**flags, "rate": str(rates[0])})
+    if not config.slo:
+        raise ConfigError("--rates needs --slo: it looks for the highest rate that keeps it", field="rates")
+    done = []
+    for told in sweep(config, rates, functools.partial(_measure, shown=shown)):
+        shown.of_rate(told["config"]["rate"]).write(told)
+        done.append(told)
+    if done[-1]["stopped"]:
+        return EXIT_INTERRUPTED
+    best = [told for told in done if kept(told, config)]
+    if not shown.as_json:
+        tables.show_sweep(Console(), done, best[-1] if best else None)
+    return 0 if best else EXIT_FAILED
 
 
 def run_sync(config: LoadConfig, *, watch: Callable[[Run], Awaitable[None]] | None = None) -> Run:

@@ -16,8 +16,15 @@ from typing import Any
 from loadtest.figures import SHARES
 
 Z = 1.96
-TIMES = ("ttft", "ttft_intended", "itl", "tpot", "e2e")
-PER_REQUEST = {"ttft": "ttft_ms", "tpot": "tpot_ms", "e2e": "e2e_ms"}  # columns of the records
+TIMES = ("ttft", "ttft_intended", "itl", "tpot", "e2e", "e2e_intended")
+# Of those that each request has one value of: the columns of the records that add up to it.
+PER_REQUEST = {
+    "ttft": ("ttft_ms",),
+    "ttft_intended": ("ttft_ms", "lag_ms"),
+    "tpot": ("tpot_ms",),
+    "e2e": ("e2e_ms",),
+    "e2e_intended": ("e2e_ms", "lag_ms"),
+}
 RATES = ("answered_per_s", "output_tokens_per_s")
 
 
@@ -57,18 +64,21 @@ class Comparison:
 
 def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> Comparison:
     """Of two documents (figures.document)."""
-    rows = [Row(name, "/s", a["rates"][name], b["rates"][name], 1) for name in RATES]
+    rows = [
+        Row(name.removesuffix("_per_s").replace("_", " "), "/s", a["rates"][name], b["rates"][name], 1)
+        for name in RATES
+    ]
     if a["goodput"] and b["goodput"]:
         rows.append(Row("goodput", "/s", a["goodput"]["per_s"], b["goodput"]["per_s"], 1))
         rows.append(Row("goodput share", "", a["goodput"]["share"], b["goodput"]["share"], 1))
     rows.append(Row("failed share", "", _failed(a), _failed(b), -1))
     for name in TIMES:
-        for share_name, share in (*SHARES.items(), ("mean", 0.0)):
+        for share_name, share in SHARES.items():
             clear = None
-            if share and name in PER_REQUEST:
+            if name in PER_REQUEST:
                 clear = _apart(_values(a, PER_REQUEST[name]), _values(b, PER_REQUEST[name]), share)
             first, second = (told["latencies_ms"][name][share_name] for told in (a, b))
-            rows.append(Row(f"{name} {share_name}", "ms", first, second, -1, clear))
+            rows.append(Row(f"{name.replace('_', ' ')} {share_name}", "ms", first, second, -1, clear))
     settings = sorted(a["config"].keys() | b["config"].keys())
     pairs = [("model", a["model"], b["model"]), ("version", a["version"], b["version"])]
     pairs += [(name, a["config"].get(name), b["config"].get(name)) for name in settings]
@@ -92,10 +102,11 @@ def _apart(a: Sequence[float], b: Sequence[float], share: float) -> bool:
     return first[1] < second[0] or second[1] < first[0]
 
 
-def _values(told: Mapping[str, Any], column: str) -> list[float]:
+def _values(told: Mapping[str, Any], columns: Sequence[str]) -> list[float]:
     records = told["records"]
-    kept = zip(records[column], records["error"], records["aborted"], strict=True)
-    return sorted(value for value, error, aborted in kept if value is not None and not error and not aborted)
+    each = zip(*(records[column] for column in columns), strict=True)
+    kept = zip(each, records["error"], records["aborted"], strict=True)
+    return sorted(sum(values) for values, error, aborted in kept if None not in values and not error and not aborted)
 
 
 def _failed(told: Mapping[str, Any]) -> float:

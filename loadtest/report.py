@@ -38,9 +38,9 @@ body{margin:0 auto;max-width:1240px;padding:28px 20px 60px;background:var(--back
 font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
 h1{font-size:22px;margin:0 0 2px}h2{font-size:16px;margin:34px 0 10px}
 .sub{color:var(--soft);margin:0 0 18px}
-.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:12px}
+.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(170px,1fr));gap:12px}
 .tile,figure,.warn{background:var(--card);border:1px solid var(--line);border-radius:8px}
-.tile{padding:12px 14px}.tile b{display:block;font-size:22px;font-variant-numeric:tabular-nums}
+.tile{padding:12px 14px}.tile b{display:block;font-size:19px;font-variant-numeric:tabular-nums}
 .tile span{color:var(--soft);font-size:13px}
 .warn{padding:10px 14px 10px 32px;border-color:var(--mark);margin:16px 0}
 .charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,440px),1fr));gap:14px}
@@ -56,7 +56,7 @@ svg text{font-size:11px;fill:var(--soft);font-variant-numeric:tabular-nums}svg .
 .legend{display:flex;flex-wrap:wrap;gap:4px 16px;font-size:13px;color:var(--soft)}
 .key{display:inline-block;width:16px;height:3px;vertical-align:middle;margin-right:6px}
 .key.dash{width:6px;box-shadow:10px 0 0 var(--c2);margin-right:16px}
-.scroll{overflow-x:auto}table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
+.scroll{overflow-x:auto;margin-bottom:18px}table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
 th,td{padding:6px 10px;border-bottom:1px solid var(--line);text-align:right;white-space:nowrap}
 th{color:var(--soft);font-weight:500}th:first-child,td:first-child{text-align:left}
 td.text{text-align:left;white-space:normal}.bad{color:var(--bad)}.good{color:var(--good)}.empty{color:var(--soft)}
@@ -265,7 +265,7 @@ def _errors(told: Mapping[str, Any], name: str) -> str:
 def _settings(runs: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
     keys = sorted({key for told in runs for key in told["config"]})
     rows = [
-        (f"--{key.replace('_', '-')}", *(str(told["config"].get(key, ABSENT)) for told in runs))
+        (key.replace("_", " "), *(str(told["config"].get(key, ABSENT)) for told in runs))
         for key in keys
         if any(told["config"].get(key) not in (None, {}, ()) for told in runs)
     ]

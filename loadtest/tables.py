@@ -45,6 +45,24 @@ def show(console: Console, told: Mapping[str, Any]) -> None:
         _say(console, f"note: {warning}")
 
 
+def show_sweep(console: Console, done: Sequence[Mapping[str, Any]], best: Mapping[str, Any] | None) -> None:
+    """Runs at rising rates, and the highest that was kept."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for column in ("rate", "answered/s", "tokens/s", "good", "goodput/s", "ttft p50", "ttft p99", "itl p50", "itl p99"):
+        table.add_column(column, justify="right")
+    for told in done:
+        rates, goodput, times = told["rates"], told["goodput"], told["latencies_ms"]
+        figures = [f"{rates['answered_per_s']:.2f}", f"{rates['output_tokens_per_s']:.0f}", f"{goodput['share']:.1%}"]
+        latencies = [ms(times[name][share]) for name in ("ttft", "itl") for share in ("p50", "p99")]
+        row = [f"{told['config']['rate']:g}", *figures, f"{goodput['per_s']:.2f}", *latencies]
+        table.add_row(*row, style="bold" if told is best else None)
+    console.print(table)
+    if best is None:
+        _say(console, "Not even the first rate was kept.")
+    else:
+        _say(console, f"Kept up with {best['config']['rate']:g} requests/s: goodput {best['goodput']['per_s']:.2f}/s.")
+
+
 def show_comparison(console: Console, comparison: Comparison, names: Sequence[str]) -> None:
     """Two runs."""
     table = Table(box=None, pad_edge=False, header_style="dim")

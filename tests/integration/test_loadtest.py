@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from common.errors import Overloaded, Unavailable
+from common.errors import ConfigError, Overloaded, Unavailable
 from common.types import ValidRequest
 from gateway.admission.key_store import KeyFile
 from gateway.admission.keys import mint
+from loadtest import run_file
 from loadtest.config import LoadConfig
 from loadtest.figures import document
 from loadtest.grpc_client import GrpcClient
@@ -171,6 +172,26 @@ async def test_the_command_runs_reports_and_compares(gw: Rig, tmp_path: Path) ->
     assert "Compared" in html.read_text()
     code, _, err = await command("--compare", str(a), str(b), "--rate", "3")
     assert (code, err.strip()) == (2, "baton: --rate is not for --compare (baton loadtest --help)")
+
+
+async def test_rates_rise_until_the_objective_is_missed(gw: Rig, cluster: FakeCluster, tmp_path: Path) -> None:
+    shared = ("--url", gw.url, "--requests", "12", "--output-tokens", "4", "--quiet", "--slo", "ttft=20s,e2e=400ms")
+    cluster.decodes[0].faults.token_delay_s = 0.02
+    limits = ("--max-concurrency", "1", "--arrivals", "constant")  # about ten a second, whatever comes
+    code, out, err = await command(*shared, *limits, "--rates", "1,200,400", "--out", str(tmp_path / "s.json"))
+    assert (code, err) == (0, "")
+    assert "Kept up with 1 requests/s" in out
+    kept, missed, never = (tmp_path / f"s-{rate}.json" for rate in (1, 200, 400))
+    assert [run_file.read(path)["config"]["seed"] for path in (kept, missed)] == [0, 1]
+    with pytest.raises(ConfigError, match="cannot be read"):
+        run_file.read(never)
+    code, out, _ = await command(*shared, *limits, "--rates", "300,400")
+    assert code == 1
+    assert "Not even the first" in out
+    for wrong, says in (("2,1", "--rates: '2,1'"), ("1,x", "--rates: '1,x'")):
+        code, _, err = await command("--url", gw.url, "--rates", wrong, "--slo", "ttft=1s")
+        assert code == 2
+        assert err.startswith(f"baton: {says}")
 
 
 async def test_the_command_fails_where_the_server_does(gw: Rig, cluster: FakeCluster, tmp_path: Path) -> None:
