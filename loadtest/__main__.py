@@ -4,5 +4,6 @@ import sys
 
 from common.cli import main
 
-sys.argv.insert(1, "loadtest")
-main()
+if __name__ == "__main__":
+    sys.argv.insert(1, "loadtest")
+    main()
