@@ -1,0 +1,316 @@
+"""Every alert fires on what it is for, and on nothing of a healthy day. promtool, where it is installed, says the same.
+
+A scenario is a healthy installation (one gateway, one prefill and one decode pod with GPUs) in which something goes
+wrong after BASE minutes. That the series exist is tests/integration/test_metric_names.py's to say.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import promql_parser
+import pytest
+import yaml
+
+from common.telemetry import LATENCY_BUCKETS
+from tests.promql import Series, evaluate
+
+RULES = Path(__file__).parents[2] / "k8s/components/monitoring/rules.yaml"
+PROMTOOL = os.environ.get("PROMTOOL") or shutil.which("promtool")
+
+STEP_S = 60.0
+BASE, BAD = 40, 25  # minutes
+GATEWAY, PREFILL, DECODE = "gateway:8000", "prefill:9400", "decode:9400"
+
+# A series: its value after so many minutes, or None while it is not there.
+Shape = Callable[[int], float | None]
+World = dict[str, Shape]
+
+
+def level(value: float, later: float | None = None) -> Shape:
+    """A gauge, another one once things go wrong."""
+    return lambda minute: value if later is None or minute <= BASE else later
+
+
+def counter(per_minute: float, later: float | None = None) -> Shape:
+    """Grows at a rate, at another one once things go wrong."""
+    rate = per_minute if later is None else later
+    return lambda minute: per_minute * min(minute, BASE) + rate * max(0, minute - BASE)
+
+
+def gone(value: float) -> Shape:
+    """There until things go wrong."""
+    return lambda minute: value if minute <= BASE else None
+
+
+def series(name: str, instance: str, **labels: str) -> str:
+    pairs = ",".join(f'{key}="{value}"' for key, value in {"instance": instance, **labels}.items())
+    return f"{name}{{{pairs}}}"
+
+
+def histogram(
+    name: str, instance: str, value: float, per_minute: float, later: float | None = None, **labels: str
+) -> World:
+    """All observations are `value`, then `later`."""
+    later = value if later is None else later
+    world: World = {}
+    for bound in (*LATENCY_BUCKETS, float("inf")):
+        le = "+Inf" if bound == float("inf") else f"{bound:g}"
+        rates = (per_minute * (value <= bound), per_minute * (later <= bound))
+        world[series(f"{name}_bucket", instance, le=le, **labels)] = counter(*rates)
+    world[series(f"{name}_count", instance, **labels)] = counter(per_minute)
+    world[series(f"{name}_sum", instance, **labels)] = counter(per_minute * value, per_minute * later)
+    return world
+
+
+def healthy() -> World:
+    world: World = {
+        series("baton_requests_total", GATEWAY, endpoint="chat", outcome="ok"): counter(600),
+        series("baton_requests_total", GATEWAY, endpoint="chat", outcome="InvalidRequest"): counter(60),
+        series("baton_requests_total", GATEWAY, endpoint="chat", outcome="Unavailable"): counter(1),
+        series("baton_requests_running", GATEWAY): level(50),
+        series("baton_gateway_ready", GATEWAY): level(1),
+        series("baton_admission_waiting", GATEWAY, model="m"): level(5),
+        series("baton_rejections_total", GATEWAY, by="decode"): counter(3),
+        series("baton_output_tokens_total", GATEWAY): counter(60_000),
+        series("baton_prefix_lookup_tokens_total", GATEWAY): counter(100_000),
+        series("baton_prefix_repeated_tokens_total", GATEWAY): counter(50_000),
+        series("baton_prefix_hit_tokens_actual_total", GATEWAY): counter(40_000),
+        series("baton_kv_index_mode", GATEWAY, mode="redis"): level(1),
+        **histogram("baton_ttft_seconds", GATEWAY, 0.4, 600),
+        **histogram("baton_itl_seconds", GATEWAY, 0.02, 60_000),
+        **histogram("baton_exposed_hand_off_seconds", PREFILL, 0.004, 600),
+        series("baton_transfer_bytes_total", PREFILL, transport="cuda_ipc"): counter(1e9),
+        series("baton_transfers_failed_total", PREFILL): counter(0.5),
+        series("baton_speculation_acceptance_length_sum", DECODE, proposer="ngram"): counter(250),
+        series("baton_speculation_acceptance_length_count", DECODE, proposer="ngram"): counter(100),
+        series("baton_speculation_useless", DECODE, proposer="ngram"): level(0),
+    }
+    for pod in (PREFILL, DECODE):
+        blocks = {"free": 300, "cached": 300, "leased": 390, "quarantined": 10}
+        world |= {series("baton_kv_blocks", pod, state=state): level(count) for state, count in blocks.items()}
+        world |= {
+            series("baton_sequences", pod, state="waiting"): level(2),
+            series("baton_kv_pool_intact", pod): level(1),
+            series("baton_preemptions_total", pod): counter(1),
+            series("baton_out_of_memory_total", pod): level(0),
+            series("baton_gpu_utilization_ratio", pod): level(0.8),
+            series("baton_gpu_memory_used_bytes", pod): level(72e9),
+            series("baton_gpu_memory_total_bytes", pod): level(80e9),
+        }
+    for process in (GATEWAY, PREFILL, DECODE):
+        world |= {
+            series("baton_host_memory_used_bytes", process): level(4e9),
+            series("baton_host_memory_limit_bytes", process): level(8e9),
+            series("baton_process_start_time_seconds", process): level(1.7e9),
+        }
+    return world
+
+
+def kv(instance: str, **counts: int) -> World:
+    """Blocks of 1,000 once things go wrong."""
+    before = {"free": 300, "cached": 300, "leased": 390, "quarantined": 10}
+    return {
+        series("baton_kv_blocks", instance, state=state): level(before[state], counts.get(state, 0)) for state in before
+    }
+
+
+# What goes wrong, by the alert that has to say so.
+SCENARIOS: dict[str, World] = {
+    "BatonTtftHigh": histogram("baton_ttft_seconds", GATEWAY, 0.4, 600, later=3.0),
+    "BatonItlHigh": histogram("baton_itl_seconds", GATEWAY, 0.02, 60_000, later=0.12),
+    "BatonHandOffExposed": histogram("baton_exposed_hand_off_seconds", PREFILL, 0.004, 600, later=0.9),
+    "BatonQueueLong": {series("baton_sequences", DECODE, state="waiting"): level(2, 99)},
+    "BatonQueueGrowing": {
+        series("baton_admission_waiting", GATEWAY, model="m"): lambda m: 5 if m <= BASE else 5 + 3 * (m - BASE)
+    },
+    "BatonRejections": {series("baton_rejections_total", GATEWAY, by="decode"): counter(3, 60)},
+    "BatonThroughputLow": {series("baton_output_tokens_total", GATEWAY): counter(60_000, 20_000)},
+    "BatonGpuBusy": {series("baton_gpu_utilization_ratio", PREFILL): level(0.8, 0.99)},
+    "BatonKvMemoryHigh": kv(DECODE, free=40, cached=40, leased=910, quarantined=10),
+    "BatonHostMemoryHigh": {series("baton_host_memory_used_bytes", DECODE): level(4e9, 7.5e9)},
+    "BatonGpuMemoryHigh": {series("baton_gpu_memory_used_bytes", DECODE): level(72e9, 78e9)},
+    "BatonOutOfMemory": {series("baton_out_of_memory_total", PREFILL): level(0, 1)},
+    "BatonPreemptions": {series("baton_preemptions_total", DECODE): counter(1, 30)},
+    "BatonQuarantine": kv(DECODE, free=300, cached=300, leased=340, quarantined=60),
+    "BatonPoolBroken": {series("baton_kv_pool_intact", DECODE): level(1, 0)},
+    "BatonErrors": {
+        series("baton_requests_total", GATEWAY, endpoint="chat", outcome="TransferFailed"): counter(0, 20),
+    },
+    "BatonTransfersFail": {series("baton_transfers_failed_total", PREFILL): counter(0.5, 12)},
+    "BatonTcpFallback": {series("baton_transfer_bytes_total", PREFILL, transport="tcp"): counter(0, 1e6)},
+    "BatonIndexAway": {series("baton_kv_index_mode", GATEWAY, mode="redis"): level(1, 0)},
+    "BatonNoPods": {series("baton_gateway_ready", GATEWAY): level(1, 0)},
+    "BatonRestarts": {
+        series("baton_process_start_time_seconds", DECODE): lambda m: 1.7e9 if m <= BASE else 1.7e9 + m // 3
+    },
+    "BatonGatewayAbsent": {series("baton_requests_running", GATEWAY): gone(50)},
+    "BatonHitRateLow": {series("baton_prefix_hit_tokens_actual_total", GATEWAY): counter(40_000, 10_000)},
+    "BatonSpeculationUseless": {
+        series("baton_speculation_acceptance_length_sum", DECODE, proposer="ngram"): counter(250, 100)
+    },
+}
+# What else is bound to fire: the same trouble from another side.
+ALONG = {"BatonQueueGrowing": {"BatonQueueLong"}}
+
+# Also true, and no reason to wake anybody.
+HARMLESS: dict[str, World] = {
+    "tcp without a gpu": {
+        series("baton_transfer_bytes_total", "cpu:9400", transport="tcp"): counter(1e6),
+    },
+    "no redis at all": {series("baton_kv_index_mode", GATEWAY, mode="redis"): level(0)},
+    "clients err": {
+        series("baton_requests_total", GATEWAY, endpoint="chat", outcome="InvalidRequest"): counter(60, 600)
+    },
+    "a quiet night": {
+        series("baton_output_tokens_total", GATEWAY): counter(60_000, 5_000),
+        series("baton_requests_running", GATEWAY): level(50, 4),
+    },
+    "prompts that never repeat": {
+        series("baton_prefix_repeated_tokens_total", GATEWAY): counter(50_000, 100),
+        series("baton_prefix_hit_tokens_actual_total", GATEWAY): counter(40_000, 0),
+    },
+    "one restart": {
+        series("baton_process_start_time_seconds", DECODE): level(1.7e9, 1.8e9),
+        series("baton_preemptions_total", DECODE): lambda m: float(m if m <= BASE else m - BASE),
+    },
+    "no drafts": {
+        series("baton_speculation_acceptance_length_sum", DECODE, proposer="ngram"): counter(250, 0),
+        series("baton_speculation_acceptance_length_count", DECODE, proposer="ngram"): counter(100, 0),
+    },
+}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule as it is evaluated. name: of the alert, or of the series that it records."""
+
+    name: str
+    records: bool
+    expr: Any
+    for_s: float
+
+    @classmethod
+    def all(cls) -> list[Rule]:
+        groups = yaml.safe_load(RULES.read_text())["spec"]["groups"]
+        rules = [rule for group in groups for rule in group["rules"]]
+        return [
+            cls(
+                rule.get("record") or rule["alert"],
+                "record" in rule,
+                promql_parser.parse(rule["expr"]),
+                promql_parser.parse_duration(rule["for"]).total_seconds() if "for" in rule else 0.0,
+            )
+            for rule in rules
+        ]
+
+
+def fired(world: World, *, only: str | None = None) -> set[str]:
+    """Alerts that have fired by the end, or the one of them that is asked for."""
+    stored, since, firing = Series(), {}, set()
+    rules = [rule for rule in Rule.all() if rule.records or only in (None, rule.name)]
+    parsed = {text: promql_parser.parse(text) for text in world}
+    labels = {
+        text: frozenset((m.name, m.value) for m in selector.matchers.matchers) for text, selector in parsed.items()
+    }
+    for minute in range(BASE + BAD + 1):
+        at = minute * STEP_S
+        for text, shape in world.items():
+            if (value := shape(minute)) is not None:
+                stored.add(parsed[text].name, labels[text], at, value)
+        for rule in rules:
+            if not rule.records and only is None and minute % 5:
+                continue  # all alerts at once: not every minute
+            found = evaluate(rule.expr, stored, at)
+            assert isinstance(found, dict)
+            if rule.records:
+                for kept, value in found.items():
+                    stored.add(rule.name, kept, at, value)
+                continue
+            for kept in [key for key in since if key[0] == rule.name and key[1] not in found]:
+                del since[kept]
+            for kept in found:
+                if at - since.setdefault((rule.name, kept), at) >= rule.for_s:
+                    firing.add(rule.name)
+    return firing
+
+
+def test_every_alert_has_a_scenario() -> None:
+    assert set(SCENARIOS) == {rule.name for rule in Rule.all() if not rule.records}
+
+
+@pytest.mark.parametrize("alert", SCENARIOS)
+def test_an_alert_fires(alert: str) -> None:
+    assert fired(healthy() | SCENARIOS[alert], only=alert) == {alert}
+
+
+@pytest.mark.parametrize("alert", ["BatonTtftHigh", "BatonKvMemoryHigh", "BatonErrors", "BatonQueueGrowing"])
+def test_nothing_else_fires(alert: str) -> None:
+    assert fired(healthy() | SCENARIOS[alert]) - ALONG.get(alert, set()) <= {alert}
+
+
+def test_a_healthy_day_is_quiet() -> None:
+    assert fired(healthy()) == set()
+
+
+@pytest.mark.parametrize("what", HARMLESS)
+def test_what_is_harmless_is_quiet(what: str) -> None:
+    assert fired(healthy() | HARMLESS[what]) == set()
+
+
+def values(shape: Shape) -> str:
+    """As promtool's tests have them."""
+    points = [shape(minute) for minute in range(BASE + BAD + 1)]
+    return " ".join("_" if point is None else repr(float(point)) for point in points)
+
+
+def promtool(tmp_path: Path, tests: list[Mapping[str, Any]]) -> str:
+    """What `promtool test rules` says; empty when all is well."""
+    assert PROMTOOL is not None
+    rules = tmp_path / "rules.json"
+    rules.write_text(json.dumps({"groups": yaml.safe_load(RULES.read_text())["spec"]["groups"]}))
+    test = {"rule_files": [str(rules)], "evaluation_interval": "1m", "tests": tests}
+    (tmp_path / "test.json").write_text(json.dumps(test))
+    checked = subprocess.run([PROMTOOL, "check", "rules", rules], capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    run = subprocess.run(
+        [PROMTOOL, "test", "rules", tmp_path / "test.json"], capture_output=True, text=True, check=False
+    )
+    return "" if run.returncode == 0 else run.stdout + run.stderr
+
+
+def as_test(world: World, firing: str | None) -> dict[str, Any]:
+    """One of promtool's tests. It compares whole alerts, so what fires is asked of the series ALERTS."""
+    everything = 'count(ALERTS{alertstate="firing"}) or vector(0)'
+    one = f'count(ALERTS{{alertstate="firing", alertname="{firing}"}}) > bool 0 or vector(0)'
+    samples = [{"labels": "{}", "value": 0 if firing is None else 1}]
+    return {
+        "name": firing or "quiet",
+        "interval": "1m",
+        "input_series": [{"series": text, "values": values(shape)} for text, shape in world.items()],
+        "promql_expr_test": [
+            {
+                "expr": everything if firing is None else one,
+                "eval_time": f"{BASE + BAD}m",
+                "exp_samples": samples,
+            }
+        ],
+    }
+
+
+@pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed (Debian: prometheus; or $PROMTOOL)")
+def test_promtool_agrees(tmp_path: Path) -> None:
+    over_again = {"BatonOutOfMemory"}  # by the end, when promtool is asked
+    tests = [as_test(healthy(), None)]
+    tests += [as_test(healthy() | world, None) for world in HARMLESS.values()]
+    tests += [as_test(healthy() | world, alert) for alert, world in SCENARIOS.items() if alert not in over_again]
+    assert promtool(tmp_path, tests) == ""
+    wrong = promtool(tmp_path, [as_test(healthy() | SCENARIOS["BatonTtftHigh"], None)])
+    assert "FAILED" in wrong
