@@ -73,5 +73,6 @@ class PodActivity:
             generated=did.generated_tokens,
             preemptions=did.preemptions,
             drafts=drafts,
+            links=tuple(Link(p.pod, p.transport, p.bytes, p.busy_s, p.gb_s) for p in pb.pairs),
             gpu=gpu,
         )

@@ -165,8 +165,8 @@ class PodMetrics:
         for name, what, read in counters:
             m.sampled_counter(name, what, lambda read=read: [((p.pod,), read(p)) for p in pairs()], ["peer"])  # type: ignore[misc]
         m.sampled_gauge(
-            "pair_gigabytes_per_second", "Rate of KV to or from another pod, lately; before any, of the probe.",
-            lambda: [((p.pod, p.transport), p.gbps) for p in pairs()], ["peer", "transport"],
+            "pair_bytes_per_second", "Rate of KV to or from another pod, lately; before any, of the probe.",
+            lambda: [((p.pod, p.transport), p.gbps * 1e9) for p in pairs()], ["peer", "transport"],
         )  # fmt: skip
 
     def pull(self, outcome: str, reason: str) -> None:

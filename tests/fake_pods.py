@@ -135,6 +135,7 @@ class FakePod(
         self.cached_tokens = 0
         self.blocks = transfer_pb2.PoolCounts(free=512)
         self.activity = transfer_pb2.Activity()
+        self.pairs: list[transfer_pb2.Pair] = []
         self.embeds = True
         self._queues: dict[str, asyncio.Queue[decode_pb2.TokenBatch | None]] = {}
         self._numbers: dict[str, int] = {}
@@ -199,6 +200,7 @@ class FakePod(
             served_name=self.served_name,
             blocks=self.blocks,
             activity=self.activity,
+            pairs=self.pairs,
         )
 
     # -- Control

@@ -40,8 +40,21 @@ async def test_the_state_tells_of_pods_rates_and_latencies(gw: Rig, cluster: Fak
     decode.activity.generated_tokens = 9
     decode.activity.drafts.CopyFrom(transfer_pb2.Drafts(proposer="ngram", chains=4, proposed=8, accepted=6))
     decode.activity.gpu.CopyFrom(transfer_pb2.Gpu(memory_used=3, memory_total=4))
+    cluster.prefills[0].pairs = [
+        transfer_pb2.Pair(pod="decode-0", transport="cuda_ipc", bytes=6_000_000_000, busy_s=2.0, gb_s=9.0)
+    ]
     await heard(gw)
     state = await get(gw, "/dashboard/state")
+    assert state["links"] == [
+        {
+            "from": "prefill-0",
+            "to": "decode-0",
+            "transport": "cuda_ipc",
+            "bytes": 6_000_000_000,
+            "busy_s": 2.0,
+            "gb_per_s": 3.0,
+        }
+    ]
     by_name = {pod["name"]: pod for pod in state["pods"]}
     assert {name: (pod["role"], pod["state"], pod["model"]) for name, pod in by_name.items()} == {
         "prefill-0": ("prefill", "ready", MODEL),

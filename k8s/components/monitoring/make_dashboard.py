@@ -182,6 +182,19 @@ ROWS = [
             ),
             Panel("From the first push to the commit", percentiles("baton_transfer_seconds"), "s", exemplars=True),
             Panel("Exposed hand-off time", percentiles("baton_exposed_hand_off_seconds"), "s", exemplars=True),
+            Panel(
+                "KV to each pod while under way, bytes per second",
+                {
+                    "{{peer}}": rate("baton_pair_bytes_total", "peer")
+                    + " / "
+                    + rate("baton_pair_busy_seconds_total", "peer")
+                },
+                "Bps",
+            ),
+            Panel(
+                "Pulls of prefixes per second",
+                {"{{outcome}}: {{reason}}": rate("baton_pulls_total", "outcome, reason")},
+            ),
             Panel("Hand-offs per second", {"{{transport}}": rate("baton_hand_offs_total", "transport")}),
             Panel("Under way", {"{{direction}}": total("baton_transfers_open", "direction")}),
             Panel(
