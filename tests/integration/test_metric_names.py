@@ -33,6 +33,7 @@ from tests.promql import label_names, selectors
 
 ROOT = Path(__file__).parents[2]
 MONITORING = ROOT / "k8s/components/monitoring"
+AUTOSCALING = ROOT / "k8s/components/autoscaling"
 PROMTOOL = os.environ.get("PROMTOOL") or shutil.which("promtool")
 
 # What Prometheus adds to every sample, in Kubernetes or anywhere.
@@ -134,6 +135,43 @@ def expressions() -> Iterator[tuple[str, str]]:
     for panel in panels():
         for target in panel["targets"]:
             yield panel["title"], target["expr"].replace("$__rate_interval", "5m").replace("$namespace", ".*")
+
+
+def scaled() -> Iterator[tuple[str, str]]:
+    """What autoscalers ask of Prometheus: KEDA itself, HorizontalPodAutoscalers through the adapter's rules."""
+    for scaler in yaml.safe_load_all((AUTOSCALING / "keda/scaledobjects.yaml").read_text()):
+        for trigger in scaler["spec"]["triggers"]:
+            yield scaler["metadata"]["name"], trigger["metadata"]["query"]
+    for name, rule in adapted().items():
+        (series,) = re.findall(r'__name__="(\w+)"', rule["seriesQuery"])
+        query = rule["metricsQuery"].replace("<<.Series>>", series).replace("<<.LabelMatchers>>", 'namespace="baton"')
+        yield name, query.replace("<<.GroupBy>>", "pod")
+        yield name, rule["seriesQuery"]
+
+
+def adapted() -> dict[str, Any]:
+    """The adapter's rules, by the metric that they make."""
+    rules = yaml.safe_load((AUTOSCALING / "hpa/prometheus-adapter.yaml").read_text())["rules"]["custom"]
+    return {
+        rule.get("name", {}).get("as") or re.findall(r'__name__="(\w+)"', rule["seriesQuery"])[0]: rule
+        for rule in rules
+    }
+
+
+def test_autoscalers_ask_for_what_exists(declared: dict[str, Declaration]) -> None:
+    asked = list(scaled())
+    assert len(asked) == 9
+    for who, expr in asked:
+        if expr.startswith("{"):  # a selector without a name of its own
+            expr = re.sub(r'^\{__name__="(\w+)",?', r"\1{", expr)
+        require_known(who, expr, declared)
+    named = [
+        metric["pods"]["metric"]["name"]
+        for scaler in yaml.safe_load_all((AUTOSCALING / "hpa/hpa.yaml").read_text())
+        for metric in scaler["spec"]["metrics"]
+        if metric["type"] == "Pods"
+    ]
+    assert set(named) == set(adapted())
 
 
 def base_of(name: str, declared: dict[str, Declaration]) -> Declaration | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
@@ -9,6 +10,7 @@ import tomllib
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
+from urllib.parse import urlsplit
 
 import typer
 
@@ -106,7 +108,7 @@ def commands(objects: list[Object]) -> Problems:
             if left:
                 yield f"{where}: {left} names a variable that is not defined before"
             if words[0] == "baton" and settings_of(objects, workload) is None:
-                _command_line().commands[words[1]].make_context(words[1], list(words[2:]))
+                yield from _loadtest(objects, words, where)
         except KeyError as e:
             yield f"{where}: {e} is not there"
         except (ConfigError, cli._CommandLineError) as e:
@@ -115,6 +117,24 @@ def commands(objects: list[Object]) -> Problems:
             for name in env:
                 if name.startswith("UCX_") and name not in UCX_VARIABLES:
                     yield f"{where}: {name} is no variable that is known"
+
+
+class _Accepted(Exception):
+    """A load test would begin now."""
+
+
+def _loadtest(objects: list[Object], words: list[str], where: str) -> Problems:
+    """The command line of a load test, by its own parser; its URL leads to a Service."""
+    started = mock.Mock(side_effect=_Accepted)
+    with mock.patch("loadtest.command.run_sync", started), contextlib.suppress(_Accepted):
+        _command_line().main(words[1:], standalone_mode=False)
+    if not started.called:
+        yield f"{where}: {words} is no load test"
+        return
+    url = urlsplit(started.call_args.args[0].url)
+    found = named(objects, "Service", url.hostname or "")
+    if found is None or url.port not in [port["port"] for port in found["spec"]["ports"]]:
+        yield f"{where}: there is no Service at {url.netloc}"
 
 
 def ports(objects: list[Object]) -> Problems:

@@ -163,7 +163,7 @@ for name in sys.argv[2:]:
 
 @pytest.mark.parametrize(
     ("name", "packages"),
-    [("gateway", ("gateway",)), ("engine", ("pod", "prefill_service", "decode_service", "kv_transfer"))],
+    [("gateway", ("gateway", "loadtest")), ("engine", ("pod", "prefill_service", "decode_service", "kv_transfer"))],
 )
 def test_nothing_is_imported_that_the_image_does_not_have(name: str, packages: tuple[str, ...]) -> None:
     installed = closure(requirements(name)) | {"baton-serving"}
