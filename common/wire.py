@@ -165,6 +165,11 @@ def token_from_pb(pb: types_pb2.Token) -> Token:
     return Token(pb.index, pb.id, logprob, top, pb.child)
 
 
+def plain_token_from_pb(pb: types_pb2.Token) -> Token:
+    """One generated token from the wire, of a request that asked for one answer without log-probabilities."""
+    return Token(pb.index, pb.id)
+
+
 def prompt_logprobs_to_pb(found: PromptLogprobs) -> types_pb2.PromptLogprobs:
     """Log-probabilities of a run of prompt tokens for the wire."""
     return types_pb2.PromptLogprobs(

@@ -7,7 +7,7 @@ before the first piece is asked for.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -15,13 +15,15 @@ from common.types import FinishReason, PromptLogprobs, Token, ValidRequest
 from gateway.family import Child, Family
 from gateway.metrics import GatewayMetrics
 from gateway.models import ServedModel
+from gateway.outlet import Delta
 from gateway.output import ChoiceOutput, Piece, ShownToken
 from gateway.pipeline import Run
 from gateway.prompt_output import PromptToken, echo_of, joined, prompt_tokens
 from gateway.reader import Reading
 from gateway.ticket import Ticket
 from gateway.timeline import Timeline
-from gateway.tools.protocol import Delta, Message, assemble
+from gateway.tools.protocol import Delta as MessageDelta
+from gateway.tools.protocol import Message, assemble
 from gateway.validation import Spec
 
 
@@ -63,7 +65,7 @@ class Answer:
     message: Message | None = None
     prompt: tuple[PromptToken, ...] | None = None
     tokens: tuple[Token, ...] = ()
-    deltas: tuple[Delta, ...] | None = None
+    deltas: tuple[MessageDelta, ...] | None = None
 
 
 class Choice:
@@ -203,6 +205,21 @@ class Choice:
         assert piece is not None
         return piece
 
+    async def relay(self, take: Callable[[Piece], bool]) -> None:
+        """After a piece: hands over those that follow as they come, with no task's turn between, until `take` says
+        False. Returns then, at the end, and where that is not possible; iterating goes on from there. Raises what
+        `take` raises.
+        """
+        run = self._run
+        if not isinstance(run, Run) or self._output.finish is not None:
+            return
+
+        def relayed(delta: Delta) -> bool:
+            piece = self._piece(delta, run)
+            return take(piece) and piece.finish is None
+
+        await run.relay(relayed)
+
     async def collect(self) -> Answer:
         """The whole answer. Raises BatonError."""
         pieces: list[Piece] = []
@@ -248,6 +265,9 @@ class Choice:
             self._output, self._last = self.new_output(), None
             self._echoed = not self.spec.echo
             return None
+        return self._piece(delta, run)
+
+    def _piece(self, delta: Delta, run: Run | Child) -> Piece:
         metrics, now = self._metrics, time.monotonic()
         if self._last is None and not self.child:
             self._begun(now)

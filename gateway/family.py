@@ -12,7 +12,8 @@ from collections.abc import Callable
 
 from common.errors import BatonError, Overloaded
 from common.types import FinishReason, PromptLogprobs, Token
-from gateway.leg import MAX_PENDING, Delta
+from gateway.leg import MAX_PENDING
+from gateway.outlet import Delta
 from gateway.pipeline import Run
 
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, closing
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import grpc
 
@@ -27,6 +27,7 @@ from gateway.ticket import Ticket
 from gateway.tokenize import Tokenize, parse_detokenize, parse_tokenize
 from gateway.validation import parse_chat, parse_completion
 
+REQUEST_ID = "x-request-id"
 SEND_GRACE_S = 5.0  # what the end of an answer may take beyond the request's deadline
 
 _PASSED = (
@@ -72,6 +73,11 @@ def _fields(request: inference_pb2.GenerateRequest) -> dict[str, Any]:
     return fields | shared_fields(request)
 
 
+def _tellable(client_id: str | None) -> TypeGuard[str]:
+    """Fits into metadata."""
+    return client_id is not None and client_id.isascii() and client_id.isprintable()
+
+
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     """Generate, Abort, Tokenize, Detokenize, ListModels."""
 
@@ -91,6 +97,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         with self._gateway.admit(
             "generate", client_id, left, caller=caller, affinity=affinity, asked_by=asked_by
         ) as ticket:
+            # At once, so that a client can abort what answers only at its end.
+            await context.send_initial_metadata(((REQUEST_ID, client_id if _tellable(client_id) else ticket.id),))
             # Writes and does not yield: a client that neither reads nor leaves blocks the sending, and only here can
             # that wait be ended.
             try:
@@ -185,7 +193,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def Abort(
         self, request: inference_pb2.AbortGenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> inference_pb2.AbortGenerateResponse:
-        """Ends a request that this gateway runs."""
+        """Ends what this gateway runs under an id, ours or the client's own."""
         self._gateway.abort(request.request_id, self._caller(context))
         return inference_pb2.AbortGenerateResponse()
 

@@ -19,6 +19,7 @@ from common.errors import BatonError, Cancelled, DeadlineExceeded, InternalError
 from common.logs import bind
 from gateway.admission.http_auth import caller_of
 from gateway.body import client_affinity, client_request_id, client_timeout, client_trace, read_json_body
+from gateway.http_protocol import BodyWriter, body_writer
 from gateway.openai_schema import Json, error_body, error_headers
 from gateway.service import Gateway
 from gateway.ticket import Ticket
@@ -39,10 +40,11 @@ def _error_event(error: BatonError) -> bytes:
 
 
 class Response:
-    """One HTTP response under way; knows whether its head is out."""
+    """One HTTP response under way; knows whether its head is out. writer: the short way out, where there is one."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, writer: BodyWriter | None) -> None:
         self._send = send
+        self._writer = writer
         self.request_id: str | None = None
         self.headers: dict[str, str] = {}  # further ones, whatever the answer is
         self.streaming = False
@@ -65,6 +67,12 @@ class Response:
             kind = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
             await self._head(200, {**kind, "x-accel-buffering": "no"})
         await self._send({"type": "http.response.body", "body": raw, "more_body": True})
+
+    @property
+    def prompt(self) -> Callable[[bytes], bool] | None:
+        """Sends further bytes of the event stream at once, see BodyWriter.write; None: they have to go by `event`."""
+        writer = self._writer
+        return writer.write if self.streaming and writer is not None and writer.ready else None
 
     async def end(self) -> None:
         """Ends the event stream."""
@@ -105,7 +113,7 @@ class Endpoint:
         self._serve = serve
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        response = Response(send)
+        response = Response(send, body_writer(scope))
         response.request_id = client_id = client_request_id(scope)
         try:
             timeout_s, affinity = client_timeout(scope), client_affinity(scope)

@@ -2,6 +2,9 @@
 
 uvicorn keeps header lines of any length and number, for as long as they take to come. Here a connection may send
 MAX_HEAD_BYTES without completing a head or a piece of a body, and may take HEAD_TIMEOUT_S for a head.
+
+And a way to write a piece of an answer that is neither a coroutine nor led through the middlewares: `BodyWriter`, for
+what comes a thousand times in an answer. It is in the scope's extensions.
 """
 
 from __future__ import annotations
@@ -10,13 +13,46 @@ import asyncio
 from typing import Any
 
 import orjson
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from starlette.types import Scope
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from common.errors import BatonError, InvalidRequest, RequestTooSlow
 from gateway.openai_schema import error_body
 
 MAX_HEAD_BYTES = 64 << 10
 HEAD_TIMEOUT_S = 30.0
+_BODY = "baton.body"
+
+
+class BodyWriter:
+    """Writes pieces of one answer's body, behind a head and pieces that went through ASGI's `send`."""
+
+    __slots__ = ("_cycle",)
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+
+    @property
+    def ready(self) -> bool:
+        """The head is out, and the client takes what is sent."""
+        cycle = self._cycle
+        return bool(cycle.chunked_encoding) and not (cycle.disconnected or cycle.flow.write_paused)
+
+    def write(self, piece: bytes) -> bool:
+        """Writes a piece now, b"" is none. False: no longer ready, so the next one has to go through `send`."""
+        cycle = self._cycle
+        if cycle.disconnected:
+            return False
+        if piece:
+            cycle.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+        return not cycle.flow.write_paused
+
+
+def body_writer(scope: Scope) -> BodyWriter | None:
+    """Of a request that came through BoundedHttp."""
+    writer = scope.get("extensions", {}).get(_BODY)
+    assert writer is None or isinstance(writer, BodyWriter)
+    return writer
 
 
 class BoundedHttp(HttpToolsProtocol):
@@ -53,6 +89,8 @@ class BoundedHttp(HttpToolsProtocol):
         self._head_bytes = 0
         self._stop_timer()
         super().on_headers_complete()
+        if self.cycle is not None:  # its application begins with a later turn of the loop
+            self.scope["extensions"] = {_BODY: BodyWriter(self.cycle)}
 
     def on_body(self, body: bytes) -> None:
         """A piece of a body is here; its length is bounded by who reads it."""

@@ -1,6 +1,6 @@
 """One attempt of one request: a reservation on a decode pod and, unless that computes the prompt itself, a prefill.
 
-Lifecycle: `open` reserves and starts the prefill; `next` gives tokens in order until the end; `close` gives back
+Lifecycle: `open` reserves and starts the prefill; `outlet` gives tokens in order until the end; `close` gives back
 whatever is still held, on every path: bookings, the route of the tokens, and, unless the sequence ended by itself, the
 sequence on both pods. Each reservation has an id of its own, so an abort of one can never hit the next.
 
@@ -15,9 +15,8 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import grpc
 
@@ -33,32 +32,29 @@ from common.errors import (
 from common.pb import decode_pb2, prefill_pb2, types_pb2
 from common.rpc import ERROR_KEY, error_from_rpc, timeout_until
 from common.types import FinishReason, PromptLogprobs, Token, ValidRequest
-from common.wire import error_from_pb, finish_from_pb, prompt_logprobs_from_pb, request_to_pb, token_from_pb
+from common.wire import (
+    error_from_pb,
+    finish_from_pb,
+    plain_token_from_pb,
+    prompt_logprobs_from_pb,
+    request_to_pb,
+    token_from_pb,
+)
 from gateway.metrics import GatewayMetrics
+from gateway.outlet import Outlet
 from gateway.pod import Pod
 from gateway.routing.placement import Elsewhere, Placement
 from gateway.routing.plan import Plan
 from gateway.timeline import Timeline
-from gateway.token_order import TokenOrder
 
 RESERVE_TIMEOUT_S = 5.0  # a decode pod answers at once or is not well
 HANDOFF_GRACE_S = 2.0  # prefill vanished after token 1: decode may have everything already
+LATE = "the request's time is over"
 MAX_PENDING = 8192  # tokens, alternatives counted, that a client may be behind by before its request is ended
 
 _log = logging.getLogger(__name__)
 
 Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
-
-
-class Delta(NamedTuple):
-    """Tokens of one sequence (child) that are next in order. restart: everything before is void, of all children;
-    another attempt begins.
-    """
-
-    tokens: Sequence[Token] = ()
-    finish: FinishReason | None = None
-    restart: bool = False
-    child: int = 0
 
 
 class Leg:
@@ -89,19 +85,15 @@ class Leg:
         self._timeline = timeline
         self._spawn = spawn
         self._request: ValidRequest = plan.request
-        self._orders = [TokenOrder() for _ in range(plan.request.sampling.n)]
-        self._news: deque[int] = deque()  # children that may have something to yield
-        self._unfinished = set(range(len(self._orders)))
-        self._stopped: set[int] = set()
-        self._max_pending = MAX_PENDING // (1 + (plan.request.sampling.logprobs or 0))
-        self._waiter: asyncio.Future[None] | None = None  # of `next`
-        self._error: BatonError | None = None
+        sampling = plan.request.sampling
+        self.outlet = Outlet(sampling.n, MAX_PENDING // (1 + (sampling.logprobs or 0)))
+        plain = sampling.n == 1 and sampling.logprobs is None
+        self._token = plain_token_from_pb if plain else token_from_pb
         self._placement: Placement | None = None
         self._decode: Pod | None = None
         self._decode_heard = False
         self._prefill_task: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._complete = False
         self._never_handed_off = False
         self._computing_since = timeline.start
         self._trace = None if timeline.trace is None else timeline.trace.attempt(attempt)
@@ -115,7 +107,7 @@ class Leg:
 
     async def open(self) -> None:
         """Raises Overloaded when every decode pod is full, InvalidRequest for what can never be served, or why not."""
-        late = DeadlineExceeded("the request's time is over")
+        late = DeadlineExceeded(LATE)
         self._timer = asyncio.get_running_loop().call_later(timeout_until(self._deadline), self.fail, late)
         tried: set[str] = set()
         rejections: list[decode_pb2.Rejected] = []
@@ -237,16 +229,16 @@ class Leg:
             reason = error_from_rpc(e)
             if ERROR_KEY not in (e.trailing_metadata() or {}):
                 pod.suspect()
-                if first and not handed_off and not self._complete:
+                if first and not handed_off and not self.outlet.complete:
                     await asyncio.sleep(HANDOFF_GRACE_S)
         except BatonError as e:
             reason = e
         finally:
             self._never_handed_off = not handed_off and not self._decode_heard
-            if self._never_handed_off and self._complete and self._decode is None:
+            if self._never_handed_off and self.outlet.complete and self._decode is None:
                 decode.abort(placement.request_id, self._deadline)
         # Once decode speaks, the hand-off happened, whatever became of the call that reports it.
-        if reason is not None and not handed_off and not self._decode_heard and not self._complete:
+        if reason is not None and not handed_off and not self._decode_heard and not self.outlet.complete:
             self._timeline.mark("prefill_failed", pod=pod.name, error=str(reason))
             self._blame(pod, reason)
             self.fail(reason)
@@ -312,23 +304,14 @@ class Leg:
         self._put(event.child, [token_from_pb(event.token)], finish_from_pb(event.finish_reason))
 
     def _put(self, child: int, tokens: Sequence[Token], finish: FinishReason | None) -> None:
-        if child >= len(self._orders):
-            self.fail(InternalError(f"a pod tells of sequence {child} of {len(self._orders)}"))
-            return
-        order = self._orders[child]
-        order.put(tokens)
-        if finish is not None:
-            order.end(finish)
-        if child in self._stopped:
-            if tokens and finish is None and self._decode is not None:
-                self._decode.end_orphan(self._request.request_id, child)
-            return
-        if order.pending > self._max_pending:
+        if child >= len(self.outlet):
+            self.fail(InternalError(f"a pod tells of sequence {child} of {len(self.outlet)}"))
+        elif not self.outlet.put(child, tokens, finish):
             # Whoever writes to the client is stuck, maybe for long: what holds memory and a pod ends here.
             self.fail(Overloaded("the client reads too slowly"))
             self._release_decode(abort=True)
-        self._news.append(child)
-        self._wake()
+        elif child in self.outlet.stopped and tokens and finish is None and self._decode is not None:
+            self._decode.end_orphan(self._request.request_id, child)
 
     def _on_handed_off(self, event: prefill_pb2.HandedOff) -> None:
         since = self._computing_since - self._timeline.start
@@ -355,7 +338,7 @@ class Leg:
             self._timeline.mark("decode")
             if self._trace is not None:
                 self._trace.first_token()
-        tokens = [token_from_pb(token) for token in delta.tokens]
+        tokens = [self._token(token) for token in delta.tokens]
         if tokens and tokens[0].index == 0 and self._placement is not None:
             self._placement.computed()  # the first token of a prompt that the decode pod computed
         if delta.cached_tokens:
@@ -365,7 +348,10 @@ class Leg:
         if delta.HasField("speculation"):
             self.proposed += delta.speculation.proposed
             self.accepted += delta.speculation.accepted
-        finish = finish_from_pb(delta.finish_reason) if delta.finish_reason else None
+        if not delta.finish_reason:
+            self._put(delta.child, tokens, None)
+            return
+        finish = finish_from_pb(delta.finish_reason)
         failed = finish in (FinishReason.ERROR, FinishReason.ABORT)
         self._put(delta.child, tokens, None if failed else finish)
         if finish is FinishReason.ERROR:
@@ -376,15 +362,9 @@ class Leg:
             self._blame_decode()
             self.fail(Unavailable("the decode pod ended the request"))
 
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
     def fail(self, error: BatonError) -> None:
-        """Ends this attempt; tokens that are in order already are still yielded first."""
-        if self._error is None:
-            self._error = error
-        self._wake()
+        """Ends this attempt; tokens that are in order already are still given first."""
+        self.outlet.fail(error)
 
     def stream_lost(self, error: BatonError) -> None:
         """The decode pod's token stream ended."""
@@ -395,34 +375,12 @@ class Leg:
         if self._decode is not None:
             self.blamed.add(self._decode.address)
 
-    # -- out
-
-    async def next(self) -> Delta:
-        """All tokens of one child that are next in order; the last ones with its finish reason. Raises what ended the
-        attempt early.
-        """
-        while True:
-            while self._news:
-                child = self._news.popleft()
-                if child not in self._unfinished or child in self._stopped:
-                    continue
-                tokens, finish = self._orders[child].take()
-                if finish is not None:
-                    self._unfinished.discard(child)
-                    self._complete = not self._unfinished
-                if tokens or finish is not None:
-                    return Delta(tokens, finish, child=child)
-            if self._error is not None:
-                raise self._error
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+    # -- the end
 
     def stop(self, child: int) -> None:
         """Nothing more is wanted of one child; the others go on."""
-        if child in self._unfinished and child not in self._stopped:
-            self._stopped.add(child)
-            if self._decode is not None and not self._orders[child].ended:
-                self._decode.abort(self._request.request_id, self._deadline, child=child)
+        if self.outlet.stop(child) and self._decode is not None:
+            self._decode.abort(self._request.request_id, self._deadline, child=child)
 
     def close(self) -> None:
         """Gives everything back; idempotent."""
@@ -430,14 +388,12 @@ class Leg:
             self._timer.cancel()
         if self._trace is not None:
             drafts = {"baton.drafts_proposed": self.proposed, "baton.drafts_accepted": self.accepted}
-            self._trace.end(None if self._error is None else self._error.message, drafts)
-        for order in self._orders:
-            if order.duplicates:
-                self._metrics.duplicates.inc(order.duplicates)
-                order.duplicates = 0
-        self._release_decode(abort=not self._complete or self._never_handed_off)
+            error = self.outlet.error
+            self._trace.end(None if error is None else error.message, drafts)
+        self._metrics.duplicates.inc(self.outlet.take_duplicates())
+        self._release_decode(abort=not self.outlet.complete or self._never_handed_off)
         task, self._prefill_task = self._prefill_task, None
-        if not self._complete and task is not None:
+        if not self.outlet.complete and task is not None:
             task.cancel()
 
     def _release_decode(self, *, abort: bool) -> None:

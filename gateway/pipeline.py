@@ -15,6 +15,7 @@ from typing import Any
 from common.errors import (
     BatonError,
     ConfigError,
+    DeadlineExceeded,
     InternalError,
     LayoutMismatch,
     ModelNotFound,
@@ -23,8 +24,9 @@ from common.errors import (
     UnknownTransfer,
 )
 from common.types import PromptLogprobs, ValidRequest
-from gateway.leg import Delta, Leg
+from gateway.leg import LATE, Leg
 from gateway.metrics import GatewayMetrics
+from gateway.outlet import Delta, Take
 from gateway.routing.plan import Plan
 from gateway.routing.router import Router
 from gateway.timeline import Timeline
@@ -60,11 +62,9 @@ class Run:
         self._replayable = replayable
         self._timeline = timeline
         self._affinity = affinity
-        self.cached_tokens = 0
-        self.proposed = self.accepted = 0
-        self.prompt_logprobs: tuple[PromptLogprobs, ...] = ()
         self._plan: Plan | None = None
         self._leg: Leg | None = None
+        self._heard: Leg | None = None  # the one that the last delta was of
         self._attempt = 0
         self._avoid: frozenset[str] = frozenset()
         self._sent = False  # tokens of this attempt
@@ -75,7 +75,7 @@ class Run:
         while True:
             try:
                 leg = self._leg or await self._open()
-                delta = await leg.next()
+                delta = await leg.outlet.next()
             except BatonError as e:
                 self._give_up_or(e)
                 await asyncio.sleep(RETRY_PAUSE_S)
@@ -85,11 +85,29 @@ class Run:
                 continue
             if delta.tokens:
                 self._sent = True
-            self.cached_tokens = leg.cached_tokens
-            self.proposed, self.accepted = leg.proposed, leg.accepted
-            if not self.prompt_logprobs:
-                self.prompt_logprobs = tuple(leg.prompt_logprobs)
+            self._heard = leg
             return delta
+
+    async def relay(self, take: Take) -> None:
+        """After a delta: hands over what follows as it comes, see Outlet.relay; `next` goes on where this ends."""
+        if self._leg is not None and self._sent:
+            await self._leg.outlet.relay(take)
+
+    @property
+    def cached_tokens(self) -> int:
+        return 0 if self._heard is None else self._heard.cached_tokens
+
+    @property
+    def proposed(self) -> int:
+        return 0 if self._heard is None else self._heard.proposed
+
+    @property
+    def accepted(self) -> int:
+        return 0 if self._heard is None else self._heard.accepted
+
+    @property
+    def prompt_logprobs(self) -> tuple[PromptLogprobs, ...]:
+        return () if self._heard is None else tuple(self._heard.prompt_logprobs)
 
     def stop(self, child: int) -> None:
         """Nothing more is wanted of one of the request's n sequences."""
@@ -183,7 +201,9 @@ class Pipeline:
 
 
 def _for_client(error: BatonError) -> BatonError:
-    """What the client may know: quarrels among pods are our failure, not its."""
+    """What the client may know: quarrels among pods are our failure, not its; its time ends the same everywhere."""
+    if isinstance(error, DeadlineExceeded):
+        return DeadlineExceeded(LATE)
     if isinstance(error, _PODS_OWN):
         _log.error("pods cannot work together: %s: %s", error.kind, error)
         return InternalError("the pods that serve this model cannot work together")

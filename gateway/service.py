@@ -239,12 +239,16 @@ class Gateway:
         return Timeline(secrets.token_hex(12), client_id, endpoint, caller.tenant, trace=trace, trace_id=trace_id)
 
     def abort(self, request_id: str, caller: Caller) -> bool:
-        """Ends a running request of the caller's tenant by our id; False when there is none."""
-        ticket = self._tickets.get(request_id)
-        if ticket is None or not (caller.admin or caller.tenant == ticket.caller.tenant):
-            return False
-        ticket.end(Cancelled("the request was aborted"))
-        return True
+        """Ends running requests of the caller's tenant: one by our id, or all that a client gave this id of its own.
+
+        False when there are none.
+        """
+        ours = self._tickets.get(request_id)
+        named = [t for t in self._tickets.values() if t.timeline.client_id == request_id] if ours is None else [ours]
+        found = [ticket for ticket in named if caller.admin or caller.tenant == ticket.caller.tenant]
+        for ticket in found:
+            ticket.end(Cancelled("the request was aborted"))
+        return bool(found)
 
     async def reset_prefix_cache(self) -> list[Reset]:
         """See reset_prefix_caches; what this gateway remembers of the pods goes with it. Raises Unavailable."""

@@ -1,7 +1,8 @@
 """The two generating routes: what a body asks for, as one JSON answer or as server-sent events.
 
-Raw, because a response object per token would cost more than the token. Chunks are merged only when the client is
-behind; a stream that fails ends without [DONE].
+Raw, because a response object per token would cost more than the token. While a client keeps up, its events are
+written in the turn of the event loop in which a pod's message came, one after the other for all of its sequences: no
+task is woken for a token. Chunks are merged only when the client is behind; a stream that fails ends without [DONE].
 """
 
 from __future__ import annotations
@@ -110,6 +111,8 @@ async def _stream(choices: Sequence[Choice], spec: Spec, form: Format, response:
             async for piece in choice:
                 if raw := events[0].of(piece):
                     await response.event(raw)
+                if (write := response.prompt) is not None:
+                    await choice.relay(_onto(write, events[0]))
     else:
         async with aclosing(merged(choices)) as pieces:
             async for index, piece in pieces:
@@ -120,6 +123,10 @@ async def _stream(choices: Sequence[Choice], spec: Spec, form: Format, response:
         tail = sse_event({**form.usage_chunk(), "usage": usage_json(total(choices))})
     await response.event(tail + _DONE)
     await response.end()
+
+
+def _onto(write: Callable[[bytes], bool], events: _Events) -> Callable[[Piece], bool]:
+    return lambda piece: write(events.of(piece))
 
 
 async def merged(choices: Sequence[Choice]) -> AsyncGenerator[tuple[int, Piece], None]:

@@ -17,7 +17,6 @@ class TokenOrder:
         self._ready: list[Token] = []
         self._early: dict[int, Token] = {}  # came before one with a lower index
         self._next = 0  # one past what is ready or taken
-        self._seen = 0  # one past the highest index that arrived
         self._end: int | None = None
         self._finish: FinishReason | None = None
         self.duplicates = 0
@@ -38,23 +37,20 @@ class TokenOrder:
             if index < self._next or index in self._early:
                 self.duplicates += 1
             elif self._end is None or index < self._end:
-                self._seen = max(self._seen, index + 1)
-                if index == self._next:
-                    self._advance(token)
-                else:
+                if index > self._next:
                     self._early[index] = token
-
-    def _advance(self, token: Token | None) -> None:
-        while token is not None:
-            self._ready.append(token)
-            self._next += 1
-            token = self._early.pop(self._next, None) if self._early else None
+                    continue
+                self._ready.append(token)
+                self._next = index + 1
+                while self._early and (early := self._early.pop(self._next, None)) is not None:
+                    self._ready.append(early)
+                    self._next += 1
 
     def end(self, reason: FinishReason) -> None:
         """The sequence ends with the last token that arrived so far; there is always at least one."""
         if self._finish is None:
             self._finish = reason
-            self._end = max(self._seen, 1)
+            self._end = max(self._next, 1 + max(self._early, default=0))
 
     def take(self) -> tuple[list[Token], FinishReason | None]:
         """All tokens that are next in order, and the finish reason once nothing is missing before it."""

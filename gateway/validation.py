@@ -179,10 +179,20 @@ def parse_chat(body: object) -> ChatBody:
     return ChatBody(
         spec,
         parse_messages(fields.raw("messages")),
-        fields.mapping("chat_template_kwargs") or {},
+        _template_kwargs(fields),
         parse_tools(fields),
         include_reasoning=fields.boolean("include_reasoning") is not False,
     )
+
+
+def _template_kwargs(fields: Fields) -> dict[str, Any]:
+    """What the template may look at: templates of reasoning models ask for one of these two, if they ask."""
+    variables: dict[str, Any] = {}
+    if (effort := fields.string("reasoning_effort", 32)) is not None:
+        variables["reasoning_effort"] = effort
+        if effort == "none":
+            variables["enable_thinking"] = False
+    return variables | (fields.mapping("chat_template_kwargs") or {})
 
 
 def to_valid(

@@ -118,7 +118,8 @@ def cluster(
         pod_flags={"max-model-len": str(MAX_MODEL_LEN)},
         traces=f"file:{log_dir}/{SPANS}",
         trace_sample=0,  # only requests whose client asks for it
-        env={"OTEL_BSP_SCHEDULE_DELAY": "200"},
+        # Of the last: a test may ask for minutes of work at once.
+        env={"OTEL_BSP_SCHEDULE_DELAY": "200", "BATON_MAX_TTFT_S": "0"},
     ) as running:
         request.session.stash[RUNNING] = running
         yield running

@@ -434,9 +434,9 @@ class FakeCluster:
         self.prefills: list[FakePod] = []
         self.decodes: list[FakePod] = []
 
-    async def add(self, role: Role, name: str) -> FakePod:
+    async def add(self, role: Role, name: str, make: type[FakePod] = FakePod) -> FakePod:
         """One more pod."""
-        pod = FakePod(self, name, role)
+        pod = make(self, name, role)
         await pod.start()
         (self.prefills if role is Role.PREFILL else self.decodes).append(pod)
         return pod

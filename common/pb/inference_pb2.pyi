@@ -424,7 +424,9 @@ class GenerateRequest(_message.Message):
     cache_salt: _builtins.str
     """Isolates the prefix cache."""
     request_id: _builtins.str
-    """Client's own id for logs and traces; echoed."""
+    """Client's own id for logs, traces and Abort. It comes back as initial metadata, x-request-id, which without one is
+    the id that GenerateResponse has.
+    """
     priority: _builtins.int
     """Higher runs earlier."""
     n: _builtins.int
@@ -734,7 +736,7 @@ class AbortGenerateRequest(_message.Message):
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """From GenerateResponse.request_id."""
+    """From GenerateResponse.request_id or the initial metadata x-request-id, or one that the client gave itself."""
     def __init__(
         self,
         *,

@@ -2,9 +2,12 @@
 
 A request goes through when fewer than max_running are out and the pods' prompt queue is shorter than AHEAD_S; so what
 must wait, waits here, where order can still be chosen. Whether it may wait is decided when it comes: if the first token
-is forecast later than its deadline, or than max_ttft_s, it is refused before anything is computed for it. One that no
-other request is in the way of is never refused: waiting would not help it. Whether there is room for its KV is the
-decode pods' to say.
+is forecast later than its deadline, or than max_ttft_s, it is refused before anything is computed for it. Whether there
+is room for its KV is the decode pods' to say.
+
+The forecast counts what is left to compute, without what pods have cached, at the rates that pods measured; where
+requests wait for others to end (max_running), at the rate at which these ended. What nobody has measured delays nobody:
+then a request is refused only when the queue is full. And one that no other request is in the way of never is.
 
 out -> through -> left                              (what enter returns is given back by exactly one leave)
     -> waiting -> through | refused | its time over | its client gone
@@ -43,32 +46,40 @@ class GateLimits:
 
 
 class _Speed:
-    """Tokens per second that leave the queue while requests wait, over about RATE_S."""
+    """Tokens per second that leave the queue while requests wait; what is older than RATE_S counts less and less."""
 
     def __init__(self) -> None:
-        self._tokens = self._seconds = 0.0
-        self._at: float | None = None
+        self._tokens = self._seconds = self._leavings = 0.0
+        self._at = 0.0  # of the last leaving, or when requests began to wait
 
-    def watch(self, now: float, waiting: bool) -> None:
-        """Time goes by; it counts while requests wait."""
-        if self._at is not None:
-            passed = now - self._at
-            keep = 1 / (1 + passed / RATE_S)
-            self._tokens, self._seconds = self._tokens * keep, (self._seconds + passed) * keep
-        self._at = now if waiting else None
+    def begin(self, now: float) -> None:
+        """The first request waits."""
+        self._at = now
 
-    def left(self, tokens: int) -> None:
+    def left(self, tokens: int, now: float) -> None:
         """A request left the queue."""
-        self._tokens += tokens
+        passed = now - self._at
+        keep = 1 / (1 + passed / RATE_S)
+        self._tokens = self._tokens * keep + tokens
+        self._seconds = self._seconds * keep + passed
+        self._leavings = self._leavings * keep + 1
+        self._at = now
 
-    @property
-    def per_s(self) -> float | None:
-        """None while not measured for long enough."""
-        return self._tokens / self._seconds if self._seconds >= MEASURED_S else None
+    def stuck_s(self, now: float) -> float:
+        """Seconds since a request left, while requests wait."""
+        return now - self._at
+
+    def per_s(self, now: float) -> float | None:
+        """None while not measured. A silence counts once it is longer than usual."""
+        silence = self.stuck_s(now)
+        if self._seconds + silence < MEASURED_S or not self._leavings:
+            return None
+        usual = self._seconds / self._leavings
+        return self._tokens / (self._seconds + (silence if silence > usual else 0.0))
 
 
 class Gate:
-    """One model's. held: how many prompt tokens of a request some pod has cached, asked only in doubt."""
+    """One model's. held: how many prompt tokens of a request need no computing, asked of those that have to wait."""
 
     def __init__(
         self,
@@ -104,11 +115,16 @@ class Gate:
         DeadlineExceeded when its time ends while it waits.
         """
         entry = Waiting(caller.tenant, caller.weight, priority, work, cost)
-        if not self._queue and self._open():
-            self._queue.served(entry)
-            self._let_through(entry)
+        if self._goes(entry):
             return entry
-        await self._require_hope(entry, deadline, held)
+        self._require_room(entry)
+        entry.work = max(1, work - await held())
+        if self._goes(entry):
+            return entry
+        self._require_hope(entry, deadline)
+        if (spare := self._require_room(entry)) is not None:
+            self._queue.remove(spare)
+            self._places[spare].set_exception(self._full_up(spare))
         began = self._clock()
         self._wait(entry)
         try:
@@ -139,13 +155,23 @@ class Gate:
 
     # -- who goes through
 
+    def _goes(self, entry: Waiting) -> bool:
+        """Lets it through at once if nobody waits and the pods want one more."""
+        if self._queue or not self._open():
+            return False
+        self._queue.served(entry)
+        self._let_through(entry)
+        return True
+
     def _open(self) -> bool:
         """The pods want one more."""
         if not self._running:
             return True
-        if 0 < self._limits.max_running <= self._running:
-            return False
-        return self._outlook.queue_s(self._unseen()) < AHEAD_S
+        return not self._full and self._outlook.queue_s(self._unseen()) < AHEAD_S
+
+    @property
+    def _full(self) -> bool:
+        return 0 < self._limits.max_running <= self._running
 
     def _unseen(self) -> int:
         now = self._clock()
@@ -158,7 +184,8 @@ class Gate:
         self._launched.append((self._clock(), entry.work))
 
     def _wait(self, entry: Waiting) -> None:
-        self._speed.watch(self._clock(), bool(self._queue))
+        if not self._queue:
+            self._speed.begin(self._clock())
         self._queue.add(entry)
         self._places[entry] = asyncio.get_running_loop().create_future()
         if self._pump is None or self._pump.done():
@@ -175,11 +202,10 @@ class Gate:
         """Runs while requests wait."""
         while self._queue:
             self._moved.clear()
-            self._speed.watch(self._clock(), True)
             while self._queue and self._open():
                 entry = self._queue.pop()
                 assert entry is not None
-                self._speed.left(entry.cost)
+                self._speed.left(entry.cost, self._clock())
                 self._let_through(entry)
                 place = self._places[entry]
                 if place.cancelled():
@@ -192,43 +218,45 @@ class Gate:
                     await self._moved.wait()
             except TimeoutError:
                 continue
-        self._speed.watch(self._clock(), False)
 
     # -- who may wait
 
-    async def _require_hope(self, entry: Waiting, deadline: float, held: Callable[[], Awaitable[int]]) -> None:
+    def _require_hope(self, entry: Waiting, deadline: float) -> None:
         """Raises when the request's first token is forecast too late, or there is no room to wait."""
         limit_s = deadline - self._clock()
         if self._limits.max_ttft_s:
             limit_s = min(limit_s, self._limits.max_ttft_s)
         wait_s = self._wait_s(entry)
-        compute_s = self._outlook.compute_s(entry.work)
-        if wait_s > PATIENCE_S and wait_s + compute_s > limit_s:
-            compute_s = self._outlook.compute_s(max(1, entry.work - await held()))
-            wait_s = self._wait_s(entry)
-        late_s = wait_s + compute_s - limit_s
-        if wait_s > PATIENCE_S and late_s > 0:
+        first_s = wait_s + (self._outlook.compute_s(entry.work) if self._outlook.measured else 0.0)
+        if wait_s > PATIENCE_S and first_s > limit_s:
             self._refused("forecast")
-            raise self._refusal(entry, f"the first token would take about {wait_s + compute_s:.3g} s", late_s)
-        if len(self._queue) >= self._limits.max_queue:
-            spare = self._queue.spare(entry)
-            self._refused("queue")
-            error = self._refusal(spare or entry, f"{len(self._queue)} requests are waiting", wait_s)
-            if spare is None:
-                raise error
-            self._queue.remove(spare)
-            self._places[spare].set_exception(error)
+            raise self._refusal(entry, f"the first token would take about {first_s:.3g} s", first_s - limit_s)
+
+    def _require_room(self, entry: Waiting) -> Waiting | None:
+        """Who has to leave the queue for this one, None: nobody. Raises when it is full, and nobody has."""
+        if len(self._queue) < self._limits.max_queue:
+            return None
+        spare = self._queue.spare(entry)
+        if spare is None:
+            raise self._full_up(entry)
+        return spare
+
+    def _full_up(self, entry: Waiting) -> BatonError:
+        self._refused("queue")
+        return self._refusal(entry, f"{len(self._queue)} requests are waiting", self._wait_s(entry))
 
     def _wait_s(self, entry: Waiting) -> float:
-        """Seconds until it would be this request's turn, and a pod ready for it."""
-        self._speed.watch(self._clock(), bool(self._queue))
-        ahead, queue_s = self._queue.ahead(entry), self._outlook.queue_s(self._unseen())
-        speed, rate = self._speed.per_s, self._outlook.rate()
+        """Seconds until it would be this request's turn, and a pod ready for it; only what is measured counts."""
+        now, outlook = self._clock(), self._outlook
+        wait_s = outlook.queue_s(self._unseen()) if outlook.measured else 0.0
         if not self._queue:
-            return queue_s
-        if speed is not None:
-            return queue_s + (ahead.cost / speed if speed > 0 else MAX_RETRY_S + self._limits.max_ttft_s)
-        return queue_s + (ahead.work / rate if rate > 0 else 0.0)
+            return wait_s
+        ahead, turns_s = self._queue.ahead(entry), self._speed.stuck_s(now)
+        if outlook.measured:
+            turns_s = max(turns_s, ahead.work / outlook.rate())
+        if self._full and (speed := self._speed.per_s(now)) is not None:
+            turns_s = max(turns_s, ahead.cost / speed)
+        return wait_s + turns_s
 
     def _refusal(self, entry: Waiting, why: str, retry_s: float) -> BatonError:
         """Whose fault it is decides: a tenant with requests of its own in the queue has to slow down."""

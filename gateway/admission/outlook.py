@@ -1,7 +1,8 @@
 """How soon the pods of one model could begin with a prompt, by what routing knows of their queues and rates.
 
 Pods of one role and layout are taken together: the best of them is what a request would get. Only a forecast: a pod
-that has not measured its rate is taken to be as its peers, or as fast as routing's first guess.
+that has not measured its rate is taken to be as its peers, or as fast as routing's first guess, and `measured` says
+which. A guess may order requests; none is refused for it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,10 @@ from gateway.routing.view import PodView
 
 class Outlook(Protocol):
     """What a gate asks. Times in seconds."""
+
+    @property
+    def measured(self) -> bool:
+        """Some pod has told how fast it computes prompts."""
 
     def queue_s(self, launched: int) -> float:
         """Until a pod is free for one more prompt, when `launched` prompt tokens are on the way that none knows of."""
@@ -37,6 +42,11 @@ class PodOutlook:
         """Of pods that compute prompts."""
         pods = [pod for layout in self._table.layouts().values() for pod in layout if pod.computes and pod.view]
         return [pod.view for pod in pods if pod.view is not None]
+
+    @property
+    def measured(self) -> bool:
+        """See Outlook."""
+        return any(view.rate_known for view in self._views())
 
     def queue_s(self, launched: int) -> float:
         """See Outlook; 0 while there are no pods, which is for routing to say."""

@@ -324,6 +324,11 @@ CHAT: tuple[Parameter, ...] = (
         "Whether the answer shows the model's reasoning section, as reasoning_content.",
         {"type": "boolean", "default": True},
     ),
+    text(
+        "reasoning_effort",
+        32,
+        "How long a reasoning model thinks: a variable for the chat template; none also sets enable_thinking to false.",
+    ),
     limited("echo", [False], "The prompt before the answer."),
     limited("modalities", [["text"]], "Kinds of output."),
     limited("continue_final_message", [False], "Goes on with the last message."),
@@ -340,7 +345,6 @@ CHAT: tuple[Parameter, ...] = (
     ignored("prompt_cache_key", "Routing looks for cached prefixes anyway; x-session-affinity is the hint to give."),
     ignored("prompt_cache_retention", "Cached prefixes stay while there is room."),
     ignored("prompt_cache_options", "Cached prefixes stay while there is room."),
-    ignored("reasoning_effort", "How long a reasoning model thinks."),
     ignored("verbosity", "How long answers are."),
     ignored("moderation", "There is none."),
 )

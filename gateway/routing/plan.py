@@ -85,8 +85,9 @@ class Plan:
 
     @property
     def held(self) -> int:
-        """Prompt tokens that some pod has, at most."""
-        return max((max(p.held.values(), default=0) for p in self._prompts.values()), default=0)
+        """Prompt tokens that need no computing on the pod that has most of them, or will have once it is free."""
+        most = max((max(self._demand(p).promises().values(), default=0) for p in self._prompts.values()), default=0)
+        return min(most, self.request.prompt_len - 1)
 
     async def place(self, request_id: str, avoid: Collection[str], tried: Collection[str]) -> Placement | None:
         """Chooses a pair (or one pod that does both) and books it; None when no pod is left for this request.
@@ -132,23 +133,13 @@ class Plan:
         self, fingerprint: str, prompt: Prompt, avoid: Collection[str], tried: Collection[str], now: float
     ) -> tuple[list[Option], list[Option]]:
         """Decode pods of one layout and one role, and prefill pods for them; none of either when one is missing."""
-        request, size = self.request, prompt.block_size
-        soon = self._ledger.inflight.match(prompt.hashes)
-        demand = Demand(
-            prompt_len=request.prompt_len,
-            max_tokens=request.sampling.max_tokens,
-            held=prompt.held,
-            host=prompt.host,
-            soon={pod: blocks * size for pod, blocks in soon.items()},
-            affinity=self._affinity or ("" if self._shared else prompt.key.hex()),
-            key=prompt.key,
-        )
+        demand = self._demand(prompt)
         here = [p for p in self._table.decodes() if p.info and p.info.fingerprint == fingerprint]
         decodes = self._policy.decode(demand, _views([p for p in here if p.address not in tried], avoid), now)
         if not decodes or decodes[0].view.role is Role.BOTH:
             return [option for option in decodes if option.view.role is Role.BOTH], []
         able = _views(self._table.prefills(fingerprint), avoid)
-        if self._shared and prompt.held and request.sampling.prompt_logprobs is None:
+        if self._shared and prompt.held and self.request.sampling.prompt_logprobs is None:
             demand = replace(demand, pull=self._pulls(fingerprint, prompt, demand.promises(), able))
         prefills = self._policy.prefill(demand, able, now)
         return ([option for option in decodes if option.view.role is Role.DECODE] if prefills else []), prefills
@@ -166,6 +157,18 @@ class Plan:
         """The pod of this name, if it is still there."""
         pods = (pod for found in self._table.layouts().values() for pod in found)
         return next((pod.info for pod in pods if pod.info is not None and pod.info.name == name), None)
+
+    def _demand(self, prompt: Prompt) -> Demand:
+        soon = self._ledger.inflight.match(prompt.hashes)
+        return Demand(
+            prompt_len=self.request.prompt_len,
+            max_tokens=self.request.sampling.max_tokens,
+            held=prompt.held,
+            host=prompt.host,
+            soon={pod: blocks * prompt.block_size for pod, blocks in soon.items()},
+            affinity=self._affinity or ("" if self._shared else prompt.key.hex()),
+            key=prompt.key,
+        )
 
 
 def _views(pods: Sequence[Pod], avoid: Collection[str]) -> list[PodView]:

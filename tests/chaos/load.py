@@ -44,6 +44,11 @@ class Load:
         self._clients = clients
         self._stop = False
 
+    @property
+    def prompts(self) -> int:
+        """How many different ones there are."""
+        return len(self._prompts)
+
     async def run(self, until: Callable[[], bool]) -> Outcomes:
         """Until `until()` is true; then what is under way ends, inside its deadline or counted as a hang."""
         self._stop = False

@@ -118,6 +118,14 @@ async def test_grpc_generate(gw: Rig, stub: Any, cluster: FakeCluster) -> None:
     assert [m.id for m in (await stub.ListModels(inference_pb2.ListModelsRequest())).models] == [MODEL]
 
 
+async def test_grpc_priority_reaches_both_pods(stub: Any, cluster: FakeCluster) -> None:
+    for priority in (3, -7):
+        request = inference_pb2.GenerateRequest(model=MODEL, text="x", max_tokens=2, priority=priority)
+        _ = [message async for message in stub.Generate(request)]
+        asked = (cluster.prefills[0].seen.prefilled[-1], cluster.decodes[0].seen.reserved[-1])
+        assert [r.priority for r in asked] == [priority] * 2
+
+
 @pytest.mark.parametrize(
     ("fields", "code"),
     [

@@ -381,7 +381,7 @@ async def test_a_hand_off_that_fails_before_the_answer_is_taken_frees_the_decode
     await leg.open()
     await until(lambda: not any(pod.view and len(pod.view.prefilling) for pod in gw.gateway.table.pods.values()))
     await until(lambda: bool(leg.blamed))
-    assert (await leg.next()).finish is FinishReason.LENGTH
+    assert (await leg.outlet.next()).finish is FinishReason.LENGTH
     leg.close()
     await gw.settled()
     assert sum(len(pod.seen.decode_aborts) for pod in cluster.decodes) == 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from starlette.routing import Route
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from common.errors import Unavailable
 from gateway.app import build_app
@@ -47,6 +51,32 @@ async def test_messages_are_tokenized_as_a_chat_request_would_be(gw: Rig, cluste
     assert tuple(said["tokens"]) == cluster.prefills[0].seen.prefilled[-1].prompt_ids
     back = (await gw.http.post("/detokenize", json={"tokens": said["tokens"]})).json()["prompt"]
     assert back.endswith("<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n")
+
+
+async def test_what_is_tokenized_has_what_was_asked_for(
+    cluster: FakeCluster, smollm2_dir: Path, tmp_path: Path
+) -> None:
+    for name in ("config.json", "generation_config.json"):
+        shutil.copy(smollm2_dir / name, tmp_path)
+    raw: Any = Tokenizer.from_file(str(smollm2_dir / "tokenizer.json"))
+    raw.post_processor = TemplateProcessing(single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)])
+    raw.save(str(tmp_path / "tokenizer.json"))
+    config = json.loads((smollm2_dir / "tokenizer_config.json").read_text())
+    config["chat_template"] = "{{ x }}{{ tools[0].function.name if tools }}"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    async with rig(cluster, tmp_path) as gw:
+
+        async def text(**fields: Any) -> str:
+            tokens = (await gw.http.post("/tokenize", json=fields)).json()["tokens"]
+            said: str = raw.decode(tokens, skip_special_tokens=False)
+            return said
+
+        hello: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}]}
+        assert await text(prompt="Hi") == await text(prompt="Hi", add_special_tokens=True) == "<|im_start|>Hi"
+        assert await text(prompt="Hi", add_special_tokens=False) == "Hi"
+        assert await text(**hello, chat_template_kwargs={"x": "y"}) == "y"
+        assert await text(**hello, chat_template_kwargs={"x": "y"}, add_special_tokens=True) == "<|im_start|>y"
+        assert await text(**hello, tools=[{"type": "function", "function": {"name": "f"}}]) == "f"
 
 
 @pytest.mark.parametrize(

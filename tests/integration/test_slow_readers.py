@@ -55,7 +55,7 @@ def read_to_the_end(sock: socket.socket) -> bytes:
 def pending(gw: Rig) -> list[int]:
     """Tokens that wait for each client."""
     sinks = [sink for pod in gw.gateway.models.first.table.pods.values() for sink in pod._sinks.values()]
-    return [sink._order.pending for sink in sinks if isinstance(sink, Leg)]
+    return [sink.outlet._orders[0].pending for sink in sinks if isinstance(sink, Leg)]
 
 
 async def test_a_client_that_does_not_read_is_ended_and_others_get_everything(
@@ -87,6 +87,6 @@ async def test_what_may_wait_for_a_client_is_bounded_by_what_it_weighs(
         await leg.open()
         for index in range(1, limit + 2):
             leg.deliver(decode_pb2.SequenceDelta(request_id="r", tokens=[types_pb2.Token(index=index, id=66)]))
-            assert (leg._error is None) == (index <= limit)
-        assert isinstance(leg._error, Overloaded)
+            assert (leg.outlet.error is None) == (index <= limit)
+        assert isinstance(leg.outlet.error, Overloaded)
         leg.close()

@@ -23,6 +23,7 @@ class Pods:
 
     queued_s: float = 0.0
     per_s: float = 1000.0
+    measured: bool = True
 
     def queue_s(self, launched: int) -> float:
         return self.queued_s + launched / self.per_s
@@ -123,16 +124,69 @@ async def test_a_forecast_beyond_the_deadline_or_max_ttft_is_refused_at_once() -
     g.stop()
 
 
+async def drop(g: Gate, *tasks: asyncio.Task[Waiting]) -> None:
+    """Those that wait give up."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert g.waiting == 0
+    g.stop()
+
+
 async def test_a_stuck_queue_refuses_newcomers_and_an_idle_one_nobody() -> None:
-    g = gate(Pods(), max_running=1)
-    g._speed._seconds, g._speed._tokens = 5.0, 0.0  # measured: nothing has moved for seconds
+    now = [0.0]
+    g = Gate(GateLimits(max_running=1, max_ttft_s=30), Pods(), GatewayMetrics(), lambda: now[0])
     await enter(g, work=10**6)  # nobody is in its way
-    task = await soon(g)
+    now[0] = 1.0
+    tasks = [await soon(g)]
+    now[0] = 29.0
+    tasks.append(await soon(g))
+    now[0] = 32.0
     with pytest.raises(Overloaded):
         await enter(g)
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-    g.stop()
+    await drop(g, *tasks)
+
+
+async def test_what_ends_every_so_often_is_forecast_by_that() -> None:
+    """One of 20 tokens every ten seconds: three in front take half a minute, whenever one asks."""
+    now = [0.0]
+    g = Gate(GateLimits(max_running=1, max_ttft_s=35), Pods(), GatewayMetrics(), lambda: now[0])
+    running = await enter(g)
+    tasks = [await soon(g) for _ in range(6)]
+    for task in list(tasks[:3]):
+        now[0] += 10.0
+        g.leave(running, 20)
+        running = await task
+        tasks.remove(task)
+    for passed in (0.5, 9.0):
+        now[0] += passed
+        late = await soon(g)
+        with pytest.raises(Overloaded):
+            await enter(g)
+        late.cancel()
+        await asyncio.gather(late, return_exceptions=True)
+    await drop(g, *tasks)
+
+
+async def test_what_nobody_has_measured_delays_and_refuses_nobody() -> None:
+    pods = Pods(queued_s=500.0, per_s=1.0, measured=False)
+    g = gate(pods, max_ttft_s=5, max_queue=8)
+    await enter(g)
+    tasks = [await soon(g, work=1000) for _ in range(8)]
+    with pytest.raises(Overloaded):
+        await enter(g)  # the queue is full
+    pods.measured = True
+    await drop(g, *tasks)
+
+
+async def test_only_what_is_left_to_compute_of_those_in_front_counts() -> None:
+    g = gate(Pods(queued_s=2.0), max_ttft_s=10)
+    await enter(g)
+    tasks = [await soon(g, work=5000, held=4900) for _ in range(20)]
+    tasks.append(await soon(g, work=5000))
+    with pytest.raises(Overloaded):
+        await enter(g, work=5000)
+    await drop(g, *tasks)
 
 
 async def test_a_full_queue_refuses_whoever_takes_most_of_it() -> None:

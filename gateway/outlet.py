@@ -1,0 +1,142 @@
+"""Tokens of one attempt's sequences (children) on their way from the pods to whoever answers the client.
+
+Whoever answers asks with `next`, one delta at a time, which merges what came meanwhile: that is how a reader that is
+behind gets larger pieces. One that keeps up gives `relay` a function instead, which is called for each delta in the
+very turn of the event loop in which it came: nothing is queued, and no task is woken, for a token.
+
+Invariant: whichever way, a child's deltas come in order, each token once, and its finish reason with the last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from common.errors import BatonError
+from common.types import FinishReason, Token
+from gateway.token_order import TokenOrder
+
+
+class Delta(NamedTuple):
+    """Tokens of one sequence (child) that are next in order. restart: everything before is void, of all children;
+    another attempt begins.
+    """
+
+    tokens: Sequence[Token] = ()
+    finish: FinishReason | None = None
+    restart: bool = False
+    child: int = 0
+
+
+Take = Callable[[Delta], bool]  # False: no more
+
+
+class Outlet:
+    """Of n children. max_pending: tokens of a child that may wait. complete: all that was asked for was given.
+
+    stopped: children of which nothing more is wanted. error: what ended the attempt early.
+    """
+
+    def __init__(self, n: int, max_pending: int) -> None:
+        self.complete = False
+        self.stopped: set[int] = set()
+        self.error: BatonError | None = None
+        self._max_pending = max_pending
+        self._orders = [TokenOrder() for _ in range(n)]
+        self._unfinished = set(range(n))
+        self._news: deque[int] = deque()  # children that may have something to give
+        self._take: Take | None = None  # of `relay`
+        self._waiter: asyncio.Future[None] | None = None  # of `next` and `relay`
+
+    def __len__(self) -> int:
+        return len(self._orders)
+
+    def put(self, child: int, tokens: Sequence[Token], finish: FinishReason | None) -> bool:
+        """More of a child; False when too much of it waits."""
+        order = self._orders[child]
+        order.put(tokens)
+        if finish is not None:
+            order.end(finish)
+        if child in self.stopped:
+            return True
+        if self._take is None:
+            self._news.append(child)
+            self._wake()
+        elif (delta := self._ready(child)) is not None:
+            self._hand_on(delta, self._take)
+        return order.pending <= self._max_pending
+
+    def fail(self, error: BatonError) -> None:
+        """Nothing will follow; tokens that are in order already are still given first. The first error counts."""
+        if self.error is None:
+            self.error = error
+        self._wake()
+
+    def stop(self, child: int) -> bool:
+        """Nothing more is wanted of one child; whether its pod has to be told."""
+        if child not in self._unfinished or child in self.stopped:
+            return False
+        self.stopped.add(child)
+        return not self._orders[child].ended
+
+    def take_duplicates(self) -> int:
+        """Tokens that came twice, since the last call."""
+        count = sum(order.duplicates for order in self._orders)
+        for order in self._orders:
+            order.duplicates = 0
+        return count
+
+    async def next(self) -> Delta:
+        """All tokens of one child that are next in order; the last ones with its finish reason. Raises `error`."""
+        while True:
+            while self._news:
+                child = self._news.popleft()
+                if child not in self.stopped and (delta := self._ready(child)) is not None:
+                    return delta
+            if self.error is not None:
+                raise self.error
+            await self._woken()
+
+    async def relay(self, take: Take) -> None:
+        """Gives deltas to `take` as they come, until it wants no more or none will follow; `next` knows why.
+
+        Raises what `take` raises.
+        """
+        if self._news or self.error is not None:
+            return
+        self._take = take
+        try:
+            await self._woken()
+        finally:
+            self._take = None
+
+    def _ready(self, child: int) -> Delta | None:
+        """What is next in order."""
+        if child not in self._unfinished:
+            return None
+        tokens, finish = self._orders[child].take()
+        if finish is not None:
+            self._unfinished.discard(child)
+            self.complete = not self._unfinished
+        return Delta(tokens, finish, False, child) if tokens or finish is not None else None
+
+    def _hand_on(self, delta: Delta, take: Take) -> None:
+        """Whoever brings the news works for other requests too, so a failure of this one's own is not raised here."""
+        try:
+            if take(delta) and not self.complete:
+                return
+            self._wake()
+        except Exception as e:
+            if self._waiter is not None and not self._waiter.done():
+                self._waiter.set_exception(e)
+        self._take = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def _woken(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        await self._waiter

@@ -1,0 +1,133 @@
+"""Deadlines and aborts: REST and gRPC side by side, wherever the work is when its time ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import pytest_asyncio
+
+from common.pb import inference_pb2, inference_pb2_grpc
+from tests.fake_pods import FakeCluster, fake_cluster
+from tests.gateway_rig import MODEL, Rig, rig, until
+
+LATE_S = 1.0
+BEAMS = {"use_beam_search": True, "n": 2}
+
+
+@pytest_asyncio.fixture
+async def cluster() -> AsyncIterator[FakeCluster]:
+    async with fake_cluster() as c:
+        c.script = lambda request: [66] * request.sampling.max_tokens
+        yield c
+
+
+@pytest_asyncio.fixture
+async def gw(cluster: FakeCluster, smollm2_dir: Path, unused_tcp_port: int) -> AsyncIterator[Rig]:
+    async with rig(cluster, smollm2_dir, grpc_port=unused_tcp_port) as r:
+        yield r
+        await r.settled()
+
+
+@pytest_asyncio.fixture
+async def stub(gw: Rig) -> AsyncIterator[inference_pb2_grpc.InferenceAsyncStub]:
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{gw.server.grpc_port}") as channel:
+        made: inference_pb2_grpc.InferenceAsyncStub = inference_pb2_grpc.InferenceStub(channel)
+        yield made
+
+
+async def rest_end(gw: Rig, **fields: Any) -> tuple[int, str]:
+    """Status and message of the error that a request ends with, be it an answer or the last event."""
+    body = {"model": MODEL, "prompt": "Hello", "max_tokens": 20, **fields}
+    headers = {"x-request-timeout": str(LATE_S)}
+    if not fields.get("stream"):
+        answer = await gw.http.post("/v1/completions", json=body, headers=headers)
+        return answer.status_code, answer.json()["error"]["message"]
+    async with gw.http.stream("POST", "/v1/completions", json=body, headers=headers) as response:
+        text = (await response.aread()).decode()
+    assert "[DONE]" not in text
+    return response.status_code, text.rsplit('"message":"', 1)[1].split('"', 1)[0]
+
+
+async def grpc_end(stub: Any, **fields: Any) -> tuple[grpc.StatusCode, str]:
+    request = inference_pb2.GenerateRequest(model=MODEL, text="Hello", max_tokens=20, **fields)
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        _ = [message async for message in stub.Generate(request, timeout=LATE_S)]
+    return error.value.code(), error.value.details() or ""
+
+
+RESERVE, PREFILL, DECODE = {"reserve_delay_s": 60.0}, {"prefill_delay_s": 60.0}, {"stall_after": 2}
+
+
+@pytest.mark.parametrize(
+    ("fault", "fields"),
+    [
+        *((fault, fields) for fault in (RESERVE, PREFILL, DECODE) for fields in ({}, {"n": 2})),
+        *((fault, BEAMS) for fault in (RESERVE, PREFILL)),  # each step asks for one token, which prefill gives
+    ],
+)
+async def test_the_same_error_at_the_same_time(
+    gw: Rig, stub: Any, cluster: FakeCluster, fault: dict[str, float], fields: dict[str, Any]
+) -> None:
+    for pod in cluster.pods.values():
+        for name, value in fault.items():
+            setattr(pod.faults, name, value)
+    streamed = [] if fields is BEAMS else [{**fields, "stream": True}]
+    ends = await asyncio.gather(*(rest_end(gw, **body) for body in ({**fields}, *streamed)))
+    assert {message for _, message in ends} == {"the request's time is over"}
+    assert [status for status, _ in ends] == [504, 200 if fault is DECODE else 504][: len(ends)]
+    rest_left = list(cluster.decodes[0].seen.timeouts)
+    code, _ = await grpc_end(stub, **fields)
+    assert code is grpc.StatusCode.DEADLINE_EXCEEDED
+    grpc_left = cluster.decodes[0].seen.timeouts[len(rest_left) :]
+    # What pods are told is what is left of the client's time, however it came.
+    assert all(0 < left <= LATE_S for left in (*rest_left, *grpc_left))
+    assert rest_left
+    assert grpc_left
+    await gw.settled()
+    outcomes = {
+        sample.labels["endpoint"]: sample.labels["outcome"]
+        for metric in gw.gateway.metrics.requests.collect()
+        for sample in metric.samples
+        if sample.name.endswith("_total") and sample.value
+    }
+    assert outcomes["completions"] == "DeadlineExceeded"
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["our id", "the client's id"])
+async def test_abort_ends_a_search_that_has_not_said_anything(
+    gw: Rig, stub: Any, cluster: FakeCluster, own: bool
+) -> None:
+    cluster.prefills[0].faults.prefill_delay_s = 0.05
+    request = inference_pb2.GenerateRequest(
+        model=MODEL, text="Hello", max_tokens=1000, request_id="mine" if own else "", **BEAMS
+    )
+    call = stub.Generate(request)
+    told = dict(await call.initial_metadata())["x-request-id"]
+    assert (told == "mine") == own
+    await until(lambda: len(cluster.prefills[0].seen.prefilled) > 4)
+    await stub.Abort(inference_pb2.AbortGenerateRequest(request_id=told))
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await call.read()
+    assert error.value.code() is grpc.StatusCode.CANCELLED
+    await gw.settled()
+    asked = len(cluster.prefills[0].seen.prefilled)
+    assert not gw.gateway._tickets
+    await asyncio.sleep(0.2)  # some steps' time
+    assert len(cluster.prefills[0].seen.prefilled) == asked
+
+
+async def test_abort_ends_a_rest_request_by_either_id(gw: Rig, stub: Any, cluster: FakeCluster) -> None:
+    cluster.decodes[0].faults.stall_after = 1
+    body = {"model": MODEL, "prompt": "Hello", "max_tokens": 20}
+    for headers in ({"x-request-id": "mine"}, {}):
+        asking = asyncio.create_task(gw.http.post("/v1/completions", json=body, headers=headers))
+        await until(lambda: bool(gw.gateway._tickets))
+        request_id = headers.get("x-request-id") or next(iter(gw.gateway._tickets))
+        await stub.Abort(inference_pb2.AbortGenerateRequest(request_id=request_id))
+        assert (await asking).status_code == 499
+        await gw.settled()
