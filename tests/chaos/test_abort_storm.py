@@ -1,0 +1,252 @@
+"""An abort storm: 500 requests, most of them aborted somewhere, notifications late and doubled, a frozen and a killed
+peer.
+
+Three prefill and three decode pods in one process, over loopback, with pools so small that sequences are preempted and
+blocks go to host memory and back, and checksums of all that moves. Who is not aborted gets the tokens that it would get
+alone, nobody hangs, and in the end every block is back. A smaller storm goes over real processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from common.errors import BatonError, Overloaded
+from common.pb import decode_pb2, prefill_pb2
+from common.types import Role, ValidRequest
+from engine.llm import LLM
+from kv_transfer.loopback import WriteFault
+from tests.chaos.load import Load
+from tests.e2e.cluster import Cluster as Processes
+from tests.harness import BLOCK, Cluster, Pod, oracle, prompt_of, request, tiny_llama
+
+REQUESTS = 500
+AT_ONCE = 20
+KINDS = 32  # different requests
+HOSTED = {"num_blocks": 56, "host_cache": 120 * 2 * 2 * 2 * BLOCK * 16 * 4}
+STAGES = ("reserved", "progress", "first_token", "handed_off", "tokens", "any time", "any time")
+CALM = 0.3  # share that is not aborted
+TRY_S = 2.0  # of one try: what a frozen peer costs
+HANG_S = 60.0
+WAIT_S = 60.0
+
+
+class Storm:
+    """Requests over pods that come and go. expected: what each of the requests is answered alone."""
+
+    def __init__(self, cluster: Cluster, requests: list[ValidRequest], expected: list[list[int]]) -> None:
+        self.ends: Counter[str] = Counter()  # by stage, and "answered"
+        self.errors: Counter[str] = Counter()
+        self.calm = 0
+        self._cluster = cluster
+        self._requests = requests
+        self._expected = expected
+        self._rng = random.Random(8)
+        self._ids = itertools.count()
+        self._places = asyncio.Semaphore(AT_ONCE)
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(REQUESTS):
+                await self._places.acquire()
+                group.create_task(self._one())
+
+    async def _one(self) -> None:
+        which = self._rng.randrange(len(self._requests))
+        calm = self._rng.random() < CALM
+        self.calm += calm
+        try:
+            async with asyncio.timeout(HANG_S):
+                if calm:
+                    await self._until_answered(which)
+                else:
+                    await self._aborted(which, self._rng.choice(STAGES))
+        finally:
+            self._places.release()
+
+    def _new(self, which: int) -> ValidRequest:
+        """Half of them share what others computed."""
+        number = next(self._ids)
+        salt = "" if self._rng.random() < 0.5 else str(number)
+        return replace(self._requests[which], request_id=f"storm-{number}", cache_salt=salt)
+
+    def _pair(self) -> tuple[Pod, Pod]:
+        return self._rng.choice(self._cluster.prefills), self._rng.choice(self._cluster.decodes)
+
+    async def _until_answered(self, which: int) -> None:
+        """As a gateway does: a full or dead pod is left for another one."""
+        while True:
+            r, (prefill, decode) = self._new(which), self._pair()
+            try:
+                remote_only = self._rng.random() < 0.9
+                answer = await self._cluster.generate(
+                    r, prefill=prefill, decode=decode, remote_only=remote_only, timeout_s=TRY_S
+                )
+            except BatonError as error:
+                self.errors[error.kind] += 1
+                await self._abort(r, prefill, decode)
+                await asyncio.sleep(0.02 if isinstance(error, Overloaded) else 0.1)
+                continue
+            assert answer.ids == self._expected[which], "a neighbour's tokens changed"
+            self.ends["answered"] += 1
+            return
+
+    async def _aborted(self, which: int, stage: str) -> None:
+        r, (prefill, decode) = self._new(which), self._pair()
+        there = asyncio.Event()
+
+        def seen(kind: str) -> None:
+            if kind == stage:
+                there.set()
+
+        if stage == "reserved":
+            with contextlib.suppress(BatonError):
+                await self._cluster.reserve(r, decode, remote_only=True, timeout_s=TRY_S)
+        else:
+            running = asyncio.create_task(
+                self._cluster.generate(
+                    r, prefill=prefill, decode=decode, remote_only=True, timeout_s=TRY_S, on_event=seen
+                )
+            )
+            reached = asyncio.create_task(there.wait())
+            wait_s = self._rng.random() * 0.3 if stage == "any time" else TRY_S
+            await asyncio.wait([running, reached], timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+            await self._abort(r, prefill, decode)
+            reached.cancel()
+            running.cancel()
+            try:
+                answer = await running
+            except BatonError as error:
+                self.errors[error.kind] += 1
+            except asyncio.CancelledError:
+                pass
+            else:
+                assert answer.ids == self._expected[which]
+        await self._abort(r, prefill, decode)  # a Reserve that was under way came after the one before
+        self.ends[stage] += 1
+
+    async def _abort(self, r: ValidRequest, prefill: Pod, decode: Pod) -> None:
+        await decode.decode.Abort(decode_pb2.DecodeAbortRequest(request_id=r.request_id))
+        if prefill in self._cluster.prefills:
+            await prefill.prefill.Abort(prefill_pb2.PrefillAbortRequest(request_id=r.request_id))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.timeout(280)
+async def test_five_hundred_requests(tmp_path: Path) -> None:
+    model_dir = tiny_llama(tmp_path)
+    rng = random.Random(1)
+    requests = [
+        request(
+            [*prompt_of(4 * (i % 6), seed=i % 3), *prompt_of(rng.randrange(1, 30), seed=i)],
+            rng.choice((1, 6, 12, 20)), seed=i, temperature=rng.choice((0.0, 0.8)),
+        )
+        for i in range(KINDS)
+    ]  # fmt: skip
+    expected = _alone(oracle(model_dir), requests)
+    async with Cluster.start(model_dir, prefill=3, decode=3, prefill_config=HOSTED, decode_config=HOSTED) as cluster:
+        storm = Storm(cluster, requests, expected)
+        fabric = cluster.fabric
+        fabric.on_notify = lambda *_: rng.choice(((0.0,), (0.0,), (0.0, 0.02), (0.03,), (0.05, 0.01)))
+        fabric.on_write = lambda *_: WriteFault(delay_s=rng.choice((0.0, 0.0, 0.0, 0.02, 0.1)))
+        killed: list[Pod] = []
+
+        async def strike() -> None:
+            await until(lambda: storm.ends.total() > 80)
+            fabric.freeze(cluster.decodes[1].agent)
+            await until(lambda: storm.ends.total() > 130)
+            victim = cluster.prefills.pop(0)
+            killed.append(victim)
+            fabric.die(victim.agent)
+            await victim.runtime.stop()
+            await until(lambda: storm.ends.total() > 200)
+            fabric.thaw(cluster.decodes[1].agent)
+            port = int(victim.runtime.address.rpartition(":")[2])
+            await cluster.add(Role.PREFILL, name=victim.runtime.name, port=port, **HOSTED)
+
+        began = time.monotonic()
+        strikes = asyncio.create_task(strike())
+        await storm.run()
+        await strikes
+        print(f"{time.monotonic() - began:.1f} s: {dict(storm.ends)}, errors {dict(storm.errors)}")
+        fabric.on_notify, fabric.on_write = (lambda *_: (0.0,)), (lambda *_: WriteFault())
+        assert storm.ends.total() == REQUESTS
+        assert storm.ends["answered"] == storm.calm > 0.2 * REQUESTS
+        assert all(storm.ends[stage] > 0 for stage in STAGES)
+        for pod in cluster.pods:
+            await pod.settled(WAIT_S)
+            tier = pod.runtime.engine.pool.tier
+            assert tier is not None
+            assert await asyncio.to_thread(tier.settle, WAIT_S)
+            pod.runtime.engine.pool.check()
+            stats = pod.runtime.engine.pool.host_stats()
+            assert stats is not None
+            assert stats.damaged == pod.runtime.node.stats().damaged_transfers == 0
+        assert sum(_saved(pod) for pod in cluster.pods) > 0
+        for pod in killed:
+            await pod.channel.close()
+
+
+def _alone(llm: LLM, requests: list[ValidRequest]) -> list[list[int]]:
+    completions = llm.generate(
+        [r.prompt_ids for r in requests], [r.sampling for r in requests], ignore_eos=True, show_progress=False
+    )
+    return [completion.ids for completion in completions]
+
+
+def _saved(pod: Pod) -> int:
+    stats = pod.runtime.engine.pool.host_stats()
+    return 0 if stats is None else stats.saved
+
+
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize("cluster", ["1P+1D"], indirect=True)
+async def test_over_real_processes(cluster: Processes, smollm2_dir: Path) -> None:
+    """Half of the streams are abandoned; decode is frozen for a while, then prefill is killed and comes back."""
+    load = Load(cluster.base_url, cluster.model, smollm2_dir, clients=8, abort_share=0.5)
+    expected = await load.each()
+    assert None not in expected
+    outcomes = load.outcomes
+
+    async def strike() -> None:
+        await until(lambda: outcomes.done > 20)
+        cluster.freeze("decode-0")
+        try:
+            await asyncio.sleep(2.0)
+        finally:
+            cluster.thaw("decode-0")
+        done = outcomes.done
+        await until(lambda: outcomes.done > done + 8)
+        await asyncio.to_thread(cluster.kill, "prefill-0")
+        await until(lambda: outcomes.done > done + 16)
+        await asyncio.to_thread(cluster.restart, "prefill-0")
+        done = outcomes.done
+        await until(lambda: outcomes.done > done + 16)
+
+    strikes = asyncio.create_task(strike())
+    await load.run(strikes.done)
+    await strikes
+    assert outcomes.hangs == 0
+    assert outcomes.aborted > 0
+    for which, texts in outcomes.answers.items():
+        assert texts == {expected[which]}, f"prompt {which}"
+    async with asyncio.timeout(WAIT_S):
+        while await load.one(0) is None:
+            continue
+    assert await load.each() == expected
+    await load.close()
+    await asyncio.to_thread(cluster.check_idle)
