@@ -41,6 +41,7 @@ CLUSTER = (
     "tests/e2e/test_traces.py",
     "tests/chaos/test_kill.py",
     "tests/chaos/test_soak.py",
+    "tests/chaos/test_abort_storm_processes.py",
 )
 FIRST = (*CLUSTER, "tests/e2e/", "tests/integration/test_transfer")
 
@@ -118,8 +119,8 @@ def cluster(
         pod_flags={"max-model-len": str(MAX_MODEL_LEN)},
         traces=f"file:{log_dir}/{SPANS}",
         trace_sample=0,  # only requests whose client asks for it
-        # Of the last: a test may ask for minutes of work at once.
-        env={"OTEL_BSP_SCHEDULE_DELAY": "200", "BATON_MAX_TTFT_S": "0"},
+        # Of the second: a test may ask for minutes of work at once.
+        env={"OTEL_BSP_SCHEDULE_DELAY": "200", "BATON_MAX_TTFT_S": "0", "BATON_CHECKSUMS": "true"},
     ) as running:
         request.session.stash[RUNNING] = running
         yield running

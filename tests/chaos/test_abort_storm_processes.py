@@ -1,0 +1,61 @@
+"""Half of all streams are abandoned while a decode pod is frozen for a while and a prefill pod is killed: see
+test_abort_storm.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.load import Load
+from tests.e2e.cluster import Cluster
+
+pytestmark = pytest.mark.parametrize("cluster", ["1P+1D"], indirect=True)
+WAIT_S = 60.0
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.timeout(280)
+async def test_a_storm_over_real_processes(cluster: Cluster, smollm2_dir: Path) -> None:
+    """Half of the streams are abandoned; decode is frozen for a while, then prefill is killed and comes back."""
+    load = Load(cluster.base_url, cluster.model, smollm2_dir, clients=8, abort_share=0.5)
+    expected = await load.each()
+    assert None not in expected
+    outcomes = load.outcomes
+
+    async def strike() -> None:
+        await until(lambda: outcomes.done > 20)
+        cluster.freeze("decode-0")
+        try:
+            await asyncio.sleep(2.0)
+        finally:
+            cluster.thaw("decode-0")
+        done = outcomes.done
+        await until(lambda: outcomes.done > done + 8)
+        await asyncio.to_thread(cluster.kill, "prefill-0")
+        await until(lambda: outcomes.done > done + 16)
+        await asyncio.to_thread(cluster.restart, "prefill-0")
+        done = outcomes.done
+        await until(lambda: outcomes.done > done + 16)
+
+    strikes = asyncio.create_task(strike())
+    await load.run(strikes.done)
+    await strikes
+    assert outcomes.hangs == 0
+    assert outcomes.aborted > 0
+    for which, texts in outcomes.answers.items():
+        assert texts == {expected[which]}, f"prompt {which}"
+    async with asyncio.timeout(WAIT_S):
+        while await load.one(0) is None:
+            continue
+    assert await load.each() == expected
+    await load.close()
+    await asyncio.to_thread(cluster.check_idle)
