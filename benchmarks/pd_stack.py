@@ -37,7 +37,7 @@ MODEL = "bench"
 START_S = 300.0
 STOP_S = 20.0
 MESSAGE_BYTES = 64 << 20
-FLAGS = {"local-prefill-tokens": "0"}  # of pods: decode computes no prompt
+FLAGS = {"local-prefill": "off"}  # of pods: decode computes no prompt
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": SHAPES["llama-3.1-8b"].config | {"vocab_size": 49152},

@@ -9,6 +9,7 @@ UCX_LOG_FILE or UCX_PROTO_INFO is left alone, and then nothing is known.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import re
@@ -70,6 +71,7 @@ class UcxLog:
         """What carries `agent`'s writes of block_bytes bytes from that memory to peers on this host, or on others, when
         all its configurations for them agree on one transport.
         """
+        _flush()
         log = self._path.read_text(errors="replace")
         names = transports(log, agent, block_bytes, kind, same_host=same_host)
         if len(names) == 1:
@@ -81,11 +83,17 @@ class UcxLog:
 
     def complaints(self) -> list[str]:
         """Warnings and errors since the last call: they would otherwise stay in the file."""
+        _flush()
         with self._path.open(errors="replace") as log:
             log.seek(self._read)
             lines = log.readlines()
             self._read = log.tell()
         return [line.strip() for line in lines if _COMPLAINT.search(line)]
+
+
+def _flush() -> None:
+    """UCX writes through the C library's buffers: what it said last would not be in the file yet."""
+    ctypes.CDLL(None).fflush(None)
 
 
 def transports(log: str, agent: str, block_bytes: int, kind: MemoryKind, *, same_host: bool) -> set[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.pd_stack import make_model, prompts, running, transport_of
+from benchmarks.pd_stack import FLAGS, make_model, prompts, running, transport_of
 from common.types import SamplingParams
 from engine.llm import LLM
 
@@ -21,8 +21,7 @@ OUTPUT = 24
 
 async def test_tokens_are_those_of_one_engine_and_kv_went_from_gpu_to_gpu(tmp_path: Path) -> None:
     batch = [prompt for length in LENGTHS for prompt in prompts("small", 1, length, seed=3)]
-    flags = {"local-prefill-tokens": "0"}
-    async with running("small", "auto", dtype="float32", flags=flags) as (stack, client):
+    async with running("small", "auto", dtype="float32", flags=FLAGS) as (stack, client):
         alone = [await client.ask(prompt, OUTPUT) for prompt in batch]
         salted = [list(reversed(prompt)) for prompt in batch]
         together = await asyncio.gather(*(client.ask(prompt, OUTPUT) for prompt in salted))
