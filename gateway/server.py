@@ -37,6 +37,7 @@ from gateway.responses.store import ResponseStore
 from gateway.service import Gateway, Settings
 
 STOP_S = 15.0
+GRPC_STOP_S = 0.5  # for the last words of calls that were ended
 GC_THRESHOLD = 20_000  # objects that may gather before the youngest are looked through
 
 _log = logging.getLogger(__name__)
@@ -125,6 +126,7 @@ class GatewayServer:
         self._http: _Uvicorn | None = None
         self._http_task: asyncio.Task[None] | None = None
         self._grpc: RpcServer | None = None
+        self._grpc_leaving: asyncio.Task[None] | None = None
         self._endpoints: EndpointWatch | None = None
         if config.discovery == "k8s":
             self._endpoints = EndpointWatch(api or ApiServer.in_cluster(), config.k8s_services, self._place)
@@ -192,6 +194,8 @@ class GatewayServer:
             await asyncio.sleep(self._config.drain_delay_s)
             if self._http is not None:
                 self._http.close_idle()
+            if self._grpc is not None:  # clients are told to go; calls that come after that go elsewhere by themselves
+                self._grpc_leaving = asyncio.get_running_loop().create_task(self._grpc.stop(self._config.drain_s))
         drained = asyncio.ensure_future(self.gateway.drain())
         await asyncio.sleep(0)
         self._on_change()
@@ -212,7 +216,10 @@ class GatewayServer:
             await self._endpoints.stop()
         self.gateway.end_requests()  # before connections close: a stream still has to say why it ends
         if self._grpc is not None:
-            await self._grpc.stop(0.5)
+            await self._grpc.stop(GRPC_STOP_S)
+        if self._grpc_leaving is not None:
+            await asyncio.wait({self._grpc_leaving}, timeout=GRPC_STOP_S)
+            self._grpc_leaving.cancel()
         if self._http is not None and self._http_task is not None:
             self._http.should_exit = True
             await self._http_task

@@ -322,27 +322,3 @@ async def test_a_pod_that_nobody_names_any_more_is_forgotten(
     await until(lambda: not gw.gateway.ready)
     await place(kube, cluster.decodes[1])
     await until(lambda: gw.gateway.ready)
-
-
-# -- leaving ----------------------------------------------------------------------------------------------------------
-
-
-async def test_a_leaving_gateway_serves_what_still_comes_and_sends_clients_away(
-    kube: FakeKube, cluster: FakeCluster, smollm2_dir: Path
-) -> None:
-    async with rig(cluster, smollm2_dir, drain_delay_s=2.5) as gw:
-        assert "connection" not in (await gw.complete(max_tokens=3)).headers
-        reader, writer = await asyncio.open_connection("127.0.0.1", gw.server.port)
-        writer.write(b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n")
-        await reader.readuntil(b'{"status":"live"}')
-        drain = asyncio.create_task(gw.server.drain())
-        await until(lambda: not gw.gateway.ready)
-        assert (await gw.http.get("/ready")).status_code == 503
-        assert (await gw.http.get("/live")).status_code == 200
-        served = await gw.complete(max_tokens=3)
-        assert (served.status_code, served.headers["connection"]) == (200, "close")
-        assert not drain.done()
-        assert await reader.read() == b""  # a connection that says nothing is closed at the end of the delay
-        writer.close()
-        await asyncio.wait_for(drain, 20)
-        assert (await gw.complete(max_tokens=3)).status_code == 503
