@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from common.telemetry import Metrics, Sample
+
 _log = logging.getLogger(__name__)
 
 KEPT_S = 1.0
@@ -93,3 +95,26 @@ def _by_nvml(nvml: Any, handle: Any) -> GpuReading:
     except nvml.NVMLError:  # a slice of a GPU (MIG) has no figure of its own
         busy = None
     return GpuReading(memory.used, memory.total, busy)
+
+
+def add_gpu_metrics(metrics: Metrics, gpu: Gpu) -> None:
+    """Declares what the driver tells; read when scraped, and left out where it says nothing."""
+
+    def read(value: Callable[[GpuReading], float | None]) -> Callable[[], list[Sample]]:
+        def samples() -> list[Sample]:
+            reading = gpu.reading()
+            found = None if reading is None else value(reading)
+            return [] if found is None else [((), found)]
+
+        return samples
+
+    metrics.sampled_gauge(
+        "gpu_utilization_ratio", "Share of the last second in which the GPU was busy, from 0 to 1.",
+        read(lambda reading: reading.utilization),
+    )  # fmt: skip
+    metrics.sampled_gauge(
+        "gpu_memory_used_bytes", "GPU memory in use, by all processes.", read(lambda reading: reading.memory_used)
+    )
+    metrics.sampled_gauge(
+        "gpu_memory_total_bytes", "GPU memory that there is.", read(lambda reading: reading.memory_total)
+    )

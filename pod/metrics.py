@@ -11,7 +11,6 @@ from engine.config import MAX_DRAFTS
 from engine.engine import Engine, SequenceOutput, StepResult
 from engine.speculation.stats import SpeculationStats
 from kv_transfer.messages import PairStats, PeerStats, TransferReport, TransferStats
-from pod.gpu_driver import Gpu, GpuReading
 
 # Seconds; KV that streams under the prefill leaves a few milliseconds to wait for.
 HAND_OFF_BUCKETS = (
@@ -126,29 +125,6 @@ class PodMetrics:
             "transfer_messages_dropped", "Messages of peers that did not fit, by reason.",
             lambda: [((reason,), count) for reason, count in stats().dropped.items()], ["reason"],
         )  # fmt: skip
-
-    def watch_gpu(self, gpu: Gpu) -> None:
-        """What the driver tells; read when scraped."""
-        m = self.base
-
-        def read(value: Callable[[GpuReading], float | None]) -> Callable[[], list[Sample]]:
-            def samples() -> list[Sample]:
-                reading = gpu.reading()
-                found = None if reading is None else value(reading)
-                return [] if found is None else [((), found)]
-
-            return samples
-
-        m.sampled_gauge(
-            "gpu_utilization_ratio", "Share of the last second in which the GPU was busy, from 0 to 1.",
-            read(lambda reading: reading.utilization),
-        )  # fmt: skip
-        m.sampled_gauge(
-            "gpu_memory_used_bytes", "GPU memory in use, by all processes.", read(lambda reading: reading.memory_used)
-        )
-        m.sampled_gauge(
-            "gpu_memory_total_bytes", "GPU memory that there is.", read(lambda reading: reading.memory_total)
-        )
 
     def watch_pairs(self, pairs: Callable[[], Iterable[PairStats]]) -> None:
         """pairs: this pod's traffic with every other one, read when scraped."""

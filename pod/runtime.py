@@ -54,7 +54,7 @@ from pod.checks import Limits
 from pod.control import ControlServicer
 from pod.embedder import Embedder
 from pod.gpu import SWITCH_S, require_shared_memory
-from pod.gpu_driver import gpu_of
+from pod.gpu_driver import add_gpu_metrics, gpu_of
 from pod.host_metrics import add_host_metrics
 from pod.identity import require_free_name
 from pod.metrics import PodMetrics
@@ -182,7 +182,7 @@ class PodRuntime:
         self.metrics.watch_work(self.load, engine)
         self.metrics.watch_transfers(self.node.stats)
         if self._gpu is not None:
-            self.metrics.watch_gpu(self._gpu)
+            add_gpu_metrics(self.metrics.base, self._gpu)
         self.metrics.watch_pairs(self.node.pairs)
         self._server = RpcServer(config.host, config.port)
         self._service: PodService | None = None

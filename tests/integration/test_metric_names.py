@@ -25,7 +25,7 @@ from common.types import Role
 from gateway.models import ModelText
 from gateway.service import Gateway, Settings
 from kv_transfer.loopback import LoopbackBackend, LoopbackFabric
-from pod.gpu_driver import Gpu, GpuReading
+from pod.gpu_driver import Gpu, GpuReading, add_gpu_metrics
 from pod.runtime import PodRuntime
 from tests.gateway_rig import MODEL, texts
 from tests.harness import tiny_llama
@@ -55,7 +55,7 @@ def registries(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> d
             kv_memory=1 << 20, block_size=4, speculation="ngram",
         )  # fmt: skip
         pod = await PodRuntime.create(config, backend=lambda _config: LoopbackBackend(LoopbackFabric()))
-        pod.metrics.watch_gpu(Gpu(lambda: GpuReading(1, 2, 0.5)))
+        add_gpu_metrics(pod.metrics.base, Gpu(lambda: GpuReading(1, 2, 0.5)))
         return {"gateway": gateway.metrics.base, "pod": pod.metrics.base}
 
     return asyncio.run(made())

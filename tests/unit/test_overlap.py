@@ -70,6 +70,7 @@ class Device:
         self.last: dict[int, int] = {}
         self.queue: list[Step] = []
         self.broken: set[int] = set()
+        self.error: Exception = RuntimeError("the device broke")
         self.poisoned: set[str] = set()
         self.launches = 0
 
@@ -77,7 +78,7 @@ class Device:
         assert len(self.queue) < 2
         self.launches += 1
         if self.launches in self.broken:
-            raise RuntimeError("the device broke")
+            raise self.error
         step = Step(
             list(items),
             [item.seq.slot for item in items],
@@ -375,6 +376,22 @@ def test_a_launch_that_fails_ends_its_sequences_and_no_others() -> None:
     world.add("c", [4], GREEDY)
     world.drain()
     assert world.tokens["c"] == answer([4], GREEDY)
+
+
+class OutOfMemoryError(RuntimeError):
+    """As torch's."""
+
+
+@pytest.mark.parametrize(
+    ("error", "counted"), [(OutOfMemoryError("CUDA"), 1), (MemoryError(), 1), (RuntimeError("no kernel"), 0)]
+)
+def test_steps_without_memory_are_counted_apart(error: Exception, counted: int) -> None:
+    world = World(overlap=True)
+    world.device.broken, world.device.error = {1}, error
+    world.add("a", [1, 2, 3], GREEDY)
+    world.drain()
+    assert world.ends["a"].finish is FinishReason.ERROR
+    assert world.stepper.counters.out_of_memory == counted
 
 
 def test_a_failing_scheduler_ends_everything_and_the_step_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:

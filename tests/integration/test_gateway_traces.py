@@ -1,0 +1,171 @@
+"""What tracing is to a gateway: exemplars for scrapers, spans of what fails, and nothing at all for a token."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from common.pb import decode_pb2
+from common.trace_context import TraceContext
+from common.tracing import Tracer
+from common.types import SamplingParams, Token, ValidRequest
+from common.wire import token_to_pb
+from gateway.leg import Leg
+from gateway.request_trace import RequestTrace
+from gateway.timeline import Timeline
+from tests.fake_pods import FakeCluster
+from tests.gateway_rig import MODEL, Rig, until
+
+OPENMETRICS = {"accept": "application/openmetrics-text; version=1.0.0"}
+
+
+@pytest_asyncio.fixture
+async def spans(gw: Rig, tmp_path: Path) -> AsyncIterator[Callable[[], list[dict[str, Any]]]]:
+    """Traces every request of `gw`; what was recorded so far, by calling it, after which nothing more is."""
+    path = tmp_path / "spans.jsonl"
+    tracer = Tracer.open(f"file:{path}", service="gateway", instance="g")
+    assert tracer is not None
+    gw.gateway.tracer = tracer
+    closed = False
+
+    def read() -> list[dict[str, Any]]:
+        nonlocal closed
+        closed = True
+        tracer.close()
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        return [span for line in lines for span in line["resourceSpans"][0]["scopeSpans"][0]["spans"]]
+
+    yield read
+    gw.gateway.tracer = None
+    if not closed:
+        tracer.close()
+
+
+async def test_histograms_point_at_traces_for_scrapers_that_understand_it(
+    gw: Rig, spans: Callable[[], list[dict[str, Any]]]
+) -> None:
+    await gw.complete(max_tokens=3)
+    await until(lambda: not gw.gateway._tickets)
+    (shown,) = (await gw.http.get("/dashboard/requests")).json()["requests"]
+    answer = await gw.http.get("/metrics", headers=OPENMETRICS)
+    assert answer.headers["content-type"].startswith("application/openmetrics-text")
+    assert answer.text.endswith("# EOF\n")
+    exemplars = dict(re.findall(r'^(baton_\w+)_bucket.* # {trace_id="(\w+)"}', answer.text, re.MULTILINE))
+    assert set(exemplars) == {"baton_ttft_seconds", "baton_e2e_seconds", "baton_queue_seconds"}
+    assert set(exemplars.values()) == {shown["trace_id"]}
+    plain = await gw.http.get("/metrics")
+    assert plain.headers["content-type"].startswith("text/plain")
+    assert "trace_id" not in plain.text
+    assert {span["traceId"] for span in spans()} == {shown["trace_id"]}
+
+
+async def test_every_attempt_has_a_span_and_the_failed_one_says_why(
+    gw: Rig, cluster: FakeCluster, spans: Callable[[], list[dict[str, Any]]]
+) -> None:
+    cluster.prefills[0].faults.drop_prefill_after_first = 1
+    assert (await gw.complete(max_tokens=3)).status_code == 200
+    await gw.settled()
+    found = spans()
+    attempts = [span for span in found if span["name"] == "gateway.attempt"]
+    assert [span["status"].get("code") for span in attempts] == [2, None]
+    assert [span["attributes"][0]["value"]["intValue"] for span in attempts] == ["1", "2"]
+    (request,) = [span for span in found if span["name"] == "gateway.request"]
+    assert request["status"] == {}
+    assert {span["parentSpanId"] for span in attempts} == {request["spanId"]}
+    assert "parentSpanId" not in request
+    for attempt in attempts:
+        inside = Counter(span["name"] for span in found if span.get("parentSpanId") == attempt["spanId"])
+        assert inside == {"gateway.route": 1, "gateway.reserve": 1, "gateway.stream": 1}
+
+
+async def test_a_pod_that_refuses_is_in_the_trace(
+    gw: Rig, cluster: FakeCluster, spans: Callable[[], list[dict[str, Any]]]
+) -> None:
+    cluster.decodes[0].faults.reject = 1
+    assert (await gw.complete(max_tokens=3)).status_code == 429
+    found = spans()
+    (reserve,) = [span for span in found if span["name"] == "gateway.reserve"]
+    assert {"key": "baton.outcome", "value": {"stringValue": "rejected"}} in reserve["attributes"]
+    (request,) = [span for span in found if span["name"] == "gateway.request"]
+    assert request["status"]["code"] == 2
+
+
+async def test_without_a_tracer_the_clients_trace_is_still_told(gw: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    asked_by = TraceContext.new(sampled=True)
+    with caplog.at_level(logging.INFO, logger="gateway.service"):
+        await gw.http.post(
+            "/v1/completions", json={"model": MODEL, "prompt": "x", "max_tokens": 2}, headers=dict(asked_by.metadata)
+        )
+        await gw.http.post("/v1/completions", json={"model": MODEL})
+        await until(lambda: not gw.gateway._tickets)
+    good, bad = [record for record in caplog.records if record.msg == "request ended"]
+    assert (good.trace_id, good.outcome, good.output_tokens) == (asked_by.trace_id, "ok", 2)  # type: ignore[attr-defined]
+    assert (bad.outcome, bad.error) == ("InvalidRequest", "prompt is missing")  # type: ignore[attr-defined]
+    assert not hasattr(bad, "trace_id")
+    (_, shown) = (await gw.http.get("/dashboard/requests")).json()["requests"]
+    assert shown["trace_id"] == asked_by.trace_id
+
+
+def calls_of(work: Callable[[], None]) -> Counter[str]:
+    """Every Python function and every C function that is called."""
+    seen: Counter[str] = Counter()
+
+    def note(frame: FrameType, event: str, what: Any) -> None:
+        if event == "call":
+            seen[frame.f_code.co_qualname] += 1
+        elif event == "c_call":
+            seen[what.__qualname__] += 1
+
+    sys.setprofile(note)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return seen
+
+
+async def opened(gw: Rig, tracer: Tracer | None) -> Leg:
+    pipeline = gw.gateway.models.first.pipeline
+    request = ValidRequest("r", MODEL, (1, 2, 3), SamplingParams(max_tokens=500))
+    trace = None if tracer is None else RequestTrace(tracer, TraceContext.new(sampled=True), None)
+    plan, timeline = await pipeline.router.plan(request), Timeline("id", None, "completions", trace=trace)
+    leg = pipeline.leg(plan, 1, frozenset(), time.monotonic() + 30, timeline)
+    await leg.open()
+    return leg
+
+
+async def test_nothing_is_added_to_a_token(gw: Rig, cluster: FakeCluster, tmp_path: Path) -> None:
+    """The same functions are called the same number of times for 200 tokens, whether the request is traced or not."""
+    cluster.prefills[0].faults.prefill_delay_s = 60.0  # the tokens are ours
+    tracer = Tracer.open(f"file:{tmp_path}/spans.jsonl", service="gateway", instance="g")
+    assert tracer is not None
+    counted = []
+    for traced in (None, tracer):
+        leg = await opened(gw, traced)
+        deltas = [
+            decode_pb2.SequenceDelta(request_id="r", tokens=[token_to_pb(Token(index, 66))]) for index in range(201)
+        ]
+        leg.deliver(deltas[0])  # what happens once
+
+        def rest(leg: Leg = leg, deltas: list[decode_pb2.SequenceDelta] = deltas) -> None:
+            for delta in deltas[1:]:
+                leg.deliver(delta)
+
+        counted.append(calls_of(rest))
+        assert len((await leg.next()).tokens) == 201
+        leg.close()
+    assert counted[0]["Leg.deliver"] == 200
+    assert counted[0] == counted[1]
+    tracer.close()
+    await gw.settled()
