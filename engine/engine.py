@@ -40,7 +40,7 @@ from engine.runner import Runner
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.sequence import Sequence
 from engine.speculation.control import Control
-from engine.speculation.drafter import MakeDrafter
+from engine.speculation.drafter import AttentionKind, MakeDrafter
 from engine.speculation.drawn import DrawnProposer
 from engine.speculation.ngram import NgramProposer
 from engine.speculation.proposer import Proposer
@@ -335,7 +335,7 @@ class Engine:
         *,
         graphs: bool,
     ) -> Runner:
-        attention = TritonAttention if self.device.type == "cuda" else TorchAttention
+        attention: AttentionKind = TritonAttention if self.device.type == "cuda" else TorchAttention
         spec = self.spec
         backend = attention(
             kv.layers(), spec.num_heads, spec.windows, kv.dummy_block, scale=spec.scale, softcap=spec.softcap
@@ -343,7 +343,7 @@ class Engine:
         max_blocks = self.layout.blocks_for(max_len) + 1  # a lease may hold the block of the next token
         token_budget, prompt_budget, max_seqs = self.config.resolve_limits(self.device)
         drafts, max_drafts = self._drafts()
-        draft = None if make_draft is None else make_draft(kv)
+        draft = None if make_draft is None else make_draft(kv, attention)
         return Runner(
             model, kv, backend, max_seqs=max_seqs, max_blocks=max_blocks, sampler=sampler,
             static=graphs and (draft is None or draft.capturable), most_tokens=max(token_budget, prompt_budget or 0),

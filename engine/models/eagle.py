@@ -37,7 +37,7 @@ class EagleHead(nn.Module):
     """Parameters are made on the meta device, eagle_weights fills them.
 
     target: whose states it continues; what the head has no parameters of its own for is the target's. own_embedding,
-    own_head, fc_bias: which of these it has. max_len: longest sequence.
+    own_head, fc_bias: which of these it has. max_len: longest sequence. fused: as of a Decoder.
     """
 
     def __init__(
@@ -51,6 +51,7 @@ class EagleHead(nn.Module):
         own_embedding: bool,
         own_head: bool,
         fc_bias: bool,
+        fused: bool | None = None,
     ) -> None:
         super().__init__()
         self.spec = spec
@@ -77,7 +78,7 @@ class EagleHead(nn.Module):
         self._target_embedding, self._target_head = target.embedding.weight.detach(), target.head.weight.detach()
         self._vocab = target.spec.vocab_size
         cos, sin = rope_tables(layer.rope, layer.head_dim, max_len)
-        self.capturable = device.type == "cuda"
+        self.capturable = device.type == "cuda" if fused is None else fused
         if self.capturable:
             from engine.models.fused import FusedOps
 

@@ -29,6 +29,8 @@ from engine.models.base import Model, ModelShape
 from engine.models.decoder import Decoder
 from engine.models.eagle import NEVER, EagleHead
 
+AttentionKind = type[TritonAttention] | type[TorchAttention]
+
 
 class Target(NamedTuple):
     """The model that is followed, its layers of the pool and its attention."""
@@ -97,16 +99,18 @@ class Drafter(Protocol):
 
 
 class ModelDrafter:
-    """A whole model that reads the same tokens. vocab: of the target; the draft's may be padded to another size."""
+    """A whole model that reads the same tokens. vocab: of the target; the draft's may be padded to another size.
+    attention: of the kind that the model was made for.
+    """
 
     name = "draft_model"
     pairs = False
 
-    def __init__(self, model: Model, shape: ModelShape, vocab: int, kv: KVPool) -> None:
+    def __init__(self, model: Model, shape: ModelShape, vocab: int, kv: KVPool, attention: AttentionKind) -> None:
         self.capturable = model.capturable
         self._model, self._vocab, self._own_vocab = model, vocab, shape.vocab_size
         self._cache = kv.layers("draft_")
-        self.backend: AttentionBackend[Any] = _attention(kv)(
+        self.backend: AttentionBackend[Any] = attention(
             self._cache, shape.num_heads, shape.windows, kv.dummy_block, scale=shape.scale, softcap=shape.softcap
         )
 
@@ -149,7 +153,7 @@ class EagleDrafter:
     name = "eagle"
     pairs = True
 
-    def __init__(self, head: EagleHead, target: Decoder, kv: KVPool) -> None:
+    def __init__(self, head: EagleHead, target: Decoder, kv: KVPool, attention: AttentionKind) -> None:
         self.capturable = head.capturable
         layer = head.spec.layer
         self._head, self._taps = head, head.spec.taps_of(target.spec.num_layers)
@@ -158,7 +162,7 @@ class EagleDrafter:
         self._state = kv.segment_view("draft_state")
         self._dtype = target.embedding.weight.dtype
         self._states: Tensor | None = None
-        self.backend: AttentionBackend[Any] = _attention(kv)(
+        self.backend: AttentionBackend[Any] = attention(
             (self._cache,), layer.num_heads, layer.windows, kv.dummy_block, first=1
         )
 
@@ -218,8 +222,4 @@ class EagleDrafter:
 
 
 # A drafter over a pool, for an engine's pools: the trial one that memory is measured with, and its own.
-MakeDrafter = Callable[[KVPool], Drafter]
-
-
-def _attention(kv: KVPool) -> type[TritonAttention] | type[TorchAttention]:
-    return TritonAttention if kv.data.device.type == "cuda" else TorchAttention
+MakeDrafter = Callable[[KVPool, AttentionKind], Drafter]

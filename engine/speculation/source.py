@@ -55,7 +55,7 @@ class SecondModel:
     def load(self, target: Model, max_len: int, device: torch.device, dtype: torch.dtype) -> MakeDrafter:
         shape, vocab = self.source.spec, self.target.vocab_size
         model = self.source.load(max_len, device, dtype)
-        return lambda kv: ModelDrafter(model, shape, vocab, kv)
+        return lambda kv, attention: ModelDrafter(model, shape, vocab, kv, attention)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class Head:
             head = eagle_weights.load(self.spec, self.model_dir, target, max_len, device)
         else:
             head = eagle_weights.invent(self.spec, self.seed, target, max_len, device)
-        return lambda kv: EagleDrafter(head, target, kv)
+        return lambda kv, attention: EagleDrafter(head, target, kv, attention)
 
 
 def open_draft(

@@ -28,7 +28,9 @@ SHAPES = [
 ]  # fmt: skip
 
 
-def decode(case: PagedCase, programs: int, max_query: int, window: int = 0, softcap: float = 0.0) -> torch.Tensor:
+def decode(
+    case: PagedCase, programs: int, max_query: int, window: int = 0, softcap: float = 0.0, first: int = 0
+) -> torch.Tensor:
     """One launch with poisoned scratch and output."""
     heads, dim = case.q.shape[1:]
     kv_heads = case.layer.num_kv_heads
@@ -42,7 +44,7 @@ def decode(case: PagedCase, programs: int, max_query: int, window: int = 0, soft
     case.out.fill_(float("nan"))
     return paged_decode(
         case.q, case.layer, case.tables, case.cu_q, case.seq_lens, plan, space,
-        max_query=max_query, scale=case.scale, softcap=softcap, out=case.out,
+        max_query=max_query, scale=case.scale, softcap=softcap, first=first, out=case.out,
     )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ On a GPU also as CUDA graphs. All kinds of sampling, prompts in chunks, a pool t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -28,6 +29,8 @@ from engine.runner import Runner
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.sequence import Sequence
 from engine.speculation.control import Always
+from engine.speculation.drafter import AttentionKind, MakeDrafter
+from engine.speculation.drawn import DrawnProposer
 from engine.speculation.speculator import Speculator
 from engine.stepper import Stepper
 from tests.guesses import Guesses
@@ -67,26 +70,31 @@ class Rig:
         blocks: int = 60,
         budget: int = 12,
         guesses: Guesses | None = None,
+        draft: Callable[[Decoder], tuple[dict[str, int], MakeDrafter]] | None = None,
     ):
         model = Decoder(SPEC, 64, device, torch.float32, fused=fused)
         for parameter, values in zip(model.parameters(), weights(), strict=True):
             parameter.copy_(values)
-        layout = KVLayout("m", "r", SPEC.num_layers, SPEC.num_kv_heads, SPEC.head_dim, BLOCK, "float32")
+        kept, make_draft = ({}, None) if draft is None else draft(model)
+        layout = KVLayout("m", "r", SPEC.num_layers, SPEC.num_kv_heads, SPEC.head_dim, BLOCK, "float32", **kept)
         kv = KVPool(layout, blocks, device)
         if fused:
             kv.data[:blocks] = 0xFF  # NaN where nobody has written
-        attention = TritonAttention if fused else TorchAttention
+        attention: AttentionKind = TritonAttention if fused else TorchAttention
         backend = attention(kv.layers(), SPEC.num_heads, SPEC.windows, kv.dummy_block)
         self.runner = Runner(
             model, kv, backend, max_seqs=SEQS, max_blocks=LIMIT // BLOCK + 1, most_tokens=budget, static=fused,
             sampler=DeviceSampler(SEQS, VOCAB, device, max_drafts=SEQS * DRAFTS) if fused else None,
-            drafts=DRAFTS, max_drafts=SEQS * DRAFTS,
+            drafts=DRAFTS, max_drafts=SEQS * DRAFTS, draft=None if make_draft is None else make_draft(kv, attention),
         )  # fmt: skip
         if graphs:
             self.runner.capture()
         self.pool = BlockPool(blocks, BLOCK)
         self.scheduler = Scheduler(SchedulerConfig(token_budget=budget, max_seqs=SEQS, max_model_len=LIMIT), self.pool)
         self.speculator = None if guesses is None else Speculator(guesses, Always(DRAFTS), max_seqs=SEQS)
+        if self.runner.draft_loop is not None:
+            drawn = DrawnProposer(self.runner.draft_loop, self.scheduler.reserve)
+            self.speculator = Speculator(drawn, Always(DRAFTS), max_seqs=SEQS)
         self.stepper = Stepper(
             self.scheduler, self.pool, self.runner, max_model_len=LIMIT, overlap=overlap, speculator=self.speculator
         )

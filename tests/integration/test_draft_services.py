@@ -1,0 +1,118 @@
+"""Draft models on pods: what they keep goes with the hand-off, so drafts are as good after it as in one process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.errors import BatonError
+from common.types import ValidRequest
+from engine.llm import LLM
+from engine.speculation.control import Always
+from engine.speculation.stats import SpeculationStats
+from tests.draft_models import disturbed, eagle_head, without_layers
+from tests.harness import VOCAB, Cluster, Pod, oracle, prompt_of, request, tiny_llama
+
+DRAFTS = 4
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("tiny"))
+
+
+def drafting(kind: str, model_dir: Path, root: Path) -> dict[str, Any]:
+    """Settings of a pod or an engine."""
+    if kind == "draft_model":
+        directory = disturbed(model_dir, root / "draft", 0.03)
+    else:
+        fuses = {"fuses": True, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 0, 1]}}
+        directory = eagle_head(root / "head", vocab=VOCAB, hidden=64, **(fuses if kind == "eagle3" else {}))
+    name = kind.removesuffix("3")
+    return {"speculation": name, "speculation_model": str(directory), "speculation_tokens": DRAFTS}
+
+
+def always(pod: Pod) -> None:
+    engine = pod.runtime.engine
+    engine.speculate(engine.own_proposer(), Always(DRAFTS))
+
+
+def in_one_process(llm: LLM, requests: Sequence[ValidRequest]) -> tuple[list[list[int]], SpeculationStats]:
+    llm.engine.speculate(llm.engine.own_proposer(), Always(DRAFTS))
+    answers = [llm.generate([r.prompt_ids], r.sampling, ignore_eos=True, show_progress=False)[0] for r in requests]
+    assert llm.engine.speculator is not None
+    return [answer.ids for answer in answers], llm.engine.speculator.stats
+
+
+@pytest.mark.parametrize("kind", ["draft_model", "eagle", "eagle3"])
+async def test_drafts_after_a_hand_off_are_those_of_one_process(kind: str, model_dir: Path, tmp_path: Path) -> None:
+    settings = drafting(kind, model_dir, tmp_path)
+    shared = prompt_of(12, seed=50)
+    prompts = [[*shared, *prompt_of(1 + 5 * i, seed=i)] if i % 2 else prompt_of(1 + 4 * i, seed=i) for i in range(10)]
+    kinds = [
+        {"temperature": 0.0},
+        {"temperature": 1.5, "frequency_penalty": 0.2},
+        {"temperature": 2.0, "allowed_token_ids": (5, 6, 7, 8)},
+    ]
+    requests = [request(ids, max_tokens=16, seed=i, **kinds[i % 3]) for i, ids in enumerate(prompts)]
+    model = Path(settings["speculation_model"])
+    expected, stats = in_one_process(oracle(model_dir, **(settings | {"speculation_model": model})), requests)
+    plain = oracle(model_dir)
+    assert expected == [
+        plain.generate([r.prompt_ids], r.sampling, ignore_eos=True, show_progress=False)[0].ids for r in requests
+    ]
+    more = {"kv_memory": 1 << 20}
+    async with Cluster.start(model_dir, prefill_config=settings | more, decode_config=settings | more) as cluster:
+        together = [replace(r, request_id=f"{r.request_id}-b") for r in requests]
+        assert [answer.ids for answer in await asyncio.gather(*map(cluster.generate, together))] == expected
+        always(cluster.decode)
+        answers = [await cluster.generate(r, remote_only=True) for r in requests]  # one after the other, as there
+        assert [answer.ids for answer in answers] == expected
+        assert all(answer.handed_off is not None for answer in answers)
+        speculator = cluster.decode.runtime.engine.speculator
+        assert speculator is not None
+        there = speculator.stats
+        assert (there.proposed, there.accepted, there.accepted_at) == (
+            stats.proposed, stats.accepted, stats.accepted_at
+        )  # fmt: skip
+        assert 0 < there.accepted < there.proposed
+        counted = {
+            (s.labels["proposer"], s.labels["outcome"])
+            for metric in cluster.decode.runtime.metrics.base.registry.collect()
+            for s in metric.samples
+            if s.name == "baton_speculation_tokens_total" and s.value
+        }
+        assert counted == {(settings["speculation"], "accepted"), (settings["speculation"], "rejected")}
+
+
+async def test_pods_with_other_drafts_refuse_each_other(model_dir: Path, tmp_path: Path) -> None:
+    settings = drafting("draft_model", model_dir, tmp_path)
+    async with Cluster.start(model_dir, decode_config=settings | {"kv_memory": 1 << 20}) as cluster:
+        with pytest.raises(BatonError, match="draft_layers"):
+            await cluster.prefill.runtime.node.connect(cluster.decode.runtime.address)
+
+
+async def test_smollm2_without_two_layers_drafts_as_well_under_pd(smollm2_dir: Path, tmp_path: Path) -> None:
+    draft_dir = without_layers(smollm2_dir, tmp_path / "draft", (12, 18))
+    settings: dict[str, Any] = {"speculation": "draft_model", "speculation_model": draft_dir, "speculation_tokens": 4}
+    sizes = {"block_size": 16, "max_model_len": 128}
+    llm = LLM(smollm2_dir, kv_memory=48 << 20, token_budget=64, threads=1, **settings, **sizes)
+    texts = ["The capital of France is", "Once upon a time, there was a small", "def reverse(text):\n    return"]
+    requests = [request(llm.encode(text), max_tokens=16, seed=i) for i, text in enumerate(texts)]
+    expected, alone = in_one_process(llm, requests)
+    pod = settings | sizes | {"speculation_model": str(draft_dir), "kv_memory": 48 << 20, "chunk_tokens": 64}
+    async with Cluster.start(smollm2_dir, prefill_config=pod, decode_config=pod) as cluster:
+        always(cluster.decode)
+        answers = [await cluster.generate(r) for r in requests]
+        assert [answer.ids for answer in answers] == expected
+        speculator = cluster.decode.runtime.engine.speculator
+        assert speculator is not None
+        there = speculator.stats
+        assert there.proposed > 25
+        assert there.accepted / there.proposed == pytest.approx(alone.accepted / alone.proposed, abs=0.02)
+        assert 0.3 < there.accepted / there.proposed < 0.95

@@ -1,0 +1,121 @@
+"""Draft models in static steps, as a GPU runs them (on a GPU as CUDA graphs), against steps as a CPU runs them: no
+token changes, and the same drafts are made.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from common.types import SamplingParams
+from engine.models.decoder import Decoder
+from engine.models.eagle import EagleHead
+from engine.models.eagle_spec import parse_eagle_spec
+from engine.speculation.drafter import EagleDrafter, MakeDrafter, ModelDrafter
+
+from .test_attention_kernels import PagedCase, decode
+from .test_decode_step import SPEC, VOCAB, Rig, load, weights
+
+HEAD: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 16, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "num_hidden_layers": 1, "max_position_embeddings": 64, "vocab_size": VOCAB, "bias": True,
+}  # fmt: skip
+FUSES = {"draft_vocab_size": 24, "eagle_aux_hidden_state_layer_ids": [0, 0, 1]}
+
+
+def disturbed(target: Decoder) -> tuple[dict[str, int], MakeDrafter]:
+    """The target with noise on its weights."""
+    device = target.embedding.weight.device
+    model = Decoder(SPEC, 64, device, torch.float32, fused=target.capturable)
+    generator = torch.Generator().manual_seed(2)
+    for parameter, values in zip(model.parameters(), weights(), strict=True):
+        parameter.copy_(values + 0.03 * torch.randn(values.shape, generator=generator))
+    kept = {"draft_layers": SPEC.num_layers, "draft_kv_heads": SPEC.num_kv_heads, "draft_head_dim": SPEC.head_dim}
+    return kept, lambda kv, attention: ModelDrafter(model, SPEC, VOCAB, kv, attention)
+
+
+def random_head(target: Decoder, *, fuses: bool) -> tuple[dict[str, int], MakeDrafter]:
+    spec = parse_eagle_spec(HEAD | (FUSES if fuses else {}))
+    head = EagleHead(
+        spec, target, 64, target.embedding.weight.device, torch.float32, own_embedding=False, own_head=fuses,
+        fc_bias=not fuses, fused=target.capturable,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(4)
+    for parameter in head.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3 + (parameter.ndim == 1))
+    if head.token_ids is not None:
+        head.token_ids = head.token_ids * 2
+    kept = {"draft_layers": 1, "draft_kv_heads": 1, "draft_head_dim": 16, "draft_state": 32}
+    return kept, lambda kv, attention: EagleDrafter(head, target, kv, attention)
+
+
+KINDS = {
+    "draft_model": disturbed,
+    "eagle": lambda target: random_head(target, fuses=False),
+    "eagle3": lambda target: random_head(target, fuses=True),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.inference_mode()
+def test_static_steps_make_the_drafts_of_plain_ones(kind: str, device: torch.device) -> None:
+    """Without overlap the steps are the same, and so are all counts."""
+    kinds: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.9, "top_p": 0.9, "frequency_penalty": 0.4}]
+    requests = [
+        (f"r{i}", tuple(range(3 + i, 12 - 2 * i)), SamplingParams(max_tokens=5 + i, seed=i, **more))
+        for i, more in enumerate(kinds)
+    ]
+    found = []
+    for fused in (False, True):
+        on = device if fused else torch.device("cpu")
+        rig = Rig(on, fused=fused, overlap=False, graphs=fused and device.type == "cuda", draft=KINDS[kind])
+        for request in requests:
+            rig.add(*request)
+        answers = {name: [t.id for t in tokens] for name, tokens in rig.run().items()}
+        assert rig.speculator is not None
+        assert (rig.runner.draft_graphs is not None) == fused
+        stats = rig.speculator.stats
+        assert stats.failures == 0
+        found.append((answers, stats.proposed_at, stats.accepted_at))
+    assert found[0] == found[1]
+    assert sum(found[0][1]) > 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the interpreter is slow")
+@pytest.mark.parametrize("kind", KINDS)
+@torch.inference_mode()
+def test_overlap_and_preemption_change_no_token(kind: str, device: torch.device) -> None:
+    answers = []
+    for rig in (
+        Rig(torch.device("cpu"), fused=False, overlap=False),
+        Rig(device, fused=True, overlap=True, graphs=True, blocks=24, draft=KINDS[kind]),
+    ):
+        for request in load():
+            rig.add(*request)
+        answers.append({name: [t.id for t in tokens] for name, tokens in rig.run().items()})
+    assert answers[0] == answers[1]
+    assert rig.speculator is not None
+    assert rig.speculator.stats.proposed > 0
+    assert rig.speculator.stats.failures == 0
+
+
+@pytest.mark.parametrize("first", [1, 3])
+def test_keys_before_the_first_are_not_seen(first: int, device: torch.device, gen: torch.Generator) -> None:
+    case = PagedCase(
+        [70, 9, 5], [2, 1, 1], heads=4, kv_heads=2, dim=32, block_size=8, dtype=torch.float32, device=device, gen=gen
+    )
+    row = 0
+    got = decode(case, 4, 2, first=first)
+    for i, (length, queries) in enumerate(zip(case.lens, case.queries, strict=True)):
+        keys, values = (x.double().repeat_interleave(2, 0)[:, first:] for x in case.dense(i))
+        for j in range(queries):
+            end = length - queries + j + 1 - first
+            query = case.q[row].double()[:, None]
+            scores = (query @ keys[:, :end].transpose(1, 2)) * case.scale
+            want = (scores.softmax(-1) @ values[:, :end])[:, 0]
+            assert torch.allclose(got[row].double(), want, atol=1e-5)
+            row += 1
