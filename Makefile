@@ -17,7 +17,7 @@ What did the student find?
 INSTALLED := .venv/.installed-$(shell cat pyproject.toml constraints.txt | sha256sum | cut -c1-16)
 pin = $(shell sed -n 's/^\($(1)==[^ ]*\).*/\1/p' constraints.txt)
 
-.PHONY: help install lint test pytest k8s-check image-env-test e2e-netns clients soak demo up proto clean
+.PHONY: help install lint test pytest kubectl k8s-check image-env-test e2e-netns clients soak demo up proto clean
 .DEFAULT_GOAL := help
 
 help: ## This list.
@@ -56,17 +56,21 @@ lint: $(INSTALLED) ## Formatting, lint and types.
 test: $(INSTALLED) ## Everything that CI runs; ARGS='tests/unit -k name' narrows it, ARGS='-n 0' is one process.
 	@$(MAKE) --no-print-directory -j2 lint pytest
 
-pytest: $(INSTALLED)
+pytest: $(INSTALLED) kubectl
 	.venv/bin/pytest -n 2 --no-loadscope-reorder $(ARGS)
 
 clients: $(INSTALLED) ## openai, litellm, langchain, guidellm, aiperf against a stack, each in a venv; ARGS='openai aiperf'.
 	$(PY) tests/clients/run.py $(ARGS)
 
-k8s-check: $(INSTALLED) ## Renders k8s/, checks it against schemas and the code, lints the images (needs kubectl or kustomize).
+# Fetches one when this machine has none that will do.
+kubectl: $(INSTALLED)
+	@$(PY) -m tests.k8s.kubectl
+
+k8s-check: $(INSTALLED) kubectl ## Renders k8s/, checks it against schemas and the code, lints the images.
 	.venv/bin/pytest tests/k8s -n 0 $(ARGS)
 
 # Hosts are network namespaces within a network, mount and process namespace: all of it ends with pytest.
-e2e-netns: $(INSTALLED) ## Overlay cpu-dev over several hosts of this machine: network namespaces, policies, rolling restarts (root).
+e2e-netns: $(INSTALLED) kubectl ## Overlay cpu-dev over several hosts of this machine: network namespaces, policies, rolling restarts (root).
 	@[ "$$(id -u)" = 0 ] || { echo 'make e2e-netns makes network namespaces: it needs root' >&2; exit 1; }
 	@command -v ip nft > /dev/null || apt-get install -qq -y iproute2 nftables
 	NETNS_E2E=1 unshare --net --mount --pid --fork --kill-child --mount-proc .venv/bin/pytest tests/netns -n 0 --timeout 600 -s $(ARGS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import os
 import re
-import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
+from tests.k8s.kubectl import renderer
 
 ROOT = Path(__file__).parents[2]
 K8S = ROOT / "k8s"
@@ -37,13 +38,7 @@ _Strict.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique)
 
 def render(directory: Path) -> list[Object]:
     """What `kubectl apply -k directory` would apply; nothing is asked of a cluster or a network."""
-    if shutil.which("kubectl"):
-        argv = ["kubectl", "kustomize", str(directory)]
-    elif shutil.which("kustomize"):
-        argv = ["kustomize", "build", str(directory)]
-    else:
-        raise AssertionError("kubectl (1.27 or newer) or kustomize (5 or newer) is needed to render k8s/")
-    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    done = subprocess.run([*renderer(), str(directory)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return [found for found in yaml.load_all(done.stdout, _Strict) if found]
 
