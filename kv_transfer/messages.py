@@ -111,6 +111,7 @@ class PairStats:
     transfers: int
     pulls: int
     blocks: int
+    pulled_blocks: int
     bytes: int
     busy_s: float
     exposed_s: float

@@ -340,7 +340,7 @@ class Outgoing:
         def ended(error: str | None) -> None:
             connection.in_flight -= 1
             moved = len(piece.local) if error is None else 0
-            pair.end(moved, moved * self._memory.block_bytes)
+            pair.end(moved, moved * self._memory.block_bytes, pulled=entry.lends)
             self.sent_blocks += moved
             self.sent_bytes += moved * self._memory.block_bytes
             if error is not None:

@@ -30,12 +30,13 @@ class Pair:
         "bytes",
         "exposed_s",
         "failures",
+        "pulled_blocks",
         "pulls",
         "transfers",
     )
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        self.transfers = self.pulls = self.blocks = self.bytes = self.failures = 0
+        self.transfers = self.pulls = self.blocks = self.pulled_blocks = self.bytes = self.failures = 0
         self.busy_s = self.exposed_s = 0.0
         self._clock = clock
         self._under_way = 0
@@ -49,10 +50,11 @@ class Pair:
             self._since = self._clock()
         self._under_way += 1
 
-    def end(self, blocks: int, num_bytes: int) -> None:
+    def end(self, blocks: int, num_bytes: int, *, pulled: bool) -> None:
         """It is terminal; what it moved, zeros when it failed."""
         self._under_way -= 1
         self.blocks += blocks
+        self.pulled_blocks += blocks if pulled else 0
         self.bytes += num_bytes
         self._bytes += num_bytes
         if not self._under_way:
@@ -104,6 +106,7 @@ class Pairs:
                     transfers=pair.transfers,
                     pulls=pair.pulls,
                     blocks=pair.blocks,
+                    pulled_blocks=pair.pulled_blocks,
                     bytes=pair.bytes,
                     busy_s=pair.busy_s,
                     exposed_s=pair.exposed_s,
@@ -125,6 +128,7 @@ def pair_to_pb(pair: PairStats) -> transfer_pb2.Pair:
         transfers=pair.transfers,
         pulls=pair.pulls,
         blocks=pair.blocks,
+        pulled_blocks=pair.pulled_blocks,
         bytes=pair.bytes,
         busy_s=pair.busy_s,
         exposed_s=pair.exposed_s,

@@ -106,7 +106,7 @@ class Reading:
         def ended(error: str | None) -> None:
             connection.in_flight -= 1
             moved = len(piece.local) if error is None else 0
-            pair.end(moved, moved * self._memory.block_bytes)
+            pair.end(moved, moved * self._memory.block_bytes, pulled=True)
             if error is not None:
                 connection.broken = True
             self._apply(read, read.machine.piece_ended(piece.number, error, self._clock()))

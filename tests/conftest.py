@@ -34,6 +34,7 @@ RUNNING: pytest.StashKey[Cluster] = pytest.StashKey()
 # Test files that use the fixture `cluster`; one worker runs them all, so that each kind of cluster starts once.
 CLUSTER = (
     "tests/e2e/test_tokens.py",
+    "tests/e2e/test_conversation.py",
     "tests/e2e/test_children.py",
     "tests/e2e/test_api.py",
     "tests/e2e/test_structured.py",

@@ -448,6 +448,7 @@ class Pair(_message.Message):
     BUSY_S_FIELD_NUMBER: _builtins.int
     EXPOSED_S_FIELD_NUMBER: _builtins.int
     FAILURES_FIELD_NUMBER: _builtins.int
+    PULLED_BLOCKS_FIELD_NUMBER: _builtins.int
     pod: _builtins.str
     """The other pod's name."""
     generation: _builtins.int
@@ -474,6 +475,8 @@ class Pair(_message.Message):
     """Seconds from the end of the last chunk until the commit was acknowledged, of all hand-offs."""
     failures: _builtins.int
     """Transfers that failed; those that were aborted do not count."""
+    pulled_blocks: _builtins.int
+    """Of the blocks, those that were pulled."""
     def __init__(
         self,
         *,
@@ -490,10 +493,11 @@ class Pair(_message.Message):
         busy_s: _builtins.float = ...,
         exposed_s: _builtins.float = ...,
         failures: _builtins.int = ...,
+        pulled_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "blocks", b"blocks", "busy_s", b"busy_s", "bytes", b"bytes", "exposed_s", b"exposed_s", "failures", b"failures", "gb_s", b"gb_s", "generation", b"generation", "pod", b"pod", "pulls", b"pulls", "transfers", b"transfers", "transport", b"transport", "transport_source", b"transport_source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "blocks", b"blocks", "busy_s", b"busy_s", "bytes", b"bytes", "exposed_s", b"exposed_s", "failures", b"failures", "gb_s", b"gb_s", "generation", b"generation", "pod", b"pod", "pulled_blocks", b"pulled_blocks", "pulls", b"pulls", "transfers", b"transfers", "transport", b"transport", "transport_source", b"transport_source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

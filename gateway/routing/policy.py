@@ -17,6 +17,7 @@ import hashlib
 import heapq
 import random
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from common.types import Role
@@ -36,6 +37,7 @@ EXPECTED_OUTPUT = 256  # tokens of an answer whose length nobody knows
 FULL_COST_S = 1.0  # a decode pod without room is a last resort
 LOW_FREE = 0.1  # share of a pool below which room is scarce
 LOAD_BOUND = 1.25
+NOTHING: Mapping[str, int] = MappingProxyType({})
 
 
 class Option(NamedTuple):
@@ -121,7 +123,8 @@ class CostPolicy:
             for view in views
             if view.capacity >= need
         ]
-        best = self._best(demand, scored)
+        # Ties of whole answers are longer than moving a conversation takes: where its KV is, it stays.
+        best = self._best(demand, scored, promises)
         return [
             _option(demand, promises, view, cost, unit_s=view.seconds_per_token)
             if view.role is Role.BOTH
@@ -129,17 +132,23 @@ class CostPolicy:
             for cost, view in best
         ]
 
-    def _best(self, demand: Demand, scored: list[tuple[float, PodView]]) -> list[tuple[float, PodView]]:
-        """Near-ties first, in any order, then the next best until there are enough."""
+    def _best(
+        self, demand: Demand, scored: list[tuple[float, PodView]], held: Mapping[str, int] = NOTHING
+    ) -> list[tuple[float, PodView]]:
+        """Near-ties first, in any order but for those that hold more (held), then the next best until there are
+        enough.
+        """
         if len(scored) < 2:
             return scored
         if demand.affinity:
             scored = _favour(demand.affinity, scored)
         limit = min(scored, key=_cost)[0] * TIE_RATIO + TIE_S
         ties = [pair for pair in scored if pair[0] <= limit]
-        if len(ties) > MAX_OPTIONS:
-            return self._rng.sample(ties, MAX_OPTIONS)
         self._rng.shuffle(ties)
+        if held:
+            ties.sort(key=lambda pair: held.get(pair[1].name, 0), reverse=True)
+        if len(ties) > MAX_OPTIONS:
+            return ties[:MAX_OPTIONS]
         if len(ties) < MIN_OPTIONS and len(ties) < len(scored):
             rest = [pair for pair in scored if pair[0] > limit]
             ties += heapq.nsmallest(MIN_OPTIONS - len(ties), rest, key=_cost)

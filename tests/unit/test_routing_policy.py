@@ -170,6 +170,19 @@ def test_a_pull_is_used_where_it_beats_computing() -> None:
 # ---- decode
 
 
+@pytest.mark.parametrize("pods", [2, 200])
+def test_a_conversation_stays_where_its_kv_is_while_costs_are_equal(pods: int) -> None:
+    """256 tokens of an answer take seconds, its KV milliseconds: within that noise the holder goes first."""
+    policy = make_policy("cost", random.Random(6))
+    views = [view(f"d{i}", role=Role.DECODE) for i in range(pods)]
+    for v in views:
+        v.report(PodLoad(free_blocks=1000, step_s=0.01, step_slope_s=1e-4, transfer_rate=1e6), NOW)
+    demand = Demand(prompt_len=500, max_tokens=256, held={"d1": 480})
+    assert {policy.decode(demand, views, NOW)[0].view.name for _ in range(20)} == {"d1"}
+    views[1].report(PodLoad(running=60, free_blocks=1000, step_s=0.01, step_slope_s=1e-4, transfer_rate=1e6), NOW + 1)
+    assert policy.decode(demand, views, NOW + 1)[0].view.name != "d1"
+
+
 def test_decode_pods_without_room_are_a_last_resort() -> None:
     policy = make_policy("cost", random.Random(5))
     full, busy = (
