@@ -144,11 +144,15 @@ class CostPolicy:
             scored = _favour(demand.affinity, scored)
         limit = min(scored, key=_cost)[0] * TIE_RATIO + TIE_S
         ties = [pair for pair in scored if pair[0] <= limit]
+        if len(ties) > MAX_OPTIONS:
+            most = max(
+                (pair for pair in ties if held.get(pair[1].name)), key=lambda pair: held[pair[1].name], default=None
+            )
+            sample = self._rng.sample(ties, MAX_OPTIONS)
+            return sample if most is None else [most, *(pair for pair in sample if pair is not most)]
         self._rng.shuffle(ties)
         if held:
             ties.sort(key=lambda pair: held.get(pair[1].name, 0), reverse=True)
-        if len(ties) > MAX_OPTIONS:
-            return ties[:MAX_OPTIONS]
         if len(ties) < MIN_OPTIONS and len(ties) < len(scored):
             rest = [pair for pair in scored if pair[0] > limit]
             ties += heapq.nsmallest(MIN_OPTIONS - len(ties), rest, key=_cost)
