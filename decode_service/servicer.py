@@ -26,6 +26,7 @@ from decode_service.local_prefill import Elsewhere
 from decode_service.spans import record_decode
 from decode_service.token_stream import PAUSE_LIMIT_S, WINDOW, TokenStream
 from engine.engine import SequenceOutput, StepResult
+from pod.patience import patiently
 from pod.registry import Registry
 from pod.runtime import PodRuntime
 
@@ -33,7 +34,6 @@ _log = logging.getLogger(__name__)
 
 DEFAULT_DEADLINE_S = 600.0  # for callers without a gRPC timeout
 HELLO_LIMIT_S = 10.0
-PASSING_S, PASSING_POLL_S = 0.5, 0.002  # for blocks that wait for a copy to the host
 RETRY_MIN_S, RETRY_MAX_S = 0.5, 10.0
 
 
@@ -73,16 +73,16 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         if stream is None or stream.paused:
             what = "reads its token stream too slowly" if stream else "has no token stream here"
             raise Unavailable(f"gateway {request.gateway_id!r} {what}")
-        if valid.request_id in self._requests:
-            raise InvalidRequest(f"request {valid.request_id} is already here", field="request_id")
-        room = self._decide(valid, request)
-        until = time.monotonic() + PASSING_S
-        while isinstance(room, NoRoom) and room.passing and time.monotonic() < until:
-            await asyncio.sleep(PASSING_POLL_S)
+
+        def decide() -> Room | NoRoom:
             pod.require_ready()
-            if valid.request_id in self._requests or stream.closed:
-                raise Unavailable(f"request {valid.request_id} came again, or its gateway left")
-            room = self._decide(valid, request)
+            if stream.closed:
+                raise Unavailable(f"the token stream of gateway {request.gateway_id!r} has ended")
+            if valid.request_id in self._requests:
+                raise InvalidRequest(f"request {valid.request_id} is already here", field="request_id")
+            return self._decide(valid, request)
+
+        room = await patiently(decide, lambda room: isinstance(room, NoRoom) and room.passing)
         if isinstance(room, NoRoom):
             return self._rejected(room.reason)
         local = room.verdict.local

@@ -18,6 +18,7 @@ from common.errors import BatonError
 from common.pb import prefill_pb2
 from common.types import ValidRequest
 from kv_transfer.messages import Holder, Pulled, Wanted
+from pod.patience import patiently
 from pod.runtime import PodRuntime
 
 _log = logging.getLogger(__name__)
@@ -88,7 +89,10 @@ class Puller:
             return "skipped", "dear"
         if pod.engine.scheduler.waits_for_blocks:
             return "skipped", "no_room"
-        lease = pool.lease(hashes, len(hashes), keep_free=pod.engine.scheduler.stats().running)
+        lease = await patiently(
+            lambda: pool.lease(hashes, len(hashes), keep_free=pod.engine.scheduler.stats().running, host=True),
+            lambda lease: lease is None and pool.copying(),
+        )
         if lease is None:
             return "skipped", "no_room"
         try:
@@ -108,9 +112,10 @@ class Puller:
             began = time.monotonic()
             pod.metrics.pulls_asked.inc()
             got = await pod.node.pull(holder, wanted, read=self._mode == "read")
+            await patiently(lambda: lease.loading, bool)  # what comes from host memory was asked for before the pull
+            lease.publish(hashes[: first + got.blocks])
             if not got.blocks:
                 return "refused", got.reason
-            lease.publish(hashes[: first + got.blocks])
             self._learn(got, time.monotonic() - began)
             return "done", "all" if got.blocks == len(hashes) - first else "part"
         finally:

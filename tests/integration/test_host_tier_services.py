@@ -12,6 +12,7 @@ from common.prefix_index import IndexReader
 from common.types import Role, ValidRequest
 from common.valkey import EmbeddedValkey
 from engine.llm import LLM
+from prefill_service import puller
 from tests.harness import BLOCK, Cluster, Pod, oracle, prompt_of, request, tiny_llama
 
 BLOCK_BYTES = 2 * 2 * 2 * BLOCK * 16 * 4
@@ -103,6 +104,32 @@ async def test_damage_in_host_memory_reaches_nobody(model_dir: Path, llm: LLM) -
         assert 'baton_damaged_kv_total{where="host"} 1.0' in text
         again = request(prompts[0])
         assert (await cluster.generate(again)).ids == expected(llm, again)
+
+
+async def test_what_a_pod_has_in_host_memory_is_not_pulled(
+    model_dir: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prefill pod has five blocks of a prefix in host memory and fetches the rest from another pod."""
+    monkeypatch.setattr(puller, "UNKNOWN_TIME_S", WAIT_S)
+    monkeypatch.setattr(puller, "MIN_TIME_S", WAIT_S)
+    monkeypatch.setattr(puller, "MAX_TIME_S", WAIT_S)
+    async with Cluster.start(model_dir, prefill=2, prefill_config=HOSTED | {"pull": "push"}) as cluster:
+        holder, second = cluster.prefills
+        prefix = prompt_of(12 * BLOCK, seed=9)
+        await cluster.generate(request([*prefix, 7], 2), prefill=holder)
+        await cluster.generate(request([*prefix[: 5 * BLOCK], 3], 2), prefill=second)
+        for i in range(3):
+            await cluster.generate(request(prompt_of(80, seed=i), 2), prefill=second)
+            await at_rest(second)
+        r = request([*prefix, *prompt_of(2 * BLOCK + 1, seed=3)], 6)
+        pool = second.runtime.engine.pool
+        hashes = second.runtime.engine.new_sequence(r).matchable_hashes()
+        assert hashes[0] not in pool.cached_hashes()
+        assert pool.match(hashes) == 5
+        answer = await cluster.generate(r, prefill=second, pull=holder.holds(12))
+        assert answer.ids == expected(llm, r)
+        assert answer.cached_tokens == 12 * BLOCK
+        assert second.counted("pulled_blocks") == {(): 7}
 
 
 async def test_the_index_knows_the_tier(model_dir: Path, tmp_path: Path) -> None:
