@@ -212,7 +212,7 @@ def _ports(rule: Object) -> tuple[tuple[str, int, int], ...] | None:
 
 
 def _is(peer: Object, subject: Peer, other: Peer) -> bool:
-    if other.labels is None:
+    if other.labels is None or "ipBlock" in peer:  # which holds no pods here
         return False
     namespaces = peer.get("namespaceSelector")
     same = subject.namespace == other.namespace

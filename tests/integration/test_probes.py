@@ -1,0 +1,101 @@
+"""What asks servers how they are: `baton probe`, and the health of a process beside that of its services."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from common import probes
+from common.config import GatewayConfig
+from common.errors import ConfigError
+from common.pb import control_pb2_grpc
+from common.rpc import LIVE, RpcServer
+from tests.fake_pods import fake_cluster
+from tests.gateway_rig import rig, until
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[tuple[RpcServer, str]]:
+    running = RpcServer("127.0.0.1", 0)
+    running.add(control_pb2_grpc.add_ControlServicer_to_server, control_pb2_grpc.ControlServicer(), "baton.v1.Control")
+    address = f"127.0.0.1:{await running.start()}"
+    yield running, address
+    await running.stop(0.1)
+
+
+async def test_a_process_lives_whether_its_services_are_ready_or_not(server: tuple[RpcServer, str]) -> None:
+    rpc, address = server
+
+    async def state() -> tuple[bool, bool, bool]:
+        return (
+            await probes.answers(f"grpc://{address}/{LIVE}", 5.0),
+            await probes.answers(f"grpc://{address}", 5.0),
+            await probes.answers(f"grpc://{address}/baton.v1.Control", 5.0),
+        )
+
+    assert await state() == (True, False, False)
+    rpc.set_serving(True)
+    await asyncio.sleep(0)
+    assert await state() == (True, True, True)
+    rpc.set_serving(False)
+    await asyncio.sleep(0)
+    assert await state() == (True, False, False)
+    assert not await probes.answers(f"grpc://{address}/nobody", 5.0)
+
+
+async def test_a_gateway_without_pods_lives_but_is_not_ready(smollm2_dir: Path) -> None:
+    async with fake_cluster(0, 0) as cluster, rig(cluster, smollm2_dir, pods=(), wait=False) as gw:
+        assert await probes.answers(f"{gw.url}/live", 5.0)
+        assert not await probes.answers(f"{gw.url}/ready", 5.0)
+        assert not await probes.answers(f"{gw.url}/nothing", 5.0)
+
+
+async def test_a_server_that_does_not_answer_is_not_waited_for() -> None:
+    async def silent(_reader: asyncio.StreamReader, _writer: asyncio.StreamWriter) -> None:
+        asked.set()
+        await leave.wait()
+
+    asked, leave = asyncio.Event(), asyncio.Event()
+    async with await asyncio.start_server(silent, "127.0.0.1", 0) as listening:
+        port = listening.sockets[0].getsockname()[1]
+        assert not await probes.answers(f"http://127.0.0.1:{port}/live", 0.3)
+        await until(asked.is_set)
+        assert not await probes.answers(f"grpc://127.0.0.1:{port}", 0.3)
+        leave.set()
+
+
+@pytest.mark.parametrize("url", ["ftp://127.0.0.1:1", "127.0.0.1:1", "http://127.0.0.1/live", "grpc://:7000", ""])
+async def test_an_url_that_makes_no_sense(url: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(url)}$"):
+        await probes.answers(url, 1.0)
+
+
+async def test_the_command(server: tuple[RpcServer, str]) -> None:
+    def run(url: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-P", "-m", "common.cli", "probe", url], capture_output=True, text=True, check=False
+        )
+
+    assert (await asyncio.to_thread(run, f"grpc://{server[1]}/live")).returncode == 0
+    assert (await asyncio.to_thread(run, f"grpc://{server[1]}")).returncode == 1
+    wrong = await asyncio.to_thread(run, "ftp://127.0.0.1:1")
+    assert (wrong.returncode, len(wrong.stderr.splitlines())) == (2, 1)
+
+
+def test_a_gateway_cannot_delay_for_longer_than_it_drains() -> None:
+    assert GatewayConfig(drain_s=30.0, drain_delay_s=30.0).drain_delay_s == 30.0
+    with pytest.raises(ConfigError, match="drain_delay_s"):
+        GatewayConfig(drain_s=30.0, drain_delay_s=31.0)
+
+
+@pytest.mark.parametrize("names", ["Baton", "a,-b", "a_b", "a" * 64])
+def test_services_have_names_that_kubernetes_accepts(names: str) -> None:
+    assert GatewayConfig.load(file=None, env={}, flags={"k8s_services": "a, b-1"}).k8s_services == ("a", "b-1")
+    with pytest.raises(ConfigError, match="Kubernetes Service"):
+        GatewayConfig.load(file=None, env={}, flags={"k8s_services": names})
