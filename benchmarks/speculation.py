@@ -10,6 +10,9 @@ the answers must be equal.
 - tokens_per_step_TASK: output tokens after the first over the steps that gave them, where K are always drafted.
 - speedup_TASK: time of the task's answers without drafts over the time with those that pay, of each the best of some
   runs.
+- acceptance_draft_model, tokens_per_step_draft_model: of chat, where SmolLM2 without two layers drafts K always;
+  draft_model_over_plain: time of the answers of an engine with this draft, which is as slow as the target, where only
+  drafts that pay are made, over that of an engine without one.
 
 GPU: the shape of Llama-3.1-8B with random weights, prompts so long that rows have about 1024 tokens. Except for
 verify_cost, a bias makes one token the answer everywhere, so a proposer can be right at a rate that is set: a draft is
@@ -40,8 +43,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import report
+from benchmarks.draft_pair import SMOLLM2_LAYERS, without_layers
 from benchmarks.engine import WAIT_S, Driver, Prompts, engine_settings, running
 from benchmarks.shapes import SHAPES
+from common.models import resolve_model
 from common.types import SamplingParams
 from engine.config import EngineConfig
 from engine.llm import LLM
@@ -208,6 +213,38 @@ def measure_tasks(table: Table, drafts: int, runs: int, settings: dict[str, Any]
         table.line(f"tokens_per_step_{task}", given / always.steps, **more)
         best = [sum(map(min, zip(*(answers.seconds for answers in kind), strict=True))) for kind in (plain, drafted)]
         table.line(f"speedup_{task}", best[0] / best[1], plain_s=round(best[0], 3), drafted_s=round(best[1], 3))
+
+
+def measure_draft_model(table: Table, drafts: int, runs: int, settings: dict[str, Any]) -> None:
+    options = {"kv_memory": 128 << 20, "max_model_len": 512, "token_budget": 512} | settings
+    texts, tokens = TASKS["chat"]
+    params = SamplingParams(temperature=0.0, max_tokens=tokens // 2)
+    with tempfile.TemporaryDirectory() as directory:
+        draft = without_layers(resolve_model("smollm2"), Path(directory) / "draft", SMOLLM2_LAYERS)
+        plain = LLM("smollm2", **options)
+        llm = LLM("smollm2", speculation="draft_model", speculation_model=draft, speculation_tokens=drafts, **options)
+        rendered = [llm.template.render([{"role": "user", "content": text}]) for text in texts]
+        prompts = [llm.encode(text, special_tokens=False) for text in rendered]
+        for engine in (plain, llm):
+            engine.generate(prompts, SamplingParams(temperature=0.0, max_tokens=1), show_progress=False)
+        llm.engine.speculate(llm.engine.own_proposer(), Always(drafts))
+        always = answer(llm, prompts, params)
+        assert llm.engine.speculator is not None
+        stats = llm.engine.speculator.stats
+        given = sum(len(ids) - 1 for ids in always.ids)
+        more = {"tokens": given, "steps": always.steps, "proposed": stats.proposed, "accepted": stats.accepted}
+        table.line("acceptance_draft_model", stats.accepted / stats.proposed, **more)
+        table.line("tokens_per_step_draft_model", given / always.steps)
+        llm.engine.speculate(llm.engine.own_proposer())
+        seconds: list[list[float]] = [[], []]
+        for _ in range(runs):
+            for times, engine in zip(seconds, (plain, llm), strict=True):
+                answers = answer(engine, prompts, params)
+                if answers.ids != always.ids:
+                    raise SystemExit("draft_model: the answers differ")
+                times.append(sum(answers.seconds))
+        best = [min(times) for times in seconds]
+        table.line("draft_model_over_plain", best[1] / best[0], plain_s=round(best[0], 3), drafted_s=round(best[1], 3))
 
 
 # -- verify steps on a GPU --------------------------------------------------------------------------------------------
@@ -378,6 +415,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     table = Table({}, [], bars=args.drafts == 4 and shape != "tiny")
     if shape is None:
         measure_tasks(table, args.drafts, args.runs, settings)
+        measure_draft_model(table, args.drafts, args.runs, settings)
     else:
         settings = measure_gpu(table, shape, args.drafts, settings)
     report.write(

@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 
 def tiny_target(directory: Path, *, vocab: int = 48, layers: int = 2, length: int = 256, scale: float = 0.3) -> Path:
@@ -38,27 +36,6 @@ def disturbed(source: Path, directory: Path, noise: float = 0.02) -> Path:
     for tensor in tensors.values():
         tensor.add_(torch.randn(tensor.shape, generator=random), alpha=noise)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    return directory
-
-
-def without_layers(source: Path, directory: Path, dropped: tuple[int, ...]) -> Path:
-    """The same model without some of its layers."""
-    directory.mkdir(parents=True)
-    config = json.loads((source / "config.json").read_text())
-    layers = [i for i in range(config["num_hidden_layers"]) if i not in dropped]
-    config["num_hidden_layers"] = len(layers)
-    (directory / "config.json").write_text(json.dumps(config))
-    shutil.copy(source / "tokenizer.json", directory)
-    kept: dict[str, Tensor] = {}
-    with safe_open(source / "model.safetensors", framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
-            parts = name.split(".")
-            if parts[1] == "layers":
-                if int(parts[2]) in dropped:
-                    continue
-                parts[2] = str(layers.index(int(parts[2])))
-            kept[".".join(parts)] = file.get_tensor(name)
-    save_file(kept, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 
 

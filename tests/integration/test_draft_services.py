@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
+from benchmarks.draft_pair import SMOLLM2_LAYERS, without_layers
 from common.errors import BatonError
 from common.types import ValidRequest
 from engine.llm import LLM
 from engine.speculation.control import Always
 from engine.speculation.stats import SpeculationStats
-from tests.draft_models import disturbed, eagle_head, without_layers
+from tests.draft_models import disturbed, eagle_head
 from tests.harness import VOCAB, Cluster, Pod, oracle, prompt_of, request, tiny_llama
 
 DRAFTS = 4
@@ -98,7 +99,7 @@ async def test_pods_with_other_drafts_refuse_each_other(model_dir: Path, tmp_pat
 
 
 async def test_smollm2_without_two_layers_drafts_as_well_under_pd(smollm2_dir: Path, tmp_path: Path) -> None:
-    draft_dir = without_layers(smollm2_dir, tmp_path / "draft", (12, 18))
+    draft_dir = without_layers(smollm2_dir, tmp_path / "draft", SMOLLM2_LAYERS)
     settings: dict[str, Any] = {"speculation": "draft_model", "speculation_model": draft_dir, "speculation_tokens": 4}
     sizes = {"block_size": 16, "max_model_len": 128}
     llm = LLM(smollm2_dir, kv_memory=48 << 20, token_budget=64, threads=1, **settings, **sizes)

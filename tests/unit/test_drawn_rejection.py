@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.draft_pair import SMOLLM2_LAYERS, without_layers
 from common.types import SamplingParams
 from engine.attention.base import StepShape
 from engine.attention.torch_backend import TorchAttention
@@ -29,7 +30,7 @@ from engine.speculation.draft_loop import draw
 from engine.speculation.rejection import sample_rejecting
 from engine.speculation.verify import accepted_run
 from tests.chi_square import chi_square_p
-from tests.draft_models import disturbed, eagle_head, tiny_target, without_layers
+from tests.draft_models import disturbed, eagle_head, tiny_target
 
 DRAWS, AT_ONCE = 20_000, 1_000
 KNOWN = 192  # tokens of SmolLM2 that may come: the likeliest of target and draft
@@ -87,7 +88,7 @@ class Pair:
 
 @pytest.fixture(scope="module")
 def pair(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    draft_dir = without_layers(smollm2_dir, tmp_path_factory.mktemp("pair") / "draft", (12, 18))
+    draft_dir = without_layers(smollm2_dir, tmp_path_factory.mktemp("pair") / "draft", SMOLLM2_LAYERS)
     return Pair(smollm2_dir, draft_dir)
 
 
