@@ -269,8 +269,8 @@ class HostTier:
 
     @property
     def busy(self) -> bool:
-        """Copies are under way, or will be when blocks are asked for."""
-        return bool(self._cache.unsaved or self._copying or self._queue)
+        """Copies are under way or asked for, or the pool is short of blocks that one would make ready."""
+        return self._copying is not None or bool(self._queue) or self._short()
 
     def hashes(self) -> list[bytes]:
         """Of all full blocks here."""
@@ -291,9 +291,7 @@ class HostTier:
         Without the lock.
         """
         with self._changed:
-            return self._changed.wait_for(
-                lambda: self._copying is None and not self._queue and not self._short(), timeout_s
-            )
+            return self._changed.wait_for(lambda: not self.busy, timeout_s)
 
     def stats(self) -> HostStats:
         used = len(self._index)

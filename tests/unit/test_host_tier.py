@@ -366,3 +366,24 @@ def test_random_loads_with_a_host_tier(
         assert world.tokens[request_id] == tokens
     stats = world.scheduler.stats()
     assert stats.resumed + stats.recomputed <= stats.preemptions
+
+
+def test_paused_sequences_give_their_slots_up_although_idle_blocks_have_no_copy() -> None:
+    """What will be copied some day is no reason to wait: the pool has blocks."""
+    world = HostedWorld(overlap=False, blocks=100, host=64)
+    world.add("idle", [1, 2, 3, 4, 5, 6, 7, 8, 9], SamplingParams(max_tokens=2))
+    world.drain()
+    paused = [world.add(f"p{i}", [i, 2, 3], LONG) for i in range(4)]
+    for _ in range(3):
+        world.step()
+    for seq in paused:
+        seq.paused = True
+    world.add("other", [9, 9, 9], SamplingParams(max_tokens=3))
+    for _ in range(20):
+        if "other" in world.ends:
+            break
+        world.step()
+    assert world.tokens["other"] == answer([9, 9, 9], SamplingParams(max_tokens=3))
+    for seq in paused:
+        seq.paused = False
+    world.drain()
