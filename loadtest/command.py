@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import resource
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Mapping
@@ -122,7 +123,7 @@ def run_sync(config: LoadConfig, *, watch: Callable[[Run], Awaitable[None]] | No
     async def work() -> Run:
         client = _client(config)
         runner = Runner(config, client, trace)
-        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, runner.stop)
+        _stop_at_signals(runner)
         watching = None if watch is None else asyncio.ensure_future(watch(runner.run))
         try:
             return await runner.go()
@@ -132,8 +133,28 @@ def run_sync(config: LoadConfig, *, watch: Callable[[Run], Awaitable[None]] | No
                 await asyncio.wait((watching,))
             await client.close()
 
+    _allow_connections()
     with asyncio.Runner(loop_factory=_fast_loop()) as loop:
         return loop.run(work())
+
+
+def _stop_at_signals(runner: Runner) -> None:
+    """The first Ctrl-C, or the end that a cluster orders, stops the run; the second ends the process."""
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        runner.stop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop)
+
+
+def _allow_connections() -> None:
+    """As many open files as the system lets us have: every stream over REST is one."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _client(config: LoadConfig) -> Client:

@@ -79,10 +79,10 @@ class Runner:
 
     async def go(self) -> Run:
         """Raises Unavailable when there is no server, ConfigError."""
+        self._begin()
         self.run.model = await self._client.model()
-        await self._warm()
         with _no_collections():
-            work = asyncio.create_task(self._closed() if self._config.closed else self._open())
+            work = asyncio.create_task(self._work())
             stopped = asyncio.create_task(self._stopped.wait())
             await asyncio.wait((work, stopped), return_when=asyncio.FIRST_COMPLETED)
             stopped.cancel()
@@ -154,6 +154,10 @@ class Runner:
         await asyncio.gather(*(work() for _ in range(min(number, WARM_AT_ONCE))))
 
     # -- loops
+
+    async def _work(self) -> None:
+        await self._warm()
+        await (self._closed() if self._config.closed else self._open())
 
     async def _open(self) -> None:
         ready: asyncio.Queue[_Ready | None] = asyncio.Queue(AHEAD)
@@ -243,6 +247,7 @@ class Runner:
         run.records.append(record)
 
     def _begin(self) -> None:
+        """The run's zero is almost now."""
         self.run.began = time.perf_counter() + LEAD_S
         self.run.began_at = time.time() + LEAD_S
         self.run.cpu_s = time.process_time()

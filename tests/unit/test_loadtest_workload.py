@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,9 +17,11 @@ from hypothesis import strategies as st
 from common.errors import ConfigError
 from common.trace import MOONCAKE_BLOCK, Trace, TraceRequest, block_name, load_trace
 from loadtest import arrivals
+from loadtest.command import run
 from loadtest.config import LoadConfig
 from loadtest.lengths import Lengths
 from loadtest.prompts import WORDS, Piece, Session
+from loadtest.sweep import parse_rates
 from loadtest.workload import Made, Recorded, fitted
 
 
@@ -272,3 +275,31 @@ def test_a_report_names_the_settings_and_no_secrets() -> None:
     assert (told["api_keys"], told["slo"], told["input_tokens"]) == (1, {"ttft": 2.0}, "~9")
     assert set(told) == set(LoadConfig.__dataclass_fields__)
     assert replace(LoadConfig.of({"rate": "2"}), seed=5).described()["seed"] == 5
+
+
+def test_rates_of_a_sweep_rise() -> None:
+    assert parse_rates("0.5,1,2") == (0.5, 1.0, 2.0)
+    for text in ("", "x", "2,1", "1,1", "0,1", "-1", "nan"):
+        with pytest.raises(ConfigError, match=r"^--rates: "):
+            parse_rates(text)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({"compared": ("a", "b"), "rate": "3"}, "--rate is not for --compare"),
+        ({"compared": ("a", "b"), "tolerance": "x"}, "--tolerance: 'x' is not a share"),
+        ({"compared": ("a", "b"), "tolerance": "120%"}, "--tolerance: '120%' is not a share"),
+        ({"compared": ("nowhere.json", "b")}, "nowhere.json cannot be read"),
+        ({"tolerance": "5%", "rate": "1"}, "--tolerance is for --compare"),
+        ({"max_failed": "-1", "rate": "1"}, "--max-failed: '-1' is not a share"),
+        ({"rates": "1,2", "rate": "1", "slo": "e2e=1s"}, "--rate and --rates exclude each other"),
+        ({"rates": "1,2"}, "--rates needs --slo"),
+        ({"trace": "nowhere.csv"}, "trace: there is no file nowhere.csv"),
+    ],
+)
+def test_a_command_that_makes_no_sense_runs_nothing(flags: dict[str, Any], says: str) -> None:
+    nothing = dict.fromkeys(("out", "html", "rates", "compared", "tolerance", "max_failed"))
+    with pytest.raises(ConfigError) as refused:
+        run(**{**nothing, "quiet": True, "as_json": False, **flags})
+    assert refused.value.message.startswith(says)
