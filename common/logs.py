@@ -10,7 +10,9 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import orjson
 import structlog
 
 _QUIET = ("grpc", "httpx", "httpcore", "asyncio", "uvicorn.access")
@@ -30,7 +32,7 @@ def setup_logs(level: str = "info", format: str = "auto") -> None:
     as_json = not sys.stderr.isatty() if format == "auto" else format == "json"
     final: list[structlog.typing.Processor] = [structlog.stdlib.ProcessorFormatter.remove_processors_meta]
     if as_json:
-        final += [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
+        final += [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(_dumps)]
     else:
         final += [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
 
@@ -55,6 +57,11 @@ def setup_logs(level: str = "info", format: str = "auto") -> None:
         logger_factory=structlog.stdlib.LoggerFactory(),
         cache_logger_on_first_use=True,
     )
+
+
+def _dumps(line: Any, **_options: Any) -> str:
+    """What JSON does not know is written as it prints."""
+    return orjson.dumps(line, default=repr, option=orjson.OPT_NON_STR_KEYS).decode()
 
 
 def get_logger(name: str) -> structlog.stdlib.BoundLogger:

@@ -9,6 +9,7 @@ The SDK is imported when a Tracer is opened; without it, tracing that is asked f
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Mapping
 from importlib import metadata
@@ -107,9 +108,12 @@ class Tracer:
         )
 
     def close(self) -> None:
-        """Exports what is left, for FLUSH_S at most, and ends. Blocks."""
-        self._processor.force_flush(round(FLUSH_S * 1000))
-        self._processor.shutdown()
+        """Exports what is left and ends; blocks for FLUSH_S at most, as nobody waits for a collector that is away."""
+        ending = threading.Thread(target=self._processor.shutdown, name="traces-end", daemon=True)
+        ending.start()
+        ending.join(FLUSH_S)
+        if ending.is_alive():
+            _log.warning("the last spans could not be exported within %.0f s", FLUSH_S)
 
     def _wall_offset(self) -> int:
         now = time.monotonic()

@@ -98,6 +98,7 @@ class HandOff:
         self._inbox: asyncio.Queue[Event | TransferReport | BatonError] = asyncio.Queue()
         self.arrived = time.monotonic()
         self.ended_with: TransferReport | BatonError | None = None
+        self.fetched: tuple[str, float] | None = None  # from which pod a prefix was pulled, and until when
         self._deadline = self.arrived + deadline_s
         self._first_chunk_at: float | None = None
         self._first_push_at = 0.0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
@@ -120,6 +121,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         finally:
             fetch.cancel()
             closed.cancel()
+        hand_off.fetched = hint.pod, time.monotonic()
         if hand_off.closed.is_set():
             hand_off.ended()
         else:

@@ -1,7 +1,9 @@
 """The spans of one traced prefill, recorded when nothing of it is left on the pod.
 
 prefill.request                     child of the gateway's attempt
-    prefill.queue, prefill.chunk (one for each step)
+    prefill.pull                    of a prefix, where another pod held one
+    prefill.queue
+    prefill.chunk                   for each step
     transfer.hand_off               from the first push, or the last chunk, to the commit
         transfer.push (one for each chunk's blocks)
 """
@@ -22,8 +24,12 @@ def record_prefill(tracer: Tracer, parent: TraceContext, hand_off: HandOff) -> N
     own, seq, end = parent.child(), hand_off.seq, hand_off.ended_with
     over = next((entry.at for entry in hand_off.trace if entry.kind == "end"), time.monotonic())
     chunks = [entry for entry in hand_off.trace if entry.kind == "chunk"]
+    queued = hand_off.arrived
+    if hand_off.fetched is not None:
+        pod, queued = hand_off.fetched
+        tracer.record("prefill.pull", own.child(), own, hand_off.arrived, queued, {"baton.pod": pod})
     if chunks:
-        tracer.record("prefill.queue", own.child(), own, hand_off.arrived, chunks[0].start)
+        tracer.record("prefill.queue", own.child(), own, queued, chunks[0].start)
     done = seq.cached_tokens
     for chunk in chunks:
         counted = {"baton.tokens": chunk.value - done, "baton.computed_tokens": chunk.value}
