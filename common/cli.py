@@ -413,11 +413,16 @@ def _keys_command(name: str, api_keys: str | None, redis: str | None, **values: 
 
 
 @app.command()
-def doctor(redis: Redis = None) -> None:
-    """Says what this machine offers to Baton, and what is missing and how to get it."""
+def doctor(
+    redis: Redis = None,
+    pods: Annotated[
+        list[str] | None, _opt("Running pods to ask, beside those in --redis; may be repeated.", metavar="HOST:PORT")
+    ] = None,
+) -> None:
+    """Says what this machine offers to Baton, what is missing and how to get it, and how running pods exchange KV."""
     from common import doctor as examination
 
-    raise typer.Exit(asyncio.run(examination.report(redis)))
+    raise typer.Exit(asyncio.run(examination.report(redis, pods or ())))
 
 
 @app.command()

@@ -7,7 +7,6 @@ is a finding here, not our end.
 from __future__ import annotations
 
 import asyncio
-import enum
 import json
 import os
 import platform
@@ -15,7 +14,6 @@ import shutil
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from common.errors import BatonError
+from common.finding import Finding, Level
 from common.gpus import Gpu, visible_gpus
 from common.index_url import IndexUrl
 from common.models import SMOLLM2, cache_dir, smollm2_dir
@@ -33,25 +32,7 @@ MIN_FREE_MEMORY = 3 << 30  # two pods with the demo model and small pools
 MIN_FREE_DISK = 2 << 30
 
 
-class Level(enum.StrEnum):
-    """ok; warn: works, but worse or not all of it; missing: `baton serve` cannot work."""
-
-    OK = "ok"
-    WARN = "warn"
-    MISSING = "missing"
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of the report; `fix` is what to do about it, empty when nothing."""
-
-    what: str
-    level: Level
-    detail: str
-    fix: str = ""
-
-
-async def report(redis_url: str | None) -> int:
+async def report(redis_url: str | None, pods: Sequence[str] = ()) -> int:
     """Prints the findings as they are made; 1 when something required is missing, else 0."""
     console = Console(highlight=False)
     marks = {Level.OK: "[green]ok     [/]", Level.WARN: "[yellow]warning[/]", Level.MISSING: "[red]missing[/]"}
@@ -63,12 +44,14 @@ async def report(redis_url: str | None) -> int:
         if finding.fix:
             console.print(f"         {escape(finding.fix)}", soft_wrap=True)
 
-    findings = await examine(redis_url, tell)
+    findings = await examine(redis_url, tell, pods)
     return int(any(f.level is Level.MISSING for f in findings))
 
 
-async def examine(redis_url: str | None, tell: Callable[[Finding], None]) -> list[Finding]:
-    """Runs all checks one after the other; `tell` gets each finding as it is made."""
+async def examine(redis_url: str | None, tell: Callable[[Finding], None], pods: Sequence[str] = ()) -> list[Finding]:
+    """Runs all checks one after the other; `tell` gets each finding as it is made. pods: addresses of running ones,
+    beside those that the index names.
+    """
     gpus = await asyncio.to_thread(visible_gpus)
     # On a machine with GPUs NIXL wants UCX to know their memory.
     tcp = {"UCX_TLS": "tcp,cuda_copy" if gpus else "tcp", "UCX_NET_DEVICES": "lo"}
@@ -81,12 +64,17 @@ async def examine(redis_url: str | None, tell: Callable[[Finding], None]) -> lis
         _check_memory,
         _check_model,
     )
+    from common.doctor_pods import check_pods  # it loads gRPC
+
     findings = []
     for check in checks:
         finding = await check()
         tell(finding)
         findings.append(finding)
     async for finding in _check_pairs(gpus):
+        tell(finding)
+        findings.append(finding)
+    async for finding in check_pods(redis_url, pods):
         tell(finding)
         findings.append(finding)
     return findings

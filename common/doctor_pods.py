@@ -1,0 +1,70 @@
+"""How running pods exchange KV, by what they counted themselves: one line per pod, one per pair."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+import grpc
+
+from common.errors import BatonError
+from common.finding import Finding, Level
+from common.pb import transfer_pb2, transfer_pb2_grpc
+from common.prefix_index import IndexReader
+from common.rpc import channel
+from common.wire import role_from_pb
+
+INFO_S = 3.0
+
+
+async def check_pods(redis_url: str | None, addresses: Sequence[str]) -> AsyncIterator[Finding]:
+    """Asks the pods at these addresses, and those that the index names, all at once."""
+    known = dict.fromkeys([*addresses, *await _indexed(redis_url)])
+    answers = await asyncio.gather(*(_ask(address) for address in known))
+    for address, answer in zip(known, answers, strict=True):
+        for finding in _of_pod(address, answer):
+            yield finding
+
+
+async def _indexed(redis_url: str | None) -> list[str]:
+    """None when there is no index, or it does not answer: that is another check's finding."""
+    if redis_url is None:
+        return []
+    reader = IndexReader(redis_url)
+    try:
+        return [status.record.address for status in await reader.pods()]
+    except BatonError:
+        return []
+    finally:
+        await reader.close()
+
+
+async def _ask(address: str) -> transfer_pb2.InfoResponse | str:
+    connection = channel(address)
+    try:
+        return await transfer_pb2_grpc.TransferStub(connection).Info(transfer_pb2.InfoRequest(), timeout=INFO_S)
+    except grpc.aio.AioRpcError as e:
+        return e.details() or e.code().name
+    finally:
+        await connection.close(None)
+
+
+def _of_pod(address: str, answer: transfer_pb2.InfoResponse | str) -> list[Finding]:
+    if isinstance(answer, str):
+        return [Finding(f"pod at {address}", Level.WARN, answer, "it is gone, or cannot be reached from here")]
+    state = "ready" if answer.ready else "draining" if answer.draining else "not ready"
+    level = Level.OK if answer.ready else Level.WARN
+    pod = Finding(f"pod {answer.pod}", level, f"{role_from_pb(answer.role)} at {address}, {state}")
+    return [pod, *(_of_pair(answer.pod, pair) for pair in answer.pairs)]
+
+
+def _of_pair(pod: str, pair: transfer_pb2.Pair) -> Finding:
+    """What a pod moved to another one, or read there."""
+    what = f"{pod} -> {pair.pod}"
+    by = f"{pair.transport} ({pair.transport_source})" if pair.transport else "not connected"
+    detail = f"{by}, {pair.gb_s:.2f} GB/s, {pair.transfers} hand-offs and {pair.pulls} pulls of {pair.blocks} blocks"
+    if pair.transfers:
+        detail += f", {1e3 * pair.exposed_s / pair.transfers:.1f} ms exposed each"
+    if pair.failures:
+        return Finding(what, Level.WARN, f"{detail}, {pair.failures} failed", "the pods' logs say why")
+    return Finding(what, Level.OK, detail)
