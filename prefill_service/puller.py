@@ -23,7 +23,7 @@ from pod.runtime import PodRuntime
 
 _log = logging.getLogger(__name__)
 
-MIN_TIME_S, MAX_TIME_S = 0.25, 10.0  # that a pull may take
+MIN_TIME_S, MAX_TIME_S = 0.5, 10.0  # that a pull may take; a first one has to connect
 UNKNOWN_TIME_S = 1.0  # while nobody knows how long computing takes
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 import pytest_asyncio
@@ -13,6 +14,7 @@ from common.errors import BatonError, DeadlineExceeded, LayoutMismatch, Transfer
 from common.kv_layout import KVLayout
 from common.types import Role
 from kv_transfer.faults import WriteFault
+from kv_transfer.lending import MAX_LOANS
 from kv_transfer.messages import Holder, Pulled, Wanted
 from tests.integration.transfer_pods import LAYOUT, NUM_BLOCKS, Cluster, FakeHold, Pod, until
 
@@ -194,6 +196,22 @@ async def test_a_holder_that_leaves_or_is_gone(cluster: Cluster, mode: str) -> N
     assert isinstance(wanted.hold, FakeHold)
     await until(lambda: wanted.hold.free)  # type: ignore[attr-defined]
     cluster.pods.remove(owner)
+
+
+async def test_a_holder_lends_to_so_many_at_once(cluster: Cluster, mode: str) -> None:
+    owner, puller = await two(cluster)
+    await pull(owner, puller, mode, total=1)
+    mover = owner if mode == "push" else puller
+    mover.backend.on_write = mover.backend.on_read = lambda _p, _l, _r: WriteFault(delay_s=0.5)
+    asked = [ask(0, 4) for _ in range(MAX_LOANS + 4)]
+    for i, one in enumerate(asked):  # every one into blocks of its own
+        blocks = tuple(range(4 * i, 4 * i + 4))
+        asked[i] = replace(one, request_id=f"r{i}", blocks=blocks, hold=FakeHold(list(blocks)))
+    got = await asyncio.gather(*(puller.node.pull(holder(owner), one, read=mode == "read") for one in asked))
+    assert sorted(g.reason for g in got) == ["busy"] * 4 + ["none"] * MAX_LOANS
+    for one, g in zip(asked, got, strict=True):
+        assert_same(owner, puller, one, g.blocks)
+    await at_rest(owner, puller)
 
 
 async def test_other_layouts_and_strangers_are_refused(cluster: Cluster, mode: str) -> None:
