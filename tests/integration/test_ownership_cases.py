@@ -16,7 +16,9 @@ import pytest
 
 from common.errors import BatonError, DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
 from common.pb import types_pb2
+from common.prefix_index import IndexReader
 from common.types import Role, ValidRequest
+from common.valkey import EmbeddedValkey
 from common.wire import target_from_pb
 from engine.llm import LLM
 from kv_transfer.loopback import WriteFault
@@ -239,6 +241,33 @@ class TestPeers:
 
             await asyncio.gather(*map(reserve, (0.9, 0.3, 0.6)))
             assert ended == [0.3, 0.6, 0.9]
+
+
+    async def test_21_a_pod_is_ready_only_after_a_real_block_went_to_every_decode_pod(
+        self, model_dir: Path, tmp_path: Path
+    ) -> None:
+        valkey = EmbeddedValkey(0, tmp_path)
+        config = {"redis": await valkey.start()}
+        reader = IndexReader(config["redis"], timeout_s=5.0)
+        try:
+            async with Cluster.start(model_dir, prefill=0, decode=2, decode_config=config) as cluster:
+                async with asyncio.timeout(20):
+                    while len(await reader.pods()) < 2:
+                        await asyncio.sleep(0.02)
+                early: set[str] = set()  # peers to which a block went before the pod said that it was ready
+
+                def write(_source: str, peer: str, _count: int) -> WriteFault:
+                    if not cluster.prefills:
+                        early.add(peer)
+                    return WriteFault(delay_s=0.05)
+
+                cluster.fabric.on_write = write
+                prefill = await cluster.add(Role.PREFILL, **config)
+                assert early == {pod.agent for pod in cluster.decodes}
+                assert len(prefill.runtime.node.stats().peers) == 2
+        finally:
+            await reader.close()
+            await valkey.stop()
 
 
 class TestStaleTransfers:
