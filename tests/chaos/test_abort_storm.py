@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,7 +31,7 @@ from tests.harness import BLOCK, Cluster, Pod, oracle, prompt_of, request, tiny_
 REQUESTS = 500
 AT_ONCE = 20
 KINDS = 32  # different requests
-HOSTED = {"num_blocks": 56, "host_cache": 120 * 2 * 2 * 2 * BLOCK * 16 * 4}
+HOSTED: dict[str, Any] = {"num_blocks": 56, "host_cache": 120 * 2 * 2 * 2 * BLOCK * 16 * 4}
 STAGES = ("reserved", "progress", "first_token", "handed_off", "tokens", "any time", "any time")
 CALM = 0.3  # share that is not aborted
 TRY_S = 2.0  # of one try: what a frozen peer costs
@@ -196,7 +197,7 @@ async def test_five_hundred_requests(tmp_path: Path) -> None:
             assert stats.damaged == pod.runtime.node.stats().damaged_transfers == 0
         assert sum(_saved(pod) for pod in cluster.pods) > 0
         for pod in killed:
-            await pod.channel.close()
+            await pod.channel.close(None)
 
 
 def _alone(llm: LLM, requests: list[ValidRequest]) -> list[list[int]]:

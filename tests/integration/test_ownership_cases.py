@@ -242,7 +242,6 @@ class TestPeers:
             await asyncio.gather(*map(reserve, (0.9, 0.3, 0.6)))
             assert ended == [0.3, 0.6, 0.9]
 
-
     async def test_21_a_pod_is_ready_only_after_a_real_block_went_to_every_decode_pod(
         self, model_dir: Path, tmp_path: Path
     ) -> None:
