@@ -119,7 +119,7 @@ class Workshop:
                 shutil.copy(ROOT / source, place)
 
     def _run(self, command: str, arguments: dict[str, str]) -> None:
-        for path in ("/opt/baton", "/wheel"):
+        for path in ("/opt/baton", "/opt/model", "/wheel"):
             command = re.sub(rf"(?<![\w./]){path}\b", str(self._path(path)), command)
         command = command.replace("python -m venv ", f"{self._python} -m venv ")
         env = {"PATH": f"{self._path('/opt/baton/bin')}:/usr/bin:/bin", "HOME": str(self.root), "PIP_NO_COMPILE": "1"}

@@ -177,13 +177,13 @@ def test_nothing_is_imported_that_the_image_does_not_have(name: str, packages: t
 
 @pytest.fixture
 def build(tmp_path: Path) -> Callable[[str], Path]:
-    """Builds a target's environment by the Dockerfile's commands; gives the directory of its programs."""
+    """Builds a stage by the Dockerfile's commands; gives the directory of its programs."""
 
-    def built(target: str) -> Path:
+    def built(stage: str) -> Path:
         # What is to be had of torch depends on where one is; the image's own index is an argument for this reason.
         index = os.environ.get("TORCH_CPU_INDEX", "https://pypi.org/simple")
         workshop = Workshop(tmp_path, read(), sys.executable, {"TORCH_CPU_INDEX": index})
-        workshop.build(f"{target}-env")
+        workshop.build(stage)
         return tmp_path / "opt" / "baton" / "bin"
 
     return built
@@ -220,7 +220,7 @@ slow = pytest.mark.skipif("IMAGE_ENVS" not in os.environ, reason="downloads for 
 
 @slow
 def test_the_gateways_environment(build: Callable[[str], Path], smollm2_dir: Path) -> None:
-    programs, port = build("gateway"), free_port()
+    programs, port = build("gateway-env"), free_port()
     has = subprocess.run(
         [programs / "python", "-c", "import importlib.util as u; print([bool(u.find_spec(n)) for n in ('torch', 'nixl_cu13', 'pip')])"],
         capture_output=True, text=True, check=True, cwd=programs,
@@ -233,6 +233,12 @@ def test_the_gateways_environment(build: Callable[[str], Path], smollm2_dir: Pat
 @pytest.mark.parametrize("target", ["engine-cpu", "engine-gpu"])
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_an_engines_environment(build: Callable[[str], Path], smollm2_dir: Path, target: str, role: str) -> None:
-    programs, port = build(target), free_port()
+    programs, port = build(f"{target}-env"), free_port()
     argv = ["serve", f"--role={role}", "--device=cpu", f"--model={smollm2_dir}", f"--port={port}", "--threads=1"]
     serves(programs, [*argv, "--kv-memory=64MiB", "--max-model-len=512"], f"grpc://127.0.0.1:{port}")
+
+
+@slow
+def test_the_demos_model(build: Callable[[str], Path]) -> None:
+    model = build("demo-model-files").parents[1] / "model"
+    assert {"config.json", "tokenizer.json", "model.safetensors"} <= {path.name for path in model.iterdir()}

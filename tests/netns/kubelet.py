@@ -85,6 +85,7 @@ class Kubelet:
     pods: dict[str, list[Pod]] = field(default_factory=dict)
     gone: list[Pod] = field(default_factory=list)
     _count: int = 0
+    _named: dict[str, list[str]] = field(default_factory=dict)
     _watches: dict[str, asyncio.Task[None]] = field(default_factory=dict)
 
     def deployment(self, component: str) -> Object:
@@ -219,9 +220,7 @@ class Kubelet:
                 if before != self.kube.endpoints(conditions):
                     await self.kube.put(name, conditions, **fields)
             else:
-                names[name] = [p.address for p in behind if p.ready and not p.terminating]
-                if name == "baton-redis":  # a ClusterIP: the address stays while no pod is behind it
-                    names[name] = [p.address for p in behind] or [p.address for p in self.gone if "redis" in p.name][
-                        -1:
-                    ]
+                ready = [p.address for p in behind if p.ready and not p.terminating]
+                # A Service keeps its address when nobody is behind it: calls then fail, names do not.
+                names[name] = self._named[name] = ready or self._named.get(name, [])
         self.hosts.resolve(names)
