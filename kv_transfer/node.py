@@ -252,7 +252,7 @@ class TransferNode:
             failed_transfers=self._outgoing.failed_transfers,
             received_transfers=self._incoming.received_transfers,
             received_blocks=self._incoming.received_blocks,
-            damaged_transfers=self._incoming.damaged_transfers,
+            damaged_transfers=self._incoming.damaged_transfers + self._pulling.damaged,
             open_incoming=self._incoming.open,
             draining_incoming=self._incoming.draining,
             quarantined_blocks=self._incoming.quarantined_blocks,

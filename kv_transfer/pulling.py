@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from common.errors import BatonError, DeadlineExceeded, TransferFailed
+from common.errors import BatonError, BlockDamaged, DeadlineExceeded, TransferFailed
 from common.types import KvTarget, TransferId
 from kv_transfer.connector import Connection, Connector
 from kv_transfer.incoming import Incoming
@@ -53,6 +53,7 @@ class Pulling:
         self._memory = memory
         self._clock = clock
         self._target = target
+        self.damaged = 0  # reads whose checksums were wrong
 
     async def push(self, holder: Holder, wanted: Wanted) -> Pulled:
         """The holder writes them. Raises BatonError."""
@@ -117,7 +118,8 @@ class Pulling:
         await self._read(holder, wanted, target, connection, remote, left_s)
         mine = wanted.blocks[: answer.blocks]
         if answer.checksums and [zlib.crc32(self._memory.read_block(b)) for b in mine] != list(answer.checksums):
-            raise TransferFailed("a block that was read is damaged")
+            self.damaged += 1
+            raise BlockDamaged("a block that was read is damaged")
         return Pulled(answer.blocks, answer.reason, answer.gb_s)
 
     async def _read(

@@ -129,6 +129,24 @@ async def test_a_failed_move_fails_the_pull_and_frees_after_the_grace(cluster: C
     assert other.node.stats().pending_writes == 0
 
 
+async def test_damage_fails_the_pull(cluster: Cluster, mode: str) -> None:
+    """By the wire, or because what was lent changed while it was read."""
+    owner, puller = await two(cluster, checksums=True)
+    await pull(owner, puller, mode, total=1)  # connected
+    owner.backend.on_write = lambda _p, _l, _r: WriteFault(corrupt=0)
+    puller.backend.on_read = lambda _p, _l, _r: WriteFault(delay_s=0.2)
+    wanted = ask(2, 6)
+    pulling = asyncio.create_task(puller.node.pull(holder(owner), wanted, read=mode == "read"))
+    if mode == "read":
+        await until(lambda: puller.node.stats().open_reads > 0)
+        owner.memory.write_block(owner.cache[chain(20)[3]], bytes(owner.memory.block_bytes))
+    with pytest.raises(TransferFailed, match=r"damaged|gave the transfer up"):
+        await pulling
+    assert puller.node.stats().damaged_transfers == 1
+    await until(lambda: wanted.hold.free)  # type: ignore[attr-defined]
+    await at_rest(owner, puller)
+
+
 async def test_a_move_that_comes_late_finds_its_blocks_still_held(cluster: Cluster, mode: str) -> None:
     """The puller gives up; what lands afterwards lands where nobody else can be."""
     owner, puller = await two(cluster)

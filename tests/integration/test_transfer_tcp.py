@@ -13,7 +13,13 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-TESTS = ["test_transfer_node.py", "test_transfer_processes.py", "test_services_nixl.py", "test_ownership_wire.py"]
+TESTS = [
+    "test_transfer_node.py",
+    "test_transfer_processes.py",
+    "test_services_nixl.py",
+    "test_ownership_wire.py",
+    "test_transfer_pull.py",
+]
 
 
 @pytest.mark.slow
