@@ -10,7 +10,7 @@ Through the real gateway, one request at a time, unique prompts, clocks at the c
   with their first token, is computed and handed over, to the mean of the steps before and after. The prompts follow
   each other without a pause, so KV comes at the rate of one prefill (received_gb_s).
 
-Between two processes that run what pods run for transfers (TransferNode) over pools of their own, 1 GiB at a time:
+Between two processes that run what pods run for transfers (TransferNode) over pools of their own, 2 GiB at a time:
 
 - payload_gb_s: blocks of 2 MiB of which no two are neighbours, from the push to the last write's end; median.
 - payload_gb_s_8mib: the same in runs of 4 blocks. rows has other runs, and other sizes of the pieces that are posted.
@@ -80,7 +80,7 @@ def layout(layers: int, heads: int, dim: int, size: int, dtype: str) -> KVLayout
 
 
 PLANS = {
-    "llama-3.1-8b": Plan(layout(32, 8, 128, 16, "bfloat16"), 512, (4096, 15000), 8192, 12, 16, 2048, 5.0, 4096, 3),
+    "llama-3.1-8b": Plan(layout(32, 8, 128, 16, "bfloat16"), 1024, (4096, 15000), 8192, 12, 16, 2048, 5.0, 4096, 3),
     "tiny": Plan(layout(2, 2, 32, 16, "float32"), 32, (40, 90), 60, 2, 2, 32, 0.5, 48, 1),
 }
 
@@ -171,7 +171,7 @@ async def payload(plan: Plan, device: str, *, allow_tcp: bool) -> list[dict[str,
         env["CUDA_VISIBLE_DEVICES"] = gpus[-1].id
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus[0].id
     usual = PIECES["VRAM" if gpus else "DRAM"]
-    cuts = [usual, *(Pieces(size * MIB, usual.window) for size in (32, 512))]
+    cuts = [usual, *(Pieces(size * MIB, size * MIB, usual.window) for size in (32, 128))]
     argv = [sys.executable, __file__, "--receive", "--shape", plan_name(plan), "--device", device]
     rows: list[dict[str, Any]] = []
     rng = random.Random(0)
@@ -188,7 +188,7 @@ async def payload(plan: Plan, device: str, *, allow_tcp: bool) -> list[dict[str,
                     times, exposed = [], []
                     for repeat in range(plan.repeats + 1):
                         local, remote = (scattered(plan.total_blocks, run, rng) for _ in range(2))
-                        request = f"{cut.most}-{run}-{repeat}"
+                        request = f"{cut.first}-{cut.most}-{run}-{repeat}"
                         child.stdin.write(json.dumps({"request": request, "blocks": remote}).encode() + b"\n")
                         told = json.loads(await child.stdout.readline())
                         target = KvTarget(
@@ -206,6 +206,7 @@ async def payload(plan: Plan, device: str, *, allow_tcp: bool) -> list[dict[str,
                             "run_blocks": run,
                             "run_mib": run * plan.layout.block_bytes / MIB,
                             "piece_mib": cut.most // MIB,
+                            "first_mib": cut.first // MIB,
                             "gb_s": round(size / statistics.median(times) / 1e9, 1),
                             "gb_s_best": round(size / min(times) / 1e9, 1),
                             "to_commit_ms": ms(statistics.median(exposed)),
@@ -321,6 +322,11 @@ async def measure(args: argparse.Namespace) -> tuple[dict[str, float], dict[str,
                     "exposed": spread([h["exposed_s"] for h in handed]),
                     "compute": spread([n["first_token"]["compute_s"] for n in notes]),
                     "later_tokens": spread([gap for a in answers for gap in a.gaps_s]),
+                    "timeline_ms": {
+                        name: ms(statistics.median(n[name]["t"] for n in notes))
+                        for name in notes[0]
+                        if name in notes[-1]
+                    },
                     "blocks": handed[-1]["blocks"],
                     "blocks_before_last_chunk": handed[-1]["blocks_before_last_chunk"],
                     "transport": handed[-1]["transport"],
@@ -337,8 +343,7 @@ async def measure(args: argparse.Namespace) -> tuple[dict[str, float], dict[str,
         write(args, metrics, more)
     if "payload" in args.only:
         more["rows"] = await payload(plan, args.device, allow_tcp=args.allow_tcp)
-        usual = more["rows"][0]["piece_mib"]
-        rate = {row["run_blocks"]: row["gb_s"] for row in more["rows"] if row["piece_mib"] == usual}
+        rate = {row["run_blocks"]: row["gb_s"] for row in reversed(more["rows"])}  # the first are as pods have them
         metrics |= {"payload_gb_s": rate[1], "payload_gb_s_8mib": rate[4]}
     return metrics, more
 

@@ -9,12 +9,14 @@ Milliseconds; metrics of `agg` have that prefix.
 - NAME_ttft_p50, p99: from when a request was due until its first token was there.
 - NAME_ttft_..._over_fcfs: that, less the same percentile of a replay in which the same arrivals are computed one after
   another, first come first served, each in the idle prefill time (of two servers with `agg`). The idle prefill time is
-  the pod's own: from the first chunk's start until the token was on the host, median of some requests before the run.
+  the pod's own: from the first chunk's start until the token was on the host, median of some requests before the run
+  that follow each other.
 - NAME_gap12: from token 1, which prefill sends, to token 2, decode's first. NAME_itl: between all later tokens; rows
   have it with gap12 too.
 
 The result is written after each load. `--add FILE` takes the modes and loads that this run leaves out from an earlier
-result of the same commit. `--budget S` makes the last loads shorter, so that all of them end in time; rows tell.
+result on the same card; rows have their commits. `--budget S` makes the last loads shorter, so that all of them end in
+time; rows tell.
 `--shape tiny --device cpu` is for a CPU: it shows that the script works, not how fast anything is.
 """
 
@@ -26,7 +28,6 @@ import gc
 import json
 import math
 import random
-import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -42,6 +43,7 @@ from benchmarks.pd_stack import FLAGS, Answer, Client, ms, percentile, prompts, 
 SEED = 7
 IDLE_REQUESTS = 8
 SETTLE_S = 1.0
+TIMELINES = 128  # of the latest requests; the gateway keeps 256
 TAIL_S, SHORTEST_S = 15.0, 5.0  # a load's last answers and the end of the pods; no load is shorter
 
 
@@ -99,18 +101,33 @@ def replay(arrivals: Sequence[float], service_s: float, servers: int) -> list[fl
 
 
 async def idle(client: Client, shape: str, load: Load) -> dict[str, Any]:
-    """Requests of this length while nothing else runs: the first warm up and do not count."""
-    answers, compute = [], []
-    for prompt in prompts(shape, IDLE_REQUESTS + 2, load.prompt, seed=f"{SEED}-{load.name}-idle"):
-        answers.append(await client.ask(prompt, 4))
-        await asyncio.sleep(0.05)
-        compute.append((await client.timeline(answers[-1])).get("first_token", {}).get("compute_s"))
-    kept = [seconds for seconds in compute[2:] if seconds is not None]
+    """Requests of this length one after another while nothing else runs; the first ones warm up and do not count."""
+    answers = [
+        await client.ask(prompt, 4)
+        for prompt in prompts(shape, IDLE_REQUESTS + 2, load.prompt, seed=f"{SEED}-{load.name}-idle")
+    ]
+    found = await parts(client, answers[2:])
     return {
         "ttft": spread([a.ttft_s for a in answers[2:]]),
         "gap12": spread([a.gap12_s for a in answers[2:]]),
-        "compute_s": statistics.median(kept) if kept else None,
+        "compute_s": found["compute"]["p50"] / 1e3 if "compute" in found else None,
     }
+
+
+async def parts(client: Client, answers: Sequence[Answer]) -> dict[str, dict[str, float]]:
+    """What the pods said of the last of these requests: waiting and computing at prefill, and the exposed hand-off."""
+    found: dict[str, list[float]] = {}
+    await asyncio.sleep(0.1)  # a hand-off's report may come after the last token
+    for answer in answers[-TIMELINES:]:
+        events = await client.timeline(answer)
+        for name, event, field in (
+            ("queue", "first_token", "queue_s"),
+            ("compute", "first_token", "compute_s"),
+            ("exposed", "handed_off", "exposed_s"),
+        ):
+            if field in events.get(event, {}):
+                found.setdefault(name, []).append(events[event][field])
+    return {name: spread(seconds) for name, seconds in found.items()}
 
 
 async def play(client: Client, shape: str, load: Load) -> tuple[list[float], list[Answer], list[str]]:
@@ -194,7 +211,11 @@ async def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
                     print(failure, flush=True)
                 rows.append({"mode": mode, **row(played, arrivals, answers, service_s, 2 if aggregated else 1)})
                 rows[-1] |= {"failed": len(failed), "idle_ttft": quiet["ttft"], "idle_gap12": quiet["gap12"]}
-                rows[-1] |= {"connections": connections}
+                rows[-1] |= {
+                    "connections": connections,
+                    "commit": report.commit(),
+                    "pods_said": await parts(client, answers),
+                }
                 print(json.dumps(rows[-1]), flush=True)
                 write(args, rows)
                 await asyncio.sleep(SETTLE_S)
@@ -210,14 +231,14 @@ def write(args: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> dict[str,
 
 
 def earlier(path: Path | None, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of an earlier result that these do not replace."""
+    """Rows of an earlier result that these do not replace; each has its commit."""
     if path is None:
         return []
     found = json.loads(path.read_text())
-    if found["commit"] != report.commit():
-        raise SystemExit(f"{path} is of another commit")
+    if found["card"] != report.card():
+        raise SystemExit(f"{path} is of another card")
     now = {(r["mode"], r["name"]) for r in rows}
-    return [r for r in found["rows"] if (r["mode"], r["name"]) not in now]
+    return [{"commit": found["commit"]} | r for r in found["rows"] if (r["mode"], r["name"]) not in now]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

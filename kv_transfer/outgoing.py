@@ -47,15 +47,18 @@ _REMEMBERED = 65536
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """How writes are cut. most: bytes of one post; window: posted ones per connection."""
+    """How writes are cut. first, most: bytes of the first post of a push, and of one; window: posted ones per
+    connection.
+    """
 
+    first: int
     most: int
     window: int
 
 
 # Host memory: a post may copy inline all that it is given. GPU: a post costs a tenth of a millisecond of this thread,
 # which has to be little beside the copy; what is posted cannot be recalled, and takes two milliseconds at most.
-PIECES: dict[MemoryKind, Pieces] = {"DRAM": Pieces(8 << 20, 4), "VRAM": Pieces(128 << 20, 4)}
+PIECES: dict[MemoryKind, Pieces] = {"DRAM": Pieces(8 << 20, 8 << 20, 4), "VRAM": Pieces(16 << 20, 128 << 20, 4)}
 
 
 class Calls(Protocol):
@@ -186,8 +189,8 @@ class Outgoing:
         """
         transfer = OutgoingTransfer(self, target, num_prompt_blocks)
         deadline = self._clock() + deadline_s
-        piece_blocks = max(1, self._pieces.most // self._memory.block_bytes)
-        machine = SenderMachine(target, piece_blocks=piece_blocks, deadline=deadline)
+        first, most = (max(1, size // self._memory.block_bytes) for size in (self._pieces.first, self._pieces.most))
+        machine = SenderMachine(target, piece_blocks=most, first_blocks=first, deadline=deadline)
         entry = _Entry(transfer, machine, request_id, lends)
         self._thread.submit(lambda: self._add(entry, num_prompt_blocks))
 
@@ -387,9 +390,12 @@ class Outgoing:
                 case Stopped(clean):
                     self._forget(entry, clean=clean)
 
-    @staticmethod
-    def _polled(entry: _Entry) -> bool:
-        """Whether bytes move only while the target polls; so assumed of transports that are not known."""
+    def _polled(self, entry: _Entry) -> bool:
+        """Whether a write ends only while the target polls; so assumed of transports that are not known. From GPU to
+        GPU the bytes move by themselves, but UCX calls a write done when the target has answered, by its polls.
+        """
+        if self._memory.kind == "VRAM":
+            return True
         return entry.connection is not None and entry.connection.transport in ("tcp", "unknown")
 
     def _renotify(self, entry: _Entry) -> None:

@@ -118,15 +118,20 @@ SenderAction = SendOpen | SendCommit | Renotify | Release | Delivered | Done | F
 
 
 class SenderMachine:
-    """One outgoing transfer to `target`; pieces hold at most piece_blocks blocks."""
+    """One outgoing transfer to `target`; pieces hold at most piece_blocks blocks, the first one of a push first_blocks
+    (None: as many), and each later one up to twice those before it: the first bytes move while more are posted.
+    """
 
-    def __init__(self, target: KvTarget, *, piece_blocks: int, deadline: float) -> None:
+    def __init__(
+        self, target: KvTarget, *, piece_blocks: int, deadline: float, first_blocks: int | None = None
+    ) -> None:
         self.target = target
         self.state = SenderState.CONNECTING
         self.deadline = deadline
         self.delivered = 0
         self.clean = True
         self._piece_blocks = piece_blocks
+        self._first_blocks = first_blocks or piece_blocks
         self._first = target.first_block
         self._end = target.first_block + len(target.blocks)
         self._unpushed = set(range(self._first, self._end))
@@ -177,14 +182,16 @@ class SenderMachine:
         if not blocks:
             return [Release(push)]
         self._unpushed.difference_update(wanted)
-        for start in range(0, len(blocks), self._piece_blocks):
-            local = tuple(blocks[start : start + self._piece_blocks])
+        start, size = 0, self._first_blocks
+        while start < len(blocks):
+            local = tuple(blocks[start : start + size])
             at = first + start - self._first
             self._queue.append(
                 Piece(self._pieces, push, first + start, local, self.target.blocks[at : at + len(local)])
             )
             self._pieces += 1
             self._left[push] = self._left.get(push, 0) + 1
+            start, size = start + size, min(2 * size, self._piece_blocks)
         return []
 
     def next_piece(self) -> Piece | None:

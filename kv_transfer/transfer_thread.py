@@ -7,7 +7,8 @@ Without work it sleeps until a command wakes it or the next poll is due: POLL_S 
 progress thread receives only while it polls. Nothing waits for an idle poll: the Commit that ends a transfer is a
 command. Polls are rare while a prompt computes because each takes a core from the engine's threads, which meet at
 barriers: polling every millisecond on two pods cost a 128-token prefill on two cores 35 of 470 ms. With KV on a GPU the
-cores are free and a piece takes half a millisecond, so polls are ten times as frequent.
+cores are free and a piece takes half a millisecond, so polls are more frequent; what bounds them is the interpreter,
+which the engine's thread needs as well.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from kv_transfer.memory import MemoryKind, PoolMemory
 
 _log = logging.getLogger(__name__)
 
-POLL_S: dict[MemoryKind, float] = {"DRAM": 0.001, "VRAM": 0.0001}
+POLL_S: dict[MemoryKind, float] = {"DRAM": 0.001, "VRAM": 0.0003}
 IDLE_S = 0.02
 TICK_S = 0.002
 _FIRST_WAIT_S = 0.0001

@@ -311,7 +311,7 @@ class SenderMachineTest(RuleBasedStateMachine):
     @initialize(blocks=st.integers(0, 9), piece=st.integers(1, 4))
     def begin(self, blocks: int, piece: int) -> None:
         target = KvTarget(ID, "decode-0", "127.0.0.1:1", 2, tuple(range(100, 100 + blocks)), "f")
-        self.machine = s.SenderMachine(target, piece_blocks=piece, deadline=50.0)
+        self.machine = s.SenderMachine(target, piece_blocks=piece, first_blocks=1 + piece // 3, deadline=50.0)
         self.now = 0.0
         self.next_block = 0
         self.end = 2 + blocks
