@@ -31,7 +31,7 @@ def test_one_pair(tmp_path: Path) -> None:
     result = run("handoff.py", tmp_path / "handoff.json")
     names = {"handover_ms_40", "handover_ms_90", "exposed_ms_60", "payload_gb_s", "payload_gb_s_8mib"}
     assert result["metrics"].keys() == names | {"decode_step_ratio_while_receiving"}
-    assert all(value > 0 for value in result["metrics"].values())
+    assert all(value >= 0 for value in result["metrics"].values())
     assert {row["transport"] for row in result["idle"]} == {"cma"}
     assert all(row["blocks"] == -(-row["prompt"] // 16) for row in result["idle"])
 
