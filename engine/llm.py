@@ -77,6 +77,8 @@ class LLM:
     def __init__(self, model: Path | str, **config: Any) -> None:
         weights = config.get("load_format", "auto") == "auto"
         self.model_dir = resolve_model(str(model), tokenizer=False, weights=weights, say=log.warning)
+        if config.get("speculation_model") is not None:
+            config["speculation_model"] = Path(config["speculation_model"])
         self.engine = Engine(for_throughput(EngineConfig(model_dir=self.model_dir, **config)))
         self._requests = 0
 

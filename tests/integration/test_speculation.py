@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -148,6 +149,25 @@ def test_rejection_sampling_of_greedy_requests_changes_nothing(
         assert all((token.logprob is not None) == (p.logprobs is not None) for token in completion.tokens)
     assert any(got[i].ids != expected[i].ids for i in range(PROMPTS) if i not in greedy), "other noise, other tokens"
     clean(llm.engine)
+
+
+@pytest.mark.parametrize("proposer", ["draft_model", "eagle3"])
+def test_children_eight_bits_and_host_memory(
+    tiny_dir: Path, drafting: dict[str, dict[str, Any]], proposer: str
+) -> None:
+    """What a draft keeps goes where blocks go: to children, into 8 bits, to the host and back."""
+    prompts, params = (part[:20] for part in mixed())
+    params = [dataclasses.replace(p, n=1 + i % 3) for i, p in enumerate(params)]
+    wanted = make(tiny_dir, kv_dtype="fp8_e4m3").generate(prompts, params, ignore_eos=True, show_progress=False)
+    llm = make(tiny_dir, **drafting[proposer], kv_dtype="fp8_e4m3", num_blocks=45, host_cache=4 << 20, checksums=True)
+    llm.engine.speculate(llm.engine.own_proposer(), Always(4))
+    got = llm.generate(prompts, params, ignore_eos=True, show_progress=False)
+    assert [c.ids for c in got] == [c.ids for c in wanted]
+    stats = llm.engine.scheduler.stats()
+    assert stats.preemptions > 0
+    assert stats.resumed > 0
+    clean(llm.engine)
+    llm.engine.close()
 
 
 def test_drafts_are_trimmed_by_the_grammar(smollm2_dir: Path) -> None:
