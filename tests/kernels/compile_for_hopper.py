@@ -102,6 +102,7 @@ def attention(fp8: bool, new: int, window: int, softcap: float) -> None:
     )
     kind: dict[str, Any] = {"max_query": new, "scale": 0.1, "softcap": softcap}
     paged_decode.paged_decode(q, layer(fp8), tables, cu_q, lens, plan, space, **kind)
+    paged_decode.paged_decode(q, layer(fp8), tables, cu_q, lens, plan, space, first=1, **kind)
     if fp8:
         paged_prefill.paged_prefill(q, layer(fp8), tables, cu_q, lens, window=window, **kind)
 

@@ -64,9 +64,11 @@ KINDS = {
 @torch.inference_mode()
 def test_static_steps_make_the_drafts_of_plain_ones(kind: str, device: torch.device) -> None:
     """Without overlap the steps are the same, and so are all counts."""
+    if kind == "eagle" and device.type == "cpu":
+        pytest.skip("the interpreter is slow")
     kinds: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.9, "top_p": 0.9, "frequency_penalty": 0.4}]
     requests = [
-        (f"r{i}", tuple(range(3 + i, 12 - 2 * i)), SamplingParams(max_tokens=5 + i, seed=i, **more))
+        (f"r{i}", tuple(range(3 + i, 9 - i)), SamplingParams(max_tokens=4 + i, seed=i, **more))
         for i, more in enumerate(kinds)
     ]
     found = []

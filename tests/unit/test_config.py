@@ -201,3 +201,11 @@ def test_a_pod_has_a_usable_name_of_its_own(monkeypatch: pytest.MonkeyPatch) -> 
         names = {fixed, pod(port=7002).own_name(), pod().own_name(), pod().own_name()}
     assert len(names) == 4
     assert all(pod(name=name).own_name().startswith("decode-host_x") for name in names)
+
+
+@pytest.mark.parametrize(("speculation", "model"), [("draft_model", None), ("eagle", None), ("ngram", "some-dir")])
+def test_a_draft_model_is_named_where_one_is_used(speculation: str, model: str | None) -> None:
+    for kind, more in ((PodConfig, {"role": Role.PREFILL}), (UpConfig, {})):
+        with pytest.raises(ConfigError, match="speculation_model") as caught:
+            kind(speculation=speculation, speculation_model=model, **more)
+        assert caught.value.field == "speculation_model"

@@ -85,12 +85,14 @@ def test_the_next_port_is_taken_in_place_of_the_default_and_told(monkeypatch: py
 
 def test_settings_reach_the_processes() -> None:
     settings = {"served_name": "my model", "device": "cpu", "dtype": "bfloat16", "max_model_len": 512, "drain_s": 7}
+    settings |= {"speculation": "eagle", "speculation_model": "some/head"}
     with planned({"port": 0, **settings}) as stack:
         assert stack.model == "my model"
         *pods, gateway = (spec.process.argv for spec in stack.specs)
         assert len(pods) == 2
         for argv in pods:
             assert {"--served-name=my model", "--device=cpu", "--dtype=bfloat16", "--max-model-len=512"} <= set(argv)
+            assert {"--speculation=eagle", f"--speculation-model={Path('some/head').resolve()}"} <= set(argv)
         assert {"--served-name=my model", "--drain-s=7.0"} <= set(gateway)
         assert all("--drain-s=7.0" in argv for argv in pods)
         assert not any(flag.startswith("--name") for argv in pods for flag in argv)  # another stack may share the Redis
