@@ -107,7 +107,7 @@ class CostPolicy:
         ]
         if demand.host or demand.pull:
             scored = [(cost + _fetch_s(demand, view, promises), view) for cost, view in scored]
-        best = self._best(demand, scored)
+        best = self._best(demand, scored, promises if demand.pull else NOTHING)  # a pull is cheap, but not for nothing
         return [
             _option(demand, promises, view, cost, unit_s=view.seconds_per_token, pull=demand.pull.get(view.name))
             for cost, view in best

@@ -62,3 +62,15 @@ def test_a_pulled_prefix_is_not_booked_as_work() -> None:
     demand = Demand(prompt_len=1700, max_tokens=8, held=held, pull=found)
     best = make_policy("cost", random.Random(0)).prefill(demand, [holder, idle], 1.0)[0]
     assert (best.view.name, best.tokens, best.held, best.pull) == ("p", 100, 1600, found["p"])
+
+
+def test_a_pod_that_has_to_fetch_less_goes_first_among_equals() -> None:
+    holder = view("h", p=1e9, q=1e9)
+    holder.prefilling.add("queue", 50_000, 1.0)
+    some, none = view("p"), view("q")
+    held = {"h": 64, "p": 48}
+    found = pulls(held, held, [some, none], [holder, some, none], 1000)
+    assert set(found) == {"p", "q"}
+    policy = make_policy("cost", random.Random(0))
+    demand = Demand(prompt_len=100, max_tokens=8, held=held, pull=found)
+    assert {policy.prefill(demand, [none, some], 1.0)[0].view.name for _ in range(20)} == {"p"}
