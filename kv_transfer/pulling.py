@@ -101,7 +101,7 @@ class Pulling:
                 return Pulled(0, answer.reason, answer.gb_s)
             lent = True
             remote = tuple(answer.lent)
-            if len(remote) != answer.blocks > 0 or answer.blocks > len(wanted.blocks):
+            if len(remote) != answer.blocks or answer.blocks > len(wanted.blocks):
                 raise TransferFailed(f"{holder.pod} lends {len(remote)} blocks and says {answer.blocks}")
             if any(block >= connection.num_blocks for block in remote):
                 raise TransferFailed(f"{holder.pod} lends blocks that it has not got")
@@ -119,7 +119,7 @@ class Pulling:
         mine = wanted.blocks[: answer.blocks]
         if answer.checksums and [zlib.crc32(self._memory.read_block(b)) for b in mine] != list(answer.checksums):
             self.damaged += 1
-            raise BlockDamaged("a block that was read is damaged")
+            raise BlockDamaged(f"a block that was read from {holder.pod} is damaged")
         return Pulled(answer.blocks, answer.reason, answer.gb_s)
 
     async def _read(

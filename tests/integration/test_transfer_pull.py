@@ -10,7 +10,15 @@ from dataclasses import replace
 import pytest
 import pytest_asyncio
 
-from common.errors import BatonError, DeadlineExceeded, LayoutMismatch, TransferFailed, Unauthenticated, Unavailable
+from common.errors import (
+    BatonError,
+    BlockDamaged,
+    DeadlineExceeded,
+    LayoutMismatch,
+    TransferFailed,
+    Unauthenticated,
+    Unavailable,
+)
 from common.kv_layout import KVLayout
 from common.types import Role
 from kv_transfer.faults import WriteFault
@@ -91,6 +99,24 @@ async def test_missing_blocks_arrive_and_nothing_else_changes(cluster: Cluster, 
     assert (pair.pulls, pair.transfers, pair.blocks, pair.failures) == (1, 0, 13, 0)
     assert pair.bytes == 13 * LAYOUT.block_bytes
     assert pair.gbps > 0
+
+
+async def test_damage_on_the_way_is_found(cluster: Cluster, mode: str) -> None:
+    owner, puller = await two(cluster, checksums=True)
+    await pull(owner, puller, mode, total=1)
+    wanted = ask(0, 8)
+    if mode == "push":
+        owner.backend.on_write = lambda _p, local, _r: WriteFault(corrupt=2 if len(local) > 2 else None)
+    else:  # as if it had been damaged on the way
+        read = puller.memory.read_block
+        object.__setattr__(
+            puller.memory, "read_block", lambda b: bytes(read(b).swapcase()) if b == wanted.blocks[2] else read(b)
+        )
+    with pytest.raises(BlockDamaged if mode == "read" else BatonError):
+        await puller.node.pull(holder(owner), wanted, read=mode == "read")
+    assert isinstance(wanted.hold, FakeHold)
+    await until(lambda: wanted.hold.free)  # type: ignore[attr-defined]
+    await at_rest(owner, puller)
 
 
 async def test_a_holder_that_lost_the_end_gives_what_it_has(cluster: Cluster, mode: str) -> None:
