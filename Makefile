@@ -17,7 +17,7 @@ What did the student find?
 INSTALLED := .venv/.installed-$(shell cat pyproject.toml constraints.txt | sha256sum | cut -c1-16)
 pin = $(shell sed -n 's/^\($(1)==[^ ]*\).*/\1/p' constraints.txt)
 
-.PHONY: help install lint test pytest kubectl k8s-check image-env-test e2e-netns clients soak demo up proto clean
+.PHONY: help install lint test pytest dashboard-test kubectl k8s-check image-env-test e2e-netns clients soak demo up proto clean
 .DEFAULT_GOAL := help
 
 help: ## This list.
@@ -61,6 +61,12 @@ pytest: $(INSTALLED) kubectl
 
 clients: $(INSTALLED) ## openai, litellm, langchain, guidellm, aiperf against a stack, each in a venv; ARGS='openai aiperf'.
 	$(PY) tests/clients/run.py $(ARGS)
+
+dashboard-test: $(INSTALLED) ## The page at / in a headless Chromium (apt-get install chromium, or CHROMIUM=/path/to/it).
+	@$(PY) -c 'import playwright' 2>/dev/null || $(INSTALL) $(PIP_ARGS) -c constraints.txt -e '.[browser]'
+	@command -v $${CHROMIUM:-chromium} > /dev/null || { [ "$$(id -u)" = 0 ] && apt-get install -qq -y chromium; } || \
+	    { echo 'make dashboard-test needs a Chromium: apt-get install chromium' >&2; exit 1; }
+	.venv/bin/pytest tests/dashboard -n 0 $(ARGS)
 
 # Fetches one when this machine has none that will do.
 kubectl: $(INSTALLED)

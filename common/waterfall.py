@@ -86,7 +86,11 @@ def spans_of(timeline: Mapping[str, Any], *, tokens: int, end_s: float) -> list[
         spans.append(
             Span("hand_off", "hand-off", max(handed_off["t"] - exposed, 0.0), handed_off["t"], detail, "magenta")
         )
-    if decode := last.get("decode"):
+    decode = last.get("decode")
+    if decode and reserved and reserved["outcome"] == "local":
+        detail = f"by {reserved['pod']} itself, beside what it decodes"
+        spans.append(Span("chunk", "prefill", reserved["t"], decode["t"], detail, "cyan"))
+    if decode:
         begin = first["t"] if first else decode["t"]
         rest = tokens - 1 if first else tokens
         detail = f"{rest} tokens, {rest / max(end_s - begin, 1e-9):.0f} a second"

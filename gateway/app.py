@@ -17,6 +17,7 @@ from starlette.routing import Route
 from common.errors import BatonError, InvalidRequest, Unavailable
 from gateway.admission.http_auth import Authenticated, caller_of
 from gateway.api_doc.document import openapi_document
+from gateway.dashboard.page import page_routes
 from gateway.dashboard.routes import routes as dashboard_routes
 from gateway.embeddings import Embeddings
 from gateway.http_endpoint import Endpoint, Serve
@@ -152,6 +153,7 @@ def build_app(gateway: Gateway, store: ResponseStore | None = None) -> FastAPI:
             Route("/reset_prefix_cache", reset_prefix_cache, methods=["POST"]),
             Route("/debug/requests/{request_id}", timeline),
             *dashboard_routes(gateway, package_version()),
+            *page_routes(),
         ]
     )
     return app

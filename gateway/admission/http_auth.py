@@ -15,7 +15,8 @@ from gateway.admission.caller import Caller
 from gateway.admission.key_ring import KeyRing
 from gateway.body import header
 
-OPEN = frozenset({"/health", "/live", "/ready", "/version", "/openapi.json"})
+OPEN = frozenset({"/", "/health", "/live", "/ready", "/version", "/openapi.json"})
+OPEN_FILES = "/dashboard/page/"  # what the page at / is made of; what it shows is not open
 METRICS = "/metrics"
 ADMINS = frozenset({"/reset_prefix_cache"})
 _CALLER = "baton.caller"
@@ -40,7 +41,7 @@ class Authenticated:
         self._open = OPEN | {METRICS} if open_metrics else OPEN
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in self._open:
+        if scope["type"] == "http" and not self._is_open(scope["path"]):
             try:
                 caller = self._keys.identify(header(scope, b"authorization"))
                 if scope["path"] in ADMINS and not caller.admin:
@@ -50,3 +51,6 @@ class Authenticated:
                 return
             scope[_CALLER] = caller
         await self._app(scope, receive, send)
+
+    def _is_open(self, path: str) -> bool:
+        return path in self._open or path.startswith(OPEN_FILES)

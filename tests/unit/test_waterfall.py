@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from common.waterfall import SCALE, show_waterfall
+from common.waterfall import SCALE, show_waterfall, spans_of
 
 
 def drawn(transport: str, end_s: float) -> str:
@@ -44,3 +44,13 @@ def test_the_scale_is_explained_where_something_goes_beyond_it() -> None:
     assert SCALE in drawn("cma", 2.0)
     assert ">" in drawn("cma", 2.0).replace(SCALE, "")
     assert ">" not in drawn("cma", 0.5)
+
+
+def test_a_prompt_that_decode_computes_has_a_span() -> None:
+    events: list[dict[str, Any]] = [
+        {"t": 0.01, "event": "reserved", "outcome": "local", "pod": "decode-0"},
+        {"t": 0.4, "event": "decode"},
+    ]
+    prefill, decode = spans_of({"events": events}, tokens=5, end_s=1.4)[1:]
+    assert (prefill.kind, prefill.start_s, prefill.end_s) == ("chunk", 0.01, 0.4)
+    assert (decode.start_s, decode.end_s) == (0.4, 1.4)
