@@ -195,7 +195,7 @@ class DecodeStep:
         return self._draft.follow(self._target, inputs.tokens, inputs.positions, metadata, rows, rows=None, links=links)
 
     def _note(self, draft: Drafter, inputs: DecodeInputs, sampled: Tensor, query: int) -> None:
-        """Leaves the states of tokens that count in their blocks, see Runner._note; of others in nobody's block."""
+        """Leaves the states of tokens that count in their blocks, see links.py; of others in nobody's block."""
         size = self._block_size
         counted, final = kept(sampled, inputs.tokens, inputs.offsets, query)
         wanted = (final | (counted & ((inputs.positions + 1) % size == 0))) & (inputs.kv_slots >= 0)

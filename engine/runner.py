@@ -37,8 +37,8 @@ from engine.sequence import Sequence as EngineSequence
 from engine.speculation.chain import Chain
 from engine.speculation.draft_graphs import DraftGraphs
 from engine.speculation.draft_loop import DraftLoop
-from engine.speculation.drafter import Drafter, Links, Target
-from engine.speculation.kept import kept
+from engine.speculation.drafter import Drafter, Target
+from engine.speculation.links import links_of, note_states
 from engine.speculation.rejection import sample_rejecting
 from engine.stepper import ItemResult
 from engine.upload import upload
@@ -298,7 +298,7 @@ class Runner:
         if not every:
             results.masked_fill_(~torch.isfinite(hidden.float().sum(dim=-1)), -1)
         if not sampling:
-            self._note(shape, results, ids.index_select(0, last), last_of, counts)
+            self._note(shape, results, ids, last_of, counts)
             return results, hidden, np.zeros(0), scores
         logits = self._model.logits(hidden if every else hidden.index_select(0, rows))
         before = None
@@ -310,7 +310,7 @@ class Runner:
             results = drawn
         else:
             results.index_copy_(0, rows, torch.where(results.index_select(0, rows) < 0, -1, drawn))
-        self._note(shape, results, ids.index_select(0, last), last_of, counts)
+        self._note(shape, results, ids, last_of, counts)
         return results, logits, np.cumsum(samples) - 1, scores
 
     def _hidden(self, shape: StepShape, ids: Tensor, positions: Tensor, rows: Tensor, *, every: bool) -> Tensor:
@@ -319,40 +319,13 @@ class Runner:
         wanted = None if every else rows
         if self._draft is None:
             return self._model.hidden(ids, positions, self._cache, self._backend, metadata, rows=wanted)
-        links = self._links(shape) if self._draft.pairs else None
+        links = links_of(shape, self._kv) if self._draft.pairs else None
         return self._draft.follow(self._target, ids, positions, metadata, shape, rows=wanted, links=links)
 
-    def _links(self, shape: StepShape) -> Links:
-        size, ends = self._kv.layout.block_size, np.cumsum(shape.num_new)
-        before = [
-            int(blocks[(start - 1) // size]) if start else self._kv.dummy_block
-            for start, blocks in zip(shape.starts, shape.blocks, strict=True)
-        ]
-        return Links(*upload([ends - np.array(shape.num_new), np.array(before)], self._device))
-
-    def _note(self, shape: StepShape, sampled: Tensor, inputs: Tensor, last_of: np.ndarray, counts: np.ndarray) -> None:
-        """Leaves the states of tokens that count in their blocks: of a row's last one, and of every full block's.
-
-        sampled, inputs: int64 [rows], what follows each token that is sampled after, and the token; last_of: where it
-        is in the step; counts: of these rows of each item.
-        """
-        if self._draft is None or not self._draft.pairs:
-            return
-        size, positions = self._kv.layout.block_size, _positions(shape)
-        full = (positions + 1) % size == 0
-        ends = full[last_of].astype(np.int64)
-        full[last_of] = False
-        written = np.concatenate([last_of, np.flatnonzero(full)])
-        item_of = np.searchsorted(np.cumsum(shape.num_new), written, side="right")
-        places = zip(item_of.tolist(), (positions[written] // size).tolist(), strict=True)
-        blocks = np.array([int(shape.blocks[item][place]) for item, place in places])
-        offsets = np.arange(len(last_of)) - np.repeat(np.cumsum(counts) - counts, counts)
-        at, into, there, ended = upload([written, blocks, offsets, ends], self._device)
-        if len(last_of) > len(counts):
-            counted, final = kept(sampled, inputs, there, 1 + self._drafts)
-            here = torch.where(final | (counted & (ended > 0)), into[: len(last_of)], self._kv.dummy_block)
-            into = torch.cat([here, into[len(last_of) :]])
-        self._draft.note(at, into)
+    def _note(self, shape: StepShape, sampled: Tensor, ids: Tensor, last_of: np.ndarray, counts: np.ndarray) -> None:
+        """The draft's head leaves the states that it goes on from in their blocks."""
+        if self._draft is not None and self._draft.pairs:
+            note_states(self._draft, shape, sampled, ids, last_of, counts, kv=self._kv, query=1 + self._drafts)
 
     def _score(self, to_score: Sequence[ToScore], hidden: Tensor) -> list[Scores]:
         """hidden: of the tokens before those that are scored, item after item. Few logits exist at a time."""
