@@ -7,6 +7,7 @@ from being written, or read, until `wait` has returned.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -31,6 +32,7 @@ class HostMemory:
         self._done: torch.cuda.Event | None = None
         if self._device.type == "cuda":
             # torch's own page-locked memory comes in powers of two: this takes what it needs.
+            began = time.monotonic()
             error = _cudart().cudaHostRegister(self.data.data_ptr(), self.data.nbytes, 0)
             if int(error) != 0:
                 raise ConfigError(
@@ -38,6 +40,7 @@ class HostMemory:
                     field="host_cache",
                 )
             self._locked = True
+            log.info("%.1f GiB of host memory locked in %.1f s", self.data.nbytes / (1 << 30), time.monotonic() - began)
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             self._done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
 

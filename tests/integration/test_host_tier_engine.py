@@ -15,7 +15,7 @@ from engine.llm import LLM, Completion
 from tests.harness import BLOCK, CHUNK, MAX_LEN, prompt_of, tiny_llama
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10)
-LONG = SamplingParams(temperature=0.7, seed=3, max_tokens=60, logprobs=1)
+LONG = SamplingParams(temperature=0.7, seed=3, max_tokens=40, logprobs=1)
 HOST_BLOCKS = 200
 WAIT_S = 20.0
 
@@ -75,10 +75,30 @@ def test_an_evicted_prompt_comes_back_and_is_not_computed_again(model_dir: Path)
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3"])
-def test_preempted_sequences_go_on_without_computing_anything_again(model_dir: Path, kv_dtype: str) -> None:
-    prompts = [prompt_of(20, seed=i) for i in range(6)]
-    expected = make(model_dir, kv_dtype=kv_dtype).generate(prompts, LONG, ignore_eos=True)
-    llm = make(model_dir, num_blocks=40, host_blocks=HOST_BLOCKS, kv_dtype=kv_dtype)
+def test_blocks_come_back_bit_for_bit(model_dir: Path, kv_dtype: str) -> None:
+    """All segments of a block, scales included."""
+    llm = make(model_dir, num_blocks=24, host_blocks=HOST_BLOCKS, kv_dtype=kv_dtype)
+    engine, prompts = llm.engine, [prompt_of(60, seed=i) for i in range(3)]
+
+    def contents() -> dict[bytes, bytes]:
+        return {h: engine.kv.read_block(b) for h, b in engine.pool._ledger.cache.index.items()}
+
+    llm.generate([prompts[0]], GREEDY, ignore_eos=True)
+    before = contents()
+    for prompt in prompts[1:]:
+        llm.generate([prompt], GREEDY, ignore_eos=True)
+    settle(llm)
+    assert len(before.keys() & contents().keys()) < 15
+    assert llm.generate([prompts[0]], GREEDY, ignore_eos=True)[0].cached_tokens == 56
+    after = contents()
+    assert len(before.keys() & after.keys()) >= 14
+    assert all(after[h] == before[h] for h in before.keys() & after.keys())
+
+
+def test_preempted_sequences_go_on_without_computing_anything_again(model_dir: Path) -> None:
+    prompts = [prompt_of(20, seed=i) for i in range(5)]
+    expected = make(model_dir).generate(prompts, LONG, ignore_eos=True)
+    llm = make(model_dir, num_blocks=28, host_blocks=HOST_BLOCKS)
     assert_same(llm.generate(prompts, LONG, ignore_eos=True), expected)
     stats = llm.engine.scheduler.stats()
     assert stats.preemptions > 0
@@ -88,9 +108,9 @@ def test_preempted_sequences_go_on_without_computing_anything_again(model_dir: P
 
 
 def test_a_host_that_is_too_small_costs_recomputing_and_nothing_else(model_dir: Path) -> None:
-    prompts = [prompt_of(20, seed=i) for i in range(6)]
+    prompts = [prompt_of(20, seed=i) for i in range(5)]
     expected = make(model_dir).generate(prompts, LONG, ignore_eos=True)
-    llm = make(model_dir, num_blocks=40, host_blocks=3)
+    llm = make(model_dir, num_blocks=28, host_blocks=3)
     assert_same(llm.generate(prompts, LONG, ignore_eos=True), expected)
     assert llm.engine.scheduler.stats().recomputed > 0
     assert llm.engine.counters.recomputed_tokens > 0
