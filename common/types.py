@@ -119,7 +119,7 @@ class PromptLogprobs:
         return tuple(map(TokenLogprob, self.top_ids[at], self.top_logprobs[at]))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, though nobody changes one: a frozen one takes three times as long to make
 class Token:
     """One generated token: its position in the output (from 0), its id and, when asked for, log-probabilities.
 

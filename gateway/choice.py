@@ -279,7 +279,10 @@ class Choice:
             piece = self._echo(Piece("", (), ()))
         else:
             piece = self._output.add(delta.tokens, delta.finish)
-            piece = self._moved(piece) if self._echoed else self._echo(piece)
+            if not self._echoed:
+                piece = self._echo(piece)
+            elif self._before:
+                piece = self._moved(piece)
         self._echoed = True
         if piece.finish is not None:
             self._end(piece.finish, stop_string=delta.finish is None)

@@ -4,7 +4,7 @@ uvicorn keeps header lines of any length and number, for as long as they take to
 MAX_HEAD_BYTES without completing a head or a piece of a body, and may take HEAD_TIMEOUT_S for a head.
 
 And a way to write a piece of an answer that is neither a coroutine nor led through the middlewares: `BodyWriter`, for
-what comes a thousand times in an answer. It is in the scope's extensions.
+what comes a thousand times in an answer. It is in the scope's state.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class BodyWriter:
 
 def body_writer(scope: Scope) -> BodyWriter | None:
     """Of a request that came through BoundedHttp."""
-    writer = scope.get("extensions", {}).get(_BODY)
+    writer = scope.get("state", {}).get(_BODY)
     assert writer is None or isinstance(writer, BodyWriter)
     return writer
 
@@ -90,7 +90,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._stop_timer()
         super().on_headers_complete()
         if self.cycle is not None:  # its application begins with a later turn of the loop
-            self.scope["extensions"] = {_BODY: BodyWriter(self.cycle)}
+            self.scope["state"][_BODY] = BodyWriter(self.cycle)
 
     def on_body(self, body: bytes) -> None:
         """A piece of a body is here; its length is bounded by who reads it."""

@@ -304,8 +304,8 @@ class Leg:
         self._put(event.child, [token_from_pb(event.token)], finish_from_pb(event.finish_reason))
 
     def _put(self, child: int, tokens: Sequence[Token], finish: FinishReason | None) -> None:
-        if child >= len(self.outlet):
-            self.fail(InternalError(f"a pod tells of sequence {child} of {len(self.outlet)}"))
+        if child >= self.outlet.size:
+            self.fail(InternalError(f"a pod tells of sequence {child} of {self.outlet.size}"))
         elif not self.outlet.put(child, tokens, finish):
             # Whoever writes to the client is stuck, maybe for long: what holds memory and a pod ends here.
             self.fail(Overloaded("the client reads too slowly"))

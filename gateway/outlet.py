@@ -34,7 +34,7 @@ Take = Callable[[Delta], bool]  # False: no more
 
 
 class Outlet:
-    """Of n children. max_pending: tokens of a child that may wait. complete: all that was asked for was given.
+    """Of n children (size). max_pending: tokens of a child that may wait. complete: all that was asked for was given.
 
     stopped: children of which nothing more is wanted. error: what ended the attempt early.
     """
@@ -44,14 +44,12 @@ class Outlet:
         self.stopped: set[int] = set()
         self.error: BatonError | None = None
         self._max_pending = max_pending
+        self.size = n
         self._orders = [TokenOrder() for _ in range(n)]
         self._unfinished = set(range(n))
         self._news: deque[int] = deque()  # children that may have something to give
         self._take: Take | None = None  # of `relay`
         self._waiter: asyncio.Future[None] | None = None  # of `next` and `relay`
-
-    def __len__(self) -> int:
-        return len(self._orders)
 
     def put(self, child: int, tokens: Sequence[Token], finish: FinishReason | None) -> bool:
         """More of a child; False when too much of it waits."""
@@ -61,11 +59,11 @@ class Outlet:
             order.end(finish)
         if child in self.stopped:
             return True
-        if self._take is None:
-            self._news.append(child)
-            self._wake()
-        elif (delta := self._ready(child)) is not None:
+        if self._take is not None and (delta := self._ready(child)) is not None:
             self._hand_on(delta, self._take)
+            return True
+        self._news.append(child)
+        self._wake()
         return order.pending <= self._max_pending
 
     def fail(self, error: BatonError) -> None:

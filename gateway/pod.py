@@ -39,7 +39,7 @@ INFO_PERIOD_S = 0.5
 INFO_TIMEOUT_S = 1.0
 SILENCE_S = 3.0  # a pod is busy, not gone, that refuses nothing and answered this short a time ago
 HELLO_S = 0.3  # the pod's first answer to hello; older pods answer with the first batch only
-ACK_PERIOD_S = 0.1  # the pod waits for an acknowledgement after 256 batches only
+ACK_BATCHES = 32  # acknowledged together: the pod waits for an acknowledgement after 256 only
 ABORT_TIMEOUT_S = 5.0
 REPEAT_ABORT_S = 2.0  # a sequence that still sends tokens this long after its abort is aborted again
 _BACKOFF_S = (0.05, 1.0)
@@ -351,19 +351,20 @@ class _Consumed:
     """The highest batch number taken from a stream, and a wake-up for whoever acknowledges it."""
 
     def __init__(self) -> None:
-        self.number = 0
+        self.number = self.told = 0
         self.news = asyncio.Event()
 
     def up_to(self, number: int) -> None:
         self.number = number
-        self.news.set()
+        if number - self.told >= ACK_BATCHES:
+            self.news.set()
 
 
 async def _acknowledge(call: Any, consumed: _Consumed) -> None:
-    """Acknowledges what was consumed, at most every ACK_PERIOD_S, until the stream ends."""
+    """Acknowledges what was consumed, ACK_BATCHES or more at a time, until the stream ends."""
     with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
         while True:
             await consumed.news.wait()
             consumed.news.clear()
-            await call.write(decode_pb2.TokensRequest(acked=consumed.number))
-            await asyncio.sleep(ACK_PERIOD_S)
+            consumed.told = consumed.number
+            await call.write(decode_pb2.TokensRequest(acked=consumed.told))

@@ -38,6 +38,7 @@ CLUSTER = (
     "tests/e2e/test_children.py",
     "tests/e2e/test_api.py",
     "tests/e2e/test_structured.py",
+    "tests/e2e/test_parameters.py",
     "tests/e2e/test_tools.py",
     "tests/e2e/test_traces.py",
     "tests/chaos/test_kill.py",

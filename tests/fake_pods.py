@@ -434,9 +434,11 @@ class FakeCluster:
         self.prefills: list[FakePod] = []
         self.decodes: list[FakePod] = []
 
-    async def add(self, role: Role, name: str, make: type[FakePod] = FakePod) -> FakePod:
+    async def add(
+        self, role: Role, name: str, make: Callable[[FakeCluster, str, Role], FakePod] | None = None
+    ) -> FakePod:
         """One more pod."""
-        pod = make(self, name, role)
+        pod = FakePod(self, name, role) if make is None else make(self, name, role)
         await pod.start()
         (self.prefills if role is Role.PREFILL else self.decodes).append(pod)
         return pod

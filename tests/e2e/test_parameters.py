@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import grpc
 import httpx
@@ -54,8 +55,8 @@ def _of_rest(body: Json) -> Said:
     choices, usage = body["choices"], body["usage"]
     logprobs = choices[0].get("logprobs")
     scored: tuple[int, frozenset[int]] = (0, frozenset())
-    if logprobs and "tokens" in logprobs:
-        scored = len(logprobs["tokens"]), frozenset(len(top) - 1 for top in logprobs["top_logprobs"])
+    if logprobs and "tokens" in logprobs:  # a greedy token is among its alternatives
+        scored = len(logprobs["tokens"]), frozenset(map(len, logprobs["top_logprobs"]))
     elif logprobs:
         scored = len(logprobs["content"]), frozenset(len(t["top_logprobs"]) for t in logprobs["content"])
     calls = choices[0].get("message", {}).get("tool_calls") or ()
@@ -146,12 +147,13 @@ def _of_grpc(parts: list[inference_pb2.GenerateResponse]) -> Said:
     )
 
 
-def _field_of(e: grpc.aio.AioRpcError) -> str:
+def _field_of(e: Any) -> str:
     status = rpc_status.from_call(e)
     for detail in status.details if status is not None else ():
         bad = error_details_pb2.BadRequest()
         if detail.Unpack(bad):
-            return bad.field_violations[0].field
+            field: str = bad.field_violations[0].field
+            return field
     return f"{e.code().name}: {e.details()}"
 
 

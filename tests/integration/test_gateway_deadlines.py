@@ -16,7 +16,7 @@ from tests.fake_pods import FakeCluster, fake_cluster
 from tests.gateway_rig import MODEL, Rig, rig, until
 
 LATE_S = 1.0
-BEAMS = {"use_beam_search": True, "n": 2}
+BEAMS: dict[str, Any] = {"use_beam_search": True, "n": 2}
 
 
 @pytest_asyncio.fixture

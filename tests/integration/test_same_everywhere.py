@@ -117,7 +117,7 @@ async def test_template_variables_reach_the_template(cluster: FakeCluster, smoll
             ({}, {}, "  "),
             ({"reasoning_effort": "low"}, {"reasoning": {"effort": "low"}}, " low "),
             ({"reasoning_effort": "none"}, {"reasoning": {"effort": "none"}}, " none False"),
-            (*[{"chat_template_kwargs": {"x": 5}}] * 2, "5  "),
+            ({"chat_template_kwargs": {"x": 5}}, {"chat_template_kwargs": {"x": 5}}, "5  "),
         ]
         for of_chat, of_response, expected in cases:
             for post, fields in ((chat, of_chat), (response, of_response)):
