@@ -83,6 +83,29 @@ async def test_the_state_tells_of_pods_rates_and_latencies(gw: Rig, cluster: Fak
     assert set(points.values()) == {1}, points
 
 
+async def test_prompts_that_come_again_are_told_from_those_that_are_found(gw: Rig, cluster: FakeCluster) -> None:
+    async def counted(prompt: list[int]) -> tuple[float, float, float]:
+        names = ("lookup_tokens", "repeated_tokens", "hit_tokens_actual")
+        registry = gw.gateway.metrics.base.registry
+
+        def now() -> list[float]:
+            return [registry.get_sample_value(f"baton_prefix_{name}_total") or 0.0 for name in names]
+
+        before = now()
+        assert (await gw.complete(prompt=prompt, max_tokens=2)).status_code == 200
+        looked_up, repeated, hit = (b - a for a, b in zip(before, now(), strict=True))
+        return looked_up, repeated, hit
+
+    block = cluster.prefills[0].layout.block_size
+    prompt = list(range(300, 300 + 2 * block + 5))
+    assert await counted(prompt) == (len(prompt), 0, 0)
+    cluster.prefills[0].cached_tokens = block
+    assert await counted(prompt) == (len(prompt), 2 * block, block)
+    assert await counted([*prompt[: block + 3], 7, 8]) == (block + 5, block, block)
+    assert (await gw.http.post("/reset_prefix_cache")).status_code == 200
+    assert (await counted(prompt))[1] == 0  # nobody can be expected to have it
+
+
 async def test_a_pod_that_dies_or_drains_is_shown_as_that(gw: Rig, cluster: FakeCluster) -> None:
     def states() -> dict[str, str]:
         return {pod.name: pod.state for pod in gw.gateway.table.pods.values()}

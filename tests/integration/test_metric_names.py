@@ -102,13 +102,10 @@ def test_names_are_as_promtool_wants_them(declared: dict[str, Declaration]) -> N
 @pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed (Debian: prometheus; or $PROMTOOL)")
 def test_promtool_has_nothing_to_say(registries: dict[str, Metrics]) -> None:
     for metrics in registries.values():
-        # prometheus_client's own: the moment at which each series began
-        kept = [line for line in metrics.exposition().decode().splitlines() if "_created" not in line]
         assert PROMTOOL is not None
-        run = subprocess.run(
-            [PROMTOOL, "check", "metrics"], input="\n".join(kept) + "\n", capture_output=True, text=True, check=False
-        )
-        assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
+        command = [PROMTOOL, "check", "metrics"]
+        run = subprocess.run(command, input=metrics.exposition(), capture_output=True, check=False)
+        assert (run.returncode, run.stdout, run.stderr) == (0, b"", b"")
 
 
 # -- who uses them

@@ -89,6 +89,20 @@ get_logger("a").debug("not shown")
     assert all("timestamp" in x for x in lines)
 
 
+@pytest.mark.parametrize(("format", "json_lines"), [("auto", True), ("json", True), ("text", False)])
+def test_lines_are_json_unless_a_person_reads(format: str, json_lines: bool) -> None:
+    code = f"import logging; from common.logs import setup_logs; setup_logs('info', {format!r}); logging.info('hi')"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    (line,) = run.stderr.splitlines()
+    assert line.startswith("{") is json_lines
+    assert "hi" in line
+
+
+def test_what_json_does_not_know_is_written_as_it_prints() -> None:
+    (line,) = logged("logging.getLogger('a').info('x', extra={'where': __import__('pathlib').Path('/p'), 'n': {1: 2}})")
+    assert (line["where"], line["n"]) == ("PosixPath('/p')", {"1": 2})
+
+
 def test_traces_are_inside_the_line() -> None:
     (line,) = logged("""
 try:
