@@ -79,6 +79,7 @@ class PromptStep:
         self._tokens[:count].copy_(tokens)
         self._positions[:count].copy_(positions)
         self._rows[: len(rows)].copy_(rows)
+        self._rows[len(rows) :].zero_()  # what a larger step left may lie beyond this one's end
         return self._graphs.run(size)[: len(rows)]
 
     def capture(self, shapes: Sequence[int] | None = None) -> None:
