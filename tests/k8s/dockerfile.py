@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -126,7 +127,7 @@ class Workshop:
         done = subprocess.run(
             ["bash", "-eo", "pipefail", "-c", command],
             cwd=self._work,
-            env={**env, "PIP_DISABLE_PIP_VERSION_CHECK": "1", **arguments},
+            env={**{k: v for k, v in os.environ.items() if k.startswith("PIP_")}, **env, **arguments},
             capture_output=True,
             text=True,
             check=False,

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -176,7 +177,7 @@ def test_nothing_is_imported_that_the_image_does_not_have(name: str, packages: t
 
 
 @pytest.fixture
-def build(tmp_path: Path) -> Callable[[str], Path]:
+def build(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
     """Builds a stage by the Dockerfile's commands; gives the directory of its programs."""
 
     def built(stage: str) -> Path:
@@ -186,7 +187,8 @@ def build(tmp_path: Path) -> Callable[[str], Path]:
         workshop.build(stage)
         return tmp_path / "opt" / "baton" / "bin"
 
-    return built
+    yield built
+    shutil.rmtree(tmp_path)  # gigabytes
 
 
 def free_port() -> int:
@@ -231,11 +233,12 @@ def test_the_gateways_environment(build: Callable[[str], Path], smollm2_dir: Pat
 
 @slow
 @pytest.mark.parametrize("target", ["engine-cpu", "engine-gpu"])
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_an_engines_environment(build: Callable[[str], Path], smollm2_dir: Path, target: str, role: str) -> None:
-    programs, port = build(f"{target}-env"), free_port()
-    argv = ["serve", f"--role={role}", "--device=cpu", f"--model={smollm2_dir}", f"--port={port}", "--threads=1"]
-    serves(programs, [*argv, "--kv-memory=64MiB", "--max-model-len=512"], f"grpc://127.0.0.1:{port}")
+def test_an_engines_environment(build: Callable[[str], Path], smollm2_dir: Path, target: str) -> None:
+    programs = build(f"{target}-env")
+    for role in ("prefill", "decode"):
+        port = free_port()
+        argv = ["serve", f"--role={role}", "--device=cpu", f"--model={smollm2_dir}", f"--port={port}", "--threads=1"]
+        serves(programs, [*argv, "--kv-memory=64MiB", "--max-model-len=512"], f"grpc://127.0.0.1:{port}")
 
 
 @slow
