@@ -505,7 +505,7 @@ class UpConfig(_Config):
     pull: str = _setting(_PULL, "push")
     block_size: int = _setting(_BLOCK_SIZE, 16)
     kv_memory: int = _setting(_size(0), 0)
-    host_cache: int = _setting(_size(0), 0)
+    host_cache: int | None = _setting(_optional(_size(0)), None)
     gpu_memory_utilization: float = _setting(_GPU_SHARE, 0.9)
     allow_tcp: bool = _setting(_BOOL, False)
     net_devices: tuple[str, ...] = _setting(_tuple_of(_NET_DEVICES), ())

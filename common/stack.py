@@ -26,6 +26,8 @@ from common.types import Role
 
 # (start, stop): the store first and last; the gateway leaves before the pods, so that what runs can end.
 STORE, POD, GATEWAY = (0, 2), (1, 1), (1, 0)
+HOST_SHARE = 0.5  # of the free memory, for the host tiers of all pods on GPUs
+MOST_HOST_CACHE = 32 << 30  # bytes of a pod: page-locking more keeps it from starting for long
 PORTS_TRIED = 65  # from the default one on
 # Settings of a single pod or gateway: in the environment of `baton up` they would apply to all of them.
 _OF_ONE = ("ROLE", "NAME", "HOST", "PORT", "ADVERTISE", "METRICS_PORT", "GRPC_PORT", "PODS", "CONFIG", "LOG_DIR")
@@ -102,7 +104,7 @@ class Stack:
                 "pull": config.pull,
                 "block-size": str(config.block_size),
                 "kv-memory": str(config.kv_memory),
-                "host-cache": str(config.host_cache),
+                "host-cache": str(_host_cache(config, on_gpus=bool(usable))),
                 "threads": str(config.threads or _threads_each(config.prefill + config.decode)),
                 **(pod_flags or {}),
             }
@@ -145,6 +147,18 @@ class Stack:
         """Gives the ports up; call after the processes have ended. Idempotent."""
         for lease in self._leases:
             lease.close()
+
+
+def _host_cache(config: UpConfig, *, on_gpus: bool) -> int:
+    """Bytes of each pod's host tier."""
+    if config.host_cache is not None:
+        return config.host_cache
+    if not on_gpus:
+        return 0
+    import psutil
+
+    part = int(psutil.virtual_memory().available * HOST_SHARE) // (config.prefill + config.decode)
+    return min(part, MOST_HOST_CACHE)
 
 
 def _roles(config: UpConfig) -> dict[Role, int]:

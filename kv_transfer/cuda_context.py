@@ -7,6 +7,7 @@ The primary context is the one that torch uses. It is retained and never release
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 
 from common.errors import TransferFailed
 
@@ -18,11 +19,12 @@ def make_current(device: int) -> None:
     except OSError as e:
         raise TransferFailed(f"KV is on a GPU, but the driver does not load: {e}") from e
     number, context = ctypes.c_int(), ctypes.c_void_p()
-    for name, code in (
+    calls: tuple[tuple[str, Callable[[], int]], ...] = (
         ("cuInit", lambda: cuda.cuInit(0)),
         ("cuDeviceGet", lambda: cuda.cuDeviceGet(ctypes.byref(number), device)),
         ("cuDevicePrimaryCtxRetain", lambda: cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), number)),
         ("cuCtxSetCurrent", lambda: cuda.cuCtxSetCurrent(context)),
-    ):
-        if (result := code()) != 0:
+    )
+    for name, call in calls:
+        if (result := call()) != 0:
             raise TransferFailed(f"{name} of GPU {device} fails with {result}")

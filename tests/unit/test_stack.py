@@ -7,6 +7,7 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 
 from common import stack as stack_module
@@ -128,6 +129,20 @@ def test_pods_share_gpus_and_their_memory_where_there_are_too_few() -> None:
         pods = of_pods(stack)
     assert [gpu for gpu, _ in pods] == ["GPU-b", "GPU-b"]
     assert all({"--device=cuda", "--gpu-memory-utilization=0.4500"} <= flags for _, flags in pods)
+
+
+def test_pods_on_gpus_have_a_host_tier_of_their_part_of_the_free_memory() -> None:
+    def sizes(stack: Stack) -> list[int]:
+        flags = [flag for _, argv in of_pods(stack) for flag in argv if flag.startswith("--host-cache=")]
+        return [int(flag.partition("=")[2]) for flag in flags]
+
+    with planned({"port": 0}, gpus=GPUS) as stack:
+        first, second = sizes(stack)
+    assert 0 < first == second <= psutil.virtual_memory().total // 4
+    with planned({"port": 0, "host_cache": "1GiB"}, gpus=GPUS) as stack:
+        assert sizes(stack) == [1 << 30] * 2
+    with planned({"port": 0}) as stack:
+        assert sizes(stack) == [0, 0]
 
 
 def test_a_cpu_stack_sees_no_gpu_and_a_gpu_that_is_not_there_is_named() -> None:
