@@ -163,7 +163,7 @@ async def test_nothing_is_added_to_a_token(gw: Rig, cluster: FakeCluster, tmp_pa
                 leg.deliver(delta)
 
         counted.append(calls_of(rest))
-        assert len((await leg.next()).tokens) == 201
+        assert len((await leg.outlet.next()).tokens) == 201
         leg.close()
     assert counted[0]["Leg.deliver"] == 200
     assert counted[0] == counted[1]
