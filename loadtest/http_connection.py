@@ -1,7 +1,8 @@
 """One HTTP/1.1 connection that notes when bytes come, and reads them later.
 
-Thousands of streams share one loop, and a note is only worth something if it is made as soon as the bytes are there. So
-data_received does nothing but note; a Pump, which all connections share, parses when nothing comes any more, in slices
+Thousands of streams share one loop, and a note is only worth something if it tells when the bytes were there. On Linux
+the kernel tells (stamped_reader.py; not through TLS); elsewhere it is made as soon as the loop gets to it. So whoever
+receives does nothing but note; a Pump, which all connections share, parses when nothing comes any more, in slices
 of a tenth of a millisecond, between which the loop looks at its sockets again.
 
 Lifecycle: connected -> start(an exchange) -> its ended(), then idle and ready for the next -> closed by either side. An
@@ -16,6 +17,8 @@ from collections import deque
 from typing import Any, Protocol
 
 import httptools
+
+from loadtest.stamped_reader import StampedReader
 
 SLICE_S = 100e-6
 PATIENCE_S = 5e-3
@@ -85,6 +88,7 @@ class Connection(asyncio.Protocol):
         self._arrived: deque[tuple[float, bytes | None]] = deque()
         self._parser = httptools.HttpResponseParser(self)
         self._exchange: Exchange | None = None
+        self._reader: StampedReader | None = None
         self._now = 0.0
         self._complete = self._keep = False
         self.open = False
@@ -105,6 +109,8 @@ class Connection(asyncio.Protocol):
     def close(self) -> None:
         """Hangs up at once; an exchange under way is told nothing."""
         self.open, self._exchange = False, None
+        if self._reader is not None:
+            self._reader.close()
         self._transport.abort()
 
     # -- asyncio.Protocol
@@ -113,19 +119,29 @@ class Connection(asyncio.Protocol):
         """Nothing was sent yet."""
         self._transport, self.open = transport, True
 
-    def data_received(self, data: bytes) -> None:
-        """Notes."""
-        self._arrived.append((time.perf_counter(), data))
+    def stamp(self) -> None:
+        """From now on the kernel tells when bytes came: for a connection without TLS, made and not used yet."""
+        self._reader = StampedReader(self._transport, self._note)
+
+    def _note(self, at: float, data: bytes | None) -> None:
+        self._arrived.append((at, data))
         self._pump.add(self)
+        if data is None:
+            self.open = False
+            self._transport.close()
+
+    def data_received(self, data: bytes) -> None:
+        """Notes, where the kernel does not."""
+        self._note(time.perf_counter(), data)
 
     def eof_received(self) -> None:
         """The server hung up; connection_lost follows."""
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Comes after what arrived before it."""
-        self.open = False
-        self._arrived.append((time.perf_counter(), None))
-        self._pump.add(self)
+        if self._reader is not None:
+            self._reader.close()
+        self._note(time.perf_counter(), None)
 
     # -- the pump
 

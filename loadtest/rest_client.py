@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import ssl
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -142,6 +143,8 @@ class RestClient:
             _, connection = await loop.create_connection(
                 lambda: Connection(self._pump), self._host, self._port, ssl=self._ssl, server_hostname=name
             )
+        if self._ssl is None and sys.platform == "linux":
+            connection.stamp()
         return connection
 
     def _head(self, method: str, path: str, key: str, body: bytes, extra: dict[str, str] | None = None) -> bytes:

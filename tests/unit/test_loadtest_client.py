@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -333,6 +334,21 @@ async def test_the_model_is_the_one_that_is_served() -> None:
     async with asked(plain("200 OK", b"{}")) as (_, client):
         with pytest.raises(Unavailable, match="not a list of models"):
             await client.model()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's stamps are Linux's")
+async def test_bytes_have_the_time_at_which_they_came_not_that_of_reading_them() -> None:
+    sent = 0.0
+
+    async def script(_body: bytes, writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        sent = time.perf_counter()
+        writer.write(OK + chunk(said("a", "stop")) + END)
+        time.sleep(0.5)  # noqa: ASYNC251 - the client shares this loop, and comes to read only now
+
+    record = await outcome(script)
+    assert record.error == ""
+    assert sent <= record.at[0] < sent + 0.4
 
 
 # -- runs
