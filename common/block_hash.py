@@ -19,17 +19,20 @@ HASH_BYTES = 16
 class BlockHasher:
     """Hash chain of one sequence; extend it as tokens arrive.
 
-    hashes[i] names block i. The chain only covers full blocks of the tokens given so far.
+    hashes[i] names block i. The chain only covers full blocks of the tokens given so far. known: its lead, where
+    somebody has computed that before.
     """
 
     __slots__ = ("_block_size", "_extra", "_key", "hashes")
 
-    def __init__(self, fingerprint: str, block_size: int, salt: str = "", adapter: str = "") -> None:
+    def __init__(
+        self, fingerprint: str, block_size: int, salt: str = "", adapter: str = "", known: Sequence[bytes] = ()
+    ) -> None:
         self._key = bytes.fromhex(fingerprint)
         self._block_size = block_size
         parts = [part.encode() for part in ((salt, adapter) if adapter else (salt,))]
         self._extra = b"".join(len(part).to_bytes(4, "little") + part for part in parts)
-        self.hashes: list[bytes] = []
+        self.hashes = list(known)
 
     def extend(self, tokens: Sequence[int]) -> list[bytes]:
         """Hashes of all full blocks of `tokens` (the whole sequence so far); computes only the new ones."""

@@ -10,6 +10,7 @@ local:  this pod computes the prompt: aggregated pods always, decode pods a shor
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.block_hash import block_hashes, matchable_blocks
@@ -21,11 +22,14 @@ from pod.runtime import PodRuntime
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """There is room. lease holds the prompt's blocks, None when the scheduler is to take them."""
+    """There is room. lease holds the prompt's blocks, None when the scheduler is to take them. hashes: of the blocks
+    that a cache may supply.
+    """
 
     lease: Lease | None
     cached_tokens: int
     verdict: Verdict
+    hashes: Sequence[bytes] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,4 +97,4 @@ class Admission:
             if lease is None:
                 return NoRoom("the KV pool is full", passing=pool.copying())
             cached = 0
-        return Room(lease, cached, verdict)
+        return Room(lease, cached, verdict, hashes)

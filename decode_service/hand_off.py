@@ -23,8 +23,9 @@ import threading
 import time
 from collections import abc
 from collections.abc import Callable
+from typing import Any
 
-from common.block_hash import block_hashes
+from common.block_hash import BlockHasher
 from common.errors import BatonError, TransferFailed
 from common.grammar import CompiledGrammar
 from common.pb import decode_pb2, types_pb2
@@ -54,7 +55,8 @@ class Reservation:
 
     tell(reservation, delta) passes news to the gateway's stream, gone(reservation) says that nothing is held any more;
     both may be called on any thread. lease is None where the scheduler leases when it admits the prompt.
-    grammar: the request's, compiled. asked_by: the caller's span, if it is recorded.
+    hashes: of the prompt's lead blocks. grammar: the request's, compiled. asked_by: the caller's span, if it is
+    recorded.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Reservation:
         stream: TokenStream,
         lease: Lease | None,
         *,
+        hashes: abc.Sequence[bytes] = (),
         grammar: CompiledGrammar | None = None,
         asked_by: TraceContext | None = None,
         tell: Callable[[Reservation, decode_pb2.SequenceDelta], None],
@@ -78,6 +81,7 @@ class Reservation:
         self.running_since: float | None = None
         self.local = lease is None
         self._pod = pod
+        self._hashes = hashes
         self._grammar = grammar
         self.asked_by = asked_by
         self._tell = tell
@@ -127,7 +131,7 @@ class Reservation:
         computed = 0 if lease is None else lease.cached_blocks * engine.layout.block_size
         with self._lock:
             self._first_output = True
-            self._run([engine.new_sequence(self.request, lease=lease, computed=computed, grammar=self._grammar)])
+            self._run([self._sequence(lease=lease, computed=computed)])
 
     def ready(self, commit: Commit) -> None:
         """Every block and the first tokens are here: what does not end with its first token joins the running batch."""
@@ -158,22 +162,14 @@ class Reservation:
         """The children that go on, by child and first token; the lease is theirs from now on."""
         engine, prompt_len = self._pod.engine, self.request.prompt_len
         if self.request.sampling.n == 1:
-            alone = engine.new_sequence(
-                self.request, lease=lease, computed=prompt_len, output=[firsts[0]], grammar=self._grammar
-            )
-            return [alone]
+            return [self._sequence(lease=lease, computed=prompt_len, output=[firsts[0]])]
         shared = engine.layout.blocks_for(prompt_len)
         seqs: list[Sequence] = []
         try:
             for child, token in firsts.items():
                 fork = lease.fork(shared, spare=min(1, len(lease.blocks) - shared))
                 try:
-                    seqs.append(
-                        engine.new_sequence(
-                            self.request, lease=fork, computed=prompt_len, output=[token], child=child,
-                            grammar=self._grammar,
-                        )
-                    )  # fmt: skip
+                    seqs.append(self._sequence(lease=fork, computed=prompt_len, output=[token], child=child))
                 except BaseException:
                     fork.finish("not begun")
                     raise
@@ -185,16 +181,14 @@ class Reservation:
         lease.finish("forked")
         return seqs
 
+    def _sequence(self, **kwargs: Any) -> Sequence:
+        return self._pod.engine.new_sequence(self.request, grammar=self._grammar, hashes=self._hashes, **kwargs)
+
     def _publish(self, lease: Lease) -> None:
-        layout = self._pod.engine.layout
-        lease.publish(
-            block_hashes(
-                self.request.prompt_ids,
-                fingerprint=layout.fingerprint,
-                block_size=layout.block_size,
-                salt=self.request.cache_salt,
-            )
-        )
+        layout, salt = self._pod.engine.layout, self.request.cache_salt
+        hasher = BlockHasher(layout.fingerprint, layout.block_size, salt, known=self._hashes)
+        self._hashes = hasher.extend(self.request.prompt_ids)
+        lease.publish(self._hashes)
 
     def _run(self, seqs: abc.Sequence[Sequence]) -> None:
         self._state = State.RUNNING

@@ -98,6 +98,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             valid,
             stream,
             room.lease,
+            hashes=room.hashes,
             grammar=grammar,
             asked_by=pod.trace(context),
             tell=self._tell,

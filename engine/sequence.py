@@ -90,7 +90,9 @@ class Sequence:
         constraint: Constraint | None = None,
         embeds: bool = False,
         child: int = 0,
+        hashes: abc.Sequence[bytes] = (),
     ) -> None:
+        """hashes: of the prompt's lead blocks, where they are known already."""
         assert computed == 0 or lease is not None
         self.request = request
         self.child = child
@@ -120,7 +122,7 @@ class Sequence:
         self.arrival = 0
         self._recompute_until = 0
         self._fingerprint = fingerprint
-        self._hasher = BlockHasher(fingerprint, block_size, request.cache_salt)
+        self._hasher = BlockHasher(fingerprint, block_size, request.cache_salt, known=hashes)
 
     @property
     def num_output(self) -> int:

@@ -90,3 +90,12 @@ def test_equal_in_every_process_whatever_the_hash_seed() -> None:
 @pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 0), (16, 0), (17, 1), (32, 1), (33, 2)])
 def test_one_token_is_always_left_to_compute(tokens: int, blocks: int) -> None:
     assert matchable_blocks(tokens, 16) == blocks
+
+
+def test_a_chain_goes_on_from_what_is_known() -> None:
+    tokens = list(range(100))
+    whole = block_hashes(tokens, fingerprint="ab" * 16, block_size=16, salt="s")
+    for known in range(len(whole) + 1):
+        hasher = BlockHasher("ab" * 16, 16, "s", known=whole[:known])
+        assert hasher.extend(tokens) == whole
+    assert len(whole) == 6, "and what was given is not changed"
