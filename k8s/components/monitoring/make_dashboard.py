@@ -272,7 +272,7 @@ def panel_json(panel: Panel, number: int, x: int, y: int) -> dict[str, Any]:
         "type": "timeseries",
         "title": panel.title,
         "description": panel.about,
-        "datasource": {"type": "prometheus", "uid": "$datasource"},
+        "datasource": {"type": "prometheus", "uid": "${datasource}"},
         "gridPos": {"x": x, "y": y, "w": WIDTH, "h": HEIGHT},
         "fieldConfig": {"defaults": defaults, "overrides": []},
         "options": {"legend": {"displayMode": "list", "placement": "bottom"}, "tooltip": {"mode": "multi"}},
@@ -309,8 +309,9 @@ def dashboard() -> dict[str, Any]:
             "list": [
                 {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Data source"},
                 {
-                    "name": "namespace", "type": "query", "label": "Namespace", "query": namespaces, "refresh": 2,
-                    "datasource": {"type": "prometheus", "uid": "$datasource"},
+                    "name": "namespace", "type": "query", "label": "Namespace", "refresh": 2,
+                    "definition": namespaces, "query": {"query": namespaces, "refId": "namespaces"},
+                    "datasource": {"type": "prometheus", "uid": "${datasource}"},
                     "includeAll": True, "allValue": ".*", "multi": True, "current": {"text": "All", "value": "$__all"},
                 },
             ]
