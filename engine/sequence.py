@@ -222,7 +222,8 @@ class Sequence:
             constraint=None if self.constraint is None else self.constraint.copy(),
             child=child,
         )
-        other.cached_tokens, other.paused, other.arrival = self.cached_tokens, self.paused, self.arrival
+        other.cached_tokens, other.host_tokens = self.cached_tokens, self.host_tokens
+        other.paused, other.arrival = self.paused, self.arrival
         other.scored = other.prompt_len
         return other
 

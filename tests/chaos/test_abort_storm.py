@@ -2,8 +2,9 @@
 peer.
 
 Three prefill and three decode pods in one process, over loopback, with pools so small that sequences are preempted and
-blocks go to host memory and back, and checksums of all that moves. Who is not aborted gets the tokens that it would get
-alone, nobody hangs, and in the end every block is back. A smaller storm is in test_abort_storm_processes.py.
+blocks go to host memory and back, prefixes that are pulled from other pods, and checksums of all that moves. Who is not
+aborted gets the tokens that it would get alone, nobody hangs, and in the end every block is back. A smaller storm is in
+test_abort_storm_processes.py.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from common.errors import BatonError, Overloaded
@@ -47,6 +49,7 @@ class Storm:
         self.errors: Counter[str] = Counter()
         self.calm = 0
         self._cluster = cluster
+        self._holders: dict[int, Pod] = {}
         self._requests = requests
         self._expected = expected
         self._rng = random.Random(8)
@@ -81,6 +84,11 @@ class Storm:
     def _pair(self) -> tuple[Pod, Pod]:
         return self._rng.choice(self._cluster.prefills), self._rng.choice(self._cluster.decodes)
 
+    def _pull(self, which: int, r: ValidRequest) -> prefill_pb2.PullHint | None:
+        """The pod that answered the same prompt last may have it still."""
+        holder = self._holders.get(which)
+        return None if r.cache_salt or holder is None else holder.holds(r.prompt_len // BLOCK)
+
     async def _until_answered(self, which: int) -> None:
         """As a gateway does: a full or dead pod is left for another one."""
         while True:
@@ -88,7 +96,12 @@ class Storm:
             try:
                 remote_only = self._rng.random() < 0.9
                 answer = await self._cluster.generate(
-                    r, prefill=prefill, decode=decode, remote_only=remote_only, timeout_s=TRY_S
+                    r,
+                    prefill=prefill,
+                    decode=decode,
+                    remote_only=remote_only,
+                    timeout_s=TRY_S,
+                    pull=self._pull(which, r),
                 )
             except BatonError as error:
                 self.errors[error.kind] += 1
@@ -97,6 +110,8 @@ class Storm:
                 continue
             assert answer.ids == self._expected[which], "a neighbour's tokens changed"
             self.ends["answered"] += 1
+            if not r.cache_salt:
+                self._holders[which] = decode
             return
 
     async def _aborted(self, which: int, stage: str) -> None:
@@ -113,7 +128,13 @@ class Storm:
         else:
             running = asyncio.create_task(
                 self._cluster.generate(
-                    r, prefill=prefill, decode=decode, remote_only=True, timeout_s=TRY_S, on_event=seen
+                    r,
+                    prefill=prefill,
+                    decode=decode,
+                    remote_only=True,
+                    timeout_s=TRY_S,
+                    on_event=seen,
+                    pull=self._pull(which, r),
                 )
             )
             reached = asyncio.create_task(there.wait())
@@ -135,8 +156,10 @@ class Storm:
 
     async def _abort(self, r: ValidRequest, prefill: Pod, decode: Pod) -> None:
         await decode.decode.Abort(decode_pb2.DecodeAbortRequest(request_id=r.request_id))
-        if prefill in self._cluster.prefills:
+        try:
             await prefill.prefill.Abort(prefill_pb2.PrefillAbortRequest(request_id=r.request_id))
+        except grpc.aio.AioRpcError:
+            assert prefill not in self._cluster.prefills, "only the killed pod may not answer"
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -196,6 +219,9 @@ async def test_five_hundred_requests(tmp_path: Path) -> None:
             assert stats is not None
             assert stats.damaged == pod.runtime.node.stats().damaged_transfers == 0
         assert sum(_saved(pod) for pod in cluster.pods) > 0
+        pulls = {outcome for pod in cluster.prefills for outcome in pod.counted("pulls")}
+        assert pulls
+        assert ("failed", "internal_error") not in pulls
         for pod in killed:
             await pod.channel.close(None)
 
