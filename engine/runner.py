@@ -186,7 +186,7 @@ class Runner:
 
     def ended(self, launched: Launched) -> bool:
         """Whether `collect` would not wait."""
-        return launched.arrived is None or launched.arrived.query()
+        return launched.arrived is None or bool(launched.arrived.query())  # type: ignore[no-untyped-call]
 
     def collect(self, launched: Launched) -> list[ItemResult]:
         """One result per item, in order; waits for the device."""
