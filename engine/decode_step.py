@@ -183,7 +183,7 @@ class DecodeStep:
 
     def _hidden(self, inputs: DecodeInputs, metadata: TritonMetadata, query: int) -> Tensor:
         """Of all tokens; with the layers of the draft model, if there is one."""
-        if self._draft is None:
+        if self._draft is None or self._draft.lags:
             return self._model.hidden(inputs.tokens, inputs.positions, self._cache, self._backend, metadata)
         links: Links | None = None
         if self._draft.pairs:

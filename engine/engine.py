@@ -142,6 +142,7 @@ class Engine:
             self.runner,
             max_model_len=self.max_model_len,
             overlap=config.resolve_overlap(device),
+            drafts_lag=self.runner.drafts_lag,
         )
         if config.speculation != "none":
             self.speculate(self.own_proposer())

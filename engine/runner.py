@@ -114,6 +114,11 @@ class Runner:
                 )  # fmt: skip
             self.draft_loop = DraftLoop(draft, kv, self._tables, rejection=rejection, graphs=self.draft_graphs)
 
+    @property
+    def drafts_lag(self) -> bool:
+        """See Drafter.lags."""
+        return self._draft is not None and self._draft.lags
+
     def capture(self) -> None:
         """Records the CUDA graphs of all static steps."""
         for step in (self.decode, self.prompt, self.draft_graphs):
@@ -219,6 +224,7 @@ class Runner:
         last = np.repeat(ends - np.cumsum(counts), counts) + np.arange(counts.sum())
         ids, at, rows_of = upload([np.zeros(ends[-1], dtype=np.int64), _positions(shape), last], self._device)
         hidden = self._hidden(shape, ids, at, rows_of, every=len(last) == len(ids))
+        self._follow(shape, ids, at, list(range(len(rows))))
         logits = self._model.logits(hidden)
         if self._sampler is not None:
             pad = [self._sampler.pad_slot] * len(rows)
@@ -287,6 +293,7 @@ class Runner:
             hidden = self.prompt.run(shape, ids, positions, shown)
         else:
             hidden = self._hidden(shape, ids, positions, shown, every=len(last) == len(ids) and not to_score)
+            self._follow(shape, ids, positions, [row for row, item in enumerate(items) if not item.decode])
         scores = self._score(to_score, hidden[len(last) :]) if to_score else []
         hidden = hidden[: len(last)]
         for item, end in zip(items, np.cumsum(counts), strict=True):
@@ -317,10 +324,25 @@ class Runner:
         """States of these tokens; every: they are all, in order."""
         metadata = self._backend.prepare(shape)
         wanted = None if every else rows
-        if self._draft is None:
+        if self._draft is None or self._draft.lags:
             return self._model.hidden(ids, positions, self._cache, self._backend, metadata, rows=wanted)
         links = links_of(shape, self._kv) if self._draft.pairs else None
         return self._draft.follow(self._target, ids, positions, metadata, shape, rows=wanted, links=links)
+
+    def _follow(self, shape: StepShape, ids: Tensor, positions: Tensor, rows: Sequence[int]) -> None:
+        """A draft model that lags computes the tokens of these rows, which are prompts."""
+        if self._draft is None or not self._draft.lags or not rows:
+            return
+        if len(rows) < len(shape.num_new):
+            ends = np.cumsum(shape.num_new)
+            (at,) = upload(
+                [np.concatenate([np.arange(ends[r] - shape.num_new[r], ends[r]) for r in rows])], self._device
+            )
+            ids, positions = ids.index_select(0, at), positions.index_select(0, at)
+            shape = StepShape(
+                [shape.starts[r] for r in rows], [shape.num_new[r] for r in rows], [shape.blocks[r] for r in rows]
+            )
+        self._draft.fill(ids, positions, self._draft.backend.prepare(shape))
 
     def _note(self, shape: StepShape, sampled: Tensor, ids: Tensor, last_of: np.ndarray, counts: np.ndarray) -> None:
         """The draft's head leaves the states that it goes on from in their blocks."""
@@ -507,11 +529,13 @@ class Runner:
         """Zeroes the blocks that this step starts to fill and leaves partly unwritten.
 
         A prompt's last block may travel to a pod that reads all of it; of one that decodes only a backend could that
-        reads slots before they are written.
+        reads slots before they are written. Where a draft model lags, its loop has cleared them, and written there.
         """
         size = self._kv.layout.block_size
         begun: list[int] = []
         for item in items:
+            if item.drafts and self.drafts_lag:
+                continue
             end = item.start + item.num_new
             if end % size and end - end % size >= item.start and (self._backend.reads_unwritten or not item.decode):
                 assert item.seq.lease is not None

@@ -407,6 +407,8 @@ class Scheduler:
         if lease.resumed:
             assert seq.parked is not None
             seq.computed = seq.parked.computed
+        else:
+            seq.lagging = 0
         if seq.preemptions:
             self._resumed += not seq.recomputing
             self._recomputed += seq.recomputing

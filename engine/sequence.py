@@ -42,7 +42,8 @@ class Sequence:
     may come. scored: the first prompt token whose log-probability is still to be told; prompt_len when none is. embeds:
     `state` is wanted, the last prompt token's state before the head, which is on the device with the first token. The
     scheduler sets `arrival`, `lease`, `preemptions`, `slot` and, on admission, `computed`; the stepper calls `launch`,
-    `settle` and `accept`. drafting: what the speculator knows of it, None before it saw it.
+    `settle` and `accept`. lagging: how many of the last computed tokens lack KV of a draft model that follows in its
+    own time. drafting: what the speculator knows of it, None before it saw it.
     """
 
     __slots__ = (
@@ -61,6 +62,7 @@ class Sequence:
         "finish",
         "hand_off",
         "host_tokens",
+        "lagging",
         "launched",
         "lease",
         "parked",
@@ -104,6 +106,7 @@ class Sequence:
         self.lease = lease
         self.computed = computed
         self.launched = 0
+        self.lagging = 0
         self.pending = 0
         self.drafted = 0
         self.drafting: Drafting | None = None
@@ -157,6 +160,11 @@ class Sequence:
     def exhausted(self) -> bool:
         """It ends with the tokens that are pending, whatever they are."""
         return self.pending > 0 and self.length >= self.max_len
+
+    @property
+    def complete(self) -> int:
+        """Tokens that have KV in all layers, those of a draft model included."""
+        return self.computed - self.lagging
 
     @property
     def draws(self) -> int:
@@ -238,12 +246,12 @@ class Sequence:
 
     def publishable_hashes(self) -> list[bytes]:
         """Hashes of the blocks whose KV is complete."""
-        return self._hasher.extend(self.tokens)[: self.computed // self.block_size]
+        return self._hasher.extend(self.tokens)[: self.complete // self.block_size]
 
     def publish(self) -> None:
         """Publish what became complete since the last call; cheap when nothing did."""
         assert self.lease is not None
-        if self.computed // self.block_size > self.lease.published:
+        if self.complete // self.block_size > self.lease.published:
             self.lease.publish(self.publishable_hashes())
 
     def preempt(self) -> None:
@@ -252,5 +260,6 @@ class Sequence:
         self.lease.finish("preempted")
         self.lease = None
         self._recompute_until = max(self._recompute_until, self.computed)
+        self.lagging = min(self.lagging, self.computed % self.block_size)  # of the last block, if it comes back
         self.computed = self.launched = self.pending = self.drafted = 0
         self.preemptions += 1

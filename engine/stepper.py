@@ -89,7 +89,9 @@ class _Flight(Generic[L]):
 
 
 class Stepper(Generic[L]):
-    """max_model_len: tokens at which a sequence ends whatever it asked for. speculator: proposes drafts; None: none."""
+    """max_model_len: tokens at which a sequence ends whatever it asked for. speculator: proposes drafts; None: none.
+    drafts_lag: steps in which a sequence decodes without drafts do not compute the layers of its draft model.
+    """
 
     def __init__(
         self,
@@ -100,6 +102,7 @@ class Stepper(Generic[L]):
         max_model_len: int,
         overlap: bool,
         speculator: Speculator | None = None,
+        drafts_lag: bool = False,
     ) -> None:
         self.counters = EngineCounters()
         self._scheduler = scheduler
@@ -107,7 +110,7 @@ class Stepper(Generic[L]):
         self._runner = runner
         self._max_model_len = max_model_len
         self._overlap = overlap
-        self.speculator = speculator
+        self.speculator, self._drafts_lag = speculator, drafts_lag
         self._flight: _Flight[L] | None = None
         self._settled_at = 0.0
         self._decode_s: deque[float] = deque(maxlen=RECENT)  # what decode steps took
@@ -287,6 +290,7 @@ class Stepper(Generic[L]):
     def _advance(self, item: Item, result: ItemResult) -> SequenceOutput:
         seq = item.seq
         seq.settle(item.num_new, sample=item.sample, drafts=len(item.drafts))
+        seq.lagging += self._drafts_lag and item.decode and not item.drafts
         finish: FinishReason | None = None
         kept = 0
         while kept < len(result.tokens) and finish is None:

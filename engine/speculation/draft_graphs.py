@@ -92,9 +92,11 @@ class DraftGraphs:
         size, width = self._block_size, self._tables.shape[1]
         header, tables, drawn = self._header[:rows], self._tables[:rows], self._tokens[:rows]
         slots, start = header[:, SLOT].long(), header[:, START]
-        places = torch.arange(self._drafts, dtype=torch.int32, device=self._device)
-        positions = start[None, :] + places[:, None]  # [K, rows]
-        live = places[:, None] < header[:, STEPS][None, :]
+        # A model that lags computes its last draft as well: it may be right.
+        count = self._drafts + self._drafter.lags
+        places = torch.arange(count, dtype=torch.int32, device=self._device)
+        positions = start[None, :] + places[:, None]  # [count, rows]
+        live = places[:, None] < (header[:, STEPS] + (header[:, STEPS] > 0) * self._drafter.lags)[None, :]
         block = tables.t().gather(0, (positions // size).clamp(max=width - 1).long())
         kv_slots = torch.where(live, block * size + positions % size, -1)
         seq_lens = torch.where(live, positions + 1, 0)
@@ -103,9 +105,12 @@ class DraftGraphs:
         before: Any = self._drafter.first(behind)
         offsets = places[:, None].expand(-1, rows).contiguous()
         tokens = header[:, TOKEN].long()
-        for place in range(self._drafts):
+        for place in range(count):
             static = StaticRows(kv_slots[place], cu_q, seq_lens[place], tables, 1)
             metadata = static.metadata(self._drafter.backend)
+            if place == self._drafts:
+                self._drafter.fill(tokens, positions[place], metadata)
+                break
             logits, before = self._drafter.step(tokens, before, positions[place], metadata)
             said = drawn[:, max(0, place - 1)]
             tokens, _ = self._sampler.run(logits, slots, positions[place] + 1, drafts=(said, offsets[place]))

@@ -46,8 +46,9 @@ class DraftLoop:
     @torch.inference_mode()
     def run(self, seqs: Sequence[EngineSequence], steps: Sequence[int]) -> Drafts:
         """steps[i] >= 1 drafts of each sequence, all of whose tokens are known and whose lease has room for the newest
-        token and all drafts but the last; fewer where the draft's output is not a number. Waits for the device.
+        token and all drafts; fewer where the draft's output is not a number. Waits for the device.
         """
+        self.catch_up([seq for seq in seqs if seq.lagging])
         if self.graphs is not None and self.graphs.fits(len(seqs)):
             return self.graphs.run(seqs, steps, [self._tables.row(seq) for seq in seqs])
         self._clear(seqs, steps)
@@ -82,7 +83,38 @@ class DraftLoop:
                 if probs is None:
                     probs = drawn_from.new_zeros(len(seqs), max(steps), drawn_from.shape[1])
                 probs[rows, place] = drawn_from
+        if self._drafter.lags:
+            # The last draft of all may be right, and then it has KV like the others.
+            rows = [row for row in range(len(seqs)) if drafts.lengths[row]]
+            self._fill(
+                [seqs[row] for row in rows], starts[rows] + drafts.lengths[rows],
+                [drafts.tokens[row, drafts.lengths[row] - 1 : drafts.lengths[row]].tolist() for row in rows],
+            )  # fmt: skip
         return Drafts(drafts.tokens, drafts.lengths, probs)
+
+    @torch.inference_mode()
+    def catch_up(self, seqs: Sequence[EngineSequence]) -> None:
+        """Makes up for the tokens that the draft model has not computed; waits for the device, so that nobody else gets
+        the blocks before.
+        """
+        if not seqs:
+            return
+        starts = np.array([seq.complete for seq in seqs])
+        self._fill(seqs, starts, [seq.tokens[seq.complete : seq.computed] for seq in seqs])
+        for seq in seqs:
+            seq.lagging = 0
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def _fill(self, seqs: Sequence[EngineSequence], starts: np.ndarray, tokens: Sequence[Sequence[int]]) -> None:
+        """The draft model's layers for tokens of each sequence, from starts[i] on."""
+        if not seqs:
+            return
+        counts = [len(some) for some in tokens]
+        shape = StepShape(starts.tolist(), counts, [self._tables.row(seq) for seq in seqs])
+        positions = np.concatenate([np.arange(s, s + n) for s, n in zip(starts.tolist(), counts, strict=True)])
+        ids, at = upload([np.array([token for some in tokens for token in some]), positions], self._device)
+        self._drafter.fill(ids, at, self._drafter.backend.prepare(shape))
 
     def _clear(self, seqs: Sequence[EngineSequence], steps: Sequence[int]) -> None:
         """Zeroes the blocks in which nothing is yet, where attention reads slots before they are written."""
@@ -92,7 +124,7 @@ class DraftLoop:
         begun: list[int] = []
         for seq, count in zip(seqs, steps, strict=True):
             assert seq.lease is not None
-            begun += seq.lease.blocks[-(-seq.start // size) : -(-(seq.start + count) // size)]
+            begun += seq.lease.blocks[-(-seq.start // size) : -(-(seq.start + count + 1) // size)]
         self._kv.zero(begun)
 
 

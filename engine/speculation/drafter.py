@@ -1,9 +1,13 @@
 """Layers of a draft model, whose keys and values lie in further segments of the target's own blocks.
 
-Every step of the target computes them too, for the same tokens (`follow`): prompts and decodes, drafts that are being
-verified included. So at the end of a step all segments of a block are equally complete: whatever moves, caches, copies,
-preempts or recomputes a block does so for the draft as well, and a rejected draft is as much as never written. Between
-two steps a few more tokens are drawn one after the other (`step`, see draft_loop.py), in slots past the sequence's end.
+Steps of the target compute them too, for the same tokens (`follow`). So at the end of a step all segments of a block
+are equally complete: whatever moves, caches, copies, preempts or recomputes a block does so for the draft as well, and
+a rejected draft is as much as never written. Between two steps a few more tokens are drawn one after the other (`step`,
+see draft_loop.py), in slots past the sequence's end.
+
+A whole model is no small part of a step, so it *lags*: only prompts are followed. It computes its drafts, and the last
+of them too, before they are verified; what a sequence decoded without drafts is made up for (`fill`) when it drafts
+again, and every LAG tokens, for a block is published only when it is complete (`Sequence.lagging`).
 
 A head that goes on from the target's states (EAGLE) needs the one before the first token of a step. It lies in the
 block of the token that made it: segment "draft_state" has the state of a block's last token that counts (`note`). A
@@ -66,13 +70,14 @@ class Links:
 
 
 class Drafter(Protocol):
-    """name: in metrics. capturable: see Model. pairs: it needs `Links`, and `note` after each step. backend: attention
-    over its own layers.
+    """name: in metrics. capturable: see Model. pairs: it needs `Links`, and `note` after each step. lags: it does not
+    follow sequences that decode. backend: attention over its own layers.
     """
 
     name: str
     capturable: bool
     pairs: bool
+    lags: bool
     backend: AttentionBackend[Any]
 
     def follow(
@@ -86,7 +91,12 @@ class Drafter(Protocol):
         rows: Tensor | None,
         links: Links | None,
     ) -> Tensor:
-        """What target.model.hidden returns, and keys and values of the draft's layers for the same tokens."""
+        """What target.model.hidden returns, and keys and values of the draft's layers for the same tokens. Not called
+        where it lags.
+        """
+
+    def fill(self, tokens: Tensor, positions: Tensor, metadata: Any) -> None:
+        """Keys and values of its layers for tokens that the target has computed, if it lags. metadata: of backend."""
 
     def note(self, at: Tensor, blocks: Tensor) -> None:
         """States of the tokens at[C] (int64) of the step that was followed last go to these blocks, int64 [C]."""
@@ -105,6 +115,7 @@ class ModelDrafter:
 
     name = "draft_model"
     pairs = False
+    lags = True
 
     def __init__(self, model: Model, shape: ModelShape, vocab: int, kv: KVPool, attention: AttentionKind) -> None:
         self.capturable = model.capturable
@@ -125,10 +136,10 @@ class ModelDrafter:
         rows: Tensor | None,
         links: Links | None,
     ) -> Tensor:
-        hidden = target.model.hidden(tokens, positions, target.cache, target.backend, metadata, rows)
-        own = shape.metadata(self.backend) if isinstance(shape, StaticRows) else self.backend.prepare(shape)
-        self._model.fill(self._known(tokens), positions, self._cache, self.backend, own)
-        return hidden
+        raise AssertionError("it lags")
+
+    def fill(self, tokens: Tensor, positions: Tensor, metadata: Any) -> None:
+        self._model.fill(self._known(tokens), positions, self._cache, self.backend, metadata)
 
     def note(self, at: Tensor, blocks: Tensor) -> None:
         """It has no states."""
@@ -152,6 +163,7 @@ class EagleDrafter:
 
     name = "eagle"
     pairs = True
+    lags = False
 
     def __init__(self, head: EagleHead, target: Decoder, kv: KVPool, attention: AttentionKind) -> None:
         self.capturable = head.capturable
@@ -207,6 +219,9 @@ class EagleDrafter:
             tokens, positions, target.cache, target.backend, metadata, None if late else rows, tap=tap
         )
         return hidden[rows] if late and rows is not None else hidden, self._head.fuse(joined)
+
+    def fill(self, tokens: Tensor, positions: Tensor, metadata: Any) -> None:
+        raise AssertionError("it follows")
 
     def note(self, at: Tensor, blocks: Tensor) -> None:
         assert self._states is not None

@@ -22,6 +22,10 @@ class DrawnProposer:
     def begin(self, seq: EngineSequence) -> None:
         """All it keeps is in the sequence's blocks."""
 
+    def keep_up(self, seqs: Sequence[EngineSequence]) -> None:
+        """Computes what the draft model has not of these sequences, all of whose tokens are known."""
+        self._loop.catch_up(seqs)
+
     def propose(self, seqs: Sequence[EngineSequence], kept: Sequence[Any], limits: Sequence[int]) -> Drafts:
         drafts = Drafts.empty(len(seqs), max(limits))
         steps = [self._room(seq, limit) for seq, limit in zip(seqs, limits, strict=True)]

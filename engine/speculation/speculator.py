@@ -14,12 +14,14 @@ from engine.scheduler import NO_DRAFTS, Item
 from engine.sequence import Sequence as EngineSequence
 from engine.speculation.chain import Chain
 from engine.speculation.control import Control
+from engine.speculation.drawn import DrawnProposer
 from engine.speculation.proposer import Proposer
 from engine.speculation.stats import SpeculationStats
 
 log = logging.getLogger(__name__)
 
 PATIENCE = 2  # empty proposals in a row after which a sequence no longer makes steps wait
+LAG = 64  # tokens that a draft model may be behind while nobody drafts: until then they are not published
 LOOK_EVERY = 8  # steps after which those sequences are asked again
 
 
@@ -35,6 +37,8 @@ class Speculator:
 
     def draft(self, seqs: Sequence[EngineSequence]) -> Mapping[EngineSequence, Chain]:
         """Drafts of those sequences for which they pay."""
+        if any(seq.lagging >= LAG for seq in seqs):
+            self._keep_up([seq for seq in seqs if seq.lagging])
         limits = self._limits(seqs)
         asked = [(seq, limit) for seq, limit in zip(seqs, limits, strict=True) if limit]
         if not asked:
@@ -59,9 +63,19 @@ class Speculator:
                 proposed[seq] = Chain(tuple(tokens[:count]), probs)
         return proposed
 
+    def _keep_up(self, seqs: Sequence[EngineSequence]) -> None:
+        if isinstance(self._proposer, DrawnProposer):
+            try:
+                self._proposer.keep_up(seqs)
+            except Exception:
+                log.exception("the %s proposer failed", self._proposer.name)
+                self.stats.failures += 1
+
     def due(self, seqs: Sequence[EngineSequence]) -> bool:
         """Some of these sequences, which are in the step in flight, should draft for the next one."""
         decoding = [seq for seq in seqs if seq.decoding and not seq.hand_off]
+        if any(seq.lagging >= LAG for seq in decoding):
+            return True
         look = self._steps % LOOK_EVERY == 0
         limits = self._limits(decoding)
         return any(

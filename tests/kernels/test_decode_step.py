@@ -96,8 +96,9 @@ class Rig:
             drawn = DrawnProposer(self.runner.draft_loop, self.scheduler.reserve)
             self.speculator = Speculator(drawn, Always(DRAFTS), max_seqs=SEQS)
         self.stepper = Stepper(
-            self.scheduler, self.pool, self.runner, max_model_len=LIMIT, overlap=overlap, speculator=self.speculator
-        )
+            self.scheduler, self.pool, self.runner, max_model_len=LIMIT, overlap=overlap, speculator=self.speculator,
+            drafts_lag=self.runner.drafts_lag,
+        )  # fmt: skip
 
     def add(self, name: str, ids: tuple[int, ...], params: SamplingParams) -> Sequence:
         seq = Sequence(ValidRequest(name, "m", ids, params), fingerprint="00" * 16, block_size=BLOCK)

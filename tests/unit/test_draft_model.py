@@ -1,0 +1,126 @@
+"""Drafts of a second model are those that it makes of the whole text, whatever it had to make up for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from common.errors import ConfigError
+from common.types import SamplingParams
+from engine.engine import Engine
+from engine.llm import LLM
+from engine.sequence import Sequence as EngineSequence
+from engine.speculation.control import Always, Control
+from engine.speculation.drafting import Drafting
+from engine.speculation.drawn import DrawnProposer
+from engine.speculation.proposer import Drafts
+from engine.speculation.speculator import LAG
+from tests.draft_models import disturbed, tiny_target
+
+BLOCK = 4
+
+
+class Recorder(DrawnProposer):
+    """Keeps what was proposed after which tokens, and how far behind the model ever was."""
+
+    def __init__(self, engine: Engine) -> None:
+        assert engine.runner.draft_loop is not None
+        super().__init__(engine.runner.draft_loop, engine.scheduler.reserve)
+        self.seen: list[tuple[list[int], list[int]]] = []
+        self.caught_up: list[int] = []
+
+    def keep_up(self, seqs: Sequence[EngineSequence]) -> None:
+        self.caught_up += [seq.lagging for seq in seqs]
+        super().keep_up(seqs)
+
+    def propose(self, seqs: Sequence[EngineSequence], kept: Sequence[Any], limits: Sequence[int]) -> Drafts:
+        drafts = super().propose(seqs, kept, limits)
+        for seq, row, length in zip(seqs, drafts.tokens.tolist(), drafts.lengths.tolist(), strict=True):
+            if length:
+                self.seen.append((list(seq.tokens), row[:length]))
+        return drafts
+
+
+class Late(Control):
+    """Nobody drafts before so many tokens of output."""
+
+    def __init__(self, most: int, after: int) -> None:
+        super().__init__(most, padded=False)
+        self.after = after
+
+    def limits(self, states: Sequence[tuple[Drafting, int]]) -> list[int]:
+        return [self.most if output >= self.after else 0 for _, output in states]
+
+
+@pytest.fixture(scope="module")
+def dirs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    root = tmp_path_factory.mktemp("models")
+    target = tiny_target(root / "target")
+    return target, disturbed(target, root / "draft")
+
+
+def engine(dirs: tuple[Path, Path], **config: Any) -> LLM:
+    return LLM(
+        dirs[0], speculation="draft_model", speculation_model=dirs[1], speculation_tokens=3, block_size=BLOCK,
+        num_blocks=300, token_budget=64, threads=1, **config,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("control", [Always(3), Late(3, 5), Late(3, LAG + 20)])
+def test_drafts_are_those_of_the_model_alone(control: Control, overlap: bool, dirs: tuple[Path, Path]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    alone = AutoModelForCausalLM.from_pretrained(dirs[1], dtype=torch.float32)
+    llm = engine(dirs, overlap=overlap)
+    recorder = Recorder(llm.engine)
+    llm.engine.speculate(recorder, control)
+    prompts = [[5], [9, 30, 7], [(7 * i) % 45 + 3 for i in range(21)]]
+    params = SamplingParams(temperature=0.8, seed=2, max_tokens=LAG + 40)
+    llm.generate(prompts, params, ignore_eos=True, show_progress=False)
+    # Of greedy requests every draft is the model's likeliest token.
+    recorder.seen.clear()
+    greedy = SamplingParams(temperature=0.0, max_tokens=LAG + 40)
+    answers = llm.generate(prompts, greedy, ignore_eos=True, show_progress=False)
+    assert len(recorder.seen) > 12
+    for tokens, drafts in recorder.seen:
+        with torch.no_grad():
+            logits = alone(torch.tensor([[*tokens, *drafts]])).logits[0, len(tokens) - 1 : -1]
+        assert logits.argmax(-1).tolist() == drafts
+    if isinstance(control, Late):
+        assert (max(recorder.caught_up, default=0) >= LAG) == (control.after > LAG)
+    # What is published is complete, and nearly all is.
+    for prompt, answer in zip(prompts, answers, strict=True):
+        said = [*prompt, *answer.ids]
+        (again,) = llm.generate([said], greedy, ignore_eos=True, show_progress=False)
+        assert again.cached_tokens > len(said) - LAG - 2 * BLOCK
+    assert llm.engine.speculator is not None
+    assert llm.engine.speculator.stats.failures == 0
+    llm.engine.pool.check()
+
+
+def test_a_model_with_another_vocabulary_is_refused(dirs: tuple[Path, Path], tmp_path: Path) -> None:
+    other = tiny_target(tmp_path / "other", vocab=2000)
+    with pytest.raises(ConfigError, match="another vocabulary") as caught:
+        engine((dirs[0], other))
+    assert caught.value.field == "speculation_model"
+
+
+def test_a_padded_vocabulary_is_served(dirs: tuple[Path, Path], tmp_path: Path) -> None:
+    """Families pad their vocabularies by size: tokens that only one has are never drafted, and never fail."""
+    for vocab in (40, 64):
+        llm = engine((dirs[0], tiny_target(tmp_path / f"v{vocab}", vocab=vocab)))
+        llm.engine.speculate(llm.engine.own_proposer(), Always(3))
+        params = SamplingParams(temperature=1.5, seed=4, max_tokens=24)
+        plain = LLM(dirs[0], block_size=BLOCK, num_blocks=300, token_budget=64, threads=1)
+        prompts = [[47, 46, 45], [3]]
+        wanted = plain.generate(prompts, params, ignore_eos=True, show_progress=False)
+        got = llm.generate(prompts, params, ignore_eos=True, show_progress=False)
+        assert [c.ids for c in got] == [c.ids for c in wanted]
+        assert llm.engine.speculator is not None
+        assert llm.engine.speculator.stats.proposed > 0
+        assert llm.engine.speculator.stats.failures == 0
