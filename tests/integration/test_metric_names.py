@@ -18,6 +18,8 @@ import promql_parser
 import pytest
 import torch
 import yaml
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
+from prometheus_client.parser import text_string_to_metric_families as plain
 
 from common.config import PodConfig
 from common.telemetry import Declaration, Metrics
@@ -36,6 +38,7 @@ MONITORING = ROOT / "k8s/components/monitoring"
 AUTOSCALING = ROOT / "k8s/components/autoscaling"
 PROMTOOL = os.environ.get("PROMTOOL") or shutil.which("promtool")
 
+OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 # What Prometheus adds to every sample, in Kubernetes or anywhere.
 SCRAPED = {"instance", "job", "pod", "namespace"}
 UNITS = ("seconds", "bytes", "tokens", "ratio", "total", "bytes_per_second")
@@ -73,6 +76,14 @@ def test_what_is_declared_is_what_a_scrape_has(registries: dict[str, Metrics]) -
             for family in metrics.registry.collect()
         }
         assert said == {metric.name: (metric.kind, metric.help) for metric in metrics.declared}
+
+
+def test_scrapers_of_both_formats_can_read_it(registries: dict[str, Metrics]) -> None:
+    for metrics in registries.values():
+        assert Metrics.content_type(OPENMETRICS).startswith("application/openmetrics-text")
+        modern = metrics.exposition(OPENMETRICS).decode()
+        assert {family.name for family in openmetrics(modern)} == {family.name for family in metrics.registry.collect()}
+        assert list(plain(metrics.exposition().decode()))
 
 
 def test_a_name_means_one_thing_everywhere(registries: dict[str, Metrics], declared: dict[str, Declaration]) -> None:
