@@ -86,6 +86,8 @@ class Seen:
     prefill_cancels: list[str] = field(default_factory=list)
     hand_offs: list[str] = field(default_factory=list)
     timeouts: list[float] = field(default_factory=list)
+    elsewhere: list[decode_pb2.RemotePrefill] = field(default_factory=list)
+    hints: list[prefill_pb2.PullHint] = field(default_factory=list)
     acked: int = 0
     resets: int = 0
     embedded: list[ValidRequest] = field(default_factory=list)
@@ -123,6 +125,8 @@ class FakePod(
         self.generation = generation
         self.port = port
         self.faults = Faults()
+        self.load: transfer_pb2.Load | None = None
+        self.pulls = False
         self.seen = Seen()
         self.ready = True
         self.draining = False
@@ -197,6 +201,8 @@ class FakePod(
             vocab_size=49152,
             ready=self.ready,
             draining=self.draining,
+            load=self.load,
+            pulls=self.pulls,
             served_name=self.served_name,
             blocks=self.blocks,
             activity=self.activity,
@@ -227,6 +233,8 @@ class FakePod(
     async def Reserve(self, request: decode_pb2.ReserveRequest, context: Any) -> decode_pb2.ReserveResponse:
         valid = request_from_pb(request.request)
         self.seen.reserved.append(valid)
+        if request.HasField("remote"):
+            self.seen.elsewhere.append(request.remote)
         self.seen.timeouts.append(context.time_remaining())
         await asyncio.sleep(self.faults.reserve_delay_s)
         if self.faults.reserve_error is not None:
@@ -371,6 +379,8 @@ class FakePod(
     ) -> AsyncIterator[prefill_pb2.PrefillEvent]:
         valid = request_from_pb(request.request)
         self.seen.prefilled.append(valid)
+        if request.HasField("pull"):
+            self.seen.hints.append(request.pull)
         self._running[valid.request_id] = (valid, "")
         faults = self.faults
         done = False

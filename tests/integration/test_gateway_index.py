@@ -6,8 +6,10 @@ import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import pytest
 import pytest_asyncio
 
+from common.pb import transfer_pb2
 from common.valkey import EmbeddedValkey
 from tests.fake_pods import FakeCluster, FakePod, fake_cluster
 from tests.gateway_rig import Rig, rig, until
@@ -71,6 +73,45 @@ async def _prefers_holders(gw: Rig, cluster: FakeCluster, entries: dict[str, Ind
     assert len(prefill.seen.prefilled) - start[0] + len(cluster.prefills[0].seen.prefilled) - start[1] == 10
     text = (await gw.http.get("/metrics")).text
     assert 'baton_kv_index_mode{mode="redis"} 1.0' in text
+
+
+async def test_pods_are_told_what_they_may_fetch_and_what_a_prefill_elsewhere_takes(
+    cluster: FakeCluster, smollm2_dir: Path, tmp_path: Path
+) -> None:
+    """Only a decode pod holds the prompt: whichever prefill pod is chosen is told to fetch it there."""
+    decode = cluster.decodes[0]
+    decode.pairs = [transfer_pb2.Pair(pod=pod.name, gb_s=1.0) for pod in cluster.prefills]
+    for pod in cluster.prefills:
+        pod.pulls = True
+        pod.load = transfer_pb2.Load(prefill_rate=100.0, free_blocks=1000, transfer_rate=1e5, hand_off_s=0.004)
+    valkey = EmbeddedValkey(port=0, directory=tmp_path)
+    url = await valkey.start()
+    entries = {pod.name: IndexEntry(url, pod) for pod in cluster.pods.values()}
+    try:
+        for entry in entries.values():
+            await entry.index.start()
+        async with rig(cluster, smollm2_dir, pods=(), redis=url) as gw:
+            await until(lambda: len(gw.gateway.table.pods) == 4 and gw.gateway.table.index_up)
+            entries[decode.name].hold(PROMPT)
+            await entries[decode.name].shown()
+            for _ in range(20):
+                assert (await gw.complete(prompt=PROMPT, max_tokens=2)).status_code == 200
+                hints = [hint for pod in cluster.prefills for hint in pod.seen.hints]
+                if hints:
+                    break
+                await asyncio.sleep(0.1)
+            assert (hints[0].pod, hints[0].address) == (decode.name, decode.address)
+            assert hints[0].generation == decode.generation
+            assert hints[0].blocks == (len(PROMPT) - 1) // decode.layout.block_size
+            assert hints[0].seconds > 0
+            remote = next(r for pod in cluster.decodes for r in pod.seen.elsewhere if r.compute_s < 2.0)
+            assert remote.tokens_per_s == pytest.approx(100.0)
+            assert remote.hand_off_s >= 0.004
+            await gw.settled()
+    finally:
+        for entry in entries.values():
+            await entry.index.stop()
+        await valkey.stop()
 
 
 async def test_a_gateway_that_starts_without_redis_finds_it_later(
