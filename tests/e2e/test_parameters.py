@@ -258,10 +258,18 @@ async def unseen(effects: tuple[Effect, ...], ask: Ask, scene: Scene, how: str) 
     return wrong
 
 
-async def test_every_parameter_has_its_effect_over_rest(rest: Ask, scene: Scene) -> None:
+def assert_prompts_were_prefilled(cluster: Cluster) -> None:
+    """Whatever was asked, the decode pod computed no prompt."""
+    computed = cluster.info("decode-0").computed
+    assert (computed.prefill, computed.local, computed.recompute) == (0, 0, 0)
+
+
+async def test_every_parameter_has_its_effect_over_rest(cluster: Cluster, rest: Ask, scene: Scene) -> None:
     assert not await unseen((*COMPLETIONS, *CHATS), rest, scene, "rest")
+    assert_prompts_were_prefilled(cluster)
 
 
-async def test_every_parameter_has_its_effect_over_grpc(over_grpc: Ask, scene: Scene) -> None:
+async def test_every_parameter_has_its_effect_over_grpc(cluster: Cluster, over_grpc: Ask, scene: Scene) -> None:
     effects = tuple(effect for effect in (*COMPLETIONS, *CHATS) if not effect.rest_only)
     assert not await unseen(effects, over_grpc, scene, "grpc")
+    assert_prompts_were_prefilled(cluster)
