@@ -1,0 +1,77 @@
+"""What real pods record of a traced request, hand-off and local prefill; in one process, over the loopback."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from common.trace_context import TraceContext
+from common.tracing import Tracer
+from common.types import Role
+from tests.gateway_rig import until
+from tests.harness import BLOCK, CHUNK, Cluster, prompt_of, request, tiny_llama
+
+ATTEMPT = TraceContext.new(sampled=True)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("tiny"))
+
+
+def trace_all(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
+    """Every request is part of ATTEMPT."""
+    memory = InMemorySpanExporter()
+    for pod in (*cluster.prefills, *cluster.decodes):
+        pod.runtime.tracer = Tracer(SimpleSpanProcessor(memory), service="pod", instance=pod.runtime.name)
+        monkeypatch.setattr(pod.runtime, "trace", lambda _context: ATTEMPT)
+    return memory
+
+
+def parents(spans: tuple[ReadableSpan, ...]) -> dict[str, str]:
+    """Name of each span's parent by its own name; the gateway's attempt is `attempt`."""
+    names = {span.context.span_id: span.name for span in spans if span.context}
+    names[int(ATTEMPT.span_id, 16)] = "attempt"
+    return {span.name: names[span.parent.span_id] for span in spans if span.parent}
+
+
+async def test_a_prompt_in_chunks_and_its_hand_off(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with Cluster.start(model_dir) as cluster:
+        memory = trace_all(cluster, monkeypatch)
+        prompt = prompt_of(2 * CHUNK + 3)
+        await cluster.generate(request(prompt, max_tokens=6))
+        await until(lambda: {"prefill.request", "decode.run"} <= {span.name for span in memory.get_finished_spans()})
+        spans = memory.get_finished_spans()
+    assert parents(spans) == {
+        "prefill.queue": "prefill.request",
+        "prefill.chunk": "prefill.request",
+        "transfer.push": "transfer.hand_off",
+        "transfer.hand_off": "prefill.request",
+        "prefill.request": "attempt",
+        "decode.reserve": "attempt",
+        "decode.receive": "attempt",
+        "decode.run": "attempt",
+    }
+    assert all(f"{span.context.trace_id:032x}" == ATTEMPT.trace_id for span in spans if span.context)
+    chunks = [dict(span.attributes or {})["baton.tokens"] for span in spans if span.name == "prefill.chunk"]
+    assert chunks == [CHUNK, CHUNK, 3]
+    pushes = [dict(span.attributes or {}) for span in spans if span.name == "transfer.push"]
+    assert [push["baton.blocks"] for push in pushes] == [CHUNK // BLOCK, CHUNK // BLOCK, 1]
+    (run,) = [dict(span.attributes or {}) for span in spans if span.name == "decode.run"]
+    assert (run["baton.output_tokens"], run["baton.finish"]) == (6, "length")
+
+
+async def test_a_pod_that_does_both(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with Cluster.start(model_dir, prefill=0, decode=0) as cluster:
+        await cluster.add(Role.BOTH)
+        memory = trace_all(cluster, monkeypatch)
+        await cluster.generate(request(prompt_of(9), max_tokens=3))
+        await until(lambda: "decode.run" in {span.name for span in memory.get_finished_spans()})
+        spans = memory.get_finished_spans()
+    assert parents(spans) == {"decode.reserve": "attempt", "decode.run": "attempt"}
+    (reserve,) = [span for span in spans if span.name == "decode.reserve"]
+    assert dict(reserve.attributes or {})["baton.local"] is True
