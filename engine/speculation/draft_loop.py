@@ -27,6 +27,7 @@ from engine.speculation.drafter import Drafter
 from engine.speculation.proposer import Drafts
 from engine.upload import upload
 
+MADE_UP = 1024  # tokens that are made up for at a time
 DRAFT = 3  # stream of noise of drafts that are accepted by rejection sampling
 
 
@@ -99,10 +100,11 @@ class DraftLoop:
         """
         if not seqs:
             return
-        starts = np.array([seq.complete for seq in seqs])
-        self._fill(seqs, starts, [seq.tokens[seq.complete : seq.computed] for seq in seqs])
-        for seq in seqs:
-            seq.lagging = 0
+        for part in _parts(seqs):
+            starts = np.array([seq.complete for seq in part])
+            self._fill(part, starts, [seq.tokens[seq.complete : seq.computed] for seq in part])
+            for seq in part:
+                seq.lagging = 0
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
@@ -147,6 +149,19 @@ def _row(seq: EngineSequence, drafts: np.ndarray) -> SampleRow:
         taken, masks = seq.constraint.masks(said)
         allowed = masks[-1] if len(taken) == len(said) else None  # else they are trimmed there anyway
     return SampleRow(seq.request.sampling, seq.tokens, seq.prompt_len, seq.child, drafts=said, allowed=allowed)
+
+
+def _parts(seqs: Sequence[EngineSequence]) -> list[list[EngineSequence]]:
+    """Sequences that lag by no more than MADE_UP tokens together, or by more alone."""
+    parts: list[list[EngineSequence]] = []
+    tokens = 0
+    for seq in seqs:
+        tokens += seq.lagging
+        if not parts or tokens > MADE_UP:
+            parts.append([])
+            tokens = seq.lagging
+        parts[-1].append(seq)
+    return parts
 
 
 def _block_at(blocks: Sequence[np.ndarray], positions: np.ndarray, size: int) -> np.ndarray:
