@@ -13,21 +13,19 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-TESTS = [
-    "test_transfer_node.py",
-    "test_transfer_processes.py",
-    "test_services_nixl.py",
-    "test_ownership_wire.py",
-    "test_transfer_pull.py",
-]
+TESTS = {
+    "transfers": ["test_transfer_node.py", "test_transfer_processes.py"],
+    "services": ["test_services_nixl.py", "test_ownership_wire.py", "test_transfer_pull.py"],
+}
 
 
 @pytest.mark.slow
-def test_over_tcp() -> None:
+@pytest.mark.parametrize("group", TESTS)
+def test_over_tcp(group: str) -> None:
     ours = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     options = ["-p", "no:cacheprovider", "-p", "no:xdist", "-k", "not loopback"]
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, *(str(HERE / name) for name in TESTS)],
+        [sys.executable, "-m", "pytest", *options, *(str(HERE / name) for name in TESTS[group])],
         env={**ours, "UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"},
         cwd=HERE.parent.parent,
         capture_output=True,
