@@ -1,0 +1,34 @@
+"""Which tokens count, as a device finds it, and as the host does."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.speculation.kept import kept
+from engine.speculation.verify import accepted_run
+
+row = st.integers(0, 4).flatmap(
+    lambda drafts: st.tuples(
+        st.lists(st.integers(0, 2), min_size=drafts, max_size=drafts),
+        st.lists(st.integers(-1, 2), min_size=drafts + 1, max_size=drafts + 1),
+    )
+)
+
+
+@given(st.lists(row, min_size=1, max_size=5))
+def test_a_device_and_the_host_agree(rows: list[tuple[list[int], list[int]]]) -> None:
+    inputs, sampled, offsets = [], [], []
+    counts: list[bool] = []
+    final: list[bool] = []
+    for drafts, drawn in rows:
+        inputs += [9, *drafts]
+        sampled += drawn
+        offsets += range(len(drawn))
+        right = len(accepted_run(drafts, drawn))
+        counts += [place < right for place in range(len(drawn))]
+        final += [place == right - 1 for place in range(len(drawn))]
+    got = kept(torch.tensor(sampled), torch.tensor(inputs), torch.tensor(offsets), 5)
+    assert got[0].tolist() == counts
+    assert got[1].tolist() == final
