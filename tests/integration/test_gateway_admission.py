@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from common.index_store import Script, connect
+from common.types import Role
 from common.valkey import EmbeddedValkey
 from gateway import pod as gateway_pod
 from gateway.admission.buckets import DAY_MS, Buckets
@@ -22,6 +23,7 @@ from gateway.admission.limiter import _LUA, Limiter, _keys
 from gateway.metrics import GatewayMetrics
 from tests.fake_pods import fake_cluster
 from tests.gateway_rig import MODEL, Rig, rig, until
+from tests.rated_pod import RatedPod
 
 
 @pytest.fixture(autouse=True)
@@ -225,22 +227,25 @@ async def test_a_burst_beyond_capacity_is_refused_at_arrival_and_the_small_tenan
 
 
 async def test_a_deadline_that_cannot_be_kept_is_said_before_prefill(smollm2_dir: Path) -> None:
-    async with fake_cluster() as cluster, rig(cluster, smollm2_dir) as gw:
-        cluster.prefills[0].faults.prefill_delay_s = 30.0
-        prompts = [[i + 1] * 1500 for i in range(12)]  # by the first guess of a pod's rate, 0.75 s each
-        tasks = [asyncio.create_task(gw.complete(prompt=p, max_tokens=1)) for p in prompts]
-        gate = gw.gateway.models.first.gate
-        await until(lambda: gate.waiting > 5)
-        before = len(cluster.prefills[0].seen.prefilled)
-        body = {"model": MODEL, "prompt": [7] * 1500, "max_tokens": 1}
-        late = await gw.http.post("/v1/completions", json=body, headers={"x-request-timeout": "2"})
-        assert (late.status_code, late.json()["error"]["type"]) == (429, "rate_limit_error")
-        assert len(cluster.prefills[0].seen.prefilled) == before
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await until(lambda: (gate.waiting, gate._running) == (0, 0))
-        await gw.settled()
+    async with fake_cluster(prefill=0) as cluster:
+        pod = await cluster.add(Role.PREFILL, "prefill-0", RatedPod)
+        async with rig(cluster, smollm2_dir) as gw:
+            await gw.complete(max_tokens=1)
+            views = [p.view for p in gw.gateway.table.pods.values() if p.view is not None]
+            await until(lambda: any(view.rate_known for view in views))
+            prompts = [[i + 1] * 1500 for i in range(12)]  # 0.75 s each
+            tasks = [asyncio.create_task(gw.complete(prompt=p, max_tokens=1)) for p in prompts]
+            gate = gw.gateway.models.first.gate
+            await until(lambda: gate.waiting > 5)
+            body = {"model": MODEL, "prompt": [77] * 1500, "max_tokens": 1}
+            late = await gw.http.post("/v1/completions", json=body, headers={"x-request-timeout": "2"})
+            assert (late.status_code, late.json()["error"]["type"]) == (429, "rate_limit_error")
+            assert not [r for r in (*pod.seen.prefilled, *cluster.decodes[0].seen.reserved) if r.prompt_ids[0] == 77]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await until(lambda: (gate.waiting, gate._running) == (0, 0))
+            await gw.settled()
 
 
 async def test_what_the_decode_leg_asks_for_does_not_break_prefill(smollm2_dir: Path) -> None:
