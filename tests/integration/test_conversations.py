@@ -1,0 +1,136 @@
+"""The gateway's routing over real pods, two of each role, in one process: what the turns of a conversation move."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from common.prefix_index import IndexReader
+from common.types import SamplingParams, ValidRequest
+from common.valkey import EmbeddedValkey
+from engine.llm import LLM
+from gateway.metrics import GatewayMetrics
+from gateway.pipeline import Pipeline
+from gateway.pods import PodTable
+from gateway.routing.router import Router
+from gateway.timeline import Timeline
+from tests.harness import BLOCK, Cluster, oracle, prompt_of, tiny_llama
+
+TURNS, SAID, ANSWER = 10, BLOCK + 1, BLOCK + 1  # an answer fills the block in which its prompt ended
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def llm(model_dir: Path) -> LLM:
+    return oracle(model_dir)
+
+
+class World:
+    """Pods and a gateway's pipeline over them; the index is a real one."""
+
+    def __init__(self, cluster: Cluster, pipeline: Pipeline) -> None:
+        self.cluster = cluster
+        self._pipeline = pipeline
+        self._asked = 0
+
+    async def ask(self, prompt: list[int]) -> list[int]:
+        """The answer's ids; then all pods are at rest, and the index knows what they hold."""
+        self._asked += 1
+        sampling = SamplingParams(temperature=0.0, max_tokens=ANSWER)
+        valid = ValidRequest(f"turn{self._asked}", "tiny", tuple(prompt), sampling)
+        timeline = Timeline(valid.request_id, None, "test")
+        run = self._pipeline.run(valid, deadline=time.monotonic() + 30, replayable=False, timeline=timeline)
+        ids: list[int] = []
+        try:
+            while True:
+                delta = await run.next()
+                ids += [token.id for token in delta.tokens]
+                if delta.finish is not None:
+                    break
+        finally:
+            run.close()
+        for pod in self.cluster.pods:
+            await pod.settled()
+        await asyncio.sleep(1.2)  # reports come every half second, and stored blocks reach the index sooner
+        return ids
+
+    def moved(self) -> tuple[int, int]:
+        """Blocks handed off, and pulled, since the start."""
+        pairs = [pair for pod in self.cluster.pods for pair in pod.runtime.node.pairs()]
+        pulled = sum(pair.pulled_blocks for pair in pairs)
+        return sum(pair.blocks for pair in pairs) - pulled, pulled
+
+
+@asynccontextmanager
+async def world(model_dir: Path, tmp_path: Path, local_prefill: str, pull: str) -> AsyncIterator[World]:
+    valkey = EmbeddedValkey(port=0, directory=tmp_path)
+    url = await valkey.start()
+    try:
+        async with Cluster.start(
+            model_dir, prefill=2, decode=2, prefill_config={"redis": url, "pull": pull},
+            decode_config={"redis": url, "local_prefill": local_prefill},
+        ) as cluster:  # fmt: skip
+            table = PodTable((), IndexReader(url, timeout_s=2.0), gateway_id="g", model="tiny")
+            router = Router(table, GatewayMetrics(), rng=random.Random(1))
+            pipeline = Pipeline(router, GatewayMetrics(), gateway_id="g")
+            await table.start()
+            try:
+                async with asyncio.timeout(20):
+                    while len(table.decodes()) < 2 or sum(map(len, table.layouts().values())) < 4:
+                        await asyncio.sleep(0.02)
+                yield World(cluster, pipeline)
+            finally:
+                await pipeline.stop()
+                await table.stop()
+    finally:
+        await valkey.stop()
+
+
+@pytest.mark.parametrize("pull", ["off", "push"])
+async def test_ten_turns_move_each_block_once_at_most(model_dir: Path, tmp_path: Path, llm: LLM, pull: str) -> None:
+    async with world(model_dir, tmp_path, "off", pull) as w:
+        history: list[int] = []
+        for turn in range(TURNS):
+            history += prompt_of(SAID, seed=turn)
+            answer = await w.ask(history)
+            sampling = SamplingParams(temperature=0.0, max_tokens=ANSWER)
+            assert answer == llm.generate([tuple(history)], sampling, ignore_eos=True)[0].ids
+            if len(answer) < ANSWER:
+                break  # the model has ended its answer
+            handed_off, pulled = w.moved()
+            assert handed_off <= -(-len(history) // BLOCK), f"turn {turn}"
+            # What decode has completed may go back to prefill, once.
+            assert pulled <= (0 if pull == "off" else (len(history) - 1) // BLOCK), f"turn {turn}"
+            history += answer
+        assert turn >= 3
+
+
+async def test_turns_stay_on_decode_where_that_is_cheaper(model_dir: Path, tmp_path: Path, llm: LLM) -> None:
+    async with world(model_dir, tmp_path, "auto", "push") as w:
+        history: list[int] = []
+        for turn in range(4):
+            history += prompt_of(SAID, seed=turn)
+            answer = await w.ask(history)
+            sampling = SamplingParams(temperature=0.0, max_tokens=ANSWER)
+            assert answer == llm.generate([tuple(history)], sampling, ignore_eos=True)[0].ids
+            history += answer
+        decided: dict[tuple[str, ...], float] = {}
+        for pod in w.cluster.decodes:
+            for labels, count in pod.counted("local_prefill_decisions").items():
+                decided[labels] = decided.get(labels, 0) + count
+        assert decided[("remote", "nothing_cached")] == 1  # the first turn: a whole prompt
+        assert sum(decided.values()) == 4
+        computed = [(await pod.info()).computed for pod in w.cluster.decodes]
+        local = decided.get(("local", "cheaper"), 0)
+        assert sum(c.local for c in computed) <= local * (SAID + ANSWER)
+        assert (sum(c.local for c in computed) > 0) == (local > 0)
