@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.pd_online import earlier, metrics_of, replay
+
 ROOT = Path(__file__).parents[2]
 PD = {
     "r2_ttft_p50", "r2_itl_p99", "r5_ttft_p50_over_fcfs", "r5_ttft_p99_over_fcfs", "r5_itl_p99", "r5_itl_p999",
@@ -36,10 +38,17 @@ def test_one_pair(tmp_path: Path) -> None:
     assert all(row["blocks"] == -(-row["prompt"] // 16) for row in result["idle"])
 
 
-def test_online_in_both_modes_and_a_later_run_that_adds(tmp_path: Path) -> None:
-    pd = run("pd_online.py", tmp_path / "pd.json", "--modes", "pd")
-    assert pd["metrics"].keys() == PD
-    flags = ("--modes", "agg", "--loads", "r5", "--add", str(tmp_path / "pd.json"))
-    added = run("pd_online.py", tmp_path / "added.json", *flags)
-    assert added["metrics"].keys() == PD | {f"agg_{name}" for name in PD if name.startswith("r5")}
-    assert all(row["ttft"]["count"] == row["requests"] for row in added["rows"])
+def test_online_and_a_later_run_that_adds(tmp_path: Path) -> None:
+    out = tmp_path / "online.json"
+    result = run("pd_online.py", out, "--modes", "pd")
+    assert result["metrics"].keys() == PD
+    assert all(row["ttft"]["count"] == row["requests"] for row in result["rows"])
+    assert not any(row["failed"] for row in result["rows"])
+    later = [row | {"mode": "agg"} for row in result["rows"]]
+    assert metrics_of([*earlier(out, later), *later]).keys() == PD | {f"agg_{name}" for name in PD}
+    assert [row["name"] for row in earlier(out, result["rows"][1:])] == ["r2"]
+
+
+def test_first_come_first_served() -> None:
+    assert replay([0.0, 1.0, 1.5], 2.0, servers=1) == [2.0, 3.0, 4.5]
+    assert replay([0.0, 1.0, 1.5], 2.0, servers=2) == [2.0, 2.0, 2.5]
