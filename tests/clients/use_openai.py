@@ -99,4 +99,4 @@ with openai.OpenAI(base_url=URL, api_key="none", max_retries=0) as sync:
         except Exception as e:
             failed.append(f"{part.__name__}: {type(e).__name__}: {e}")
 asyncio.run(asynchronous())
-sys.exit("\n".join(failed))
+sys.exit("\n".join(failed) or None)
