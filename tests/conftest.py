@@ -33,7 +33,6 @@ settings.load_profile("repeat")
 RUNNING: pytest.StashKey[Cluster] = pytest.StashKey()
 # Test files that use the fixture `cluster`; one worker runs them all, so that each kind of cluster starts once.
 CLUSTER = (
-    "tests/e2e/test_conversation.py",  # first: pods that have run much measure unlike steps, and one may draw it away
     "tests/e2e/test_tokens.py",
     "tests/e2e/test_children.py",
     "tests/e2e/test_api.py",
