@@ -128,7 +128,7 @@ class Control:
         if not state.pause:
             state.pause = FIRST_PAUSE
             state.probe_at = output + state.pause
-        return self.most if output >= state.probe_at else 0
+        return (1 if self._drawn else self.most) if output >= state.probe_at else 0
 
     def _gain(self, state: Drafting) -> float:
         """Accepted drafts of a whole chain."""
@@ -144,7 +144,11 @@ class Control:
         tested = min(drafts, accepted + 1)
         state.right, state.tested = KEEP * state.right + accepted, KEEP * state.tested + tested
         self._right, self._tested = KEEP_ALL * self._right + accepted, KEEP_ALL * self._tested + tested
-        if state.pause and accepted == drafts:
+        if state.pause and self._drawn:
+            # That it is often right is no news: whether it pays is asked with every step.
+            state.pause = min(LONGEST_PAUSE, 2 * state.pause)
+            state.probe_at = output + state.pause
+        elif state.pause and accepted == drafts:
             # The text has changed: it repeats something now. What was before says little.
             state.right, state.tested = START_RATE * START_WEIGHT + accepted, START_WEIGHT + accepted
         elif state.pause:

@@ -141,6 +141,15 @@ def test_drafts_that_are_right_are_made_and_others_rarely(padded: bool) -> None:
     assert sum(useless) / len(useless) < 0.25
 
 
+def test_a_draft_model_is_asked_as_often_as_it_pays() -> None:
+    dear = steps(Control(4, padded=False, drawn=True), 0.65, 600, cost=1.1)[100:]
+    assert 0 < sum(dear) < 40
+    fair = steps(Control(4, padded=False, drawn=True), 0.65, 300, cost=0.3)[100:]
+    cheap = steps(Control(4, padded=False, drawn=True), 0.65, 300, cost=0.02)[100:]
+    assert sum(dear) < sum(fair) < sum(cheap)
+    assert sum(cheap) > 4 * 180
+
+
 def test_cheap_drafts_are_made_where_dear_ones_are_not() -> None:
     cheap = steps(Control(4, padded=False), 0.5, 300, cost=0.02)[100:]
     dear = steps(Control(4, padded=False), 0.5, 300, cost=0.02, fixed=0.9)[100:]
