@@ -150,6 +150,8 @@ def closure(wanted: list[Requirement]) -> set[str]:
 IMPORT_ALL = """
 import importlib, json, pkgutil, sys
 sys.modules.update(dict.fromkeys(json.loads(sys.argv[1])))  # None: importing it raises
+for name in ("common.cli", "common.logs", "common.models", "common.probes", "common.tracing"):
+    importlib.import_module(name)  # what the command itself needs
 for name in sys.argv[2:]:
     package = importlib.import_module(name)
     for module in pkgutil.walk_packages(package.__path__, name + "."):
