@@ -25,4 +25,5 @@ def test_a_prefill_costs_its_products_and_its_attention(length: int, ms: float) 
 def test_every_goal_is_measured() -> None:
     names = {f"decode_ms_{rows}x{context}" for rows, context in LLAMA.decode}
     names |= {f"ttft_ms_{length}" for length in LLAMA.ttft} | {"offline_out_tok_s"}
-    assert names == GOALS.keys()
+    assert names - GOALS.keys() == {"ttft_ms_128", "ttft_ms_512"}  # nobody else was measured there
+    assert GOALS.keys() <= names
