@@ -96,9 +96,20 @@ class Container:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
     def _mounts(self) -> list[str]:
-        """Volumes over what is here, the rest read-only. What our user may not pass through is mounted anew."""
+        """Volumes over what is here, the rest read-only. Of what they hide (and /root, where our user may not pass) our
+        own files are mounted anew.
+        """
         lines = [f"mount --bind {shlex.quote(str(self.names))} /etc/hosts"]
-        private = [path for path in {sys.base_prefix, str(ROOT), str(VENV)} if Path(path).is_relative_to("/root")]
+        hidden = ["/root", *(mount["mountPath"] for mount in self.spec.get("volumeMounts", []))]
+        ours = dict.fromkeys((sys.base_prefix, str(ROOT), str(VENV)))
+        private = [path for path in ours if any(Path(path).is_relative_to(place) for place in hidden)]
+
+        def anew(place: str) -> list[str]:
+            there = [(number, path) for number, path in enumerate(private) if Path(path).is_relative_to(place)]
+            return [
+                f"mkdir -p {shlex.quote(p)} && mount --move /mnt/root/{number} {shlex.quote(p)}" for number, p in there
+            ]
+
         lines += ["mount -t tmpfs tmpfs /mnt", "mkdir /mnt/root"]
         for number, path in enumerate(private):
             lines += [f"mkdir /mnt/root/{number}", f"mount --bind {shlex.quote(path)} /mnt/root/{number}"]
@@ -106,16 +117,14 @@ class Container:
             lines += [f"mkdir /mnt/seed{number}", f"mount --bind {shlex.quote(str(seed))} /mnt/seed{number}"]
         if self.account is not None:
             lines += ["mkdir /mnt/account", f"cp {shlex.quote(str(self.account))}/[tcn]* /mnt/account"]
-        lines.append("mount -t tmpfs -o mode=755 tmpfs /root")
-        for number, path in enumerate(private):
-            lines += [f"mkdir -p {shlex.quote(path)}", f"mount --move /mnt/root/{number} {shlex.quote(path)}"]
+        lines += ["mount -t tmpfs -o mode=755 tmpfs /root", *anew("/root")]
         if self.account is not None:
             lines += ["mount -t tmpfs -o mode=755 tmpfs /run", f"mkdir -p {ACCOUNT}", f"cp /mnt/account/* {ACCOUNT}"]
         volumes = {volume["name"]: volume for volume in self.pod["volumes"]}
         for mount in self.spec.get("volumeMounts", []):
             path, limit = mount["mountPath"], size(volumes[mount["name"]]["emptyDir"]["sizeLimit"])
             lines += [f"[ -d {path} ] || {{ mount -t tmpfs tmpfs $(dirname {path}); mkdir {path}; }}"]
-            lines += [f"mount -t tmpfs -o size={limit},mode=1777 tmpfs {path}"]
+            lines += [f"mount -t tmpfs -o size={limit},mode=1777 tmpfs {path}", *anew(path)]
             for number, seed in enumerate(self.seeds):
                 if Path(seed).is_relative_to(path):
                     lines += [f"mkdir {seed}", f"mount --bind /mnt/seed{number} {seed}"]
