@@ -199,7 +199,7 @@ class DecodeStep:
         size = self._block_size
         counted, final = kept(sampled, inputs.tokens, inputs.offsets, query)
         wanted = (final | (counted & ((inputs.positions + 1) % size == 0))) & (inputs.kv_slots >= 0)
-        blocks = torch.where(wanted, inputs.kv_slots // size, self._pad_block).long()
+        blocks = (inputs.kv_slots // size).masked_fill(~wanted, self._pad_block).long()
         draft.note(torch.arange(len(blocks), device=self._device), blocks)
 
     def _query(self, items: Sequence[Item]) -> int:

@@ -89,17 +89,18 @@ class DraftGraphs:
 
     def _compute(self, rows: int) -> None:
         """Fills the tokens of the first `rows` rows."""
-        size, width = self._block_size, self._tables.shape[1]
+        size = self._block_size
         header, tables, drawn = self._header[:rows], self._tables[:rows], self._tokens[:rows]
         slots, start = header[:, SLOT].long(), header[:, START]
         # A model that lags computes its last draft as well: it may be right.
         count = self._drafts + self._drafter.lags
         places = torch.arange(count, dtype=torch.int32, device=self._device)
-        positions = start[None, :] + places[:, None]  # [count, rows]
         live = places[:, None] < (header[:, STEPS] + (header[:, STEPS] > 0) * self._drafter.lags)[None, :]
-        block = tables.t().gather(0, (positions // size).clamp(max=width - 1).long())
-        kv_slots = torch.where(live, block * size + positions % size, -1)
-        seq_lens = torch.where(live, positions + 1, 0)
+        # [count, rows]; 0 where nothing is drawn, for rope tables and block tables may end before such a place.
+        positions = (start[None, :] + places[:, None]) * live
+        block = tables.t().gather(0, (positions // size).long())
+        kv_slots = (block * size + positions % size).masked_fill(~live, -1)
+        seq_lens = (positions + 1) * live
         cu_q = torch.arange(rows + 1, dtype=torch.int32, device=self._device)
         behind = tables.gather(1, ((start - 1).clamp(min=0) // size)[:, None].long()).squeeze(1).long()
         before: Any = self._drafter.first(behind)

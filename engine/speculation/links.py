@@ -55,6 +55,6 @@ def note_states(
     at, into, there, full_there = upload([written, blocks, offsets, ended], kv.data.device)
     if len(last_of) > len(counts):
         counted, final = kept(sampled, ids.index_select(0, at[: len(last_of)]), there, query)
-        here = torch.where(final | (counted & (full_there > 0)), into[: len(last_of)], kv.dummy_block)
+        here = into[: len(last_of)].masked_fill(~(final | (counted & (full_there > 0))), kv.dummy_block)
         into = torch.cat([here, into[len(last_of) :]])
     draft.note(at, into)

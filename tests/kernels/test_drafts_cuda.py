@@ -107,7 +107,7 @@ def test_memory_is_sized_with_the_draft(target_dir: Path, drafting: dict[str, An
     """bfloat16, the pool from what is left, and e4m3 keys and values."""
     for proposer in ("draft_model", "eagle3"):
         llm = make(
-            target_dir, **drafting[proposer], dtype="bfloat16", kv_dtype="fp8_e4m3", num_blocks=0,
+            target_dir, **drafting[proposer], dtype="bfloat16", kv_dtype="fp8_e4m3", block_size=64, num_blocks=0,
             gpu_memory_utilization=0.05,
         )  # fmt: skip
         answers = llm.generate(*load(), ignore_eos=True, show_progress=False)
