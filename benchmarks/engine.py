@@ -123,11 +123,15 @@ class Driver:
         self._enough = never
 
     def end(self) -> None:
-        """Aborts what still runs."""
+        """Aborts what still runs, and waits for the step that is on the device."""
         for name in self._names:
             self.loop.abort(name)
         self._wait(self._idle)
-        self.loop.call(lambda: None).result(WAIT_S)
+        until = time.monotonic() + WAIT_S
+        while self.loop.call(lambda: self.engine.has_work).result(WAIT_S):
+            if time.monotonic() > until:
+                raise SystemExit(f"the engine still works {WAIT_S:.0f} s after its requests ended")
+            time.sleep(0.001)
 
     def _wait(self, event: threading.Event) -> None:
         if not event.wait(WAIT_S):

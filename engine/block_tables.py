@@ -13,7 +13,7 @@ from engine.sequence import Sequence
 
 class BlockTables:
     """blocks: int32 [slots, width]. copied[slot]: entries of the row that a copy elsewhere has, raised by whoever makes
-    that copy and 0 again once the copy is wrong.
+    that copy and lowered to those that are still right.
     """
 
     def __init__(self, slots: int, width: int) -> None:
@@ -35,5 +35,6 @@ class BlockTables:
             self.copied[slot] = 0
         elif count > self._known[slot]:
             row[self._known[slot] : count] = lease.blocks[self._known[slot] :]
+            self.copied[slot] = min(self.copied[slot], self._known[slot])
         self._known[slot] = min(count, -(-seq.length // seq.block_size))
         return row[:count]

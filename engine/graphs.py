@@ -6,9 +6,11 @@ next replay of any of them overwrites it. A shape that was not captured is compu
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -65,15 +67,30 @@ class Graphs(Generic[Shape, Output]):
                 self._compute(shape)  # compiles and loads what the capture must not
                 stream.synchronize()
                 graph = torch.cuda.CUDAGraph()
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                output = self._compute(shape)
-                graph.capture_end()
-                self._graphs[shape] = graph, self._keep(output)
-                del output
+                with _uncollected():
+                    graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                    output = self._compute(shape)
+                    graph.capture_end()
+                    self._graphs[shape] = graph, self._keep(output)
+                    del output
                 if time.monotonic() - told > 2 or done == len(shapes):
                     told = time.monotonic()
                     log.info("captured %d of %d %s graphs in %.0f s", done, len(shapes), self._name, told - began)
         torch.cuda.current_stream(self._device).wait_stream(stream)
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """No garbage is collected inside: graphs of an engine that is gone may be among it, and the end of one breaks a
+    capture.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @dataclass(frozen=True)

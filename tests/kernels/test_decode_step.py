@@ -284,3 +284,23 @@ def test_tables_follow_their_leases() -> None:
         assert tables.copied[seq.slot] == copied
     seqs[0].slot, seqs[1].slot = 1, 0
     assert [tables.row(seq).tolist() for seq in seqs] == [seq.lease.blocks for seq in seqs if seq.lease]
+
+
+def test_a_copy_of_blocks_that_drafts_needed_is_not_relied_on() -> None:
+    """They went back, somebody else has them, and the sequence has others in their place."""
+    pool = BlockPool(40, BLOCK)
+    tables = BlockTables(1, 10)
+    request = ValidRequest("a", "m", tuple(range(8)), SamplingParams())
+    lease = pool.lease([], 2)
+    seq = Sequence(request, fingerprint="00" * 16, block_size=BLOCK, lease=lease, computed=8)
+    seq.slot = 0
+    lease.grow(3)
+    tables.row(seq)
+    tables.copied[0] = 3
+    drafted = lease.blocks[2]
+    lease.trim(2)
+    pool.lease([], 30)
+    lease.grow(3)
+    assert lease.blocks[2] != drafted
+    assert tables.row(seq).tolist() == lease.blocks
+    assert tables.copied[0] == 2
