@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from common.types import PromptLogprobs, Token, TokenLogprob
+from engine.sampler import token_logprobs
 from engine.scheduler import Item
 from engine.sequence import Sequence as EngineSequence
 from engine.speculation.verify import accepted_run
 from engine.stepper import ItemResult
+from engine.upload import upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,64 @@ class Forked:
     index: int
     tokens: Tensor
     logprobs: tuple[Tensor | None, ...]
+
+
+def rows_of(items: Sequence[Item]) -> np.ndarray:
+    """Each item's first result."""
+    return np.cumsum([0, *(1 + len(item.drafts) for item in items)])[:-1]
+
+
+def wanted_rows(items: Sequence[Item]) -> list[int]:
+    """Results whose log-probabilities somebody wants."""
+    wanted: list[int] = []
+    row = 0
+    for item in items:
+        rows = 1 + len(item.drafts)
+        if item.sample and item.seq.request.sampling.logprobs is not None:
+            wanted += range(row, row + rows)
+        row += rows
+    return wanted
+
+
+def send(
+    items: Sequence[Item],
+    results: Tensor,
+    wanted: Sequence[int],
+    logits: Tensor,
+    logit_rows: np.ndarray,
+    scores: Sequence[Scores],
+    forked: Sequence[Forked],
+) -> Launched:
+    """All that was drawn, and log-probabilities of what is wanted of it, on its way to the host."""
+    logprobs = [_to_host(x) for x in _logprobs(items, wanted, logits, logit_rows, results)]
+    there = [Scores(s.index, s.first, *map(_on_host, (s.chosen, s.ranks, s.top, s.top_ids))) for s in scores]
+    forked = [Forked(f.index, _on_host(f.tokens), tuple(_to_host(x) for x in f.logprobs)) for f in forked]
+    results = _on_host(results)
+    arrived = None
+    if logits.device.type == "cuda":
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrived.record()
+    return Launched(items, results, wanted, tuple(logprobs), forked, arrived, scores=there)
+
+
+def _logprobs(
+    items: Sequence[Item], wanted: Sequence[int], logits: Tensor, logit_rows: np.ndarray, results: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Of the `wanted` results; as many alternatives as any item wants."""
+    if not wanted:
+        return ()
+    most = max(item.seq.request.sampling.logprobs or 0 for item in items)
+    at, rows = upload([np.array(wanted), logit_rows[list(wanted)]], logits.device)
+    return token_logprobs(logits.index_select(0, rows), results.index_select(0, at).clamp(min=0), most)
+
+
+def _to_host(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else _on_host(tensor)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """On a GPU torch allocates what goes to the host without waiting in pinned memory."""
+    return tensor.to("cpu", non_blocking=True, copy=True)
 
 
 def collect(launched: Launched) -> list[ItemResult]:

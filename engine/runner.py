@@ -26,20 +26,17 @@ from torch import Tensor
 
 from engine.attention.base import AttentionBackend, StepShape
 from engine.attention.triton_backend import TritonAttention
-from engine.block_pool import Lease
 from engine.block_tables import BlockTables
 from engine.kv_pool import KVPool
-from engine.launched import Forked, Launched, Scores, Undrawn, collect
+from engine.launched import Launched, Scores, Undrawn, collect, rows_of, send, wanted_rows
 from engine.models.base import Model
-from engine.sampler import Sampled, SampleRow, sample, token_logprobs
+from engine.sampler import token_logprobs
 from engine.scheduler import Item
-from engine.sequence import Sequence as EngineSequence
-from engine.speculation.chain import Chain
 from engine.speculation.draft_graphs import DraftGraphs
 from engine.speculation.draft_loop import DraftLoop
 from engine.speculation.drafter import Drafter, Target
 from engine.speculation.links import links_of, note_states
-from engine.speculation.rejection import sample_rejecting
+from engine.step_sampler import StepSampler, awaits_token
 from engine.stepper import ItemResult
 from engine.upload import upload
 from engine.warm_up import Rows
@@ -49,7 +46,6 @@ if TYPE_CHECKING:
     from engine.device_sampler import DeviceSampler
     from engine.prompt_step import PromptStep
 
-MAX_LOGPROBS = 20  # alternatives beside a token, as SamplingParams allows
 SCORED_AT_ONCE = 64  # prompt tokens whose logits exist at a time
 ToScore = tuple[int, Item, int, int]  # an item and its index; the prompt tokens from here to before there are scored
 
@@ -57,12 +53,10 @@ ToScore = tuple[int, Item, int, int]  # an item and its index; the prompt tokens
 class Runner:
     """Owns the model; writes KV only to the blocks of the items' leases.
 
-    max_seqs: slots of the scheduler; max_blocks: of the longest lease. sampler: None samples with torch, which waits
-    for the device: for a CPU. static: decode steps, and those with few prompt tokens, run from static buffers; needs a
-    sampler and the Triton backend. most_tokens: of a step.
-    drafts: most of an item, max_drafts: of a step. rejection: drafts are accepted by rejection sampling, in torch; on a
-    GPU only those that were drawn, since for others sampling with their positions' noise has the same distribution.
-    draft: layers of a draft model over this pool.
+    max_seqs: slots of the scheduler; max_blocks: of the longest lease. sampler, rejection: see StepSampler. static:
+    decode steps, and those with few prompt tokens, run from static buffers; needs a sampler and the Triton backend.
+    most_tokens: of a step. drafts: most of an item, max_drafts: of a step. draft: layers of a draft model over this
+    pool.
     """
 
     def __init__(
@@ -81,14 +75,14 @@ class Runner:
         rejection: bool = False,
         draft: Drafter | None = None,
     ) -> None:
-        self._model, self._kv, self._backend, self._sampler = model, kv, backend, sampler
+        self._model, self._kv, self._backend = model, kv, backend
         self._cache = kv.layers()
         self._device = kv.data.device
         self._tables = BlockTables(max_seqs, max_blocks)
         self._last_tokens = torch.zeros(max_seqs + 1, dtype=torch.int64, device=self._device)
-        self._staged: list[Lease | None] = [None] * max_seqs
+        self._sampling = StepSampler(sampler, self._last_tokens, slots=max_seqs, drafts=drafts, rejection=rejection)
         self._replayed: tuple[int, int] | None = None
-        self._drafts, self._rejection, self._draft = drafts, rejection, draft
+        self._drafts, self._draft = drafts, draft
         self._target = Target(model, self._cache, backend)
         self.decode: DecodeStep | None = None
         self.prompt: PromptStep | None = None
@@ -109,7 +103,7 @@ class Runner:
         if draft is not None:
             if self.decode is not None and sampler is not None and not rejection:
                 self.draft_graphs = DraftGraphs(
-                    draft, sampler, self._stage, buckets=self.decode.drafting_buckets, drafts=drafts,
+                    draft, sampler, self._sampling.stage, buckets=self.decode.drafting_buckets, drafts=drafts,
                     width=max_blocks, block_size=kv.layout.block_size, device=self._device,
                 )  # fmt: skip
             self.draft_loop = DraftLoop(draft, kv, self._tables, rejection=rejection, graphs=self.draft_graphs)
@@ -128,12 +122,13 @@ class Runner:
     @torch.inference_mode()
     def launch(self, items: Sequence[Item]) -> Launched:
         """Queues forward pass and sampling of all items; every item's lease covers its tokens."""
-        if self._sampler is not None:
-            self._stage([item.seq for item in items if item.sample])
+        self._sampling.stage([item.seq for item in items if item.sample])
         self._kv.copy([item.copy for item in items if item.copy is not None])
-        wanted = _wanted(items)
+        wanted = wanted_rows(items)
         self._replayed = None
-        plain = not (self._rejects(items) or _constrained_drafts(items) or any(item.seq.embeds for item in items))
+        plain = not (
+            self._sampling.rejects(items) or _constrained_drafts(items) or any(item.seq.embeds for item in items)
+        )
         if plain and self.decode is not None and self.decode.fits(items):
             self._clear_begun_blocks(items)
             self._replayed = rows, query = self.decode.stage(items)
@@ -144,17 +139,16 @@ class Runner:
             scores: list[Scores] = []
         else:
             results, logits, logit_rows, scores = self._launch_chunks(items)
-            undrawn = [item.sample and _awaits_token(item.seq) for item in items]
+            undrawn = [item.sample and awaits_token(item.seq) for item in items]
         if not any(undrawn):
             return self._send(items, results, wanted, logits, logit_rows, scores)
-        rows_of = _rows_of(items)
         again = Undrawn(
             [item for item, undone in zip(items, undrawn, strict=True) if undone],
-            [int(row) for row, undone in zip(rows_of, undrawn, strict=False) if undone],
+            [int(row) for row, undone in zip(rows_of(items), undrawn, strict=True) if undone],
             logits, logit_rows,
         )  # fmt: skip
         launched = Launched(items, results, wanted, (), (), None, again, scores)
-        return launched if any(_awaits_token(item.seq) for item in again.items) else self.constrain(launched)
+        return launched if any(awaits_token(item.seq) for item in again.items) else self.constrain(launched)
 
     @torch.inference_mode()
     def constrain(self, launched: Launched) -> Launched:
@@ -166,28 +160,8 @@ class Runner:
             return launched
         pairs = [(i, row) for i, row in zip(undrawn.items, undrawn.rows, strict=True) if i.seq.finish is None]
         if pairs:
-            self._draw_again([item for item, _ in pairs], [row for _, row in pairs], undrawn, results)
+            self._sampling.draw_again([item for item, _ in pairs], [row for _, row in pairs], undrawn, results)
         return self._send(launched.items, results, launched.wanted, undrawn.logits, undrawn.logit_rows, launched.scores)
-
-    def _draw_again(self, items: Sequence[Item], rows: Sequence[int], undrawn: Undrawn, results: Tensor) -> None:
-        """Overwrites these results, and the last tokens of their slots."""
-        masks = np.stack([mask for item in items for mask in _masks(item)])
-        at, logit_rows, slots, positions = upload(
-            [
-                np.array(rows), undrawn.logit_rows[rows], np.array([item.seq.slot for item in items]),
-                np.array([item.start + item.num_new for item in items]),
-            ],
-            self._device,
-        )  # fmt: skip
-        logits = undrawn.logits.index_select(0, logit_rows)
-        if self._sampler is None:
-            sampled = sample(logits, [_row(i, i.seq.tokens, (), m) for i, m in zip(items, masks, strict=True)])
-        else:
-            self._sampler.uncount(slots, results.index_select(0, at))
-            (allowed,) = upload([masks], self._device)
-            sampled = Sampled(*self._sampler.run(logits, slots, positions, allowed))
-        self._last_tokens.index_copy_(0, slots, sampled.tokens)
-        results.index_copy_(0, at, torch.where(sampled.finite, sampled.tokens, -1))
 
     def ended(self, launched: Launched) -> bool:
         """Whether `collect` would not wait."""
@@ -222,18 +196,11 @@ class Runner:
         ends = np.cumsum(shape.num_new)
         counts = np.where(np.array(shape.num_new) == 1 + self._drafts, shape.num_new, 1)
         last = np.repeat(ends - np.cumsum(counts), counts) + np.arange(counts.sum())
-        ids, at, rows_of = upload([np.zeros(ends[-1], dtype=np.int64), _positions(shape), last], self._device)
-        hidden = self._hidden(shape, ids, at, rows_of, every=len(last) == len(ids))
+        ids, at, sampled = upload([np.zeros(ends[-1], dtype=np.int64), _positions(shape), last], self._device)
+        hidden = self._hidden(shape, ids, at, sampled, every=len(last) == len(ids))
         self._follow(shape, ids, at, list(range(len(rows))))
         logits = self._model.logits(hidden)
-        if self._sampler is not None:
-            pad = [self._sampler.pad_slot] * len(rows)
-            slots, positions = upload([np.repeat(pad, counts), last], self._device)
-            if len(last) > len(rows):
-                tokens = self._sample_drafts(self._sampler, pad, counts, logits, slots, positions, slots * 0).tokens
-            else:
-                tokens, _ = self._sampler.run(logits, slots, positions)
-            token_logprobs(logits, tokens, MAX_LOGPROBS)
+        self._sampling.rehearse(counts, logits, last)
 
     @torch.inference_mode()
     def plan(self, rows: Rows, block: int) -> None:
@@ -311,7 +278,7 @@ class Runner:
         before = None
         if len(item_of) > len(items):
             before = ids.index_select(0, last if every else last.index_select(0, rows))
-        sampled = self._sample(sampling, logits, row_slots, sampled_at, before)
+        sampled = self._sampling.sample(sampling, logits, row_slots, sampled_at, before)
         drawn = torch.where(sampled.finite, sampled.tokens, -1)
         if every:
             results = drawn
@@ -367,140 +334,6 @@ class Runner:
             scores.append(Scores(index, first, *(torch.cat(part) for part in zip(*parts, strict=True))))
         return scores
 
-    def _sample(
-        self, items: Sequence[Item], logits: Tensor, slots: Tensor, positions: Tensor, before: Tensor | None
-    ) -> Sampled:
-        """Of all rows of the items, under the constraints of those whose last token is known. before: int64, the token
-        before each row's, where some row follows drafts.
-        """
-        rejects = self._rejects(items)
-        if self._sampler is not None and before is not None and not rejects:
-            counts = np.array([1 + len(item.drafts) for item in items])
-            item_slots = [item.seq.slot for item in items]
-            allowed = self._allowed(items)
-            return self._sample_drafts(self._sampler, item_slots, counts, logits, slots, positions, before, allowed)
-        if self._sampler is not None and not rejects:
-            drawn, finite = self._sampler.run(logits, slots, positions, self._allowed(items))
-            self._last_tokens.index_copy_(0, slots, drawn)
-            return Sampled(drawn, finite)
-        rows: list[SampleRow] = []
-        for item in items:
-            seq, known = item.seq, item.start + item.num_new - len(item.drafts)
-            tokens = seq.tokens if len(seq.tokens) == known else [*seq.tokens, int(self._last_tokens[seq.slot])]
-            masks = _masks(item) if seq.constraint is not None and not seq.pending else None
-            for taken in range(1 + len(item.drafts)):
-                rows.append(_row(item, tokens, item.drafts[:taken], None if masks is None else masks[taken]))
-        if rejects:
-            sampled = sample_rejecting(logits, rows, [Chain(item.drafts, item.probs) for item in items])
-        else:
-            sampled = sample(logits, rows)
-        if self._sampler is None:
-            self._last_tokens.index_copy_(0, slots, sampled.tokens)
-        else:
-            for item in items:  # the device's sampler has not seen what was sampled: it starts anew
-                self._staged[item.seq.slot] = None
-        return sampled
-
-    def _rejects(self, items: Sequence[Item]) -> bool:
-        """The step is sampled by rejection sampling."""
-        if not self._rejection:
-            return False
-        return any(item.drafts if self._sampler is None else item.probs is not None for item in items)
-
-    def _sample_drafts(
-        self,
-        sampler: DeviceSampler,
-        item_slots: Sequence[int],
-        counts: np.ndarray,
-        logits: Tensor,
-        slots: Tensor,
-        positions: Tensor,
-        before: Tensor,
-        allowed: Tensor | None = None,
-    ) -> Sampled:
-        """Rows of items that have so many each: after one known token, and after each draft."""
-        ends = np.cumsum(counts)
-        offsets = np.arange(ends[-1]) - np.repeat(ends - counts, counts)
-        there, cu_q, row_slots = upload([offsets, np.concatenate([[0], ends]), np.array(item_slots)], self._device)
-        tokens, finite = sampler.run(logits, slots, positions, allowed, drafts=(before, there))
-        sampler.accept(tokens, finite, before, cu_q, row_slots, self._last_tokens, query=1 + self._drafts)
-        return Sampled(tokens, finite)
-
-    def _allowed(self, items: Sequence[Item]) -> Tensor | None:
-        """int32 [R, words] for all rows of these items; None when nothing is forbidden."""
-        masks: list[np.ndarray] = []
-        at: list[int] = []
-        row = 0
-        for item in items:
-            rows = 1 + len(item.drafts)
-            if item.seq.constraint is not None and not item.seq.pending:
-                masks.append(_masks(item))
-                at += range(row, row + rows)
-            row += rows
-        if not masks:
-            return None
-        words = np.concatenate(masks)
-        allowed = torch.full((row, words.shape[1]), -1, dtype=torch.int32, device=self._device)
-        index, there = upload([np.array(at, dtype=np.int32), words], self._device)
-        return allowed.index_copy_(0, index.long(), there)
-
-    def _fork(self, items: Sequence[Item], logits: Tensor, logit_rows: np.ndarray) -> list[Forked]:
-        """First tokens of the children beside the one that was sampled, from the same logits.
-
-        On a device the children take the sequence's slot in turn, so that each is sampled as it would be alone.
-        """
-        forked: list[Forked] = []
-        for index, item in enumerate(items):
-            seq, params = item.seq, item.seq.request.sampling
-            if not item.sample or seq.draws == 1 or seq.finish is not None:
-                continue
-            allowed = None if seq.constraint is None else _masks(item)[0]
-            rows = [
-                SampleRow(params, seq.tokens, seq.prompt_len, child, allowed=allowed) for child in range(1, seq.draws)
-            ]
-            row = int(logit_rows[_rows_of(items)[index]])
-            same = logits[row : row + 1].expand(len(rows), -1)
-            if self._sampler is None:
-                tokens = sample(same, rows).tokens
-            else:
-                tokens = self._draw_in_turn(seq.slot, rows, logits[row : row + 1], self._sampler)
-            logprobs = () if params.logprobs is None else token_logprobs(same, tokens, params.logprobs)
-            forked.append(Forked(index, tokens, logprobs))
-        return forked
-
-    def _draw_in_turn(self, slot: int, rows: Sequence[SampleRow], logits: Tensor, sampler: DeviceSampler) -> Tensor:
-        slots, positions = upload([np.array([slot]), np.array([rows[0].position])], self._device)
-        allowed = None
-        if rows[0].allowed is not None:
-            (allowed,) = upload([rows[0].allowed[None]], self._device)
-        drawn: list[Tensor] = []
-        for row in rows:
-            sampler.stage(slot, row)
-            sampler.flush()
-            drawn.append(sampler.run(logits, slots, positions, allowed)[0].clone())
-        self._staged[slot] = None  # the next step of the sequence in this slot brings its own state
-        return torch.cat(drawn)
-
-    def _stage(self, seqs: Sequence[EngineSequence]) -> None:
-        """The device learns what sequences are sampled with that sample for the first time with their lease."""
-        sampler = self._sampler
-        assert sampler is not None
-        for seq in seqs:
-            if self._staged[seq.slot] is not seq.lease:
-                sampler.stage(seq.slot, SampleRow(seq.request.sampling, seq.tokens, seq.prompt_len, seq.child))
-                self._staged[seq.slot] = seq.lease
-        sampler.flush()
-
-    def _logprobs(
-        self, items: Sequence[Item], wanted: Sequence[int], logits: Tensor, logit_rows: np.ndarray, results: Tensor
-    ) -> tuple[Tensor | None, ...]:
-        """Of the `wanted` results; as many alternatives as any item wants."""
-        if not wanted:
-            return ()
-        most = max(item.seq.request.sampling.logprobs or 0 for item in items)
-        at, rows = upload([np.array(wanted), logit_rows[list(wanted)]], self._device)
-        return token_logprobs(logits.index_select(0, rows), results.index_select(0, at).clamp(min=0), most)
-
     def _send(
         self,
         items: Sequence[Item],
@@ -510,20 +343,8 @@ class Runner:
         logit_rows: np.ndarray,
         scores: Sequence[Scores],
     ) -> Launched:
-        """All that was drawn, and what is still to be made of the logits, on its way to the host."""
-        logprobs = self._logprobs(items, wanted, logits, logit_rows, results)
-        on_host = [None if x is None else _to_host(x) for x in logprobs]
-        there = [Scores(s.index, s.first, *map(_to_host, (s.chosen, s.ranks, s.top, s.top_ids))) for s in scores]
-        forked = [
-            Forked(f.index, _to_host(f.tokens), tuple(None if x is None else _to_host(x) for x in f.logprobs))
-            for f in self._fork(items, logits, logit_rows)
-        ]
-        results = _to_host(results)
-        arrived = None
-        if self._device.type == "cuda":
-            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            arrived.record()
-        return Launched(items, results, wanted, tuple(on_host), forked, arrived, scores=there)
+        forked = self._sampling.fork(items, logits, logit_rows)
+        return send(items, results, wanted, logits, logit_rows, scores, forked)
 
     def _clear_begun_blocks(self, items: Sequence[Item]) -> None:
         """Zeroes the blocks that this step starts to fill and leaves partly unwritten.
@@ -543,43 +364,8 @@ class Runner:
         self._kv.zero(begun)
 
 
-def _wanted(items: Sequence[Item]) -> list[int]:
-    """Results whose log-probabilities somebody wants."""
-    wanted: list[int] = []
-    row = 0
-    for item in items:
-        rows = 1 + len(item.drafts)
-        if item.sample and item.seq.request.sampling.logprobs is not None:
-            wanted += range(row, row + rows)
-        row += rows
-    return wanted
-
-
-def _rows_of(items: Sequence[Item]) -> np.ndarray:
-    """Each item's first result."""
-    return np.cumsum([0, *(1 + len(item.drafts) for item in items)])[:-1]
-
-
-def _awaits_token(seq: EngineSequence) -> bool:
-    """What may come next is not known before a token is that only the device knows."""
-    return seq.constraint is not None and seq.pending > 0
-
-
 def _constrained_drafts(items: Sequence[Item]) -> bool:
     return any(item.drafts and item.seq.constraint is not None for item in items)
-
-
-def _masks(item: Item) -> np.ndarray:
-    """int32 [1 + drafts, words]"""
-    assert item.seq.constraint is not None
-    masks = item.seq.constraint.masks(item.drafts)[1]
-    missing = 1 + len(item.drafts) - len(masks)  # a matcher that fails is told when the token is accounted for
-    return np.concatenate([masks, np.zeros((missing, masks.shape[1]), dtype=np.int32)]) if missing else masks
-
-
-def _row(item: Item, tokens: Sequence[int], drafts: Sequence[int], allowed: np.ndarray | None) -> SampleRow:
-    seq = item.seq
-    return SampleRow(seq.request.sampling, tokens, seq.prompt_len, seq.child, drafts=drafts, allowed=allowed)
 
 
 def _to_score(items: Sequence[Item]) -> list[ToScore]:
@@ -590,11 +376,6 @@ def _to_score(items: Sequence[Item]) -> list[ToScore]:
         if first < end:
             found.append((index, item, first, end))
     return found
-
-
-def _to_host(tensor: Tensor) -> Tensor:
-    """On a GPU torch allocates what goes to the host without waiting in pinned memory."""
-    return tensor.to("cpu", non_blocking=True, copy=True)
 
 
 def _positions(shape: StepShape) -> np.ndarray:
