@@ -188,14 +188,12 @@ async def _check_redis(url: str | None) -> Finding:
 
 async def _ping(url: str) -> str | None:
     """None when the server answers, else why not."""
-    from redis.exceptions import RedisError
-
-    from common.index_store import connect
+    from common.index_store import FAILURES, connect
 
     try:
         async with connect(url, timeout_s=3.0) as client:
             await client.ping()
-    except (RedisError, OSError) as error:
+    except FAILURES as error:
         return str(error)
     return None
 

@@ -7,10 +7,8 @@ import logging
 import time
 from collections.abc import Mapping
 
-from redis.exceptions import RedisError
-
 from common.index_records import PodRecord
-from common.index_store import PODS_TTL_S, Keys, Script, connect
+from common.index_store import FAILURES, PODS_TTL_S, Keys, Script, connect
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +33,7 @@ async def read_holder(url: str, scope: str, pod: str) -> PodRecord | None:
             lease, info = await client.get(keys.lease(pod)), texts(await client.hgetall(keys.info(pod)))
         record = PodRecord.from_fields(info) if lease else None
         return record if record is not None and lease == str(record.generation).encode() else None
-    except (RedisError, OSError, KeyError, ValueError) as e:
+    except (*FAILURES, KeyError, ValueError) as e:
         _log.warning("who holds the name %s cannot be told: %r", pod, e)
         return None
     finally:
@@ -53,7 +51,7 @@ async def mint_generation(url: str | None, scope: str, pod: str) -> int:
         async with asyncio.timeout(_TIMEOUT_S):
             names = (keys.pods, keys.gen(pod))
             return int(await Script("mint").run(client, names, (pod, now_ms, PODS_TTL_S)))
-    except (RedisError, OSError) as e:
+    except FAILURES as e:
         _log.warning("generation minted from the clock alone, the prefix index does not answer: %r", e)
         return now_ms
     finally:

@@ -21,12 +21,11 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import islice
 
-from redis.exceptions import RedisError
-
 from common.index_changes import Changes
 from common.index_identity import texts
 from common.index_records import PodLoad, PodRecord, Tier
 from common.index_store import (
+    FAILURES,
     INFO_TTL_S,
     LEASE_MS,
     OWN_TTL_S,
@@ -154,7 +153,7 @@ class PodIndex:
         try:
             async with asyncio.timeout(_LEAVE_S):
                 await self._leave()
-        except (RedisError, OSError) as e:
+        except FAILURES as e:
             _log.warning("could not leave the prefix index, the lease will expire: %r", e)
         finally:
             await self._client.aclose()
@@ -168,7 +167,7 @@ class PodIndex:
                 self._connected, backoff = True, _MIN_BACKOFF_S
                 _log.info("in the prefix index with %d blocks", sum(map(len, self._held.values())))
                 await self._publish()
-            except (_Lost, RedisError, OSError) as e:
+            except (_Lost, *FAILURES) as e:
                 if self._connected or backoff == _MIN_BACKOFF_S:
                     _log.warning("not in the prefix index, trying again: %s: %s", type(e).__name__, e)
             except Exception:

@@ -12,15 +12,17 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from redis.exceptions import RedisError
+from redis.exceptions import NoScriptError
 
 from common.breaker import Breaker
 from common.errors import IndexUnavailable
 from common.index_cache import LookupCache
+from common.index_line import Lines
 from common.index_records import Candidate, Held, PodLoad, PodRecord, PodStatus, Reserved
 from common.index_store import (
+    FAILURES,
     SCOPES_KEY,
     Arg,
     Client,
@@ -75,6 +77,7 @@ class IndexReader:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client = None if url is None else connect(url, timeout_s=max(1.0, timeout_s))
+        self._lines = None if url is None else Lines(url)
         self._timeout_s = timeout_s
         self._breaker = breaker or Breaker()
         self._slots = asyncio.Semaphore(MAX_CALLS)
@@ -96,6 +99,8 @@ class IndexReader:
 
     async def close(self) -> None:
         """Closes the connections."""
+        if self._lines is not None:
+            await self._lines.close()
         if self._client is not None:
             await self._client.aclose()
 
@@ -142,6 +147,8 @@ class IndexReader:
                     scope.owners[int(slot)] = owner
             scopes[name] = scope
         self._scopes = scopes
+        if self._lines is not None:
+            self._lines.keep(scopes.keys())
         return found
 
     def alone(self, scope: str) -> bool:
@@ -192,7 +199,7 @@ class IndexReader:
         keys, chain = Keys(scope), pack(hashes)
         args: list[Arg] = [keys.prefix, chain]
         args += [b"", *(x for pod in pods for x in pod)] if few else [sampled_positions(chain, known.every)]
-        epoch, levels, rows = await self._lookup.run(client, (keys.where, keys.slots), args)
+        epoch, levels, rows = await self._run(client, scope, self._lookup, (keys.where, keys.slots), args)
         if few:
             return {pod: Held(*held) for pod, held in zip(pods, zip(rows[::2], rows[1::2], strict=True), strict=True)}
         matched: dict[tuple[str, int], Held] = {}
@@ -217,7 +224,9 @@ class IndexReader:
             for c in group:
                 args += (c.pod, f"{c.cost_s:.9f}", f"{c.unit_s:.12f}", c.units, int(min(c.age_s, BOOKING_S) * 1000))
         keys = (Keys(scope).pods,)
-        answers = await self._bounded(lambda client: self._reserve.run(client, keys, args), self._timeout_s)
+        answers = await self._bounded(
+            lambda client: self._run(client, scope, self._reserve, keys, args), self._timeout_s
+        )
         reserved = [Reserved(chosen, tuple(booked)) for chosen, *booked in answers]
         for group, answer in zip(groups, reserved, strict=True):
             self._cache.forget(group[answer.chosen].pod)
@@ -228,10 +237,24 @@ class IndexReader:
         keys = Keys(scope)
         names = (keys.resv(pod), keys.resv_tokens(pod))
         self._cache.forget(pod)
-        await self._bounded(lambda client: self._unbook.run(client, names, (request_id,)), self._timeout_s)
+        await self._bounded(
+            lambda client: self._run(client, scope, self._unbook, names, (request_id,)), self._timeout_s
+        )
+
+    async def _run(self, client: Client, scope: str, script: Script, keys: Sequence[str], args: Sequence[Arg]) -> Any:
+        """The script's answer, over the scope's line if there is one. All of these bear repeating."""
+        line = None if self._lines is None else self._lines.get(scope)
+        if line is not None:
+            try:
+                return await line.call(script.packed(keys, args))
+            except NoScriptError:
+                pass  # the client brings it
+            except FAILURES:
+                line.close()  # the client finds out what is wrong
+        return await script.run(client, keys, args)
 
     async def _bounded(self, call: Callable[[Client], Awaitable[_T]], timeout_s: float) -> _T:
-        if self._client is None:
+        if self._client is None or self._lines is None:
             raise IndexUnavailable("no prefix index is configured")
         # Waiting for a slot is not the index's fault, so its time starts after it; the breaker ends the wait when the
         # calls before this one failed.
@@ -241,8 +264,9 @@ class IndexReader:
             try:
                 async with asyncio.timeout(timeout_s):
                     answer = await call(self._client)
-            except (RedisError, OSError) as e:  # asyncio's TimeoutError is an OSError
+            except FAILURES as e:
                 self._breaker.failure()
+                self._lines.drop()
                 raise IndexUnavailable(f"the prefix index does not answer: {type(e).__name__}: {e}") from e
             self._breaker.success()
             return answer

@@ -16,12 +16,13 @@ from itertools import compress
 from pathlib import Path
 from typing import Any
 
+import hiredis
 import redis.asyncio as redis
 from redis.asyncio.cluster import ClusterNode, RedisCluster
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
 from redis.backoff import NoBackoff
-from redis.exceptions import ConnectionError, NoScriptError
+from redis.exceptions import ConnectionError, NoScriptError, RedisClusterException, RedisError
 
 from common.errors import ConfigError
 from common.index_records import Tier
@@ -35,6 +36,9 @@ LEASE_MS = 10_000
 OWN_TTL_S = 60
 INFO_TTL_S = 3_600
 PODS_TTL_S = 86_400
+
+# A server that is away, or does not do what it should; asyncio's TimeoutError is an OSError.
+FAILURES = (RedisError, RedisClusterException, OSError)
 
 Arg = str | bytes | int
 Client = redis.Redis | RedisCluster
@@ -106,6 +110,10 @@ class Script:
         self._text = "".join((directory / f"{name}.lua").read_text("utf-8") for name in names)
         self._sha = hashlib.sha1(self._text.encode(), usedforsecurity=False).hexdigest()
 
+    def packed(self, keys: Sequence[str], args: Sequence[Arg]) -> bytes:
+        """The command that runs it where the server knows it."""
+        return hiredis.pack_command(("EVALSHA", self._sha, len(keys), *keys, *args))
+
     async def run(self, client: Client, keys: Sequence[str], args: Sequence[Arg]) -> Any:
         """The script's answer, bytes undecoded."""
         try:
@@ -128,13 +136,16 @@ class _SentinelRedis(redis.Redis):
             await client.aclose()
 
 
-def connect(url: str, *, timeout_s: float) -> Client:
-    """A client for an IndexUrl whose every wait is bounded by timeout_s. Raises ConfigError.
+def connect(url: str, *, timeout_s: float, patient: bool = False) -> Client:
+    """A client for an IndexUrl whose every wait is bounded by timeout_s; patient: only that for a connection is.
+
+    Raises ConfigError.
 
     It tries once more over a new connection when a pooled one turns out to be closed; all scripts bear repeating.
     """
     parts = IndexUrl.parse(url)
-    waits: dict[str, Any] = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s, "protocol": 2}
+    waits: dict[str, Any] = {"socket_connect_timeout": timeout_s, "protocol": 2}
+    waits["socket_timeout"] = None if patient else timeout_s
     waits["retry"] = Retry(NoBackoff(), 1, supported_errors=(ConnectionError,))
     login: dict[str, Any] = {"username": parts.username, "password": parts.password}
     tls: dict[str, Any] = {} if parts.tls is None else {"ssl": True, **_tls_options(parts.tls)}

@@ -17,10 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from redis.exceptions import RedisError
-
 from common.errors import ConfigError, Unavailable
-from common.index_store import Client, connect
+from common.index_store import FAILURES, Client, connect
 from gateway.admission.keys import ApiKey
 
 KEYS_KEY = "kv:api-keys"  # HASH id -> JSON; within the names that the index's user may touch
@@ -140,7 +138,7 @@ class KeyHash:
 def _redis() -> Iterator[None]:
     try:
         yield
-    except (RedisError, OSError) as e:
+    except FAILURES as e:
         raise Unavailable(f"Redis does not answer: {type(e).__name__}: {e}") from e
 
 

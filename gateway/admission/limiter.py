@@ -18,11 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from redis.exceptions import RedisError
-
 from common.breaker import Breaker
 from common.errors import IndexUnavailable, InvalidRequest, QuotaExceeded, RateLimited
-from common.index_store import Client, Script, connect
+from common.index_store import FAILURES, Client, Script, connect
 from gateway.admission.buckets import Buckets, Taken
 from gateway.admission.caller import Caller
 from gateway.metrics import GatewayMetrics
@@ -164,7 +162,7 @@ class Limiter:
             try:
                 async with asyncio.timeout(self._timeout_s):
                     answer = await call(self._client)
-            except (RedisError, OSError) as e:  # asyncio's TimeoutError is an OSError
+            except FAILURES as e:
                 self._breaker.failure()
                 raise IndexUnavailable(f"Redis does not answer: {type(e).__name__}: {e}") from e
             self._breaker.success()

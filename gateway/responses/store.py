@@ -13,11 +13,10 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 import orjson
-from redis.exceptions import RedisError
 
 from common.breaker import Breaker
 from common.errors import Unavailable
-from common.index_store import Script, connect
+from common.index_store import FAILURES, Script, connect
 from gateway.responses.items import Item
 
 Json = dict[str, Any]
@@ -80,7 +79,7 @@ class ResponseStore:
                 raise ConnectionError("it has not answered lately")
             async with asyncio.timeout(TIMEOUT_S):
                 answer = await call()
-        except (RedisError, OSError) as e:
+        except FAILURES as e:
             self._breaker.failure()
             raise Unavailable(f"kept responses cannot be reached: {type(e).__name__}", retry_after_s=1.0) from e
         self._breaker.success()

@@ -56,7 +56,10 @@ class InFlight:
                     continue
                 seen.add(request_id)
                 pod, other = self._prompts[request_id]
-                found[pod] = max(found.get(pod, 0), _shared(hashes, other, at))
+                best = found.get(pod, 0)
+                # Equal there means that it shares more than the best so far; of those of a burst few do.
+                if best < min(len(hashes), len(other)) and hashes[best] == other[best]:
+                    found[pod] = _shared(hashes, other, max(at, best))
                 if len(seen) == MAX_COMPARED:
                     return found
         return found

@@ -105,15 +105,16 @@ class Plan:
             return None
         prompt, scope, *sides = best
         groups = [options for options in sides if options]
+        settled = not self._policy.shares or all(len(options) == 1 for options in groups) or self._ledger.alone(scope)
+        groups = [options[:1] for options in groups] if settled else groups
         pods = {option.view.address: self._table.pods[option.view.address] for group in groups for option in group}
         placement = self._ledger.place(request_id, *_pair(pods, [group[0] for group in groups]), prompt.hashes)
         candidates = [[_candidate(option, now) for option in options] for options in groups]
         placement.book()
         if not self._shared:
             return placement
-        settled = not self._policy.shares or all(len(options) == 1 for options in groups)
-        if settled or self._ledger.alone(scope):
-            self._ledger.book(scope, request_id, [group[:1] for group in candidates])
+        if settled:
+            self._ledger.book(scope, request_id, candidates)
             return placement
         try:
             answers = await self._ledger.reserve(scope, request_id, candidates)

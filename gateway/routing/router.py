@@ -111,10 +111,10 @@ class Router:
 
     def _show_mode(self) -> None:
         index = self._index()
-        if index is not None and index.available:
-            self._metrics.index_mode("redis")
-        else:
-            self._metrics.index_mode("local" if len(self.approx) else "hash")
+        local = "local" if len(self.approx) else "hash"
+        mode = "redis" if index is not None and index.available else local
+        if mode != self._metrics.mode:
+            self._metrics.index_mode(mode)
 
     # -- what placements share
 

@@ -1,0 +1,159 @@
+"""A connection for the calls that requests wait for: many are on their way at once, and answers come in their order.
+
+redis-py's client takes a connection out of its pool for every call, looks whether it still lives, and guards each write
+and each read by tasks, locks and time limits: several times what the server takes for a look-up. A line takes one
+connection from redis-py, which knows addresses, TLS, users, sentinels and the slots of a cluster, and from then on
+writes and reads.
+
+Lifecycle: connecting -> open -> closed, at the first sign of trouble. A line asks nobody else, tries nothing again and
+knows no time limit; while there is none its user goes by the client, which does all that.
+Invariant: `_waiting` are the calls without an answer, in the order in which they were written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Collection
+from typing import Any
+
+from redis.asyncio.cluster import RedisCluster
+from redis.asyncio.connection import AbstractConnection
+from redis.exceptions import ConnectionError, ResponseError
+
+from common.errors import ConfigError
+from common.index_store import FAILURES, Client, Keys, connect
+
+CONNECT_S = 1.0
+RETRY_S = 1.0  # from the start of a line that ended to that of the next one
+
+_log = logging.getLogger(__name__)
+
+
+class Line:
+    """To the server that keeps one scope; connects from its making on, in the background. clock: seconds."""
+
+    def __init__(self, url: str, scope: str, clock: Callable[[], float]) -> None:
+        self._connection: AbstractConnection | None = None
+        self._waiting: deque[asyncio.Future[Any]] = deque()
+        self._clock = clock
+        self._began = clock()
+        self._task = asyncio.get_running_loop().create_task(self._run(url, scope), name="prefix-index-line")
+
+    @property
+    def open(self) -> bool:
+        """It takes calls."""
+        return self._connection is not None
+
+    @property
+    def over(self) -> bool:
+        """It has ended, and it is time for another one."""
+        return self._task.done() and self._clock() - self._began >= RETRY_S
+
+    async def call(self, packed: bytes) -> Any:
+        """The answer to a packed command. Raises what FAILURES names; after any but a ResponseError it is closed."""
+        if self._connection is None:
+            raise ConnectionError("the line is closed")
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._waiting.append(answer)
+        try:
+            await self._connection.send_packed_command(packed, check_health=False)
+            return await answer
+        finally:
+            if not answer.cancel() and not answer.cancelled():
+                answer.exception()  # it may have come while the command was still being written
+
+    def close(self) -> None:
+        """No more calls; those on their way fail. Idempotent."""
+        self._connection = None
+        self._task.cancel()
+
+    async def closed(self) -> None:
+        """Returns once it has closed."""
+        await asyncio.wait({self._task})
+
+    async def _run(self, url: str, scope: str) -> None:
+        client: Client | None = None
+        try:
+            client = connect(url, timeout_s=CONNECT_S, patient=True)
+            async with asyncio.timeout(CONNECT_S):
+                connection = await _connection(client, scope)
+            self._connection = connection
+            await self._read(connection)
+        except (*FAILURES, ConfigError) as e:
+            _log.info("the line to the prefix index ends: %s: %s", type(e).__name__, e)
+        finally:
+            self._connection = None
+            for answer in self._waiting:
+                if not answer.done():
+                    answer.set_exception(ConnectionError("the line was closed"))
+            self._waiting.clear()
+            if client is not None:
+                await client.aclose()
+
+    async def _read(self, connection: AbstractConnection) -> None:
+        while True:
+            try:
+                answer: Any = await connection.read_response()
+            except ResponseError as e:
+                answer = e
+            if not self._waiting:
+                raise ConnectionError("an answer that nobody asked for")
+            waiting = self._waiting.popleft()
+            if waiting.done():
+                continue  # its caller has gone
+            if isinstance(answer, ResponseError):
+                waiting.set_exception(answer)
+            else:
+                waiting.set_result(answer)
+
+
+async def _connection(client: Client, scope: str) -> AbstractConnection:
+    """Connected; it ends with the client."""
+    connection: AbstractConnection
+    if not isinstance(client, RedisCluster):
+        connection = await client.connection_pool.get_connection()  # type: ignore[no-untyped-call]
+        return connection
+    await client.initialize()
+    node = client.get_node_from_key(Keys(scope).pods)
+    if node is None:
+        raise ConnectionError("no node of the cluster has the scope")
+    connection = node.acquire_connection()
+    await connection.connect()  # type: ignore[no-untyped-call]
+    return connection
+
+
+class Lines:
+    """One line per scope in use."""
+
+    def __init__(self, url: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._url = url
+        self._clock = clock
+        self._lines: dict[str, Line] = {}
+
+    def get(self, scope: str) -> Line | None:
+        """The scope's line if it is open. If there is none, one connects in the background."""
+        line = self._lines.get(scope)
+        if line is None or line.over:
+            line = self._lines[scope] = Line(self._url, scope, self._clock)
+        return line if line.open else None
+
+    def keep(self, scopes: Collection[str]) -> None:
+        """Closes those of other scopes."""
+        for scope in self._lines.keys() - set(scopes):
+            self._lines.pop(scope).close()
+
+    def drop(self) -> None:
+        """Closes all: what is wrong with one server may be wrong with another's address too."""
+        for line in self._lines.values():
+            line.close()
+
+    async def close(self) -> None:
+        """Closes all, and waits for it."""
+        lines, self._lines = list(self._lines.values()), {}
+        for line in lines:
+            line.close()
+        for line in lines:
+            await line.closed()

@@ -1,0 +1,258 @@
+"""The line: answers go to their callers whatever else happens on it, and without it the client answers."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from redis.exceptions import ConnectionError, NoScriptError
+
+from common.block_hash import block_hashes
+from common.breaker import Breaker
+from common.errors import IndexUnavailable
+from common.index_line import Line, Lines
+from common.index_store import FAILURES, Keys, Script, connect
+from common.prefix_index import Candidate, IndexReader, PodIndex, PodLoad, PodRecord, mint_generation
+from common.types import Role
+from common.valkey import EmbeddedValkey
+from tests.gateway_rig import until
+from tests.tcp_proxy import tcp_proxy
+
+SCOPE = "00112233"
+BLOCKS = block_hashes(list(range(1600)), fingerprint=SCOPE * 4, block_size=16)
+UNASKED = block_hashes(list(range(480)), fingerprint=SCOPE * 4, block_size=16, salt="other")
+PODS = [("p", 7)]
+ECHO = "return {KEYS[1], ARGV[1]}"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[str]:
+    valkey = EmbeddedValkey(0, tmp_path_factory.mktemp("valkey"))
+    yield await valkey.start()
+    await valkey.stop()
+
+
+@asynccontextmanager
+async def line(url: str) -> AsyncIterator[Line]:
+    """An open one, and the script that echoes is known."""
+    lines = Lines(url)
+    try:
+        await until(lambda: lines.get(SCOPE) is not None)
+        found = lines.get(SCOPE)
+        assert found is not None
+        yield found
+    finally:
+        await lines.close()
+
+
+def port_of(url: str) -> int:
+    return int(url.rpartition(":")[2].partition("/")[0])
+
+
+async def echo_script(url: str, directory: Path) -> Script:
+    (directory / "echo.lua").write_text(ECHO)
+    async with connect(url, timeout_s=5.0) as client:
+        await client.script_load(ECHO)
+    return Script("echo", directory=directory)
+
+
+async def test_every_caller_gets_its_own_answer_though_others_go_away(server: str, tmp_path: Path) -> None:
+    echo, rng = await echo_script(server, tmp_path), random.Random(1)
+    async with line(server) as found:
+        for _ in range(20):
+            calls = [
+                asyncio.create_task(found.call(echo.packed((f"k{i}",), (b"x" * rng.choice((1, 1_000)) + b"%d" % i,))))
+                for i in range(30)
+            ]
+            await asyncio.sleep(0)
+            gone = rng.sample(range(30), 10)
+            for i in gone:
+                calls[i].cancel()
+            answers = await asyncio.gather(*calls, return_exceptions=True)
+            for i, answer in enumerate(answers):
+                if i in gone:
+                    assert isinstance(answer, asyncio.CancelledError)
+                else:
+                    assert isinstance(answer, list)
+                    assert (answer[0], answer[1].lstrip(b"x")) == (b"k%d" % i, b"%d" % i)
+        assert found.open
+
+
+async def test_an_error_of_one_call_is_its_own(server: str, tmp_path: Path) -> None:
+    echo = await echo_script(server, tmp_path)
+    (tmp_path / "new.lua").write_text("return 1 -- nobody has loaded it")
+    unknown = Script("new", directory=tmp_path)
+    async with line(server) as found:
+        calls = (found.call(s.packed(("k",), ("a",))) for s in (echo, unknown, echo))
+        first, second, third = await asyncio.gather(*calls, return_exceptions=True)
+        assert first == third == [b"k", b"a"]
+        assert isinstance(second, NoScriptError)
+        assert found.open
+
+
+async def test_what_is_on_its_way_fails_at_once_when_the_connection_breaks(server: str, tmp_path: Path) -> None:
+    echo = await echo_script(server, tmp_path)
+    async with tcp_proxy(port_of(server)) as proxy, line(f"redis://127.0.0.1:{proxy.port}") as found:
+        assert await found.call(echo.packed(("k",), ("a",))) == [b"k", b"a"]
+        proxy.silence()
+        calls = [asyncio.create_task(found.call(echo.packed(("k",), ("a",)))) for _ in range(5)]
+        await asyncio.sleep(0.05)
+        assert not any(call.done() for call in calls)
+        proxy.hang_up()
+        for answer in await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 20):
+            assert isinstance(answer, FAILURES)
+        assert not found.open
+        with pytest.raises(ConnectionError):
+            await found.call(echo.packed(("k",), ("a",)))
+        proxy.heal()
+
+
+@asynccontextmanager
+async def pod(url: str) -> AsyncIterator[None]:
+    record = PodRecord("p", 7, "127.0.0.1:5", Role.DECODE, "m", SCOPE, SCOPE * 4, 16, 2048, 99)
+    index = PodIndex(url, record, lambda: BLOCKS, PodLoad)
+    await index.start()
+    try:
+        await until(lambda: index.connected)
+        yield
+    finally:
+        await index.stop()
+
+
+async def has_line(reader: IndexReader) -> bool:
+    """Asked for, so that one connects."""
+    assert await reader.lookup(SCOPE, BLOCKS[: random.randrange(2, 100)], PODS)
+    assert reader._lines is not None
+    return reader._lines.get(SCOPE) is not None
+
+
+async def finds_all(reader: IndexReader) -> None:
+    for length in random.sample(range(1, 101), 20):  # what was asked before is kept for a moment
+        assert await reader.lookup(SCOPE, BLOCKS[:length], PODS) == {"p": length}
+
+
+async def until_line(reader: IndexReader) -> None:
+    async with asyncio.timeout(20):
+        while not await has_line(reader):
+            await asyncio.sleep(0.02)
+
+
+async def test_a_reader_answers_with_a_line_without_one_and_when_it_breaks(server: str) -> None:
+    async with tcp_proxy(port_of(server)) as proxy, connect(server, timeout_s=5.0) as raw, pod(server):
+        reader = IndexReader(f"redis://127.0.0.1:{proxy.port}", timeout_s=5.0)
+        await finds_all(reader)  # while it connects
+        await until_line(reader)
+        await finds_all(reader)
+        await raw.script_flush()
+        await finds_all(reader)
+        for _ in range(3):
+            await raw.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+            await finds_all(reader)
+            await reader.reserve(SCOPE, "r", [[Candidate("p", 0.0, 1.0, 5, 60.0)]])
+            proxy.hang_up()
+            await finds_all(reader)
+            await reader.unbook(SCOPE, "p", "r")
+        await until_line(reader)
+        assert reader.available
+        await reader.close()
+        assert await raw.zcard(Keys(SCOPE).resv("p")) == 0
+
+
+async def test_a_line_to_a_silent_server_costs_time_limits_and_is_given_up(server: str) -> None:
+    async with tcp_proxy(port_of(server)) as proxy, pod(server):
+        now = 100.0
+        reader = IndexReader(
+            f"redis://127.0.0.1:{proxy.port}", timeout_s=0.3, breaker=Breaker(failures=3, clock=lambda: now)
+        )
+        await until_line(reader)
+        proxy.silence()
+        answers = await asyncio.gather(
+            *(reader.lookup(SCOPE, UNASKED[:length], PODS) for length in range(1, 30)), return_exceptions=True
+        )
+        assert all(isinstance(answer, IndexUnavailable) for answer in answers)
+        assert not reader.available
+        proxy.heal()
+        now += 1.0
+        await finds_all(reader)
+        await until_line(reader)
+        await finds_all(reader)
+        await reader.close()
+
+
+async def test_lines_of_scopes_that_are_gone_are_closed(server: str) -> None:
+    lines = Lines(server)
+    await until(lambda: lines.get("a") is not None and lines.get("b") is not None)
+    a, b = lines.get("a"), lines.get("b")
+    assert a is not None
+    assert b is not None
+    lines.keep({"a"})
+    assert (a.open, b.open) == (True, False)
+    await lines.close()
+    assert not a.open
+
+
+# ---- a cluster
+
+
+async def node(directory: Path) -> tuple[EmbeddedValkey, str]:
+    with socket.socket() as bus:
+        bus.bind(("127.0.0.1", 0))
+        bus_port = bus.getsockname()[1]
+    valkey = EmbeddedValkey(0, directory, ["--cluster-enabled", "yes", "--cluster-port", str(bus_port)])
+    return valkey, await valkey.start()
+
+
+async def test_a_line_follows_its_scope_to_another_node_of_a_cluster(tmp_path: Path) -> None:
+    nodes = [await node(tmp_path / name) for name in "ab"]
+    clients: list[Any] = [connect(url, timeout_s=5.0) for _, url in nodes]
+    try:
+        slot = int(await clients[0].execute_command("CLUSTER", "KEYSLOT", Keys(SCOPE).pods))
+        await clients[0].execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
+        bus = (await clients[1].execute_command("CLUSTER", "NODES")).decode().split("@")[1].split()[0].split(",")[0]
+        await clients[0].execute_command("CLUSTER", "MEET", "127.0.0.1", port_of(nodes[1][1]), bus)
+
+        async def all_know() -> bool:
+            texts = [str(await client.execute_command("CLUSTER", "INFO")) for client in clients]
+            return all("cluster_state:ok" in t and "cluster_known_nodes:2" in t for t in texts)
+
+        async with asyncio.timeout(20):
+            while not await all_know():
+                await asyncio.sleep(0.05)
+        url = f"redis+cluster://127.0.0.1:{port_of(nodes[0][1])}"
+        reader = IndexReader(url, timeout_s=5.0)
+        assert await reader.lookup(SCOPE, BLOCKS, PODS) == {"p": 0}
+        await until_line(reader)
+        there = (await clients[1].execute_command("CLUSTER", "MYID")).decode()
+        for client in reversed(clients):
+            await client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", there)
+        async with pod(url):
+            await finds_all(reader)
+            await until_line(reader)
+            before = (await clients[1].info("commandstats"))["cmdstat_evalsha"]["calls"]
+            await asyncio.sleep(1.1)  # no answer is kept for longer
+            await finds_all(reader)
+            assert (await clients[1].info("commandstats"))["cmdstat_evalsha"]["calls"] >= before + 20
+        await reader.close()
+    finally:
+        for client in clients:
+            await client.aclose()
+        for valkey, _ in nodes:
+            await valkey.stop()
+
+
+async def test_a_cluster_that_is_away_is_an_index_that_does_not_answer(unused_tcp_port: int) -> None:
+    url = f"redis+cluster://127.0.0.1:{unused_tcp_port}"
+    reader = IndexReader(url)
+    for _ in range(3):
+        with pytest.raises(IndexUnavailable):
+            await reader.pods()
+    assert not reader.available
+    await reader.close()
+    assert await mint_generation(url, SCOPE, "p") > 0
