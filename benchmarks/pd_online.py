@@ -115,18 +115,25 @@ async def idle(client: Client, shape: str, load: Load) -> dict[str, Any]:
 
 
 async def parts(client: Client, answers: Sequence[Answer]) -> dict[str, dict[str, float]]:
-    """What the pods said of the last of these requests: waiting and computing at prefill, and the exposed hand-off."""
+    """What gateway and pods noted of the last of these requests. queue and compute: at the prefill pod; exposed: of the
+    hand-off. And what else the time to the first token was: admit, at the gateway; reserve, routing and the decode pod;
+    call, to the prefill pod and back; client, from when it was due to the gateway and back.
+    """
     found: dict[str, list[float]] = {}
     await asyncio.sleep(0.1)  # a hand-off's report may come after the last token
     for answer in answers[-TIMELINES:]:
         events = await client.timeline(answer)
-        for name, event, field in (
-            ("queue", "first_token", "queue_s"),
-            ("compute", "first_token", "compute_s"),
-            ("exposed", "handed_off", "exposed_s"),
-        ):
-            if field in events.get(event, {}):
-                found.setdefault(name, []).append(events[event][field])
+        noted: dict[str, float] = {}
+        first = events.get("first_token", {})
+        if "queue_s" in first:
+            inside_s = first["queue_s"] + first["compute_s"]
+            noted |= {"queue": first["queue_s"], "compute": first["compute_s"]}
+            noted |= {"call": first["t"] - events["prefill"]["t"] - inside_s, "client": answer.ttft_s - first["t"]}
+            noted |= {"admit": events["admitted"]["t"], "reserve": events["prefill"]["t"] - events["admitted"]["t"]}
+        if "handed_off" in events:
+            noted["exposed"] = events["handed_off"]["exposed_s"]
+        for name, seconds in noted.items():
+            found.setdefault(name, []).append(seconds)
     return {name: spread(seconds) for name, seconds in found.items()}
 
 

@@ -12,10 +12,11 @@ import threading
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import TypeVar
 
-from common.errors import BatonError, TransferFailed, UnknownTransfer
+from common.errors import BatonError, BlockDamaged, TransferFailed, Unavailable, UnknownTransfer
 from common.types import TransferId
 from kv_transfer.backend import Notification
 from kv_transfer.counters import Drops
@@ -41,6 +42,15 @@ _T = TypeVar("_T")
 _REMEMBERED = 65536
 _TICK_S = 0.01
 _LOOK_S = 0.1
+PATIENCE_S = 0.05  # that a commit waits for its last ranges before it is answered "not yet"
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A commit that is not answered yet."""
+
+    answer: Future[None]
+    until: float
 
 
 @dataclass(slots=True, eq=False)
@@ -52,6 +62,7 @@ class _Entry:
     hold: Hold
     on_ready: Callable[[Commit], None]
     on_failed: Callable[[BatonError], None]
+    waiting: list[_Waiting] = field(default_factory=list)
 
 
 class Incoming:
@@ -140,18 +151,25 @@ class Incoming:
             raise UnknownTransfer(f"transfer {transfer_id} is not expected here")
         entry.machine.open(writer, self._clock())
 
-    def commit(self, transfer_id: TransferId, generation: int, commit: Commit) -> None:
-        """Idempotent. Raises Unavailable while ranges are missing, else UnknownTransfer or TransferFailed: the KV will
-        not be used.
+    def commit(self, transfer_id: TransferId, generation: int, commit: Commit, answer: Future[None]) -> None:
+        """Idempotent. The answer comes once every range is here; Unavailable where one takes longer than PATIENCE_S,
+        else UnknownTransfer or TransferFailed: the KV will not be used.
         """
         entry = self._table.get(transfer_id)
-        if entry is not None:
-            self._apply(entry, entry.machine.commit(generation, commit, self._clock()))
-            if entry.machine.state is not ReceiverState.READY:
-                raise TransferFailed(f"the blocks of transfer {transfer_id} arrived damaged")
-        elif self._committed.get(transfer_id) != generation:
-            self._drops.count("commit_unknown")
-            raise UnknownTransfer(f"transfer {transfer_id} is over")
+        if entry is None:
+            if self._committed.get(transfer_id) == generation:
+                _answer(answer, None)
+            else:
+                self._drops.count("commit_unknown")
+                _answer(answer, UnknownTransfer(f"transfer {transfer_id} is over"))
+            return
+        try:
+            actions = entry.machine.commit(generation, commit, self._clock())
+        except UnknownTransfer as error:
+            _answer(answer, error)
+            return
+        entry.waiting.append(_Waiting(answer, self._clock() + PATIENCE_S))
+        self._apply(entry, actions)
 
     def notified(self, notification: Notification) -> None:
         """A range landed; what does not fit is dropped and counted."""
@@ -207,6 +225,9 @@ class Incoming:
         self._next_tick = now + _TICK_S
         for entry in list(self._table.values()):
             self._apply(entry, entry.machine.tick(now))
+            if entry.waiting and entry.waiting[0].until <= now:
+                missing = f"{entry.machine.missing} blocks of transfer {entry.machine.transfer_id} have not arrived yet"
+                self._answer_all(entry, Unavailable(missing))
         if now < self._next_look:
             return
         self._next_look = now + _LOOK_S
@@ -245,13 +266,22 @@ class Incoming:
                     del self._table[machine.transfer_id]
                     self.received_transfers += 1
                     self.received_blocks += machine.num_blocks
+                    self._answer_all(entry, None)  # first: the writer waits, and what follows here takes a while
                     _tell(entry.on_ready, commit)
                 case Failed(error):
+                    over = f"transfer {machine.transfer_id} is over: {error.message}"
+                    damaged = isinstance(error, BlockDamaged)
+                    self._answer_all(entry, TransferFailed(over) if damaged else UnknownTransfer(over))
                     _tell(entry.on_failed, error)
                 case AskDrain(writer):
                     self._ask_drain(machine.transfer_id, writer)
         if machine.state is ReceiverState.CLOSED:
             self._table.pop(machine.transfer_id, None)
+
+    def _answer_all(self, entry: _Entry, error: BatonError | None) -> None:
+        waiting, entry.waiting = entry.waiting, []
+        for one in waiting:
+            _answer(one.answer, error)
 
     def _mismatch(self, entry: _Entry, commit: Commit) -> str | None:
         blocks = entry.blocks[: entry.machine.num_blocks]
@@ -266,6 +296,12 @@ class Incoming:
         self._committed[transfer_id] = generation
         if len(self._committed) > _REMEMBERED:
             self._committed.popitem(last=False)
+
+
+def _answer(answer: Future[None], error: BatonError | None) -> None:
+    """Unless its caller has gone."""
+    if answer.set_running_or_notify_cancel():
+        answer.set_exception(error) if error is not None else answer.set_result(None)
 
 
 def _tell(callback: Callable[[_T], None], value: _T) -> None:

@@ -11,7 +11,7 @@ from kv_transfer.memory import Hold
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """The sender's last word: every block is delivered and the prompt's first tokens exist.
+    """The sender's last word: every block is on its way and the prompt's first tokens exist.
 
     first_tokens and finish_reasons have one entry per sequence of the request; a reason other than None ends it
     there. checksums: CRC-32 of each pushed block in logical order, or empty.

@@ -110,7 +110,9 @@ class OutgoingTransfer:
         self._owner.push(self, first_block, tuple(blocks), hold)
 
     def finish(self, first_tokens: Sequence[int], finish_reasons: Sequence[FinishReason | None]) -> None:
-        """The last chunk's compute ended with these first tokens; the commit follows once every block is delivered."""
+        """The last chunk's compute ended with these first tokens; the commit follows, and is acknowledged
+        once every block is there.
+        """
         self._owner.finish(self, Commit(tuple(first_tokens), tuple(finish_reasons)), self.delivered_blocks)
 
     def abort(self, reason: str) -> None:
@@ -190,7 +192,9 @@ class Outgoing:
         transfer = OutgoingTransfer(self, target, num_prompt_blocks)
         deadline = self._clock() + deadline_s
         first, most = (max(1, size // self._memory.block_bytes) for size in (self._pieces.first, self._pieces.most))
-        machine = SenderMachine(target, piece_blocks=most, first_blocks=first, deadline=deadline)
+        machine = SenderMachine(
+            target, piece_blocks=most, first_blocks=first, deadline=deadline, ahead=self._pieces.window
+        )
         entry = _Entry(transfer, machine, request_id, lends)
         self._thread.submit(lambda: self._add(entry, num_prompt_blocks))
 
@@ -245,6 +249,7 @@ class Outgoing:
             if piece is not None:
                 posted = True
                 self._post(entry, connection, piece)
+                self._apply(entry, entry.machine.posted())
         return posted
 
     def drain(self, pod: str, transfer_id: TransferId) -> Future[bool]:

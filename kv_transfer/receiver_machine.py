@@ -9,9 +9,9 @@ In DRAINING the request is over but the writer may still write. A range of block
  (a) on its own notification;
  (b) when the same writer answers Drained: at once if all its writes ended well, after the grace if one ended by error;
  (c) after proof that the writer's process ended, and then the grace.
-A commit is acknowledged in READY only: until every range arrived it is stored and answered Unavailable, so that the
-writer goes on polling (a notification leaves only then) and asks again. READY is the end: a release after it, or the
-same commit again, is for the owner of the machines to answer.
+A commit usually comes before the last range. It is stored, and acknowledged in READY only: whoever owns the machine
+answers it then, or after a while with Unavailable, so that the writer asks again. READY is the end: a release after it,
+or the same commit again, is for the owner of the machines to answer.
 
 The grace is GRACE_S seconds in which this machine was ticked: time in which our own transfer thread stood still does
 not count. No deadline ends DRAINING.
@@ -31,7 +31,6 @@ from common.errors import (
     Cancelled,
     DeadlineExceeded,
     TransferFailed,
-    Unavailable,
     UnknownTransfer,
 )
 from common.types import TransferId
@@ -121,6 +120,11 @@ class ReceiverMachine:
         return len(self._held) if self.state is ReceiverState.DRAINING else 0
 
     @property
+    def missing(self) -> int:
+        """Blocks that have not arrived."""
+        return len(self._missing)
+
+    @property
     def awaits_ranges(self) -> bool:
         """The commit is here before the last notification: that is due."""
         return self.state is ReceiverState.OPEN and self._commit is not None and bool(self._missing)
@@ -154,15 +158,13 @@ class ReceiverMachine:
         return [*self._free(beyond), *self._complete()]
 
     def commit(self, generation: int, commit: Commit, now: float) -> list[ReceiverAction]:
-        """Remote; of several the first counts. Raises Unavailable while ranges are missing (the commit is kept), and
-        UnknownTransfer when the transfer is over or another writer's.
+        """Remote; of several the first counts, and it is kept until every range is here. Raises UnknownTransfer when
+        the transfer is over or another writer's.
         """
         if self.state is not ReceiverState.OPEN or not self._is_writer(generation):
             raise UnknownTransfer(f"transfer {self.transfer_id} is {self.state.value}")
         if self._commit is None:
             self._commit = commit
-        if self._missing:
-            raise Unavailable(f"{len(self._missing)} blocks of transfer {self.transfer_id} have not arrived yet")
         return self._complete()
 
     def _complete(self) -> list[ReceiverAction]:

@@ -1,14 +1,16 @@
 """The sending side of one transfer: a pure state machine, told the time, that owns every limit of its side.
 
-    CONNECTING --connected--> OPENING --acknowledged--> OPEN --delivered, finish--> COMMITTING --acknowledged--> DONE
-         |                       |                       |                                  |
-         `-----------------------+-----------------------+--failure, abort, drain, deadline-'
+    CONNECTING --connected--> OPENING --acknowledged--> OPEN --finish--> COMMITTING --acknowledged--> DONE
+         |                       |                       |                       |
+         `-----------------------+-----------------------+-failure, abort, drain-'
                                                          v
                                        STOPPING --every posted piece terminal--> STOPPED
 
-The receiver acknowledges the commit only when every range's notification arrived; until then it answers "not yet", and
-the commit is asked again, soon at first. After RENOTIFY_AFTER such answers a notification counts as lost and one for
-everything goes with each further try: all writes are done by then, so it says the truth.
+The commit is announced when so little is left to post that the call travels while the bytes do. The receiver
+acknowledges it only when every range's notification arrived; after a moment without the last of them it answers "not
+yet", and the commit is asked again. DONE needs the acknowledgement and the end of every piece. After RENOTIFY_AFTER
+such answers to a sender whose writes are all done a notification counts as lost, and one for everything goes with each
+further try, which then says the truth.
 
 Nothing is posted before the receiver acknowledged the open, nor in STOPPING. A piece's source blocks are given back
 (Release of its push) only when every posted piece of the push is terminal, or after proof that the peer's process
@@ -32,7 +34,7 @@ from kv_transfer.messages import Commit
 GRACE_S = 2.0
 OPEN_PATIENCE_S = 3.0  # how long an unreachable receiver may delay the open
 _MAX_TICK_S = 0.25
-RENOTIFY_AFTER = 5
+RENOTIFY_AFTER = 2
 _OPEN_RETRY_S = 0.05
 _COMMIT_RETRY_S = 0.002
 _MAX_RETRY_S = 1.0
@@ -71,7 +73,7 @@ class SendOpen:
 
 @dataclass(frozen=True, slots=True)
 class SendCommit:
-    """Everything is delivered; report by committed() or call_failed()."""
+    """Everything is posted, or about to be; report by committed() or call_failed()."""
 
     commit: Commit
 
@@ -119,11 +121,18 @@ SenderAction = SendOpen | SendCommit | Renotify | Release | Delivered | Done | F
 
 class SenderMachine:
     """One outgoing transfer to `target`; pieces hold at most piece_blocks blocks, the first one of a push first_blocks
-    (None: as many), and each later one up to twice those before it: the first bytes move while more are posted.
+    (None: as many), and each later one up to twice those before it: the first bytes move while more are posted. ahead:
+    pieces that may still be queued when the commit is announced.
     """
 
     def __init__(
-        self, target: KvTarget, *, piece_blocks: int, deadline: float, first_blocks: int | None = None
+        self,
+        target: KvTarget,
+        *,
+        piece_blocks: int,
+        deadline: float,
+        first_blocks: int | None = None,
+        ahead: int = 0,
     ) -> None:
         self.target = target
         self.state = SenderState.CONNECTING
@@ -132,6 +141,7 @@ class SenderMachine:
         self.clean = True
         self._piece_blocks = piece_blocks
         self._first_blocks = first_blocks or piece_blocks
+        self._ahead = ahead
         self._first = target.first_block
         self._end = target.first_block + len(target.blocks)
         self._unpushed = set(range(self._first, self._end))
@@ -141,6 +151,7 @@ class SenderMachine:
         self._pieces = 0
         self._commit: Commit | None = None
         self._calling = False
+        self._acknowledged = False
         self._next_call = 0.0
         self._call_wait = _OPEN_RETRY_S
         self._failed_calls = 0
@@ -165,7 +176,7 @@ class SenderMachine:
         if self.state is not SenderState.OPENING:
             return []
         self.state, self._calling = SenderState.OPEN, False
-        return self._complete()
+        return self.posted()
 
     def push(self, push: int, first: int, blocks: Sequence[int], now: float) -> list[SenderAction]:
         """Local: physical `blocks` hold logical blocks from `first` on; what the receiver has already is skipped."""
@@ -195,12 +206,21 @@ class SenderMachine:
         return []
 
     def next_piece(self) -> Piece | None:
-        """The next piece to post; from now on it counts as posted."""
-        if self.state is not SenderState.OPEN or not self._queue:
+        """The next piece to post; from now on it counts as posted. Call `posted` when that was done."""
+        if self.state not in (SenderState.OPEN, SenderState.COMMITTING) or not self._queue:
             return None
         piece = self._queue.popleft()
         self._posted[piece.number] = piece
         return piece
+
+    def posted(self) -> list[SenderAction]:
+        """What was taken has been given to the backend: the commit may be announced."""
+        if self.state is not SenderState.OPEN or self._commit is None or self._unpushed:
+            return []
+        if len(self._queue) > self._ahead:
+            return []
+        self.state, self._call_wait, self._failed_calls = SenderState.COMMITTING, _COMMIT_RETRY_S, 0
+        return self._call(SendCommit(self._commit))
 
     def piece_ended(self, number: int, error: str | None, now: float) -> list[SenderAction]:
         """A posted piece is terminal."""
@@ -218,21 +238,21 @@ class SenderMachine:
         return actions + self._stop()
 
     def finish(self, commit: Commit, now: float) -> list[SenderAction]:
-        """Local: the prompt's first tokens exist; the commit goes out once all blocks are delivered."""
+        """Local: the prompt's first tokens exist; the commit goes out once few blocks are to be posted."""
         if self._commit is not None and not self.ended:
             return self.fail(InternalError("finish was called twice"), now)
         self._commit = commit
-        return self._complete()
-
-    def _complete(self) -> list[SenderAction]:
-        if self.state is not SenderState.OPEN or self._commit is None or self._unpushed or self._left:
-            return []
-        self.state, self._call_wait, self._failed_calls = SenderState.COMMITTING, _COMMIT_RETRY_S, 0
-        return self._call(SendCommit(self._commit))
+        return self.posted()
 
     def committed(self, now: float) -> list[SenderAction]:
         """The receiver acknowledged the commit."""
         if self.state is not SenderState.COMMITTING:
+            return []
+        self._acknowledged = True
+        return self._complete()
+
+    def _complete(self) -> list[SenderAction]:
+        if self.state is not SenderState.COMMITTING or not self._acknowledged or self._left:
             return []
         self.state = SenderState.DONE
         return [Done()]
@@ -249,8 +269,9 @@ class SenderMachine:
         if self.state is SenderState.OPENING and now - self._opening_since >= OPEN_PATIENCE_S:
             return self.fail(Unavailable(f"{self.target.pod} cannot be reached: {error.message}"), now)
         self._next_call = now + self._call_wait
-        self._call_wait = min(self._call_wait * 2, _MAX_RETRY_S)
-        self._failed_calls += 1
+        if not self._left:  # else not all could have arrived
+            self._call_wait = min(self._call_wait * 2, _MAX_RETRY_S)
+            self._failed_calls += 1
         return []
 
     def fail(self, error: BatonError, now: float) -> list[SenderAction]:
@@ -289,7 +310,7 @@ class SenderMachine:
             return self._call(SendOpen())
         if self.state is SenderState.COMMITTING:
             assert self._commit is not None, "committing without a commit"
-            lost = self._failed_calls >= RENOTIFY_AFTER and self.target.blocks
+            lost = self._failed_calls >= RENOTIFY_AFTER and self.target.blocks and not self._left
             return [*([Renotify()] if lost else []), *self._call(SendCommit(self._commit))]
         return []
 

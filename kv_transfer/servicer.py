@@ -142,7 +142,11 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
             tuple(finish_from_pb(reason) for reason in request.finish_reasons),
             tuple(request.checksums),
         )
-        await self._on_thread(lambda: self._incoming.commit(transfer_id, generation, commit), context)
+        answer: Future[None] = Future()
+        if not self._thread.running:
+            raise Unavailable("this pod is leaving")
+        self._thread.submit(lambda: self._incoming.commit(transfer_id, generation, commit, answer))
+        await self._within(answer, context)
         return transfer_pb2.CommitResponse()
 
     async def Drain(self, request: transfer_pb2.DrainRequest, context: Context) -> transfer_pb2.DrainResponse:

@@ -113,6 +113,7 @@ async def test_blocks_are_delivered_before_the_prompt_is_computed(cluster: Clust
     report = await transfer.done()
     assert 6 <= report.delivered_before_finish <= 8
     assert progress[-1] == 8
+    await until(lambda: bool(incoming.ready))  # the acknowledgement goes first
     assert incoming.ready[0].finish_reasons == (FinishReason.STOP,)
 
 
@@ -322,6 +323,7 @@ async def test_damage_is_found_by_checksums(cluster: Cluster) -> None:
     transfer.push(0, range(4), FakeHold(list(range(4))))
     transfer.finish([1], [None])
     await transfer.done()
+    await until(lambda: bool(incoming.ready))  # the acknowledgement goes first
     assert len(incoming.ready[0].checksums) == 4
     prefill.backend.on_write = lambda _p, _l, _r: WriteFault(corrupt=1)
     incoming = decode.reserve("bad", 0, range(4))
