@@ -28,7 +28,7 @@ from engine.kernels.decode_inputs import HEADER, DecodeInputs, blocks_touched, d
 from engine.layer_kv import LayerKV
 from engine.models.base import Model
 from engine.scheduler import Item
-from engine.speculation.drafter import Drafter, Links, StaticRows, Target
+from engine.speculation.drafter import Drafter, Links, Target
 from engine.speculation.kept import kept
 from engine.upload import pinned, upload
 
@@ -165,7 +165,7 @@ class DecodeStep:
         metadata = self._backend.decode_metadata(
             inputs.kv_slots, inputs.cu_q, inputs.seq_lens, inputs.tables, max_new=query
         )
-        hidden = self._hidden(inputs, metadata, query)
+        hidden, states = self._hidden(inputs, metadata)
         logits = self._model.logits(hidden)
         drafts = None if query == 1 else (inputs.tokens, inputs.offsets)
         tokens, finite = self._sampler.run(logits, inputs.token_slots, inputs.sampled_at, drafts=drafts)
@@ -177,30 +177,27 @@ class DecodeStep:
             self._sampler.accept(
                 tokens, finite, inputs.tokens, inputs.cu_q, inputs.row_slots, self._last_tokens, query=query
             )
-        if self._draft is not None and self._draft.pairs:
-            self._note(self._draft, inputs, results, query)
+        if self._draft is not None and states is not None:
+            self._note(self._draft, states, inputs, results, query)
         return StepOutput(results, logits)
 
-    def _hidden(self, inputs: DecodeInputs, metadata: TritonMetadata, query: int) -> Tensor:
-        """Of all tokens; with the layers of the draft model, if there is one."""
+    def _hidden(self, inputs: DecodeInputs, metadata: TritonMetadata) -> tuple[Tensor, Tensor | None]:
+        """Of all tokens, and their states, if there is a draft model that follows."""
         if self._draft is None or self._draft.lags:
-            return self._model.hidden(inputs.tokens, inputs.positions, self._cache, self._backend, metadata)
-        links: Links | None = None
-        if self._draft.pairs:
-            # A row without tokens begins with one that nobody owns.
-            firsts = inputs.cu_q[:-1].long()
-            behind = (inputs.positions.index_select(0, firsts) - 1).clamp(min=0) // self._block_size
-            links = Links(firsts, inputs.tables.gather(1, behind.long()[:, None]).squeeze(1).long())
-        rows = StaticRows(inputs.kv_slots, inputs.cu_q, inputs.seq_lens, inputs.tables, query)
-        return self._draft.follow(self._target, inputs.tokens, inputs.positions, metadata, rows, rows=None, links=links)
+            return self._model.hidden(inputs.tokens, inputs.positions, self._cache, self._backend, metadata), None
+        # A row without tokens begins with one that nobody owns.
+        firsts = inputs.cu_q[:-1].long()
+        behind = (inputs.positions.index_select(0, firsts) - 1).clamp(min=0) // self._block_size
+        links = Links(firsts, inputs.tables.gather(1, behind.long()[:, None]).squeeze(1).long())
+        return self._draft.follow(self._target, inputs.tokens, inputs.positions, metadata, rows=None, links=links)
 
-    def _note(self, draft: Drafter, inputs: DecodeInputs, sampled: Tensor, query: int) -> None:
+    def _note(self, draft: Drafter, states: Tensor, inputs: DecodeInputs, sampled: Tensor, query: int) -> None:
         """Leaves the states of tokens that count in their blocks, see links.py; of others in nobody's block."""
         size = self._block_size
         counted, final = kept(sampled, inputs.tokens, inputs.offsets, query)
         wanted = (final | (counted & ((inputs.positions + 1) % size == 0))) & (inputs.kv_slots >= 0)
         blocks = (inputs.kv_slots // size).masked_fill(~wanted, self._pad_block).long()
-        draft.note(torch.arange(len(blocks), device=self._device), blocks)
+        draft.note(states, torch.arange(len(blocks), device=self._device), blocks)
 
     def _query(self, items: Sequence[Item]) -> int:
         return self._widest if any(item.drafts for item in items) else 1

@@ -3,7 +3,8 @@
 A step of its own size is some ten launches a layer, and below about 1024 tokens a GPU computes them faster than a host
 queues them (8B shape: 24 to 34 ms for the host, 7 to 23 for an H100). So such a step is padded to a captured number of
 tokens. Its rows, prompts or chunks and sequences that decode beside them, all take the paged kernel, which finds their
-lengths on the device. LM head and sampling stay outside: they depend on who samples.
+lengths on the device. LM head and sampling stay outside: they depend on who samples. The layers of a draft model are
+inside, as in any step: see engine/speculation/drafter.py.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import StepShape
-from engine.attention.triton_backend import TritonAttention
+from engine.attention.triton_backend import TritonAttention, TritonMetadata
 from engine.graphs import Graphs, borrowed
-from engine.layer_kv import LayerKV
+from engine.kv_pool import KVPool
 from engine.models.base import Model
+from engine.speculation.drafter import Drafter, Links, Target
+from engine.speculation.links import links_of
 from engine.upload import upload
 
 SIZES = (32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)  # tokens
@@ -27,13 +30,20 @@ MOST_SCORES = 2 << 20  # new tokens x keys: with more the other kernels' speed i
 
 
 class PromptStep:
-    """most_tokens: of any step; max_blocks: of the longest lease."""
+    """kv: the pool; most_tokens: of any step; max_blocks: of the longest lease. draft: layers of a draft model."""
 
     def __init__(
-        self, model: Model, cache: Sequence[LayerKV], backend: TritonAttention, *, most_tokens: int, max_blocks: int
+        self,
+        model: Model,
+        kv: KVPool,
+        backend: TritonAttention,
+        *,
+        most_tokens: int,
+        max_blocks: int,
+        draft: Drafter | None = None,
     ) -> None:
-        self._model, self._cache, self._backend = model, cache, backend
-        self._block_size, self._device = cache[0].block_size, cache[0].kv.device
+        self._target, self._kv, self._draft = Target(model, kv.layers(), backend), kv, draft
+        self._backend, self._block_size, self._device = backend, kv.layout.block_size, kv.data.device
         self.shapes = tuple(sorted({min(size, most_tokens) for size in SIZES}, reverse=True))
         most = self.shapes[0]
         self._tokens, self._positions, self._rows = self._zeros(most), self._zeros(most), self._zeros(MOST_ROWS)
@@ -41,7 +51,10 @@ class PromptStep:
         self._cu_q = self._zeros(MOST_ROWS + 1, dtype=torch.int32)
         self._seq_lens = self._zeros(MOST_ROWS, dtype=torch.int32)
         self._tables = self._zeros(MOST_ROWS, max_blocks, dtype=torch.int32)
-        self._graphs = Graphs("prompt", self._device, self._compute, keep=borrowed)
+        # Of a draft model: where it writes if it lags, and what it goes on from if it follows.
+        self._draft_slots = self._zeros(most, dtype=torch.int32)
+        self._links = Links(self._zeros(MOST_ROWS), self._zeros(MOST_ROWS))
+        self._graphs = Graphs("prompt", self._device, self._compute, keep=_kept)
 
     def fits(self, shape: StepShape, rows: int) -> bool:
         """The step can run here. rows: tokens whose states are asked for."""
@@ -49,10 +62,14 @@ class PromptStep:
             return False
         return sum(new * (start + new) for start, new in zip(shape.starts, shape.num_new, strict=True)) <= MOST_SCORES
 
-    def run(self, shape: StepShape, tokens: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
-        """What Model.hidden returns for these rows; it belongs to the step, the next one overwrites it.
+    def run(
+        self, shape: StepShape, tokens: Tensor, positions: Tensor, rows: Tensor, prompts: Sequence[int]
+    ) -> tuple[Tensor, Tensor | None]:
+        """What Model.hidden returns for these rows, and the states of all tokens if a draft model follows; both belong
+        to the step, the next one overwrites them.
 
-        tokens, positions: int64 [T] of the step; rows: int64 [R], which of them.
+        tokens, positions: int64 [T] of the step; rows: int64 [R], which of them; prompts: rows of the step that do not
+        decode.
         """
         count, live = len(tokens), len(shape.num_new)
         size = next(size for size in reversed(self.shapes) if size >= count)
@@ -71,8 +88,13 @@ class PromptStep:
         cu_q[: live + 1] = firsts
         seq_lens = np.zeros(MOST_ROWS, dtype=np.int32)
         seq_lens[:live] = ends
-        there_slots, there_cu_q, there_lens, there_tables = upload([slots, cu_q, seq_lens, tables], self._device)
+        draft_slots = np.full(size, -1, dtype=np.int32)
+        draft_slots[:count] = np.where(np.isin(row_of, prompts), slots[:count], -1)
+        there_slots, there_draft, there_cu_q, there_lens, there_tables = upload(
+            [slots, draft_slots, cu_q, seq_lens, tables], self._device
+        )
         self._slots[:size].copy_(there_slots)
+        self._draft_slots[:size].copy_(there_draft)
         self._cu_q.copy_(there_cu_q)
         self._seq_lens.copy_(there_lens)
         self._tables[:live, : tables.shape[1]].copy_(there_tables)
@@ -80,20 +102,33 @@ class PromptStep:
         self._positions[:count].copy_(positions)
         self._rows[: len(rows)].copy_(rows)
         self._rows[len(rows) :].zero_()  # what a larger step left may lie beyond this one's end
-        return self._graphs.run(size)[: len(rows)]
+        if self._draft is not None and not self._draft.lags:
+            for buffer, there in zip(self._links, links_of(shape, self._kv), strict=True):
+                buffer[:live].copy_(there)
+                buffer[live:] = there[0]  # once more what the first row says
+        hidden, states = self._graphs.run(size)
+        return hidden[: len(rows)], None if states is None else states[:count]
 
     def capture(self, shapes: Sequence[int] | None = None) -> None:
         """Records the graphs of all sizes, or of some, the largest first. The model must be capturable."""
         self._graphs.capture(shapes or self.shapes, self._empty)
 
-    def _compute(self, size: int) -> Tensor:
-        """States of MOST_ROWS tokens."""
-        metadata = self._backend.paged_metadata(
-            self._slots[:size], self._cu_q, self._seq_lens, self._tables, max_new=size
-        )
-        return self._model.hidden(
-            self._tokens[:size], self._positions[:size], self._cache, self._backend, metadata, rows=self._rows
-        )
+    def _compute(self, size: int) -> tuple[Tensor, Tensor | None]:
+        """Of MOST_ROWS tokens, and states of all."""
+        model, cache, _ = self._target
+        tokens, positions = self._tokens[:size], self._positions[:size]
+        metadata = self._metadata(self._backend, self._slots[:size])
+        if self._draft is not None and not self._draft.lags:
+            return self._draft.follow(self._target, tokens, positions, metadata, rows=self._rows, links=self._links)
+        hidden = model.hidden(tokens, positions, cache, self._backend, metadata, rows=self._rows)
+        if self._draft is not None:
+            backend = self._draft.backend
+            assert isinstance(backend, TritonAttention)
+            self._draft.fill(tokens, positions, self._metadata(backend, self._draft_slots[:size]))
+        return hidden, None
+
+    def _metadata(self, backend: TritonAttention, slots: Tensor) -> TritonMetadata:
+        return backend.paged_metadata(slots, self._cu_q, self._seq_lens, self._tables, max_new=len(slots))
 
     def _zeros(self, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=self._device)
@@ -101,5 +136,12 @@ class PromptStep:
     def _empty(self, size: int) -> None:
         """A step whose rows have no tokens."""
         self._slots.fill_(-1)
-        for buffer in (self._tokens, self._positions, self._cu_q, self._seq_lens, self._rows):
+        self._draft_slots.fill_(-1)
+        for buffer in (self._tokens, self._positions, self._cu_q, self._seq_lens, self._rows, self._links.firsts):
             buffer.zero_()
+        self._links.before.fill_(self._kv.dummy_block)
+
+
+def _kept(output: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
+    hidden, states = output
+    return borrowed(hidden), None if states is None else borrowed(states)

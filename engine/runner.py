@@ -96,8 +96,7 @@ class Runner:
                 model, self._cache, backend, sampler, self._tables, self._last_tokens,
                 max_rows=max_seqs, drafts=drafts, max_drafts=max_drafts, draft=draft,
             )  # fmt: skip
-            if draft is None:  # whose layers would have to be in the graphs, too
-                self.prompt = PromptStep(model, self._cache, backend, most_tokens=most_tokens, max_blocks=max_blocks)
+            self.prompt = PromptStep(model, kv, backend, most_tokens=most_tokens, max_blocks=max_blocks, draft=draft)
         self.draft_loop: DraftLoop | None = None
         self.draft_graphs: DraftGraphs | None = None
         if draft is not None:
@@ -197,7 +196,7 @@ class Runner:
         counts = np.where(np.array(shape.num_new) == 1 + self._drafts, shape.num_new, 1)
         last = np.repeat(ends - np.cumsum(counts), counts) + np.arange(counts.sum())
         ids, at, sampled = upload([np.zeros(ends[-1], dtype=np.int64), _positions(shape), last], self._device)
-        hidden = self._hidden(shape, ids, at, sampled, every=len(last) == len(ids))
+        hidden, _ = self._hidden(shape, ids, at, sampled, every=len(last) == len(ids))
         self._follow(shape, ids, at, list(range(len(rows))))
         logits = self._model.logits(hidden)
         self._sampling.rehearse(counts, logits, last)
@@ -256,11 +255,12 @@ class Runner:
         )  # fmt: skip
         if unseen:
             ids.index_copy_(0, late, self._last_tokens.index_select(0, late_slots))
+        prompts = [row for row, item in enumerate(items) if not item.decode]
         if self.prompt is not None and self.prompt.fits(shape, len(shown)):
-            hidden = self.prompt.run(shape, ids, positions, shown)
+            hidden, states = self.prompt.run(shape, ids, positions, shown, prompts)
         else:
-            hidden = self._hidden(shape, ids, positions, shown, every=len(last) == len(ids) and not to_score)
-            self._follow(shape, ids, positions, [row for row, item in enumerate(items) if not item.decode])
+            hidden, states = self._hidden(shape, ids, positions, shown, every=len(last) == len(ids) and not to_score)
+            self._follow(shape, ids, positions, prompts)
         scores = self._score(to_score, hidden[len(last) :]) if to_score else []
         hidden = hidden[: len(last)]
         for item, end in zip(items, np.cumsum(counts), strict=True):
@@ -272,7 +272,7 @@ class Runner:
         if not every:
             results.masked_fill_(~torch.isfinite(hidden.float().sum(dim=-1)), -1)
         if not sampling:
-            self._note(shape, results, ids, last_of, counts)
+            self._note(states, shape, results, ids, last_of, counts)
             return results, hidden, np.zeros(0), scores
         logits = self._model.logits(hidden if every else hidden.index_select(0, rows))
         before = None
@@ -284,17 +284,19 @@ class Runner:
             results = drawn
         else:
             results.index_copy_(0, rows, torch.where(results.index_select(0, rows) < 0, -1, drawn))
-        self._note(shape, results, ids, last_of, counts)
+        self._note(states, shape, results, ids, last_of, counts)
         return results, logits, np.cumsum(samples) - 1, scores
 
-    def _hidden(self, shape: StepShape, ids: Tensor, positions: Tensor, rows: Tensor, *, every: bool) -> Tensor:
-        """States of these tokens; every: they are all, in order."""
+    def _hidden(
+        self, shape: StepShape, ids: Tensor, positions: Tensor, rows: Tensor, *, every: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Of these tokens, and states of all where a draft model follows; every: these are all, in order."""
         metadata = self._backend.prepare(shape)
         wanted = None if every else rows
         if self._draft is None or self._draft.lags:
-            return self._model.hidden(ids, positions, self._cache, self._backend, metadata, rows=wanted)
-        links = links_of(shape, self._kv) if self._draft.pairs else None
-        return self._draft.follow(self._target, ids, positions, metadata, shape, rows=wanted, links=links)
+            return self._model.hidden(ids, positions, self._cache, self._backend, metadata, rows=wanted), None
+        links = links_of(shape, self._kv)
+        return self._draft.follow(self._target, ids, positions, metadata, rows=wanted, links=links)
 
     def _follow(self, shape: StepShape, ids: Tensor, positions: Tensor, rows: Sequence[int]) -> None:
         """A draft model that lags computes the tokens of these rows, which are prompts."""
@@ -311,10 +313,18 @@ class Runner:
             )
         self._draft.fill(ids, positions, self._draft.backend.prepare(shape))
 
-    def _note(self, shape: StepShape, sampled: Tensor, ids: Tensor, last_of: np.ndarray, counts: np.ndarray) -> None:
+    def _note(
+        self,
+        states: Tensor | None,
+        shape: StepShape,
+        sampled: Tensor,
+        ids: Tensor,
+        last_of: np.ndarray,
+        counts: np.ndarray,
+    ) -> None:
         """The draft's head leaves the states that it goes on from in their blocks."""
-        if self._draft is not None and self._draft.pairs:
-            note_states(self._draft, shape, sampled, ids, last_of, counts, kv=self._kv, query=1 + self._drafts)
+        if self._draft is not None and states is not None:
+            note_states(self._draft, states, shape, sampled, ids, last_of, counts, kv=self._kv, query=1 + self._drafts)
 
     def _score(self, to_score: Sequence[ToScore], hidden: Tensor) -> list[Scores]:
         """hidden: of the tokens before those that are scored, item after item. Few logits exist at a time."""

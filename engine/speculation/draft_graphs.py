@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from engine.attention.triton_backend import TritonAttention
 from engine.graphs import Graphs
 from engine.sequence import Sequence as EngineSequence
-from engine.speculation.drafter import Drafter, StaticRows
+from engine.speculation.drafter import Drafter
 from engine.speculation.proposer import Drafts
 from engine.upload import pinned
 
@@ -89,7 +90,8 @@ class DraftGraphs:
 
     def _compute(self, rows: int) -> None:
         """Fills the tokens of the first `rows` rows."""
-        size = self._block_size
+        size, backend = self._block_size, self._drafter.backend
+        assert isinstance(backend, TritonAttention)
         header, tables, drawn = self._header[:rows], self._tables[:rows], self._tokens[:rows]
         slots, start = header[:, SLOT].long(), header[:, START]
         # A model that lags computes its last draft as well: it may be right.
@@ -107,8 +109,7 @@ class DraftGraphs:
         offsets = places[:, None].expand(-1, rows).contiguous()
         tokens = header[:, TOKEN].long()
         for place in range(count):
-            static = StaticRows(kv_slots[place], cu_q, seq_lens[place], tables, 1)
-            metadata = static.metadata(self._drafter.backend)
+            metadata = backend.decode_metadata(kv_slots[place], cu_q, seq_lens[place], tables, max_new=1)
             if place == self._drafts:
                 self._drafter.fill(tokens, positions[place], metadata)
                 break

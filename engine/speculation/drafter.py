@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.attention.base import AttentionBackend, StepShape
+from engine.attention.base import AttentionBackend
 from engine.attention.torch_backend import TorchAttention
 from engine.attention.triton_backend import TritonAttention
 from engine.kv_pool import KVPool
@@ -45,21 +45,6 @@ class Target(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class StaticRows:
-    """Arguments of TritonAttention.decode_metadata: rows whose shape is on the device."""
-
-    slots: Tensor
-    cu_q: Tensor
-    seq_lens: Tensor
-    tables: Tensor
-    max_new: int
-
-    def metadata(self, backend: AttentionBackend[Any]) -> Any:
-        assert isinstance(backend, TritonAttention)
-        return backend.decode_metadata(self.slots, self.cu_q, self.seq_lens, self.tables, max_new=self.max_new)
-
-
-@dataclass(frozen=True, slots=True)
 class Links:
     """How the rows of a step continue what was before. firsts: int64 [R], each row's first token of the step; before:
     int64 [R], block of the token before it, any one where there is none.
@@ -70,36 +55,28 @@ class Links:
 
 
 class Drafter(Protocol):
-    """name: in metrics. capturable: see Model. pairs: it needs `Links`, and `note` after each step. lags: it does not
-    follow sequences that decode. backend: attention over its own layers.
+    """name: in metrics. capturable: see Model. backend: attention over its own layers. lags: those are computed by
+    `fill`, of prompts in their steps and of a sequence that decodes once it drafts again; else by `follow`, in every
+    step, and `note` ends each.
     """
 
     name: str
     capturable: bool
-    pairs: bool
     lags: bool
     backend: AttentionBackend[Any]
 
+    def fill(self, tokens: Tensor, positions: Tensor, metadata: Any) -> None:
+        """Keys and values of its layers for tokens that the target has computed. metadata: of backend."""
+
     def follow(
-        self,
-        target: Target,
-        tokens: Tensor,
-        positions: Tensor,
-        metadata: Any,
-        shape: StepShape | StaticRows,
-        *,
-        rows: Tensor | None,
-        links: Links | None,
-    ) -> Tensor:
-        """What target.model.hidden returns, and keys and values of the draft's layers for the same tokens. Not called
-        where it lags.
+        self, target: Target, tokens: Tensor, positions: Tensor, metadata: Any, *, rows: Tensor | None, links: Links
+    ) -> tuple[Tensor, Tensor]:
+        """What target.model.hidden returns, and the states of all tokens [T, hidden]; its layers' keys and values for
+        the same tokens are written.
         """
 
-    def fill(self, tokens: Tensor, positions: Tensor, metadata: Any) -> None:
-        """Keys and values of its layers for tokens that the target has computed, if it lags. metadata: of backend."""
-
-    def note(self, at: Tensor, blocks: Tensor) -> None:
-        """States of the tokens at[C] (int64) of the step that was followed last go to these blocks, int64 [C]."""
+    def note(self, states: Tensor, at: Tensor, blocks: Tensor) -> None:
+        """States of the tokens at[C] (int64) of a step go to these blocks, int64 [C]."""
 
     def first(self, blocks: Tensor) -> Tensor | None:
         """What `step` begins with, for rows whose last token with KV is in these blocks, int64 [R]."""
@@ -114,7 +91,6 @@ class ModelDrafter:
     """
 
     name = "draft_model"
-    pairs = False
     lags = True
 
     def __init__(self, model: Model, shape: ModelShape, vocab: int, kv: KVPool, attention: AttentionKind) -> None:
@@ -125,24 +101,16 @@ class ModelDrafter:
             self._cache, shape.num_heads, shape.windows, kv.dummy_block, scale=shape.scale, softcap=shape.softcap
         )
 
-    def follow(
-        self,
-        target: Target,
-        tokens: Tensor,
-        positions: Tensor,
-        metadata: Any,
-        shape: StepShape | StaticRows,
-        *,
-        rows: Tensor | None,
-        links: Links | None,
-    ) -> Tensor:
-        raise AssertionError("it lags")
-
     def fill(self, tokens: Tensor, positions: Tensor, metadata: Any) -> None:
         self._model.fill(self._known(tokens), positions, self._cache, self.backend, metadata)
 
-    def note(self, at: Tensor, blocks: Tensor) -> None:
-        """It has no states."""
+    def follow(
+        self, target: Target, tokens: Tensor, positions: Tensor, metadata: Any, *, rows: Tensor | None, links: Links
+    ) -> tuple[Tensor, Tensor]:
+        raise AssertionError("it lags")
+
+    def note(self, states: Tensor, at: Tensor, blocks: Tensor) -> None:
+        raise AssertionError("it has no states")
 
     def first(self, blocks: Tensor) -> None:
         return None
@@ -162,7 +130,6 @@ class EagleDrafter:
     """An EAGLE head of a target that is a Decoder."""
 
     name = "eagle"
-    pairs = True
     lags = False
 
     def __init__(self, head: EagleHead, target: Decoder, kv: KVPool, attention: AttentionKind) -> None:
@@ -173,29 +140,21 @@ class EagleDrafter:
         (self._cache,) = kv.layers("draft_")
         self._state = kv.segment_view("draft_state")
         self._dtype = target.embedding.weight.dtype
-        self._states: Tensor | None = None
         self.backend: AttentionBackend[Any] = attention(
             (self._cache,), layer.num_heads, layer.windows, kv.dummy_block, first=1
         )
 
+    def fill(self, tokens: Tensor, positions: Tensor, metadata: Any) -> None:
+        raise AssertionError("it follows")
+
     def follow(
-        self,
-        target: Target,
-        tokens: Tensor,
-        positions: Tensor,
-        metadata: Any,
-        shape: StepShape | StaticRows,
-        *,
-        rows: Tensor | None,
-        links: Links | None,
-    ) -> Tensor:
-        assert links is not None
+        self, target: Target, tokens: Tensor, positions: Tensor, metadata: Any, *, rows: Tensor | None, links: Links
+    ) -> tuple[Tensor, Tensor]:
         hidden, states = self._tapped(target, tokens, positions, metadata, rows)
         before = torch.cat([states[:1], states[:-1]])
         before.index_copy_(0, links.firsts, self.first(links.before))
         self._head.fill(tokens, before, positions, self._cache, target.backend, metadata)
-        self._states = states
-        return hidden
+        return hidden, states
 
     def _tapped(
         self, target: Target, tokens: Tensor, positions: Tensor, metadata: Any, rows: Tensor | None
@@ -220,12 +179,8 @@ class EagleDrafter:
         )
         return hidden[rows] if late and rows is not None else hidden, self._head.fuse(joined)
 
-    def fill(self, tokens: Tensor, positions: Tensor, metadata: Any) -> None:
-        raise AssertionError("it follows")
-
-    def note(self, at: Tensor, blocks: Tensor) -> None:
-        assert self._states is not None
-        self._state.index_copy_(0, blocks, self._states.index_select(0, at).to(self._state.dtype))
+    def note(self, states: Tensor, at: Tensor, blocks: Tensor) -> None:
+        self._state.index_copy_(0, blocks, states.index_select(0, at).to(self._state.dtype))
 
     def first(self, blocks: Tensor) -> Tensor:
         return self._state.index_select(0, blocks).to(self._dtype)

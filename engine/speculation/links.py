@@ -27,6 +27,7 @@ def links_of(shape: StepShape, kv: KVPool) -> Links:
 
 def note_states(
     draft: Drafter,
+    states: Tensor,
     shape: StepShape,
     sampled: Tensor,
     ids: Tensor,
@@ -38,9 +39,9 @@ def note_states(
 ) -> None:
     """Leaves the states of tokens that count in their blocks: of a row's last one, and of every full block's.
 
-    ids: int64 [T], the step's tokens. last_of: int64 [rows], those after which something is sampled, and the last one
-    of a row that samples nothing; sampled: int64 [rows], what follows each; counts: such tokens of each row of the
-    step, at most `query`.
+    states: [T, hidden] of the step's tokens; ids: int64 [T], these. last_of: int64 [rows], those after which something
+    is sampled, and the last one of a row that samples nothing; sampled: int64 [rows], what follows each; counts: such
+    tokens of each row of the step, at most `query`.
     """
     size, ends = kv.layout.block_size, np.cumsum(shape.num_new)
     positions = np.arange(int(ends[-1])) + np.repeat(np.array(shape.starts) - (ends - shape.num_new), shape.num_new)
@@ -57,4 +58,4 @@ def note_states(
         counted, final = kept(sampled, ids.index_select(0, at[: len(last_of)]), there, query)
         here = into[: len(last_of)].masked_fill(~(final | (counted & (full_there > 0))), kv.dummy_block)
         into = torch.cat([here, into[len(last_of) :]])
-    draft.note(at, into)
+    draft.note(states, at, into)

@@ -22,7 +22,7 @@ def hidden(tokens: Tensor, *_: Any, rows: Tensor) -> Tensor:
 def step(most_tokens: int) -> PromptStep:
     kv = KVPool(KVLayout("m", "r", 1, 1, 16, 4, "float32"), 4, torch.device("cpu"))
     model, backend = SimpleNamespace(hidden=hidden), SimpleNamespace(paged_metadata=lambda *_, **__: None)
-    return PromptStep(model, kv.layers(), backend, most_tokens=most_tokens, max_blocks=300)  # type: ignore[arg-type]
+    return PromptStep(model, kv, backend, most_tokens=most_tokens, max_blocks=300)  # type: ignore[arg-type]
 
 
 def shape(*rows: tuple[int, int]) -> StepShape:
@@ -52,8 +52,9 @@ def test_a_small_step_after_a_large_one_has_no_rows_of_that() -> None:
     for rows, wanted in (([(0, 500), (0, 400)], [499, 899]), ([(0, 20)], [19]), ([(0, 300)], [299])):
         count = sum(new for _, new in rows)
         tokens = torch.arange(count) + 7
-        states = some.run(
+        hidden_of, states = some.run(
             StepShape([start for start, _ in rows], [new for _, new in rows], [[0] * 200] * len(rows)),
-            tokens, torch.arange(count), torch.tensor(wanted),
+            tokens, torch.arange(count), torch.tensor(wanted), list(range(len(rows))),
         )  # fmt: skip
-        assert states.tolist() == [at + 7 for at in wanted]
+        assert hidden_of.tolist() == [at + 7 for at in wanted]
+        assert states is None
