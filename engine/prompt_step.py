@@ -103,9 +103,10 @@ class PromptStep:
         self._rows[: len(rows)].copy_(rows)
         self._rows[len(rows) :].zero_()  # what a larger step left may lie beyond this one's end
         if self._draft is not None and not self._draft.lags:
-            for buffer, there in zip(self._links, links_of(shape, self._kv), strict=True):
+            links = links_of(shape, self._kv)
+            for buffer, there in ((self._links.firsts, links.firsts), (self._links.before, links.before)):
                 buffer[:live].copy_(there)
-                buffer[live:] = there[0]  # once more what the first row says
+                buffer[live:].copy_(there[:1].expand(MOST_ROWS - live))  # once more what the first row says
         hidden, states = self._graphs.run(size)
         return hidden[: len(rows)], None if states is None else states[:count]
 
