@@ -22,7 +22,8 @@ log = logging.getLogger(__name__)
 
 PATIENCE = 2  # empty proposals in a row after which a sequence no longer makes steps wait
 LAG = 64  # tokens that a draft model may be behind while nobody drafts: until then they are not published
-LOOK_EVERY = 8  # steps after which those sequences are asked again
+LOOK_EVERY = 8  # steps after which those sequences are asked again, at first; it doubles each time they have nothing
+MOST_DOUBLED = 3
 
 
 class Speculator:
@@ -76,12 +77,14 @@ class Speculator:
         decoding = [seq for seq in seqs if seq.decoding and not seq.hand_off]
         if any(seq.lagging >= LAG for seq in decoding):
             return True
-        look = self._steps % LOOK_EVERY == 0
         limits = self._limits(decoding)
-        return any(
-            limit and (look or (seq.drafting is not None and seq.drafting.barren < PATIENCE))
-            for seq, limit in zip(decoding, limits, strict=True)
-        )
+        return any(limit and self._look(seq) for seq, limit in zip(decoding, limits, strict=True))
+
+    def _look(self, seq: EngineSequence) -> bool:
+        """A step may wait to learn whether there are drafts for the sequence. All who look do so in the same steps."""
+        assert seq.drafting is not None
+        doubled = min(seq.drafting.barren - PATIENCE, MOST_DOUBLED)
+        return doubled < 0 or self._steps % (LOOK_EVERY << doubled) == 0
 
     def verified(self, seq: EngineSequence, drafts: int, accepted: int) -> None:
         """A step has tested the sequence's drafts."""
