@@ -30,8 +30,7 @@ EXTRA_BLOCKS = 2  # of a pool, see KVPool
 class MemoryUse:
     """Bytes on one device. total, others: the card, and what other processes and the driver hold; share: of total that
     this process may take; weights: with all that the engine keeps beside them; activations: of the largest step, at its
-    peak; kernels: what the driver took for them when they first ran (code, and local memory for as many threads as the
-    card holds at once); graphs: captured ones.
+    peak; graphs: captured ones.
     """
 
     total: int
@@ -39,20 +38,18 @@ class MemoryUse:
     share: float
     weights: int
     activations: int
-    kernels: int
     graphs: int
 
     @property
     def available(self) -> int:
         """For the KV pool; negative when nothing is left."""
-        own = self.weights + self.activations + self.kernels + self.graphs
+        own = self.weights + self.activations + self.graphs
         return min(int(self.total * self.share), self.total - self.others - SLACK) - own
 
     def explain(self) -> str:
         parts = {
             "weights and buffers": self.weights,
             "activations of the largest step": self.activations,
-            "kernels": self.kernels,
             "CUDA graphs": self.graphs,
             "other processes and the driver": self.others,
         }
@@ -75,20 +72,19 @@ def measure(
     torch.cuda.synchronize(device)
     weights = torch.cuda.memory_allocated(device) - trial.data.nbytes
     torch.cuda.reset_peak_memory_stats(device)
-    others = _elsewhere(device)
     runner.rehearse(step, 0)
     torch.cuda.synchronize(device)
     activations = torch.cuda.max_memory_allocated(device) - trial.data.nbytes - weights
-    kernels = max(0, _elsewhere(device) - others)
     captured = _graphs(runner, device) if graphs else 0
     del runner, trial
+    free = _free(device)
+    total = torch.cuda.mem_get_info(device)[1]
     return MemoryUse(
-        total=torch.cuda.mem_get_info(device)[1],
-        others=max(0, _elsewhere(device) - kernels),
+        total=total,
+        others=total - free - torch.cuda.memory_reserved(device),
         share=share,
         weights=weights,
         activations=activations,
-        kernels=kernels,
         graphs=captured,
     )
 
@@ -131,12 +127,6 @@ def _free(device: torch.device) -> int:
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)[0]
-
-
-def _elsewhere(device: torch.device) -> int:
-    """Bytes of the card that are in use, though not by torch's allocator in this process."""
-    free = _free(device)
-    return torch.cuda.mem_get_info(device)[1] - free - torch.cuda.memory_reserved(device)
 
 
 def _gib(size: int) -> str:

@@ -15,21 +15,19 @@ from engine.warm_up import compiled_steps, largest_step, planned_steps
 
 GIB = 1 << 30
 LAYOUT = KVLayout("m", "r", 32, 8, 128, 16, "bfloat16")  # 2 MiB a block
-H100 = MemoryUse(
-    total=79 * GIB, others=GIB, share=0.9, weights=15 * GIB, activations=GIB // 2, kernels=GIB // 8, graphs=GIB // 4
-)
+H100 = MemoryUse(total=79 * GIB, others=GIB, share=0.9, weights=15 * GIB, activations=GIB // 2, graphs=GIB // 4)
 
 
 def test_the_pool_gets_what_is_left_of_the_share() -> None:
     blocks = blocks_that_fit(H100, LAYOUT)
-    taken = (blocks + EXTRA_BLOCKS) * LAYOUT.block_bytes + H100.weights + H100.activations + H100.kernels + H100.graphs
+    taken = (blocks + EXTRA_BLOCKS) * LAYOUT.block_bytes + H100.weights + H100.activations + H100.graphs
     assert 0 <= int(H100.total * 0.9) - taken < LAYOUT.block_bytes
 
 
 def test_a_second_process_takes_only_what_the_first_left() -> None:
     second = replace(H100, others=50 * GIB)
     taken = (blocks_that_fit(second, LAYOUT) + EXTRA_BLOCKS) * LAYOUT.block_bytes + second.weights
-    assert taken + second.activations + second.kernels + second.graphs <= 29 * GIB - SLACK
+    assert taken + second.activations + second.graphs <= 29 * GIB - SLACK
     each = replace(H100, share=0.45)
     assert blocks_that_fit(each, LAYOUT) == blocks_that_fit(replace(each, others=36 * GIB), LAYOUT)
 
@@ -39,7 +37,7 @@ def test_no_room_is_an_error_that_says_who_has_it(change: dict[str, float]) -> N
     with pytest.raises(ConfigError) as refused:
         blocks_that_fit(replace(H100, **change), LAYOUT)
     assert refused.value.field == "gpu_memory_utilization"
-    for part in ("weights", "activations", "kernels", "graphs", "other processes", "79.00 GiB"):
+    for part in ("weights", "activations", "graphs", "other processes", "79.00 GiB"):
         assert part in refused.value.message
 
 
