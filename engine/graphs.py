@@ -10,6 +10,7 @@ import contextlib
 import gc
 import logging
 import time
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -28,6 +29,9 @@ TYPES = {torch.float32: "<f4", torch.float16: "<f2", torch.bfloat16: "<i2"}  # N
 class Graphs(Generic[Shape, Output]):
     """compute: queues the computation of a shape, from static buffers; keep: its output without the memory's ownership
     (see `borrowed`), so that the next, smaller graph may use what this one needed.
+
+    compute is a method of our owner, which is not kept alive: in a cycle it would hold an engine's memory until garbage
+    is collected, and an engine is frozen (`gc.freeze`).
     """
 
     def __init__(
@@ -38,10 +42,16 @@ class Graphs(Generic[Shape, Output]):
         *,
         keep: Callable[[Output], Output],
     ) -> None:
-        self._name, self._device, self._compute, self._keep = name, device, compute, keep
+        self._name, self._device, self._keep = name, device, keep
+        self._method = weakref.WeakMethod(compute)
         self._pool: Any = None  # the graphs' memory and the stream they are captured on, once there is one
         self._stream: torch.cuda.Stream | None = None
         self._graphs: dict[Shape, tuple[torch.cuda.CUDAGraph, Output]] = {}
+
+    def _compute(self, shape: Shape) -> Output:
+        compute = self._method()
+        assert compute is not None
+        return compute(shape)
 
     def run(self, shape: Shape) -> Output:
         """Queues what the static buffers hold."""

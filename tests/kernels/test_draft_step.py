@@ -4,6 +4,8 @@ token changes, and the same drafts are made.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -85,6 +87,18 @@ def test_static_steps_make_the_drafts_of_plain_ones(kind: str, device: torch.dev
         found.append((answers, stats.proposed_at, stats.accepted_at))
     assert found[0] == found[1]
     assert sum(found[0][1]) > 0
+
+
+def test_memory_is_free_when_the_last_reference_is_gone(device: torch.device) -> None:
+    """An engine on a GPU is frozen, and its garbage would never be collected."""
+    gc.disable()
+    try:
+        rig = Rig(device, fused=True, overlap=True, draft=KINDS["draft_model"])
+        there = [weakref.ref(rig.runner), weakref.ref(rig.runner.draft_graphs), weakref.ref(rig.runner.decode)]
+        del rig
+        assert [ref() for ref in there] == [None, None, None]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the interpreter is slow")

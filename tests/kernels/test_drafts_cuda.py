@@ -103,14 +103,14 @@ def test_rejection_sampling_of_greedy_requests_changes_nothing(
     assert 0 < llm.engine.speculator.stats.accepted < llm.engine.speculator.stats.proposed
 
 
-def test_memory_is_sized_with_the_draft(target_dir: Path, drafting: dict[str, Any]) -> None:
+@pytest.mark.parametrize("proposer", ["draft_model", "eagle3"])
+def test_memory_is_sized_with_the_draft(proposer: str, target_dir: Path, drafting: dict[str, Any]) -> None:
     """bfloat16, the pool from what is left, and e4m3 keys and values."""
-    for proposer in ("draft_model", "eagle3"):
-        llm = make(
-            target_dir, **drafting[proposer], dtype="bfloat16", kv_dtype="fp8_e4m3", block_size=64, num_blocks=0,
-            gpu_memory_utilization=0.05,
-        )  # fmt: skip
-        answers = llm.generate(*load(), ignore_eos=True, show_progress=False)
-        assert all(answer.error is None for answer in answers)
-        assert llm.engine.speculator is not None
-        assert llm.engine.speculator.stats.failures == 0
+    llm = make(
+        target_dir, **drafting[proposer], dtype="bfloat16", kv_dtype="fp8_e4m3", block_size=64, num_blocks=0,
+        gpu_memory_utilization=0.05,
+    )  # fmt: skip
+    answers = llm.generate(*load(), ignore_eos=True, show_progress=False)
+    assert all(answer.error is None for answer in answers)
+    assert llm.engine.speculator is not None
+    assert llm.engine.speculator.stats.failures == 0

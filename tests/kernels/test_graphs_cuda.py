@@ -17,6 +17,7 @@ from engine.llm import LLM
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 VOCAB = 512
+DRIVER = 4 << 30  # beside the share: context, code, and local memory of float32 kernels for all threads of the card
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +119,7 @@ def test_the_pool_takes_what_is_left_of_its_share(model_dir: Path) -> None:
     llm = make(model_dir, num_blocks=0, gpu_memory_utilization=share)
     taken = free - torch.cuda.mem_get_info()[0]
     assert 0.15 * total < llm.engine.kv.data.nbytes < share * total
-    assert taken < share * total + (1 << 30)
+    assert taken < share * total + DRIVER
     del llm
     with pytest.raises(ConfigError) as refused:
         make(model_dir, num_blocks=0, gpu_memory_utilization=1e-4)
