@@ -20,6 +20,7 @@ from simulator.slo import Slo
 
 DEFAULT_RATES = "h100-8b"
 DEFAULT_REQUESTS = 1500
+BURSTS = 0.1  # share of requests that come with another one, from which on that is said
 SHORT_S = 60.0  # a replay shorter than this says little about a steady state
 
 
@@ -75,11 +76,18 @@ def run(
 def assumptions(recorded: Trace, used: Trace, slo: Slo, rates: Rates, gpus: int | None) -> list[str]:
     """What the figures rest on, a sentence each."""
     pool, count = rates.pool_blocks(used.block_size), len(used.requests)
+    moments = len({request.arrival_s for request in used.requests})
+    together = (
+        [f"The {count} requests come at {moments} moments: what was recorded as one burst stays one at any speed."]
+        if moments <= count * (1 - BURSTS)
+        else []
+    )
     return [
         f"Trace {recorded.name}: the first {count} of {len(recorded.requests)} requests, "
         f"{used.prompt_tokens / count:.0f} prompt and {used.output_tokens / count:.0f} output tokens in the mean, "
         f"recorded at {used.rate:.2f} requests/s, sped up or slowed down; caches start empty. "
         f"An unlimited cache would supply {used.ideal_hit_rate():.1%} of the prompt tokens.",
+        *together,
         f"A request is good with its first token within {slo.ttft_s:g} s and its tokens {slo.itl_s * 1e3:g} ms apart "
         f"in the mean, the gap of the hand-off included; goodput is the rate at which {slo.attainment:.0%} are good. A "
         "refused request (no decode pod has room) is not.",

@@ -261,6 +261,18 @@ def test_the_command_prints_json(trace: Trace, tmp_path: Path, capsys: pytest.Ca
     assert said["assumptions"]
 
 
+@pytest.mark.parametrize("together", [1, 4])
+def test_the_command_takes_azures_format_and_says_that_bursts_stay(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], together: int
+) -> None:
+    times = (f"2023-11-16 18:{i // together:02d}:03.5,{1500 + i},8" for i in range(40))
+    path = str(written(tmp_path, "azure.csv", "\r\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *times])))
+    assert run(**asked(trace=path, slo="ttft=1s,itl=50ms", gpus="2", chunks="2048", requests="40", as_json=True)) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["best"]["at_goodput"]["hit_rate"] == 0.0
+    assert any(f"come at {40 // together} moments" in note for note in said["assumptions"]) == (together > 1)
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
