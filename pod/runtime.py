@@ -15,22 +15,20 @@ import functools
 import logging
 import os
 import sys
-import time
 from collections.abc import Callable, Sequence
 from importlib import metadata
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 
 from common.auth import Signer
 from common.config import PodConfig
-from common.errors import BatonError, ConfigError, InternalError, Overloaded, Unavailable
+from common.errors import InternalError, Overloaded, Unavailable
 from common.grammar import CompiledGrammar
 from common.lifecycle import Lifecycle, State, host_boot_id
-from common.models import resolve_model, served_name
+from common.models import served_name
 from common.pb import control_pb2_grpc, embedding_pb2_grpc, transfer_pb2, transfer_pb2_grpc
-from common.prefix_index import IndexReader, PodIndex, PodLoad, PodRecord, Tier, mint_generation
+from common.prefix_index import IndexReader, PodIndex, PodLoad, PodRecord, mint_generation
 from common.rpc import RpcServer, trace_of
 from common.telemetry import MetricsServer
 from common.trace_context import TraceContext
@@ -38,7 +36,6 @@ from common.tracing import Tracer
 from common.types import Role, SamplingParams, ValidRequest
 from common.wire import PROTOCOL_VERSION, counts_to_pb, layout_to_pb, load_to_pb, role_to_pb
 from engine.block_pool import Hold
-from engine.config import EngineConfig
 from engine.engine import Engine, StepResult
 from engine.loop import EngineLoop
 from engine.speculation.stats import SpeculationStats
@@ -50,9 +47,11 @@ from kv_transfer.nixl_backend import NixlBackend
 from kv_transfer.node import TransferNode
 from kv_transfer.pairs import pair_to_pb
 from pod.activity import activity_to_pb
+from pod.cache_news import CacheNews
 from pod.checks import Limits
 from pod.control import ControlServicer
 from pod.embedder import Embedder
+from pod.engine_config import engine_config
 from pod.gpu import SWITCH_S, require_shared_memory
 from pod.gpu_driver import add_gpu_metrics, gpu_of
 from pod.host_metrics import add_host_metrics
@@ -60,65 +59,18 @@ from pod.identity import require_free_name
 from pod.metrics import PodMetrics
 from pod.peers import PeerWatch
 from pod.rates import PodRates
-from pod.watch import QuarantineWatch
+from pod.service import PodService
+from pod.watch import PodWatch
 
 _log = logging.getLogger(__name__)
 
-WATCH_PERIOD_S = 1.0
 STOP_GRACE_S = 2.0
-EXIT_QUARANTINED, EXIT_BROKEN = 3, 4
 
 BackendFactory = Callable[[PodConfig], Backend]
 BACKENDS: dict[str, BackendFactory] = {
     "nixl": lambda config: NixlBackend(config.net_devices),
     "loopback": lambda _: LoopbackBackend(LoopbackFabric()),  # alone on its fabric: only an aggregated pod can use it
 }
-
-
-class PodService(Protocol):
-    """What a pod needs of the role it plays. on_step runs on the engine thread, everything else on the event loop."""
-
-    full_name: str
-
-    def register(self, server: grpc.aio.Server) -> None: ...
-
-    def on_step(self, result: StepResult) -> None: ...
-
-    @property
-    def active(self) -> int: ...
-
-    @property
-    def sequences(self) -> int: ...
-
-    @property
-    def queued_tokens(self) -> int: ...
-
-    async def idle(self) -> None: ...
-
-    def abort_all(self, error: BatonError) -> None: ...
-
-
-class CacheNews:
-    """Passes what the prefix cache gained and lost to the index, once there is one. Called under the pool's lock."""
-
-    def __init__(self) -> None:
-        self.index: PodIndex | None = None
-
-    def stored(self, hashes: list[bytes]) -> None:
-        if self.index is not None:
-            self.index.stored(hashes)
-
-    def evicted(self, hashes: list[bytes]) -> None:
-        if self.index is not None:
-            self.index.evicted(hashes)
-
-    def host_stored(self, hashes: list[bytes]) -> None:
-        if self.index is not None:
-            self.index.stored(hashes, Tier.HOST)
-
-    def host_evicted(self, hashes: list[bytes]) -> None:
-        if self.index is not None:
-            self.index.evicted(hashes, Tier.HOST)
 
 
 class PodRuntime:
@@ -189,8 +141,11 @@ class PodRuntime:
         self._index: PodIndex | None = None
         self._peers: PeerWatch | None = None
         self._metrics_server: MetricsServer | None = None
-        self._watch: asyncio.Task[None] | None = None
-        self._intact = True
+        self._watch = PodWatch(
+            engine.pool, self.loop, self.node,
+            idle=lambda: self._service is not None and not self._service.active,
+            damaged=self._damaged, leave=self._leave,
+        )  # fmt: skip
         self.rates = PodRates(engine.scheduler.config.token_budget)
         self.exit_code = 0
         self.tracer = Tracer.open(config.traces, service=config.role.value, instance=self.name)
@@ -238,7 +193,7 @@ class PodRuntime:
             self._metrics_server = self.metrics.base.start_metrics_server(self.config.metrics_port, self.config.host)
         if self.config.redis:
             await self._join(self.config.redis)
-        self._watch = asyncio.get_running_loop().create_task(self._watch_forever())
+        self._watch.start()
         self.lifecycle.ready()
         self._server.set_serving(True)
         _log.info("%s pod %s serves %s on %s", self.config.role, self.name, self.served_name, self.address)
@@ -296,6 +251,19 @@ class PodRuntime:
         if self.exit_code:
             raise SystemExit(self.exit_code)
 
+    def _damaged(self) -> None:
+        self.metrics.intact.set(0)
+        self._server.set_serving(False)
+
+    def _leave(self, exit_code: int, reason: str) -> None:
+        """Only a new process can help: drains and ends this one, unless it is about to end anyway."""
+        if self.lifecycle.draining:
+            return
+        _log.error("leaving: %s", reason)
+        self.exit_code = exit_code
+        self._server.set_serving(False)
+        self.lifecycle.begin_drain(reason)
+
     async def _drain(self) -> None:
         """Leaves the index, refuses new work, waits for what runs and what peers still read or write."""
         self._server.set_serving(False)
@@ -307,9 +275,7 @@ class PodRuntime:
 
     async def stop(self) -> None:
         """Ends what still runs and frees everything. Idempotent."""
-        if self._watch is not None:
-            self._watch.cancel()
-            await asyncio.wait([self._watch])
+        await self._watch.stop()
         for part in (self._peers, self._index):
             if part is not None:
                 await part.stop()
@@ -349,7 +315,7 @@ class PodRuntime:
         """Raises Unavailable unless the pod takes new work."""
         if self.lifecycle.state is not State.READY:
             raise Unavailable(f"pod {self.name} is {self.lifecycle.state.name.lower()}")
-        if not self._intact:
+        if not self._watch.intact:
             raise Unavailable(f"pod {self.name} found its KV pool inconsistent")
 
     def _check_embedding(self, request: ValidRequest, queued_tokens: int, deadline_s: float) -> None:
@@ -392,7 +358,7 @@ class PodRuntime:
             vocab_size=self.engine.vocab_size,
             pid=os.getpid(),
             boot_id=host_boot_id(),
-            ready=state is State.READY and self._intact,
+            ready=state is State.READY and self._watch.intact,
             draining=state is State.DRAINING,
             version=metadata.version("baton-serving"),
             blocks=counts_to_pb(self.engine.pool.counts()),
@@ -461,88 +427,3 @@ class PodRuntime:
         prompt = result.num_prompt_tokens + result.num_recomputed_tokens
         self.rates.step(prompt, result.num_decode_tokens, result.seconds)
         self.metrics.step(result)
-
-    # -- watch --------------------------------------------------------------------------------------------------------
-
-    async def _watch_forever(self) -> None:
-        quarantine = QuarantineWatch()
-        while True:
-            await asyncio.sleep(WATCH_PERIOD_S)
-            for check in (self._check_threads, self._check_pool, lambda: self._check_quarantine(quarantine)):
-                try:
-                    check()
-                except Exception:
-                    _log.exception("a check of the pod failed")
-
-    def _check_threads(self) -> None:
-        if not (self.loop.alive and self.node.alive):
-            self._leave(EXIT_BROKEN, f"the {'transfer' if self.loop.alive else 'engine'} thread has ended")
-
-    def _check_quarantine(self, quarantine: QuarantineWatch) -> None:
-        counts = self.engine.pool.counts()
-        if quarantine.overdue(counts, time.monotonic()):
-            self._leave(EXIT_QUARANTINED, f"{counts.quarantined} of {counts.total} blocks stay quarantined")
-
-    def _leave(self, exit_code: int, reason: str) -> None:
-        """Only a new process can help: drains and ends this one, unless it is about to end anyway."""
-        if self.lifecycle.draining:
-            return
-        _log.error("leaving: %s", reason)
-        self.exit_code = exit_code
-        self._server.set_serving(False)
-        self.lifecycle.begin_drain(reason)
-
-    def _check_pool(self) -> None:
-        if self._service is None or self._service.active or not self._intact:
-            return
-        try:
-            self.engine.pool.check()
-        except InternalError:
-            _log.exception("the KV pool is inconsistent: taking no more work")
-            self._intact = False
-            self.metrics.intact.set(0)
-            self._server.set_serving(False)
-
-
-def _draft_dir(config: PodConfig) -> Path | None:
-    """The directory of the draft model, which may have a known name, or of the EAGLE head."""
-    name = config.speculation_model
-    if name is None:
-        return None
-    try:
-        if config.speculation == "draft_model":
-            return resolve_model(name, tokenizer=False, weights=config.load_format == "auto", say=_log.info)
-    except ConfigError as error:
-        raise ConfigError(error.message, field="speculation_model") from error
-    return Path(name).resolve()
-
-
-def engine_config(config: PodConfig) -> EngineConfig:
-    """The engine's part of a pod's configuration. Decode pods compute what prompts they do in small pieces."""
-    made = EngineConfig(
-        model_dir=resolve_model(config.model, tokenizer=False, weights=config.load_format == "auto", say=_log.info),
-        device=config.device,
-        dtype=config.dtype,
-        kv_dtype=config.kv_dtype,
-        load_format=config.load_format,
-        weights_seed=config.weights_seed,
-        block_size=config.block_size,
-        kv_memory=config.kv_memory,
-        host_cache=config.host_cache,
-        checksums=config.checksums,
-        gpu_memory_utilization=config.gpu_memory_utilization,
-        max_model_len=config.max_model_len,
-        token_budget=config.chunk_tokens,
-        max_seqs=config.max_seqs,
-        cuda_graphs=config.cuda_graphs,
-        overlap=config.overlap,
-        speculation=config.speculation,
-        speculation_model=_draft_dir(config),
-        speculation_tokens=config.speculation_tokens,
-        speculation_accept=config.speculation_accept,
-        threads=config.threads,
-    )
-    if config.role is not Role.DECODE:
-        return made
-    local = config.local_chunk_tokens or (256 if made.resolve_device().type == "cuda" else 64)
-    return dataclasses.replace(made, mixed_tokens=local)

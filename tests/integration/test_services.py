@@ -463,16 +463,17 @@ class TestLife:
     async def test_an_inconsistent_pool_takes_the_pod_out_of_service(
         self, model_dir: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("pod.runtime.WATCH_PERIOD_S", 0.02)
+        monkeypatch.setattr("pod.watch.WATCH_PERIOD_S", 0.02)
         async with Cluster.start(model_dir, check=False) as cluster:
             runtime = cluster.decode.runtime
-            check = runtime._check_pool
+            watch = runtime._watch
+            check = watch._check_pool
 
             def fails_once() -> None:
-                monkeypatch.setattr(runtime, "_check_pool", check)
+                monkeypatch.setattr(watch, "_check_pool", check)
                 raise RuntimeError("the watch goes on")
 
-            monkeypatch.setattr(runtime, "_check_pool", fails_once)
+            monkeypatch.setattr(watch, "_check_pool", fails_once)
             runtime.engine.pool._ledger.free.append(0)
             await until(lambda: not cluster.decode.runtime.info().ready)
             with pytest.raises(Unavailable):
@@ -482,8 +483,8 @@ class TestLife:
     async def test_a_pod_whose_quarantine_lasts_drains_and_exits_with_3(
         self, model_dir: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("pod.runtime.WATCH_PERIOD_S", 0.02)
-        monkeypatch.setattr("pod.runtime.QuarantineWatch", lambda: QuarantineWatch(share=0.1, limit_s=0.1))
+        monkeypatch.setattr("pod.watch.WATCH_PERIOD_S", 0.02)
+        monkeypatch.setattr("pod.watch.QuarantineWatch", lambda: QuarantineWatch(share=0.1, limit_s=0.1))
         async with Cluster.start(model_dir) as cluster:
             await cluster.generate(request(prompt_of(3)))
             cluster.fabric.freeze(cluster.decode.agent)
@@ -498,7 +499,7 @@ class TestLife:
     async def test_a_pod_that_lost_a_thread_drains_and_exits_with_4(
         self, model_dir: Path, monkeypatch: pytest.MonkeyPatch, thread: str
     ) -> None:
-        monkeypatch.setattr("pod.runtime.WATCH_PERIOD_S", 0.02)
+        monkeypatch.setattr("pod.watch.WATCH_PERIOD_S", 0.02)
         async with Cluster.start(model_dir, prefill=0) as cluster:
             runtime = cluster.decode.runtime
             if thread == "engine":

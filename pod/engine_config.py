@@ -1,0 +1,59 @@
+"""The engine's part of a pod's configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+
+from common.config import PodConfig
+from common.errors import ConfigError
+from common.models import resolve_model
+from common.types import Role
+from engine.config import EngineConfig
+
+_log = logging.getLogger(__name__)
+
+
+def _draft_dir(config: PodConfig) -> Path | None:
+    """The directory of the draft model, which may have a known name, or of the EAGLE head."""
+    name = config.speculation_model
+    if name is None:
+        return None
+    try:
+        if config.speculation == "draft_model":
+            return resolve_model(name, tokenizer=False, weights=config.load_format == "auto", say=_log.info)
+    except ConfigError as error:
+        raise ConfigError(error.message, field="speculation_model") from error
+    return Path(name).resolve()
+
+
+def engine_config(config: PodConfig) -> EngineConfig:
+    """The engine's part of a pod's configuration. Decode pods compute what prompts they do in small pieces."""
+    made = EngineConfig(
+        model_dir=resolve_model(config.model, tokenizer=False, weights=config.load_format == "auto", say=_log.info),
+        device=config.device,
+        dtype=config.dtype,
+        kv_dtype=config.kv_dtype,
+        load_format=config.load_format,
+        weights_seed=config.weights_seed,
+        block_size=config.block_size,
+        kv_memory=config.kv_memory,
+        host_cache=config.host_cache,
+        checksums=config.checksums,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        max_model_len=config.max_model_len,
+        token_budget=config.chunk_tokens,
+        max_seqs=config.max_seqs,
+        cuda_graphs=config.cuda_graphs,
+        overlap=config.overlap,
+        speculation=config.speculation,
+        speculation_model=_draft_dir(config),
+        speculation_tokens=config.speculation_tokens,
+        speculation_accept=config.speculation_accept,
+        threads=config.threads,
+    )
+    if config.role is not Role.DECODE:
+        return made
+    local = config.local_chunk_tokens or (256 if made.resolve_device().type == "cuda" else 64)
+    return dataclasses.replace(made, mixed_tokens=local)
