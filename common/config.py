@@ -9,19 +9,17 @@ configuration knows (in Kubernetes switch service links off: they inject BATON_*
 from __future__ import annotations
 
 import ipaddress
-import math
 import re
 import secrets
 import socket
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
+from common import config_kinds as kinds
 from common.errors import ConfigError
-from common.index_url import SCHEMES, IndexUrl
-from common.tracing import trace_target
 from common.types import Role
 
 ENV_PREFIX = "BATON_"
@@ -29,189 +27,11 @@ ENV_OTHERS = frozenset({"BATON_CACHE", "BATON_CONFIG"})  # read elsewhere, no fi
 DEFAULT_SECRET = "baton-loopback-only"
 DEFAULT_PORT = 8000  # of a gateway
 DEFAULT_DRAIN_S = 30.0
-# What gateway/tools/choose.py and gateway/reasoning.py know.
-TOOL_PARSERS = ("auto", "hermes", "llama3_json", "mistral", "pythonic")
-REASONING_PARSERS = ("auto", "none", "think", "deepseek_r1", "mistral", "seed_oss", "kimi")
 
 _FLAG = " on the command line"  # where a value came from; files and the environment have other words
 
-_MIB = 1 << 20
-_UNITS = {"": 1, "B": 1, **{f"{p}{s}": 1024**i for i, p in enumerate("KMGT", 1) for s in ("", "iB")}}
-_UNITS |= {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}
-_UNITS_FOLDED = {unit.lower(): n for unit, n in _UNITS.items()}
 
-
-@dataclass(frozen=True)
-class Kind:
-    """What a field accepts. parse turns raw input into the value (a value stays as it is) or raises ValueError."""
-
-    expected: str
-    parse: Callable[[object], Any]
-    secret: bool = False
-
-
-def _integer(low: int, high: int) -> Kind:
-    def parse(raw: object) -> int:
-        value = int(raw, 10) if isinstance(raw, str) else raw
-        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-            raise ValueError
-        return value
-
-    return Kind(f"an integer from {low} to {high}", parse)
-
-
-def _size(low: int) -> Kind:
-    def parse(raw: object) -> int:
-        if isinstance(raw, str):
-            match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", raw)
-            if match is None or match[2].lower() not in _UNITS_FOLDED:
-                raise ValueError
-            raw = int(float(match[1]) * _UNITS_FOLDED[match[2].lower()])
-        if not isinstance(raw, int) or isinstance(raw, bool) or raw < low:
-            raise ValueError
-        return raw
-
-    return Kind(f"a size of at least {low} bytes, like 512M or 1GiB", parse)
-
-
-def _seconds(low: float, high: float) -> Kind:
-    def parse(raw: object) -> float:
-        if isinstance(raw, bool) or not isinstance(raw, str | int | float):
-            raise ValueError
-        value = float(raw)
-        if not math.isfinite(value) or not low <= value <= high:
-            raise ValueError
-        return value
-
-    return Kind(f"seconds from {low:g} to {high:g}", parse)
-
-
-def _fraction(low: float, high: float) -> Kind:
-    def parse(raw: object) -> float:
-        if isinstance(raw, bool) or not isinstance(raw, str | int | float):
-            raise ValueError
-        value = float(raw)
-        if not low < value <= high:
-            raise ValueError
-        return value
-
-    return Kind(f"a number over {low:g} and at most {high:g}", parse)
-
-
-def _parse_share(raw: object) -> float:
-    if isinstance(raw, bool) or not isinstance(raw, str | int | float) or not 0 <= float(raw) <= 1:
-        raise ValueError
-    return float(raw)
-
-
-def _text(expected: str, pattern: str, *, secret: bool = False) -> Kind:
-    def parse(raw: object) -> str:
-        if not isinstance(raw, str) or re.fullmatch(pattern, raw, re.DOTALL) is None:
-            raise ValueError
-        return raw
-
-    return Kind(expected, parse, secret)
-
-
-def _optional(kind: Kind) -> Kind:
-    def parse(raw: object) -> Any:
-        return None if raw is None or raw == "" else kind.parse(raw)
-
-    return Kind(f"{kind.expected}, or nothing", parse, kind.secret)
-
-
-def _tuple_of(kind: Kind) -> Kind:
-    def parse(raw: object) -> tuple[Any, ...]:
-        if isinstance(raw, str):
-            raw = [part.strip() for part in raw.split(",") if part.strip()]
-        if not isinstance(raw, Sequence):
-            raise ValueError
-        return tuple(kind.parse(item) for item in raw)
-
-    return Kind(f"a comma-separated list, each {kind.expected}", parse)
-
-
-def _choice(*names: str) -> Kind:
-    def parse(raw: object) -> str:
-        if not isinstance(raw, str) or raw not in names:
-            raise ValueError
-        return raw
-
-    return Kind("one of " + ", ".join(names), parse)
-
-
-def _parse_bool(raw: object) -> bool:
-    if isinstance(raw, bool):
-        return raw
-    if not isinstance(raw, str) or raw.lower() not in _BOOLS:
-        raise ValueError
-    return _BOOLS[raw.lower()]
-
-
-def _parse_role(raw: object) -> Role:
-    if not isinstance(raw, str):
-        raise ValueError
-    return Role(raw)
-
-
-_BOOLS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
-_BOOL = Kind("true or false", _parse_bool)
-_ROLE = Kind("one of prefill, decode, both", _parse_role)
-_PORT = _integer(0, 65535)
-_HOST = _text("a host name or IP address", r"[^\s/]+")
-_ADDRESS = _text("host:port", r"[^\s/]+:\d{1,5}")
-
-
-def _parse_redis(raw: object) -> str:
-    if not isinstance(raw, str) or not raw.startswith(tuple(f"{scheme}://" for scheme in SCHEMES)):
-        raise ValueError
-    IndexUrl.parse(raw)
-    return raw
-
-
-def _parse_traces(raw: object) -> str:
-    if not isinstance(raw, str):
-        raise ValueError
-    return trace_target(raw)
-
-
-_REDIS = _optional(Kind(f"a URL that starts with {', '.join(f'{scheme}://' for scheme in SCHEMES)}", _parse_redis))
-_NAME = _text("1 to 63 letters, digits, dots, dashes or underscores", r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
-_MODEL = _text("a directory or a known model's name", r".+")
-_NAMED_MODEL = _text("NAME=DIR, a served name and a directory or a known model's name", r"[^=,/\s][^=,]*=.+")
-_ALIAS = _text("NAME=MODEL, another name and that of a served model", r"[^=,\s][^=,]*=[^=,]+")
-_API_KEYS = _tuple_of(_text("a file of API keys, or redis", r".+"))
-_SECRET = _text("at least 8 characters", r".{8,}", secret=True)
-_DEVICE = _text("auto, cpu, cuda or cuda:N", r"auto|cpu|cuda(:\d+)?")
-_DTYPE = _choice("auto", "float32", "bfloat16")
-_KV_DTYPE = _choice("auto", "fp8_e4m3")
-_SPECULATION = _choice("none", "ngram", "suffix", "draft_model", "eagle")
-_DRAFTS = _integer(1, 7)
-_ACCEPT = _choice("coupled", "rejection")
-_LOAD_FORMAT = _choice("auto", "dummy")
-_LOCAL_PREFILL = _text("off, auto or a number of tokens", r"off|auto|\d{1,8}")
-_PULL = _choice("off", "push", "read")
-_SEED = _integer(0, (1 << 31) - 1)
-_MODEL_LEN = _integer(0, 1 << 24)
-_ROUTING = _choice("cost", "round_robin", "least_loaded", "prefix_only")
-_DISCOVERY = _choice("index", "k8s")
-_SERVICES = _tuple_of(_text("the name of a Kubernetes Service", r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?"))
-_TOOL_PARSER = _choice(*TOOL_PARSERS)
-_REASONING_PARSER = _choice(*REASONING_PARSERS)
-_LOG_LEVEL = _choice("debug", "info", "warning", "error")
-_LOG_FORMAT = _choice("auto", "json", "text")
-_TRACES = _optional(Kind("otlp, http://HOST:PORT or grpc://HOST:PORT of a collector, or file:PATH", _parse_traces))
-_SHARE = Kind("a number from 0 to 1", _parse_share)
-_DRAIN = _seconds(0, 3600)
-_THREADS = _integer(0, 1024)
-_BLOCK_SIZE = _integer(1, 256)
-_GPU_SHARE = _fraction(0, 1)
-_CHUNK = _integer(0, 1 << 20)
-_NET_DEVICES = _text("network devices as UCX names them, like mlx5_0:1", r"[^\s]+")
-_CPUS = _text("CPU numbers, like 0-15,32-47", r"\d+(-\d+)?(,\d+(-\d+)?)*")
-
-
-def _setting(kind: Kind, default: Any) -> Any:
+def _setting(kind: kinds.Kind, default: Any) -> Any:
     return field(default=default, metadata={"kind": kind}, repr=not kind.secret)
 
 
@@ -262,14 +82,14 @@ class _Config:
         return cls(**values)
 
 
-def _parse(name: str, kind: Kind, raw: object, origin: str) -> Any:
+def _parse(name: str, kind: kinds.Kind, raw: object, origin: str) -> Any:
     try:
         return kind.parse(raw)
     except (ValueError, OverflowError) as e:
         raise _refusal(name, kind, raw, origin) from e
 
 
-def _refusal(name: str, kind: Kind, raw: object, origin: str) -> ConfigError:
+def _refusal(name: str, kind: kinds.Kind, raw: object, origin: str) -> ConfigError:
     """A flag is named as a person typed it, and so is a number that came as text."""
     number = isinstance(raw, str) and re.fullmatch(r"[+-]?[\d.]+", raw)
     shown = "this value" if kind.secret else raw if number else repr(raw)
@@ -335,47 +155,47 @@ class PodConfig(_Config):
     see trace_target; None: nowhere.
     """
 
-    role: Role = field(metadata={"kind": _ROLE})
-    model: str = _setting(_MODEL, "smollm2")
-    served_name: str | None = _setting(_optional(_MODEL), None)
-    name: str | None = _setting(_optional(_NAME), None)
-    host: str = _setting(_HOST, "127.0.0.1")
-    port: int = _setting(_PORT, 0)
-    advertise: str | None = _setting(_optional(_ADDRESS), None)
-    redis: str | None = _setting(_REDIS, None)
-    secret: str = _setting(_SECRET, DEFAULT_SECRET)
-    device: str = _setting(_DEVICE, "auto")
-    dtype: str = _setting(_DTYPE, "auto")
-    kv_dtype: str = _setting(_KV_DTYPE, "auto")
-    load_format: str = _setting(_LOAD_FORMAT, "auto")
-    weights_seed: int = _setting(_SEED, 0)
-    threads: int = _setting(_THREADS, 0)
-    block_size: int = _setting(_BLOCK_SIZE, 16)
-    kv_memory: int = _setting(_size(0), 0)
-    host_cache: int = _setting(_size(0), 0)
-    gpu_memory_utilization: float = _setting(_GPU_SHARE, 0.9)
-    max_model_len: int = _setting(_MODEL_LEN, 0)
-    chunk_tokens: int = _setting(_CHUNK, 0)
-    max_seqs: int = _setting(_integer(0, 65536), 0)
-    cuda_graphs: bool = _setting(_BOOL, True)
-    overlap: bool | None = _setting(_optional(_BOOL), None)
-    speculation: str = _setting(_SPECULATION, "none")
-    speculation_model: str | None = _setting(_optional(_MODEL), None)
-    speculation_tokens: int = _setting(_DRAFTS, 4)
-    speculation_accept: str = _setting(_ACCEPT, "coupled")
-    local_prefill: str = _setting(_LOCAL_PREFILL, "auto")
-    local_chunk_tokens: int = _setting(_CHUNK, 0)
-    pull: str = _setting(_PULL, "push")
-    transport: str = _setting(_choice("nixl", "loopback"), "nixl")
-    checksums: bool = _setting(_BOOL, False)
-    allow_tcp: bool = _setting(_BOOL, False)
-    net_devices: str | None = _setting(_optional(_NET_DEVICES), None)
-    cpus: str | None = _setting(_optional(_CPUS), None)
-    metrics_port: int = _setting(_PORT, 0)
-    drain_s: float = _setting(_DRAIN, DEFAULT_DRAIN_S)
-    log_level: str = _setting(_LOG_LEVEL, "info")
-    log_format: str = _setting(_LOG_FORMAT, "auto")
-    traces: str | None = _setting(_TRACES, None)
+    role: Role = field(metadata={"kind": kinds.ROLE})
+    model: str = _setting(kinds.MODEL, "smollm2")
+    served_name: str | None = _setting(kinds.optional(kinds.MODEL), None)
+    name: str | None = _setting(kinds.optional(kinds.NAME), None)
+    host: str = _setting(kinds.HOST, "127.0.0.1")
+    port: int = _setting(kinds.PORT, 0)
+    advertise: str | None = _setting(kinds.optional(kinds.ADDRESS), None)
+    redis: str | None = _setting(kinds.REDIS, None)
+    secret: str = _setting(kinds.SECRET, DEFAULT_SECRET)
+    device: str = _setting(kinds.DEVICE, "auto")
+    dtype: str = _setting(kinds.DTYPE, "auto")
+    kv_dtype: str = _setting(kinds.KV_DTYPE, "auto")
+    load_format: str = _setting(kinds.LOAD_FORMAT, "auto")
+    weights_seed: int = _setting(kinds.SEED, 0)
+    threads: int = _setting(kinds.THREADS, 0)
+    block_size: int = _setting(kinds.BLOCK_SIZE, 16)
+    kv_memory: int = _setting(kinds.size(0), 0)
+    host_cache: int = _setting(kinds.size(0), 0)
+    gpu_memory_utilization: float = _setting(kinds.GPU_SHARE, 0.9)
+    max_model_len: int = _setting(kinds.MODEL_LEN, 0)
+    chunk_tokens: int = _setting(kinds.CHUNK, 0)
+    max_seqs: int = _setting(kinds.integer(0, 65536), 0)
+    cuda_graphs: bool = _setting(kinds.BOOL, True)
+    overlap: bool | None = _setting(kinds.optional(kinds.BOOL), None)
+    speculation: str = _setting(kinds.SPECULATION, "none")
+    speculation_model: str | None = _setting(kinds.optional(kinds.MODEL), None)
+    speculation_tokens: int = _setting(kinds.DRAFTS, 4)
+    speculation_accept: str = _setting(kinds.ACCEPT, "coupled")
+    local_prefill: str = _setting(kinds.LOCAL_PREFILL, "auto")
+    local_chunk_tokens: int = _setting(kinds.CHUNK, 0)
+    pull: str = _setting(kinds.PULL, "push")
+    transport: str = _setting(kinds.choice("nixl", "loopback"), "nixl")
+    checksums: bool = _setting(kinds.BOOL, False)
+    allow_tcp: bool = _setting(kinds.BOOL, False)
+    net_devices: str | None = _setting(kinds.optional(kinds.NET_DEVICES), None)
+    cpus: str | None = _setting(kinds.optional(kinds.CPUS), None)
+    metrics_port: int = _setting(kinds.PORT, 0)
+    drain_s: float = _setting(kinds.DRAIN, DEFAULT_DRAIN_S)
+    log_level: str = _setting(kinds.LOG_LEVEL, "info")
+    log_format: str = _setting(kinds.LOG_FORMAT, "auto")
+    traces: str | None = _setting(kinds.TRACES, None)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -410,37 +230,37 @@ class GatewayConfig(_Config):
     traces: where spans go; trace_sample: the share of requests that are traced when their client does not decide it.
     """
 
-    host: str = _setting(_HOST, "127.0.0.1")
-    port: int = _setting(_PORT, DEFAULT_PORT)
-    grpc_port: int = _setting(_PORT, 0)
-    redis: str | None = _setting(_REDIS, None)
-    pods: tuple[str, ...] = _setting(_tuple_of(_ADDRESS), ())
-    discovery: str = _setting(_DISCOVERY, "index")
-    k8s_services: tuple[str, ...] = _setting(_SERVICES, ("baton-prefill", "baton-decode"))
-    secret: str = _setting(_SECRET, DEFAULT_SECRET)
-    model: str = _setting(_MODEL, "smollm2")
-    served_name: str | None = _setting(_optional(_MODEL), None)
-    models: tuple[str, ...] = _setting(_tuple_of(_NAMED_MODEL), ())
-    alias: tuple[str, ...] = _setting(_tuple_of(_ALIAS), ())
-    api_keys: tuple[str, ...] = _setting(_API_KEYS, ())
-    open_metrics: bool = _setting(_BOOL, True)
-    max_body_bytes: int = _setting(_size(1024), 8 * _MIB)
-    request_timeout_s: float = _setting(_seconds(0.1, 86400), 600.0)
-    max_inflight: int = _setting(_integer(1, 1 << 20), 1024)
-    response_ttl_s: float = _setting(_seconds(0, 30 * 86400), 3600.0)
-    response_memory: int = _setting(_size(0), 64 * _MIB)
-    max_running: int = _setting(_integer(0, 1 << 20), 0)
-    max_queue: int = _setting(_integer(0, 1 << 20), 512)
-    max_ttft_s: float = _setting(_seconds(0, 86400), 60.0)
-    routing_policy: str = _setting(_ROUTING, "cost")
-    tool_parser: str = _setting(_TOOL_PARSER, "auto")
-    reasoning_parser: str = _setting(_REASONING_PARSER, "auto")
-    drain_s: float = _setting(_DRAIN, DEFAULT_DRAIN_S)
-    drain_delay_s: float = _setting(_DRAIN, 0.0)
-    log_level: str = _setting(_LOG_LEVEL, "info")
-    log_format: str = _setting(_LOG_FORMAT, "auto")
-    traces: str | None = _setting(_TRACES, None)
-    trace_sample: float = _setting(_SHARE, 1.0)
+    host: str = _setting(kinds.HOST, "127.0.0.1")
+    port: int = _setting(kinds.PORT, DEFAULT_PORT)
+    grpc_port: int = _setting(kinds.PORT, 0)
+    redis: str | None = _setting(kinds.REDIS, None)
+    pods: tuple[str, ...] = _setting(kinds.tuple_of(kinds.ADDRESS), ())
+    discovery: str = _setting(kinds.DISCOVERY, "index")
+    k8s_services: tuple[str, ...] = _setting(kinds.SERVICES, ("baton-prefill", "baton-decode"))
+    secret: str = _setting(kinds.SECRET, DEFAULT_SECRET)
+    model: str = _setting(kinds.MODEL, "smollm2")
+    served_name: str | None = _setting(kinds.optional(kinds.MODEL), None)
+    models: tuple[str, ...] = _setting(kinds.tuple_of(kinds.NAMED_MODEL), ())
+    alias: tuple[str, ...] = _setting(kinds.tuple_of(kinds.ALIAS), ())
+    api_keys: tuple[str, ...] = _setting(kinds.API_KEYS, ())
+    open_metrics: bool = _setting(kinds.BOOL, True)
+    max_body_bytes: int = _setting(kinds.size(1024), 8 << 20)
+    request_timeout_s: float = _setting(kinds.seconds(0.1, 86400), 600.0)
+    max_inflight: int = _setting(kinds.integer(1, 1 << 20), 1024)
+    response_ttl_s: float = _setting(kinds.seconds(0, 30 * 86400), 3600.0)
+    response_memory: int = _setting(kinds.size(0), 64 << 20)
+    max_running: int = _setting(kinds.integer(0, 1 << 20), 0)
+    max_queue: int = _setting(kinds.integer(0, 1 << 20), 512)
+    max_ttft_s: float = _setting(kinds.seconds(0, 86400), 60.0)
+    routing_policy: str = _setting(kinds.ROUTING, "cost")
+    tool_parser: str = _setting(kinds.TOOL_PARSER, "auto")
+    reasoning_parser: str = _setting(kinds.REASONING_PARSER, "auto")
+    drain_s: float = _setting(kinds.DRAIN, DEFAULT_DRAIN_S)
+    drain_delay_s: float = _setting(kinds.DRAIN, 0.0)
+    log_level: str = _setting(kinds.LOG_LEVEL, "info")
+    log_format: str = _setting(kinds.LOG_FORMAT, "auto")
+    traces: str | None = _setting(kinds.TRACES, None)
+    trace_sample: float = _setting(kinds.SHARE, 1.0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -481,46 +301,46 @@ class UpConfig(_Config):
     traces, trace_sample: as in GatewayConfig, for all processes.
     """
 
-    model: str = _setting(_MODEL, "smollm2")
-    served_name: str | None = _setting(_optional(_MODEL), None)
-    prefill: int = _setting(_integer(1, 64), 1)
-    decode: int = _setting(_integer(1, 64), 1)
-    redis: str | None = _setting(_REDIS, None)
-    api_keys: tuple[str, ...] = _setting(_API_KEYS, ())
-    host: str = _setting(_HOST, "127.0.0.1")
-    port: int | None = _setting(_optional(_PORT), None)
-    grpc_port: int = _setting(_PORT, 0)
-    device: str = _setting(_DEVICE, "auto")
-    dtype: str = _setting(_DTYPE, "auto")
-    kv_dtype: str = _setting(_KV_DTYPE, "auto")
-    load_format: str = _setting(_LOAD_FORMAT, "auto")
-    weights_seed: int = _setting(_SEED, 0)
-    max_model_len: int = _setting(_MODEL_LEN, 0)
-    chunk_tokens: int = _setting(_CHUNK, 0)
-    speculation: str = _setting(_SPECULATION, "none")
-    speculation_model: str | None = _setting(_optional(_MODEL), None)
-    speculation_tokens: int = _setting(_DRAFTS, 4)
-    speculation_accept: str = _setting(_ACCEPT, "coupled")
-    local_prefill: str = _setting(_LOCAL_PREFILL, "auto")
-    pull: str = _setting(_PULL, "push")
-    block_size: int = _setting(_BLOCK_SIZE, 16)
-    kv_memory: int = _setting(_size(0), 0)
-    host_cache: int | None = _setting(_optional(_size(0)), None)
-    gpu_memory_utilization: float = _setting(_GPU_SHARE, 0.9)
-    allow_tcp: bool = _setting(_BOOL, False)
-    net_devices: tuple[str, ...] = _setting(_tuple_of(_NET_DEVICES), ())
-    threads: int = _setting(_THREADS, 0)
-    max_tokens: int = _setting(_integer(1, 1 << 24), 96)
-    drain_s: float = _setting(_DRAIN, DEFAULT_DRAIN_S)
-    routing_policy: str = _setting(_ROUTING, "cost")
-    tool_parser: str = _setting(_TOOL_PARSER, "auto")
-    reasoning_parser: str = _setting(_REASONING_PARSER, "auto")
-    log_dir: str | None = _setting(_optional(_text("a directory", r".+")), None)
-    secret: str = _setting(_SECRET, DEFAULT_SECRET)
-    log_level: str = _setting(_LOG_LEVEL, "info")
-    log_format: str = _setting(_LOG_FORMAT, "auto")
-    traces: str | None = _setting(_TRACES, None)
-    trace_sample: float = _setting(_SHARE, 1.0)
+    model: str = _setting(kinds.MODEL, "smollm2")
+    served_name: str | None = _setting(kinds.optional(kinds.MODEL), None)
+    prefill: int = _setting(kinds.integer(1, 64), 1)
+    decode: int = _setting(kinds.integer(1, 64), 1)
+    redis: str | None = _setting(kinds.REDIS, None)
+    api_keys: tuple[str, ...] = _setting(kinds.API_KEYS, ())
+    host: str = _setting(kinds.HOST, "127.0.0.1")
+    port: int | None = _setting(kinds.optional(kinds.PORT), None)
+    grpc_port: int = _setting(kinds.PORT, 0)
+    device: str = _setting(kinds.DEVICE, "auto")
+    dtype: str = _setting(kinds.DTYPE, "auto")
+    kv_dtype: str = _setting(kinds.KV_DTYPE, "auto")
+    load_format: str = _setting(kinds.LOAD_FORMAT, "auto")
+    weights_seed: int = _setting(kinds.SEED, 0)
+    max_model_len: int = _setting(kinds.MODEL_LEN, 0)
+    chunk_tokens: int = _setting(kinds.CHUNK, 0)
+    speculation: str = _setting(kinds.SPECULATION, "none")
+    speculation_model: str | None = _setting(kinds.optional(kinds.MODEL), None)
+    speculation_tokens: int = _setting(kinds.DRAFTS, 4)
+    speculation_accept: str = _setting(kinds.ACCEPT, "coupled")
+    local_prefill: str = _setting(kinds.LOCAL_PREFILL, "auto")
+    pull: str = _setting(kinds.PULL, "push")
+    block_size: int = _setting(kinds.BLOCK_SIZE, 16)
+    kv_memory: int = _setting(kinds.size(0), 0)
+    host_cache: int | None = _setting(kinds.optional(kinds.size(0)), None)
+    gpu_memory_utilization: float = _setting(kinds.GPU_SHARE, 0.9)
+    allow_tcp: bool = _setting(kinds.BOOL, False)
+    net_devices: tuple[str, ...] = _setting(kinds.tuple_of(kinds.NET_DEVICES), ())
+    threads: int = _setting(kinds.THREADS, 0)
+    max_tokens: int = _setting(kinds.integer(1, 1 << 24), 96)
+    drain_s: float = _setting(kinds.DRAIN, DEFAULT_DRAIN_S)
+    routing_policy: str = _setting(kinds.ROUTING, "cost")
+    tool_parser: str = _setting(kinds.TOOL_PARSER, "auto")
+    reasoning_parser: str = _setting(kinds.REASONING_PARSER, "auto")
+    log_dir: str | None = _setting(kinds.optional(kinds.text("a directory", r".+")), None)
+    secret: str = _setting(kinds.SECRET, DEFAULT_SECRET)
+    log_level: str = _setting(kinds.LOG_LEVEL, "info")
+    log_format: str = _setting(kinds.LOG_FORMAT, "auto")
+    traces: str | None = _setting(kinds.TRACES, None)
+    trace_sample: float = _setting(kinds.SHARE, 1.0)
 
     def __post_init__(self) -> None:
         super().__post_init__()

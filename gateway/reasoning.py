@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from common.config import REASONING_PARSERS
+from common.config_kinds import REASONING_PARSERS
 from common.errors import ConfigError
 from gateway.tools.emitter import split_at
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from common.config import TOOL_PARSERS
+from common.config_kinds import TOOL_PARSERS
 from common.errors import ConfigError
 from gateway.tools import mistral, pythonic
 from gateway.tools.hermes import Hermes

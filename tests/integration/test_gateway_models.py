@@ -18,7 +18,8 @@ from gateway.models import ModelText
 from gateway.server import settings_of
 from gateway.service import Gateway
 from tests.fake_pods import FakeCluster, FakePod, fake_cluster
-from tests.gateway_rig import Rig, rig, texts, until
+from tests.gateway_rig import Rig, rig, texts
+from tests.until import until
 
 
 @asynccontextmanager
@@ -110,7 +111,7 @@ def test_names_that_mean_two_things_or_none_are_refused(
 
 def test_flags_name_one_model_or_several(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[GatewayConfig] = []
-    monkeypatch.setattr("common.cli._serve", lambda _module, settings: seen.append(settings))
+    monkeypatch.setattr("common.cli.servers._serve", lambda _module, settings: seen.append(settings))
 
     def configured(*flags: str) -> dict[str, str]:
         app(["gateway", *flags], standalone_mode=False)

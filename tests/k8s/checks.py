@@ -14,7 +14,8 @@ from urllib.parse import urlsplit
 
 import typer
 
-from common import cli
+from common.cli import app
+from common.cli.command import CommandLineError
 from common.config import GatewayConfig, PodConfig
 from common.errors import ConfigError
 from common.index_url import IndexUrl
@@ -84,7 +85,7 @@ def settings_of(objects: list[Object], workload: Object) -> PodConfig | GatewayC
         return None
     found: list[PodConfig | GatewayConfig] = []
     with (
-        mock.patch.object(cli, "_serve", lambda _module, settings: found.append(settings)),
+        mock.patch("common.cli.servers._serve", lambda _module, settings: found.append(settings)),
         mock.patch.dict(os.environ, env, clear=True),
     ):
         _command_line().main(words[1:], standalone_mode=False)
@@ -93,7 +94,7 @@ def settings_of(objects: list[Object], workload: Object) -> PodConfig | GatewayC
 
 @functools.cache
 def _command_line() -> Any:
-    return typer.main.get_command(cli.app)
+    return typer.main.get_command(app)
 
 
 def commands(objects: list[Object]) -> Problems:
@@ -111,7 +112,7 @@ def commands(objects: list[Object]) -> Problems:
                 yield from _loadtest(objects, words, where)
         except KeyError as e:
             yield f"{where}: {e} is not there"
-        except (ConfigError, cli._CommandLineError) as e:
+        except (ConfigError, CommandLineError) as e:
             yield f"{where}: {e}"
         else:
             for name in env:
@@ -146,7 +147,7 @@ def ports(objects: list[Object]) -> Problems:
             yield f"{where}: two ports are the same"
         try:
             settings = settings_of(objects, workload)
-        except (KeyError, ConfigError, cli._CommandLineError):
+        except (KeyError, ConfigError, CommandLineError):
             continue  # `commands` says so
         if isinstance(settings, GatewayConfig) and declared != {"http": settings.port, "grpc": settings.grpc_port}:
             yield f"{where}: it listens on {settings.port} and {settings.grpc_port}, and declares {declared}"
@@ -234,7 +235,7 @@ def grace(objects: list[Object]) -> Problems:
 def _quietly(objects: list[Object], workload: Object) -> PodConfig | GatewayConfig | None:
     try:
         return settings_of(objects, workload)
-    except (KeyError, ConfigError, cli._CommandLineError):
+    except (KeyError, ConfigError, CommandLineError):
         return None
 
 

@@ -1,6 +1,6 @@
 """The support tables and /openapi.json say what the validators do: names, values, defaults, both ways.
 
-When this fails because of a parameter that you added, see the top of gateway/api_doc/parameters.py.
+When this fails because of a parameter that you added, see the top of gateway/api_doc/parameters.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def test_every_name_that_a_validator_reads_is_in_the_table_and_the_other_way_rou
     assert len(table) == len(BODIES[path]), "a name is there twice"
     found = {name for name in read if "[" not in name}  # of list entries only the list is a parameter
     missing = found - table.keys()
-    assert not missing, f"not in gateway/api_doc/parameters.py (its top says how to add one): {sorted(missing)}"
+    assert not missing, f"not in gateway/api_doc/parameters (its top says how to add one): {sorted(missing)}"
     effective = {name for name, support in table.items() if support is not Support.IGNORED}
     assert not effective - found, "in the table, and no validator reads it"
     assert not found - effective, "said to be ignored, and a validator reads it"

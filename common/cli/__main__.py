@@ -1,0 +1,5 @@
+"""For processes that start others: `python -m common.cli` needs no script in PATH."""
+
+from common.cli.command import main
+
+main()

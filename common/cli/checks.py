@@ -1,0 +1,39 @@
+"""The commands that look at what is there: this machine, running pods, one server."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+import typer
+
+from common.cli import exits
+from common.cli.options import Redis, opt
+from common.errors import ConfigError
+
+
+def doctor(
+    redis: Redis = None,
+    pods: Annotated[
+        list[str] | None, opt("Running pods to ask, beside those in --redis; may be repeated.", metavar="HOST:PORT")
+    ] = None,
+) -> None:
+    """Says what this machine offers to Baton, what is missing and how to get it, and how running pods exchange KV."""
+    from common import doctor as examination
+
+    raise typer.Exit(asyncio.run(examination.report(redis, pods or ())))
+
+
+def probe(
+    url: Annotated[str, typer.Argument(metavar="URL", help="http://HOST:PORT/PATH, grpc://HOST:PORT or grpc://HOST:PORT/SERVICE.")],
+    timeout_s: Annotated[float, typer.Option(min=0.1, help="Most seconds.")] = 3.0,
+) -> None:
+    """Exit code 0 if a server says that it is well, else 1: a health check for containers."""
+    from common import probes
+
+    try:
+        raise typer.Exit(exits.FAILED * (not asyncio.run(probes.answers(url, timeout_s))))
+    except ValueError as e:
+        raise ConfigError(
+            f"url: {e} will not do; expected http://HOST:PORT/PATH or grpc://HOST:PORT", field="url"
+        ) from e

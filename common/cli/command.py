@@ -1,0 +1,67 @@
+"""The list of commands, and what every way to end one comes to: an exit code and at most one line on stderr."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NoReturn
+
+import typer
+
+from common.cli import exits
+from common.cli.batch import batch
+from common.cli.checks import doctor, probe
+from common.cli.keys import keys
+from common.cli.loadtest import loadtest
+from common.cli.plan import plan
+from common.cli.servers import gateway, serve, up
+from common.errors import BatonError, ConfigError
+
+# The base of all that typer's parser raises, which typer does not export; older ones take click's.
+CommandLineError: Any = typer.BadParameter.__mro__[2]
+
+app = typer.Typer(
+    help="Serves large language models with prefill and decode on different machines.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def version() -> None:
+    """Prints the version."""
+    from importlib import metadata
+
+    typer.echo(f"baton {metadata.version('baton-serving')}")
+
+
+for command in (up, serve, gateway, batch, doctor, probe, plan, loadtest, version):
+    app.command()(command)
+app.add_typer(keys, name="keys")
+
+
+def main() -> NoReturn:
+    """Entry point of the console script."""
+    try:
+        code = app(sys.argv[1:] or ["--help"], prog_name="baton", standalone_mode=False)
+    except CommandLineError as error:
+        code = _complain(f"{error.format_message()} {_hint()}", exits.USAGE)
+    except ConfigError as error:
+        code = _complain(f"{error.message} {_hint()}" if error.message.startswith("--") else error.message, exits.USAGE)
+    except BatonError as error:
+        code = _complain(error.message, exits.FAILED)
+    except (KeyboardInterrupt, typer.Abort):
+        code = exits.INTERRUPTED
+    sys.exit(code or 0)
+
+
+def _hint() -> str:
+    """Where to read about the flags of the command that was asked for."""
+    commands = {command.callback.__name__ for command in app.registered_commands if command.callback is not None}
+    path = ("baton", *(name for name in sys.argv[1:2] if name in commands or name == "keys"))
+    return f"({' '.join(path)} --help)"
+
+
+def _complain(message: str, code: int) -> int:
+    """One line for what is wrong; what a process's log said may follow on lines of their own."""
+    typer.echo(f"baton: {message.strip()}", err=True)
+    return code

@@ -1,0 +1,91 @@
+"""Flags that several commands have, and how they become a configuration."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+from common.config import GatewayConfig, PodConfig, UpConfig
+
+Settings = TypeVar("Settings", UpConfig, PodConfig, GatewayConfig)
+
+
+def opt(help_text: str, *names: str, metavar: str | None = None) -> Any:
+    """names: of the option, where they are not the parameter's; typer 0.27 takes a metavar like it for its name."""
+    return typer.Option(*names, help=help_text, metavar=metavar, show_default=False)
+
+
+Config = Annotated[Path | None, opt("TOML file with the settings below (flat, dashes as underscores).", metavar="FILE")]
+Model = Annotated[str | None, opt("smollm2 (the default) or a model directory.", metavar="NAME|DIR")]
+ServedName = Annotated[str | None, opt("Name of the model for clients; default: the model's own.")]
+Redis = Annotated[
+    str | None,
+    opt("URL of the prefix index: redis://, rediss://, unix://, redis+sentinel://, redis+cluster://.", metavar="URL"),
+]
+Host = Annotated[str | None, opt("Address to listen on (default 127.0.0.1); others need BATON_SECRET.")]
+BlockSize = Annotated[str | None, opt("Tokens per KV block (default 16).", metavar="N")]
+KvMemory = Annotated[
+    str | None, opt("KV pool of a pod, like 2GiB; default: 512M on a CPU, what is left on a GPU.", metavar="SIZE")
+]
+HostCache = Annotated[
+    str | None,
+    opt("Host memory of a pod for KV blocks that leave its pool, like 32GiB (default 0).", metavar="SIZE"),
+]
+ChunkTokens = Annotated[
+    str | None, opt("Most tokens of one engine step (default 256; GPU: 2048, if nothing decodes 8192).", metavar="N")
+]
+Speculation = Annotated[
+    str | None, opt("Who drafts tokens: none (default), ngram, suffix, draft_model, eagle.", metavar="PROPOSER")
+]
+SpeculationModel = Annotated[
+    str | None, opt("Directory of the draft model or EAGLE head, on all pods alike.", metavar="DIR")
+]
+SpeculationTokens = Annotated[str | None, opt("Most drafts per sequence and step (default 4).", metavar="N")]
+SpeculationAccept = Annotated[str | None, opt("Of drafts: coupled (the default) or rejection.", metavar="RULE")]
+LocalPrefill = Annotated[
+    str | None, opt("Suffixes that decode computes itself: auto (the default), off, or up to N tokens.", metavar="N")
+]
+PullMode = Annotated[
+    str | None, opt("How prefill gets what other pods hold: push (the default), read, or off.", metavar="MODE")
+]
+Device = Annotated[str | None, opt("auto (the default), cpu, cuda or cuda:N.")]
+DType = Annotated[str | None, opt("auto (the default), float32 or bfloat16.")]
+LoadFormat = Annotated[str | None, opt("auto (the default), or dummy: random weights, only config.json is read.")]
+WeightsSeed = Annotated[str | None, opt("Seed of --load-format dummy (default 0).", metavar="N")]
+KvDType = Annotated[str | None, opt("auto (the default: as dtype) or fp8_e4m3, half of bfloat16's memory.")]
+MaxModelLen = Annotated[str | None, opt("Longest prompt plus output; default: the model's.", metavar="N")]
+DrainS = Annotated[str | None, opt("Most seconds that running requests get at the end (default 30).", metavar="N")]
+Threads = Annotated[str | None, opt("CPU threads of a pod; default: automatic.", metavar="N")]
+RoutingPolicy = Annotated[
+    str | None,
+    opt("cost (default); round_robin, least_loaded, prefix_only to compare.", metavar="POLICY"),
+]
+ToolParser = Annotated[
+    str | None,
+    opt("How the model writes calls: auto (default), hermes, llama3_json, mistral, pythonic.", metavar="NAME"),
+]
+ReasoningParser = Annotated[
+    str | None, opt("How the model marks what it thinks: auto (default), none, think, ...", metavar="NAME")
+]
+ApiKeys = Annotated[
+    str | None, opt("File of API keys (.toml or .json), or redis; default: everybody may come in.", metavar="FILE,...")
+]
+AllowTcp = Annotated[bool | None, typer.Option("--allow-tcp", help="KV on a GPU may travel over TCP.")]
+Logs = Annotated[str | None, opt("debug, info (the default), warning or error.", metavar="LEVEL")]
+LogFormat = Annotated[str | None, opt("json, text, or auto (the default): text on a terminal.", metavar="FORMAT")]
+Traces = Annotated[
+    str | None,
+    opt("Where spans go: otlp, http://HOST:4318, grpc://HOST:4317 or file:PATH; default: off.", metavar="TARGET"),
+]
+TraceSample = Annotated[
+    str | None, opt("Share of requests that are traced, where clients do not say (default 1).", metavar="X")
+]
+
+
+def load(kind: type[Settings], file: Path | None, flags: dict[str, Any]) -> Settings:
+    if file is None and (named := os.environ.get("BATON_CONFIG")):
+        file = Path(named)
+    return kind.load(file=file, env=os.environ, flags=flags)
