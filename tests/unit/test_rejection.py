@@ -4,6 +4,10 @@ broken does not pass. Draws are many, the vocabulary is small, penalties and cut
 
 from __future__ import annotations
 
+import functools
+from collections import Counter
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -17,6 +21,7 @@ from engine.speculation.verify import accepted_run
 from tests.chi_square import chi_square_p
 
 VOCAB, DRAWS, DRAFTS = 10, 20_000, 2
+ROWS = range(DRAFTS + 1)  # of a chain
 PARAMS = {
     "plain": {"temperature": 1.0},
     "cut": {"temperature": 0.8, "top_p": 0.85, "top_k": 7, "min_p": 0.01},
@@ -28,6 +33,7 @@ PARAMS = {
 SAID = [1, 2, 2, 4]
 
 
+@functools.cache
 def logits_after(tokens: tuple[int, ...]) -> Tensor:
     """float32[VOCAB] of a model that has seen SAID and these."""
     return torch.randn(
@@ -40,73 +46,62 @@ def target(tokens: tuple[int, ...], params: SamplingParams) -> Tensor:
     return distribution(logits_after(tokens)[None], [row])[0]
 
 
-def propose(kind: str, tokens: tuple[int, ...], coins: torch.Generator) -> tuple[int, Tensor | None]:
-    """A draft, and what it was drawn from."""
-    if kind == "point":  # often right, and never the target's only choice
-        return int(logits_after(tokens).topk(2).indices[1]), None
-    flat = kind == "flat"
-    probs = torch.full((VOCAB,), 1 / VOCAB) if flat else (logits_after(tokens) * 0.6 + 0.2).softmax(-1)
-    return int(torch.multinomial(probs, 1, generator=coins)), probs
+def point() -> Chain:
+    """Often right, and never the target's only choice."""
+    tokens: tuple[int, ...] = ()
+    for _ in range(DRAFTS):
+        tokens = (*tokens, int(logits_after(tokens).topk(2).indices[1]))
+    return Chain(tokens, None)
+
+
+def drawn(flat: bool) -> list[Chain]:
+    """DRAWS chains of a draft model that is not far from the target, or of one that knows nothing."""
+    coins = torch.Generator().manual_seed(1)
+    begun: dict[tuple[int, ...], tuple[int, list[Tensor]]] = {(): (DRAWS, [])}
+    for _ in range(DRAFTS):
+        longer: dict[tuple[int, ...], tuple[int, list[Tensor]]] = {}
+        for tokens, (count, before) in begun.items():
+            probs = torch.full((VOCAB,), 1 / VOCAB) if flat else (logits_after(tokens) * 0.6 + 0.2).softmax(-1)
+            drafts = torch.multinomial(probs, count, replacement=True, generator=coins)
+            for draft, times in enumerate(torch.bincount(drafts, minlength=VOCAB).tolist()):
+                if times:
+                    longer[*tokens, draft] = (times, [*before, probs])
+        begun = longer
+    return [chain for t, (count, p) in begun.items() for chain in [Chain(t, torch.stack(p))] * count]
 
 
 @pytest.fixture(scope="module")
-def chains() -> dict[str, list[tuple[Chain, list[tuple[int, ...]]]]]:
-    """For each kind of proposer DRAWS chains, with what precedes each of their rows."""
-    made: dict[str, list[tuple[Chain, list[tuple[int, ...]]]]] = {}
-    for kind in ("point", "drawn", "flat"):
-        coins = torch.Generator().manual_seed(1)
-        cache: dict[tuple[int, ...], Tensor] = {}
-        made[kind] = []
-        for _ in range(DRAWS if kind != "point" else 1):
-            tokens: tuple[int, ...] = ()
-            probs: list[Tensor] = []
-            before = [tokens]
-            for _ in range(DRAFTS):
-                draft, drawn_from = propose(kind, tokens, coins)
-                if drawn_from is not None:
-                    probs.append(cache.setdefault(tokens, drawn_from))
-                tokens = (*tokens, draft)
-                before.append(tokens)
-            made[kind].append((Chain(tokens, torch.stack(probs) if probs else None), before))
-        made[kind] *= DRAWS // len(made[kind])
-    return made
+def chains() -> dict[str, list[Chain]]:
+    """For each kind of proposer DRAWS chains."""
+    return {"point": [point()] * DRAWS, "drawn": drawn(flat=False), "flat": drawn(flat=True)}
 
 
-def draw(
-    chains: list[tuple[Chain, list[tuple[int, ...]]]], params: SamplingParams
-) -> tuple[dict[tuple[int, int], int], list[tuple[Chain, int]]]:
+def draw(chains: list[Chain], params: SamplingParams) -> tuple[dict[tuple[int, int], int], list[int]]:
     """How often each pair of first tokens came, and of each chain how many drafts were accepted.
 
     A chain that gave one token goes on by itself, as the next step would.
     """
-    seen = {tokens: logits_after(tokens) for _, before in chains for tokens in before}
-    raw = torch.stack([seen[tokens] for _, before in chains for tokens in before])
-    rows = [
-        SampleRow(SamplingParams(**{**_dict(params), "seed": seed}), SAID, 2, drafts=tokens)
-        for seed, (_, before) in enumerate(chains)
-        for tokens in before
-    ]
-    sampled = sample_rejecting(raw, rows, [chain for chain, _ in chains]).tokens.tolist()
-    counts: dict[tuple[int, int], int] = {}
+    seeds = [replace(params, seed=seed) for seed in range(len(chains))]
+    before = [(chain.tokens[:n], own) for chain, own in zip(chains, seeds, strict=True) for n in ROWS]
+    raw = torch.stack([logits_after(tokens) for tokens, _ in before])
+    rows = [SampleRow(own, SAID, 2, drafts=tokens) for tokens, own in before]
+    sampled = sample_rejecting(raw, rows, chains).tokens.tolist()
+    counts: Counter[tuple[int, int]] = Counter()
     accepted, short = [], []
-    for number, (chain, _) in enumerate(chains):
-        first = number * (DRAFTS + 1)
-        run = accepted_run(chain.tokens, sampled[first : first + DRAFTS + 1])
-        accepted.append((chain, len(run) - 1))
+    for number, chain in enumerate(chains):
+        first = number * len(ROWS)
+        run = accepted_run(chain.tokens, sampled[first : first + len(ROWS)])
+        accepted.append(len(run) - 1)
         if len(run) == 1:
             short.append((number, run[0]))
         else:
-            counts[run[0], run[1]] = counts.get((run[0], run[1]), 0) + 1
+            counts[run[0], run[1]] += 1
     if short:
         raw = torch.stack([logits_after((token,)) for _, token in short])
-        rows = [SampleRow(SamplingParams(**{**_dict(params), "seed": n}), [*SAID, t], 2) for n, t in short]
-        for (_, token), second in zip(short, sample(raw, rows).tokens.tolist(), strict=True):
-            counts[token, second] = counts.get((token, second), 0) + 1
+        rows = [SampleRow(seeds[n], [*SAID, t], 2) for n, t in short]
+        seconds = sample(raw, rows).tokens.tolist()
+        counts.update((token, second) for (_, token), second in zip(short, seconds, strict=True))
     return counts, accepted
-
-
-def _dict(params: SamplingParams) -> dict[str, object]:
-    return {name: getattr(params, name) for name in SamplingParams.__slots__}
 
 
 def pairs(params: SamplingParams) -> dict[tuple[int, int], float]:
@@ -122,9 +117,7 @@ def pairs(params: SamplingParams) -> dict[tuple[int, int], float]:
 
 @pytest.mark.parametrize("sampling", PARAMS)
 @pytest.mark.parametrize("kind", ["point", "drawn", "flat"])
-def test_the_distribution_is_the_targets(
-    kind: str, sampling: str, chains: dict[str, list[tuple[Chain, list[tuple[int, ...]]]]]
-) -> None:
+def test_the_distribution_is_the_targets(kind: str, sampling: str, chains: dict[str, list[Chain]]) -> None:
     params = SamplingParams(**PARAMS[sampling])  # type: ignore[arg-type]
     counts, accepted = draw(chains[kind], params)
     expected = pairs(params)
@@ -132,8 +125,8 @@ def test_the_distribution_is_the_targets(
     assert set(counts) <= set(expected), "a token that was cut off"
     assert chi_square_p(counts, expected) > 0.01
     # The first draft is accepted as often as the two distributions overlap.
-    right = sum(number > 0 for _, number in accepted) / DRAWS
-    drafts = torch.tensor([chain.tokens[0] for chain, _ in accepted])
+    right = sum(number > 0 for number in accepted) / DRAWS
+    drafts = torch.tensor([chain.tokens[0] for chain in chains[kind]])
     q = torch.bincount(drafts, minlength=VOCAB) / DRAWS
     assert 0 < right < 1
     assert right == pytest.approx(float(torch.minimum(target((), params), q).sum()), abs=0.02)
@@ -143,7 +136,7 @@ def test_the_distribution_is_the_targets(
 def test_a_broken_rule_is_found_out(
     broken: str,
     monkeypatch: pytest.MonkeyPatch,
-    chains: dict[str, list[tuple[Chain, list[tuple[int, ...]]]]],
+    chains: dict[str, list[Chain]],
 ) -> None:
     params = SamplingParams(**PARAMS["plain"])  # type: ignore[arg-type]
     if broken == "always accepts":
@@ -160,7 +153,7 @@ def test_a_broken_rule_is_found_out(
 def test_the_distribution_that_is_drawn_from(temperature: float) -> None:
     """`distribution` against the frequency of `sample`."""
     params = SamplingParams(temperature=temperature, top_p=0.9, frequency_penalty=0.5)
-    rows = [SampleRow(SamplingParams(**{**_dict(params), "seed": i}), SAID, 2) for i in range(DRAWS)]
+    rows = [SampleRow(replace(params, seed=i), SAID, 2) for i in range(DRAWS)]
     raw = logits_after((5,))[None].expand(DRAWS, VOCAB)
     seen = torch.bincount(sample(raw, rows).tokens, minlength=VOCAB) / DRAWS
     assert torch.allclose(seen, distribution(raw[:1], rows[:1])[0], atol=0.015)
