@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,16 +23,9 @@ from gateway.server import GatewayServer, settings_of
 from gateway.service import Gateway
 from gateway.tokenizer import TextTokenizer
 from tests.fake_pods import FakeCluster
+from tests.until import until
 
 MODEL = "smol"
-
-
-async def until(true: Callable[[], bool], timeout_s: float = 30.0) -> None:
-    """Waits for a condition."""
-    deadline = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < deadline, "the condition did not come true"
-        await asyncio.sleep(0.01)
 
 
 def booked(pod: Pod) -> int:

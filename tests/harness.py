@@ -83,6 +83,11 @@ def oracle(model_dir: Path, **engine: Any) -> LLM:
     )
 
 
+def expected(llm: LLM, r: ValidRequest) -> list[int]:
+    """The tokens of a request whose answer nothing ends early."""
+    return llm.generate([r.prompt_ids], r.sampling, ignore_eos=True)[0].ids
+
+
 @dataclass
 class Pod:
     """One pod with its role's service and a client channel."""

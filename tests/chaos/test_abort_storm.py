@@ -15,7 +15,6 @@ import itertools
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from common.types import Role, ValidRequest
 from engine.llm import LLM
 from kv_transfer.loopback import WriteFault
 from tests.harness import BLOCK, Cluster, Pod, oracle, prompt_of, request, tiny_llama
+from tests.until import until
 
 REQUESTS = 500
 AT_ONCE = 20
@@ -162,12 +162,6 @@ class Storm:
             assert prefill not in self._cluster.prefills, "only the killed pod may not answer"
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
 @pytest.mark.timeout(280)
 async def test_five_hundred_requests(tmp_path: Path) -> None:
     model_dir = tiny_llama(tmp_path)
@@ -188,14 +182,14 @@ async def test_five_hundred_requests(tmp_path: Path) -> None:
         killed: list[Pod] = []
 
         async def strike() -> None:
-            await until(lambda: storm.ends.total() > 80)
+            await until(lambda: storm.ends.total() > 80, WAIT_S)
             fabric.freeze(cluster.decodes[1].agent)
-            await until(lambda: storm.ends.total() > 130)
+            await until(lambda: storm.ends.total() > 130, WAIT_S)
             victim = cluster.prefills.pop(0)
             killed.append(victim)
             fabric.die(victim.agent)
             await victim.runtime.stop()
-            await until(lambda: storm.ends.total() > 200)
+            await until(lambda: storm.ends.total() > 200, WAIT_S)
             fabric.thaw(cluster.decodes[1].agent)
             port = int(victim.runtime.address.rpartition(":")[2])
             await cluster.add(Role.PREFILL, name=victim.runtime.name, port=port, **HOSTED)

@@ -5,22 +5,16 @@ test_abort_storm.py.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.chaos.load import Load
 from tests.e2e.cluster import Cluster
+from tests.until import until
 
 pytestmark = pytest.mark.parametrize("cluster", ["1P+1D"], indirect=True)
 WAIT_S = 60.0
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 @pytest.mark.timeout(280)
@@ -32,19 +26,19 @@ async def test_a_storm_over_real_processes(cluster: Cluster, smollm2_dir: Path) 
     outcomes = load.outcomes
 
     async def strike() -> None:
-        await until(lambda: outcomes.done > 10)
+        await until(lambda: outcomes.done > 10, WAIT_S)
         cluster.freeze("decode-0")
         try:
             await asyncio.sleep(2.0)
         finally:
             cluster.thaw("decode-0")
         done = outcomes.done
-        await until(lambda: outcomes.done > done + 5)
+        await until(lambda: outcomes.done > done + 5, WAIT_S)
         await asyncio.to_thread(cluster.kill, "prefill-0")
-        await until(lambda: outcomes.done > done + 10)
+        await until(lambda: outcomes.done > done + 10, WAIT_S)
         await asyncio.to_thread(cluster.restart, "prefill-0")
         done = outcomes.done
-        await until(lambda: outcomes.done > done + 10)
+        await until(lambda: outcomes.done > done + 10, WAIT_S)
 
     strikes = asyncio.create_task(strike())
     await load.run(strikes.done)

@@ -9,7 +9,7 @@ import asyncio
 import os
 import random
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
@@ -23,9 +23,10 @@ from common.index_store import Keys, connect
 from common.valkey import EmbeddedValkey
 from gateway import pod as gateway_pod
 from tests.fake_pods import FakeCluster, FakePod, fake_cluster
-from tests.gateway_rig import Rig, rig, until
+from tests.gateway_rig import Rig, rig
 from tests.index_entry import IndexEntry
 from tests.tcp_proxy import TcpProxy, tcp_proxy
+from tests.until import until
 
 PROMPT = list(range(100, 400))
 
@@ -72,8 +73,8 @@ class Stage:
     async def routed_by_redis(self) -> None:
         """All pods' entries are found again, and requests go by them."""
         for entry in self.entries.values():
-            await until_true(lambda entry=entry: self.knows(entry.pod, len(entry.hashes)))  # type: ignore[misc]
-        await until_true(self._mode_is_redis)
+            await until(lambda entry=entry: self.knows(entry.pod, len(entry.hashes)))  # type: ignore[misc]
+        await until(self._mode_is_redis)
 
     async def _mode_is_redis(self) -> bool:
         await self.gw.complete(prompt=PROMPT, max_tokens=1)
@@ -106,12 +107,6 @@ class Stage:
             before = served
             await until(lambda: served >= before + 8)  # still going, now that the fault is over
             stop.set()
-
-
-async def until_true(condition: Callable[[], Awaitable[bool]], timeout_s: float = 15.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not await condition():
-            await asyncio.sleep(0.03)
 
 
 @pytest.fixture(autouse=True)
@@ -225,7 +220,7 @@ async def test_a_restarted_pod_is_not_credited_with_what_its_predecessor_held(st
         reborn = await holder.restart()
         stage.cluster.prefills[1] = reborn
         await stage.enter(reborn, PROMPT[:16])
-        await until_true(lambda: stage.knows(reborn, 1))
+        await until(lambda: stage.knows(reborn, 1))
         await until(lambda: stage.gw.gateway.table.pods[reborn.address].info.generation == reborn.generation)  # type: ignore[union-attr]
         (zombie,) = stage.zombies
         await until(lambda: not zombie.index.connected)

@@ -17,7 +17,8 @@ from gateway.admission.key_store import KeyFile
 from gateway.admission.keys import mint
 from tests.dashboard.conftest import View
 from tests.fake_pods import FakeCluster, counting
-from tests.gateway_rig import MODEL, Rig, rig, until
+from tests.gateway_rig import MODEL, Rig, rig
+from tests.until import until
 
 KINDS = ["gateway", "queue", "chunk 1", "pushes", "hand-off", "decode"]
 VIEWS = ["Cluster", "Requests", "Playground"]

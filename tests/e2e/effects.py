@@ -319,6 +319,7 @@ CHATS: tuple[Effect, ...] = (
 )
 
 _TOOLS, _BEAMS = "tests/integration/test_gateway_tools.py", "tests/integration/test_gateway_beams.py"
+_REASONING, _GRPC = "tests/integration/test_gateway_reasoning.py", "tests/integration/test_gateway_tools_grpc.py"
 # Parameter (of a chat, where only chats have it) -> its tests over REST, and over gRPC where that knows it.
 ELSEWHERE: Mapping[str, tuple[str, ...]] = {
     "priority": (
@@ -335,17 +336,17 @@ ELSEWHERE: Mapping[str, tuple[str, ...]] = {
         f"{_BEAMS}::test_grpc_gives_each_answer_as_one_message",
     ),
     "chat_template_kwargs": (
-        f"{_TOOLS}::test_a_template_may_begin_the_section",
-        f"{_TOOLS}::test_grpc_splits_reasoning_and_passes_template_variables",
+        f"{_REASONING}::test_a_template_may_begin_the_section",
+        f"{_GRPC}::test_grpc_splits_reasoning_and_passes_template_variables",
     ),
     "reasoning_effort": ("tests/integration/test_same_everywhere.py::test_template_variables_reach_the_template",),
     "parallel_tool_calls": (
         f"{_TOOLS}::test_parallel_tool_calls_off_ends_with_the_first",
-        f"{_TOOLS}::test_grpc_has_tools_too",
+        f"{_GRPC}::test_grpc_has_tools_too",
     ),
     "include_reasoning": (
-        f"{_TOOLS}::test_reasoning_is_split_shown_counted_and_kept_out",
-        f"{_TOOLS}::test_grpc_splits_reasoning_and_passes_template_variables",
+        f"{_REASONING}::test_reasoning_is_split_shown_counted_and_kept_out",
+        f"{_GRPC}::test_grpc_splits_reasoning_and_passes_template_variables",
     ),
     "functions": (f"{_TOOLS}::test_the_older_functions",),
     "function_call": (f"{_TOOLS}::test_the_older_functions",),

@@ -1,14 +1,26 @@
-"""A gateway over fake pods, for the tests that need no other: a file may have a cluster, or a gateway, of its own."""
+"""A gateway over fake pods, and the tiny model of real ones, for the tests that need no other.
+
+A file may have a cluster, a gateway or a model of its own.
+"""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import pytest
 import pytest_asyncio
 
+from common import index_pod
+from common.valkey import EmbeddedValkey
 from tests.fake_pods import FakeCluster, fake_cluster
 from tests.gateway_rig import Rig, rig
+from tests.index_rig import Rig as IndexRig
+from tests.index_rig import one_node_cluster
+
+if TYPE_CHECKING:
+    from engine.llm import LLM
 
 
 @pytest_asyncio.fixture
@@ -24,3 +36,39 @@ async def gw(cluster: FakeCluster, smollm2_dir: Path) -> AsyncIterator[Rig]:
     async with rig(cluster, smollm2_dir) as r:
         yield r
         await r.settled()
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama of two layers, see tests/harness.py; nobody writes to it."""
+    from tests.harness import tiny_llama
+
+    return tiny_llama(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def llm(model_dir: Path) -> LLM:
+    """The engine alone: what its tokens should be."""
+    from tests.harness import oracle
+
+    return oracle(model_dir)
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def redis_cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[EmbeddedValkey, str]]:
+    async with one_node_cluster(tmp_path_factory.mktemp("valkey")) as started:
+        yield started
+
+
+@pytest_asyncio.fixture(name="rig")
+async def index_rig(redis_cluster: tuple[EmbeddedValkey, str]) -> AsyncIterator[IndexRig]:
+    """An empty prefix index."""
+    async with IndexRig(*redis_cluster) as running:
+        yield running
+
+
+@pytest.fixture
+def quick_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pods come back to an index soon."""
+    monkeypatch.setattr(index_pod, "HEARTBEAT_S", 0.2)
+    monkeypatch.setattr(index_pod, "_MAX_BACKOFF_S", 0.2)

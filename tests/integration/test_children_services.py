@@ -18,14 +18,9 @@ from common.rpc import rpc_errors
 from common.types import FinishReason, Role, ValidRequest
 from common.wire import finish_from_pb, request_to_pb
 from engine.llm import LLM
-from tests.harness import BLOCK, CHUNK, TIMEOUT_S, Cluster, oracle, prompt_of, request, tiny_llama
+from tests.harness import BLOCK, CHUNK, TIMEOUT_S, Cluster, oracle, prompt_of, request
 
 torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_llama(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")

@@ -20,19 +20,9 @@ from gateway.pipeline import Pipeline
 from gateway.pods import PodTable
 from gateway.routing.router import Router
 from gateway.timeline import Timeline
-from tests.harness import BLOCK, Cluster, oracle, prompt_of, tiny_llama
+from tests.harness import BLOCK, Cluster, prompt_of
 
 TURNS, SAID, ANSWER = 10, BLOCK + 1, BLOCK + 1  # an answer fills the block in which its prompt ended
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_llama(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
-def llm(model_dir: Path) -> LLM:
-    return oracle(model_dir)
 
 
 class World:

@@ -12,7 +12,8 @@ from common.pb import transfer_pb2
 from gateway.admission.key_store import KeyFile
 from gateway.admission.keys import mint
 from tests.fake_pods import FakeCluster, fake_cluster
-from tests.gateway_rig import MODEL, Rig, rig, until
+from tests.gateway_rig import MODEL, Rig, rig
+from tests.until import until
 
 
 async def get(gw: Rig, path: str, **headers: str) -> Any:

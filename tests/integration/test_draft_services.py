@@ -17,14 +17,9 @@ from engine.llm import LLM
 from engine.speculation.control import Always
 from engine.speculation.stats import SpeculationStats
 from tests.draft_models import disturbed, eagle_head
-from tests.harness import VOCAB, Cluster, Pod, oracle, prompt_of, request, tiny_llama
+from tests.harness import VOCAB, Cluster, Pod, oracle, prompt_of, request
 
 DRAFTS = 4
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_llama(tmp_path_factory.mktemp("tiny"))
 
 
 def drafting(kind: str, model_dir: Path, root: Path) -> dict[str, Any]:

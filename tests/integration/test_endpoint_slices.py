@@ -16,7 +16,8 @@ from common.types import Role
 from gateway.endpoint_slices import ApiServer, EndpointWatch
 from tests.fake_kube import FakeKube, fake_kube, make_account
 from tests.fake_pods import FakeCluster, FakePod, fake_cluster
-from tests.gateway_rig import Rig, rig, until
+from tests.gateway_rig import Rig, rig
+from tests.until import until
 
 SERVICES = ("baton-prefill", "baton-decode")
 

@@ -12,8 +12,9 @@ import httpx
 
 from common.types import Role
 from tests.fake_pods import fake_cluster
-from tests.gateway_rig import MODEL, Rig, rig, until
+from tests.gateway_rig import MODEL, Rig, rig
 from tests.rated_pod import RatedPod
+from tests.until import until
 
 CLIENTS, SECONDS = 24, 3.0
 

@@ -22,8 +22,9 @@ from gateway.admission.keys import mint
 from gateway.admission.limiter import _LUA, Limiter, _keys
 from gateway.metrics import GatewayMetrics
 from tests.fake_pods import fake_cluster
-from tests.gateway_rig import MODEL, Rig, rig, until
+from tests.gateway_rig import MODEL, Rig, rig
 from tests.rated_pod import RatedPod
+from tests.until import until
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,8 @@ from gateway.admission.keys import mint
 from gateway.beam import Beam, BeamParams, EarlyStopping, search
 from gateway.tokenizer import TextTokenizer
 from tests.fake_pods import FakeCluster, fake_cluster, outcome
-from tests.gateway_rig import MODEL, Rig, rig, texts, until
+from tests.gateway_rig import MODEL, Rig, rig, texts
+from tests.until import until
 
 EOS = 2
 WIDTH = 3

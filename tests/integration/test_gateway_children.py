@@ -14,7 +14,8 @@ from common.errors import InvalidRequest, Unavailable
 from common.pb import inference_pb2, inference_pb2_grpc
 from gateway.tokenizer import TextTokenizer
 from tests.fake_pods import FakeCluster
-from tests.gateway_rig import MODEL, Rig, rig, texts, until
+from tests.gateway_rig import MODEL, Rig, rig, texts
+from tests.until import until
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,8 @@ from common import rpc
 from common.pb import inference_pb2, inference_pb2_grpc, types_pb2
 from gateway import grpc_service
 from tests.fake_pods import FakeCluster, fake_cluster
-from tests.gateway_rig import MODEL, Rig, rig, texts, until
+from tests.gateway_rig import MODEL, Rig, rig, texts
+from tests.until import until
 
 SAID = "Héllo 世界, how are you?"
 

@@ -13,7 +13,8 @@ import pytest_asyncio
 
 from common.pb import inference_pb2, inference_pb2_grpc
 from tests.fake_pods import FakeCluster, fake_cluster
-from tests.gateway_rig import MODEL, Rig, rig, until
+from tests.gateway_rig import MODEL, Rig, rig
+from tests.until import until
 
 LATE_S = 1.0
 BEAMS: dict[str, Any] = {"use_beam_search": True, "n": 2}

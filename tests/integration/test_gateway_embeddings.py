@@ -13,7 +13,8 @@ import pytest_asyncio
 from common.errors import InternalError, Unavailable
 from common.types import Role
 from tests.fake_pods import FakeCluster, FakePod, fake_cluster
-from tests.gateway_rig import MODEL, Rig, rig, until
+from tests.gateway_rig import MODEL, Rig, rig
+from tests.until import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -40,7 +40,8 @@ from gateway.leg import Leg
 from gateway.streaming import Generate
 from gateway.timeline import Timeline
 from tests.fake_pods import FakeCluster, FakePod, fake_cluster
-from tests.gateway_rig import MODEL, Rig, booked, rig, until
+from tests.gateway_rig import MODEL, Rig, booked, rig
+from tests.until import until
 
 ROOT = Path(__file__).parents[2]
 

@@ -22,7 +22,8 @@ import pytest_asyncio
 from common import rpc
 from common.pb import inference_pb2, inference_pb2_grpc
 from tests.fake_pods import FakeCluster, fake_cluster
-from tests.gateway_rig import MODEL, Rig, rig, until
+from tests.gateway_rig import MODEL, Rig, rig
+from tests.until import until
 
 COUNT = int(os.environ.get("BATON_FUZZ", "300"))
 WARM = min(COUNT // 2, 3000)  # bodies after which caches have their size; a short run says nothing of memory

@@ -12,8 +12,9 @@ import pytest_asyncio
 from common.pb import transfer_pb2
 from common.valkey import EmbeddedValkey
 from tests.fake_pods import FakeCluster, FakePod, fake_cluster
-from tests.gateway_rig import Rig, rig, until
+from tests.gateway_rig import Rig, rig
 from tests.index_entry import IndexEntry
+from tests.until import until
 
 PROMPT = list(range(100, 400))
 

@@ -16,7 +16,8 @@ from gateway.admission import key_ring
 from gateway.admission.key_store import KeyFile, KeyHash
 from gateway.admission.keys import mint
 from tests.fake_pods import fake_cluster
-from tests.gateway_rig import MODEL, rig, until
+from tests.gateway_rig import MODEL, rig
+from tests.until import until
 
 
 @pytest.fixture(autouse=True)

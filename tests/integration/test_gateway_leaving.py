@@ -12,7 +12,8 @@ import pytest
 from common.pb import inference_pb2, inference_pb2_grpc
 from common.process import PortLease
 from tests.fake_pods import FakeCluster, fake_cluster
-from tests.gateway_rig import MODEL, rig, until
+from tests.gateway_rig import MODEL, rig
+from tests.until import until
 
 
 @pytest.fixture

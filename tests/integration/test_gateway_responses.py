@@ -20,7 +20,8 @@ from gateway.admission.keys import mint
 from gateway.responses.store import Kept, ResponseStore
 from gateway.tokenizer import TextTokenizer
 from tests.fake_pods import FakeCluster, fake_cluster
-from tests.gateway_rig import MODEL, Rig, rig, texts, until
+from tests.gateway_rig import MODEL, Rig, rig, texts
+from tests.until import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -16,7 +16,8 @@ from gateway import http_protocol
 from gateway.tokenizer import TextTokenizer
 from gateway.validation import parse_chat
 from tests.fake_pods import FakeCluster, fake_cluster
-from tests.gateway_rig import MODEL, Rig, rig, texts, until
+from tests.gateway_rig import MODEL, Rig, rig, texts
+from tests.until import until
 
 
 @pytest.fixture(scope="module")

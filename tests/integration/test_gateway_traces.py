@@ -25,7 +25,8 @@ from gateway.leg import Leg
 from gateway.request_trace import RequestTrace
 from gateway.timeline import Timeline
 from tests.fake_pods import FakeCluster
-from tests.gateway_rig import MODEL, Rig, until
+from tests.gateway_rig import MODEL, Rig
+from tests.until import until
 
 OPENMETRICS = {"accept": "application/openmetrics-text; version=1.0.0"}
 

@@ -14,8 +14,9 @@ from common.index_store import connect
 from common.valkey import EmbeddedValkey
 from gateway import pods as gateway_pods
 from tests.fake_pods import FakeCluster, fake_cluster
-from tests.gateway_rig import Rig, rig, until
+from tests.gateway_rig import Rig, rig
 from tests.index_entry import IndexEntry
+from tests.until import until
 
 BURST, PODS = 64, 4
 HEAD = list(range(100, 164))  # four blocks that head every prompt

@@ -10,21 +10,11 @@ import pytest
 
 from common.pb import decode_pb2
 from engine.llm import LLM
-from tests.harness import BLOCK, CHUNK, Cluster, Pod, oracle, prompt_of, request, tiny_llama
+from tests.harness import BLOCK, CHUNK, Cluster, Pod, prompt_of, request, tiny_llama
 
 LONG, LONG_CHUNK, LONG_BLOCK = 2048, 256, 16
 QUEUE = decode_pb2.RemotePrefill(queue_s=60.0, compute_s=0.1, hand_off_s=0.1, tokens_per_s=1000.0)
 AT_ONCE = decode_pb2.RemotePrefill(queue_s=0.0, compute_s=0.0, hand_off_s=0.0, tokens_per_s=1000.0)
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_llama(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
-def llm(model_dir: Path) -> LLM:
-    return oracle(model_dir)
 
 
 def local_rest(prompt_len: int, held: int) -> int:

@@ -12,17 +12,12 @@ import torch
 
 from common.types import FinishReason, SamplingParams
 from engine.llm import LLM, Completion
-from tests.harness import BLOCK, CHUNK, MAX_LEN, prompt_of, tiny_llama
+from tests.harness import BLOCK, CHUNK, MAX_LEN, prompt_of
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10)
 LONG = SamplingParams(temperature=0.7, seed=3, max_tokens=40, logprobs=1)
 HOST_BLOCKS = 200
 WAIT_S = 20.0
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_llama(tmp_path_factory.mktemp("tiny"))
 
 
 def make(model_dir: Path, *, num_blocks: int = 256, host_blocks: int = 0, **config: Any) -> LLM:

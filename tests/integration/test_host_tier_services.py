@@ -9,29 +9,15 @@ import pytest
 
 from common.pb import control_pb2, control_pb2_grpc
 from common.prefix_index import IndexReader
-from common.types import Role, ValidRequest
+from common.types import Role
 from common.valkey import EmbeddedValkey
 from engine.llm import LLM
 from prefill_service import puller
-from tests.harness import BLOCK, Cluster, Pod, oracle, prompt_of, request, tiny_llama
+from tests.harness import BLOCK, Cluster, Pod, expected, prompt_of, request
 
 BLOCK_BYTES = 2 * 2 * 2 * BLOCK * 16 * 4
 HOSTED = {"num_blocks": 24, "host_cache": 200 * BLOCK_BYTES}
 WAIT_S = 20.0
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_llama(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
-def llm(model_dir: Path) -> LLM:
-    return oracle(model_dir)
-
-
-def expected(llm: LLM, r: ValidRequest) -> list[int]:
-    return llm.generate([r.prompt_ids], r.sampling, ignore_eos=True)[0].ids
 
 
 async def at_rest(pod: Pod) -> None:

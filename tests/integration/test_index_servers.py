@@ -7,8 +7,7 @@ import shutil
 import socket
 import ssl
 import subprocess
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -23,16 +22,10 @@ from common.prefix_index import Candidate, IndexReader, PodIndex, PodLoad, PodRe
 from common.types import Role
 from common.valkey import EmbeddedValkey, valkey_binary
 from tests.tcp_proxy import tcp_proxy
+from tests.until import until
 
 SCOPE = "00112233"
 BLOCKS = block_hashes(list(range(160)), fingerprint=SCOPE * 4, block_size=16)
-
-
-async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float = 15.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not await condition():
-        assert time.monotonic() < deadline, "did not happen in time"
-        await asyncio.sleep(0.05)
 
 
 def port_of(url: str) -> int:
@@ -202,7 +195,7 @@ async def test_sentinels_lead_to_the_new_primary(tmp_path: Path, monkeypatch: py
         async with pod(url):
             await until(lambda: finds(reader, {"p"}))
             await primary.stop()
-            await until(lambda: finds(reader, {"p"}), timeout_s=30)
+            await until(lambda: finds(reader, {"p"}))
     finally:
         await reader.close()
         sentinel.terminate()

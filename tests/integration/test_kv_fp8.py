@@ -12,15 +12,10 @@ import torch
 from common.errors import ConfigError, LayoutMismatch
 from common.types import SamplingParams, ValidRequest
 from engine.llm import LLM
-from tests.harness import BLOCK, CHUNK, MAX_LEN, Cluster, oracle, prompt_of, request, tiny_llama
+from tests.harness import BLOCK, CHUNK, MAX_LEN, Cluster, oracle, prompt_of, request
 
 FP8 = {"kv_dtype": "fp8_e4m3"}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_llama(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")

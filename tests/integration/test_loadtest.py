@@ -25,7 +25,8 @@ from loadtest.rest_client import RestClient
 from loadtest.run import Run
 from loadtest.runner import Runner
 from tests.fake_pods import FakeCluster
-from tests.gateway_rig import MODEL, Rig, rig, until
+from tests.gateway_rig import MODEL, Rig, rig
+from tests.until import until
 
 PROTOCOLS = ("rest", "grpc")
 

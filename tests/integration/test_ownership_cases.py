@@ -22,21 +22,7 @@ from common.valkey import EmbeddedValkey
 from common.wire import target_from_pb
 from engine.llm import LLM
 from kv_transfer.loopback import WriteFault
-from tests.harness import BLOCK, CHUNK, MAX_LEN, Answer, Cluster, oracle, prompt_of, request, tiny_llama
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_llama(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
-def llm(model_dir: Path) -> LLM:
-    return oracle(model_dir)
-
-
-def expected(llm: LLM, r: ValidRequest) -> list[int]:
-    return llm.generate([r.prompt_ids], r.sampling, ignore_eos=True)[0].ids
+from tests.harness import BLOCK, CHUNK, MAX_LEN, Answer, Cluster, expected, prompt_of, request
 
 
 async def prefill_alone(cluster: Cluster, r: ValidRequest, target: types_pb2.KvTarget) -> None:

@@ -16,13 +16,13 @@ import pytest
 import pytest_asyncio
 
 from common.errors import BatonError, Overloaded
-from common.types import Role, ValidRequest
+from common.types import Role
 from common.wire import target_from_pb
 from engine.llm import LLM
 from kv_transfer.backend import Backend
 from kv_transfer.faults import FaultyBackend, WriteFault
 from kv_transfer.nixl_backend import NixlBackend
-from tests.harness import BLOCK, CHUNK, Answer, Cluster, oracle, prompt_of, request, tiny_llama
+from tests.harness import BLOCK, CHUNK, Answer, Cluster, expected, prompt_of, request
 
 STAGES = ("reserved", "progress", "first_token", "in_transfer", "tokens")
 
@@ -45,16 +45,6 @@ class Wire:
             backend.on_notification = lambda _n: (0.0,)
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_llama(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
-def llm(model_dir: Path) -> LLM:
-    return oracle(model_dir)
-
-
 @pytest.fixture
 def wire() -> Wire:
     return Wire()
@@ -67,10 +57,6 @@ async def cluster(model_dir: Path, wire: Wire) -> AsyncIterator[Cluster]:
         await cluster.generate(request(prompt_of(3)), remote_only=True)
         yield cluster
         wire.heal()
-
-
-def expected(llm: LLM, r: ValidRequest) -> list[int]:
-    return llm.generate([r.prompt_ids], r.sampling, ignore_eos=True)[0].ids
 
 
 async def left_alone(running: asyncio.Task[Answer]) -> None:

@@ -15,7 +15,7 @@ from common.types import Role
 from common.valkey import EmbeddedValkey
 from pod.identity import require_free_name
 from tests.fake_pods import LAYOUT, FakePod, fake_cluster
-from tests.gateway_rig import until
+from tests.until import until
 
 NAME = "decode-0"
 

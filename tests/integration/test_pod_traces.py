@@ -12,15 +12,10 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from common.trace_context import TraceContext
 from common.tracing import Tracer
 from common.types import Role
-from tests.gateway_rig import until
-from tests.harness import BLOCK, CHUNK, Cluster, prompt_of, request, tiny_llama
+from tests.harness import BLOCK, CHUNK, Cluster, prompt_of, request
+from tests.until import until
 
 ATTEMPT = TraceContext.new(sampled=True)
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_llama(tmp_path_factory.mktemp("tiny"))
 
 
 def trace_all(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:

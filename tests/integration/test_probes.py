@@ -17,7 +17,8 @@ from common.errors import ConfigError
 from common.pb import control_pb2_grpc
 from common.rpc import LIVE, RpcServer
 from tests.fake_pods import fake_cluster
-from tests.gateway_rig import rig, until
+from tests.gateway_rig import rig
+from tests.until import until
 
 
 @pytest.fixture

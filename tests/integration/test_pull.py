@@ -12,19 +12,9 @@ from common.types import Role, ValidRequest
 from engine.llm import LLM
 from kv_transfer.loopback import WriteFault
 from prefill_service import puller
-from tests.harness import BLOCK, CHUNK, Cluster, Pod, oracle, prompt_of, request, tiny_llama
+from tests.harness import BLOCK, CHUNK, Cluster, Pod, expected, prompt_of, request
 
 PREFIX = 12 * BLOCK  # tokens that two prompts share
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_llama(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
-def llm(model_dir: Path) -> LLM:
-    return oracle(model_dir)
 
 
 @pytest.fixture(params=["push", "read"])
@@ -38,10 +28,6 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(puller, "UNKNOWN_TIME_S", 20.0)
     monkeypatch.setattr(puller, "MIN_TIME_S", 20.0)
     monkeypatch.setattr(puller, "MAX_TIME_S", 20.0)
-
-
-def expected(llm: LLM, r: ValidRequest) -> list[int]:
-    return llm.generate([r.prompt_ids], r.sampling, ignore_eos=True)[0].ids
 
 
 def follow_up(tokens: int = 2 * BLOCK + 1, **more: object) -> ValidRequest:

@@ -23,7 +23,7 @@ from gateway.pods import PodTable
 from gateway.routing.placement import Placement
 from gateway.routing.router import Router
 from gateway.routing.view import PodView
-from tests.gateway_rig import until
+from tests.until import until
 
 FP = "cd" * 16
 BURST = 64

@@ -5,24 +5,12 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-import pytest
-
 from common.types import Role
 from engine.llm import LLM
 from kv_transfer.backend import Backend
 from kv_transfer.faults import FaultyBackend, WriteFault
 from kv_transfer.nixl_backend import NixlBackend
-from tests.harness import BLOCK, CHUNK, Cluster, oracle, prompt_of, request, tiny_llama
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_llama(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
-def llm(model_dir: Path) -> LLM:
-    return oracle(model_dir)
+from tests.harness import BLOCK, CHUNK, Cluster, prompt_of, request
 
 
 class Wire:

@@ -18,7 +18,8 @@ from gateway import leg as leg_module
 from gateway.leg import Leg
 from gateway.timeline import Timeline
 from tests.fake_pods import FakeCluster, fake_cluster
-from tests.gateway_rig import MODEL, Rig, until
+from tests.gateway_rig import MODEL, Rig
+from tests.until import until
 
 TOKENS = 1500
 

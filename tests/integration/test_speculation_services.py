@@ -9,12 +9,7 @@ import pytest
 
 from common.types import Role
 from tests.guesses import Guesses
-from tests.harness import VOCAB, Cluster, Pod, oracle, prompt_of, request, tiny_llama
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_llama(tmp_path_factory.mktemp("tiny"))
+from tests.harness import VOCAB, Cluster, Pod, oracle, prompt_of, request
 
 
 def counted(pod: Pod, outcome: str) -> float:

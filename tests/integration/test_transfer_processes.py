@@ -17,7 +17,8 @@ from common.lifecycle import host_boot_id
 from common.types import KvTarget, Role, TransferId
 from kv_transfer.outgoing import OutgoingTransfer
 from kv_transfer.process_watch import watch_process
-from tests.integration.transfer_pods import LAYOUT, Cluster, FakeHold, Pod, until
+from tests.integration.transfer_pods import LAYOUT, Cluster, FakeHold, Pod
+from tests.until import until
 
 
 class Child:

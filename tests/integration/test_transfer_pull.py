@@ -23,7 +23,8 @@ from common.types import Role
 from kv_transfer.faults import WriteFault
 from kv_transfer.lending import MAX_LOANS
 from kv_transfer.messages import Holder, Pulled, Wanted
-from tests.integration.transfer_pods import LAYOUT, NUM_BLOCKS, Cluster, FakeHold, Pod, until
+from tests.integration.transfer_pods import LAYOUT, NUM_BLOCKS, Cluster, FakeHold, Pod
+from tests.until import until
 
 
 @pytest_asyncio.fixture(params=["loopback", "nixl"])

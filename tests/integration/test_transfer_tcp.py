@@ -14,7 +14,7 @@ import pytest
 
 HERE = Path(__file__).parent
 TESTS = {
-    "transfers": ["test_transfer_node.py", "test_transfer_processes.py"],
+    "transfers": [f"test_transfer_{name}.py" for name in ("node", "ends", "faults", "processes")],
     "services": ["test_services_nixl.py", "test_ownership_wire.py", "test_transfer_pull.py"],
 }
 

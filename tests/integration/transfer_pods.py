@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from common.auth import Signer
@@ -24,6 +24,7 @@ from kv_transfer.memory import MemoryKind, PoolMemory, host_memory
 from kv_transfer.messages import Commit
 from kv_transfer.nixl_backend import NixlBackend
 from kv_transfer.node import TransferNode
+from tests.until import until
 
 LAYOUT = KVLayout("test", "r1", num_layers=2, num_kv_heads=2, head_dim=32, block_size=16, dtype="float32")
 SECRET = b"the cluster's secret"
@@ -131,13 +132,6 @@ class Pod:
         await self.node.stop(0)
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        await asyncio.sleep(0.005)
-
-
 class Cluster:
     """Starts pods on one backend kind and stops them all."""
 
@@ -213,3 +207,30 @@ def chunks(rng: random.Random, first: int, total: int) -> list[tuple[int, int]]:
         pieces.append((first, count))
         first += count
     return pieces
+
+
+async def hand_over(
+    prefill: Pod, decode: Pod, seed: int, *, num_blocks: int = 40, first: int = 0, home: list[int] | None = None
+) -> None:
+    """One whole transfer with random pushes between random blocks, checked byte by byte."""
+    rng = random.Random(seed)
+    source = rng.sample(range(NUM_BLOCKS), num_blocks)
+    home = home or rng.sample(range(NUM_BLOCKS), num_blocks)
+    incoming = decode.reserve(f"r{seed}", first, home[first:])
+    transfer = prefill.node.outgoing(incoming.target, f"r{seed}", num_blocks, 30.0)
+    holds = []
+    for start, count in chunks(rng, 0, num_blocks):
+        holds.append(FakeHold(source[start : start + count]))
+        transfer.push(start, source[start : start + count], holds[-1])
+        if rng.random() < 0.5:
+            await asyncio.sleep(0.001)
+    transfer.finish([7], [None])
+    report = await transfer.done()
+    await until(lambda: incoming.over)
+    assert incoming.committed == [Commit((7,), (None,))]
+    assert incoming.hold_was_free == [True]
+    assert all(hold.free for hold in holds)
+    assert report.blocks == num_blocks - first
+    assert report.bytes == report.blocks * LAYOUT.block_bytes
+    assert decode.digest(home[first:]) == prefill.digest(source[first:])
+    decode.node.release(incoming.target.transfer_id)

@@ -1,0 +1,147 @@
+"""Structured output through the gateway: every form, what is refused, and by which name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from tests.gateway_rig import MODEL, Rig
+from tests.tool_rig import SCHEMA, TOOLS, asked, client_of, fits, says, tool
+
+
+async def test_the_sdk_parses_a_model(gw: Rig, smollm2_dir: Path) -> None:
+    class Step(BaseModel):
+        text: str
+        n: int | None = None
+
+    class Plan(BaseModel):
+        steps: list[Step]
+
+    messages: Any = [{"role": "user", "content": "Hi"}]
+    says(gw, '{"steps": [{"text": "a", "n": null}]}')
+    async with client_of(gw) as client:
+        parsed = await client.chat.completions.parse(model=MODEL, messages=messages, response_format=Plan)
+        assert parsed.choices[0].message.parsed == Plan(steps=[Step(text="a")])
+    assert not fits(smollm2_dir, asked(gw).grammar, '{"steps": [{"text": 1, "n": null}]}')
+    assert fits(smollm2_dir, asked(gw).grammar, '{"steps":[]}')
+
+
+FORMS: list[tuple[dict[str, Any], str, str]] = [
+    ({"response_format": {"type": "json_object"}}, '{"x": [1]}', "[1]"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}}, '{"a": 1}', "{}"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}},
+        '{"a":1}',
+        '{"a":"1"}',
+    ),
+    ({"structured_outputs": {"json": SCHEMA}}, '{"a": 1}', "{}"),
+    ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, '{"a": 1}', "{}"),
+    ({"structured_outputs": {"regex": "a+b?"}}, "aab", "ba"),
+    ({"structured_outputs": {"choice": ["yes", "no"]}}, "no", "maybe"),
+    ({"structured_outputs": {"grammar": 'start: "x" | "y" start'}}, "yyx", "xy"),
+    ({"structured_outputs": {"grammar": 'root ::= "x" | "y" root'}}, "yyx", "xy"),
+    ({"structured_outputs": {"json_object": True}}, "{}", "1"),
+    ({"guided_json": SCHEMA}, '{"a": 1}', "{}"),
+    ({"guided_regex": "a+b?"}, "aab", "ba"),
+    ({"guided_choice": ["yes", "no"]}, "no", "maybe"),
+    ({"guided_grammar": 'start: "x" | "y" start'}, "yyx", "xy"),
+]
+
+
+@pytest.mark.parametrize(("fields", "good", "bad"), FORMS, ids=[str(next(iter(f[0].values())))[:40] for f in FORMS])
+async def test_every_form_reaches_both_pods(
+    gw: Rig, smollm2_dir: Path, fields: dict[str, Any], good: str, bad: str
+) -> None:
+    for answer in (await gw.chat(**fields), await gw.complete(**fields)):
+        assert answer.status_code == 200
+        grammar = asked(gw).grammar
+        assert gw.cluster.prefills[0].seen.prefilled[-1].grammar == grammar
+        assert fits(smollm2_dir, grammar, good)
+        assert not fits(smollm2_dir, grammar, bad)
+
+
+async def test_forms_that_ask_for_nothing(gw: Rig) -> None:
+    for fields in (
+        {"response_format": {"type": "text"}},
+        {"response_format": None, "guided_json": None},
+        {"tools": []},
+    ):
+        assert (await gw.chat(**fields)).status_code == 200
+        assert asked(gw).grammar is None
+
+
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"response_format": {"type": "xml"}}, "response_format.type", "text, json_object or json_schema"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "must be an object"),
+    ({"structured_outputs": {}}, "structured_outputs", "must have one of"),
+    ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice", "exclude each other"),
+    ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex", "exclude each other"),
+    ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex", "structured_outputs.regex"),
+    ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "not valid JSON"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "at least one choice"),
+    ({"structured_outputs": {"grammar": "start: other"}}, "structured_outputs.grammar", "other"),
+    ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag", "not supported"),
+    ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
+    ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice", "none, auto, required"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice.function.name",
+     "not one of the functions"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'web_search' is not supported"),
+    ({"tools": [tool("a b")]}, "tools[0].function.name", "letters, digits"),
+    ({"tools": [tool(), tool()]}, "tools", "same name"),
+    ({"tools": TOOLS, "functions": [{"name": "f"}]}, "functions", "exclude each other"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]},
+     "tools[0].function.parameters", "describe an object"),
+    ({"tools": TOOLS, "parallel_tool_calls": "no"}, "parallel_tool_calls", "boolean"),
+    ({"include_reasoning": 1}, "include_reasoning", "boolean"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"type": "function"}]}]}, "messages[0].tool_calls[0].function",
+     "object"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "param", "message"), REFUSED, ids=[r[1] + f"-{i}" for i, r in enumerate(REFUSED)])
+async def test_refusals_name_the_field(gw: Rig, fields: dict[str, Any], param: str, message: str) -> None:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], **fields}
+    response = await gw.http.post("/v1/chat/completions", json=body)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == param
+    assert message in error["message"]
+    assert not gw.cluster.decodes[0].seen.reserved  # nothing was spent
+
+
+@pytest.mark.parametrize(
+    ("keyword", "schema"),
+    [
+        ("not", {"type": "object", "not": {"required": ["a"]}}),
+        ("uniqueItems", {"type": "array", "uniqueItems": True}),
+        ("if", {"if": {"type": "object"}, "then": {"required": ["a"]}}),
+        ("contains", {"type": "array", "contains": {"type": "integer"}}),
+        ("propertyNames", {"type": "object", "propertyNames": {"pattern": "^a"}}),
+        ("dependentRequired", {"type": "object", "dependentRequired": {"a": ["b"]}}),
+    ],
+)
+async def test_a_schema_that_cannot_be_enforced_is_refused_by_its_keyword(
+    gw: Rig, keyword: str, schema: dict[str, Any]
+) -> None:
+    inside = {"type": "object", "properties": {"deep": {"type": "array", "items": schema}}}
+    function = {"type": "function", "function": {"name": "f", "parameters": inside, "strict": True}}
+    for fields, param in (
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": inside}}},
+         "response_format.json_schema.schema"),
+        ({"structured_outputs": {"json": inside}}, "structured_outputs.json"),
+        ({"guided_json": inside}, "guided_json"),
+        ({"tools": [tool(), function]}, "tools[1].function.parameters"),
+        ({"tools": [tool(), function], "tool_choice": "required"}, "tools[1].function.parameters"),
+    ):  # fmt: skip
+        response = await gw.chat(**fields)
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert error["param"] == param
+        assert f'"{keyword}"' in error["message"]
+    function["function"].pop("strict")  # then the rest is enforced, and only where it must be
+    assert (await gw.chat(tools=[function])).status_code == 200
+    assert (await gw.chat(tools=[function], tool_choice="required")).status_code == 200

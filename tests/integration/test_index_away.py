@@ -1,0 +1,121 @@
+"""The prefix index while Redis is away, frozen, wiped or replaced, and after it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from common.breaker import Breaker
+from common.errors import BatonError, IndexUnavailable, error_class
+from common.prefix_index import IndexReader, PodIndex, PodLoad
+from common.valkey import EmbeddedValkey
+from tests.index_rig import RECORD, SCOPE, FakePool, Rig, book, chain
+from tests.until import until
+
+pytestmark = pytest.mark.usefixtures("quick_index")
+
+
+async def test_pods_return_after_a_wipe_and_a_freeze(rig: Rig) -> None:
+    blocks = chain(12, 20)
+    async with rig.pod(hashes=blocks[:10]) as pool:
+        await rig.wipe()
+        pool.store(blocks[10:15])
+        await rig.shows(set(blocks[:15]))
+        with rig.frozen():
+            pool.store(blocks[15:])
+            pool.evict(blocks[19:])
+            await asyncio.sleep(1.5)
+        await rig.shows(set(blocks[:19]))
+
+
+async def test_pods_return_after_the_server_was_replaced(tmp_path: Path) -> None:
+    blocks = chain(20, 10)
+    first = EmbeddedValkey(0, tmp_path / "first")
+    url = await first.start()
+    second = EmbeddedValkey(int(url.split(":")[-1].split("/")[0]), tmp_path / "second")
+    async with Rig(first, url) as rig, rig.pod(hashes=blocks) as pool:
+        assert pool.index is not None
+        index = pool.index
+        await first.stop()
+        pool.evict(blocks[8:])
+        await until(lambda: not index.connected)
+        await second.start()
+        await rig.shows(set(blocks[:8]))
+        assert set(await rig.live()) == {"decode-0"}
+    await second.stop()
+
+
+async def test_a_pod_lives_without_redis_and_stops_in_time() -> None:
+    pool = FakePool()
+    pool.index = PodIndex("redis://127.0.0.1:1/0", RECORD, pool.snapshot, PodLoad)
+    await pool.index.start()
+    pool.store(chain(13, 10))
+    await asyncio.sleep(0.3)
+    assert not pool.index.connected
+    await asyncio.wait_for(pool.index.stop(), 10)
+    pool.store(chain(14, 10))
+    nothing = PodIndex(None, RECORD, pool.snapshot, PodLoad)
+    await nothing.start()
+    nothing.stored(chain(15, 3))
+    await nothing.stop()
+
+
+async def test_a_callback_that_fails_does_not_end_publishing(rig: Rig) -> None:
+    failures = 2
+
+    def snapshot() -> list[bytes]:
+        nonlocal failures
+        if failures:
+            failures -= 1
+            raise KeyError("not now")
+        return chain(16, 3)
+
+    index = PodIndex(rig.url, RECORD, snapshot, PodLoad)
+    await index.start()
+    await rig.shows(set(chain(16, 3)))
+    await index.stop()
+
+
+async def test_a_dead_index_costs_a_few_timeouts_then_nothing_and_is_tried_again(rig: Rig) -> None:
+    now = 100.0
+    reader = IndexReader(rig.url, timeout_s=0.4, breaker=Breaker(clock=lambda: now))
+    await reader.pods()
+    with rig.frozen():
+        for _ in range(3):
+            assert reader.available
+            with pytest.raises(IndexUnavailable, match="does not answer"):
+                await reader.lookup(SCOPE, chain(17, 3), [("p", 1)])
+        assert not reader.available
+        with pytest.raises(IndexUnavailable, match="is away"):
+            await book(reader, "p", "r", 1)
+        now += 1.0
+        with pytest.raises(IndexUnavailable, match="does not answer"):
+            await reader.unbook(SCOPE, "p", "r")
+        with pytest.raises(IndexUnavailable, match="is away"):
+            await reader.pods()
+    now += 1.0
+    await reader.pods()
+    assert reader.available
+    assert await reader.lookup(SCOPE, chain(17, 3), [("p", 1)]) == {"p": 0}
+    await reader.close()
+
+
+async def test_without_a_url_the_index_is_unavailable() -> None:
+    reader = IndexReader(None)
+    assert not reader.available
+    with pytest.raises(IndexUnavailable):
+        await reader.pods()
+    await reader.close()
+    assert issubclass(IndexUnavailable, BatonError)
+    assert error_class("IndexUnavailable") is IndexUnavailable
+
+
+async def test_the_server_forgetting_its_scripts_is_no_matter(rig: Rig) -> None:
+    async with rig.pod(hashes=chain(18, 4)):
+        await rig.live()
+        await rig.raw.script_flush()
+        assert set(await rig.live()) == {"decode-0"}
+        await rig.raw.script_flush()
+        assert await rig.reader.lookup(SCOPE, chain(18, 4), [("decode-0", 1_000)]) == {"decode-0": 4}

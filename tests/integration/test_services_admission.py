@@ -1,0 +1,219 @@
+"""What pods take, refuse and give up: admission, one bad request among others, streams, deadlines."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+
+import pytest
+
+from common.errors import (
+    BatonError,
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    LayoutMismatch,
+    ModelNotFound,
+    Overloaded,
+    TransferFailed,
+    Unavailable,
+)
+from common.pb import decode_pb2, prefill_pb2, types_pb2
+from common.rpc import rpc_errors
+from common.types import FinishReason, Role, Token, ValidRequest
+from common.wire import request_to_pb, token_to_pb
+from engine.llm import LLM
+from prefill_service.hand_off import HandOff
+from tests.harness import MAX_LEN, VOCAB, Answer, Cluster, expected, prompt_of, request
+from tests.until import until
+
+
+class TestAdmission:
+    @pytest.mark.parametrize(
+        ("fields", "error", "field"),
+        [
+            ({"prompt": prompt_of(MAX_LEN)}, InvalidRequest, "prompt_ids"),
+            ({"prompt": [VOCAB]}, InvalidRequest, "prompt_ids"),
+            ({"temperature": float("nan")}, InvalidRequest, "temperature"),
+            ({"top_p": 0.0}, InvalidRequest, "top_p"),
+            ({"n": 129}, InvalidRequest, "n"),
+            ({"logit_bias": ((999, 1.0),)}, InvalidRequest, "logit_bias"),
+        ],
+    )
+    async def test_what_can_never_be_served_is_refused_by_both_roles(
+        self, model_dir: Path, fields: dict[str, object], error: type[BatonError], field: str
+    ) -> None:
+        async with Cluster.start(model_dir) as cluster:
+            held = request(prompt_of(9))
+            good = await cluster.reserve(held)
+            r = request(**{"prompt": prompt_of(9), **fields})  # type: ignore[arg-type]
+            with pytest.raises(error) as caught:
+                await cluster.reserve(r)
+            assert caught.value.field == field
+            message = prefill_pb2.PrefillRequest(request=request_to_pb(r), target=good.target)
+            with pytest.raises(error) as caught, rpc_errors():
+                async for _ in cluster.prefill.prefill.Prefill(message, timeout=20):
+                    pass
+            assert caught.value.field == field
+            await cluster.abort(held.request_id)
+
+    async def test_unknown_model_and_foreign_layout(self, model_dir: Path) -> None:
+        async with Cluster.start(model_dir) as cluster:
+            r = request(prompt_of(9))
+            with pytest.raises(ModelNotFound):
+                await cluster.reserve(ValidRequest(r.request_id, "other", r.prompt_ids, r.sampling))
+            good = await cluster.reserve(r)
+            good.target.fingerprint = "0" * 32
+            message = prefill_pb2.PrefillRequest(request=request_to_pb(r), target=good.target)
+            with pytest.raises(LayoutMismatch), rpc_errors():
+                await cluster.prefill.prefill.Prefill(message, timeout=20).read()
+            await cluster.abort(r.request_id)
+
+    async def test_a_full_pod_rejects_at_once_with_a_time(self, model_dir: Path) -> None:
+        async with Cluster.start(model_dir, decode_config={"num_blocks": 24}) as cluster:
+            held = [request(prompt_of(30, seed=i)) for i in range(2)]
+            for r in held:
+                assert (await cluster.reserve(r)).HasField("target")
+            reply = await cluster.reserve(request(prompt_of(30, seed=9)))
+            assert reply.HasField("rejected")
+            assert reply.rejected.retry_after_s > 0
+            for r in held:
+                await cluster.abort(r.request_id)
+
+    async def test_local_prompts_do_not_starve_behind_remote_ones(self, model_dir: Path) -> None:
+        config = {"num_blocks": 10}  # `big` leaves one block: enough for `small` only
+        async with Cluster.start(model_dir, role=Role.BOTH, decode_config=config) as cluster:
+            big, local, small = request(prompt_of(36), 1), request(prompt_of(8), 4), request(prompt_of(3), 1)
+            assert (await cluster.reserve(big, remote_only=True)).HasField("target")
+            scheduler = cluster.decode.runtime.engine.scheduler
+            waiting = asyncio.create_task(cluster.generate(local))
+            await until(lambda: scheduler.stats().waiting == 1)
+            reply = await cluster.reserve(small, remote_only=True)
+            assert "came before" in reply.rejected.reason
+            await cluster.abort(big.request_id)
+            assert len((await waiting).ids) == 4
+            assert len((await cluster.generate(small, remote_only=True)).ids) == 1
+
+    async def test_a_reservation_that_the_node_refuses_holds_nothing(
+        self, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse(**_: object) -> None:
+            raise Unavailable("the node is leaving")
+
+        async with Cluster.start(model_dir) as cluster:
+            monkeypatch.setattr(cluster.decode.runtime.node, "reserve", refuse)
+            with pytest.raises(Unavailable):
+                await cluster.reserve(request(prompt_of(30)))
+            await cluster.decode.settled(10)
+
+    async def test_a_request_id_is_taken_once(self, model_dir: Path) -> None:
+        async with Cluster.start(model_dir) as cluster:
+            r = request(prompt_of(9))
+            await cluster.reserve(r)
+            with pytest.raises(InvalidRequest, match="already"):
+                await cluster.reserve(r)
+            await cluster.abort(r.request_id)
+            await cluster.decode.settled()
+            assert (await cluster.generate(r)).finish is FinishReason.LENGTH
+
+    async def test_reserve_needs_the_gateways_stream(self, model_dir: Path) -> None:
+        async with Cluster.start(model_dir) as cluster:
+            message = decode_pb2.ReserveRequest(request=request_to_pb(request([5])), gateway_id="nobody")
+            with pytest.raises(Unavailable), rpc_errors():
+                await cluster.decode.decode.Reserve(message, timeout=20)
+
+
+class TestIsolation:
+    """One request whose news cannot be handed on ends; those of the same steps go on."""
+
+    async def test_in_a_prefill_step(self, model_dir: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        async with Cluster.start(model_dir) as cluster:
+            first, victim, last = (request(prompt_of(5, seed=i)) for i in range(3))
+            push = HandOff._push
+
+            def broken(self: HandOff, computed: int, done: bool) -> None:
+                if self.seq.request_id == victim.request_id:
+                    raise RuntimeError("no push today")
+                push(self, computed, done)
+
+            monkeypatch.setattr(HandOff, "_push", broken)
+            gate = threading.Event()
+            cluster.prefill.runtime.loop.call(lambda: gate.wait(20))
+            running = [asyncio.create_task(cluster.generate(r)) for r in (first, victim, last)]
+            await until(lambda: cluster.prefill.service.active == 3)
+            gate.set()
+            a, failed, b = await asyncio.gather(*running, return_exceptions=True)
+            assert isinstance(failed, InternalError)
+            assert "no push today" in failed.message
+            await cluster.abort(victim.request_id)
+            for r, answer in ((first, a), (last, b)):
+                assert isinstance(answer, Answer)
+                assert answer.ids == expected(llm, r)
+
+    @pytest.mark.parametrize("at", [1, 7])
+    async def test_in_a_decode_step(self, model_dir: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+        """at: the token that cannot be told; 7 is the last one."""
+        async with Cluster.start(model_dir) as cluster:
+            first, victim, last = (request(prompt_of(5, seed=i)) for i in range(3))
+
+            def broken(token: Token) -> types_pb2.Token:
+                if token.index == at and token.id == spoiled[at]:
+                    raise RuntimeError("no such token")
+                return token_to_pb(token)
+
+            spoiled = expected(llm, victim)
+            assert spoiled[at] not in (expected(llm, first)[at], expected(llm, last)[at]), "choose other prompts"
+            monkeypatch.setattr("decode_service.hand_off.token_to_pb", broken)
+            a, failed, b = await asyncio.gather(
+                *(cluster.generate(r) for r in (first, victim, last)), return_exceptions=True
+            )
+            assert isinstance(failed, InternalError)
+            for r, answer in ((first, a), (last, b)):
+                assert isinstance(answer, Answer)
+                assert answer.ids == expected(llm, r)
+
+
+class TestStreams:
+    async def test_batches_are_numbered_and_a_slow_gateway_is_paused_not_dropped(
+        self, model_dir: Path, llm: LLM
+    ) -> None:
+        async with Cluster.start(model_dir, decode_config={"stream": {"window": 8}}) as cluster:
+            stream = cluster.streams[0]
+            stream.stalled = True
+            r = request(prompt_of(9), 60)
+            running = asyncio.create_task(cluster.generate(r))
+            await until(lambda: len(stream.numbers) >= 8)
+            await asyncio.wait([running], timeout=0.5)
+            assert not running.done()
+            assert len(stream.numbers) < 20
+            with pytest.raises(Unavailable):
+                await cluster.reserve(request(prompt_of(5)))
+            await stream.catch_up()
+            assert (await running).ids == expected(llm, r)
+            assert stream.numbers == list(range(1, len(stream.numbers) + 1))
+
+    async def test_a_gateway_that_stays_slow_loses_its_sequences(self, model_dir: Path) -> None:
+        slow = {"stream": {"window": 4, "pause_limit_s": 0.2}}
+        async with Cluster.start(model_dir, decode_config=slow) as cluster:
+            cluster.streams[0].stalled = True
+            with pytest.raises(Overloaded):
+                await cluster.generate(request(prompt_of(9), 60))
+
+    async def test_the_end_of_the_stream_ends_its_requests(self, model_dir: Path) -> None:
+        async with Cluster.start(model_dir) as cluster:
+            await cluster.reserve(request(prompt_of(9)))
+            running = asyncio.create_task(cluster.generate(request(prompt_of(9, seed=2), 100)))
+            await asyncio.sleep(0.1)
+            await cluster.streams[0].close()
+            await cluster.decode.settled()
+            running.cancel()
+
+    async def test_deadlines_end_work_on_both_sides(self, model_dir: Path) -> None:
+        async with Cluster.start(model_dir) as cluster:
+            r = request(prompt_of(9))
+            await cluster.generate(r)
+            cluster.fabric.freeze(cluster.decode.agent)
+            with pytest.raises((DeadlineExceeded, TransferFailed)):
+                await cluster.generate(request(prompt_of(40), 80), timeout_s=0.6)
+            cluster.fabric.thaw(cluster.decode.agent)

@@ -1,0 +1,66 @@
+"""Embeddings of a prefill pod."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from common.errors import InvalidRequest, NotServed
+from common.pb import embedding_pb2, embedding_pb2_grpc
+from common.rpc import rpc_errors
+from common.types import ValidRequest
+from common.wire import request_to_pb
+from engine.llm import LLM
+from tests.harness import BLOCK, CHUNK, MAX_LEN, VOCAB, Cluster, expected, prompt_of, request
+from tests.until import until
+
+
+class TestEmbeddings:
+    async def embed(self, cluster: Cluster, r: ValidRequest, timeout: float = 20.0) -> embedding_pb2.EmbedResponse:
+        stub = embedding_pb2_grpc.EmbeddingStub(cluster.prefill.channel)
+        with rpc_errors():
+            return await stub.Embed(embedding_pb2.EmbedRequest(request=request_to_pb(r)), timeout=timeout)
+
+    @pytest.mark.parametrize("length", [1, BLOCK, CHUNK + 3, MAX_LEN - 1])
+    async def test_they_are_the_last_states_of_transformers_cold_and_with_a_prefix_hit(
+        self, model_dir: Path, length: int
+    ) -> None:
+        model = LlamaForCausalLM.from_pretrained(model_dir)
+        prompt = prompt_of(length)
+        with torch.no_grad():
+            state = model.model(torch.tensor([prompt])).last_hidden_state[0, -1]
+        vector = torch.nn.functional.normalize(state, dim=0)
+        async with Cluster.start(model_dir) as cluster:
+            for cached in (0, (length - 1) // BLOCK * BLOCK):
+                said = await self.embed(cluster, request(prompt))
+                assert torch.allclose(torch.tensor(list(said.values)), vector, atol=1e-4)
+                assert said.cached_tokens == cached
+            await cluster.prefill.settled()
+
+    async def test_beside_generation_many_at_once_and_one_that_leaves(self, model_dir: Path, llm: LLM) -> None:
+        async with Cluster.start(model_dir) as cluster:
+            alone = [await self.embed(cluster, request(prompt_of(20 + i, seed=i))) for i in range(4)]
+            r = request(prompt_of(60), 12)
+            gone = asyncio.ensure_future(self.embed(cluster, request(prompt_of(90, seed=9))))
+            texts = [request(prompt_of(20 + i, seed=i)) for i in range(4)]
+            together = asyncio.gather(*(self.embed(cluster, text) for text in texts))
+            answer = await cluster.generate(r)
+            gone.cancel()
+            assert answer.ids == expected(llm, r)
+            for one, other in zip(alone, await together, strict=True):
+                assert torch.allclose(torch.tensor(list(one.values)), torch.tensor(list(other.values)), atol=1e-4)
+            await until(lambda: not cluster.prefill.runtime._embedder.active)
+            await cluster.prefill.settled()
+
+    async def test_what_cannot_be_computed_is_refused(self, model_dir: Path) -> None:
+        async with Cluster.start(model_dir) as cluster:
+            for prompt, error in (([], InvalidRequest), ([1] * MAX_LEN, InvalidRequest), ([VOCAB], InvalidRequest)):
+                with pytest.raises(error):
+                    await self.embed(cluster, request(prompt))
+            stub = embedding_pb2_grpc.EmbeddingStub(cluster.decode.channel)
+            with pytest.raises(NotServed), rpc_errors():
+                await stub.Embed(embedding_pb2.EmbedRequest(request=request_to_pb(request([1]))))
