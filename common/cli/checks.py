@@ -25,7 +25,9 @@ def doctor(
 
 
 def probe(
-    url: Annotated[str, typer.Argument(metavar="URL", help="http://HOST:PORT/PATH, grpc://HOST:PORT or grpc://HOST:PORT/SERVICE.")],
+    url: Annotated[
+        str, typer.Argument(metavar="URL", help="http://HOST:PORT/PATH, grpc://HOST:PORT or grpc://HOST:PORT/SERVICE.")
+    ],
     timeout_s: Annotated[float, typer.Option(min=0.1, help="Most seconds.")] = 3.0,
 ) -> None:
     """Exit code 0 if a server says that it is well, else 1: a health check for containers."""
