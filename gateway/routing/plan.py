@@ -141,7 +141,8 @@ class Plan:
             return [option for option in decodes if option.view.role is Role.BOTH], []
         able = _views(self._table.prefills(fingerprint), avoid)
         if self._shared and prompt.held and self.request.sampling.prompt_logprobs is None:
-            demand = replace(demand, pull=self._pulls(fingerprint, prompt, demand.promises(), able))
+            offers = self._pulls(fingerprint, prompt, demand.promises(), able)
+            demand = replace(demand, pull=offers) if offers else demand
         prefills = self._policy.prefill(demand, able, now)
         return ([option for option in decodes if option.view.role is Role.DECODE] if prefills else []), prefills
 
