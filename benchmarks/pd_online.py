@@ -60,7 +60,8 @@ class Load:
 
     def arrivals(self) -> list[float]:
         """Seconds from the start; the same at every call."""
-        rng, at, found = random.Random(f"{SEED}-{self.name}"), 0.0, []
+        rng, at = random.Random(f"{SEED}-{self.name}"), 0.0
+        found: list[float] = []
         while len(found) < self.requests and (at := at + rng.expovariate(self.rate)) < self.seconds:
             found.append(at)
         return found

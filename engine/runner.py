@@ -29,7 +29,7 @@ from engine.attention.triton_backend import TritonAttention
 from engine.block_tables import BlockTables
 from engine.kv_pool import KVPool
 from engine.launched import Launched, Scores, Undrawn, collect, rows_of, send, wanted_rows
-from engine.models.base import Model
+from engine.models.base import Model, Tap
 from engine.sampler import token_logprobs
 from engine.scheduler import Item
 from engine.speculation.draft_graphs import DraftGraphs
@@ -37,7 +37,7 @@ from engine.speculation.draft_loop import DraftLoop
 from engine.speculation.drafter import Drafter, Target
 from engine.speculation.links import links_of, note_states
 from engine.step_sampler import StepSampler, awaits_token
-from engine.stepper import ItemResult
+from engine.stepper import Between, ItemResult
 from engine.upload import upload
 from engine.warm_up import Rows
 
@@ -119,8 +119,8 @@ class Runner:
                 step.capture()
 
     @torch.inference_mode()
-    def launch(self, items: Sequence[Item]) -> Launched:
-        """Queues forward pass and sampling of all items; every item's lease covers its tokens."""
+    def launch(self, items: Sequence[Item], between: Between | None = None) -> Launched:
+        """Queues forward pass and sampling of all items; every item's lease covers its tokens. See StepRunner."""
         self._sampling.stage([item.seq for item in items if item.sample])
         self._kv.copy([item.copy for item in items if item.copy is not None])
         wanted = wanted_rows(items)
@@ -137,7 +137,7 @@ class Runner:
             undrawn = [item.seq.constraint is not None for item in items]
             scores: list[Scores] = []
         else:
-            results, logits, logit_rows, scores = self._launch_chunks(items)
+            results, logits, logit_rows, scores = self._launch_chunks(items, between)
             undrawn = [item.sample and awaits_token(item.seq) for item in items]
         if not any(undrawn):
             return self._send(items, results, wanted, logits, logit_rows, scores)
@@ -216,7 +216,9 @@ class Runner:
             starts, num_new, [np.full(-(-(start + new) // size), block, dtype=np.int32) for start, new in rows]
         )
 
-    def _launch_chunks(self, items: Sequence[Item]) -> tuple[Tensor, Tensor, np.ndarray, list[Scores]]:
+    def _launch_chunks(
+        self, items: Sequence[Item], between: Between | None
+    ) -> tuple[Tensor, Tensor, np.ndarray, list[Scores]]:
         """results of any step, the logits that they are drawn from, each result's row of these, and scores."""
         self._clear_begun_blocks(items)
         shape = StepShape(
@@ -259,7 +261,8 @@ class Runner:
         if self.prompt is not None and self.prompt.fits(shape, len(shown)):
             hidden, states = self.prompt.run(shape, ids, positions, shown, prompts)
         else:
-            hidden, states = self._hidden(shape, ids, positions, shown, every=len(last) == len(ids) and not to_score)
+            whole = len(last) == len(ids) and not to_score
+            hidden, states = self._hidden(shape, ids, positions, shown, every=whole, between=between)
             self._follow(shape, ids, positions, prompts)
         scores = self._score(to_score, hidden[len(last) :]) if to_score else []
         hidden = hidden[: len(last)]
@@ -288,13 +291,22 @@ class Runner:
         return results, logits, np.cumsum(samples) - 1, scores
 
     def _hidden(
-        self, shape: StepShape, ids: Tensor, positions: Tensor, rows: Tensor, *, every: bool
+        self,
+        shape: StepShape,
+        ids: Tensor,
+        positions: Tensor,
+        rows: Tensor,
+        *,
+        every: bool,
+        between: Between | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Of these tokens, and states of all where a draft model follows; every: these are all, in order."""
         metadata = self._backend.prepare(shape)
         wanted = None if every else rows
         if self._draft is None or self._draft.lags:
-            return self._model.hidden(ids, positions, self._cache, self._backend, metadata, rows=wanted), None
+            tap: Tap | None = None if between is None else lambda _layer, _stream: between()
+            kept = self._model.hidden(ids, positions, self._cache, self._backend, metadata, rows=wanted, tap=tap)
+            return kept, None
         links = links_of(shape, self._kv)
         return self._draft.follow(self._target, ids, positions, metadata, rows=wanted, links=links)
 

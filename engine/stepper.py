@@ -7,6 +7,9 @@ At most two steps are launched at a time, one of them between two calls.
 After a decode step the next one is launched as late as the device allows, told by how long such steps took of late: a
 sequence whose KV arrives meanwhile is in it, instead of waiting for a whole step that is launched already.
 
+To queue a step with long prompts takes the host tens of milliseconds. When the step before ends meanwhile, whoever
+waits for its tokens is told between two layers, not after the launch.
+
 Drafts are proposed from tokens that the host has seen, and what follows a step that verifies some is known with its
 result only. So where the speculator wants drafts for the next step, or the step has some, the next one is launched
 after the result, though before anybody is told of it: the device waits for the host's accounting, and for nothing else.
@@ -22,6 +25,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import abc, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, TypeVar
 
@@ -55,13 +59,17 @@ class ItemResult:
     others: tuple[Token, ...] = ()
 
 
+Between = Callable[[], None]
+
+
 class StepRunner(Protocol[L]):
     """Computes steps in the order in which they are launched."""
 
-    def launch(self, items: abc.Sequence[Item]) -> L:
+    def launch(self, items: abc.Sequence[Item], between: Between | None = None) -> L:
         """Queues a step and returns without waiting; every item's lease covers its tokens.
 
         A token that the sequence does not know yet is the one that was sampled last for it. Drafts are not its tokens.
+        between: called now and then by a launch that takes a while; it touches nothing of these items.
         """
 
     def constrain(self, launched: L) -> L:
@@ -86,6 +94,18 @@ class _Flight(Generic[L]):
     launched: L | InternalError
     began: float
     ended: list[SequenceOutput] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Under(Generic[L]):
+    """A step on the device while the next one is launched. result: of the step, if it was told meanwhile; error: of the
+    hook that was told.
+    """
+
+    flight: _Flight[L]
+    hook: StepHook | None
+    result: StepResult | None = None
+    error: Exception | None = None
 
 
 class Stepper(Generic[L]):
@@ -129,15 +149,19 @@ class Stepper(Generic[L]):
             if flight is None:
                 return StepResult()
             ahead = self._overlap and not self._awaited(flight)
+            under = _Under(flight, hook)
             if ahead:
-                self._flight = self._begin(ahead=True) if mail is None else self._begin_late(flight, mail)
-            result = self._settle(flight)
+                self._flight = self._begin(under) if mail is None else self._begin_late(under, mail)
+            result = under.result or self._settle(flight)
             if self._flight is not None:
                 self._flight = self._constrain(self._flight)
             if self._overlap and not ahead and not any(o.ended or o.chunk_done for o in result.outputs):
                 self._flight = self._begin()  # nobody needs the leases that this may take away
+            if under.error is not None:
+                raise under.error
             if result.outputs:
-                self._tell(result, hook)
+                if under.result is None:
+                    self._tell(result, hook)
                 return result
 
     def settle(self, hook: StepHook | None = None) -> None:
@@ -163,20 +187,20 @@ class Stepper(Generic[L]):
             return False
         return any(item.drafts for item in flight.items) or self.speculator.due([item.seq for item in flight.items])
 
-    def _begin_late(self, flight: _Flight[L], mail: Mail) -> _Flight[L] | None:
-        """The step after `flight`, with all that comes while there is time; None when nothing comes either."""
-        self._flight = flight  # for whoever asks meanwhile whether there is work
+    def _begin_late(self, under: _Under[L], mail: Mail) -> _Flight[L] | None:
+        """The step after the one on the device, with all that comes while there is time; None when nothing comes."""
+        flight = self._flight = under.flight  # for whoever asks meanwhile whether there is work
         due = self._due(flight)
         while (now := time.perf_counter()) < due and not self._over(flight):
             mail(min(due, now + LOOK_S))
         mail(0.0)
         began = time.perf_counter()
-        following = self._begin(ahead=True)
+        following = self._begin(under)
         if following is not None and all(item.decode for item in following.items):
             self._launch_s.append(time.perf_counter() - began)
         while following is None and not self._over(flight):
             if mail(time.perf_counter() + LOOK_S):
-                following = self._begin(ahead=True)
+                following = self._begin(under)
         return following
 
     def _due(self, flight: _Flight[L]) -> float:
@@ -190,15 +214,15 @@ class Stepper(Generic[L]):
         """The device has ended it, or never began."""
         return isinstance(flight.launched, InternalError) or self._runner.ended(flight.launched)
 
-    def _begin(self, *, ahead: bool = False) -> _Flight[L] | None:
+    def _begin(self, under: _Under[L] | None = None) -> _Flight[L] | None:
         """Schedules and launches; None when nothing can run. A failure is told when the step's turn comes.
 
-        ahead: a step is on the device, so there is nothing to propose from.
+        under: a step is on the device, so there is nothing to propose from.
         """
         began = time.perf_counter()
         try:
             drafts = NO_DRAFTS
-            if self.speculator is not None and not ahead:
+            if self.speculator is not None and under is None:
                 drafts = self.speculator.draft(self._scheduler.drafters())
             batch = self._scheduler.schedule(drafts)
         except Exception as error:
@@ -211,12 +235,31 @@ class Stepper(Generic[L]):
         fence = self._pool.begin_step()
         launched: L | InternalError
         try:
-            launched = self._runner.launch(items)
+            launched = self._runner.launch(items, None if under is None else self._between(under, items))
         except Exception as error:
             launched = self._failure(items, error)
         for item in items:
             item.seq.launch(item.num_new, sample=item.sample, drafts=len(item.drafts))
         return _Flight(items, [item.seq.lease for item in items], fence, launched, began, lost)
+
+    def _between(self, under: _Under[L], items: list[Item]) -> Between | None:
+        """Settles and tells the step on the device once that has ended, if it has tokens and shares no sequence."""
+        flight, launching = under.flight, {item.seq.request_id for item in items}
+        apart = all(item.seq.request_id not in launching for item in flight.items)
+        if self.speculator is not None or not apart or not any(item.sample for item in flight.items):
+            return None
+
+        def between() -> None:
+            if under.result is not None or not self._over(flight):
+                return
+            under.result = self._settle(flight)
+            try:
+                if under.result.outputs:
+                    self._tell(under.result, under.hook)
+            except Exception as error:  # it is not the launch that failed
+                under.error = error
+
+        return between
 
     def _constrain(self, flight: _Flight[L]) -> _Flight[L]:
         """The step that was on the device when this one was launched has been accounted for."""

@@ -1,8 +1,9 @@
 """One attempt of one request: a reservation on a decode pod and, unless that computes the prompt itself, a prefill.
 
-Lifecycle: `open` reserves and starts the prefill; `outlet` gives tokens in order until the end; `close` gives back
-whatever is still held, on every path: bookings, the route of the tokens, and, unless the sequence ended by itself, the
-sequence on both pods. Each reservation has an id of its own, so an abort of one can never hit the next.
+Lifecycle: `open` reserves and starts the prefill, before the answer to Reserve where that can be foreseen: the pod is
+told then where the KV goes, and no token leaves here before. `outlet` gives tokens in order until the end; `close`
+gives back whatever is still held, on every path: bookings, the route of the tokens, and, unless the sequence ended by
+itself, the sequence on both pods. Each reservation has an id of its own, so an abort of one can never hit the next.
 
 The prefill's event stream outlives the answer when the answer was complete: cancelling it before the hand-off is
 acknowledged would abort the request on the pods, and their caches would lose it. An answer can be complete with token 1
@@ -93,6 +94,7 @@ class Leg:
         self._decode: Pod | None = None
         self._decode_heard = False
         self._prefill_task: asyncio.Task[None] | None = None
+        self._home: asyncio.Future[types_pb2.KvTarget] | None = None  # where a prefill's KV goes, once Reserve said so
         self._timer: asyncio.TimerHandle | None = None
         self._never_handed_off = False
         self._computing_since = timeline.start
@@ -115,9 +117,12 @@ class Leg:
         while (placement := await self._place(tried)) is not None:
             pod = placement.decode
             tried.add(pod.address)
+            if placement.foreseen:
+                self._begin_prefill(placement)
             try:
                 answer = await self._reserve(pod, placement.elsewhere())
             except BatonError as e:
+                self._drop_prefill()
                 if isinstance(e, InvalidRequest) and not isinstance(e, ModelNotFound):  # this gateway knows its model
                     raise
                 _log.info("reserve on %s failed: %s", pod.name, e)
@@ -131,6 +136,7 @@ class Leg:
             if self._trace is not None:
                 self._trace.answered(pod.name, answer.WhichOneof("outcome") or "nothing")
             if answer.HasField("rejected"):
+                self._drop_prefill()
                 self._release_decode(abort=False)
                 self._metrics.rejections.labels("decode").inc()
                 self._timeline.mark("rejected", pod=pod.name, reason=answer.rejected.reason)
@@ -175,6 +181,8 @@ class Leg:
     def _start(self, placement: Placement, answer: decode_pb2.ReserveResponse) -> None:
         kind = answer.WhichOneof("outcome")
         pod = placement.decode
+        if kind != "target":
+            self._drop_prefill()
         if kind == "local":
             self._timeline.mark("reserved", pod=pod.name, outcome="local", cached_tokens=answer.cached_tokens)
             placement.local(answer.cached_tokens)
@@ -193,27 +201,54 @@ class Leg:
         )
         if placement.prefill is None:
             raise InternalError(f"aggregated pod {pod.name} wants its prompt computed elsewhere")
-        self._prefill_task = self._spawn(self._run_prefill(placement, placement.prefill, pod, answer))
+        home = self._home or self._begin_prefill(placement)
+        if not home.done():
+            home.set_result(answer.target)
 
     # -- prefill
 
+    def _begin_prefill(self, placement: Placement) -> asyncio.Future[types_pb2.KvTarget]:
+        assert placement.prefill is not None
+        home = self._home = asyncio.get_running_loop().create_future()
+        self._prefill_task = self._spawn(self._run_prefill(placement, placement.prefill, placement.decode, home))
+        return home
+
+    def _drop_prefill(self) -> None:
+        """Of a prompt that gets no home on the decode pod that was asked."""
+        home, self._home = self._home, None
+        task, self._prefill_task = self._prefill_task, None
+        if home is not None:
+            home.cancel()
+        if task is not None:
+            task.cancel()
+
+    async def _tell_home(self, pod: Pod, request_id: str, home: asyncio.Future[types_pb2.KvTarget]) -> None:
+        message = prefill_pb2.SetTargetRequest(request_id=request_id, target=await asyncio.shield(home))
+        try:
+            await pod.prefill.SetTarget(message, timeout=timeout_until(self._deadline), metadata=self._metadata)
+        except grpc.aio.AioRpcError as e:
+            self._prefill_failed(pod, error_from_rpc(e))
+
     async def _run_prefill(
-        self, placement: Placement, pod: Pod, decode: Pod, answer: decode_pb2.ReserveResponse
+        self, placement: Placement, pod: Pod, decode: Pod, home: asyncio.Future[types_pb2.KvTarget]
     ) -> None:
         self._timeline.mark("prefill", pod=pod.name, predicted_tokens=placement.predicted)
+        request, early = self._request, not home.done()
         first = handed_off = False
         reason: BatonError | None = None
+        message = prefill_pb2.PrefillRequest(request=request_to_pb(request), pull=self._hint(placement))
+        if not early:
+            message.target.CopyFrom(home.result())
+        call = pod.prefill.Prefill(message, timeout=timeout_until(self._deadline), metadata=self._metadata)
+        telling = self._spawn(self._tell_home(pod, request.request_id, home)) if early else None
         try:
-            message = prefill_pb2.PrefillRequest(
-                request=request_to_pb(self._request), target=answer.target, pull=self._hint(placement)
-            )
-            left = timeout_until(self._deadline)
-            async for event in pod.prefill.Prefill(message, timeout=left, metadata=self._metadata):
+            async for event in call:
                 kind = event.WhichOneof("event")
                 if kind == "progress":
-                    placement.progress(self._request.prompt_len - event.progress.computed_tokens)
+                    placement.progress(request.prompt_len - event.progress.computed_tokens)
                     self._on_progress(event.progress)
                 elif kind == "first_token":
+                    await asyncio.shield(home)  # a prompt without a home has no answer
                     first = True
                     placement.computed()
                     self._count_hits(placement, event.first_token.cached_tokens)
@@ -234,11 +269,20 @@ class Leg:
         except BatonError as e:
             reason = e
         finally:
-            self._never_handed_off = not handed_off and not self._decode_heard
-            if self._never_handed_off and self.outlet.complete and self._decode is None:
-                decode.abort(placement.request_id, self._deadline)
-        # Once decode speaks, the hand-off happened, whatever became of the call that reports it.
-        if reason is not None and not handed_off and not self._decode_heard and not self.outlet.complete:
+            call.cancel()  # no effect on one that has ended
+            if telling is not None:
+                telling.cancel()
+            if home.done() and not home.cancelled():
+                self._never_handed_off = not handed_off and not self._decode_heard
+                if self._never_handed_off and self.outlet.complete and self._decode is None:
+                    decode.abort(placement.request_id, self._deadline)
+        if reason is not None and not handed_off:
+            await asyncio.shield(home)  # with another outcome of Reserve the failure is nobody's
+            self._prefill_failed(pod, reason)
+
+    def _prefill_failed(self, pod: Pod, reason: BatonError) -> None:
+        """Once decode speaks, the hand-off happened, whatever became of the call that reports it."""
+        if not self._decode_heard and not self.outlet.complete:
             self._timeline.mark("prefill_failed", pod=pod.name, error=str(reason))
             self._blame(pod, reason)
             self.fail(reason)

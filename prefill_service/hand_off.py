@@ -3,6 +3,8 @@
     begin -> chunk* -> first token -> handed off
     any state -> ended early by an error, an abort or the deadline
 
+Where the KV goes may be said later than the prompt: until then its blocks are held here, and nothing else waits.
+
 Three threads meet here. The engine thread calls `on_output` after each step: it takes reader holds on the blocks that
 the chunk completed and pushes them, so the sequence's lease may end while writes are in flight. The transfer thread
 calls `on_progress`. Everything else runs on the event loop. The trace lists events in the order in which they happened.
@@ -11,6 +13,7 @@ calls `on_progress`. Everything else runs on the event loop. The trace lists eve
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections import abc
 from collections.abc import AsyncIterator, Callable
@@ -75,22 +78,24 @@ class HandOff:
     on the event loop.
 
     abort_sequence ends the sequence in the engine; it is called once, when the hand-off ends before its first token.
-    handed_off accounts the transfer and the seconds since its first push, once it is complete.
+    handed_off accounts the transfer and the seconds since its first push, once it is complete. Call `direct` once.
     """
 
     def __init__(
         self,
         seq: Sequence,
-        target: KvTarget,
-        transfer: OutgoingTransfer,
         deadline_s: float,
         abort_sequence: Callable[[], None],
         handed_off: Callable[[TransferReport, float], None],
     ) -> None:
         self.seq = seq
-        self.target = target
+        self.target: KvTarget | None = None
         self.trace: list[Trace] = []
-        self._transfer = transfer
+        self._lock = threading.Lock()  # of the four below
+        self._transfer: OutgoingTransfer | None = None
+        self._early: list[tuple[int, _Reading]] = []  # pushes that wait for a target
+        self._finished: tuple[list[int], list[FinishReason | None]] | None = None
+        self._abandoned = False  # there will be no target
         self._abort_sequence = abort_sequence
         self._count = handed_off
         self._aio = asyncio.get_running_loop()
@@ -99,19 +104,34 @@ class HandOff:
         self.arrived = time.monotonic()
         self.ended_with: TransferReport | BatonError | None = None
         self.fetched: tuple[str, float] | None = None  # from which pod a prefix was pulled, and until when
-        self._deadline = self.arrived + deadline_s
+        self.deadline = self.arrived + deadline_s
         self._first_chunk_at: float | None = None
         self._first_push_at = 0.0
         self._seconds = 0.0  # from the first push to the commit
-        self._next_block = target.first_block
+        self._next_block = 0
         self._has_first_token = False
         self._firsts: list[tuple[int, FinishReason | None]] = []  # by child
         self.closed = asyncio.Event()
         self._reading: set[int] = set()  # first blocks of pushes that are not over
         self.pushes: dict[int, Push] = {}  # by first block
         self._read_over = asyncio.Event()
-        transfer.on_progress = self.on_progress
+        self._transfer_over: asyncio.Task[None] | None = None
+        self._decided = asyncio.Event()  # there is a target, or there will be none
+
+    def direct(self, target: KvTarget, transfer: OutgoingTransfer) -> None:
+        """Where the KV goes; what is there already goes at once. On the event loop. Raises InvalidRequest."""
+        with self._lock:
+            assert self._transfer is None, "directed twice"
+            self.target, self._transfer = target, transfer
+            self._next_block = max(self._next_block, target.first_block)
+            transfer.on_progress = self.on_progress
+            early, self._early = self._early, []
+            for first, reading in early:
+                transfer.push(first, reading.blocks, reading)
+            if self._finished is not None:
+                transfer.finish(*self._finished)
         self._transfer_over = self._aio.create_task(self._await_transfer())
+        self._decided.set()
 
     @property
     def queued_tokens(self) -> int:
@@ -142,8 +162,11 @@ class HandOff:
         if chunk:
             self._push(output.computed, output.computed >= self.seq.prompt_len)
         if len(self._firsts) == self.seq.request.sampling.n:
-            tokens, finishes = zip(*self._firsts, strict=True)
-            self._transfer.finish(tokens, finishes)
+            tokens, finishes = [token for token, _ in self._firsts], [finish for _, finish in self._firsts]
+            with self._lock:
+                self._finished = tokens, finishes
+                if self._transfer is not None:
+                    self._transfer.finish(tokens, finishes)
             self.ended()
 
     def on_failure(self, output: SequenceOutput, error: BatonError) -> None:
@@ -163,9 +186,15 @@ class HandOff:
             now = time.monotonic()
             self._first_push_at = self._first_push_at or now
             self.pushes[first] = Push(end - first, now)
-            hold = lease.reader(first, end - first)
+            reading = _Reading(lease.reader(first, end - first), lambda: self._reading_ended(first))
             self._reading.add(first)
-            self._transfer.push(first, hold.blocks, _Reading(hold, lambda: self._reading_ended(first)))
+            with self._lock:
+                if self._transfer is not None:
+                    self._transfer.push(first, reading.blocks, reading)
+                elif self._abandoned:
+                    reading.release()
+                else:
+                    self._early.append((first, reading))
 
     def ended(self) -> None:
         """The engine has let go of the sequence (any thread)."""
@@ -215,7 +244,7 @@ class HandOff:
             yield item
 
     async def _next(self) -> Event | TransferReport | BatonError:
-        left = self._deadline - time.monotonic()
+        left = self.deadline - time.monotonic()
         try:
             async with asyncio.timeout(max(left, 0.0)):  # wait_for may swallow the cancellation of the call (3.11)
                 return await self._inbox.get()
@@ -223,6 +252,7 @@ class HandOff:
             return DeadlineExceeded("the request's deadline passed during prefill")
 
     async def _await_transfer(self) -> None:
+        assert self._transfer is not None
         try:
             report = await self._transfer.done()
         except BatonError as error:
@@ -243,12 +273,25 @@ class HandOff:
         self.closed.set()
         if not self._engine_ended.is_set():
             self._abort_sequence()
-        self._transfer.abort("the prefill request ended")
+        with self._lock:
+            self._abandoned = True
+            early, self._early = self._early, []
+            if self._transfer is not None:
+                self._transfer.abort("the prefill request ended")
+        for _, reading in early:
+            reading.release()
+        self._decided.set()
+
+    async def decided(self) -> None:
+        """Returns when there is a target, or there will be none."""
+        await self._decided.wait()
 
     async def drained(self) -> None:
         """Returns when neither the engine nor a posted write holds anything for this request any more."""
         await self._engine_ended.wait()
-        await self._transfer_over
+        await self.decided()
+        if self._transfer_over is not None:
+            await self._transfer_over
         while self._reading:
             self._read_over.clear()
             await self._read_over.wait()
@@ -263,7 +306,7 @@ class HandOff:
         return prefill_pb2.PrefillProgress(
             computed_tokens=output.computed,
             cached_tokens=self.seq.cached_tokens,
-            delivered_blocks=self._transfer.delivered_blocks,
+            delivered_blocks=0 if self._transfer is None else self._transfer.delivered_blocks,
             prompt_logprobs=None if scores is None else prompt_logprobs_to_pb(scores),
         )
 

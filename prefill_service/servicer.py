@@ -14,7 +14,7 @@ from typing import Any
 
 import grpc
 
-from common.errors import BatonError, Cancelled, InternalError, InvalidRequest, LayoutMismatch
+from common.errors import BatonError, Cancelled, InternalError, InvalidRequest, LayoutMismatch, Unavailable
 from common.grammar import CompiledGrammar
 from common.pb import prefill_pb2, prefill_pb2_grpc
 from common.rpc import remaining_s
@@ -31,6 +31,7 @@ from prefill_service.spans import record_prefill
 _log = logging.getLogger(__name__)
 
 DEFAULT_DEADLINE_S = 600.0  # for callers without a gRPC timeout
+TARGET_WAIT_S = 10.0  # a decode pod answers at once, or another one is asked
 
 
 class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
@@ -55,7 +56,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         grammar = await self._pod.compile(valid)
         hint = request.pull if request.HasField("pull") else None
         deadline_s, asked_by = remaining_s(context, DEFAULT_DEADLINE_S), self._pod.trace(context)
-        hand_off = self._begin(valid, target_from_pb(request.target), deadline_s, grammar, hint, asked_by)
+        target = target_from_pb(request.target) if request.HasField("target") else None
+        hand_off = self._begin(valid, target, deadline_s, grammar, hint, asked_by)
         try:
             async for event in hand_off.events():
                 if event.HasField("failed"):
@@ -63,6 +65,21 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
                 yield event
         finally:
             hand_off.close()
+
+    async def SetTarget(
+        self, request: prefill_pb2.SetTargetRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> prefill_pb2.SetTargetResponse:
+        """See prefill.proto."""
+        target = target_from_pb(request.target)
+        hand_off = self._active.get(request.request_id)
+        if hand_off is None or hand_off.closed.is_set():
+            raise Unavailable(f"request {request.request_id} is not here (any more)")
+        if hand_off.target is None:
+            self._check_target(hand_off.seq.request, target)
+            self._direct(hand_off, target)
+        elif hand_off.target != target:
+            raise InvalidRequest("the request has another target", field="target")
+        return prefill_pb2.SetTargetResponse()
 
     async def Abort(
         self, request: prefill_pb2.PrefillAbortRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -76,7 +93,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
     def _begin(
         self,
         request: ValidRequest,
-        target: KvTarget,
+        target: KvTarget | None,
         deadline_s: float,
         grammar: CompiledGrammar | None,
         hint: prefill_pb2.PullHint | None,
@@ -88,22 +105,23 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         pod = self._pod
         pod.require_ready()
         pod.limits.check(request, generates=False)
-        self._check_target(request, target)
+        if target is not None:
+            self._check_target(request, target)
         if request.request_id in self._active:
             raise InvalidRequest(f"request {request.request_id} is already here", field="request_id")
         pod.require_time(self.queued_tokens + request.prompt_len, deadline_s)
         seq = pod.engine.new_sequence(request, hand_off=True, grammar=grammar)
-        num_blocks = pod.engine.layout.blocks_for(request.prompt_len)
-        transfer = pod.node.outgoing(target, request.request_id, num_blocks, deadline_s)
         exemplar = None if asked_by is None else {"trace_id": asked_by.trace_id}
         hand_off = HandOff(
             seq,
-            target,
-            transfer,
             deadline_s,
             lambda: pod.loop.abort(request.request_id),
             lambda report, seconds: pod.handed_off(report, seconds, exemplar),
         )
+        if target is not None:
+            self._direct(hand_off, target)
+        else:
+            self._spawn(self._require_target(hand_off))
         self._active.add(request.request_id, hand_off)
         if hint is None:
             pod.loop.add(seq, hand_off.refused)
@@ -111,6 +129,21 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             self._spawn(self._fetch_and_add(hand_off, hint, deadline_s))
         self._spawn(self._reap(request.request_id, hand_off, asked_by))
         return hand_off
+
+    def _direct(self, hand_off: HandOff, target: KvTarget) -> None:
+        pod, request = self._pod, hand_off.seq.request
+        num_blocks = pod.engine.layout.blocks_for(request.prompt_len)
+        left_s = hand_off.deadline - time.monotonic()
+        hand_off.direct(target, pod.node.outgoing(target, request.request_id, num_blocks, left_s))
+
+    async def _require_target(self, hand_off: HandOff) -> None:
+        """A prompt without a home holds blocks for nobody."""
+        decided = asyncio.get_running_loop().create_task(hand_off.decided())
+        await asyncio.wait({decided}, timeout=TARGET_WAIT_S)
+        if not decided.done():
+            decided.cancel()
+            hand_off.fail(Unavailable("nobody said where the KV goes"))
+            hand_off.close()
 
     async def _fetch_and_add(self, hand_off: HandOff, hint: prefill_pb2.PullHint, deadline_s: float) -> None:
         aio = asyncio.get_running_loop()

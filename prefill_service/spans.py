@@ -62,7 +62,8 @@ def _record_transfer(tracer: Tracer, parent: TraceContext, hand_off: HandOff, ov
     for first, push in pushes:
         blocks = {"baton.first_block": first, "baton.blocks": push.blocks}
         tracer.record("transfer.push", own.child(), own, push.start, push.end or over, blocks)
-    found: dict[str, str | int | float] = {"baton.decode_pod": hand_off.target.pod}
+    to = "" if hand_off.target is None else hand_off.target.pod
+    found: dict[str, str | int | float] = {"baton.decode_pod": to}
     if isinstance(end, TransferReport):
         found |= {"baton.blocks": end.blocks, "baton.bytes": end.bytes, "baton.transport": end.transport}
         found |= {"baton.exposed_s": end.exposed_s, "baton.blocks_early": hand_off.delivered_before_last_chunk()}

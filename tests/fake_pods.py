@@ -72,6 +72,7 @@ class Faults:
     reset_error: BatonError | None = None
     embed_error: BatonError | None = None
     embed_delay_s: float = 0.0
+    target_error: BatonError | None = None
 
 
 @dataclass
@@ -88,6 +89,7 @@ class Seen:
     timeouts: list[float] = field(default_factory=list)
     elsewhere: list[decode_pb2.RemotePrefill] = field(default_factory=list)
     hints: list[prefill_pb2.PullHint] = field(default_factory=list)
+    late_targets: list[str] = field(default_factory=list)
     acked: int = 0
     resets: int = 0
     embedded: list[ValidRequest] = field(default_factory=list)
@@ -127,6 +129,7 @@ class FakePod(
         self.faults = Faults()
         self.load: transfer_pb2.Load | None = None
         self.pulls = False
+        self.late_targets = False
         self.seen = Seen()
         self.ready = True
         self.draining = False
@@ -144,6 +147,7 @@ class FakePod(
         self._queues: dict[str, asyncio.Queue[decode_pb2.TokenBatch | None]] = {}
         self._numbers: dict[str, int] = {}
         self._running: dict[str, tuple[ValidRequest, str]] = {}
+        self._targets: dict[str, asyncio.Future[types_pb2.KvTarget]] = {}
         self._children: dict[str, set[int]] = {}  # that have not ended
         self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._server: RpcServer | None = None
@@ -203,6 +207,7 @@ class FakePod(
             draining=self.draining,
             load=self.load,
             pulls=self.pulls,
+            late_targets=self.late_targets,
             served_name=self.served_name,
             blocks=self.blocks,
             activity=self.activity,
@@ -384,6 +389,9 @@ class FakePod(
         self._running[valid.request_id] = (valid, "")
         faults = self.faults
         done = False
+        target = self._targets[valid.request_id] = asyncio.get_running_loop().create_future()
+        if request.HasField("target"):
+            target.set_result(request.target)
         try:
             await asyncio.sleep(faults.prefill_delay_s)
             if faults.prefill_error is not None and faults.prefill_errors > 0:
@@ -391,11 +399,10 @@ class FakePod(
                 raise faults.prefill_error
             outcomes = [outcome(valid, self._cluster.script, child) for child in range(valid.sampling.n)]
             ends = [finish if len(tokens) == 1 else None for tokens, finish in outcomes]
-            decode = self._cluster.pods[request.target.address]
             progress = prefill_pb2.PrefillProgress(computed_tokens=valid.prompt_len, cached_tokens=self.cached_tokens)
             yield prefill_pb2.PrefillEvent(progress=progress)
             if faults.decode_before_first:
-                decode.commit(valid.request_id, ends)
+                self._cluster.pods[(await target).address].commit(valid.request_id, ends)
                 await asyncio.sleep(0.05)
             for child, (tokens, _) in enumerate(outcomes):
                 first = prefill_pb2.FirstToken(
@@ -415,15 +422,15 @@ class FakePod(
                 yield prefill_pb2.PrefillEvent(failed=error_to_pb(faults.hand_off_error))
                 return
             if not faults.decode_before_first:
-                decode.commit(valid.request_id, ends)
+                self._cluster.pods[(await target).address].commit(valid.request_id, ends)
             self.seen.hand_offs.append(valid.request_id)
             yield prefill_pb2.PrefillEvent(
                 handed_off=prefill_pb2.HandedOff(
-                    blocks=len(request.target.blocks),
+                    blocks=len((await target).blocks),
                     bytes=1,
                     transport="loopback",
                     exposed_s=0.001,
-                    pushes=[prefill_pb2.Push(blocks=len(request.target.blocks), start_s=0.009, end_s=0.01)],
+                    pushes=[prefill_pb2.Push(blocks=len((await target).blocks), start_s=0.009, end_s=0.01)],
                 )
             )
             done = True
@@ -433,6 +440,16 @@ class FakePod(
             raise
         finally:
             self._running.pop(valid.request_id, None)
+            del self._targets[valid.request_id]
+
+    async def SetTarget(self, request: prefill_pb2.SetTargetRequest, context: Any) -> prefill_pb2.SetTargetResponse:
+        self.seen.late_targets.append(request.request_id)
+        if self.faults.target_error is not None:
+            raise self.faults.target_error
+        if request.request_id not in self._targets:
+            raise Unavailable("no such request")
+        self._targets[request.request_id].set_result(request.target)
+        return prefill_pb2.SetTargetResponse()
 
 
 class FakeCluster:

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from common.pb import types_pb2 as baton_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61ton/v1/prefill.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61ton/v1/types.proto\"\x85\x01\n\x0ePrefillRequest\x12\'\n\x07request\x18\x01 \x01(\x0b\x32\x16.baton.v1.ValidRequest\x12\"\n\x06target\x18\x02 \x01(\x0b\x32\x12.baton.v1.KvTarget\x12 \n\x04pull\x18\x03 \x01(\x0b\x32\x12.baton.v1.PullHintJ\x04\x08\x04\x10\x08\"]\n\x08PullHint\x12\x0b\n\x03pod\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x06\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0e\n\x06\x62locks\x18\x04 \x01(\r\x12\x0f\n\x07seconds\x18\x05 \x01(\x02\"\xc1\x01\n\x0cPrefillEvent\x12-\n\x08progress\x18\x01 \x01(\x0b\x32\x19.baton.v1.PrefillProgressH\x00\x12+\n\x0b\x66irst_token\x18\x02 \x01(\x0b\x32\x14.baton.v1.FirstTokenH\x00\x12)\n\nhanded_off\x18\x03 \x01(\x0b\x32\x13.baton.v1.HandedOffH\x00\x12!\n\x06\x66\x61iled\x18\x04 \x01(\x0b\x32\x0f.baton.v1.ErrorH\x00\x42\x07\n\x05\x65vent\"\x8e\x01\n\x0fPrefillProgress\x12\x17\n\x0f\x63omputed_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x18\n\x10\x64\x65livered_blocks\x18\x03 \x01(\r\x12\x31\n\x0fprompt_logprobs\x18\x04 \x01(\x0b\x32\x18.baton.v1.PromptLogprobs\"\xab\x01\n\nFirstToken\x12\x1e\n\x05token\x18\x01 \x01(\x0b\x32\x0f.baton.v1.Token\x12-\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x0f\n\x07queue_s\x18\x04 \x01(\x02\x12\x11\n\tcompute_s\x18\x05 \x01(\x02\x12\r\n\x05\x63hild\x18\x06 \x01(\rJ\x04\x08\x07\x10\x08\"\xa3\x01\n\tHandedOff\x12\x0e\n\x06\x62locks\x18\x01 \x01(\r\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x11\n\texposed_s\x18\x03 \x01(\x02\x12 \n\x18\x62locks_before_last_chunk\x18\x04 \x01(\r\x12\x11\n\ttransport\x18\x05 \x01(\t\x12\x0f\n\x07seconds\x18\x06 \x01(\x02\x12\x1e\n\x06pushes\x18\x07 \x03(\x0b\x32\x0e.baton.v1.Push\"K\n\x04Push\x12\x13\n\x0b\x66irst_block\x18\x01 \x01(\r\x12\x0e\n\x06\x62locks\x18\x02 \x01(\r\x12\x0f\n\x07start_s\x18\x03 \x01(\x02\x12\r\n\x05\x65nd_s\x18\x04 \x01(\x02\")\n\x13PrefillAbortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x16\n\x14PrefillAbortResponse2\x90\x01\n\x07Prefill\x12=\n\x07Prefill\x12\x18.baton.v1.PrefillRequest\x1a\x16.baton.v1.PrefillEvent0\x01\x12\x46\n\x05\x41\x62ort\x12\x1d.baton.v1.PrefillAbortRequest\x1a\x1e.baton.v1.PrefillAbortResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61ton/v1/prefill.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61ton/v1/types.proto\"\x85\x01\n\x0ePrefillRequest\x12\'\n\x07request\x18\x01 \x01(\x0b\x32\x16.baton.v1.ValidRequest\x12\"\n\x06target\x18\x02 \x01(\x0b\x32\x12.baton.v1.KvTarget\x12 \n\x04pull\x18\x03 \x01(\x0b\x32\x12.baton.v1.PullHintJ\x04\x08\x04\x10\x08\"J\n\x10SetTargetRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\"\n\x06target\x18\x02 \x01(\x0b\x32\x12.baton.v1.KvTarget\"\x13\n\x11SetTargetResponse\"]\n\x08PullHint\x12\x0b\n\x03pod\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x06\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0e\n\x06\x62locks\x18\x04 \x01(\r\x12\x0f\n\x07seconds\x18\x05 \x01(\x02\"\xc1\x01\n\x0cPrefillEvent\x12-\n\x08progress\x18\x01 \x01(\x0b\x32\x19.baton.v1.PrefillProgressH\x00\x12+\n\x0b\x66irst_token\x18\x02 \x01(\x0b\x32\x14.baton.v1.FirstTokenH\x00\x12)\n\nhanded_off\x18\x03 \x01(\x0b\x32\x13.baton.v1.HandedOffH\x00\x12!\n\x06\x66\x61iled\x18\x04 \x01(\x0b\x32\x0f.baton.v1.ErrorH\x00\x42\x07\n\x05\x65vent\"\x8e\x01\n\x0fPrefillProgress\x12\x17\n\x0f\x63omputed_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x18\n\x10\x64\x65livered_blocks\x18\x03 \x01(\r\x12\x31\n\x0fprompt_logprobs\x18\x04 \x01(\x0b\x32\x18.baton.v1.PromptLogprobs\"\xab\x01\n\nFirstToken\x12\x1e\n\x05token\x18\x01 \x01(\x0b\x32\x0f.baton.v1.Token\x12-\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x0f\n\x07queue_s\x18\x04 \x01(\x02\x12\x11\n\tcompute_s\x18\x05 \x01(\x02\x12\r\n\x05\x63hild\x18\x06 \x01(\rJ\x04\x08\x07\x10\x08\"\xa3\x01\n\tHandedOff\x12\x0e\n\x06\x62locks\x18\x01 \x01(\r\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x11\n\texposed_s\x18\x03 \x01(\x02\x12 \n\x18\x62locks_before_last_chunk\x18\x04 \x01(\r\x12\x11\n\ttransport\x18\x05 \x01(\t\x12\x0f\n\x07seconds\x18\x06 \x01(\x02\x12\x1e\n\x06pushes\x18\x07 \x03(\x0b\x32\x0e.baton.v1.Push\"K\n\x04Push\x12\x13\n\x0b\x66irst_block\x18\x01 \x01(\r\x12\x0e\n\x06\x62locks\x18\x02 \x01(\r\x12\x0f\n\x07start_s\x18\x03 \x01(\x02\x12\r\n\x05\x65nd_s\x18\x04 \x01(\x02\")\n\x13PrefillAbortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x16\n\x14PrefillAbortResponse2\xd6\x01\n\x07Prefill\x12=\n\x07Prefill\x12\x18.baton.v1.PrefillRequest\x1a\x16.baton.v1.PrefillEvent0\x01\x12\x44\n\tSetTarget\x12\x1a.baton.v1.SetTargetRequest\x1a\x1b.baton.v1.SetTargetResponse\x12\x46\n\x05\x41\x62ort\x12\x1d.baton.v1.PrefillAbortRequest\x1a\x1e.baton.v1.PrefillAbortResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,22 +34,26 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PREFILLREQUEST']._serialized_start=59
   _globals['_PREFILLREQUEST']._serialized_end=192
-  _globals['_PULLHINT']._serialized_start=194
-  _globals['_PULLHINT']._serialized_end=287
-  _globals['_PREFILLEVENT']._serialized_start=290
-  _globals['_PREFILLEVENT']._serialized_end=483
-  _globals['_PREFILLPROGRESS']._serialized_start=486
-  _globals['_PREFILLPROGRESS']._serialized_end=628
-  _globals['_FIRSTTOKEN']._serialized_start=631
-  _globals['_FIRSTTOKEN']._serialized_end=802
-  _globals['_HANDEDOFF']._serialized_start=805
-  _globals['_HANDEDOFF']._serialized_end=968
-  _globals['_PUSH']._serialized_start=970
-  _globals['_PUSH']._serialized_end=1045
-  _globals['_PREFILLABORTREQUEST']._serialized_start=1047
-  _globals['_PREFILLABORTREQUEST']._serialized_end=1088
-  _globals['_PREFILLABORTRESPONSE']._serialized_start=1090
-  _globals['_PREFILLABORTRESPONSE']._serialized_end=1112
-  _globals['_PREFILL']._serialized_start=1115
-  _globals['_PREFILL']._serialized_end=1259
+  _globals['_SETTARGETREQUEST']._serialized_start=194
+  _globals['_SETTARGETREQUEST']._serialized_end=268
+  _globals['_SETTARGETRESPONSE']._serialized_start=270
+  _globals['_SETTARGETRESPONSE']._serialized_end=289
+  _globals['_PULLHINT']._serialized_start=291
+  _globals['_PULLHINT']._serialized_end=384
+  _globals['_PREFILLEVENT']._serialized_start=387
+  _globals['_PREFILLEVENT']._serialized_end=580
+  _globals['_PREFILLPROGRESS']._serialized_start=583
+  _globals['_PREFILLPROGRESS']._serialized_end=725
+  _globals['_FIRSTTOKEN']._serialized_start=728
+  _globals['_FIRSTTOKEN']._serialized_end=899
+  _globals['_HANDEDOFF']._serialized_start=902
+  _globals['_HANDEDOFF']._serialized_end=1065
+  _globals['_PUSH']._serialized_start=1067
+  _globals['_PUSH']._serialized_end=1142
+  _globals['_PREFILLABORTREQUEST']._serialized_start=1144
+  _globals['_PREFILLABORTREQUEST']._serialized_end=1185
+  _globals['_PREFILLABORTRESPONSE']._serialized_start=1187
+  _globals['_PREFILLABORTRESPONSE']._serialized_end=1209
+  _globals['_PREFILL']._serialized_start=1212
+  _globals['_PREFILL']._serialized_end=1426
 # @@protoc_insertion_point(module_scope)

@@ -34,7 +34,7 @@ class PrefillRequest(_message.Message):
 
     @_builtins.property
     def target(self) -> _types_pb2.KvTarget:
-        """Where its KV goes."""
+        """Where its KV goes; absent while the decode pod has not said so, then SetTarget follows."""
 
     @_builtins.property
     def pull(self) -> Global___PullHint:
@@ -54,6 +54,51 @@ class PrefillRequest(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PrefillRequest: _TypeAlias = PrefillRequest  # noqa: Y015
+
+@_typing.final
+class SetTargetRequest(_message.Message):
+    """The home of a prompt that is being computed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    TARGET_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """Minted by the gateway."""
+    @_builtins.property
+    def target(self) -> _types_pb2.KvTarget:
+        """Where its KV goes."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        target: _types_pb2.KvTarget | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["target", b"target"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "target", b"target"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetTargetRequest: _TypeAlias = SetTargetRequest  # noqa: Y015
+
+@_typing.final
+class SetTargetResponse(_message.Message):
+    """Nothing to say."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetTargetResponse: _TypeAlias = SetTargetResponse  # noqa: Y015
 
 @_typing.final
 class PullHint(_message.Message):

@@ -40,6 +40,11 @@ class PrefillStub:
                 request_serializer=baton_dot_v1_dot_prefill__pb2.PrefillRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_prefill__pb2.PrefillEvent.FromString,
                 _registered_method=True)
+        self.SetTarget = channel.unary_unary(
+                '/baton.v1.Prefill/SetTarget',
+                request_serializer=baton_dot_v1_dot_prefill__pb2.SetTargetRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_prefill__pb2.SetTargetResponse.FromString,
+                _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/baton.v1.Prefill/Abort',
                 request_serializer=baton_dot_v1_dot_prefill__pb2.PrefillAbortRequest.SerializeToString,
@@ -63,6 +68,15 @@ class PrefillServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetTarget(self, request, context):
+        """Says where the KV of a request goes whose Prefill came without a target. Until then its blocks stay here; a Prefill
+        that does not get one within a few seconds fails. Idempotent. Errors: UNAVAILABLE (no such request here),
+        INVALID_ARGUMENT (another target was given before), FAILED_PRECONDITION (layouts differ).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Abort(self, request, context):
         """Ends a request on this pod; posted writes are drained first. Idempotent, unknown ids are fine.
         """
@@ -77,6 +91,11 @@ def add_PrefillServicer_to_server(servicer, server):
                     servicer.Prefill,
                     request_deserializer=baton_dot_v1_dot_prefill__pb2.PrefillRequest.FromString,
                     response_serializer=baton_dot_v1_dot_prefill__pb2.PrefillEvent.SerializeToString,
+            ),
+            'SetTarget': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetTarget,
+                    request_deserializer=baton_dot_v1_dot_prefill__pb2.SetTargetRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_prefill__pb2.SetTargetResponse.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
@@ -112,6 +131,33 @@ class Prefill:
             '/baton.v1.Prefill/Prefill',
             baton_dot_v1_dot_prefill__pb2.PrefillRequest.SerializeToString,
             baton_dot_v1_dot_prefill__pb2.PrefillEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetTarget(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Prefill/SetTarget',
+            baton_dot_v1_dot_prefill__pb2.SetTargetRequest.SerializeToString,
+            baton_dot_v1_dot_prefill__pb2.SetTargetResponse.FromString,
             options,
             channel_credentials,
             insecure,

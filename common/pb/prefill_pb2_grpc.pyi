@@ -41,6 +41,11 @@ class PrefillStub:
     Errors (as status before the first token, as a Failed event after it): INVALID_ARGUMENT,
     FAILED_PRECONDITION (layouts differ), UNAVAILABLE (draining, decode unreachable), DEADLINE_EXCEEDED.
     """
+    SetTarget: _grpc.UnaryUnaryMultiCallable[_prefill_pb2.SetTargetRequest, _prefill_pb2.SetTargetResponse]
+    """Says where the KV of a request goes whose Prefill came without a target. Until then its blocks stay here; a Prefill
+    that does not get one within a few seconds fails. Idempotent. Errors: UNAVAILABLE (no such request here),
+    INVALID_ARGUMENT (another target was given before), FAILED_PRECONDITION (layouts differ).
+    """
     Abort: _grpc.UnaryUnaryMultiCallable[_prefill_pb2.PrefillAbortRequest, _prefill_pb2.PrefillAbortResponse]
     """Ends a request on this pod; posted writes are drained first. Idempotent, unknown ids are fine."""
 
@@ -56,6 +61,11 @@ class PrefillAsyncStub(PrefillStub):
     Cancelling the call before HandedOff aborts the request on this pod.
     Errors (as status before the first token, as a Failed event after it): INVALID_ARGUMENT,
     FAILED_PRECONDITION (layouts differ), UNAVAILABLE (draining, decode unreachable), DEADLINE_EXCEEDED.
+    """
+    SetTarget: _aio.UnaryUnaryMultiCallable[_prefill_pb2.SetTargetRequest, _prefill_pb2.SetTargetResponse]  # type: ignore[assignment]
+    """Says where the KV of a request goes whose Prefill came without a target. Until then its blocks stay here; a Prefill
+    that does not get one within a few seconds fails. Idempotent. Errors: UNAVAILABLE (no such request here),
+    INVALID_ARGUMENT (another target was given before), FAILED_PRECONDITION (layouts differ).
     """
     Abort: _aio.UnaryUnaryMultiCallable[_prefill_pb2.PrefillAbortRequest, _prefill_pb2.PrefillAbortResponse]  # type: ignore[assignment]
     """Ends a request on this pod; posted writes are drained first. Idempotent, unknown ids are fine."""
@@ -75,6 +85,17 @@ class PrefillServicer(metaclass=_abc_1.ABCMeta):
         Cancelling the call before HandedOff aborts the request on this pod.
         Errors (as status before the first token, as a Failed event after it): INVALID_ARGUMENT,
         FAILED_PRECONDITION (layouts differ), UNAVAILABLE (draining, decode unreachable), DEADLINE_EXCEEDED.
+        """
+
+    @_abc_1.abstractmethod
+    def SetTarget(
+        self,
+        request: _prefill_pb2.SetTargetRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_prefill_pb2.SetTargetResponse, _abc.Awaitable[_prefill_pb2.SetTargetResponse]]:
+        """Says where the KV of a request goes whose Prefill came without a target. Until then its blocks stay here; a Prefill
+        that does not get one within a few seconds fails. Idempotent. Errors: UNAVAILABLE (no such request here),
+        INVALID_ARGUMENT (another target was given before), FAILED_PRECONDITION (layouts differ).
         """
 
     @_abc_1.abstractmethod

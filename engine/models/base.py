@@ -6,6 +6,7 @@ before or while it loads.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,6 +17,11 @@ if TYPE_CHECKING:
 
     from engine.attention.base import AttentionBackend
     from engine.layer_kv import LayerKV
+
+
+# Of one pass: (i, the residual stream [T, hidden] before layer i); i is the number of layers after the last. It may be
+# read during the call.
+Tap = Callable[[int, Tensor], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,10 +62,13 @@ class Model(Protocol):
         backend: AttentionBackend[Any],
         metadata: Any,
         rows: Tensor | None = None,
+        *,
+        tap: Tap | None = None,
     ) -> Tensor:
         """States [R, hidden] of the tokens `rows` (int64[R]; None: all T), for `logits`.
 
-        tokens[T] are at positions[T]; cache holds the pool's layers in order, which get the new keys and values.
+        tokens[T] are at positions[T]; cache holds the pool's layers in order, which get the new keys and values. tap:
+        only of models whose layers are called one by one here.
         """
 
     def fill(

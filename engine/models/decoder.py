@@ -6,7 +6,7 @@ only sees the rows that are asked for, and so does all of the last layer that no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -15,13 +15,10 @@ from torch import Tensor, nn
 
 from engine.attention.base import AttentionBackend
 from engine.layer_kv import LayerKV
+from engine.models.base import Tap
 from engine.models.ops import Attend, Ops, TorchOps, torch_norm
 from engine.models.rope import rope_tables
 from engine.models.spec import ModelSpec
-
-# Of one pass: (i, the residual stream [T, hidden] before layer i); i is the number of layers after the last. It may be
-# read during the call.
-Tap = Callable[[int, Tensor], None]
 
 
 class Linear(nn.Linear):

@@ -26,6 +26,7 @@ from common.errors import ConfigError
 from engine.attention.base import AttentionBackend, StepShape
 from engine.attention.torch_backend import TorchAttention
 from engine.layer_kv import LayerKV
+from engine.models.base import Tap
 from engine.models.hf_config import HfSpec, build, read_config, reasons, seal
 from engine.progress import progress
 
@@ -93,6 +94,8 @@ class HfModel:
         backend: AttentionBackend[Any],
         metadata: Any,
         rows: Tensor | None = None,
+        *,
+        tap: Tap | None = None,
     ) -> Tensor:
         self._step.cache, self._step.backend, self._step.metadata = cache, backend, metadata
         out = self._base(input_ids=tokens[None], position_ids=positions[None], use_cache=False)

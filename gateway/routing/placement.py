@@ -21,6 +21,7 @@ from gateway.routing.demand import Pull
 from gateway.routing.inflight import InFlight
 from gateway.routing.policy import Option
 
+ROOMY = 0.125  # share of its pool that a decode pod has free for sure to have room for a prompt
 LINGER_S = 0.2  # from the first token until the index knows the prompt's blocks, and kept answers of it are old
 
 
@@ -84,6 +85,18 @@ class Placement:
     def pull(self) -> Pull | None:
         """What the prefill pod is to fetch from another one first."""
         return None if self._prefill is None else self._prefill.option.pull
+
+    @property
+    def foreseen(self) -> bool:
+        """Reserve will have the prompt computed on the prefill pod, as far as can be told: the decode pod holds nothing
+        of it and has room. Then that pod need not wait for the answer.
+        """
+        if self._prefill is None or self._prefill.option.pull is not None:
+            return False
+        view, load = self._decode.option.view, self._decode.option.view.load
+        if not self._prefill.option.view.late_targets or self._decode.option.held or load is None or load.waiting:
+            return False
+        return view.free_blocks() >= ROOMY * view.num_blocks
 
     def elsewhere(self) -> Elsewhere | None:
         """What the decode pod may weigh computing the prompt itself against; None while nobody has measured it."""

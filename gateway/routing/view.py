@@ -28,7 +28,8 @@ class PodView:
     capacity: tokens, prompt and output, that one request can ever have here. seconds_per_token, overhead_s: what a
     prompt takes. step_s, slope_s: a decode step, and its growth per running sequence. hand_off_s: the end of a
     hand-off beyond moving KV; pull_s: a pull beyond moving its bytes. rate_known: seconds_per_token was measured, by
-    this pod or its peers. pulls: it fetches prefixes from others. pair_rates: bytes per second that it moved to or from
+    this pod or its peers. pulls: it fetches prefixes from others. late_targets: it computes before it is told where the
+    KV goes. pair_rates: bytes per second that it moved to or from
     other pods, by name. foreign: tokens that other gateways are known to have booked since the report, foreign_count in
     how many sequences.
     """
@@ -42,6 +43,7 @@ class PodView:
         "foreign_count",
         "free_at",
         "hand_off_s",
+        "late_targets",
         "load",
         "load_at",
         "name",
@@ -90,6 +92,7 @@ class PodView:
         self.pull_s = START_PULL_S
         self.rate_known = False
         self.pulls = False
+        self.late_targets = False
         self.pair_rates: Mapping[str, float] = {}
 
     def report(self, load: PodLoad, now: float) -> None:

@@ -356,11 +356,11 @@ def test_failing_step_and_failing_hook_do_not_end_the_loop(llm: LLM, monkeypatch
     launch = engine.runner.launch
     broken = threading.Event()
 
-    def launch_or_fail(items: Any) -> Any:
+    def launch_or_fail(items: Any, *more: Any) -> Any:
         if any(item.seq.request_id == "bad" for item in items) and not broken.is_set():
             broken.set()
             raise RuntimeError("the device broke")
-        return launch(items)
+        return launch(items, *more)
 
     monkeypatch.setattr(engine.runner, "launch", launch_or_fail)
     loop.start()

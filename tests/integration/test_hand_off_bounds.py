@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,7 +45,7 @@ async def test_after_the_last_chunk_at_most_one_chunk_is_left_to_move(
         launch, chunks, remaining = engine.runner.launch, 0, -1
         all_blocks, pause = LONG // LONG_BLOCK, threading.Event()
 
-        def last_one_waits(items: object) -> object:
+        def last_one_waits(*args: Any) -> object:
             nonlocal chunks
             chunks += 1
             for _ in range(4000):
@@ -54,7 +55,7 @@ async def test_after_the_last_chunk_at_most_one_chunk_is_left_to_move(
                 ):
                     break
                 pause.wait(0.005)
-            return launch(items)
+            return launch(*args)
 
         monkeypatch.setattr(engine.runner, "launch", last_one_waits)
         on_step = cluster.prefill.service.on_step
@@ -160,11 +161,11 @@ class TestLocal:
             runner = cluster.decode.runtime.engine.runner
             launch, mixed = runner.launch, []
 
-            def noted(items: list[object]) -> object:
-                decodes = [i for i in items if i.decode]  # type: ignore[attr-defined]
+            def noted(items: list[Any], *more: Any) -> object:
+                decodes = [i for i in items if i.decode]
                 if decodes:
-                    mixed.append(sum(i.num_new for i in items if not i.decode))  # type: ignore[attr-defined]
-                return launch(items)
+                    mixed.append(sum(i.num_new for i in items if not i.decode))
+                return launch(items, *more)
 
             monkeypatch.setattr(runner, "launch", noted)
             decoding = asyncio.Event()

@@ -11,6 +11,7 @@ import random
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -82,9 +83,9 @@ class TestAborts:
             engine = cluster.decode.runtime.engine
             launch = engine.runner.launch
 
-            def slow(items: object) -> object:
+            def slow(*args: Any) -> object:
                 time.sleep(0.02)
-                return launch(items)
+                return launch(*args)
 
             monkeypatch.setattr(engine.runner, "launch", slow)
             decoding = asyncio.Event()

@@ -111,9 +111,9 @@ class TestHandOff:
             runner = cluster.prefill.runtime.engine.runner
             launch = runner.launch
 
-            def as_long_as_a_real_model(items: object) -> object:
+            def as_long_as_a_real_model(*args: Any) -> object:
                 time.sleep(0.2)
-                return launch(items)
+                return launch(*args)
 
             monkeypatch.setattr(runner, "launch", as_long_as_a_real_model)
             answer = await cluster.generate(request(prompt_of(4 * CHUNK)), remote_only=True)

@@ -23,7 +23,7 @@ from engine.lease import BlockCopy
 from engine.scheduler import Item, Scheduler, SchedulerConfig
 from engine.sequence import Sequence
 from engine.step_result import SequenceOutput, StepResult
-from engine.stepper import ItemResult, Stepper
+from engine.stepper import Between, ItemResult, Stepper
 
 FINGERPRINT = "00" * 16
 VOCAB = 11
@@ -255,7 +255,7 @@ class Device:
         self.queue: list[Step] = []
         self.copies = 0
 
-    def launch(self, items: abc.Sequence[Item]) -> Step:
+    def launch(self, items: abc.Sequence[Item], between: Between | None = None) -> Step:
         blocks = [list(item.seq.lease.blocks) for item in items if item.seq.lease is not None]
         written = [b for b, item in zip(blocks, items, strict=True) for b in self._touched(b, item)]
         assert len(written) == len(set(written)), "two sequences write one block in a step"

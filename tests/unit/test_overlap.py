@@ -23,7 +23,7 @@ from engine.speculation.control import Always
 from engine.speculation.speculator import Speculator
 from engine.speculation.verify import accepted_run
 from engine.step_result import Mail, SequenceOutput, StepResult
-from engine.stepper import ItemResult, Stepper
+from engine.stepper import Between, ItemResult, Stepper
 from tests.guesses import Guesses
 
 FINGERPRINT = "00" * 16
@@ -74,7 +74,7 @@ class Device:
         self.poisoned: set[str] = set()
         self.launches = 0
 
-    def launch(self, items: abc.Sequence[Item]) -> Step:
+    def launch(self, items: abc.Sequence[Item], between: Between | None = None) -> Step:
         assert len(self.queue) < 2
         self.launches += 1
         if self.launches in self.broken:
@@ -86,6 +86,8 @@ class Device:
             [item.seq.tokens[item.start : item.start + item.num_new] for item in items],
         )
         assert len(set(step.slots)) == len(items)
+        if between is not None:
+            between()
         self.queue.append(step)
         return step
 
@@ -313,6 +315,56 @@ def test_what_comes_while_the_device_has_nothing_else_to_do_is_launched_before_t
     assert [item.seq.request_id for item in world.device.queue[0].items] == ["b"]
     world.drain()
     assert world.tokens["b"] == answer([4, 5], GREEDY)
+
+
+def test_who_waits_for_a_token_is_told_while_the_next_prompt_is_being_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(overlap=True)
+    events: list[str] = []
+    world.add("a", [1, 2, 3], SamplingParams(max_tokens=5), hand_off=True)
+    launch = world.device.launch
+
+    def slow(items: abc.Sequence[Item], between: Between | None = None) -> Step:
+        events.append(f"launch {items[0].seq.request_id}")
+        step = launch(items, between)
+        events.append("launched")
+        return step
+
+    monkeypatch.setattr(world.device, "launch", slow)
+
+    def mail(until: float) -> bool:
+        if "b" not in world.answers:
+            world.add("b", [4, 5], SamplingParams(max_tokens=5), hand_off=True)
+        return True
+
+    def hook(result: StepResult) -> None:
+        events.extend(f"told {output.seq.request_id}" for output in result.outputs)
+        world.hook(result)
+
+    told = world.stepper.step(hook, mail)
+    assert [output.seq.request_id for output in told.outputs] == ["a"]
+    assert events == ["launch a", "launched", "launch b", "told a", "launched"]
+    world.drain()
+    assert world.tokens == {"a": answer([1, 2, 3], GREEDY)[:1], "b": answer([4, 5], GREEDY)[:1]}
+
+
+def test_a_hook_that_fails_under_a_launch_is_raised_after_it() -> None:
+    world = World(overlap=True)
+    world.add("a", [1, 2, 3], SamplingParams(max_tokens=5), hand_off=True)
+
+    def mail(until: float) -> bool:
+        if "b" not in world.answers:
+            world.add("b", [4, 5], SamplingParams(max_tokens=5), hand_off=True)
+        return True
+
+    def fail(result: StepResult) -> None:
+        world.hook(result)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        world.stepper.step(fail, mail)
+    assert [item.seq.request_id for item in world.device.queue[0].items] == ["b"]
+    world.drain()
+    assert world.tokens == {"a": answer([1, 2, 3], GREEDY)[:1], "b": answer([4, 5], GREEDY)[:1]}
 
 
 def test_what_follows_a_stop_token_is_dropped() -> None:

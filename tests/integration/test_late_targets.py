@@ -1,0 +1,244 @@
+"""Prompts that are computed before a decode pod has said where their KV goes: at prefill pods, and by the gateway."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from common.errors import InvalidRequest, LayoutMismatch, Unavailable
+from common.pb import prefill_pb2, transfer_pb2
+from common.wire import request_to_pb, target_from_pb, target_to_pb, token_from_pb
+from prefill_service import servicer
+from tests.fake_pods import FakeCluster, fake_cluster
+from tests.gateway_rig import Rig, rig, until
+from tests.harness import CHUNK, Cluster, oracle, prompt_of, request, rpc_errors, tiny_llama
+
+PROMPT = prompt_of(3 * CHUNK + 5)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("late"))
+
+
+@pytest.mark.parametrize("after", ["", "progress", "first_token"])
+async def test_the_target_may_come_at_any_time(model_dir: Path, after: str) -> None:
+    async with Cluster.start(model_dir) as cluster:
+        asked = request(PROMPT, 6)
+        inbox = cluster.stream_of(cluster.decode).expect(asked.request_id)
+        reply = await cluster.reserve(asked, remote_only=True)
+        told = prefill_pb2.SetTargetRequest(request_id=asked.request_id, target=reply.target)
+        call = cluster.prefill.prefill.Prefill(prefill_pb2.PrefillRequest(request=request_to_pb(asked)))
+        ids: list[int] = []
+        kinds: list[str] = []
+        with rpc_errors():
+            if not after:
+                await until(lambda: cluster.prefill.service.active > 0)
+                await cluster.prefill.prefill.SetTarget(told)
+                await cluster.prefill.prefill.SetTarget(told)  # again: nothing happens
+            async for event in call:
+                kinds.append(event.WhichOneof("event") or "")
+                if kinds[-1] == after and kinds.count(after) == 1:
+                    await asyncio.sleep(0.05)
+                    assert cluster.prefill.runtime.node.stats().open_outgoing == 0
+                    await cluster.prefill.prefill.SetTarget(told)
+                if event.HasField("first_token"):
+                    ids.append(token_from_pb(event.first_token.token).id)
+                if event.HasField("handed_off"):
+                    assert event.handed_off.blocks == len(reply.target.blocks)
+        assert kinds[-1] == "handed_off"
+        while len(ids) < 6:
+            ids += [token.id for token in (await asyncio.wait_for(inbox.get(), 20)).tokens]
+        (wanted,) = oracle(model_dir).generate([PROMPT], asked.sampling)
+        assert ids == wanted.ids
+
+
+async def test_a_prompt_that_gets_no_target_gives_everything_back(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Cluster.start(model_dir) as cluster:
+        for cancelled in (True, False):
+            monkeypatch.setattr(servicer, "TARGET_WAIT_S", 30.0 if cancelled else 0.2)
+            asked = request(prompt_of(2 * CHUNK, seed=cancelled), 4)
+            call = cluster.prefill.prefill.Prefill(prefill_pb2.PrefillRequest(request=request_to_pb(asked)))
+            kinds: list[str] = []
+            async for event in call:
+                kinds.append(event.WhichOneof("event") or "")
+                if kinds[-1] == "first_token":
+                    if cancelled:
+                        break
+                    assert cluster.prefill.runtime.engine.pool.counts().leased == 2 * CHUNK // 4
+            if cancelled:
+                call.cancel()
+            else:
+                assert kinds[-1] == "failed"
+            await cluster.prefill.settled()
+        # Before its first chunk is over, too: what the step in flight computes is not kept for anybody.
+        launch = cluster.prefill.runtime.engine.runner.launch
+        begun = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def slow(*args: object) -> object:
+            loop.call_soon_threadsafe(begun.set)
+            asyncio.run(asyncio.sleep(0.1))
+            return launch(*args)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(cluster.prefill.runtime.engine.runner, "launch", slow)
+        call = cluster.prefill.prefill.Prefill(
+            prefill_pb2.PrefillRequest(request=request_to_pb(request(prompt_of(2 * CHUNK, seed=7), 4)))
+        )
+        await call.initial_metadata() if begun.is_set() else await begun.wait()
+        call.cancel()
+        await cluster.prefill.settled()
+
+
+async def test_only_the_first_target_counts_and_it_has_to_fit(model_dir: Path) -> None:
+    async with Cluster.start(model_dir) as cluster:
+        stub = cluster.prefill.prefill
+        asked = request(PROMPT, 2)
+        reply = await cluster.reserve(asked, remote_only=True)
+        target = target_from_pb(reply.target)
+
+        async def tell(**fields: object) -> None:
+            changed = target_to_pb(replace(target, **fields))  # type: ignore[arg-type]
+            with rpc_errors():
+                await stub.SetTarget(prefill_pb2.SetTargetRequest(request_id=asked.request_id, target=changed))
+
+        with pytest.raises(Unavailable):
+            await tell()
+        call = stub.Prefill(prefill_pb2.PrefillRequest(request=request_to_pb(asked)))
+        await until(lambda: cluster.prefill.service.active > 0)
+        with pytest.raises(LayoutMismatch):
+            await tell(fingerprint="00" * 16)
+        with pytest.raises(InvalidRequest):
+            await tell(blocks=target.blocks[1:])
+        await tell()
+        if cluster.prefill.service.active:
+            with pytest.raises((InvalidRequest, Unavailable)):
+                await tell(first_block=0, blocks=tuple(reversed(target.blocks)))
+        kinds = [event.WhichOneof("event") async for event in call]
+        assert kinds[-1] == "handed_off"
+
+
+# -- the gateway, over pods that only play
+
+
+@pytest_asyncio.fixture
+async def late() -> AsyncIterator[FakeCluster]:
+    """Pods that are told late where KV goes; decode pods that say they have room."""
+    async with fake_cluster(prefill=1, decode=2) as cluster:
+        for pod in cluster.prefills:
+            pod.late_targets = True
+        for pod in cluster.decodes:
+            pod.load = transfer_pb2.Load(free_blocks=512)
+        yield cluster
+
+
+@pytest_asyncio.fixture
+async def gw(late: FakeCluster, smollm2_dir: Path) -> AsyncIterator[Rig]:
+    async with rig(late, smollm2_dir) as made:
+        yield made
+
+
+async def settled(gw: Rig, cluster: FakeCluster) -> None:
+    await gw.settled()
+    await until(lambda: all(pod.idle for pod in (*cluster.prefills, *cluster.decodes)))
+
+
+async def text(gw: Rig) -> str:
+    return str((await gw.complete()).json()["choices"][0]["text"])
+
+
+async def test_prefill_begins_while_the_decode_pod_is_asked(gw: Rig, late: FakeCluster) -> None:
+    (prefill,) = late.prefills
+    expected = await text(gw)
+    for pod in late.decodes:
+        pod.faults.reserve_delay_s = 0.5
+    task = asyncio.create_task(text(gw))
+    await until(lambda: len(prefill.seen.prefilled) == 2)
+    assert len(prefill.seen.late_targets) == 1
+    assert not task.done(), "no token before the prompt has a home"
+    assert await task == expected
+    assert prefill.seen.late_targets == [asked.request_id for asked in prefill.seen.prefilled]
+    assert not prefill.seen.prefill_cancels
+    await settled(gw, late)
+
+
+async def test_a_rejection_takes_the_prefill_back_and_the_next_pod_gets_a_new_one(gw: Rig, late: FakeCluster) -> None:
+    (prefill,) = late.prefills
+    expected = await text(gw)
+    for pod in late.decodes:
+        pod.faults.reserve_delay_s = 0.1
+        pod.faults.reject = 1
+    assert (await gw.complete()).status_code == 429
+    late.decodes[0].faults.reject = 1
+    assert [await text(gw) for _ in range(8)] == [expected] * 8  # one of them is sent on
+    assert late.decodes[0].faults.reject == 0
+    await until(lambda: len(prefill.seen.prefill_cancels) == 3)
+    assert len(prefill.seen.prefilled) == 1 + 2 + 8 + 1
+    await settled(gw, late)
+
+
+async def test_where_no_pod_has_room_no_prompt_is_left(gw: Rig, late: FakeCluster) -> None:
+    (prefill,) = late.prefills
+    for pod in late.decodes:
+        pod.faults.reject = 100
+        pod.faults.reserve_delay_s = 0.05
+    response = await gw.complete()
+    assert response.status_code == 429
+    await until(lambda: len(prefill.seen.prefill_cancels) == 2)
+    assert len(prefill.seen.prefilled) == 2
+    await settled(gw, late)
+
+
+async def test_a_prefill_that_fails_early_is_nobodys_failure_before_there_is_a_home(gw: Rig, late: FakeCluster) -> None:
+    (prefill,) = late.prefills
+    expected = await text(gw)
+    prefill.faults.prefill_error, prefill.faults.prefill_errors = Unavailable("it is busy"), 1
+    for pod in late.decodes:
+        pod.faults.reserve_delay_s = 0.2
+    assert await text(gw) == expected
+    assert len(prefill.seen.prefilled) == 3
+    await settled(gw, late)
+
+
+async def test_a_target_that_cannot_be_told_is_another_attempt(gw: Rig, late: FakeCluster) -> None:
+    (prefill,) = late.prefills
+    prefill.faults.target_error = Unavailable("it has gone")
+    response = await gw.complete()
+    assert response.status_code == 503
+    assert len(prefill.seen.prefilled) == 3
+    prefill.faults.target_error = None
+    assert (await gw.complete()).status_code == 200
+    await settled(gw, late)
+
+
+async def test_whoever_goes_away_before_the_answer_leaves_nothing(gw: Rig, late: FakeCluster) -> None:
+    (prefill,) = late.prefills
+    for pod in late.decodes:
+        pod.faults.reserve_delay_s = 5.0
+    client = asyncio.create_task(gw.complete())
+    await until(lambda: bool(prefill.seen.prefilled))
+    client.cancel()
+    await asyncio.wait([client])
+    await until(lambda: bool(prefill.seen.prefill_cancels))
+    await gw.settled()
+
+
+@pytest.mark.parametrize("scarce", ["blocks", "waiting"])
+async def test_a_decode_pod_that_may_have_no_room_is_asked_first(gw: Rig, late: FakeCluster, scarce: str) -> None:
+    (prefill,) = late.prefills
+    for pod in late.decodes:
+        pod.load = transfer_pb2.Load(free_blocks=40 if scarce == "blocks" else 512, waiting=int(scarce == "waiting"))
+    views = [pod.view for pod in gw.gateway.table.pods.values()]
+    await until(
+        lambda: sum(v.load is not None and (v.load.free_blocks == 40 or v.load.waiting == 1) for v in views if v) == 2
+    )
+    assert (await gw.complete()).status_code == 200
+    assert not prefill.seen.late_targets
+    assert len(prefill.seen.prefilled) == 1
