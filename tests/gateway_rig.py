@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +26,7 @@ from tests.fake_pods import FakeCluster
 from tests.until import until
 
 MODEL = "smol"
+MAX_TOKENS = 100  # of a chat, unless a test says otherwise
 
 
 def booked(pod: Pod) -> int:
@@ -53,13 +54,13 @@ class Rig:
         return await self.http.post("/v1/completions", json={"model": MODEL, "prompt": "Hello", **fields})
 
     async def chat(self, **fields: Any) -> httpx.Response:
-        messages = [{"role": "user", "content": "Hello"}]
-        return await self.http.post("/v1/chat/completions", json={"model": MODEL, "messages": messages, **fields})
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], **_short(fields)}
+        return await self.http.post("/v1/chat/completions", json=body)
 
     async def stream(self, path: str, **fields: Any) -> tuple[int, list[Any]]:
         """Status and events; "[DONE]" as a string."""
         default = {"prompt": "Hello"} if path == "completions" else {"messages": [{"role": "user", "content": "Hi"}]}
-        body = {"model": MODEL, "stream": True, **default, **fields}
+        body = {"model": MODEL, "stream": True, **default, **(_short(fields) if path == "chat" else fields)}
         url = f"/v1/{'chat/' if path == 'chat' else ''}completions"
         events: list[Any] = []
         async with self.http.stream("POST", url, json=body) as response:
@@ -75,6 +76,12 @@ class Rig:
         """Nothing is left of any request, here or on the pods."""
         await until(lambda: self.cluster.all_idle())
         await until(lambda: all(not booked(pod) and not pod._sinks for pod in self.gateway.table.pods.values()))
+
+
+def _short(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """A chat that says nothing else may be answered with all the context has room for: seconds of fake tokens."""
+    said = "max_tokens" in fields or "max_completion_tokens" in fields
+    return {**fields} if said else {"max_completion_tokens": MAX_TOKENS, **fields}
 
 
 @functools.cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -208,9 +209,20 @@ async def over_grpc(cluster: Cluster) -> AsyncIterator[Ask]:
         yield caller(channel, cluster.model)
 
 
-@pytest_asyncio.fixture
-async def scene(http: httpx.AsyncClient, rest: Ask, cluster: Cluster, oracle: Oracle, smollm2_dir: Path) -> Scene:
+@dataclass(frozen=True)
+class Known:
+    """What `transformers` says, once for all tests here."""
+
+    encode: Callable[[str], list[int]]
+    decode: Callable[[list[int]], str]
+    loop: Callable[..., list[int]]
+    beams: tuple[str, ...]
+
+
+@pytest.fixture(scope="module")
+def known(oracle: Oracle, smollm2_dir: Path) -> Known:
     tokenizer = Tokenizer.from_file(str(smollm2_dir / "tokenizer.json"))
+    loops: dict[str, list[int]] = {}
 
     def encode(text: str) -> list[int]:
         ids: list[int] = tokenizer.encode(text).ids
@@ -220,10 +232,20 @@ async def scene(http: httpx.AsyncClient, rest: Ask, cluster: Cluster, oracle: Or
         text: str = tokenizer.decode(ids, skip_special_tokens=True)
         return text
 
+    def loop(count: int, **how: Any) -> list[int]:
+        if (key := f"{count} {how}") not in loops:
+            loops[key] = greedy_loop(oracle, prompt, count, **how)
+        return loops[key]
+
     prompt = encode(PROMPT)
     beams = oracle.model.generate(
         torch.tensor([prompt]), do_sample=False, num_beams=2, num_return_sequences=2, max_new_tokens=TOKENS
     )
+    return Known(encode, decode, loop, tuple(decode(row[len(prompt) :].tolist()) for row in beams))
+
+
+@pytest_asyncio.fixture
+async def scene(http: httpx.AsyncClient, rest: Ask, cluster: Cluster, known: Known) -> Scene:
     few = {"prompt": PROMPT, "max_tokens": TOKENS}
     await rest({"prompt": WARM, "max_tokens": 2})
     seeded = await rest({**few, "temperature": 2.0, "seed": 7})
@@ -231,11 +253,11 @@ async def scene(http: httpx.AsyncClient, rest: Ask, cluster: Cluster, oracle: Or
     four = (await http.post("/v1/completions", json=body)).json()
     best = max(four["choices"], key=lambda choice: fmean(choice["logprobs"]["token_logprobs"]))
     return Scene(
-        greedy=tuple(greedy_loop(oracle, prompt, TOKENS)),
-        decode=decode,
-        encode=encode,
-        loop=lambda count, **how: decode(greedy_loop(oracle, prompt, count, **how)),
-        beams=tuple(decode(row[len(prompt) :].tolist()) for row in beams),
+        greedy=tuple(known.loop(TOKENS)),
+        decode=known.decode,
+        encode=known.encode,
+        loop=lambda count, **how: known.decode(known.loop(count, **how)),
+        beams=known.beams,
         seeded=seeded.text,
         best=best["text"],
     )

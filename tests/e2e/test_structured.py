@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 
 from common.pb import inference_pb2, inference_pb2_grpc
 from tests.e2e.cluster import Cluster
+from tests.e2e.oracle import Oracle
 
 SCHEMA = {
     "type": "object",
@@ -129,14 +130,11 @@ def test_a_stop_string_may_be_part_of_the_answer(cluster: Cluster, text_of: Call
 
 
 @pytest.fixture(scope="module")
-def expected(smollm2_dir: Path) -> tuple[list[int], torch.Tensor]:
+def expected(smollm2_dir: Path, oracle: Oracle) -> tuple[list[int], torch.Tensor]:
     """The prompt's ids, and log-probabilities after each of them."""
-    from transformers import AutoModelForCausalLM
-
     ids = Tokenizer.from_file(str(smollm2_dir / "tokenizer.json")).encode(PROMPT * 6).ids
-    model = AutoModelForCausalLM.from_pretrained(smollm2_dir, dtype=torch.float32)
     with torch.inference_mode():
-        return ids, model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        return ids, oracle.model(torch.tensor([ids])).logits[0].log_softmax(-1)
 
 
 def test_log_probabilities_of_a_cached_prompt_are_those_of_transformers(

@@ -14,6 +14,7 @@ import pytest_asyncio
 
 from common import index_pod
 from common.valkey import EmbeddedValkey
+from gateway import pod as gateway_pod
 from tests.fake_pods import FakeCluster, fake_cluster
 from tests.gateway_rig import Rig, rig
 from tests.index_rig import Rig as IndexRig
@@ -21,6 +22,12 @@ from tests.index_rig import one_node_cluster
 
 if TYPE_CHECKING:
     from engine.llm import LLM
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fake pods share the gateway's event loop, and all of it a busy machine: who answers late is not away."""
+    monkeypatch.setattr(gateway_pod, "INFO_TIMEOUT_S", 10.0)
 
 
 @pytest_asyncio.fixture

@@ -14,7 +14,6 @@ import pytest
 from common.index_store import Script, connect
 from common.types import Role
 from common.valkey import EmbeddedValkey
-from gateway import pod as gateway_pod
 from gateway.admission.buckets import DAY_MS, Buckets
 from gateway.admission.caller import Caller, KeyLimits
 from gateway.admission.key_store import KeyFile
@@ -25,12 +24,6 @@ from tests.fake_pods import fake_cluster
 from tests.gateway_rig import MODEL, Rig, rig
 from tests.rated_pod import RatedPod
 from tests.until import until
-
-
-@pytest.fixture(autouse=True)
-def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pod that answers late on a busy machine is not away."""
-    monkeypatch.setattr(gateway_pod, "INFO_TIMEOUT_S", 30.0)
 
 
 @asynccontextmanager

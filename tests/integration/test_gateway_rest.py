@@ -118,7 +118,7 @@ async def test_chat_without_max_tokens_may_use_the_rest_of_the_context(
     gw: Rig, cluster: FakeCluster, tokenizer: TextTokenizer
 ) -> None:
     says(cluster, tokenizer, "ok")
-    await gw.chat()
+    await gw.chat(max_completion_tokens=None)
     request = cluster.decodes[0].seen.reserved[0]
     assert request.prompt_len + request.sampling.max_tokens == 2048
 

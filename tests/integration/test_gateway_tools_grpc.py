@@ -33,7 +33,8 @@ async def stub(gw: Rig) -> AsyncIterator[Any]:
 
 
 async def generate(stub: Any, **fields: Any) -> list[inference_pb2.GenerateResponse]:
-    return [m async for m in stub.Generate(inference_pb2.GenerateRequest(model=MODEL, **fields))]
+    request = inference_pb2.GenerateRequest(**{"model": MODEL, "max_tokens": 100, **fields})
+    return [m async for m in stub.Generate(request)]
 
 
 def chat_prompt(*messages: dict[str, Any]) -> inference_pb2.ChatPrompt:

@@ -15,7 +15,9 @@ from common.errors import Overloaded
 from common.pb import decode_pb2, types_pb2
 from common.types import SamplingParams, ValidRequest
 from gateway import leg as leg_module
+from gateway import server as server_module
 from gateway.leg import Leg
+from gateway.server import listening_socket
 from gateway.timeline import Timeline
 from tests.fake_pods import FakeCluster, fake_cluster
 from tests.gateway_rig import MODEL, Rig
@@ -25,7 +27,14 @@ TOKENS = 1500
 
 
 @pytest_asyncio.fixture
-async def cluster() -> AsyncIterator[FakeCluster]:
+async def cluster(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[FakeCluster]:
+    def listening(host: str, port: int) -> socket.socket:
+        """Its connections hold little: the kernel would let them grow to whole answers."""
+        sock = listening_socket(host, port)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+        return sock
+
+    monkeypatch.setattr(server_module, "listening_socket", listening)
     async with fake_cluster() as c:
         for pod in c.pods.values():
             pod.max_model_len = 8192
@@ -35,7 +44,7 @@ async def cluster() -> AsyncIterator[FakeCluster]:
 
 def open_stream(port: int, **fields: object) -> socket.socket:
     """A streamed completion with log-probabilities, some KB for each token; the connection holds few of them."""
-    body = {"model": MODEL, "prompt": "x", "max_tokens": 6000, "stream": True, "logprobs": 20, **fields}
+    body = {"model": MODEL, "prompt": "x", "max_tokens": 3000, "stream": True, "logprobs": 20, **fields}
     raw = orjson.dumps(body)
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
