@@ -2,7 +2,8 @@
 
 Every pod publishes conversations that begin with one of its tenants' system prompts; a conversation is on up to four
 pods, to different depths. A decision is what a gateway does for one prompt: hash its blocks, look up the chain, rank
-the pods, reserve. A gateway that is alone does not wait for the last (alone_ms). IN_FLIGHT prompts are booked already.
+the pods, reserve. A gateway that is alone does not wait for the last (alone_ms). IN_FLIGHT prompts are booked
+already. On the gateway's event loop.
 
     python benchmarks/routing_scale.py --out benchmarks/results/routing_scale.json
 """
@@ -21,6 +22,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+import uvloop
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -203,7 +206,7 @@ def main() -> None:
     for pods, blocks in SIZES:
         if blocks > args.most:
             continue
-        cost = asyncio.run(measure(pods, blocks))
+        cost = uvloop.run(measure(pods, blocks))
         print(
             f"{cost.pods:5} pods {cost.blocks:10,} blocks: decision {cost.decision_ms_p50:.3f} ms p50, "
             f"{cost.decision_ms_p99:.3f} p99, alone {cost.alone_ms_p50:.3f} p50 "
