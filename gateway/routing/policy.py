@@ -182,7 +182,7 @@ class RoundRobin:
         turn = self._turns[side] % len(views)
         self._turns[side] += 1
         promises = demand.promises()
-        return [_option(demand, promises, view) for view in views[turn:] + views[:turn]]
+        return [_option(demand, promises, view) for view in (views[turn:] + views[:turn])[:MIN_OPTIONS]]
 
 
 class LeastLoaded:
@@ -267,7 +267,7 @@ class Home:
             loads.sort(key=lambda pair: (pair[0] > bound, -weight(key, pair[1].name)))
         else:
             loads.sort(key=lambda pair: pair[0])
-        return [_option(demand, promises, view) for _, view in loads[:MIN_OPTIONS]]
+        return [_option(demand, promises, view) for _, view in loads]
 
 
 def weight(key: bytes, pod: str) -> int:

@@ -265,6 +265,14 @@ def test_a_thousand_equal_pods_are_not_all_offered() -> None:
     assert offers[0] != offers[1]
 
 
+@pytest.mark.parametrize("name", POLICIES)
+def test_no_policy_makes_an_option_of_each_of_a_thousand_pods(name: str) -> None:
+    views = [view(f"p{i}", queued_tokens=i) for i in range(1000)]
+    policy, demand = make_policy(name, random.Random(9)), Demand(prompt_len=9, max_tokens=1, held={"p7": 8})
+    for side in (policy.prefill, policy.decode):
+        assert 1 <= len(side(demand, views, NOW)) <= MAX_OPTIONS + 1  # a sample, and who holds most
+
+
 def test_the_configuration_knows_the_policies() -> None:
     for name in POLICIES:
         assert GatewayConfig(routing_policy=name).routing_policy == name
