@@ -124,6 +124,11 @@ class Incoming:
         )
 
     @property
+    def awaited(self) -> bool:
+        """A commit is here before the last bytes."""
+        return any(entry.machine.awaits_ranges for entry in self._table.values())
+
+    @property
     def draining(self) -> int:
         return sum(entry.machine.state is ReceiverState.DRAINING for entry in list(self._table.values()))
 

@@ -58,7 +58,7 @@ class Pieces:
 
 # Host memory: a post may copy inline all that it is given. GPU: a post costs a tenth of a millisecond of this thread,
 # which has to be little beside the copy; what is posted cannot be recalled, and takes two milliseconds at most.
-PIECES: dict[MemoryKind, Pieces] = {"DRAM": Pieces(8 << 20, 8 << 20, 4), "VRAM": Pieces(16 << 20, 128 << 20, 4)}
+PIECES: dict[MemoryKind, Pieces] = {"DRAM": Pieces(8 << 20, 8 << 20, 4), "VRAM": Pieces(32 << 20, 128 << 20, 4)}
 
 
 class Calls(Protocol):

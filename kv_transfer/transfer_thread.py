@@ -8,7 +8,7 @@ progress thread receives only while it polls. Nothing waits for an idle poll: th
 command. Polls are rare while a prompt computes because each takes a core from the engine's threads, which meet at
 barriers: polling every millisecond on two pods cost a 128-token prefill on two cores 35 of 470 ms. With KV on a GPU the
 cores are free and a piece takes half a millisecond, so polls are more frequent; what bounds them is the interpreter,
-which the engine's thread needs as well.
+which the engine's thread needs as well. Most frequent they are while a commit is under way: a request waits for that.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from kv_transfer.memory import MemoryKind, PoolMemory
 _log = logging.getLogger(__name__)
 
 POLL_S: dict[MemoryKind, float] = {"DRAM": 0.001, "VRAM": 0.0003}
+AWAITED_S: dict[MemoryKind, float] = {"DRAM": 0.001, "VRAM": 0.0001}
 IDLE_S = 0.02
 TICK_S = 0.002
 _FIRST_WAIT_S = 0.0001
@@ -48,7 +49,7 @@ class TransferThread:
     """Runs `backend`. The hooks are called on the thread:
 
     on_notification(notification); on_tick(now) about every TICK_S seconds; post() posts at most a few writes and says
-    whether it did; attentive() says whether messages are expected.
+    whether it did; attentive() says whether messages are expected, awaited() whether a transfer's end is.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class TransferThread:
         on_tick: Callable[[float], None],
         post: Callable[[], bool],
         attentive: Callable[[], bool],
+        awaited: Callable[[], bool] = lambda: False,
     ) -> None:
         self.backend = backend
         self.turns = 0
@@ -68,6 +70,7 @@ class TransferThread:
         self._on_tick = on_tick
         self._post = post
         self._attentive = attentive
+        self._awaited = awaited
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
         self._pending: list[_Pending] = []
@@ -142,7 +145,7 @@ class TransferThread:
             started.set_exception(e)
             return
         started.set_result(None)
-        wait, poll = _FIRST_WAIT_S, POLL_S[memory.kind]
+        wait, poll, soon = _FIRST_WAIT_S, POLL_S[memory.kind], AWAITED_S[memory.kind]
         while not self._stopping:
             self.turns += 1
             worked = self._guard(self._turn)
@@ -155,6 +158,9 @@ class TransferThread:
                 wait = limit = poll
             else:
                 wait = limit = IDLE_S
+            if self._guard(self._awaited):
+                limit = min(limit, soon)
+                wait = min(wait, limit)
             self._wake.wait(wait)
             self._wake.clear()
             wait = min(wait * 2, limit)

@@ -10,8 +10,9 @@ from common.errors import ConfigError
 from common.types import Role
 
 # How long a thread that computes keeps the interpreter from one that waits for it: Python's 5 ms are most of a decode
-# step, and the engine's thread has to launch the next one in time.
-SWITCH_S = 0.0005
+# step, and the engine's thread has to launch the next one in time. The end of a hand-over passes through three threads
+# on either pod, and each may wait so long.
+SWITCH_S = 0.0001
 
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 

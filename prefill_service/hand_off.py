@@ -152,13 +152,18 @@ class HandOff:
         chunk = output.seq is self.seq  # else it only tells the first token of another child
         if chunk:
             self.trace.append(Trace("chunk", min(output.computed, self.seq.prompt_len), now, now - seconds))
-            # What the gateway waits for goes first: posting writes takes the interpreter from the loop that sends it.
-            self._post(Event(progress=self._progress(output)))
+        # What the gateway waits for goes first: posting writes takes the interpreter from the loop that sends it.
+        progress = Event(progress=self._progress(output)) if chunk else None
+        if progress is not None and (output.prompt_logprobs is not None or not output.tokens):
+            self._post(progress)
+            progress = None
         if output.tokens:
             token = output.tokens[0]
             self._firsts.append((token.id, output.finish))
             self.trace.append(Trace("first_token", token.id, now))
             self._post(Event(first_token=self._first_token(token, output.finish, now)))
+        if progress is not None:
+            self._post(progress)
         if chunk:
             self._push(output.computed, output.computed >= self.seq.prompt_len)
         if len(self._firsts) == self.seq.request.sampling.n:
