@@ -16,7 +16,7 @@ Milliseconds; metrics of `agg` have that prefix.
 
 The result is written after each load. `--add FILE` takes the modes and loads that this run leaves out from an earlier
 result on the same card; rows have their commits. `--budget S` makes the last loads shorter, so that all of them end in
-time; rows tell.
+time, and `--at-most r2=50 agg.r2=20` single ones; rows tell.
 `--shape tiny --device cpu` is for a CPU: it shows that the script works, not how fast anything is.
 """
 
@@ -213,7 +213,8 @@ async def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
                 if left < SHORTEST_S:
                     print(f"{mode} {load.name}: no time is left", flush=True)
                     continue
-                played = replace(load, seconds=min(load.seconds, args.seconds, left))
+                most = args.at_most.get(f"{mode}.{load.name}", args.at_most.get(load.name, math.inf))
+                played = replace(load, seconds=min(load.seconds, args.seconds, most, left))
                 arrivals, answers, failed = await play(client, args.shape, played)
                 for failure in failed[:5]:
                     print(failure, flush=True)
@@ -259,8 +260,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--modes", choices=("pd", "agg"), nargs="+", default=["pd", "agg"])
     parser.add_argument("--loads", choices=SHOWN, nargs="+", default=list(SHOWN))
     parser.add_argument("--seconds", type=float, default=math.inf, help="shorter runs of each load; the rows tell")
+    parser.add_argument("--at-most", nargs="+", default=[], metavar="[MODE.]LOAD=SECONDS", help="the same of one load")
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds that all of it may take")
     args = parser.parse_args(argv)
+    args.at_most = {name: float(seconds) for name, _, seconds in (one.partition("=") for one in args.at_most)}
     rows = asyncio.run(measure(args))
     for name, value in write(args, rows).items():
         print(f"{name:36} {value}")
