@@ -6,6 +6,8 @@ A message that lacks a part no sender of ours leaves out is an InvalidRequest th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from common.errors import BatonError, InvalidRequest, error_class
 from common.index_records import PodLoad
 from common.kv_layout import KVLayout
@@ -165,9 +167,17 @@ def token_from_pb(pb: types_pb2.Token) -> Token:
     return Token(pb.index, pb.id, logprob, top, pb.child)
 
 
-def plain_token_from_pb(pb: types_pb2.Token) -> Token:
-    """One generated token from the wire, of a request that asked for one answer without log-probabilities."""
-    return Token(pb.index, pb.id)
+def tokens_from_pb(pbs: Sequence[types_pb2.Token]) -> list[Token]:
+    """Generated tokens from the wire."""
+    return [token_from_pb(pb) for pb in pbs]
+
+
+def plain_tokens_from_pb(pbs: Sequence[types_pb2.Token]) -> list[Token]:
+    """Generated tokens from the wire, of a request that asked for one answer without log-probabilities."""
+    if len(pbs) == 1:  # nearly always; a repeated field is iterated until an IndexError, which costs more than a token
+        pb = pbs[0]
+        return [Token(pb.index, pb.id)]
+    return [Token(pb.index, pb.id) for pb in pbs]
 
 
 def prompt_logprobs_to_pb(found: PromptLogprobs) -> types_pb2.PromptLogprobs:

@@ -15,7 +15,6 @@ from common.types import FinishReason, PromptLogprobs, Token, ValidRequest
 from gateway.family import Child, Family
 from gateway.metrics import GatewayMetrics
 from gateway.models import ServedModel
-from gateway.outlet import Delta
 from gateway.output import ChoiceOutput, Piece, ShownToken
 from gateway.pipeline import Run
 from gateway.prompt_output import PromptToken, echo_of, joined, prompt_tokens
@@ -186,13 +185,13 @@ class Choice:
         if self.spec.max_tokens == 0:
             return Piece(echo.text, shown, (), FinishReason.LENGTH)
         piece = self._moved(piece)
-        return piece._replace(text=echo.text + piece.text, shown=(*shown, *piece.shown))
+        return replace(piece, text=echo.text + piece.text, shown=(*shown, *piece.shown))
 
     def _moved(self, piece: Piece) -> Piece:
         """Offsets count from the prompt's start where that is echoed."""
         if not (self._before and piece.shown):
             return piece
-        return piece._replace(shown=tuple(ShownToken(s.token, s.offset + self._before) for s in piece.shown))
+        return replace(piece, shown=tuple(ShownToken(s.token, s.offset + self._before) for s in piece.shown))
 
     def __aiter__(self) -> Self:
         return self
@@ -214,8 +213,8 @@ class Choice:
         if not isinstance(run, Run) or self._output.finish is not None:
             return
 
-        def relayed(delta: Delta) -> bool:
-            piece = self._piece(delta, run)
+        def relayed(tokens: Sequence[Token], finish: FinishReason | None) -> bool:
+            piece = self._piece(tokens, finish, run)
             return take(piece) and piece.finish is None
 
         await run.relay(relayed)
@@ -265,27 +264,27 @@ class Choice:
             self._output, self._last = self.new_output(), None
             self._echoed = not self.spec.echo
             return None
-        return self._piece(delta, run)
+        return self._piece(delta.tokens, delta.finish, run)
 
-    def _piece(self, delta: Delta, run: Run | Child) -> Piece:
+    def _piece(self, tokens: Sequence[Token], finish: FinishReason | None, run: Run | Child) -> Piece:
         metrics, now = self._metrics, time.monotonic()
         if self._last is None and not self.child:
             self._begun(now)
-        elif self._last is not None and delta.tokens:
-            metrics.itl.observe((now - self._last) / len(delta.tokens))
+        elif self._last is not None and tokens:
+            metrics.itl.observe((now - self._last) / len(tokens))
         self._last = now
         if self.spec.max_tokens == 0:
             self._output.finish = FinishReason.LENGTH
             piece = self._echo(Piece("", (), ()))
         else:
-            piece = self._output.add(delta.tokens, delta.finish)
+            piece = self._output.add(tokens, finish)
             if not self._echoed:
                 piece = self._echo(piece)
             elif self._before:
                 piece = self._moved(piece)
         self._echoed = True
         if piece.finish is not None:
-            self._end(piece.finish, stop_string=delta.finish is None)
+            self._end(piece.finish, stop_string=finish is None)
             run.close()
         return piece
 

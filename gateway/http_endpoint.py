@@ -43,7 +43,7 @@ class Response:
     """One HTTP response under way; knows whether its head is out. writer: the short way out, where there is one."""
 
     def __init__(self, send: Send, writer: BodyWriter | None) -> None:
-        self._send = send
+        self._asgi_send = send
         self._writer = writer
         self.request_id: str | None = None
         self.headers: dict[str, str] = {}  # further ones, whatever the answer is
@@ -88,6 +88,11 @@ class Response:
             await self.end()
         else:
             await self.json(error.http_status, error_body(error), error_headers(error))
+
+    async def _send(self, message: Message) -> None:
+        if self._writer is not None:
+            self._writer.flush()
+        await self._asgi_send(message)
 
     async def _head(self, status: int, headers: dict[str, str]) -> None:
         headers.update(self.headers)

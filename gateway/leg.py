@@ -36,10 +36,11 @@ from common.types import FinishReason, PromptLogprobs, Token, ValidRequest
 from common.wire import (
     error_from_pb,
     finish_from_pb,
-    plain_token_from_pb,
+    plain_tokens_from_pb,
     prompt_logprobs_from_pb,
     request_to_pb,
     token_from_pb,
+    tokens_from_pb,
 )
 from gateway.metrics import GatewayMetrics
 from gateway.outlet import Outlet
@@ -89,7 +90,8 @@ class Leg:
         sampling = plan.request.sampling
         self.outlet = Outlet(sampling.n, MAX_PENDING // (1 + (sampling.logprobs or 0)))
         plain = sampling.n == 1 and sampling.logprobs is None
-        self._token = plain_token_from_pb if plain else token_from_pb
+        self._tokens = plain_tokens_from_pb if plain else tokens_from_pb
+        self._wants_scores = sampling.prompt_logprobs is not None
         self._placement: Placement | None = None
         self._decode: Pod | None = None
         self._decode_heard = False
@@ -382,12 +384,12 @@ class Leg:
             self._timeline.mark("decode")
             if self._trace is not None:
                 self._trace.first_token()
-        tokens = [self._token(token) for token in delta.tokens]
+        tokens = self._tokens(delta.tokens)
         if tokens and tokens[0].index == 0 and self._placement is not None:
             self._placement.computed()  # the first token of a prompt that the decode pod computed
         if delta.cached_tokens:
             self.cached_tokens = delta.cached_tokens
-        if delta.HasField("prompt_logprobs"):
+        if self._wants_scores and delta.HasField("prompt_logprobs"):
             self._scored(delta.prompt_logprobs)
         if delta.HasField("speculation"):
             self.proposed += delta.speculation.proposed

@@ -30,7 +30,7 @@ class Delta(NamedTuple):
     child: int = 0
 
 
-Take = Callable[[Delta], bool]  # False: no more
+Take = Callable[[Sequence[Token], FinishReason | None], bool]  # what a Delta tells; False: no more
 
 
 class Outlet:
@@ -53,14 +53,17 @@ class Outlet:
 
     def put(self, child: int, tokens: Sequence[Token], finish: FinishReason | None) -> bool:
         """More of a child; False when too much of it waits."""
-        order = self._orders[child]
+        order, take = self._orders[child], self._take
+        if take is not None and finish is None and order.pass_on(tokens):  # which is so for nearly every token
+            self._hand_on(take, tokens, None)
+            return True
         order.put(tokens)
         if finish is not None:
             order.end(finish)
         if child in self.stopped:
             return True
-        if self._take is not None and (delta := self._ready(child)) is not None:
-            self._hand_on(delta, self._take)
+        if take is not None and (delta := self._ready(child)) is not None:
+            self._hand_on(take, delta.tokens, delta.finish)
             return True
         self._news.append(child)
         self._wake()
@@ -98,10 +101,10 @@ class Outlet:
             await self._woken()
 
     async def relay(self, take: Take) -> None:
-        """Gives deltas to `take` as they come, until it wants no more or none will follow; `next` knows why.
-
-        Raises what `take` raises.
+        """Gives the only child's tokens to `take` as they come, until it wants no more or none will follow; `next`
+        knows why. Raises what `take` raises.
         """
+        assert self.size == 1
         if self._news or self.error is not None:
             return
         self._take = take
@@ -120,10 +123,10 @@ class Outlet:
             self.complete = not self._unfinished
         return Delta(tokens, finish, False, child) if tokens or finish is not None else None
 
-    def _hand_on(self, delta: Delta, take: Take) -> None:
+    def _hand_on(self, take: Take, tokens: Sequence[Token], finish: FinishReason | None) -> None:
         """Whoever brings the news works for other requests too, so a failure of this one's own is not raised here."""
         try:
-            if take(delta) and not self.complete:
+            if take(tokens, finish) and not self.complete:
                 return
             self._wake()
         except Exception as e:

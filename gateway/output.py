@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from common.types import FinishReason, Token
 from gateway.detokenizer import detokenizer
@@ -28,7 +27,8 @@ class ShownToken:
     offset: int
 
 
-class Piece(NamedTuple):
+@dataclass(slots=True)  # not frozen, though nobody changes one: see Token
+class Piece:
     """What one step adds to a choice; `tokens` are those generated (stop strings' included), `shown` may lag.
 
     deltas: what the text means, None where nothing but content is looked for.
@@ -74,7 +74,8 @@ class ChoiceOutput:
         if self._plain and ended is None:
             self.num_tokens += len(tokens)
             feed = self._detokenizer.feed
-            return Piece("".join([feed(token.id) for token in tokens]), (), tokens)
+            one = len(tokens) == 1
+            return Piece(feed(tokens[0].id) if one else "".join([feed(token.id) for token in tokens]), (), tokens)
         text: list[str] = []
         taken: list[Token] = []
         for token in tokens:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import logging
 import socket
@@ -31,7 +32,7 @@ from gateway.admission.key_ring import KeyRing
 from gateway.app import build_app
 from gateway.endpoint_slices import ApiServer, EndpointWatch
 from gateway.grpc_service import InferenceServicer
-from gateway.http_protocol import BoundedHttp
+from gateway.http_protocol import BoundedHttp, Outbox
 from gateway.models import ModelText
 from gateway.responses.store import ResponseStore
 from gateway.service import Gateway, Settings
@@ -158,7 +159,7 @@ class GatewayServer:
             await self._endpoints.start()
         options = uvicorn.Config(
             build_app(self.gateway, self._responses),
-            http=BoundedHttp,
+            http=functools.partial(BoundedHttp, outbox=Outbox()),  # type: ignore[arg-type]  # it is called, no more
             lifespan="off",
             log_config=None,
             access_log=False,

@@ -33,7 +33,10 @@ def test_any_order_and_repetition_gives_each_token_once(size: int, seed: int) ->
     rng.shuffle(arrivals)
     order, got, finish = TokenOrder(), [], None
     for i in arrivals:
-        order.put([Token(i, 100 + i)])
+        if rng.random() < 0.5 and order.pass_on([Token(i, 100 + i)]):
+            got.append(Token(i, 100 + i))
+        else:
+            order.put([Token(i, 100 + i)])
         if i == size - 1:
             order.end(FinishReason.LENGTH)
         tokens, reason = order.take()
@@ -44,6 +47,20 @@ def test_any_order_and_repetition_gives_each_token_once(size: int, seed: int) ->
     assert [t.index for t in got] == list(range(size))
     assert finish is FinishReason.LENGTH
     assert order.duplicates == len(arrivals) - size
+
+
+def test_only_what_is_next_is_passed_on() -> None:
+    order = TokenOrder()
+    assert not order.pass_on([Token(1, 5)])
+    assert order.pass_on([Token(0, 4), Token(1, 5)])
+    assert not order.pass_on([Token(1, 5)])
+    order.put([Token(3, 7)])
+    assert not order.pass_on([Token(2, 6)])  # 3 would stay behind it
+    order.put([Token(2, 6)])
+    assert not order.pass_on([Token(4, 8)])
+    assert order.take() == ([Token(2, 6), Token(3, 7)], None)
+    order.end(FinishReason.STOP)
+    assert not order.pass_on([Token(4, 8)])
 
 
 def test_an_end_without_tokens_waits_for_the_first() -> None:

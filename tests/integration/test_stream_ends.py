@@ -1,0 +1,45 @@
+"""What ends a stream in the very turn in which tokens came for it: the end is the last that its client gets."""
+
+from __future__ import annotations
+
+import asyncio
+
+import orjson
+import pytest
+
+from common.errors import Cancelled, Unavailable
+from common.pb import decode_pb2, types_pb2
+from gateway.leg import Leg
+from tests.gateway_rig import MODEL, Rig, until
+
+
+@pytest.mark.parametrize("tokens_first", [False, True])
+@pytest.mark.parametrize("how", ["ticket", "leg"])
+async def test_the_end_comes_last(gw: Rig, tokens_first: bool, how: str) -> None:
+    gw.cluster.decodes[0].faults.stall_after = 2
+    reader, writer = await asyncio.open_connection("127.0.0.1", gw.server.port)
+    raw = orjson.dumps({"model": MODEL, "prompt": "x", "max_tokens": 50, "stream": True})
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(raw) + raw)
+    pods = gw.gateway.models.first.table.pods.values()
+    legs = lambda: [sink for pod in pods for sink in pod._sinks.values() if isinstance(sink, Leg)]  # noqa: E731
+    await until(lambda: any(leg.outlet._orders[0]._next == 3 and leg.outlet._take is not None for leg in legs()))
+    [leg] = legs()
+    [ticket] = gw.gateway._tickets.values()
+
+    def come() -> None:
+        leg.deliver(decode_pb2.SequenceDelta(request_id="r", tokens=[types_pb2.Token(index=3, id=66)]))
+
+    def end() -> None:
+        if how == "ticket":
+            ticket.end(Cancelled("ended by a test"))
+        else:
+            leg.fail(Unavailable("ended by a test"))
+
+    for step in (come, end) if tokens_first else (end, come):
+        step()
+    body = await reader.readuntil(b"\r\n0\r\n\r\n")
+    assert body.count(b"ended by a test") == 1
+    assert body.rindex(b"data: ") < body.index(b"ended by a test")
+    writer.write(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")
+    assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"  # nothing of the stream came after its end
+    writer.close()
