@@ -2,7 +2,8 @@
 
 Each sequence has an index of its own over prompt and output: for every n the place where each n-gram ended last. The
 prompt's is built with numpy and searched by bisection; n-grams that output completes go to a dictionary, which is asked
-first, for the latest place is the best guess. So a token costs a few dictionary entries, however long the context.
+first, for the latest place is the best guess. So a token costs a few dictionary entries, however long the context. They
+are made of all tokens since the last look at once: the device may be waiting.
 """
 
 from __future__ import annotations
@@ -42,15 +43,15 @@ class History:
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Tokens that follow."""
-        if self.count + len(tokens) > len(self.tokens):
-            self.tokens = np.concatenate([self.tokens, np.empty(len(self.tokens) + len(tokens), dtype=np.int64)])
-        for token in tokens:
-            # The n-grams that end here, with what follows them: this token.
-            for grams in self._grams:
-                if self.count >= grams.length:
-                    grams.later[self._hash(grams.length)] = self.count
-            self.tokens[self.count] = token
-            self.count += 1
+        if not tokens:
+            return
+        first, self.count = self.count, self.count + len(tokens)
+        if self.count > len(self.tokens):
+            self.tokens = np.concatenate([self.tokens, np.empty(self.count, dtype=np.int64)])
+        self.tokens[first : self.count] = tokens
+        for grams in self._grams:
+            begin = max(first, grams.length)
+            grams.later.update(zip(self._codes(grams.length, begin).tolist(), range(begin, self.count), strict=True))
 
     def match(self, most: int) -> tuple[int, np.ndarray]:
         """How many of the newest tokens occurred before, as far as is known, and what followed them then, up to `most`.
@@ -81,13 +82,18 @@ class History:
             code = (code * int(FACTOR) + token + 1) & _WORD
         return code
 
-    def _index(self, length: int) -> _Grams:
-        """n-grams that some token follows."""
-        tokens = self.tokens[: self.count].astype(np.uint64) + np.uint64(1)
-        places = max(0, self.count - length)
+    def _codes(self, length: int, begin: int) -> np.ndarray:
+        """uint64, `_hash` of the n-grams that end right before each token from place `begin` >= length on."""
+        places = max(0, self.count - begin)
+        tokens = self.tokens[begin - length : self.count].astype(np.uint64) + np.uint64(1)
         codes = np.zeros(places, dtype=np.uint64)
         for offset in range(length):
             codes = codes * FACTOR + tokens[offset : offset + places]
+        return codes
+
+    def _index(self, length: int) -> _Grams:
+        """n-grams that some token follows."""
+        codes = self._codes(length, length)
         order = np.argsort(codes, kind="stable")
         return _Grams(length, codes[order], order + length, {})
 
