@@ -45,6 +45,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from common.errors import BatonError, ConfigError, InternalError, InvalidRequest
 from common.types import MAX_N, FinishReason
 from engine.block_pool import BlockPool
+from engine.chunks import ChunkPolicy
 from engine.lease import BlockCopy, Lease
 from engine.sequence import Sequence
 from engine.speculation.chain import Chain
@@ -170,9 +171,7 @@ class Scheduler:
         self._resumed = self._recomputed = 0
         self._recomputed_tokens = 0
         self._lost: list[tuple[Sequence, BatonError]] = []
-        # Of the token budget, in whole blocks; 1 where steps have no more than that: then nothing is cut for its sake.
-        size = pool.block_size
-        self._half = 1 if config.prompt_budget is None else max(config.token_budget // 2 // size, 1) * size
+        self._policy = ChunkPolicy(config.token_budget, config.prompt_budget, pool.block_size)
         self._reserved: list[Sequence] = []  # leases with room for drafts, until the next batch
 
     def add(self, seq: Sequence) -> None:
@@ -503,61 +502,12 @@ class Scheduler:
         insort(self._waiting, seq, key=_turn)
 
     def _chunks(self, budget: int) -> list[Item]:
-        """Prompt chunks: at least half of the budget to the first in rank, the rest by shortest remaining time."""
         prompts = [seq for seq in self._running if not (seq.paused or seq.decoding)]
         if not prompts or budget <= 0:
             return []
         for seq in prompts:
             self._match_again(seq)
-        first, *others = prompts
-        grant = self._first_chunk(first, budget)
-        if not others:
-            return [self._chunk(first, max(grant, self._aligned(first, budget)))]
-        limit = self.config.token_budget
-        # A prompt that fills the token budget shares no more than that.
-        room = {seq: budget if seq.remaining < limit else min(budget, limit) for seq in prompts}
-        grant = self._first_chunk(first, room[first])
-        chunks, taken = {first: grant}, grant
-        left = {seq: seq.remaining for seq in prompts} | {first: first.remaining - grant}
-        for seq in sorted(prompts, key=lambda seq: (left[seq], *_rank(seq))):
-            had = chunks.get(seq, 0)
-            chunk = max(had, self._aligned(seq, had + room[seq] - taken))
-            if not had and chunk < self._until_cut(seq) and limit <= budget:
-                chunk = chunk // self._half * self._half  # what goes on at an odd place is slower
-            if chunk:
-                chunks[seq] = chunk
-                taken += chunk - had
-        return [self._chunk(seq, chunk) for seq, chunk in chunks.items()]
-
-    def _first_chunk(self, seq: Sequence, budget: int) -> int:
-        """Least aligned chunk of half the budget or more; unaligned where the budget is too small for one."""
-        half, size, want = (budget + 1) // 2, self._pool.block_size, self._until_cut(seq)
-        if want <= half:
-            return want
-        above = self._blocks(seq.start + half) * size - seq.start
-        if above <= budget:
-            return min(above, want)
-        below = self._aligned(seq, budget)
-        return below if below >= half else min(budget, want)
-
-    def _aligned(self, seq: Sequence, limit: int) -> int:
-        """Largest chunk of at most `limit` tokens that ends with a block, with the sequence or where that is cut."""
-        want = self._until_cut(seq)
-        if want <= limit:
-            return want
-        size = self._pool.block_size
-        return max(0, (seq.start + limit) // size * size - seq.start)
-
-    def _until_cut(self, seq: Sequence) -> int:
-        """The longest chunk: what remains, or what is before the last chunk of a prompt that is handed off."""
-        config = self.config
-        remaining = seq.remaining
-        if not seq.hand_off or config.prompt_budget is None or remaining <= config.token_budget:
-            return remaining
-        # The last chunk has between half of the token budget and all of it, and begins at a multiple of that half:
-        # lengths for which kernels have plans.
-        cut = (seq.length - self._half - 1) // self._half * self._half
-        return cut - seq.start if cut > seq.start else remaining
+        return [self._chunk(seq, count) for seq, count in self._policy.share(prompts, budget).items()]
 
     def _chunk(self, seq: Sequence, num_new: int) -> Item:
         start = seq.start
