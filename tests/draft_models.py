@@ -28,6 +28,36 @@ def tiny_target(directory: Path, *, vocab: int = 48, layers: int = 2, length: in
     return directory
 
 
+def byte_tokenizer(directory: Path) -> int:
+    """Gives a model directory a tokenizer of single bytes, ids 3 to 258, with </s> as 2; the size of its vocabulary."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    tokens = ["<pad>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(tokens[:3])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    return len(tokens)
+
+
+BYTES = 259  # tokens of byte_tokenizer
+
+
+def draft_settings(target_dir: Path, root: Path, *, vocab: int = 48, noise: float = 0.02) -> dict[str, dict[str, Any]]:
+    """What an engine needs for each kind of proposer, over a tiny_target of two layers. noise: of the draft model."""
+    below = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 0, 1]}}
+    models = {
+        "draft_model": disturbed(target_dir, root / "model", noise),
+        "eagle": eagle_head(root / "eagle", vocab=vocab),
+        "eagle3": eagle_head(root / "eagle3", vocab=vocab, fuses=True, draft_vocab=vocab // 2, **below),
+    }
+    kinds: dict[str, dict[str, Any]] = {"ngram": {"speculation": "ngram"}, "suffix": {"speculation": "suffix"}}
+    for name, directory in models.items():
+        kinds[name] = {"speculation": name.removesuffix("3"), "speculation_model": directory}
+    return kinds
+
+
 def disturbed(source: Path, directory: Path, noise: float = 0.02) -> Path:
     """The same model with noise on its weights: it often agrees, and sometimes does not."""
     shutil.copytree(source, directory)

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 
 from benchmarks.draft_pair import SMOLLM2_LAYERS, without_layers
-from common.errors import BatonError
+from common.errors import BatonError, Overloaded
+from common.grammar import from_regex
 from common.types import ValidRequest
 from engine.llm import LLM
 from engine.speculation.control import Always
 from engine.speculation.stats import SpeculationStats
-from tests.draft_models import disturbed, eagle_head
-from tests.harness import VOCAB, Cluster, Pod, oracle, prompt_of, request
+from tests.draft_models import BYTES, byte_tokenizer, disturbed, draft_settings, eagle_head, tiny_target
+from tests.harness import MAX_LEN, VOCAB, Answer, Cluster, Pod, oracle, prompt_of, request
 
 DRAFTS = 4
 
@@ -58,14 +59,8 @@ async def test_drafts_after_a_hand_off_are_those_of_one_process(kind: str, model
     requests = [request(ids, max_tokens=16, seed=i, **kinds[i % 3]) for i, ids in enumerate(prompts)]
     model = Path(settings["speculation_model"])
     expected, stats = in_one_process(oracle(model_dir, **(settings | {"speculation_model": model})), requests)
-    plain = oracle(model_dir)
-    assert expected == [
-        plain.generate([r.prompt_ids], r.sampling, ignore_eos=True, show_progress=False)[0].ids for r in requests
-    ]
     more = {"kv_memory": 1 << 20}
     async with Cluster.start(model_dir, prefill_config=settings | more, decode_config=settings | more) as cluster:
-        together = [replace(r, request_id=f"{r.request_id}-b") for r in requests]
-        assert [answer.ids for answer in await asyncio.gather(*map(cluster.generate, together))] == expected
         always(cluster.decode)
         answers = [await cluster.generate(r, remote_only=True) for r in requests]  # one after the other, as there
         assert [answer.ids for answer in answers] == expected
@@ -86,6 +81,86 @@ async def test_drafts_after_a_hand_off_are_those_of_one_process(kind: str, model
         assert counted == {(settings["speculation"], "accepted"), (settings["speculation"], "rejected")}
 
 
+@pytest.fixture(scope="module")
+def byte_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A smaller model, with a tokenizer."""
+    directory = tiny_target(tmp_path_factory.mktemp("bytes"), vocab=BYTES, length=MAX_LEN)
+    byte_tokenizer(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def byte_drafting(byte_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    return draft_settings(byte_dir, tmp_path_factory.mktemp("byte-drafts"), vocab=BYTES)
+
+
+def mixed() -> list[ValidRequest]:
+    """Fifty requests of all kinds of sampling, whose prompts repeat themselves; some follow a grammar."""
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.7, "top_p": 0.8},
+        {"temperature": 0.9, "top_k": 4, "min_p": 0.05, "repetition_penalty": 1.1},
+        {"temperature": 0.0, "frequency_penalty": 0.3, "logprobs": 1},
+        {"temperature": 0.8, "allowed_token_ids": (5, 6, 7, 8, 9)},
+        {"temperature": 0.5, "logit_bias": ((5, 2.0),), "min_tokens": 5, "stop_token_ids": tuple(range(120, BYTES))},
+    ]
+    grammar = from_regex('\\{"a": (true|false), "b": "[a-d]{9,30}"\\}', field="response_format")
+    made = []
+    for i in range(50):
+        motif = prompt_of(2 + i % 5, seed=i)
+        asked = request((motif * 9)[: 1 + 7 * i % 40], max_tokens=8 + 3 * i % 23, seed=i, **kinds[i % len(kinds)])
+        made.append(replace(asked, grammar=grammar) if i % 4 == 1 else asked)
+    return made
+
+
+@pytest.fixture(scope="module")
+def fifty(byte_dir: Path) -> tuple[list[ValidRequest], list[list[int]]]:
+    """And their answers by one engine without speculation."""
+    requests = mixed()
+    grammars = [r.grammar for r in requests]
+    answers = oracle(byte_dir).generate(
+        [r.prompt_ids for r in requests], [r.sampling for r in requests], grammar=grammars, ignore_eos=True,
+        show_progress=False,
+    )  # fmt: skip
+    assert len({tuple(answer.ids) for answer in answers}) > 40
+    return requests, [answer.ids for answer in answers]
+
+
+@pytest.mark.parametrize("kind", ["ngram", "suffix", "draft_model", "eagle", "eagle3"])
+async def test_fifty_requests_are_the_same_after_a_hand_off(
+    kind: str,
+    byte_dir: Path,
+    byte_drafting: dict[str, dict[str, Any]],
+    fifty: tuple[list[ValidRequest], list[list[int]]],
+) -> None:
+    """Side by side, and on a decode pod that has to preempt."""
+    requests, expected = fifty
+    settings = {name: str(value) for name, value in byte_drafting[kind].items()} | {"speculation_tokens": DRAFTS}
+    blocks = oracle(byte_dir, **byte_drafting[kind]).engine.layout.block_bytes
+    pods = [settings | {"kv_memory": count * blocks} for count in (200, 34)]
+    async with Cluster.start(byte_dir, prefill_config=pods[0], decode_config=pods[1]) as cluster:
+        always(cluster.decode)
+        turn = asyncio.Semaphore(14)
+
+        async def ask(asked: ValidRequest) -> Answer:
+            async with turn:
+                while True:
+                    try:
+                        return await cluster.generate(asked, remote_only=True)
+                    except Overloaded:
+                        await asyncio.sleep(0.01)
+
+        answers = await asyncio.gather(*map(ask, requests))
+        assert [answer.ids for answer in answers] == expected
+        assert all(answer.handed_off is not None or len(answer.ids) == 1 for answer in answers)
+        engine = cluster.decode.runtime.engine
+        assert engine.scheduler.stats().preemptions > 0
+        assert engine.speculator is not None
+        stats = engine.speculator.stats
+        assert 0 < stats.accepted < stats.proposed
+        assert stats.failures == 0
+
+
 async def test_pods_with_other_drafts_refuse_each_other(model_dir: Path, tmp_path: Path) -> None:
     settings = drafting("draft_model", model_dir, tmp_path)
     async with Cluster.start(model_dir, decode_config=settings | {"kv_memory": 1 << 20}) as cluster:
@@ -104,7 +179,7 @@ async def test_smollm2_without_two_layers_drafts_as_well_under_pd(smollm2_dir: P
     pod = settings | sizes | {"speculation_model": str(draft_dir), "kv_memory": 48 << 20, "chunk_tokens": 64}
     async with Cluster.start(smollm2_dir, prefill_config=pod, decode_config=pod) as cluster:
         always(cluster.decode)
-        answers = [await cluster.generate(r) for r in requests]
+        answers = [await cluster.generate(r, timeout_s=120.0) for r in requests]
         assert [answer.ids for answer in answers] == expected
         speculator = cluster.decode.runtime.engine.speculator
         assert speculator is not None

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import numpy as np
 import pytest
 
@@ -15,8 +16,12 @@ from common.grammar import from_json_schema
 from common.types import FinishReason, SamplingParams
 from engine.engine import Engine
 from engine.llm import LLM, Completion
+from engine.sampler import SampleRow
+from engine.sequence import Sequence as EngineSequence
+from engine.speculation import draft_loop
 from engine.speculation.control import Always
-from tests.draft_models import disturbed, eagle_head, tiny_target
+from engine.speculation.proposer import Drafts, Proposer
+from tests.draft_models import BYTES, byte_tokenizer, draft_settings, tiny_target
 from tests.guesses import Guesses
 
 BLOCK, VOCAB = 4, 48
@@ -31,17 +36,7 @@ def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def drafting(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """What an engine needs for each kind of proposer."""
-    root = tmp_path_factory.mktemp("drafts")
-    below = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 0, 1]}}  # of two layers
-    models = {
-        "draft_model": disturbed(tiny_dir, root / "model"),
-        "eagle": eagle_head(root / "eagle", vocab=VOCAB),
-        "eagle3": eagle_head(root / "eagle3", vocab=VOCAB, fuses=True, draft_vocab=24, **below),
-    }
-    kinds: dict[str, dict[str, Any]] = {"ngram": {"speculation": "ngram"}, "suffix": {"speculation": "suffix"}}
-    for name, directory in models.items():
-        kinds[name] = {"speculation": name.removesuffix("3"), "speculation_model": directory}
-    return kinds
+    return draft_settings(tiny_dir, tmp_path_factory.mktemp("drafts"), vocab=VOCAB)
 
 
 def make(directory: Path, **config: Any) -> LLM:
@@ -101,10 +96,17 @@ def clean(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize(
-    ("proposer", "tokens"),
-    [("ngram", 4), ("ngram", 1), ("suffix", 7), ("draft_model", 4), ("draft_model", 1), ("eagle", 3), ("eagle3", 7)],
+    ("proposer", "tokens", "overlap"),
+    [
+        ("ngram", 4, False),
+        ("ngram", 1, True),
+        ("suffix", 7, True),
+        ("draft_model", 4, True),
+        ("draft_model", 1, False),
+        ("eagle", 3, True),
+        ("eagle3", 7, False),
+    ],
 )
-@pytest.mark.parametrize("overlap", [False, True])
 def test_no_token_changes(
     tiny_dir: Path,
     expected: list[Completion],
@@ -168,6 +170,97 @@ def test_children_eight_bits_and_host_memory(
     assert stats.resumed > 0
     clean(llm.engine)
     llm.engine.close()
+
+
+ITEM: dict[str, Any] = {
+    "type": "object", "properties": {"name": {"enum": ["salt", "pepper"]}, "hot": {"type": "boolean"}},
+    "required": ["name", "hot"], "additionalProperties": False,
+}  # fmt: skip
+SCHEMA: dict[str, Any] = {"type": "array", "items": ITEM, "minItems": 2, "maxItems": 3}
+
+
+class Counting:
+    """A proposer, and how many of its drafts a constraint cuts."""
+
+    def __init__(self, proposer: Proposer) -> None:
+        self.name, self._proposer, self.cut = proposer.name, proposer, 0
+        self.begin, self.accept = proposer.begin, proposer.accept
+
+    def propose(self, seqs: Sequence[EngineSequence], kept: Sequence[Any], limits: Sequence[int]) -> Drafts:
+        drafts = self._proposer.propose(seqs, kept, limits)
+        for seq, tokens, length in zip(seqs, drafts.tokens.tolist(), drafts.lengths.tolist(), strict=True):
+            if seq.constraint is not None:
+                self.cut += length - len(seq.constraint.masks(tokens[:length])[0])
+        return drafts
+
+
+@pytest.fixture(scope="module")
+def json_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tiny_target(tmp_path_factory.mktemp("json"), vocab=BYTES)
+    assert byte_tokenizer(directory) == BYTES
+    return directory
+
+
+@pytest.fixture(scope="module")
+def json_drafting(json_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    return draft_settings(json_dir, tmp_path_factory.mktemp("json-drafts"), vocab=BYTES)
+
+
+def grammatical(llm: LLM) -> list[Completion]:
+    """Greedy, sampled and penalised requests whose answers follow a JSON schema, between others."""
+    prompts = [[40 + i, 41, 42, 41, 42] for i in range(12)]
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0}, {"temperature": 0.9, "logprobs": 1}, {"temperature": 0.7, "frequency_penalty": 0.1}
+    ]  # fmt: skip
+    no_space = tuple((token, -30.0) for token in llm.encode(" \n\t\r"))  # or a random model writes little else
+    params = [
+        SamplingParams(**({"seed": i, "max_tokens": 96, "logit_bias": no_space} | kinds[i % 3])) for i in range(12)
+    ]
+    grammar = from_json_schema(SCHEMA, field="response_format")
+    return llm.generate(prompts, params, grammar=[None if i % 4 == 3 else grammar for i in range(12)])
+
+
+@pytest.fixture(scope="module")
+def followed(json_dir: Path) -> list[Completion]:
+    """Without speculation."""
+    return grammatical(make(json_dir))
+
+
+@pytest.mark.parametrize(
+    ("proposer", "blind"),
+    [
+        ("ngram", True),
+        ("suffix", True),
+        ("draft_model", False),
+        ("draft_model", True),
+        ("eagle", True),
+        ("eagle3", False),
+    ],
+)
+def test_a_schema_is_followed_whoever_drafts(
+    json_dir: Path,
+    followed: list[Completion],
+    json_drafting: dict[str, dict[str, Any]],
+    proposer: str,
+    blind: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """blind: drafts are made without regard to the grammar, as a captured loop draws them."""
+    if blind:
+        monkeypatch.setattr(draft_loop, "_row", lambda seq, drafts: SampleRow(
+            seq.request.sampling, seq.tokens, seq.prompt_len, seq.child, drafts=drafts.tolist()
+        ))  # fmt: skip
+    llm = make(json_dir, **json_drafting[proposer])
+    counting = Counting(llm.engine.own_proposer())
+    llm.engine.speculate(counting, Always(4))
+    got = grammatical(llm)
+    equal(got, followed)
+    ended = [c for i, c in enumerate(got) if i % 4 != 3 and c.finish is FinishReason.STOP]
+    assert len(ended) > 3
+    for completion in ended:
+        jsonschema.validate(json.loads(completion.text), SCHEMA)
+    assert counting.cut > 0 or not blind
+    clean(llm.engine)
 
 
 def test_drafts_are_trimmed_by_the_grammar(smollm2_dir: Path) -> None:

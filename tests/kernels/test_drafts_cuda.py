@@ -1,4 +1,6 @@
-"""Speculation on a GPU changes no token in fp32: every proposer, 50 requests of all kinds, graphs, few blocks."""
+"""Speculation on a GPU changes no token in fp32: every proposer, 50 requests of all kinds, graphs, few blocks, and from
+one engine to another in the middle.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from common.types import SamplingParams
+from common.types import SamplingParams, ValidRequest
+from engine.engine import Engine
 from engine.llm import LLM
 from engine.speculation.control import Always
+from engine.step_result import StepResult
 from tests.draft_models import disturbed, eagle_head, tiny_target
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -86,6 +90,55 @@ def test_no_token_changes(
     llm.engine.pool.check()
     if llm.engine.runner.draft_loop is not None:
         assert (llm.engine.runner.draft_graphs is not None) == graphs
+
+
+def handed_over(first: Engine, second: Engine) -> list[list[int]]:
+    """Answers whose prompts the first engine computes; the second one goes on with copies of the blocks."""
+    answers: dict[str, list[int]] = {}
+    moved: list[tuple[ValidRequest, list[bytes]]] = []
+
+    def keep(result: StepResult) -> None:
+        for output in result.outputs:
+            seq = output.seq
+            answers.setdefault(seq.request_id, []).extend(token.id for token in output.tokens)
+            if output.handed_off and output.finish is None:
+                assert seq.lease is not None
+                blocks = seq.lease.blocks[: first.layout.blocks_for(seq.prompt_len)]
+                moved.append((seq.request, [first.kv.read_block(block) for block in blocks]))
+
+    for i, (ids, params) in enumerate(zip(*load(), strict=True)):
+        first.add(first.new_sequence(ValidRequest(f"{i}", "m", tuple(ids), params), hand_off=True))
+    while first.has_work:
+        first.step(keep)
+    while moved or second.has_work:
+        while moved:
+            request, contents = moved[0]
+            lease = second.pool.lease([], second.layout.blocks_for(request.prompt_len + 1), keep_free=6)
+            if lease is None:
+                break
+            for block, content in zip(lease.blocks, contents, strict=False):
+                second.kv.write_block(block, content)
+            output = answers[request.request_id]
+            second.add(second.new_sequence(request, output=output, lease=lease, computed=request.prompt_len))
+            del moved[0]
+        for out in second.step().outputs:
+            assert out.error is None
+            answers[out.seq.request_id] += [token.id for token in out.tokens]
+    return [answers[f"{i}"] for i in range(REQUESTS)]
+
+
+@pytest.mark.parametrize("proposer", ["ngram", "suffix", "draft_model", "eagle", "eagle3"])
+def test_no_token_changes_after_a_hand_off(
+    proposer: str, target_dir: Path, drafting: dict[str, Any], expected: list[list[int]]
+) -> None:
+    first, second = (make(target_dir, **drafting[proposer], num_blocks=blocks).engine for blocks in (400, 60))
+    second.speculate(second.own_proposer(), Always(4))
+    assert handed_over(first, second) == expected
+    assert second.counters.prompt_tokens == 0
+    assert second.scheduler.stats().preemptions > 0
+    assert second.speculator is not None
+    assert 0 < second.speculator.stats.accepted < second.speculator.stats.proposed
+    assert second.speculator.stats.failures == 0
 
 
 @pytest.mark.parametrize("proposer", ["draft_model", "eagle3"])

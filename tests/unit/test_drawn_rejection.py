@@ -1,12 +1,13 @@
-"""Rejection sampling of drafts that a model drew, through the code that draws them and the code that verifies them: the
-output's distribution is the target's; as many drafts are accepted as the two distributions overlap; and with a broken
-rule the same test fails. Of tokens of SmolLM2 and its draft model, and of whole engines with tiny ones.
+"""Rejection sampling of drafts, through the code that makes them and the code that verifies them: the output's
+distribution is the target's; as many drafts are accepted as the two distributions overlap; and with a broken rule the
+same test fails. Of tokens of SmolLM2 with a draft model, or a look-up, and of whole engines with every proposer.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,14 @@ from torch import Tensor
 
 from benchmarks.draft_pair import SMOLLM2_LAYERS, without_layers
 from common.types import SamplingParams
+from engine import step_sampler
 from engine.attention.base import StepShape
 from engine.attention.torch_backend import TorchAttention
 from engine.layer_kv import LayerKV
 from engine.llm import LLM
 from engine.loader import open_model
 from engine.models.decoder import Decoder
-from engine.sampler import SampleRow, distribution, sample
+from engine.sampler import Sampled, SampleRow, distribution, sample
 from engine.speculation import rejection
 from engine.speculation.chain import Chain
 from engine.speculation.control import Always
@@ -30,7 +32,7 @@ from engine.speculation.draft_loop import draw
 from engine.speculation.rejection import sample_rejecting
 from engine.speculation.verify import accepted_run
 from tests.chi_square import chi_square_p
-from tests.draft_models import disturbed, eagle_head, tiny_target
+from tests.draft_models import draft_settings, tiny_target
 
 DRAWS, AT_ONCE = 20_000, 1_000
 KNOWN = 192  # tokens of SmolLM2 that may come: the likeliest of target and draft
@@ -92,23 +94,34 @@ def pair(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return Pair(smollm2_dir, draft_dir)
 
 
-def run(pair: Pair, draws: int) -> tuple[Counter[tuple[int, int]], float, int]:
-    """Pairs of first tokens, the share of first drafts that was accepted, and all drafts that were."""
+def looked_up(pair: Pair, said: tuple[int, ...]) -> int:
+    """What a look-up has for a guess, the same whenever the same was said: here the target's second choice."""
+    row = SampleRow(params(0), [], 0, drafts=said)
+    return int(distribution(pair.logits(0, said)[None], [row])[0].topk(2).indices[1])
+
+
+def run(pair: Pair, draws: int, *, drawn: bool) -> tuple[Counter[tuple[int, int]], float, int]:
+    """Pairs of first tokens, the share of first drafts that was accepted, and all drafts that were. drawn: those of the
+    draft model.
+    """
     counts: Counter[tuple[int, int]] = Counter()
     right = accepted = 0
     for begin in range(0, draws, AT_ONCE):
         seeds = range(begin, begin + AT_ONCE)
         said: list[tuple[int, ...]] = [()] * AT_ONCE
         probs: list[Tensor] = []
-        for _ in range(2):
+        if not drawn:
+            first = looked_up(pair, ())
+            said = [(first, looked_up(pair, (first,)))] * AT_ONCE
+        for _ in range(2 if drawn else 0):
             rows = [SampleRow(params(s), [], 0, drafts=d) for s, d in zip(seeds, said, strict=True)]
             tokens, finite, chances = draw(torch.stack([pair.logits(1, d) for d in said]), rows, rejection=True)
             assert chances is not None
             assert bool(finite.all())
             probs.append(chances)
             said = [(*d, int(t)) for d, t in zip(said, tokens, strict=True)]
-        drawn = torch.stack(probs, dim=1)
-        chains = [Chain(d, drawn[row]) for row, d in enumerate(said)]
+        drawn_from = torch.stack(probs, dim=1) if drawn else [None] * AT_ONCE
+        chains = [Chain(d, p) for d, p in zip(said, drawn_from, strict=True)]
         rows = [SampleRow(params(s), [], 0, drafts=d[:n]) for s, d in zip(seeds, said, strict=True) for n in range(3)]
         # What follows the second draft is not looked at.
         raw = torch.stack([pair.logits(0, d[:n]) for d in said for n in (0, 1, 1)])
@@ -121,15 +134,19 @@ def run(pair: Pair, draws: int) -> tuple[Counter[tuple[int, int]], float, int]:
                 short.append((seed, got[0]))
             else:
                 counts[got[0], got[1]] += 1
+        if not short:  # a broken rule accepts all
+            continue
         raw = torch.stack([pair.logits(0, (token,)) for _, token in short])
         seconds = sample(raw, [SampleRow(params(s), [t], 0) for s, t in short]).tokens.tolist()
         counts.update((token, second) for (_, token), second in zip(short, seconds, strict=True))
     return counts, right / draws, accepted
 
 
-def expected(pair: Pair) -> tuple[dict[tuple[int, int], float], float]:
+def expected(pair: Pair, *, drawn: bool) -> tuple[dict[tuple[int, int], float], float]:
     """Chance of each pair, and how much the distributions of the first token overlap."""
     first, guess = (distribution(pair.logits(m, ())[None], [SampleRow(params(0), [], 0)])[0] for m in (0, 1))
+    if not drawn:
+        guess = torch.zeros(KNOWN).index_fill_(0, torch.tensor(looked_up(pair, ())), 1.0)
     chances = {}
     for token in first.nonzero().flatten().tolist():
         row = SampleRow(params(0), [], 0, drafts=(token,))
@@ -138,9 +155,10 @@ def expected(pair: Pair) -> tuple[dict[tuple[int, int], float], float]:
     return chances, float(torch.minimum(first, guess).sum())
 
 
-def test_first_tokens_of_smollm2(pair: Pair) -> None:
-    counts, right, accepted = run(pair, DRAWS)
-    chances, overlap = expected(pair)
+@pytest.mark.parametrize("drawn", [True, False])
+def test_first_tokens_of_smollm2(drawn: bool, pair: Pair) -> None:
+    counts, right, accepted = run(pair, DRAWS, drawn=drawn)
+    chances, overlap = expected(pair, drawn=drawn)
     assert sum(counts.values()) == DRAWS
     assert set(counts) <= set(chances), "a token that was cut off"
     assert chi_square_p(counts, chances) > 0.01
@@ -156,16 +174,19 @@ BROKEN: dict[str, tuple[str, Callable[..., Any]]] = {
 }
 
 
-@pytest.mark.parametrize("broken", BROKEN)
-def test_a_broken_rule_is_found_out(broken: str, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("broken", "drawn"), [*((broken, True) for broken in BROKEN), ("always accepts", False), ("replaces from p", False)]
+)
+def test_a_broken_rule_is_found_out(broken: str, drawn: bool, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rejection, *BROKEN[broken])
-    counts, _, _ = run(pair, DRAWS // 4)
-    assert chi_square_p(counts, expected(pair)[0]) < 1e-6
+    counts, _, _ = run(pair, DRAWS // 5, drawn=drawn)
+    assert chi_square_p(counts, expected(pair, drawn=drawn)[0]) < 1e-6
 
 
 # -- whole engines ----------------------------------------------------------------------------------------------------
 
 VOCAB, OUTPUT = 12, 3
+REPEATS = [3, 4, 3, 5, 3, 6, 3, 7, 3, 8, 3, 9, 3, 10, 3]  # whatever comes next, it most likely came after a 3 before
 
 
 @pytest.fixture(scope="module")
@@ -173,34 +194,81 @@ def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_target(tmp_path_factory.mktemp("tiny"), vocab=VOCAB, length=32, scale=0.2)
 
 
-@pytest.mark.parametrize("kind", ["draft_model", "eagle"])
-def test_outputs_of_an_engine(kind: str, tiny_dir: Path, tmp_path: Path) -> None:
-    """20,000 tokens of requests with three drafts' worth of output each."""
-    draft_dir = disturbed(tiny_dir, tmp_path / "draft", 0.1) if kind == "draft_model" else None
-    draft_dir = draft_dir or eagle_head(tmp_path / "head", vocab=VOCAB)
+@pytest.fixture(scope="module")
+def drafting(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    return draft_settings(tiny_dir, tmp_path_factory.mktemp("drafts"), vocab=VOCAB, noise=0.1)
+
+
+@pytest.fixture(scope="module")
+def chances(tiny_dir: Path) -> dict[tuple[int, ...], float]:
+    """Of each output of OUTPUT tokens."""
+    found: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(OUTPUT):
+        said = list(found)
+        logits = last_logits(tiny_dir, [[*REPEATS, *tokens] for tokens in said])
+        after = distribution(logits, [SampleRow(params(0), [*REPEATS, *tokens], len(REPEATS)) for tokens in said])
+        found = {
+            (*tokens, token): found[tokens] * float(row[token])
+            for tokens, row in zip(said, after, strict=True)
+            for token in row.nonzero().flatten().tolist()
+        }
+    return found
+
+
+class Overlap:
+    """`sample_rejecting`, and how often it accepts a chain's first draft, and how often it should."""
+
+    def __init__(self) -> None:
+        self.chains, self.right, self.due = 0, 0, 0.0
+
+    def __call__(self, raw: Tensor, rows: Sequence[SampleRow], chains: Sequence[Chain]) -> Sampled:
+        sampled = sample_rejecting(raw, rows, chains)
+        ends = list(itertools.accumulate(len(chain.tokens) + 1 for chain in chains))
+        tested = [(end - len(c.tokens) - 1, c) for end, c in zip(ends, chains, strict=True) if c.tokens]
+        target = distribution(raw[[at for at, _ in tested]], [rows[at] for at, _ in tested])
+        for (at, chain), chance in zip(tested, target, strict=True):
+            draft = chain.tokens[0]
+            self.due += float(chance[draft] if chain.probs is None else torch.minimum(chance, chain.probs[0]).sum())
+            self.right += int(sampled.tokens[at]) == draft
+        self.chains += len(tested)
+        return sampled
+
+
+def outputs(
+    tiny_dir: Path, settings: dict[str, Any], requests: int, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Counter[tuple[int, ...]], Overlap]:
+    """How often each output of an engine came that drafts whatever it can."""
     llm = LLM(
-        tiny_dir, speculation=kind, speculation_model=draft_dir, speculation_tokens=2, speculation_accept="rejection",
-        block_size=4, num_blocks=2048, token_budget=768, max_seqs=256, threads=1,
+        tiny_dir, **settings, speculation_tokens=2, speculation_accept="rejection", block_size=4, num_blocks=4096,
+        token_budget=1024, max_seqs=256, threads=1,
     )  # fmt: skip
     llm.engine.speculate(llm.engine.own_proposer(), Always(2))
-    prompt, requests = [3, 4, 5, 6], -(-DRAWS // OUTPUT)
+    overlap = Overlap()
+    monkeypatch.setattr(step_sampler, "sample_rejecting", overlap)
     # The last token of all is never drafted.
     sampling = [params(seed, max_tokens=OUTPUT + 1) for seed in range(requests)]
-    answers = llm.generate([prompt] * requests, sampling, ignore_eos=True, show_progress=False)
-    counts = Counter(tuple(answer.ids[:OUTPUT]) for answer in answers)
+    answers = llm.generate([REPEATS] * requests, sampling, ignore_eos=True, show_progress=False)
     assert llm.engine.speculator is not None
     stats = llm.engine.speculator.stats
     assert 0 < stats.accepted < stats.proposed
     assert stats.failures == 0
-    chances: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(OUTPUT):
-        said = list(chances)
-        logits = last_logits(tiny_dir, [[*prompt, *tokens] for tokens in said])
-        after = distribution(logits, [SampleRow(params(0), [*prompt, *tokens], len(prompt)) for tokens in said])
-        chances = {
-            (*tokens, token): chances[tokens] * float(row[token])
-            for tokens, row in zip(said, after, strict=True)
-            for token in row.nonzero().flatten().tolist()
-        }
+    return Counter(tuple(answer.ids[:OUTPUT]) for answer in answers), overlap
+
+
+@pytest.mark.parametrize("kind", ["ngram", "suffix", "draft_model", "eagle", "eagle3"])
+def test_outputs_of_an_engine(
+    kind: str,
+    tiny_dir: Path,
+    drafting: dict[str, dict[str, Any]],
+    chances: dict[tuple[int, ...], float],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """20,000 tokens of requests with three drafts' worth of output each; and a rule that is broken does not pass."""
+    counts, overlap = outputs(tiny_dir, drafting[kind], -(-DRAWS // OUTPUT), monkeypatch)
     assert set(counts) <= set(chances), "a token that was cut off"
     assert chi_square_p(counts, chances) > 0.01
+    assert overlap.chains > 4000
+    assert overlap.right / overlap.chains == pytest.approx(overlap.due / overlap.chains, abs=0.02)
+    monkeypatch.setattr(rejection, *BROKEN["always accepts"])
+    counts, _ = outputs(tiny_dir, drafting[kind], 1000, monkeypatch)
+    assert chi_square_p(counts, chances) < 1e-6
