@@ -140,6 +140,7 @@ class FakePod(
         self.max_model_len = 2048
         self.num_blocks = 512
         self.cached_tokens = 0
+        self.drafts: tuple[int, int] | None = None  # proposed and accepted with every token that it decodes
         self.blocks = transfer_pb2.PoolCounts(free=512)
         self.activity = transfer_pb2.Activity()
         self.pairs: list[transfer_pb2.Pair] = []
@@ -374,6 +375,8 @@ class FakePod(
             cached_tokens=cached,
             error=error_to_pb(error) if error else None,
         )
+        if self.drafts is not None:
+            delta.speculation.proposed, delta.speculation.accepted = self.drafts
         self._numbers[gateway_id] += 1
         queue.put_nowait(decode_pb2.TokenBatch(number=self._numbers[gateway_id], deltas=[delta]))
 

@@ -90,6 +90,20 @@ async def test_every_attempt_has_a_span_and_the_failed_one_says_why(
         assert inside == {"gateway.route": 1, "gateway.reserve": 1, "gateway.stream": 1}
 
 
+async def test_drafts_are_in_usage_and_trace(
+    gw: Rig, cluster: FakeCluster, spans: Callable[[], list[dict[str, Any]]]
+) -> None:
+    cluster.decodes[0].drafts = (4, 1)
+    answer = await gw.complete(max_tokens=4)
+    details = answer.json()["usage"]["completion_tokens_details"]
+    assert details["accepted_prediction_tokens"] == 3
+    assert details["rejected_prediction_tokens"] == 9
+    await gw.settled()
+    (stream,) = [span for span in spans() if span["name"] == "gateway.stream"]
+    assert {"key": "baton.drafts_proposed", "value": {"intValue": "12"}} in stream["attributes"]
+    assert {"key": "baton.drafts_accepted", "value": {"intValue": "3"}} in stream["attributes"]
+
+
 async def test_a_pod_that_refuses_is_in_the_trace(
     gw: Rig, cluster: FakeCluster, spans: Callable[[], list[dict[str, Any]]]
 ) -> None:

@@ -8,8 +8,16 @@ from pathlib import Path
 import pytest
 
 from common.types import Role
+from engine.speculation.control import Always
 from tests.guesses import Guesses
 from tests.harness import VOCAB, Cluster, Pod, oracle, prompt_of, request
+
+
+def gauge(pod: Pod, name: str) -> float:
+    """The value of the pod's one sample of that name."""
+    samples = [s for metric in pod.runtime.metrics.base.registry.collect() for s in metric.samples]
+    (value,) = (sample.value for sample in samples if sample.name == name)
+    return value
 
 
 def counted(pod: Pod, outcome: str) -> float:
@@ -42,3 +50,24 @@ async def test_tokens_of_a_hand_off_are_those_without_drafts(model_dir: Path, ro
         assert engine.speculator is not None
         stats = engine.speculator.stats
         assert (accepted, accepted + rejected) == (stats.accepted, stats.proposed)
+
+
+async def test_34_drafts_that_are_never_right_raise_an_alarm(model_dir: Path) -> None:
+    (answer,) = oracle(model_dir).generate(
+        [[5, 6, 7]], request([5, 6, 7], max_tokens=60).sampling, ignore_eos=True, show_progress=False
+    )
+    drafting = {"speculation": "ngram", "speculation_tokens": 2}
+    async with Cluster.start(model_dir, role=Role.BOTH, decode_config=drafting) as cluster:
+        engine = cluster.decode.runtime.engine
+
+        async def ask(wrong: int) -> None:
+            asked = request([5, 6, 7], max_tokens=60)
+            engine.speculate(Guesses({asked.request_id: answer.ids}, vocab=VOCAB, wrong=wrong), Always(2))
+            assert [t.id for t in (await cluster.generate(asked)).tokens] == answer.ids
+
+        await ask(wrong=1)
+        assert gauge(cluster.decode, "baton_speculation_useless") == 1.0
+        chains = gauge(cluster.decode, "baton_speculation_acceptance_length_count")
+        assert gauge(cluster.decode, "baton_speculation_acceptance_length_sum") == chains > 50
+        await ask(wrong=4)
+        assert gauge(cluster.decode, "baton_speculation_useless") == 0.0

@@ -9,9 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.types import SamplingParams, ValidRequest
+from engine.block_pool import BlockPool
+from engine.scheduler import Item
 from engine.sequence import Sequence
 from engine.speculation.control import FIRST_PAUSE, LONGEST_BATCH_PAUSE, LONGEST_PAUSE, Control
 from engine.speculation.ngram import LENGTHS, History, NgramProposer
+from engine.speculation.speculator import Speculator
 from engine.speculation.stats import ALARM_CHAINS, SpeculationStats
 from engine.speculation.suffix import SuffixProposer, SuffixTable
 from engine.speculation.verify import accepted_run
@@ -176,7 +179,28 @@ def test_a_sequence_that_begins_to_repeat_itself_is_found_out(padded: bool) -> N
     assert sum(made[-80:]) > 240
 
 
-def test_an_alarm_while_nothing_is_accepted() -> None:
+def test_texts_that_repeat_nothing_seldom_make_a_step_wait() -> None:
+    pool = BlockPool(600, 16)
+    seqs = []
+    for i in range(16):
+        request = ValidRequest(f"r{i}", "m", tuple(range(1000 * i, 1000 * i + 32)), SamplingParams(max_tokens=500))
+        lease = pool.lease([], 34)
+        seqs.append(Sequence(request, fingerprint="00" * 16, block_size=16, lease=lease, computed=32, output=[-i]))
+    speculator = Speculator(NgramProposer(), Control(4, padded=True), max_seqs=64)
+    waits = 0
+    for step in range(400):
+        if speculator.due(seqs):
+            waits += 1
+            assert not speculator.draft(seqs)
+        for seq in seqs:
+            seq.append(20_000 + 1000 * step + seq.output[0])
+            seq.computed += 1
+        speculator.stepped([Item(seq, seq.start, 1, sample=True, decode=True) for seq in seqs], 0.01)
+    assert 0 < waits < 16
+    assert speculator.stats.proposed == 0
+
+
+def test_34_an_alarm_while_nothing_is_accepted() -> None:
     stats = SpeculationStats("p", 4)
     stats.add(4, 2)
     for _ in range(ALARM_CHAINS):
