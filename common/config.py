@@ -115,7 +115,7 @@ def _read_toml(file: Path | None) -> Mapping[str, object]:
 def _from_env(known: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, object]:
     """This configuration's variables; those of the other configurations are someone else's."""
     values: dict[str, object] = {}
-    anywhere = {f.name for c in (PodConfig, GatewayConfig, UpConfig) for f in fields(c)}
+    anywhere = {f.name for c in (PodConfig, WorkerConfig, GatewayConfig, UpConfig) for f in fields(c)}
     for variable, raw in env.items():
         if not variable.startswith(ENV_PREFIX) or variable in ENV_OTHERS:
             continue
@@ -151,8 +151,10 @@ class PodConfig(_Config):
     at all, pushed by the holder, or by reading it there. metrics_port 0: off. threads 0: automatic. drain_s: most
     seconds between SIGTERM and the end. allow_tcp: KV in device memory may travel over TCP, or over a transport that
     cannot be told. net_devices: the NICs that KV may take, as UCX_NET_DEVICES has them (None: what UCX chooses). cpus:
-    where the pod's threads run (None: anywhere). log_format auto: JSON unless a terminal reads. traces: where spans go,
-    see trace_target; None: nowhere.
+    where the pod's threads run (None: anywhere). tensor_parallel_size: devices, or processes on a CPU, that compute
+    this pod's model together, in equal numbers on tensor_parallel_nodes machines; kv_memory is of each;
+    tensor_parallel_master: where `baton worker` of the other machines find this one. log_format auto: JSON unless a
+    terminal reads. traces: where spans go, see trace_target; None: nowhere.
     """
 
     role: Role = field(metadata={"kind": kinds.ROLE})
@@ -191,6 +193,9 @@ class PodConfig(_Config):
     allow_tcp: bool = _setting(kinds.BOOL, False)
     net_devices: str | None = _setting(kinds.optional(kinds.NET_DEVICES), None)
     cpus: str | None = _setting(kinds.optional(kinds.CPUS), None)
+    tensor_parallel_size: int = _setting(kinds.RANKS, 1)
+    tensor_parallel_nodes: int = _setting(kinds.RANKS, 1)
+    tensor_parallel_master: str | None = _setting(kinds.optional(kinds.ADDRESS), None)
     metrics_port: int = _setting(kinds.PORT, 0)
     drain_s: float = _setting(kinds.DRAIN, DEFAULT_DRAIN_S)
     log_level: str = _setting(kinds.LOG_LEVEL, "info")
@@ -201,6 +206,7 @@ class PodConfig(_Config):
         super().__post_init__()
         _require_whole_blocks(self.chunk_tokens, self.block_size)
         _require_draft(self.speculation, self.speculation_model)
+        _require_shared_out(self.tensor_parallel_size, self.tensor_parallel_nodes)
 
     def own_name(self) -> str:
         """The configured name, or role-host-port, as stable as these; for port 0 a new one at every call."""
@@ -209,6 +215,47 @@ class PodConfig(_Config):
         end = f"-{self.port or secrets.token_hex(4)}"
         host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())
         return f"{self.role}-{host}"[: 63 - len(end)] + end
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerConfig(_Config):
+    """The ranks that one machine adds to a tensor-parallel pod of another; what they compute, that one says.
+
+    tensor_parallel_size, tensor_parallel_nodes, tensor_parallel_master: as of the pod; tensor_parallel_node: which of
+    the machines this is, the pod's own being 0. host, port: of gRPC health, port 0: any free one. transport,
+    net_devices, cpus, log_level, log_format: as in PodConfig. drain_s: most seconds that it waits for the pod once it
+    is told to leave.
+    """
+
+    host: str = _setting(kinds.HOST, "127.0.0.1")
+    port: int = _setting(kinds.PORT, 0)
+    secret: str = _setting(kinds.SECRET, DEFAULT_SECRET)
+    tensor_parallel_size: int = _setting(kinds.RANKS, 2)
+    tensor_parallel_nodes: int = _setting(kinds.RANKS, 2)
+    tensor_parallel_node: int = _setting(kinds.RANKS, 1)
+    tensor_parallel_master: str = field(metadata={"kind": kinds.ADDRESS})
+    transport: str = _setting(kinds.choice("nixl", "loopback"), "nixl")
+    net_devices: str | None = _setting(kinds.optional(kinds.NET_DEVICES), None)
+    cpus: str | None = _setting(kinds.optional(kinds.CPUS), None)
+    drain_s: float = _setting(kinds.DRAIN, DEFAULT_DRAIN_S)
+    log_level: str = _setting(kinds.LOG_LEVEL, "info")
+    log_format: str = _setting(kinds.LOG_FORMAT, "auto")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_shared_out(self.tensor_parallel_size, self.tensor_parallel_nodes)
+        if self.tensor_parallel_node >= self.tensor_parallel_nodes:
+            raise ConfigError(
+                f"tensor_parallel_node: {self.tensor_parallel_node} is none of {self.tensor_parallel_nodes}; the "
+                "pod's machine is 0",
+                field="tensor_parallel_node",
+            )
+
+    @property
+    def ranks(self) -> range:
+        """This machine's."""
+        each = self.tensor_parallel_size // self.tensor_parallel_nodes
+        return range(each * self.tensor_parallel_node, each * (self.tensor_parallel_node + 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,11 +341,11 @@ class UpConfig(_Config):
 
     port None: DEFAULT_PORT or the next free one after it; 0, and grpc_port 0: any free one. redis None: an embedded
     Valkey. api_keys: as in GatewayConfig. device, dtype, kv_dtype, load_format, weights_seed, max_model_len, kv_memory,
-    host_cache, speculation, local_prefill, pull, allow_tcp and threads are of each pod, as in PodConfig. Pods share out
-    the visible GPUs, one each as long as there are enough; gpu_memory_utilization is for all pods of a GPU together;
-    net_devices: NICs of each GPU, in their order. log_dir None: a new directory in the user's state. max_tokens:
-    longest answer to `--once`. drain_s: most seconds that running answers get once it is told to stop.
-    traces, trace_sample: as in GatewayConfig, for all processes.
+    host_cache, speculation, local_prefill, pull, allow_tcp, threads and tensor_parallel_size are of each pod, as in
+    PodConfig. Pods share out the visible GPUs, one (or tensor_parallel_size) each as long as there are enough;
+    gpu_memory_utilization is for all pods of a GPU together; net_devices: NICs of each GPU, in their order. log_dir
+    None: a new directory in the user's state. max_tokens: longest answer to `--once`. drain_s: most seconds that
+    running answers get once it is told to stop. traces, trace_sample: as in GatewayConfig, for all processes.
     """
 
     model: str = _setting(kinds.MODEL, "smollm2")
@@ -327,6 +374,7 @@ class UpConfig(_Config):
     kv_memory: int = _setting(kinds.size(0), 0)
     host_cache: int | None = _setting(kinds.optional(kinds.size(0)), None)
     gpu_memory_utilization: float = _setting(kinds.GPU_SHARE, 0.9)
+    tensor_parallel_size: int = _setting(kinds.RANKS, 1)
     allow_tcp: bool = _setting(kinds.BOOL, False)
     net_devices: tuple[str, ...] = _setting(kinds.tuple_of(kinds.NET_DEVICES), ())
     threads: int = _setting(kinds.THREADS, 0)
@@ -346,6 +394,14 @@ class UpConfig(_Config):
         super().__post_init__()
         _require_whole_blocks(self.chunk_tokens, self.block_size)
         _require_draft(self.speculation, self.speculation_model)
+
+
+def _require_shared_out(ranks: int, nodes: int) -> None:
+    if ranks % nodes:
+        raise ConfigError(
+            f"tensor_parallel_nodes: {nodes} does not divide tensor_parallel_size {ranks}",
+            field="tensor_parallel_nodes",
+        )
 
 
 def _require_draft(speculation: str, model: str | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,6 +49,23 @@ def shared_out(pods: int, gpus: Sequence[Gpu]) -> list[tuple[Gpu, int] | None]:
         return [None] * pods
     places = [number % len(gpus) for number in range(pods)]
     return [(gpus[place], places.count(place)) for place in places]
+
+
+def grouped(gpus: Sequence[Gpu], size: int) -> tuple[Gpu, ...]:
+    """Neighbours as one each, for pods of so many ranks; what is left over is left out. ConfigError when there are too
+    few for one.
+    """
+    groups = [gpus[first : first + size] for first in range(0, len(gpus) - size + 1, size)]
+    if gpus and not groups:
+        raise ConfigError(
+            f"tensor_parallel_size: {size} GPUs are needed, {len(gpus)} are visible", field="tensor_parallel_size"
+        )
+    return tuple(Gpu(joined(g.id for g in group), group[0].name, joined(g.cpus for g in group)) for group in groups)
+
+
+def joined(names: Iterable[str]) -> str:
+    """Each once, with commas."""
+    return ",".join(dict.fromkeys(filter(None, names)))
 
 
 def run_on(cpus: str) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 from common.errors import LayoutMismatch
 
@@ -46,7 +46,8 @@ class Segment:
 class KVLayout:
     """Everything that must agree before one pod may read another's blocks.
 
-    model and revision identify the weights; num_kv_heads is per tensor-parallel rank; dtype is that of keys and values:
+    model and revision identify the weights; tensor_parallel: ranks that share the heads out; num_kv_heads is of each,
+    and so are a block's bytes: it lies on every rank, with other heads in it. dtype is that of keys and values:
     float32, bfloat16 or float8_e4m3. The latter has one scale for K and one for V per layer, kv head and token, in the
     segment "scales", [num_layers, num_kv_heads, block_size, 2 (K, V)].
 
@@ -57,6 +58,7 @@ class KVLayout:
 
     model: str
     revision: str
+    tensor_parallel: int = field(default=1, kw_only=True)
     num_layers: int
     num_kv_heads: int
     head_dim: int
@@ -93,10 +95,12 @@ class KVLayout:
 
     @property
     def fingerprint(self) -> str:
-        """32 hex digits over every field, of a draft's where there is one; equal layouts have equal fingerprints in
-        every process.
+        """32 hex digits over every field, of a draft's where there is one and of ranks where there are several; equal
+        layouts have equal fingerprints in every process.
         """
         known = [f.name for f in fields(self) if self.draft_layers or not f.name.startswith("draft_")]
+        if self.tensor_parallel == 1:
+            known.remove("tensor_parallel")
         text = "\n".join(f"{name}={getattr(self, name)}" for name in known)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 

@@ -18,7 +18,7 @@ from typing import Self
 from common import probes
 from common.config import DEFAULT_PORT, DEFAULT_SECRET, UpConfig
 from common.errors import ConfigError
-from common.gpus import Gpu, shared_out, visible_gpus
+from common.gpus import Gpu, grouped, joined, shared_out, visible_gpus
 from common.models import model_path, served_name
 from common.process import ChildProcess, PortLease
 from common.supervisor import Probe, ServiceSpec
@@ -30,7 +30,10 @@ HOST_SHARE = 0.5  # of the free memory, for the host tiers of all pods on GPUs
 MOST_HOST_CACHE = 32 << 30  # bytes of a pod: page-locking more keeps it from starting for long
 PORTS_TRIED = 65  # from the default one on
 # Settings of a single pod or gateway: in the environment of `baton up` they would apply to all of them.
-_OF_ONE = ("ROLE", "NAME", "HOST", "PORT", "ADVERTISE", "METRICS_PORT", "GRPC_PORT", "PODS", "CONFIG", "LOG_DIR")
+_OF_ONE = (
+    *("ROLE", "NAME", "HOST", "PORT", "ADVERTISE", "METRICS_PORT", "GRPC_PORT", "PODS", "CONFIG", "LOG_DIR"),
+    *("TENSOR_PARALLEL_NODES", "TENSOR_PARALLEL_MASTER"),
+)
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,8 @@ class Stack:
                 "block-size": str(config.block_size),
                 "kv-memory": str(config.kv_memory),
                 "host-cache": str(_host_cache(config, on_gpus=bool(usable))),
-                "threads": str(config.threads or _threads_each(config.prefill + config.decode)),
+                "threads": str(config.threads or _threads_each(_processes(config))),
+                "tensor-parallel-size": str(config.tensor_parallel_size),
                 **(pod_flags or {}),
             }
             names = [(r, n) for r, count in _roles(config).items() for n in range(count)]
@@ -153,7 +157,7 @@ def _host_cache(config: UpConfig, *, on_gpus: bool) -> int:
     """Bytes of each pod's host tier."""
     if config.host_cache is not None:
         return config.host_cache
-    if not on_gpus:
+    if not on_gpus or config.tensor_parallel_size > 1:
         return 0
     import psutil
 
@@ -166,16 +170,18 @@ def _roles(config: UpConfig) -> dict[Role, int]:
 
 
 def _usable(config: UpConfig, env: Mapping[str, str], gpus: Sequence[Gpu] | None) -> Sequence[Gpu]:
-    """The GPUs that the setting `device` means. ConfigError when there is no such one."""
+    """The GPUs that the setting `device` means, or groups of as many as a pod has ranks. ConfigError when there is no
+    such one.
+    """
     kind, _, number = config.device.partition(":")
     if kind == "cpu":
         return ()
     there = visible_gpus(env) if gpus is None else gpus
     if not number:
-        return there
+        return grouped(there, config.tensor_parallel_size)
     if int(number) >= len(there):
         raise ConfigError(f"device: {config.device} does not exist here, {len(there)} GPUs are visible", field="device")
-    return (there[int(number)],)
+    return grouped((there[int(number)],), config.tensor_parallel_size)
 
 
 def _on(place: tuple[Gpu, int] | None, gpus: Sequence[Gpu], config: UpConfig) -> tuple[dict[str, str], dict[str, str]]:
@@ -187,7 +193,9 @@ def _on(place: tuple[Gpu, int] | None, gpus: Sequence[Gpu], config: UpConfig) ->
     if gpu.cpus:
         flags["cpus"] = gpu.cpus
     if config.net_devices:
-        flags["net-devices"] = config.net_devices[gpus.index(gpu) % len(config.net_devices)]
+        size, nics = config.tensor_parallel_size, config.net_devices
+        first = gpus.index(gpu) * size
+        flags["net-devices"] = joined(nics[at % len(nics)] for at in range(first, first + size))
     return flags, {"CUDA_VISIBLE_DEVICES": gpu.id}
 
 
@@ -238,9 +246,14 @@ def _default_port(leases: list[PortLease], say: Callable[[str], None]) -> PortLe
     raise ConfigError(f"port: {DEFAULT_PORT} to {DEFAULT_PORT + PORTS_TRIED - 1} are in use", field="port")
 
 
-def _threads_each(pods: int) -> int:
+def _processes(config: UpConfig) -> int:
+    """That compute: the ranks of all pods."""
+    return (config.prefill + config.decode) * config.tensor_parallel_size
+
+
+def _threads_each(processes: int) -> int:
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    return max(1, cores // pods)
+    return max(1, cores // processes)
 
 
 def _child_env(env: Mapping[str, str], secret: str) -> dict[str, str]:

@@ -265,6 +265,7 @@ def layout_to_pb(layout: KVLayout) -> transfer_pb2.Layout:
         draft_head_dim=layout.draft_head_dim,
         draft_state=layout.draft_state,
         draft_revision=layout.draft_revision,
+        tensor_parallel=layout.tensor_parallel,
     )
 
 
@@ -284,6 +285,7 @@ def layout_from_pb(pb: transfer_pb2.Layout) -> KVLayout:
         draft_head_dim=pb.draft_head_dim,
         draft_state=pb.draft_state,
         draft_revision=pb.draft_revision,
+        tensor_parallel=pb.tensor_parallel or 1,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,7 +37,9 @@ class EngineConfig:
     head, of those that have one; its KV lies in the same blocks, so pods that hand over must agree. speculation_tokens:
     most drafts of a sequence in a step; speculation_accept coupled: the output is the same as without, rejection: its
     distribution is. load_format dummy: random weights of weights_seed instead of the directories'. threads 0: all
-    cores.
+    cores. tensor_parallel_size: devices that compute this engine together (engine/parallel), in equal numbers on
+    tensor_parallel_nodes machines; ranks of other machines come to tensor_parallel_master, HOST:PORT of this one.
+    num_blocks, kv_memory and gpu_memory_utilization are of each.
     """
 
     model_dir: Path
@@ -64,6 +67,9 @@ class EngineConfig:
     load_format: str = "auto"
     weights_seed: int = 0
     threads: int = 0
+    tensor_parallel_size: int = 1
+    tensor_parallel_nodes: int = 1
+    tensor_parallel_master: str | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", "float32", "bfloat16"):
@@ -104,6 +110,43 @@ class EngineConfig:
             )
         if self.num_blocks and self.kv_memory:
             raise ConfigError("num_blocks and kv_memory exclude each other", field="num_blocks")
+        self._check_parallel()
+
+    def _check_parallel(self) -> None:
+        size, nodes = self.tensor_parallel_size, self.tensor_parallel_nodes
+        if size < 1:
+            raise ConfigError(f"tensor_parallel_size must be at least 1, is {size}", field="tensor_parallel_size")
+        if nodes < 1 or size % nodes:
+            raise ConfigError(
+                f"tensor_parallel_nodes {nodes} does not divide tensor_parallel_size {size}",
+                field="tensor_parallel_nodes",
+            )
+        if nodes > 1 and self.tensor_parallel_master is None:
+            raise ConfigError(
+                f"tensor_parallel_master: {nodes} nodes need the address where they meet",
+                field="tensor_parallel_master",
+            )
+        if size == 1:
+            return
+        for name, asked, why in (
+            ("speculation", self.speculation in DRAWING, "a draft model is computed by one device"),
+            ("host_cache", self.host_cache > 0, "blocks are kept on their devices"),
+            ("checksums", self.checksums, "one rank sees its own part of a block only"),
+        ):
+            if asked:
+                raise ConfigError(
+                    f"{name} {getattr(self, name)} does not go with tensor_parallel_size {size}: {why}", field=name
+                )
+
+    @property
+    def local_ranks(self) -> int:
+        """Ranks of this engine on each machine."""
+        return self.tensor_parallel_size // self.tensor_parallel_nodes
+
+    @property
+    def threads_of_a_rank(self) -> int:
+        """CPU threads: its share of the cores, unless `threads` says how many."""
+        return self.threads or max(1, len(os.sched_getaffinity(0)) // self.local_ranks)
 
     def resolve_device(self) -> torch.device:
         """The torch device; ConfigError when it is not there."""

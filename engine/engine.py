@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import gc
 import logging
-import os
 import time
 import weakref
 from collections import abc
@@ -36,6 +35,9 @@ from engine.kv_pool import DTYPES, KVPool
 from engine.loader import open_model
 from engine.memory import EXTRA_BLOCKS, blocks_that_fit, measure
 from engine.models.base import Model, ModelShape
+from engine.parallel.alone import Alone, Parts
+from engine.parallel.leader import Leader
+from engine.parallel.members import Members
 from engine.runner import Runner
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.sequence import Sequence
@@ -72,13 +74,15 @@ class Engine:
     """See the top of this file. Raises ConfigError when the model or the machine does not fit the configuration.
 
     on_stored, on_evicted: hashes that the prefix cache gained and lost, see BlockPool; on_host_stored and
-    on_host_evicted: the host tier.
+    on_host_evicted: the host tier. gather: starts the other ranks where the configuration asks for some; `members`,
+    which are this engine's own.
     """
 
     def __init__(
         self,
         config: EngineConfig,
         *,
+        gather: Callable[[EngineConfig], Members] = Members.start,
         on_stored: Callable[[list[bytes]], None] = _ignore,
         on_evicted: Callable[[list[bytes]], None] = _ignore,
         on_host_stored: Callable[[list[bytes]], None] = _ignore,
@@ -88,7 +92,15 @@ class Engine:
         source = open_model(config.model_dir, config.load_format, config.weights_seed)
         self.spec = spec = source.spec
         self.device = device = config.resolve_device()
-        torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
+        torch.set_num_threads(config.threads_of_a_rank)
+        self.members: Members | None = None
+        self._end_members: Callable[[], object] = lambda: None
+        self._parts: Parts = Alone(source, device)
+        if config.tensor_parallel_size > 1:
+            Leader.check(config, source, device)
+            self.members = gather(config)
+            self._end_members = weakref.finalize(self, self.members.close)
+            self._parts = Leader(self.members, config, source, device)
         dtype = config.resolve_dtype(device)
         wanted_len = min(config.max_model_len or spec.max_position, spec.max_position)
         draft = self._open_draft(spec, wanted_len)
@@ -96,7 +108,8 @@ class Engine:
             model=config.name or config.model_dir.resolve().name,
             revision=source.revision(device),
             num_layers=spec.num_layers,
-            num_kv_heads=spec.num_kv_heads,
+            tensor_parallel=self._parts.shard.size,
+            num_kv_heads=self._parts.shard.spec(spec).num_kv_heads,
             head_dim=spec.head_dim,
             block_size=config.block_size,
             dtype=config.resolve_kv_dtype(device),
@@ -107,7 +120,7 @@ class Engine:
         self.grammars = GrammarCompiler(
             GrammarTokenizer(config.model_dir, eos_ids=spec.eos_token_ids, vocab_size=spec.vocab_size)
         )
-        model = source.load(wanted_len, device, DTYPES[dtype])
+        model = self._parts.load(wanted_len, dtype)
         make_draft = None if draft is None else draft.load(model, wanted_len, device, DTYPES[dtype])
         token_budget, prompt_budget, max_seqs = config.resolve_limits(device)
         self._sampler: DeviceSampler | None = None
@@ -124,7 +137,7 @@ class Engine:
         )  # fmt: skip
         num_blocks = self._num_blocks(build, limits, graphs=graphs)
         self.max_model_len = min(wanted_len, num_blocks * config.block_size)
-        self.kv = KVPool(self.layout, num_blocks, device)
+        self.kv = self._parts.pool(self.layout, num_blocks, device)
         host_blocks = config.host_cache // self.layout.block_bytes
         self.pool = BlockPool(
             num_blocks, config.block_size, on_stored=on_stored, on_evicted=on_evicted, host_blocks=host_blocks,
@@ -154,8 +167,16 @@ class Engine:
             self._stop_copier = weakref.finalize(self, copier.stop)
 
     def close(self) -> None:
-        """Ends the thread that copies to host memory, if there is one. No step is under way. Idempotent."""
+        """Ends the thread that copies to host memory and the other ranks, if there are any. No step is under way.
+        Idempotent.
+        """
         self._stop_copier()
+        self._end_members()
+
+    @property
+    def failure(self) -> str | None:
+        """Why this engine computes nothing more, if so: a rank of its group was lost. Any thread."""
+        return None if self.members is None else self.members.failure
 
     @property
     def counters(self) -> EngineCounters:
@@ -304,7 +325,8 @@ class Engine:
         if not config.kv_memory and self.device.type == "cuda":
             step = largest_step(limits.most_tokens, limits.max_seqs, limits.max_model_len, *self._drafts())
             share = config.gpu_memory_utilization
-            use = measure(build, layout, self.device, share=share, graphs=graphs, step=step)
+            trial = functools.partial(self._parts.pool, layout, 1, self.device)
+            use = measure(build, trial, self.device, share=share, graphs=graphs, step=step)
             blocks = blocks_that_fit(use, layout)
             log.info("%d KV blocks of %d tokens: %s", blocks, layout.block_size, use.explain())
             return blocks
@@ -337,9 +359,9 @@ class Engine:
         graphs: bool,
     ) -> Runner:
         attention: AttentionKind = TritonAttention if self.device.type == "cuda" else TorchAttention
-        spec = self.spec
-        backend = attention(
-            kv.layers(), spec.num_heads, spec.windows, kv.dummy_block, scale=spec.scale, softcap=spec.softcap
+        spec = self._parts.shard.spec(self.spec)
+        backend = self._parts.attention(
+            attention(kv.layers(), spec.num_heads, spec.windows, kv.dummy_block, scale=spec.scale, softcap=spec.softcap)
         )
         max_blocks = self.layout.blocks_for(max_len) + 1  # a lease may hold the block of the next token
         token_budget, prompt_budget, max_seqs = self.config.resolve_limits(self.device)

@@ -6,6 +6,7 @@ invents them. transformers is imported when a model needs it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,9 @@ from common.errors import ConfigError
 from engine import weights
 from engine.models.base import Model, ModelShape
 from engine.models.decoder import Decoder
+from engine.models.ops import Ops
 from engine.models.spec import ModelSpec, NotNative, eos_token_ids, parse_spec, read_config
+from engine.parallel.shard import Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,3 +74,24 @@ def _foreign_spec(model_dir: Path, eos: tuple[int, ...], reason: NotNative) -> M
             field="model",
         ) from error
     return trace(model_dir, eos)
+
+
+@torch.inference_mode()
+def load_part(
+    source: ModelSource,
+    shard: Shard,
+    max_len: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    wrap: Callable[[Ops], Ops],
+) -> Decoder:
+    """What a rank holds of the model; ConfigError when it cannot be cut so, see Shard. wrap: see Decoder."""
+    spec = shard.spec(source.spec)
+    assert isinstance(source.spec, ModelSpec)
+    assert isinstance(spec, ModelSpec)
+    model = Decoder(spec, max_len, device, dtype, wrap=wrap)
+    if source.seed is None:
+        weights.load(model, source.model_dir, shard)
+    else:
+        weights.invent_part(model, source.seed, source.spec, shard)
+    return model

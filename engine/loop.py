@@ -63,6 +63,11 @@ class EngineLoop:
         """The thread runs; any thread."""
         return self._thread.is_alive()
 
+    @property
+    def failure(self) -> str | None:
+        """Why the engine computes nothing more, if so; any thread."""
+        return self._engine.failure
+
     def stop(self, timeout_s: float) -> None:
         """Aborts what runs and ends the thread; InternalError when a step does not end in time."""
         self._stopping = True

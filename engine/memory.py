@@ -59,15 +59,17 @@ class MemoryUse:
 
 def measure(
     build: Callable[[KVPool], Runner],
-    layout: KVLayout,
+    one: Callable[[], KVPool],
     device: torch.device,
     *,
     share: float,
     graphs: bool,
     step: Rows,
 ) -> MemoryUse:
-    """What an engine takes on a CUDA device; its weights are loaded. build: a runner over a pool; step: the largest."""
-    trial = KVPool(layout, 1, device)
+    """What an engine takes on a CUDA device; its weights are loaded. build: a runner over a pool; one: a pool of one
+    block; step: the largest.
+    """
+    trial = one()
     runner = build(trial)
     torch.cuda.synchronize(device)
     weights = torch.cuda.memory_allocated(device) - trial.data.nbytes

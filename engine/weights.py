@@ -23,19 +23,20 @@ from common.errors import ConfigError
 from engine.models.base import ModelShape
 from engine.models.decoder import Attention, Decoder, Mlp
 from engine.models.spec import ModelSpec
+from engine.parallel.shard import WHOLE, Shard
 from engine.progress import progress
 
 _SAMPLES = 16  # places of each tensor that enter the revision
 _SAMPLE_BYTES = 256
 
 
-def load(model: Decoder, model_dir: Path) -> None:
-    """Fills all parameters of `model`, converting to its dtype."""
+def load(model: Decoder, model_dir: Path, shard: Shard = WHOLE) -> None:
+    """Fills all parameters of `model`, which is this part of the checkpoint's, converting to its dtype."""
     homes = _homes(model)
     missing = set(homes)
     total = sum(file.stat().st_size for file in _files(model_dir))
     with progress(f"loading {model_dir.name}", total / 1e9, "GB") as loaded:
-        for name, tensor in _tensors(model_dir, model.embedding.weight.device):
+        for name, tensor in _tensors(model_dir, model.embedding.weight.device, shard):
             loaded.advance(tensor.nbytes / 1e9)
             if name in homes:
                 home = homes[name]
@@ -55,12 +56,25 @@ def invent(model: nn.Module, seed: int) -> None:
     The same seed makes the same numbers on devices of one type: each parameter has a stream of its own, keyed by name.
     """
     for name, parameter in model.named_parameters():
-        if parameter.ndim == 1:
-            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
-            continue
-        stream = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=4).digest()
-        generator = torch.Generator(parameter.device).manual_seed(int.from_bytes(stream))
-        parameter.normal_(0.0, 1 / math.sqrt(parameter.shape[-1]), generator=generator)
+        _invent(name, parameter, seed)
+
+
+def invent_part(model: Decoder, seed: int, spec: ModelSpec, shard: Shard) -> None:
+    """What `invent` makes of the whole model of `spec`, as far as this part goes: one whole parameter at a time."""
+    whole = dict(Decoder(spec, 1, torch.device("meta"), model.embedding.weight.dtype).named_parameters())
+    for name, parameter in model.named_parameters():
+        made = torch.empty(whole[name].shape, dtype=parameter.dtype, device=parameter.device)
+        _invent(name, made, seed)
+        parameter.copy_(shard.of(name, made, spec))
+
+
+def _invent(name: str, parameter: Tensor, seed: int) -> None:
+    if parameter.ndim == 1:
+        parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+        return
+    stream = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=4).digest()
+    generator = torch.Generator(parameter.device).manual_seed(int.from_bytes(stream))
+    parameter.normal_(0.0, 1 / math.sqrt(parameter.shape[-1]), generator=generator)
 
 
 def dummy_revision(spec: ModelShape, seed: int, device: torch.device) -> str:
@@ -160,7 +174,7 @@ def _files(model_dir: Path) -> list[Path]:
     return files
 
 
-def _tensors(model_dir: Path, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+def _tensors(model_dir: Path, device: torch.device, shard: Shard) -> Iterator[tuple[str, Tensor]]:
     for path in _files(model_dir):
         with ExitStack() as stack:
             try:
@@ -168,7 +182,7 @@ def _tensors(model_dir: Path, device: torch.device) -> Iterator[tuple[str, Tenso
             except (SafetensorError, OSError) as error:
                 raise ConfigError(f"{path} cannot be read as safetensors: {error}", field="model") from error
             for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
-                tensor = file.get_tensor(name)
+                tensor = shard.read(file, name)
                 if not torch.is_floating_point(tensor):
                     raise ConfigError(f"{name} has dtype {tensor.dtype}; only floating-point weights are served")
                 yield name, tensor

@@ -52,6 +52,9 @@ def engine_config(config: PodConfig) -> EngineConfig:
         speculation_tokens=config.speculation_tokens,
         speculation_accept=config.speculation_accept,
         threads=config.threads,
+        tensor_parallel_size=config.tensor_parallel_size,
+        tensor_parallel_nodes=config.tensor_parallel_nodes,
+        tensor_parallel_master=config.tensor_parallel_master,
     )
     if config.role is not Role.DECODE:
         return made

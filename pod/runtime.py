@@ -15,7 +15,7 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
@@ -39,11 +39,7 @@ from engine.block_pool import Hold
 from engine.engine import Engine, StepResult
 from engine.loop import EngineLoop
 from engine.speculation.stats import SpeculationStats
-from kv_transfer.backend import Backend
-from kv_transfer.loopback import LoopbackBackend, LoopbackFabric
-from kv_transfer.memory import PoolMemory
 from kv_transfer.messages import TransferReport
-from kv_transfer.nixl_backend import NixlBackend
 from kv_transfer.node import TransferNode
 from kv_transfer.pairs import pair_to_pb
 from pod.activity import activity_to_pb
@@ -60,17 +56,12 @@ from pod.metrics import PodMetrics
 from pod.peers import PeerWatch
 from pod.rates import PodRates
 from pod.service import PodService
+from pod.transfers import BackendFactory, backend_of, gather_ranks, pool_memory
 from pod.watch import PodWatch
 
 _log = logging.getLogger(__name__)
 
 STOP_GRACE_S = 2.0
-
-BackendFactory = Callable[[PodConfig], Backend]
-BACKENDS: dict[str, BackendFactory] = {
-    "nixl": lambda config: NixlBackend(config.net_devices),
-    "loopback": lambda _: LoopbackBackend(LoopbackFabric()),  # alone on its fabric: only an aggregated pod can use it
-}
 
 
 class PodRuntime:
@@ -108,20 +99,9 @@ class PodRuntime:
         self.lifecycle = Lifecycle(self._drain, drain_s=config.drain_s)
         self.loop = EngineLoop(engine, self._on_step)
         self._embedder = Embedder(engine, self.loop, self._check_embedding)
-        kv = engine.kv
-        memory = PoolMemory(
-            base=kv.data_ptr,
-            block_bytes=engine.layout.block_bytes,
-            total_blocks=kv.num_blocks + 2,
-            device=kv.data.device.index or 0,
-            kind="VRAM" if kv.data.device.type == "cuda" else "DRAM",
-            probe_block=kv.probe_block,
-            read_block=kv.read_block,
-            write_block=kv.write_block,
-        )
         self.node = TransferNode(
             backend=backend(config),
-            memory=memory,
+            memory=pool_memory(engine.kv),
             info=self.info,
             signer=Signer(config.secret.encode(), self.name, generation),
             address=lambda: self.address,
@@ -162,7 +142,7 @@ class PodRuntime:
         news = CacheNews()
         load = functools.partial(
             Engine, on_stored=news.stored, on_evicted=news.evicted, on_host_stored=news.host_stored,
-            on_host_evicted=news.host_evicted,
+            on_host_evicted=news.host_evicted, gather=functools.partial(gather_ranks, config),
         )  # fmt: skip
         engine = await asyncio.to_thread(load, settings)
         name, scope = config.own_name(), engine.layout.scope
@@ -170,7 +150,7 @@ class PodRuntime:
         if config.redis is not None:
             await require_free_name(config.redis, scope, name, config.advertise or f"{config.host}:{config.port}")
         generation = await mint_generation(config.redis, scope, name)
-        return cls(config, engine, news, generation, backend or BACKENDS[config.transport])
+        return cls(config, engine, news, generation, backend or functools.partial(backend_of, members=engine.members))
 
     # -- life ---------------------------------------------------------------------------------------------------------
 

@@ -1,8 +1,9 @@
 """Looks after a running pod: what it finds, only a new process can mend, or nobody.
 
-A thread that ended takes the pod with it. A pool that contradicts itself while nothing runs keeps the pod from more
-work, but what peers still read stays. A quarantined block waits for proof that its writer will not write: when proof
-fails to come for a tenth of the pool, a new process is the only fence that this side owns, so the pod drains and exits.
+A thread that ended takes the pod with it, and so does a rank. A pool that contradicts itself while nothing runs keeps
+the pod from more work, but what peers still read stays. A quarantined block waits for proof that its writer will not
+write: when proof fails to come for a tenth of the pool, a new process is the only fence that this side owns, so the pod
+drains and exits.
 """
 
 from __future__ import annotations
@@ -82,6 +83,8 @@ class PodWatch:
     def _check_threads(self) -> None:
         if not (self._loop.alive and self._node.alive):
             self._leave(EXIT_BROKEN, f"the {'transfer' if self._loop.alive else 'engine'} thread has ended")
+        elif self._loop.failure is not None:
+            self._leave(EXIT_BROKEN, self._loop.failure)
 
     def _check_quarantine(self) -> None:
         counts = self._pool.counts()

@@ -200,14 +200,19 @@ class GatewayStream:
 
 
 class Cluster:
-    """Prefill and decode pods on one fabric, or over the backends that `backend` makes."""
+    """Prefill and decode pods on one fabric, or over the backends that `backend` makes, or over their own."""
 
     def __init__(
-        self, model_dir: Path, fabric: LoopbackFabric, backend: Callable[[Role], Backend] | None = None
+        self,
+        model_dir: Path,
+        fabric: LoopbackFabric,
+        backend: Callable[[Role], Backend] | None = None,
+        *,
+        own_backend: bool = False,
     ) -> None:
         self.model_dir = model_dir
         self.fabric = fabric
-        self._backend = backend or (lambda _: LoopbackBackend(fabric))
+        self._backend = None if own_backend else backend or (lambda _: LoopbackBackend(fabric))
         self.prefills: list[Pod] = []
         self.decodes: list[Pod] = []
         self.streams: list[GatewayStream] = []
@@ -224,10 +229,13 @@ class Cluster:
         prefill_config: Mapping[str, Any] | None = None,
         decode_config: Mapping[str, Any] | None = None,
         backend: Callable[[Role], Backend] | None = None,
+        own_backend: bool = False,
         check: bool = True,
     ) -> AsyncIterator[Cluster]:
-        """check: on the way out every pod must have come to rest with all blocks free or cached."""
-        cluster = cls(model_dir, LoopbackFabric(), backend)
+        """own_backend: the one of each pod's configuration. check: on the way out every pod must have come to rest with
+        all blocks free or cached.
+        """
+        cluster = cls(model_dir, LoopbackFabric(), backend, own_backend=own_backend)
         try:
             for _ in range(decode):
                 await cluster.add(role, **(decode_config or {}))
@@ -278,7 +286,8 @@ class Cluster:
                 **fields,
             }
         )
-        runtime = await PodRuntime.create(config, backend=lambda _config: self._backend(role))
+        make = self._backend
+        runtime = await PodRuntime.create(config, backend=None if make is None else lambda _config: make(role))
         service = PrefillServicer(runtime) if role is Role.PREFILL else DecodeServicer(runtime, **(stream or {}))
         try:
             await runtime.start(service)

@@ -13,7 +13,7 @@ from common.cli.checks import doctor, probe
 from common.cli.keys import keys
 from common.cli.loadtest import loadtest
 from common.cli.plan import plan
-from common.cli.servers import gateway, serve, up
+from common.cli.servers import gateway, serve, up, worker
 from common.errors import BatonError, ConfigError
 
 # The base of all that typer's parser raises, which typer does not export; older ones take click's.
@@ -34,7 +34,7 @@ def version() -> None:
     typer.echo(f"baton {metadata.version('baton-serving')}")
 
 
-for command in (up, serve, gateway, batch, doctor, probe, plan, loadtest, version):
+for command in (up, serve, worker, gateway, batch, doctor, probe, plan, loadtest, version):
     app.command()(command)
 app.add_typer(keys, name="keys")
 

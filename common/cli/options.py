@@ -8,9 +8,9 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from common.config import GatewayConfig, PodConfig, UpConfig
+from common.config import GatewayConfig, PodConfig, UpConfig, WorkerConfig
 
-Settings = TypeVar("Settings", UpConfig, PodConfig, GatewayConfig)
+Settings = TypeVar("Settings", UpConfig, PodConfig, WorkerConfig, GatewayConfig)
 
 
 def opt(help_text: str, *names: str, metavar: str | None = None) -> Any:
@@ -73,6 +73,16 @@ ReasoningParser = Annotated[
 ApiKeys = Annotated[
     str | None, opt("File of API keys (.toml or .json), or redis; default: everybody may come in.", metavar="FILE,...")
 ]
+TensorParallelSize = Annotated[
+    str | None, opt("Devices that compute one pod's model together (default 1).", metavar="N")
+]
+TensorParallelNodes = Annotated[
+    str | None, opt("Machines that these are on, in equal numbers (default 1).", metavar="N")
+]
+NetDevices = Annotated[
+    str | None, opt("NICs for KV, as UCX_NET_DEVICES has them; default: any.", metavar="NAME:PORT,..")
+]
+Cpus = Annotated[str | None, opt("Where threads run, like 0-15; default: anywhere.", metavar="N-M,..")]
 AllowTcp = Annotated[bool | None, typer.Option("--allow-tcp", help="KV on a GPU may travel over TCP.")]
 Logs = Annotated[str | None, opt("debug, info (the default), warning or error.", metavar="LEVEL")]
 LogFormat = Annotated[str | None, opt("json, text, or auto (the default): text on a terminal.", metavar="FORMAT")]

@@ -1,4 +1,4 @@
-"""The commands that serve: a whole stack, one pod, a gateway.
+"""The commands that serve: a whole stack, one pod, a part of one, a gateway.
 
 Services are above this package, hence looked up by name.
 """
@@ -26,6 +26,7 @@ from common.cli.options import (
     BlockSize,
     ChunkTokens,
     Config,
+    Cpus,
     Device,
     DrainS,
     DType,
@@ -39,6 +40,7 @@ from common.cli.options import (
     Logs,
     MaxModelLen,
     Model,
+    NetDevices,
     PullMode,
     ReasoningParser,
     Redis,
@@ -48,6 +50,8 @@ from common.cli.options import (
     SpeculationAccept,
     SpeculationModel,
     SpeculationTokens,
+    TensorParallelNodes,
+    TensorParallelSize,
     Threads,
     ToolParser,
     Traces,
@@ -56,7 +60,7 @@ from common.cli.options import (
     load,
     opt,
 )
-from common.config import GatewayConfig, PodConfig, UpConfig
+from common.config import GatewayConfig, PodConfig, UpConfig, WorkerConfig
 from common.gpus import run_on
 from common.types import Role
 
@@ -91,6 +95,7 @@ def up(
     gpu_memory_utilization: Annotated[
         str | None, opt("Share of a GPU for all of its pods together (default 0.9).", metavar="X")
     ] = None,
+    tensor_parallel_size: TensorParallelSize = None,
     allow_tcp: AllowTcp = None,
     net_devices: Annotated[
         str | None,
@@ -163,11 +168,12 @@ def serve(
     pull: PullMode = None,
     checksums: Annotated[bool | None, typer.Option("--checksums", help="Check every moved block (slow).")] = None,
     allow_tcp: AllowTcp = None,
-    net_devices: Annotated[
-        str | None, opt("NICs for KV, as UCX_NET_DEVICES has them; default: any.", metavar="NAME:PORT,..")
-    ] = None,
-    cpus: Annotated[
-        str | None, opt("Where the pod's threads run, like 0-15; default: anywhere.", metavar="N-M,..")
+    net_devices: NetDevices = None,
+    cpus: Cpus = None,
+    tensor_parallel_size: TensorParallelSize = None,
+    tensor_parallel_nodes: TensorParallelNodes = None,
+    tensor_parallel_master: Annotated[
+        str | None, opt("Where `baton worker` of the other machines find this one.", metavar="HOST:PORT")
     ] = None,
     metrics_port: Annotated[str | None, opt("Prometheus port; default: off.", metavar="N")] = None,
     drain_s: DrainS = None,
@@ -180,6 +186,28 @@ def serve(
     settings = load(PodConfig, config, flags)
     service = "prefill_service" if settings.role is Role.PREFILL else "decode_service"
     _serve(f"{service}.server", settings)
+
+
+def worker(
+    config: Config = None,
+    tensor_parallel_size: TensorParallelSize = None,
+    tensor_parallel_nodes: TensorParallelNodes = None,
+    tensor_parallel_node: Annotated[
+        str | None, opt("Which of the machines this is, from 1 on; 0 is the pod's.", metavar="I")
+    ] = None,
+    tensor_parallel_master: Annotated[str | None, opt("Where the pod waits for it.", metavar="HOST:PORT")] = None,
+    host: Host = None,
+    port: Annotated[str | None, opt("Port of gRPC health; default: any free one.", metavar="N")] = None,
+    transport: Annotated[str | None, opt("nixl (the default) or loopback, as of the pod.", metavar="NAME")] = None,
+    net_devices: NetDevices = None,
+    cpus: Cpus = None,
+    drain_s: DrainS = None,
+    log_level: Logs = None,
+    log_format: LogFormat = None,
+) -> None:
+    """Adds this machine's devices to a pod of another machine: tensor parallelism over several."""
+    flags = {k: v for k, v in locals().items() if k != "config"}
+    _serve("pod.worker", load(WorkerConfig, config, flags))
 
 
 def gateway(
@@ -244,7 +272,7 @@ def gateway(
     _serve("gateway.server", load(GatewayConfig, config, flags))
 
 
-def _serve(module: str, settings: PodConfig | GatewayConfig) -> None:
+def _serve(module: str, settings: PodConfig | WorkerConfig | GatewayConfig) -> None:
     """Runs `serve` of a service's module, then ends the process."""
     from common.logs import setup_logs
     from common.models import resolve_model, served_name
@@ -252,9 +280,9 @@ def _serve(module: str, settings: PodConfig | GatewayConfig) -> None:
     setup_logs(settings.log_level, settings.log_format)
     # Until Lifecycle takes over. A container's first process would otherwise not hear it at all.
     signal.signal(signal.SIGTERM, lambda number, _frame: os._exit(128 + number))
+    if not isinstance(settings, GatewayConfig) and settings.cpus is not None:
+        run_on(settings.cpus)
     if isinstance(settings, PodConfig):
-        if settings.cpus is not None:
-            run_on(settings.cpus)
         known_as = settings.served_name or served_name(settings.model)
         weights = settings.load_format == "auto"
         model = resolve_model(

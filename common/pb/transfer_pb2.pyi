@@ -87,6 +87,7 @@ class Layout(_message.Message):
     DRAFT_HEAD_DIM_FIELD_NUMBER: _builtins.int
     DRAFT_STATE_FIELD_NUMBER: _builtins.int
     DRAFT_REVISION_FIELD_NUMBER: _builtins.int
+    TENSOR_PARALLEL_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """Version of the layout scheme."""
     model: _builtins.str
@@ -115,6 +116,8 @@ class Layout(_message.Message):
     """Elements of the target's state that a draft head keeps in each block."""
     draft_revision: _builtins.str
     """Hash of the identity of the draft model's weights."""
+    tensor_parallel: _builtins.int
+    """Ranks that share the KV heads out; 0 for one."""
     def __init__(
         self,
         *,
@@ -132,10 +135,11 @@ class Layout(_message.Message):
         draft_head_dim: _builtins.int = ...,
         draft_state: _builtins.int = ...,
         draft_revision: _builtins.str = ...,
+        tensor_parallel: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "block_size", b"block_size", "draft_head_dim", b"draft_head_dim", "draft_kv_heads", b"draft_kv_heads", "draft_layers", b"draft_layers", "draft_revision", b"draft_revision", "draft_state", b"draft_state", "dtype", b"dtype", "head_dim", b"head_dim", "model", b"model", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "revision", b"revision", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "block_size", b"block_size", "draft_head_dim", b"draft_head_dim", "draft_kv_heads", b"draft_kv_heads", "draft_layers", b"draft_layers", "draft_revision", b"draft_revision", "draft_state", b"draft_state", "dtype", b"dtype", "head_dim", b"head_dim", "model", b"model", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "revision", b"revision", "tensor_parallel", b"tensor_parallel", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -6,7 +6,7 @@ only sees the rows that are asked for, and so does all of the last layer that no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -91,11 +91,19 @@ class Decoder(nn.Module):
     """The whole model; parameters are made on the meta device, weights.load fills them.
 
     max_len: longest sequence that will be computed; the rope tables end there. fused: Triton kernels instead of plain
-    torch; by default where the device is a GPU. They want the attention backend of the same kind.
+    torch; by default where the device is a GPU. They want the attention backend of the same kind. wrap: changes the
+    operations, for one that is a part of a model.
     """
 
     def __init__(
-        self, spec: ModelSpec, max_len: int, device: torch.device, dtype: torch.dtype, *, fused: bool | None = None
+        self,
+        spec: ModelSpec,
+        max_len: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        fused: bool | None = None,
+        wrap: Callable[[Ops], Ops] | None = None,
     ) -> None:
         super().__init__()
         self.spec = spec
@@ -115,6 +123,8 @@ class Decoder(nn.Module):
             self._ops: Ops = FusedOps(cos.to(device), sin.to(device))
         else:
             self._ops = TorchOps(cos.to(device, dtype), sin.to(device, dtype))
+        if wrap is not None:
+            self._ops = wrap(self._ops)
 
     @property
     def stack(self) -> list[Layer]:

@@ -16,7 +16,7 @@ import typer
 
 from common.cli import app
 from common.cli.command import CommandLineError
-from common.config import GatewayConfig, PodConfig
+from common.config import GatewayConfig, PodConfig, WorkerConfig
 from common.errors import ConfigError
 from common.index_url import IndexUrl
 from common.rpc import LIVE
@@ -33,6 +33,7 @@ from tests.k8s.manifests import (
     component,
     containers,
     environment,
+    group_parts,
     main_container,
     named,
     of_kind,
@@ -43,6 +44,7 @@ from tests.k8s.manifests import (
 )
 
 Problems = Iterator[str]
+Settings = PodConfig | WorkerConfig | GatewayConfig
 Check = Callable[[list[Object]], Problems]
 
 # What an operator makes before `kubectl apply -k`; k8s/README.md says how.
@@ -64,16 +66,21 @@ NEEDED = {
 GRACE_S = STOP_S  # what may come between the end of the drain and that of the process
 
 
+def worker_of(engine: str) -> str:
+    """The component of a group's pods that are no leaders."""
+    return f"{engine}-worker"
+
+
 def workloads(objects: list[Object]) -> list[Object]:
-    return of_kind(objects, *WORKLOADS)
+    return of_kind(objects, *WORKLOADS) + group_parts(objects)
 
 
 def servers(objects: list[Object]) -> list[Object]:
     """Workloads that run for ever."""
-    return of_kind(objects, "Deployment", "StatefulSet")
+    return of_kind(objects, "Deployment", "StatefulSet") + group_parts(objects)
 
 
-def settings_of(objects: list[Object], workload: Object) -> PodConfig | GatewayConfig | None:
+def settings_of(objects: list[Object], workload: Object) -> Settings | None:
     """What the container's command line and environment make of `baton serve` or `baton gateway`, by their own parser.
 
     None for another command. ConfigError, or an error of the command line, for what it refuses.
@@ -81,9 +88,9 @@ def settings_of(objects: list[Object], workload: Object) -> PodConfig | GatewayC
     container = main_container(workload)
     env = environment(objects, container, FIELDS)
     words = command(container, env)
-    if words[0] != "baton" or words[1] not in ("serve", "gateway"):
+    if words[0] != "baton" or words[1] not in ("serve", "worker", "gateway"):
         return None
-    found: list[PodConfig | GatewayConfig] = []
+    found: list[Settings] = []
     with (
         mock.patch("common.cli.servers._serve", lambda _module, settings: found.append(settings)),
         mock.patch.dict(os.environ, env, clear=True),
@@ -152,10 +159,15 @@ def ports(objects: list[Object]) -> Problems:
         if isinstance(settings, GatewayConfig) and declared != {"http": settings.port, "grpc": settings.grpc_port}:
             yield f"{where}: it listens on {settings.port} and {settings.grpc_port}, and declares {declared}"
         if isinstance(settings, PodConfig):
-            if declared != {"grpc": settings.port, "metrics": settings.metrics_port}:
-                yield f"{where}: it listens on {settings.port} and {settings.metrics_port}, and declares {declared}"
+            listens = {"grpc": settings.port, "metrics": settings.metrics_port}
+            if settings.tensor_parallel_master is not None:
+                listens["group"] = int(settings.tensor_parallel_master.rpartition(":")[2])
+            if declared != listens:
+                yield f"{where}: it listens on {listens}, and declares {declared}"
             if settings.advertise != f"{FIELDS['status.podIP']}:{settings.port}":
                 yield f"{where}: it advertises {settings.advertise}"
+        if isinstance(settings, WorkerConfig) and declared != {"grpc": settings.port}:
+            yield f"{where}: it listens on {settings.port}, and declares {declared}"
         if isinstance(settings, GatewayConfig) and settings.discovery == "k8s":
             for service in settings.k8s_services:
                 found = named(objects, "Service", service)
@@ -205,7 +217,8 @@ def probes(objects: list[Object]) -> Problems:
             name: probe.get("httpGet", {}).get("path", probe.get("grpc", {}).get("service", ""))
             for name, probe in found.items()
         }
-        expected = {"gateway": ("/ready", "/live"), **dict.fromkeys(ENGINES, ("", LIVE))}.get(component(workload))
+        engines = [*ENGINES, *map(worker_of, ENGINES)]
+        expected = {"gateway": ("/ready", "/live"), **dict.fromkeys(engines, ("", LIVE))}.get(component(workload))
         if expected and (asks.get("readinessProbe"), asks.get("livenessProbe")) != expected:
             yield f"{where}: readiness and liveness ask {asks}"
 
@@ -232,7 +245,7 @@ def grace(objects: list[Object]) -> Problems:
             yield f"{where}: {have} s until it is killed, and ending may take {need} s"
 
 
-def _quietly(objects: list[Object], workload: Object) -> PodConfig | GatewayConfig | None:
+def _quietly(objects: list[Object], workload: Object) -> Settings | None:
     try:
         return settings_of(objects, workload)
     except (KeyError, ConfigError, CommandLineError):
@@ -245,16 +258,17 @@ def selectors(objects: list[Object]) -> Problems:
         where, labels = workload["metadata"]["name"], pod_labels(workload)
         if not selects(workload["spec"]["selector"], labels):
             yield f"{where}: selects other pods than its own"
-        others = [o for o in workloads(objects) if o is not workload]
+        others = [o for o in workloads(objects) if o["metadata"] != workload["metadata"]]
         if any(selects(workload["spec"]["selector"], pod_labels(other)) for other in others):
             yield f"{where}: selects pods of another workload"
         budgets = [b for b in of_kind(objects, "PodDisruptionBudget") if selects(b["spec"]["selector"], labels)]
-        if len(budgets) != 1:
+        if len(budgets) != (component(workload) not in map(worker_of, ENGINES)):  # a group's is its leader's
             yield f"{where}: {len(budgets)} PodDisruptionBudgets"
         constraints = pod_spec(workload).get("topologySpreadConstraints", [])
         if workload["spec"].get("replicas") != 1 or constraints:
             keys = {c["topologyKey"] for c in constraints if selects(c["labelSelector"], labels)}
-            if keys != {"kubernetes.io/hostname", "topology.kubernetes.io/zone"} and component(workload) != "redis":
+            alone = ("redis", *map(worker_of, ENGINES))
+            if keys != {"kubernetes.io/hostname", "topology.kubernetes.io/zone"} and component(workload) not in alone:
                 yield f"{where}: its pods are spread over {keys or 'nothing'}"
     for kind, path in (
         ("Service", None),
@@ -364,14 +378,16 @@ def network(objects: list[Object]) -> Problems:
     """What has to speak can, and nothing else: see NEEDED."""
     policies, here = Policies(objects), {"kubernetes.io/metadata.name": "baton"}
     by_name = {component(w): w for w in servers(objects)}
-    peers = {name: Peer(pod_labels(by_name[name]), here) for name in OURS}
+    grouped = [engine for engine in ENGINES if worker_of(engine) in by_name]
+    ours = (*OURS, *map(worker_of, grouped))
+    peers = {name: Peer(pod_labels(by_name[name]), here) for name in ours}
     peers["stranger"] = Peer({"app": "stranger"}, {"kubernetes.io/metadata.name": "elsewhere"})
     peers["monitoring"] = Peer({"app": "prometheus"}, {"kubernetes.io/metadata.name": "monitoring"})
     open_ports: dict[str, dict[str, list[int]]] = {
         name: {port["name"]: [port["containerPort"]] for port in main_container(by_name[name])["ports"]}
-        for name in OURS
+        for name in ours
     }
-    for engine in ENGINES:
+    for engine in (*ENGINES, *map(worker_of, grouped)):
         low, high = kv_ports(objects, by_name[engine])
         open_ports[engine]["kv"] = [low, (low + high) // 2, high]
         if any(low <= port[0] <= high for name, port in open_ports[engine].items() if name != "kv"):
@@ -379,9 +395,14 @@ def network(objects: list[Object]) -> Problems:
     wanted = set(NEEDED) | {("monitoring", "gateway", "http"), ("monitoring", "gateway", "grpc")}
     if of_kind(objects, "PodMonitor"):
         wanted |= {("monitoring", engine, "metrics") for engine in ENGINES}
+    for engine in grouped:  # its collectives choose their ports
+        worker = worker_of(engine)
+        for a, b in ((engine, worker), (worker, engine), (worker, worker)):
+            wanted |= {(a, b, port) for port in (*open_ports[b], "any")}
+        wanted |= {(worker, worker_of(other), "kv") for other in grouped}
     for source, origin in peers.items():
-        for target in OURS:
-            for name, numbers in {**open_ports[target], "other": [22, 9999]}.items():
+        for target in ours:
+            for name, numbers in {**open_ports[target], "system": [22], "any": [9999, 50000]}.items():
                 for number in numbers:
                     if policies.allows(origin, peers[target], number) != ((source, target, name) in wanted):
                         state = "closed" if (source, target, name) in wanted else "open"
@@ -391,10 +412,52 @@ def network(objects: list[Object]) -> Problems:
         if policies.allows(peer, another, 8000) or policies.allows(another, peers["redis"], 6379):
             yield f"{name} -> another component of ours is open"
     outside = Peer(None, {})
-    for name in OURS:
+    for name in ours:
         for number in (443, 80):
             if policies.allows(peers[name], outside, number) != (name == "gateway" and number == 443):
                 yield f"{name} -> anywhere:{number} is {'closed' if name == 'gateway' else 'open'}"
+
+
+def groups(objects: list[Object]) -> Problems:
+    """The pods of a LeaderWorkerSet find each other, make up one whole, and end in the right order."""
+    for group in of_kind(objects, "LeaderWorkerSet"):
+        where, template = group["metadata"]["name"], group["spec"]["leaderWorkerTemplate"]
+        leader, worker = (w for w in group_parts(objects) if w["metadata"]["name"].startswith(f"{where}/"))
+        pod, other = _quietly(objects, leader), _quietly(objects, worker)
+        if not isinstance(pod, PodConfig) or not isinstance(other, WorkerConfig):
+            yield f"{where}: its leader is no pod, or its worker none"
+            continue
+        if template.get("restartPolicy") != "RecreateGroupOnPodRestart":
+            yield f"{where}: what is left of a group is not replaced"
+        if group["spec"].get("startupPolicy", "LeaderCreated") != "LeaderCreated":
+            yield f"{where}: the leader waits for workers that wait for the leader"
+        size = template["size"]
+        if (pod.tensor_parallel_nodes, other.tensor_parallel_nodes) != (size, size):
+            yield f"{where}: it has {size} machines, and is told of another number"
+        shapes = {(c.tensor_parallel_size, c.transport, c.net_devices) for c in (pod, other)}
+        if len(shapes) != 1:
+            yield f"{where}: leader and worker disagree: {shapes}"
+        _, _, port = (pod.tensor_parallel_master or "").rpartition(":")
+        at = environment(objects, main_container(worker), FIELDS)["LWS_LEADER_ADDRESS"]
+        if pod.tensor_parallel_master != f"{FIELDS['status.podIP']}:{port}":
+            yield f"{where}: the leader waits at {pod.tensor_parallel_master}"
+        if other.tensor_parallel_master != f"{at}:{port}":
+            yield f"{where}: workers look for it at {other.tensor_parallel_master}"
+        for part in (leader, worker):
+            gpus = main_container(part)["resources"]["limits"].get("nvidia.com/gpu")
+            if gpus != str(pod.tensor_parallel_size // size):
+                yield f"{part['metadata']['name']}: {pod.tensor_parallel_size // size} ranks have {gpus} GPUs"
+        for key in ("image", "volumeMounts"):
+            if main_container(leader)[key] != main_container(worker)[key]:
+                yield f"{where}: leader and worker differ in {key}"
+        if component(worker) != worker_of(component(leader)):
+            yield f"{where}: its workers are taken for another's"
+        for service in of_kind(objects, "Service"):
+            if service["spec"]["selector"].items() <= pod_labels(worker).items():
+                yield f"{where}: Service {service['metadata']['name']} leads to workers"
+        graces = [pod_spec(part).get("terminationGracePeriodSeconds", 30) for part in (leader, worker)]
+        if graces[1] < graces[0] or other.drain_s < pod.drain_s:
+            yield f"{where}: a worker may be killed while its leader ends requests"
 
 
 def kv_ports(objects: list[Object], engine: Object) -> tuple[int, int]:
@@ -469,10 +532,10 @@ def security(objects: list[Object]) -> Problems:
         mounts = {mount["mountPath"] for mount in main_container(workload).get("volumeMounts", [])}
         if settings is not None and "/tmp" not in mounts:
             yield f"{where}: cannot write anywhere"
-        if component(workload) in ENGINES:
+        if component(workload) in (*ENGINES, *map(worker_of, ENGINES)):
             shm = [v for v in spec["volumes"] if v.get("emptyDir", {}).get("medium") == "Memory"]
             if "/dev/shm" not in mounts or not shm:
                 yield f"{where}: /dev/shm has 64 MiB"
 
 
-CHECKS: tuple[Check, ...] = (commands, ports, probes, grace, selectors, network, images, resources, security)
+CHECKS: tuple[Check, ...] = (commands, ports, probes, grace, selectors, groups, network, images, resources, security)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 import os
 import re
 import subprocess
@@ -49,7 +50,8 @@ def compose(directory: Path, *, components: tuple[str, ...], base: str = "overla
     def relative(path: str) -> str:
         return os.path.relpath(K8S / path, directory)
 
-    lines = ["apiVersion: kustomize.config.k8s.io/v1beta1", "kind: Kustomization", f"resources: [{relative(base)}]"]
+    lines = ["apiVersion: kustomize.config.k8s.io/v1beta1", "kind: Kustomization", "namespace: baton"]
+    lines += [f"resources: [{relative(base)}]"]
     lines += ["components:", *(f"  - {relative(f'components/{name}')}" for name in components)]
     (directory / "kustomization.yaml").write_text("\n".join(lines) + "\n")
     return render(directory)
@@ -57,6 +59,25 @@ def compose(directory: Path, *, components: tuple[str, ...], base: str = "overla
 
 def of_kind(objects: list[Object], *kinds: str) -> list[Object]:
     return [found for found in objects if found["kind"] in kinds]
+
+
+def group_parts(objects: list[Object]) -> list[Object]:
+    """Leader and worker of every LeaderWorkerSet, as workloads of their own. Their containers have the variables that
+    its controller puts before all others (lws.sigs.k8s.io, reference/labels-annotations-and-environment-variables).
+    """
+    found = []
+    for group in of_kind(objects, "LeaderWorkerSet"):
+        template, name = group["spec"]["leaderWorkerTemplate"], group["metadata"]["name"]
+        for index, part in enumerate(("leader", "worker")):
+            pods = copy.deepcopy(template[f"{part}Template"])
+            given = {"LWS_LEADER_ADDRESS": f"{name}-0.{name}.baton", "LWS_GROUP_SIZE": str(template["size"])}
+            given["LWS_WORKER_INDEX"] = str(index)
+            for container in pods["spec"]["containers"]:
+                container["env"] = [{"name": k, "value": v} for k, v in given.items()] + container.get("env", [])
+            spec = {"replicas": group["spec"]["replicas"], "template": pods}
+            spec["selector"] = {"matchLabels": pods["metadata"]["labels"]}
+            found.append({"kind": group["kind"], "metadata": {"name": f"{name}/{part}"}, "spec": spec})
+    return found
 
 
 def named(objects: list[Object], kind: str, name: str) -> Object | None:

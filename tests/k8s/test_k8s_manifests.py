@@ -20,13 +20,20 @@ COMPONENTS = sorted(
     str(path.parent.relative_to(K8S / "components")) for path in (K8S / "components").rglob("kustomization.yaml")
 )
 ALL: tuple[Check, ...] = (schemas, *CHECKS)
-EVERYTHING = tuple(name for name in COMPONENTS if name != "autoscaling/keda")
+EVERYTHING = tuple(name for name in COMPONENTS if name not in ("autoscaling/keda", "multi-node"))
+GROUPS = ("multi-node", "monitoring")
 
 
 @pytest.fixture(scope="module")
 def everything(tmp_path_factory: pytest.TempPathFactory) -> list[Object]:
     """cpu-dev with all components that go together."""
     return compose(tmp_path_factory.mktemp("everything"), components=EVERYTHING)
+
+
+@pytest.fixture(scope="module")
+def grouped(tmp_path_factory: pytest.TempPathFactory) -> list[Object]:
+    """Pods over several machines, which do not go together with what scales Deployments."""
+    return compose(tmp_path_factory.mktemp("grouped"), components=GROUPS)
 
 
 @pytest.mark.parametrize("name", OVERLAYS)
@@ -42,8 +49,10 @@ def test_a_component_is_right_on_its_own(name: str, tmp_path: Path) -> None:
     assert [problem for check in ALL for problem in check(objects)] == []
 
 
-def test_all_components_together_are_right(everything: list[Object]) -> None:
+def test_all_components_together_are_right(everything: list[Object], grouped: list[Object]) -> None:
     assert [problem for check in ALL for problem in check(everything)] == []
+    assert [problem for check in ALL for problem in check(grouped)] == []
+    assert not [w for w in of_kind(grouped, "Deployment") if component(w) in checks.ENGINES]
 
 
 DROP = object()
@@ -144,6 +153,46 @@ MUTATIONS: dict[str, tuple[Check, str, str, Any]] = {
 }  # fmt: skip
 
 
+LWS = "spec leaderWorkerTemplate"
+LEADER, WORKER = f"{LWS} leaderTemplate spec", f"{LWS} workerTemplate spec"
+ENGINE, HELPER = f"{LEADER} containers 0", f"{WORKER} containers 0"
+GROUP_MUTATIONS: dict[str, tuple[Check, str, str, Any]] = {
+    "a group's field that nobody knows": (schemas, "LeaderWorkerSet decode", f"{LWS} sise", 2),
+    "a pod's field that nobody knows": (schemas, "LeaderWorkerSet decode", f"{WORKER} containers 0 imagePullPolice", "Always"),
+    "a policy that is none": (schemas, "LeaderWorkerSet decode", f"{LWS} restartPolicy", "Sometimes"),
+    "a worker's flag that is not there": (checks.commands, "LeaderWorkerSet decode", f"{HELPER} args", Swap("--port=7000", "--prot=7000")),
+    "a variable that LWS does not set": (checks.commands, "LeaderWorkerSet decode", f"{HELPER} args", Swap("--tensor-parallel-node=$(LWS_WORKER_INDEX)", "--tensor-parallel-node=$(LWS_INDEX)")),
+    "ranks that cannot be shared out": (checks.commands, "ConfigMap config", "data BATON_TENSOR_PARALLEL_SIZE", "15"),
+    "a worker without the secret": (checks.commands, "LeaderWorkerSet decode", f"{HELPER} env name=BATON_SECRET", DROP),
+    "a worker's health elsewhere": (checks.ports, "LeaderWorkerSet decode", f"{HELPER} args", Swap("--port=7000", "--port=7002")),
+    "a meeting place that is not declared": (checks.ports, "LeaderWorkerSet decode", f"{ENGINE} ports 1", DROP),
+    "a worker without liveness": (checks.probes, "LeaderWorkerSet decode", f"{HELPER} livenessProbe", DROP),
+    "a worker whose liveness is readiness": (checks.probes, "LeaderWorkerSet decode", f"{HELPER} livenessProbe grpc service", DROP),
+    "a worker with too little grace": (checks.grace, "LeaderWorkerSet decode", f"{WORKER} terminationGracePeriodSeconds", 100),
+    "a worker that no preStop holds": (checks.grace, "LeaderWorkerSet decode", f"{HELPER} lifecycle", DROP),
+    "leaders without a budget": (checks.selectors, "PodDisruptionBudget decode", "", DROP),
+    "groups that are not spread": (checks.selectors, "LeaderWorkerSet decode", f"{LEADER} topologySpreadConstraints", DROP),
+    "a worker's account that is not there": (checks.selectors, "LeaderWorkerSet decode", f"{WORKER} serviceAccountName", "x"),
+    "a group that is left in part": (checks.groups, "LeaderWorkerSet decode", f"{LWS} restartPolicy", "None"),
+    "workers that wait for a leader that waits": (checks.groups, "LeaderWorkerSet decode", "spec startupPolicy", "LeaderReady"),
+    "another number of machines": (checks.groups, "LeaderWorkerSet decode", f"{ENGINE} args", Swap("--tensor-parallel-nodes=$(LWS_GROUP_SIZE)", "--tensor-parallel-nodes=4")),
+    "another meeting place": (checks.groups, "LeaderWorkerSet decode", f"{HELPER} args", Swap("--tensor-parallel-master=$(LWS_LEADER_ADDRESS):7001", "--tensor-parallel-master=$(LWS_LEADER_ADDRESS):7002")),
+    "a meeting place of somebody else": (checks.groups, "LeaderWorkerSet decode", f"{ENGINE} args", Swap("--tensor-parallel-master=$(POD_IP):7001", "--tensor-parallel-master=0.0.0.0:7001")),
+    "fewer GPUs than ranks": (checks.groups, "LeaderWorkerSet decode", f"{HELPER} resources limits nvidia.com/gpu", "4"),
+    "another image for workers": (checks.groups, "LeaderWorkerSet decode", f"{HELPER} image", "baton-engine-cpu:0.1.0"),
+    "a worker without the model": (checks.groups, "LeaderWorkerSet decode", f"{HELPER} volumeMounts 0", DROP),
+    "a Service of workers": (checks.groups, "Service decode", "spec selector", {"app.kubernetes.io/name": "baton"}),
+    "workers that end first": (checks.groups, "LeaderWorkerSet decode", f"{WORKER} terminationGracePeriodSeconds", 600),
+    "workers cut off from their leader": (checks.network, "NetworkPolicy decode-groups", "", DROP),
+    "workers that cannot hand over": (checks.network, "NetworkPolicy worker-kv", "", DROP),
+    "workers open to everybody": (checks.network, "NetworkPolicy decode-workers", "spec ingress 0 from", DROP),
+    "workers whose image is any": (checks.images, "LeaderWorkerSet decode", f"{HELPER} image", "baton-engine-gpu:latest"),
+    "a worker without requests": (checks.resources, "LeaderWorkerSet decode", f"{HELPER} resources requests", DROP),
+    "a worker that is root": (checks.security, "LeaderWorkerSet decode", f"{WORKER} securityContext runAsUser", 0),
+    "a worker without /dev/shm": (checks.security, "LeaderWorkerSet decode", f"{HELPER} volumeMounts 2", DROP),
+}  # fmt: skip
+
+
 def mutate(objects: list[Object], target: str, path: str, value: Any) -> None:
     kind, _, name = target.partition(" ")
     full = f"baton-{name}" if name else "baton"
@@ -182,5 +231,14 @@ def test_a_worse_manifest_fails_its_check(name: str, everything: list[Object]) -
     assert list(check(worse))
 
 
+@pytest.mark.parametrize("name", GROUP_MUTATIONS)
+def test_a_worse_group_fails_its_check(name: str, grouped: list[Object]) -> None:
+    check, target, path, value = GROUP_MUTATIONS[name]
+    worse = copy.deepcopy(grouped)
+    mutate(worse, target, path, value)
+    assert worse != grouped
+    assert list(check(worse))
+
+
 def test_every_check_has_a_mutation() -> None:
-    assert {check for check, *_ in MUTATIONS.values()} == set(ALL)
+    assert {check for check, *_ in (*MUTATIONS.values(), *GROUP_MUTATIONS.values())} == set(ALL)

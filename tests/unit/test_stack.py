@@ -145,6 +145,25 @@ def test_pods_on_gpus_have_a_host_tier_of_their_part_of_the_free_memory() -> Non
         assert sizes(stack) == [0, 0]
 
 
+def test_pods_of_several_ranks_have_neighbouring_gpus_with_all_that_is_near_them() -> None:
+    four = [*GPUS, Gpu("GPU-c", "H100", "4-7"), Gpu("GPU-d", "H100", ""), Gpu("GPU-e")]
+    settings = {"port": 0, "tensor_parallel_size": 2, "net_devices": "mlx5_0:1,mlx5_1:1,mlx5_2:1"}
+    with planned(settings, gpus=four) as stack:
+        (first, prefill), (second, decode) = of_pods(stack)
+    assert (first, second) == ("GPU-a,GPU-b", "GPU-c,GPU-d")
+    assert {"--tensor-parallel-size=2", "--cpus=0-3,4-7", "--net-devices=mlx5_0:1,mlx5_1:1"} <= prefill
+    assert {"--cpus=4-7", "--net-devices=mlx5_2:1,mlx5_0:1", "--host-cache=0"} <= decode
+    for few, device in ((GPUS[:1], "auto"), (GPUS, "cuda:1")):
+        with (
+            pytest.raises(ConfigError, match="2 GPUs are needed, 1 are visible") as refused,
+            planned({"port": 0, "tensor_parallel_size": 2, "device": device}, gpus=few),
+        ):
+            pass
+        assert refused.value.field == "tensor_parallel_size"
+    with planned({"port": 0, "tensor_parallel_size": 2}) as stack:
+        assert all("--tensor-parallel-size=2" in flags for _, flags in of_pods(stack))
+
+
 def test_a_cpu_stack_sees_no_gpu_and_a_gpu_that_is_not_there_is_named() -> None:
     with planned({"port": 0, "device": "cpu"}, gpus=GPUS) as stack:
         assert [gpu for gpu, _ in of_pods(stack)] == [None, None]

@@ -1,0 +1,182 @@
+"""Rank 0's part of a tensor-parallel engine: stand-ins for model, KV pool and attention that make every other rank do
+the same.
+
+What the engine asks of a model or of its pool, it asks of these; the runner, the scheduler and the sampler know of no
+other rank. Each call is told to the ranks before it is made here, and calls are made on the engine's thread alone, so
+all ranks do the same things in one order. States are equal on every rank after a sum; logits are made here only.
+
+A step that fails here halfway leaves the ranks apart, so it is the end of the group (see Members.fail).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common.errors import ConfigError, InternalError
+from common.kv_layout import KVLayout
+from engine.attention.base import AttentionBackend, StepShape
+from engine.config import EngineConfig
+from engine.kv_pool import DTYPES, KVPool
+from engine.layer_kv import LayerKV
+from engine.lease import BlockCopy
+from engine.loader import ModelSource, load_part
+from engine.models.base import Model, Tap
+from engine.models.decoder import Decoder
+from engine.parallel import step
+from engine.parallel.collectives import Collectives, SummingOps, open_store
+from engine.parallel.members import Members
+from engine.parallel.shard import FIELD, Shard
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A step's shape, and what the backend made of it."""
+
+    shape: StepShape
+    metadata: Any
+
+
+class MirroredAttention:
+    """`own` on this rank's heads; remembers each step's shape, which the other ranks need."""
+
+    def __init__(self, own: AttentionBackend[Any]) -> None:
+        self.own = own
+
+    @property
+    def reads_unwritten(self) -> bool:
+        return self.own.reads_unwritten
+
+    def prepare(self, step: StepShape) -> Planned:
+        return Planned(step, self.own.prepare(step))
+
+    def write(self, kv: Tensor, cache: LayerKV, metadata: Planned) -> None:
+        self.own.write(kv, cache, metadata.metadata)
+
+    def attend(self, query: Tensor, kv: Tensor, cache: LayerKV, metadata: Planned, window: int | None) -> Tensor:
+        return self.own.attend(query, kv, cache, metadata.metadata, window)
+
+
+class MirroredModel:
+    """The model over all ranks. Graphs cannot hold it: each step is told to the others from the host."""
+
+    capturable = False
+
+    def __init__(self, own: Decoder, members: Members, collectives: Collectives) -> None:
+        self._own, self._members, self._collectives = own, members, collectives
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        cache: Sequence[LayerKV],
+        backend: AttentionBackend[Any],
+        metadata: Any,
+        rows: Tensor | None = None,
+        *,
+        tap: Tap | None = None,
+    ) -> Tensor:
+        assert isinstance(backend, MirroredAttention)
+        assert isinstance(metadata, Planned)
+        self._members.tell(
+            "step", step.pack(metadata.shape, cache[0].block_size),
+            tokens=len(tokens), rows=None if rows is None else len(rows),
+        )  # fmt: skip
+        try:
+            self._collectives.share(step.join(tokens, positions, rows))
+            return self._own.hidden(tokens, positions, cache, backend.own, metadata.metadata, rows, tap=tap)
+        except Exception as error:
+            raise self._members.fail(f"a step failed on rank 0: {error}") from error
+
+    def fill(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        cache: Sequence[LayerKV],
+        backend: AttentionBackend[Any],
+        metadata: Any,
+    ) -> None:
+        raise InternalError("a draft model is not computed by several ranks")
+
+    def final(self, hidden: Tensor) -> Tensor:
+        return self._own.final(hidden)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._own.logits(hidden)
+
+
+class MirroredPool(KVPool):
+    """This rank's pool; the others' have as many blocks, and the same is done to them."""
+
+    def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device, members: Members) -> None:
+        members.ask("pool", layout=dataclasses.asdict(layout), num_blocks=num_blocks)
+        super().__init__(layout, num_blocks, device)
+        self._members = members
+
+    def zero(self, blocks: Sequence[int]) -> None:
+        if blocks:
+            self._members.tell("zero", step.numbers(blocks))
+        super().zero(blocks)
+
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
+        if copies:
+            self._members.tell("copy", step.numbers([block for pair in copies for block in pair]))
+        super().copy(copies)
+
+
+class Leader:
+    """Makes the stand-ins. The ranks have joined; they load while this one does."""
+
+    def __init__(self, members: Members, config: EngineConfig, source: ModelSource, device: torch.device) -> None:
+        self._members, self._config, self._source, self._device = members, config, source, device
+        self.shard = Shard(0, config.tensor_parallel_size)
+        self._host = members.host
+
+    @staticmethod
+    def check(config: EngineConfig, source: ModelSource, device: torch.device) -> None:
+        """ConfigError when the model cannot be cut so, or this machine lacks a device; before anybody is started."""
+        Shard(0, config.tensor_parallel_size).spec(source.spec)
+        there = torch.cuda.device_count() - (device.index or 0) if device.type == "cuda" else config.local_ranks
+        if there < config.local_ranks:
+            raise ConfigError(
+                f"{FIELD}: {config.local_ranks} devices of this machine are needed, there are {there}", field=FIELD
+            )
+
+    def load(self, max_len: int, dtype: str) -> Model:
+        """This rank's part of the model, while the others load theirs. ConfigError when one of them cannot."""
+        members, config, device = self._members, self._config, self._device
+        first = device.index or 0
+        revision = self._source.revision(device)
+        for rank, channel in enumerate(members.channels(), 1):
+            channel.send(
+                "open", device="cpu" if device.type == "cpu" else f"cuda:{first + rank % config.local_ranks}",
+                model_dir=str(config.model_dir.resolve()), revision=revision, load_format=config.load_format,
+                weights_seed=config.weights_seed, threads=config.threads_of_a_rank,
+            )  # fmt: skip
+        members.answers()
+        store, port = open_store(self._host)
+        members.tell(
+            "load", size=self.shard.size, dtype=dtype, max_len=max_len, store=port, host=self._host,
+        )  # fmt: skip
+        collectives = Collectives(store, 0, self.shard.size, device, self._host)
+        members.on_loss = collectives.abort
+        own = load_part(
+            self._source, self.shard, max_len, device, DTYPES[dtype], lambda ops: SummingOps(ops, collectives)
+        )
+        members.answers()
+        log.info("%d tensor-parallel ranks have their weights", members.size)
+        return MirroredModel(own, members, collectives)
+
+    def pool(self, layout: KVLayout, num_blocks: int, device: torch.device) -> KVPool:
+        return MirroredPool(layout, num_blocks, device, self._members)
+
+    def attention(self, own: AttentionBackend[Any]) -> AttentionBackend[Any]:
+        return MirroredAttention(own)

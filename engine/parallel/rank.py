@@ -1,0 +1,189 @@
+"""A rank after the first: a part of the model and of its KV, and a loop that does what rank 0 says.
+
+    python -m engine.parallel.rank RANK HOST:PORT        (the group's secret is in BATON_SECRET)
+
+join -> open -> load -> pool -> steps... -> stop, or rank 0 is gone: then the process ends at once, whatever it waits
+for. An error ends it too: rank 0 notices, and the group is over. No scheduler, sampler or cache is here.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.channel import Channel, Message
+from common.errors import BatonError, ConfigError, InternalError, Unavailable
+from common.kv_layout import KVLayout
+from engine.attention.base import AttentionBackend
+from engine.attention.torch_backend import TorchAttention
+from engine.attention.triton_backend import TritonAttention
+from engine.kv_pool import DTYPES, KVPool
+from engine.layer_kv import LayerKV
+from engine.lease import BlockCopy
+from engine.loader import ModelSource, load_part, open_model
+from engine.models.decoder import Decoder
+from engine.parallel import step
+from engine.parallel.collectives import Collectives, SummingOps, join_store
+from engine.parallel.members import END_S, ENGINE, JOIN_S, SECRET, WATCH_S, split_address
+from engine.parallel.shard import Shard
+
+log = logging.getLogger(__name__)
+
+EXIT_FAILED, EXIT_ABANDONED = 1, 5
+
+
+class Rank:
+    """One rank. `run` returns when rank 0 says so. on_pool: called with each new pool."""
+
+    def __init__(self, rank: int, channel: Channel, on_pool: Callable[[KVPool], None] = lambda _: None) -> None:
+        self._rank, self._channel, self._on_pool = rank, channel, on_pool
+        self._source: ModelSource | None = None
+        self._model: Decoder | None = None
+        self._collectives: Collectives | None = None
+        self._device = torch.device("cpu")
+        self._kv: KVPool | None = None
+        self._cache: tuple[LayerKV, ...] = ()
+        self._attention: AttentionBackend[Any] | None = None
+
+    def run(self) -> None:
+        """Raises Unavailable when rank 0 is gone; any other error of this rank is told to it first."""
+        answers = {"open": self._open, "load": self._load, "pool": self._make_pool}
+        follows = {"step": self._step, "zero": self._zero, "copy": self._copy}
+        while (message := self._channel.receive()).kind != "stop":
+            if message.kind in follows:
+                follows[message.kind](message)
+                continue
+            try:
+                answers[message.kind](message)
+            except Exception as error:
+                said = error.message if isinstance(error, BatonError) else f"{type(error).__name__}: {error}"
+                self._channel.send("failed", error=said)
+                self._channel.ready(END_S)  # rank 0 reads this, and then closes
+                raise
+            self._channel.send("done")
+
+    def _open(self, message: Message) -> None:
+        """What may be wrong with this rank alone is found before all ranks wait for each other."""
+        told = message.fields
+        torch.set_num_threads(told["threads"])
+        self._device = torch.device(told["device"])
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+            torch.set_float32_matmul_precision("highest")
+        self._source = open_model(Path(told["model_dir"]), told["load_format"], told["weights_seed"])
+        revision = self._source.revision(self._device)
+        if revision != told["revision"]:
+            raise ConfigError(
+                f"rank {self._rank} has another model in {told['model_dir']}: {revision}, not {told['revision']}",
+                field="model",
+            )
+
+    @torch.inference_mode()
+    def _load(self, message: Message) -> None:
+        told, source = message.fields, self._source
+        assert source is not None
+        store = join_store(told["host"], told["store"])
+        collectives = Collectives(store, self._rank, told["size"], self._device, self._channel.host)
+        shard, dtype = Shard(self._rank, told["size"]), DTYPES[told["dtype"]]
+        self._collectives = collectives
+        self._model = load_part(
+            source, shard, told["max_len"], self._device, dtype, lambda ops: SummingOps(ops, collectives)
+        )
+
+    def _make_pool(self, message: Message) -> None:
+        self._kv, self._cache, self._attention = None, (), None  # its memory is needed again
+        assert self._model is not None
+        self._kv = kv = KVPool(KVLayout(**message.fields["layout"]), message.fields["num_blocks"], self._device)
+        spec, self._cache = self._model.spec, kv.layers()
+        kind = TritonAttention if self._device.type == "cuda" else TorchAttention
+        self._attention = kind(
+            self._cache, spec.num_heads, spec.windows, kv.dummy_block, scale=spec.scale, softcap=spec.softcap
+        )
+        self._on_pool(kv)
+
+    @torch.inference_mode()
+    def _step(self, message: Message) -> None:
+        assert self._model is not None
+        assert self._collectives is not None
+        assert self._attention is not None
+        tokens, rows = message.fields["tokens"], message.fields["rows"]
+        joined = torch.empty(2 * tokens + (rows or 0), dtype=torch.int64, device=self._device)
+        self._collectives.share(joined)
+        metadata = self._attention.prepare(step.unpack(message.payload))
+        ids, positions, wanted = step.cut(joined, tokens, rows)
+        self._model.hidden(ids, positions, self._cache, self._attention, metadata, wanted)
+
+    @torch.inference_mode()
+    def _zero(self, message: Message) -> None:
+        self._pool.zero(step.values(message.payload))
+
+    @torch.inference_mode()
+    def _copy(self, message: Message) -> None:
+        blocks = step.values(message.payload)
+        self._pool.copy([BlockCopy(*pair) for pair in zip(blocks[::2], blocks[1::2], strict=True)])
+
+    @property
+    def _pool(self) -> KVPool:
+        if self._kv is None:
+            raise InternalError("rank 0 has made no pool")
+        return self._kv
+
+
+def join(rank: int, master: str, kind: str = ENGINE, timeout_s: float = JOIN_S) -> Channel:
+    """A channel to rank 0. Raises Unavailable when it does not listen in time."""
+    host, port = split_address(master)
+    until = time.monotonic() + timeout_s
+    while True:
+        try:
+            return Channel.connect(host, port, os.environ[SECRET].encode(), "rank 0", kind, rank=rank)
+        except Unavailable:
+            if time.monotonic() > until:
+                raise
+            time.sleep(WATCH_S)
+
+
+def end_with(channel: Channel) -> None:
+    """This process ends when rank 0 is gone, even where it waits for a device or another rank."""
+
+    def watch() -> None:
+        while not channel.gone():
+            time.sleep(WATCH_S)
+        time.sleep(WATCH_S)  # for what it said last
+        os._exit(EXIT_ABANDONED)
+
+    threading.Thread(target=watch, name="rank-0", daemon=True).start()
+
+
+def serve(rank: Rank) -> int:
+    """Runs it; the exit code."""
+    try:
+        rank.run()
+    except Unavailable as error:
+        log.error("%s", error.message)
+        return EXIT_ABANDONED
+    except Exception:
+        log.exception("this rank cannot go on")
+        return EXIT_FAILED
+    return 0
+
+
+def main(argv: list[str]) -> int:
+    number, master = int(argv[0]), argv[1]
+    logging.basicConfig(level=logging.WARNING, format=f"rank {number}: %(levelname)s %(name)s: %(message)s")
+    channel = join(number, master)
+    end_with(channel)
+    return serve(Rank(number, channel))
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    logging.shutdown()
+    os._exit(code)  # a rank leaves nothing to be tidied up, and torch's threads may wait for other ranks

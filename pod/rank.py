@@ -1,0 +1,81 @@
+"""A rank after the first of a tensor-parallel pod: engine/parallel/rank.py, and a transfer agent of its own.
+
+    python -m pod.rank RANK HOST:PORT SETTINGS       (see rank_command; the group's secret is in BATON_SECRET)
+
+The rank's loop has the main thread, its agent another; either end of the group is this process's end.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable
+
+from common.channel import Channel
+from common.errors import InternalError, Unavailable
+from common.logs import setup_logs
+from engine.kv_pool import KVPool
+from engine.parallel.members import ENGINE, JOIN_NODES_S, JOIN_S
+from engine.parallel.rank import EXIT_ABANDONED, EXIT_FAILED, Rank, end_with, join, serve
+from kv_transfer.backend import Backend
+from kv_transfer.memory import PoolMemory
+from kv_transfer.rank_agent import serve as serve_agent
+from pod.transfers import TRANSFERS, make_backend, pool_memory
+
+_log = logging.getLogger(__name__)
+
+
+class _Pool:
+    """The newest pool of the rank: the last one made is the one that stays. ready_fd: a byte goes there when there is
+    one: the rank has all that it needs.
+    """
+
+    def __init__(self, ready_fd: int | None) -> None:
+        self._ready_fd = ready_fd
+        self._kv: KVPool | None = None
+
+    def made(self, kv: KVPool) -> None:
+        if self._kv is None and self._ready_fd is not None:
+            os.write(self._ready_fd, b"1")
+        self._kv = kv
+
+    def memory(self) -> PoolMemory:
+        if self._kv is None:
+            raise InternalError("this rank has no pool yet")
+        return pool_memory(self._kv)
+
+
+def _transfer(channel: Channel, make: Callable[[], Backend], pool: _Pool) -> None:
+    """The agent's thread. A rank without an agent is of no use."""
+    code = EXIT_ABANDONED
+    try:
+        serve_agent(channel, make, pool.memory)
+        return  # the main thread hears it as well
+    except Unavailable as error:
+        _log.info("%s", error.message)
+    except Exception:
+        _log.exception("this rank's transfers cannot go on")
+        code = EXIT_FAILED
+    os._exit(code)
+
+
+def main(argv: list[str]) -> int:
+    rank, master, settings = int(argv[0]), argv[1], json.loads(argv[2])
+    setup_logs(settings["log_level"], settings["log_format"])
+    limit = JOIN_S if settings["ready_fd"] is None else JOIN_NODES_S  # the pod of another machine may start later
+    engine, transfers = (join(rank, master, kind, limit) for kind in (ENGINE, TRANSFERS))
+    end_with(engine)
+    pool = _Pool(settings["ready_fd"])
+    make = functools.partial(make_backend, settings["transport"], settings["net_devices"])
+    threading.Thread(target=_transfer, args=(transfers, make, pool), name="agent", daemon=True).start()
+    return serve(Rank(rank, engine, pool.made))
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    logging.shutdown()
+    os._exit(code)

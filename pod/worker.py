@@ -1,0 +1,112 @@
+"""`baton worker`: the ranks that one machine adds to a tensor-parallel pod of another.
+
+starting: ranks join the pod and load -> ready: each has its part of the KV -> over: a rank has ended, then all do
+
+What is computed is the pod's business; this process owns its ranks, answers probes, and lives as long as they do. Told
+to leave it waits for the pod, which is told at the same time and has requests to end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+
+from common.config import WorkerConfig
+from common.errors import ConfigError
+from common.lifecycle import Lifecycle
+from common.rpc import RpcServer
+from common.tether import tethered
+from engine.parallel.members import END_S, SECRET
+from pod.transfers import rank_command
+
+_log = logging.getLogger(__name__)
+
+EXIT_BROKEN = 4
+
+
+class Worker:
+    """The ranks of this machine, and their health."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        if config.tensor_parallel_node == 0:
+            raise ConfigError("tensor_parallel_node: 0 is the pod's own machine", field="tensor_parallel_node")
+        self._config = config
+        self._server = RpcServer(config.host, config.port)
+        self._lifecycle = Lifecycle(self._wait_for_pod, drain_s=config.drain_s)
+        self._over = asyncio.Event()
+
+    async def run(self) -> None:
+        """Until a rank has ended; SystemExit when it was not told to leave."""
+        self._lifecycle.install_signals()
+        await self._server.start()
+        ranks = [await self._start(rank) for rank in self._config.ranks]
+        fds = [fd for _, fd in ranks]
+        ready = asyncio.create_task(self._ready(fds))
+        ends = {
+            asyncio.create_task(process.wait()): rank
+            for rank, (process, _) in zip(self._config.ranks, ranks, strict=True)
+        }
+        told = asyncio.create_task(self._lifecycle.wait_stopped())
+        try:
+            await asyncio.wait({*ends, told}, return_when=asyncio.FIRST_COMPLETED)
+            for task, rank in ends.items():
+                if task.done():
+                    _log.info("rank %d has ended with exit code %d", rank, task.result())
+            self._server.set_serving(False)
+            if not told.done():  # the others end with rank 0, which has noticed
+                await asyncio.wait(ends, timeout=END_S)
+        finally:
+            ready.cancel()
+            for process, _ in ranks:
+                if process.returncode is None:
+                    process.kill()
+            await asyncio.gather(ready, *ends, return_exceptions=True)
+            self._over.set()
+            await self._server.stop(0)
+        if not self._lifecycle.draining and any(process.returncode for process, _ in ranks):
+            raise SystemExit(EXIT_BROKEN)
+
+    async def _start(self, rank: int) -> tuple[asyncio.subprocess.Process, int]:
+        """The rank's process, which ends with this one, and where it says that it is ready."""
+        config = self._config
+        reads, writes = os.pipe()
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *tethered(rank_command(config, rank, config.tensor_parallel_master, writes)),
+                stdin=asyncio.subprocess.DEVNULL, env={**os.environ, SECRET: config.secret}, start_new_session=True,
+                pass_fds=(writes,),
+            )  # fmt: skip
+        finally:
+            os.close(writes)
+        return process, reads
+
+    async def _ready(self, fds: list[int]) -> None:
+        """Health says SERVING once every rank is ready."""
+        said = await asyncio.gather(*(_first_byte(fd) for fd in fds))
+        if all(said) and not self._lifecycle.draining:
+            _log.info("ranks %s are ready", list(self._config.ranks))
+            self._lifecycle.ready()
+            self._server.set_serving(True)
+
+    async def _wait_for_pod(self) -> None:
+        """The ranks end with the pod."""
+        self._server.set_serving(False)
+        await self._over.wait()
+
+
+async def _first_byte(fd: int) -> bool:
+    """Whether one comes before the end."""
+    loop, readable = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(fd, readable.set)
+    try:
+        await readable.wait()
+        return bool(os.read(fd, 1))
+    finally:
+        loop.remove_reader(fd)
+        os.close(fd)
+
+
+async def serve(config: WorkerConfig) -> None:
+    """Runs until the pod is over. Raises ConfigError; SystemExit when a rank was lost."""
+    await Worker(config).run()

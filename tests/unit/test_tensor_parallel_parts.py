@@ -1,0 +1,269 @@
+"""What tensor parallelism is made of: cut weights, told steps, channels between ranks, and agents that act as one."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.channel import Channel, Message
+from common.errors import TransferFailed, Unauthenticated, Unavailable
+from engine import weights
+from engine.attention.base import StepShape
+from engine.loader import open_model
+from engine.models.decoder import Decoder
+from engine.models.spec import ModelSpec
+from engine.parallel import step
+from engine.parallel.shard import Shard
+from kv_transfer.backend import Notification, WriteState
+from kv_transfer.loopback import LoopbackBackend, LoopbackFabric, WriteFault
+from kv_transfer.memory import PeerMemory, PoolMemory, host_memory
+from kv_transfer.rank_agent import RankAgent, serve
+from kv_transfer.sharded_backend import ShardedBackend
+
+CPU = torch.device("cpu")
+SECRET = b"secret of a group"
+BLOCKS, BLOCK_BYTES = 6, 64
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@torch.inference_mode()
+def test_parts_of_a_checkpoint_are_parts_of_the_whole(size: int, tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=8, head_dim=4,
+        num_key_value_heads=4, max_position_embeddings=32, attention_bias=True, mlp_bias=True,
+    )  # fmt: skip
+    made = LlamaForCausalLM(config)
+    for parameter in made.parameters():
+        parameter.normal_()
+    made.save_pretrained(tmp_path)
+    spec = open_model(tmp_path).spec
+    assert isinstance(spec, ModelSpec)
+    for fill, fill_part in (
+        (lambda m: weights.load(m, tmp_path), lambda m, shard: weights.load(m, tmp_path, shard)),
+        (lambda m: weights.invent(m, 7), lambda m, shard: weights.invent_part(m, 7, spec, shard)),
+    ):
+        whole = Decoder(spec, 32, CPU, torch.float32)
+        fill(whole)
+        for rank in range(size):
+            shard = Shard(rank, size)
+            cut = shard.spec(spec)
+            assert isinstance(cut, ModelSpec)
+            part = Decoder(cut, 32, CPU, torch.float32)
+            fill_part(part, shard)
+            assert ("head.weight" in dict(part.named_parameters())) == (rank == 0)
+            for name, parameter in part.named_parameters():
+                assert torch.equal(parameter, shard.of(name, whole.get_parameter(name), spec)), name
+        rows = whole.stack[0].attention.qkv.weight.split([32, 16, 16])
+        parts = [Shard(r, size).of("qkv.weight", whole.stack[0].attention.qkv.weight, spec) for r in range(size)]
+        for at, kind in enumerate(rows):  # of queries, keys and values, heads follow each other over the ranks
+            own = [32 // size, 16 // size, 16 // size]
+            assert torch.equal(torch.cat([part.split(own)[at] for part in parts]), kind)
+
+
+@settings(max_examples=50)
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 20)), min_size=1, max_size=5), st.integers(1, 8))
+def test_a_told_step_is_the_step(rows: list[tuple[int, int]], block_size: int) -> None:
+    needed = [-(-(start + new) // block_size) for start, new in rows]
+    blocks = [np.arange(count + 3, dtype=np.int32) * 7 + i for i, count in enumerate(needed)]
+    shape = StepShape([start for start, _ in rows], [new for _, new in rows], blocks)
+    told = step.unpack(step.pack(shape, block_size))
+    assert (list(told.starts), list(told.num_new)) == (list(shape.starts), list(shape.num_new))
+    assert [list(b) for b in told.blocks] == [list(b[:n]) for b, n in zip(blocks, needed, strict=True)]
+
+
+def pair(secret: bytes = SECRET) -> tuple[Channel, Channel]:
+    """Both ends of a channel: rank 0's first."""
+    accepted: list[tuple[Channel, Message] | None] = []
+    refused: list[Exception] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def accept() -> None:
+            try:
+                accepted.append(Channel.accept(listener, SECRET, 10.0))
+            except (Unauthenticated, Unavailable) as error:
+                refused.append(error)
+
+        thread = threading.Thread(target=accept)
+        thread.start()
+        try:
+            other = Channel.connect("127.0.0.1", listener.getsockname()[1], secret, "rank 0", "hello", rank=1)
+        finally:
+            thread.join()
+    if refused:
+        other.close()
+        raise refused[0]
+    assert accepted[0] is not None
+    channel, hello = accepted[0]
+    assert (hello.kind, dict(hello.fields)) == ("hello", {"rank": 1})
+    return channel, other
+
+
+def test_a_channel_carries_messages_until_an_end_is_gone() -> None:
+    left, right = pair()
+    left.send("one", b"\x00" * 300_000, number=5)
+    left.send("two")
+    first = right.receive(10.0)
+    assert (first.kind, first.fields, len(first.payload)) == ("one", {"number": 5}, 300_000)
+    assert right.receive(10.0).kind == "two"
+    assert not right.gone()
+    with pytest.raises(Unavailable, match="says nothing"):
+        right.receive(0.01)
+    left.send("last")
+    left.close()
+    assert right.gone()  # whatever is still to be read
+    assert right.receive(10.0).kind == "last"
+    with pytest.raises(Unavailable, match="is gone"):
+        right.receive(10.0)
+    right.close()
+
+
+def test_strangers_are_refused_by_both_ends() -> None:
+    with pytest.raises((Unauthenticated, Unavailable)):
+        pair(b"another secret")
+
+
+@dataclass
+class Group:
+    """A pod of two ranks on a fabric; the second rank's agent is served by a thread, as it is in its process."""
+
+    fabric: LoopbackFabric
+    name: str
+    memories: list[PoolMemory] = field(default_factory=lambda: [host_memory(BLOCKS, BLOCK_BYTES) for _ in range(2)])
+
+    def __post_init__(self) -> None:
+        mine, theirs = pair()
+        self._ends = mine, theirs
+        self._thread = threading.Thread(target=self._serve, args=(theirs,))
+        self._thread.start()
+        self.backend = ShardedBackend(LoopbackBackend(self.fabric), [RankAgent(1, mine)])
+        self.backend.start(self.name, self.memories[0])
+
+    def _serve(self, channel: Channel) -> None:
+        try:
+            serve(channel, lambda: LoopbackBackend(self.fabric), lambda: self.memories[1])
+        except Unavailable:
+            channel.close()
+
+    @property
+    def memory(self) -> PeerMemory:
+        own = self.memories[0]
+        return PeerMemory(own.base, own.block_bytes, own.total_blocks, own.device, own.kind)
+
+    def lose_rank(self) -> None:
+        self._ends[1].close()
+
+    def end(self) -> None:
+        self._ends[0].close()
+        self._thread.join(10.0)
+        assert not self._thread.is_alive()
+
+
+@pytest.fixture
+def fabric() -> LoopbackFabric:
+    return LoopbackFabric()
+
+
+@pytest.fixture
+def groups(fabric: LoopbackFabric) -> Iterator[tuple[Group, Group]]:
+    """The first is connected to the second, whose blocks hold its ranks' numbers."""
+    sender, receiver = Group(fabric, "sender"), Group(fabric, "receiver")
+    for rank, memory in enumerate(sender.memories):
+        for block in range(BLOCKS):
+            memory.write_block(block, bytes([10 * rank + block]) * BLOCK_BYTES)
+    sender.backend.connect("receiver", receiver.backend.metadata(), receiver.memory)
+    yield sender, receiver
+    sender.end()
+    receiver.end()
+
+
+def wait(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + 20.0
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.001)
+
+
+def settle(backend: ShardedBackend, handle: int) -> WriteState:
+    wait(lambda: backend.poll(handle) is not WriteState.PENDING)
+    return backend.poll(handle)
+
+
+def test_a_write_is_done_and_told_once_every_rank_has_written(
+    fabric: LoopbackFabric, groups: tuple[Group, Group]
+) -> None:
+    sender, receiver = groups
+    slow = threading.Event()
+
+    def on_write(source: str, _peer: str, _count: int) -> WriteFault:
+        return WriteFault(delay_s=0.0 if slow.is_set() or not source.endswith("rank1") else 1.5)
+
+    fabric.on_write = on_write
+    handle = sender.backend.write("receiver", [1, 2], [4, 5], b"here")
+    wait(lambda: receiver.memories[0].read_block(4)[0] == 1)
+    assert sender.backend.poll(handle) is WriteState.PENDING
+    assert receiver.backend.notifications() == []
+    assert settle(sender.backend, handle) is WriteState.DONE
+    assert [memory.read_block(5)[0] for memory in receiver.memories] == [2, 12]
+    assert receiver.backend.notifications() == [Notification("sender", b"here")]
+    sender.backend.release(handle)
+    slow.set()
+    handle = sender.backend.read("receiver", [0], [5])
+    assert settle(sender.backend, handle) is WriteState.DONE
+    assert [memory.read_block(0)[0] for memory in sender.memories] == [2, 12]
+    sender.backend.release(handle)
+    assert sender.backend.transport("receiver", same_host=True).name == "loopback"
+    sender.backend.disconnect("receiver")
+    handle = sender.backend.write("receiver", [1], [1], b"")
+    assert settle(sender.backend, handle) is WriteState.FAILED
+    assert "rank 1" in sender.backend.error(handle)
+    sender.backend.release(handle)
+    sender.backend.close()
+
+
+def test_a_write_that_one_rank_fails_has_failed_and_is_not_told(
+    fabric: LoopbackFabric, groups: tuple[Group, Group]
+) -> None:
+    sender, receiver = groups
+    fabric.on_write = lambda source, _p, _n: WriteFault(fail="no" if source.endswith("rank1") else None)
+    handle = sender.backend.write("receiver", [1], [1], b"here")
+    assert settle(sender.backend, handle) is WriteState.FAILED
+    assert sender.backend.error(handle) == "rank 1: no"
+    assert receiver.backend.notifications() == []
+
+
+def test_a_rank_that_is_gone_fails_what_it_had_and_what_comes(
+    fabric: LoopbackFabric, groups: tuple[Group, Group]
+) -> None:
+    sender, receiver = groups
+    fabric.on_write = lambda source, _p, _n: WriteFault(delay_s=60.0 if source.endswith("rank1") else 0.0)
+    handles = [sender.backend.write("receiver", [1], [1], b"here")]
+    sender.lose_rank()
+    assert settle(sender.backend, handles[0]) is WriteState.FAILED
+    assert "gone" in sender.backend.error(handles[0])
+    handles.append(sender.backend.write("receiver", [1], [1], b"here"))
+    assert settle(sender.backend, handles[1]) is WriteState.FAILED
+    with pytest.raises(TransferFailed, match="gone"):
+        sender.backend.metadata()
+    assert receiver.backend.notifications() == []
+
+
+def test_groups_of_another_size_are_refused(fabric: LoopbackFabric, groups: tuple[Group, Group]) -> None:
+    sender, receiver = groups
+    alone = ShardedBackend(LoopbackBackend(fabric), [])
+    alone.start("alone", host_memory(BLOCKS, BLOCK_BYTES))
+    with pytest.raises(TransferFailed, match="a tensor_parallel of 1, this pod of 2"):
+        sender.backend.connect("alone", alone.metadata(), receiver.memory)
+    with pytest.raises(TransferFailed, match="no metadata of a tensor-parallel group"):
+        sender.backend.connect("other", b"\x05\x00\x00\x00other", receiver.memory)
