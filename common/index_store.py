@@ -112,7 +112,9 @@ class Script:
 
     def packed(self, keys: Sequence[str], args: Sequence[Arg]) -> bytes:
         """The command that runs it where the server knows it."""
-        return hiredis.pack_command(("EVALSHA", self._sha, len(keys), *keys, *args))
+        command = ("EVALSHA", self._sha, len(keys), *keys, *args)
+        packed: bytes = hiredis.pack_command(command)  # type: ignore[arg-type]  # whose stub knows tuples of one
+        return packed
 
     async def run(self, client: Client, keys: Sequence[str], args: Sequence[Arg]) -> Any:
         """The script's answer, bytes undecoded."""
