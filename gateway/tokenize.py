@@ -17,8 +17,6 @@ from gateway.tokenizer import INLINE_CHARS
 from gateway.tools.request import parse_declared
 from gateway.validation import parse_token_ids, refuse_unserved
 
-MAX_IDS = 1 << 20
-
 _INERT: dict[str, tuple[object, ...]] = {
     "continue_final_message": (False,),
     "add_generation_prompt": (True,),
@@ -74,8 +72,6 @@ def parse_detokenize(body: object) -> DetokenizeBody:
     values = fields.raw("tokens")
     if not isinstance(values, list):
         raise wrong_type("tokens", "an array of token ids", values)
-    if len(values) > MAX_IDS:
-        raise InvalidRequest(f"tokens may have at most {MAX_IDS} entries", field="tokens")
     return DetokenizeBody(fields.string("model", 1024), parse_token_ids(values, "tokens"))
 
 
@@ -115,7 +111,7 @@ class Tokenize:
             special = asked.special or False
         tokens = await model.tokenizer.encode_async(text, add_special_tokens=special)
         ticket.timeline.mark("tokenized", prompt_tokens=len(tokens))
-        strings = [model.tokenizer.raw.id_to_token(token) for token in tokens] if asked.strings else None
+        strings = await model.tokenizer.names_async(tokens) if asked.strings else None
         return Tokenized(tokens, _max_model_len(model), strings)
 
     async def text(self, asked: DetokenizeBody, ticket: Ticket) -> str:

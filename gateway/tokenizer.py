@@ -96,6 +96,14 @@ class TextTokenizer:
             return self.encode(text, add_special_tokens=add_special_tokens)
         return await asyncio.to_thread(self.encode, text, add_special_tokens=add_special_tokens)
 
+    async def names_async(self, ids: list[int]) -> list[str]:
+        """What the vocabulary calls the tokens, in a thread when there are many."""
+
+        def names() -> list[str]:
+            return [self.raw.id_to_token(token) for token in ids]
+
+        return names() if len(ids) <= INLINE_CHARS else await asyncio.to_thread(names)
+
     def decode(self, ids: list[int]) -> str:
         """Text of token ids, special tokens left out."""
         text: str = self.raw.decode(ids, skip_special_tokens=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import orjson
 
@@ -32,6 +32,7 @@ MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 256
 MAX_SALT_CHARS = 256
 MAX_ALLOWED_TOKEN_IDS = 1 << 18
+MAX_IDS = 1 << 20  # in one array
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARS = 256
 INT32_MAX = 2**31 - 1
@@ -415,15 +416,17 @@ def _logit_bias(value: Mapping[str, Any] | None) -> tuple[tuple[int, float], ...
 
 
 def parse_token_ids(values: Sequence[object], name: str) -> tuple[int, ...]:
-    """Token ids, whatever the vocabulary. Raises InvalidRequest that names the field."""
-    out: list[int] = []
-    for value in values:
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise wrong_type(name, "an array of token ids (integers)", value)
-        if not 0 <= value <= INT32_MAX:
-            raise InvalidRequest(f"{name} has {value}, which is no token id", field=name)
-        out.append(value)
-    return tuple(out)
+    """At most MAX_IDS token ids, whatever the vocabulary. Raises InvalidRequest that names the field."""
+    if len(values) > MAX_IDS:
+        raise InvalidRequest(f"{name} may have at most {MAX_IDS} entries", field=name)
+    if set(map(type, values)) - {int}:
+        other = next(value for value in values if type(value) is not int)
+        raise wrong_type(name, "an array of token ids (integers)", other)
+    ids = cast("Sequence[int]", values)
+    for extreme in (min(ids, default=0), max(ids, default=0)):
+        if not 0 <= extreme <= INT32_MAX:
+            raise InvalidRequest(f"{name} has {extreme}, which is no token id", field=name)
+    return tuple(ids)
 
 
 def _require_ids(ids: Sequence[int], vocab_size: int, name: str) -> None:

@@ -20,10 +20,10 @@ COMPLETION: tuple[Parameter, ...] = (
                     "minItems": 1,
                     "maxItems": v.MAX_PROMPTS,
                 },
-                {"type": "array", "items": TOKEN_ID, "minItems": 1},
+                {"type": "array", "items": TOKEN_ID, "minItems": 1, "maxItems": v.MAX_IDS},
                 {
                     "type": "array",
-                    "items": {"type": "array", "items": TOKEN_ID, "minItems": 1},
+                    "items": {"type": "array", "items": TOKEN_ID, "minItems": 1, "maxItems": v.MAX_IDS},
                     "minItems": 1,
                     "maxItems": v.MAX_PROMPTS,
                 },

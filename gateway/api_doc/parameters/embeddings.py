@@ -16,10 +16,10 @@ EMBEDDINGS: tuple[Parameter, ...] = (
             "anyOf": [
                 {"type": "string", "minLength": 1},
                 {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1, "maxItems": MAX_INPUTS},
-                {"type": "array", "items": TOKEN_ID, "minItems": 1},
+                {"type": "array", "items": TOKEN_ID, "minItems": 1, "maxItems": v.MAX_IDS},
                 {
                     "type": "array",
-                    "items": {"type": "array", "items": TOKEN_ID, "minItems": 1},
+                    "items": {"type": "array", "items": TOKEN_ID, "minItems": 1, "maxItems": v.MAX_IDS},
                     "minItems": 1,
                     "maxItems": MAX_INPUTS,
                 },

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from gateway import validation as v
 from gateway.api_doc.parameter import Parameter, boolean, limited, refused
 from gateway.api_doc.parameters.chat import MESSAGES
 from gateway.api_doc.parameters.shared import TOKEN_ID, TOOLS
@@ -30,5 +31,5 @@ TOKENIZE: tuple[Parameter, ...] = (
 
 DETOKENIZE: tuple[Parameter, ...] = (
     _ANY_MODEL,
-    Parameter("tokens", "Token ids.", {"type": "array", "items": TOKEN_ID, "maxItems": 1 << 20}, required=True),
+    Parameter("tokens", "Token ids.", {"type": "array", "items": TOKEN_ID, "maxItems": v.MAX_IDS}, required=True),
 )
