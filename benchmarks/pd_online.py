@@ -138,6 +138,12 @@ async def parts(client: Client, answers: Sequence[Answer]) -> dict[str, dict[str
     return {name: spread(seconds) for name, seconds in found.items()}
 
 
+async def retried(client: Client, answers: Sequence[Answer]) -> int:
+    """How many of the last of these requests took more than one attempt."""
+    found = [await client.timeline(answer) for answer in answers[-TIMELINES:]]
+    return sum("retry" in events for events in found)
+
+
 async def play(client: Client, shape: str, load: Load) -> tuple[list[float], list[Answer], list[str]]:
     """Sends everything when it is due; arrivals and answers in their order, and what failed."""
     arrivals = load.arrivals()
@@ -224,6 +230,7 @@ async def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
                     "connections": connections,
                     "commit": report.commit(),
                     "pods_said": await parts(client, answers),
+                    "retried": await retried(client, answers),
                 }
                 print(json.dumps(rows[-1]), flush=True)
                 write(args, rows)

@@ -22,6 +22,7 @@ from common.trace_context import TraceContext
 from common.types import KvTarget, ValidRequest
 from common.wire import request_from_pb, target_from_pb
 from engine.engine import StepResult
+from pod.patience import patiently
 from pod.registry import Registry
 from pod.runtime import PodRuntime
 from prefill_service.hand_off import HandOff
@@ -69,9 +70,9 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
     async def SetTarget(
         self, request: prefill_pb2.SetTargetRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> prefill_pb2.SetTargetResponse:
-        """See prefill.proto."""
+        """See prefill.proto. It may overtake the Prefill that it belongs to."""
         target = target_from_pb(request.target)
-        hand_off = self._active.get(request.request_id)
+        hand_off = await patiently(lambda: self._active.get(request.request_id), lambda found: found is None)
         if hand_off is None or hand_off.closed.is_set():
             raise Unavailable(f"request {request.request_id} is not here (any more)")
         if hand_off.target is None:

@@ -69,8 +69,8 @@ class PrefillServicer:
         raise NotImplementedError('Method not implemented!')
 
     def SetTarget(self, request, context):
-        """Says where the KV of a request goes whose Prefill came without a target. Until then its blocks stay here; a Prefill
-        that does not get one within a few seconds fails. Idempotent. Errors: UNAVAILABLE (no such request here),
+        """Says where the KV of a request goes whose Prefill came without a target, and may overtake it. Until then its blocks
+        stay here; a Prefill that does not get one within a few seconds fails. Idempotent. Errors: UNAVAILABLE (no such request here),
         INVALID_ARGUMENT (another target was given before), FAILED_PRECONDITION (layouts differ).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

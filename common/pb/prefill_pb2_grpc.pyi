@@ -42,8 +42,8 @@ class PrefillStub:
     FAILED_PRECONDITION (layouts differ), UNAVAILABLE (draining, decode unreachable), DEADLINE_EXCEEDED.
     """
     SetTarget: _grpc.UnaryUnaryMultiCallable[_prefill_pb2.SetTargetRequest, _prefill_pb2.SetTargetResponse]
-    """Says where the KV of a request goes whose Prefill came without a target. Until then its blocks stay here; a Prefill
-    that does not get one within a few seconds fails. Idempotent. Errors: UNAVAILABLE (no such request here),
+    """Says where the KV of a request goes whose Prefill came without a target, and may overtake it. Until then its blocks
+    stay here; a Prefill that does not get one within a few seconds fails. Idempotent. Errors: UNAVAILABLE (no such request here),
     INVALID_ARGUMENT (another target was given before), FAILED_PRECONDITION (layouts differ).
     """
     Abort: _grpc.UnaryUnaryMultiCallable[_prefill_pb2.PrefillAbortRequest, _prefill_pb2.PrefillAbortResponse]
@@ -63,8 +63,8 @@ class PrefillAsyncStub(PrefillStub):
     FAILED_PRECONDITION (layouts differ), UNAVAILABLE (draining, decode unreachable), DEADLINE_EXCEEDED.
     """
     SetTarget: _aio.UnaryUnaryMultiCallable[_prefill_pb2.SetTargetRequest, _prefill_pb2.SetTargetResponse]  # type: ignore[assignment]
-    """Says where the KV of a request goes whose Prefill came without a target. Until then its blocks stay here; a Prefill
-    that does not get one within a few seconds fails. Idempotent. Errors: UNAVAILABLE (no such request here),
+    """Says where the KV of a request goes whose Prefill came without a target, and may overtake it. Until then its blocks
+    stay here; a Prefill that does not get one within a few seconds fails. Idempotent. Errors: UNAVAILABLE (no such request here),
     INVALID_ARGUMENT (another target was given before), FAILED_PRECONDITION (layouts differ).
     """
     Abort: _aio.UnaryUnaryMultiCallable[_prefill_pb2.PrefillAbortRequest, _prefill_pb2.PrefillAbortResponse]  # type: ignore[assignment]
@@ -93,8 +93,8 @@ class PrefillServicer(metaclass=_abc_1.ABCMeta):
         request: _prefill_pb2.SetTargetRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_prefill_pb2.SetTargetResponse, _abc.Awaitable[_prefill_pb2.SetTargetResponse]]:
-        """Says where the KV of a request goes whose Prefill came without a target. Until then its blocks stay here; a Prefill
-        that does not get one within a few seconds fails. Idempotent. Errors: UNAVAILABLE (no such request here),
+        """Says where the KV of a request goes whose Prefill came without a target, and may overtake it. Until then its blocks
+        stay here; a Prefill that does not get one within a few seconds fails. Idempotent. Errors: UNAVAILABLE (no such request here),
         INVALID_ARGUMENT (another target was given before), FAILED_PRECONDITION (layouts differ).
         """
 

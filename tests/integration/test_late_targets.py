@@ -27,13 +27,15 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_llama(tmp_path_factory.mktemp("late"))
 
 
-@pytest.mark.parametrize("after", ["", "progress", "first_token"])
+@pytest.mark.parametrize("after", ["before", "", "progress", "first_token"])
 async def test_the_target_may_come_at_any_time(model_dir: Path, after: str) -> None:
     async with Cluster.start(model_dir) as cluster:
         asked = request(PROMPT, 6)
         inbox = cluster.stream_of(cluster.decode).expect(asked.request_id)
         reply = await cluster.reserve(asked, remote_only=True)
         told = prefill_pb2.SetTargetRequest(request_id=asked.request_id, target=reply.target)
+        overtakes = asyncio.ensure_future(cluster.prefill.prefill.SetTarget(told)) if after == "before" else None
+        await asyncio.sleep(0.1 if overtakes else 0.0)
         call = cluster.prefill.prefill.Prefill(prefill_pb2.PrefillRequest(request=request_to_pb(asked)))
         ids: list[int] = []
         kinds: list[str] = []
