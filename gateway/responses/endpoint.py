@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -149,15 +149,30 @@ async def _stream(
 
     Returns the finish reason and the events that are not sent yet.
     """
+    last: list[Piece] = []
+
+    def onto(write: Callable[[bytes], bool]) -> Callable[[Piece], bool]:
+        def take(piece: Piece) -> bool:
+            if piece.finish is not None:
+                last.append(piece)
+                return False
+            return write(_written(writer, choice, piece))
+
+        return take
+
     with closing(choice):
         async for piece in choice:
-            events = start + _written(writer, choice, piece)
             if piece.finish is not None:
-                return piece.finish, events
-            start = b""
-            if events:
+                last.append(piece)
+                break
+            if events := start + _written(writer, choice, piece):
                 await response.event(events)
-    raise AssertionError("a choice ends with a finish reason")
+            start = b""
+            if (write := response.prompt) is not None:
+                await choice.relay(onto(write))
+    [piece] = last
+    assert piece.finish is not None
+    return piece.finish, start + _written(writer, choice, piece)
 
 
 def _written(writer: ResponseWriter, choice: Choice, piece: Piece) -> bytes:
