@@ -309,8 +309,6 @@ async def measure(args: argparse.Namespace) -> tuple[dict[str, float], dict[str,
     more: dict[str, Any] = {}
     if "pods" in args.only:
         async with running(shape, args.device, allow_tcp=args.allow_tcp, flags=FLAGS) as (stack, client):
-            more["connections"] = transport_of(stack)
-            print(*more["connections"], sep="\n", flush=True)
             more["idle"] = []
             for length in sorted({*plan.handover, plan.exposed}):
                 answers, notes = await handovers(client, shape, length, plan.repeats)
@@ -337,6 +335,8 @@ async def measure(args: argparse.Namespace) -> tuple[dict[str, float], dict[str,
                     metrics[f"handover_ms_{length}"] = row["handover"]["p50"]
                 if length == plan.exposed:
                     metrics[f"exposed_ms_{length}"] = row["exposed"]["p50"]
+            more["connections"] = transport_of(stack)
+            print(*more["connections"], sep="\n", flush=True)
             more["receiving"] = await receiving(client, shape, plan, plan.layout.block_bytes)
             print(more["receiving"], flush=True)
             metrics["decode_step_ratio_while_receiving"] = more["receiving"]["ratio"]

@@ -208,10 +208,10 @@ async def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
             stack,
             client,
         ):
-            connections = transport_of(stack)
-            print(mode, *connections, sep="\n", flush=True)
             for load in [load for name in args.loads for load in LOADS[args.shape] if load.name == name]:
                 quiet = await idle(client, args.shape, load)
+                connections = transport_of(stack)
+                print(mode, load.name, *connections, sep="\n", flush=True)
                 if quiet["compute_s"] is not None:
                     service[load.prompt] = quiet["compute_s"]
                 service_s = service.get(load.prompt, quiet["ttft"]["p50"] / 1e3)

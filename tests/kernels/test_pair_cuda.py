@@ -25,7 +25,9 @@ async def test_tokens_are_those_of_one_engine_and_kv_went_from_gpu_to_gpu(tmp_pa
         alone = [await client.ask(prompt, OUTPUT) for prompt in batch]
         salted = [list(reversed(prompt)) for prompt in batch]
         together = await asyncio.gather(*(client.ask(prompt, OUTPUT) for prompt in salted))
-        assert all("over cuda_ipc" in line for line in transport_of(stack))
+        connections = transport_of(stack)
+        assert connections
+        assert all("over cuda_ipc" in line for line in connections)
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)
     make_model(tmp_path, "small")
     llm = LLM(tmp_path, device="cuda", dtype="float32", load_format="dummy", kv_memory=2 << 30, max_model_len=8192)
