@@ -94,15 +94,13 @@ async def test_ten_turns_move_each_block_once_at_most(model_dir: Path, tmp_path:
             history += prompt_of(SAID, seed=turn)
             answer = await w.ask(history)
             sampling = SamplingParams(temperature=0.0, max_tokens=ANSWER)
+            assert len(answer) == ANSWER
             assert answer == llm.generate([tuple(history)], sampling, ignore_eos=True)[0].ids
-            if len(answer) < ANSWER:
-                break  # the model has ended its answer
             handed_off, pulled = w.moved()
             assert handed_off <= -(-len(history) // BLOCK), f"turn {turn}"
             # What decode has completed may go back to prefill, once.
             assert pulled <= (0 if pull == "off" else (len(history) - 1) // BLOCK), f"turn {turn}"
             history += answer
-        assert turn >= 3
 
 
 async def test_turns_stay_on_decode_where_that_is_cheaper(model_dir: Path, tmp_path: Path, llm: LLM) -> None:
