@@ -333,8 +333,11 @@ class Cluster:
         on_event: Callable[[str], None] = lambda _kind: None,
         pull: prefill_pb2.PullHint | None = None,
         elsewhere: decode_pb2.RemotePrefill | None = None,
+        late_s: float | None = None,
     ) -> Answer:
-        """One request as the gateway drives it. Errors of either side are raised as BatonError."""
+        """One request as the gateway drives it. Errors of either side are raised as BatonError. late_s: the prefill pod
+        is told so much after the prompt where its KV goes.
+        """
         decode = decode or self.decode
         answer = Answer()
         inbox = self.stream_of(decode).expect(request.request_id)
@@ -343,7 +346,7 @@ class Cluster:
             raise Overloaded(reply.rejected.reason, retry_after_s=reply.rejected.retry_after_s)
         if reply.HasField("target"):
             answer.target = target_from_pb(reply.target)
-            await self.run_prefill(request, answer, prefill or self.prefill, timeout_s, on_event, pull)
+            await self.run_prefill(request, answer, prefill or self.prefill, timeout_s, on_event, pull, late_s)
         else:
             answer.events.append("local")
         while answer.finish is None:
@@ -361,13 +364,26 @@ class Cluster:
         timeout_s: float,
         on_event: Callable[[str], None],
         pull: prefill_pb2.PullHint | None = None,
+        late_s: float | None = None,
     ) -> None:
         """Prefill's stream to its end; a Failed event is raised."""
         assert answer.target is not None
-        message = prefill_pb2.PrefillRequest(
-            request=request_to_pb(request), target=target_to_pb(answer.target), pull=pull
-        )
-        with rpc_errors():
+        target = target_to_pb(answer.target)
+        message = prefill_pb2.PrefillRequest(request=request_to_pb(request), pull=pull)
+        if late_s is None:
+            message.target.CopyFrom(target)
+
+        async def tell(after_s: float) -> None:
+            await asyncio.sleep(after_s)
+            with contextlib.suppress(grpc.aio.AioRpcError):  # then the prefill has failed, or does so without a target
+                told = prefill_pb2.SetTargetRequest(request_id=request.request_id, target=target)
+                await prefill.prefill.SetTarget(told, timeout=timeout_s)
+
+        async with contextlib.AsyncExitStack() as stack:
+            if late_s is not None:
+                telling = asyncio.create_task(tell(late_s))
+                stack.callback(telling.cancel)
+            stack.enter_context(rpc_errors())
             async for event in prefill.prefill.Prefill(message, timeout=timeout_s):
                 kind = event.WhichOneof("event") or ""
                 answer.events.append(kind)

@@ -89,6 +89,10 @@ class Storm:
         holder = self._holders.get(which)
         return None if r.cache_salt or holder is None else holder.holds(r.prompt_len // BLOCK)
 
+    def _late(self) -> float | None:
+        """Every third prompt is sent before it is known where its KV goes."""
+        return self._rng.random() * 0.2 if self._rng.random() < 0.33 else None
+
     async def _until_answered(self, which: int) -> None:
         """As a gateway does: a full or dead pod is left for another one."""
         while True:
@@ -102,6 +106,7 @@ class Storm:
                     remote_only=remote_only,
                     timeout_s=TRY_S,
                     pull=self._pull(which, r),
+                    late_s=self._late(),
                 )
             except BatonError as error:
                 self.errors[error.kind] += 1
@@ -135,6 +140,7 @@ class Storm:
                     timeout_s=TRY_S,
                     on_event=seen,
                     pull=self._pull(which, r),
+                    late_s=self._late(),
                 )
             )
             reached = asyncio.create_task(there.wait())
