@@ -115,6 +115,7 @@ class Engine:
             dtype=config.resolve_kv_dtype(device),
             **({} if draft is None else draft.layout(device)),
         )
+        self._fingerprint = self.layout.fingerprint
         self.vocab_size = spec.vocab_size
         self.eos_token_ids = spec.eos_token_ids
         self.grammars = GrammarCompiler(
@@ -235,7 +236,7 @@ class Engine:
             constraint = Constraint(request, self.vocab_size, grammar=grammar, output=output)
         return Sequence(
             request,
-            fingerprint=self.layout.fingerprint,
+            fingerprint=self._fingerprint,
             block_size=self.layout.block_size,
             output=output,
             constraint=constraint,

@@ -31,5 +31,8 @@ class Guesses:
                 drafts.lengths[row] = i + 1
         return drafts
 
+    def observe(self, seq: EngineSequence, kept: Any) -> None:
+        """Nothing is new to it."""
+
     def accept(self, seq: EngineSequence, kept: Any, drafts: int, accepted: int) -> None:
         """Nothing to learn."""

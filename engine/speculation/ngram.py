@@ -109,11 +109,14 @@ class NgramProposer:
     def propose(self, seqs: Sequence[EngineSequence], kept: Sequence[Any], limits: Sequence[int]) -> Drafts:
         drafts = Drafts.empty(len(seqs), max(limits))
         for row, (seq, history, most) in enumerate(zip(seqs, kept, limits, strict=True)):
-            history.extend(seq.tokens[history.count :])
+            self.observe(seq, history)
             _, found = history.match(most)
             drafts.tokens[row, : len(found)] = found
             drafts.lengths[row] = len(found)
         return drafts
+
+    def observe(self, seq: EngineSequence, kept: Any) -> None:
+        kept.extend(seq.tokens[kept.count :])
 
     def accept(self, seq: EngineSequence, kept: Any, drafts: int, accepted: int) -> None:
         """The history reads the sequence's tokens."""

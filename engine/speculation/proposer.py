@@ -50,5 +50,8 @@ class Proposer(Protocol):
         kept: what `begin` made of each. All token ids are in the vocabulary, as those of the sequences are.
         """
 
+    def observe(self, seq: EngineSequence, kept: Any) -> None:
+        """Now and then, while the device computes: there is time for what `propose` wants of the new tokens."""
+
     def accept(self, seq: EngineSequence, kept: Any, drafts: int, accepted: int) -> None:
         """A step has verified so many drafts, and appended the accepted ones and the token after them."""

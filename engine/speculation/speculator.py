@@ -1,21 +1,23 @@
 """Drafts for the sequences that decode next: who gets how many, from whom, and what became of them.
 
 Called by the stepper on the engine's thread: `draft` before a step is planned whose tokens are all known, `verified`
-for each sequence whose drafts a step has tested, `stepped` after each step, `due` to learn whether the next step should
-wait for this one's result. A proposer that fails costs its drafts and no more.
+for each sequence whose drafts a step has tested, `stepped` after each step, `due`, while a device computes, to learn
+whether the next step should wait for this one's result. A proposer that fails costs its drafts and no more.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from engine.scheduler import NO_DRAFTS, Item
 from engine.sequence import Sequence as EngineSequence
 from engine.speculation.chain import Chain
 from engine.speculation.control import Control
+from engine.speculation.drafting import Drafting
 from engine.speculation.drawn import DrawnProposer
-from engine.speculation.proposer import Proposer
+from engine.speculation.proposer import Drafts, Proposer
 from engine.speculation.stats import SpeculationStats
 
 log = logging.getLogger(__name__)
@@ -24,6 +26,7 @@ PATIENCE = 2  # empty proposals in a row after which a sequence no longer makes 
 LAG = 64  # tokens that a draft model may be behind while nobody drafts: until then they are not published
 LOOK_EVERY = 8  # steps after which those sequences are asked again, at first; it doubles each time they have nothing
 MOST_DOUBLED = 3
+NOBODY = object()  # is kept of a sequence that the proposer failed to begin with
 
 
 class Speculator:
@@ -47,11 +50,10 @@ class Speculator:
         self._control.tried()
         chosen = [seq for seq, _ in asked]
         kept = [seq.drafting.kept for seq in chosen if seq.drafting is not None]
-        try:
+        drafts: Drafts | None = None
+        with self._surviving():
             drafts = self._proposer.propose(chosen, kept, [limit for _, limit in asked])
-        except Exception:
-            log.exception("the %s proposer failed", self._proposer.name)
-            self.stats.failures += 1
+        if drafts is None:
             return NO_DRAFTS
         proposed: dict[EngineSequence, Chain] = {}
         rows = zip(chosen, drafts.tokens.tolist(), drafts.lengths.tolist(), strict=True)
@@ -66,11 +68,8 @@ class Speculator:
 
     def _keep_up(self, seqs: Sequence[EngineSequence]) -> None:
         if isinstance(self._proposer, DrawnProposer):
-            try:
+            with self._surviving():
                 self._proposer.keep_up(seqs)
-            except Exception:
-                log.exception("the %s proposer failed", self._proposer.name)
-                self.stats.failures += 1
 
     def due(self, seqs: Sequence[EngineSequence]) -> bool:
         """Some of these sequences, which are in the step in flight, should draft for the next one."""
@@ -78,6 +77,11 @@ class Speculator:
         if any(seq.lagging >= LAG for seq in decoding):
             return True
         limits = self._limits(decoding)
+        for seq in decoding:
+            state = seq.drafting
+            if (self._steps + seq.slot) % LOOK_EVERY == 0 and state is not None and state.kept is not NOBODY:
+                with self._surviving():
+                    self._proposer.observe(seq, state.kept)
         return any(limit and self._look(seq) for seq, limit in zip(decoding, limits, strict=True))
 
     def _look(self, seq: EngineSequence) -> bool:
@@ -91,7 +95,8 @@ class Speculator:
         assert seq.drafting is not None
         self.stats.add(drafts, accepted)
         self._control.verified(seq.drafting, seq.num_output, drafts, accepted)
-        self._proposer.accept(seq, seq.drafting.kept, drafts, accepted)
+        with self._surviving():
+            self._proposer.accept(seq, seq.drafting.kept, drafts, accepted)
 
     def stepped(self, items: Sequence[Item], seconds: float) -> None:
         """A step has ended after so many seconds."""
@@ -102,7 +107,22 @@ class Speculator:
     def _limits(self, seqs: Sequence[EngineSequence]) -> list[int]:
         if len(seqs) > self._max_seqs:
             return [0] * len(seqs)
-        for seq in seqs:
-            if seq.drafting is None:
-                seq.drafting = self._control.begin(self._proposer.begin(seq))
-        return self._control.limits([(seq.drafting, seq.num_output) for seq in seqs if seq.drafting is not None])
+        states = [(seq.drafting or self._begin(seq), seq.num_output) for seq in seqs]
+        limits = self._control.limits(states)
+        return [0 if state.kept is NOBODY else limit for (state, _), limit in zip(states, limits, strict=True)]
+
+    def _begin(self, seq: EngineSequence) -> Drafting:
+        kept: object = NOBODY
+        with self._surviving():
+            kept = self._proposer.begin(seq)
+        seq.drafting = self._control.begin(kept)
+        return seq.drafting
+
+    @contextlib.contextmanager
+    def _surviving(self) -> Iterator[None]:
+        """The proposer may fail inside."""
+        try:
+            yield
+        except Exception:
+            log.exception("the %s proposer failed", self._proposer.name)
+            self.stats.failures += 1

@@ -112,8 +112,7 @@ class SuffixProposer:
     def propose(self, seqs: Sequence[EngineSequence], kept: Sequence[Any], limits: Sequence[int]) -> Drafts:
         drafts = Drafts.empty(len(seqs), max(limits))
         for row, (seq, own, most) in enumerate(zip(seqs, kept, limits, strict=True)):
-            self._learn(seq, own)
-            own.history.extend(seq.tokens[own.history.count :])
+            self.observe(seq, own)
             known, found = own.history.match(most)
             shared, guesses = self.table.follow(seq.request.cache_salt, seq.tokens[-LENGTHS[0] :], most)
             if shared > known:
@@ -123,6 +122,10 @@ class SuffixProposer:
                 drafts.tokens[row, : len(found)] = found
                 drafts.lengths[row] = len(found)
         return drafts
+
+    def observe(self, seq: EngineSequence, kept: Any) -> None:
+        self._learn(seq, kept)
+        kept.history.extend(seq.tokens[kept.history.count :])
 
     def accept(self, seq: EngineSequence, kept: Any, drafts: int, accepted: int) -> None:
         self._learn(seq, kept)

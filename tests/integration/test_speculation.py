@@ -184,7 +184,7 @@ class Counting:
 
     def __init__(self, proposer: Proposer) -> None:
         self.name, self._proposer, self.cut = proposer.name, proposer, 0
-        self.begin, self.accept = proposer.begin, proposer.accept
+        self.begin, self.observe, self.accept = proposer.begin, proposer.observe, proposer.accept
 
     def propose(self, seqs: Sequence[EngineSequence], kept: Sequence[Any], limits: Sequence[int]) -> Drafts:
         drafts = self._proposer.propose(seqs, kept, limits)

@@ -12,7 +12,7 @@ from common.types import SamplingParams, ValidRequest
 from engine.block_pool import BlockPool
 from engine.scheduler import Item
 from engine.sequence import Sequence
-from engine.speculation.control import FIRST_PAUSE, LONGEST_BATCH_PAUSE, LONGEST_PAUSE, Control
+from engine.speculation.control import FIRST_PAUSE, LONGEST_BATCH_PAUSE, LONGEST_PAUSE, Always, Control
 from engine.speculation.ngram import LENGTHS, History, NgramProposer
 from engine.speculation.speculator import Speculator
 from engine.speculation.stats import ALARM_CHAINS, SpeculationStats
@@ -198,6 +198,26 @@ def test_texts_that_repeat_nothing_seldom_make_a_step_wait() -> None:
         speculator.stepped([Item(seq, seq.start, 1, sample=True, decode=True) for seq in seqs], 0.01)
     assert 0 < waits < 16
     assert speculator.stats.proposed == 0
+
+
+@pytest.mark.parametrize("at", ["begin", "propose", "observe", "accept"])
+def test_a_proposer_that_fails_costs_its_drafts_and_no_more(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, proposer = BlockPool(60, 4), NgramProposer()
+    seq = sequence([1, 2, 3, 1, 2, 3], [1])
+    seq.lease, seq.computed, seq.slot = pool.lease([], 10), 6, 0
+    broken = Speculator(proposer, Always(2), max_seqs=4)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(proposer, at, fail)
+    assert broken.due([seq]) == (at != "begin")
+    drafts = broken.draft([seq])
+    assert bool(drafts) == (at == "accept")
+    if drafts:
+        broken.verified(seq, 2, 1)
+    broken.stepped([Item(seq, 6, 1, sample=True, decode=True)], 0.01)
+    assert broken.stats.failures > 0
 
 
 def test_34_an_alarm_while_nothing_is_accepted() -> None:
