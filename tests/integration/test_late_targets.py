@@ -12,11 +12,12 @@ import pytest_asyncio
 
 from common.errors import InvalidRequest, LayoutMismatch, Unavailable
 from common.pb import prefill_pb2, transfer_pb2
+from common.rpc import rpc_errors
 from common.wire import request_to_pb, target_from_pb, target_to_pb, token_from_pb
 from prefill_service import servicer
 from tests.fake_pods import FakeCluster, fake_cluster
 from tests.gateway_rig import Rig, rig
-from tests.harness import CHUNK, Cluster, oracle, prompt_of, request, rpc_errors, tiny_llama
+from tests.harness import CHUNK, Cluster, oracle, prompt_of, request, tiny_llama
 from tests.until import until
 
 PROMPT = prompt_of(3 * CHUNK + 5)
