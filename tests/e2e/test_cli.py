@@ -15,6 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.forked_cli import forked
+
 BATON = [sys.executable, "-P", "-m", "common.cli"]
 START_S = 120.0
 
@@ -30,31 +32,36 @@ def baton(*argv: str, env: dict[str, str] | None = None, timeout_s: float = 60.0
     )
 
 
-@pytest.mark.parametrize(
-    ("argv", "named"),
-    [
-        (["frobnicate"], "frobnicate"),
-        (["up", "--frobnicate"], "--frobnicate"),
-        (["up", "--prefill", "many"], "--prefill: 'many' will not do; expected an integer"),
-        (["up", "--prefill", "-1"], "--prefill: -1 will not do; expected an integer"),
-        (["up", "--max-tokens", "0"], "--max-tokens: 0 will not do"),
-        (["up", "--port"], "(baton up --help)"),
-        (["up", "--decode", "0"], "(baton up --help)"),
-        (["up", "--block-size", "0"], "--block-size: 0 will not do"),
-        (["up", "--kv-memory", "a lot"], "--kv-memory: 'a lot' will not do"),
-        (["up", "--model", "/does/not/exist"], "/does/not/exist"),
-        (["up", "--redis", "http://localhost"], "redis"),
-        (["serve"], "--role: missing"),
-        (["serve", "--role", "referee"], "--role: 'referee' will not do; expected one of prefill, decode, both"),
-        (["serve", "--role", "decode", "--drain-s", "soon"], "(baton serve --help)"),
-        (["gateway", "--log-level", "loud"], "--log-level: 'loud' will not do"),
-        (["serve", "--role", "prefill", "--host", "0.0.0.0"], "secret"),
-        (["serve", "--role", "decode", "--config", "/does/not/exist.toml"], "/does/not/exist.toml"),
-        (["gateway", "--pods", "nowhere"], "pods"),
-    ],
-)
-def test_what_is_wrong_is_one_line_and_exit_2(argv: list[str], named: str) -> None:
-    done = baton(*argv)
+WRONG: list[tuple[list[str], str]] = [
+    (["frobnicate"], "frobnicate"),
+    (["up", "--frobnicate"], "--frobnicate"),
+    (["up", "--prefill", "many"], "--prefill: 'many' will not do; expected an integer"),
+    (["up", "--prefill", "-1"], "--prefill: -1 will not do; expected an integer"),
+    (["up", "--max-tokens", "0"], "--max-tokens: 0 will not do"),
+    (["up", "--port"], "(baton up --help)"),
+    (["up", "--decode", "0"], "(baton up --help)"),
+    (["up", "--block-size", "0"], "--block-size: 0 will not do"),
+    (["up", "--kv-memory", "a lot"], "--kv-memory: 'a lot' will not do"),
+    (["up", "--model", "/does/not/exist"], "/does/not/exist"),
+    (["up", "--redis", "http://localhost"], "redis"),
+    (["serve"], "--role: missing"),
+    (["serve", "--role", "referee"], "--role: 'referee' will not do; expected one of prefill, decode, both"),
+    (["serve", "--role", "decode", "--drain-s", "soon"], "(baton serve --help)"),
+    (["gateway", "--log-level", "loud"], "--log-level: 'loud' will not do"),
+    (["serve", "--role", "prefill", "--host", "0.0.0.0"], "secret"),
+    (["serve", "--role", "decode", "--config", "/does/not/exist.toml"], "/does/not/exist.toml"),
+    (["gateway", "--pods", "nowhere"], "pods"),
+]
+
+
+@pytest.fixture(scope="module")
+def refused() -> list[subprocess.CompletedProcess[str]]:
+    return forked([argv for argv, _ in WRONG])
+
+
+@pytest.mark.parametrize("number", range(len(WRONG)), ids=[" ".join(argv) for argv, _ in WRONG])
+def test_what_is_wrong_is_one_line_and_exit_2(number: int, refused: list[subprocess.CompletedProcess[str]]) -> None:
+    done, (_, named) = refused[number], WRONG[number]
     assert done.returncode == 2, done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert named in done.stderr

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from simulator.planner import Planner, Setup
 from simulator.rates import H100_8B, fitted, load_rates
 from simulator.slo import Slo
 from simulator.workload import Agents
+from tests.forked_cli import forked
 
 MOONCAKE = (
     '{"timestamp": 0, "input_length": 1100, "output_length": 5, "hash_ids": [1, 2, 3]}\n'
@@ -273,29 +273,28 @@ def test_the_command_takes_azures_format_and_says_that_bursts_stay(
     assert any(f"come at {40 // together} moments" in note for note in said["assumptions"]) == (together > 1)
 
 
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        ([], "--trace FILE and --slo"),
-        (["--slo", "ttft=1s,itl=1s"], "--trace FILE and --slo"),
-        (["--trace", "nowhere.jsonl", "--slo", "ttft=1s,itl=1s"], "no file nowhere.jsonl"),
-        (["--trace", "{trace}", "--slo", "1s"], "--slo: '1s'"),
-        (["--trace", "{trace}", "--slo", "ttft=1s,itl=1s", "--gpus", "1"], "--gpus must be a whole number from 2"),
-        (["--trace", "{trace}", "--slo", "ttft=1s,itl=1s", "--attainment", "2"], "--attainment must be"),
-        (["--trace", "{trace}", "--slo", "ttft=1s,itl=1s", "--chunks", "64,x"], "--chunks must be"),
-        (["--trace", "{trace}", "--slo", "ttft=1s,itl=1s", "--rates", "h900"], "--rates: 'h900'"),
-    ],
-)
-def test_wrong_flags_end_with_2_and_one_line(tmp_path: Path, flags: list[str], says: str) -> None:
-    path = str(written(tmp_path, "t.jsonl", MOONCAKE))
-    code = (
-        "import sys, common.cli; sys.argv = ['baton', 'plan', *sys.argv[1:]]; "
-        "sys.modules['torch'] = None; common.cli.main()"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, *[path if f == "{trace}" else f for f in flags]],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+WRONG: list[tuple[list[str], str]] = [
+    ([], "--trace FILE and --slo"),
+    (["--slo", "ttft=1s,itl=1s"], "--trace FILE and --slo"),
+    (["--trace", "nowhere.jsonl", "--slo", "ttft=1s,itl=1s"], "no file nowhere.jsonl"),
+    (["--trace", "{trace}", "--slo", "1s"], "--slo: '1s'"),
+    (["--trace", "{trace}", "--slo", "ttft=1s,itl=1s", "--gpus", "1"], "--gpus must be a whole number from 2"),
+    (["--trace", "{trace}", "--slo", "ttft=1s,itl=1s", "--attainment", "2"], "--attainment must be"),
+    (["--trace", "{trace}", "--slo", "ttft=1s,itl=1s", "--chunks", "64,x"], "--chunks must be"),
+    (["--trace", "{trace}", "--slo", "ttft=1s,itl=1s", "--rates", "h900"], "--rates: 'h900'"),
+]
+
+
+@pytest.fixture(scope="module")
+def refused(tmp_path_factory: pytest.TempPathFactory) -> list[subprocess.CompletedProcess[str]]:
+    path = str(written(tmp_path_factory.mktemp("plan"), "t.jsonl", MOONCAKE))
+    argvs = [["plan", *(path if flag == "{trace}" else flag for flag in flags)] for flags, _ in WRONG]
+    return forked(argvs, before="import sys; sys.modules['torch'] = None; import simulator.plan_command")
+
+
+@pytest.mark.parametrize("number", range(len(WRONG)), ids=[" ".join(flags) for flags, _ in WRONG])
+def test_wrong_flags_end_with_2_and_one_line(number: int, refused: list[subprocess.CompletedProcess[str]]) -> None:
+    done, (_, says) = refused[number], WRONG[number]
     assert done.returncode == 2
     assert done.stdout == ""
     assert says in done.stderr

@@ -1,0 +1,44 @@
+"""The `baton` command many times over, each time in a process of its own, for the price of one start of Python."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+
+_PARENT = """
+import json, os, sys, tempfile, traceback
+exec(sys.argv[1])
+from common.cli import main
+def end(argv):
+    sys.argv, code = ["baton", *argv], 1
+    try:
+        main()
+    except SystemExit as stop:
+        code = stop.code
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code or 0)
+def one(argv):
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        child = os.fork()
+        if not child:
+            os.dup2(out.fileno(), 1)
+            os.dup2(err.fileno(), 2)
+            end(argv)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        return code, *(file.seek(0) or file.read() for file in (out, err))
+print(json.dumps([one(argv) for argv in json.loads(sys.argv[2])]))
+"""
+
+
+def forked(argvs: Sequence[Sequence[str]], *, before: str = "") -> list[subprocess.CompletedProcess[str]]:
+    """How each command line ended. before: Python that runs first, in the process that all are forked from."""
+    command = [sys.executable, "-P", "-c", _PARENT, before, json.dumps(argvs)]
+    parent = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert parent.returncode == 0, parent.stderr
+    ends = json.loads(parent.stdout)
+    return [subprocess.CompletedProcess(argv, *end) for argv, end in zip(argvs, ends, strict=True)]
