@@ -27,7 +27,7 @@ async def check_pods(redis_url: str | None, addresses: Sequence[str]) -> AsyncIt
 
 
 async def _indexed(redis_url: str | None) -> list[str]:
-    """None when there is no index, or it does not answer: that is another check's finding."""
+    """Nothing when there is no index, or it does not answer: that is another check's finding."""
     if redis_url is None:
         return []
     reader = IndexReader(redis_url)
