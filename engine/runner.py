@@ -197,7 +197,7 @@ class Runner:
         last = np.repeat(ends - np.cumsum(counts), counts) + np.arange(counts.sum())
         ids, at, sampled = upload([np.zeros(ends[-1], dtype=np.int64), _positions(shape), last], self._device)
         hidden, _ = self._hidden(shape, ids, at, sampled, every=len(last) == len(ids))
-        self._follow(shape, ids, at, list(range(len(rows))))
+        self._fill_draft(shape, ids, at, list(range(len(rows))))
         logits = self._model.logits(hidden)
         self._sampling.rehearse(counts, logits, last)
 
@@ -263,7 +263,7 @@ class Runner:
         else:
             whole = len(last) == len(ids) and not to_score
             hidden, states = self._hidden(shape, ids, positions, shown, every=whole, between=between)
-            self._follow(shape, ids, positions, prompts)
+            self._fill_draft(shape, ids, positions, prompts)
         scores = self._score(to_score, hidden[len(last) :]) if to_score else []
         hidden = hidden[: len(last)]
         for item, end in zip(items, np.cumsum(counts), strict=True):
@@ -310,7 +310,7 @@ class Runner:
         links = links_of(shape, self._kv)
         return self._draft.follow(self._target, ids, positions, metadata, rows=wanted, links=links)
 
-    def _follow(self, shape: StepShape, ids: Tensor, positions: Tensor, rows: Sequence[int]) -> None:
+    def _fill_draft(self, shape: StepShape, ids: Tensor, positions: Tensor, rows: Sequence[int]) -> None:
         """A draft model that lags computes the tokens of these rows, which are prompts."""
         if self._draft is None or not self._draft.lags or not rows:
             return

@@ -19,6 +19,7 @@ from engine.sampler import Noise, Sampled, SampleRow, distribution, sample
 from engine.speculation.chain import Chain
 
 ACCEPT, RESIDUAL = 1, 2  # streams of noise beside the target's own
+AT_ONCE = 8 << 20  # logits; noise for each takes some 50 bytes while it is made
 
 
 def sample_rejecting(raw: Tensor, rows: Sequence[SampleRow], chains: Sequence[Chain]) -> Sampled:
@@ -26,13 +27,36 @@ def sample_rejecting(raw: Tensor, rows: Sequence[SampleRow], chains: Sequence[Ch
 
     tokens[row] is the row's draft where that is accepted.
     """
+    assert sum(len(chain.tokens) + 1 for chain in chains) == len(rows)
+    parts: list[Sampled] = []
+    first = 0
+    for some in _parts(chains, AT_ONCE // raw.shape[1]):
+        end = first + sum(len(chain.tokens) + 1 for chain in some)
+        parts.append(_sample_part(raw[first:end], rows[first:end], some))
+        first = end
+    return Sampled(torch.cat([part.tokens for part in parts]), torch.cat([part.finite for part in parts]))
+
+
+def _parts(chains: Sequence[Chain], most: int) -> list[list[Chain]]:
+    """Chains that have no more than `most` rows together, or more alone."""
+    parts: list[list[Chain]] = []
+    rows = 0
+    for chain in chains:
+        rows += len(chain.tokens) + 1
+        if not parts or rows > most:
+            parts.append([])
+            rows = len(chain.tokens) + 1
+        parts[-1].append(chain)
+    return parts
+
+
+def _sample_part(raw: Tensor, rows: Sequence[SampleRow], chains: Sequence[Chain]) -> Sampled:
     sampled = sample(raw, rows)
     at: list[int] = []  # rows that test a draft
     first = 0
     for chain in chains:
         at += range(first, first + len(chain.tokens))
         first += len(chain.tokens) + 1
-    assert first == len(rows)
     if not at:
         return sampled
     tested = [rows[r] for r in at]

@@ -132,6 +132,17 @@ def test_the_distribution_is_the_targets(kind: str, sampling: str, chains: dict[
     assert right == pytest.approx(float(torch.minimum(target((), params), q).sum()), abs=0.02)
 
 
+def test_a_step_in_parts_draws_the_same(chains: dict[str, list[Chain]], monkeypatch: pytest.MonkeyPatch) -> None:
+    some = [*chains["drawn"][::800], Chain(()), chains["point"][0]]
+    before = [chain.tokens[:n] for chain in some for n in range(len(chain.tokens) + 1)]
+    raw = torch.stack([logits_after(tokens) for tokens in before])
+    rows = [SampleRow(SamplingParams(seed=i), SAID, 2, drafts=tokens) for i, tokens in enumerate(before)]
+    whole = sample_rejecting(raw, rows, some)
+    for most in (1, 4, 7):
+        monkeypatch.setattr(rejection, "AT_ONCE", most * VOCAB)
+        assert torch.equal(sample_rejecting(raw, rows, some).tokens, whole.tokens)
+
+
 @pytest.mark.parametrize("broken", ["always accepts", "never looks at q", "replaces from p"])
 def test_a_broken_rule_is_found_out(
     broken: str,
