@@ -1,58 +1,62 @@
-"""Pieces of many answers on their way to sockets: in order, by the end of the turn, and not to closed ones."""
+"""Pieces that wait in the outbox: a few at a time, in order, before what goes another way, to nobody who has gone."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
 
-import pytest
-
-from gateway.http_protocol import BURST, Outbox
+from gateway.http_endpoint import Response
+from gateway.http_protocol import BURST, BodyWriter, Outbox
 
 
 class Wire:
-    """A transport that keeps what is written."""
+    """What reached the client, as a connection and as ASGI's `send`."""
 
     def __init__(self) -> None:
-        self.written: list[bytes] = []
-        self.closed = False
+        self.sent: list[bytes] = []
+        self.closing = False
 
     def is_closing(self) -> bool:
-        return self.closed
+        return self.closing
 
-    def write(self, data: bytes) -> None:
-        self.written.append(data)
+    def write(self, piece: bytes) -> None:
+        self.sent.append(piece)
 
-    @property
-    def transport(self) -> asyncio.Transport:
-        return cast("Any", self)
-
-
-@pytest.mark.parametrize("pieces", [1, BURST - 1, BURST, 2 * BURST + 3])
-async def test_all_is_written_in_order_when_the_turn_is_over(pieces: int) -> None:
-    outbox, wires = Outbox(), [Wire(), Wire(), Wire()]
-    for turn in range(2):
-        for number in range(pieces):
-            for wire in wires:
-                outbox.put(wire.transport, b"%d.%d" % (turn, number))
-        await asyncio.sleep(0)
-        expected = [b"%d.%d" % (t, n) for t in range(turn + 1) for n in range(pieces)]
-        assert [wire.written for wire in wires] == [expected] * 3
+    async def send(self, message: Any) -> None:
+        if message["type"] == "http.response.body":
+            self.sent.append(message["body"])
 
 
-async def test_what_waits_goes_before_what_is_written_after_a_flush() -> None:
-    outbox, wire = Outbox(), Wire()
-    outbox.put(wire.transport, b"first")
-    outbox.flush()
-    wire.write(b"second")
+def stream(outbox: Outbox) -> tuple[Wire, Response]:
+    wire = Wire()
+    flow = SimpleNamespace(write_paused=False)
+    cycle: Any = SimpleNamespace(chunked_encoding=True, disconnected=False, flow=flow, transport=wire)
+    return wire, Response(wire.send, BodyWriter(cycle, outbox))
+
+
+async def test_a_piece_comes_before_the_end_that_follows_it() -> None:
+    wire, response = stream(Outbox())
+    await response.event(b"first")
+    assert response.prompt is not None
+    assert response.prompt(b"second")
+    assert wire.sent == [b"first"]
+    await response.end()
+    assert wire.sent == [b"first", b"6\r\nsecond\r\n", b""]
+
+
+async def test_pieces_wait_for_the_end_of_the_turn_or_for_a_burst() -> None:
+    outbox = Outbox()
+    wires = [Wire() for _ in range(BURST)]
+    for wire in wires[:-1]:
+        outbox.put(wire, b"x")  # type: ignore[arg-type]
+    assert not any(wire.sent for wire in wires)
+    outbox.put(wires[-1], b"x")  # type: ignore[arg-type]
+    assert all(wire.sent == [b"x"] for wire in wires)
+    outbox.put(wires[0], b"y")  # type: ignore[arg-type]
+    wires[1].closing = True
+    outbox.put(wires[1], b"y")  # type: ignore[arg-type]
     await asyncio.sleep(0)
-    assert wire.written == [b"first", b"second"]
-
-
-async def test_a_connection_that_closed_meanwhile_gets_nothing_and_the_others_theirs() -> None:
-    outbox, gone, here = Outbox(), Wire(), Wire()
-    outbox.put(gone.transport, b"a")
-    outbox.put(here.transport, b"b")
-    gone.closed = True
     await asyncio.sleep(0)
-    assert (gone.written, here.written) == ([], [b"b"])
+    assert wires[0].sent == [b"x", b"y"]
+    assert wires[1].sent == [b"x"]
