@@ -294,6 +294,6 @@ async def test_stop_lets_running_transfers_end(cluster: Cluster) -> None:
     transfer.finish([1], [None])
     await prefill.node.stop(5.0)
     assert (await transfer.done()).blocks == 1
-    assert len(incoming.ready) == 1
+    await until(lambda: len(incoming.ready) == 1)
     with pytest.raises(Unavailable):
         prefill.node.outgoing(incoming.target, "again", 1, 30.0)

@@ -62,6 +62,7 @@ async def test_the_sender_is_not_done_before_every_range_arrived(cluster: Cluste
     transfer.push(0, range(4), FakeHold(list(range(4))))
     transfer.finish([1], [None])
     await transfer.done()
+    await until(lambda: incoming.over)  # the acknowledgement goes first
     assert incoming.committed == [Commit((1,), (None,))]
 
 

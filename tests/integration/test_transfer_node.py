@@ -88,7 +88,7 @@ async def test_nothing_to_push(cluster: Cluster) -> None:
     transfer.finish([3], [None])
     assert (await transfer.done()).blocks == 0
     assert hold.free
-    assert len(incoming.ready) == 1
+    await until(lambda: len(incoming.ready) == 1)
 
 
 async def test_a_push_outside_the_prompt_is_refused(cluster: Cluster) -> None:
@@ -171,4 +171,5 @@ async def test_commit_is_idempotent(cluster: Cluster) -> None:
         transfer_id=transfer_id_to_pb(incoming.target.transfer_id), generation=prefill.generation, first_tokens=[9]
     )
     await prefill.node._rpc.call(decode.address, "Commit", request, transfer_pb2.CommitResponse, 5.0)
+    await until(lambda: incoming.over)  # the acknowledgement goes first
     assert incoming.committed == [Commit((1,), (None,))]
