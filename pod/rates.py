@@ -35,6 +35,11 @@ class Line:
     def known(self) -> bool:
         return self._n > 0 and self._x > 0
 
+    @property
+    def mean(self) -> float:
+        """Of y."""
+        return self._y / self._n
+
     def fit(self, fixed: float = 0.0) -> tuple[float, float]:
         """base and slope. Raises nothing once known.
 
@@ -87,6 +92,9 @@ class PodRates:
         if not self._prefill.known:
             return 0.0, 0.0
         base, slope = self._prefill.fit()
+        if not self._filled:  # a small step takes what any step takes: its tokens alone would make a full one endless
+            base = max(base, self._prefill.mean / 2)
+            slope = min(slope, base / self._full_step)
         return self._full_step / (base + slope * self._full_step), base
 
     def prefill_s(self, tokens: int) -> float:

@@ -71,3 +71,11 @@ def test_what_a_pull_takes_beyond_its_bytes_follows_the_last_ones() -> None:
     for _ in range(60):
         rates.pulled(0.05, 0.5)  # the pair's rate was measured under load
     assert 0 < rates.pull_s() < 1e-3
+
+
+def test_short_prompts_alone_do_not_make_long_ones_endless() -> None:
+    rates = PodRates(256)
+    for tokens in (1, 1, 2, 1):
+        rates.step(tokens, 0, 0.1)
+    per_s, base_s = rates.prefill()
+    assert base_s + 256 / per_s < 1.0
