@@ -141,15 +141,17 @@ async def test_damage_fails_the_pull(cluster: Cluster, mode: str) -> None:
     """By the wire, or because what was lent changed while it was read."""
     owner, puller = await two(cluster, checksums=True)
     await pull(owner, puller, mode, total=1)  # connected
-    owner.backend.on_write = lambda _p, _l, _r: WriteFault(corrupt=0)
-    puller.backend.on_read = lambda _p, _l, _r: WriteFault(delay_s=1.0)
-    wanted = ask(2, 6)
-    pulling = asyncio.create_task(puller.node.pull(holder(owner), wanted, read=mode == "read"))
-    if mode == "read":
-        await until(lambda: puller.node.stats().open_reads > 0)
+
+    def change(*_blocks: object) -> WriteFault:
+        """The owner has lent the blocks and told what is in them, and nothing is read yet."""
         owner.memory.write_block(owner.cache[chain(20)[3]], bytes(owner.memory.block_bytes))
+        return WriteFault()
+
+    owner.backend.on_write = lambda _p, _l, _r: WriteFault(corrupt=0)
+    puller.backend.on_read = change
+    wanted = ask(2, 6)
     with pytest.raises(TransferFailed, match=r"damaged|gave the transfer up"):
-        await pulling
+        await puller.node.pull(holder(owner), wanted, read=mode == "read")
     assert puller.node.stats().damaged_transfers == 1
     await until(lambda: wanted.hold.free)  # type: ignore[attr-defined]
     await at_rest(owner, puller)
