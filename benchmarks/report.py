@@ -17,13 +17,14 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def commit() -> str:
     """BATON_COMMIT where it is set: a copy of the tree, on a GPU machine, cannot tell. Else the commit that is checked
-    out, with `-dirty` when tracked files differ from it; empty outside git.
+    out, with `-dirty` when tracked files other than results differ from it; empty outside git.
     """
     if told := os.environ.get("BATON_COMMIT"):
         return told
     git = ["git", "-C", str(ROOT)]
     head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    dirty = subprocess.run([*git, "diff", "--quiet", "HEAD"], capture_output=True, check=False).returncode == 1
+    differs = [*git, "diff", "--quiet", "HEAD", "--", ".", ":(exclude)benchmarks/results"]
+    dirty = subprocess.run(differs, capture_output=True, check=False).returncode == 1
     return head + "-dirty" if head and dirty else head
 
 
