@@ -50,8 +50,8 @@ class View:
 
 
 @pytest_asyncio.fixture
-async def view(browser: Browser) -> AsyncIterator[View]:
-    """Nothing may break the page's own policy, throw, or ask anybody but the gateway."""
+async def view(browser: Browser, gw: Rig) -> AsyncIterator[View]:
+    """Nothing may break the page's own policy, throw, or ask anybody but the gateway, which ends after the page."""
     page = await browser.new_page(viewport={"width": 1280, "height": 900})
     page.set_default_timeout(20_000)
     view = View(page)

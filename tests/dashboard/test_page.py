@@ -145,6 +145,7 @@ async def test_a_key_is_asked_for_and_kept_in_the_tab(
         await expect(view.page.locator("#pods")).to_contain_text("decode-0")
         await expect(view.page.locator("#trouble")).to_be_hidden()
         assert await view.page.evaluate("Object.values(localStorage).join()") == ""
+        await view.page.goto("about:blank")  # before its gateway ends
     view.errors[:] = [said for said in view.errors if "401" not in said]
 
 
