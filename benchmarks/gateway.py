@@ -48,7 +48,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import report
 from common import probes
-from common.models import model_path
+from common.models import resolve_model
 from common.percentile import percentile
 from common.process import ChildProcess, PortLease
 from common.tether import tethered
@@ -89,7 +89,7 @@ class Stack:
 @contextmanager
 def stack(tmp: Path, *, decodes: int, step_ms: float, stall: bool = False) -> Iterator[Stack]:
     """Starts pods and gateway, and ends them."""
-    model, emitted = model_path("smollm2"), tmp / "emitted.json"
+    model, emitted = resolve_model("smollm2"), tmp / "emitted.json"
     argv = [sys.executable, str(HERE / "step_pods.py"), "--decodes", str(decodes), "--step-ms", str(step_ms)]
     argv += ["--model", str(model), "--emitted", str(emitted), *(["--stall"] if stall else [])]
     with subprocess.Popen(tethered(argv), stdout=subprocess.PIPE, text=True) as pods, PortLease() as lease:
