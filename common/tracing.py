@@ -28,6 +28,7 @@ Attributes = Mapping[str, Value | None]
 
 SCOPE = "baton"
 CLOCK_S = 3600.0
+CLOCK_READINGS = 8
 FLUSH_S = 5.0
 
 _log = logging.getLogger(__name__)
@@ -118,8 +119,19 @@ class Tracer:
     def _wall_offset(self) -> int:
         now = time.monotonic()
         if now - self._offset_at > CLOCK_S:
-            self._offset, self._offset_at = time.time_ns() - time.monotonic_ns(), now
+            self._offset, self._offset_at = _read_offset(), now
         return self._offset
+
+
+def _read_offset() -> int:
+    """The wall clock's lead over the monotonic one, ns. Of several readings the shortest: this thread may have to wait
+    between two clocks, on a busy machine for tens of milliseconds.
+    """
+    readings = []
+    for _ in range(CLOCK_READINGS):
+        before, wall, after = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()
+        readings.append((after - before, wall - (before + after) // 2))
+    return min(readings)[1]
 
 
 def trace_target(text: str) -> str:

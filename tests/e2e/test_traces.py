@@ -22,8 +22,8 @@ from tests.e2e.shape import CHUNK, SPANS
 
 pytestmark = pytest.mark.parametrize("cluster", ["1P+1D"], indirect=True)
 
-WAIT_S = 30.0
-SLACK_NS = 2_000_000  # clocks of processes are read at different moments
+WAIT_S = 60.0
+SLACK_NS = 2_000_000  # the wall clock may be set a little between two processes' readings of it
 PROMPT = "The quick brown fox jumps over the lazy dog. " * (CHUNK // 9)  # a chunk and a bit
 
 
@@ -120,30 +120,32 @@ def test_one_request_is_one_trace_over_gateway_prefill_transfer_and_decode(clust
         if parent != "gateway.attempt":  # pods let go of a request after its client has everything
             assert span.end <= inside.end + SLACK_NS, span.name
 
-    def starts(*names: str) -> list[int]:
-        return [by_name[name][0].start for name in names]
-
+    # Prefill begins while the decode pod is asked, so the two meet only where KV is written: see Leg.open.
     for order in (
         ("gateway.request", "gateway.tokenize", "gateway.wait", "gateway.attempt", "gateway.route", "gateway.reserve"),
-        ("gateway.reserve", "decode.reserve", "decode.receive"),
-        ("decode.reserve", "prefill.request", "prefill.queue", "prefill.chunk", "transfer.hand_off", "transfer.push"),
+        ("gateway.reserve", "decode.reserve", "decode.receive", "decode.run"),
+        ("gateway.reserve", "prefill.request", "prefill.queue", "prefill.chunk", "transfer.hand_off", "transfer.push"),
         ("transfer.push", "decode.run"),
         ("prefill.chunk", "gateway.stream"),
     ):
-        got = starts(*order)
-        assert all(a <= b + SLACK_NS for a, b in itertools.pairwise(got)), order
+        starts = [by_name[name][0].start for name in order]
+        told = {name: f"{(start - spans[0].start) / 1e6:.3f} ms" for name, start in zip(order, starts, strict=True)}
+        assert all(a <= b + SLACK_NS for a, b in itertools.pairwise(starts)), told
+    (reserve,), pushes = by_name["decode.reserve"], by_name["transfer.push"]
+    assert min(push.end for push in pushes) >= reserve.start - SLACK_NS  # there was nowhere to write to
     chunks = by_name["prefill.chunk"]
     assert sum(int(chunk.facts["baton.tokens"]) for chunk in chunks) == usage["prompt_tokens"]
     assert all(a.end <= b.end for a, b in itertools.pairwise(chunks))
     (hand_off,), (run,), (request,) = (by_name[n] for n in ("transfer.hand_off", "decode.run", "gateway.request"))
-    pushed = sum(int(push.facts["baton.blocks"]) for push in by_name["transfer.push"])
+    pushed = sum(int(push.facts["baton.blocks"]) for push in pushes)
     assert pushed == int(hand_off.facts["baton.blocks"])
-    assert by_name["transfer.push"][0].start < chunks[-1].end  # the first chunk's KV leaves while the last computes
+    assert pushes[0].start < chunks[-1].end  # the first chunk's KV leaves while the last computes
     assert (hand_off.facts["baton.decode_pod"], hand_off.facts["baton.transport"]) != ("", "")
     assert int(run.facts["baton.output_tokens"]) == usage["completion_tokens"] == 12
     assert int(request.facts["baton.output_tokens"]) == 12
     assert request.facts["baton.outcome"] == "ok"
-    assert by_name["decode.receive"][0].end >= by_name["transfer.push"][-1].end - SLACK_NS
+    # The pod that wrote learns by a poll that the write is over, maybe later than the one that runs on what arrived.
+    assert by_name["decode.receive"][0].end >= pushes[-1].start - SLACK_NS
 
 
 def test_traces_come_over_grpc_too_and_nobody_else_is_traced(cluster: Cluster) -> None:

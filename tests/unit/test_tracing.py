@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common import tracing
 from common.errors import ConfigError
 from common.trace_context import TraceContext
 from common.tracing import Tracer, trace_target
@@ -139,3 +141,21 @@ def test_nobody_traces_unless_asked_and_a_file_that_cannot_be_is_said_at_once(tm
     assert Tracer.open(None, service="gateway", instance="g-0") is None
     with pytest.raises(ConfigError, match="cannot write"):
         Tracer.open(f"file:{tmp_path}/no/where", service="gateway", instance="g-0")
+
+
+@pytest.mark.parametrize("waits", [(50, 0), (0, 50), (3, 20)])
+def test_a_thread_that_waits_between_two_clocks_moves_no_span(
+    monkeypatch: pytest.MonkeyPatch, waits: tuple[int, int]
+) -> None:
+    """waits: milliseconds after the first clock of a reading and after the second; once it is let through."""
+    lead, now, reads = 7_000_000, 0, 0
+
+    def read() -> int:
+        nonlocal now, reads
+        told, (which, reading) = now, (reads % 3, reads // 3)
+        reads += 1
+        now += 100 if which == 2 or reading == 3 else 1_000_000 * waits[which]
+        return told
+
+    monkeypatch.setattr(tracing, "time", SimpleNamespace(monotonic_ns=read, time_ns=lambda: read() + lead))
+    assert abs(tracing._read_offset() - lead) <= 100
