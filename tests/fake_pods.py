@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,9 +49,16 @@ def counting(request: ValidRequest) -> list[int]:
     return [66 + (sum(request.prompt_ids) + 5 * i) % 26 for i in range(request.sampling.max_tokens)]
 
 
+Held = Callable[[ValidRequest], Awaitable[object]]
+
+
+async def _at_once(_request: ValidRequest) -> None:
+    """Nothing is waited for."""
+
+
 @dataclass
 class Faults:
-    """What goes wrong, and how often: a count of n means the next n calls."""
+    """What goes wrong, and how often: a count of n means the next n calls. before_*: what a call waits for."""
 
     info_delay_s: float = 0.0
     reject: int = 0
@@ -62,17 +69,21 @@ class Faults:
     prefill_error: BatonError | None = None
     prefill_errors: int = 1 << 30
     hand_off_error: BatonError | None = None
+    hand_off_errors: int = 1 << 30
     drop_prefill_after_first: int = 0
     token_delay_s: float = 0.0
     stall_after: int | None = None
     duplicate: bool = False
     reorder: bool = False
     decode_error: BatonError | None = None
+    decode_errors: int = 1 << 30
     decode_before_first: bool = False
     reset_error: BatonError | None = None
     embed_error: BatonError | None = None
     embed_delay_s: float = 0.0
     target_error: BatonError | None = None
+    before_reserve: Held = _at_once
+    before_prefill: Held = _at_once
 
 
 @dataclass
@@ -243,6 +254,7 @@ class FakePod(
             self.seen.elsewhere.append(request.remote)
         self.seen.timeouts.append(context.time_remaining())
         await asyncio.sleep(self.faults.reserve_delay_s)
+        await self.faults.before_reserve(valid)
         if self.faults.reserve_error is not None:
             raise self.faults.reserve_error
         if request.gateway_id not in self._queues:
@@ -332,7 +344,8 @@ class FakePod(
     async def _generate(self, request_id: str, child: int, start: int) -> None:
         valid, gateway_id = self._running[request_id]
         tokens, finish = outcome(valid, self._cluster.script, child)
-        if self.faults.decode_error is not None:
+        if self.faults.decode_error is not None and self.faults.decode_errors > 0:
+            self.faults.decode_errors -= 1
             self._emit(gateway_id, request_id, [], FinishReason.ERROR, error=self.faults.decode_error, child=child)
             self._ended(request_id, child)
             return
@@ -397,6 +410,7 @@ class FakePod(
             target.set_result(request.target)
         try:
             await asyncio.sleep(faults.prefill_delay_s)
+            await faults.before_prefill(valid)
             if faults.prefill_error is not None and faults.prefill_errors > 0:
                 faults.prefill_errors -= 1
                 raise faults.prefill_error
@@ -420,13 +434,15 @@ class FakePod(
             if faults.drop_prefill_after_first:
                 faults.drop_prefill_after_first -= 1
                 return
-            if faults.hand_off_error is not None:
+            if faults.hand_off_error is not None and faults.hand_off_errors > 0:
+                faults.hand_off_errors -= 1
                 done = True
                 yield prefill_pb2.PrefillEvent(failed=error_to_pb(faults.hand_off_error))
                 return
             if not faults.decode_before_first:
                 self._cluster.pods[(await target).address].commit(valid.request_id, ends)
             self.seen.hand_offs.append(valid.request_id)
+            done = True
             yield prefill_pb2.PrefillEvent(
                 handed_off=prefill_pb2.HandedOff(
                     blocks=len((await target).blocks),
@@ -436,7 +452,6 @@ class FakePod(
                     pushes=[prefill_pb2.Push(blocks=len((await target).blocks), start_s=0.009, end_s=0.01)],
                 )
             )
-            done = True
         except (asyncio.CancelledError, GeneratorExit):
             if not done:
                 self.seen.prefill_cancels.append(valid.request_id)

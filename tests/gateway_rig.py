@@ -74,6 +74,7 @@ class Rig:
 
     async def settled(self) -> None:
         """Nothing is left of any request, here or on the pods."""
+        await until(lambda: not self.gateway._tickets)  # a request is counted and told of after its answer
         await until(lambda: self.cluster.all_idle())
         await until(lambda: all(not booked(pod) and not pod._sinks for pod in self.gateway.table.pods.values()))
 

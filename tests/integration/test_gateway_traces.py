@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import re
@@ -26,7 +27,6 @@ from gateway.request_trace import RequestTrace
 from gateway.timeline import Timeline
 from tests.fake_pods import FakeCluster
 from tests.gateway_rig import MODEL, Rig
-from tests.until import until
 
 OPENMETRICS = {"accept": "application/openmetrics-text; version=1.0.0"}
 
@@ -57,7 +57,7 @@ async def test_histograms_point_at_traces_for_scrapers_that_understand_it(
     gw: Rig, spans: Callable[[], list[dict[str, Any]]]
 ) -> None:
     await gw.complete(max_tokens=3)
-    await until(lambda: not gw.gateway._tickets)
+    await gw.settled()
     (shown,) = (await gw.http.get("/dashboard/requests")).json()["requests"]
     answer = await gw.http.get("/metrics", headers=OPENMETRICS)
     assert answer.headers["content-type"].startswith("application/openmetrics-text")
@@ -109,6 +109,7 @@ async def test_a_pod_that_refuses_is_in_the_trace(
 ) -> None:
     cluster.decodes[0].faults.reject = 1
     assert (await gw.complete(max_tokens=3)).status_code == 429
+    await gw.settled()
     found = spans()
     (reserve,) = [span for span in found if span["name"] == "gateway.reserve"]
     assert {"key": "baton.outcome", "value": {"stringValue": "rejected"}} in reserve["attributes"]
@@ -122,8 +123,9 @@ async def test_without_a_tracer_the_clients_trace_is_still_told(gw: Rig, caplog:
         await gw.http.post(
             "/v1/completions", json={"model": MODEL, "prompt": "x", "max_tokens": 2}, headers=dict(asked_by.metadata)
         )
+        await gw.settled()
         await gw.http.post("/v1/completions", json={"model": MODEL})
-        await until(lambda: not gw.gateway._tickets)
+        await gw.settled()
     good, bad = [record for record in caplog.records if record.msg == "request ended"]
     assert (good.trace_id, good.outcome, good.output_tokens) == (asked_by.trace_id, "ok", 2)  # type: ignore[attr-defined]
     assert (bad.outcome, bad.error) == ("InvalidRequest", "prompt is missing")  # type: ignore[attr-defined]
@@ -133,7 +135,7 @@ async def test_without_a_tracer_the_clients_trace_is_still_told(gw: Rig, caplog:
 
 
 def calls_of(work: Callable[[], None]) -> Counter[str]:
-    """Every Python function and every C function that is called."""
+    """Every Python function and every C function that is called; the collector of garbage calls none meanwhile."""
     seen: Counter[str] = Counter()
 
     def note(frame: FrameType, event: str, what: Any) -> None:
@@ -142,11 +144,14 @@ def calls_of(work: Callable[[], None]) -> Counter[str]:
         elif event == "c_call":
             seen[what.__qualname__] += 1
 
+    gc.collect()
+    gc.disable()
     sys.setprofile(note)
     try:
         work()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return seen
 
 
