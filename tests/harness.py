@@ -32,12 +32,13 @@ from kv_transfer.backend import Backend
 from kv_transfer.loopback import LoopbackBackend, LoopbackFabric
 from pod.runtime import PodRuntime
 from prefill_service.servicer import PrefillServicer
+from tests.clock import Clock
 
 BLOCK = 4
 CHUNK = 16
 MAX_LEN = 128
 VOCAB = 256
-TIMEOUT_S = 20.0
+TIMEOUT_S = 30.0
 
 _ids = itertools.count(1)
 
@@ -200,18 +201,21 @@ class GatewayStream:
 
 
 class Cluster:
-    """Prefill and decode pods on one fabric, or over the backends that `backend` makes, or over their own."""
+    """Prefill and decode pods on one fabric, or over the backends that `backend` makes, or over their own.
+
+    clock: of the fabric, whose delayed writes are due by it.
+    """
 
     def __init__(
         self,
         model_dir: Path,
-        fabric: LoopbackFabric,
         backend: Callable[[Role], Backend] | None = None,
         *,
         own_backend: bool = False,
     ) -> None:
         self.model_dir = model_dir
-        self.fabric = fabric
+        self.clock = Clock()
+        self.fabric = fabric = LoopbackFabric(self.clock)
         self._backend = None if own_backend else backend or (lambda _: LoopbackBackend(fabric))
         self.prefills: list[Pod] = []
         self.decodes: list[Pod] = []
@@ -235,7 +239,7 @@ class Cluster:
         """own_backend: the one of each pod's configuration. check: on the way out every pod must have come to rest with
         all blocks free or cached.
         """
-        cluster = cls(model_dir, LoopbackFabric(), backend, own_backend=own_backend)
+        cluster = cls(model_dir, backend, own_backend=own_backend)
         try:
             for _ in range(decode):
                 await cluster.add(role, **(decode_config or {}))

@@ -13,7 +13,9 @@ import pytest_asyncio
 from common.errors import InvalidRequest, LayoutMismatch, Unavailable
 from common.pb import prefill_pb2, transfer_pb2
 from common.rpc import rpc_errors
+from common.types import ValidRequest
 from common.wire import request_to_pb, target_from_pb, target_to_pb, token_from_pb
+from pod import patience
 from prefill_service import servicer
 from tests.fake_pods import FakeCluster, fake_cluster
 from tests.gateway_rig import Rig, rig
@@ -29,7 +31,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("after", ["before", "", "progress", "first_token"])
-async def test_the_target_may_come_at_any_time(model_dir: Path, after: str) -> None:
+async def test_the_target_may_come_at_any_time(model_dir: Path, monkeypatch: pytest.MonkeyPatch, after: str) -> None:
+    monkeypatch.setattr(patience, "PATIENCE_S", 30.0)
     async with Cluster.start(model_dir) as cluster:
         asked = request(PROMPT, 6)
         inbox = cluster.stream_of(cluster.decode).expect(asked.request_id)
@@ -57,7 +60,7 @@ async def test_the_target_may_come_at_any_time(model_dir: Path, after: str) -> N
                     assert event.handed_off.blocks == len(reply.target.blocks)
         assert kinds[-1] == "handed_off"
         while len(ids) < 6:
-            ids += [token.id for token in (await asyncio.wait_for(inbox.get(), 20)).tokens]
+            ids += [token.id for token in (await asyncio.wait_for(inbox.get(), 30)).tokens]
         (wanted,) = oracle(model_dir).generate([PROMPT], asked.sampling)
         assert ids == wanted.ids
 
@@ -67,7 +70,7 @@ async def test_a_prompt_that_gets_no_target_gives_everything_back(
 ) -> None:
     async with Cluster.start(model_dir) as cluster:
         for cancelled in (True, False):
-            monkeypatch.setattr(servicer, "TARGET_WAIT_S", 30.0 if cancelled else 0.2)
+            monkeypatch.setattr(servicer, "TARGET_WAIT_S", 30.0 if cancelled else 2.0)
             asked = request(prompt_of(2 * CHUNK, seed=cancelled), 4)
             call = cluster.prefill.prefill.Prefill(prefill_pb2.PrefillRequest(request=request_to_pb(asked)))
             kinds: list[str] = []
@@ -158,15 +161,25 @@ async def text(gw: Rig) -> str:
     return str((await gw.complete()).json()["choices"][0]["text"])
 
 
+def answer_once_prefill_began(late: FakeCluster) -> None:
+    async def began(asked: ValidRequest) -> None:
+        await until(lambda: any(asked.request_id == r.request_id for pod in late.prefills for r in pod.seen.prefilled))
+
+    for pod in late.decodes:
+        pod.faults.before_reserve = began
+
+
 async def test_prefill_begins_while_the_decode_pod_is_asked(gw: Rig, late: FakeCluster) -> None:
     (prefill,) = late.prefills
     expected = await text(gw)
+    answer = asyncio.Event()
     for pod in late.decodes:
-        pod.faults.reserve_delay_s = 0.5
+        pod.faults.before_reserve = lambda _request: answer.wait()
     task = asyncio.create_task(text(gw))
     await until(lambda: len(prefill.seen.prefilled) == 2)
     assert len(prefill.seen.late_targets) == 1
     assert not task.done(), "no token before the prompt has a home"
+    answer.set()
     assert await task == expected
     assert prefill.seen.late_targets == [asked.request_id for asked in prefill.seen.prefilled]
     assert not prefill.seen.prefill_cancels
@@ -176,8 +189,8 @@ async def test_prefill_begins_while_the_decode_pod_is_asked(gw: Rig, late: FakeC
 async def test_a_rejection_takes_the_prefill_back_and_the_next_pod_gets_a_new_one(gw: Rig, late: FakeCluster) -> None:
     (prefill,) = late.prefills
     expected = await text(gw)
+    answer_once_prefill_began(late)
     for pod in late.decodes:
-        pod.faults.reserve_delay_s = 0.1
         pod.faults.reject = 1
     assert (await gw.complete()).status_code == 429
     late.decodes[0].faults.reject = 1
@@ -190,9 +203,9 @@ async def test_a_rejection_takes_the_prefill_back_and_the_next_pod_gets_a_new_on
 
 async def test_where_no_pod_has_room_no_prompt_is_left(gw: Rig, late: FakeCluster) -> None:
     (prefill,) = late.prefills
+    answer_once_prefill_began(late)
     for pod in late.decodes:
         pod.faults.reject = 100
-        pod.faults.reserve_delay_s = 0.05
     response = await gw.complete()
     assert response.status_code == 429
     await until(lambda: len(prefill.seen.prefill_cancels) == 2)
@@ -204,8 +217,14 @@ async def test_a_prefill_that_fails_early_is_nobodys_failure_before_there_is_a_h
     (prefill,) = late.prefills
     expected = await text(gw)
     prefill.faults.prefill_error, prefill.faults.prefill_errors = Unavailable("it is busy"), 1
+    failed = asyncio.Event()
+
+    async def fails(_request: ValidRequest) -> None:
+        failed.set()
+
+    prefill.faults.before_prefill = fails
     for pod in late.decodes:
-        pod.faults.reserve_delay_s = 0.2
+        pod.faults.before_reserve = lambda _request: failed.wait()
     assert await text(gw) == expected
     assert len(prefill.seen.prefilled) == 3
     await settled(gw, late)
@@ -225,7 +244,7 @@ async def test_a_target_that_cannot_be_told_is_another_attempt(gw: Rig, late: Fa
 async def test_whoever_goes_away_before_the_answer_leaves_nothing(gw: Rig, late: FakeCluster) -> None:
     (prefill,) = late.prefills
     for pod in late.decodes:
-        pod.faults.reserve_delay_s = 5.0
+        pod.faults.reserve_delay_s = 60.0
     client = asyncio.create_task(gw.complete())
     await until(lambda: bool(prefill.seen.prefilled))
     client.cancel()

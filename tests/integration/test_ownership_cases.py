@@ -24,6 +24,7 @@ from common.wire import target_from_pb
 from engine.llm import LLM
 from kv_transfer.loopback import WriteFault
 from tests.harness import BLOCK, CHUNK, MAX_LEN, Answer, Cluster, expected, prompt_of, request
+from tests.until import until
 
 
 async def prefill_alone(cluster: Cluster, r: ValidRequest, target: types_pb2.KvTarget) -> None:
@@ -54,14 +55,14 @@ class TestAborts:
                 await cluster.abort(r.request_id)
                 return
             if when == "queued":
-                cluster.prefill.runtime.loop.call(lambda: gate.wait(20))
+                cluster.prefill.runtime.loop.call(lambda: gate.wait(60))
                 aborting.set()
             if when == "untold":
                 cluster.fabric.freeze(cluster.decode.agent)
             if when == "in_transfer":
                 cluster.fabric.on_write = lambda *_: WriteFault(delay_s=0.3)
             running = asyncio.create_task(cluster.generate(r, on_event=seen))
-            await asyncio.wait_for(aborting.wait(), 20)
+            await asyncio.wait_for(aborting.wait(), 30)
             await asyncio.sleep(0.05 if when == "queued" else 0)
             if when == "cancelled":
                 running.cancel()
@@ -84,7 +85,7 @@ class TestAborts:
             launch = engine.runner.launch
 
             def slow(*args: Any) -> object:
-                time.sleep(0.02)
+                time.sleep(0.05)
                 return launch(*args)
 
             monkeypatch.setattr(engine.runner, "launch", slow)
@@ -93,16 +94,16 @@ class TestAborts:
             first = asyncio.create_task(
                 cluster.generate(occupant, on_event=lambda kind: decoding.set() if kind == "tokens" else None)
             )
-            await asyncio.wait_for(decoding.wait(), 20)
+            await asyncio.wait_for(decoding.wait(), 30)
             r = request(prompt_of(40))
             second = asyncio.create_task(cluster.generate(r))
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(30):
                 while engine.scheduler.stats().waiting == 0:
                     await asyncio.sleep(0.005)
             assert engine.scheduler.stats().running == 1
             held = engine.pool.counts().leased
             await cluster.abort(r.request_id)
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(30):
                 while engine.scheduler.stats().waiting:
                     await asyncio.sleep(0.005)
             assert engine.pool.counts().leased <= held - 40 // BLOCK + 2  # the occupant may have grown meanwhile
@@ -119,7 +120,7 @@ class TestAborts:
             with pytest.raises(BatonError) as caught:
                 await prefill_alone(cluster, r, reply.target)
             assert caught.value.kind in ("UnknownTransfer", "TransferFailed")
-            await cluster.prefill.settled(timeout_s=10)
+            await cluster.prefill.settled()
             with pytest.raises(InvalidRequest):
                 await cluster.generate(request(prompt_of(MAX_LEN)))
 
@@ -140,11 +141,12 @@ class TestAborts:
                 running.cancel()
                 with contextlib.suppress(BatonError, asyncio.CancelledError):
                     await running
+                await cluster.abort(r.request_id)  # a Reserve that was under way came after the first one
 
             async def neighbour(i: int) -> None:
                 nonlocal done
                 r = request(prompt_of(15 + 4 * (i % 9), seed=100 + i), 10)
-                for _ in range(200):
+                while True:
                     try:
                         answer = await cluster.generate(r, remote_only=True)
                     except Overloaded:
@@ -182,15 +184,13 @@ class TestPeers:
         async with Cluster.start(model_dir) as cluster:
             await cluster.generate(request(prompt_of(3)))
             old = cluster.prefill
-            cluster.fabric.on_write = lambda *_: WriteFault(delay_s=30)
-
-            def seen(kind: str) -> None:
-                if kind == "progress":
-                    cluster.fabric.die(old.agent)
-
+            cluster.fabric.on_write = lambda *_: WriteFault(delay_s=600)
             r = request(prompt_of(4 * CHUNK))
-            with pytest.raises(BatonError):
-                await cluster.generate(r, on_event=seen, timeout_s=1.0)
+            running = asyncio.create_task(cluster.generate(r))
+            await until(lambda: old.runtime.node.stats().pending_writes > 0)
+            cluster.fabric.die(old.agent)
+            running.cancel()
+            await asyncio.wait([running])
             await cluster.abort(r.request_id)
             cluster.prefills.clear()
             await old.close()
@@ -204,10 +204,20 @@ class TestPeers:
     async def test_5_a_slow_decode_pod_keeps_what_may_still_be_written(self, model_dir: Path) -> None:
         async with Cluster.start(model_dir) as cluster:
             await cluster.generate(request(prompt_of(3)))
+            posted = 0
+
+            def write(_source: str, _peer: str, count: int) -> WriteFault:
+                nonlocal posted
+                posted += count
+                return WriteFault()
+
+            cluster.fabric.on_write = write
             cluster.fabric.freeze(cluster.decode.agent)
             r = request(prompt_of(40))
-            with pytest.raises(BatonError):
-                await cluster.generate(r, timeout_s=0.5)
+            running = asyncio.create_task(cluster.generate(r))
+            await until(lambda: posted == 40 // BLOCK)
+            running.cancel()
+            await asyncio.wait([running])
             await cluster.abort(r.request_id)
             await asyncio.sleep(0.3)
             assert (await cluster.decode.info()).blocks.quarantined == 40 // BLOCK
@@ -222,12 +232,12 @@ class TestPeers:
                 r = request(prompt_of(9, seed=int(timeout_s * 10)))
                 inbox = cluster.stream_of(cluster.decode).expect(r.request_id)
                 await cluster.reserve(r, timeout_s=timeout_s)
-                delta = await asyncio.wait_for(inbox.get(), 20)
+                delta = await asyncio.wait_for(inbox.get(), 30)
                 assert delta.error.kind == "DeadlineExceeded"
                 ended.append(timeout_s)
 
-            await asyncio.gather(*map(reserve, (0.9, 0.3, 0.6)))
-            assert ended == [0.3, 0.6, 0.9]
+            await asyncio.gather(*map(reserve, (2.0, 1.0, 1.5)))
+            assert ended == [1.0, 1.5, 2.0]
 
     async def test_21_a_pod_is_ready_only_after_a_real_block_went_to_every_decode_pod(
         self, model_dir: Path, tmp_path: Path
@@ -237,7 +247,7 @@ class TestPeers:
         reader = IndexReader(config["redis"], timeout_s=5.0)
         try:
             async with Cluster.start(model_dir, prefill=0, decode=2, decode_config=config) as cluster:
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(30):
                     while len(await reader.pods()) < 2:
                         await asyncio.sleep(0.02)
                 early: set[str] = set()  # peers to which a block went before the pod said that it was ready
@@ -346,7 +356,7 @@ class TestScarcity:
                         return await cluster.generate(r)
                     await asyncio.sleep(0.02)
 
-            answers = await asyncio.wait_for(asyncio.gather(*map(until_served, requests)), 30)
+            answers = await asyncio.wait_for(asyncio.gather(*map(until_served, requests)), 120)
             for r, answer in zip(requests, answers, strict=True):
                 assert answer.ids == expected(llm, r)
             with pytest.raises(InvalidRequest) as caught:
@@ -365,9 +375,9 @@ class TestScarcity:
 
             def seen(kind: str) -> None:
                 if kind == "tokens" and not stuck:
-                    stuck.append(engine.call(lambda: gate.wait(20)))
+                    stuck.append(engine.call(lambda: gate.wait(60)))
 
             with pytest.raises(DeadlineExceeded):  # told by decode: the client's own time-out is another error
-                await cluster.generate(request(prompt_of(9), 100), timeout_s=1.0, on_event=seen)
+                await cluster.generate(request(prompt_of(9), 100), timeout_s=3.0, on_event=seen)
             assert not stuck[0].done()
             gate.set()

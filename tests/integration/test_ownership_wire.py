@@ -83,7 +83,7 @@ async def test_1_an_abort_at_any_stage_gives_all_blocks_back(cluster: Cluster, w
                 there.set()
 
         running = asyncio.create_task(cluster.generate(r, remote_only=True, on_event=seen))
-        await asyncio.wait_for(there.wait(), 20)
+        await asyncio.wait_for(there.wait(), 30)
         await cluster.abort(r.request_id)
         await left_alone(running)
     wire.heal()
@@ -112,7 +112,7 @@ async def test_3_and_4_random_aborts_late_writes_and_doubled_notifications(
     async def neighbour(i: int) -> None:
         nonlocal done
         r = request(prompt_of(15 + 4 * (i % 9), seed=100 + i), 10)
-        for _ in range(400):
+        while True:
             try:
                 answer = await cluster.generate(r, remote_only=True)
             except Overloaded:
@@ -146,7 +146,7 @@ async def test_7_a_stale_target_never_gives_an_answer(cluster: Cluster, llm: LLM
     assert isinstance(stale_run, BatonError)
     assert stale_run.kind in ("UnknownTransfer", "TransferFailed")
     assert inbox.empty()
-    await cluster.prefill.settled(timeout_s=10)
+    await cluster.prefill.settled()
 
 
 @pytest.mark.parametrize("fault", ["lost_notification", "failed_write", "damage"])

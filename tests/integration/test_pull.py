@@ -13,6 +13,7 @@ from engine.llm import LLM
 from kv_transfer.loopback import WriteFault
 from prefill_service import puller
 from tests.harness import BLOCK, CHUNK, Cluster, Pod, expected, prompt_of, request
+from tests.until import until
 
 PREFIX = 12 * BLOCK  # tokens that two prompts share
 
@@ -148,12 +149,12 @@ class TestMiss:
                 cluster.fabric.freeze((second if mode == "push" else first).agent)
             elif what == "late":
                 cluster.fabric.on_write = lambda source, _p, n: WriteFault(
-                    delay_s=1.5 if source == mover and n == PREFIX // BLOCK else 0.0
+                    delay_s=2.0 if source == mover and n == PREFIX // BLOCK else 0.0
                 )
             r = follow_up()
             running = asyncio.create_task(cluster.generate(r, prefill=second, pull=hint))
             if what == "frozen":
-                await asyncio.sleep(1.0)  # longer than the pull may take
+                await until(lambda: bool(second.counted("pulls")))  # it took too long
                 cluster.fabric.thaw((second if mode == "push" else first).agent)
             answer = await running
             assert answer.ids == expected(llm, r)
@@ -190,7 +191,7 @@ class TestMiss:
             assert taken is not None
             r = follow_up()
             running = asyncio.create_task(cluster.generate(r, prefill=small, pull=cluster.prefill.holds(12)))
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(30):
                 while small.counted("pulls") != {("skipped", "no_room"): 1}:
                     await asyncio.sleep(0.005)
             taken.finish("enough")
@@ -208,17 +209,18 @@ async def test_an_abort_during_a_pull_ends_the_request_and_gives_all_back(model_
         def slow(source: str, _peer: str, blocks: int) -> WriteFault:
             if source == mover and blocks == PREFIX // BLOCK:
                 loop.call_soon_threadsafe(started.set)
-                return WriteFault(delay_s=0.5)
+                return WriteFault(delay_s=600.0)
             return WriteFault()
 
         cluster.fabric.on_write = slow
         r = follow_up()
         running = asyncio.create_task(cluster.generate(r, prefill=second, pull=first.holds(PREFIX // BLOCK)))
-        await asyncio.wait_for(started.wait(), 20)
+        await asyncio.wait_for(started.wait(), 30)
         before = computed(second)
         await cluster.abort(r.request_id)
         with pytest.raises(BatonError):
             await running
+        cluster.clock.ahead_s = 600.0
         await second.settled()
         assert computed(second) == before  # the engine has never heard of it
 

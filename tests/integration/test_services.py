@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -79,7 +77,7 @@ class TestTokens:
                 if event.HasField("first_token")
             ]
             while True:
-                delta = await asyncio.wait_for(inbox.get(), 20)
+                delta = await asyncio.wait_for(inbox.get(), 30)
                 ids.extend(t.id for t in delta.tokens)
                 if delta.finish_reason:
                     break
@@ -104,26 +102,6 @@ class TestTokens:
 
 
 class TestHandOff:
-    async def test_most_blocks_arrive_before_the_last_chunk_is_computed(
-        self, model_dir: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        async with Cluster.start(model_dir) as cluster:
-            await cluster.generate(request(prompt_of(3)))  # the pair is connected
-            runner = cluster.prefill.runtime.engine.runner
-            launch = runner.launch
-
-            def as_long_as_a_real_model(*args: Any) -> object:
-                time.sleep(0.2)
-                return launch(*args)
-
-            monkeypatch.setattr(runner, "launch", as_long_as_a_real_model)
-            answer = await cluster.generate(request(prompt_of(4 * CHUNK)), remote_only=True)
-            assert answer.handed_off is not None
-            assert answer.handed_off.blocks == 4 * CHUNK // BLOCK
-            assert answer.handed_off.blocks_before_last_chunk >= 3 * CHUNK // BLOCK
-            assert answer.handed_off.transport == "loopback"
-            assert answer.events.count("progress") == 4
-
     async def test_the_first_token_does_not_wait_for_the_hand_off(self, model_dir: Path) -> None:
         async with Cluster.start(model_dir) as cluster:
             release = asyncio.Event()
@@ -158,6 +136,7 @@ class TestHandOff:
             turn = prompt_of(40)
             first = await cluster.generate(request(turn))
             assert first.target is not None
+            await cluster.decode.settled()  # what it holds of the answer can be found
             again = request(turn + first.ids + prompt_of(2, seed=3))
             answer = await cluster.generate(again)
             assert answer.target is None

@@ -53,7 +53,7 @@ class TestAdmission:
             assert caught.value.field == field
             message = prefill_pb2.PrefillRequest(request=request_to_pb(r), target=good.target)
             with pytest.raises(error) as caught, rpc_errors():
-                async for _ in cluster.prefill.prefill.Prefill(message, timeout=20):
+                async for _ in cluster.prefill.prefill.Prefill(message, timeout=30):
                     pass
             assert caught.value.field == field
             await cluster.abort(held.request_id)
@@ -67,7 +67,7 @@ class TestAdmission:
             good.target.fingerprint = "0" * 32
             message = prefill_pb2.PrefillRequest(request=request_to_pb(r), target=good.target)
             with pytest.raises(LayoutMismatch), rpc_errors():
-                await cluster.prefill.prefill.Prefill(message, timeout=20).read()
+                await cluster.prefill.prefill.Prefill(message, timeout=30).read()
             await cluster.abort(r.request_id)
 
     async def test_a_full_pod_rejects_at_once_with_a_time(self, model_dir: Path) -> None:
@@ -105,7 +105,7 @@ class TestAdmission:
             monkeypatch.setattr(cluster.decode.runtime.node, "reserve", refuse)
             with pytest.raises(Unavailable):
                 await cluster.reserve(request(prompt_of(30)))
-            await cluster.decode.settled(10)
+            await cluster.decode.settled()
 
     async def test_a_request_id_is_taken_once(self, model_dir: Path) -> None:
         async with Cluster.start(model_dir) as cluster:
@@ -121,7 +121,7 @@ class TestAdmission:
         async with Cluster.start(model_dir) as cluster:
             message = decode_pb2.ReserveRequest(request=request_to_pb(request([5])), gateway_id="nobody")
             with pytest.raises(Unavailable), rpc_errors():
-                await cluster.decode.decode.Reserve(message, timeout=20)
+                await cluster.decode.decode.Reserve(message, timeout=30)
 
 
 class TestIsolation:
@@ -139,7 +139,7 @@ class TestIsolation:
 
             monkeypatch.setattr(HandOff, "_push", broken)
             gate = threading.Event()
-            cluster.prefill.runtime.loop.call(lambda: gate.wait(20))
+            cluster.prefill.runtime.loop.call(lambda: gate.wait(60))
             running = [asyncio.create_task(cluster.generate(r)) for r in (first, victim, last)]
             await until(lambda: cluster.prefill.service.active == 3)
             gate.set()
@@ -204,7 +204,7 @@ class TestStreams:
         async with Cluster.start(model_dir) as cluster:
             await cluster.reserve(request(prompt_of(9)))
             running = asyncio.create_task(cluster.generate(request(prompt_of(9, seed=2), 100)))
-            await asyncio.sleep(0.1)
+            await until(lambda: cluster.decode.service.active == 2)
             await cluster.streams[0].close()
             await cluster.decode.settled()
             running.cancel()
@@ -215,5 +215,5 @@ class TestStreams:
             await cluster.generate(r)
             cluster.fabric.freeze(cluster.decode.agent)
             with pytest.raises((DeadlineExceeded, TransferFailed)):
-                await cluster.generate(request(prompt_of(40), 80), timeout_s=0.6)
+                await cluster.generate(request(prompt_of(40), 80), timeout_s=3.0)
             cluster.fabric.thaw(cluster.decode.agent)
