@@ -76,6 +76,7 @@ async def test_without_notifications_neither_side_succeeds(cluster: Cluster) -> 
     transfer.finish([1], [None])
     with pytest.raises(TransferFailed):
         await transfer.done()
+    await until(lambda: incoming.over)
     assert isinstance(incoming.failed[0], DeadlineExceeded)
     await until(lambda: incoming.hold.free)  # the writer answered Drained
 
@@ -114,6 +115,7 @@ async def test_damage_is_found_by_checksums(cluster: Cluster) -> None:
     transfer.finish([1], [None])
     with pytest.raises(TransferFailed):
         await transfer.done()
+    await until(lambda: incoming.over)  # the acknowledgement goes first
     assert "block 1" in incoming.failed[0].message
     assert isinstance(incoming.failed[0], BlockDamaged)
     assert decode.node.stats().damaged_transfers == 1
@@ -124,15 +126,20 @@ async def test_a_source_block_that_changes_before_it_is_written_is_damage(cluste
     """Checksums are taken when a block is finished, so they also find a source that was reused too early."""
     prefill, decode = await cluster.pair()
     await prefill.node.connect(decode.address)
-    prefill.backend.on_write = lambda _p, _l, _r: WriteFault(delay_s=0.1)
+
+    def change(*_blocks: object) -> WriteFault:
+        """The block was finished, and is not written yet."""
+        prefill.memory.write_block(8, bytes(prefill.memory.block_bytes))
+        return WriteFault()
+
+    prefill.backend.on_write = change
     incoming = decode.reserve("r", 1, [4, 5])
     transfer = prefill.node.outgoing(incoming.target, "r", 3, 30.0)
     transfer.push(0, [6, 7, 8], FakeHold([6, 7, 8]))
     transfer.finish([1], [None])
-    await until(lambda: prefill.node.stats().pending_writes > 0)
-    prefill.memory.write_block(8, bytes(prefill.memory.block_bytes))
     with pytest.raises(TransferFailed):
         await transfer.done()
+    await until(lambda: incoming.over)  # the acknowledgement goes first
     assert "block 2" in incoming.failed[0].message
     await until(lambda: incoming.hold.free)
 

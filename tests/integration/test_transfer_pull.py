@@ -162,15 +162,15 @@ async def test_a_move_that_comes_late_finds_its_blocks_still_held(cluster: Clust
     owner, puller = await two(cluster)
     await pull(owner, puller, mode, total=1)  # connected
     mover = owner if mode == "push" else puller
-    mover.backend.on_write = mover.backend.on_read = lambda _p, _l, _r: WriteFault(delay_s=1.5)
-    wanted = ask(2, 6, 0.3)
+    mover.backend.on_write = mover.backend.on_read = lambda _p, _l, _r: WriteFault(delay_s=600.0)
+    wanted = ask(2, 6, 1.0)
     before = puller.digest(wanted.blocks)
     with pytest.raises(DeadlineExceeded):
         await puller.node.pull(holder(owner), wanted, read=mode == "read")
     assert isinstance(wanted.hold, FakeHold)
     assert not wanted.hold.free
-    while not wanted.hold.free:
-        await asyncio.sleep(0.01)
+    mover.clock.ahead_s = 600.0
+    await until(lambda: wanted.hold.free)  # type: ignore[attr-defined]
     assert puller.digest(wanted.blocks) != before
     await at_rest(owner, puller)
 
@@ -187,7 +187,7 @@ async def test_what_was_read_after_the_loan_does_not_count(cluster: Cluster) -> 
         await end(*args)  # type: ignore[arg-type]
 
     puller.node._calls.pull_end = late  # type: ignore[method-assign]
-    wanted = ask(0, 8, 0.5)
+    wanted = ask(0, 8, 1.0)
     pulling = asyncio.create_task(puller.node.pull(holder(owner), wanted, read=True))
     await until(lambda: len(owner.lent) == 2 and owner.lent[1].free)  # the loan expired
     gate.set()
@@ -202,7 +202,7 @@ async def test_a_caller_that_goes_away_leaves_nothing_behind(cluster: Cluster, m
     owner, puller = await two(cluster)
     await pull(owner, puller, mode, total=1)
     mover = owner if mode == "push" else puller
-    mover.backend.on_write = mover.backend.on_read = lambda _p, _l, _r: WriteFault(delay_s=0.5)
+    mover.backend.on_write = mover.backend.on_read = lambda _p, _l, _r: WriteFault(delay_s=600.0)
     wanted = ask(0, 8)
     pulling = asyncio.create_task(puller.node.pull(holder(owner), wanted, read=mode == "read"))
     await until(lambda: mover.node.stats().pending_writes > 0)
@@ -211,6 +211,7 @@ async def test_a_caller_that_goes_away_leaves_nothing_behind(cluster: Cluster, m
         await pulling
     assert isinstance(wanted.hold, FakeHold)
     assert not wanted.hold.free
+    mover.clock.ahead_s = 600.0
     await until(lambda: wanted.hold.free)  # type: ignore[attr-defined]
     await at_rest(owner, puller)
 
@@ -230,12 +231,16 @@ async def test_a_holder_lends_to_so_many_at_once(cluster: Cluster, mode: str) ->
     owner, puller = await two(cluster)
     await pull(owner, puller, mode, total=1)
     mover = owner if mode == "push" else puller
-    mover.backend.on_write = mover.backend.on_read = lambda _p, _l, _r: WriteFault(delay_s=0.5)
+    mover.backend.on_write = mover.backend.on_read = lambda _p, _l, _r: WriteFault(delay_s=600.0)
     asked = [ask(0, 4) for _ in range(MAX_LOANS + 4)]
     for i, one in enumerate(asked):  # every one into blocks of its own
         blocks = tuple(range(4 * i, 4 * i + 4))
         asked[i] = replace(one, request_id=f"r{i}", blocks=blocks, hold=FakeHold(list(blocks)))
-    got = await asyncio.gather(*(puller.node.pull(holder(owner), one, read=mode == "read") for one in asked))
+    pulls = [asyncio.create_task(puller.node.pull(holder(owner), one, read=mode == "read")) for one in asked]
+    await until(lambda: sum(pull.done() for pull in pulls) == 4)
+    mover.backend.on_write = mover.backend.on_read = lambda _p, _l, _r: WriteFault()
+    mover.clock.ahead_s = 600.0
+    got = await asyncio.gather(*pulls)
     assert sorted(g.reason for g in got) == ["busy"] * 4 + ["none"] * MAX_LOANS
     for one, g in zip(asked, got, strict=True):
         assert_same(owner, puller, one, g.blocks)

@@ -24,6 +24,7 @@ from kv_transfer.memory import MemoryKind, PoolMemory, host_memory
 from kv_transfer.messages import Commit
 from kv_transfer.nixl_backend import NixlBackend
 from kv_transfer.node import TransferNode
+from tests.clock import Clock
 from tests.until import until
 
 LAYOUT = KVLayout("test", "r1", num_layers=2, num_kv_heads=2, head_dim=32, block_size=16, dtype="float32")
@@ -82,6 +83,7 @@ class Pod:
     backend: FaultyBackend
     layout: KVLayout
     agent: str
+    clock: Clock = field(default_factory=Clock)  # of `backend`: writes held back are due by it
     address: str = ""
     cache: dict[bytes, int] = field(default_factory=dict)
     lent: list[FakeHold] = field(default_factory=list)
@@ -159,7 +161,8 @@ class Cluster:
         self.generation += 1
         generation = self.generation
         memory = replace(host_memory(NUM_BLOCKS, layout.block_bytes), kind=kind)
-        backend = FaultyBackend(self.backend())
+        clock = Clock()
+        backend = FaultyBackend(self.backend(), clock)
         server = RpcServer("127.0.0.1", port)
         info = transfer_pb2.InfoResponse(
             protocol_version=1,
@@ -180,16 +183,16 @@ class Cluster:
             checksums=checksums,
             allow_tcp=allow_tcp,
         )
-        pod = Pod(name, generation, node, server, memory, backend, layout, f"{role.value}-{name}-{generation}")
+        pod = Pod(name, generation, node, server, memory, backend, layout, f"{role.value}-{name}-{generation}", clock)
         server.add(transfer_pb2_grpc.add_TransferServicer_to_server, node.servicer, "baton.v1.Transfer")
         await node.start()
         pod.address = f"127.0.0.1:{await server.start()}"
         self.pods.append(pod)
         return pod
 
-    async def pair(self, **options: bool) -> tuple[Pod, Pod]:
-        prefill = await self.start("prefill-0", Role.PREFILL, **options)  # type: ignore[arg-type]
-        decode = await self.start("decode-0", Role.DECODE, **options)  # type: ignore[arg-type]
+    async def pair(self, *, checksums: bool = True, prefill_port: int = 0, decode_port: int = 0) -> tuple[Pod, Pod]:
+        prefill = await self.start("prefill-0", Role.PREFILL, checksums=checksums, port=prefill_port)
+        decode = await self.start("decode-0", Role.DECODE, checksums=checksums, port=decode_port)
         prefill.fill(1)
         decode.fill(2)
         return prefill, decode
