@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 import time
 from collections.abc import AsyncIterator
@@ -21,6 +20,7 @@ from gateway.pods import PodTable
 from gateway.routing.router import Router
 from gateway.timeline import Timeline
 from tests.harness import BLOCK, Cluster, prompt_of
+from tests.until import until
 
 TURNS, SAID, ANSWER = 10, BLOCK + 1, BLOCK + 1  # an answer fills the block in which its prompt ended
 
@@ -28,13 +28,14 @@ TURNS, SAID, ANSWER = 10, BLOCK + 1, BLOCK + 1  # an answer fills the block in w
 class World:
     """Pods and a gateway's pipeline over them; the index is a real one."""
 
-    def __init__(self, cluster: Cluster, pipeline: Pipeline) -> None:
+    def __init__(self, cluster: Cluster, table: PodTable, pipeline: Pipeline) -> None:
         self.cluster = cluster
+        self._table = table
         self._pipeline = pipeline
         self._asked = 0
 
     async def ask(self, prompt: list[int]) -> list[int]:
-        """The answer's ids; then all pods are at rest, and the index knows what they hold."""
+        """The answer's ids; then all pods are at rest, and the index and the gateway know it."""
         self._asked += 1
         sampling = SamplingParams(temperature=0.0, max_tokens=ANSWER)
         valid = ValidRequest(f"turn{self._asked}", "tiny", tuple(prompt), sampling)
@@ -51,8 +52,18 @@ class World:
             run.close()
         for pod in self.cluster.pods:
             await pod.settled()
-        await asyncio.sleep(1.2)  # reports come every half second, and stored blocks reach the index sooner
+        await self._all_is_known()
         return ids
+
+    async def _all_is_known(self) -> None:
+        indexes = [pod.runtime._index for pod in self.cluster.pods]
+        await until(lambda: all(index is not None and index.current for index in indexes))
+        pods = list(self._table.pods.values())
+        for _ in range(2):  # the first answer may be to an earlier question
+            asked = time.monotonic()
+            for pod in pods:
+                pod.suspect()
+            await until(lambda asked=asked: all(pod.seen > asked for pod in pods))  # type: ignore[misc]
 
     def moved(self) -> tuple[int, int]:
         """Blocks handed off, and pulled, since the start."""
@@ -70,15 +81,15 @@ async def world(model_dir: Path, tmp_path: Path, local_prefill: str, pull: str) 
             model_dir, prefill=2, decode=2, prefill_config={"redis": url, "pull": pull},
             decode_config={"redis": url, "local_prefill": local_prefill},
         ) as cluster:  # fmt: skip
-            table = PodTable((), IndexReader(url, timeout_s=2.0), gateway_id="g", model="tiny")
+            # No answer is kept, and a slow one is waited for.
+            reader = IndexReader(url, timeout_s=20.0, clock=lambda: time.monotonic() * 1e6)
+            table = PodTable((), reader, gateway_id="g", model="tiny")
             router = Router(table, GatewayMetrics(), rng=random.Random(1))
             pipeline = Pipeline(router, GatewayMetrics(), gateway_id="g")
             await table.start()
             try:
-                async with asyncio.timeout(20):
-                    while len(table.decodes()) < 2 or sum(map(len, table.layouts().values())) < 4:
-                        await asyncio.sleep(0.02)
-                yield World(cluster, pipeline)
+                await until(lambda: len(table.decodes()) == 2 and sum(map(len, table.layouts().values())) == 4)
+                yield World(cluster, table, pipeline)
             finally:
                 await pipeline.stop()
                 await table.stop()
