@@ -7,7 +7,8 @@ import random
 import signal
 import socket
 import threading
-from collections.abc import AsyncIterator, Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,7 @@ class Rig:
         self.valkey = valkey
         self.url = url
         self.raw: Any = connect(url, timeout_s=5.0)
-        self._readers = [IndexReader(url, timeout_s=2.0)]
+        self._readers = [IndexReader(url, timeout_s=5.0)]
         self.reader = self._readers[0]
 
     async def __aenter__(self) -> Rig:
@@ -106,9 +107,9 @@ class Rig:
 
         await until(same)
 
-    def fresh(self) -> IndexReader:
-        """A reader that remembers no answer."""
-        self._readers.append(IndexReader(self.url, timeout_s=2.0))
+    def fresh(self, clock: Callable[[], float] = time.monotonic) -> IndexReader:
+        """A reader that remembers no answer from before; from now on it keeps them by this clock."""
+        self._readers.append(IndexReader(self.url, timeout_s=5.0, clock=clock))
         return self._readers[-1]
 
     async def postings(self, scope: str = SCOPE) -> set[bytes]:

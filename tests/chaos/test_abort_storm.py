@@ -37,8 +37,8 @@ HOSTED: dict[str, Any] = {"num_blocks": 56, "host_cache": 120 * 2 * 2 * 2 * BLOC
 STAGES = ("reserved", "progress", "first_token", "handed_off", "tokens", "any time", "any time")
 CALM = 0.3  # share that is not aborted
 TRY_S = 2.0  # of one try: what a frozen peer costs
-HANG_S = 60.0
-WAIT_S = 60.0
+HANG_S = 150.0
+WAIT_S = 120.0
 
 
 class Storm:
@@ -168,7 +168,7 @@ class Storm:
             assert prefill not in self._cluster.prefills, "only the killed pod may not answer"
 
 
-@pytest.mark.timeout(280)
+@pytest.mark.timeout(600)
 async def test_five_hundred_requests(tmp_path: Path) -> None:
     model_dir = tiny_llama(tmp_path)
     rng = random.Random(1)

@@ -13,10 +13,10 @@ from tests.e2e.cluster import Cluster
 
 # One pod of each role: nobody can stand in for the one that dies.
 pytestmark = pytest.mark.parametrize("cluster", ["1P+1D"], indirect=True)
-WAIT_S = 60.0
+WAIT_S = 120.0
 
 
-@pytest.mark.timeout(280)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("victim", ["prefill-0", "decode-0", "valkey"])
 async def test_kill_under_load(cluster: Cluster, smollm2_dir: Path, victim: str) -> None:
     load = Load(cluster.base_url, cluster.model, smollm2_dir, clients=6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -115,13 +116,15 @@ async def test_without_valkey_the_same_numbers_hold_and_nobody_gets_a_5xx(smollm
         fake_cluster() as cluster,
         rig(cluster, smollm2_dir, api_keys=(str(path),), redis=url, index_timeout_s=0.5) as gw,
     ):
+        began = time.monotonic()
         assert [(await ask(gw, headers)).status_code for _ in range(3)] == [200] * 3
         burst = [asyncio.create_task(ask(gw, headers)) for _ in range(4)]
         await valkey.stop()  # in the middle of limiting
         statuses = [r.status_code for r in await asyncio.gather(*burst)]
         statuses += [(await ask(gw, headers)).status_code for _ in range(8)]
         assert set(statuses) == {200, 429}
-        assert 6 <= statuses.count(200) <= 8  # those before it are remembered; a few may come back meanwhile
+        come_back = (time.monotonic() - began) / 6  # ten a minute
+        assert 6 <= statuses.count(200) <= 7 + come_back  # those before it are remembered
         assert gw.gateway.metrics.limits_alone._value.get() > 0
         await gw.settled()
 

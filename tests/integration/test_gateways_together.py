@@ -11,6 +11,7 @@ import pytest
 
 from common import index_pod
 from common.index_store import connect
+from common.types import ValidRequest
 from common.valkey import EmbeddedValkey
 from gateway import pods as gateway_pods
 from tests.fake_pods import FakeCluster, fake_cluster
@@ -41,8 +42,8 @@ async def two_gateways(
                 await entry.index.start()
             try:
                 async with (
-                    rig(cluster, model_dir, pods=(), redis=url) as one,
-                    rig(cluster, model_dir, pods=(), redis=url) as two,
+                    rig(cluster, model_dir, pods=(), redis=url, index_timeout_s=20.0) as one,
+                    rig(cluster, model_dir, pods=(), redis=url, index_timeout_s=20.0) as two,
                 ):
                     for gw in (one, two):
                         await until(lambda gw=gw: len(gw.gateway.table.pods) == 2 * PODS)  # type: ignore[misc]
@@ -50,7 +51,7 @@ async def two_gateways(
                     for gw in (one, two):
                         await gw.settled()
                     async with connect(url, timeout_s=5.0) as raw:
-                        async with asyncio.timeout(5):  # every booking is returned
+                        async with asyncio.timeout(30):  # every booking is returned
                             while await raw.keys("*resv*"):
                                 await asyncio.sleep(0.02)
             finally:
@@ -61,7 +62,17 @@ async def two_gateways(
 
 
 async def burst(cluster: FakeCluster, gateways: tuple[Rig, Rig], prompts: list[list[int]]) -> tuple[int, int]:
-    """Sends all at once, every second one to the other gateway; requests on the fullest prefill and decode pod."""
+    """Sends all at once, every second one to the other gateway; requests on the fullest prefill and decode pod.
+
+    No prompt is computed before all have a place.
+    """
+    started = sum(len(pod.seen.prefilled) for pod in cluster.prefills)
+
+    async def all_placed(_request: ValidRequest) -> None:
+        await until(lambda: sum(len(pod.seen.prefilled) for pod in cluster.prefills) >= started + len(prompts))
+
+    for pod in cluster.prefills:
+        pod.faults.before_prefill = all_placed
     before = {pod.name: (len(pod.seen.prefilled), len(pod.seen.reserved)) for pod in cluster.pods.values()}
     calls = (gateways[i % 2].complete(prompt=p, max_tokens=2) for i, p in enumerate(prompts))
     assert {r.status_code for r in await asyncio.gather(*calls)} == {200}
@@ -73,8 +84,6 @@ async def burst(cluster: FakeCluster, gateways: tuple[Rig, Rig], prompts: list[l
 async def test_a_burst_is_spread_by_gateways_that_know_the_same(smollm2_dir: Path, tmp_path: Path) -> None:
     share = BURST / PODS
     async with two_gateways(smollm2_dir, tmp_path) as (cluster, gateways, entries):
-        for pod in cluster.prefills:
-            pod.faults.prefill_delay_s = 0.5
         alone = [list(range(1_000 + 300 * i, 1_300 + 300 * i)) for i in range(BURST)]
         assert max(await burst(cluster, gateways, alone)) <= 1.25 * share
         # One prefill pod holds what heads every prompt: better than the others, but not that much better.
@@ -88,7 +97,7 @@ async def test_pods_that_leave_or_die_are_forgotten_by_every_gateway(
     smollm2_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gateway_pods, "FORGET_S", 0.5)
-    monkeypatch.setattr(index_pod, "LEASE_MS", 600)
+    monkeypatch.setattr(index_pod, "LEASE_MS", 2_000)
     async with two_gateways(smollm2_dir, tmp_path) as (cluster, gateways, entries):
         leaves, dies = cluster.prefills[0], cluster.prefills[1]
         await entries[leaves.name].index.stop()

@@ -30,11 +30,11 @@ async def test_pods_return_after_a_wipe_and_a_freeze(rig: Rig) -> None:
         await rig.shows(set(blocks[:19]))
 
 
-async def test_pods_return_after_the_server_was_replaced(tmp_path: Path) -> None:
+async def test_pods_return_after_the_server_was_replaced(tmp_path: Path, unused_tcp_port: int) -> None:
     blocks = chain(20, 10)
-    first = EmbeddedValkey(0, tmp_path / "first")
+    first = EmbeddedValkey(unused_tcp_port, tmp_path / "first")
     url = await first.start()
-    second = EmbeddedValkey(int(url.split(":")[-1].split("/")[0]), tmp_path / "second")
+    second = EmbeddedValkey(unused_tcp_port, tmp_path / "second")
     async with Rig(first, url) as rig, rig.pod(hashes=blocks) as pool:
         assert pool.index is not None
         index = pool.index
@@ -54,7 +54,7 @@ async def test_a_pod_lives_without_redis_and_stops_in_time() -> None:
     pool.store(chain(13, 10))
     await asyncio.sleep(0.3)
     assert not pool.index.connected
-    await asyncio.wait_for(pool.index.stop(), 10)
+    await asyncio.wait_for(pool.index.stop(), 30)
     pool.store(chain(14, 10))
     nothing = PodIndex(None, RECORD, pool.snapshot, PodLoad)
     await nothing.start()
@@ -80,7 +80,7 @@ async def test_a_callback_that_fails_does_not_end_publishing(rig: Rig) -> None:
 
 async def test_a_dead_index_costs_a_few_timeouts_then_nothing_and_is_tried_again(rig: Rig) -> None:
     now = 100.0
-    reader = IndexReader(rig.url, timeout_s=0.4, breaker=Breaker(clock=lambda: now))
+    reader = IndexReader(rig.url, timeout_s=0.8, breaker=Breaker(clock=lambda: now))
     await reader.pods()
     with rig.frozen():
         for _ in range(3):

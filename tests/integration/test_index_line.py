@@ -22,8 +22,8 @@ from common.index_store import FAILURES, Keys, Script, connect
 from common.prefix_index import Candidate, IndexReader, PodIndex, PodLoad, PodRecord, mint_generation
 from common.types import Role
 from common.valkey import EmbeddedValkey
-from tests.gateway_rig import until
 from tests.tcp_proxy import tcp_proxy
+from tests.until import until
 
 SCOPE = "00112233"
 BLOCKS = block_hashes(list(range(1600)), fingerprint=SCOPE * 4, block_size=16)
@@ -106,7 +106,7 @@ async def test_what_is_on_its_way_fails_at_once_when_the_connection_breaks(serve
         await asyncio.sleep(0.05)
         assert not any(call.done() for call in calls)
         proxy.hang_up()
-        for answer in await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 20):
+        for answer in await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 30):
             assert isinstance(answer, FAILURES)
         assert not found.open
         with pytest.raises(ConnectionError):
@@ -139,7 +139,7 @@ async def finds_all(reader: IndexReader) -> None:
 
 
 async def until_line(reader: IndexReader) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(30):
         while not await has_line(reader):
             await asyncio.sleep(0.02)
 
@@ -169,7 +169,7 @@ async def test_a_line_to_a_silent_server_costs_time_limits_and_is_given_up(serve
     async with tcp_proxy(port_of(server)) as proxy, pod(server):
         now = 100.0
         reader = IndexReader(
-            f"redis://127.0.0.1:{proxy.port}", timeout_s=0.3, breaker=Breaker(failures=3, clock=lambda: now)
+            f"redis://127.0.0.1:{proxy.port}", timeout_s=1.0, breaker=Breaker(failures=3, clock=lambda: now)
         )
         await until_line(reader)
         proxy.silence()
@@ -222,9 +222,7 @@ async def test_a_line_follows_its_scope_to_another_node_of_a_cluster(tmp_path: P
             texts = [str(await client.execute_command("CLUSTER", "INFO")) for client in clients]
             return all("cluster_state:ok" in t and "cluster_known_nodes:2" in t for t in texts)
 
-        async with asyncio.timeout(20):
-            while not await all_know():
-                await asyncio.sleep(0.05)
+        await until(all_know)
         url = f"redis+cluster://127.0.0.1:{port_of(nodes[0][1])}"
         reader = IndexReader(url, timeout_s=5.0)
         assert await reader.lookup(SCOPE, BLOCKS, PODS) == {"p": 0}

@@ -163,9 +163,8 @@ async def test_a_generation_is_minted_without_redis_too(rig: Rig) -> None:
     assert await mint_generation(None, SCOPE, "p") >= before
     assert await mint_generation("redis://127.0.0.1:1/0", SCOPE, "p") >= before
     with rig.frozen():
-        start = time.monotonic()
-        assert await mint_generation(rig.url, SCOPE, "p") >= before
-        assert time.monotonic() - start < 5
+        async with asyncio.timeout(30):
+            assert await mint_generation(rig.url, SCOPE, "p") >= before
 
 
 def test_a_chain_is_packed_by_its_first_eight_bytes() -> None:

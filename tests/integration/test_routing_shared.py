@@ -31,7 +31,7 @@ BURST = 64
 
 def gateway(url: str, roles: list[Role], seed: int) -> tuple[Router, IndexReader]:
     """A router that knows these pods, as another one does; nothing listens at their addresses."""
-    index = IndexReader(url, timeout_s=5.0)
+    index = IndexReader(url, timeout_s=20.0)
     table = PodTable((), index, gateway_id=f"g{seed}", model="m")
     table.index_up = True
     for i, role in enumerate(roles):
@@ -76,7 +76,7 @@ async def test_a_burst_over_two_gateways_is_shared_out(num_pods: int, both: bool
         assert booked == BURST * (1 if both else 2)
         for placement in placed:
             placement.end()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while await _bookings(gateways[0][1]):
                 await asyncio.sleep(0.02)
         for router, _ in gateways:
@@ -117,11 +117,11 @@ async def test_a_gateway_that_is_alone_does_not_wait_for_its_bookings(
             return await reserve(*args)
 
         monkeypatch.setattr(index, "reserve", late)
-        placed = [await asyncio.wait_for(place(router, i), 10) for i in range(4)]
+        placed = [await asyncio.wait_for(place(router, i), 30) for i in range(4)]
         assert {p.prefill.address for p in placed if p.prefill} == {"127.0.0.1:1", "127.0.0.1:2"}
         assert await _bookings(index) == 0
         answered.set()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while await _bookings(index) < 2 * len(placed):
                 await asyncio.sleep(0.02)
         await other.pods()
