@@ -346,6 +346,7 @@ class FakePod(
         tokens, finish = outcome(valid, self._cluster.script, child)
         if self.faults.decode_error is not None and self.faults.decode_errors > 0:
             self.faults.decode_errors -= 1
+            await asyncio.sleep(self.faults.token_delay_s)
             self._emit(gateway_id, request_id, [], FinishReason.ERROR, error=self.faults.decode_error, child=child)
             self._ended(request_id, child)
             return

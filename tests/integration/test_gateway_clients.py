@@ -80,7 +80,7 @@ async def test_sync_sdk(gw: Rig) -> None:
 async def test_sdk_sees_an_error_inside_a_stream(gw: Rig, cluster: FakeCluster) -> None:
     cluster.decodes[0].faults.stall_after = 1
     async with openai.AsyncOpenAI(base_url=f"{gw.url}/v1", api_key="x", max_retries=0) as client:
-        headers = {"x-request-timeout": "0.4"}
+        headers = {"x-request-timeout": "2"}
         stream = await client.completions.create(
             model=MODEL, prompt="x", max_tokens=30, stream=True, extra_headers=headers
         )
@@ -164,7 +164,7 @@ async def test_grpc_client_that_does_not_read_is_given_up_after_the_deadline(
     gw: Rig, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grpc_service, "SEND_GRACE_S", 0.1)
-    monkeypatch.setattr(gw.gateway, "settings", replace(gw.gateway.settings, request_timeout_s=1.0))
+    monkeypatch.setattr(gw.gateway, "settings", replace(gw.gateway.settings, request_timeout_s=2.0))
     cluster.script = lambda request: [66] * request.sampling.max_tokens
     sent = gw.gateway.metrics.output_tokens
     request = inference_pb2.GenerateRequest(model=MODEL, text="x", max_tokens=2000, logprobs=20)

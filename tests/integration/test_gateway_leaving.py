@@ -39,7 +39,7 @@ async def test_a_leaving_gateway_serves_what_still_comes_and_sends_clients_away(
         assert not drain.done()
         assert await reader.read() == b""  # a connection that says nothing is closed at the end of the delay
         writer.close()
-        await asyncio.wait_for(drain, 20)
+        await asyncio.wait_for(drain, 60)
         assert (await gw.complete(max_tokens=3)).status_code == 503
 
 
@@ -62,11 +62,11 @@ async def test_grpc_clients_go_to_the_next_gateway_without_a_failed_call(
             cluster.decodes[0].faults.token_delay_s = 0.1
             await call(2)
             assert list(leaves.gateway.timelines.newest())
-            running = asyncio.create_task(call(30))  # three seconds, more than the delay
+            running = asyncio.create_task(call(40))  # four seconds, more than the delay
             drain = asyncio.create_task(leaves.server.drain())
             while not list(stays.gateway.timelines.newest()):
                 await call(2)
             assert not drain.done()
             await running
-            await asyncio.wait_for(drain, 20)
+            await asyncio.wait_for(drain, 60)
             await call(2)

@@ -241,6 +241,7 @@ async def test_a_failure_before_the_first_event_has_a_status_and_one_after_it_is
     assert (response.status_code, response.headers["retry-after"]) == (429, "3")
     monkeypatch.setattr(cluster.decodes[0].faults, "reserve_error", None)
     monkeypatch.setattr(cluster.decodes[0].faults, "decode_error", Overloaded("out of blocks"))
+    monkeypatch.setattr(cluster.decodes[0].faults, "token_delay_s", 0.3)  # the first token comes by another connection
     events = await events_of(gw)
     assert [e["type"] for e in events][-2:] == ["error", "response.failed"]
     assert events[-2]["message"] == "out of blocks"

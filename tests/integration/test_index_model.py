@@ -163,7 +163,7 @@ class IndexMachine(RuleBasedStateMachine):
     async def _converge(self) -> None:
         raw, keys = connect(self.url, timeout_s=5.0), Keys(SCOPE)
         try:
-            for _ in range(400):
+            for _ in range(3_000):
                 if await self._right(raw, keys):
                     break
                 await asyncio.sleep(0.01)

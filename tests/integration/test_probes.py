@@ -35,9 +35,9 @@ async def test_a_process_lives_whether_its_services_are_ready_or_not(server: tup
 
     async def state() -> tuple[bool, bool, bool]:
         return (
-            await probes.answers(f"grpc://{address}/{LIVE}", 5.0),
-            await probes.answers(f"grpc://{address}", 5.0),
-            await probes.answers(f"grpc://{address}/baton.v1.Control", 5.0),
+            await probes.answers(f"grpc://{address}/{LIVE}", 30.0),
+            await probes.answers(f"grpc://{address}", 30.0),
+            await probes.answers(f"grpc://{address}/baton.v1.Control", 30.0),
         )
 
     assert await state() == (True, False, False)
@@ -47,14 +47,14 @@ async def test_a_process_lives_whether_its_services_are_ready_or_not(server: tup
     rpc.set_serving(False)
     await asyncio.sleep(0)
     assert await state() == (True, False, False)
-    assert not await probes.answers(f"grpc://{address}/nobody", 5.0)
+    assert not await probes.answers(f"grpc://{address}/nobody", 30.0)
 
 
 async def test_a_gateway_without_pods_lives_but_is_not_ready(smollm2_dir: Path) -> None:
     async with fake_cluster(0, 0) as cluster, rig(cluster, smollm2_dir, pods=(), wait=False) as gw:
-        assert await probes.answers(f"{gw.url}/live", 5.0)
-        assert not await probes.answers(f"{gw.url}/ready", 5.0)
-        assert not await probes.answers(f"{gw.url}/nothing", 5.0)
+        assert await probes.answers(f"{gw.url}/live", 30.0)
+        assert not await probes.answers(f"{gw.url}/ready", 30.0)
+        assert not await probes.answers(f"{gw.url}/nothing", 30.0)
 
 
 async def test_a_server_that_does_not_answer_is_not_waited_for() -> None:

@@ -16,6 +16,7 @@ import torch
 from common.errors import ConfigError, InternalError
 from common.types import FinishReason, SamplingParams
 from engine.llm import LLM, Completion
+from engine.parallel.collectives import TIMEOUT_S
 from tests.harness import prompt_of
 
 torch.set_num_threads(1)
@@ -92,7 +93,7 @@ def test_drafts_of_a_host_and_eight_bit_kv_with_random_weights(model_dir: Path) 
     assert speculator is not None
     assert speculator.stats.proposed > 0
 
-    # A rank that is killed fails the call at once, and every later one.
+    # A rank that is killed fails the call long before a collective gives up, and every later one.
     assert llm.engine.members is not None
     (pid,) = llm.engine.members.pids
     os.kill(pid, signal.SIGKILL)
@@ -101,7 +102,7 @@ def test_drafts_of_a_host_and_eight_bit_kv_with_random_weights(model_dir: Path) 
         lost = llm.generate([prompts[0]], params)[0]
         assert lost.finish is FinishReason.ERROR
         assert "tensor-parallel rank 1 has ended (SIGKILL)" in str(lost.error)
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 0.5 * TIMEOUT_S
     assert llm.engine.failure is not None
     llm.engine.pool.check()
     llm.engine.close()

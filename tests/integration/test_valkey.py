@@ -83,5 +83,5 @@ asyncio.run(main())
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    psutil.wait_procs([server], timeout=10)
+    psutil.wait_procs([server], timeout=60)
     assert not server.is_running() or server.status() == psutil.STATUS_ZOMBIE

@@ -60,7 +60,7 @@ def service(*args: str) -> Iterator[subprocess.Popen[str]]:
 def test_the_first_signal_drains(number: signal.Signals, loop: str) -> None:
     with service("0", loop) as process:
         process.send_signal(number)
-        output, _ = process.communicate(timeout=20)
+        output, _ = process.communicate(timeout=120)
     assert (output.split(), process.returncode) == (["drain", "drained", "STOPPED"], 0)
 
 
@@ -72,7 +72,7 @@ def test_the_second_signal_exits_at_once(number: signal.Signals, code: int, loop
         process.send_signal(signal.SIGTERM)
         assert process.stdout.readline() == "drain\n"
         process.send_signal(number)
-        assert process.wait(timeout=20) == code
+        assert process.wait(timeout=120) == code
 
 
 async def test_the_drain_runs_once_and_states_only_move_forward() -> None:
@@ -91,7 +91,7 @@ async def test_the_drain_runs_once_and_states_only_move_forward() -> None:
     life.begin_drain("again")
     life.ready()
     assert life.state is State.DRAINING
-    await asyncio.wait_for(life.wait_stopped(), 5)
+    await asyncio.wait_for(life.wait_stopped(), 30)
     assert (life.state, drains) == (State.STOPPED, 1)
 
 
@@ -103,7 +103,7 @@ async def test_a_drain_that_fails_or_hangs_still_ends(wait_s: float) -> None:
 
     life = Lifecycle(drain, drain_s=0.05)
     life.begin_drain("test")
-    await asyncio.wait_for(life.wait_stopped(), 5)
+    await asyncio.wait_for(life.wait_stopped(), 30)
     assert life.state is State.STOPPED
 
 
@@ -124,12 +124,12 @@ def test_a_child_dies_with_its_killed_parent() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="needs PR_SET_PDEATHSIG")
 def test_a_child_whose_parent_is_gone_already_ends() -> None:
     code = "from common.lifecycle import die_with_parent; die_with_parent(999999999)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=20, check=False).returncode == 1
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=120, check=False).returncode == 1
 
 
 def gone(pid: int) -> bool:
     """Whether the process ends within a few seconds (a zombie has ended)."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         try:
             state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]

@@ -35,7 +35,7 @@ def pod(name: str, role: Role = Role.DECODE, scope: str = "s", generation: int =
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not condition():
             await asyncio.sleep(0.005)
 
@@ -82,6 +82,6 @@ async def test_start_waits_for_a_while_only(monkeypatch: pytest.MonkeyPatch) -> 
             ended.set()
 
     watch = PeerWatch(Index(pod("d0")), "s", connect)  # type: ignore[arg-type]
-    await asyncio.wait_for(watch.start(), 10)
+    await asyncio.wait_for(watch.start(), 30)
     await watch.stop()
     assert ended.is_set()

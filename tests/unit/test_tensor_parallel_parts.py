@@ -29,6 +29,7 @@ from kv_transfer.loopback import LoopbackBackend, LoopbackFabric, WriteFault
 from kv_transfer.memory import PeerMemory, PoolMemory, host_memory
 from kv_transfer.rank_agent import RankAgent, serve
 from kv_transfer.sharded_backend import ShardedBackend
+from tests.clock import Clock
 
 CPU = torch.device("cpu")
 SECRET = b"secret of a group"
@@ -166,13 +167,18 @@ class Group:
 
     def end(self) -> None:
         self._ends[0].close()
-        self._thread.join(10.0)
+        self._thread.join(60.0)
         assert not self._thread.is_alive()
 
 
 @pytest.fixture
-def fabric() -> LoopbackFabric:
-    return LoopbackFabric()
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def fabric(clock: Clock) -> LoopbackFabric:
+    return LoopbackFabric(clock)
 
 
 @pytest.fixture
@@ -189,7 +195,7 @@ def groups(fabric: LoopbackFabric) -> Iterator[tuple[Group, Group]]:
 
 
 def wait(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + 20.0
+    until = time.monotonic() + 60.0
     while not condition():
         assert time.monotonic() < until
         time.sleep(0.001)
@@ -201,24 +207,23 @@ def settle(backend: ShardedBackend, handle: int) -> WriteState:
 
 
 def test_a_write_is_done_and_told_once_every_rank_has_written(
-    fabric: LoopbackFabric, groups: tuple[Group, Group]
+    fabric: LoopbackFabric, clock: Clock, groups: tuple[Group, Group]
 ) -> None:
     sender, receiver = groups
-    slow = threading.Event()
 
     def on_write(source: str, _peer: str, _count: int) -> WriteFault:
-        return WriteFault(delay_s=0.0 if slow.is_set() or not source.endswith("rank1") else 1.5)
+        return WriteFault(delay_s=600.0 if source.endswith("rank1") and not clock.ahead_s else 0.0)
 
     fabric.on_write = on_write
     handle = sender.backend.write("receiver", [1, 2], [4, 5], b"here")
     wait(lambda: receiver.memories[0].read_block(4)[0] == 1)
     assert sender.backend.poll(handle) is WriteState.PENDING
     assert receiver.backend.notifications() == []
+    clock.ahead_s = 600.0
     assert settle(sender.backend, handle) is WriteState.DONE
     assert [memory.read_block(5)[0] for memory in receiver.memories] == [2, 12]
     assert receiver.backend.notifications() == [Notification("sender", b"here")]
     sender.backend.release(handle)
-    slow.set()
     handle = sender.backend.read("receiver", [0], [5])
     assert settle(sender.backend, handle) is WriteState.DONE
     assert [memory.read_block(0)[0] for memory in sender.memories] == [2, 12]

@@ -72,6 +72,11 @@ def trace_to(target: str) -> TraceContext:
     return context
 
 
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracing, "FLUSH_S", 60.0)
+
+
 @pytest.mark.parametrize("collector", [http_collector, grpc_collector])
 def test_a_collector_gets_the_spans(collector: Any) -> None:
     got: Got = []
