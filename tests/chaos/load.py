@@ -70,7 +70,7 @@ class Load:
         """Every prompt once, all at the same time."""
         return await asyncio.gather(*(self.one(i) for i in range(len(self._prompts))))
 
-    async def one(self, which: int, *, abort: bool = False, max_tokens: int = 16) -> str | None:
+    async def one(self, which: int, *, abort: bool = False, max_tokens: int = 10) -> str | None:
         """One streamed greedy request; its text, None when it failed or was abandoned."""
         begin = time.monotonic()
         try:

@@ -19,7 +19,7 @@ from redis.asyncio import Redis
 from tests.chaos.load import Load, Outcomes
 from tests.e2e.cluster import Cluster
 
-SECONDS = float(os.environ.get("SOAK_SECONDS", "20"))
+SECONDS = float(os.environ.get("SOAK_SECONDS", "12"))
 GROWTH = 48 << 20  # bytes a process may grow by after the first third
 
 

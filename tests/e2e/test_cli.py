@@ -123,7 +123,7 @@ class Up:
 
 @pytest.fixture
 def up(tmp_path: Path, smollm2_dir: Path) -> Iterator[Up]:
-    running = Up(tmp_path, smollm2_dir, "--port", "0", "--served-name", "it's small", "--max-model-len", "256")
+    running = Up(tmp_path, smollm2_dir, "--port", "0", "--served-name", "it's small", "--max-model-len", "96")
     yield running
     running.process.kill()
     running.process.wait()

@@ -21,12 +21,13 @@ from tests.e2e.shape import BLOCK, CHUNK, MAX_MODEL_LEN
 
 OUTPUT = 8
 # Case 9's lengths and then some: around a block, around a chunk, several of both, the longest that fits.
+LONGEST = 1500
 LENGTHS = [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 3 * BLOCK + 1, 100, CHUNK - BLOCK, CHUNK - 1, CHUNK, CHUNK + 1]
-LENGTHS += [300, 2 * CHUNK - 1, 2 * CHUNK, 2 * CHUNK + 1, 600, 3 * CHUNK, 4 * CHUNK, 4 * CHUNK + 1, 3000]
+LENGTHS += [150, 2 * CHUNK - 1, 2 * CHUNK, 2 * CHUNK + 1, 300, 3 * CHUNK, 4 * CHUNK, 4 * CHUNK + 1, LONGEST]
 ALONE = 2 * CHUNK + 1  # prompts up to this are also computed alone, from their first token on
 # Between two and two pods, where each has two to go to: a prompt on each side of every border.
 BORDERS = [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 3 * BLOCK + 1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK]
-BORDERS += [2 * CHUNK + 1, 4 * CHUNK + 1, 3000]
+BORDERS += [2 * CHUNK + 1, 4 * CHUNK + 1, LONGEST]
 IN_FLIGHT = 16
 EOS = {2}  # SmolLM2's <|im_end|>
 SHARED = "shared"  # the salt under which prompts share prefixes
@@ -221,7 +222,7 @@ async def test_beams_are_those_of_transformers(cluster: Cluster, texts: list[lis
 
 
 async def test_the_longest_prompt_and_one_more(cluster: Cluster, texts: list[list[int]]) -> None:
-    prompt = texts[LENGTHS.index(3000) % 2]  # which began with that prompt before
+    prompt = texts[LENGTHS.index(LONGEST) % 2]  # which began with that prompt before
     async with openai.AsyncOpenAI(base_url=cluster.base_url, api_key="none", max_retries=0) as client:
 
         async def ask(ids: list[int]) -> openai.types.Completion:
@@ -269,7 +270,7 @@ async def test_a_repeated_prompt_computes_and_moves_at_most_one_block(cluster: C
     """Where pods can be chosen, a busy machine may keep the router from reading the index in time: then once more."""
     prefills = [name for name in cluster.pods if name.startswith("prefill")]
     for attempt in range(1 if len(prefills) == 1 else 5):
-        prompt = prompt_of(smollm2_dir, 600, 1234 + attempt)
+        prompt = prompt_of(smollm2_dir, 4 * CHUNK + 90, 1234 + attempt)
         computed, cached, moved = await repeat(cluster, prompt, prefills)
         if computed <= BLOCK:
             break

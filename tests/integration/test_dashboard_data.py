@@ -24,8 +24,9 @@ async def get(gw: Rig, path: str, **headers: str) -> Any:
 
 async def heard(gw: Rig) -> None:
     """Every pod has said anew what it did."""
-    before = {pod: pod.seen for pod in gw.gateway.table.pods.values()}
-    await until(lambda: all(pod.seen > at for pod, at in before.items()))
+    for _ in range(2):  # the first may be the answer to an earlier question
+        before = {pod: pod.seen for pod in gw.gateway.table.pods.values()}
+        await until(lambda before=before: all(pod.seen > at for pod, at in before.items()))  # type: ignore[misc]
 
 
 async def test_the_state_tells_of_pods_rates_and_latencies(gw: Rig, cluster: FakeCluster) -> None:
@@ -81,7 +82,8 @@ async def test_the_state_tells_of_pods_rates_and_latencies(gw: Rig, cluster: Fak
         True, 0, "hash",
     )  # fmt: skip
     points = {name: len(values) for name, values in state["series"].items()}
-    assert set(points.values()) == {1}, points
+    assert len(set(points.values())) == 1, points
+    assert min(points.values()) >= 1
 
 
 async def test_prompts_that_come_again_are_told_from_those_that_are_found(gw: Rig, cluster: FakeCluster) -> None:
@@ -161,6 +163,7 @@ async def test_a_running_request_is_listed_until_it_ends(gw: Rig, cluster: FakeC
 async def test_a_second_attempt_is_the_one_that_is_drawn(gw: Rig, cluster: FakeCluster) -> None:
     cluster.prefills[0].faults.drop_prefill_after_first = 1
     assert (await gw.complete(max_tokens=3)).status_code == 200
+    await gw.settled()
     (shown,) = (await get(gw, "/dashboard/requests"))["requests"]
     assert shown["attempts"] == 2
     assert [span["kind"] for span in shown["spans"]].count("chunk") == 1

@@ -173,8 +173,8 @@ async def test_33_smollm2_without_two_layers_drafts_as_well_under_pd(smollm2_dir
     settings: dict[str, Any] = {"speculation": "draft_model", "speculation_model": draft_dir, "speculation_tokens": 4}
     sizes = {"block_size": 16, "max_model_len": 128}
     llm = LLM(smollm2_dir, kv_memory=48 << 20, token_budget=64, threads=1, **settings, **sizes)
-    texts = ["The capital of France is", "Once upon a time, there was a small", "def reverse(text):\n    return"]
-    requests = [request(llm.encode(text), max_tokens=16, seed=i) for i, text in enumerate(texts)]
+    texts = ["The capital of France is", "Once upon a time, there was a small"]
+    requests = [request(llm.encode(text), max_tokens=14, seed=i) for i, text in enumerate(texts)]
     expected, alone = in_one_process(llm, requests)
     pod = settings | sizes | {"speculation_model": str(draft_dir), "kv_memory": 48 << 20, "chunk_tokens": 64}
     async with Cluster.start(smollm2_dir, prefill_config=pod, decode_config=pod) as cluster:

@@ -48,7 +48,7 @@ async def told(gw: Rig, *how: str, path: str) -> dict[str, Any]:
         env={"PYTHONPATH": path, "PATH": ""},
         cwd=path,
     )
-    out, err = await asyncio.wait_for(child.communicate(), 60)
+    out, err = await asyncio.wait_for(child.communicate(), 200)
     assert child.returncode == 0, err.decode()[-3000:]
     said: dict[str, Any] = json.loads(out)
     return said

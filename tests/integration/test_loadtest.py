@@ -175,7 +175,7 @@ async def test_the_command_runs_reports_and_compares(gw: Rig, tmp_path: Path) ->
 
 
 async def test_rates_rise_until_the_objective_is_missed(gw: Rig, cluster: FakeCluster, tmp_path: Path) -> None:
-    shared = ("--url", gw.url, "--requests", "6", "--output-tokens", "4", "--quiet", "--slo", "ttft=20s,e2e=3s")
+    shared = ("--url", gw.url, "--requests", "5", "--output-tokens", "4", "--quiet", "--slo", "ttft=20s,e2e=2s")
     cluster.decodes[0].faults.token_delay_s = 0.2
     limits = ("--max-concurrency", "1", "--arrivals", "constant")  # less than two a second, whatever comes
     code, out, err = await command(*shared, *limits, "--rates", "1,200,400", "--out", str(tmp_path / "s.json"))

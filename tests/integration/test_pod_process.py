@@ -21,7 +21,7 @@ def test_sigterm_ends_an_idle_pod_with_0_and_loses_no_log(tmp_path: Path, role: 
             assert pod.stderr is not None
             assert any("serves tiny" in line for line in pod.stderr)
             pod.send_signal(signal.SIGTERM)
-            _, rest = pod.communicate(timeout=60)
+            _, rest = pod.communicate(timeout=200)
         finally:
             pod.kill()
     assert pod.returncode == 0

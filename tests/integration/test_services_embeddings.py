@@ -20,7 +20,7 @@ from tests.until import until
 
 
 class TestEmbeddings:
-    async def embed(self, cluster: Cluster, r: ValidRequest, timeout: float = 20.0) -> embedding_pb2.EmbedResponse:
+    async def embed(self, cluster: Cluster, r: ValidRequest, timeout: float = 60.0) -> embedding_pb2.EmbedResponse:
         stub = embedding_pb2_grpc.EmbeddingStub(cluster.prefill.channel)
         with rpc_errors():
             return await stub.Embed(embedding_pb2.EmbedRequest(request=request_to_pb(r)), timeout=timeout)

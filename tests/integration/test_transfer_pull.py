@@ -123,9 +123,10 @@ async def test_a_holder_that_lost_everything_refuses(cluster: Cluster, mode: str
 
 async def test_a_failed_move_fails_the_pull_and_frees_after_the_grace(cluster: Cluster, mode: str) -> None:
     owner, puller = await two(cluster)
+    await pull(owner, puller, mode, total=1)  # connected
     mover = owner if mode == "push" else puller
     mover.backend.on_write = mover.backend.on_read = lambda _p, _l, _r: WriteFault(fail="the link broke")
-    wanted = ask(0, 20, 3.0)
+    wanted = ask(1, 20, 1.5)
     with pytest.raises(BatonError):
         await puller.node.pull(holder(owner), wanted, read=mode == "read")
     assert isinstance(wanted.hold, FakeHold)

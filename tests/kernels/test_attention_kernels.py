@@ -23,7 +23,8 @@ FP8 = torch.uint8
 # heads, kv_heads, head dim, block size, dtype of the cache: ratios 1 to 5, 7, 8, 16 and 71, every head dim served
 SHAPES = [
     (1, 1, 64, 16, None), (4, 2, 96, 16, None), (3, 1, 80, 16, None), (4, 1, 16, 8, None), (5, 1, 32, 16, None),
-    (7, 1, 24, 16, None), (16, 2, 128, 32, None), (16, 1, 64, 16, None), (2, 1, 256, 16, None), (71, 1, 64, 16, None),
+    (7, 1, 24, 16, None), (16, 2, 128, 32, None), (16, 1, 64, 16, None), (2, 1, 256, 16, None),
+    (71, 1, 64 if CUDA else 16, 16, None),
     (3, 1, 80, 16, FP8), (7, 1, 24, 8, FP8), (16, 2, 128, 32, FP8), (2, 1, 256, 16, FP8),
     *([(71, 1, 64, 16, FP8)] if CUDA else []),  # the interpreter takes seconds for 71 heads
 ]  # fmt: skip
