@@ -12,6 +12,7 @@ import sys
 from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
+from struct import iter_unpack
 
 HASH_BYTES = 16
 
@@ -41,11 +42,10 @@ class BlockHasher:
         words = array("I", tokens[done * size : len(tokens) // size * size])
         if sys.byteorder == "big":
             words.byteswap()
-        raw = words.tobytes()
         previous = hashes[-1] if hashes else b""
-        for at in range(0, len(raw), 4 * size):
+        for (block,) in iter_unpack(f"{4 * size}s", words.tobytes()):
             state = keyed()
-            state.update(b"%b%b%b" % (previous, raw[at : at + 4 * size], extra))
+            state.update(previous + block + extra)
             previous = state.digest()
             hashes.append(previous)
         return hashes
