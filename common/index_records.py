@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
+from typing import NamedTuple
 
 from common.types import Role
 
@@ -17,8 +18,7 @@ class Tier(StrEnum):
     HOST = "host"
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
+class Held(NamedTuple):
     """Blocks of a chain that a pod holds, from its start: so many on the device, and `blocks` in any tier."""
 
     device: int = 0

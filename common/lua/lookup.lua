@@ -26,7 +26,9 @@ local function position(i)
 end
 
 local info = call('HMGET', KEYS[2], 'epoch', 'hosts')
-local likely = {} -- where pods of which we know the same ended: a shared prefix ends for all of them
+-- Where most pods of which we know the same ended, and by how many they are more than the others, at least: a shared
+-- prefix ends for all but a few.
+local likely, lead = {}, {}
 local low, high -- of the search under way: the set holds block low, and does not hold block high
 
 local function probe(set, n)
@@ -68,7 +70,13 @@ local function search(set, held, first, last)
       low = numbers[j]
     end
   end
-  likely[key] = low
+  if low == guess then
+    lead[key] = lead[key] + 1
+  elseif (lead[key] or 0) == 0 then
+    likely[key], lead[key] = low, 1
+  else
+    lead[key] = lead[key] - 1
+  end
   return low
 end
 
