@@ -1,13 +1,12 @@
 """A connection for the calls that requests wait for: many are on their way at once, and answers come in their order.
 
 redis-py's client takes a connection out of its pool for every call, looks whether it still lives, and guards each write
-and each read by tasks, locks and time limits: several times what the server takes for a look-up. A line takes one
-connection from redis-py, which knows addresses, TLS, users, sentinels and the slots of a cluster, and from then on
-writes and reads.
+and each read by tasks, locks and time limits: several times what the server takes for a look-up. A line has redis-py
+set one connection up, which knows addresses, TLS, users, sentinels and the slots of a cluster, and then takes over its
+transport: a command is written at once, and an answer wakes its caller in the turn of the event loop in which it came.
 
 Lifecycle: connecting -> open -> closed, at the first sign of trouble. A line asks nobody else, tries nothing again and
 knows no time limit; while there is none its user goes by the client, which does all that.
-Invariant: `_waiting` are the calls without an answer, in the order in which they were written.
 """
 
 from __future__ import annotations
@@ -19,9 +18,11 @@ from collections import deque
 from collections.abc import Callable, Collection
 from typing import Any
 
+import hiredis
+from redis._parsers import BaseParser
 from redis.asyncio.cluster import RedisCluster
 from redis.asyncio.connection import AbstractConnection
-from redis.exceptions import ConnectionError, ResponseError
+from redis.exceptions import ConnectionError, InvalidResponse, ResponseError
 
 from common.errors import ConfigError
 from common.index_store import FAILURES, Client, Keys, connect
@@ -29,15 +30,74 @@ from common.index_store import FAILURES, Client, Keys, connect
 CONNECT_S = 1.0
 RETRY_S = 1.0  # from the start of a line that ended to that of the next one
 
+_MORE = object()  # what the reader gives while an answer is incomplete
+
 _log = logging.getLogger(__name__)
+
+
+class _Calls(asyncio.Protocol):
+    """What is on its way over a transport that somebody else connected.
+
+    Invariant: `_waiting` are the calls without an answer, in the order in which they were written.
+    """
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._transport = transport
+        self._waiting: deque[asyncio.Future[Any]] = deque()
+        errors = BaseParser.parse_error
+        self._reader = hiredis.Reader(protocolError=InvalidResponse, replyError=errors, notEnoughData=_MORE)
+        self._before = transport.get_protocol()
+        transport.set_protocol(self)
+
+    def call(self, packed: bytes) -> asyncio.Future[Any]:
+        """The answer to come. How much waits to be written is for callers to bound."""
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._waiting.append(answer)
+        self._transport.write(packed)
+        return answer
+
+    def data_received(self, data: bytes) -> None:
+        self._reader.feed(data)
+        try:
+            while (answer := self._reader.gets()) is not _MORE:
+                self._deliver(answer)
+        except (ConnectionError, InvalidResponse) as e:
+            self.end(e)
+
+    def _deliver(self, answer: Any) -> None:
+        if isinstance(answer, ConnectionError):
+            raise answer
+        if not self._waiting:
+            raise ConnectionError("an answer that nobody asked for")
+        waiting = self._waiting.popleft()
+        if waiting.done():
+            return  # its caller has gone
+        if isinstance(answer, ResponseError):
+            waiting.set_exception(answer)
+        else:
+            waiting.set_result(answer)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.end(ConnectionError(f"the connection ended: {exc or 'by the server'}"))
+        self._before.connection_lost(exc)  # who closes the connection waits for that
+
+    def end(self, error: Exception) -> None:
+        """What is on its way fails, and nothing else will be written. Idempotent."""
+        self._transport.close()
+        if not self.lost.done():
+            self.lost.set_exception(error)
+        while self._waiting:
+            answer = self._waiting.popleft()
+            if not answer.done():
+                answer.set_exception(ConnectionError("the line was closed"))
 
 
 class Line:
     """To the server that keeps one scope; connects from its making on, in the background. clock: seconds."""
 
     def __init__(self, url: str, scope: str, clock: Callable[[], float]) -> None:
-        self._connection: AbstractConnection | None = None
-        self._waiting: deque[asyncio.Future[Any]] = deque()
+        self._calls: _Calls | None = None
         self._clock = clock
         self._began = clock()
         self._task = asyncio.get_running_loop().create_task(self._run(url, scope), name="prefix-index-line")
@@ -45,7 +105,7 @@ class Line:
     @property
     def open(self) -> bool:
         """It takes calls."""
-        return self._connection is not None
+        return self._calls is not None and not self._calls.lost.done()
 
     @property
     def over(self) -> bool:
@@ -54,20 +114,13 @@ class Line:
 
     async def call(self, packed: bytes) -> Any:
         """The answer to a packed command. Raises what FAILURES names; after any but a ResponseError it is closed."""
-        if self._connection is None:
+        if self._calls is None or self._calls.lost.done():
             raise ConnectionError("the line is closed")
-        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._waiting.append(answer)
-        try:
-            await self._connection.send_packed_command(packed, check_health=False)
-            return await answer
-        finally:
-            if not answer.cancel() and not answer.cancelled():
-                answer.exception()  # it may have come while the command was still being written
+        return await self._calls.call(packed)
 
     def close(self) -> None:
         """No more calls; those on their way fail. Idempotent."""
-        self._connection = None
+        self._calls = None
         self._task.cancel()
 
     async def closed(self) -> None:
@@ -76,38 +129,23 @@ class Line:
 
     async def _run(self, url: str, scope: str) -> None:
         client: Client | None = None
+        calls: _Calls | None = None
         try:
             client = connect(url, timeout_s=CONNECT_S, patient=True)
             async with asyncio.timeout(CONNECT_S):
                 connection = await _connection(client, scope)
-            self._connection = connection
-            await self._read(connection)
+            writer = connection._writer
+            assert writer is not None  # it is connected
+            calls = self._calls = _Calls(writer.transport)  # type: ignore[arg-type]
+            await calls.lost
         except (*FAILURES, ConfigError) as e:
             _log.info("the line to the prefix index ends: %s: %s", type(e).__name__, e)
         finally:
-            self._connection = None
-            for answer in self._waiting:
-                if not answer.done():
-                    answer.set_exception(ConnectionError("the line was closed"))
-            self._waiting.clear()
+            self._calls = None
+            if calls is not None:
+                calls.end(ConnectionError("the line was closed"))
             if client is not None:
                 await client.aclose()
-
-    async def _read(self, connection: AbstractConnection) -> None:
-        while True:
-            try:
-                answer: Any = await connection.read_response()
-            except ResponseError as e:
-                answer = e
-            if not self._waiting:
-                raise ConnectionError("an answer that nobody asked for")
-            waiting = self._waiting.popleft()
-            if waiting.done():
-                continue  # its caller has gone
-            if isinstance(answer, ResponseError):
-                waiting.set_exception(answer)
-            else:
-                waiting.set_result(answer)
 
 
 async def _connection(client: Client, scope: str) -> AbstractConnection:

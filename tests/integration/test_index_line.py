@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import hiredis
 import pytest
 import pytest_asyncio
 from redis.exceptions import ConnectionError, NoScriptError
@@ -113,6 +114,51 @@ async def test_what_is_on_its_way_fails_at_once_when_the_connection_breaks(serve
         with pytest.raises(ConnectionError):
             await found.call(echo.packed(("k",), ("a",)))
         proxy.heal()
+
+
+@asynccontextmanager
+async def strange_server(answers: list[bytes]) -> AsyncIterator[str]:
+    """Says OK to everything but scripts, which it answers with these bytes, a packet each."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        commands = hiredis.Reader(notEnoughData=None)
+        while data := await reader.read(1 << 16):
+            commands.feed(data)
+            while (command := commands.gets()) is not None:
+                for part in answers if command[0] == b"EVALSHA" else [b"+OK\r\n"]:
+                    writer.write(part)
+                    await asyncio.sleep(0.01)
+        writer.close()
+
+    listener = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with listener:
+        yield f"redis://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+
+
+async def test_an_answer_that_comes_in_pieces_is_put_together(tmp_path: Path) -> None:
+    (tmp_path / "any.lua").write_text("return 1")
+    packed = Script("any", directory=tmp_path).packed(("k",), ())
+    async with strange_server([b"*2\r\n:1", b"7\r\n$4\r\na", b"b\r\n\r\n"]) as url, line(url) as found:
+        answers = await asyncio.wait_for(asyncio.gather(*(found.call(packed) for _ in range(3))), 20)
+        assert answers == [[17, b"ab\r\n"]] * 3
+        assert found.open
+
+
+@pytest.mark.parametrize(
+    ("nonsense", "good"),
+    [(b"HTTP/1.1 400 Bad Request\r\n", []), (b":1\r\n:2\r\n:3\r\n", [1, 2]), (b"-LOADING soon\r\n", [])],
+    ids=["other", "more", "loading"],
+)
+async def test_what_is_no_answer_closes_the_line(nonsense: bytes, good: list[int], tmp_path: Path) -> None:
+    (tmp_path / "any.lua").write_text("return 1")
+    packed = Script("any", directory=tmp_path).packed(("k",), ())
+    async with strange_server([nonsense]) as url, line(url) as found:
+        calls = (found.call(packed) for _ in range(2))
+        answers = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 20)
+        assert [a for a in answers if not isinstance(a, FAILURES)] == good
+        await until(lambda: not found.open)
+        with pytest.raises(ConnectionError):
+            await found.call(packed)
 
 
 @asynccontextmanager

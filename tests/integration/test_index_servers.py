@@ -60,12 +60,20 @@ async def finds(reader: IndexReader, names: set[str], scope: str = SCOPE) -> boo
     return set(held.values()) <= {len(BLOCKS)}
 
 
+def has_line(reader: IndexReader) -> bool:
+    assert reader._lines is not None
+    return reader._lines.get(SCOPE) is not None
+
+
 async def serves(url: str) -> None:
     """The whole life of a pod, over this URL."""
     reader = IndexReader(url, timeout_s=2.0)
     try:
         async with pod(url):
             await until(lambda: finds(reader, {"p"}))
+            await until(lambda: has_line(reader))
+            assert await finds(reader, {"p"})
+            assert has_line(reader)  # it would have been closed at the first sign of trouble
         await until(lambda: finds(reader, set()))
     finally:
         await reader.close()
