@@ -43,7 +43,7 @@ from gateway.routing.view import PodView
 SCOPE = "5ca1ab1e"
 BLOCK = 16
 TRUNK, DEPTH = 64, 250  # blocks of a system prompt, and of a conversation with it
-PROMPTS = 300
+PROMPTS = 1_000
 IN_FLIGHT = 64
 BEATS = 64  # pods whose heartbeat is measured
 KEPT_S = 36_000  # nothing expires and no heartbeat comes between: all pods share one process here, and beat late
