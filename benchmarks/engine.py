@@ -12,6 +12,10 @@ for a CPU: it shows that the script works, not how fast anything is.
 - ttft_ms_N: from adding a request of N tokens to an idle engine until its token is on the host; median, no prompt is
   seen twice. The limit is the FLOP of a prefill over the measured rates of the
   model's largest matrix product and of cuDNN's attention.
+- handed_ms_N: the same of a prompt that a prefill pod computes, whose last chunk is short; busy_ms_N: mean time from
+  one's first token to the next one's when several are there; launch_ms_N: what the engine's thread takes to launch a
+  step of those, in which other threads wait for the interpreter; median. With _graphs: an engine whose chunks are
+  graphs (chunk_graphs).
 - offline_out_tok_s: all requests are there at the start; output tokens over the time until the last one ends.
 - host_wait_ms: median time of a step minus that of its CUDA graph replayed back to back, worst of the decode points.
 - sampling_ratio: steps with temperature, top-p and penalties on over greedy steps, worst of the decode points.
@@ -100,7 +104,9 @@ class Driver:
         self._reached.set()
         self._idle.set()
 
-    def begin(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> float:
+    def begin(
+        self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams], *, hand_off: bool = False
+    ) -> float:
         """Adds all requests; when it began to."""
         self.seen.clear()
         self._idle.clear()
@@ -109,7 +115,7 @@ class Driver:
         began = time.perf_counter()
         for name, prompt, params in zip(self._names, prompts, sampling, strict=True):
             request = ValidRequest(name, self.engine.layout.model, tuple(prompt), params)
-            self.loop.add(self.engine.new_sequence(request), self._refused)
+            self.loop.add(self.engine.new_sequence(request, hand_off=hand_off), self._refused)
         return began
 
     def wait(self, enough: Condition | None = None) -> None:
@@ -213,13 +219,43 @@ def decode_run(
     return DecodeRun([s for _, s, _ in window], statistics.fmean(c for c, _, _ in window), replay_s, around)
 
 
-def ttft_s(driver: Driver, prompt: list[int]) -> float:
+def ttft_s(driver: Driver, prompt: list[int], *, hand_off: bool = False) -> float:
     """Seconds from adding the prompt until its token is on the host."""
-    began = driver.begin([prompt], [SamplingParams(temperature=0.0, max_tokens=1)])
+    began = driver.begin([prompt], [SamplingParams(temperature=0.0, max_tokens=1)], hand_off=hand_off)
     driver.wait()
     took = driver.seen[-1][0] - began
     driver.end()
     return took
+
+
+@contextmanager
+def launches(driver: Driver) -> Iterator[list[float]]:
+    """Seconds that each step launched meanwhile took the engine's thread."""
+    runner, taken = driver.engine.runner, list[float]()
+    launch = runner.launch
+
+    def timed(*args: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return launch(*args)
+        finally:
+            taken.append(time.perf_counter() - began)
+
+    runner.launch = timed  # type: ignore[method-assign]
+    try:
+        yield taken
+    finally:
+        del runner.launch  # the class's is there again
+
+
+def busy_s(driver: Driver, prompts: list[list[int]]) -> tuple[float, float]:
+    """Seconds between the first tokens of prompts that are all there, mean, and to launch a step of theirs, median."""
+    with launches(driver) as taken:
+        driver.begin(prompts, [SamplingParams(temperature=0.0, max_tokens=1)] * len(prompts), hand_off=True)
+        driver.wait()
+        at = [when for when, result in driver.seen for output in result.outputs if output.tokens]
+        driver.end()
+    return (at[-1] - at[0]) / (len(at) - 1), statistics.median(taken)
 
 
 def offline_s(driver: Driver, prompts: list[list[int]], output: int) -> float:
@@ -260,6 +296,12 @@ class Table:
             + f"{limit:>9.2f}{share:>9.1%}  {note}{'  BAR MISSED' if missed else ''}",
             flush=True,
         )
+
+    def plain(self, name: str, value: float) -> None:
+        """A figure without bar and limit."""
+        self.metrics[name] = round(value, 4)
+        self.rows.append({"name": name, "value": round(value, 4)})
+        print(f"{name:<22}{value:>10.3f}", flush=True)
 
     def worst(self, name: str, values: Sequence[float], bar: float) -> None:
         """The worst of figures that have a bar and no limit; the bar holds where the goals do."""
@@ -311,6 +353,18 @@ def measure_ttft(shape: Shape, driver: Driver, prompts: Prompts, cost: Cost, cei
         table.line(f"ttft_ms_{length}", statistics.median(times), limit, note, best=min(times), worst=max(times))
 
 
+def measure_handed(shape: Shape, driver: Driver, prompts: Prompts, cost: Cost, ceiling: Ceilings, table: Table) -> None:
+    suffix = "_graphs" if driver.engine.config.chunk_graphs else ""
+    for length in shape.handed:
+        limit = cost.prefill_s(length, ceiling) * 1e3
+        times = [ttft_s(driver, prompt, hand_off=True) * 1e3 for prompt in prompts.make(shape.repeats + 1, length)][1:]
+        note = f"{min(times):.2f}..{max(times):.2f}"
+        table.line(f"handed_ms_{length}{suffix}", statistics.median(times), limit, note)
+        between, launch = busy_s(driver, prompts.make(2 * shape.repeats, length))
+        table.line(f"busy_ms_{length}{suffix}", between * 1e3, limit)
+        table.plain(f"launch_ms_{length}{suffix}", launch * 1e3)
+
+
 def measure_offline(
     shape: Shape, driver: Driver, prompts: Prompts, cost: Cost, ceiling: Ceilings, table: Table
 ) -> None:
@@ -320,7 +374,7 @@ def measure_offline(
     table.line("offline_out_tok_s", count * output / took, limit, f"{count} x ({prompt} -> {output}), {took:.1f} s")
 
 
-PARTS = {"decode": measure_decode, "ttft": measure_ttft, "offline": measure_offline}
+PARTS = {"decode": measure_decode, "ttft": measure_ttft, "handed": measure_handed, "offline": measure_offline}
 
 
 @contextmanager
@@ -389,7 +443,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         prompts = Prompts(shape.config["vocab_size"])
         budgets: dict[str, int] = {}
         table.head()
-        for made, parts in ((config, ("decode", "ttft")), (for_throughput(config), ("offline",))):
+        graphed = dataclasses.replace(config, chunk_graphs=max(shape.handed))
+        for made, parts in (
+            (config, ("decode", "ttft", "handed")),
+            (graphed, ("handed",)),
+            (for_throughput(config), ("offline",)),
+        ):
             wanted = [part for part in args.only if part in parts]
             if not wanted:
                 continue

@@ -16,11 +16,14 @@ LLAMA = {
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A model and what is measured on it. offline: requests, their prompt and output lengths."""
+    """A model and what is measured on it. handed: prompts that are handed off; offline: requests, their prompt and
+    output lengths.
+    """
 
     config: dict[str, Any]
     decode: tuple[tuple[int, int], ...]
     ttft: tuple[int, ...]
+    handed: tuple[int, ...]
     offline: tuple[int, int, int]
     token_budget: int
     block_size: int
@@ -53,6 +56,7 @@ SHAPES = {
         },
         decode=((1, 128), (16, 1024), (64, 1024), (64, 2048), (128, 1024)),
         ttft=(128, 512, 1024, 2048, 4096, 8192, 15000),
+        handed=(2048, 4096, 8192),
         offline=(256, 1024, 256),
         token_budget=2048,
         block_size=16,
@@ -74,6 +78,7 @@ SHAPES = {
         },
         decode=((1, 64), (4, 96)),
         ttft=(20, 50),
+        handed=(300,),
         offline=(6, 20, 8),
         token_budget=64,
         block_size=4,

@@ -131,28 +131,28 @@ def _from_env(known: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, obj
 class PodConfig(_Config):
     """One prefill, decode or aggregated pod.
 
-    model: a model directory or a known name; served_name: what clients call it (None: the model's own name).
-    name: stable over restarts (None: see own_name). port 0: any free one. advertise: host:port under which
-    peers reach this pod (None: host and the bound port). redis None: no prefix index. kv_dtype auto: as dtype;
-    fp8_e4m3 keeps KV in 8 bits (pods that hand over must agree). load_format dummy: random
-    weights, of weights_seed, for a directory that has none. kv_memory: bytes of the KV pool; 0: 512 MiB on a CPU, on a
-    GPU what is left of gpu_memory_utilization, the share of the card that the pod may take. host_cache: bytes of host
-    memory for KV blocks that leave the pool, from where they come back when a prompt matches them; 0: none. checksums:
-    compared of every block that moves to another pod, or to host memory and back (slow). max_model_len 0: the model's.
-    chunk_tokens: most tokens of one step, and of one prompt chunk; max_seqs: sequences that run at once; 0:
-    256 and 64 on a CPU, 2048 and 256 on a GPU, where a step without decodes then takes 8192 tokens, and twice that of a
-    prompt alone. cuda_graphs: decode steps run as graphs, captured at the start. overlap:
-    a step is launched before the last one's result is known (None: on a GPU). speculation: who drafts tokens that steps
-    verify, speculation_tokens of them per sequence at most; speculation_model: the directory of the draft model or
-    EAGLE head, the same on all pods that hand over to each other; speculation_accept coupled: answers are the same as
-    without, rejection: only their distribution is. local_prefill: a decode pod computes uncached suffixes itself:
-    never, where that is thought to be cheaper, or up to a number of tokens, at most local_chunk_tokens of them in a
-    step that decodes (0: 64 on a CPU, 256 on a GPU). pull: how a prefill pod gets a prefix that another pod holds: not
-    at all, pushed by the holder, or by reading it there. metrics_port 0: off. threads 0: automatic. drain_s: most
-    seconds between SIGTERM and the end. allow_tcp: KV in device memory may travel over TCP, or over a transport that
-    cannot be told. net_devices: the NICs that KV may take, as UCX_NET_DEVICES has them (None: what UCX chooses). cpus:
-    where the pod's threads run (None: anywhere). tensor_parallel_size: devices, or processes on a CPU, that compute
-    this pod's model together, in equal numbers on tensor_parallel_nodes machines; kv_memory is of each;
+    model: a model directory or a known name; served_name: what clients call it (None: the model's own name). name:
+    stable over restarts (None: see own_name). port 0: any free one. advertise: host:port under which peers reach this
+    pod (None: host and the bound port). redis None: no prefix index. kv_dtype auto: as dtype; fp8_e4m3 keeps KV in 8
+    bits (pods that hand over must agree). load_format dummy: random weights, of weights_seed, for a directory that has
+    none. kv_memory: bytes of the KV pool; 0: 512 MiB on a CPU, on a GPU what is left of gpu_memory_utilization, the
+    share of the card that the pod may take. host_cache: bytes of host memory for KV blocks that leave the pool, from
+    where they come back when a prompt matches them; 0: none. checksums: compared of every block that moves to another
+    pod, or to host memory and back (slow). max_model_len 0: the model's. chunk_tokens: most tokens of one step, and of
+    one prompt chunk; max_seqs: sequences that run at once; 0: 256 and 64 on a CPU, 2048 and 256 on a GPU, where a step
+    without decodes then takes 8192 tokens, and twice that of a prompt alone. cuda_graphs: decode steps run as graphs,
+    captured at the start; chunk_graphs: so do whole chunks that end within the first so many tokens of a prompt (0:
+    none). overlap: a step is launched before the last one's result is known (None: on a GPU). speculation: who drafts
+    tokens that steps verify, speculation_tokens of them per sequence at most; speculation_model: the directory of the
+    draft model or EAGLE head, the same on all pods that hand over to each other; speculation_accept coupled: answers
+    are the same as without, rejection: only their distribution is. local_prefill: a decode pod computes uncached
+    suffixes itself: never, where that is thought to be cheaper, or up to a number of tokens, at most local_chunk_tokens
+    of them in a step that decodes (0: 64 on a CPU, 256 on a GPU). pull: how a prefill pod gets a prefix that another
+    pod holds: not at all, pushed by the holder, or by reading it there. metrics_port 0: off. threads 0: automatic.
+    drain_s: most seconds between SIGTERM and the end. allow_tcp: KV in device memory may travel over TCP, or over a
+    transport that cannot be told. net_devices: the NICs that KV may take, as UCX_NET_DEVICES has them (None: what UCX
+    chooses). cpus: where the pod's threads run (None: anywhere). tensor_parallel_size: devices, or processes on a CPU,
+    that compute this pod's model together, in equal numbers on tensor_parallel_nodes machines; kv_memory is of each;
     tensor_parallel_master: where `baton worker` of the other machines find this one. log_format auto: JSON unless a
     terminal reads. traces: where spans go, see trace_target; None: nowhere.
     """
@@ -180,6 +180,7 @@ class PodConfig(_Config):
     chunk_tokens: int = _setting(kinds.CHUNK, 0)
     max_seqs: int = _setting(kinds.integer(0, 65536), 0)
     cuda_graphs: bool = _setting(kinds.BOOL, True)
+    chunk_graphs: int = _setting(kinds.CHUNK, 0)
     overlap: bool | None = _setting(kinds.optional(kinds.BOOL), None)
     speculation: str = _setting(kinds.SPECULATION, "none")
     speculation_model: str | None = _setting(kinds.optional(kinds.MODEL), None)

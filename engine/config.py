@@ -30,16 +30,18 @@ class EngineConfig:
     are compared when they come back (slow). max_model_len 0: the model's own. token_budget: tokens of a step, and the
     longest chunk; 0: 256 on a CPU, 2048 on CUDA. prompt_budget: the same for a step in which nothing decodes, and twice
     that for a prompt that is alone; 0: 8192 on CUDA, and none of its own where token_budget is given and on a CPU.
-    mixed_tokens: most prompt tokens of a step in which something decodes; 0: what token_budget leaves.
-    max_seqs: sequences that run at once; 0: 64 on a CPU, 256 on CUDA. cuda_graphs: decode steps run as graphs, captured
-    at the start (no meaning on a CPU). overlap: a step is launched before the last one's result is known; None: on
-    CUDA. speculation: who proposes drafts, see engine/speculation; speculation_model: the draft model, or the EAGLE
-    head, of those that have one; its KV lies in the same blocks, so pods that hand over must agree. speculation_tokens:
-    most drafts of a sequence in a step; speculation_accept coupled: the output is the same as without, rejection: its
-    distribution is. load_format dummy: random weights of weights_seed instead of the directories'. threads 0: all
-    cores. tensor_parallel_size: devices that compute this engine together (engine/parallel), in equal numbers on
-    tensor_parallel_nodes machines; ranks of other machines come to tensor_parallel_master, HOST:PORT of this one.
-    num_blocks, kv_memory and gpu_memory_utilization are of each.
+    mixed_tokens: most prompt tokens of a step in which something decodes; 0: what token_budget leaves. max_seqs:
+    sequences that run at once; 0: 64 on a CPU, 256 on CUDA. cuda_graphs: decode steps run as graphs, captured at the
+    start (no meaning on a CPU), and so do steps with few prompt tokens; chunk_graphs: so do chunks of 1024 tokens, or
+    of token_budget, that are alone in their step and end within the first so many of a prompt; 0: none. overlap: a step
+    is launched before the last one's result is known; None: on CUDA. speculation: who proposes drafts, see
+    engine/speculation; speculation_model: the draft model, or the EAGLE head, of those that have one; its KV lies in
+    the same blocks, so pods that hand over must agree. speculation_tokens: most drafts of a sequence in a step;
+    speculation_accept coupled: the output is the same as without, rejection: its distribution is. load_format dummy:
+    random weights of weights_seed instead of the directories'. threads 0: all cores. tensor_parallel_size: devices that
+    compute this engine together (engine/parallel), in equal numbers on tensor_parallel_nodes machines; ranks of other
+    machines come to tensor_parallel_master, HOST:PORT of this one. num_blocks, kv_memory and gpu_memory_utilization are
+    of each.
     """
 
     model_dir: Path
@@ -59,6 +61,7 @@ class EngineConfig:
     mixed_tokens: int = 0
     max_seqs: int = 0
     cuda_graphs: bool = True
+    chunk_graphs: int = 0
     overlap: bool | None = None
     speculation: str = "none"
     speculation_model: Path | None = None
@@ -98,8 +101,7 @@ class EngineConfig:
             raise ConfigError(f"block_size must be at least 1, is {self.block_size}", field="block_size")
         for name in (
             "num_blocks", "kv_memory", "host_cache", "max_model_len", "token_budget", "prompt_budget", "mixed_tokens",
-            "max_seqs",
-            "weights_seed", "threads",
+            "max_seqs", "chunk_graphs", "weights_seed", "threads",
         ):  # fmt: skip
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative, is {getattr(self, name)}", field=name)

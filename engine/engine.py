@@ -51,7 +51,7 @@ from engine.speculation.speculator import Speculator
 from engine.speculation.suffix import SuffixProposer
 from engine.step_result import EngineCounters, Mail, SequenceOutput, StepHook, StepResult
 from engine.stepper import Stepper
-from engine.warm_up import Rows, compiled_steps, largest_step, planned_steps
+from engine.warm_up import Rows, captured_chunks, compiled_steps, largest_step, planned_steps
 
 if TYPE_CHECKING:
     from engine.device_sampler import DeviceSampler
@@ -372,6 +372,7 @@ class Engine:
             model, kv, backend, max_seqs=max_seqs, max_blocks=max_blocks, sampler=sampler,
             static=graphs and (draft is None or draft.capturable), most_tokens=max(token_budget, prompt_budget or 0),
             drafts=drafts, max_drafts=max_drafts, rejection=self.config.speculation_accept == "rejection", draft=draft,
+            chunks=captured_chunks(min(self.config.chunk_graphs, max_len), token_budget),
         )  # fmt: skip
 
     def _drafts(self) -> tuple[int, int]:

@@ -1,15 +1,20 @@
-"""Steps with few prompt tokens in static buffers: all layers are one launch of a CUDA graph.
+"""Steps with prompt tokens in static buffers: all layers are one launch of a CUDA graph.
 
 A step of its own size is some ten launches a layer, and below about 1024 tokens a GPU computes them faster than a host
 queues them (8B shape: 24 to 34 ms for the host, 7 to 23 for an H100). So such a step is padded to a captured number of
 tokens. Its rows, prompts or chunks and sequences that decode beside them, all take the paged kernel, which finds their
 lengths on the device. LM head and sampling stay outside: they depend on who samples. The layers of a draft model are
 inside, as in any step: see engine/speculation/drafter.py.
+
+A longer chunk keeps the GPU busy for longer than the host takes to queue it, but the interpreter is busy all that time,
+and other threads of the pod wait for it. Chunks of chosen lengths after chosen prefixes, each alone in its step, are
+captured too, with the kernels that they would have anyway: what these do depends on both lengths, so nothing is padded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,8 +34,23 @@ MOST_ROWS = 8  # of a step, and of the tokens whose states are asked for
 MOST_SCORES = 2 << 20  # new tokens x keys: with more the other kernels' speed is worth the launches
 
 
+class Bucket(NamedTuple):
+    """What one graph computes: a step of up to so many tokens; or, with a start, one chunk of just so many after so
+    many cached ones.
+    """
+
+    tokens: int
+    start: int = -1
+
+    @property
+    def chunk(self) -> bool:
+        return self.start >= 0
+
+
 class PromptStep:
-    """kv: the pool; most_tokens: of any step; max_blocks: of the longest lease. draft: layers of a draft model."""
+    """kv: the pool; most_tokens: of any step; max_blocks: of the longest lease. draft: layers of a draft model. chunks:
+    cached and new tokens of chunks that are captured, as far as they have plans of their own.
+    """
 
     def __init__(
         self,
@@ -41,11 +61,14 @@ class PromptStep:
         most_tokens: int,
         max_blocks: int,
         draft: Drafter | None = None,
+        chunks: Sequence[tuple[int, int]] = (),
     ) -> None:
         self._target, self._kv, self._draft = Target(model, kv.layers(), backend), kv, draft
         self._backend, self._block_size, self._device = backend, kv.layout.block_size, kv.data.device
-        self.shapes = tuple(sorted({min(size, most_tokens) for size in SIZES}, reverse=True))
-        most = self.shapes[0]
+        self._sizes = tuple(sorted({min(size, most_tokens) for size in SIZES}))
+        self._chunks = {Bucket(new, start) for start, new in chunks if draft is None and backend.planned(start, new)}
+        self.shapes = tuple(sorted((*map(Bucket, self._sizes), *self._chunks), reverse=True))
+        most = self.shapes[0].tokens
         self._tokens, self._positions, self._rows = self._zeros(most), self._zeros(most), self._zeros(MOST_ROWS)
         self._slots = self._zeros(most, dtype=torch.int32)
         self._cu_q = self._zeros(MOST_ROWS + 1, dtype=torch.int32)
@@ -58,9 +81,16 @@ class PromptStep:
 
     def fits(self, shape: StepShape, rows: int) -> bool:
         """The step can run here. rows: tokens whose states are asked for."""
-        if max(len(shape.num_new), rows) > MOST_ROWS or sum(shape.num_new) > self.shapes[0]:
-            return False
-        return sum(new * (start + new) for start, new in zip(shape.starts, shape.num_new, strict=True)) <= MOST_SCORES
+        return self._bucket(shape, rows) is not None
+
+    def _bucket(self, shape: StepShape, rows: int) -> Bucket | None:
+        if max(len(shape.num_new), rows) > MOST_ROWS:
+            return None
+        count = sum(shape.num_new)
+        if len(shape.num_new) == 1 and (chunk := Bucket(count, shape.starts[0])) in self._chunks:
+            return chunk
+        scores = sum(new * (start + new) for start, new in zip(shape.starts, shape.num_new, strict=True))
+        return next((Bucket(s) for s in self._sizes if s >= count), None) if scores <= MOST_SCORES else None
 
     def run(
         self, shape: StepShape, tokens: Tensor, positions: Tensor, rows: Tensor, prompts: Sequence[int]
@@ -72,7 +102,9 @@ class PromptStep:
         decode.
         """
         count, live = len(tokens), len(shape.num_new)
-        size = next(size for size in reversed(self.shapes) if size >= count)
+        bucket = self._bucket(shape, len(rows))
+        assert bucket is not None, "the step does not fit"
+        size = bucket.tokens
         starts, num_new = np.asarray(shape.starts), np.asarray(shape.num_new)
         ends = starts + num_new
         used = -(-ends // self._block_size)
@@ -107,18 +139,24 @@ class PromptStep:
             for buffer, there in ((self._links.firsts, links.firsts), (self._links.before, links.before)):
                 buffer[:live].copy_(there)
                 buffer[live:].copy_(there[:1].expand(MOST_ROWS - live))  # once more what the first row says
-        hidden, states = self._graphs.run(size)
+        hidden, states = self._graphs.run(bucket)
         return hidden[: len(rows)], None if states is None else states[:count]
 
-    def capture(self, shapes: Sequence[int] | None = None) -> None:
-        """Records the graphs of all sizes, or of some, the largest first. The model must be capturable."""
+    def capture(self, shapes: Sequence[Bucket] | None = None) -> None:
+        """Records the graphs of all shapes, or of some, the largest first. The model must be capturable."""
         self._graphs.capture(shapes or self.shapes, self._empty)
 
-    def _compute(self, size: int) -> tuple[Tensor, Tensor | None]:
+    def _compute(self, bucket: Bucket) -> tuple[Tensor, Tensor | None]:
         """Of MOST_ROWS tokens, and states of all."""
         model, cache, _ = self._target
+        size = bucket.tokens
         tokens, positions = self._tokens[:size], self._positions[:size]
-        metadata = self._metadata(self._backend, self._slots[:size])
+        if bucket.chunk:
+            metadata = self._backend.chunk_metadata(
+                self._slots[:size], self._cu_q[:2], self._seq_lens[:1], self._tables[:1], start=bucket.start
+            )
+        else:
+            metadata = self._metadata(self._backend, self._slots[:size])
         if self._draft is not None and not self._draft.lags:
             return self._draft.follow(self._target, tokens, positions, metadata, rows=self._rows, links=self._links)
         hidden = model.hidden(tokens, positions, cache, self._backend, metadata, rows=self._rows)
@@ -134,8 +172,8 @@ class PromptStep:
     def _zeros(self, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=self._device)
 
-    def _empty(self, size: int) -> None:
-        """A step whose rows have no tokens."""
+    def _empty(self, bucket: Bucket) -> None:
+        """A step whose rows have no tokens. A chunk's have, of blocks that it only reads."""
         self._slots.fill_(-1)
         self._draft_slots.fill_(-1)
         for buffer in (self._tokens, self._positions, self._cu_q, self._seq_lens, self._rows, self._links.firsts):

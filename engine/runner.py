@@ -11,8 +11,8 @@ before it is accounted for. So the device computes while the host looks for mask
 A draft model's layers are computed in the same steps, for the same tokens, see engine/speculation/drafter.py.
 
 On a GPU a step in which every sequence decodes runs from static buffers (decode_step.py), as a CUDA graph where one
-was captured, and so do the layers of a step with few prompt tokens (prompt_step.py); every other step is made of
-tensors of its own size. On a CPU, launch computes.
+was captured, and so do the layers of a step with few prompt tokens, or with a chunk that was captured (prompt_step.py);
+every other step is made of tensors of its own size. On a CPU, launch computes.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class Runner:
     """Owns the model; writes KV only to the blocks of the items' leases.
 
     max_seqs: slots of the scheduler; max_blocks: of the longest lease. sampler, rejection: see StepSampler. static:
-    decode steps, and those with few prompt tokens, run from static buffers; needs a sampler and the Triton backend.
-    most_tokens: of a step. drafts: most of an item, max_drafts: of a step. draft: layers of a draft model over this
-    pool.
+    decode steps, those with few prompt tokens, and `chunks` of prompts (cached and new tokens) run from static buffers;
+    needs a sampler and the Triton backend. most_tokens: of a step. drafts: most of an item, max_drafts: of a step.
+    draft: layers of a draft model over this pool.
     """
 
     def __init__(
@@ -74,6 +74,7 @@ class Runner:
         max_drafts: int = 0,
         rejection: bool = False,
         draft: Drafter | None = None,
+        chunks: Sequence[tuple[int, int]] = (),
     ) -> None:
         self._model, self._kv, self._backend = model, kv, backend
         self._cache = kv.layers()
@@ -96,7 +97,9 @@ class Runner:
                 model, self._cache, backend, sampler, self._tables, self._last_tokens,
                 max_rows=max_seqs, drafts=drafts, max_drafts=max_drafts, draft=draft,
             )  # fmt: skip
-            self.prompt = PromptStep(model, kv, backend, most_tokens=most_tokens, max_blocks=max_blocks, draft=draft)
+            self.prompt = PromptStep(
+                model, kv, backend, most_tokens=most_tokens, max_blocks=max_blocks, draft=draft, chunks=chunks
+            )
         self.draft_loop: DraftLoop | None = None
         self.draft_graphs: DraftGraphs | None = None
         if draft is not None:

@@ -73,6 +73,14 @@ def planned_steps(
     return _allowed(steps, most_tokens, max_seqs, max_len)
 
 
+def captured_chunks(within: int, token_budget: int) -> list[tuple[int, int]]:
+    """Cached and new tokens of the chunks that are captured: of the token budget, and of the shortest that has a plan,
+    where they end within so many tokens.
+    """
+    lengths = {QUANTUM, token_budget} if token_budget % QUANTUM == 0 else set[int]()
+    return [(start, new) for new in sorted(lengths) for start in range(0, within - new + 1, QUANTUM)]
+
+
 def _allowed(steps: list[Rows], most_tokens: int, max_seqs: int, max_len: int) -> list[Rows]:
     return [
         rows

@@ -46,6 +46,7 @@ def engine_config(config: PodConfig) -> EngineConfig:
         token_budget=config.chunk_tokens,
         max_seqs=config.max_seqs,
         cuda_graphs=config.cuda_graphs,
+        chunk_graphs=config.chunk_graphs,
         overlap=config.overlap,
         speculation=config.speculation,
         speculation_model=_draft_dir(config),

@@ -154,6 +154,9 @@ def serve(
     cuda_graphs: Annotated[
         bool | None, typer.Option("--cuda-graphs/--no-cuda-graphs", help="Decode steps as CUDA graphs.")
     ] = None,
+    chunk_graphs: Annotated[
+        str | None, opt("Chunks within so many tokens of a prompt as CUDA graphs (default 0).", metavar="N")
+    ] = None,
     overlap: Annotated[
         bool | None, typer.Option("--overlap/--no-overlap", help="Launch steps ahead of results (default on a GPU).")
     ] = None,

@@ -167,6 +167,20 @@ class TritonAttention:
         """`decode_metadata` for rows of any length up to max_new, all by the paged kernel."""
         return TritonMetadata(slots, None, {}, (Span(0, slots.shape[0], max_new, cu_q, seq_lens, tables),), ())
 
+    def planned(self, start: int, num_new: int) -> bool:
+        """A row of this shape is attended alone, and cuDNN takes all of it."""
+        return self._kind(start, num_new) == "long" and self._whole(start, num_new) == num_new
+
+    def chunk_metadata(
+        self, slots: Tensor, cu_q: Tensor, seq_lens: Tensor, tables: Tensor, *, start: int
+    ) -> TritonMetadata:
+        """`decode_metadata` for one row that is `planned`, of a new token for each slot after `start` cached ones, by
+        the kernels that `prepare` would choose.
+        """
+        new = slots.shape[0]
+        row = LongRow(0, start, new, self._whole(start, new), 1, tables, cu_q, seq_lens)
+        return TritonMetadata(slots, None, {}, (), (row,))
+
     def rehearse(self, step: StepShape) -> None:
         """The attention of one step of a Decoder, of one layer for each window, for the plans that it builds."""
         metadata = self.prepare(step)

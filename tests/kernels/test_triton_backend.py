@@ -81,6 +81,75 @@ def test_long_rows(dim, softcap, fp8, device, gen):
     assert got < TOLERANCE[torch.bfloat16]
 
 
+@pytest.mark.parametrize(("start", "new"), [(0, 2048), (0, 1024), (2048, 2048), (1024, 2048), (14336, 1024)])
+def test_a_captured_chunk_is_attended_as_any_other(start: int, new: int, device: torch.device) -> None:
+    layout = KVLayout("m", "r", 1, 2, 64, 16, "bfloat16")
+    pool = KVPool(layout, 4, device)
+    backend = TritonAttention(pool.layers(), 4, (None,), pool.dummy_block)
+    backend._dense_ok = True  # as on a Hopper
+    assert backend.planned(start, new)
+    blocks = list(range(-(-(start + new) // 16)))
+    (row,) = backend.prepare(StepShape([start], [new], [blocks])).long
+    slots = torch.zeros(new, dtype=torch.int32, device=device)
+    tables = torch.zeros(1, len(blocks) + 5, dtype=torch.int32, device=device)
+    tables[0, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+    made = backend.chunk_metadata(slots, row.cu_q.clone(), row.seq_lens.clone(), tables, start=start)
+    assert made.decode is None
+    assert made.paged == ()
+    (captured,) = made.long
+    for name in ("first_token", "start", "num_new", "whole", "count"):
+        assert getattr(captured, name) == getattr(row, name), name
+    assert row.whole == new
+    assert captured.tables[0, : len(blocks)].tolist() == row.tables[0].tolist()
+
+
+def test_what_has_no_plan_is_not_captured(device: torch.device) -> None:
+    pool = KVPool(KVLayout("m", "r", 1, 2, 64, 16, "bfloat16"), 4, device)
+    backend = TritonAttention(pool.layers(), 4, (None,), pool.dummy_block)
+    backend._dense_ok = True
+    assert not backend.planned(100, 2048)
+    assert not backend.planned(0, 2047)
+    assert not backend.planned(0, 8)
+    assert not TritonAttention(pool.layers(), 4, (None,), pool.dummy_block, softcap=3.0).planned(0, 2048)
+    backend._dense_ok = False
+    assert not backend.planned(0, 2048)
+
+
+@needs_cuda
+def test_captured_chunks_compute_what_plain_ones_do(device, gen):
+    """cuDNN, the gather and the merge inside a graph, which other blocks are given to afterwards."""
+    layout = KVLayout("m", "r", 1, 2, 128, 16, "bfloat16")
+    pool = KVPool(layout, 260, device)
+    backend = TritonAttention(pool.layers(), 8, (None,), pool.dummy_block)
+    layer = pool.layers()[0]
+    if not backend.planned(1024, 1024):
+        pytest.skip("no Hopper")
+    tables = torch.zeros(1, 140, dtype=torch.int32, device=device)
+    slots = torch.full((1024,), -1, dtype=torch.int32, device=device)
+    cu_q = torch.tensor([0, 1024], dtype=torch.int32, device=device)
+    seq_lens = torch.tensor([2048], dtype=torch.int32, device=device)
+    q = torch.zeros(1024, 8, 128, dtype=torch.bfloat16, device=device)
+    kv = torch.zeros(1024, 2, 2, 128, dtype=torch.bfloat16, device=device)
+    metadata = backend.chunk_metadata(slots, cu_q, seq_lens, tables, start=1024)
+    backend.attend(q, kv, layer, metadata, None)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = backend.attend(q, kv, layer, metadata, None)
+    for first in (0, 128):
+        blocks = list(range(first, first + 128))
+        old = torch.randn(1024, 2, 2, 128, generator=gen, device=device).to(torch.bfloat16)
+        q.copy_(torch.randn(q.shape, generator=gen, device=device))
+        kv.copy_(torch.randn(kv.shape, generator=gen, device=device))
+        backend.write(old, layer, backend.prepare(StepShape([0], [1024], [blocks])))
+        plain = backend.prepare(StepShape([1024], [1024], [blocks]))
+        want = backend.attend(q.clone(), kv.clone(), layer, plain, None)
+        tables[0, :128] = torch.tensor(blocks, dtype=torch.int32, device=device)
+        slots.copy_(plain.slots)
+        graph.replay()
+        assert error(out, want.double()) == 0.0
+
+
 @needs_cuda
 @pytest.mark.parametrize("fp8", [False, True], ids=["full", "fp8"])
 def test_equal_prompts_side_by_side(fp8, device, gen):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,8 @@ from torch import Tensor
 from common.kv_layout import KVLayout
 from engine.attention.base import StepShape
 from engine.kv_pool import KVPool
-from engine.prompt_step import MOST_ROWS, SIZES, PromptStep
+from engine.prompt_step import MOST_ROWS, SIZES, Bucket, PromptStep
+from engine.warm_up import captured_chunks
 
 
 def hidden(tokens: Tensor, *_: Any, rows: Tensor) -> Tensor:
@@ -19,10 +21,15 @@ def hidden(tokens: Tensor, *_: Any, rows: Tensor) -> Tensor:
     return tokens.float()[rows]
 
 
-def step(most_tokens: int) -> PromptStep:
+def step(most_tokens: int, chunks: Sequence[tuple[int, int]] = ()) -> PromptStep:
     kv = KVPool(KVLayout("m", "r", 1, 1, 16, 4, "float32"), 4, torch.device("cpu"))
-    model, backend = SimpleNamespace(hidden=hidden), SimpleNamespace(paged_metadata=lambda *_, **__: None)
-    return PromptStep(model, kv, backend, most_tokens=most_tokens, max_blocks=300)  # type: ignore[arg-type]
+    backend = SimpleNamespace(
+        paged_metadata=lambda *_, **__: None,
+        chunk_metadata=lambda *_, **__: None,
+        planned=lambda start, new: start % 1024 == 0 == new % 1024,
+    )
+    model = SimpleNamespace(hidden=hidden)
+    return PromptStep(model, kv, backend, most_tokens=most_tokens, max_blocks=2000, chunks=chunks)  # type: ignore[arg-type]
 
 
 def shape(*rows: tuple[int, int]) -> StepShape:
@@ -30,9 +37,37 @@ def shape(*rows: tuple[int, int]) -> StepShape:
 
 
 def test_sizes_end_where_steps_do() -> None:
-    assert step(5000).shapes == tuple(reversed(SIZES))
-    assert step(100).shapes == (100, 96, 64, 32)
-    assert step(12).shapes == (12,)
+    assert step(5000).shapes == tuple(Bucket(size) for size in reversed(SIZES))
+    assert step(100).shapes == tuple(map(Bucket, (100, 96, 64, 32)))
+    assert step(12).shapes == (Bucket(12),)
+
+
+def test_chunks_that_are_captured_fit_whatever_they_attend_to_and_others_do_not() -> None:
+    some = step(4096, [(0, 2048), (2048, 2048), (2048, 1024), (100, 2048)])
+    assert some.shapes[:3] == (Bucket(2048, 2048), Bucket(2048, 0), Bucket(1024, 2048))
+    assert some.shapes[3:] == step(4096).shapes  # one has no plan
+    assert some.fits(shape((2048, 2048)), 1)
+    assert some.fits(shape((2048, 1024)), 1)
+    assert not some.fits(shape((2048, 2047)), 1)
+    assert not some.fits(shape((1024, 2048)), 1)
+    assert not some.fits(shape((0, 2048), (5, 1)), 1)  # beside a row that decodes
+    assert not some.fits(shape((100, 2048)), 1)
+    assert not some.fits(shape((0, 2048)), MOST_ROWS + 1)
+    for start, new, wanted in ((2048, 2048, 2047), (0, 20, 19), (2048, 1024, 1023)):
+        hidden_of, _ = some.run(
+            StepShape([start], [new], [list(range(1024))]),
+            torch.arange(new) + 7, torch.arange(new) + start, torch.tensor([wanted]), [0],
+        )  # fmt: skip
+        assert hidden_of.tolist() == [wanted + 7]
+
+
+def test_which_chunks_are_captured() -> None:
+    assert captured_chunks(0, 2048) == captured_chunks(1023, 2048) == []
+    assert captured_chunks(4096, 2048) == [
+        *((start, 1024) for start in (0, 1024, 2048, 3072)), *((start, 2048) for start in (0, 1024, 2048)),
+    ]  # fmt: skip
+    assert captured_chunks(2048, 1024) == [(0, 1024), (1024, 1024)]
+    assert captured_chunks(8192, 1000) == []  # no chunk of that length has a plan
 
 
 def test_long_wide_and_far_steps_keep_their_own_size() -> None:
