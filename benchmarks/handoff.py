@@ -15,6 +15,9 @@ Between two processes that run what pods run for transfers (TransferNode) over p
 - payload_gb_s: blocks of 2 MiB of which no two are neighbours, from the push to the last write's end; median.
 - payload_gb_s_8mib: the same in runs of 4 blocks. rows has other runs, and other sizes of the pieces that are posted.
 
+Rows have exposed_parts, see kv_transfer.messages.ExposedParts. ends: the end of a hand-over of a single block between
+the two bare processes, with the commit as a note and as a call; on a CPU the two differ with UCX_TLS=tcp only.
+
 `--shape tiny --device cpu` is for a CPU: it shows that the script works, not how fast anything is.
 """
 
@@ -31,14 +34,25 @@ import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import report
-from benchmarks.pd_stack import CONFIGS, FLAGS, Answer, Client, ms, prompts, running, spread, transport_of
+from benchmarks.pd_stack import (
+    CONFIGS,
+    FLAGS,
+    Answer,
+    Client,
+    flags_of,
+    ms,
+    prompts,
+    running,
+    spread,
+    transport_of,
+)  # fmt: skip
 from common.auth import Signer
 from common.errors import BatonError
 from common.gpus import visible_gpus
@@ -50,13 +64,14 @@ from common.types import KvTarget, Role, TransferId
 from common.wire import PROTOCOL_VERSION, layout_to_pb, role_to_pb
 from kv_transfer.device_memory import device_memory
 from kv_transfer.memory import host_memory
-from kv_transfer.messages import Commit
+from kv_transfer.messages import Commit, ExposedParts, TransferReport
 from kv_transfer.nixl_backend import NixlBackend
 from kv_transfer.node import TransferNode
 from kv_transfer.outgoing import PIECES, Pieces
 
 SECRET = b"one benchmark"
 MIB = 1 << 20
+END_REPEATS = 50
 
 
 @dataclass(frozen=True)
@@ -97,7 +112,7 @@ class NoHold:
 
 @asynccontextmanager
 async def node(
-    plan: Plan, role: Role, device: str, pieces: Pieces | None = None, *, allow_tcp: bool = False
+    plan: Plan, role: Role, device: str, pieces: Pieces | None = None, *, allow_tcp: bool = False, notes: bool = True
 ) -> AsyncIterator[TransferNode]:
     """A transfer node with a pool of its own. Its address is in its KvTargets and in `info`."""
     total = 2 * plan.total_blocks + 2
@@ -125,6 +140,7 @@ async def node(
         address=lambda: address[0],
         pieces=pieces,
         allow_tcp=allow_tcp,
+        notes=notes,
     )
     server.add(transfer_pb2_grpc.add_TransferServicer_to_server, made.servicer, "baton.v1.Transfer")
     await made.start()
@@ -163,18 +179,30 @@ def scattered(total: int, run: int, rng: random.Random) -> list[int]:
     return [start + i for start in starts for i in range(run)]
 
 
-async def payload(plan: Plan, device: str, *, allow_tcp: bool) -> list[dict[str, Any]]:
-    """GB/s of each size of runs and of pieces."""
+@dataclass(frozen=True)
+class Child:
+    """The process that receives."""
+
+    plan: Plan
+    stdin: asyncio.StreamWriter
+    stdout: asyncio.StreamReader
+
+    async def reserve(self, request: str, blocks: list[int]) -> KvTarget:
+        self.stdin.write(json.dumps({"request": request, "blocks": blocks}).encode() + b"\n")
+        told = json.loads(await self.stdout.readline())
+        transfer_id, fingerprint = TransferId(told["generation"], told["number"]), self.plan.layout.fingerprint
+        return KvTarget(transfer_id, told["pod"], told["address"], 0, tuple(blocks), fingerprint)
+
+
+@asynccontextmanager
+async def receiver(plan: Plan, device: str) -> AsyncIterator[Child]:
+    """On the last GPU; this process keeps the first."""
     gpus = visible_gpus() if device != "cpu" else ()
     env = dict(os.environ)
     if gpus:
         env["CUDA_VISIBLE_DEVICES"] = gpus[-1].id
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus[0].id
-    usual = PIECES["VRAM" if gpus else "DRAM"]
-    cuts = [usual, *(Pieces(size * MIB, size * MIB, usual.window) for size in (32, 128))]
     argv = [sys.executable, __file__, "--receive", "--shape", plan_name(plan), "--device", device]
-    rows: list[dict[str, Any]] = []
-    rng = random.Random(0)
     pipe = asyncio.subprocess.PIPE
     child = await asyncio.create_subprocess_exec(*argv, stdin=pipe, stdout=pipe, env=env)
     assert child.stdin is not None
@@ -182,49 +210,78 @@ async def payload(plan: Plan, device: str, *, allow_tcp: bool) -> list[dict[str,
     try:
         if await child.stdout.readline() != b"ready\n":
             raise SystemExit("the receiving process did not start")
-        for cut in cuts:
-            async with node(plan, Role.PREFILL, device, cut, allow_tcp=allow_tcp) as here:
-                for run in (1, 4, 16, plan.total_blocks) if cut is usual else (1, 4):
-                    times, exposed = [], []
-                    for repeat in range(plan.repeats + 1):
-                        local, remote = (scattered(plan.total_blocks, run, rng) for _ in range(2))
-                        request = f"{cut.first}-{cut.most}-{run}-{repeat}"
-                        child.stdin.write(json.dumps({"request": request, "blocks": remote}).encode() + b"\n")
-                        told = json.loads(await child.stdout.readline())
-                        target = KvTarget(
-                            TransferId(told["generation"], told["number"]), told["pod"], told["address"], 0,
-                            tuple(remote), plan.layout.fingerprint,
-                        )  # fmt: skip
-                        took, commit_s = await move(here, target, request, local)
-                        if repeat:  # the first connects
-                            times.append(took)
-                            exposed.append(commit_s)
-                    size = plan.total_blocks * plan.layout.block_bytes
-                    peer = here.stats().peers[0]
-                    rows.append(
-                        {
-                            "run_blocks": run,
-                            "run_mib": run * plan.layout.block_bytes / MIB,
-                            "piece_mib": cut.most // MIB,
-                            "first_mib": cut.first // MIB,
-                            "gb_s": round(size / statistics.median(times) / 1e9, 1),
-                            "gb_s_best": round(size / min(times) / 1e9, 1),
-                            "to_commit_ms": ms(statistics.median(exposed)),
-                            "transport": peer.transport,
-                            "probe_gb_s": round(peer.gbps, 1),
-                        }
-                    )
-                    print(rows[-1], flush=True)
+        yield Child(plan, child.stdin, child.stdout)
         child.stdin.close()
         await asyncio.wait_for(child.wait(), 30)
     finally:
         if child.returncode is None:
             child.kill()
+
+
+async def payload(child: Child, device: str, *, allow_tcp: bool) -> list[dict[str, Any]]:
+    """GB/s of each size of runs and of pieces."""
+    plan = child.plan
+    usual = PIECES["DRAM" if device == "cpu" or not visible_gpus() else "VRAM"]
+    cuts = [usual, *(Pieces(size * MIB, size * MIB, usual.window) for size in (32, 128))]
+    rows: list[dict[str, Any]] = []
+    rng = random.Random(0)
+    for cut in cuts:
+        async with node(plan, Role.PREFILL, device, cut, allow_tcp=allow_tcp) as here:
+            for run in (1, 4, 16, plan.total_blocks) if cut is usual else (1, 4):
+                times, exposed = [], []
+                for repeat in range(plan.repeats + 1):
+                    local, remote = (scattered(plan.total_blocks, run, rng) for _ in range(2))
+                    request = f"{cut.first}-{cut.most}-{run}-{repeat}"
+                    took, commit_s, _ = await move(here, await child.reserve(request, remote), request, local)
+                    if repeat:  # the first connects
+                        times.append(took)
+                        exposed.append(commit_s)
+                size = plan.total_blocks * plan.layout.block_bytes
+                peer = here.stats().peers[0]
+                rows.append(
+                    {
+                        "run_blocks": run,
+                        "run_mib": run * plan.layout.block_bytes / MIB,
+                        "piece_mib": cut.most // MIB,
+                        "first_mib": cut.first // MIB,
+                        "gb_s": round(size / statistics.median(times) / 1e9, 1),
+                        "gb_s_best": round(size / min(times) / 1e9, 1),
+                        "to_commit_ms": ms(statistics.median(exposed)),
+                        "transport": peer.transport,
+                        "probe_gb_s": round(peer.gbps, 1),
+                    }
+                )
+                print(rows[-1], flush=True)
     return rows
 
 
-async def move(here: TransferNode, target: KvTarget, request: str, local: list[int]) -> tuple[float, float]:
-    """Seconds from the push to the last write's end, and from there on to the acknowledged commit."""
+async def ends(child: Child, device: str, *, allow_tcp: bool) -> list[dict[str, Any]]:
+    """What the end of a hand-over of one block takes, with commits as notes and as calls: all but the bytes."""
+    rows: list[dict[str, Any]] = []
+    for notes in (True, False):
+        reports: list[TransferReport] = []
+        async with node(child.plan, Role.PREFILL, device, allow_tcp=allow_tcp, notes=notes) as here:
+            for repeat in range(END_REPEATS + 2):
+                request = f"end-{notes}-{repeat}"
+                *_, report = await move(here, await child.reserve(request, [repeat]), request, [repeat])
+                reports.append(report)
+        rows.append({"notes": notes, "exposed": spread([r.exposed_s for r in reports[2:]])})
+        rows[-1] |= exposed_parts([asdict(r.parts) for r in reports[2:]])
+        print(rows[-1], flush=True)
+    return rows
+
+
+def exposed_parts(parts: Sequence[dict[str, float]]) -> dict[str, dict[str, float]]:
+    """What the exposed time was, in milliseconds from the end of the last chunk's compute; medians."""
+    names = [field.name for field in fields(ExposedParts)]
+    medians = {name.removesuffix("_s"): ms(statistics.median(p.get(name, 0.0) for p in parts)) for name in names}
+    return {"exposed_parts": medians}
+
+
+async def move(
+    here: TransferNode, target: KvTarget, request: str, local: list[int]
+) -> tuple[float, float, TransferReport]:
+    """Seconds from the push to the last write's end, and from there on to the acknowledged commit; the report."""
     ended: list[float] = []
     transfer = here.outgoing(target, request, len(local), 60.0)
     transfer.on_progress = lambda _: ended.append(time.perf_counter())
@@ -234,7 +291,7 @@ async def move(here: TransferNode, target: KvTarget, request: str, local: list[i
     transfer.finish([1], [None])
     done = await transfer.done()
     assert done.blocks == len(local)
-    return ended[-1] - began, time.perf_counter() - ended[-1]
+    return ended[-1] - began, time.perf_counter() - ended[-1], done
 
 
 def plan_name(plan: Plan) -> str:
@@ -308,7 +365,8 @@ async def measure(args: argparse.Namespace) -> tuple[dict[str, float], dict[str,
     metrics: dict[str, float] = {}
     more: dict[str, Any] = {}
     if "pods" in args.only:
-        async with running(shape, args.device, allow_tcp=args.allow_tcp, flags=FLAGS) as (stack, client):
+        flags = FLAGS | flags_of(args.flags)
+        async with running(shape, args.device, allow_tcp=args.allow_tcp, flags=flags) as (stack, client):
             more["idle"] = []
             for length in sorted({*plan.handover, plan.exposed}):
                 answers, notes = await handovers(client, shape, length, plan.repeats)
@@ -318,6 +376,7 @@ async def measure(args: argparse.Namespace) -> tuple[dict[str, float], dict[str,
                     "ttft": spread([a.ttft_s for a in answers]),
                     "handover": spread([a.gap12_s for a in answers]),
                     "exposed": spread([h["exposed_s"] for h in handed]),
+                    **exposed_parts([h["parts"] for h in handed]),
                     "compute": spread([n["first_token"]["compute_s"] for n in notes]),
                     "later_tokens": spread([gap for a in answers for gap in a.gaps_s]),
                     "timeline_ms": {
@@ -342,7 +401,9 @@ async def measure(args: argparse.Namespace) -> tuple[dict[str, float], dict[str,
             metrics["decode_step_ratio_while_receiving"] = more["receiving"]["ratio"]
         write(args, metrics, more)
     if "payload" in args.only:
-        more["rows"] = await payload(plan, args.device, allow_tcp=args.allow_tcp)
+        async with receiver(plan, args.device) as child:
+            more["ends"] = await ends(child, args.device, allow_tcp=args.allow_tcp)
+            more["rows"] = await payload(child, args.device, allow_tcp=args.allow_tcp)
         rate = {row["run_blocks"]: row["gb_s"] for row in reversed(more["rows"])}  # the first are as pods have them
         metrics |= {"payload_gb_s": rate[1], "payload_gb_s_8mib": rate[4]}
     return metrics, more
@@ -359,6 +420,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--shape", choices=PLANS, default="llama-3.1-8b")
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
     parser.add_argument("--allow-tcp", action="store_true", help="whatever carries the KV")
+    parser.add_argument("--flags", nargs="+", default=[], metavar="NAME=VALUE", help="of the pods: chunk-graphs=8192")
     parser.add_argument("--only", choices=("pods", "payload"), nargs="+", default=["pods", "payload"])
     parser.add_argument("--receive", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)

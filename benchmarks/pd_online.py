@@ -38,7 +38,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import report
-from benchmarks.pd_stack import FLAGS, Answer, Client, ms, percentile, prompts, running, spread, transport_of
+from benchmarks.pd_stack import FLAGS, Answer, Client, flags_of, ms, percentile, prompts, running, spread, transport_of
 
 SEED = 7
 IDLE_REQUESTS = 8
@@ -117,8 +117,8 @@ async def idle(client: Client, shape: str, load: Load) -> dict[str, Any]:
 
 async def parts(client: Client, answers: Sequence[Answer]) -> dict[str, dict[str, float]]:
     """What gateway and pods noted of the last of these requests. queue and compute: at the prefill pod; exposed: of the
-    hand-off. And what else the time to the first token was: admit, at the gateway; reserve, routing and the decode pod;
-    call, to the prefill pod and back; client, from when it was due to the gateway and back.
+    hand-off, and its parts. And what else the time to the first token was: admit, at the gateway; reserve, routing and
+    the decode pod; call, to the prefill pod and back; client, from when it was due to the gateway and back.
     """
     found: dict[str, list[float]] = {}
     await asyncio.sleep(0.1)  # a hand-off's report may come after the last token
@@ -133,6 +133,7 @@ async def parts(client: Client, answers: Sequence[Answer]) -> dict[str, dict[str
             noted |= {"admit": events["admitted"]["t"], "reserve": events["prefill"]["t"] - events["admitted"]["t"]}
         if "handed_off" in events:
             noted["exposed"] = events["handed_off"]["exposed_s"]
+            noted |= {f"exposed_{name}": seconds for name, seconds in events["handed_off"]["parts"].items()}
         for name, seconds in noted.items():
             found.setdefault(name, []).append(seconds)
     return {name: spread(seconds) for name, seconds in found.items()}
@@ -202,9 +203,10 @@ async def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     began = time.perf_counter()
     rows: list[dict[str, Any]] = []
     service: dict[int, float] = {}
+    flags = FLAGS | flags_of(args.flags)
     for mode in args.modes:
         aggregated = mode == "agg"
-        async with running(args.shape, args.device, aggregated=aggregated, allow_tcp=args.allow_tcp, flags=FLAGS) as (
+        async with running(args.shape, args.device, aggregated=aggregated, allow_tcp=args.allow_tcp, flags=flags) as (
             stack,
             client,
         ):
@@ -264,6 +266,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--shape", choices=LOADS, default="llama-3.1-8b")
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
     parser.add_argument("--allow-tcp", action="store_true", help="whatever carries the KV")
+    parser.add_argument("--flags", nargs="+", default=[], metavar="NAME=VALUE", help="of the pods: chunk-graphs=8192")
     parser.add_argument("--modes", choices=("pd", "agg"), nargs="+", default=["pd", "agg"])
     parser.add_argument("--loads", choices=SHOWN, nargs="+", default=list(SHOWN))
     parser.add_argument("--seconds", type=float, default=math.inf, help="shorter runs of each load; the rows tell")

@@ -39,6 +39,12 @@ STOP_S = 20.0
 MESSAGE_BYTES = 64 << 20
 FLAGS = {"local-prefill": "off"}  # of pods: decode computes no prompt
 
+
+def flags_of(pairs: Sequence[str]) -> dict[str, str]:
+    """NAME=VALUE of each, as `baton serve` takes them."""
+    return {name: value for name, _, value in (pair.partition("=") for pair in pairs)}
+
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": SHAPES["llama-3.1-8b"].config | {"vocab_size": 49152},
     "tiny": SHAPES["tiny"].config | {"max_position_embeddings": 4096},

@@ -370,6 +370,7 @@ class Leg:
             exposed_s=round(event.exposed_s, 6),
             blocks_before_last_chunk=event.blocks_before_last_chunk,
             transport=event.transport,
+            parts={field.name: round(value, 6) for field, value in event.parts.ListFields()},
             pushes=[
                 (p.first_block, p.blocks, round(since + p.start_s, 6), round(since + p.end_s, 6)) for p in event.pushes
             ],

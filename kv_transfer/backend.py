@@ -62,6 +62,12 @@ class Backend(Protocol):
     def disconnect(self, peer: str) -> None:
         """Forgets the peer and what was prepared for it; unknown peers are fine. Call with no write pending to it."""
 
+    def introduce(self, peer: str, metadata: bytes) -> None:
+        """Makes `notify` reach a peer that is not connected. Raises like connect."""
+
+    def dismiss(self, peer: str) -> None:
+        """Takes introduce() back; a peer that is connected stays so."""
+
     def write(self, peer: str, local: Sequence[int], remote: Sequence[int], notification: bytes) -> int:
         """Posts local[i] -> remote[i] (not empty), with a notification after the bytes (none if empty). May copy
         inline; never raises for what the peer did: such a write is FAILED.

@@ -47,7 +47,9 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False)
 class Connection:
-    """One generation of a peer. `broken`, `lost` and `in_flight` belong to the transfer thread."""
+    """One generation of a peer. notes: it takes commits as notes and answers by one. `broken`, `lost` and `in_flight`
+    belong to the transfer thread.
+    """
 
     pod: str
     generation: int
@@ -59,6 +61,7 @@ class Connection:
     metadata: bytes
     same_host: bool
     watch: ProcessWatch | None
+    notes: bool = False
     transport: str = ""
     transport_source: str = ""
     gbps: float = 0.0
@@ -198,6 +201,7 @@ class Connector:
             metadata=answer.agent_metadata,
             same_host=info.boot_id == host_boot_id(),
             watch=watch_process(info.pid, info.boot_id, address),
+            notes=answer.notes,
         )
 
     async def _attach(self, connection: Connection) -> None:

@@ -72,6 +72,12 @@ class FaultyBackend:
     def disconnect(self, peer: str) -> None:
         self._inner.disconnect(peer)
 
+    def introduce(self, peer: str, metadata: bytes) -> None:
+        self._inner.introduce(peer, metadata)
+
+    def dismiss(self, peer: str) -> None:
+        self._inner.dismiss(peer)
+
     def write(self, peer: str, local: Sequence[int], remote: Sequence[int], notification: bytes) -> int:
         handle = next(self._numbers)
         # A write without a notification is a probe; readiness is not what these faults are about.

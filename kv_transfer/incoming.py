@@ -14,15 +14,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from common.errors import BatonError, BlockDamaged, TransferFailed, Unavailable, UnknownTransfer
 from common.types import TransferId
-from kv_transfer.backend import Notification
 from kv_transfer.counters import Drops
 from kv_transfer.memory import Hold, PoolMemory, let_go
 from kv_transfer.messages import Commit, Writer
-from kv_transfer.notification import RangeWritten
+from kv_transfer.notification import CommitNote, Committed, RangeWritten
 from kv_transfer.process_watch import ProcessWatch
 from kv_transfer.receiver_machine import (
     AskDrain,
@@ -47,10 +46,20 @@ PATIENCE_S = 0.05  # that a commit waits for its last ranges before it is answer
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """A commit that is not answered yet."""
+    """A commit that is not answered yet; None: it came as a note."""
 
-    answer: Future[None]
+    answer: Future[float] | None
     until: float
+
+
+class Agents(Protocol):
+    """Of the backend, what notes need."""
+
+    def introduce(self, peer: str, metadata: bytes) -> None: ...
+
+    def dismiss(self, peer: str) -> None: ...
+
+    def notify(self, peer: str, payload: bytes) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -63,10 +72,13 @@ class _Entry:
     on_ready: Callable[[Commit], None]
     on_failed: Callable[[BatonError], None]
     waiting: list[_Waiting] = field(default_factory=list)
+    asked_at: float = 0.0  # when the first commit came
 
 
 class Incoming:
-    """ask_drain(transfer id, writer) is called on the transfer thread and answers by drained() or drain_failed()."""
+    """ask_drain(transfer id, writer) is called on the transfer thread and answers by drained() or drain_failed();
+    agents: whom notes reach (the backend, once it is started).
+    """
 
     def __init__(
         self,
@@ -74,6 +86,7 @@ class Incoming:
         drops: Drops,
         clock: Callable[[], float],
         ask_drain: Callable[[TransferId, Writer], None],
+        agents: Callable[[], Agents],
     ) -> None:
         self.received_transfers = 0
         self.received_blocks = 0
@@ -82,6 +95,8 @@ class Incoming:
         self._drops = drops
         self._clock = clock
         self._ask_drain = ask_drain
+        self._agents = agents
+        self._introduced: set[str] = set()
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._table: dict[TransferId, _Entry] = {}
@@ -148,6 +163,22 @@ class Incoming:
             return
         self._watches[agent] = watch
 
+    def introduce(self, agent: str, metadata: bytes) -> bool:
+        """Whether this writer may send notes, and is answered by them."""
+        try:
+            self._agents().introduce(agent, metadata)
+        except TransferFailed as e:
+            _log.warning("%s cannot be told anything but by calls: %s", agent, e.message)
+            return False
+        self._introduced.add(agent)
+        return True
+
+    def dismiss(self, agent: str) -> None:
+        """A writer that is gone, or has a successor."""
+        if agent in self._introduced:
+            self._introduced.discard(agent)
+            self._agents().dismiss(agent)
+
     def open_transfer(self, transfer_id: TransferId, request_id: str, writer: Writer) -> None:
         """Raises UnknownTransfer: nothing may be written."""
         entry = self._table.get(transfer_id)
@@ -156,14 +187,15 @@ class Incoming:
             raise UnknownTransfer(f"transfer {transfer_id} is not expected here")
         entry.machine.open(writer, self._clock())
 
-    def commit(self, transfer_id: TransferId, generation: int, commit: Commit, answer: Future[None]) -> None:
-        """Idempotent. The answer comes once every range is here; Unavailable where one takes longer than PATIENCE_S,
-        else UnknownTransfer or TransferFailed: the KV will not be used.
+    def commit(self, transfer_id: TransferId, generation: int, commit: Commit, answer: Future[float]) -> None:
+        """Idempotent. The answer comes once every range is here, with the seconds that the first commit waited for
+        that; Unavailable where one takes longer than PATIENCE_S, else UnknownTransfer or TransferFailed: the KV will
+        not be used.
         """
         entry = self._table.get(transfer_id)
         if entry is None:
             if self._committed.get(transfer_id) == generation:
-                _answer(answer, None)
+                _answer(answer, 0.0)
             else:
                 self._drops.count("commit_unknown")
                 _answer(answer, UnknownTransfer(f"transfer {transfer_id} is over"))
@@ -173,20 +205,34 @@ class Incoming:
         except UnknownTransfer as error:
             _answer(answer, error)
             return
-        entry.waiting.append(_Waiting(answer, self._clock() + PATIENCE_S))
+        self._wait(entry, answer)
         self._apply(entry, actions)
 
-    def notified(self, notification: Notification) -> None:
-        """A range landed; what does not fit is dropped and counted."""
-        written = RangeWritten.parse(notification.payload)
-        if written is None:
-            self._drops.count("notification_malformed")
-            return
-        entry = self._table.get(written.transfer_id)
+    def _wait(self, entry: _Entry, answer: Future[float] | None) -> None:
+        now = self._clock()
+        entry.asked_at = entry.asked_at or now
+        entry.waiting.append(_Waiting(answer, now + PATIENCE_S))
+
+    def notified(self, peer: str, message: RangeWritten | CommitNote) -> None:
+        """A range landed, or a commit came; what does not fit is dropped and counted. Of a commit that cannot be
+        answered well nothing is said: the call that follows it is told why.
+        """
+        entry = self._table.get(message.transfer_id)
         if entry is None:
             self._drops.count("notification_late")
             return
-        actions = entry.machine.notified(notification.peer, written.first, written.count, self._clock())
+        machine = entry.machine
+        if isinstance(message, RangeWritten):
+            actions = machine.notified(peer, message.first, message.count, self._clock())
+        elif machine.writer is None or machine.writer.agent != peer:
+            actions = None
+        else:
+            try:
+                actions = machine.commit(machine.writer.generation, message.commit, self._clock())
+            except UnknownTransfer:
+                actions = None
+            else:
+                self._wait(entry, None)
         if actions is None:
             self._drops.count("notification_misfit")
         else:
@@ -245,6 +291,7 @@ class Incoming:
             watch = self._watches.pop(agent)
             if watch is not None:
                 watch.close()
+            self.dismiss(agent)
 
     def close(self) -> None:
         """This pod ends: whoever waits is told. What may still be written stays held until the process is gone."""
@@ -271,7 +318,7 @@ class Incoming:
                     del self._table[machine.transfer_id]
                     self.received_transfers += 1
                     self.received_blocks += machine.num_blocks
-                    self._answer_all(entry, None)  # first: the writer waits, and what follows here takes a while
+                    self._answer_all(entry)  # first: the writer waits, and what follows here takes a while
                     _tell(entry.on_ready, commit)
                 case Failed(error):
                     over = f"transfer {machine.transfer_id} is over: {error.message}"
@@ -283,10 +330,23 @@ class Incoming:
         if machine.state is ReceiverState.CLOSED:
             self._table.pop(machine.transfer_id, None)
 
-    def _answer_all(self, entry: _Entry, error: BatonError | None) -> None:
+    def _answer_all(self, entry: _Entry, error: BatonError | None = None) -> None:
+        """error: not to notes, which are followed by calls that will hear it."""
         waiting, entry.waiting = entry.waiting, []
+        awaited_s = self._clock() - entry.asked_at
+        if error is None and any(one.answer is None for one in waiting):
+            self._note(entry, awaited_s)
         for one in waiting:
-            _answer(one.answer, error)
+            if one.answer is not None:
+                _answer(one.answer, awaited_s if error is None else error)
+
+    def _note(self, entry: _Entry, awaited_s: float) -> None:
+        writer = entry.machine.writer
+        assert writer is not None, "a commit without a writer"
+        try:
+            self._agents().notify(writer.agent, Committed(entry.machine.transfer_id, int(awaited_s * 1e6)).pack())
+        except TransferFailed as e:
+            _log.warning("%s cannot be notified: %s", writer.pod, e.message)
 
     def _mismatch(self, entry: _Entry, commit: Commit) -> str | None:
         blocks = entry.blocks[: entry.machine.num_blocks]
@@ -303,10 +363,10 @@ class Incoming:
             self._committed.popitem(last=False)
 
 
-def _answer(answer: Future[None], error: BatonError | None) -> None:
+def _answer(answer: Future[float], outcome: float | BatonError) -> None:
     """Unless its caller has gone."""
     if answer.set_running_or_notify_cancel():
-        answer.set_exception(error) if error is not None else answer.set_result(None)
+        answer.set_exception(outcome) if isinstance(outcome, BatonError) else answer.set_result(outcome)
 
 
 def _tell(callback: Callable[[_T], None], value: _T) -> None:

@@ -168,6 +168,7 @@ class LoopbackBackend:
         self._name = ""
         self._memory: PoolMemory | None = None
         self._peers: dict[str, PeerMemory] = {}
+        self._introduced: set[str] = set()
         self._writes: dict[int, _Write] = {}
         self._numbers = itertools.count(1)
 
@@ -183,10 +184,20 @@ class LoopbackBackend:
         return self._name.encode()
 
     def connect(self, peer: str, metadata: bytes, memory: PeerMemory) -> None:
+        self._require(peer, metadata)
+        self._peers[peer] = memory
+
+    def introduce(self, peer: str, metadata: bytes) -> None:
+        self._require(peer, metadata)
+        self._introduced.add(peer)
+
+    def dismiss(self, peer: str) -> None:
+        self._introduced.discard(peer)
+
+    def _require(self, peer: str, metadata: bytes) -> None:
         if metadata.decode() != peer:
             raise TransferFailed(f"metadata is {metadata!r}'s, not {peer}'s")
         self._fabric.require_alive(peer)
-        self._peers[peer] = memory
 
     def disconnect(self, peer: str) -> None:
         self._peers.pop(peer, None)
@@ -208,7 +219,7 @@ class LoopbackBackend:
         return handle
 
     def notify(self, peer: str, payload: bytes) -> None:
-        if peer not in self._peers:
+        if peer not in self._peers and peer not in self._introduced:
             raise TransferFailed(f"agent {peer} is not connected")
         self._fabric.notify(self._name, peer, payload)
 

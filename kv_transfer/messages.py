@@ -23,6 +23,20 @@ class Commit:
 
 
 @dataclass(frozen=True, slots=True)
+class ExposedParts:
+    """What the seconds of exposed_s were, each from finish(): until the transfer thread took it, the last piece was
+    posted, every write had ended, and the commit was sent; 0 for what was over before. awaited_s: of the receiver,
+    how long the commit waited there for the last range.
+    """
+
+    noticed_s: float
+    posted_s: float
+    written_s: float
+    committed_s: float
+    awaited_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class TransferReport:
     """What a hand-off cost.
 
@@ -36,6 +50,7 @@ class TransferReport:
     delivered_before_finish: int
     exposed_s: float
     transport: str
+    parts: ExposedParts = ExposedParts(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)

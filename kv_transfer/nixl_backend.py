@@ -56,6 +56,7 @@ class _Agent:
     registered: Any
     blocks: Any
     peers: dict[str, _Peer] = field(default_factory=dict)
+    introduced: dict[str, bytes] = field(default_factory=dict)  # with their metadata; NIXL knows them
 
 
 class NixlBackend:
@@ -98,29 +99,53 @@ class NixlBackend:
 
     def connect(self, peer: str, metadata: bytes, memory: PeerMemory) -> None:
         agent = self._started
+        if agent.introduced.get(peer) != metadata:  # NIXL takes an agent once
+            self.dismiss(peer)
+            self._load(peer, metadata)
         try:
-            loaded = agent.nixl.add_remote_agent(metadata)
+            agent.peers[peer] = _Peer(memory, agent.nixl.prep_xfer_dlist(peer, _row(memory), memory.kind))
+        except Exception as e:
+            if peer not in agent.introduced:
+                agent.nixl.remove_remote_agent(peer)
+            raise TransferFailed(f"the pool of {peer} is not in its metadata: {e}") from e
+
+    def _load(self, peer: str, metadata: bytes) -> None:
+        nixl = self._started.nixl
+        try:
+            loaded = nixl.add_remote_agent(metadata)
         except Exception as e:
             raise TransferFailed(f"the metadata of {peer} was refused: {e}") from e
         name = loaded.decode() if isinstance(loaded, bytes) else loaded
-        try:
-            if name != peer:
-                raise TransferFailed(f"the metadata is {name}'s, not {peer}'s")
-            agent.peers[peer] = _Peer(memory, agent.nixl.prep_xfer_dlist(peer, _row(memory), memory.kind))
-        except Exception as e:
-            if name not in agent.peers:
-                agent.nixl.remove_remote_agent(name)
-            if isinstance(e, TransferFailed):
-                raise
-            raise TransferFailed(f"the pool of {peer} is not in its metadata: {e}") from e
+        if name != peer:
+            if name not in self._started.peers and name not in self._started.introduced:
+                nixl.remove_remote_agent(name)
+            raise TransferFailed(f"the metadata is {name}'s, not {peer}'s")
 
     def disconnect(self, peer: str) -> None:
         known = self._started.peers.pop(peer, None)
         if known is None:
             return
+        self._started.introduced.pop(peer, None)
         try:
             known.blocks.release()
             self._started.nixl.remove_remote_agent(peer)
+        except Exception as e:
+            _log.warning("agent %s could not be removed: %s", peer, e)
+
+    def introduce(self, peer: str, metadata: bytes) -> None:
+        agent = self._started
+        if peer in agent.peers or agent.introduced.get(peer) == metadata:
+            return
+        self.dismiss(peer)
+        self._load(peer, metadata)
+        agent.introduced[peer] = metadata
+
+    def dismiss(self, peer: str) -> None:
+        agent = self._started
+        if agent.introduced.pop(peer, None) is None or peer in agent.peers:
+            return
+        try:
+            agent.nixl.remove_remote_agent(peer)
         except Exception as e:
             _log.warning("agent %s could not be removed: %s", peer, e)
 
@@ -152,7 +177,7 @@ class NixlBackend:
         return number
 
     def notify(self, peer: str, payload: bytes) -> None:
-        if peer not in self._started.peers:
+        if peer not in self._started.peers and peer not in self._started.introduced:
             raise TransferFailed(f"agent {peer} is not connected")
         try:
             self._started.nixl.send_notif(peer, payload)
@@ -211,8 +236,9 @@ class NixlBackend:
             return
         for handle in list(self._writes):
             self.release(handle)
-        for peer in list(agent.peers):
-            agent.peers[peer].blocks.release()
+        for peer in {*agent.peers, *agent.introduced}:
+            if peer in agent.peers:
+                agent.peers[peer].blocks.release()
             agent.nixl.remove_remote_agent(peer)
         agent.blocks.release()
         agent.nixl.deregister_memory(agent.registered)

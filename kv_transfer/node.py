@@ -16,7 +16,7 @@ from common.auth import Signer
 from common.errors import BatonError, TransferFailed, Unavailable
 from common.pb import transfer_pb2
 from common.types import KvTarget, TransferId
-from kv_transfer.backend import Backend
+from kv_transfer.backend import Backend, Notification
 from kv_transfer.connector import Connection, Connector
 from kv_transfer.counters import Drops
 from kv_transfer.identity import agent_name
@@ -24,6 +24,7 @@ from kv_transfer.incoming import Incoming
 from kv_transfer.lending import Lend, Lending
 from kv_transfer.memory import Hold, PoolMemory, let_go
 from kv_transfer.messages import Commit, Holder, PairStats, PeerStats, Pulled, TransferStats, Wanted, Writer
+from kv_transfer.notification import Committed, parse
 from kv_transfer.outgoing import Outgoing, OutgoingTransfer, Pieces
 from kv_transfer.pairs import Pairs
 from kv_transfer.peer_calls import PeerCalls
@@ -52,8 +53,8 @@ class TransferNode:
     info: who this pod is, now (role, name, generation, layout, pid...). address: host:port of the gRPC server that
     serves `servicer`, once it is bound. lend: what other pods may have of this one's cache, see Lending. checksums:
     compare a CRC-32 of every block at commit. allow_tcp: device memory may travel over TCP or by unknown means. pieces:
-    how writes and reads are cut; None: as suits the memory. clock:
-    seconds, monotonic.
+    how writes and reads are cut; None: as suits the memory. notes: commits go as notes where the receiver polls often;
+    for a comparison. clock: seconds, monotonic.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class TransferNode:
         checksums: bool = False,
         allow_tcp: bool = False,
         pieces: Pieces | None = None,
+        notes: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._memory = memory
@@ -78,11 +80,11 @@ class TransferNode:
         self._drops = Drops()
         self._pairs = Pairs(clock)
         self._rpc = PeerRpc(signer)
-        self._incoming = Incoming(memory, self._drops, clock, self._ask_drain)
+        self._incoming = Incoming(memory, self._drops, clock, self._ask_drain, lambda: backend)
         self._thread = TransferThread(
             backend,
             clock,
-            on_notification=self._incoming.notified,
+            on_notification=self._notified,
             on_tick=self._tick,
             post=self._post,
             attentive=self._attentive,
@@ -99,6 +101,7 @@ class TransferNode:
             checksums=checksums,
             fingerprint=lambda: info().fingerprint,
             pieces=pieces,
+            notes=notes,
         )
         self._reading = Reading(self._thread, memory, clock, self._pairs, pieces=pieces)
         self._lending = Lending(self._outgoing, memory, lend, checksums=checksums)
@@ -275,6 +278,15 @@ class TransferNode:
             raise Unavailable("this pod is starting or leaving")
 
     # The transfer thread's hooks.
+
+    def _notified(self, notification: Notification) -> None:
+        message = parse(notification.payload)
+        if message is None:
+            self._drops.count("notification_malformed")
+        elif isinstance(message, Committed):
+            self._outgoing.noted(notification.peer, message)
+        else:
+            self._incoming.notified(notification.peer, message)
 
     def _post(self) -> bool:
         posted = self._outgoing.post()

@@ -1,4 +1,8 @@
-"""The message after each write: fixed binary (magic, transfer generation and number, first logical block, count)."""
+"""What agents tell each other besides bytes, fixed binary.
+
+RangeWritten follows each write. CommitNote and Committed are a Commit call and its answer without the event loops and
+gRPC of two pods; they go where both sides poll often, ahead of the call, which comes if they get lost.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,14 @@ import struct
 from dataclasses import dataclass
 
 from common.types import TransferId
+from common.wire import finish_from_pb, finish_to_pb
+from kv_transfer.messages import Commit
 
-_FORMAT = struct.Struct(">4sQQII")
-_MAGIC = b"BTN1"
+_RANGE = struct.Struct(">4sQQII")
+_COMMIT = struct.Struct(">4sQQH")
+_FIRST = struct.Struct(">IB")  # a token and its finish reason
+_COMMITTED = struct.Struct(">4sQQI")
+_RANGE_MAGIC, _COMMIT_MAGIC, _COMMITTED_MAGIC = b"BTN1", b"BTN2", b"BTN3"
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,14 +29,57 @@ class RangeWritten:
     count: int
 
     def pack(self) -> bytes:
-        return _FORMAT.pack(_MAGIC, self.transfer_id.generation, self.transfer_id.number, self.first, self.count)
+        return _RANGE.pack(_RANGE_MAGIC, self.transfer_id.generation, self.transfer_id.number, self.first, self.count)
 
-    @classmethod
-    def parse(cls, payload: bytes) -> RangeWritten | None:
-        """None for anything that is not one of ours."""
-        if len(payload) != _FORMAT.size:
-            return None
-        magic, generation, number, first, count = _FORMAT.unpack(payload)
-        if magic != _MAGIC or count == 0:
-            return None
-        return cls(TransferId(generation, number), first, count)
+
+@dataclass(frozen=True, slots=True)
+class CommitNote:
+    """The writer's commit of a transfer; without checksums."""
+
+    transfer_id: TransferId
+    commit: Commit
+
+    def pack(self) -> bytes:
+        firsts = zip(self.commit.first_tokens, self.commit.finish_reasons, strict=True)
+        packed = [_FIRST.pack(token, finish_to_pb(finish)) for token, finish in firsts]
+        return b"".join([_COMMIT.pack(_COMMIT_MAGIC, *_pair(self.transfer_id), len(packed)), *packed])
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """The receiver has it all. awaited_us: microseconds from the commit's arrival to the last range's."""
+
+    transfer_id: TransferId
+    awaited_us: int
+
+    def pack(self) -> bytes:
+        return _COMMITTED.pack(_COMMITTED_MAGIC, *_pair(self.transfer_id), min(self.awaited_us, 0xFFFFFFFF))
+
+
+Message = RangeWritten | CommitNote | Committed
+
+
+def parse(payload: bytes) -> Message | None:
+    """None for anything that is not one of ours."""
+    try:
+        match payload[:4]:
+            case b"BTN1":
+                _, generation, number, first, count = _RANGE.unpack(payload)
+                return RangeWritten(TransferId(generation, number), first, count) if count else None
+            case b"BTN2":
+                _, generation, number, n = _COMMIT.unpack_from(payload)
+                firsts = list(_FIRST.iter_unpack(payload[_COMMIT.size :]))
+                if len(firsts) != n:
+                    return None
+                commit = Commit(tuple(t for t, _ in firsts), tuple(finish_from_pb(f) for _, f in firsts))
+                return CommitNote(TransferId(generation, number), commit)
+            case b"BTN3":
+                _, generation, number, awaited_us = _COMMITTED.unpack(payload)
+                return Committed(TransferId(generation, number), awaited_us)
+    except struct.error:
+        pass
+    return None
+
+
+def _pair(transfer_id: TransferId) -> tuple[int, int]:
+    return transfer_id.generation, transfer_id.number

@@ -20,8 +20,8 @@ from common.errors import BatonError, Cancelled, InvalidRequest, LayoutMismatch,
 from common.types import FinishReason, KvTarget, TransferId
 from kv_transfer.connector import Connection
 from kv_transfer.memory import Hold, MemoryKind, PoolMemory, let_go
-from kv_transfer.messages import Commit, TransferReport
-from kv_transfer.notification import RangeWritten
+from kv_transfer.messages import Commit, ExposedParts, TransferReport
+from kv_transfer.notification import CommitNote, Committed, RangeWritten
 from kv_transfer.pairs import Pairs
 from kv_transfer.sender_machine import (
     Delivered,
@@ -42,6 +42,7 @@ from kv_transfer.transfer_thread import TransferThread
 _log = logging.getLogger(__name__)
 
 CALL_S = 5.0
+NOTE_PATIENCE_S = 0.02  # that a commit's note waits for its acknowledgement before the call follows
 _REMEMBERED = 65536
 
 
@@ -68,7 +69,7 @@ class Calls(Protocol):
 
     async def open(self, target: KvTarget, request_id: str, polled: bool, timeout_s: float) -> None: ...
 
-    async def commit(self, target: KvTarget, commit: Commit, timeout_s: float) -> None: ...
+    async def commit(self, target: KvTarget, commit: Commit, timeout_s: float) -> float: ...
 
     def spawn(self, work: Callable[[], Awaitable[None]]) -> None:
         """Runs a coroutine on the event loop; any thread."""
@@ -146,11 +147,19 @@ class _Entry:
     checksums: dict[int, int] = field(default_factory=dict)
     delivered_before_finish: int = 0
     finished_at: float = 0.0
+    noticed_at: float = 0.0
+    posted_at: float = 0.0
+    written_at: float = 0.0
+    committed_at: float = 0.0
+    awaited_s: float = 0.0
+    noted: Commit | None = None  # what a note said that is not acknowledged
     drains: list[Future[bool]] = field(default_factory=list)
 
 
 class Outgoing:
-    """All transfers of this pod as a sender. pieces: how writes are cut; None: as suits the memory."""
+    """All transfers of this pod as a sender. pieces: how writes are cut; None: as suits the memory. notes: see
+    TransferNode.
+    """
 
     def __init__(
         self,
@@ -163,6 +172,7 @@ class Outgoing:
         checksums: bool,
         fingerprint: Callable[[], str],
         pieces: Pieces | None = None,
+        notes: bool = True,
     ) -> None:
         self.sent_blocks = 0
         self.sent_bytes = 0
@@ -176,6 +186,7 @@ class Outgoing:
         self._checksums = checksums
         self._fingerprint = fingerprint
         self._pieces = pieces or PIECES[memory.kind]
+        self._notes = notes
         self._pushes = 0
         self._table: dict[OutgoingTransfer, _Entry] = {}
         # Ids are minted by receivers, so one is unique only together with its receiver's name.
@@ -277,9 +288,22 @@ class Outgoing:
             if entry.connection is connection:
                 self._apply(entry, entry.machine.peer_ended(self._clock()))
 
+    def noted(self, peer: str, message: Committed) -> None:
+        """The receiver has it all; what does not fit is of a transfer that the call's answer has ended."""
+        for entry in list(self._table.values()):
+            connection = entry.connection
+            if entry.machine.target.transfer_id != message.transfer_id or connection is None:
+                continue
+            if connection.agent == peer and entry.committed_at:
+                entry.noted, entry.awaited_s = None, message.awaited_us / 1e6
+                self._apply(entry, entry.machine.committed(self._clock()))
+
     def tick(self, now: float) -> None:
         for entry in list(self._table.values()):
             self._apply(entry, entry.machine.tick(now))
+            if entry.noted is not None and now >= entry.committed_at + NOTE_PATIENCE_S and not entry.machine.ended:
+                commit, entry.noted = entry.noted, None
+                self._call_commit(entry, commit)
 
     def close(self, error: BatonError) -> None:
         """This pod ends: whoever waits is told."""
@@ -333,8 +357,8 @@ class Outgoing:
     def _finish(self, transfer: OutgoingTransfer, commit: Commit, delivered: int, now: float) -> None:
         entry = self._table.get(transfer)
         if entry is not None:
-            entry.delivered_before_finish, entry.finished_at = delivered, now
-            self._apply(entry, entry.machine.finish(commit, self._clock()))
+            entry.delivered_before_finish, entry.finished_at, entry.noticed_at = delivered, now, self._clock()
+            self._apply(entry, entry.machine.finish(commit, entry.noticed_at))
 
     def _fail(self, transfer: OutgoingTransfer, error: BatonError) -> None:
         entry = self._table.get(transfer)
@@ -353,11 +377,13 @@ class Outgoing:
             self.sent_bytes += moved * self._memory.block_bytes
             if error is not None:
                 connection.broken = True
-            self._apply(entry, entry.machine.piece_ended(piece.number, error, self._clock()))
+            entry.written_at = self._clock()
+            self._apply(entry, entry.machine.piece_ended(piece.number, error, entry.written_at))
 
         connection.in_flight += 1
         pair.begin()
         self._thread.write(connection.agent, piece.local, piece.remote, written.pack(), ended)
+        entry.posted_at = self._clock()
 
     def _apply(self, entry: _Entry, actions: Sequence[SenderAction]) -> None:
         machine = entry.machine
@@ -368,8 +394,7 @@ class Outgoing:
                     self._call(entry, call, machine.opened)
                 case SendCommit(commit):
                     sums = tuple(entry.checksums[block] for block in sorted(entry.checksums))
-                    full = replace(commit, checksums=sums)
-                    self._call(entry, partial(self._calls.commit, machine.target, full), machine.committed)
+                    self._commit(entry, replace(commit, checksums=sums))
                 case Renotify():
                     self._renotify(entry)
                 case Release(push):
@@ -394,6 +419,30 @@ class Outgoing:
                     entry.transfer.outcome.set_exception(error)
                 case Stopped(clean):
                     self._forget(entry, clean=clean)
+
+    def _commit(self, entry: _Entry, commit: Commit) -> None:
+        """By a note first, where the receiver polls often: a call passes through the event loops of both pods."""
+        connection, first = entry.connection, not entry.committed_at
+        assert connection is not None, "all is posted without a connection"
+        entry.committed_at = entry.committed_at or self._clock()
+        if first and self._notes and connection.notes and self._polled(entry) and not commit.checksums:
+            note = CommitNote(entry.machine.target.transfer_id, commit)
+            try:
+                self._thread.backend.notify(connection.agent, note.pack())
+            except TransferFailed as e:
+                _log.warning("%s cannot be notified: %s", connection.pod, e)
+            else:
+                entry.noted = commit
+                return
+        self._call_commit(entry, commit)
+
+    def _call_commit(self, entry: _Entry, commit: Commit) -> None:
+        target = entry.machine.target
+
+        async def call(timeout_s: float) -> None:
+            entry.awaited_s = await self._calls.commit(target, commit, timeout_s)
+
+        self._call(entry, call, entry.machine.committed)
 
     def _polled(self, entry: _Entry) -> bool:
         """Whether a write ends only while the target polls; so assumed of transports that are not known. From GPU to
@@ -444,6 +493,13 @@ class Outgoing:
             delivered_before_finish=entry.delivered_before_finish,
             exposed_s=self._clock() - entry.finished_at,
             transport=entry.connection.transport if entry.connection is not None else "",
+            parts=ExposedParts(
+                *(
+                    max(0.0, at - entry.finished_at)
+                    for at in (entry.noticed_at, entry.posted_at, entry.written_at, entry.committed_at)
+                ),
+                awaited_s=entry.awaited_s,
+            ),
         )
 
     def _forget(self, entry: _Entry, *, clean: bool) -> None:

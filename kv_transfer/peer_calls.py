@@ -73,7 +73,8 @@ class PeerCalls:
         )
         await self._rpc.call(target.address, "Open", request, transfer_pb2.OpenResponse, timeout_s)
 
-    async def commit(self, target: KvTarget, commit: Commit, timeout_s: float) -> None:
+    async def commit(self, target: KvTarget, commit: Commit, timeout_s: float) -> float:
+        """Seconds that it waited there for the last range."""
         request = transfer_pb2.CommitRequest(
             transfer_id=transfer_id_to_pb(target.transfer_id),
             generation=self._info().generation,
@@ -81,7 +82,8 @@ class PeerCalls:
             finish_reasons=[finish_to_pb(reason) for reason in commit.finish_reasons],
             checksums=commit.checksums,
         )
-        await self._rpc.call(target.address, "Commit", request, transfer_pb2.CommitResponse, timeout_s)
+        answer = await self._rpc.call(target.address, "Commit", request, transfer_pb2.CommitResponse, timeout_s)
+        return answer.awaited_s
 
     async def pull(self, address: str, target: KvTarget, wanted: Wanted, *, read: bool) -> transfer_pb2.PullResponse:
         request = transfer_pb2.PullRequest(

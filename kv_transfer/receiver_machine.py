@@ -6,7 +6,7 @@
        `--deadline, release--> CLOSED              (never opened: no writer can exist)
 
 In DRAINING the request is over but the writer may still write. A range of blocks is given back only
- (a) on its own notification;
+ (a) on its own notification, in OPEN too: a request waits for the last one, and little is left to do then;
  (b) when the same writer answers Drained: at once if all its writes ended well, after the grace if one ended by error;
  (c) after proof that the writer's process ended, and then the grace.
 A commit usually comes before the last range. It is stored, and acknowledged in READY only: whoever owns the machine
@@ -67,7 +67,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The KV is complete; the holds were given up before."""
+    """The KV is complete; every hold was given up before."""
 
     commit: Commit
 
@@ -97,10 +97,9 @@ class ReceiverMachine:
         self.state = ReceiverState.RESERVED
         self.writer: Writer | None = None
         self.deadline = deadline
-        self._held = set(range(first_block, first_block + num_blocks))
+        self._held = set(range(first_block, first_block + num_blocks))  # not written, or not known to be
         self._first = first_block
         self._end = first_block + num_blocks
-        self._missing = set(self._held)
         self._commit: Commit | None = None
         self._checking = False
         self._drain_asked = False
@@ -122,12 +121,12 @@ class ReceiverMachine:
     @property
     def missing(self) -> int:
         """Blocks that have not arrived."""
-        return len(self._missing)
+        return len(self._held)
 
     @property
     def awaits_ranges(self) -> bool:
         """The commit is here before the last notification: that is due."""
-        return self.state is ReceiverState.OPEN and self._commit is not None and bool(self._missing)
+        return self.state is ReceiverState.OPEN and self._commit is not None and bool(self._held)
 
     def open(self, writer: Writer, now: float) -> None:
         """Remote: raises UnknownTransfer when nothing may be written (any more) or another writer opened it."""
@@ -142,20 +141,15 @@ class ReceiverMachine:
             return None
         if self.state not in (ReceiverState.OPEN, ReceiverState.DRAINING):
             return None
-        landed = [block for block in range(first, first + count) if block in self._missing]
-        self._missing.difference_update(landed)
-        if self.state is ReceiverState.DRAINING:
-            return self._free(landed)
-        return self._complete()
+        freed = self._free([block for block in range(first, first + count) if block in self._held])
+        return [*freed, *self._complete()] if self.state is ReceiverState.OPEN else freed
 
     def narrow(self, num_blocks: int) -> list[ReceiverAction]:
         """Local: the writer said that it sends the first num_blocks blocks alone, so nobody will write the others."""
         if self.state not in (ReceiverState.RESERVED, ReceiverState.OPEN) or num_blocks >= self.num_blocks:
             return []
         self._end = self._first + num_blocks
-        beyond = [block for block in self._held if block >= self._end]
-        self._missing.difference_update(beyond)
-        return [*self._free(beyond), *self._complete()]
+        return [*self._free([block for block in self._held if block >= self._end]), *self._complete()]
 
     def commit(self, generation: int, commit: Commit, now: float) -> list[ReceiverAction]:
         """Remote; of several the first counts, and it is kept until every range is here. Raises UnknownTransfer when
@@ -168,7 +162,7 @@ class ReceiverMachine:
         return self._complete()
 
     def _complete(self) -> list[ReceiverAction]:
-        if self._missing or self._commit is None or self._checking:
+        if self._held or self._commit is None or self._checking:
             return []
         if self._commit.checksums:
             self._checking = True
@@ -188,7 +182,7 @@ class ReceiverMachine:
 
     def _ready(self, commit: Commit) -> list[ReceiverAction]:
         self.state = ReceiverState.READY
-        return [*self._free(list(self._held)), Ready(commit)]
+        return [Ready(commit)]
 
     def release(self, now: float) -> list[ReceiverAction]:
         """Local: the request is over for this pod. Idempotent."""
@@ -201,11 +195,7 @@ class ReceiverMachine:
         if self.state is not ReceiverState.OPEN:
             return []
         self.state, self._next_drain, self._last_tick = ReceiverState.DRAINING, now, now
-        return [
-            *self._free([block for block in self._held if block not in self._missing]),
-            Failed(error),
-            *self.tick(now),
-        ]
+        return [*self._free([]), Failed(error), *self.tick(now)]
 
     def drained(self, generation: int, clean: bool, now: float) -> list[ReceiverAction]:
         """Remote: the answer to AskDrain. clean: every write of the transfer ended well, so none can be on its way."""

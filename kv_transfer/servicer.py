@@ -97,7 +97,15 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
             raise TransferFailed(f"a newer generation of {request.info.pod} was here")
         self._writers[request.info.pod] = request.info
         self._expecting_until = self._clock() + EXPECT_S
-        metadata = await self._on_thread(self._thread.backend.metadata, context)
+        former = None if known is None or known.generation == request.info.generation else agent_name(known)
+
+        def introduce() -> tuple[bytes, bool]:
+            if former is not None:
+                self._incoming.dismiss(former)
+            introduced = self._incoming.introduce(agent_name(request.info), request.agent_metadata)
+            return self._thread.backend.metadata(), introduced
+
+        metadata, notes = await self._on_thread(introduce, context)
         return transfer_pb2.HandshakeResponse(
             info=mine,
             agent_metadata=metadata,
@@ -105,6 +113,7 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
             pool_device=self._memory.device,
             pool_memory=self._memory.kind,
             probe_block=self._memory.probe_block,
+            notes=notes,
         )
 
     async def Probe(self, request: transfer_pb2.ProbeRequest, context: Context) -> transfer_pb2.ProbeResponse:
@@ -142,12 +151,11 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
             tuple(finish_from_pb(reason) for reason in request.finish_reasons),
             tuple(request.checksums),
         )
-        answer: Future[None] = Future()
+        answer: Future[float] = Future()
         if not self._thread.running:
             raise Unavailable("this pod is leaving")
         self._thread.submit(lambda: self._incoming.commit(transfer_id, generation, commit, answer))
-        await self._within(answer, context)
-        return transfer_pb2.CommitResponse()
+        return transfer_pb2.CommitResponse(awaited_s=await self._within(answer, context))
 
     async def Drain(self, request: transfer_pb2.DrainRequest, context: Context) -> transfer_pb2.DrainResponse:
         pod, generation = self._verify("Drain", request, context)

@@ -82,6 +82,12 @@ class ShardedBackend:
                 rank.ask("disconnect", peer=name)
             self._with_own(lambda: self._own.disconnect(peer))
 
+    def introduce(self, peer: str, metadata: bytes) -> None:
+        self._own.introduce(peer, unpack_agents(metadata)[0][1])
+
+    def dismiss(self, peer: str) -> None:
+        self._own.dismiss(peer)
+
     def _with_own(self, act: Callable[[], None]) -> list[Message]:
         """Rank 0 does its part of what all others were asked; their answers. Raises the first TransferFailed, once
         everybody has answered.

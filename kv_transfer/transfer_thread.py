@@ -24,11 +24,12 @@ from typing import TypeVar
 from common.errors import TransferFailed
 from kv_transfer.backend import Backend, Notification, WriteState
 from kv_transfer.memory import MemoryKind, PoolMemory
+from kv_transfer.timer_slack import sleep_exactly
 
 _log = logging.getLogger(__name__)
 
 POLL_S: dict[MemoryKind, float] = {"DRAM": 0.001, "VRAM": 0.0003}
-AWAITED_S: dict[MemoryKind, float] = {"DRAM": 0.001, "VRAM": 0.0001}
+AWAITED_S: dict[MemoryKind, float] = {"DRAM": 0.001, "VRAM": 0.00003}
 IDLE_S = 0.02
 TICK_S = 0.002
 _FIRST_WAIT_S = 0.0001
@@ -145,6 +146,7 @@ class TransferThread:
             started.set_exception(e)
             return
         started.set_result(None)
+        sleep_exactly()
         wait, poll, soon = _FIRST_WAIT_S, POLL_S[memory.kind], AWAITED_S[memory.kind]
         while not self._stopping:
             self.turns += 1

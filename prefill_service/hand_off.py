@@ -13,6 +13,7 @@ calls `on_progress`. Everything else runs on the event loop. The trace lists eve
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import threading
 import time
 from collections import abc
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 
 from common.errors import BatonError, Cancelled, DeadlineExceeded
 from common.pb import prefill_pb2
-from common.types import FinishReason, KvTarget, Token
+from common.types import FinishReason, KvTarget, PromptLogprobs, Token
 from common.wire import error_to_pb, finish_to_pb, prompt_logprobs_to_pb, token_to_pb
 from engine.block_pool import Hold
 from engine.engine import SequenceOutput
@@ -152,18 +153,15 @@ class HandOff:
         chunk = output.seq is self.seq  # else it only tells the first token of another child
         if chunk:
             self.trace.append(Trace("chunk", min(output.computed, self.seq.prompt_len), now, now - seconds))
-        # What the gateway waits for goes first: posting writes takes the interpreter from the loop that sends it.
-        progress = Event(progress=self._progress(output)) if chunk else None
-        if progress is not None and (output.prompt_logprobs is not None or not output.tokens):
-            self._post(progress)
-            progress = None
+        # What the gateway waits for goes first: posting writes takes the interpreter from the loop that sends it. For
+        # the last chunk's news nobody waits: they go when the hand-off is over.
+        if chunk and (output.prompt_logprobs is not None or not output.tokens):
+            self._post(Event(progress=self._progress(output.computed, output.prompt_logprobs)))
         if output.tokens:
             token = output.tokens[0]
             self._firsts.append((token.id, output.finish))
             self.trace.append(Trace("first_token", token.id, now))
             self._post(Event(first_token=self._first_token(token, output.finish, now)))
-        if progress is not None:
-            self._post(progress)
         if chunk:
             self._push(output.computed, output.computed >= self.seq.prompt_len)
         if len(self._firsts) == self.seq.request.sampling.n:
@@ -265,6 +263,7 @@ class HandOff:
             return
         self._seconds = time.monotonic() - self._first_push_at if report.blocks else 0.0
         self._count(report, self._seconds)
+        self._inbox.put_nowait(Event(progress=self._progress(self.seq.prompt_len)))
         self._inbox.put_nowait(report)
 
     def fail(self, error: BatonError) -> None:
@@ -306,10 +305,9 @@ class HandOff:
     def _post(self, item: Event | BatonError) -> None:
         self._aio.call_soon_threadsafe(self._inbox.put_nowait, item)
 
-    def _progress(self, output: SequenceOutput) -> prefill_pb2.PrefillProgress:
-        scores = output.prompt_logprobs
+    def _progress(self, computed: int, scores: PromptLogprobs | None = None) -> prefill_pb2.PrefillProgress:
         return prefill_pb2.PrefillProgress(
-            computed_tokens=output.computed,
+            computed_tokens=computed,
             cached_tokens=self.seq.cached_tokens,
             delivered_blocks=0 if self._transfer is None else self._transfer.delivered_blocks,
             prompt_logprobs=None if scores is None else prompt_logprobs_to_pb(scores),
@@ -341,6 +339,7 @@ class HandOff:
                 for first, push in sorted(self.pushes.items())[:MOST_PUSHES]
                 if (end := push.end or now)
             ],
+            parts=prefill_pb2.ExposedParts(**dataclasses.asdict(report.parts)),
         )
 
     def delivered_before_last_chunk(self) -> int:

@@ -275,6 +275,7 @@ class HandedOff(_message.Message):
     TRANSPORT_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
     PUSHES_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
     blocks: _builtins.int
     """Blocks pushed."""
     bytes: _builtins.int
@@ -291,6 +292,10 @@ class HandedOff(_message.Message):
     def pushes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Push]:
         """The pushes, in order of their blocks."""
 
+    @_builtins.property
+    def parts(self) -> Global___ExposedParts:
+        """What exposed_s was."""
+
     def __init__(
         self,
         *,
@@ -301,14 +306,53 @@ class HandedOff(_message.Message):
         transport: _builtins.str = ...,
         seconds: _builtins.float = ...,
         pushes: _abc.Iterable[Global___Push] | None = ...,
+        parts: Global___ExposedParts | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["parts", b"parts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "blocks_before_last_chunk", b"blocks_before_last_chunk", "bytes", b"bytes", "exposed_s", b"exposed_s", "pushes", b"pushes", "seconds", b"seconds", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "blocks_before_last_chunk", b"blocks_before_last_chunk", "bytes", b"bytes", "exposed_s", b"exposed_s", "parts", b"parts", "pushes", b"pushes", "seconds", b"seconds", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___HandedOff: _TypeAlias = HandedOff  # noqa: Y015
+
+@_typing.final
+class ExposedParts(_message.Message):
+    """The end of a hand-off. Seconds from the last chunk's end until each happened; 0 for what had happened before."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NOTICED_S_FIELD_NUMBER: _builtins.int
+    POSTED_S_FIELD_NUMBER: _builtins.int
+    WRITTEN_S_FIELD_NUMBER: _builtins.int
+    COMMITTED_S_FIELD_NUMBER: _builtins.int
+    AWAITED_S_FIELD_NUMBER: _builtins.int
+    noticed_s: _builtins.float
+    """The transfer thread took it up."""
+    posted_s: _builtins.float
+    """The last piece was posted."""
+    written_s: _builtins.float
+    """Every write had ended."""
+    committed_s: _builtins.float
+    """The commit was sent."""
+    awaited_s: _builtins.float
+    """Not a time of this pod: how long the commit waited at the receiver for the last range."""
+    def __init__(
+        self,
+        *,
+        noticed_s: _builtins.float = ...,
+        posted_s: _builtins.float = ...,
+        written_s: _builtins.float = ...,
+        committed_s: _builtins.float = ...,
+        awaited_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["awaited_s", b"awaited_s", "committed_s", b"committed_s", "noticed_s", b"noticed_s", "posted_s", b"posted_s", "written_s", b"written_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExposedParts: _TypeAlias = ExposedParts  # noqa: Y015
 
 @_typing.final
 class Push(_message.Message):

@@ -615,6 +615,7 @@ class HandshakeResponse(_message.Message):
     POOL_DEVICE_FIELD_NUMBER: _builtins.int
     POOL_MEMORY_FIELD_NUMBER: _builtins.int
     PROBE_BLOCK_FIELD_NUMBER: _builtins.int
+    NOTES_FIELD_NUMBER: _builtins.int
     agent_metadata: _builtins.bytes
     """Its NIXL agent metadata."""
     pool_base: _builtins.int
@@ -625,6 +626,10 @@ class HandshakeResponse(_message.Message):
     """Memory kind: DRAM or VRAM."""
     probe_block: _builtins.int
     """A block of the pool set aside for probes."""
+    notes: _builtins.bool
+    """The responder takes commits as NIXL notifications too, and acknowledges those by one; where it polls often
+    that is faster than the Commit call, which follows when no acknowledgement comes.
+    """
     @_builtins.property
     def info(self) -> Global___InfoResponse:
         """The responder."""
@@ -638,10 +643,11 @@ class HandshakeResponse(_message.Message):
         pool_device: _builtins.int = ...,
         pool_memory: _builtins.str = ...,
         probe_block: _builtins.int = ...,
+        notes: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_metadata", b"agent_metadata", "info", b"info", "pool_base", b"pool_base", "pool_device", b"pool_device", "pool_memory", b"pool_memory", "probe_block", b"probe_block"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_metadata", b"agent_metadata", "info", b"info", "notes", b"notes", "pool_base", b"pool_base", "pool_device", b"pool_device", "pool_memory", b"pool_memory", "probe_block", b"probe_block"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -816,12 +822,17 @@ class CommitResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    AWAITED_S_FIELD_NUMBER: _builtins.int
+    awaited_s: _builtins.float
+    """Seconds that the first commit of this transfer waited for the last range."""
     def __init__(
         self,
+        *,
+        awaited_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["awaited_s", b"awaited_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -112,7 +112,7 @@ class TransferServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Commit(self, request, context):
-        """Prefill is done: all writes were posted and completed. Idempotent.
+        """Prefill is done: all writes are posted or about to be. Answered once their bytes are there. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -48,7 +48,7 @@ class TransferStub:
     Errors: NOT_FOUND (unknown, expired or aborted transfer; nothing may be written).
     """
     Commit: _grpc.UnaryUnaryMultiCallable[_transfer_pb2.CommitRequest, _transfer_pb2.CommitResponse]
-    """Prefill is done: all writes were posted and completed. Idempotent."""
+    """Prefill is done: all writes are posted or about to be. Answered once their bytes are there. Idempotent."""
     Drain: _grpc.UnaryUnaryMultiCallable[_transfer_pb2.DrainRequest, _transfer_pb2.DrainResponse]
     """Decode gave up a transfer: answers once every handle of it is terminal and no further one can be
     posted. Answers at once for a transfer that was never opened, and refuses a later open.
@@ -81,7 +81,7 @@ class TransferAsyncStub(TransferStub):
     Errors: NOT_FOUND (unknown, expired or aborted transfer; nothing may be written).
     """
     Commit: _aio.UnaryUnaryMultiCallable[_transfer_pb2.CommitRequest, _transfer_pb2.CommitResponse]  # type: ignore[assignment]
-    """Prefill is done: all writes were posted and completed. Idempotent."""
+    """Prefill is done: all writes are posted or about to be. Answered once their bytes are there. Idempotent."""
     Drain: _aio.UnaryUnaryMultiCallable[_transfer_pb2.DrainRequest, _transfer_pb2.DrainResponse]  # type: ignore[assignment]
     """Decode gave up a transfer: answers once every handle of it is terminal and no further one can be
     posted. Answers at once for a transfer that was never opened, and refuses a later open.
@@ -141,7 +141,7 @@ class TransferServicer(metaclass=_abc_1.ABCMeta):
         request: _transfer_pb2.CommitRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_transfer_pb2.CommitResponse, _abc.Awaitable[_transfer_pb2.CommitResponse]]:
-        """Prefill is done: all writes were posted and completed. Idempotent."""
+        """Prefill is done: all writes are posted or about to be. Answered once their bytes are there. Idempotent."""
 
     @_abc_1.abstractmethod
     def Drain(

@@ -16,11 +16,11 @@ from common.errors import (
     Unavailable,
     UnknownTransfer,
 )
-from common.types import KvTarget, TransferId
+from common.types import FinishReason, KvTarget, TransferId
 from kv_transfer import receiver_machine as r
 from kv_transfer import sender_machine as s
 from kv_transfer.messages import Commit, Writer
-from kv_transfer.notification import RangeWritten
+from kv_transfer.notification import CommitNote, Committed, Message, RangeWritten, parse
 
 ID = TransferId(5, 1)
 WRITER = Writer("prefill-0", 7, "prefill-prefill-0-7", "127.0.0.1:1")
@@ -41,12 +41,26 @@ def kinds(actions: list[r.ReceiverAction] | list[s.SenderAction]) -> list[str]:
     return [type(action).__name__ for action in actions]
 
 
-def test_notification_round_trip() -> None:
-    written = RangeWritten(TransferId(2**63, 2**64 - 1), 0, 17)
-    assert RangeWritten.parse(written.pack()) == written
-    assert RangeWritten.parse(written.pack() + b"x") is None
-    assert RangeWritten.parse(b"XXXX" + written.pack()[4:]) is None
-    assert RangeWritten.parse(RangeWritten(ID, 0, 0).pack()) is None
+LAST = TransferId(2**63, 2**64 - 1)
+TOLD: list[Message] = [
+    RangeWritten(LAST, 0, 17),
+    CommitNote(LAST, Commit((2**32 - 1, 0, 7), (None, FinishReason.LENGTH, FinishReason.STOP))),
+    CommitNote(ID, Commit((), ())),
+    Committed(LAST, 1234),
+]
+
+
+@pytest.mark.parametrize("message", TOLD)
+def test_notification_round_trip(message: Message) -> None:
+    packed = message.pack()
+    assert parse(packed) == message
+    for damaged in (packed + b"x", packed[:-1], packed[:4], b"", b"XXXX" + packed[4:], packed + bytes(5)):
+        assert parse(damaged) is None
+
+
+def test_notifications_that_say_too_much_or_nothing() -> None:
+    assert parse(RangeWritten(ID, 0, 0).pack()) is None
+    assert parse(Committed(ID, 2**40).pack()) == Committed(ID, 2**32 - 1)
 
 
 def test_ready_needs_ranges_and_commit_in_any_order() -> None:
@@ -54,11 +68,11 @@ def test_ready_needs_ranges_and_commit_in_any_order() -> None:
     machine.open(WRITER, 0.0)
     assert machine.commit(7, COMMIT, 0.0) == []  # kept
     assert machine.awaits_ranges
-    assert machine.notified(WRITER.agent, 6, 3, 0.0) == []
+    assert machine.notified(WRITER.agent, 6, 3, 0.0) == [r.Free((6, 7, 8))]
     assert machine.missing == 3
     assert machine.notified(WRITER.agent, 6, 3, 0.0) == []
     actions = machine.notified(WRITER.agent, 3, 3, 0.0)
-    assert actions == [r.Free((3, 4, 5, 6, 7, 8)), r.Ready(COMMIT)]
+    assert actions == [r.Free((3, 4, 5)), r.Ready(COMMIT)]
     assert machine.release(1.0) == machine.tick(200.0) == []
     assert machine.state is r.ReceiverState.READY
 
@@ -91,20 +105,20 @@ def test_a_writer_that_sends_less_gives_the_rest_back_and_is_ready_with_less() -
     assert freed(machine.narrow(4)) == [7, 8]
     machine.open(WRITER, 0.0)
     assert machine.notified(WRITER.agent, 6, 2, 0.0) is None  # block 7 is not in it any more
-    assert machine.notified(WRITER.agent, 3, 4, 0.0) == []
+    assert freed(machine.notified(WRITER.agent, 3, 4, 0.0) or []) == [3, 4, 5, 6]
     assert machine.narrow(6) == []  # it never grows
-    assert kinds(machine.commit(7, COMMIT, 0.0)) == ["Free", "Ready"]
+    assert kinds(machine.commit(7, COMMIT, 0.0)) == ["Ready"]
     assert machine.narrow(1) == []
 
 
 def test_the_news_of_less_may_come_last() -> None:
     machine = receiver()
     machine.open(WRITER, 0.0)
-    machine.notified(WRITER.agent, 3, 2, 0.0)
+    assert freed(machine.notified(WRITER.agent, 3, 2, 0.0) or []) == [3, 4]
     assert machine.commit(7, COMMIT, 0.0) == []
     actions = machine.narrow(2)
-    assert kinds(actions) == ["Free", "Free", "Ready"]
-    assert sorted(freed(actions)) == [3, 4, 5, 6, 7, 8]
+    assert kinds(actions) == ["Free", "Ready"]
+    assert sorted(freed(actions)) == [5, 6, 7, 8]
 
 
 def test_what_a_writer_never_sends_is_not_quarantined() -> None:
@@ -120,10 +134,8 @@ def test_what_a_writer_never_sends_is_not_quarantined() -> None:
 def test_draining_frees_by_notification_and_by_drained() -> None:
     machine = receiver()
     machine.open(WRITER, 0.0)
-    machine.notified(WRITER.agent, 3, 1, 0.0)
-    actions = machine.release(1.0)
-    assert kinds(actions) == ["Free", "Failed", "AskDrain"]
-    assert freed(actions) == [3]
+    assert freed(machine.notified(WRITER.agent, 3, 1, 0.0) or []) == [3]
+    assert kinds(machine.release(1.0)) == ["Failed", "AskDrain"]
     assert freed(machine.notified(WRITER.agent, 4, 2, 1.0) or []) == [4, 5]
     assert machine.notified(WRITER.agent, 4, 2, 1.0) == []
     with pytest.raises(UnknownTransfer):
@@ -171,12 +183,13 @@ def test_dead_writer_fails_an_open_transfer() -> None:
 
 def test_checksums_decide() -> None:
     commit = Commit((1,), (None,), (1, 2, 3, 4, 5, 6))
-    for error, expected in ((None, ["Free", "Ready"]), ("damaged", ["Free", "Failed"])):
+    for error, expected in ((None, ["Ready"]), ("damaged", ["Failed"])):
         machine = receiver()
         machine.open(WRITER, 0.0)
         machine.notified(WRITER.agent, 3, 6, 0.0)
         assert kinds(machine.commit(7, commit, 0.0)) == ["Check"]
         assert kinds(machine.checked(error, 0.0)) == expected
+        assert machine.state is (r.ReceiverState.CLOSED if error else r.ReceiverState.READY)
 
 
 class ReceiverMachineTest(RuleBasedStateMachine):

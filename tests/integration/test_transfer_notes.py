@@ -1,0 +1,266 @@
+"""Commits and their acknowledgements as notes between agents, where both sides poll often; the call follows a lost one.
+
+Over loopback, and over NIXL between agents of one process, both said to use a transport that only polls move.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+
+import pytest
+import pytest_asyncio
+
+from common.errors import TransferFailed
+from common.types import FinishReason, KvTarget, Role
+from kv_transfer import outgoing
+from kv_transfer.backend import Backend, Notification, Transport
+from kv_transfer.faults import WriteFault
+from kv_transfer.loopback import LoopbackBackend
+from kv_transfer.messages import Commit
+from kv_transfer.nixl_backend import NixlBackend
+from kv_transfer.notification import CommitNote, Committed, RangeWritten, parse
+from tests.integration.transfer_pods import Cluster, FakeHold, Incoming, Pod, hand_over
+from tests.until import until
+
+POLLED = Transport("tcp", "reported")
+
+
+class PolledLoopback(LoopbackBackend):
+    def transport(self, peer: str, *, same_host: bool) -> Transport:
+        return POLLED
+
+
+class PolledNixl(NixlBackend):
+    def transport(self, peer: str, *, same_host: bool) -> Transport:
+        return POLLED
+
+
+class PolledCluster(Cluster):
+    def backend(self) -> Backend:
+        return PolledLoopback(self.fabric) if self.kind == "loopback" else PolledNixl()
+
+
+@pytest_asyncio.fixture(params=["loopback", "nixl"])
+async def cluster(request: pytest.FixtureRequest) -> AsyncIterator[PolledCluster]:
+    cluster = PolledCluster(request.param)
+    yield cluster
+    await cluster.stop()
+
+
+class Calls:
+    """Commit calls of a pod, which are made all the same."""
+
+    def __init__(self, pod: Pod, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.made: list[Commit] = []
+        make = pod.node._calls.commit
+
+        async def commit(target: KvTarget, commit: Commit, timeout_s: float) -> float:
+            self.made.append(commit)
+            return await make(target, commit, timeout_s)
+
+        monkeypatch.setattr(pod.node._calls, "commit", commit)
+
+
+def lose(pod: Pod, kind: type, *, copies: Sequence[float] = ()) -> list[Notification]:
+    """What comes to this pod of that kind is lost, or comes so many seconds later; what came."""
+    lost: list[Notification] = []
+
+    def plan(notification: Notification) -> Sequence[float]:
+        if isinstance(parse(notification.payload), kind):
+            lost.append(notification)
+            return copies
+        return (0.0,)
+
+    pod.backend.on_notification = plan
+    return lost
+
+
+async def pair(cluster: Cluster, **options: bool) -> tuple[Pod, Pod]:
+    prefill, decode = await cluster.pair(checksums=False, **options)
+    await prefill.node.connect(decode.address)
+    return prefill, decode
+
+
+async def send(
+    prefill: Pod, decode: Pod, request_id: str = "r", tokens: Sequence[int] = (7,), blocks: int = 8
+) -> Incoming:
+    incoming = decode.reserve(request_id, 0, range(blocks))
+    transfer = prefill.node.outgoing(incoming.target, request_id, blocks, 30.0)
+    hold = FakeHold(list(range(blocks)))
+    transfer.push(0, range(blocks), hold)
+    transfer.finish(tokens, [None] * (len(tokens) - 1) + [FinishReason.LENGTH])
+    report = await transfer.done()
+    await until(lambda: incoming.over)
+    await until(lambda: hold.free)
+    assert incoming.hold_was_free == [True]
+    assert prefill.node.stats().open_outgoing == 0
+    assert 0 <= report.parts.noticed_s <= report.exposed_s
+    assert 0 < report.parts.committed_s <= report.exposed_s
+    return incoming
+
+
+@pytest.mark.parametrize("tokens", [(5,), (1, 2, 3)])
+async def test_no_call_is_made(cluster: Cluster, tokens: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    prefill, decode = await pair(cluster)
+    monkeypatch.setattr(outgoing, "NOTE_PATIENCE_S", 30.0)
+    calls = Calls(prefill, monkeypatch)
+    incoming = await send(prefill, decode, tokens=tokens)
+    assert incoming.ready == [Commit(tokens, (None,) * (len(tokens) - 1) + (FinishReason.LENGTH,))]
+    for seed in range(5):
+        await hand_over(prefill, decode, seed)
+    assert calls.made == []
+
+
+async def test_nothing_is_sent_and_only_the_commit_goes(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefill, decode = await pair(cluster)
+    monkeypatch.setattr(outgoing, "NOTE_PATIENCE_S", 30.0)
+    calls = Calls(prefill, monkeypatch)
+    incoming = decode.reserve("r", 4, [])
+    transfer = prefill.node.outgoing(incoming.target, "r", 4, 30.0)
+    transfer.finish([3], [None])
+    assert (await transfer.done()).blocks == 0
+    assert incoming.committed == [Commit((3,), (None,))]
+    assert calls.made == []
+
+
+async def test_checksums_go_by_call(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefill, decode = await cluster.pair()
+    calls = Calls(prefill, monkeypatch)
+    await hand_over(prefill, decode, 1)
+    assert [len(commit.checksums) for commit in calls.made] == [40]
+
+
+async def test_where_the_target_polls_rarely_it_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster("loopback")
+    try:
+        prefill, decode = await pair(cluster)
+        calls = Calls(prefill, monkeypatch)
+        await hand_over(prefill, decode, 1)
+        assert len(calls.made) == 1
+    finally:
+        await cluster.stop()
+
+
+@pytest.mark.parametrize("which", ["commit", "acknowledgement"])
+async def test_the_call_follows_a_lost_note(cluster: Cluster, which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefill, decode = await pair(cluster)
+    calls = Calls(prefill, monkeypatch)
+    lost = lose(decode, CommitNote) if which == "commit" else lose(prefill, Committed)
+    incoming = await send(prefill, decode)
+    assert incoming.ready == [Commit((7,), (FinishReason.LENGTH,))]
+    assert len(lost) == len(calls.made) == 1
+
+
+async def test_notes_that_come_late_and_twice_end_nothing_else(cluster: Cluster) -> None:
+    prefill, decode = await pair(cluster)
+    lose(decode, CommitNote, copies=(0.0, 0.0, 0.05))
+    lose(prefill, Committed, copies=(0.05, 0.1, 0.0))
+    received = [await send(prefill, decode, f"r{i}", tokens=(i,)) for i in range(6)]
+    await asyncio.sleep(0.15)
+    assert [incoming.ready[0].first_tokens for incoming in received] == [(i,) for i in range(6)]
+    assert not any(incoming.failed for incoming in received)
+    assert decode.node.stats().dropped["notification_late"] >= 6
+    await hand_over(prefill, decode, 1)
+
+
+async def test_an_acknowledgement_of_what_was_not_committed_is_nobodys(cluster: Cluster) -> None:
+    """Nor does a stranger's end anything."""
+    prefill, decode = await pair(cluster)
+    prefill.backend.on_write = lambda _p, local, _r: WriteFault(delay_s=0.3 if 1 in local else 0.0)
+    incoming = decode.reserve("r", 0, [1, 2])
+    transfer = prefill.node.outgoing(incoming.target, "r", 2, 30.0)
+    transfer.push(0, [0], FakeHold([0]))
+    await until(lambda: transfer.delivered_blocks == 1)
+    said = Committed(incoming.target.transfer_id, 0)
+    await told(prefill, lambda: prefill.node._outgoing.noted(decode.agent, said))
+    transfer.push(1, [1], FakeHold([1]))
+    lose(decode, CommitNote)
+    transfer.finish([7], [None])
+    await told(prefill, lambda: prefill.node._outgoing.noted("prefill-stranger-1", said))
+    assert not transfer.ended
+    await transfer.done()
+    await until(lambda: incoming.over)
+    assert incoming.committed == [Commit((7,), (None,))]
+
+
+async def test_a_stranger_commits_nothing(cluster: Cluster) -> None:
+    prefill, decode = await pair(cluster)
+    incoming = decode.reserve("r", 0, [1])
+    transfer = prefill.node.outgoing(incoming.target, "r", 1, 30.0)
+    transfer.push(0, [0], FakeHold([0]))
+    await until(lambda: transfer.delivered_blocks == 1)
+    note = CommitNote(incoming.target.transfer_id, Commit((9,), (None,)))
+    await told(decode, lambda: decode.node._incoming.notified("prefill-stranger-1", note))
+    assert decode.node.stats().dropped["notification_misfit"] == 1
+    transfer.finish([7], [None])
+    await transfer.done()
+    await until(lambda: incoming.over)
+    assert incoming.committed == [Commit((7,), (None,))]
+
+
+async def test_a_commit_of_what_was_given_up_is_told_so_by_the_call(cluster: Cluster) -> None:
+    prefill, decode = await pair(cluster)
+    incoming = decode.reserve("r", 0, [1, 2])
+    transfer = prefill.node.outgoing(incoming.target, "r", 2, 30.0)
+    transfer.push(0, [0, 1], FakeHold([0, 1]))
+    await until(lambda: transfer.delivered_blocks == 2)
+    decode.node.release(incoming.target.transfer_id)
+    await until(lambda: incoming.over)
+    transfer.finish([7], [None])
+    with pytest.raises(TransferFailed):
+        await transfer.done()
+    assert incoming.ready == []
+    await until(lambda: incoming.hold.free)
+
+
+async def test_what_goes_both_ways_and_ends_one_way(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is introduced may be connected too, in either order, and what ends one does not end the other."""
+    first = await cluster.start("pod-0", Role.PREFILL, checksums=False)
+    second = await cluster.start("pod-1", Role.PREFILL, checksums=False)
+    first.fill(1)
+    second.fill(2)
+    monkeypatch.setattr(outgoing, "NOTE_PATIENCE_S", 30.0)
+    calls = Calls(first, monkeypatch), Calls(second, monkeypatch)
+    for seed in range(3):
+        await hand_over(first, second, seed)
+        await hand_over(second, first, 10 + seed)
+    assert [made.made for made in calls] == [[], []]
+    await told(first, lambda: first.node._incoming.dismiss(second.agent))
+    monkeypatch.setattr(outgoing, "NOTE_PATIENCE_S", 0.02)
+    await hand_over(first, second, 20)
+    await hand_over(second, first, 21)
+
+
+async def test_a_restarted_writer_is_introduced_anew(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefill, decode = await pair(cluster)
+    await hand_over(prefill, decode, 1)
+    await prefill.crash()
+    again = await cluster.start("prefill-0", Role.PREFILL, checksums=False)
+    again.fill(3)
+    monkeypatch.setattr(outgoing, "NOTE_PATIENCE_S", 30.0)
+    calls = Calls(again, monkeypatch)
+    await hand_over(again, decode, 2)
+    assert calls.made == []
+    assert decode.node._incoming._introduced == {again.agent}
+
+
+async def test_a_lost_range_is_told_again_after_the_note(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefill, decode = await pair(cluster)
+    calls, lost = Calls(prefill, monkeypatch), []
+
+    def plan(notification: Notification) -> Sequence[float]:
+        if isinstance(parse(notification.payload), RangeWritten) and not lost:
+            lost.append(notification)
+            return ()
+        return (0.0,)
+
+    decode.backend.on_notification = plan
+    await send(prefill, decode)
+    assert len(lost) == 1
+    assert calls.made
+
+
+async def told(pod: Pod, act: Callable[[], None]) -> None:
+    """On the pod's transfer thread."""
+    await asyncio.wrap_future(pod.node._thread.call(act))
