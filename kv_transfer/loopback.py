@@ -58,6 +58,7 @@ class LoopbackFabric:
 
     on_notify(source, peer, payload) -> delays in seconds, one per copy that is delivered ([] drops it, [0, 0] doubles
     it, unequal delays reorder);
+    transport: how its agents call what carries payload;
     on_write(source, peer, num_blocks) -> WriteFault, for reads as well (source is who posts). die(agent), freeze(agent)
     and thaw(agent) act on whole agents.
     """
@@ -65,6 +66,7 @@ class LoopbackFabric:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.on_notify: NotifyPlan = lambda _source, _peer, _payload: (0.0,)
         self.on_write: WritePlan = lambda _source, _peer, _count: WriteFault()
+        self.transport = "loopback"
         self._clock = clock
         self._lock = threading.Lock()
         self._agents: dict[str, _Agent] = {}
@@ -238,7 +240,7 @@ class LoopbackBackend:
         return self._fabric.take(self._name)
 
     def transport(self, peer: str, *, same_host: bool) -> Transport:
-        return Transport("loopback", "reported")
+        return Transport(self._fabric.transport, "reported")
 
     def close(self) -> None:
         self._fabric.die(self._name)

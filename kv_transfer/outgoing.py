@@ -487,17 +487,21 @@ class Outgoing:
 
     def _report(self, entry: _Entry) -> TransferReport:
         blocks = len(entry.machine.target.blocks)
+
+        def after(at: float) -> float:
+            return max(0.0, at - entry.finished_at)
+
         return TransferReport(
             blocks=blocks,
             bytes=blocks * self._memory.block_bytes,
             delivered_before_finish=entry.delivered_before_finish,
-            exposed_s=self._clock() - entry.finished_at,
+            exposed_s=after(self._clock()),
             transport=entry.connection.transport if entry.connection is not None else "",
             parts=ExposedParts(
-                *(
-                    max(0.0, at - entry.finished_at)
-                    for at in (entry.noticed_at, entry.posted_at, entry.written_at, entry.committed_at)
-                ),
+                noticed_s=after(entry.noticed_at),
+                posted_s=after(entry.posted_at),
+                written_s=after(entry.written_at),
+                committed_s=after(entry.committed_at),
                 awaited_s=entry.awaited_s,
             ),
         )

@@ -176,7 +176,7 @@ class SenderMachine:
         if self.state is not SenderState.OPENING:
             return []
         self.state, self._calling = SenderState.OPEN, False
-        return self.posted()
+        return self._announce()
 
     def push(self, push: int, first: int, blocks: Sequence[int], now: float) -> list[SenderAction]:
         """Local: physical `blocks` hold logical blocks from `first` on; what the receiver has already is skipped."""
@@ -242,7 +242,11 @@ class SenderMachine:
         if self._commit is not None and not self.ended:
             return self.fail(InternalError("finish was called twice"), now)
         self._commit = commit
-        return self.posted()
+        return self._announce()
+
+    def _announce(self) -> list[SenderAction]:
+        """What is queued is posted first: its bytes take longer than the commit."""
+        return [] if self._queue else self.posted()
 
     def committed(self, now: float) -> list[SenderAction]:
         """The receiver acknowledged the commit."""

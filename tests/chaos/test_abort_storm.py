@@ -2,9 +2,9 @@
 peer.
 
 Three prefill and three decode pods in one process, over loopback, with pools so small that sequences are preempted and
-blocks go to host memory and back, prefixes that are pulled from other pods, and checksums of all that moves. Who is not
-aborted gets the tokens that it would get alone, nobody hangs, and in the end every block is back. A smaller storm is in
-test_abort_storm_processes.py.
+blocks go to host memory and back, prefixes that are pulled from other pods, and checksums of all that moves, or commits
+that go as notes. Who is not aborted gets the tokens that it would get alone, nobody hangs, and in the end every block
+is back. A smaller storm is in test_abort_storm_processes.py.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import itertools
 import random
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from common.pb import decode_pb2, prefill_pb2
 from common.types import Role, ValidRequest
 from engine.llm import LLM
 from kv_transfer.loopback import WriteFault
+from kv_transfer.notification import CommitNote, Committed, parse
 from tests.harness import BLOCK, Cluster, Pod, oracle, prompt_of, request, tiny_llama
 from tests.until import until
 
@@ -169,7 +171,8 @@ class Storm:
 
 
 @pytest.mark.timeout(600)
-async def test_five_hundred_requests(tmp_path: Path) -> None:
+@pytest.mark.parametrize("notes", [False, True], ids=["checksums", "notes"])
+async def test_five_hundred_requests(notes: bool, tmp_path: Path) -> None:
     model_dir = tiny_llama(tmp_path)
     rng = random.Random(1)
     requests = [
@@ -180,10 +183,18 @@ async def test_five_hundred_requests(tmp_path: Path) -> None:
         for i in range(KINDS)
     ]  # fmt: skip
     expected = _alone(oracle(model_dir), requests)
-    async with Cluster.start(model_dir, prefill=3, decode=3, prefill_config=HOSTED, decode_config=HOSTED) as cluster:
+    config, noted = HOSTED | {"checksums": not notes}, Counter[type]()
+
+    def late_or_twice(_source: str, _peer: str, payload: bytes) -> Sequence[float]:
+        noted[type(parse(payload))] += 1
+        return rng.choice(((0.0,), (0.0,), (0.0, 0.02), (0.03,), (0.05, 0.01)))
+
+    async with Cluster.start(model_dir, prefill=3, decode=3, prefill_config=config, decode_config=config) as cluster:
         storm = Storm(cluster, requests, expected)
         fabric = cluster.fabric
-        fabric.on_notify = lambda *_: rng.choice(((0.0,), (0.0,), (0.0, 0.02), (0.03,), (0.05, 0.01)))
+        fabric.on_notify = late_or_twice
+        if notes:
+            fabric.transport = "tcp"
         fabric.on_write = lambda *_: WriteFault(delay_s=rng.choice((0.0, 0.0, 0.0, 0.02, 0.1)))
         killed: list[Pod] = []
 
@@ -198,7 +209,7 @@ async def test_five_hundred_requests(tmp_path: Path) -> None:
             await until(lambda: storm.ends.total() > 200, WAIT_S)
             fabric.thaw(cluster.decodes[1].agent)
             port = int(victim.runtime.address.rpartition(":")[2])
-            await cluster.add(Role.PREFILL, name=victim.runtime.name, port=port, **HOSTED)
+            await cluster.add(Role.PREFILL, name=victim.runtime.name, port=port, **config)
 
         began = time.monotonic()
         strikes = asyncio.create_task(strike())
@@ -207,6 +218,7 @@ async def test_five_hundred_requests(tmp_path: Path) -> None:
         print(f"{time.monotonic() - began:.1f} s: {dict(storm.ends)}, errors {dict(storm.errors)}")
         fabric.on_notify, fabric.on_write = (lambda *_: (0.0,)), (lambda *_: WriteFault())
         assert storm.ends.total() == REQUESTS
+        assert (noted[CommitNote] > 0) == (noted[Committed] > 0) == notes
         assert storm.ends["answered"] == storm.calm > 0.2 * REQUESTS
         assert all(storm.ends[stage] > 0 for stage in STAGES)
         for pod in cluster.pods:

@@ -16,29 +16,22 @@ from common.types import FinishReason, KvTarget, Role
 from kv_transfer import outgoing
 from kv_transfer.backend import Backend, Notification, Transport
 from kv_transfer.faults import WriteFault
-from kv_transfer.loopback import LoopbackBackend
 from kv_transfer.messages import Commit
 from kv_transfer.nixl_backend import NixlBackend
 from kv_transfer.notification import CommitNote, Committed, RangeWritten, parse
 from tests.integration.transfer_pods import Cluster, FakeHold, Incoming, Pod, hand_over
 from tests.until import until
 
-POLLED = Transport("tcp", "reported")
-
-
-class PolledLoopback(LoopbackBackend):
-    def transport(self, peer: str, *, same_host: bool) -> Transport:
-        return POLLED
-
 
 class PolledNixl(NixlBackend):
     def transport(self, peer: str, *, same_host: bool) -> Transport:
-        return POLLED
+        return Transport("tcp", "reported")
 
 
 class PolledCluster(Cluster):
     def backend(self) -> Backend:
-        return PolledLoopback(self.fabric) if self.kind == "loopback" else PolledNixl()
+        self.fabric.transport = "tcp"
+        return super().backend() if self.kind == "loopback" else PolledNixl()
 
 
 @pytest_asyncio.fixture(params=["loopback", "nixl"])
