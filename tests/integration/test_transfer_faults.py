@@ -17,7 +17,7 @@ from kv_transfer.backend import Backend, Notification, WriteState
 from kv_transfer.faults import WriteFault
 from kv_transfer.loopback import LoopbackBackend
 from kv_transfer.messages import Commit
-from kv_transfer.notification import RangeWritten
+from kv_transfer.notification import RangeWritten, parse
 from tests.integration.transfer_pods import Cluster, FakeHold, hand_over
 from tests.until import until
 
@@ -45,9 +45,10 @@ async def test_a_lost_notification_is_sent_again(cluster: Cluster) -> None:
     lost: list[int] = []
 
     def lose_each_once(notification: Notification) -> tuple[float, ...]:
-        first = RangeWritten.parse(notification.payload).first  # type: ignore[union-attr]
-        lost.append(first)
-        return (0.0,) if lost.count(first) > 1 else ()
+        written = parse(notification.payload)
+        assert isinstance(written, RangeWritten)
+        lost.append(written.first)
+        return (0.0,) if lost.count(written.first) > 1 else ()
 
     decode.backend.on_notification = lose_each_once
     await hand_over(prefill, decode, 3)
