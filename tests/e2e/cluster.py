@@ -30,8 +30,8 @@ from common.stack import Stack
 from common.supervisor import ServiceSpec
 from common.types import Role
 
-READY_S = 120.0
-IDLE_S = 20.0
+READY_S = 240.0
+IDLE_S = 60.0
 POLL_S = 0.05
 
 
@@ -145,7 +145,7 @@ class Cluster:
     def info(self, name: str) -> transfer_pb2.InfoResponse:
         """What a pod says of itself."""
         with grpc.insecure_channel(self.address(name)) as channel:
-            return transfer_pb2_grpc.TransferStub(channel).Info(transfer_pb2.InfoRequest(), timeout=10.0)
+            return transfer_pb2_grpc.TransferStub(channel).Info(transfer_pb2.InfoRequest(), timeout=60.0)
 
     def check_idle(self, timeout_s: float = IDLE_S) -> None:
         """Every running pod comes to rest: no block leased or quarantined, the counts add up, and it is still ready."""

@@ -18,7 +18,7 @@ import pytest
 from tests.forked_cli import forked
 
 BATON = [sys.executable, "-P", "-m", "common.cli"]
-START_S = 120.0
+START_S = 240.0
 
 
 def baton(*argv: str, env: dict[str, str] | None = None, timeout_s: float = 180.0) -> subprocess.CompletedProcess[str]:

@@ -21,7 +21,7 @@ PD = {
 def run(script: str, out: Path, *flags: str) -> dict[str, Any]:
     command = [sys.executable, str(ROOT / "benchmarks" / script), "--shape", "tiny", "--device", "cpu"]
     done = subprocess.run(
-        [*command, "--out", str(out), *flags], capture_output=True, text=True, check=False, timeout=200
+        [*command, "--out", str(out), *flags], capture_output=True, text=True, check=False, timeout=280
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     result: dict[str, Any] = json.loads(out.read_text())

@@ -97,7 +97,7 @@ async def test_a_failing_pod_is_avoided_and_the_rest_is_reported(
 
 async def test_inputs_are_shared_out(gw: Rig, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     for pod in cluster.prefills:
-        monkeypatch.setattr(pod.faults, "embed_delay_s", 0.2)
+        monkeypatch.setattr(pod.faults, "embed_delay_s", 0.6)
         pod.seen.embedded.clear()
     await post(gw, input=["same length"] * 8)
     assert [len(pod.seen.embedded) for pod in cluster.prefills] == [4, 4]

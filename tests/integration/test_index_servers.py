@@ -183,7 +183,7 @@ async def test_sentinels_lead_to_the_new_primary(tmp_path: Path, monkeypatch: py
     configuration = tmp_path / "sentinel.conf"
     configuration.write_text(
         f"port {sentinel_port}\nbind 127.0.0.1\ndir {tmp_path}\nsentinel monitor main 127.0.0.1 {port} 1\n"
-        "sentinel down-after-milliseconds main 300\nsentinel failover-timeout main 3000\n"
+        "sentinel down-after-milliseconds main 1000\nsentinel failover-timeout main 3000\n"
     )
     sentinel = await asyncio.create_subprocess_exec(
         valkey_binary(), configuration, "--sentinel", stdout=asyncio.subprocess.DEVNULL
