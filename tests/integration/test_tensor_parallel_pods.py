@@ -13,7 +13,7 @@ import pytest
 
 from common.errors import BatonError, LayoutMismatch
 from common.probes import answers
-from common.process import ChildProcess
+from common.process import ChildProcess, PortLease
 from common.types import Role
 from engine.llm import LLM
 from tests.harness import BLOCK, CHUNK, Cluster, prompt_of, request
@@ -52,15 +52,16 @@ async def test_kv_of_all_ranks_moves_and_tokens_are_those_of_one_device(model_di
         assert members is not None
         os.kill(members.pids[0], signal.SIGKILL)
         with pytest.raises(BatonError):
-            await cluster.generate(request(prompt_of(9, seed=99), 4), remote_only=True, timeout_s=10)
+            await cluster.generate(request(prompt_of(9, seed=99), 4), remote_only=True, timeout_s=30)
         await until(lambda: prefill.runtime.lifecycle.draining)
         assert prefill.runtime.exit_code == 4
         assert "rank 1 has ended (SIGKILL)" in str(prefill.runtime.engine.failure)
 
 
-async def test_a_pod_over_two_machines(model_dir: Path, llm: LLM, tmp_path: Path, unused_tcp_port_factory: Any) -> None:
+async def test_a_pod_over_two_machines(model_dir: Path, llm: LLM, tmp_path: Path) -> None:
     """The second is a process of its own, which comes first, serves health, and ends with the pod."""
-    meet, health = unused_tcp_port_factory(), unused_tcp_port_factory()
+    leases = PortLease(), PortLease()
+    meet, health = (lease.port for lease in leases)
     argv = [sys.executable, "-m", "common.cli", "worker", f"--tensor-parallel-master=127.0.0.1:{meet}"]
     worker = ChildProcess("worker", [*argv, f"--port={health}"], log=tmp_path / "worker.log", env=dict(os.environ))
     worker.start()
@@ -69,13 +70,15 @@ async def test_a_pod_over_two_machines(model_dir: Path, llm: LLM, tmp_path: Path
         async with Cluster.start(model_dir, prefill=0, role=Role.BOTH, decode_config=two, own_backend=True) as cluster:
             r = request(prompt_of(21, seed=4), 5)
             assert (await cluster.generate(r)).ids == llm.generate([r.prompt_ids], r.sampling, ignore_eos=True)[0].ids
-            assert await answers(f"grpc://127.0.0.1:{health}", 5.0)
-            assert await answers(f"grpc://127.0.0.1:{health}/live", 5.0)
+            assert await answers(f"grpc://127.0.0.1:{health}", 60.0)
+            assert await answers(f"grpc://127.0.0.1:{health}/live", 60.0)
             worker.send(signal.SIGTERM)  # the whole group is told to leave, and this one waits for the pod
             await until(lambda: "draining" in "".join(worker.tail()))
             r = request(prompt_of(22, seed=5), 5)
             assert (await cluster.generate(r)).ids == llm.generate([r.prompt_ids], r.sampling, ignore_eos=True)[0].ids
             assert worker.alive
-        assert await asyncio.to_thread(worker.wait, 20) == 0
+        assert await asyncio.to_thread(worker.wait, 120) == 0
     finally:
         worker.kill()
+        for lease in leases:
+            lease.close()
