@@ -1,11 +1,13 @@
 """The two files: lines of requests, checked before anything is sent, and lines of answers, to which runs append.
 
 Invariant of the answers: every line but the last is whole, and no custom_id has two. A run that was killed may leave
-half a line at the end; the next one takes it out, with those that failed for a passing reason, and goes on.
+half a line at the end; the next one takes it out, with those that failed for a passing reason, and goes on. Whatever
+else the file holds, it is somebody else's and stays as it is.
 """
 
 from __future__ import annotations
 
+import codecs
 import fcntl
 import os
 import secrets
@@ -21,6 +23,9 @@ from common.errors import ConfigError
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 PASSING = frozenset({408, 429, 500, 502, 503, 504})  # statuses that a later try may not have
+MOST_WRONG = 20  # lines of the input that an error names
+_ID = "batch_req_"
+_BEGIN = b'{"id":"' + _ID.encode()  # of every line of the output
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +58,7 @@ class Result:
         response = {"status_code": self.status, "request_id": self.request_id, "body": self.body}
         return orjson.dumps(
             {
-                "id": f"batch_req_{secrets.token_hex(12)}",
+                "id": f"{_ID}{secrets.token_hex(12)}",
                 "custom_id": custom_id,
                 "response": response if self.status else None,
                 "error": None if self.status else {"code": "connection_error", "message": self.error},
@@ -62,45 +67,73 @@ class Result:
         )
 
 
+def check(path: Path) -> int:
+    """How many requests a file has. Raises ConfigError that names every line that is wrong, up to MOST_WRONG."""
+    number, wrong = 0, []
+    for _, request in _lines(path):
+        number += 1
+        if isinstance(request, str):
+            wrong.append(request)
+    if wrong:
+        more = [f"and {len(wrong) - MOST_WRONG} more lines"] if len(wrong) > MOST_WRONG else []
+        raise ConfigError("\n".join(wrong[:MOST_WRONG] + more), field="input")
+    return number
+
+
 def requests(path: Path) -> Iterator[Request]:
-    """The requests of a file, one after the other. Raises ConfigError that names the line."""
-    seen: set[str] = set()
+    """The requests of a file, one after the other. Raises ConfigError when it is not what was checked any more."""
+    for _, request in _lines(path):
+        if isinstance(request, str):
+            raise ConfigError(request, field="input")
+        yield request
+
+
+def _lines(path: Path) -> Iterator[tuple[int, Request | str]]:
+    """Each line's request, or what is wrong with it."""
+    seen: dict[str, int] = {}
     try:
+        if path.exists() and not path.is_file():  # it is read several times
+            raise ConfigError(f"{path} is no regular file", field="input")
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
-                if line.strip():
-                    request = _request(line, f"{path}, line {number}")
-                    if request.custom_id in seen:
-                        raise _wrong(f"{path}, line {number}", f"custom_id {request.custom_id!r} is not the first")
-                    seen.add(request.custom_id)
-                    yield request
+                if not line.strip():
+                    continue
+                where = f"{path}, line {number}"
+                try:
+                    request = _request(line)
+                except ValueError as e:
+                    yield number, f"{where}: {e}"
+                    continue
+                first = seen.setdefault(request.custom_id, number)
+                twice = f"{where}: custom_id {request.custom_id[:100]!r} is that of line {first}"
+                yield number, request if first == number else twice
     except OSError as e:
         raise ConfigError(f"cannot read {path}: {e.strerror}", field="input") from e
 
 
-def _request(line: bytes, where: str) -> Request:
+def _request(line: bytes) -> Request:
+    """Raises ValueError that says what is wrong."""
     try:
-        raw = orjson.loads(line)
+        raw = orjson.loads(line.removeprefix(codecs.BOM_UTF8))
     except orjson.JSONDecodeError as e:
-        raise _wrong(where, f"not JSON: {e.msg}") from e
+        raise ValueError(f"not JSON: {e.msg}") from e
     if not isinstance(raw, dict):
-        raise _wrong(where, "not a JSON object")
+        raise ValueError("not a JSON object")
     custom_id, body = raw.get("custom_id"), raw.get("body")
     if not isinstance(custom_id, str) or not custom_id:
-        raise _wrong(where, "custom_id must be a string")
+        raise ValueError("custom_id must be a string, and not empty")
     if raw.get("method", "POST") != "POST":
-        raise _wrong(where, "method must be POST")
+        raise ValueError("method must be POST")
     if raw.get("url") not in URLS:
-        raise _wrong(where, f"url must be one of {', '.join(URLS)}")
+        raise ValueError(f"url must be one of {', '.join(URLS)}")
     if not isinstance(body, dict):
-        raise _wrong(where, "body must be a JSON object")
+        raise ValueError("body must be a JSON object")
     if body.get("stream"):
-        raise _wrong(where, "stream must not be true")
-    return Request(custom_id, raw["url"], orjson.dumps(body))
-
-
-def _wrong(where: str, what: str) -> ConfigError:
-    return ConfigError(f"{where}: {what}", field="input")
+        raise ValueError("stream must not be true")
+    try:
+        return Request(custom_id, raw["url"], orjson.dumps(body))
+    except orjson.JSONEncodeError as e:
+        raise ValueError(f"body is nested too deep: {e}") from e
 
 
 class Answers:
@@ -113,12 +146,16 @@ class Answers:
         try:
             self._lock = path.with_name(f".{path.name}.lock").open("a")
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.fstat(self._lock.fileno()).st_nlink:
+                raise BlockingIOError  # a run that ended just now took it away; a third may have made another
+            if path.exists() and not path.is_file():
+                raise ConfigError(f"{path} is no regular file", field="output")
+            self._resume()
+            self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         except BlockingIOError:
             raise ConfigError(f"another run writes {path}", field="output") from None
         except OSError as e:
             raise ConfigError(f"cannot write {path}: {e.strerror}", field="output") from e
-        self._resume()
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
     def __enter__(self) -> Self:
         return self
@@ -130,10 +167,13 @@ class Answers:
         self._lock.close()
 
     def append(self, custom_id: str, result: Result) -> None:
-        """One line, in one write."""
+        """One line, in one write. Raises ConfigError when it cannot be written."""
         line = result.line(custom_id)
-        while line:  # a full disk or a signal may cut a write short
-            line = line[os.write(self._file, line) :]
+        try:
+            while line:  # a full disk or a signal may cut a write short
+                line = line[os.write(self._file, line) :]
+        except OSError as e:
+            raise ConfigError(f"cannot write {self._path}: {e.strerror}", field="output") from e
         self.done.add(custom_id)
 
     def sync(self) -> None:
@@ -145,6 +185,8 @@ class Answers:
             return
         lines = self._path.read_bytes().split(b"\n")
         torn = lines.pop()
+        if not (torn.startswith(_BEGIN) or _BEGIN.startswith(torn)):
+            raise _no_output(f"{self._path}, line {len(lines) + 1}")
         kept: list[bytes] = []
         for number, line in enumerate(lines, 1):
             custom_id, final = _of_answer(line, f"{self._path}, line {number}")
@@ -172,4 +214,8 @@ def _of_answer(line: bytes, where: str) -> tuple[str, bool]:
         final = response is not None and response["status_code"] not in PASSING
         return str(raw["custom_id"]), final
     except (orjson.JSONDecodeError, KeyError, TypeError) as e:
-        raise ConfigError(f"{where} is no line of a batch's output; name another file", field="output") from e
+        raise _no_output(where) from e
+
+
+def _no_output(where: str) -> ConfigError:
+    return ConfigError(f"{where} is no line of a batch's output; name another file", field="output")

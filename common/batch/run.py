@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from common.batch.records import Answers, Request, Result, requests
+from common.batch.records import Answers, Request, Result, check, requests
 from common.batch.sender import Sending, send_all
 
 SYNC_S = 1.0  # what a crash of the machine, not of the process, may cost
@@ -24,14 +24,9 @@ class _Count:
     output: int = 0
 
 
-def count(path: Path) -> int:
-    """Requests in a file, all of them checked. Raises ConfigError."""
-    return sum(1 for _ in requests(path))
-
-
 async def run(console: Console, source: Path, target: Path, sending: Sending) -> int:
     """Answers what has no answer yet; 0, or 1 when requests failed. Raises ConfigError, Unavailable."""
-    total = count(source)
+    total = check(source)
     began, number = time.monotonic(), _Count()
     with Answers(target) as answers, _bar(console) as bar:
         known = frozenset(answers.done)

@@ -15,7 +15,7 @@ import httpx
 import orjson
 
 from common.batch.records import PASSING, Request, Result
-from common.errors import Unavailable
+from common.errors import BatonError, ConfigError, Unavailable
 
 BACKOFF_S = (0.5, 30.0)
 MAX_RETRY_AFTER_S = 300.0
@@ -36,11 +36,17 @@ class Sending:
 async def send_all(
     sending: Sending, requests: Iterator[Request], done: Callable[[Request, Result], None], retried: Callable[[], None]
 ) -> None:
-    """Calls `done` with every request's result as it comes. Raises Unavailable when the gateway refuses the API key."""
+    """Calls `done` with every request's result as it comes.
+
+    Raises Unavailable when the gateway refuses the API key, ConfigError for a URL or key that cannot be one, and what
+    `done` raises.
+    """
     headers = {"content-type": "application/json", "x-request-timeout": f"{sending.timeout_s:g}"}
     if sending.api_key:
+        if not (sending.api_key.isascii() and sending.api_key.isprintable()):
+            raise ConfigError("--api-key: an API key is printable ASCII", field="api_key")
         headers["authorization"] = f"Bearer {sending.api_key}"
-    base = sending.url.rstrip("/").removesuffix("/v1")
+    base = _base(sending.url)
     limits = httpx.Limits(max_connections=sending.concurrency, max_keepalive_connections=sending.concurrency)
     timeout = httpx.Timeout(sending.timeout_s + 10.0, connect=10.0)
     async with httpx.AsyncClient(base_url=base, headers=headers, limits=limits, timeout=timeout) as client:
@@ -53,8 +59,19 @@ async def send_all(
             async with asyncio.TaskGroup() as group:
                 for _ in range(sending.concurrency):
                     group.create_task(work())
-        except* Unavailable as e:
+        except* BatonError as e:
             raise e.exceptions[0] from e
+
+
+def _base(url: str) -> httpx.URL:
+    """Of the gateway, without /v1. Raises ConfigError."""
+    try:
+        base = httpx.URL(url.rstrip("/").removesuffix("/v1"))
+    except httpx.InvalidURL as e:
+        raise ConfigError(f"--url: {url!r} is no URL: {e}", field="url") from e
+    if base.scheme not in ("http", "https") or not base.host:
+        raise ConfigError(f"--url: {url!r} is not like http://HOST:PORT", field="url")
+    return base
 
 
 async def _result(client: httpx.AsyncClient, sending: Sending, request: Request, retried: Callable[[], None]) -> Result:

@@ -53,6 +53,7 @@ def batch(
     from rich.console import Console
 
     from common.batch import run as batches
+    from common.batch.records import check
     from common.batch.sender import Sending
 
     sending = Sending(url=url or "", concurrency=concurrency, retries=retries, timeout_s=timeout_s)
@@ -63,7 +64,7 @@ def batch(
         sending = dataclasses.replace(sending, api_key=api_key or os.environ.get("OPENAI_API_KEY"))
         raise typer.Exit(asyncio.run(batches.run(Console(), source, target, sending)))
     settings = dataclasses.replace(load(UpConfig, config, {**flags, "port": "0"}), api_keys=())
-    batches.count(source)  # before a minute goes into starting
+    check(source)  # before a minute goes into starting
     from common.display import Board
     from common.stack import Stack
     from common.up import run_stack

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from rich.console import Console
 
 from common.batch import run as batches
 from common.batch import sender
-from common.batch.records import Answers
+from common.batch.records import MOST_WRONG, Answers, check, requests
 from common.batch.sender import Sending
 from common.errors import ConfigError, Overloaded, Unavailable
 from tests.fake_pods import FakeCluster
@@ -120,7 +122,7 @@ async def test_a_run_that_was_cut_off_goes_on(gw: Rig, cluster: FakeCluster, tmp
     await asyncio.gather(run, return_exceptions=True)
     before = read(target)
     with target.open("ab") as file:
-        file.write(b'{"id": "batch_req_torn", "custom_i')
+        file.write(b'{"id":"batch_req_torn","custom_i')
     code, said = await batch(gw, source, target)
     assert code == 0
     assert f"{20 - len(before)} answered, 0 failed, {len(before)} had answers" in said
@@ -146,15 +148,100 @@ def test_a_wrong_input_is_refused_before_anything_is_sent(text: str, said: str, 
     source = tmp_path / "in.jsonl"
     source.write_text(text)
     with pytest.raises(ConfigError, match=said):
-        batches.count(source)
+        check(source)
 
 
-def test_a_file_that_is_no_output_is_left_alone(tmp_path: Path) -> None:
+def test_every_wrong_line_is_named_at_once(tmp_path: Path) -> None:
+    lines = [line("a", prompt="x"), line("a", prompt="x"), {**line("b"), "method": "GET"}, line("c"), line("a")]
+    source = write(tmp_path / "in.jsonl", lines)
+    with pytest.raises(ConfigError) as error:
+        check(source)
+    said = error.value.message.splitlines()
+    assert [each.partition(": ")[0].rpartition(" ")[2] for each in said] == ["2", "3", "5"]
+    assert "'a' is that of line 1" in said[0]
+    assert "'a' is that of line 1" in said[2]
+    source.write_text("x\n" * (MOST_WRONG + 5))
+    with pytest.raises(ConfigError) as error:
+        check(source)
+    assert len(error.value.message.splitlines()) == MOST_WRONG + 1
+    assert error.value.message.endswith("and 5 more lines")
+
+
+def test_lines_as_other_systems_write_them(tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    first, second = (json.dumps(line(name, prompt="é")) for name in ("a", "b"))
+    source.write_bytes(b"\xef\xbb\xbf" + f"{first}\r\n\r\n  \n{second}".encode())
+    assert [(r.custom_id, json.loads(r.body)["prompt"]) for r in requests(source)] == [("a", "é"), ("b", "é")]
+    assert check(source) == 2
+
+
+@pytest.mark.parametrize("text", ["my notes\nare here\n", "my notes", "{", json.dumps(line("a", prompt="x")), "\n"])
+def test_a_file_that_is_no_output_is_left_alone(text: str, tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
-    path.write_text("my notes\nare here\n")
+    path.write_text(text)
+    if text == "{":  # may be the beginning of an output's first line
+        Answers(path).__exit__()
+        assert path.read_text() == ""
+        return
     with pytest.raises(ConfigError, match="another file"):
         Answers(path)
-    assert path.read_text() == "my notes\nare here\n"
+    assert path.read_text() == text
+
+
+def test_what_is_no_regular_file_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for use in (lambda: check(tmp_path / "pipe"), lambda: Answers(tmp_path / "pipe"), lambda: check(tmp_path)):
+        with pytest.raises(ConfigError, match="no regular file"):
+            use()
+    with pytest.raises(ConfigError, match="cannot read"):
+        check(tmp_path / "absent")
+
+
+async def test_a_disk_that_is_full_ends_the_run_with_a_word(
+    gw: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = write(tmp_path / "in.jsonl", completions(5)), tmp_path / "out.jsonl"
+
+    def full(_file: int, _line: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("common.batch.records.os.write", full)
+        with pytest.raises(ConfigError, match="No space left"):
+            await batch(gw, source, target)
+    assert (await batch(gw, source, target))[0] == 0
+    assert len(read(target)) == 5
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "foo", "ftp://x", "http://", ""])
+async def test_a_url_that_cannot_be_one_is_refused_at_once(url: str, gw: Rig, tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", completions(1))
+    with pytest.raises(ConfigError, match="--url"):
+        await batch(gw, source, tmp_path / "out.jsonl", url=url)
+    with pytest.raises(ConfigError, match="--api-key"):
+        await batch(gw, source, tmp_path / "out.jsonl", api_key="schlüssel")
+
+
+async def test_every_url_of_the_format_and_a_bar_that_tells_how_far_it_is(gw: Rig, tmp_path: Path) -> None:
+    lines = [
+        line("embeddings", url="/v1/embeddings", input=["Hi", "there"]),
+        line("responses", url="/v1/responses", input="Hi", max_output_tokens=3),
+        line("chat", url="/v1/chat/completions", messages=[{"role": "user", "content": "Hi"}], max_tokens=3),
+        line("completion", prompt="Hi", max_tokens=3),
+    ]
+    source, target = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    console = Console(file=StringIO(), width=200, force_terminal=True)
+    assert await batches.run(console, source, target, Sending(url=gw.url)) == 0
+    out = {name: each["response"]["body"] for name, each in read(target).items()}
+    assert [entry["object"] for entry in out["embeddings"]["data"]] == ["embedding"] * 2
+    assert out["responses"]["object"] == "response"
+    assert out["chat"]["object"] == "chat.completion"
+    assert out["completion"]["object"] == "text_completion"
+    assert isinstance(console.file, StringIO)
+    said = console.file.getvalue()
+    assert "4/4" in said
+    prompts = sum(b["usage"].get("prompt_tokens") or b["usage"]["input_tokens"] for b in out.values())
+    assert f"{prompts} prompt tokens, 9 generated" in said
 
 
 async def test_a_refused_key_ends_the_run(cluster: FakeCluster, smollm2_dir: Path, tmp_path: Path) -> None:
