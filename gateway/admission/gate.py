@@ -31,6 +31,7 @@ AHEAD_S = 1.0  # of prompts that pods may have in their queues: enough to keep t
 UNSEEN_S = 0.1  # a request that went through so lately may not be counted on a pod yet
 PATIENCE_S = 0.5  # nobody is refused for a wait as short as this
 TICK_S = (0.01, 0.25)  # how often the pods' queues are looked at while requests wait
+LATE = 1.05  # a first token may come so much later than forecast: between two reports of a pod, in another's step
 RATE_S = 10.0  # over which the speed of the queue is measured
 MEASURED_S = 1.0  # from which on it is believed
 MAX_RETRY_S = 60.0
@@ -227,7 +228,7 @@ class Gate:
         if self._limits.max_ttft_s:
             limit_s = min(limit_s, self._limits.max_ttft_s)
         wait_s = self._wait_s(entry)
-        first_s = wait_s + (self._outlook.compute_s(entry.work) if self._outlook.measured else 0.0)
+        first_s = LATE * (wait_s + (self._outlook.compute_s(entry.work) if self._outlook.measured else 0.0))
         if wait_s > PATIENCE_S and first_s > limit_s:
             self._refused("forecast")
             raise self._refusal(entry, f"the first token would take about {first_s:.3g} s", first_s - limit_s)

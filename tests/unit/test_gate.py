@@ -112,7 +112,7 @@ async def test_a_forecast_beyond_the_deadline_or_max_ttft_is_refused_at_once() -
     waiting = [await soon(g, A, work=5000) for _ in range(4)]
     with pytest.raises(Overloaded):  # its own requests are in the way
         await enter(g, A, work=8000)
-    pods.queued_s = 29.0
+    pods.queued_s = 28.0
     with pytest.raises(Unavailable):  # others' are
         await enter(g, B, work=2000)
     cached = await soon(g, B, work=2000, held=1999)  # what a pod has need not be computed
@@ -122,6 +122,18 @@ async def test_a_forecast_beyond_the_deadline_or_max_ttft_is_refused_at_once() -
     await asyncio.gather(*waiting, cached, return_exceptions=True)
     assert g.waiting == 0
     g.stop()
+
+
+async def test_a_forecast_close_to_the_limit_is_taken_to_be_beyond_it() -> None:
+    pods = Pods(queued_s=29.0)
+    g = gate(pods, max_ttft_s=30)
+    await enter(g)
+    with pytest.raises(Overloaded):
+        await enter(g)
+    pods.queued_s = 28.0
+    waiting = await soon(g)
+    assert not waiting.done()
+    await drop(g, waiting)
 
 
 async def drop(g: Gate, *tasks: asyncio.Task[Waiting]) -> None:
