@@ -46,7 +46,7 @@ def from_json_schema(schema: Mapping[str, Any] | bool | str, *, field: str) -> G
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidRequest(f"{field} is not valid JSON: {error}", field=field) from None
     if not isinstance(schema, Mapping | bool):
         raise InvalidRequest(f"{field} must be a JSON schema, an object", field=field)
@@ -54,7 +54,7 @@ def from_json_schema(schema: Mapping[str, Any] | bool | str, *, field: str) -> G
     parsed.pop("x-guidance", None)
     try:
         text = LLMatcher.grammar_from_json_schema(json.dumps(parsed), overrides=_JSON_OPTIONS)  # type: ignore[arg-type]
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"{field} is not a usable JSON schema: {error}", field=field) from None
     return _grammar(text, field)
 

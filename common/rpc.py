@@ -39,7 +39,6 @@ _Servicer = TypeVar("_Servicer")
 
 _COMMON_OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.ping_timeout_ms", 5_000),  # what a ping really waits for its answer; 60 s unless it is set
@@ -49,6 +48,7 @@ _COMMON_OPTIONS: tuple[tuple[str, Any], ...] = (
 LIVE = "live"  # what health calls the process: a restart helps only when it does not answer
 _CHANNEL_OPTIONS = (
     *_COMMON_OPTIONS,
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.enable_http_proxy", 0),
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.initial_reconnect_backoff_ms", 200),
@@ -118,12 +118,14 @@ def rpc_errors() -> Iterator[None]:
 class RpcServer:
     """A gRPC server on host:port (0 picks a free port) with health per service and reflection.
 
-    Health knows one name more, LIVE: SERVING from start to stop, whatever set_serving says.
+    Health knows one name more, LIVE: SERVING from start to stop, whatever set_serving says. Messages that are longer
+    than most_bytes are refused.
     """
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, most_bytes: int = MAX_MESSAGE_BYTES) -> None:
         self._host = host
         self._port = port
+        self._options = (*_SERVER_OPTIONS, ("grpc.max_receive_message_length", most_bytes))
         self._adders: list[Callable[[grpc.aio.Server], None]] = []
         self._names: list[str] = []
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # absent from the stubs
@@ -139,7 +141,7 @@ class RpcServer:
 
     async def start(self) -> int:
         """Binds and serves; health says NOT_SERVING until set_serving(True). The bound port. Raises ConfigError."""
-        server = grpc.aio.server(interceptors=[_ErrorInterceptor()], options=_SERVER_OPTIONS)
+        server = grpc.aio.server(interceptors=[_ErrorInterceptor()], options=self._options)
         for add in self._adders:
             add(server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import re
+from collections.abc import Callable
 from typing import Any
 
 import orjson
@@ -12,38 +14,49 @@ from starlette.types import Receive, Scope
 
 from common.errors import Cancelled, InvalidRequest, RequestTooLarge, RequestTooSlow
 from common.trace_context import TRACEPARENT, TRACESTATE, TraceContext
+from gateway.fields import MAX_DEPTH, deeper_than
 
 REQUEST_ID = b"x-request-id"
 REQUEST_TIMEOUT = b"x-request-timeout"
 SESSION_AFFINITY = b"x-session-affinity"
 MAX_AFFINITY = 256
 _TRACEPARENT, _TRACESTATE = TRACEPARENT.encode(), TRACESTATE.encode()
-MAX_PARTS = 1 << 18  # of a body: arrays, objects and members
-_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+MAX_PARTS = 1 << 18  # of a body: arrays, objects, members and entries
+_IN_STRING = re.compile(rb'[^"\\]{0,999}(?:\\.[^"\\]{0,999}){0,99}', re.DOTALL)
+_TURN = 500  # strings, or parts of long ones, that are looked at before others have their turn
+_TURN_BYTES = 1 << 18
 _MAX_DISCARD = 128 << 20
 _DISCARD_S = 10.0
 
 
-async def read_json_body(scope: Scope, receive: Receive, limit: int, timeout_s: float) -> Any:
+async def read_json_body(
+    scope: Scope, receive: Receive, limit: int, timeout_s: float, most_parts: Callable[[], int]
+) -> Any:
     """The parsed body.
 
-    Raises RequestTooLarge once it is longer than `limit` bytes, or if it has more than MAX_PARTS parts; RequestTooSlow
-    when it is not here within timeout_s seconds; InvalidRequest if not JSON.
+    Raises RequestTooLarge once it is longer than `limit` bytes, or if it has more than MAX_PARTS parts and than
+    most_parts() allows; RequestTooSlow when it is not here within timeout_s seconds; InvalidRequest if not JSON, or
+    nested deeper than MAX_DEPTH.
     """
     try:
         async with asyncio.timeout(timeout_s):
             raw = await _read(scope, receive, limit)
     except TimeoutError as e:
         raise RequestTooSlow(f"the request body did not arrive within {timeout_s:.3g} s") from e
+    if (encoding := header(scope, b"content-encoding") or "identity").lower() != "identity":
+        text = f"the request body has the content-encoding {encoding[:60]!r}, which is not supported; send plain JSON"
+        raise InvalidRequest(text, field="content-encoding")
     if not raw.strip():
         raise InvalidRequest("the request body is empty; a JSON object is expected")
-    if _parts(raw) > MAX_PARTS and _parts(_STRING.sub(b"", raw)) > MAX_PARTS:
-        # A million of them take half a second to make, and whichever thread does it, the event loop waits.
-        raise RequestTooLarge(f"the request body has more than {MAX_PARTS} arrays, objects and members")
+    if _parts(raw) > MAX_PARTS:
+        await _require_few_parts(raw, most_parts())
     try:
-        return orjson.loads(raw)
+        body = orjson.loads(raw)
     except orjson.JSONDecodeError as e:
         raise InvalidRequest(f"the request body is not valid JSON: {e.msg} at position {e.pos}") from e
+    if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH and deeper_than(body, MAX_DEPTH):
+        raise InvalidRequest(f"the request body is nested deeper than {MAX_DEPTH} levels")
+    return body
 
 
 async def _read(scope: Scope, receive: Receive, limit: int) -> bytes:
@@ -71,8 +84,36 @@ async def _read(scope: Scope, receive: Receive, limit: int) -> bytes:
 
 
 def _parts(raw: bytes) -> int:
-    """As many arrays, objects and members as there can be, which is exact where there are no strings."""
-    return raw.count(b"[") + raw.count(b"{") + raw.count(b":")
+    """As many parts as there can be, which is exact where there are no strings."""
+    return len(raw) - len(raw.translate(None, b"[{:,"))
+
+
+async def _require_few_parts(raw: bytes, most: int) -> None:
+    """Raises RequestTooLarge for more than `most` parts: to parse a million takes half a second, and whichever thread
+    does it, the event loop waits.
+
+    Where strings are full of brackets and commas, all of them have to be found; others have a turn meanwhile. More
+    strings than parts, of which each is one, are not JSON.
+    """
+    at, turned, parts, strings, inside = 0, 0, 0, 0, False
+    for step in itertools.count(1):
+        if inside:
+            found = _IN_STRING.match(raw, at)
+            assert found is not None, "it matches nothing as well"
+            inside = found.end() > at and raw[found.end() : found.end() + 1] != b'"'
+            at = found.end() + (not inside)
+        else:
+            quote = raw.find(b'"', at)
+            parts += _parts(raw[at:quote] if quote >= 0 else raw[at:])
+            strings += 1
+            if max(parts, strings) > most:
+                raise RequestTooLarge(f"the request body has more than {most} arrays, objects, members and entries")
+            at, inside = quote + 1, True
+            if quote < 0:
+                return
+        if step % _TURN == 0 or at - turned > _TURN_BYTES:
+            turned = at
+            await asyncio.sleep(0)
 
 
 def _too_large(limit: int) -> RequestTooLarge:

@@ -5,6 +5,7 @@ A conversation becomes a prompt, a Reading of the answers (see reader.py) and a 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from gateway.tools.grammar import Composer
 from gateway.tools.lark import parameters
 from gateway.tools.prompt import with_tools
 from gateway.tools.request import ToolUse
+
+INLINE_PARTS = 128  # messages and tools; templates take some 10 us for one
 
 _log = logging.getLogger(__name__)
 
@@ -78,7 +81,7 @@ class Dialect:
         """text: what the client wants the answer's text to match. Raises InvalidRequest."""
         if text is not None:
             await self.grammars.require(text)
-        prompt = self.render(messages, template_kwargs, tools.shown if tools else ())
+        prompt = await self.render(messages, template_kwargs, tools.shown if tools else ())
         begins = Section.BEHIND if self.reasoning is None else Section.of(self.reasoning, prompt)
         grammar = self._composer.compose(
             text,
@@ -93,16 +96,20 @@ class Dialect:
         reading = self._reading(tools, begins, include_reasoning=include_reasoning, keep_special=keep_special)
         return Conversation(prompt, reading, grammar)
 
-    def render(
+    async def render(
         self,
         messages: Sequence[Mapping[str, Any]],
         template_kwargs: Mapping[str, Any],
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
-        """The prompt. Raises InvalidRequest for what the template refuses."""
-        if not self._template.takes_tools and (tools or any(_of_tools(message) for message in messages)):
-            return self._template.render(with_tools(messages, tools, self.calls), template_kwargs)
-        return self._template.render(messages, template_kwargs, tools=tools or None)
+        """The prompt, made in a thread when it has many parts. Raises InvalidRequest for what the template refuses."""
+
+        def render() -> str:
+            if not self._template.takes_tools and (tools or any(_of_tools(message) for message in messages)):
+                return self._template.render(with_tools(messages, tools, self.calls), template_kwargs)
+            return self._template.render(messages, template_kwargs, tools=tools or None)
+
+        return await asyncio.to_thread(render) if len(messages) + len(tools) > INLINE_PARTS else render()
 
     async def _require(self, grammar: Grammar, tools: ToolUse | None) -> None:
         """Raises InvalidRequest; where one function's parameters are at fault, it names them."""

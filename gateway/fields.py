@@ -8,6 +8,8 @@ from typing import Any, Self
 
 from common.errors import InvalidRequest
 
+MAX_DEPTH = 200  # of arrays and objects in each other: what writes JSON again stops at 254
+
 
 def type_name(value: object) -> str:
     """JSON's name of a value's type."""
@@ -17,10 +19,23 @@ def type_name(value: object) -> str:
     return names.get(type(value), type(value).__name__)
 
 
+def deeper_than(value: object, most: int) -> bool:
+    """Whether arrays and objects are nested in each other deeper than `most` levels."""
+    level = [value]
+    for _ in range(most):
+        nested = (v.values() if type(v) is dict else v for v in level if type(v) is dict or type(v) is list)
+        level = [v for members in nested for v in members if type(v) is dict or type(v) is list]
+        if not level:
+            return False
+    return True
+
+
 def not_served(name: str, value: object, served: str) -> InvalidRequest:
     """The error for a field whose value asks for something else than what is served."""
-    given = value[:60] if isinstance(value, str) else type(value).__name__
-    return InvalidRequest(f"{name} {given!r} is not supported, only {served}", field=name)
+    if value is None:
+        return InvalidRequest(f"{name} is missing; only {served} is supported", field=name)
+    given = repr(value[:60]) if isinstance(value, str) else f"of type {type_name(value)}"
+    return InvalidRequest(f"{name} {given} is not supported, only {served}", field=name)
 
 
 def wrong_type(name: str, wanted: str, value: object) -> InvalidRequest:

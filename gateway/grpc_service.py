@@ -19,7 +19,14 @@ from gateway.admission.caller import Caller
 from gateway.best_of import answers_of
 from gateway.body import SESSION_AFFINITY, affinity_of
 from gateway.choice import Choice, Usage
-from gateway.grpc_tools import add_deltas, chat_fields, conversation_fields, require_no_chat_fields, shared_fields
+from gateway.grpc_tools import (
+    add_deltas,
+    chat_fields,
+    conversation_fields,
+    require_few_parts,
+    require_no_chat_fields,
+    shared_fields,
+)
 from gateway.output import Piece
 from gateway.service import Gateway
 from gateway.streaming import merged, total
@@ -148,6 +155,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             await asyncio.gather(work, return_exceptions=True)
 
     async def _choices(self, ticket: Ticket, request: inference_pb2.GenerateRequest) -> list[Choice]:
+        require_few_parts(request, self._gateway.most_parts)
         fields = _fields(request)
         kind = request.WhichOneof("prompt")
         if kind == "chat":
@@ -201,6 +209,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.TokenizeRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> inference_pb2.TokenizeResponse:
         """Token ids of a text or a conversation."""
+        require_few_parts(request, self._gateway.most_parts)
         body: dict[str, Any] = {"model": request.model or None, "return_token_strs": request.return_token_strings}
         kind = request.WhichOneof("prompt")
         if kind == "text":
@@ -219,6 +228,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.DetokenizeRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> inference_pb2.DetokenizeResponse:
         """The text of token ids."""
+        require_few_parts(request, self._gateway.most_parts)
         body = parse_detokenize({"model": request.model or None, "tokens": list(request.ids)})
         with self._gateway.admit("detokenize", None, context.time_remaining(), caller=self._caller(context)) as ticket:
             return inference_pb2.DetokenizeResponse(text=await self._texts.text(body, ticket))

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from common.errors import InvalidRequest
+from google.protobuf.message import Message
+
+from common.errors import InvalidRequest, RequestTooLarge
 from common.pb import inference_pb2
+from gateway.body import MAX_PARTS
+from gateway.fields import MAX_DEPTH, deeper_than
 from gateway.tools.protocol import BrokenCall, CallDelta, ContentDelta, Delta, ReasoningDelta
 
 Json = dict[str, Any]
+
+MESSAGE_PARTS = 8
+_MODES: dict[int, str] = {
+    inference_pb2.ToolChoice.MODE_UNSPECIFIED: "auto",
+    inference_pb2.ToolChoice.MODE_NONE: "none",
+    inference_pb2.ToolChoice.MODE_REQUIRED: "required",
+}
 
 _FORMS = {
     "json_schema": "json",
@@ -109,11 +120,9 @@ def _tool(tool: inference_pb2.Function, name: str) -> Json:
 def _choice(choice: inference_pb2.ToolChoice) -> str | Json:
     if choice.WhichOneof("choice") == "function":
         return {"type": "function", "function": {"name": choice.function}}
-    names: dict[int, str] = {
-        inference_pb2.ToolChoice.MODE_NONE: "none",
-        inference_pb2.ToolChoice.MODE_REQUIRED: "required",
-    }
-    return names.get(choice.mode, "auto")
+    if choice.mode not in _MODES:
+        raise InvalidRequest(f"tool_choice has the mode {choice.mode}, which is none", field="tool_choice")
+    return _MODES[choice.mode]
 
 
 def _object(text: str, name: str) -> Json:
@@ -123,4 +132,26 @@ def _object(text: str, name: str) -> Json:
         value = None
     if not isinstance(value, dict):
         raise InvalidRequest(f"{name} must be the text of a JSON object", field=name)
+    if deeper_than(value, MAX_DEPTH):
+        raise InvalidRequest(f"{name} is nested deeper than {MAX_DEPTH} levels", field=name)
     return value
+
+
+def require_few_parts(message: Message, most: Callable[[], int]) -> None:
+    """Raises RequestTooLarge for more parts than most() allows, which the event loop would wait for: an entry is one, a
+    message among them MESSAGE_PARTS, as they cost more.
+    """
+    if message.ByteSize() > MAX_PARTS // MESSAGE_PARTS:  # else there is no room for so many
+        _parts_left(message, most())
+
+
+def _parts_left(message: Message, most: int) -> int:
+    for field, value in message.ListFields():
+        if field.is_repeated:
+            most -= len(value) * (1 if field.message_type is None else MESSAGE_PARTS)
+            if most < 0:
+                raise RequestTooLarge(f"{field.name} has more entries than a request may have", field=field.name)
+        if field.message_type is not None:
+            for inner in value if field.is_repeated else (value,):
+                most = _parts_left(inner, most)
+    return most

@@ -145,7 +145,8 @@ class Endpoint:
 
     async def _admitted(self, scope: Scope, receive: Receive, response: Response, ticket: Ticket) -> None:
         left = ticket.deadline - time.monotonic()
-        body = await read_json_body(scope, receive, self._gateway.settings.max_body_bytes, min(BODY_TIMEOUT_S, left))
+        limits = self._gateway.settings.max_body_bytes, min(BODY_TIMEOUT_S, left), self._gateway.most_parts
+        body = await read_json_body(scope, receive, *limits)
         loop = asyncio.get_running_loop()
         work = loop.create_task(self._serve(body, response, ticket))
         ticket.serve_by(work)

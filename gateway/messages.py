@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from common.errors import InvalidRequest
-from gateway.fields import not_served, wrong_type
+from gateway.fields import MAX_DEPTH, deeper_than, not_served, wrong_type
 
 MAX_MESSAGES = 16384  # the template costs some 10 us for each, in the event loop
 MAX_CALLS = 1024  # of one message
@@ -103,7 +103,7 @@ def _object_or_text(text: str) -> dict[str, Any] | str:
         value = json.loads(text)
     except (ValueError, RecursionError):
         return text
-    return value if isinstance(value, dict) else text
+    return value if isinstance(value, dict) and not deeper_than(value, MAX_DEPTH) else text
 
 
 def _content(value: object, name: str) -> str:

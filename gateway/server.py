@@ -141,7 +141,7 @@ class GatewayServer:
         sock = listening_socket(config.host, config.port)
         try:
             if config.grpc_port:
-                self._grpc = RpcServer(config.host, config.grpc_port)
+                self._grpc = RpcServer(config.host, config.grpc_port, self.gateway.settings.max_body_bytes)
                 self._grpc.add(
                     inference_pb2_grpc.add_InferenceServicer_to_server,
                     InferenceServicer(self.gateway),

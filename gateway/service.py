@@ -26,6 +26,7 @@ from gateway.admission.limiter import TIMEOUT_S, Limiter
 from gateway.admission.outlook import PodOutlook
 from gateway.admission.permit import Permit, Size
 from gateway.approx_index import ANY_POD
+from gateway.body import MAX_PARTS
 from gateway.cache_reset import Reset, reset_prefix_caches
 from gateway.choice import Choice, Usage
 from gateway.dashboard.history import History
@@ -45,6 +46,7 @@ from gateway.tokenizer import TextTokenizer
 from gateway.validation import ChatBody, CompletionBody, Limits, Spec, to_valid
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
+PROMPTS_PER_TURN = 16  # of a request with many, before others have their turn
 
 _log = logging.getLogger(__name__)
 
@@ -166,6 +168,11 @@ class Gateway:
     def ready(self) -> bool:
         """Requests for some model can be answered."""
         return not self.leaving and any(model.table.ready for model in self.models)
+
+    def most_parts(self) -> int:
+        """Arrays, objects, members and entries that a request may have: what a prompt of token ids needs fits."""
+        limits = (model.limits() for model in self.models if model.table.ready)
+        return MAX_PARTS + max((limit.max_model_len for limit in limits), default=0)
 
     @contextmanager
     def admit(
@@ -296,15 +303,19 @@ class Gateway:
         if body.spec.grammar is not None:
             await model.dialect.grammars.require(body.spec.grammar)
         reading = None if body.spec.skip_special_tokens else kept_special(model.tokenizer)
+        texts = [prompt for prompt in body.prompts if isinstance(prompt, str)]
+        for text in texts:
+            _refuse_hopeless(text, model, limits, "prompt")
+        prompts: Sequence[Sequence[int]] = [prompt for prompt in body.prompts if not isinstance(prompt, str)]
+        if texts:  # then all are
+            prompts = await model.tokenizer.encode_all(texts, add_special_tokens=True)
+        bad_words = await model.tokenizer.words(body.spec.bad_words)
         choices: list[Choice] = []
-        for number, prompt in enumerate(body.prompts):
-            if isinstance(prompt, str):
-                _refuse_hopeless(prompt, model, limits, "prompt")
-                ids: Sequence[int] = await model.tokenizer.encode_async(prompt, add_special_tokens=True)
-            else:
-                ids = prompt
+        for number, ids in enumerate(prompts):
+            if number % PROMPTS_PER_TURN == PROMPTS_PER_TURN - 1:
+                await asyncio.sleep(0)
             choices += self._choices(
-                ticket, model, body.spec, ids, limits, number, COMPLETION_MAX_TOKENS, "prompt", reading
+                ticket, model, body.spec, ids, limits, number, COMPLETION_MAX_TOKENS, "prompt", reading, bad_words
             )
         await self.enter(ticket, model, choices)
         return choices
@@ -323,8 +334,8 @@ class Gateway:
         )
         _refuse_hopeless(talk.prompt, model, limits, "messages")
         ids = await model.tokenizer.encode_async(talk.prompt, add_special_tokens=False)
-        spec = replace(body.spec, grammar=talk.grammar)
-        choices = self._choices(ticket, model, spec, ids, limits, 0, None, "messages", talk.reading)
+        spec, bad_words = replace(body.spec, grammar=talk.grammar), await model.tokenizer.words(body.spec.bad_words)
+        choices = self._choices(ticket, model, spec, ids, limits, 0, None, "messages", talk.reading, bad_words)
         await self.enter(ticket, model, choices)
         return choices
 
@@ -339,6 +350,7 @@ class Gateway:
         default_max_tokens: int | None,
         prompt_field: str,
         reading: Reading | None,
+        bad_words: Sequence[tuple[int, ...]],
     ) -> list[Choice]:
         caller = ticket.caller
         request = to_valid(
@@ -354,7 +366,7 @@ class Gateway:
             eos_ids=model.tokenizer.eos_ids,
             default_max_tokens=default_max_tokens,
             prompt_field=prompt_field,
-            bad_words=list(dict.fromkeys(ids for word in spec.bad_words for ids in model.tokenizer.words(word))),
+            bad_words=bad_words,
         )
         ticket.timeline.mark("tokenized", prompt_tokens=request.prompt_len)
         n = request.sampling.n

@@ -108,8 +108,11 @@ def _text(make: Callable[..., Grammar]) -> Callable[[object, str], Grammar]:
 
 
 def _choice(value: object, name: str) -> Grammar:
-    if not isinstance(value, list) or not all(isinstance(choice, str) for choice in value):
+    if not isinstance(value, list):
         raise wrong_type(name, "an array of strings", value)
+    for choice in value:
+        if not isinstance(choice, str):
+            raise wrong_type(name, "an array of strings", choice)
     if len(value) > MAX_CHOICES:
         raise InvalidRequest(f"{name} may have at most {MAX_CHOICES} entries", field=name)
     return g.from_choice(value, field=name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +12,8 @@ from gateway.messages import parse_messages
 from gateway.models import ServedModel
 from gateway.service import Gateway
 from gateway.ticket import Ticket
-from gateway.tokenizer import INLINE_CHARS
 from gateway.tools.request import parse_declared
-from gateway.validation import parse_token_ids, refuse_unserved
+from gateway.validation import parse_token_ids, refuse_unserved, template_variables
 
 _INERT: dict[str, tuple[object, ...]] = {
     "continue_final_message": (False,),
@@ -59,7 +57,7 @@ def parse_tokenize(body: object) -> TokenizeBody:
         model=fields.string("model", 1024),
         prompt=prompt,
         messages=None if messages is None else parse_messages(messages),
-        template_kwargs=fields.mapping("chat_template_kwargs") or {},
+        template_kwargs=template_variables(fields),
         tools=parse_declared(fields, "tools"),
         special=fields.boolean("add_special_tokens"),
         strings=fields.boolean("return_token_strs") or False,
@@ -107,7 +105,7 @@ class Tokenize:
             assert asked.prompt is not None, "one of both is there"
             text, special = asked.prompt, asked.special is not False
         else:
-            text = model.dialect.render(asked.messages, asked.template_kwargs, asked.tools)
+            text = await model.dialect.render(asked.messages, asked.template_kwargs, asked.tools)
             special = asked.special or False
         tokens = await model.tokenizer.encode_async(text, add_special_tokens=special)
         ticket.timeline.mark("tokenized", prompt_tokens=len(tokens))
@@ -120,11 +118,7 @@ class Tokenize:
         if ids and max(ids) >= tokenizer.vocab_size:
             text = f"tokens has {max(ids)}, but the vocabulary has {tokenizer.vocab_size} tokens"
             raise InvalidRequest(text, field="tokens")
-        if len(ids) > INLINE_CHARS:
-            decoded: str = await asyncio.to_thread(tokenizer.raw.decode, ids, skip_special_tokens=False)
-        else:
-            decoded = tokenizer.raw.decode(ids, skip_special_tokens=False)
-        return decoded
+        return await tokenizer.decode_async(ids)
 
     def _model(self, ticket: Ticket, name: str | None) -> ServedModel:
         """The named one; there is no need to name the only one."""

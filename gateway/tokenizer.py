@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from common.chat_template import special_text
 from common.errors import ConfigError
 
 INLINE_CHARS = 8192  # longer texts are tokenized in a thread: the event loop never waits more than a few ms
+CALL_CHARS = 16  # what it costs to tokenize a text at all, in characters
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -81,20 +83,37 @@ class TextTokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a text."""
-        ids: list[int] = self.raw.encode(text, add_special_tokens=add_special_tokens).ids
+        # Of the library's ways only those of batches let other threads run, and so the event loop.
+        ids: list[int] = self.raw.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
-    def words(self, text: str) -> tuple[tuple[int, ...], ...]:
-        """Token sequences that a word is: at the start of a text, and behind a space."""
-        bare = text.removeprefix(" ")
-        forms = (self.encode(form, add_special_tokens=False) for form in (text, bare, f" {bare}"))
-        return tuple(dict.fromkeys(tuple(ids) for ids in forms if ids))
+    async def encode_all(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+        """encode of each, in a thread when it is much."""
+
+        def encode() -> list[list[int]]:
+            return [self.encode(text, add_special_tokens=add_special_tokens) for text in texts]
+
+        much = sum(map(len, texts)) + CALL_CHARS * len(texts) > INLINE_CHARS
+        return await asyncio.to_thread(encode) if much else encode()
 
     async def encode_async(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """encode, in a thread when the text is long."""
-        if len(text) <= INLINE_CHARS:
-            return self.encode(text, add_special_tokens=add_special_tokens)
-        return await asyncio.to_thread(self.encode, text, add_special_tokens=add_special_tokens)
+        return (await self.encode_all([text], add_special_tokens=add_special_tokens))[0]
+
+    async def words(self, texts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Token sequences that words are: at the start of a text, and behind a space."""
+        forms = [form for text in texts for bare in (text.removeprefix(" "),) for form in (text, bare, f" {bare}")]
+        found = await self.encode_all(forms, add_special_tokens=False)
+        return tuple(dict.fromkeys(tuple(ids) for ids in found if ids))
+
+    async def decode_async(self, ids: list[int]) -> str:
+        """Text of token ids, special tokens included, in a thread when there are many."""
+
+        def decode() -> str:
+            text: str = self.raw.decode_batch([ids], skip_special_tokens=False)[0]
+            return text
+
+        return await asyncio.to_thread(decode) if len(ids) > INLINE_CHARS else decode()
 
     async def names_async(self, ids: list[int]) -> list[str]:
         """What the vocabulary calls the tokens, in a thread when there are many."""

@@ -143,6 +143,14 @@ _CHAT_INERT: dict[str, tuple[object, ...]] = {
     "echo": (False,),
 }
 
+_OURS_IN_TEMPLATES: dict[str, tuple[object, ...]] = {
+    "messages": (),
+    "tools": (),
+    "documents": ([],),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+}
+
 
 def parse_completion(body: object) -> CompletionBody:
     """Checks a /v1/completions body. Raises InvalidRequest that names the field."""
@@ -193,7 +201,15 @@ def _template_kwargs(fields: Fields) -> dict[str, Any]:
         variables["reasoning_effort"] = effort
         if effort == "none":
             variables["enable_thinking"] = False
-    return variables | (fields.mapping("chat_template_kwargs") or {})
+    return variables | template_variables(fields)
+
+
+def template_variables(fields: Fields) -> dict[str, Any]:
+    """What the client wants the template to look at. Raises InvalidRequest for what the rest of the request says."""
+    variables = fields.mapping("chat_template_kwargs") or {}
+    for name, harmless in _OURS_IN_TEMPLATES.items():
+        _refuse_unless(variables.get(name), harmless, f"chat_template_kwargs.{name}")
+    return variables
 
 
 def to_valid(
@@ -265,15 +281,16 @@ def to_valid(
 def refuse_unserved(fields: Fields, inert: Mapping[str, tuple[object, ...]]) -> None:
     """Raises InvalidRequest for a known field whose value asks for more than the harmless ones do."""
     for name, harmless in inert.items():
-        value = fields.raw(name)
-        if value is None:
-            continue
-        if any(type(value) is type(h) and value == h for h in harmless):
-            continue
-        if not harmless:
-            raise InvalidRequest(f"{name} is not supported", field=name)
-        served = " or ".join(orjson.dumps(h).decode() for h in harmless)
-        raise InvalidRequest(f"{name} must be {served}", field=name)
+        _refuse_unless(fields.raw(name), harmless, name)
+
+
+def _refuse_unless(value: object, harmless: tuple[object, ...], name: str) -> None:
+    if value is None or any(type(value) is type(h) and value == h for h in harmless):
+        return
+    if not harmless:
+        raise InvalidRequest(f"{name} is not supported", field=name)
+    served = " or ".join(orjson.dumps(h).decode() for h in harmless)
+    raise InvalidRequest(f"{name} must be {served}", field=name)
 
 
 def _spec(

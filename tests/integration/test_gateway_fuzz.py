@@ -145,8 +145,6 @@ async def nothing_stays(gw: Rig, count: int, one: Callable[[int], Any]) -> None:
     async def some(numbers: range) -> None:
         for at in range(numbers.start, numbers.stop, AT_ONCE):
             await asyncio.gather(*[one(i) for i in range(at, min(at + AT_ONCE, numbers.stop))])
-            if os.environ.get("FZ") and at % 400 == 0:
-                print(at, memory().rss >> 20, flush=True)
         await gw.settled()
         await until(lambda: not gw.gateway._tickets)
 

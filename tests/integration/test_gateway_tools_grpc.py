@@ -137,3 +137,11 @@ async def test_grpc_splits_reasoning_and_passes_template_variables(
             got = await generate(stub, text="x", skip_special_tokens=skip)
             assert "".join(m.text for m in got) == text
         await channel.close()
+
+
+async def test_a_tool_choice_that_is_none_is_refused(gw: Rig, stub: Any) -> None:
+    choice = inference_pb2.ToolChoice(mode=9)  # type: ignore[arg-type]
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await generate(stub, chat=chat_prompt(), tools=[WEATHER], tool_choice=choice)
+    assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "tool_choice" in (error.value.details() or "")

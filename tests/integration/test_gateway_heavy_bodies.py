@@ -1,0 +1,296 @@
+"""Bodies that cost much to read: what is too much is refused by name, and others have their turn while one is read."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import orjson
+import pytest
+import pytest_asyncio
+from starlette.types import Message
+
+from common.errors import InvalidRequest, RequestTooLarge
+from common.pb import inference_pb2, inference_pb2_grpc
+from common.rpc import channel
+from gateway.body import MAX_PARTS, read_json_body
+from gateway.dialect import INLINE_PARTS
+from gateway.fields import MAX_DEPTH, deeper_than
+from gateway.grpc_service import InferenceServicer
+from gateway.service import PROMPTS_PER_TURN
+from gateway.validation import MAX_IDS, parse_token_ids
+from tests.fake_pods import fake_cluster
+from tests.gateway_rig import MODEL, Rig, rig, texts
+
+MESSAGES = [{"role": "user", "content": "Hi"}]
+Pb = inference_pb2.GenerateRequest
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(smollm2_dir: Path) -> AsyncIterator[Rig]:
+    async with fake_cluster() as c, rig(c, smollm2_dir) as r:
+        yield r
+
+
+async def posted(gw: Rig, path: str, raw: bytes) -> tuple[int, dict[str, Any]]:
+    response = await gw.http.post(path, content=raw)
+    return response.status_code, response.json().get("error") or {}
+
+
+async def turns_while(work: Awaitable[Any]) -> tuple[Any, int]:
+    """What comes of it, or its error, and how many turns of the event loop others had meanwhile."""
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    counter = asyncio.create_task(count())
+    try:
+        return (await asyncio.gather(work, return_exceptions=True))[0], turns
+    finally:
+        counter.cancel()
+
+
+async def read(raw: bytes, most: int = MAX_PARTS) -> Any:
+    async def receive() -> Message:
+        return {"type": "http.request", "body": raw, "more_body": False}
+
+    return await read_json_body({"type": "http", "headers": []}, receive, 16 << 20, 10.0, lambda: most)
+
+
+# -- how much there may be
+
+
+@pytest.mark.parametrize("part", [b"[]", b"{}", b'{"a":1}', b"1", b'"x"', b"null"])
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_body_of_countless_parts_is_refused_before_it_is_parsed(
+    shared: Rig, part: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw = b'{"model": "x", "messages": [' + b",".join([part] * (MAX_PARTS + 3000)) + b"]}"
+    monkeypatch.setattr("gateway.body.orjson.loads", lambda _raw: pytest.fail("parsed"))
+    status, error = await posted(shared, "/v1/chat/completions", raw)
+    assert (status, error["code"]) == (413, "request_too_large")
+    assert "arrays, objects, members and entries" in error["message"]
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_prompt_of_as_many_tokens_as_the_longest_context_is_not_too_many_parts(shared: Rig) -> None:
+    context = shared.gateway.models.first.limits().max_model_len
+    raw = orjson.dumps({"model": MODEL, "prompt": [1] * (MAX_PARTS + context - 10)})
+    status, error = await posted(shared, "/v1/completions", raw)
+    assert (status, error["param"]) == (400, "prompt")
+    raw = orjson.dumps({"model": MODEL, "prompt": [1] * (MAX_PARTS + context + 10)})
+    assert (await posted(shared, "/v1/completions", raw))[0] == 413
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_what_a_text_is_made_of_does_not_count_as_parts(shared: Rig) -> None:
+    text = '{"a": [1, \\"b\\"], "c": {}}\n' * (MAX_PARTS // 4)
+    response = await shared.http.post("/detokenize", json={"tokens": [1], "unknown": [text, '"', text]})
+    assert response.status_code == 200
+
+
+def test_more_token_ids_than_any_prompt_has_are_refused_by_name() -> None:
+    with pytest.raises(InvalidRequest) as error:
+        parse_token_ids([1] * (MAX_IDS + 1), "prompt")
+    assert error.value.field == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("text", "refused"),
+    [
+        ('{"a": "%s"}' % ("[," * MAX_PARTS), None),
+        ('{"a": "%s"}' % ('\\",' * MAX_PARTS), None),
+        ('{"a": "%s"}' % ("\\\\" * 1000 + "[" * (MAX_PARTS + 1)), None),
+        ('["%s"]' % ('","' * (MAX_PARTS + 1)), RequestTooLarge),
+        ("[%s]" % ('"[,"' * (MAX_PARTS + 1)), RequestTooLarge),  # no JSON, and strings without end
+        ("[" + "," * (MAX_PARTS + 1), RequestTooLarge),
+        ('{"a": "' + "[" * (MAX_PARTS + 1), InvalidRequest),
+        ('{"a": "' + "[" * (MAX_PARTS + 1) + "\\", InvalidRequest),
+        ('{"a": "' + "[" * (MAX_PARTS + 1) + '\\"', InvalidRequest),
+        ("[" * (MAX_PARTS + 1) + '"', RequestTooLarge),
+    ],
+)
+async def test_strings_are_told_from_what_is_between_them(text: str, refused: type[Exception] | None) -> None:
+    raw = text.encode()
+    if refused is None:
+        assert await read(raw) == json.loads(raw)
+        return
+    with pytest.raises(InvalidRequest) as error:
+        await read(raw)
+    assert type(error.value) is refused
+
+
+async def test_a_grpc_request_of_countless_parts_is_refused(smollm2_dir: Path, unused_tcp_port: int) -> None:
+    many = MAX_PARTS + 3000
+    chat = inference_pb2.ChatPrompt(messages=[inference_pb2.ChatMessage()] * (many // 8))
+    calls = inference_pb2.ChatMessage(tool_calls=[inference_pb2.ToolCall()] * (many // 8))
+    requests = {
+        "ids": Pb(model=MODEL, tokens=inference_pb2.TokenPrompt(ids=[1] * many)),
+        "stop": Pb(model=MODEL, text="x", stop=[""] * many),
+        "messages": Pb(model=MODEL, chat=chat),
+        "tool_calls": Pb(model=MODEL, chat=inference_pb2.ChatPrompt(messages=[calls])),
+    }
+    async with (
+        fake_cluster() as c,
+        rig(c, smollm2_dir, grpc_port=unused_tcp_port) as gw,
+        channel(f"127.0.0.1:{unused_tcp_port}") as connection,
+    ):
+        stub = inference_pb2_grpc.InferenceStub(connection)
+        for name, request in requests.items():
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                _ = [m async for m in stub.Generate(request)]
+            assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert name in (error.value.details() or "")
+        for call in (
+            stub.Tokenize(inference_pb2.TokenizeRequest(chat=chat)),
+            stub.Detokenize(inference_pb2.DetokenizeRequest(ids=[1] * many)),
+            stub.Tokenize(inference_pb2.TokenizeRequest(text="x" * gw.gateway.settings.max_body_bytes)),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await call
+            assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+# -- how deep it may be
+
+
+def nested(depth: int) -> str:
+    return '{"a":' * depth + "1" + "}" * depth
+
+
+def test_depth_is_counted() -> None:
+    for depth in (0, 1, 2, 5):
+        value = orjson.loads(nested(depth))
+        assert [deeper_than(value, most) for most in range(1, 7)] == [depth > most for most in range(1, 7)]
+    assert deeper_than([1, {"a": [[]]}, []], 3)
+    assert not deeper_than([1, {"a": [[]]}, []], 4)
+
+
+@pytest.mark.parametrize("depth", [MAX_DEPTH, 1000, 1020, 5000])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", '"messages": [], "chat_template_kwargs": {"x": DEEP}'),
+        ("/v1/chat/completions", '"messages": [], "response_format": {"type": "json_schema", "json_schema": '
+         '{"name": "x", "schema": DEEP}}'),
+        ("/v1/chat/completions", '"messages": [], "tools": [{"type": "function", "function": {"name": "f", '
+         '"parameters": DEEP}}]'),
+        ("/v1/responses", '"input": "Hi", "tools": [{"type": "function", "name": "f", "parameters": DEEP}]'),
+        ("/v1/responses", '"input": "Hi", "stream": true, "metadata": DEEP'),
+        ("/v1/completions", '"prompt": DEEP'),
+        ("/v1/embeddings", '"input": DEEP'),
+        ("/tokenize", '"prompt": "x", "unknown": DEEP'),
+    ],
+)  # fmt: skip
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_body_that_is_nested_too_deep_is_refused(shared: Rig, path: str, body: str, depth: int) -> None:
+    raw = f'{{"model": "{MODEL}", {body.replace("DEEP", nested(depth))}}}'.encode()
+    status, error = await posted(shared, path, raw)
+    assert status == 400
+    assert "nested deeper" in error["message"] or "not valid JSON" in error["message"]
+
+
+@pytest.mark.parametrize("depth", [150, 990, 100_000])
+@pytest.mark.asyncio(loop_scope="module")
+async def test_so_is_a_deep_schema_in_a_text(shared: Rig, depth: int) -> None:
+    response = await shared.chat(structured_outputs={"json": nested(depth)})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "structured_outputs.json")
+    request = Pb(model=MODEL, text="x", structured_output=inference_pb2.StructuredOutput(json_schema=nested(depth)))
+    with pytest.raises(InvalidRequest):
+        await read_grpc(shared, request)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_and_what_grpc_has_as_json(shared: Rig) -> None:
+    chat = inference_pb2.ChatPrompt(messages=[inference_pb2.ChatMessage(role="user", content="x")])
+    for deep in (nested(MAX_DEPTH + 1), nested(100_000)):
+        tool = inference_pb2.Function(name="f", parameters=deep)
+        for request in (
+            Pb(model=MODEL, chat=chat, tools=[tool]),
+            Pb(model=MODEL, chat=chat, chat_template_kwargs=deep),
+        ):
+            with pytest.raises(InvalidRequest):
+                await read_grpc(shared, request)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_what_is_just_not_too_deep_is_answered(shared: Rig) -> None:
+    deep = orjson.loads(nested(MAX_DEPTH - 5))  # body, tools, the tool, its function, parameters
+    tool = {"name": "f", "parameters": {"type": "object", "default": deep}}
+    response = await shared.chat(tools=[{"type": "function", "function": tool}], max_tokens=2)
+    assert response.status_code == 200, response.text
+    body = {"model": MODEL, "input": "Hi", "tools": [{"type": "function", **tool}], "max_output_tokens": 16}
+    for stream in (False, True):
+        response = await shared.http.post("/v1/responses", json={**body, "stream": stream})
+        assert response.status_code == 200
+        assert "failed" not in response.text
+    calls = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": nested(900)}}]
+    messages = [*MESSAGES, {"role": "assistant", "tool_calls": calls}]
+    response = await shared.http.post("/tokenize", json={"messages": messages})
+    assert response.status_code == 200, response.text
+
+
+async def read_grpc(gw: Rig, request: Pb) -> None:
+    """Reads it as the servicer does. Raises what it raises."""
+    servicer = InferenceServicer(gw.gateway)
+    with gw.gateway.admit("generate", None, caller=gw.gateway.keys.identify(None)) as ticket:
+        await servicer._choices(ticket, request)
+
+
+# -- and others have their turn
+
+
+async def test_others_have_their_turn_while_strings_are_looked_through() -> None:
+    found, turns = await turns_while(read(b"[" + b",".join([b'",,,,"'] * (MAX_PARTS // 2)) + b"]"))
+    assert len(found) == MAX_PARTS // 2
+    assert turns > 100
+    found, turns = await turns_while(read(b'["' + b',\\"' * MAX_PARTS + b'"]'))
+    assert len(found[0]) == 2 * MAX_PARTS
+    assert turns > 2
+
+
+async def test_others_have_their_turn_while_a_long_text_is_tokenized(smollm2_dir: Path) -> None:
+    tokenizer, dialect = texts(smollm2_dir)
+    text = "Hello, world. " * 30_000
+    await asyncio.to_thread(lambda: None)  # the thread is there
+    ids, turns = await turns_while(tokenizer.encode_async(text, add_special_tokens=False))
+    assert turns > 100
+    said, turns = await turns_while(tokenizer.decode_async(ids * 10))
+    assert said == text * 10
+    assert turns > 100
+    many, turns = await turns_while(tokenizer.encode_all(["Hello, world. " * 100] * 300, add_special_tokens=False))
+    assert many == [tokenizer.encode("Hello, world. " * 100, add_special_tokens=False)] * 300
+    assert turns > 100
+    prompt, turns = await turns_while(dialect.render(MESSAGES * 20 * INLINE_PARTS, {}))
+    assert prompt.count("Hi") == 20 * INLINE_PARTS
+    assert turns > 2
+
+
+async def test_others_have_their_turn_between_the_prompts_of_one_request(
+    smollm2_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    async with fake_cluster() as c, rig(c, smollm2_dir) as gw:
+        choices, loop = gw.gateway._choices, asyncio.get_running_loop()
+
+        def count(*args: Any) -> Any:
+            """The number of prompts that were made into choices in this turn of the loop is made's last entry."""
+            if not made or made[-1] == 0:
+                made.append(0)
+                loop.call_soon(made.append, 0)
+            made[-1] += 1
+            return choices(*args)
+
+        monkeypatch.setattr(gw.gateway, "_choices", count)
+        body = {"model": MODEL, "input": ["Hello"] * 100}
+        assert (await gw.http.post("/v1/embeddings", json=body)).status_code == 200
+    assert sum(made) == 100
+    assert max(made) <= PROMPTS_PER_TURN
