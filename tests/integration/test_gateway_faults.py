@@ -179,6 +179,7 @@ async def test_death_of_a_decode_pod_before_the_first_token_is_not_noticed(gw: R
     await until(lambda: any(pod.seen.prefilled[-1:] and not pod.idle for pod in cluster.prefills))
     (victim,) = (pod for pod, n in zip(cluster.decodes, before, strict=True) if len(pod.seen.reserved) > n)
     await victim.stop()
+    await until(lambda: not gw.gateway.table.pods[victim.address].stream_up)
     dead.set()
     status, events = await task
     assert status == 200
