@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -14,11 +14,13 @@ from common.errors import ConfigError
 from common.pb import inference_pb2, inference_pb2_grpc
 from common.rpc import channel
 from common.types import Role
+from common.valkey import EmbeddedValkey
 from gateway.models import ModelText
 from gateway.server import settings_of
 from gateway.service import Gateway
 from tests.fake_pods import FakeCluster, FakePod, fake_cluster
 from tests.gateway_rig import Rig, rig, texts
+from tests.index_entry import IndexEntry
 from tests.until import until
 
 
@@ -86,6 +88,41 @@ async def test_a_pod_that_does_not_say_what_it_serves_is_no_pod_of_several_model
             pod = model.table._pod(silent.address, static=True)
             await until(lambda pod=pod: bool(pod.objection))  # type: ignore[misc]
             assert not pod.alive
+
+
+async def test_several_gateways_find_the_pods_of_several_models_in_one_redis(smollm2_dir: Path, tmp_path: Path) -> None:
+    valkey = EmbeddedValkey(0, tmp_path)
+    url = await valkey.start()
+    models = (f"one={smollm2_dir}", f"two={smollm2_dir}")
+    try:
+        async with fake_cluster(prefill=2, decode=2) as cluster, AsyncExitStack() as stack:
+            for name, pods in zip(("one", "two"), _pairs(cluster), strict=True):
+                for pod in pods:
+                    pod.served_name = name
+                    entry = IndexEntry(url, pod, name)
+                    await entry.index.start()
+                    stack.push_async_callback(entry.index.stop)
+            settings = {"pods": (), "redis": url, "models": models, "alias": ("gpt=two",), "wait": False}
+            gateways = [await stack.enter_async_context(rig(cluster, smollm2_dir, **settings)) for _ in range(2)]
+            for gw in gateways:
+                for model in gw.gateway.models:
+                    await until(lambda model=model: model.table.ready)  # type: ignore[misc]
+                    assert len(model.table.pods) == 2
+            for name, gw in zip(("one", "gpt", "two", "one"), (*gateways, *gateways), strict=True):
+                assert (await gw.complete(model=name, max_tokens=2)).status_code == 200
+            assert asked(cluster) == [["one"] * 2, ["two"] * 2]
+            # What one of them keeps, the other goes on with, under another name of the same model.
+            first, second = gateways
+            said = {"model": "two", "input": "Hi", "max_output_tokens": 3}
+            kept = (await first.http.post("/v1/responses", json=said)).json()
+            assert kept["store"] is True
+            assert (await second.http.get(f"/v1/responses/{kept['id']}")).json()["output"] == kept["output"]
+            more = {"model": "gpt", "input": "And?", "previous_response_id": kept["id"], "max_output_tokens": 3}
+            assert (await second.http.post("/v1/responses", json=more)).status_code == 200
+            prompts = [request.prompt_len for request in cluster.prefills[1].seen.prefilled]
+            assert prompts[-1] > prompts[-2]
+    finally:
+        await valkey.stop()
 
 
 @pytest.mark.parametrize(
