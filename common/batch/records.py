@@ -13,6 +13,7 @@ import os
 import secrets
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -22,6 +23,7 @@ import orjson
 from common.errors import ConfigError
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
+ANSWERED = 200
 PASSING = frozenset({408, 429, 500, 502, 503, 504})  # statuses that a later try may not have
 MOST_WRONG = 20  # lines of the input that an error names
 _ID = "batch_req_"
@@ -51,7 +53,7 @@ class Result:
 
     @property
     def answered(self) -> bool:
-        return self.status == 200
+        return self.status == ANSWERED
 
     def line(self, custom_id: str) -> bytes:
         """The output line."""
@@ -137,48 +139,67 @@ def _request(line: bytes) -> Request:
 
 
 class Answers:
-    """The output file, locked against a second run; a context. done: the custom_ids that have their answer."""
+    """The output file, locked against a second run; a context. done: the custom_ids that have their answer, those whose
+    answer is an error with True.
+    """
 
     def __init__(self, path: Path) -> None:
         """Raises ConfigError when it cannot be written, is in use, or is something else than such a file."""
-        self.done: set[str] = set()
+        self.done: dict[str, bool] = {}
         self._path = path
-        try:
+        with self._writing():
             self._lock = path.with_name(f".{path.name}.lock").open("a")
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not os.fstat(self._lock.fileno()).st_nlink:
-                raise BlockingIOError  # a run that ended just now took it away; a third may have made another
-            if path.exists() and not path.is_file():
-                raise ConfigError(f"{path} is no regular file", field="output")
-            self._resume()
-            self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        except BlockingIOError:
-            raise ConfigError(f"another run writes {path}", field="output") from None
-        except OSError as e:
-            raise ConfigError(f"cannot write {path}: {e.strerror}", field="output") from e
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # One that a run took away as it ended is nobody's lock: a third may have made another.
+                held = os.fstat(self._lock.fileno()).st_nlink > 0
+            except BlockingIOError:
+                held = False
+            if not held:
+                self._lock.close()
+                raise ConfigError(f"another run writes {path}", field="output")
+            try:
+                if path.exists() and not path.is_file():
+                    raise ConfigError(f"{path} is no regular file", field="output")
+                self._resume()
+                self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            except BaseException:
+                self._unlock()
+                raise
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.sync()
-        os.close(self._file)
+        try:
+            self.sync()
+        finally:
+            os.close(self._file)
+            self._unlock()
+
+    def _unlock(self) -> None:
         Path(self._lock.name).unlink(missing_ok=True)
         self._lock.close()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as e:
+            raise ConfigError(f"cannot write {self._path}: {e.strerror}", field="output") from e
 
     def append(self, custom_id: str, result: Result) -> None:
         """One line, in one write. Raises ConfigError when it cannot be written."""
         line = result.line(custom_id)
-        try:
+        with self._writing():
             while line:  # a full disk or a signal may cut a write short
                 line = line[os.write(self._file, line) :]
-        except OSError as e:
-            raise ConfigError(f"cannot write {self._path}: {e.strerror}", field="output") from e
-        self.done.add(custom_id)
+        self.done[custom_id] = not result.answered
 
     def sync(self) -> None:
-        """What was appended is on the disk."""
-        os.fsync(self._file)
+        """What was appended is on the disk. Raises ConfigError when it cannot be."""
+        with self._writing():
+            os.fsync(self._file)
 
     def _resume(self) -> None:
         if not self._path.exists():
@@ -189,31 +210,34 @@ class Answers:
             raise _no_output(f"{self._path}, line {len(lines) + 1}")
         kept: list[bytes] = []
         for number, line in enumerate(lines, 1):
-            custom_id, final = _of_answer(line, f"{self._path}, line {number}")
-            if final and custom_id not in self.done:
-                self.done.add(custom_id)
+            custom_id, status = _of_answer(line, f"{self._path}, line {number}")
+            if status and status not in PASSING and custom_id not in self.done:
+                self.done[custom_id] = status != ANSWERED
                 kept.append(line)
         if torn or len(kept) < len(lines):
             self._replace(b"".join(line + b"\n" for line in kept))
 
     def _replace(self, content: bytes) -> None:
         handle, name = tempfile.mkstemp(dir=self._path.parent, prefix=f".{self._path.name}.")
-        with os.fdopen(handle, "wb") as file:
-            os.fchmod(file.fileno(), self._path.stat().st_mode & 0o777)
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(name).replace(self._path)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                os.fchmod(file.fileno(), self._path.stat().st_mode & 0o777)
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            Path(name).replace(self._path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
 
 
-def _of_answer(line: bytes, where: str) -> tuple[str, bool]:
-    """The custom_id of an output line, and whether nothing is to be tried again."""
+def _of_answer(line: bytes, where: str) -> tuple[str, int]:
+    """The custom_id of an output line and its status, 0 where there was no answer."""
     try:
         raw = orjson.loads(line)
         response = raw["response"]
-        final = response is not None and response["status_code"] not in PASSING
-        return str(raw["custom_id"]), final
-    except (orjson.JSONDecodeError, KeyError, TypeError) as e:
+        return str(raw["custom_id"]), 0 if response is None else int(response["status_code"])
+    except (ValueError, KeyError, TypeError) as e:
         raise _no_output(where) from e
 
 

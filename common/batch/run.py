@@ -25,12 +25,13 @@ class _Count:
 
 
 async def run(console: Console, source: Path, target: Path, sending: Sending) -> int:
-    """Answers what has no answer yet; 0, or 1 when requests failed. Raises ConfigError, Unavailable."""
+    """Answers what has no answer yet; 0, or 1 when requests failed, now or before. Raises ConfigError, Unavailable."""
     total = check(source)
     began, number = time.monotonic(), _Count()
     with Answers(target) as answers, _bar(console) as bar:
         known = frozenset(answers.done)
-        skipped = sum(1 for request in requests(source) if request.custom_id in known)
+        before = [answers.done[request.custom_id] for request in requests(source) if request.custom_id in known]
+        skipped, failed_before = len(before), sum(before)
         task = bar.add_task("requests", total=total, completed=skipped, errors="")
         synced = began
 
@@ -55,14 +56,15 @@ async def run(console: Console, source: Path, target: Path, sending: Sending) ->
         await send_all(sending, left, done, retried)
     took = max(1e-9, time.monotonic() - began)
     console.print(
-        f"{number.answered} answered, {number.failed} failed, {skipped} had answers already; {number.retries} retries; "
+        f"{number.answered} answered, {number.failed} failed, {skipped} had answers already"
+        f"{f' ({failed_before} of them errors)' if failed_before else ''}; {number.retries} retries; "
         f"{number.prompt} prompt tokens, {number.output} generated ({number.output / took:.1f}/s) in {took:.1f} s; "
         f"{target}",
         markup=False,
         highlight=False,
         soft_wrap=True,
     )
-    return 1 if number.failed else 0
+    return 1 if number.failed or failed_before else 0
 
 
 def _bar(console: Console) -> Progress:

@@ -71,6 +71,11 @@ async def test_every_request_gets_its_answer_in_openais_shape(gw: Rig, tmp_path:
     assert out["r4"]["response"]["request_id"]
     assert out["chat"]["response"]["body"]["choices"][0]["message"]["role"] == "assistant"
     assert out["bad"]["response"]["body"]["error"]["param"] == "temperature"
+    # Run again, there is nothing to do, and still not all of it went well.
+    code, said = await batch(gw, source, tmp_path / "out.jsonl")
+    assert code == 1
+    assert "0 answered, 0 failed, 42 had answers already (1 of them errors)" in said
+    assert read(tmp_path / "out.jsonl") == out
 
 
 async def test_not_more_than_so_many_at_once(gw: Rig, cluster: FakeCluster, tmp_path: Path) -> None:
@@ -186,6 +191,7 @@ def test_a_file_that_is_no_output_is_left_alone(text: str, tmp_path: Path) -> No
     with pytest.raises(ConfigError, match="another file"):
         Answers(path)
     assert path.read_text() == text
+    assert os.listdir(tmp_path) == [path.name]
 
 
 def test_what_is_no_regular_file_is_refused(tmp_path: Path) -> None:
