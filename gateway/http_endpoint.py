@@ -145,6 +145,8 @@ class Endpoint:
 
     async def _admitted(self, scope: Scope, receive: Receive, response: Response, ticket: Ticket) -> None:
         left = ticket.deadline - time.monotonic()
+        if left <= 0:  # not for want of a body
+            raise DeadlineExceeded("the request's time is over")
         limits = self._gateway.settings.max_body_bytes, min(BODY_TIMEOUT_S, left), self._gateway.most_parts
         body = await read_json_body(scope, receive, *limits)
         loop = asyncio.get_running_loop()

@@ -459,6 +459,8 @@ async def test_client_timeouts(gw: Rig, cluster: FakeCluster) -> None:
     response = await gw.http.post("/v1/completions", json=body, headers={"x-request-timeout": "1.0"})
     assert response.status_code == 504
     assert cluster.decodes[0].seen.timeouts[0] < 1.05
+    response = await gw.http.post("/v1/completions", json=body, headers={"x-request-timeout": "1e-9"})
+    assert (response.status_code, response.json()["error"]["message"]) == (504, "the request's time is over")
     response = await gw.http.post("/v1/completions", json=body, headers={"x-request-timeout": "nan"})
     assert (response.status_code, response.json()["error"]["param"]) == (400, "x-request-timeout")
 
