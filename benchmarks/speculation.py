@@ -268,8 +268,9 @@ class Coin:
             drafts.tokens[row] = [ANSWER + (rng.random() >= self._rate) for _ in range(drafts.tokens.shape[1])]
         return drafts
 
-    def observe(self, seq: EngineSequence, kept: Any) -> None:
-        """It looks at nothing."""
+    def observe(self, seq: EngineSequence, kept: Any) -> bool:
+        """It looks at nothing, and always has drafts."""
+        return True
 
     def accept(self, seq: EngineSequence, kept: Any, drafts: int, accepted: int) -> None:
         """It learns nothing."""

@@ -86,7 +86,9 @@ class StepRunner(Protocol[L]):
 
 @dataclass(frozen=True, slots=True)
 class _Flight(Generic[L]):
-    """A launched step. leases: of its items when it was launched; ended: outputs that are known without it."""
+    """A launched step. leases: of its items when it was launched; ended: outputs that are known without it; waited: it
+    was launched after the result of the one before, for the sake of drafts.
+    """
 
     items: list[Item]
     leases: list[Lease | None]
@@ -94,6 +96,7 @@ class _Flight(Generic[L]):
     launched: L | InternalError
     began: float
     ended: list[SequenceOutput] = field(default_factory=list)
+    waited: bool = False
 
 
 @dataclass(slots=True)
@@ -132,6 +135,7 @@ class Stepper(Generic[L]):
         self._overlap = overlap
         self.speculator, self._drafts_lag = speculator, drafts_lag
         self._flight: _Flight[L] | None = None
+        self._waited = False  # the next step was or is not launched ahead, for the sake of drafts
         self._settled_at = 0.0
         self._decode_s: deque[float] = deque(maxlen=RECENT)  # what decode steps took
         self._launch_s: deque[float] = deque(maxlen=RECENT)  # what it took to launch the step after one
@@ -149,6 +153,7 @@ class Stepper(Generic[L]):
             if flight is None:
                 return StepResult()
             ahead = self._overlap and not self._awaited(flight)
+            self._waited = self._overlap and not ahead
             under = _Under(flight, hook)
             if ahead:
                 self._flight = self._begin(under) if mail is None else self._begin_late(under, mail)
@@ -240,7 +245,7 @@ class Stepper(Generic[L]):
             launched = self._failure(items, error)
         for item in items:
             item.seq.launch(item.num_new, sample=item.sample, drafts=len(item.drafts))
-        return _Flight(items, [item.seq.lease for item in items], fence, launched, began, lost)
+        return _Flight(items, [item.seq.lease for item in items], fence, launched, began, lost, self._waited)
 
     def _between(self, under: _Under[L], items: list[Item]) -> Between | None:
         """Settles and tells the step on the device once that has ended, if it has tokens and shares no sequence."""
@@ -287,7 +292,7 @@ class Stepper(Generic[L]):
         if items and all(item.decode for item in flight.items):
             self._decode_s.append(seconds)
         if self.speculator is not None:
-            self.speculator.stepped(items, seconds)
+            self.speculator.stepped(items, seconds, waited=flight.waited)
         return self._result(items, outputs, seconds)
 
     def _collect(self, flight: _Flight[L]) -> list[ItemResult | InternalError]:

@@ -31,8 +31,9 @@ class Guesses:
                 drafts.lengths[row] = i + 1
         return drafts
 
-    def observe(self, seq: EngineSequence, kept: Any) -> None:
+    def observe(self, seq: EngineSequence, kept: Any) -> bool:
         """Nothing is new to it."""
+        return True
 
     def accept(self, seq: EngineSequence, kept: Any, drafts: int, accepted: int) -> None:
         """Nothing to learn."""

@@ -11,6 +11,11 @@ sequence drafts as many as give the most tokens a time: the k with the largest (
 
 What does not pay now may pay later, so it is tried now and then, ever more rarely while it fails: by one sequence, or
 by the batch where it is padded.
+
+Estimates may be wrong, so there is an account, too, in units of a step without drafts. A step that had drafts, or that
+waited to learn that there are none, pays what it took more, and gets what its batch gained. Every other step brings
+INCOME, and what is saved up is bounded; nobody drafts below zero. So whatever the text, in a time of N steps drafts
+lose no more than INCOME * N, what had been saved up, and the one step that went below zero.
 """
 
 from __future__ import annotations
@@ -26,37 +31,58 @@ KEEP_ALL = 0.98  # of all sequences' drafts
 KEEP_TIME = 0.95  # of steps
 START_RATE, START_WEIGHT, LEAST_START = 0.6, 2.0, 0.25
 FIRST_EXTRA, MOST_EXTRA = 0.2, 1.2  # before it was measured; what is measured on a busy machine may be anything
-FIRST_PAUSE, LONGEST_PAUSE = 8, 32  # tokens of a sequence between two tries
-LONGEST_BATCH_PAUSE = 128  # steps of a batch: its tries make it wait for results, and all of it verify
-FIRST_PLAIN, PLAIN_EVERY = 8, 200  # steps with drafts in a row before one without, for the comparison
+FIRST_PAUSE, LONGEST_PAUSE = 8, 32  # tokens of a sequence, or steps of a batch, between two tries
+FIRST_PLAIN, PLAIN_EVERY = 8, 200  # steps with drafts in a row before plain ones, for the comparison
+PLAIN_RUN = 2  # of these in a row, if the first one does not do: it may have been launched late
+INCOME, FIRST_SAVINGS, MOST_SAVINGS = 0.01, 2.0, 4.0  # steps
+PATIENCE = 2  # empty proposals in a row after which a sequence no longer makes steps wait
 
 
 @dataclass(slots=True)
 class _Times:
-    """Of steps of about one size: mean seconds without drafts and with some, and mean drafts of the latter."""
+    """Of steps of about one size, mean seconds: plain ones, which have no drafts and waited for none; those with some,
+    and their mean drafts; those that waited in vain. since_plain: steps with drafts since the last plain one; withheld:
+    steps that were to be plain.
+    """
 
     plain: float = 0.0
     verify: float = 0.0
+    vain: float = 0.0
     drafts: float = 0.0
-    since_plain: int = 0
+    since_plain: int = FIRST_PLAIN
+    withheld: int = 0
 
-    def add(self, drafts: int, seconds: float) -> None:
+    def add(self, drafts: int, seconds: float, *, waited: bool) -> None:
         if drafts:
             self.verify, self.drafts = _mean(self.verify, seconds), _mean(self.drafts, drafts)
             self.since_plain += 1
+        elif waited:
+            self.vain = _mean(self.vain, seconds)
         else:
             self.plain = _mean(self.plain, seconds)
-            self.since_plain = 0
+            self.since_plain = self.withheld = 0
 
-    @property
-    def stale(self) -> bool:
+    def withhold(self) -> bool:
         """A step without drafts is due, to be timed."""
-        return self.since_plain >= (PLAIN_EVERY if self.plain else FIRST_PLAIN)
+        if self.since_plain < (PLAIN_EVERY if self.plain else FIRST_PLAIN):
+            return False
+        self.withheld += 1
+        if self.withheld == PLAIN_RUN:
+            self.since_plain = self.withheld = 0  # also if prompts join the steps, which tell nothing then
+        return True
 
     @property
     def extra(self) -> float:
-        """What a step with drafts takes more, as a share of one without."""
-        return self.verify / self.plain - 1 if self.plain and self.verify else FIRST_EXTRA
+        """What a step with drafts takes more, as a share of a plain one."""
+        return self._more(self.verify)
+
+    @property
+    def extra_in_vain(self) -> float:
+        """The same of a step that waited to learn that there are none."""
+        return self._more(self.vain)
+
+    def _more(self, seconds: float) -> float:
+        return seconds / self.plain - 1 if self.plain and seconds else FIRST_EXTRA
 
 
 class Control:
@@ -72,6 +98,7 @@ class Control:
         self._right, self._tested = START_RATE * START_WEIGHT, START_WEIGHT
         self._steps = 0
         self._pause, self._probe_at = 0, 0
+        self._savings, self._gained = FIRST_SAVINGS, 0
 
     def begin(self, kept: object) -> Drafting:
         """A new sequence is expected to be like those before it, and may soon show that it is not."""
@@ -82,9 +109,8 @@ class Control:
         """Drafts for each sequence of a batch: its state, and how many tokens of output it has."""
         if not states:
             return []
-        times = self._times.get(_size(len(states)), _Times())
-        if times.stale:
-            times.since_plain = 0  # also if prompts join the step, which tells nothing then
+        times = self._times.setdefault(_size(len(states)), _Times())
+        if self._savings < 0 or times.withhold():
             return [0] * len(states)
         if self._padded:
             return [self.most if self._batch_pays(states, times) else 0] * len(states)
@@ -118,7 +144,7 @@ class Control:
     def tried(self) -> None:
         """The batch was asked for drafts."""
         if self._pause:
-            self._pause = min(LONGEST_BATCH_PAUSE, 2 * self._pause)
+            self._pause = min(LONGEST_PAUSE, 2 * self._pause)
             self._probe_at = self._steps + self._pause
 
     def _limit(self, state: Drafting, output: int, paying: int) -> int:
@@ -136,30 +162,38 @@ class Control:
 
     def proposed(self, state: Drafting, drafts: int) -> None:
         """The proposer had so many drafts for a sequence that was to have some."""
-        state.barren = 0 if drafts else state.barren + 1
+        state.patience = PATIENCE if drafts else max(0, state.patience - 1)
         state.found = KEEP * state.found + (1 - KEEP) * (drafts > 0)
 
     def verified(self, state: Drafting, output: int, drafts: int, accepted: int) -> None:
         """What became of a sequence's drafts."""
+        self._gained += accepted
         tested = min(drafts, accepted + 1)
         state.right, state.tested = KEEP * state.right + accepted, KEEP * state.tested + tested
         self._right, self._tested = KEEP_ALL * self._right + accepted, KEEP_ALL * self._tested + tested
-        if state.pause and self._drawn:
-            # That it is often right is no news: whether it pays is asked with every step.
-            state.pause = min(LONGEST_PAUSE, 2 * state.pause)
-            state.probe_at = output + state.pause
-        elif state.pause and accepted == drafts:
+        trying = bool(state.pause or self._pause)
+        if trying and accepted == drafts and not self._drawn:
             # The text has changed: it repeats something now. What was before says little.
-            state.right, state.tested = START_RATE * START_WEIGHT + accepted, START_WEIGHT + accepted
+            state.right, state.tested, state.found = START_RATE * START_WEIGHT + accepted, START_WEIGHT + accepted, 1.0
         elif state.pause:
-            state.pause = FIRST_PAUSE if accepted else min(LONGEST_PAUSE, 2 * state.pause)
+            # That a draft model is often right is no news: whether it pays is asked with every step.
+            again = accepted and not self._drawn
+            state.pause = FIRST_PAUSE if again else min(LONGEST_PAUSE, 2 * state.pause)
             state.probe_at = output + state.pause
 
-    def stepped(self, rows: int, drafts: int, seconds: float) -> None:
-        """A step in which every one of `rows` sequences decoded."""
+    def stepped(self, rows: int, drafts: int, seconds: float, *, waited: bool = False) -> None:
+        """A step in which every one of `rows` sequences decoded. waited: it was launched late, to know of drafts."""
         self._steps += 1
-        if rows:
-            self._times.setdefault(_size(rows), _Times()).add(drafts, seconds)
+        gained, self._gained = self._gained, 0
+        if not rows:
+            return
+        times = self._times.setdefault(_size(rows), _Times())
+        times.add(drafts, seconds, waited=waited)
+        change = INCOME
+        if drafts or waited:
+            extra = times.extra if drafts else times.extra_in_vain
+            change = gained / rows - min(max(extra, 0.0), self._most_extra)
+        self._savings = min(MOST_SAVINGS, self._savings + change)
 
 
 class Always(Control):

@@ -10,8 +10,8 @@ from typing import Any
 class Drafting:
     """kept: the proposer's own. right of tested: drafts that were reached by verification, and those of them that were
     accepted; old ones count less. probe_at: tokens of output from which it drafts again although it does not pay;
-    pause: tokens between two such probes. barren: proposals in a row that were empty; found: share of those that were
-    not, of late.
+    pause: tokens between two such probes. patience: proposals that steps wait for, if all are empty; found: share of
+    proposals that were not, of late.
     """
 
     kept: Any
@@ -19,7 +19,7 @@ class Drafting:
     tested: float
     probe_at: int = 0
     pause: int = 0
-    barren: int = 0
+    patience: int = 0
     found: float = 1.0
 
     @property

@@ -48,8 +48,9 @@ class DrawnProposer:
             return 0
         return max(0, min(most, self._reserve(seq, seq.start + 1 + most) - seq.start - 1))
 
-    def observe(self, seq: EngineSequence, kept: Any) -> None:
-        """Its model follows in the steps themselves, or by `keep_up`."""
+    def observe(self, seq: EngineSequence, kept: Any) -> bool:
+        """Its model follows in the steps themselves, or by `keep_up`, and always has drafts."""
+        return True
 
     def accept(self, seq: EngineSequence, kept: Any, drafts: int, accepted: int) -> None:
         """The step that verified the drafts has computed their layers."""

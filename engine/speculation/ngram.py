@@ -3,7 +3,7 @@
 Each sequence has an index of its own over prompt and output: for every n the place where each n-gram ended last. The
 prompt's is built with numpy and searched by bisection; n-grams that output completes go to a dictionary, which is asked
 first, for the latest place is the best guess. So a token costs a few dictionary entries, however long the context. They
-are made of all tokens since the last look at once: the device may be waiting.
+are made of all tokens since the last look at once, for all n in one product: the device may be waiting.
 """
 
 from __future__ import annotations
@@ -18,8 +18,13 @@ from engine.sequence import Sequence as EngineSequence
 from engine.speculation.proposer import Drafts
 
 LENGTHS = (5, 3, 2)  # of n-grams, the best guess first
-FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd: of a polynomial hash modulo 2**64
-_WORD = (1 << 64) - 1
+LONGEST = LENGTHS[0]
+FACTOR = 0x9E3779B97F4A7C15  # odd: of a polynomial hash modulo 2**64
+# The codes of the n-grams at the end of LONGEST tokens are these times that, a column for each n.
+POWERS = np.array(
+    [[pow(FACTOR, LONGEST - 1 - i, 1 << 64) * (i >= LONGEST - n) for n in LENGTHS] for i in range(LONGEST)],
+    dtype=np.uint64,
+)
 
 
 @dataclass(slots=True)
@@ -37,65 +42,66 @@ class History:
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self.count = len(tokens)
-        self.tokens = np.empty(max(256, 2 * self.count), dtype=np.int64)
-        self.tokens[: self.count] = tokens
-        self._grams = [self._index(n) for n in LENGTHS]
+        # LONGEST places of no token come first, so that every place has as many before it.
+        self._padded = np.full(max(256, 2 * self.count) + LONGEST, -1, dtype=np.int64)
+        self._padded[LONGEST : LONGEST + self.count] = tokens
+        codes = self._codes(0)
+        self._newest: list[int] = codes[-1].tolist()
+        self._grams = [_index(n, codes[n:-1, column]) for column, n in enumerate(LENGTHS)]
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """int64 [count]"""
+        return self._padded[LONGEST : LONGEST + self.count]
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Tokens that follow."""
         if not tokens:
             return
         first, self.count = self.count, self.count + len(tokens)
-        if self.count > len(self.tokens):
-            self.tokens = np.concatenate([self.tokens, np.empty(self.count, dtype=np.int64)])
-        self.tokens[first : self.count] = tokens
-        for grams in self._grams:
+        if self.count + LONGEST > len(self._padded):
+            self._padded = np.concatenate([self._padded, np.empty(self.count, dtype=np.int64)])
+        self._padded[LONGEST + first : LONGEST + self.count] = tokens
+        *followed, self._newest = self._codes(first).tolist()
+        for grams, codes in zip(self._grams, zip(*followed, strict=True), strict=True):
             begin = max(first, grams.length)
-            grams.later.update(zip(self._codes(grams.length, begin).tolist(), range(begin, self.count), strict=True))
+            grams.later.update(zip(codes[begin - first :], range(begin, self.count), strict=True))
 
     def match(self, most: int) -> tuple[int, np.ndarray]:
         """How many of the newest tokens occurred before, as far as is known, and what followed them then, up to `most`.
 
         0 and nothing when they are new. Where what followed reaches the end it goes on with itself: it is a loop.
         """
-        for grams in self._grams:
-            if self.count >= grams.length:
-                at = self._find(grams)
-                if at is not None:
-                    return grams.length, self.tokens[at + np.arange(most) % (self.count - at)]
-        return 0, self.tokens[:0]
+        tokens = self.tokens
+        for grams, code in zip(self._grams, self._newest, strict=True):
+            at = self._find(grams, code) if self.count >= grams.length else None
+            if at is not None:
+                return grams.length, tokens[at + np.arange(most) % (self.count - at)]
+        return 0, tokens[:0]
 
-    def _find(self, grams: _Grams) -> int | None:
-        code, n = self._hash(grams.length), grams.length
-        at = grams.later.get(code)
+    def _find(self, grams: _Grams, code: int) -> int | None:
+        at, n, tokens = grams.later.get(code), grams.length, self.tokens
         if at is None:
             place = int(np.searchsorted(grams.hashes, np.uint64(code), side="right")) - 1
             if place < 0 or int(grams.hashes[place]) != code:
                 return None
             at = int(grams.ends[place])
-        same = np.array_equal(self.tokens[at - n : at], self.tokens[self.count - n : self.count])
-        return at if same else None
+        return at if np.array_equal(tokens[at - n : at], tokens[self.count - n :]) else None
 
-    def _hash(self, length: int) -> int:
-        code = 0
-        for token in self.tokens[self.count - length : self.count].tolist():
-            code = (code * int(FACTOR) + token + 1) & _WORD
-        return code
+    def _codes(self, first: int) -> np.ndarray:
+        """uint64 [count - first + 1, lengths]: the n-grams right before each place from `first` on, the end included.
 
-    def _codes(self, length: int, begin: int) -> np.ndarray:
-        """uint64, `_hash` of the n-grams that end right before each token from place `begin` >= length on."""
-        places = max(0, self.count - begin)
-        tokens = self.tokens[begin - length : self.count].astype(np.uint64) + np.uint64(1)
-        codes = np.zeros(places, dtype=np.uint64)
-        for offset in range(length):
-            codes = codes * FACTOR + tokens[offset : offset + places]
+        Of a place with fewer than n tokens before it the code means nothing.
+        """
+        places = np.arange(first, self.count + 1)[:, None] + np.arange(LONGEST)
+        codes: np.ndarray = (self._padded[places] + 1).astype(np.uint64) @ POWERS
         return codes
 
-    def _index(self, length: int) -> _Grams:
-        """n-grams that some token follows."""
-        codes = self._codes(length, length)
-        order = np.argsort(codes, kind="stable")
-        return _Grams(length, codes[order], order + length, {})
+
+def _index(length: int, codes: np.ndarray) -> _Grams:
+    """codes: of n-grams that some token follows, from place `length` on."""
+    order = np.argsort(codes, kind="stable")
+    return _Grams(length, codes[order], order + length, {})
 
 
 class NgramProposer:
@@ -109,14 +115,15 @@ class NgramProposer:
     def propose(self, seqs: Sequence[EngineSequence], kept: Sequence[Any], limits: Sequence[int]) -> Drafts:
         drafts = Drafts.empty(len(seqs), max(limits))
         for row, (seq, history, most) in enumerate(zip(seqs, kept, limits, strict=True)):
-            self.observe(seq, history)
+            history.extend(seq.tokens[history.count :])
             _, found = history.match(most)
             drafts.tokens[row, : len(found)] = found
             drafts.lengths[row] = len(found)
         return drafts
 
-    def observe(self, seq: EngineSequence, kept: Any) -> None:
+    def observe(self, seq: EngineSequence, kept: Any) -> bool:
         kept.extend(seq.tokens[kept.count :])
+        return bool(kept.match(1)[0])
 
     def accept(self, seq: EngineSequence, kept: Any, drafts: int, accepted: int) -> None:
         """The history reads the sequence's tokens."""

@@ -50,8 +50,10 @@ class Proposer(Protocol):
         kept: what `begin` made of each. All token ids are in the vocabulary, as those of the sequences are.
         """
 
-    def observe(self, seq: EngineSequence, kept: Any) -> None:
-        """Now and then, while the device computes: there is time for what `propose` wants of the new tokens."""
+    def observe(self, seq: EngineSequence, kept: Any) -> bool:
+        """Now and then, while the device computes the next token: there is time for what `propose` wants of those
+        before it. Whether they lead to expect that there will be drafts once it is known.
+        """
 
     def accept(self, seq: EngineSequence, kept: Any, drafts: int, accepted: int) -> None:
         """A step has verified so many drafts, and appended the accepted ones and the token after them."""

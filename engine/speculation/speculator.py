@@ -22,10 +22,8 @@ from engine.speculation.stats import SpeculationStats
 
 log = logging.getLogger(__name__)
 
-PATIENCE = 2  # empty proposals in a row after which a sequence no longer makes steps wait
 LAG = 64  # tokens that a draft model may be behind while nobody drafts: until then they are not published
-LOOK_EVERY = 8  # steps after which those sequences are asked again, at first; it doubles each time they have nothing
-MOST_DOUBLED = 3
+LOOKS = 4  # sequences whose new tokens the proposer sees while a step is computed
 NOBODY = object()  # is kept of a sequence that the proposer failed to begin with
 
 
@@ -77,18 +75,21 @@ class Speculator:
         if any(seq.lagging >= LAG for seq in decoding):
             return True
         limits = self._limits(decoding)
-        for seq in decoding:
-            state = seq.drafting
-            if (self._steps + seq.slot) % LOOK_EVERY == 0 and state is not None and state.kept is not NOBODY:
-                with self._surviving():
-                    self._proposer.observe(seq, state.kept)
-        return any(limit and self._look(seq) for seq, limit in zip(decoding, limits, strict=True))
+        self._observe(decoding)
+        states = [seq.drafting for seq in decoding]
+        return any(limit and state is not None and state.patience for limit, state in zip(limits, states, strict=True))
 
-    def _look(self, seq: EngineSequence) -> bool:
-        """A step may wait to learn whether there are drafts for the sequence. All who look do so in the same steps."""
-        assert seq.drafting is not None
-        doubled = min(seq.drafting.barren - PATIENCE, MOST_DOUBLED)
-        return doubled < 0 or self._steps % (LOOK_EVERY << doubled) == 0
+    def _observe(self, seqs: Sequence[EngineSequence]) -> None:
+        """The device computes, so looking costs no time: only who may have drafts by what is known makes steps wait."""
+        first = self._steps * LOOKS
+        for place in range(first, first + min(LOOKS, len(seqs))):
+            seq = seqs[place % len(seqs)]
+            state = seq.drafting
+            if state is not None and state.kept is not NOBODY:
+                likely = False
+                with self._surviving():
+                    likely = self._proposer.observe(seq, state.kept)
+                state.patience = max(state.patience, int(likely))
 
     def verified(self, seq: EngineSequence, drafts: int, accepted: int) -> None:
         """A step has tested the sequence's drafts."""
@@ -98,11 +99,11 @@ class Speculator:
         with self._surviving():
             self._proposer.accept(seq, seq.drafting.kept, drafts, accepted)
 
-    def stepped(self, items: Sequence[Item], seconds: float) -> None:
-        """A step has ended after so many seconds."""
+    def stepped(self, items: Sequence[Item], seconds: float, *, waited: bool = False) -> None:
+        """A step has ended after so many seconds. waited: it was launched after the result of the one before."""
         self._steps += 1
         decodes = len(items) if all(item.decode for item in items) else 0
-        self._control.stepped(decodes, sum(len(item.drafts) for item in items), seconds)
+        self._control.stepped(decodes, sum(len(item.drafts) for item in items), seconds, waited=waited)
 
     def _limits(self, seqs: Sequence[EngineSequence]) -> list[int]:
         if len(seqs) > self._max_seqs:

@@ -112,7 +112,7 @@ class SuffixProposer:
     def propose(self, seqs: Sequence[EngineSequence], kept: Sequence[Any], limits: Sequence[int]) -> Drafts:
         drafts = Drafts.empty(len(seqs), max(limits))
         for row, (seq, own, most) in enumerate(zip(seqs, kept, limits, strict=True)):
-            self.observe(seq, own)
+            self._note(seq, own)
             known, found = own.history.match(most)
             shared, guesses = self.table.follow(seq.request.cache_salt, seq.tokens[-LENGTHS[0] :], most)
             if shared > known:
@@ -123,12 +123,17 @@ class SuffixProposer:
                 drafts.lengths[row] = len(found)
         return drafts
 
-    def observe(self, seq: EngineSequence, kept: Any) -> None:
-        self._learn(seq, kept)
-        kept.history.extend(seq.tokens[kept.history.count :])
+    def observe(self, seq: EngineSequence, kept: Any) -> bool:
+        self._note(seq, kept)
+        shared, _ = self.table.follow(seq.request.cache_salt, seq.tokens[-LENGTHS[0] :], 1)
+        return bool(shared or kept.history.match(1)[0])
 
     def accept(self, seq: EngineSequence, kept: Any, drafts: int, accepted: int) -> None:
         self._learn(seq, kept)
+
+    def _note(self, seq: EngineSequence, own: _Own) -> None:
+        self._learn(seq, own)
+        own.history.extend(seq.tokens[own.history.count :])
 
     def _learn(self, seq: EngineSequence, own: _Own) -> None:
         """The output that is new, in the context of the prompt's end."""
