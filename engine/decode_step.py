@@ -96,7 +96,6 @@ class DecodeStep:
         self._packed = torch.zeros(words, dtype=torch.int32, device=self._device)
         self._inputs = DecodeInputs.empty(max_rows, most_tokens, lines[1], self._device)
         self._results = torch.zeros(most_tokens, dtype=torch.int64, device=self._device)
-        self._not_finite = torch.tensor(-1, device=self._device)
         self._graphs = Graphs("decode", self._device, self._compute, keep=_kept)
 
     @property
@@ -168,9 +167,10 @@ class DecodeStep:
         hidden, states = self._hidden(inputs, metadata)
         logits = self._model.logits(hidden)
         drafts = None if query == 1 else (inputs.tokens, inputs.offsets)
-        tokens, finite = self._sampler.run(logits, inputs.token_slots, inputs.sampled_at, drafts=drafts)
         results = self._results[: rows * query]
-        torch.where(finite, tokens, self._not_finite, out=results)
+        tokens, finite = self._sampler.run(
+            logits, inputs.token_slots, inputs.sampled_at, drafts=drafts, results=results
+        )
         if drafts is None:
             self._last_tokens.index_copy_(0, inputs.row_slots, tokens)
         else:

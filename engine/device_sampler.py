@@ -123,14 +123,15 @@ class DeviceSampler:
         positions: Tensor,
         allowed: Tensor | None = None,
         drafts: tuple[Tensor, Tensor] | None = None,
+        results: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """tokens int64[B] and finite bool[B] of logits [B, vocab]; can be captured, waits for nothing.
 
         slots, positions: integer [B]; positions[b] is the index in its request of the token that is sampled. Rows that
-        are not finite have no token and change nothing. allowed, drafts: see Sampler.sample; with drafts `accept` is to
-        follow.
+        are not finite have no token and change nothing. allowed, drafts, results: see Sampler.sample; with drafts
+        `accept` is to follow.
         """
-        return self._kernels.sample(logits, slots, positions, self._tensors, allowed, drafts)
+        return self._kernels.sample(logits, slots, positions, self._tensors, allowed, drafts, results)
 
     def accept(
         self,

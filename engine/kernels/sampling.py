@@ -104,9 +104,14 @@ def _score_kernel(
     i = first + tl.arange(0, BV)
     ok = i < vocab
     x = tl.load(logits + row * logits_row + i, mask=ok, other=0.0).to(tl.float32)
+    # What decides the way through this kernel comes at once, while the logits do.
+    penalised = tl.load(ints + 5) > 0
+    num_entries = tl.load(ints + 4)
+    temperature = tl.load(floats)
+    _k, _top_p, _min_p, cut = _cuts(floats, ints, vocab)
     finite = tl.min((tl.abs(x) < float("inf")).to(tl.int32), 0)
 
-    if tl.load(ints + 5) > 0:
+    if penalised:
         count = tl.load(counts + slot * counts_row + i, mask=ok, other=0)
         if DRAFTS:
             for back in range(tl.load(offsets + row)):
@@ -115,7 +120,6 @@ def _score_kernel(
         x = tl.where(count > 0, tl.where(x > 0, x / repetition, x * repetition), x)
         said = count & (PROMPT - 1)
         x -= tl.load(floats + 5) * said.to(tl.float32) + tl.where(said > 0, tl.load(floats + 4), 0.0)
-    num_entries = tl.load(ints + 4)
     if num_entries > 0:
         entry = entries + slot * (2 * ENTRIES)
         e = tl.arange(0, ENTRIES)
@@ -128,7 +132,6 @@ def _score_kernel(
         word = tl.load(allowed + row * allowed_row + i // 32, mask=ok, other=0)
         x = tl.where((word >> (i % 32)) & 1 != 0, x, -float("inf"))
 
-    temperature = tl.load(floats)
     if temperature > 0:
         x = x / tl.maximum(temperature, MIN_T)
     x = tl.where(ok, x, -float("inf"))
@@ -141,7 +144,6 @@ def _score_kernel(
     tl.store(best_score + at, best)
     tl.store(best_token + at, first + where)
     tl.store(tile_finite + at, finite)
-    _k, _top_p, _min_p, cut = _cuts(floats, ints, vocab)
     if cut:
         tops = tl.max(tl.reshape(x, [SEGMENTS, BV // SEGMENTS]), 1)
         tl.store(segment_max + at * SEGMENTS + tl.arange(0, SEGMENTS), tops)
@@ -183,9 +185,9 @@ def _kth_maximum(segment_max, n, k, SIZE: tl.constexpr):
 @triton.jit
 def _pick_kernel(
     slots, words, counts, shaped, scores, best_score, best_token, best_logit, tile_max, tile_sum, tile_finite,
-    segment_max, tokens, finite, counts_row, vocab, num_tiles,
+    segment_max, tokens, finite, results, counts_row, vocab, num_tiles,
     TILES: tl.constexpr, SEGMENTS: tl.constexpr, SCAN: tl.constexpr, NW: tl.constexpr, NF: tl.constexpr,
-    COUNT: tl.constexpr, PDL: tl.constexpr,
+    COUNT: tl.constexpr, RESULTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -265,6 +267,8 @@ def _pick_kernel(
     token = tl.minimum(token, vocab - 1)
     tl.store(tokens + row, token.to(tl.int64))
     tl.store(finite + row, all_finite.to(tl.int8))
+    if RESULTS:
+        tl.store(results + row, tl.where(all_finite > 0, token, -1).to(tl.int64))
     if COUNT:  # noqa: SIM102 - known when it is compiled
         if (tl.load(ints + 5) > 0) & (all_finite > 0):
             seen = counts + slot * counts_row + token
@@ -290,6 +294,7 @@ class Sampler:
         params: SamplingTensors,
         allowed: torch.Tensor | None = None,
         drafts: tuple[torch.Tensor, torch.Tensor] | None = None,
+        results: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """One token a row, int64 [R], and bool [R]: False where a logit was NaN or infinite and the token means
         nothing.
@@ -299,6 +304,7 @@ class Sampler:
         allowed: int32 [R, ceil(vocab / 32)], bit i % 32 of word i // 32 allows token i (None: all). drafts: the token
         before each row's, int64 [R], and int32 [R], how many tokens, that one and those before it in memory, are drafts
         that it takes for said. A slot may occur in several rows then, and no token is counted: `accept` does that.
+        results: int64 [R], gets each row's token, -1 where that means nothing.
         """
         rows = logits.shape[0]
         assert rows <= self._shaped.shape[0]
@@ -310,6 +316,7 @@ class Sampler:
         assert params.entries.is_contiguous()
         assert params.entries.shape[1:] == (2, MAX_ENTRIES)
         assert allowed is None or allowed.shape == (rows, triton.cdiv(self._vocab, 32))
+        assert results is None or results.shape == (rows,)
         tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
         finite = torch.empty(rows, dtype=torch.int8, device=logits.device)
         score, logit, top, total = self._partial
@@ -328,9 +335,10 @@ class Sampler:
         scan = min(SCAN, triton.next_power_of_2(self._vocab))
         _pick_kernel[(rows,)](
             slots, params.words, params.counts, self._shaped, self._scores, score, token, logit, top, total,
-            tile_finite, self._segments, tokens, finite, params.counts.stride(0), self._vocab, self._tiles,
+            tile_finite, self._segments, tokens, finite, tokens if results is None else results,
+            params.counts.stride(0), self._vocab, self._tiles,
             TILES=triton.next_power_of_2(self._tiles), SEGMENTS=SEGMENTS, SCAN=scan, NW=WORDS, NF=NUM_FLOATS,
-            COUNT=drafts is None, PDL=pdl, num_warps=scan // 256 or 1, **launch_flags(pdl),
+            COUNT=drafts is None, RESULTS=results is not None, PDL=pdl, num_warps=scan // 256 or 1, **launch_flags(pdl),
         )  # fmt: skip
         return tokens, finite.view(torch.bool)
 
@@ -361,23 +369,26 @@ def count_tokens(counts: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor
 @triton.jit
 def _accept_kernel(
     sampled, finite, inputs, cu_q, row_slots, words, counts, last_tokens, counts_row,
-    Q: tl.constexpr, NW: tl.constexpr, NF: tl.constexpr,
+    QP: tl.constexpr, NW: tl.constexpr, NF: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0)
     first = tl.load(cu_q + row)
     num_new = tl.load(cu_q + row + 1) - first
     slot = tl.load(row_slots + row).to(tl.int64)
+    j = tl.arange(0, QP)
+    token = tl.load(sampled + first + j, mask=j < num_new, other=0)
+    good = tl.load(finite + first + j, mask=j < num_new, other=0) > 0
+    draft = tl.load(inputs + first + j + 1, mask=j + 1 < num_new, other=-1)
     counted = tl.load(words + slot * NW + NF // 2 + 5) > 0
-    going = num_new > 0
-    last = tl.load(last_tokens + slot)
-    for j in tl.static_range(Q):
-        token = tl.load(sampled + first + j, mask=going, other=0)
-        going = going & (tl.load(finite + first + j, mask=going, other=0) > 0)
-        last = tl.where(going, token, last)
-        tl.atomic_add(counts + slot * counts_row + token, 1, mask=going & counted)
-        draft = tl.load(inputs + first + j + 1, mask=going & (j + 1 < num_new), other=-1)
-        going = going & (draft == token)
-    tl.store(last_tokens + slot, last, mask=num_new > 0)
+    # The run goes through places where the token is the draft that follows, and one further if that has a token.
+    stop = tl.min(tl.where(good & (draft == token), QP, j), 0)
+    given = good & (j <= stop)
+    tl.atomic_add(counts + slot * counts_row + token, 1, mask=given & counted)
+    count = tl.sum(given.to(tl.int32), 0)
+    tl.store(last_tokens + slot, tl.sum(tl.where(j == count - 1, token, 0), 0), mask=count > 0)
 
 
 def accept(
@@ -398,7 +409,9 @@ def accept(
     int64 [slots]. A draft is accepted while it equals what was sampled in its place.
     """
     assert params.words.is_contiguous()
+    pdl = overlaps_launches(sampled.device)
     _accept_kernel[(row_slots.shape[0],)](
         sampled, finite.view(torch.int8), inputs, cu_q, row_slots, params.words, params.counts, last_tokens,
-        params.counts.stride(0), Q=query, NW=WORDS, NF=NUM_FLOATS, num_warps=1,
+        params.counts.stride(0), QP=triton.next_power_of_2(query), NW=WORDS, NF=NUM_FLOATS, PDL=pdl, num_warps=1,
+        **launch_flags(pdl),
     )  # fmt: skip
