@@ -385,9 +385,8 @@ def _accept_kernel(
     counted = tl.load(words + slot * NW + NF // 2 + 5) > 0
     # The run goes through places where the token is the draft that follows, and one further if that has a token.
     stop = tl.min(tl.where(good & (draft == token), QP, j), 0)
-    given = good & (j <= stop)
-    tl.atomic_add(counts + slot * counts_row + token, 1, mask=given & counted)
-    count = tl.sum(given.to(tl.int32), 0)
+    count = tl.sum((good & (j <= stop)).to(tl.int32), 0)
+    tl.atomic_add(counts + slot * counts_row + token, 1, mask=j < tl.where(counted, count, 0))
     tl.store(last_tokens + slot, tl.sum(tl.where(j == count - 1, token, 0), 0), mask=count > 0)
 
 

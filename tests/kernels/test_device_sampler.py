@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
@@ -193,3 +194,55 @@ def test_a_token_that_is_drawn_again_under_a_mask_is_the_only_one_that_counts(de
         row.tokens.append(int(again))  # type: ignore[attr-defined]
     sampler.uncount(slots, torch.tensor([-1], device=device))  # a row that was not finite has nothing to take back
     assert int((sampler._tensors.counts[1] & (IN_PROMPT - 1)).sum()) == 6
+
+
+def test_what_a_verify_step_gives_is_counted(device: torch.device) -> None:
+    """Of rows of all lengths, some with a place that is not a number, some without tokens."""
+    rng = random.Random(6)
+    sampler = DeviceSampler(ROWS, VOCAB, device)
+    for slot in range(ROWS):
+        sampler.stage(slot, SampleRow(SamplingParams(presence_penalty=1.0 * (slot % 2)), [1], 1))
+    sampler.flush()
+    counts = torch.zeros(ROWS + 1, VOCAB, dtype=torch.int32)
+    counts[1::2, 1] = IN_PROMPT
+    last = torch.full((ROWS + 1,), 5)
+    lasts = last.to(device)
+    ends = {"number": 0, "rejected": 0, "all": 0}
+    for _ in range(20):
+        slots = rng.sample(range(ROWS), ROWS)
+        lengths = [rng.randrange(6) for _ in slots]
+        cu_q = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+        sampled = torch.tensor([rng.randrange(3) for _ in range(sum(lengths))])
+        finite = torch.tensor([rng.random() < 0.9 for _ in sampled], dtype=torch.bool)
+        inputs = torch.tensor([rng.choice([int(sampled[i - 1]), 0]) for i in range(len(sampled))])
+        sampler.accept(
+            sampled.to(device), finite.to(device), inputs.to(device), cu_q.to(device),
+            torch.tensor(slots, device=device), lasts, query=5,
+        )  # fmt: skip
+        for slot, first, length in zip(slots, cu_q.tolist(), lengths, strict=False):
+            end = "all"
+            for i in range(first, first + length):
+                if not finite[i]:
+                    end = "number"
+                    break
+                last[slot] = sampled[i]
+                counts[slot, sampled[i]] += slot % 2
+                if i + 1 < first + length and inputs[i + 1] != sampled[i]:
+                    end = "rejected"
+                    break
+            ends[end] += 1
+    assert lasts.tolist() == last.tolist()
+    assert sampler._tensors.counts.tolist() == counts.tolist()
+    assert min(ends.values()) > 5
+
+
+def test_results_tell_rows_that_are_no_numbers(device: torch.device) -> None:
+    sampler = DeviceSampler(3, VOCAB, device)
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0)).to(device)
+    logits[1, 7] = float("nan")
+    pad = torch.full((3,), sampler.pad_slot, device=device)
+    results = torch.full((3,), 99, device=device)
+    tokens, finite = sampler.run(logits, pad, pad, results=results)
+    assert finite.tolist() == [True, False, True]
+    assert results.tolist() == [int(tokens[0]), -1, int(tokens[2])]
+    assert 0 <= int(tokens[1]) < VOCAB, "the next step may be launched with it"
