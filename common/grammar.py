@@ -24,6 +24,7 @@ from common.errors import BatonError, InvalidRequest
 from common.types import Grammar
 
 MAX_GRAMMAR_CHARS = 256 << 10
+MAX_GBNF_CHARS = 1 << 15  # 2 us each to read
 MAX_CACHED = 256  # compiled grammars
 MAX_CACHED_CHARS = 8 << 20  # of their texts together
 MAX_SPACE = 40  # characters of white space in a row, so that a model that indents for ever ends
@@ -44,6 +45,7 @@ _UNKNOWN_FORMAT = re.compile(r"Unknown format: (\S+)")
 def from_json_schema(schema: Mapping[str, Any] | bool | str, *, field: str) -> Grammar:
     """Of a JSON schema, given as JSON text or parsed. Raises InvalidRequest, with that field, when it is neither."""
     if isinstance(schema, str):
+        _require_short(schema, field)
         try:
             schema = json.loads(schema)
         except (ValueError, RecursionError) as error:
@@ -53,7 +55,9 @@ def from_json_schema(schema: Mapping[str, Any] | bool | str, *, field: str) -> G
     parsed = dict(schema) if isinstance(schema, Mapping) else {} if schema else {"not": {}}
     parsed.pop("x-guidance", None)
     try:
-        text = LLMatcher.grammar_from_json_schema(json.dumps(parsed), overrides=_JSON_OPTIONS)  # type: ignore[arg-type]
+        wanted = json.dumps(parsed, ensure_ascii=False, separators=(",", ":"))
+        _require_short(wanted, field)
+        text = LLMatcher.grammar_from_json_schema(wanted, overrides=_JSON_OPTIONS)  # type: ignore[arg-type]
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"{field} is not a usable JSON schema: {error}", field=field) from None
     return _grammar(text, field)
@@ -66,6 +70,7 @@ def json_object(*, field: str) -> Grammar:
 
 def from_regex(pattern: str, *, field: str) -> Grammar:
     """Text that matches the whole pattern, in the syntax of Rust's regex crate."""
+    _require_short(pattern, field)
     return _grammar(LLMatcher.grammar_from_regex(pattern), field)
 
 
@@ -78,11 +83,13 @@ def from_choice(choices: Sequence[str], *, field: str) -> Grammar:
 
 def from_lark(text: str, *, field: str) -> Grammar:
     """llguidance's dialect of Lark: rules, terminals, %json {schema}, special tokens as <|name|>."""
+    _require_short(text, field)
     return _grammar(LLMatcher.grammar_from_lark(text), field)
 
 
 def from_grammar(text: str, *, field: str) -> Grammar:
     """A grammar as clients write it: Lark, or llama.cpp's GBNF. Raises InvalidRequest when it is neither."""
+    _require_short(text, field, MAX_GBNF_CHARS if "::=" in text else MAX_GRAMMAR_CHARS)
     try:
         return _grammar(grammar_from("grammar", text), field)
     except ValueError as error:
@@ -90,9 +97,14 @@ def from_grammar(text: str, *, field: str) -> Grammar:
 
 
 def _grammar(text: str, field: str) -> Grammar:
-    if len(text) > MAX_GRAMMAR_CHARS:
-        raise InvalidRequest(f"{field} is longer than {MAX_GRAMMAR_CHARS} characters", field=field)
+    _require_short(text, field)
     return Grammar(text, field)
+
+
+def _require_short(text: str, field: str, most: int = MAX_GRAMMAR_CHARS) -> None:
+    """Of what a client wrote as well as of what becomes of it: to turn one into the other takes time by itself."""
+    if len(text) > most:
+        raise InvalidRequest(f"{field} is longer than {most} characters", field=field)
 
 
 class GrammarTokenizer:

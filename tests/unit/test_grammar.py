@@ -72,6 +72,33 @@ def test_what_cannot_be_compiled_names_its_field(tokenizer: GrammarTokenizer, ma
     assert refused.value.field == "f"
 
 
+LONG = grammars.MAX_GRAMMAR_CHARS + 1
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: grammars.from_json_schema({"type": "object", "description": "x" * LONG}, field="f"),
+        lambda: grammars.from_json_schema('{"type": "object"}' + " " * LONG, field="f"),
+        lambda: grammars.from_regex("a" * LONG, field="f"),
+        lambda: grammars.from_choice(["a" * LONG], field="f"),
+        lambda: grammars.from_lark('start: "a"' + " " * LONG, field="f"),
+        lambda: grammars.from_grammar('start: "a"' + " " * LONG, field="f"),
+        lambda: grammars.from_grammar('root ::= "a"' + " " * grammars.MAX_GBNF_CHARS, field="f"),
+    ],
+)
+def test_what_is_too_long_is_refused_before_anything_is_made_of_it(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "LLMatcher", None)
+    monkeypatch.setattr(grammars, "grammar_from", None)
+    with pytest.raises(InvalidRequest, match="longer than"):
+        make()
+
+
+def test_the_length_of_a_schema_is_that_of_its_text() -> None:
+    schema = {"enum": ["é" * 100] * 1000}
+    assert len(grammars.from_json_schema(schema, field="f").text) > 100_000
+
+
 @pytest.mark.parametrize(
     ("grammar", "good", "bad"),
     [
