@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +16,8 @@ from gateway.service import Gateway
 from gateway.ticket import Ticket
 from gateway.tools.request import parse_declared
 from gateway.validation import parse_token_ids, refuse_unserved, template_variables
+
+LONG_CHARS = 1 << 18  # 0.1 s or more
 
 _INERT: dict[str, tuple[object, ...]] = {
     "continue_final_message": (False,),
@@ -87,6 +91,7 @@ class Tokenize:
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
+        self._long = asyncio.Semaphore(1)
 
     async def tokenize(self, body: Any, response: Response, ticket: Ticket) -> None:
         """See http_endpoint.Endpoint."""
@@ -107,7 +112,9 @@ class Tokenize:
         else:
             text = await model.dialect.render(asked.messages, asked.template_kwargs, asked.tools)
             special = asked.special or False
-        tokens = await model.tokenizer.encode_async(text, add_special_tokens=special)
+        # One at a time of those that take seconds, or prompts would wait for a thread until all of them are through.
+        async with self._long if len(text) > LONG_CHARS else nullcontext():
+            tokens = await model.tokenizer.encode_async(text, add_special_tokens=special)
         ticket.timeline.mark("tokenized", prompt_tokens=len(tokens))
         strings = await model.tokenizer.names_async(tokens) if asked.strings else None
         return Tokenized(tokens, _max_model_len(model), strings)

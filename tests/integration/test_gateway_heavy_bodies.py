@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,12 @@ from gateway.dialect import INLINE_PARTS
 from gateway.fields import MAX_DEPTH, deeper_than
 from gateway.grpc_service import InferenceServicer
 from gateway.service import PROMPTS_PER_TURN
+from gateway.tokenize import LONG_CHARS
+from gateway.tokenizer import INLINE_CHARS
 from gateway.validation import MAX_IDS, parse_token_ids
 from tests.fake_pods import fake_cluster
 from tests.gateway_rig import MODEL, Rig, rig, texts
+from tests.until import until
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 Pb = inference_pb2.GenerateRequest
@@ -294,3 +298,34 @@ async def test_others_have_their_turn_between_the_prompts_of_one_request(
         assert (await gw.http.post("/v1/embeddings", json=body)).status_code == 200
     assert sum(made) == 100
     assert max(made) <= PROMPTS_PER_TURN
+
+
+async def test_long_texts_to_tokenize_leave_threads_for_prompts(
+    smollm2_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside, most, go = 0, 0, threading.Event()
+
+    async with fake_cluster() as c, rig(c, smollm2_dir) as gw:
+        encode = gw.gateway.tokenizer.encode
+
+        def slow(text: str, **kwargs: Any) -> list[int]:
+            nonlocal inside, most
+            if len(text) <= LONG_CHARS:
+                return encode(text, **kwargs)
+            inside += 1
+            most = max(most, inside)
+            go.wait(20)
+            inside -= 1
+            return [1]
+
+        monkeypatch.setattr(gw.gateway.tokenizer, "encode", slow)
+        long = {"model": MODEL, "prompt": "a" * (LONG_CHARS + 1)}
+        waiting = [asyncio.create_task(gw.http.post("/tokenize", json=long)) for _ in range(40)]
+        try:
+            await until(lambda: inside == 1 and len(gw.gateway._tickets) == len(waiting))
+            prompt = "Hello " * (INLINE_CHARS // 6 + 1)  # long enough for a thread
+            assert (await gw.complete(prompt=prompt, max_tokens=2)).status_code == 200
+        finally:
+            go.set()
+        assert {answer.status_code for answer in await asyncio.gather(*waiting)} == {200}
+    assert most == 1
