@@ -15,6 +15,7 @@ from common.types import FinishReason, PromptLogprobs, Token, ValidRequest
 from gateway.family import Child, Family
 from gateway.metrics import GatewayMetrics
 from gateway.models import ServedModel
+from gateway.outlet import TakeId
 from gateway.output import ChoiceOutput, Piece, ShownToken
 from gateway.pipeline import Run
 from gateway.prompt_output import PromptToken, echo_of, joined, prompt_tokens
@@ -204,10 +205,10 @@ class Choice:
         assert piece is not None
         return piece
 
-    async def relay(self, take: Callable[[Piece], bool]) -> None:
+    async def relay(self, take: Callable[[Piece], bool], take_text: Callable[[str], bool] | None = None) -> None:
         """After a piece: hands over those that follow as they come, with no task's turn between, until `take` says
         False. Returns then, at the end, and where that is not possible; iterating goes on from there. Raises what
-        `take` raises.
+        `take` raises. take_text: gets most of those that are a token's text and nothing else.
         """
         run = self._run
         if not isinstance(run, Run) or self._output.finish is not None:
@@ -217,7 +218,20 @@ class Choice:
             piece = self._piece(tokens, finish, run)
             return take(piece) and piece.finish is None
 
-        await run.relay(relayed)
+        await run.relay(relayed, self._texts(take_text) if take_text is not None and self._output.plain else None)
+
+    def _texts(self, take_text: Callable[[str], bool]) -> TakeId:
+        """What `_piece` does, for one token that is behind the first and ends nothing."""
+        output, observe = self._output, self._metrics.itl.observe
+
+        def relayed(token_id: int) -> bool:
+            assert self._last is not None
+            now = time.monotonic()
+            observe(now - self._last)
+            self._last = now
+            return take_text(output.text(token_id))
+
+        return relayed
 
     async def collect(self) -> Answer:
         """The whole answer. Raises BatonError."""

@@ -40,12 +40,13 @@ class ByteLevelDetokenizer:
 
     def __init__(self, tokenizer: TextTokenizer, keep: frozenset[int] = frozenset()) -> None:
         self._tokenizer = tokenizer
+        self._texts = tokenizer.texts
         self._keep = keep
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._clean = True  # no character is incomplete
 
     def feed(self, token_id: int) -> str:
-        if self._clean and token_id not in self._keep and (text := self._tokenizer.text(token_id)) is not None:
+        if self._clean and token_id not in self._keep and (text := self._texts[token_id]) is not None:
             return text
         if token_id in self._tokenizer.special_ids and token_id not in self._keep:
             return ""

@@ -89,8 +89,8 @@ class Leg:
         self._request: ValidRequest = plan.request
         sampling = plan.request.sampling
         self.outlet = Outlet(sampling.n, MAX_PENDING // (1 + (sampling.logprobs or 0)))
-        plain = sampling.n == 1 and sampling.logprobs is None
-        self._tokens = plain_tokens_from_pb if plain else tokens_from_pb
+        self._plain = sampling.n == 1 and sampling.logprobs is None  # its tokens have nothing but their ids
+        self._tokens = plain_tokens_from_pb if self._plain else tokens_from_pb
         self._wants_scores = sampling.prompt_logprobs is not None
         self._placement: Placement | None = None
         self._decode: Pod | None = None
@@ -385,7 +385,13 @@ class Leg:
             self._timeline.mark("decode")
             if self._trace is not None:
                 self._trace.first_token()
-        tokens = self._tokens(delta.tokens)
+        pbs = delta.tokens
+        more = delta.finish_reason or delta.cached_tokens or delta.child or delta.HasField("speculation")
+        if self._plain and len(pbs) == 1 and not more:
+            pb = pbs[0]
+            if self.outlet.pass_on(pb.index, pb.id):  # as nearly every token
+                return
+        tokens = self._tokens(pbs)
         if tokens and tokens[0].index == 0 and self._placement is not None:
             self._placement.computed()  # the first token of a prompt that the decode pod computed
         if delta.cached_tokens:

@@ -1,8 +1,9 @@
 """Tokens of one attempt's sequences (children) on their way from the pods to whoever answers the client.
 
 Whoever answers asks with `next`, one delta at a time, which merges what came meanwhile: that is how a reader that is
-behind gets larger pieces. One that keeps up gives `relay` a function instead, which is called for each delta in the
-very turn of the event loop in which it came: nothing is queued, and no task is woken, for a token.
+behind gets larger pieces. One that keeps up gives `relay` functions instead, which are called for each delta in the
+very turn of the event loop in which it came: nothing is queued, and no task is woken, for a token. Nearly every token
+is of such a reader, comes alone and is its id and nothing else: `pass_on` is for those.
 
 Invariant: whichever way, a child's deltas come in order, each token once, and its finish reason with the last.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from common.errors import BatonError
 from common.types import FinishReason, Token
@@ -31,6 +32,7 @@ class Delta(NamedTuple):
 
 
 Take = Callable[[Sequence[Token], FinishReason | None], bool]  # what a Delta tells; False: no more
+TakeId = Callable[[int], bool]  # the same, of one token that has nothing but its id, and does not end the sequence
 
 
 class Outlet:
@@ -49,14 +51,12 @@ class Outlet:
         self._unfinished = set(range(n))
         self._news: deque[int] = deque()  # children that may have something to give
         self._take: Take | None = None  # of `relay`
+        self._take_id: TakeId | None = None  # the same
         self._waiter: asyncio.Future[None] | None = None  # of `next` and `relay`
 
     def put(self, child: int, tokens: Sequence[Token], finish: FinishReason | None) -> bool:
         """More of a child; False when too much of it waits."""
         order, take = self._orders[child], self._take
-        if take is not None and finish is None and order.pass_on(tokens):  # which is so for nearly every token
-            self._hand_on(take, tokens, None)
-            return True
         order.put(tokens)
         if finish is not None:
             order.end(finish)
@@ -68,6 +68,14 @@ class Outlet:
         self._news.append(child)
         self._wake()
         return order.pending <= self._max_pending
+
+    def pass_on(self, index: int, token_id: int) -> bool:
+        """Gives one token of the only child to who relays; False: it has to be `put`."""
+        take = self._take_id
+        if take is None or not self._orders[0].pass_on(index):
+            return False
+        self._hand_on(take, token_id)
+        return True
 
     def fail(self, error: BatonError) -> None:
         """Nothing will follow; tokens that are in order already are still given first. The first error counts."""
@@ -100,18 +108,18 @@ class Outlet:
                 raise self.error
             await self._woken()
 
-    async def relay(self, take: Take) -> None:
-        """Gives the only child's tokens to `take` as they come, until it wants no more or none will follow; `next`
-        knows why. Raises what `take` raises.
+    async def relay(self, take: Take, take_id: TakeId | None = None) -> None:
+        """Gives the only child's tokens to `take` as they come, or to take_id, until it wants no more or none will
+        follow; `next` knows why. Raises what `take` raises.
         """
         assert self.size == 1
         if self._news or self.error is not None:
             return
-        self._take = take
+        self._take, self._take_id = take, take_id
         try:
             await self._woken()
         finally:
-            self._take = None
+            self._take = self._take_id = None
 
     def _ready(self, child: int) -> Delta | None:
         """What is next in order."""
@@ -123,16 +131,16 @@ class Outlet:
             self.complete = not self._unfinished
         return Delta(tokens, finish, False, child) if tokens or finish is not None else None
 
-    def _hand_on(self, take: Take, tokens: Sequence[Token], finish: FinishReason | None) -> None:
+    def _hand_on(self, take: Callable[..., bool], *news: Any) -> None:
         """Whoever brings the news works for other requests too, so a failure of this one's own is not raised here."""
         try:
-            if take(tokens, finish) and not self.complete:
+            if take(*news) and not self.complete:
                 return
             self._wake()
         except Exception as e:
             if self._waiter is not None and not self._waiter.done():
                 self._waiter.set_exception(e)
-        self._take = None
+        self._take = self._take_id = None
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

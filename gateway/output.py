@@ -43,7 +43,7 @@ class Piece:
 
 class ChoiceOutput:
     """Text of one sequence. reading: how its text is read, None where all of it is content. include_stop: a stop string
-    is shown.
+    is shown. plain: its pieces are text and nothing else, and where a token begins is all one.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class ChoiceOutput:
         self._reader = reading.reader() if reading else None
         self._scanner = StopScanner(stops, include=include_stop)
         self._logprobs = logprobs
-        self._plain = not stops and not logprobs and reading is None  # where a token begins is all one
+        self.plain = not stops and not logprobs and reading is None
         self._pending: deque[ShownToken] = deque()
         self._length = 0  # characters detokenized
         self._released = 0  # characters given out
@@ -71,11 +71,8 @@ class ChoiceOutput:
 
         After a stop string `finish` is STOP whatever the pods say; tokens behind it are dropped.
         """
-        if self._plain and ended is None:
-            self.num_tokens += len(tokens)
-            feed = self._detokenizer.feed
-            one = len(tokens) == 1
-            return Piece(feed(tokens[0].id) if one else "".join([feed(token.id) for token in tokens]), (), tokens)
+        if self.plain and ended is None:
+            return Piece("".join([self.text(token.id) for token in tokens]), (), tokens)
         text: list[str] = []
         taken: list[Token] = []
         for token in tokens:
@@ -101,6 +98,11 @@ class ChoiceOutput:
             return Piece(out, self._show(), tuple(taken), self.finish)
         deltas, self.finish = self._reader.read(out, taken, self.finish)
         return Piece(out, self._show(), tuple(taken), self.finish, deltas)
+
+    def text(self, token_id: int) -> str:
+        """What `add` would show of one more token, which does not end the sequence, where the output is plain."""
+        self.num_tokens += 1
+        return self._detokenizer.feed(token_id)
 
     @property
     def reasoning_tokens(self) -> int:

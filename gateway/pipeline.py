@@ -26,7 +26,7 @@ from common.errors import (
 from common.types import PromptLogprobs, ValidRequest
 from gateway.leg import LATE, Leg
 from gateway.metrics import GatewayMetrics
-from gateway.outlet import Delta, Take
+from gateway.outlet import Delta, Take, TakeId
 from gateway.routing.plan import Plan
 from gateway.routing.router import Router
 from gateway.timeline import Timeline
@@ -88,10 +88,10 @@ class Run:
             self._heard = leg
             return delta
 
-    async def relay(self, take: Take) -> None:
+    async def relay(self, take: Take, take_id: TakeId | None = None) -> None:
         """After a delta: hands over what follows as it comes, see Outlet.relay; `next` goes on where this ends."""
         if self._leg is not None and self._sent:
-            await self._leg.outlet.relay(take)
+            await self._leg.outlet.relay(take, take_id)
 
     @property
     def cached_tokens(self) -> int:

@@ -310,8 +310,7 @@ class Pod:
             loop = asyncio.get_running_loop()
             helpers += [loop.create_task(self._greeted(call)), loop.create_task(_acknowledge(call, consumed))]
             async for batch in call:
-                for delta in batch.deltas:
-                    self._dispatch(delta)
+                self._take(batch)
                 consumed.up_to(batch.number)
         finally:
             call.cancel()
@@ -329,12 +328,13 @@ class Pod:
         self.stream_up = True
         self._on_change()
 
-    def _dispatch(self, delta: decode_pb2.SequenceDelta) -> None:
-        sink = self._sinks.get(delta.request_id)
-        if sink is not None:
-            sink.deliver(delta)
-        elif not delta.finish_reason:
-            self.end_orphan(delta.request_id)
+    def _take(self, batch: decode_pb2.TokenBatch) -> None:
+        for delta in batch.deltas:
+            sink = self._sinks.get(delta.request_id)
+            if sink is not None:
+                sink.deliver(delta)
+            elif not delta.finish_reason:
+                self.end_orphan(delta.request_id)
 
     def end_orphan(self, request_id: str, child: int | None = None) -> None:
         """A request or one child runs for which nobody waits: its abort was lost, or is on its way."""

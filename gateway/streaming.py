@@ -79,8 +79,7 @@ class _Events:
     def of(self, piece: Piece) -> bytes:
         """The events for one piece, b"" when it shows nothing."""
         if self._plain is not None and piece.finish is None:
-            before, after = self._plain
-            return before + orjson.dumps(piece.text) + after if piece.text else b""
+            return self.of_text(piece.text)
         chunks = self._form.chunks(self._index, piece)
         if not self._opened:
             self._opened = True
@@ -90,6 +89,17 @@ class _Events:
             if plain and not self._spec.continuous_usage:
                 self._plain = self._around_text()
         return b"".join([self._event(chunk) for chunk in chunks])
+
+    @property
+    def plain(self) -> bool:
+        """Of a text alone, there is `of_text`."""
+        return self._plain is not None
+
+    def of_text(self, text: str) -> bytes:
+        """The events for a piece that is text and nothing else."""
+        assert self._plain is not None
+        before, after = self._plain
+        return before + orjson.dumps(text) + after if text else b""
 
     def _around_text(self) -> tuple[bytes, bytes]:
         [chunk] = self._form.chunks(self._index, Piece(_MARK, (), ()))
@@ -112,7 +122,7 @@ async def _stream(choices: Sequence[Choice], spec: Spec, form: Format, response:
                 if raw := events[0].of(piece):
                     await response.event(raw)
                 if (write := response.prompt) is not None:
-                    await choice.relay(_onto(write, events[0]))
+                    await choice.relay(*_onto(write, events[0]))
     else:
         async with aclosing(merged(choices)) as pieces:
             async for index, piece in pieces:
@@ -125,8 +135,12 @@ async def _stream(choices: Sequence[Choice], spec: Spec, form: Format, response:
     await response.end()
 
 
-def _onto(write: Callable[[bytes], bool], events: _Events) -> Callable[[Piece], bool]:
-    return lambda piece: write(events.of(piece))
+def _onto(
+    write: Callable[[bytes], bool], events: _Events
+) -> tuple[Callable[[Piece], bool], Callable[[str], bool] | None]:
+    """What Choice.relay takes."""
+    of, of_text = events.of, events.of_text
+    return lambda piece: write(of(piece)), (lambda text: write(of_text(text))) if events.plain else None
 
 
 async def merged(choices: Sequence[Choice]) -> AsyncGenerator[tuple[int, Piece], None]:

@@ -5,7 +5,7 @@ Invariant: `take` gives indices 0, 1, 2, ... without gap or repetition, and the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from common.types import FinishReason, Token
 
@@ -30,16 +30,13 @@ class TokenOrder:
         """The finish reason is known; tokens may still be missing."""
         return self._finish is not None
 
-    def pass_on(self, tokens: Sequence[Token]) -> bool:
-        """Whether these are exactly what `take` would give if they were put now; then they count as put and taken."""
-        if self._ready or self._early or self._end is not None:
+    def pass_on(self, index: int) -> bool:
+        """Whether the token of this index is exactly what `take` would give if it were put now; then it counts as put
+        and taken.
+        """
+        if index != self._next or self._ready or self._early or self._end is not None:
             return False
-        at = self._next
-        for token in tokens:
-            if token.index != at:
-                return False
-            at += 1
-        self._next = at
+        self._next = index + 1
         return True
 
     def put(self, tokens: Iterable[Token]) -> None:

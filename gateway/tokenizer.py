@@ -44,6 +44,26 @@ def byte_of_char() -> dict[str, int]:
     return table
 
 
+class _Texts(dict[int, str | None]):
+    """Each token's own text, "" for a special one; None for one that holds a part of a character.
+
+    Made when it is asked for; asked again, which comes for every token, it costs no call of a function of ours.
+    """
+
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def __missing__(self, token_id: int) -> str | None:
+        text: str | None = ""
+        if token_id not in self._tokenizer.special_ids:
+            try:
+                text = self._tokenizer.piece(token_id).decode()
+            except UnicodeDecodeError:
+                text = None
+        self[token_id] = text
+        return text
+
+
 class TextTokenizer:
     """Tokenizer of one model. eos_ids: the model's own end-of-sequence tokens; byte_level: see detokenizer.py."""
 
@@ -68,7 +88,7 @@ class TextTokenizer:
         # Characters that one token can stand for; a normalizer may shorten a text, some by a lot.
         self.longest_token: int = max(map(len, raw.get_vocab())) * (1 if raw.normalizer is None else 16)
         self._pieces: dict[int, bytes] = {}
-        self._texts: dict[int, str | None] = {}
+        self.texts = _Texts(self)
 
     def _find_eos(self, model_dir: Path) -> tuple[int, ...]:
         for name in ("generation_config.json", "config.json"):
@@ -134,22 +154,6 @@ class TextTokenizer:
         if piece is None:
             piece = self._pieces[token_id] = self._make_piece(token_id)
         return piece
-
-    def text(self, token_id: int) -> str | None:
-        """A token's own text, "" for a special one; None for one that holds a part of a character."""
-        try:
-            return self._texts[token_id]
-        except KeyError:
-            text = self._texts[token_id] = self._make_text(token_id)
-            return text
-
-    def _make_text(self, token_id: int) -> str | None:
-        if token_id in self.special_ids:
-            return ""
-        try:
-            return self.piece(token_id).decode()
-        except UnicodeDecodeError:
-            return None
 
     def _make_piece(self, token_id: int) -> bytes:
         added = self._added.get(token_id)

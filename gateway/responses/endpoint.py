@@ -151,14 +151,14 @@ async def _stream(
     """
     last: list[Piece] = []
 
-    def onto(write: Callable[[bytes], bool]) -> Callable[[Piece], bool]:
+    def onto(write: Callable[[bytes], bool]) -> tuple[Callable[[Piece], bool], Callable[[str], bool]]:
         def take(piece: Piece) -> bool:
             if piece.finish is not None:
                 last.append(piece)
                 return False
             return write(_written(writer, choice, piece))
 
-        return take
+        return take, lambda text: write(writer.text(text, []) if text else b"")
 
     with closing(choice):
         async for piece in choice:
@@ -169,7 +169,7 @@ async def _stream(
                 await response.event(events)
             start = b""
             if (write := response.prompt) is not None:
-                await choice.relay(onto(write))
+                await choice.relay(*onto(write))
     [piece] = last
     assert piece.finish is not None
     return piece.finish, start + _written(writer, choice, piece)

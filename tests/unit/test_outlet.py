@@ -1,0 +1,105 @@
+"""Tokens on their way to whoever relays them: each once, in order, whichever way they come in and go out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.types import FinishReason, Token
+from gateway.outlet import Outlet
+
+
+def bring(outlet: Outlet, index: int) -> bool:
+    """A token as a pod's message brings it: by the short way where that is open. Whether it was."""
+    if outlet.pass_on(index, 100 + index):
+        return True
+    assert outlet.put(0, [Token(index, 100 + index)], None)
+    return False
+
+
+async def relaying(
+    outlet: Outlet, take_id: Callable[[int], bool], take: Callable[[Sequence[Token], FinishReason | None], bool]
+) -> asyncio.Task[None]:
+    """Who relays, and waits for tokens."""
+    task = asyncio.create_task(outlet.relay(take, take_id))
+    await asyncio.sleep(0)
+    return task
+
+
+@given(
+    arrivals=st.lists(st.tuples(st.lists(st.integers(0, 9), min_size=1, max_size=3), st.booleans()), max_size=12),
+    at_once=st.booleans(),
+)
+def test_each_token_once_in_order_by_either_way(arrivals: list[tuple[list[int], bool]], at_once: bool) -> None:
+    """Whoever reads asks, relays, and asks again where the relay ended; it may get a turn between two arrivals."""
+    got: list[int] = []
+    finishes: list[FinishReason] = []
+
+    def take(tokens: Sequence[Token], finish: FinishReason | None) -> bool:
+        got.extend(token.id for token in tokens)
+        if finish is not None:
+            finishes.append(finish)
+        return True
+
+    def take_id(token_id: int) -> bool:
+        got.append(token_id)
+        return True
+
+    async def read(outlet: Outlet) -> None:
+        while not outlet.complete:
+            delta = await outlet.next()
+            take(delta.tokens, delta.finish)
+            if not outlet.complete:
+                await outlet.relay(take, take_id)
+
+    async def run() -> None:
+        outlet = Outlet(1, 100)
+        reader = asyncio.create_task(read(outlet))
+        for indices, pause in [*arrivals, *(([i], not at_once) for i in range(10))]:
+            if len(indices) == 1:
+                bring(outlet, indices[0])
+            else:
+                outlet.put(0, [Token(i, 100 + i) for i in indices], None)
+            for _ in range(3 * pause):
+                await asyncio.sleep(0)
+        outlet.put(0, [], FinishReason.STOP)
+        await reader
+
+    asyncio.run(run())
+    assert got == list(range(100, 110))
+    assert finishes == [FinishReason.STOP]
+
+
+async def test_the_short_way_is_open_while_somebody_relays() -> None:
+    outlet, got = Outlet(1, 100), list[int]()
+    assert not bring(outlet, 0)
+    assert (await outlet.next()).tokens == [Token(0, 100)]
+
+    def until_three(token_id: int) -> bool:
+        got.append(token_id)
+        return len(got) < 3
+
+    task = await relaying(outlet, until_three, lambda tokens, finish: pytest.fail("they come alone"))
+    assert [bring(outlet, i) for i in range(1, 5)] == [True, True, True, False]  # the third was enough
+    await task
+    assert got == [101, 102, 103]
+    assert (await outlet.next()).tokens == [Token(4, 104)]
+    assert not bring(outlet, 5)
+
+
+async def test_a_failure_is_of_who_relays_not_of_who_brings() -> None:
+    outlet = Outlet(1, 100)
+
+    def broken(token_id: int) -> bool:
+        raise ZeroDivisionError
+
+    task = await relaying(outlet, broken, lambda tokens, finish: True)
+    assert bring(outlet, 0)
+    assert not bring(outlet, 1)
+    with pytest.raises(ZeroDivisionError):
+        await task
+    assert (await outlet.next()).tokens == [Token(1, 101)]
