@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.types import FinishReason, Token
+from common.pb import decode_pb2, types_pb2
+from common.types import FinishReason, SamplingParams, Token, ValidRequest
+from gateway.leg import Leg
+from gateway.metrics import GatewayMetrics
 from gateway.outlet import Outlet
+from gateway.timeline import Timeline
 
 
 def bring(outlet: Outlet, index: int) -> bool:
@@ -103,3 +110,42 @@ async def test_a_failure_is_of_who_relays_not_of_who_brings() -> None:
     with pytest.raises(ZeroDivisionError):
         await task
     assert (await outlet.next()).tokens == [Token(1, 101)]
+
+
+async def test_what_comes_with_a_token_counts_while_it_is_relayed() -> None:
+    plan: Any = SimpleNamespace(request=ValidRequest("r", "m", (1, 2, 3), SamplingParams(max_tokens=9)))
+    leg = Leg(
+        plan,
+        attempt=1,
+        avoid=frozenset(),
+        deadline=time.monotonic() + 60,
+        gateway_id="g",
+        metrics=GatewayMetrics(),
+        timeline=Timeline("r", None, "completions"),
+        spawn=asyncio.create_task,
+    )
+    alone: list[int] = []
+    others: list[tuple[list[int], FinishReason | None]] = []
+
+    def take(tokens: Sequence[Token], finish: FinishReason | None) -> bool:
+        others.append(([token.id for token in tokens], finish))
+        return True
+
+    def take_id(token_id: int) -> bool:
+        alone.append(token_id)
+        return True
+
+    task = await relaying(leg.outlet, take_id, take)
+    drafts = decode_pb2.Speculation(proposed=4, accepted=0)
+    more: list[dict[str, Any]] = [{}, {"cached_tokens": 2}, {"speculation": drafts}, {}]
+    for index, fields in enumerate(more):
+        token = types_pb2.Token(index=index, id=100 + index)
+        leg.deliver(decode_pb2.SequenceDelta(request_id="r", tokens=[token], **fields))
+    assert (alone, others) == ([100, 103], [([101], None), ([102], None)])
+    assert (leg.cached_tokens, leg.proposed) == (2, 4)
+    token = types_pb2.Token(index=4, id=104)
+    leg.deliver(decode_pb2.SequenceDelta(request_id="r", tokens=[token], finish_reason=types_pb2.FINISH_REASON_LENGTH))
+    assert others[-1] == ([104], FinishReason.LENGTH)
+    assert leg.outlet.complete
+    await task
+    leg.close()
