@@ -20,6 +20,7 @@ TESTS = {
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("group", TESTS)
 def test_over_tcp(group: str) -> None:
     ours = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
@@ -30,7 +31,7 @@ def test_over_tcp(group: str) -> None:
         cwd=HERE.parent.parent,
         capture_output=True,
         text=True,
-        timeout=290,
+        timeout=580,
         check=False,
     )
     assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
