@@ -220,6 +220,7 @@ async def test_an_abort_during_a_pull_ends_the_request_and_gives_all_back(model_
         await cluster.abort(r.request_id)
         with pytest.raises(BatonError):
             await running
+        cluster.fabric.on_write = lambda *_: WriteFault()
         cluster.clock.ahead_s = 600.0
         await second.settled()
         assert computed(second) == before  # the engine has never heard of it

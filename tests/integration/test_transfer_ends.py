@@ -54,7 +54,7 @@ async def test_sender_aborts(cluster: Cluster, stage: str) -> None:
         await transfer.done()
     if stage == "while writing":
         assert not hold.free
-        prefill.clock.ahead_s = 600.0
+        prefill.let_go()
     if stage != "before open":
         await until(lambda: hold.free)
     decode.node.release(incoming.target.transfer_id)
@@ -84,7 +84,7 @@ async def test_late_write_lands_in_quarantine_only(cluster: Cluster) -> None:
     assert decode.node.stats().quarantined_blocks == 1
     with pytest.raises(TransferFailed):
         await transfer.done()
-    prefill.clock.ahead_s = 600.0
+    prefill.let_go()
     while incoming.hold.left:
         assert not late.free or decode.digest([4]) != before
         await asyncio.sleep(0.01)

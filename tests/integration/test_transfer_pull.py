@@ -170,7 +170,7 @@ async def test_a_move_that_comes_late_finds_its_blocks_still_held(cluster: Clust
         await puller.node.pull(holder(owner), wanted, read=mode == "read")
     assert isinstance(wanted.hold, FakeHold)
     assert not wanted.hold.free
-    mover.clock.ahead_s = 600.0
+    mover.let_go()
     await until(lambda: wanted.hold.free)  # type: ignore[attr-defined]
     assert puller.digest(wanted.blocks) != before
     await at_rest(owner, puller)
@@ -212,7 +212,7 @@ async def test_a_caller_that_goes_away_leaves_nothing_behind(cluster: Cluster, m
         await pulling
     assert isinstance(wanted.hold, FakeHold)
     assert not wanted.hold.free
-    mover.clock.ahead_s = 600.0
+    mover.let_go()
     await until(lambda: wanted.hold.free)  # type: ignore[attr-defined]
     await at_rest(owner, puller)
 
@@ -239,8 +239,7 @@ async def test_a_holder_lends_to_so_many_at_once(cluster: Cluster, mode: str) ->
         asked[i] = replace(one, request_id=f"r{i}", blocks=blocks, hold=FakeHold(list(blocks)))
     pulls = [asyncio.create_task(puller.node.pull(holder(owner), one, read=mode == "read")) for one in asked]
     await until(lambda: sum(pull.done() for pull in pulls) == 4)
-    mover.backend.on_write = mover.backend.on_read = lambda _p, _l, _r: WriteFault()
-    mover.clock.ahead_s = 600.0
+    mover.let_go()
     got = await asyncio.gather(*pulls)
     assert sorted(g.reason for g in got) == ["busy"] * 4 + ["none"] * MAX_LOANS
     for one, g in zip(asked, got, strict=True):

@@ -18,7 +18,7 @@ from common.rpc import RpcServer
 from common.types import KvTarget, Role, TransferId
 from common.wire import layout_to_pb, role_to_pb
 from kv_transfer.backend import Backend
-from kv_transfer.faults import FaultyBackend
+from kv_transfer.faults import FaultyBackend, WriteFault
 from kv_transfer.loopback import LoopbackBackend, LoopbackFabric
 from kv_transfer.memory import MemoryKind, PoolMemory, host_memory
 from kv_transfer.messages import Commit
@@ -94,6 +94,11 @@ class Pod:
             return None
         self.lent.append(FakeHold(blocks))
         return self.lent[-1]
+
+    def let_go(self) -> None:
+        """Whatever `backend` held back is due now, and what is posted from now on goes at once."""
+        self.backend.on_write = self.backend.on_read = lambda _p, _l, _r: WriteFault()
+        self.clock.ahead_s += 3600.0
 
     def fill(self, seed: int) -> None:
         rng = random.Random(seed)
