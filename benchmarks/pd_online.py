@@ -133,7 +133,8 @@ async def parts(client: Client, answers: Sequence[Answer]) -> dict[str, dict[str
             noted |= {"admit": events["admitted"]["t"], "reserve": events["prefill"]["t"] - events["admitted"]["t"]}
         if "handed_off" in events:
             noted["exposed"] = events["handed_off"]["exposed_s"]
-            noted |= {f"exposed_{name}": seconds for name, seconds in events["handed_off"]["parts"].items()}
+            parts = events["handed_off"]["parts"].items()
+            noted |= {f"exposed_{name.removesuffix('_s')}": seconds for name, seconds in parts}
         for name, seconds in noted.items():
             found.setdefault(name, []).append(seconds)
     return {name: spread(seconds) for name, seconds in found.items()}

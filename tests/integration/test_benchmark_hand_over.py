@@ -36,6 +36,10 @@ def test_one_pair(tmp_path: Path) -> None:
     assert all(value >= 0 for value in result["metrics"].values())
     assert {row["transport"] for row in result["idle"]} == {"cma"}
     assert all(row["blocks"] == -(-row["prompt"] // 16) for row in result["idle"])
+    assert [row["notes"] for row in result["ends"]] == [True, False]
+    parts = {"noticed", "posted", "written", "committed", "awaited"}
+    assert all(row["exposed_parts"].keys() == parts for row in (*result["idle"], *result["ends"]))
+    assert all(0 < row["exposed_parts"]["noticed"] < row["exposed"]["max"] for row in result["ends"])
 
 
 def test_online_and_a_later_run_that_adds(tmp_path: Path) -> None:
@@ -44,6 +48,7 @@ def test_online_and_a_later_run_that_adds(tmp_path: Path) -> None:
     assert result["metrics"].keys() == PD
     assert all(row["ttft"]["count"] == row["requests"] for row in result["rows"])
     assert not any(row["failed"] for row in result["rows"])
+    assert all(row["pods_said"].keys() >= {"exposed", "exposed_noticed"} for row in result["rows"])
     later = [row | {"mode": "agg"} for row in result["rows"]]
     assert metrics_of([*earlier(out, later), *later]).keys() == PD | {f"agg_{name}" for name in PD}
     assert [row["name"] for row in earlier(out, result["rows"][1:])] == ["r2"]
