@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -73,7 +74,8 @@ class Child:
 
     async def end(self) -> None:
         if self.process.returncode is None:
-            self.send_signal(signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has ended, and this loop was not told yet
+                self.send_signal(signal.SIGKILL)
         await asyncio.wait_for(self.process.wait(), 60)
 
 
