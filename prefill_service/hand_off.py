@@ -263,6 +263,8 @@ class HandOff:
             return
         self._seconds = time.monotonic() - self._first_push_at if report.blocks else 0.0
         self._count(report, self._seconds)
+        if self.ended_with is None:  # what is told of a drained request need not wait until its events are read
+            self.ended_with = report
         self._inbox.put_nowait(Event(progress=self._progress(self.seq.prompt_len)))
         self._inbox.put_nowait(report)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,12 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from common.errors import BatonError
 from common.trace_context import TraceContext
 from common.tracing import Tracer
 from common.types import Role
+from kv_transfer.messages import TransferReport
+from prefill_service.hand_off import Event, HandOff
 from tests.harness import BLOCK, CHUNK, Cluster, prompt_of, request
 from tests.until import until
 
@@ -58,6 +62,29 @@ async def test_a_prompt_in_chunks_and_its_hand_off(model_dir: Path, monkeypatch:
     assert [push["baton.blocks"] for push in pushes] == [CHUNK // BLOCK, CHUNK // BLOCK, 1]
     (run,) = [dict(span.attributes or {}) for span in spans if span.name == "decode.run"]
     assert (run["baton.output_tokens"], run["baton.finish"]) == (6, "length")
+
+
+async def test_a_hand_off_is_recorded_whole_before_its_end_is_read(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caller takes its time; nothing is left of the request on the pod meanwhile."""
+    recorded, take = asyncio.Event(), HandOff._next
+
+    async def late(hand_off: HandOff) -> Event | TransferReport | BatonError:
+        item = await take(hand_off)
+        if isinstance(item, TransferReport):
+            await asyncio.wait_for(recorded.wait(), 30)
+        return item
+
+    monkeypatch.setattr(HandOff, "_next", late)
+    async with Cluster.start(model_dir) as cluster:
+        memory = trace_all(cluster, monkeypatch)
+        running = asyncio.create_task(cluster.generate(request(prompt_of(CHUNK + 3), max_tokens=4)))
+        await until(lambda: "prefill.request" in {span.name for span in memory.get_finished_spans()})
+        recorded.set()
+        await running
+        (hand_off,) = [span for span in memory.get_finished_spans() if span.name == "transfer.hand_off"]
+    assert dict(hand_off.attributes or {})["baton.blocks"] == -(-(CHUNK + 3) // BLOCK)
 
 
 async def test_a_pod_that_does_both(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
