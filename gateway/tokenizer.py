@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,18 +103,22 @@ class TextTokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a text."""
-        # Of the library's ways only those of batches let other threads run, and so the event loop.
+        ids: list[int] = self.raw.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def encode_aside(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """encode, for a thread: of the library's ways only those of batches let other threads run meanwhile."""
         ids: list[int] = self.raw.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
     async def encode_all(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
         """encode of each, in a thread when it is much."""
 
-        def encode() -> list[list[int]]:
-            return [self.encode(text, add_special_tokens=add_special_tokens) for text in texts]
+        def each(encode: Callable[..., list[int]]) -> list[list[int]]:
+            return [encode(text, add_special_tokens=add_special_tokens) for text in texts]
 
         much = sum(map(len, texts)) + CALL_CHARS * len(texts) > INLINE_CHARS
-        return await asyncio.to_thread(encode) if much else encode()
+        return await asyncio.to_thread(each, self.encode_aside) if much else each(self.encode)
 
     async def encode_async(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """encode, in a thread when the text is long."""

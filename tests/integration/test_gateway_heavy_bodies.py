@@ -306,7 +306,7 @@ async def test_long_texts_to_tokenize_leave_threads_for_prompts(
     inside, most, go = 0, 0, threading.Event()
 
     async with fake_cluster() as c, rig(c, smollm2_dir) as gw:
-        encode = gw.gateway.tokenizer.encode
+        encode = gw.gateway.tokenizer.encode_aside
 
         def slow(text: str, **kwargs: Any) -> list[int]:
             nonlocal inside, most
@@ -318,7 +318,7 @@ async def test_long_texts_to_tokenize_leave_threads_for_prompts(
             inside -= 1
             return [1]
 
-        monkeypatch.setattr(gw.gateway.tokenizer, "encode", slow)
+        monkeypatch.setattr(gw.gateway.tokenizer, "encode_aside", slow)
         long = {"model": MODEL, "prompt": "a" * (LONG_CHARS + 1)}
         waiting = [asyncio.create_task(gw.http.post("/tokenize", json=long)) for _ in range(40)]
         try:
