@@ -46,7 +46,8 @@ def test_a_wheel_in_parts_is_installed_when_its_last_part_has_come(wheel: Path, 
     code = (
         "import toy_thing; from importlib.metadata import version; print(toy_thing.GREETING, version('baton-serving'))"
     )
-    got = subprocess.run([sys.executable, "-S", "-c", code], env={"PYTHONPATH": str(target)}, capture_output=True)
+    alone = {"PYTHONPATH": str(target)}
+    got = subprocess.run([sys.executable, "-S", "-c", code], env=alone, cwd=tmp_path, capture_output=True)
     assert got.stdout.split() == [b"hello", b"0.0.0"]
     assert not (target / "unused_half").exists()
 
