@@ -78,7 +78,7 @@ k8s-check: $(INSTALLED) kubectl ## Renders k8s/, checks it against schemas and t
 # Hosts are network namespaces within a network, mount and process namespace: all of it ends with pytest.
 e2e-netns: $(INSTALLED) kubectl ## Overlay cpu-dev over several hosts of this machine: network namespaces, policies, rolling restarts (root).
 	@[ "$$(id -u)" = 0 ] || { echo 'make e2e-netns makes network namespaces: it needs root' >&2; exit 1; }
-	@command -v ip nft > /dev/null || apt-get install -qq -y iproute2 nftables
+	@{ command -v ip && command -v nft; } > /dev/null || apt-get install -qq -y iproute2 nftables
 	NETNS_E2E=1 unshare --net --mount --pid --fork --kill-child --mount-proc .venv/bin/pytest tests/netns -n 0 --timeout 600 -s $(ARGS)
 
 image-env-test: $(INSTALLED) ## Builds each image's Python environment by the Dockerfile's commands and starts from it.
