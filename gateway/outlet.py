@@ -65,7 +65,8 @@ class Outlet:
         if take is not None and (delta := self._ready(child)) is not None:
             self._hand_on(take, delta.tokens, delta.finish)
             return True
-        self._news.append(child)
+        if child not in self._news:  # one that stayed behind would keep the reader from relaying
+            self._news.append(child)
         self._wake()
         return order.pending <= self._max_pending
 

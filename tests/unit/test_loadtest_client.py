@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import struct
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -23,6 +25,7 @@ from loadtest.record import Record
 from loadtest.rest_client import RestClient
 from loadtest.runner import Runner
 from loadtest.sse import SseParser
+from loadtest.stamped_reader import SO_TIMESTAMPNS
 
 # -- server-sent events
 
@@ -346,8 +349,26 @@ async def test_the_model_is_the_one_that_is_served() -> None:
             await client.model()
 
 
+@pytest.fixture
+def kernel_stamps() -> Iterator[None]:
+    """The kernel begins to stamp what arrives some time after the first socket asked for it, and while one does."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as own:
+        own.bind(("127.0.0.1", 0))
+        own.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            own.sendto(b"x", own.getsockname())
+            time.sleep(0.1)
+            read_at = time.time()
+            _, [(_, _, stamp)], _, _ = own.recvmsg(1, 64)
+            seconds, nanoseconds = struct.unpack("@ll", stamp)
+            if seconds + nanoseconds * 1e-9 < read_at:
+                break
+        yield
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's stamps are Linux's")
-async def test_bytes_have_the_time_at_which_they_came_not_that_of_reading_them() -> None:
+async def test_bytes_have_the_time_at_which_they_came_not_that_of_reading_them(kernel_stamps: None) -> None:
     sent = 0.0
 
     async def script(_body: bytes, writer: asyncio.StreamWriter) -> None:

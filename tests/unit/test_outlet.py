@@ -149,3 +149,20 @@ async def test_what_comes_with_a_token_counts_while_it_is_relayed() -> None:
     assert leg.outlet.complete
     await task
     leg.close()
+
+
+async def test_a_reader_that_came_late_relays_all_the_same() -> None:
+    """What came before it asked is one delta, and nothing stays behind that would end its relay at once."""
+    outlet, got = Outlet(1, 100), list[int]()
+    for index in range(3):
+        assert not bring(outlet, index)
+    assert [token.index for token in (await outlet.next()).tokens] == [0, 1, 2]
+
+    def take_id(token_id: int) -> bool:
+        got.append(token_id)
+        return True
+
+    task = await relaying(outlet, take_id, lambda _tokens, _finish: True)
+    assert bring(outlet, 3)
+    assert got == [103]
+    task.cancel()
