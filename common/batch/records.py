@@ -11,7 +11,6 @@ import codecs
 import fcntl
 import os
 import secrets
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from typing import Any, Self
 
 import orjson
 
+from common.atomic_file import replace_file
 from common.errors import ConfigError
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
@@ -215,20 +215,7 @@ class Answers:
                 self.done[custom_id] = status != ANSWERED
                 kept.append(line)
         if torn or len(kept) < len(lines):
-            self._replace(b"".join(line + b"\n" for line in kept))
-
-    def _replace(self, content: bytes) -> None:
-        handle, name = tempfile.mkstemp(dir=self._path.parent, prefix=f".{self._path.name}.")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                os.fchmod(file.fileno(), self._path.stat().st_mode & 0o777)
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            Path(name).replace(self._path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+            replace_file(self._path, b"".join(line + b"\n" for line in kept), self._path.stat().st_mode & 0o777)
 
 
 def _of_answer(line: bytes, where: str) -> tuple[str, int]:

@@ -9,14 +9,13 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import os
 import re
-import tempfile
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from common.atomic_file import replace_file
 from common.errors import ConfigError, Unavailable
 from common.index_store import FAILURES, Client, connect
 from gateway.admission.keys import ApiKey
@@ -94,17 +93,7 @@ class KeyFile:
 
     def _replace(self, text: str) -> None:
         mode = self.path.stat().st_mode & 0o777 if self.path.exists() else 0o600
-        handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                os.fchmod(file.fileno(), mode)
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            Path(name).replace(self.path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+        replace_file(self.path, text.encode(), mode)
 
 
 class KeyHash:
