@@ -9,8 +9,8 @@ Milliseconds; metrics of `agg` have that prefix.
 - NAME_ttft_p50, p99: from when a request was due until its first token was there.
 - NAME_ttft_..._over_fcfs: that, less the same percentile of a replay in which the same arrivals are computed one after
   another, first come first served, each in the idle prefill time (of two servers with `agg`). The idle prefill time is
-  the pod's own: from the first chunk's start until the token was on the host, median of some requests before the run
-  that follow each other.
+  the pod's own: from the first chunk's start until the token was on the host, median of requests before the run that
+  follow each other, on a card that others have warmed up (its clock falls with the power that prompts draw).
 - NAME_gap12: from token 1, which prefill sends, to token 2, decode's first. NAME_itl: between all later tokens; rows
   have it with gap12 too.
 
@@ -41,7 +41,7 @@ from benchmarks import report
 from benchmarks.pd_stack import FLAGS, Answer, Client, flags_of, ms, percentile, prompts, running, spread, transport_of
 
 SEED = 7
-IDLE_REQUESTS = 8
+IDLE_WARM_UP, IDLE_REQUESTS = 8, 16
 SETTLE_S = 1.0
 TIMELINES = 128  # of the latest requests; the gateway keeps 256
 TAIL_S, SHORTEST_S = 15.0, 5.0  # a load's last answers and the end of the pods; no load is shorter
@@ -105,12 +105,13 @@ async def idle(client: Client, shape: str, load: Load) -> dict[str, Any]:
     """Requests of this length one after another while nothing else runs; the first ones warm up and do not count."""
     answers = [
         await client.ask(prompt, 4)
-        for prompt in prompts(shape, IDLE_REQUESTS + 2, load.prompt, seed=f"{SEED}-{load.name}-idle")
+        for prompt in prompts(shape, IDLE_WARM_UP + IDLE_REQUESTS, load.prompt, seed=f"{SEED}-{load.name}-idle")
     ]
-    found = await parts(client, answers[2:])
+    counted = answers[IDLE_WARM_UP:]
+    found = await parts(client, counted)
     return {
-        "ttft": spread([a.ttft_s for a in answers[2:]]),
-        "gap12": spread([a.gap12_s for a in answers[2:]]),
+        "ttft": spread([a.ttft_s for a in counted]),
+        "gap12": spread([a.gap12_s for a in counted]),
         "compute_s": found["compute"]["p50"] / 1e3 if "compute" in found else None,
     }
 
