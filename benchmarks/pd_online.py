@@ -43,7 +43,8 @@ from benchmarks.pd_stack import FLAGS, Answer, Client, flags_of, ms, percentile,
 SEED = 7
 IDLE_WARM_UP, IDLE_REQUESTS = 8, 16
 SETTLE_S = 1.0
-TIMELINES = 128  # of the latest requests; the gateway keeps 256
+QUEUED_S = 0.01  # a request that waited longer at the prefill pod found others there
+TIMELINES = 250  # of the latest requests; the gateway keeps 256
 TAIL_S, SHORTEST_S = 15.0, 5.0  # a load's last answers and the end of the pods; no load is shorter
 
 
@@ -117,9 +118,10 @@ async def idle(client: Client, shape: str, load: Load) -> dict[str, Any]:
 
 
 async def parts(client: Client, answers: Sequence[Answer]) -> dict[str, dict[str, float]]:
-    """What gateway and pods noted of the last of these requests. queue and compute: at the prefill pod; exposed: of the
-    hand-off, and its parts. And what else the time to the first token was: admit, at the gateway; reserve, routing and
-    the decode pod; call, to the prefill pod and back; client, from when it was due to the gateway and back.
+    """What gateway and pods noted of the last of these requests. queue and compute: at the prefill pod; compute_queued:
+    of those that waited for others there; exposed: of the hand-off, and its parts. And what else the time to the first
+    token was: admit, at the gateway; reserve, routing and the decode pod; call, to the prefill pod and back; client,
+    from when it was due to the gateway and back.
     """
     found: dict[str, list[float]] = {}
     await asyncio.sleep(0.1)  # a hand-off's report may come after the last token
@@ -130,6 +132,8 @@ async def parts(client: Client, answers: Sequence[Answer]) -> dict[str, dict[str
         if "queue_s" in first:
             inside_s = first["queue_s"] + first["compute_s"]
             noted |= {"queue": first["queue_s"], "compute": first["compute_s"]}
+            if first["queue_s"] > QUEUED_S:
+                noted["compute_queued"] = first["compute_s"]
             noted |= {"call": first["t"] - events["prefill"]["t"] - inside_s, "client": answer.ttft_s - first["t"]}
             noted |= {"admit": events["admitted"]["t"], "reserve": events["prefill"]["t"] - events["admitted"]["t"]}
         if "handed_off" in events:
