@@ -41,7 +41,7 @@ class Collectives:
         self._group: Any
         limit = timedelta(seconds=TIMEOUT_S)
         if device.type == "cuda":
-            torch.cuda.set_device(device)
+            torch.cuda.set_device(device.index or 0)  # "cuda" alone is the first one here
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = limit
             self._group = dist.ProcessGroupNCCL(store, rank, size, options)
