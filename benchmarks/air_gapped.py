@@ -2,8 +2,8 @@
 
 Such a machine has Python, torch, triton and transformers, and gets a copy of this tree with one folder of wheels:
 
-    python benchmarks/air_gapped.py pack .whl/engine --for engine            # tests/kernels, engine.py, speculation.py
-    python benchmarks/air_gapped.py pack .whl/serving --for serving          # and whole pods: handoff.py, pd_online.py
+    python benchmarks/air_gapped.py pack .whl/engine --for engine      # most of tests/kernels, engine.py, kernels.py
+    python benchmarks/air_gapped.py pack .whl/serving --for serving    # whole pods and ranks, too: handoff.py
     python benchmarks/air_gapped.py pack .whl/model --for model --part-mib 48  # SmolLM2, in files of at most 48 MiB
 
 and there, before anything else runs (prints what to export):

@@ -11,6 +11,8 @@ Milliseconds; metrics of `agg` have that prefix.
   another, first come first served, each in the idle prefill time (of two servers with `agg`). The idle prefill time is
   the pod's own: from the first chunk's start until the token was on the host, median of requests before the run that
   follow each other, on a card that others have warmed up (its clock falls with the power that prompts draw).
+- NAME_ttft_..._over_computed, in rows: the same where each takes the time that it took the pod, idle or not, as far as
+  the gateway keeps that (the latest requests): what is not the card's pace.
 - NAME_gap12: from token 1, which prefill sends, to token 2, decode's first. NAME_itl: between all later tokens; rows
   have it with gap12 too.
 
@@ -91,11 +93,11 @@ SHOWN = {
 }
 
 
-def replay(arrivals: Sequence[float], service_s: float, servers: int) -> list[float]:
-    """TTFT of each arrival when the servers take them first come first served."""
+def replay(arrivals: Sequence[float], services_s: Sequence[float], servers: int) -> list[float]:
+    """TTFT of each arrival, which takes so long, when the servers take them first come first served."""
     free = [0.0] * servers
     found = []
-    for at in arrivals:
+    for at, service_s in zip(arrivals, services_s, strict=True):
         soonest = min(range(servers), key=free.__getitem__)
         free[soonest] = max(free[soonest], at) + service_s
         found.append(free[soonest] - at)
@@ -109,7 +111,7 @@ async def idle(client: Client, shape: str, load: Load) -> dict[str, Any]:
         for prompt in prompts(shape, IDLE_WARM_UP + IDLE_REQUESTS, load.prompt, seed=f"{SEED}-{load.name}-idle")
     ]
     counted = answers[IDLE_WARM_UP:]
-    found = await parts(client, counted)
+    found = parts(counted, await timelines(client, counted))
     return {
         "ttft": spread([a.ttft_s for a in counted]),
         "gap12": spread([a.gap12_s for a in counted]),
@@ -117,16 +119,24 @@ async def idle(client: Client, shape: str, load: Load) -> dict[str, Any]:
     }
 
 
-async def parts(client: Client, answers: Sequence[Answer]) -> dict[str, dict[str, float]]:
-    """What gateway and pods noted of the last of these requests. queue and compute: at the prefill pod; compute_queued:
-    of those that waited for others there; exposed: of the hand-off, and its parts. And what else the time to the first
-    token was: admit, at the gateway; reserve, routing and the decode pod; call, to the prefill pod and back; client,
-    from when it was due to the gateway and back.
+Timeline = dict[str, dict[str, Any]]
+
+
+async def timelines(client: Client, answers: Sequence[Answer]) -> list[Timeline]:
+    """What the gateway noted of these requests; {} of those that it keeps no more."""
+    await asyncio.sleep(0.1)  # a hand-off's report may come after the last token
+    late = max(0, len(answers) - TIMELINES)
+    return [{}] * late + [await client.timeline(answer) for answer in answers[late:]]
+
+
+def parts(answers: Sequence[Answer], told: Sequence[Timeline]) -> dict[str, dict[str, float]]:
+    """What gateway and pods noted. queue and compute: at the prefill pod; compute_queued: of those that waited for
+    others there; exposed: of the hand-off, and its parts. And what else the time to the first token was: admit, at the
+    gateway; reserve, routing and the decode pod; call, to the prefill pod and back; client, from when it was due to the
+    gateway and back.
     """
     found: dict[str, list[float]] = {}
-    await asyncio.sleep(0.1)  # a hand-off's report may come after the last token
-    for answer in answers[-TIMELINES:]:
-        events = await client.timeline(answer)
+    for answer, events in zip(answers, told, strict=True):
         noted: dict[str, float] = {}
         first = events.get("first_token", {})
         if "queue_s" in first:
@@ -138,17 +148,11 @@ async def parts(client: Client, answers: Sequence[Answer]) -> dict[str, dict[str
             noted |= {"admit": events["admitted"]["t"], "reserve": events["prefill"]["t"] - events["admitted"]["t"]}
         if "handed_off" in events:
             noted["exposed"] = events["handed_off"]["exposed_s"]
-            parts = events["handed_off"]["parts"].items()
-            noted |= {f"exposed_{name.removesuffix('_s')}": seconds for name, seconds in parts}
+            pieces = events["handed_off"]["parts"].items()
+            noted |= {f"exposed_{name.removesuffix('_s')}": seconds for name, seconds in pieces}
         for name, seconds in noted.items():
             found.setdefault(name, []).append(seconds)
     return {name: spread(seconds) for name, seconds in found.items()}
-
-
-async def retried(client: Client, answers: Sequence[Answer]) -> int:
-    """How many of the last of these requests took more than one attempt."""
-    found = [await client.timeline(answer) for answer in answers[-TIMELINES:]]
-    return sum("retry" in events for events in found)
 
 
 async def play(client: Client, shape: str, load: Load) -> tuple[list[float], list[Answer], list[str]]:
@@ -171,10 +175,17 @@ async def play(client: Client, shape: str, load: Load) -> tuple[list[float], lis
 
 
 def row(
-    load: Load, arrivals: Sequence[float], answers: Sequence[Answer], service_s: float, servers: int
+    load: Load,
+    arrivals: Sequence[float],
+    answers: Sequence[Answer],
+    told: Sequence[Timeline],
+    service_s: float,
+    servers: int,
 ) -> dict[str, Any]:
+    """service_s: the idle prefill time."""
     ttft = [a.ttft_s for a in answers]
-    fcfs = replay(arrivals, service_s, servers)
+    took = [events.get("first_token", {}).get("compute_s", service_s) for events in told]
+    fcfs, computed = replay(arrivals, [service_s] * len(answers), servers), replay(arrivals, took, servers)
     gap12 = [a.gap12_s for a in answers]
     itl = [gap for a in answers for gap in a.gaps_s]
     found: dict[str, Any] = {
@@ -191,7 +202,8 @@ def row(
         "sent_late_ms_max": ms(max(a.sent_late_s for a in answers)),
     }
     for name, share in (("p50", 0.5), ("p99", 0.99)):
-        found[f"ttft_{name}_over_fcfs"] = round(ms(percentile(ttft, share)) - ms(percentile(fcfs, share)), 3)
+        for against, times in (("fcfs", fcfs), ("computed", computed)):
+            found[f"ttft_{name}_over_{against}"] = round(ms(percentile(ttft, share)) - ms(percentile(times, share)), 3)
     return found
 
 
@@ -232,13 +244,14 @@ async def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
                 arrivals, answers, failed = await play(client, args.shape, played)
                 for failure in failed[:5]:
                     print(failure, flush=True)
-                rows.append({"mode": mode, **row(played, arrivals, answers, service_s, 2 if aggregated else 1)})
+                told = await timelines(client, answers)
+                rows.append({"mode": mode, **row(played, arrivals, answers, told, service_s, 2 if aggregated else 1)})
                 rows[-1] |= {"failed": len(failed), "idle_ttft": quiet["ttft"], "idle_gap12": quiet["gap12"]}
                 rows[-1] |= {
                     "connections": connections,
                     "commit": report.commit(),
-                    "pods_said": await parts(client, answers),
-                    "retried": await retried(client, answers),
+                    "pods_said": parts(answers, told),
+                    "retried": sum("retry" in events for events in told),
                 }
                 print(json.dumps(rows[-1]), flush=True)
                 write(args, rows)

@@ -49,11 +49,13 @@ def test_online_and_a_later_run_that_adds(tmp_path: Path) -> None:
     assert all(row["ttft"]["count"] == row["requests"] for row in result["rows"])
     assert not any(row["failed"] for row in result["rows"])
     assert all(row["pods_said"].keys() >= {"exposed", "exposed_noticed"} for row in result["rows"])
+    assert all("ttft_p99_over_computed" in row for row in result["rows"])
     later = [row | {"mode": "agg"} for row in result["rows"]]
     assert metrics_of([*earlier(out, later), *later]).keys() == PD | {f"agg_{name}" for name in PD}
     assert [row["name"] for row in earlier(out, result["rows"][1:])] == ["r2"]
 
 
 def test_first_come_first_served() -> None:
-    assert replay([0.0, 1.0, 1.5], 2.0, servers=1) == [2.0, 3.0, 4.5]
-    assert replay([0.0, 1.0, 1.5], 2.0, servers=2) == [2.0, 2.0, 2.5]
+    assert replay([0.0, 1.0, 1.5], [2.0] * 3, servers=1) == [2.0, 3.0, 4.5]
+    assert replay([0.0, 1.0, 1.5], [2.0] * 3, servers=2) == [2.0, 2.0, 2.5]
+    assert replay([0.0, 1.0, 1.5], [2.0, 0.5, 1.0], servers=1) == [2.0, 1.5, 2.0]
