@@ -1,0 +1,31 @@
+"""Notifications: what one transfer thread tells another, and what it does with bytes that are none."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.types import FinishReason, TransferId
+from kv_transfer.messages import Commit
+from kv_transfer.notification import CommitNote, Committed, Message, RangeWritten, parse
+
+ID = TransferId(5, 1)
+LAST = TransferId(2**63, 2**64 - 1)
+TOLD: list[Message] = [
+    RangeWritten(LAST, 0, 17),
+    CommitNote(LAST, Commit((2**32 - 1, 0, 7), (None, FinishReason.LENGTH, FinishReason.STOP))),
+    CommitNote(ID, Commit((), ())),
+    Committed(LAST, 1234),
+]
+
+
+@pytest.mark.parametrize("message", TOLD)
+def test_notification_round_trip(message: Message) -> None:
+    packed = message.pack()
+    assert parse(packed) == message
+    for damaged in (packed + b"x", packed[:-1], packed[:4], b"", b"XXXX" + packed[4:], packed + bytes(5)):
+        assert parse(damaged) is None
+
+
+def test_notifications_that_say_too_much_or_nothing() -> None:
+    assert parse(RangeWritten(ID, 0, 0).pack()) is None
+    assert parse(Committed(ID, 2**40).pack()) == Committed(ID, 2**32 - 1)
