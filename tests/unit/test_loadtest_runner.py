@@ -1,0 +1,159 @@
+"""Load tests: who sends what when, over a client without a server."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from loadtest.client import Draft
+from loadtest.config import LoadConfig
+from loadtest.prompts import Answer
+from loadtest.record import Record
+from loadtest.runner import Runner
+
+
+class Stage:
+    """A client without a server: each request takes `seconds`, and ends when `together` requests have run at once."""
+
+    def __init__(
+        self, seconds: float = 0.02, *, together: int = 0, fails: Callable[[Record], bool] = lambda _: False
+    ) -> None:
+        self.seconds = seconds
+        self.together = together
+        self.drafts: list[Draft] = []
+        self.records: list[Record] = []
+        self.running = 0
+        self.most = 0
+        self.cancelled = 0
+        self._fails = fails
+
+    async def model(self) -> str:
+        return "stage"
+
+    async def build(self, draft: Draft) -> Draft:
+        return draft
+
+    async def send(self, request: Draft, record: Record) -> None:
+        record.sent_s = time.perf_counter()
+        self.drafts.append(request)
+        self.records.append(record)
+        self.running += 1
+        self.most = max(self.most, self.running)
+        try:
+            await asyncio.sleep(self.seconds)
+            while self.most < self.together:
+                await asyncio.sleep(0.01)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        finally:
+            self.running -= 1
+        record.ended_s = time.perf_counter()
+        if self._fails(record):
+            record.fail("http 500", "no", record.ended_s)
+        else:
+            record.answer = Answer(f"answer to {record.request_id}")
+
+    async def close(self) -> None:
+        pass
+
+
+async def ran(stage: Stage, **flags: Any) -> Any:
+    return await asyncio.wait_for(Runner(LoadConfig.of(flags), stage).go(), 60)
+
+
+async def test_an_open_loop_does_not_wait_for_answers() -> None:
+    stage = Stage(together=30)
+    run = await ran(stage, rate="100", arrivals="constant", requests="30")
+    assert (stage.most, len(run.records), run.sent, run.done, run.running) == (30, 30, 30, 30, 0)
+    intended = [r.intended_s - run.began for r in sorted(run.records, key=lambda r: r.session)]
+    assert intended == pytest.approx([i / 100 for i in range(30)])
+    assert all(r.lag_s >= 0 for r in run.records)
+
+
+async def test_what_is_held_back_counts_from_when_it_was_due() -> None:
+    stage = Stage(seconds=0.1)
+    run = await ran(stage, rate="1000", arrivals="constant", requests="12", max_concurrency="3")
+    assert stage.most == 3
+    assert max(r.lag_s for r in run.records) >= 0.25
+
+
+async def test_users_wait_for_their_answers_and_think() -> None:
+    stage = Stage()
+    run = await ran(stage, users="4", requests="20")
+    assert (stage.most, len(run.records)) == (4, 20)
+    assert len({d.request_id for d in stage.drafts}) == 20
+    thoughtful = await ran(Stage(), users="2", requests="6", think_s="0.2")
+    assert thoughtful.ended - thoughtful.began > 0.1
+
+
+async def test_a_run_ends_with_its_time() -> None:
+    run = await ran(Stage(seconds=0.05), users="3", duration_s="0.5")
+    assert 3 <= len(run.records) <= 33
+    assert max(r.sent_s for r in run.records) - run.began < 0.5 + 10
+    assert all(r.intended_s - run.began < 0.5 for r in run.records)
+
+
+async def test_a_refused_user_pauses() -> None:
+    run = await ran(Stage(seconds=0.0, fails=lambda _: True), users="1", duration_s="0.8")
+    assert 1 <= run.failed <= 2
+
+
+async def test_conversations_carry_the_answers_on_and_stop_at_an_error() -> None:
+    stage = Stage()
+    run = await ran(stage, rate="200", requests="9", turns="3")
+    by_session: dict[int, list[tuple[Record, Draft]]] = {}
+    for record, built in zip(stage.records, stage.drafts, strict=True):
+        by_session.setdefault(record.session, []).append((record, built))
+    assert len(run.records) == 9
+    for turns in by_session.values():
+        for number, (record, built) in enumerate(turns):
+            assert record.turn == number
+            assert sorted(built.answers) == list(range(number))
+            assert built.affinity == turns[0][1].affinity
+        if len(turns) > 1:
+            assert turns[1][1].answers[0] == Answer(f"answer to {turns[0][0].request_id}")
+    broken = await ran(Stage(fails=lambda r: r.turn == 1), users="1", requests="6", turns="4")
+    assert [r.turn for r in broken.records] == [0, 1, 0, 1, 0, 1]
+    assert broken.skipped == 6
+
+
+async def test_warm_up_is_not_counted_and_asks_for_something_else() -> None:
+    stage = Stage()
+    run = await ran(stage, rate="100", requests="5", warmup="7")
+    assert (len(stage.records), len(run.records)) == (12, 5)
+    seeds = [{p.seed for m in d.turn.messages for p in m.pieces} for d in stage.drafts]
+    assert not set.union(*seeds[:7]) & set.union(*seeds[7:])
+
+
+async def test_a_share_of_clients_leaves_the_same_ones_each_time() -> None:
+    def leaving(stage: Stage) -> dict[int, int]:
+        return {r.session: r.leave_after for r in stage.records if r.leave_after is not None}
+
+    first, second = Stage(), Stage()
+    for stage in (first, second):
+        await ran(stage, rate="2000", requests="200", abort_share="0.3", output_tokens="9")
+    assert leaving(first) == leaving(second)
+    assert 35 <= len(leaving(first)) <= 85
+    assert set(leaving(first).values()) <= set(range(9))
+
+
+async def test_sessions_take_the_keys_in_turn() -> None:
+    stage = Stage()
+    await ran(stage, rate="500", requests="6", api_key=["a", "b", "c"])
+    assert sorted(d.key for d in stage.drafts) == ["a", "a", "b", "b", "c", "c"]
+
+
+async def test_a_stopped_run_tells_what_was_done() -> None:
+    stage = Stage(seconds=30.0)
+    runner = Runner(LoadConfig.of({"users": "3", "duration_s": "60"}), stage)
+    going = asyncio.create_task(runner.go())
+    while stage.running < 3:
+        await asyncio.sleep(0.01)
+    runner.stop()
+    run = await asyncio.wait_for(going, 20)
+    assert (run.stopped, run.unfinished, len(run.records), stage.cancelled) == (True, 3, 0, 3)
