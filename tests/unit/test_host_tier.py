@@ -15,7 +15,7 @@ from common.types import FinishReason, SamplingParams
 from engine.block_pool import BlockPool, Lease
 from engine.step_result import StepResult
 from tests.fake_copier import FakeCopier
-from tests.unit.test_overlap import World, answer
+from tests.late_device import World, answer
 
 Path = tuple[int, ...]
 

@@ -1,0 +1,209 @@
+"""Leases that fork: children share a prompt's blocks, and copy its last one before they write there; at random too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import count
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from common.errors import InternalError
+from engine.block_pool import BlockPool, Lease, StepFence
+from engine.lease import BlockCopy
+
+SIZE = 4
+
+
+def chain(blocks: int) -> list[bytes]:
+    return [bytes([i]).ljust(16, b"\0") for i in range(blocks)]
+
+
+def leased(pool: BlockPool, blocks: int) -> Lease:
+    lease = pool.lease([], blocks)
+    assert lease is not None
+    return lease
+
+
+def test_all_but_the_last_user_copy_the_last_block() -> None:
+    pool = BlockPool(12, SIZE)
+    first = leased(pool, 3)
+    first.publish(chain(2))
+    second, third = first.fork(3), first.fork(3)
+    assert first.blocks == second.blocks == third.blocks
+    assert (second.published, second.borrowed, pool.available()) == (2, 2, 9)
+    shared = first.blocks[2]
+    copies = [lease.own() for lease in (second, first)]
+    assert [copy.source for copy in copies if copy] == [shared, shared]
+    assert len({shared, second.blocks[2], first.blocks[2]}) == 3
+    assert third.own() == BlockCopy(shared, shared), "its copies are taken before anything is written"
+    third.finish("done")
+    pool.check()
+    assert pool.available() == 7, "the step that copies from it is still to come"
+    pool.begin_step().end()
+    assert pool.available() == 8
+    for lease in (first, second):
+        lease.finish("done")
+    pool.check()
+    assert (pool.counts().leased, pool.counts().cached) == (0, 2)
+
+
+def test_a_spare_block_is_what_the_copy_takes() -> None:
+    pool = BlockPool(5, SIZE)
+    first = leased(pool, 5)
+    first.publish(chain(1))
+    second = first.fork(2, spare=1)
+    assert (len(first.blocks), len(second.blocks), pool.available()) == (4, 3, 0)
+    spare = second.blocks[2]
+    assert second.own() == BlockCopy(first.blocks[1], spare)
+    assert second.blocks == [first.blocks[0], spare]
+    assert first.own() == BlockCopy(first.blocks[1], first.blocks[1])
+    with pytest.raises(InternalError):
+        first.fork(4, spare=1)
+
+
+def test_own_waits_for_a_block_and_a_reader_keeps_the_bytes() -> None:
+    pool = BlockPool(2, SIZE)
+    first = leased(pool, 1)
+    second = first.fork(1)
+    other = leased(pool, 1)
+    assert second.own() is None
+    assert second.borrowed == 0
+    reader = first.reader(0, 1)
+    first.finish("done")
+    assert second.own() is None, "somebody else still reads it"
+    other.finish("done")
+    copy = second.own()
+    assert copy is not None
+    assert copy.target != copy.source
+    reader.release()
+    second.finish("done")
+    pool.begin_step().end()
+    pool.check()
+    assert pool.counts().free == 2
+
+
+def test_a_shared_block_is_hashed_once() -> None:
+    stored: list[bytes] = []
+    pool = BlockPool(6, SIZE, on_stored=stored.extend)
+    first = leased(pool, 2)
+    second = first.fork(2)
+    second.publish(chain(2))
+    first.publish(chain(2))
+    assert stored == chain(2)
+    assert (first.swaps, first.blocks) == (0, second.blocks)
+    first.finish("done")
+    second.finish("done")
+    pool.check()
+    assert (pool.counts().cached, pool.counts().free) == (2, 4)
+
+
+@dataclass(eq=False)
+class Child:
+    """A lease and its tokens, each of which is another one but for those that a fork shares."""
+
+    lease: Lease
+    tokens: list[int]
+
+    def hashes(self) -> list[bytes]:
+        ends = range(SIZE, len(self.tokens) + 1, SIZE)
+        return [blake2b(repr(self.tokens[:end]).encode(), digest_size=16).digest() for end in ends]
+
+
+class Forks(RuleBasedStateMachine):
+    """Leases that fork, write, publish and finish, with steps in flight; a write belongs to one lease alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool(10, SIZE)
+        self.children: list[Child] = []
+        self.fences: list[StepFence] = []
+        self.fresh = count()
+        self.copying: set[int] = set()  # blocks that a step which was not launched yet copies from
+
+    def pick(self, data: st.DataObject) -> Child:
+        return data.draw(st.sampled_from(self.children))
+
+    @rule(tokens=st.integers(1, 10))
+    def prompt(self, tokens: int) -> None:
+        blocks = -(-tokens // SIZE)
+        lease = self.pool.lease([], blocks)
+        if lease is not None:
+            child = Child(lease, [next(self.fresh) for _ in range(tokens)])
+            lease.publish(child.hashes())
+            self.children.append(child)
+
+    @precondition(lambda self: self.children)
+    @rule(data=st.data(), spare=st.integers(0, 1))
+    def fork(self, data: st.DataObject, spare: int) -> None:
+        parent = self.pick(data)
+        shared = -(-len(parent.tokens) // SIZE)
+        if len(parent.lease.blocks) - spare < shared:
+            return
+        self.children.append(Child(parent.lease.fork(shared, spare=spare), list(parent.tokens)))
+
+    @precondition(lambda self: self.children)
+    @rule(data=st.data())
+    def write(self, data: st.DataObject) -> None:
+        """One token more, as the scheduler has it written."""
+        child = self.pick(data)
+        lease, place = child.lease, len(child.tokens) // SIZE
+        if lease.borrowed == place:
+            copy = lease.own()
+            if copy is None:
+                assert self.pool.available() == 0
+                return
+            if copy.source != copy.target:
+                assert copy.target not in self.copying, "it is copied from in the same step"
+                self.copying.add(copy.source)
+        if place == len(lease.blocks) and not lease.grow():
+            return
+        block = lease.blocks[place]
+        assert block not in {b for c in self.children if c is not child for b in c.lease.blocks}, "two write one block"
+        assert place >= lease.published
+        child.tokens.append(next(self.fresh))
+
+    @precondition(lambda self: self.children)
+    @rule(data=st.data())
+    def publish(self, data: st.DataObject) -> None:
+        child = self.pick(data)
+        child.lease.publish(child.hashes())
+
+    @precondition(lambda self: self.children)
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        child = self.pick(data)
+        self.children.remove(child)
+        child.lease.finish("done")
+
+    @precondition(lambda self: len(self.fences) < 2)
+    @rule()
+    def launch(self) -> None:
+        self.fences.append(self.pool.begin_step())
+        self.copying.clear()
+
+    @precondition(lambda self: self.fences)
+    @rule()
+    def land(self) -> None:
+        self.fences.pop(0).end()
+
+    @invariant()
+    def adds_up(self) -> None:
+        self.pool.check()
+
+    def teardown(self) -> None:
+        for child in self.children:
+            child.lease.finish("over")
+        self.pool.begin_step().end()
+        for fence in self.fences:
+            fence.end()
+        self.pool.check()
+        counts = self.pool.counts()
+        assert (counts.leased, counts.quarantined) == (0, 0)
+
+
+Forks.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestForks = Forks.TestCase
