@@ -137,12 +137,9 @@ class DecodeStep:
         packed[:live, 1] = starts
         packed[:live, 2] = ends - num_new
         packed[:live, 3] = num_new
-        if query == 1:
-            packed[:live, HEADER] = [_token(item.seq.tokens, item.start) for item in items]
-        else:
-            for row, item in enumerate(items):
-                tokens = (_token(item.seq.tokens, item.start), *item.drafts)
-                packed[row, HEADER : HEADER + item.num_new] = tokens
+        packed[:live, HEADER : HEADER + query] = [
+            (_token(item.seq.tokens, item.start), *item.drafts, *(0,) * (query - item.num_new)) for item in items
+        ]
         touched = np.minimum(base[:, None] + np.arange(blocks_touched(query, size)), final[:, None])
         packed[:live, HEADER + query :] = self._tables.blocks[slots[:, None], touched]
         self._send(packed)

@@ -153,7 +153,7 @@ def collect(launched: Launched) -> list[ItemResult]:
             collected.append(ItemResult(True, prompt_logprobs=scores.get(index)))
         else:
             seq = item.seq
-            tokens = [Token(seq.num_output + i, token, child=seq.child) for i, token in enumerate(run)]
+            tokens = [Token(i, token, child=seq.child) for i, token in enumerate(run, seq.num_output)]
             if row in logprob_of:
                 at = logprob_of[row]
                 tokens = [_with_logprobs(t, seq, at + i, launched.logprobs) for i, t in enumerate(tokens)]

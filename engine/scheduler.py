@@ -450,10 +450,17 @@ class Scheduler:
             if chain is None or most <= 0:
                 drafted.append(item)
                 continue
-            self._extend(seq, item.start + 1 + min(most, len(chain.tokens)), keep_free=growing)
-            wanted = chain.tokens[: min(most, seq.allocated - item.start - 1)]
+            end = item.start + 1 + min(most, len(chain.tokens))
+            if end > seq.allocated:
+                self._extend(seq, end, keep_free=growing)
+            wanted = chain.tokens[: min(end, seq.allocated) - item.start - 1]
             spare -= len(wanted)
-            drafted.append(item._replace(num_new=1 + len(wanted), drafts=wanted, probs=chain.probs))
+            drafted.append(
+                Item(
+                    seq, item.start, 1 + len(wanted), sample=True, decode=True, drafts=wanted, probs=chain.probs,
+                    copy=item.copy,
+                )
+            )  # fmt: skip
         return drafted
 
     def _extend(self, seq: Sequence, end: int, *, keep_free: int) -> None:

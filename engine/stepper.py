@@ -319,6 +319,8 @@ class Stepper(Generic[L]):
             # What this step wrote is not to be trusted, so nothing of it is published.
             return [self._fail(item.seq, result)]
         try:
+            if not result.others:
+                return [self._advance(item, result)]
             children = [
                 item.seq.fork(token.child) for token in result.others
             ]  # with nothing that this one's token adds
@@ -341,13 +343,14 @@ class Stepper(Generic[L]):
         seq.lagging += self._drafts_lag and item.decode and not item.drafts
         finish: FinishReason | None = None
         kept = 0
-        while kept < len(result.tokens) and finish is None:
-            token = result.tokens[kept].id
-            seq.append(token)
-            finish = self._finish_reason(seq, token)
-            kept += 1
-            if kept < len(result.tokens) and finish is None:
+        for token in result.tokens:
+            if kept:
                 seq.accept()
+            seq.append(token.id)
+            kept += 1
+            finish = self._finish_reason(seq, token.id)
+            if finish is not None:
+                break
         accepted = max(0, kept - 1)
         if (scores := result.prompt_logprobs) is not None:
             seq.scored = max(seq.scored, scores.first + len(scores.logprobs))
@@ -367,7 +370,9 @@ class Stepper(Generic[L]):
         seq = item.seq
         if seq.finish is None:
             assert seq.lease is not None
-            seq.lease.trim(-(-len(seq.tokens) // seq.block_size))
+            blocks = -(-len(seq.tokens) // seq.block_size)
+            if blocks < len(seq.lease.blocks):
+                seq.lease.trim(blocks)
         if self.speculator is not None:
             self.speculator.verified(seq, len(item.drafts), accepted)
 
@@ -388,9 +393,11 @@ class Stepper(Generic[L]):
             seq.constraint.advance(token)
             if seq.constraint.complete:
                 return FinishReason.STOP
-        if token in params.stop_token_ids and seq.num_output > params.min_tokens:
+        length = len(seq.tokens)
+        output = length - seq.prompt_len
+        if token in params.stop_token_ids and output > params.min_tokens:
             return FinishReason.STOP
-        if seq.num_output >= params.max_tokens or len(seq.tokens) >= self._max_model_len:
+        if output >= params.max_tokens or length >= self._max_model_len:
             return FinishReason.LENGTH
         return None
 

@@ -158,7 +158,8 @@ class Control:
 
     def _gain(self, state: Drafting) -> float:
         """Accepted drafts of a whole chain."""
-        return sum(state.rate**i for i in range(1, self.most + 1))
+        rate = state.rate
+        return rate * (1 - rate**self.most) / (1 - rate) if rate < 1 else self.most
 
     def proposed(self, state: Drafting, drafts: int) -> None:
         """The proposer had so many drafts for a sequence that was to have some."""

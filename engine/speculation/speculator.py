@@ -96,8 +96,10 @@ class Speculator:
         assert seq.drafting is not None
         self.stats.add(drafts, accepted)
         self._control.verified(seq.drafting, seq.num_output, drafts, accepted)
-        with self._surviving():
+        try:
             self._proposer.accept(seq, seq.drafting.kept, drafts, accepted)
+        except Exception:
+            self._failed()
 
     def stepped(self, items: Sequence[Item], seconds: float, *, waited: bool = False) -> None:
         """A step has ended after so many seconds. waited: it was launched after the result of the one before."""
@@ -125,5 +127,8 @@ class Speculator:
         try:
             yield
         except Exception:
-            log.exception("the %s proposer failed", self._proposer.name)
-            self.stats.failures += 1
+            self._failed()
+
+    def _failed(self) -> None:
+        log.exception("the %s proposer failed", self._proposer.name)
+        self.stats.failures += 1
