@@ -24,6 +24,7 @@ from rich.markup import escape
 from common.errors import BatonError
 from common.finding import Finding, Level
 from common.gpus import Gpu, visible_gpus
+from common.host_memory import host_memory
 from common.index_url import IndexUrl
 from common.models import SMOLLM2, cache_dir, smollm2_dir
 
@@ -199,17 +200,15 @@ async def _ping(url: str) -> str | None:
 
 
 async def _check_memory() -> Finding:
-    import psutil
-
-    memory = psutil.virtual_memory()
+    memory = host_memory()
+    free = memory.limit - memory.used
     cache = cache_dir()
     existing = next(p for p in (cache, *cache.parents) if p.exists())
     disk = shutil.disk_usage(existing).free
     detail = (
-        f"{memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB memory free, "
-        f"{disk / 2**30:.0f} GiB disk for {cache}"
+        f"{free / 2**30:.1f} of {memory.limit / 2**30:.1f} GiB memory free, {disk / 2**30:.0f} GiB disk for {cache}"
     )
-    if memory.available < MIN_FREE_MEMORY:
+    if free < MIN_FREE_MEMORY:
         return Finding("memory", Level.WARN, detail, f"{MIN_FREE_MEMORY >> 30} GiB are comfortable for the demo")
     if disk < MIN_FREE_DISK:
         return Finding("memory", Level.WARN, detail, "set BATON_CACHE to a place with more room")

@@ -19,6 +19,7 @@ from common import probes
 from common.config import DEFAULT_PORT, DEFAULT_SECRET, UpConfig
 from common.errors import ConfigError
 from common.gpus import Gpu, grouped, joined, shared_out, visible_gpus
+from common.host_memory import host_memory
 from common.models import model_path, served_name
 from common.process import ChildProcess, PortLease
 from common.supervisor import Probe, ServiceSpec
@@ -159,9 +160,8 @@ def _host_cache(config: UpConfig, *, on_gpus: bool) -> int:
         return config.host_cache
     if not on_gpus or config.tensor_parallel_size > 1:
         return 0
-    import psutil
-
-    part = int(psutil.virtual_memory().available * HOST_SHARE) // (config.prefill + config.decode)
+    memory = host_memory()
+    part = int((memory.limit - memory.used) * HOST_SHARE) // (config.prefill + config.decode)
     return min(part, MOST_HOST_CACHE)
 
 

@@ -14,6 +14,7 @@ from common import stack as stack_module
 from common.config import UpConfig
 from common.errors import ConfigError
 from common.gpus import Gpu
+from common.host_memory import HostMemory
 from common.process import PortLease
 from common.stack import Stack
 
@@ -131,7 +132,7 @@ def test_pods_share_gpus_and_their_memory_where_there_are_too_few() -> None:
     assert all({"--device=cuda", "--gpu-memory-utilization=0.4500"} <= flags for _, flags in pods)
 
 
-def test_pods_on_gpus_have_a_host_tier_of_their_part_of_the_free_memory() -> None:
+def test_pods_on_gpus_have_a_host_tier_of_their_part_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def sizes(stack: Stack) -> list[int]:
         flags = [flag for _, argv in of_pods(stack) for flag in argv if flag.startswith("--host-cache=")]
         return [int(flag.partition("=")[2]) for flag in flags]
@@ -139,6 +140,9 @@ def test_pods_on_gpus_have_a_host_tier_of_their_part_of_the_free_memory() -> Non
     with planned({"port": 0}, gpus=GPUS) as stack:
         first, second = sizes(stack)
     assert 0 < first == second <= psutil.virtual_memory().total // 4
+    monkeypatch.setattr(stack_module, "host_memory", lambda: HostMemory(used=2 << 30, limit=10 << 30))  # a container
+    with planned({"port": 0}, gpus=GPUS) as stack:
+        assert sizes(stack) == [2 << 30] * 2
     with planned({"port": 0, "host_cache": "1GiB"}, gpus=GPUS) as stack:
         assert sizes(stack) == [1 << 30] * 2
     with planned({"port": 0}) as stack:
