@@ -1,8 +1,12 @@
-"""Calls to other pods' Transfer service: one channel per address, every call but Info signed, errors as BatonError."""
+"""Calls to other pods' Transfer service: one channel per address, every call but Info signed, errors as BatonError.
+
+gRPC goes on dialling an address at which nobody lives any more: channels that nobody used for long are closed.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import TypeVar
 
 import grpc
@@ -14,6 +18,7 @@ from common.pb import transfer_pb2
 from common.rpc import channel, error_from_rpc
 
 SERVICE = "baton.v1.Transfer"
+UNUSED_S = 600.0  # longer than any call
 
 _Response = TypeVar("_Response", bound=Message)
 
@@ -29,6 +34,7 @@ class PeerRpc:
     def __init__(self, signer: Signer) -> None:
         self._signer = signer
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self._used: dict[str, float] = {}  # by address, when last
 
     async def info(self, address: str, timeout_s: float) -> transfer_pb2.InfoResponse:
         """Who answers at `address`."""
@@ -53,16 +59,28 @@ class PeerRpc:
     ) -> _Response:
         if timeout_s <= 0:
             raise DeadlineExceeded(f"no time left for {name}")
+        unused: list[grpc.aio.Channel] = []
         if address not in self._channels:
-            self._channels[address] = channel(address)
+            unused, self._channels[address] = self._unused(), channel(address)
+        self._used[address] = time.monotonic()
         call = self._channels[address].unary_unary(
             method(name), request_serializer=type(request).SerializeToString, response_deserializer=response.FromString
         )
+        for one in unused:
+            await one.close(None)
         try:
             answer: _Response = await call(request, timeout=timeout_s, metadata=metadata)
         except grpc.aio.AioRpcError as e:
             raise error_from_rpc(e) from e
         return answer
+
+    def _unused(self) -> list[grpc.aio.Channel]:
+        """Takes out what nobody used for long."""
+        since = time.monotonic() - UNUSED_S
+        old = [address for address, used in self._used.items() if used < since]
+        for address in old:
+            del self._used[address]
+        return [self._channels.pop(address) for address in old]
 
     async def close(self) -> None:
         channels, self._channels = list(self._channels.values()), {}
