@@ -60,7 +60,9 @@ class Backend(Protocol):
         """Makes the peer's pool writable. Raises TransferFailed, also if the metadata belongs to another agent."""
 
     def disconnect(self, peer: str) -> None:
-        """Forgets the peer and what was prepared for it; unknown peers are fine. Call with no write pending to it."""
+        """Forgets the peer and what was prepared for it, but for an introduction; unknown peers are fine. Call with no
+        write pending to it.
+        """
 
     def introduce(self, peer: str, metadata: bytes) -> None:
         """Makes `notify` reach a peer that is not connected. Raises like connect."""

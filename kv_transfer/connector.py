@@ -47,8 +47,9 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False)
 class Connection:
-    """One generation of a peer. notes: it takes commits as notes and answers by one. `broken`, `lost` and `in_flight`
-    belong to the transfer thread.
+    """One generation of a peer. notes: it takes commits as notes and answers by one. `broken`, `lost`, `in_flight` and
+    what follows it belong to the transfer thread. unheard: notes in a row that were not answered in time; notes_from:
+    when the next one may be tried.
     """
 
     pod: str
@@ -68,6 +69,8 @@ class Connection:
     broken: bool = False
     lost: bool = False
     in_flight: int = 0
+    unheard: int = 0
+    notes_from: float = 0.0
 
     @property
     def stats(self) -> PeerStats:
@@ -153,6 +156,8 @@ class Connector:
         except BaseException:
             self._thread.submit(lambda: self._discard(connection))
             raise
+        for other in [c for c in self._connections.values() if c.broken and not c.in_flight]:
+            del self._connections[other.address]
         self._connections[address] = connection
         _log.info(
             "connected to %s generation %d over %s (%s), %.2f GB/s",
@@ -229,7 +234,10 @@ class Connector:
         raise Unavailable(f"writes over the former connection to {connection.pod} have not ended")
 
     async def _probe(self, connection: Connection) -> None:
-        """Writes a random block until the peer confirms it; several initiators may share the peer's probe block."""
+        """Writes a random block until the peer confirms it; several initiators may share the peer's probe block. One
+        peer after the other, but only those that have taken a block: nobody waits for one that takes none.
+        """
+        await self._write_probe(connection, 1)
         for attempt in range(PROBE_TRIES):
             if attempt:
                 await asyncio.sleep(random.uniform(0.02, 0.1) * attempt)
@@ -237,7 +245,6 @@ class Connector:
                 nonce = os.urandom(NONCE_BYTES)
                 data = nonce + os.urandom(self._memory.block_bytes - NONCE_BYTES)
                 await self._on_thread(partial(self._memory.write_block, self._memory.probe_block, data))
-                await self._write_probe(connection, 1)
                 most = PROBE_BURST_BYTES[self._memory.kind] // self._memory.block_bytes
                 burst = max(1, min(PROBE_BURST_BLOCKS, most))
                 seconds = await self._write_probe(connection, burst)

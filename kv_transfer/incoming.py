@@ -33,12 +33,14 @@ from kv_transfer.receiver_machine import (
     ReceiverMachine,
     ReceiverState,
 )
+from kv_transfer.transfer_thread import AWAITED_FOR_S
 
 _log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
 _REMEMBERED = 65536
+MOST_INTRODUCED = 1024  # pods on other hosts end unseen: beyond, the first one is answered by calls
 _TICK_S = 0.01
 _LOOK_S = 0.1
 PATIENCE_S = 0.05  # that a commit waits for its last ranges before it is answered "not yet"
@@ -96,7 +98,7 @@ class Incoming:
         self._clock = clock
         self._ask_drain = ask_drain
         self._agents = agents
-        self._introduced: set[str] = set()
+        self._introduced: dict[str, None] = {}  # the last one at the end
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._table: dict[TransferId, _Entry] = {}
@@ -140,8 +142,9 @@ class Incoming:
 
     @property
     def awaited(self) -> bool:
-        """A commit is here before the last bytes."""
-        return any(entry.machine.awaits_ranges for entry in self._table.values())
+        """A commit came just now, before the last bytes."""
+        since = self._clock() - AWAITED_FOR_S
+        return any(entry.machine.awaits_ranges and entry.asked_at > since for entry in self._table.values())
 
     @property
     def draining(self) -> int:
@@ -164,20 +167,38 @@ class Incoming:
         self._watches[agent] = watch
 
     def introduce(self, agent: str, metadata: bytes) -> bool:
-        """Whether this writer may send notes, and is answered by them."""
+        """Whether this writer may send notes, and is answered by them. One that shakes hands again may have lost the
+        way to here, so answers may have lost the way back: they get a new one.
+        """
+        self.dismiss(agent)
         try:
             self._agents().introduce(agent, metadata)
         except TransferFailed as e:
             _log.warning("%s cannot be told anything but by calls: %s", agent, e.message)
             return False
-        self._introduced.add(agent)
+        self._introduced[agent] = None
+        if len(self._introduced) > MOST_INTRODUCED:
+            self.dismiss(next(iter(self._introduced)))
         return True
 
     def dismiss(self, agent: str) -> None:
-        """A writer that is gone, or has a successor."""
+        """Nothing is said to this writer any more."""
         if agent in self._introduced:
-            self._introduced.discard(agent)
+            del self._introduced[agent]
             self._agents().dismiss(agent)
+
+    def forget(self, agent: str) -> None:
+        """A writer that is gone, or has a successor. As long as there is a transfer of it, its process is watched."""
+        self.dismiss(agent)
+        watch = self._watches.get(agent)
+        if watch is None or agent not in self._in_use():
+            self._watches.pop(agent, None)
+            if watch is not None:
+                watch.close()
+
+    def _in_use(self) -> set[str]:
+        """Writers of transfers that are not over."""
+        return {entry.machine.writer.agent for entry in self._table.values() if entry.machine.writer is not None}
 
     def open_transfer(self, transfer_id: TransferId, request_id: str, writer: Writer) -> None:
         """Raises UnknownTransfer: nothing may be written."""
@@ -286,12 +307,8 @@ class Incoming:
         for entry in list(self._table.values()):
             if entry.machine.writer is not None and entry.machine.writer.agent in ended:
                 self._apply(entry, entry.machine.writer_ended(now))
-        in_use = {entry.machine.writer.agent for entry in self._table.values() if entry.machine.writer is not None}
-        for agent in ended - in_use:
-            watch = self._watches.pop(agent)
-            if watch is not None:
-                watch.close()
-            self.dismiss(agent)
+        for agent in ended - self._in_use():
+            self.forget(agent)
 
     def close(self) -> None:
         """This pod ends: whoever waits is told. What may still be written stays held until the process is gone."""
@@ -343,6 +360,8 @@ class Incoming:
     def _note(self, entry: _Entry, awaited_s: float) -> None:
         writer = entry.machine.writer
         assert writer is not None, "a commit without a writer"
+        if writer.agent not in self._introduced:
+            return  # a call follows
         try:
             self._agents().notify(writer.agent, Committed(entry.machine.transfer_id, int(awaited_s * 1e6)).pack())
         except TransferFailed as e:

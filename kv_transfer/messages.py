@@ -101,7 +101,7 @@ class Pulled:
 
 @dataclass(frozen=True, slots=True)
 class PeerStats:
-    """A connection that a probe went through. gbps: 1e9 bytes per second of a warm write of one block."""
+    """A connection that a probe went through. gbps: 1e9 bytes per second of its probe, a warm write of many blocks."""
 
     pod: str
     generation: int

@@ -99,9 +99,11 @@ class NixlBackend:
 
     def connect(self, peer: str, metadata: bytes, memory: PeerMemory) -> None:
         agent = self._started
-        if agent.introduced.get(peer) != metadata:  # NIXL takes an agent once
+        if (known := agent.introduced.get(peer)) != metadata:  # NIXL takes an agent once
             self.dismiss(peer)
             self._load(peer, metadata)
+            if known is not None:
+                agent.introduced[peer] = metadata
         try:
             agent.peers[peer] = _Peer(memory, agent.nixl.prep_xfer_dlist(peer, _row(memory), memory.kind))
         except Exception as e:
@@ -122,22 +124,24 @@ class NixlBackend:
             raise TransferFailed(f"the metadata is {name}'s, not {peer}'s")
 
     def disconnect(self, peer: str) -> None:
-        known = self._started.peers.pop(peer, None)
+        agent = self._started
+        known = agent.peers.pop(peer, None)
         if known is None:
             return
-        self._started.introduced.pop(peer, None)
         try:
             known.blocks.release()
-            self._started.nixl.remove_remote_agent(peer)
+            agent.nixl.remove_remote_agent(peer)
+            if peer in agent.introduced:  # what NIXL knew served both
+                self._load(peer, agent.introduced[peer])
         except Exception as e:
+            agent.introduced.pop(peer, None)
             _log.warning("agent %s could not be removed: %s", peer, e)
 
     def introduce(self, peer: str, metadata: bytes) -> None:
         agent = self._started
-        if peer in agent.peers or agent.introduced.get(peer) == metadata:
-            return
-        self.dismiss(peer)
-        self._load(peer, metadata)
+        if peer not in agent.peers and agent.introduced.get(peer) != metadata:
+            self.dismiss(peer)
+            self._load(peer, metadata)
         agent.introduced[peer] = metadata
 
     def dismiss(self, peer: str) -> None:

@@ -88,7 +88,7 @@ class TransferNode:
             on_tick=self._tick,
             post=self._post,
             attentive=self._attentive,
-            awaited=lambda: self._incoming.awaited or self._outgoing.attentive,
+            awaited=lambda: self._incoming.awaited or self._outgoing.awaited,
         )
         self._connector = Connector(self._thread, self._rpc, memory, info, clock, self._peer_ended, allow_tcp=allow_tcp)
         self._calls = PeerCalls(self._rpc, self._connector, info, address)

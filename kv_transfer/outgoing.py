@@ -37,12 +37,13 @@ from kv_transfer.sender_machine import (
     SendOpen,
     Stopped,
 )
-from kv_transfer.transfer_thread import TransferThread
+from kv_transfer.transfer_thread import AWAITED_FOR_S, TransferThread
 
 _log = logging.getLogger(__name__)
 
 CALL_S = 5.0
 NOTE_PATIENCE_S = 0.02  # that a commit's note waits for its acknowledgement before the call follows
+MOST_UNHEARD, NOTES_REST_S = 3, 10.0  # notes in a row without an answer, after which all is called for a while
 _REMEMBERED = 65536
 
 
@@ -249,6 +250,15 @@ class Outgoing:
         """A commit is under way: its call may be due again, and on some transports notifications leave by polls."""
         return any(entry.machine.state is SenderState.COMMITTING for entry in self._table.values())
 
+    @property
+    def awaited(self) -> bool:
+        """A commit went out just now."""
+        since = self._clock() - AWAITED_FOR_S
+        return any(
+            entry.machine.state is SenderState.COMMITTING and entry.committed_at > since
+            for entry in self._table.values()
+        )
+
     def post(self) -> bool:
         """Posts at most one piece of each transfer; whether it posted any."""
         posted = False
@@ -295,6 +305,7 @@ class Outgoing:
             if entry.machine.target.transfer_id != message.transfer_id or connection is None:
                 continue
             if connection.agent == peer and entry.committed_at:
+                connection.unheard = 0
                 entry.noted, entry.awaited_s = None, message.awaited_us / 1e6
                 self._apply(entry, entry.machine.committed(self._clock()))
 
@@ -302,8 +313,7 @@ class Outgoing:
         for entry in list(self._table.values()):
             self._apply(entry, entry.machine.tick(now))
             if entry.noted is not None and now >= entry.committed_at + NOTE_PATIENCE_S and not entry.machine.ended:
-                commit, entry.noted = entry.noted, None
-                self._call_commit(entry, commit)
+                self._unheard(entry, entry.noted, now)
 
     def close(self, error: BatonError) -> None:
         """This pod ends: whoever waits is told."""
@@ -413,8 +423,8 @@ class Outgoing:
                         pair.exposed_s += report.exposed_s
                     entry.transfer.outcome.set_result(report)
                 case Failed(error):
-                    self.failed_transfers += 1
                     if not isinstance(error, Cancelled):
+                        self.failed_transfers += 1
                         self._pairs.of(machine.target.pod).failures += 1
                     entry.transfer.outcome.set_exception(error)
                 case Stopped(clean):
@@ -425,7 +435,8 @@ class Outgoing:
         connection, first = entry.connection, not entry.committed_at
         assert connection is not None, "all is posted without a connection"
         entry.committed_at = entry.committed_at or self._clock()
-        if first and self._notes and connection.notes and self._polled(entry) and not commit.checksums:
+        takes_notes = self._notes and connection.notes and self._clock() >= connection.notes_from
+        if first and takes_notes and self._polled(entry) and not commit.checksums:
             note = CommitNote(entry.machine.target.transfer_id, commit)
             try:
                 self._thread.backend.notify(connection.agent, note.pack())
@@ -434,6 +445,16 @@ class Outgoing:
             else:
                 entry.noted = commit
                 return
+        self._call_commit(entry, commit)
+
+    def _unheard(self, entry: _Entry, commit: Commit, now: float) -> None:
+        """The note has no answer: the call follows. Where none has one a note before each call would only delay it."""
+        connection, entry.noted = entry.connection, None
+        assert connection is not None, "a note without a connection"
+        connection.unheard += 1
+        if connection.unheard >= MOST_UNHEARD:
+            connection.unheard, connection.notes_from = 0, now + NOTES_REST_S
+            _log.info("%s does not answer notes: for %.0f s it is called at once", connection.pod, NOTES_REST_S)
         self._call_commit(entry, commit)
 
     def _call_commit(self, entry: _Entry, commit: Commit) -> None:

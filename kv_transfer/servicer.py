@@ -101,7 +101,7 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
 
         def introduce() -> tuple[bytes, bool]:
             if former is not None:
-                self._incoming.dismiss(former)
+                self._incoming.forget(former)
             introduced = self._incoming.introduce(agent_name(request.info), request.agent_metadata)
             return self._thread.backend.metadata(), introduced
 

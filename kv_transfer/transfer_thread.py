@@ -30,6 +30,7 @@ _log = logging.getLogger(__name__)
 
 POLL_S: dict[MemoryKind, float] = {"DRAM": 0.001, "VRAM": 0.0003}
 AWAITED_S: dict[MemoryKind, float] = {"DRAM": 0.001, "VRAM": 0.00003}
+AWAITED_FOR_S = 0.25  # who has not answered by then may be frozen, and costs all others no more than a write does
 IDLE_S = 0.02
 TICK_S = 0.002
 _FIRST_WAIT_S = 0.0001
@@ -50,7 +51,7 @@ class TransferThread:
     """Runs `backend`. The hooks are called on the thread:
 
     on_notification(notification); on_tick(now) about every TICK_S seconds; post() posts at most a few writes and says
-    whether it did; attentive() says whether messages are expected, awaited() whether a transfer's end is.
+    whether it did; attentive() says whether messages are expected, awaited() whether a transfer's end is, now.
     """
 
     def __init__(

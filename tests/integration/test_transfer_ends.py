@@ -61,6 +61,7 @@ async def test_sender_aborts(cluster: Cluster, stage: str) -> None:
     await until(lambda: incoming.over and incoming.hold.free)
     assert isinstance(incoming.failed[0], Cancelled)
     await until(lambda: prefill.node.stats().open_outgoing == 0)
+    assert prefill.node.stats().failed_transfers == 0  # a client that leaves is nobody's failure
     prefill.backend.on_write = lambda _p, _l, _r: WriteFault()
     await hand_over(prefill, decode, 3)
 

@@ -79,6 +79,24 @@ async def test_blocks_are_delivered_before_the_prompt_is_computed(cluster: Clust
     assert incoming.ready[0].finish_reasons == (FinishReason.STOP,)
 
 
+async def test_a_peer_that_takes_no_bytes_delays_no_other_connection() -> None:
+    cluster = Cluster("loopback")
+    try:
+        prefill, silent = await cluster.pair()
+        others = [await cluster.start(f"decode-{i}", Role.DECODE) for i in (1, 2)]
+        cluster.fabric.freeze(silent.agent)
+        late = asyncio.create_task(prefill.node.connect(silent.address))
+        await until(lambda: prefill.node.stats().pending_writes == 1)
+        peers = await asyncio.gather(*(prefill.node.connect(other.address) for other in others))
+        assert [peer.pod for peer in peers] == ["decode-1", "decode-2"]
+        assert not late.done()
+        cluster.fabric.thaw(silent.agent)
+        assert (await late).pod == silent.name
+        assert not prefill.node.stats().pending_writes
+    finally:
+        await cluster.stop()
+
+
 async def test_nothing_to_push(cluster: Cluster) -> None:
     prefill, decode = await cluster.pair()
     incoming = decode.reserve("r", 4, [])

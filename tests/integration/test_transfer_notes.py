@@ -225,6 +225,73 @@ async def test_what_goes_both_ways_and_ends_one_way(cluster: Cluster, monkeypatc
     await hand_over(second, first, 21)
 
 
+@pytest.mark.parametrize("connected_first", [True, False])
+async def test_a_connection_that_breaks_leaves_the_other_way_its_notes(
+    cluster: Cluster, connected_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two pods that write to each other; what is answered is answered over what the backend knows of the writer."""
+    first = await cluster.start("pod-0", Role.PREFILL, checksums=False)
+    second = await cluster.start("pod-1", Role.PREFILL, checksums=False)
+    first.fill(1)
+    second.fill(2)
+    for source, target in ((first, second), (second, first)) if connected_first else ((second, first), (first, second)):
+        await hand_over(source, target, 1)
+    connector = first.node._connector
+    (connection,) = connector._connections.values()
+    await told(first, lambda: connector.retire(connection))
+    await until(lambda: connection not in connector._attached)
+    monkeypatch.setattr(outgoing, "NOTE_PATIENCE_S", 30.0)
+    calls = Calls(second, monkeypatch)
+    await hand_over(second, first, 2)
+    assert calls.made == []
+    await hand_over(first, second, 3)
+
+
+async def test_a_writer_that_shakes_hands_again_is_answered_on_a_new_way(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = await pair(cluster)
+    notify, dismiss, broken = decode.backend.notify, decode.backend.dismiss, [prefill.agent]
+
+    def fail(peer: str, payload: bytes) -> None:
+        if peer in broken:
+            raise TransferFailed("the way back is broken")
+        notify(peer, payload)
+
+    def mend(peer: str) -> None:
+        broken.clear()
+        dismiss(peer)
+
+    monkeypatch.setattr(decode.backend, "notify", fail)
+    monkeypatch.setattr(decode.backend, "dismiss", mend)
+    calls = Calls(prefill, monkeypatch)
+    await hand_over(prefill, decode, 1)
+    assert len(calls.made) == 1
+    connector = prefill.node._connector
+    (connection,) = connector._connections.values()
+    await told(prefill, lambda: connector.retire(connection))
+    monkeypatch.setattr(outgoing, "NOTE_PATIENCE_S", 30.0)
+    await hand_over(prefill, decode, 2)
+    assert len(calls.made) == 1
+
+
+async def test_where_no_note_is_answered_all_is_called_for_a_while(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = await pair(cluster)
+    calls, noted = Calls(prefill, monkeypatch), lose(decode, CommitNote, copies=(0.0,))
+    lose(prefill, Committed)
+    for i in range(outgoing.MOST_UNHEARD + 2):
+        await send(prefill, decode, f"r{i}")
+    assert (len(noted), len(calls.made)) == (outgoing.MOST_UNHEARD, outgoing.MOST_UNHEARD + 2)
+    (connection,) = prefill.node._connector._connections.values()
+    connection.notes_from = 0.0  # a while later, and they are answered again
+    prefill.backend.on_notification = lambda _: (0.0,)
+    monkeypatch.setattr(outgoing, "NOTE_PATIENCE_S", 30.0)
+    await send(prefill, decode, "again")
+    assert (len(noted), len(calls.made)) == (outgoing.MOST_UNHEARD + 1, outgoing.MOST_UNHEARD + 2)
+
+
 async def test_a_restarted_writer_is_introduced_anew(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     prefill, decode = await pair(cluster)
     await hand_over(prefill, decode, 1)
@@ -235,7 +302,7 @@ async def test_a_restarted_writer_is_introduced_anew(cluster: Cluster, monkeypat
     calls = Calls(again, monkeypatch)
     await hand_over(again, decode, 2)
     assert calls.made == []
-    assert decode.node._incoming._introduced == {again.agent}
+    assert set(decode.node._incoming._introduced) == {again.agent}
 
 
 async def test_a_lost_range_is_told_again_after_the_note(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 HERE = Path(__file__).parent
 TESTS = {
-    "transfers": [f"test_transfer_{name}.py" for name in ("node", "ends", "faults", "processes")],
+    "transfers": [f"test_transfer_{name}.py" for name in ("node", "ends", "faults", "notes", "processes")],
     "services": ["test_services_nixl.py", "test_ownership_wire.py", "test_transfer_pull.py"],
 }
 

@@ -1,0 +1,157 @@
+"""The tables of transfers without threads or peers, on a clock of the test's own."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from common.errors import TransferFailed
+from common.types import KvTarget, TransferId
+from kv_transfer import incoming
+from kv_transfer.connector import Connection
+from kv_transfer.counters import Drops
+from kv_transfer.incoming import Incoming
+from kv_transfer.memory import PeerMemory, host_memory
+from kv_transfer.messages import Commit, Writer
+from kv_transfer.notification import RangeWritten
+from kv_transfer.outgoing import Outgoing
+from kv_transfer.pairs import Pairs
+from kv_transfer.transfer_thread import AWAITED_FOR_S
+
+ID = TransferId(5, 1)
+WRITER = Writer("prefill-0", 7, "prefill-prefill-0-7", "127.0.0.1:1")
+COMMIT = Commit((1,), (None,))
+
+
+class Now:
+    def __init__(self) -> None:
+        self.s = 100.0
+
+    def __call__(self) -> float:
+        return self.s
+
+
+class Agents:
+    """A backend's part in notes; `known` as it sees it."""
+
+    def __init__(self) -> None:
+        self.known: list[str] = []
+
+    def introduce(self, peer: str, metadata: bytes) -> None:
+        if metadata != b"good":
+            raise TransferFailed("the metadata was refused")
+        assert peer not in self.known
+        self.known.append(peer)
+
+    def dismiss(self, peer: str) -> None:
+        self.known.remove(peer)
+
+    def notify(self, peer: str, payload: bytes) -> None:
+        assert peer in self.known
+
+
+class Hold:
+    blocks: Sequence[int] = (3,)
+
+    def release(self, blocks: Sequence[int] | None = None) -> None:
+        pass
+
+
+class Thread:
+    """Does at once what it is given."""
+
+    running = True
+
+    def submit(self, command: Callable[[], None]) -> None:
+        command()
+
+
+class Calls:
+    """Nobody answers."""
+
+    async def open(self) -> None: ...
+
+    def spawn(self, work: Callable[[], Awaitable[None]]) -> None: ...
+
+
+def receiving(now: Now, agents: Agents) -> Incoming:
+    return Incoming(host_memory(4, 64), Drops(), now, lambda *_: None, lambda: agents)
+
+
+def test_a_commit_without_its_bytes_is_awaited_for_a_moment_only() -> None:
+    now = Now()
+    table = receiving(now, Agents())
+    table.add(ID, "r", 0, [3], Hold(), now() + 60.0, lambda _: None, lambda _: None)
+    table.open_transfer(ID, "r", WRITER)
+    assert not table.awaited
+    answer: Future[float] = Future()
+    table.commit(ID, 7, COMMIT, answer)
+    assert table.awaited
+    now.s += AWAITED_FOR_S + 0.01
+    table.commit(ID, 7, COMMIT, Future())  # asked again
+    assert (table.awaited, table.attentive) == (False, True)
+    table.notified(WRITER.agent, RangeWritten(ID, 0, 1))
+    assert answer.result(0) > AWAITED_FOR_S
+    assert not table.attentive
+
+
+def test_an_acknowledgement_is_awaited_for_a_moment_only() -> None:
+    now, thread, calls = Now(), Thread(), Calls()
+    unused: Any = (thread, calls)
+    table = Outgoing(*unused, host_memory(4, 64), now, Pairs(now), checksums=False, fingerprint=lambda: "f")
+    transfer = table.start(KvTarget(ID, "decode-0", "127.0.0.1:1", 1, (), "f"), "r", 1, 60.0)
+    (entry,) = table._table.values()
+    peer = PeerMemory(0, 64, 4, 0, "DRAM")
+    table._connected(entry, Connection("decode-0", 5, "127.0.0.1:1", "a", 3, 3, peer, b"", True, None))
+    table._apply(entry, entry.machine.opened(now()))
+    assert not table.awaited
+    transfer.finish([1], [None])
+    assert table.awaited
+    now.s += AWAITED_FOR_S + 0.01
+    assert (table.awaited, table.attentive) == (False, True)
+    table._apply(entry, entry.machine.committed(now()))
+    assert transfer.ended
+    assert not table.attentive
+
+
+def test_of_many_writers_that_came_the_first_are_forgotten() -> None:
+    agents = Agents()
+    table = receiving(Now(), agents)
+    for number in range(incoming.MOST_INTRODUCED + 5):
+        assert table.introduce(f"prefill-{number}", b"good")
+        table.watch(f"prefill-{number}", None)
+    assert agents.known == [f"prefill-{number}" for number in range(5, incoming.MOST_INTRODUCED + 5)]
+    assert not table.introduce("prefill-9", b"bad")
+    assert "prefill-9" not in agents.known
+    table.forget("prefill-10")
+    assert "prefill-10" not in agents.known
+    assert not table.watches("prefill-10")
+
+
+def test_a_forgotten_writer_whose_transfer_goes_on_is_watched_until_it_is_over() -> None:
+    class Watch:
+        closed = gone = False
+
+        def ended(self) -> bool:
+            return self.gone
+
+        def close(self) -> None:
+            self.closed = True
+
+    now, watch = Now(), Watch()
+    table, as_watch = receiving(now, Agents()), watch
+    failed: list[Exception] = []
+    table.add(ID, "r", 0, [3], Hold(), now() + 60.0, lambda _: None, failed.append)
+    table.watch(WRITER.agent, as_watch)  # type: ignore[arg-type]
+    table.open_transfer(ID, "r", WRITER)
+    table.forget(WRITER.agent)
+    table.tick(now())
+    assert not watch.closed
+    watch.gone = True
+    for _ in range(20):
+        now.s += 0.2
+        table.tick(now())
+    assert isinstance(failed[0], TransferFailed)
+    assert table.open == 0
+    assert watch.closed
