@@ -46,6 +46,7 @@ SEED = 7
 IDLE_WARM_UP, IDLE_REQUESTS = 8, 16
 SETTLE_S = 1.0
 QUEUED_S = 0.01  # a request that waited longer at the prefill pod found others there
+SLOWEST = 4  # calls whose timelines a row has
 TIMELINES = 250  # of the latest requests; the gateway keeps 256
 TAIL_S, SHORTEST_S = 15.0, 5.0  # a load's last answers and the end of the pods; no load is shorter
 
@@ -129,6 +130,12 @@ async def timelines(client: Client, answers: Sequence[Answer]) -> list[Timeline]
     return [{}] * late + [await client.timeline(answer) for answer in answers[late:]]
 
 
+def call_s(events: Timeline) -> float:
+    """What asking the prefill pod took beside queue and compute there."""
+    first = events.get("first_token", {})
+    return first["t"] - events["prefill"]["t"] - first["queue_s"] - first["compute_s"] if "queue_s" in first else 0.0
+
+
 def parts(answers: Sequence[Answer], told: Sequence[Timeline]) -> dict[str, dict[str, float]]:
     """What gateway and pods noted. queue and compute: at the prefill pod; compute_queued: of those that waited for
     others there; exposed: of the hand-off, and its parts. And what else the time to the first token was: admit, at the
@@ -140,11 +147,10 @@ def parts(answers: Sequence[Answer], told: Sequence[Timeline]) -> dict[str, dict
         noted: dict[str, float] = {}
         first = events.get("first_token", {})
         if "queue_s" in first:
-            inside_s = first["queue_s"] + first["compute_s"]
             noted |= {"queue": first["queue_s"], "compute": first["compute_s"]}
             if first["queue_s"] > QUEUED_S:
                 noted["compute_queued"] = first["compute_s"]
-            noted |= {"call": first["t"] - events["prefill"]["t"] - inside_s, "client": answer.ttft_s - first["t"]}
+            noted |= {"call": call_s(events), "client": answer.ttft_s - first["t"]}
             noted |= {"admit": events["admitted"]["t"], "reserve": events["prefill"]["t"] - events["admitted"]["t"]}
         if "handed_off" in events:
             noted["exposed"] = events["handed_off"]["exposed_s"]
@@ -251,6 +257,7 @@ async def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
                     "connections": connections,
                     "commit": report.commit(),
                     "pods_said": parts(answers, told),
+                    "slowest_calls": sorted(told, key=call_s)[-SLOWEST:],
                     "retried": sum("retry" in events for events in told),
                 }
                 print(json.dumps(rows[-1]), flush=True)
