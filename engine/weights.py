@@ -1,8 +1,8 @@
 """Fills a Decoder, from safetensors (one file, or shards with an index) or with random numbers, and names the content.
 
 A tensor goes from the file's pages to the device and is converted there, one at a time: the host holds no copy of the
-model. Every parameter must be filled exactly once and every tensor of the checkpoint must have a home: a checkpoint
-with more or less than the configuration promises is a ConfigError, never a model that is subtly another one.
+model. Every parameter must be filled, with one content, and every tensor of the checkpoint must have a home: a
+checkpoint with more or less than the configuration promises is a ConfigError, never a model that is subtly another one.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from engine.models.spec import ModelSpec
 from engine.parallel.shard import WHOLE, Shard
 from engine.progress import progress
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
 _SAMPLES = 16  # places of each tensor that enter the revision
 _SAMPLE_BYTES = 256
 
@@ -38,14 +40,22 @@ def load(model: Decoder, model_dir: Path, shard: Shard = WHOLE) -> None:
     with progress(f"loading {model_dir.name}", total / 1e9, "GB") as loaded:
         for name, tensor in _tensors(model_dir, model.embedding.weight.device, shard):
             loaded.advance(tensor.nbytes / 1e9)
-            if name in homes:
-                home = homes[name]
-                if home.shape != tensor.shape:
-                    raise ConfigError(f"{name} has shape {tuple(tensor.shape)}, the config says {tuple(home.shape)}")
+            if name == HEAD and shard.rank > 0:
+                continue  # logits are rank 0's
+            # Where both are one, a checkpoint has either name, or both.
+            at = EMBEDDING if name == HEAD and model.spec.tied else name
+            home = homes.get(at)
+            if home is None:
+                if not name.endswith("rotary_emb.inv_freq"):
+                    raise ConfigError(f"the checkpoint has a tensor {name} that {model.spec.architecture} does not use")
+            elif home.shape != tensor.shape:
+                raise ConfigError(f"{name} has shape {tuple(tensor.shape)}, the config says {tuple(home.shape)}")
+            elif at in missing:
                 home.copy_(tensor)
-                missing.discard(name)
-            elif not (name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and model.spec.tied)):
-                raise ConfigError(f"the checkpoint has a tensor {name} that {model.spec.architecture} does not use")
+                missing.discard(at)
+            elif not torch.equal(home, tensor.to(home.dtype)):
+                tie = f"; tie_word_embeddings says that {HEAD} is {EMBEDDING}, and it is not" if at == EMBEDDING else ""
+                raise ConfigError(f"the checkpoint has {at} twice, with different numbers{tie}")
     if missing:
         raise ConfigError(f"the checkpoint lacks {len(missing)} tensors, such as {min(missing)}")
 
@@ -104,10 +114,14 @@ def revision(spec: ModelShape, model_dir: Path) -> str:
             content.update(header_bytes)
             try:
                 header: dict[str, Any] = json.loads(header_bytes)
-            except ValueError as error:
+                spans = [header[name]["data_offsets"] for name in sorted(header.keys() - {"__metadata__"})]
+                places = [(int(first), int(last)) for first, last in spans]
+            except (ValueError, AttributeError, KeyError, TypeError) as error:
                 raise ConfigError(f"{path} is not a safetensors file", field="model") from error
-            for name in sorted(header.keys() - {"__metadata__"}):
-                first, last = header[name]["data_offsets"]
+            complete = 8 + header_size + max((last for _, last in places), default=0)
+            if complete > size:
+                raise ConfigError(f"{path} has {size} of its {complete} bytes", field="model")
+            for first, last in places:
                 step = max((last - first) // _SAMPLES, 1)
                 for offset in range(first, last, step):
                     file.seek(8 + header_size + offset)
@@ -139,11 +153,11 @@ def _homes(model: Decoder) -> dict[str, Tensor]:
     """Where each checkpoint tensor goes: a parameter, or its part of a merged one."""
     spec = model.spec
     homes: dict[str, Tensor] = {
-        "model.embed_tokens.weight": model.embedding.weight,
+        EMBEDDING: model.embedding.weight,
         "model.norm.weight": model.norm.weight,
     }
     if not spec.tied:
-        homes["lm_head.weight"] = model.head.weight
+        homes[HEAD] = model.head.weight
     for index, layer in enumerate(model.stack):
         at = f"model.layers.{index}"
         attention = layer.attention
@@ -165,7 +179,7 @@ def _files(model_dir: Path) -> list[Path]:
         raise ConfigError(f"{model_dir} has neither model.safetensors nor an index of shards", field="model")
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ConfigError(f"{index} is not an index of shards: {error!r}", field="model") from error
     files = [model_dir / name for name in names]
     for file in files:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from common.errors import ConfigError
 from common.models import check_model_dir
@@ -20,6 +21,7 @@ from engine.engine import Engine
 from engine.loader import open_model
 from engine.models.decoder import Decoder
 from engine.progress import progress
+from engine.weights import EMBEDDING, HEAD
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
@@ -114,11 +116,16 @@ def test_what_is_wrong_with_the_files_is_said(tmp_path: Path) -> None:
     bare(tmp_path, LLAMA)
     with pytest.raises(ConfigError, match=r"neither model\.safetensors nor an index"):
         engine(tmp_path, load_format="auto")
-    for content in (b"", b"\xff" * 64, b"\x08\0\0\0\0\0\0\0not json"):
+    broken = (b"", b"\xff" * 64, b"\x08\0\0\0\0\0\0\0not json", b"\x02\0\0\0\0\0\0\0[]", b'\x08\0\0\0\0\0\0\0{"a": 1}')
+    for content in broken:
         (tmp_path / "model.safetensors").write_bytes(content)
         with pytest.raises(ConfigError, match="safetensors"):
             engine(tmp_path, load_format="auto")
     (tmp_path / "model.safetensors").unlink()
+    for index in ("[]", "{}", '{"weight_map": 1}'):
+        (tmp_path / "model.safetensors.index.json").write_text(index)
+        with pytest.raises(ConfigError, match="is not an index of shards"):
+            engine(tmp_path, load_format="auto")
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "missing.safetensors"}}')
     with pytest.raises(ConfigError, match="named by the index, does not exist"):
         engine(tmp_path, load_format="auto")
@@ -184,3 +191,60 @@ def test_shards_and_a_single_file_are_the_same_model(tmp_path: Path) -> None:
         assert torch.equal(a, b), name
         assert a.dtype == torch.bfloat16
     shutil.rmtree(tmp_path / "shards")
+
+
+def tiny(directory: Path, **config: Any) -> dict[str, torch.Tensor]:
+    """A checkpoint of LLAMA in `directory`; its tensors."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **(LLAMA | config))).save_pretrained(directory)
+    return load_file(directory / "model.safetensors")
+
+
+@pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["native", "foreign"])
+def test_a_file_that_was_cut_off_is_named(config: dict[str, Any], tmp_path: Path) -> None:
+    tiny(tmp_path)
+    bare(tmp_path, config)
+    path = tmp_path / "model.safetensors"
+    size = path.stat().st_size
+    path.write_bytes(path.read_bytes()[:-1000])
+    with pytest.raises(ConfigError, match=f"{path} has {size - 1000} of its {size} bytes"):
+        engine(tmp_path, load_format="auto")
+
+
+@pytest.mark.parametrize("there", ["embedding", "head", "both"])
+def test_of_tied_embeddings_either_name_will_do(there: str, tmp_path: Path) -> None:
+    tensors = tiny(tmp_path, tie_word_embeddings=True)
+    expected = tensors[EMBEDDING]
+    if there != "embedding":
+        tensors[HEAD] = expected.clone()
+    if there == "head":
+        del tensors[EMBEDDING]
+    save_file(tensors, tmp_path / "model.safetensors")
+    model = open_model(tmp_path).load(64, CPU, torch.float32)
+    assert isinstance(model, Decoder)
+    assert torch.equal(model.embedding.weight, expected)
+    assert model.head is model.embedding
+
+
+def test_a_head_of_its_own_is_not_dropped_for_the_embedding(tmp_path: Path) -> None:
+    """transformers computes with it, whatever the configuration says of ties."""
+    tensors = tiny(tmp_path, tie_word_embeddings=True)
+    tensors[HEAD] = tensors[EMBEDDING] + 1
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match="tie_word_embeddings"):
+        open_model(tmp_path).load(64, CPU, torch.float32)
+
+
+def test_a_tensor_that_is_there_twice_has_one_content(tmp_path: Path) -> None:
+    tensors = tiny(tmp_path)
+    name = "model.norm.weight"
+    (tmp_path / "model.safetensors").unlink()
+    save_file(tensors, tmp_path / "a.safetensors")
+    index = {"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    save_file({name: tensors[name]}, tmp_path / "b.safetensors")
+    open_model(tmp_path).load(64, CPU, torch.float32)
+    save_file({name: tensors[name] + 1}, tmp_path / "b.safetensors")
+    with pytest.raises(ConfigError, match=f"{name} twice"):
+        open_model(tmp_path).load(64, CPU, torch.float32)
