@@ -71,9 +71,11 @@ def reasons(name: str) -> Iterator[None]:
 
 
 def read_config(model_dir: Path) -> Any:
-    """The configuration of a causal decoder whose kinds of layers and of rope can be served."""
+    """The configuration of a causal decoder whose kinds of layers and of rope can be served. Code in the directory is
+    not run, and nobody is asked whether it may.
+    """
     try:
-        config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
+        config = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         first = str(error).strip().split("\n")[0]
         raise ConfigError(f"transformers cannot read the config.json of {model_dir}: {first}", field="model") from error

@@ -8,6 +8,7 @@ is computed exactly. Both spellings of rope are read: `rope_parameters` (transfo
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,8 +82,11 @@ def eos_token_ids(config: Mapping[str, Any], generation: Mapping[str, Any]) -> t
     """The end-of-sequence tokens of both files, the generation config's first."""
     found: list[int] = []
     for source in (generation, config):
-        ids = source.get("eos_token_id")
-        found += [i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int) and i not in found]
+        given = source.get("eos_token_id")
+        ids = given if isinstance(given, list) else [] if given is None else [given]
+        if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+            raise ConfigError(f"eos_token_id is {given!r}, a token id or a list of them is needed", field="model")
+        found += [i for i in ids if i not in found]
     return tuple(found)
 
 
@@ -107,7 +111,7 @@ def parse_spec(config: Mapping[str, Any], generation: Mapping[str, Any] | None =
 
     max_position = _int(config, "max_position_embeddings")
     rope = _parse_rope(config, max_position)
-    bias = bool(config.get("attention_bias", False))
+    bias = _flag(config, "attention_bias")
     return ModelSpec(
         architecture=name,
         vocab_size=_int(config, "vocab_size"),
@@ -117,12 +121,12 @@ def parse_spec(config: Mapping[str, Any], generation: Mapping[str, Any] | None =
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        norm_eps=_number(config, "rms_norm_eps", 1e-6),
         qkv_bias=name == "Qwen2ForCausalLM" or (bias and name != "MistralForCausalLM"),
         out_bias=bias and name in ("LlamaForCausalLM", "Qwen3ForCausalLM"),
-        mlp_bias=bool(config.get("mlp_bias", False)) and name == "LlamaForCausalLM",
+        mlp_bias=_flag(config, "mlp_bias") and name == "LlamaForCausalLM",
         qk_norm=name == "Qwen3ForCausalLM",
-        tied=bool(config.get("tie_word_embeddings", False)),
+        tied=_flag(config, "tie_word_embeddings"),
         windows=_parse_windows(name, config, layers),
         rope=rope,
         max_position=_extended(rope, max_position),
@@ -139,12 +143,14 @@ def _parse_windows(name: str, config: Mapping[str, Any], layers: int) -> tuple[i
         raise ConfigError(f"sliding_window {window!r} is not a positive number of tokens")
     if name == "MistralForCausalLM":
         return (window,) * layers
-    if not config.get("use_sliding_window", False):
+    if not _flag(config, "use_sliding_window"):
         window = None
     kinds = config.get("layer_types")
     if kinds is None:
-        first = int(config.get("max_window_layers", 28))
+        first = _int(config, "max_window_layers", 28, least=0)
         return tuple(window if i >= first else None for i in range(layers))
+    if not isinstance(kinds, list):
+        raise ConfigError(f"config.json: layer_types is {kinds!r}, a list is needed", field="model")
     unknown = set(kinds) - {"full_attention", "sliding_attention"}
     if unknown or len(kinds) != layers:
         raise NotNative(f"layer_types of {name} are not served: {sorted(unknown) or len(kinds)}")
@@ -154,37 +160,44 @@ def _parse_windows(name: str, config: Mapping[str, Any], layers: int) -> tuple[i
 
 
 def _parse_rope(config: Mapping[str, Any], max_position: int) -> RopeSpec:
-    raw = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    """Of either spelling; ConfigError where a configuration has both and they are not the same."""
+    given = [raw for key in ("rope_parameters", "rope_scaling") if (raw := config.get(key))]
+    first, *others = [_rope_of(raw, config, max_position) for raw in given or [{}]]
+    if any(other != first for other in others):
+        raise ConfigError("config.json: rope_parameters and rope_scaling differ, keep one of them", field="model")
+    return first
+
+
+def _rope_of(raw: Any, config: Mapping[str, Any], max_position: int) -> RopeSpec:
     if not isinstance(raw, Mapping) or any(isinstance(v, Mapping) for v in raw.values()):
         raise NotNative("rope parameters that differ by layer are not served")
     kind = str(raw.get("rope_type") or raw.get("type") or "default")
     if kind not in ROPE_KINDS:
         raise NotNative(f"rope scaling {kind!r} is not served; served are {', '.join(ROPE_KINDS)}")
-    if float(raw.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0) != 1.0:
+    if _number(raw, "partial_rotary_factor", _number(config, "partial_rotary_factor", 1.0)) != 1.0:
         raise NotNative("partial rotary embeddings are not served")
-    theta = float(raw.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    theta = _number(raw, "rope_theta", _number(config, "rope_theta", 10000.0))
     if kind == "default":
         return RopeSpec(kind, theta)
     required = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "yarn": ()}[kind]
     missing = [key for key in required if raw.get(key) is None]
     if missing:
         raise ConfigError(f"rope scaling {kind!r} lacks {', '.join(missing)}")
-    original = int(
-        config.get("original_max_position_embeddings") or raw.get("original_max_position_embeddings") or max_position
-    )
+    key = "original_max_position_embeddings"
+    original = _int(config, key, _int(raw, key, max_position))
     return RopeSpec(
         kind=kind,
         theta=theta,
-        factor=float(raw.get("factor") or max_position / original),
+        factor=_number(raw, "factor", max_position / original),
         original_max_position=original,
-        low_freq_factor=float(raw.get("low_freq_factor") or 1.0),
-        high_freq_factor=float(raw.get("high_freq_factor") or 4.0),
-        beta_fast=float(raw.get("beta_fast") or 32.0),
-        beta_slow=float(raw.get("beta_slow") or 1.0),
+        low_freq_factor=_number(raw, "low_freq_factor", 1.0),
+        high_freq_factor=_number(raw, "high_freq_factor", 4.0),
+        beta_fast=_number(raw, "beta_fast", 32.0),
+        beta_slow=_number(raw, "beta_slow", 1.0),
         attention_factor=_optional(raw, "attention_factor"),
         mscale=_optional(raw, "mscale"),
         mscale_all_dim=_optional(raw, "mscale_all_dim"),
-        truncate=bool(raw.get("truncate", True)),
+        truncate=_flag(raw, "truncate", True),
     )
 
 
@@ -198,16 +211,34 @@ def _extended(rope: RopeSpec, max_position: int) -> int:
 
 
 def _optional(raw: Mapping[str, Any], key: str) -> float | None:
-    value = raw.get(key)
-    return None if value is None else float(value)
+    return None if raw.get(key) is None else _number(raw, key, 0.0, above=-math.inf)
 
 
-def _int(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+def _number(config: Mapping[str, Any], key: str, default: float, *, above: float = 0.0) -> float:
+    value = config.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, int | float) or isinstance(value, bool) or not above < value < math.inf:
+        raise ConfigError(f"config.json: {key} is {value!r}, a {'positive ' * (above == 0.0)}number is needed")
+    return float(value)
+
+
+def _flag(config: Mapping[str, Any], key: str, default: bool = False) -> bool:
+    value = config.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise ConfigError(f"config.json: {key} is {value!r}, true or false is needed")
+    return value
+
+
+def _int(config: Mapping[str, Any], key: str, default: int | None = None, *, least: int = 1) -> int:
     value = config.get(key)
     if value is None:
         value = default
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"config.json: {key} is {value!r}, a positive integer is needed")
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        kind = "a positive integer" if least else "an integer from 0 on"
+        raise ConfigError(f"config.json: {key} is {value!r}, {kind} is needed")
     return value
 
 

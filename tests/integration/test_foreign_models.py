@@ -188,6 +188,23 @@ def test_what_cannot_be_served_is_refused_from_its_config(
     assert "\n" not in caught.value.message
 
 
+def test_code_in_the_directory_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pod has nobody to ask, and transformers would wait for an answer."""
+    monkeypatch.setattr("builtins.input", lambda _question: "y")
+    ran = tmp_path / "ran"
+    (tmp_path / "own.py").write_text(f"open({str(ran)!r}, 'w')\nclass OwnConfig: pass\n")
+    said = TINY | {
+        "architectures": ["OwnForCausalLM"],
+        "model_type": "own",
+        "auto_map": {"AutoConfig": "own.OwnConfig"},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    with pytest.raises(ConfigError, match="custom code") as caught:
+        open_model(tmp_path)
+    assert "\n" not in caught.value.message
+    assert not ran.exists()
+
+
 @pytest.mark.parametrize("breach", ["recurrent layer", "ignored positions"])
 def test_a_model_that_pieces_change_does_not_load(breach: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the trace cannot see is found by the proof."""

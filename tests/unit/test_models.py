@@ -172,6 +172,16 @@ def test_old_and_new_rope_spelling_mean_the_same(tmp_path: Path) -> None:
     assert parse_spec(config) == new
 
 
+def test_rope_in_both_spellings_is_one_rope() -> None:
+    """Whoever extends a checkpoint of transformers 5 by a rope_scaling, as older instructions say, is heard."""
+    config = TINY | {"architectures": ["Qwen3ForCausalLM"], "rope_theta": 1e6}
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    both = config | {"rope_scaling": scaling, "rope_parameters": YARN | {"rope_theta": 1e6}}
+    assert parse_spec(both) == parse_spec(config | {"rope_scaling": scaling})
+    with pytest.raises(ConfigError, match="rope_parameters and rope_scaling differ"):
+        parse_spec(both | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}})
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -184,6 +194,16 @@ def test_old_and_new_rope_spelling_mean_the_same(tmp_path: Path) -> None:
         ({"num_key_value_heads": 3}, "not a multiple"),
         ({"partial_rotary_factor": 0.5}, "partial rotary"),
         ({"hidden_size": "64"}, "hidden_size is '64'"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small'"),
+        ({"rope_theta": 0}, "rope_theta is 0, a positive number"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor is 0, a positive number"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2, "mscale": "x"}}, "mscale is 'x', a number"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false', true or false"),
+        ({"attention_bias": 1}, "attention_bias is 1"),
+        ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'"),
+        ({"eos_token_id": [1, None]}, "eos_token_id"),
+        ({"architectures": ["Qwen2ForCausalLM"], "max_window_layers": "all"}, "max_window_layers is 'all'"),
+        ({"architectures": ["Qwen2ForCausalLM"], "layer_types": 2}, "layer_types is 2, a list"),
     ],
 )
 def test_what_is_not_served_is_named(change: dict[str, Any], message: str) -> None:
