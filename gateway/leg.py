@@ -187,7 +187,7 @@ class Leg:
             self._drop_prefill()
         if kind == "local":
             self._timeline.mark("reserved", pod=pod.name, outcome="local", cached_tokens=answer.cached_tokens)
-            placement.local(answer.cached_tokens)
+            placement.local()
             self._count_hits(placement, answer.cached_tokens)
             self.cached_tokens = answer.cached_tokens
             return

@@ -65,7 +65,6 @@ class Runner:
             self.run.left_out = len(trace.requests) - len(self._trace.requests)
         sizes = [config.requests] if self._trace is None else [config.requests, len(self._trace.requests)]
         self.run.planned = min((size for size in sizes if size is not None), default=None)
-        self._leaving = random.Random(f"{config.seed} leaving")
         self._tag = secrets.token_hex(3)
         self._stopped = asyncio.Event()
         self._room: AbstractAsyncContextManager[Any] = (

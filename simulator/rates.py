@@ -63,10 +63,6 @@ class Rates:
         kv = context_tokens * self.kv_bytes / self.kv_read_byte_s
         return self.decode_overhead_s + _at(self.decode_row_s, sequences) + kv
 
-    def transfer_s(self, tokens: float) -> float:
-        """Moving the KV of so many tokens to another pod over an idle link."""
-        return self.link_latency_s + tokens * self.kv_bytes / self.link_byte_s
-
     def pool_blocks(self, block_size: int) -> int:
         """Blocks that fit into a pod's KV memory."""
         return max(1, int(self.kv_pool_bytes / (self.kv_bytes * block_size)))

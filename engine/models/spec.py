@@ -67,13 +67,10 @@ class ModelSpec(ModelShape):
         return self.num_kv_heads * self.head_dim
 
 
-def load_spec(model_dir: Path) -> ModelSpec:
-    """Reads config.json and generation_config.json; ConfigError when absent or malformed, NotNative as a part of it."""
-    return parse_spec(*read_config(model_dir))
-
-
 def read_config(model_dir: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """config.json, and generation_config.json, which is empty where there is none."""
+    """config.json, and generation_config.json, which is empty where there is none. Raises ConfigError, where the first
+    is absent or one is malformed.
+    """
     config = read_json(model_dir / "config.json", required=True)
     return config, read_json(model_dir / "generation_config.json", required=False)
 

@@ -131,8 +131,8 @@ class Placement:
         self._decode, self._prefill = decode, prefill
         self.book()
 
-    def local(self, cached_tokens: int) -> None:
-        """The decode pod computes the prompt itself, of which it holds cached_tokens."""
+    def local(self) -> None:
+        """The decode pod computes the prompt itself."""
         if self._prefill is None:
             return
         prefill, self._prefill = self._prefill, None

@@ -49,7 +49,6 @@ class Pod:
     terminating: bool = False
     restarts: int = 0
     killed: bool = False
-    deleted_after_s: float = 0.0
 
     @property
     def spec(self) -> Object:
@@ -181,7 +180,6 @@ class Kubelet:
             await asyncio.sleep(0.05)
         pod.killed = pod.container.alive
         pod.container.send(signal.SIGKILL)
-        pod.deleted_after_s = time.monotonic() - began
         self.pods[next(c for c, pods in self.pods.items() if pod in pods)].remove(pod)
         self.gone.append(pod)
         await self._publish()

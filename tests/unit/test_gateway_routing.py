@@ -192,7 +192,7 @@ async def test_what_ends_returns_its_bookings_whatever_it_was() -> None:
             placement.computed()
             assert not any(len(world[name].prefilling) for name in TWO_BY_TWO)
         elif end == "local":
-            placement.local(16)
+            placement.local()
             assert len(world[placement.decode.name].prefilling) == 1
             assert not len(world["p0"].prefilling) + len(world["p1"].prefilling)
         for _ in range(2):

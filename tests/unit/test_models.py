@@ -17,7 +17,7 @@ from engine.attention.base import StepShape
 from engine.attention.torch_backend import TorchAttention
 from engine.kv_pool import KVPool
 from engine.models.decoder import Decoder
-from engine.models.spec import load_spec, parse_spec
+from engine.models.spec import parse_spec, read_config
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
@@ -87,7 +87,7 @@ class Rig:
     """A decoder with its own pool; logits() computes a flat step and returns all its rows."""
 
     def __init__(self, directory: Path, *, block_size: int = 4, num_blocks: int = 64) -> None:
-        spec = load_spec(directory)
+        spec = parse_spec(*read_config(directory))
         layout = KVLayout("tiny", "0", spec.num_layers, spec.num_kv_heads, spec.head_dim, block_size, "float32")
         self.kv = KVPool(layout, num_blocks, CPU)
         self.cache = self.kv.layers()
@@ -153,7 +153,7 @@ def test_sharded_checkpoint(tmp_path: Path) -> None:
 def test_revision_follows_the_content(tmp_path: Path) -> None:
     model = save_reference(tmp_path / "a", CASES["llama"])
     model.save_pretrained(tmp_path / "b")
-    spec = load_spec(tmp_path / "a")
+    spec = parse_spec(*read_config(tmp_path / "a"))
     assert weights.revision(spec, tmp_path / "a") == weights.revision(spec, tmp_path / "b")
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight.add_(0.01)
@@ -226,4 +226,4 @@ def test_checkpoint_that_does_not_fit_is_refused(tmp_path: Path) -> None:
             Rig(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match="neither"):
-        weights.revision(load_spec(tmp_path), tmp_path)
+        weights.revision(parse_spec(*read_config(tmp_path)), tmp_path)
