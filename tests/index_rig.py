@@ -145,13 +145,14 @@ async def one_node_cluster(directory: Path) -> AsyncIterator[tuple[EmbeddedValke
         bus_port = bus.getsockname()[1]
     valkey = EmbeddedValkey(0, directory, ["--cluster-enabled", "yes", "--cluster-port", str(bus_port)])
     url = await valkey.start()
+    try:
+        async with connect(url, timeout_s=5.0) as client:
 
-    async with connect(url, timeout_s=5.0) as client:
+            async def up() -> bool:
+                return "cluster_state:ok" in str(await client.execute_command("CLUSTER", "INFO"))
 
-        async def up() -> bool:
-            return "cluster_state:ok" in str(await client.execute_command("CLUSTER", "INFO"))
-
-        await client.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
-        await until(up)
-    yield valkey, url
-    await valkey.stop()
+            await client.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
+            await until(up)
+        yield valkey, url
+    finally:
+        await valkey.stop()

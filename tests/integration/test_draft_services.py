@@ -47,7 +47,7 @@ def in_one_process(llm: LLM, requests: Sequence[ValidRequest]) -> tuple[list[lis
 
 
 @pytest.mark.parametrize("kind", ["draft_model", "eagle", "eagle3"])
-async def test_33_drafts_after_a_hand_off_are_those_of_one_process(kind: str, model_dir: Path, tmp_path: Path) -> None:
+async def test_drafts_after_a_hand_off_are_those_of_one_process(kind: str, model_dir: Path, tmp_path: Path) -> None:
     settings = drafting(kind, model_dir, tmp_path)
     shared = prompt_of(12, seed=50)
     prompts = [[*shared, *prompt_of(1 + 5 * i, seed=i)] if i % 2 else prompt_of(1 + 4 * i, seed=i) for i in range(10)]
@@ -168,7 +168,7 @@ async def test_pods_with_other_drafts_refuse_each_other(model_dir: Path, tmp_pat
             await cluster.prefill.runtime.node.connect(cluster.decode.runtime.address)
 
 
-async def test_33_smollm2_without_two_layers_drafts_as_well_under_pd(smollm2_dir: Path, tmp_path: Path) -> None:
+async def test_smollm2_without_two_layers_drafts_as_well_under_pd(smollm2_dir: Path, tmp_path: Path) -> None:
     draft_dir = without_layers(smollm2_dir, tmp_path / "draft", SMOLLM2_LAYERS)
     settings: dict[str, Any] = {"speculation": "draft_model", "speculation_model": draft_dir, "speculation_tokens": 4}
     sizes = {"block_size": 16, "max_model_len": 128}

@@ -21,6 +21,7 @@ from common.index_store import connect
 from common.prefix_index import Candidate, IndexReader, PodIndex, PodLoad, PodRecord, mint_generation
 from common.types import Role
 from common.valkey import EmbeddedValkey, valkey_binary
+from tests.index_rig import one_node_cluster
 from tests.tcp_proxy import tcp_proxy
 from tests.until import until
 
@@ -80,29 +81,16 @@ async def serves(url: str) -> None:
 
 
 async def test_a_cluster(tmp_path: Path) -> None:
-    with socket.socket() as bus:
-        bus.bind(("127.0.0.1", 0))
-        bus_port = bus.getsockname()[1]
-    valkey = EmbeddedValkey(0, tmp_path, ["--cluster-enabled", "yes", "--cluster-port", str(bus_port)])
-    plain = await valkey.start()
-    url = f"redis+cluster://127.0.0.1:{port_of(plain)}"
-    try:
+    async with one_node_cluster(tmp_path) as (_, plain):
+        url = f"redis+cluster://127.0.0.1:{port_of(plain)}"
+        await serves(url)
         async with connect(plain, timeout_s=5.0) as client:
-            await client.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
-
-            async def up() -> bool:
-                return "cluster_state:ok" in str(await client.execute_command("CLUSTER", "INFO"))
-
-            await until(up)
-            await serves(url)
             await client.execute_command("SCRIPT", "FLUSH")
         reader = IndexReader(url, timeout_s=2.0)
         async with pod(url), pod(url, "q", "ffee0011"):  # scopes are on different slots
             await until(lambda: finds(reader, {"p"}))
             await until(lambda: finds(reader, {"q"}, "ffee0011"))
         await reader.close()
-    finally:
-        await valkey.stop()
 
 
 async def test_a_user_with_no_more_rights_than_it_needs(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from common.valkey import EmbeddedValkey
 from common.wire import target_from_pb
 from engine.llm import LLM
 from kv_transfer.loopback import WriteFault
+from tests.aborts import abort_storm, left_alone
 from tests.harness import BLOCK, CHUNK, MAX_LEN, Answer, Cluster, expected, prompt_of, request
 from tests.until import until
 
@@ -37,7 +38,7 @@ class TestAborts:
     @pytest.mark.parametrize(
         "when", ["reserved", "queued", "progress", "first_token", "untold", "in_transfer", "tokens", "cancelled"]
     )
-    async def test_1_an_abort_in_any_state_gives_all_blocks_back(self, model_dir: Path, when: str) -> None:
+    async def test_an_abort_in_any_state_gives_all_blocks_back(self, model_dir: Path, when: str) -> None:
         async with Cluster.start(model_dir) as cluster:
             await cluster.generate(request(prompt_of(3)))  # the pair is connected
             r = request(prompt_of(4 * CHUNK), 60)
@@ -69,13 +70,11 @@ class TestAborts:
             await cluster.abort(r.request_id)
             gate.set()
             cluster.fabric.thaw(cluster.decode.agent)
-            running.cancel()
-            with contextlib.suppress(BatonError, asyncio.CancelledError):
-                await running
+            await left_alone(running)
             again = request(prompt_of(20, seed=5))
             assert len((await cluster.generate(again)).ids) == 8
 
-    async def test_1_an_abort_while_queued_on_decode_gives_all_blocks_back(
+    async def test_an_abort_while_queued_on_decode_gives_all_blocks_back(
         self, model_dir: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The KV is there, the only slot is taken."""
@@ -112,7 +111,7 @@ class TestAborts:
             monkeypatch.setattr(engine.runner, "launch", launch)
             assert len((await first).ids) == 100
 
-    async def test_2_a_refusal_by_decode_ends_the_prefill_long_before_its_deadline(self, model_dir: Path) -> None:
+    async def test_a_refusal_by_decode_ends_the_prefill_long_before_its_deadline(self, model_dir: Path) -> None:
         async with Cluster.start(model_dir) as cluster:
             r = request(prompt_of(40))
             reply = await cluster.reserve(r)
@@ -124,47 +123,16 @@ class TestAborts:
             with pytest.raises(InvalidRequest):
                 await cluster.generate(request(prompt_of(MAX_LEN)))
 
-    async def test_3_and_4_random_aborts_and_late_writes_leave_neighbours_right(
-        self, model_dir: Path, llm: LLM
-    ) -> None:
+    async def test_random_aborts_and_late_writes_leave_neighbours_right(self, model_dir: Path, llm: LLM) -> None:
         rng = random.Random(4)
         async with Cluster.start(model_dir, decode_config={"num_blocks": 40}) as cluster:
             cluster.fabric.on_write = lambda *_: WriteFault(delay_s=rng.choice((0.0, 0.0, 0.02, 0.15)))
             cluster.fabric.on_notify = lambda *_: rng.choice(((0.0,), (0.0, 0.01), (0.03,)))
-            done = 0
-
-            async def victim(i: int) -> None:
-                r = request(prompt_of(20 + 5 * (i % 7), seed=i), 20)
-                running = asyncio.create_task(cluster.generate(r))
-                await asyncio.wait([running], timeout=rng.random() * 0.15)
-                await cluster.abort(r.request_id)
-                running.cancel()
-                with contextlib.suppress(BatonError, asyncio.CancelledError):
-                    await running
-                await cluster.abort(r.request_id)  # a Reserve that was under way came after the first one
-
-            async def neighbour(i: int) -> None:
-                nonlocal done
-                r = request(prompt_of(15 + 4 * (i % 9), seed=100 + i), 10)
-                while True:
-                    try:
-                        answer = await cluster.generate(r, remote_only=True)
-                    except Overloaded:
-                        await asyncio.sleep(0.02)
-                        continue
-                    assert answer.ids == expected(llm, r)
-                    done += 1
-                    return
-
-            for round_ in range(5):
-                await asyncio.gather(
-                    *(victim(6 * round_ + i) for i in range(6)), *(neighbour(3 * round_ + i) for i in range(3))
-                )
-            assert done == 15
+            await abort_storm(cluster, llm, rng, rounds=5)
 
 
 class TestPeers:
-    async def test_5_decode_dies_and_prefill_gets_its_blocks_back(self, model_dir: Path) -> None:
+    async def test_decode_dies_and_prefill_gets_its_blocks_back(self, model_dir: Path) -> None:
         async with Cluster.start(model_dir, decode=2) as cluster:
             await cluster.generate(request(prompt_of(3)))
 
@@ -180,7 +148,7 @@ class TestPeers:
             await cluster.streams.pop(0).close()
             await cluster.decodes.pop(0).close()
 
-    async def test_5_prefill_dies_and_its_replacement_is_the_proof(self, model_dir: Path) -> None:
+    async def test_prefill_dies_and_its_replacement_is_the_proof(self, model_dir: Path) -> None:
         async with Cluster.start(model_dir) as cluster:
             await cluster.generate(request(prompt_of(3)))
             old = cluster.prefill
@@ -201,7 +169,7 @@ class TestPeers:
             assert len((await cluster.generate(request(prompt_of(20, seed=3)))).ids) == 8
             await cluster.decode.settled()
 
-    async def test_5_a_slow_decode_pod_keeps_what_may_still_be_written(self, model_dir: Path) -> None:
+    async def test_a_slow_decode_pod_keeps_what_may_still_be_written(self, model_dir: Path) -> None:
         async with Cluster.start(model_dir) as cluster:
             await cluster.generate(request(prompt_of(3)))
             posted = 0
@@ -224,7 +192,7 @@ class TestPeers:
             assert (await cluster.prefill.info()).blocks.leased == 40 // BLOCK
             cluster.fabric.thaw(cluster.decode.agent)
 
-    async def test_6_reservations_end_by_their_deadlines_in_any_order(self, model_dir: Path) -> None:
+    async def test_reservations_end_by_their_deadlines_in_any_order(self, model_dir: Path) -> None:
         async with Cluster.start(model_dir) as cluster:
             ended: list[float] = []
 
@@ -239,7 +207,7 @@ class TestPeers:
             await asyncio.gather(*map(reserve, (2.0, 1.0, 1.5)))
             assert ended == [1.0, 1.5, 2.0]
 
-    async def test_21_a_pod_is_ready_only_after_a_real_block_went_to_every_decode_pod(
+    async def test_a_pod_is_ready_only_after_a_real_block_went_to_every_decode_pod(
         self, model_dir: Path, tmp_path: Path
     ) -> None:
         valkey = EmbeddedValkey(0, tmp_path)
@@ -267,7 +235,7 @@ class TestPeers:
 
 
 class TestStaleTransfers:
-    async def test_7_a_stale_target_never_gives_an_answer(self, model_dir: Path, llm: LLM) -> None:
+    async def test_a_stale_target_never_gives_an_answer(self, model_dir: Path, llm: LLM) -> None:
         async with Cluster.start(model_dir) as cluster:
             r = request(prompt_of(40))
             stale = await cluster.reserve(r)
@@ -283,7 +251,7 @@ class TestStaleTransfers:
             assert isinstance(stale_run, BatonError)
             assert inbox.empty()
 
-    async def test_8_transfer_ids_are_never_reused(self, model_dir: Path) -> None:
+    async def test_transfer_ids_are_never_reused(self, model_dir: Path) -> None:
         async with Cluster.start(model_dir) as cluster:
             ids = []
             for i in range(4):
@@ -294,7 +262,7 @@ class TestStaleTransfers:
             assert {i.generation for i in ids} == {cluster.decode.runtime.generation}
 
     @pytest.mark.parametrize("fault", ["lost_notification", "failed_write"])
-    async def test_13_decode_never_runs_on_kv_that_did_not_arrive(self, model_dir: Path, llm: LLM, fault: str) -> None:
+    async def test_decode_never_runs_on_kv_that_did_not_arrive(self, model_dir: Path, llm: LLM, fault: str) -> None:
         async with Cluster.start(model_dir) as cluster:
             await cluster.generate(request(prompt_of(3)))
             if fault == "lost_notification":
@@ -312,7 +280,7 @@ class TestStaleTransfers:
             again = request(prompt_of(40, seed=2))
             assert (await cluster.generate(again)).ids == expected(llm, again)
 
-    async def test_13_accepted_by_decode_refused_by_prefill(self, model_dir: Path) -> None:
+    async def test_accepted_by_decode_refused_by_prefill(self, model_dir: Path) -> None:
         async with Cluster.start(model_dir) as cluster:
             r = request(prompt_of(20))
             reply = await cluster.reserve(r)
@@ -323,7 +291,7 @@ class TestStaleTransfers:
 
 
 class TestScarcity:
-    async def test_11_chunks_and_preemptions_do_not_change_the_output(self, model_dir: Path, llm: LLM) -> None:
+    async def test_chunks_and_preemptions_do_not_change_the_output(self, model_dir: Path, llm: LLM) -> None:
         async with Cluster.start(model_dir, prefill=0, role=Role.BOTH, decode_config={"num_blocks": 26}) as cluster:
             requests = [request(prompt_of(3 * CHUNK, seed=i), 30) for i in range(4)]
             answers = await asyncio.gather(*(cluster.generate(r) for r in requests))
@@ -331,7 +299,7 @@ class TestScarcity:
                 assert answer.ids == expected(llm, r)
             assert (await cluster.decode.info()).computed.recompute > 0
 
-    async def test_11_a_preempted_sequence_of_a_decode_pod_is_recomputed_and_counted_apart(
+    async def test_a_preempted_sequence_of_a_decode_pod_is_recomputed_and_counted_apart(
         self, model_dir: Path, llm: LLM
     ) -> None:
         async with Cluster.start(model_dir, decode_config={"num_blocks": 26}) as cluster:
@@ -344,7 +312,7 @@ class TestScarcity:
             assert (info.computed.prefill, info.computed.local) == (0, 0)
 
     @pytest.mark.parametrize("role", [Role.DECODE, Role.BOTH])
-    async def test_12_requests_that_need_most_of_the_pool_finish_one_after_the_other(
+    async def test_requests_that_need_most_of_the_pool_finish_one_after_the_other(
         self, model_dir: Path, llm: LLM, role: Role
     ) -> None:
         async with Cluster.start(model_dir, role=role, decode_config={"num_blocks": 12}) as cluster:

@@ -7,7 +7,6 @@ complete later. Checksums are compared throughout.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -15,13 +14,14 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from common.errors import BatonError, Overloaded
+from common.errors import BatonError
 from common.types import Role
 from common.wire import target_from_pb
 from engine.llm import LLM
 from kv_transfer.backend import Backend
 from kv_transfer.faults import FaultyBackend, WriteFault
 from kv_transfer.nixl_backend import NixlBackend
+from tests.aborts import abort_storm, left_alone
 from tests.harness import BLOCK, CHUNK, Answer, Cluster, expected, prompt_of, request
 
 STAGES = ("reserved", "progress", "first_token", "in_transfer", "tokens")
@@ -59,13 +59,7 @@ async def cluster(model_dir: Path, wire: Wire) -> AsyncIterator[Cluster]:
         wire.heal()
 
 
-async def left_alone(running: asyncio.Task[Answer]) -> None:
-    running.cancel()
-    with contextlib.suppress(BatonError, asyncio.CancelledError):
-        await running
-
-
-async def test_1_an_abort_at_any_stage_gives_all_blocks_back(cluster: Cluster, wire: Wire, llm: LLM) -> None:
+async def test_an_abort_at_any_stage_gives_all_blocks_back(cluster: Cluster, wire: Wire, llm: LLM) -> None:
     for number, stage in enumerate(STAGES):
         wire.heal()
         r = request(prompt_of(4 * CHUNK, seed=number), 60)
@@ -93,43 +87,14 @@ async def test_1_an_abort_at_any_stage_gives_all_blocks_back(cluster: Cluster, w
     assert (await cluster.generate(again, remote_only=True)).ids == expected(llm, again)
 
 
-async def test_3_and_4_random_aborts_late_writes_and_doubled_notifications(
-    cluster: Cluster, wire: Wire, llm: LLM
-) -> None:
+async def test_random_aborts_late_writes_and_doubled_notifications(cluster: Cluster, wire: Wire, llm: LLM) -> None:
     rng = random.Random(4)
     wire.senders[0].on_write = lambda _p, _l, _r: WriteFault(delay_s=rng.choice((0.0, 0.0, 0.02, 0.15)))
     wire.receivers[0].on_notification = lambda _n: rng.choice(((0.0,), (0.0, 0.01), (0.03,)))
-    done = 0
-
-    async def victim(i: int) -> None:
-        r = request(prompt_of(20 + 5 * (i % 7), seed=i), 20)
-        running = asyncio.create_task(cluster.generate(r, remote_only=True))
-        await asyncio.wait([running], timeout=rng.random() * 0.15)
-        await cluster.abort(r.request_id)
-        await left_alone(running)
-        await cluster.abort(r.request_id)  # a Reserve that was under way came after the first one
-
-    async def neighbour(i: int) -> None:
-        nonlocal done
-        r = request(prompt_of(15 + 4 * (i % 9), seed=100 + i), 10)
-        while True:
-            try:
-                answer = await cluster.generate(r, remote_only=True)
-            except Overloaded:
-                await asyncio.sleep(0.02)
-                continue
-            assert answer.ids == expected(llm, r)
-            done += 1
-            return
-
-    for round_ in range(3):
-        await asyncio.gather(
-            *(victim(6 * round_ + i) for i in range(6)), *(neighbour(3 * round_ + i) for i in range(3))
-        )
-    assert done == 9
+    await abort_storm(cluster, llm, rng, rounds=3)
 
 
-async def test_7_a_stale_target_never_gives_an_answer(cluster: Cluster, llm: LLM) -> None:
+async def test_a_stale_target_never_gives_an_answer(cluster: Cluster, llm: LLM) -> None:
     r = request(prompt_of(40))
     stale = await cluster.reserve(r, remote_only=True)
     await cluster.abort(r.request_id)
@@ -150,7 +115,7 @@ async def test_7_a_stale_target_never_gives_an_answer(cluster: Cluster, llm: LLM
 
 
 @pytest.mark.parametrize("fault", ["lost_notification", "failed_write", "damage"])
-async def test_7_and_13_decode_never_runs_on_kv_that_did_not_arrive_whole(
+async def test_decode_never_runs_on_kv_that_did_not_arrive_whole(
     cluster: Cluster, wire: Wire, llm: LLM, fault: str
 ) -> None:
     if fault == "lost_notification":

@@ -237,7 +237,7 @@ def followed(json_dir: Path) -> list[Completion]:
         ("eagle3", False),
     ],
 )
-def test_32_a_schema_is_followed_whoever_drafts(
+def test_a_schema_is_followed_whoever_drafts(
     json_dir: Path,
     followed: list[Completion],
     json_drafting: dict[str, dict[str, Any]],
@@ -263,7 +263,7 @@ def test_32_a_schema_is_followed_whoever_drafts(
     clean(llm.engine)
 
 
-def test_32_drafts_are_trimmed_by_the_grammar(smollm2_dir: Path) -> None:
+def test_drafts_are_trimmed_by_the_grammar(smollm2_dir: Path) -> None:
     llm = LLM(smollm2_dir, kv_memory=64 << 20, token_budget=64, max_model_len=256, threads=1, speculation="ngram")
     item = {"type": "object", "properties": {"name": {"enum": ["salt", "pepper"]}, "grams": {"type": "integer"}}}
     item |= {"required": ["name", "grams"], "additionalProperties": False}

@@ -52,7 +52,7 @@ async def test_tokens_of_a_hand_off_are_those_without_drafts(model_dir: Path, ro
         assert (accepted, accepted + rejected) == (stats.accepted, stats.proposed)
 
 
-async def test_34_drafts_that_are_never_right_raise_an_alarm(model_dir: Path) -> None:
+async def test_drafts_that_are_never_right_raise_an_alarm(model_dir: Path) -> None:
     (answer,) = oracle(model_dir).generate(
         [[5, 6, 7]], request([5, 6, 7], max_tokens=60).sampling, ignore_eos=True, show_progress=False
     )

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -193,13 +192,6 @@ def build(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
     shutil.rmtree(tmp_path)  # gigabytes
 
 
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
-
-
 def serves(programs: Path, argv: list[str], url: str) -> None:
     """The service starts from its environment alone, is well by the image's own health check, and leaves in peace."""
     env = {"PATH": f"{programs}:/usr/bin:/bin", "HOME": str(programs.parents[2]), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -223,8 +215,8 @@ slow = pytest.mark.skipif("IMAGE_ENVS" not in os.environ, reason="downloads for 
 
 
 @slow
-def test_the_gateways_environment(build: Callable[[str], Path], smollm2_dir: Path) -> None:
-    programs, port = build("gateway-env"), free_port()
+def test_the_gateways_environment(build: Callable[[str], Path], smollm2_dir: Path, unused_tcp_port: int) -> None:
+    programs, port = build("gateway-env"), unused_tcp_port
     has = subprocess.run(
         [programs / "python", "-c", "import importlib.util as u; print([bool(u.find_spec(n)) for n in ('torch', 'nixl_cu13', 'pip')])"],
         capture_output=True, text=True, check=True, cwd=programs,
@@ -235,10 +227,11 @@ def test_the_gateways_environment(build: Callable[[str], Path], smollm2_dir: Pat
 
 @slow
 @pytest.mark.parametrize("target", ["engine-cpu", "engine-gpu"])
-def test_an_engines_environment(build: Callable[[str], Path], smollm2_dir: Path, target: str) -> None:
-    programs = build(f"{target}-env")
+def test_an_engines_environment(
+    build: Callable[[str], Path], smollm2_dir: Path, unused_tcp_port: int, target: str
+) -> None:
+    programs, port = build(f"{target}-env"), unused_tcp_port
     for role in ("prefill", "decode"):
-        port = free_port()
         argv = ["serve", f"--role={role}", "--device=cpu", f"--model={smollm2_dir}", f"--port={port}", "--threads=1"]
         serves(programs, [*argv, "--kv-memory=64MiB", "--max-model-len=512"], f"grpc://127.0.0.1:{port}")
 

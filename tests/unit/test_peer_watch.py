@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 import pytest
 
@@ -11,6 +10,7 @@ from common.errors import IndexUnavailable, Unavailable
 from common.prefix_index import PodLoad, PodRecord, PodStatus
 from common.types import Role
 from pod.peers import PeerWatch
+from tests.until import until
 
 
 class Index:
@@ -32,12 +32,6 @@ class Index:
 
 def pod(name: str, role: Role = Role.DECODE, scope: str = "s", generation: int = 1) -> PodStatus:
     return PodStatus(PodRecord(name, generation, f"{name}:1", role, "m", scope, "f", 16, 128, 64), PodLoad())
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def test_joining_failing_and_restarted_pods(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -219,7 +219,7 @@ def test_a_proposer_that_fails_costs_its_drafts_and_no_more(at: str, monkeypatch
     assert broken.stats.failures > 0
 
 
-def test_34_an_alarm_while_nothing_is_accepted() -> None:
+def test_an_alarm_while_nothing_is_accepted() -> None:
     stats = SpeculationStats("p", 4)
     stats.add(4, 2)
     for _ in range(ALARM_CHAINS):
