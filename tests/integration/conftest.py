@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING
 import pytest
 import pytest_asyncio
 
-from common import index_pod
+from common import index_pod, rpc
+from common.pb import inference_pb2_grpc
+from common.process import PortLease
 from common.valkey import EmbeddedValkey
 from gateway import pod as gateway_pod
 from tests.fake_pods import FakeCluster, fake_cluster
@@ -39,10 +41,19 @@ async def cluster() -> AsyncIterator[FakeCluster]:
 
 @pytest_asyncio.fixture
 async def gw(cluster: FakeCluster, smollm2_dir: Path) -> AsyncIterator[Rig]:
-    """REST alone; at rest after the test."""
-    async with rig(cluster, smollm2_dir) as r:
-        yield r
-        await r.settled()
+    """REST and gRPC; at rest after the test."""
+    with PortLease() as port:
+        async with rig(cluster, smollm2_dir, grpc_port=port.port) as r:
+            yield r
+            await r.settled()
+
+
+@pytest_asyncio.fixture
+async def stub(gw: Rig) -> AsyncIterator[inference_pb2_grpc.InferenceAsyncStub]:
+    """A gRPC client of it."""
+    async with rpc.channel(f"127.0.0.1:{gw.server.grpc_port}") as channel:
+        made: inference_pb2_grpc.InferenceAsyncStub = inference_pb2_grpc.InferenceStub(channel)
+        yield made
 
 
 @pytest.fixture(scope="session")

@@ -13,11 +13,10 @@ import openai
 import pytest
 import pytest_asyncio
 
-from common import rpc
 from common.pb import inference_pb2, inference_pb2_grpc, types_pb2
 from gateway import grpc_service
 from tests.fake_pods import FakeCluster, fake_cluster
-from tests.gateway_rig import MODEL, Rig, rig, texts
+from tests.gateway_rig import MODEL, Rig, texts
 from tests.until import until
 
 SAID = "Héllo 世界, how are you?"
@@ -30,13 +29,6 @@ async def cluster(smollm2_dir: Path) -> AsyncIterator[FakeCluster]:
         ids = [*tokenizer.encode(SAID, add_special_tokens=False), tokenizer.eos_ids[0]]
         c.script = lambda _request: ids
         yield c
-
-
-@pytest_asyncio.fixture
-async def gw(cluster: FakeCluster, smollm2_dir: Path, unused_tcp_port: int) -> AsyncIterator[Rig]:
-    async with rig(cluster, smollm2_dir, grpc_port=unused_tcp_port) as r:
-        yield r
-        await r.settled()
 
 
 MESSAGES: Any = [{"role": "user", "content": "Hi"}]
@@ -96,13 +88,6 @@ async def test_sdk_abandoning_a_stream_aborts_it(gw: Rig, cluster: FakeCluster) 
             break
         await stream.close()
     await until(lambda: len(cluster.decodes[0].seen.decode_aborts) == 1)
-
-
-@pytest_asyncio.fixture
-async def stub(gw: Rig) -> AsyncIterator[Any]:
-    channel = rpc.channel(f"127.0.0.1:{gw.server.grpc_port}")
-    yield inference_pb2_grpc.InferenceStub(channel)
-    await channel.close()
 
 
 async def test_grpc_generate(gw: Rig, stub: Any, cluster: FakeCluster) -> None:

@@ -1,19 +1,22 @@
-"""Deadlines and aborts: REST and gRPC side by side, wherever the work is when its time ends."""
+"""Deadlines and aborts: REST and gRPC side by side, wherever the work is, or its client, when its time ends."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import grpc
+import orjson
 import pytest
 import pytest_asyncio
 
-from common.pb import inference_pb2, inference_pb2_grpc
+from common.pb import inference_pb2
+from gateway import http_endpoint
+from gateway.admission.caller import ANONYMOUS
+from gateway.streaming import Generate
 from tests.fake_pods import FakeCluster, fake_cluster
-from tests.gateway_rig import MODEL, Rig, rig
+from tests.gateway_rig import MODEL, Rig
 from tests.until import until
 
 LATE_S = 2.0
@@ -25,20 +28,6 @@ async def cluster() -> AsyncIterator[FakeCluster]:
     async with fake_cluster() as c:
         c.script = lambda request: [66] * request.sampling.max_tokens
         yield c
-
-
-@pytest_asyncio.fixture
-async def gw(cluster: FakeCluster, smollm2_dir: Path, unused_tcp_port: int) -> AsyncIterator[Rig]:
-    async with rig(cluster, smollm2_dir, grpc_port=unused_tcp_port) as r:
-        yield r
-        await r.settled()
-
-
-@pytest_asyncio.fixture
-async def stub(gw: Rig) -> AsyncIterator[inference_pb2_grpc.InferenceAsyncStub]:
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{gw.server.grpc_port}") as channel:
-        made: inference_pb2_grpc.InferenceAsyncStub = inference_pb2_grpc.InferenceStub(channel)
-        yield made
 
 
 async def rest_end(gw: Rig, **fields: Any) -> tuple[int, str]:
@@ -130,3 +119,43 @@ async def test_abort_ends_a_rest_request_by_either_id(gw: Rig, stub: Any, cluste
         await stub.Abort(inference_pb2.AbortGenerateRequest(request_id=request_id))
         assert (await asking).status_code == 499
         await gw.settled()
+
+
+@pytest.mark.parametrize("by", ["the request's deadline", "the gateway"])
+async def test_a_body_that_does_not_come_is_408(gw: Rig, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
+    header = b"x-request-timeout: 0.2\r\n" if by == "the request's deadline" else b""
+    if not header:
+        monkeypatch.setattr(http_endpoint, "BODY_TIMEOUT_S", 0.2)
+    reader, writer = await asyncio.open_connection("127.0.0.1", gw.server.port)
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99\r\n" + header + b"\r\n{")
+    answer = await reader.read()  # to the end: the connection is closed
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 408 ")
+    error = orjson.loads(body)["error"]
+    assert (error["type"], error["code"]) == ("invalid_request_error", "request_timeout")
+    writer.close()
+    assert (await gw.complete()).status_code == 200
+
+
+async def test_a_client_that_does_not_read_is_given_up_after_the_deadline(
+    gw: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_endpoint, "SEND_GRACE_S", 0.1)
+    never = asyncio.Event()
+    body = orjson.dumps({"model": MODEL, "prompt": "x", "stream": True})
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Any:
+        if not messages:
+            await never.wait()
+        return messages.pop()
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            await never.wait()
+
+    endpoint = http_endpoint.Endpoint(gw.gateway, "completions", Generate(gw.gateway, chat=False).serve)
+    scope = {"type": "http", "headers": [(b"x-request-timeout", b"0.3")], "baton.caller": ANONYMOUS}
+    async with asyncio.timeout(30):
+        await endpoint(scope, receive, send)
+        await gw.gateway.drain()  # returns once no permit is out

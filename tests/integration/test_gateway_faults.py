@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import re
 import signal
@@ -11,9 +10,7 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
-import grpc
 import httpx
 import orjson
 import pytest
@@ -31,15 +28,9 @@ from common.errors import (
     Unauthenticated,
     Unavailable,
 )
-from common.lifecycle import Lifecycle
-from common.pb import inference_pb2, inference_pb2_grpc
 from common.types import FinishReason, Role, SamplingParams, ValidRequest
-from gateway import http_endpoint
 from gateway import pod as gateway_pod
-from gateway import server as gateway_server
-from gateway.admission.caller import ANONYMOUS
 from gateway.leg import Leg
-from gateway.streaming import Generate
 from gateway.timeline import Timeline
 from tests.fake_pods import FakeCluster, FakePod, fake_cluster
 from tests.gateway_rig import MODEL, Rig, booked, rig
@@ -289,56 +280,6 @@ async def test_a_pod_that_does_both_needs_no_prefill(smollm2_dir: Path) -> None:
         await gw.settled()
 
 
-async def test_drain_finishes_what_runs_and_refuses_the_rest(gw: Rig, cluster: FakeCluster) -> None:
-    refused = asyncio.Event()
-    for pod in cluster.prefills:
-        pod.faults.before_prefill = lambda _request: refused.wait()
-    running = asyncio.create_task(gw.complete())
-    await until(lambda: any(pod.seen.prefilled for pod in cluster.prefills))
-    drain = asyncio.create_task(gw.server.drain())
-    await asyncio.sleep(0.05)
-    assert (await gw.complete()).status_code == 503
-    assert (await gw.http.get("/ready")).status_code == 503
-    assert not drain.done()
-    refused.set()
-    assert (await running).status_code == 200
-    await asyncio.wait_for(drain, 30)
-
-
-async def test_what_outlives_the_drain_ends_with_an_error_that_its_client_sees(
-    cluster: FakeCluster, smollm2_dir: Path, unused_tcp_port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gateway_server, "STOP_S", 300.0)
-    for pod in cluster.decodes:
-        pod.faults.stall_after = 2
-    async with (
-        rig(cluster, smollm2_dir, grpc_port=unused_tcp_port) as gw,
-        rpc.channel(f"127.0.0.1:{unused_tcp_port}") as channel,
-    ):
-        streams = [asyncio.create_task(gw.stream(path)) for path in ("completions", "chat")]
-        whole = asyncio.create_task(gw.complete())
-        request = inference_pb2.GenerateRequest(model=MODEL, text="x", max_tokens=30)
-        call = inference_pb2_grpc.InferenceStub(channel).Generate(request)
-        await call.read()
-        await until(lambda: sum(len(pod.seen.hand_offs) for pod in cluster.prefills) == 4)
-        lifecycle = Lifecycle(gw.server.drain, drain_s=0.2)
-        lifecycle.begin_drain("the test")
-        await lifecycle.wait_stopped()
-        assert gw.server._http is not None
-        gw.server._http.config.timeout_graceful_shutdown = 300  # what connections get to end by themselves
-        async with asyncio.timeout(60):
-            await gw.server.stop()
-        for status, events in [await stream for stream in streams]:
-            assert status == 200
-            assert "choices" in events[0]
-            assert events[-1]["error"]["message"] == "the gateway is leaving"
-        assert (await whole).status_code == 503
-        with contextlib.suppress(grpc.aio.AioRpcError):
-            while await call.read() is not grpc.aio.EOF:
-                pass
-        assert await call.code() is grpc.StatusCode.UNAVAILABLE
-
-
 async def test_many_at_once_with_aborts_leave_nothing_behind(gw: Rig, cluster: FakeCluster) -> None:
     for pod in cluster.decodes:
         pod.faults.token_delay_s = 0.002
@@ -428,46 +369,6 @@ async def test_an_abort_ends_with_the_token_stream(gw: Rig, cluster: FakeCluster
         pod.cut_streams()
         pod._running.clear()
     await until(lambda: len(aborting._tasks) == 2)
-
-
-@pytest.mark.parametrize("by", ["the request's deadline", "the gateway"])
-async def test_a_body_that_does_not_come_is_408(gw: Rig, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
-    header = b"x-request-timeout: 0.2\r\n" if by == "the request's deadline" else b""
-    if not header:
-        monkeypatch.setattr(http_endpoint, "BODY_TIMEOUT_S", 0.2)
-    reader, writer = await asyncio.open_connection("127.0.0.1", gw.server.port)
-    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99\r\n" + header + b"\r\n{")
-    answer = await reader.read()  # to the end: the connection is closed
-    head, _, body = answer.partition(b"\r\n\r\n")
-    assert head.startswith(b"HTTP/1.1 408 ")
-    error = orjson.loads(body)["error"]
-    assert (error["type"], error["code"]) == ("invalid_request_error", "request_timeout")
-    writer.close()
-    assert (await gw.complete()).status_code == 200
-
-
-async def test_a_client_that_does_not_read_is_given_up_after_the_deadline(
-    gw: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(http_endpoint, "SEND_GRACE_S", 0.1)
-    never = asyncio.Event()
-    body = orjson.dumps({"model": MODEL, "prompt": "x", "stream": True})
-    messages = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def receive() -> Any:
-        if not messages:
-            await never.wait()
-        return messages.pop()
-
-    async def send(message: Any) -> None:
-        if message["type"] == "http.response.body":
-            await never.wait()
-
-    endpoint = http_endpoint.Endpoint(gw.gateway, "completions", Generate(gw.gateway, chat=False).serve)
-    scope = {"type": "http", "headers": [(b"x-request-timeout", b"0.3")], "baton.caller": ANONYMOUS}
-    async with asyncio.timeout(30):
-        await endpoint(scope, receive, send)
-        await gw.gateway.drain()  # returns once no permit is out
 
 
 async def test_stopping_ends_even_when_every_pod_is_being_looked_at(gw: Rig) -> None:

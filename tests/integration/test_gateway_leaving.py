@@ -1,18 +1,22 @@
-"""A gateway that leaves behind a load balancer: who still comes is served and told to go, over HTTP and gRPC."""
+"""A gateway that leaves: what runs ends, and who still comes is served and told to go, over HTTP and gRPC."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
 import pytest
 
+from common import rpc
+from common.lifecycle import Lifecycle
 from common.pb import inference_pb2, inference_pb2_grpc
 from common.process import PortLease
+from gateway import server as gateway_server
 from tests.fake_pods import FakeCluster, fake_cluster
-from tests.gateway_rig import MODEL, rig
+from tests.gateway_rig import MODEL, Rig, rig
 from tests.until import until
 
 
@@ -70,3 +74,53 @@ async def test_grpc_clients_go_to_the_next_gateway_without_a_failed_call(
             await running
             await asyncio.wait_for(drain, 60)
             await call(2)
+
+
+async def test_drain_finishes_what_runs_and_refuses_the_rest(gw: Rig, cluster: FakeCluster) -> None:
+    goes_on = asyncio.Event()
+    for pod in cluster.prefills:
+        pod.faults.before_prefill = lambda _request: goes_on.wait()
+    running = asyncio.create_task(gw.complete())
+    await until(lambda: any(pod.seen.prefilled for pod in cluster.prefills))
+    drain = asyncio.create_task(gw.server.drain())
+    await until(lambda: not gw.gateway.ready)
+    assert (await gw.complete()).status_code == 503
+    assert (await gw.http.get("/ready")).status_code == 503
+    assert not drain.done()
+    goes_on.set()
+    assert (await running).status_code == 200
+    await asyncio.wait_for(drain, 30)
+
+
+async def test_what_outlives_the_drain_ends_with_an_error_that_its_client_sees(
+    cluster: FakeCluster, smollm2_dir: Path, unused_tcp_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gateway_server, "STOP_S", 300.0)
+    for pod in cluster.decodes:
+        pod.faults.stall_after = 2
+    async with (
+        rig(cluster, smollm2_dir, grpc_port=unused_tcp_port) as gw,
+        rpc.channel(f"127.0.0.1:{unused_tcp_port}") as channel,
+    ):
+        streams = [asyncio.create_task(gw.stream(path)) for path in ("completions", "chat")]
+        whole = asyncio.create_task(gw.complete())
+        request = inference_pb2.GenerateRequest(model=MODEL, text="x", max_tokens=30)
+        call = inference_pb2_grpc.InferenceStub(channel).Generate(request)
+        await call.read()
+        await until(lambda: sum(len(pod.seen.hand_offs) for pod in cluster.prefills) == 4)
+        lifecycle = Lifecycle(gw.server.drain, drain_s=0.2)
+        lifecycle.begin_drain("the test")
+        await lifecycle.wait_stopped()
+        assert gw.server._http is not None
+        gw.server._http.config.timeout_graceful_shutdown = 300  # what connections get to end by themselves
+        async with asyncio.timeout(60):
+            await gw.server.stop()
+        for status, events in [await stream for stream in streams]:
+            assert status == 200
+            assert "choices" in events[0]
+            assert events[-1]["error"]["message"] == "the gateway is leaving"
+        assert (await whole).status_code == 503
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            while await call.read() is not grpc.aio.EOF:
+                pass
+        assert await call.code() is grpc.StatusCode.UNAVAILABLE

@@ -3,33 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-import pytest_asyncio
 
 from common import rpc
 from common.pb import inference_pb2, inference_pb2_grpc, types_pb2
 from tests.fake_pods import FakeCluster
 from tests.gateway_rig import MODEL, Rig, rig
 from tests.tool_rig import CALL, CITY, SCHEMA, STOP, asked, fits, prompt_of, says, tool, with_template
-
-
-@pytest_asyncio.fixture
-async def gw(cluster: FakeCluster, smollm2_dir: Path, unused_tcp_port: int) -> AsyncIterator[Rig]:
-    async with rig(cluster, smollm2_dir, grpc_port=unused_tcp_port) as r:
-        yield r
-        await r.settled()
-
-
-@pytest_asyncio.fixture
-async def stub(gw: Rig) -> AsyncIterator[Any]:
-    channel = rpc.channel(f"127.0.0.1:{gw.server.grpc_port}")
-    yield inference_pb2_grpc.InferenceStub(channel)
-    await channel.close()
 
 
 async def generate(stub: Any, **fields: Any) -> list[inference_pb2.GenerateResponse]:

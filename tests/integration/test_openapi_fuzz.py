@@ -8,14 +8,12 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import pytest_asyncio
+import schemathesis
 from hypothesis import HealthCheck, given, settings
 
 from tests.fake_pods import FakeCluster, fake_cluster
 from tests.gateway_rig import Rig, rig
-
-schemathesis = pytest.importorskip("schemathesis")
 
 EXAMPLES = int(os.environ.get("BATON_SCHEMA_EXAMPLES", "12"))  # for each operation
 REFUSED = (501, 503)  # what this gateway does not do, as documented: no Redis for responses that are kept
