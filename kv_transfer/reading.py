@@ -5,7 +5,6 @@ Everything but start() runs on the transfer thread.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -17,8 +16,6 @@ from kv_transfer.outgoing import PIECES, Pieces
 from kv_transfer.pairs import Pairs
 from kv_transfer.read_machine import Done, Failed, Free, ReadAction, ReadMachine, ReadPiece, ReadState
 from kv_transfer.transfer_thread import TransferThread
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)

@@ -24,7 +24,6 @@ from loadtest.sse import SseParser
 CONNECT_S = 10.0
 CACHED_PIECES = 4096
 MAX_ERROR_BYTES = 1 << 16
-NOTHING = Answer("")
 
 
 class RestClient:

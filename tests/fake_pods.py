@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.errors import BatonError, Overloaded, Unavailable
+from common.errors import BatonError, Unavailable
 from common.kv_layout import KVLayout
 from common.pb import (
     control_pb2,
@@ -516,6 +516,3 @@ async def fake_cluster(prefill: int = 1, decode: int = 1, both: int = 0) -> Asyn
         yield cluster
     finally:
         await cluster.stop()
-
-
-FULL = Overloaded("busy", retry_after_s=1.0)

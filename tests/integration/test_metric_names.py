@@ -41,7 +41,6 @@ PROMTOOL = os.environ.get("PROMTOOL") or shutil.which("promtool")
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 # What Prometheus adds to every sample, in Kubernetes or anywhere.
 SCRAPED = {"instance", "job", "pod", "namespace"}
-UNITS = ("seconds", "bytes", "tokens", "ratio", "total", "bytes_per_second")
 ABBREVIATED = {"s", "ms", "us", "ns", "sec", "secs", "b", "kb", "mb", "gb", "kib", "mib", "gib", "pct", "percent"}
 FOREIGN_UNITS = {"milliseconds", "microseconds", "minutes", "hours", "gigabytes", "megabytes", "kilobytes", "bits"}
 
