@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from common.block_hash import HASH_BYTES
-from common.errors import BatonError, ConfigError, InvalidRequest
+from common.errors import ConfigError, InvalidRequest
 from common.grammar import CompiledGrammar, GrammarCompiler, GrammarTokenizer
 from common.kv_layout import KVLayout
 from common.types import ValidRequest
@@ -244,13 +244,13 @@ class Engine:
         )
 
     def add(self, seq: Sequence) -> None:
-        """Takes a sequence in, and its lease with it: when this raises InvalidRequest, the lease is finished."""
+        """Takes a sequence in, and its lease with it: when this raises (InvalidRequest, as a rule), it is finished."""
         try:
             self._check_ids(seq.request, seq.output)
             if self._sampler is not None:
                 self._sampler.check(seq.request.sampling)
             self.scheduler.add(seq)
-        except BatonError:
+        except Exception:
             if seq.lease is not None:
                 seq.lease.finish("refused")
             raise

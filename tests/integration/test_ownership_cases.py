@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from common.errors import BatonError, DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
+from common.errors import BatonError, DeadlineExceeded, InternalError, InvalidRequest, Overloaded, Unavailable
 from common.pb import types_pb2
 from common.prefix_index import IndexReader
 from common.types import Role, ValidRequest
@@ -288,6 +288,20 @@ class TestStaleTransfers:
             with pytest.raises(Unavailable):
                 await prefill_alone(cluster, r, reply.target)
             await cluster.abort(r.request_id)
+
+    async def test_13_a_sequence_that_the_engine_cannot_take_in_gives_its_blocks_back(
+        self, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def choke(_seq: object) -> None:
+            raise RuntimeError("nobody foresaw this")
+
+        async with Cluster.start(model_dir) as cluster:
+            await cluster.generate(request(prompt_of(3)))
+            with monkeypatch.context() as patch:
+                patch.setattr(cluster.decode.runtime.engine.scheduler, "add", choke)
+                with pytest.raises(InternalError):
+                    await cluster.generate(request(prompt_of(20)), remote_only=True)
+            assert len((await cluster.generate(request(prompt_of(20)))).ids) == 8
 
 
 class TestScarcity:
