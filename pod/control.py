@@ -26,7 +26,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         self, request: control_pb2.ResetPrefixCacheRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> control_pb2.ResetPrefixCacheResponse:
         """See control.proto."""
-        cleared = self._pool.clear_cache()
+        cleared = await asyncio.to_thread(self._pool.clear_cache)  # it may wait for a copy to the host
         kept = len(self._pool.cached_hashes())
         index = self._index()
         for _ in range(INDEX_POLLS):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from common.types import PoolCounts, Role
 from common.valkey import EmbeddedValkey
 from engine.llm import LLM
 from kv_transfer.node import TransferNode
+from pod.control import ControlServicer
 from pod.watch import QuarantineWatch
 from tests.harness import BLOCK, MAX_LEN, Cluster, expected, prompt_of, request
 from tests.until import until
@@ -169,6 +171,21 @@ class TestLife:
         assert not watch.overdue(bad, 40.0)
         assert not watch.overdue(bad, 99.0)
         assert watch.overdue(bad, 100.0)
+
+
+async def test_a_reset_that_waits_for_the_host_keeps_nobody_waiting() -> None:
+    seen = threading.Event()
+
+    class Pool:
+        def clear_cache(self) -> int:
+            return 3 if seen.wait(20) else -1
+
+        def cached_hashes(self) -> list[bytes]:
+            return []
+
+    servicer: Any = ControlServicer(Pool(), lambda: None)  # type: ignore[arg-type]
+    asyncio.get_running_loop().call_later(0.01, seen.set)
+    assert (await servicer.ResetPrefixCache(None, None)).cleared == 3
 
 
 async def test_a_reset_empties_the_prefix_cache_and_the_index(model_dir: Path, tmp_path: Path) -> None:
