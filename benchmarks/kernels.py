@@ -25,6 +25,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import report as report_file
+from benchmarks.limits import copy_seconds, median_seconds
 from common.kv_layout import FP8_DTYPE, KVLayout
 from common.types import SamplingParams
 from engine.device_sampler import DeviceSampler
@@ -67,20 +68,6 @@ def seconds(launch: Callable[[int], object], launches: int = 16, repeats: int = 
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) / launches * 1e-3)
-    return statistics.median(times)
-
-
-def eager_seconds(run: Callable[[], object], repeats: int = 25) -> float:
-    for _ in range(10):  # an idle card's clocks are low
-        run()
-    times = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e-3)
     return statistics.median(times)
 
 
@@ -135,15 +122,9 @@ class Report:
 
 def ceilings() -> Report:
     """Copy: the better of two plain copies of 4 GiB, bytes read and written. Matrix product: 8192^3 in bf16."""
-    source = torch.randint(0, 255, (2**30,), dtype=torch.int32, device=DEVICE)
-    target = torch.empty_like(source)
-
-    def copies() -> float:
-        return min(eager_seconds(lambda: target.copy_(source)), eager_seconds(lambda: torch.add(source, 1, out=target)))
-
-    copy = copies()
+    copy = copy_seconds(2**32, DEVICE)
     a, b = normal(8192, 8192), normal(8192, 8192)
-    matmul = eager_seconds(lambda: a @ b)
+    matmul = median_seconds(lambda: a @ b, DEVICE)
     report = Report(2 * 2**32 / copy / 1e9, 2 * 8192**3 / matmul / 1e12)
     print(f"copy {report.copy_gb_s:.0f} GB/s, matrix product {report.matmul_tflop_s:.0f} TFLOP/s", flush=True)
     report.metrics |= {"copy_gb_s": round(report.copy_gb_s, 1), "matmul_tflop_s": round(report.matmul_tflop_s, 1)}

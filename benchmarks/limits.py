@@ -22,12 +22,12 @@ class Ceilings:
     attention_tflop_s: float
 
 
-def median_seconds(run: Callable[[], object], device: torch.device, repeats: int = 15) -> float:
-    """Median of single runs, after a few that warm the clocks."""
-    for _ in range(5):
+def median_seconds(run: Callable[[], object], device: torch.device) -> float:
+    """Median of single runs, after some for the clocks, which are low on an idle card."""
+    for _ in range(10):
         run()
     times = []
-    for _ in range(repeats):
+    for _ in range(25):
         if device.type == "cuda":
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
@@ -44,7 +44,7 @@ def median_seconds(run: Callable[[], object], device: torch.device, repeats: int
 
 def copy_seconds(nbytes: int, device: torch.device) -> float:
     """By the driver's copy or by a kernel, whichever is faster."""
-    source = torch.zeros(nbytes // 4, dtype=torch.int32, device=device)
+    source = torch.randint(0, 255, (nbytes // 4,), dtype=torch.int32, device=device)
     target = torch.empty_like(source)
     return min(
         median_seconds(lambda: target.copy_(source), device),
