@@ -101,14 +101,19 @@ class Constraint:
 
     def masks(self, draft: Sequence[int]) -> tuple[list[int], np.ndarray]:
         """The longest head of a draft that may be accepted, n tokens, and int32 [n + 1, num_words]: the mask of each of
-        its positions and of the one behind it. Where a draft makes the grammar complete, its last mask allows all: what
-        is drawn there is not used.
+        its positions and of the one behind it. Where a draft is a stop token, or makes the grammar complete, nothing
+        follows it, and the last mask allows all: what is drawn there is not used.
         """
         taken: list[int] = []
         masks = [self.mask()]
         recent, consumed = self._recent.copy(), 0
         for token in draft:
-            if not _allows(masks[-1], token) or token in self._stops:
+            if not _allows(masks[-1], token):
+                break
+            if token in self._stops:
+                # Not left out: were a drawn draft only tested when it does not end the answer, answers would grow.
+                taken.append(token)
+                masks.append(~np.zeros_like(masks[0]))
                 break
             if self._matcher is not None:
                 if not self._matcher.consume_token(token):

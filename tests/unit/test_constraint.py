@@ -98,16 +98,16 @@ def test_a_token_that_is_forbidden_fails_the_request_alone(tokenizer: GrammarTok
 
 
 @pytest.mark.parametrize(
-    "grammar",
+    ("grammar", "ends_soon"),
     [
-        grammars.from_json_schema({"type": "object", "additionalProperties": {"type": "integer"}}, field="f"),
-        grammars.from_regex("[ab]{3}c*", field="f"),
+        (grammars.from_json_schema({"type": "object", "additionalProperties": {"type": "integer"}}, field="f"), False),
+        (grammars.from_regex("[ab]{3}c*", field="f"), True),
     ],
 )
-def test_drafts_are_trimmed_and_leave_no_trace(tokenizer: GrammarTokenizer, grammar: Grammar) -> None:
+def test_drafts_are_trimmed_and_leave_no_trace(tokenizer: GrammarTokenizer, grammar: Grammar, ends_soon: bool) -> None:
     compiled = compile_grammar(tokenizer, grammar)
     params = SamplingParams(bad_words=((7, 8),), stop_token_ids=(EOS,))
-    rng = random.Random(1)
+    rng, ended = random.Random(1), 0
     for _ in range(5):
         found, plain = (constraint(params, compiled) for _ in range(2))
         for _step in range(12):
@@ -117,15 +117,17 @@ def test_drafts_are_trimmed_and_leave_no_trace(tokenizer: GrammarTokenizer, gram
                 choices = sorted(allowed(ahead.mask()) - {EOS})
                 draft.append(rng.choice(choices))
                 ahead.advance(draft[-1])
-            taken, masks = found.masks([*draft, EOS])
-            assert taken == draft
-            assert len(masks) == len(draft) + 1
+            taken, masks = found.masks([*draft, EOS, EOS])
             walk = plain.copy()
             for token, mask in zip(draft, masks, strict=False):
                 assert allowed(mask) == allowed(walk.mask())
                 walk.advance(token)
+            ends = not walk.complete and EOS in allowed(walk.mask())
+            assert taken == [*draft, *([EOS] if ends else [])], "a stop token is a draft like any, and the last one"
+            assert len(masks) == len(taken) + 1
             if not walk.complete:
-                assert allowed(masks[-1]) == allowed(walk.mask())
+                assert allowed(masks[len(draft)]) == allowed(walk.mask())
+            ended += ends
             assert allowed(found.mask()) == allowed(plain.mask())
             if not draft:
                 break
@@ -134,6 +136,7 @@ def test_drafts_are_trimmed_and_leave_no_trace(tokenizer: GrammarTokenizer, gram
             assert found.complete == plain.complete
             if found.complete:
                 break
+    assert ended > 0 or not ends_soon
 
 
 def test_a_draft_ends_where_the_grammar_forbids_it(tokenizer: GrammarTokenizer) -> None:

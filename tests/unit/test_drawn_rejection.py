@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -186,6 +187,7 @@ def test_a_broken_rule_is_found_out(broken: str, drawn: bool, pair: Pair, monkey
 # -- whole engines ----------------------------------------------------------------------------------------------------
 
 VOCAB, OUTPUT = 12, 3
+ALLOWED, STOPS = tuple(range(1, VOCAB)), (4, 7, 9)
 REPEATS = [3, 4, 3, 5, 3, 6, 3, 7, 3, 8, 3, 9, 3, 10, 3]  # whatever comes next, it most likely came after a 3 before
 
 
@@ -199,20 +201,31 @@ def drafting(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     return draft_settings(tiny_dir, tmp_path_factory.mktemp("drafts"), vocab=VOCAB, noise=0.1)
 
 
-@pytest.fixture(scope="module")
-def chances(tiny_dir: Path) -> dict[tuple[int, ...], float]:
-    """Of each output of OUTPUT tokens."""
+def chances_of(tiny_dir: Path, **more: Any) -> dict[tuple[int, ...], float]:
+    """Of each output of OUTPUT tokens, or fewer where a stop token ends it."""
+    own = params(0, **more)
+    words = np.zeros(1, dtype=np.int32)
+    for token in own.allowed_token_ids or range(VOCAB):
+        words[0] |= 1 << token
     found: dict[tuple[int, ...], float] = {(): 1.0}
+    ended: dict[tuple[int, ...], float] = {}
     for _ in range(OUTPUT):
         said = list(found)
         logits = last_logits(tiny_dir, [[*REPEATS, *tokens] for tokens in said])
-        after = distribution(logits, [SampleRow(params(0), [*REPEATS, *tokens], len(REPEATS)) for tokens in said])
-        found = {
+        rows = [SampleRow(own, [*REPEATS, *tokens], len(REPEATS), allowed=words) for tokens in said]
+        longer = {
             (*tokens, token): found[tokens] * float(row[token])
-            for tokens, row in zip(said, after, strict=True)
+            for tokens, row in zip(said, distribution(logits, rows), strict=True)
             for token in row.nonzero().flatten().tolist()
         }
-    return found
+        ended |= {tokens: chance for tokens, chance in longer.items() if tokens[-1] in own.stop_token_ids}
+        found = {tokens: chance for tokens, chance in longer.items() if tokens not in ended}
+    return found | ended
+
+
+@pytest.fixture(scope="module")
+def chances(tiny_dir: Path) -> dict[tuple[int, ...], float]:
+    return chances_of(tiny_dir)
 
 
 class Overlap:
@@ -235,7 +248,7 @@ class Overlap:
 
 
 def outputs(
-    tiny_dir: Path, settings: dict[str, Any], requests: int, monkeypatch: pytest.MonkeyPatch
+    tiny_dir: Path, settings: dict[str, Any], requests: int, monkeypatch: pytest.MonkeyPatch, **more: Any
 ) -> tuple[Counter[tuple[int, ...]], Overlap]:
     """How often each output of an engine came that drafts whatever it can."""
     llm = LLM(
@@ -246,7 +259,7 @@ def outputs(
     overlap = Overlap()
     monkeypatch.setattr(step_sampler, "sample_rejecting", overlap)
     # The last token of all is never drafted.
-    sampling = [params(seed, max_tokens=OUTPUT + 1) for seed in range(requests)]
+    sampling = [params(seed, max_tokens=OUTPUT + 1, **more) for seed in range(requests)]
     answers = llm.generate([REPEATS] * requests, sampling, ignore_eos=True, show_progress=False)
     assert llm.engine.speculator is not None
     stats = llm.engine.speculator.stats
@@ -272,3 +285,18 @@ def test_outputs_of_an_engine(
     monkeypatch.setattr(rejection, *BROKEN["always accepts"])
     counts, _ = outputs(tiny_dir, drafting[kind], 1000, monkeypatch)
     assert chi_square_p(counts, chances) < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["ngram", "draft_model", "eagle3"])
+def test_an_end_that_is_drafted_is_tested_like_any_draft(
+    kind: str, tiny_dir: Path, drafting: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under a constraint too, which trims drafts. Were ends left out, outputs would end too rarely."""
+    more = {"allowed_token_ids": ALLOWED, "stop_token_ids": STOPS}
+    chances = chances_of(tiny_dir, **more)
+    ending = sum(chance for tokens, chance in chances.items() if 1 < len(tokens) < OUTPUT)
+    assert 0.1 < ending < 0.9, "drafts have to do with it"
+    counts, overlap = outputs(tiny_dir, drafting[kind], -(-DRAWS // OUTPUT), monkeypatch, **more)
+    assert set(counts) <= set(chances)
+    assert chi_square_p(counts, chances) > 0.01
+    assert overlap.right / overlap.chains == pytest.approx(overlap.due / overlap.chains, abs=0.02)
