@@ -457,8 +457,8 @@ class Scheduler:
             spare -= len(wanted)
             drafted.append(
                 Item(
-                    seq, item.start, 1 + len(wanted), sample=True, decode=True, drafts=wanted, probs=chain.probs,
-                    copy=item.copy,
+                    seq, item.start, 1 + len(wanted), sample=True, decode=True, drafts=wanted,
+                    probs=chain.probs if wanted else None, copy=item.copy,
                 )
             )  # fmt: skip
         return drafted

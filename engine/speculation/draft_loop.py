@@ -91,13 +91,12 @@ class DraftLoop:
                 [seqs[row] for row in rows], starts[rows] + drafts.lengths[rows],
                 [drafts.tokens[row, drafts.lengths[row] - 1 : drafts.lengths[row]].tolist() for row in rows],
             )  # fmt: skip
+            self._wait()
         return Drafts(drafts.tokens, drafts.lengths, probs)
 
     @torch.inference_mode()
     def catch_up(self, seqs: Sequence[EngineSequence]) -> None:
-        """Makes up for the tokens that the draft model has not computed; waits for the device, so that nobody else gets
-        the blocks before.
-        """
+        """Makes up for the tokens that the draft model has not computed; waits for the device."""
         if not seqs:
             return
         for part in _parts(seqs):
@@ -105,6 +104,10 @@ class DraftLoop:
             self._fill(part, starts, [seq.tokens[seq.complete : seq.computed] for seq in part])
             for seq in part:
                 seq.lagging = 0
+        self._wait()
+
+    def _wait(self) -> None:
+        """No step fence keeps the blocks that were written: those for drafts that no step verifies may go to others."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
