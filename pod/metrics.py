@@ -73,6 +73,10 @@ class PodMetrics:
             "speculation_acceptance_length", "Tokens of one sequence's step with drafts.", ["proposer"],
             buckets=tuple(range(1, MAX_DRAFTS + 2)),
         )  # fmt: skip
+        m.sampled_counter(
+            "speculation_failures", "Failures of the proposer, which cost its drafts.", lambda: _failed(speculation()),
+            ["proposer"],
+        )  # fmt: skip
         m.sampled_gauge(
             "speculation_useless", "1 while drafts are made and none was right of late.", lambda: _alarm(speculation()),
             ["proposer"],
@@ -202,6 +206,10 @@ def _sequences(load: PodLoad) -> list[Sample]:
 
 def _open(stats: TransferStats) -> list[Sample]:
     return [(("out",), stats.open_outgoing), (("in",), stats.open_incoming)]
+
+
+def _failed(stats: SpeculationStats | None) -> list[Sample]:
+    return [] if stats is None else [((stats.proposer,), stats.failures)]
 
 
 def _alarm(stats: SpeculationStats | None) -> list[Sample]:

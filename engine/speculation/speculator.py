@@ -130,5 +130,7 @@ class Speculator:
             self._failed()
 
     def _failed(self) -> None:
-        log.exception("the %s proposer failed", self._proposer.name)
+        """One that fails in every step does not fill the log."""
         self.stats.failures += 1
+        if self.stats.failures.bit_count() == 1:
+            log.exception("the %s proposer failed, %d times so far", self._proposer.name, self.stats.failures)

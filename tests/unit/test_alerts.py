@@ -91,6 +91,7 @@ def healthy() -> World:
         series("baton_transfers_failed_total", PREFILL): counter(0.5),
         series("baton_speculation_acceptance_length_sum", DECODE, proposer="ngram"): counter(250),
         series("baton_speculation_acceptance_length_count", DECODE, proposer="ngram"): counter(100),
+        series("baton_speculation_failures_total", DECODE, proposer="ngram"): level(0),
         series("baton_speculation_useless", DECODE, proposer="ngram"): level(0),
     }
     for pod in (PREFILL, DECODE):
@@ -156,6 +157,7 @@ SCENARIOS: dict[str, World] = {
     "BatonSpeculationUseless": {
         series("baton_speculation_acceptance_length_sum", DECODE, proposer="ngram"): counter(250, 100)
     },
+    "BatonSpeculationFails": {series("baton_speculation_failures_total", DECODE, proposer="ngram"): counter(0, 12)},
 }
 # What else is bound to fire: the same trouble from another side.
 ALONG = {"BatonQueueGrowing": {"BatonQueueLong"}}
