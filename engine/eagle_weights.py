@@ -8,6 +8,7 @@ Every parameter must be filled and every other tensor must be known.
 from __future__ import annotations
 
 import hashlib
+import pickle
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -104,7 +105,7 @@ def _read(model_dir: Path) -> dict[str, Tensor]:
             found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         else:
             found = load_file(path)
-    except (SafetensorError, OSError, RuntimeError, ValueError) as error:
+    except (SafetensorError, OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
         raise ConfigError(f"{path} cannot be read: {error}", field=FIELD) from error
     named = {name.removeprefix("model.").replace("midlayer.", "layers.0."): t for name, t in found.items()}
     return {name: tensor for name, tensor in named.items() if not name.endswith(_UNUSED)}
