@@ -144,7 +144,9 @@ class Pod:
 
 @dataclass
 class Answer:
-    """What a client saw: tokens in order of arrival, and where each came from."""
+    """What a client saw: tokens in order of arrival, and where each came from. drafts: proposed and accepted ones of
+    each message that told of some.
+    """
 
     tokens: list[Token] = field(default_factory=list)
     finish: FinishReason | None = None
@@ -153,6 +155,7 @@ class Answer:
     target: KvTarget | None = None
     handed_off: prefill_pb2.HandedOff | None = None
     events: list[str] = field(default_factory=list)
+    drafts: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def ids(self) -> list[int]:
@@ -408,6 +411,9 @@ class Cluster:
         answer.tokens.extend(token_from_pb(t) for t in delta.tokens)
         if delta.HasField("cached_tokens"):
             answer.cached_tokens = delta.cached_tokens
+        if delta.HasField("speculation"):
+            answer.drafts.append((delta.speculation.proposed, delta.speculation.accepted))
+            assert delta.speculation.accepted == len(delta.tokens) - 1
         answer.finish = finish_from_pb(delta.finish_reason)
         answer.events.append("tokens")
 

@@ -15,7 +15,8 @@ by the batch where it is padded.
 Estimates may be wrong, so there is an account, too, in units of a step without drafts. A step that had drafts, or that
 waited to learn that there are none, pays what it took more, and gets what its batch gained. Every other step brings
 INCOME, and what is saved up is bounded; nobody drafts below zero. So whatever the text, in a time of N steps drafts
-lose no more than INCOME * N, what had been saved up, and the one step that went below zero.
+lose no more than INCOME * N, what had been saved up, and the one step that went below zero. Not in this account is what
+a draft model computes of text for which nobody drafts: its keys and values, to keep blocks complete.
 """
 
 from __future__ import annotations

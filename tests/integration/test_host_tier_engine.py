@@ -12,6 +12,7 @@ import torch
 
 from common.types import FinishReason, SamplingParams
 from engine.llm import LLM, Completion
+from engine.speculation.control import Always
 from tests.harness import BLOCK, CHUNK, MAX_LEN, prompt_of
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10)
@@ -129,7 +130,12 @@ def test_with_drafts_the_tokens_are_the_same(model_dir: Path, speculation: str) 
     prompts = [[5, 6, 7, 8] * 6, prompt_of(21, seed=9), [9, 10] * 9]
     expected = make(model_dir).generate(prompts, LONG, ignore_eos=True)
     llm = make(model_dir, num_blocks=30, host_blocks=HOST_BLOCKS, speculation=speculation)
+    llm.engine.speculate(llm.engine.own_proposer(), Always(4))
     assert_same(llm.generate(prompts, LONG, ignore_eos=True), expected)
+    assert llm.engine.scheduler.stats().resumed > 0
+    assert llm.engine.speculator is not None
+    stats = llm.engine.speculator.stats
+    assert 0 < stats.accepted < stats.proposed
     clean(llm)
 
 

@@ -12,6 +12,8 @@ from engine.speculation.control import Always
 from tests.guesses import Guesses
 from tests.harness import VOCAB, Cluster, Pod, oracle, prompt_of, request
 
+DRAFTS = 4
+
 
 def gauge(pod: Pod, name: str) -> float:
     """The value of the pod's one sample of that name."""
@@ -20,12 +22,15 @@ def gauge(pod: Pod, name: str) -> float:
     return value
 
 
-def counted(pod: Pod, outcome: str) -> float:
-    """Drafts with that outcome, as the pod's metrics tell them."""
+def counted(pod: Pod, outcome: str) -> list[float]:
+    """Drafts with that outcome by their places, as the pod's metrics tell them."""
     samples = [s for metric in pod.runtime.metrics.base.registry.collect() for s in metric.samples]
-    return sum(
-        s.value for s in samples if s.name == "baton_speculation_tokens_total" and s.labels["outcome"] == outcome
-    )
+    places = {
+        s.labels["place"]: s.value
+        for s in samples
+        if s.name == "baton_speculation_tokens_total" and s.labels["outcome"] == outcome
+    }
+    return [places.get(str(place), 0.0) for place in range(1, DRAFTS + 1)]
 
 
 @pytest.mark.parametrize("role", [Role.DECODE, Role.BOTH])
@@ -37,7 +42,7 @@ async def test_tokens_of_a_hand_off_are_those_without_drafts(model_dir: Path, ro
     expected = [
         alone.generate([r.prompt_ids], r.sampling, ignore_eos=True, show_progress=False)[0].ids for r in requests
     ]
-    drafting = {"speculation": "ngram", "speculation_tokens": 4}
+    drafting = {"speculation": "ngram", "speculation_tokens": DRAFTS}
     async with Cluster.start(model_dir, role=role, decode_config=drafting, prefill_config=drafting) as cluster:
         engine = cluster.decode.runtime.engine
         engine.speculate(Guesses({r.request_id: ids for r, ids in zip(requests, expected, strict=True)}, vocab=VOCAB))
@@ -45,11 +50,16 @@ async def test_tokens_of_a_hand_off_are_those_without_drafts(model_dir: Path, ro
         assert [[t.id for t in answer.tokens] for answer in answers] == expected
         assert all([t.index for t in answer.tokens] == list(range(20)) for answer in answers)
         accepted, rejected = counted(cluster.decode, "accepted"), counted(cluster.decode, "rejected")
-        assert accepted > 0
-        assert rejected > 0
         assert engine.speculator is not None
         stats = engine.speculator.stats
-        assert (accepted, accepted + rejected) == (stats.accepted, stats.proposed)
+        assert accepted == stats.accepted_at
+        assert [a + r for a, r in zip(accepted, rejected, strict=True)] == stats.proposed_at
+        assert 0 < stats.accepted < stats.proposed
+        assert min(accepted) > 0, "at every place"
+        # Each answer's own come with its tokens: its usage is made of them.
+        told = [drafts for answer in answers for drafts in answer.drafts]
+        assert [sum(column) for column in zip(*told, strict=True)] == [stats.proposed, stats.accepted]
+        assert len(told) == stats.chains
 
 
 async def test_drafts_that_are_never_right_raise_an_alarm(model_dir: Path) -> None:

@@ -91,7 +91,7 @@ def test_drafts_of_a_host_and_eight_bit_kv_with_random_weights(model_dir: Path) 
     same(alone, llm.generate(prompts, params, ignore_eos=True))
     speculator = llm.engine.speculator
     assert speculator is not None
-    assert speculator.stats.proposed > 0
+    assert 0 < speculator.stats.accepted < speculator.stats.proposed
 
     # A rank that is killed fails the call long before a collective gives up, and every later one.
     assert llm.engine.members is not None

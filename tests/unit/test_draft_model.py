@@ -13,6 +13,7 @@ from common.errors import ConfigError
 from common.types import SamplingParams
 from engine.engine import Engine
 from engine.llm import LLM
+from engine.sampler import SampleRow, sample
 from engine.sequence import Sequence as EngineSequence
 from engine.speculation.control import Always, Control
 from engine.speculation.drafting import Drafting
@@ -25,12 +26,12 @@ BLOCK = 4
 
 
 class Recorder(DrawnProposer):
-    """Keeps what was proposed after which tokens, and how far behind the model ever was."""
+    """Keeps what was proposed after which tokens of which child, and how far behind the model ever was."""
 
     def __init__(self, engine: Engine) -> None:
         assert engine.runner.draft_loop is not None
         super().__init__(engine.runner.draft_loop, engine.scheduler.reserve)
-        self.seen: list[tuple[list[int], list[int]]] = []
+        self.seen: list[tuple[list[int], list[int], int]] = []
         self.caught_up: list[int] = []
 
     def keep_up(self, seqs: Sequence[EngineSequence]) -> None:
@@ -41,7 +42,7 @@ class Recorder(DrawnProposer):
         drafts = super().propose(seqs, kept, limits)
         for seq, row, length in zip(seqs, drafts.tokens.tolist(), drafts.lengths.tolist(), strict=True):
             if length:
-                self.seen.append((list(seq.tokens), row[:length]))
+                self.seen.append((list(seq.tokens), row[:length], seq.child))
         return drafts
 
 
@@ -54,6 +55,26 @@ class Late(Control):
 
     def limits(self, states: Sequence[tuple[Drafting, int]]) -> list[int]:
         return [self.most if output >= self.after else 0 for _, output in states]
+
+
+class Alone:
+    """The draft model without cache, batch and blocks."""
+
+    def __init__(self, directory: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+
+    @torch.no_grad()
+    def drafts(
+        self, tokens: Sequence[int], count: int, params: SamplingParams, *, prompt_len: int = 0, child: int = 0
+    ) -> list[int]:
+        """What it would say after these tokens, sampled as the target samples."""
+        said: list[int] = []
+        for _ in range(count):
+            logits = self._model(torch.tensor([[*tokens, *said]])).logits[0, -1:]
+            said.append(int(sample(logits, [SampleRow(params, tokens, prompt_len, child, drafts=said)]).tokens))
+        return said
 
 
 @pytest.fixture(scope="module")
@@ -75,9 +96,7 @@ def engine(dirs: tuple[Path, Path], **config: Any) -> LLM:
     [(Always(3), False), (Late(3, 5), True), (Late(3, LAG + 20), False), (Late(3, LAG + 20), True)],
 )
 def test_drafts_are_those_of_the_model_alone(control: Control, overlap: bool, dirs: tuple[Path, Path]) -> None:
-    from transformers import AutoModelForCausalLM
-
-    alone = AutoModelForCausalLM.from_pretrained(dirs[1], dtype=torch.float32)
+    alone = Alone(dirs[1])
     llm = engine(dirs, overlap=overlap)
     recorder = Recorder(llm.engine)
     llm.engine.speculate(recorder, control)
@@ -85,20 +104,37 @@ def test_drafts_are_those_of_the_model_alone(control: Control, overlap: bool, di
     greedy = SamplingParams(temperature=0.0, max_tokens=LAG + 40)
     answers = llm.generate(prompts, greedy, ignore_eos=True, show_progress=False)
     assert len(recorder.seen) > 12
-    for tokens, drafts in recorder.seen:
-        with torch.no_grad():
-            logits = alone(torch.tensor([[*tokens, *drafts]])).logits[0, len(tokens) - 1 : -1]
-        assert logits.argmax(-1).tolist() == drafts
+    for tokens, drafts, _ in recorder.seen:
+        assert alone.drafts(tokens, len(drafts), greedy) == drafts
     if isinstance(control, Late):
         assert (max(recorder.caught_up, default=0) >= LAG) == (control.after > LAG)
     # What is published is complete, and nearly all is.
     for prompt, answer in zip(prompts, answers, strict=True):
         said = [*prompt, *answer.ids]
+        recorder.seen.clear()
         (again,) = llm.generate([said], greedy, ignore_eos=True, show_progress=False)
         assert again.cached_tokens > len(said) - LAG - 2 * BLOCK
+        tokens, drafts, _ = recorder.seen[0]
+        assert alone.drafts(tokens, len(drafts), greedy) == drafts
     assert llm.engine.speculator is not None
     assert llm.engine.speculator.stats.failures == 0
     llm.engine.pool.check()
+
+
+def test_children_share_a_prompt_and_no_draft(dirs: tuple[Path, Path]) -> None:
+    """The last block of the prompt is everyone's until they write there, drafts included."""
+    llm = engine(dirs)
+    recorder, alone = Recorder(llm.engine), Alone(dirs[1])
+    llm.engine.speculate(recorder, Always(3))
+    prompt = [(5 * i) % 44 + 3 for i in range(2 * BLOCK + 1)]
+    params = SamplingParams(temperature=0.8, seed=6, max_tokens=12, n=4)
+    answers = llm.generate([prompt], params, ignore_eos=True, show_progress=False)
+    assert len({tuple(answer.ids) for answer in answers}) == 4
+    assert {child for *_, child in recorder.seen} == set(range(4))
+    for tokens, drafts, child in recorder.seen:
+        assert alone.drafts(tokens, len(drafts), params, prompt_len=len(prompt), child=child) == drafts
+    assert llm.engine.speculator is not None
+    assert 0 < llm.engine.speculator.stats.accepted < llm.engine.speculator.stats.proposed
 
 
 def test_a_model_with_another_vocabulary_is_refused(dirs: tuple[Path, Path], tmp_path: Path) -> None:

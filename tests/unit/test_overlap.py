@@ -58,6 +58,61 @@ def test_drafts_take_what_is_left_and_nobody_is_preempted_for_them() -> None:
     assert [seq.preemptions for seq in seqs] == [0, 0]
 
 
+def test_room_for_drafts_that_are_not_verified_comes_back() -> None:
+    world = World(overlap=False, blocks=40, size=4, budget=16)
+    seqs = [world.add(name, range(4), SamplingParams(max_tokens=40)) for name in "abc"]
+    while not all(seq.decoding for seq in seqs):
+        world.step()
+    assert world.scheduler.drafters() == seqs
+    assert [world.scheduler.reserve(seq, seq.start + 14) >= seq.start + 14 for seq in seqs] == [True] * 3
+    chains = {seqs[0]: Chain((1, 2, 3, 4, 5)), seqs[1]: Chain((1,))}
+    items = world.scheduler.schedule(chains).items
+    assert [len(item.drafts) for item in items] == [5, 1, 0]
+    needed = [-(-len(seq.tokens) // 4) for seq in seqs]
+    held = [len(seq.lease.blocks) for seq in seqs if seq.lease is not None]
+    assert held[2] == needed[2], "nothing is verified of the last one"
+    assert world.scheduler.schedule().items
+    assert [len(seq.lease.blocks) for seq in seqs if seq.lease is not None] == held
+
+
+def test_room_for_drafts_leaves_a_block_for_each_that_grows() -> None:
+    world = World(overlap=False, blocks=12, size=4, budget=16)
+    seqs = [world.add(name, range(4), SamplingParams(max_tokens=12)) for name in "ab"]
+    while not all(seq.decoding for seq in seqs):
+        world.step()
+    outside = world.pool.lease([], world.pool.available() - 3)
+    assert outside is not None
+    first, second = seqs
+    room = first.allocated
+    assert world.scheduler.reserve(first, room + 1) == room + 4
+    assert world.scheduler.reserve(second, second.allocated + 1) == second.allocated, "two are left for two that grow"
+    assert world.pool.available() == 2
+
+
+def test_drafts_leave_a_block_for_each_that_grows() -> None:
+    world = World(overlap=False, blocks=16, size=4, budget=16)
+    seqs = [world.add(name, range(4), SamplingParams(max_tokens=20)) for name in "ab"]
+    while not all(seq.decoding for seq in seqs):
+        world.step()
+    assert [seq.allocated for seq in seqs] == [4, 4]
+    outside = world.pool.lease([], world.pool.available() - 5)
+    assert outside is not None
+    items = world.scheduler.schedule({seq: Chain((1,) * 7) for seq in seqs}).items
+    assert [len(item.drafts) for item in items] == [7, 3], "a block for each token, one more for the first's drafts"
+    assert world.pool.available() == 2
+
+
+def test_prompts_keep_their_share_of_a_step_with_drafts() -> None:
+    world = World(overlap=False, blocks=60, size=4, budget=16)
+    seqs = [world.add(name, range(4), SamplingParams(max_tokens=30)) for name in "ab"]
+    while not all(seq.decoding for seq in seqs):
+        world.step()
+    world.add("c", range(50, 80), GREEDY)
+    items = world.scheduler.schedule({seq: Chain((1,) * 7) for seq in seqs}).items
+    assert [len(item.drafts) for item in items] == [7, 3, 0], "a quarter of sixteen, and what two decodes leave"
+    assert items[2].num_new == 4
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_step_is_ahead_only_with_overlap(overlap: bool) -> None:
     world = World(overlap=overlap)

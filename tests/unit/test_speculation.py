@@ -199,6 +199,17 @@ def test_texts_that_repeat_nothing_make_no_step_wait() -> None:
     assert list(speculator.draft(seqs)) == seqs[:1]
 
 
+def test_nobody_drafts_where_more_sequences_decode_than_a_step_verifies() -> None:
+    pool, seqs = BlockPool(60, 4), [sequence([1, 2, 3, 1, 2, 3], [1]) for _ in range(3)]
+    for slot, seq in enumerate(seqs):
+        seq.lease, seq.computed, seq.slot = pool.lease([], 10), 6, slot
+    speculator = Speculator(NgramProposer(), Always(2), max_seqs=2)
+    assert not speculator.due(seqs)
+    assert not speculator.draft(seqs)
+    assert speculator.due(seqs[:2])
+    assert list(speculator.draft(seqs[:2])) == seqs[:2]
+
+
 @pytest.mark.parametrize("at", ["begin", "propose", "observe", "accept"])
 def test_a_proposer_that_fails_costs_its_drafts_and_no_more(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pool, proposer = BlockPool(60, 4), NgramProposer()
