@@ -31,6 +31,7 @@ from common.models import SMOLLM2, cache_dir, smollm2_dir
 CHILD_DEADLINE_S = 90.0
 MIN_FREE_MEMORY = 3 << 30  # two pods with the demo model and small pools
 MIN_FREE_DISK = 2 << 30
+SLOW = ("tcp", "unknown")  # transports that nobody wants between processes of one host
 
 
 async def report(redis_url: str | None, pods: Sequence[str] = ()) -> int:
@@ -120,12 +121,15 @@ async def _check_nixl(what: str, env: dict[str, str], *, without: Level = Level.
     reply = await _json_of_child([sys.executable, "-P", "-m", "kv_transfer.probe"], env)
     if isinstance(reply, str):
         return Finding(what, without, reply, "pip install nixl-cu13 (Linux x86_64 or aarch64); check UCX_* variables")
-    return Finding(
-        what,
-        Level.OK,
-        f"{reply['mebibytes']} MiB between two processes, intact, "
-        f"{reply['gigabytes_per_s']:.1f} GB/s, by {reply['transport']} ({reply['source']})",
-    )
+    detail = f"{reply['mebibytes']} MiB between two processes, intact, {_carried(reply)}"
+    if not env and reply["transport"] in SLOW:
+        fix = "slow on one host: unset UCX_TLS; containers need SYS_PTRACE, or one IPC and PID namespace with /dev/shm"
+        return Finding(what, Level.WARN, detail, fix)
+    return Finding(what, Level.OK, detail)
+
+
+def _carried(reply: dict[str, Any]) -> str:
+    return f"{reply['gigabytes_per_s']:.1f} GB/s, by {reply['transport']} ({reply['source']})"
 
 
 async def _check_pairs(gpus: Sequence[Gpu]) -> AsyncIterator[Finding]:
@@ -143,11 +147,10 @@ async def _check_pair(gpus: Sequence[Gpu], source: int, target: int) -> Finding:
     reply = await _json_of_child(argv, {})
     if isinstance(reply, str):
         return Finding(what, Level.MISSING, reply, "check nvidia-smi topo -m, and that no UCX_TLS is set")
-    detail = f"{reply['gigabytes_per_s']:.1f} GB/s, by {reply['transport']} ({reply['source']})"
-    if reply["transport"] in ("tcp", "unknown"):
+    if reply["transport"] in SLOW:
         fix = "pods refuse this without --allow-tcp; unset UCX_TLS, and PYTORCH_CUDA_ALLOC_CONF=expandable_segments"
-        return Finding(what, Level.WARN, detail, fix)
-    return Finding(what, Level.OK, detail)
+        return Finding(what, Level.WARN, _carried(reply), fix)
+    return Finding(what, Level.OK, _carried(reply))
 
 
 def _rounds(count: int) -> list[list[tuple[int, int]]]:

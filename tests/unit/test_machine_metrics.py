@@ -11,9 +11,7 @@ import psutil
 import pytest
 import torch
 
-from common import doctor
-from common.finding import Level
-from common.host_memory import HostMemory, host_memory
+from common.host_memory import host_memory
 from common.telemetry import Metrics
 from pod.gpu_driver import KEPT_S, Gpu, GpuReading, add_gpu_metrics, gpu_of
 
@@ -39,12 +37,6 @@ def test_without_a_limit_it_is_the_machine(tmp_path: Path, limit: str) -> None:
 
 def test_without_control_groups_it_is_the_machine(tmp_path: Path) -> None:
     assert host_memory(tmp_path / "none").limit == psutil.virtual_memory().total
-
-
-async def test_the_doctor_knows_what_a_container_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "host_memory", lambda: HostMemory(used=3 << 30, limit=4 << 30))
-    finding = await doctor._check_memory()
-    assert (finding.level, finding.detail.partition(",")[0]) == (Level.WARN, "1.0 of 4.0 GiB memory free")
 
 
 class Driver:
