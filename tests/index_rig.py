@@ -31,11 +31,6 @@ def chain(seed: int, length: int) -> list[bytes]:
     return block_hashes(tokens, fingerprint=FINGERPRINT, block_size=16)
 
 
-def common(a: list[bytes], b: list[bytes]) -> int:
-    """Blocks that two chains share."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
 class FakePool:
     """What a block pool tells its index, with a lock like the real one's."""
 

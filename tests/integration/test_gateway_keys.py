@@ -9,6 +9,7 @@ import grpc
 import openai
 import pytest
 
+from common.errors import InvalidApiKey
 from common.pb import inference_pb2, inference_pb2_grpc
 from common.rpc import channel
 from common.valkey import EmbeddedValkey
@@ -121,7 +122,7 @@ async def test_keys_come_and_go_in_a_file_and_a_broken_file_changes_nothing(smol
         def allowed(key: str) -> bool:
             try:
                 return bool(gw.gateway.keys.identify(key))
-            except Exception:
+            except InvalidApiKey:
                 return False
 
         second, _ = new_key(path, "b")

@@ -13,7 +13,8 @@ from common import index_pod, index_reader
 from common.index_store import Keys
 from common.prefix_index import Candidate, Held, IndexReader, Reserved, Tier
 from common.types import Role
-from tests.index_rig import RECORD, SCOPE, Rig, book, chain, common
+from tests.index_rig import RECORD, SCOPE, Rig, book, chain
+from tests.prefix import shared
 from tests.until import until
 
 pytestmark = pytest.mark.usefixtures("quick_index")
@@ -54,7 +55,7 @@ async def test_many_pods_are_found_by_sampled_blocks_and_the_best_are_exact(rig:
                 await stack.enter_async_context(rig.pod(record, held[f"p{i}"]))
             names = [(pod, 1_000) for pod in held]
             for branch in (*branches.values(), chain(99, 30)):
-                truth = {pod: common(blocks, branch) for pod, blocks in held.items()}
+                truth = {pod: shared(blocks, branch) for pod, blocks in held.items()}
                 found = await rig.reader.lookup(scope, branch, names)
                 for pod, blocks in truth.items():
                     least = max((n for n in range(1, blocks + 1) if branch[n - 1][0] % every == 0), default=0)

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from common.block_hash import block_hashes
 from gateway.approx_index import STRIDE, ApproxIndex
+from tests.prefix import shared
 
 FP = "ab" * 16
 
@@ -15,10 +16,6 @@ def chain(*parts: tuple[int, int]) -> list[bytes]:
     """Blocks of one token: parts of (token, how often)."""
     tokens = [token for token, count in parts for _ in range(count)]
     return block_hashes(tokens, fingerprint=FP, block_size=1)
-
-
-def common(a: list[bytes], b: list[bytes]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 chains = st.lists(st.tuples(st.integers(0, 1), st.integers(1, 30)), min_size=1, max_size=4).map(lambda p: chain(*p))
@@ -35,7 +32,7 @@ def test_it_says_at_most_what_was_recorded_for_the_generation_and_little_less(
     for pod, generation, hashes in past:
         index.record(pod, generation, hashes)
         newest[pod] = max(newest.get(pod, 0), generation)
-        held[pod, generation] = max(held.get((pod, generation), 0), common(hashes, prompt))
+        held[pod, generation] = max(held.get((pod, generation), 0), shared(hashes, prompt))
     for pod in "abcd":
         for generation in (1, 2, 3):
             said = index.lookup(prompt, [(pod, generation)])[pod]

@@ -27,7 +27,8 @@ def test_a_peer_with_the_secret_is_known_by_pod_and_generation() -> None:
 
 def test_the_message_may_have_been_parsed_again() -> None:
     parsed = transfer_pb2.OpenRequest.FromString(MESSAGE.SerializeToString())
-    signer().verify(METHOD, parsed, [("other", "x"), *signer().metadata(METHOD, MESSAGE)])
+    metadata = signer(pod="p").metadata(METHOD, MESSAGE)
+    assert signer().verify(METHOD, parsed, [("other", "x"), *metadata]) == ("p", 41)
 
 
 def test_wrong_secret_method_or_message() -> None:

@@ -23,6 +23,7 @@ from loadtest.lengths import Lengths
 from loadtest.prompts import WORDS, Piece, Session
 from loadtest.sweep import parse_rates
 from loadtest.workload import Made, Recorded, fitted
+from tests.prefix import shared
 
 
 def first_turns(sessions: Iterator[Session], count: int) -> list[Session]:
@@ -31,11 +32,6 @@ def first_turns(sessions: Iterator[Session], count: int) -> list[Session]:
 
 def ids_of(session: Session, turn: int = -1) -> list[int]:
     return [i for message in session.turns[turn].messages for piece in message.pieces for i in piece.ids(0, 1 << 30)]
-
-
-def shared(a: list[int], b: list[int]) -> int:
-    """Length of the common prefix."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 # -- arrivals

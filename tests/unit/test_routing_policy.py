@@ -30,6 +30,7 @@ from gateway.routing.policy import (
     make_policy,
 )
 from gateway.routing.view import PodView, assume_peers
+from tests.prefix import shared
 
 NOW = 100.0
 
@@ -354,11 +355,8 @@ def test_prompts_in_flight_are_matched_as_far_as_they_are_equal(
         model.pop(i, None)
     expected: dict[str, int] = {}
     for pod, other in model.values():
-        shared = next(
-            (n for n, (a, b) in enumerate(zip(path, other, strict=False)) if a != b), min(len(path), len(other))
-        )
-        if shared:
-            expected[f"p{pod}"] = max(expected.get(f"p{pod}", 0), shared)
+        if same := shared(path, other):
+            expected[f"p{pod}"] = max(expected.get(f"p{pod}", 0), same)
     assert inflight.match(chain(path)) == expected
     for i in range(len(prompts)):
         inflight.remove(str(i))
