@@ -114,7 +114,7 @@ def _request(ids: tuple[int, ...], sampling: SamplingParams) -> Any:
 def test_the_pool_takes_what_is_left_of_its_share(model_dir: Path) -> None:
     free, total = torch.cuda.mem_get_info()
     if free < total // 4:
-        pytest.skip("the card is in use")
+        pytest.skip("others use three quarters of the card")
     share = 0.2
     llm = make(model_dir, num_blocks=0, gpu_memory_utilization=share)
     taken = free - torch.cuda.mem_get_info()[0]

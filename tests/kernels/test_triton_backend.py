@@ -123,7 +123,7 @@ def test_captured_chunks_compute_what_plain_ones_do(device, gen):
     backend = TritonAttention(pool.layers(), 8, (None,), pool.dummy_block)
     layer = pool.layers()[0]
     if not backend.planned(1024, 1024):
-        pytest.skip("no Hopper")
+        pytest.skip("needs a Hopper GPU")
     tables = torch.zeros(1, 140, dtype=torch.int32, device=device)
     slots = torch.full((1024,), -1, dtype=torch.int32, device=device)
     cu_q = torch.tensor([0, 1024], dtype=torch.int32, device=device)
