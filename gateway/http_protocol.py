@@ -97,10 +97,17 @@ def body_writer(scope: Scope) -> BodyWriter | None:
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """One connection. What it refuses has OpenAI's shape, and ends the connection."""
+    """One connection. What it refuses has OpenAI's shape, and ends the connection; requests that were complete before
+    are answered first.
+
+    `cycle` is of the newest request. Where a client sends requests without waiting for answers, `_answering` is the one
+    whose turn it is.
+    """
 
     _head_bytes = 0  # since a head or a piece of a body was complete; trailers count as well
     _head_timer: asyncio.TimerHandle | None = None
+    _answering: RequestResponseCycle | None = None
+    _deaf = False  # nothing that still comes counts
 
     def __init__(self, *args: Any, outbox: Outbox, **kwargs: Any) -> None:
         """outbox: the server's; the rest is uvicorn's."""
@@ -113,15 +120,21 @@ class BoundedHttp(HttpToolsProtocol):
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """No more timer."""
+        """No more timer, and who is being answered has gone; uvicorn tells the newest request alone."""
         self._stop_timer()
         super().connection_lost(exc)
+        answering = self._answering
+        if answering is not None and not answering.response_complete:
+            answering.disconnected = True
+            answering.message_event.set()
 
     def data_received(self, data: bytes) -> None:
         """Counts, then parses; the parser's callbacks below reset the count."""
+        if self._deaf:
+            return
         self._head_bytes += len(data)
         super().data_received(data)
-        if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+        if self._head_bytes > MAX_HEAD_BYTES and not (self._deaf or self.transport.is_closing()):
             text = f"the request's head is larger than {MAX_HEAD_BYTES} bytes"
             self._refuse(InvalidRequest(text), 431)
 
@@ -137,6 +150,13 @@ class BoundedHttp(HttpToolsProtocol):
         super().on_headers_complete()
         if self.cycle is not None:  # its application begins with a later turn of the loop
             self.scope["state"][_BODY] = BodyWriter(self.cycle, self._outbox)
+            if not self.pipeline:
+                self._answering = self.cycle
+
+    def on_response_complete(self) -> None:
+        """An answer is out: the next in line."""
+        self._answering = self.pipeline[-1][0] if self.pipeline else None
+        super().on_response_complete()
 
     def on_body(self, body: bytes) -> None:
         """A piece of a body is here; its length is bounded by who reads it."""
@@ -162,8 +182,14 @@ class BoundedHttp(HttpToolsProtocol):
 
     def _refuse(self, error: BatonError, status: int | None = None) -> None:
         self._stop_timer()
-        cycle = self.cycle
-        if cycle is None or cycle.response_complete or not cycle.response_started:  # not into the middle of an answer
+        self._deaf = True
+        if self.pipeline and self.pipeline[0][0].more_body:  # it is refused without a word
+            self.pipeline.popleft()
+        last = self.pipeline[0][0] if self.pipeline else self._answering
+        if last is not None and not last.more_body:
+            last.keep_alive = False
+            return
+        if last is None or not last.response_started:  # not into the middle of an answer
             body = orjson.dumps(error_body(error))
             head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
             self.transport.write(STATUS_LINE[status or error.http_status] + head.encode() + body)

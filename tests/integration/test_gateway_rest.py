@@ -423,6 +423,44 @@ async def test_a_head_that_does_not_come(gw: Rig, monkeypatch: pytest.MonkeyPatc
         assert (status, error["type"]) == (408, "invalid_request_error")
 
 
+def posted(**fields: Any) -> bytes:
+    """A whole request as it goes over the wire."""
+    body = orjson.dumps({"model": MODEL, "prompt": "Hello", "max_tokens": 5, **fields})
+    return HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
+
+
+@pytest.mark.parametrize(
+    "behind",
+    [b"no HTTP\r\n\r\n", HEAD, HEAD + b"X: " + b"a" * (80 << 10), HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n"],
+)
+async def test_what_is_wrong_behind_whole_requests_does_not_cut_their_answers(
+    gw: Rig, cluster: FakeCluster, behind: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_protocol, "HEAD_TIMEOUT_S", 0.2)
+    cluster.decodes[0].faults.token_delay_s = 0.1
+    reader, writer = await asyncio.open_connection("127.0.0.1", gw.server.port)
+    writer.write(posted(stream=True) + posted() + behind)
+    answers = await asyncio.wait_for(reader.read(), 20)
+    writer.close()
+    streamed, _, whole = answers.partition(b"data: [DONE]")
+    assert (streamed.count(b"HTTP/1.1"), whole.count(b"HTTP/1.1")) == (1, 1), answers
+    assert whole.startswith(b"\n\n\r\n0\r\n\r\nHTTP/1.1 200")
+    assert orjson.loads(whole.rpartition(b"\r\n\r\n")[2])["usage"]["completion_tokens"] == 5
+    await gw.settled()
+
+
+async def test_a_client_that_leaves_with_requests_in_line_is_missed(gw: Rig, cluster: FakeCluster) -> None:
+    decode = cluster.decodes[0]
+    decode.faults.token_delay_s = 0.05
+    _, writer = await asyncio.open_connection("127.0.0.1", gw.server.port)
+    writer.write(posted(stream=True, max_tokens=2000) + posted())
+    await until(lambda: bool(decode.seen.reserved))
+    writer.close()
+    await until(lambda: decode.seen.decode_aborts == [decode.seen.reserved[0].request_id])
+    await gw.settled()
+    assert len(decode.seen.reserved) == 1
+
+
 async def test_health_metrics_version(gw: Rig) -> None:
     for path in ("/health", "/ready", "/live", "/version", "/metrics"):
         assert (await gw.http.get(path)).status_code == 200
