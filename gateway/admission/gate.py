@@ -125,7 +125,8 @@ class Gate:
         self._require_hope(entry, deadline)
         if (spare := self._require_room(entry)) is not None:
             self._queue.remove(spare)
-            self._places[spare].set_exception(self._full_up(spare))
+            if not (place := self._places[spare]).done():  # else its client has gone, and it is about to leave itself
+                place.set_exception(self._full_up(spare))
         began = self._clock()
         self._wait(entry)
         try:

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from common.breaker import Breaker
 from common.errors import IndexUnavailable, InvalidRequest, QuotaExceeded, RateLimited
 from common.index_store import FAILURES, Client, Script, connect
-from gateway.admission.buckets import Buckets, Taken
+from gateway.admission.buckets import DAY_MS, Buckets, Taken
 from gateway.admission.caller import Caller
 from gateway.metrics import GatewayMetrics
 
@@ -111,6 +111,10 @@ class Limiter:
             _log.debug("limits by this gateway's own counts: %s", e)
             self._metrics.limits_alone.inc()
             taken = buckets.take(limits, request, tokens, now)
+        except asyncio.CancelledError:  # Redis may grant it all the same
+            if self._client is not None:
+                self._spawn(self._settled(Reservation(caller, request, tokens, now // DAY_MS), 0))
+            raise
         headers.update(_headers(caller, taken))
         if taken.refused:
             raise _refusal(caller, taken)

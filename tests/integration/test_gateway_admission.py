@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -180,6 +182,32 @@ async def test_a_valkey_that_lost_a_days_spending_gets_it_back(tmp_path: Path) -
             with pytest.raises(Exception, match="do not last"):
                 await limiter.take(caller, "b", 50, {})
             assert await limiter.take(caller, "c", 40, {}) is not None
+        finally:
+            await limiter.stop()
+
+
+async def test_what_valkey_grants_to_a_client_that_has_left_is_given_back(tmp_path: Path) -> None:
+    caller = Caller(tenant="t", key_id="k", limits=KeyLimits(concurrent=1, tokens_per_day=100))
+    async with valkey_at(tmp_path) as (valkey, url), connect(url, timeout_s=30.0) as raw:
+        limiter = Limiter(url, GatewayMetrics(), timeout_s=30.0)
+        assert valkey.pid is not None
+        try:
+            first = await limiter.take(caller, "connects", 5, {})
+            assert first is not None
+            limiter.settle(first, 5)
+            await until(lambda: not limiter._tasks)
+            os.kill(valkey.pid, signal.SIGSTOP)
+            try:
+                left = asyncio.create_task(limiter.take(caller, "left", 60, {}))
+                await asyncio.sleep(0.1)  # it is asked meanwhile, and not answered
+                left.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await left
+            finally:
+                os.kill(valkey.pid, signal.SIGCONT)
+            await until(lambda: not limiter._tasks)
+            assert await raw.hget(_keys(caller)[0], "spent") == b"5"
+            assert await limiter.take(caller, "next", 95, {}) is not None
         finally:
             await limiter.stop()
 

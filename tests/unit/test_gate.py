@@ -218,6 +218,21 @@ async def test_a_full_queue_refuses_whoever_takes_most_of_it() -> None:
     g.stop()
 
 
+async def test_whoever_makes_room_may_have_gone_in_the_same_turn() -> None:
+    g = gate(Pods(), max_running=1, max_queue=2)
+    await enter(g)
+    flood = [await soon(g, A) for _ in range(2)]
+    other = asyncio.create_task(enter(g, B))
+    flood[1].cancel()  # which it hears of in the next turn, as `other` comes
+    while not flood[1].done():
+        await asyncio.sleep(0)
+    assert not other.done(), other.exception()
+    with pytest.raises(asyncio.CancelledError):
+        await flood[1]
+    assert g.waiting == 2
+    await drop(g, flood[0], other)
+
+
 async def test_deadlines_and_clients_that_go_leave_nothing_behind() -> None:
     g = gate(Pods(), max_running=1, max_ttft_s=0)
     first = await enter(g)
