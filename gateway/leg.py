@@ -230,6 +230,8 @@ class Leg:
             await pod.prefill.SetTarget(message, timeout=timeout_until(self._deadline), metadata=self._metadata)
         except grpc.aio.AioRpcError as e:
             self._prefill_failed(pod, error_from_rpc(e))
+        except DeadlineExceeded as e:  # as it was about to be sent
+            self._prefill_failed(pod, e)
 
     async def _run_prefill(
         self, placement: Placement, pod: Pod, decode: Pod, home: asyncio.Future[types_pb2.KvTarget]
@@ -241,7 +243,11 @@ class Leg:
         message = prefill_pb2.PrefillRequest(request=request_to_pb(request), pull=self._hint(placement))
         if not early:
             message.target.CopyFrom(home.result())
-        call = pod.prefill.Prefill(message, timeout=timeout_until(self._deadline), metadata=self._metadata)
+        try:
+            timeout_s = timeout_until(self._deadline)
+        except DeadlineExceeded:  # the attempt's own timer is about to end it
+            return
+        call = pod.prefill.Prefill(message, timeout=timeout_s, metadata=self._metadata)
         telling = self._spawn(self._tell_home(pod, request.request_id, home)) if early else None
         try:
             async for event in call:
