@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from common.errors import InternalError, InvalidRequest
+from common.errors import InvalidRequest
 from common.grammar import CompiledGrammar
 from common.types import ValidRequest
 
@@ -49,6 +49,7 @@ class Constraint:
         self._min_tokens = sampling.min_tokens
         self._stops = sampling.stop_token_ids
         self._matcher = None if grammar is None else grammar.matcher()
+        self._field = None if grammar is None else grammar.grammar.field
         self._always = self._ends = np.zeros(self.num_words, dtype=np.int32)
         self._always = self._set(sampling.allowed_token_ids) if sampling.allowed_token_ids else ~self._ends
         self._always &= ~self._set([word[0] for word in sampling.bad_words if len(word) == 1])
@@ -89,12 +90,12 @@ class Constraint:
     def advance(self, token: int) -> None:
         """The token that comes next is this one.
 
-        Raises InvalidRequest when the mask forbade it, since no token was left; InternalError when the matcher fails.
+        Raises InvalidRequest when the mask forbade it, since no token was left, or when the matcher gave up.
         """
         if not _allows(self.mask(), token):
             raise self._refusal()
         if self._matcher is not None and token not in self._stops and not self._matcher.consume_token(token):
-            raise InternalError(f"the grammar cannot be followed: {self._matcher.get_error()[:300]}")
+            raise self._refusal()
         self._recent.append(token)
         self._num_output += 1
         self._mask = None
@@ -159,9 +160,10 @@ class Constraint:
             mask[token >> 5] |= np.uint32(1 << (token & 31))
         return mask.view(np.int32)
 
-    def _refusal(self) -> InvalidRequest | InternalError:
-        if self._matcher is not None and self._matcher.is_error():
-            return InternalError(f"the grammar cannot be followed: {self._matcher.get_error()[:300]}")
+    def _refusal(self) -> InvalidRequest:
+        if self._matcher is not None and self._matcher.is_error():  # a state of the grammar is beyond its limits
+            reason = self._matcher.get_error().strip()[:300]
+            return InvalidRequest(f"{self._field} cannot be followed: {reason}", field=self._field)
         return InvalidRequest("no token is left that allowed_token_ids, bad_words, min_tokens and the grammar allow")
 
 

@@ -97,6 +97,19 @@ def test_a_token_that_is_forbidden_fails_the_request_alone(tokenizer: GrammarTok
         nothing.advance(9)
 
 
+def test_a_grammar_whose_states_outgrow_the_matcher_is_its_authors_fault(tokenizer: GrammarTokenizer) -> None:
+    grammar = compile_grammar(tokenizer, grammars.from_grammar('start: "a" start', field="f"))
+    found = constraint(SamplingParams(), grammar)
+
+    def follow() -> None:
+        for _ in range(100_000):
+            found.advance(min(allowed(found.mask()), default=0))
+
+    with pytest.raises(InvalidRequest, match="f cannot be followed") as error:
+        follow()
+    assert error.value.field == "f"
+
+
 @pytest.mark.parametrize(
     ("grammar", "ends_soon"),
     [
