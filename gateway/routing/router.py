@@ -29,6 +29,7 @@ from gateway.routing.placement import Chosen, Placement
 from gateway.routing.plan import Plan, Prompt
 from gateway.routing.policy import Home, Policy, make_policy
 
+RETURN_AGAIN_S = (0.5, 2.0, 8.0)  # a call is given up after some ms, and what it was to return would count for long
 HASH_SLICE = 1024  # blocks that are hashed, in 1 to 2 ms, before other requests get a turn
 
 _log = logging.getLogger(__name__)
@@ -154,19 +155,24 @@ class Router:
             _log.debug("booking not shared: %s", e)
 
     def _unbook(self, request_id: str, pods: Sequence[Pod]) -> None:
-        index = self._index()
+        index = self._table.index
         if index is not None:
             self._spawn(self._return(index, request_id, pods))
 
     async def _return(self, index: IndexReader, request_id: str, pods: Sequence[Pod]) -> None:
         if (booking := self._booking.get(request_id)) is not None:
             await asyncio.wait({booking})  # else it would come after its end
-        try:
-            for pod in pods:
-                if pod.info is not None:
-                    await index.unbook(pod.info.scope, pod.info.name, request_id)
-        except IndexUnavailable as e:
-            _log.debug("booking not returned, it expires: %s", e)
+        for pause_s in (*RETURN_AGAIN_S, None):
+            try:
+                for pod in pods:
+                    if pod.info is not None:
+                        await index.unbook(pod.info.scope, pod.info.name, request_id)
+                return
+            except IndexUnavailable as e:
+                if pause_s is None:
+                    _log.debug("booking not returned, it expires: %s", e)
+                    return
+            await asyncio.sleep(pause_s)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)

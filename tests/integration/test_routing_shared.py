@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import time
 from collections import Counter
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from common import index_reader
+from common.errors import IndexUnavailable
 from common.index_store import SCOPES_KEY, Keys
 from common.prefix_index import IndexReader
 from common.types import Role, SamplingParams, ValidRequest
@@ -20,6 +22,7 @@ from gateway.metrics import GatewayMetrics
 from gateway.pod import Pod
 from gateway.pod_info import PodInfo
 from gateway.pods import PodTable
+from gateway.routing import router as router_module
 from gateway.routing.placement import Placement
 from gateway.routing.router import Router
 from gateway.routing.view import PodView
@@ -144,6 +147,39 @@ async def test_a_gateway_that_is_alone_does_not_wait_for_its_bookings(
         for r, i in gateways:
             await r.stop()
             await i.close()
+        await valkey.stop()
+
+
+async def test_a_booking_comes_back_though_the_index_does_not_answer_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(router_module, "RETURN_AGAIN_S", (0.02,) * 10)
+    valkey = EmbeddedValkey(port=0, directory=tmp_path)
+    url = await valkey.start()
+    router, index = gateway(url, [Role.PREFILL, Role.DECODE], 0)
+    try:
+        placed = [await place(router, i) for i in range(4)]
+        async with asyncio.timeout(30):
+            while await _bookings(index) < 2 * len(placed):
+                await asyncio.sleep(0.02)
+        unbook, refusals = index.unbook, itertools.count()
+
+        async def at_first_not(*args: str) -> None:
+            if next(refusals) < 9:
+                raise IndexUnavailable("it does not answer")
+            await unbook(*args)
+
+        monkeypatch.setattr(index, "unbook", at_first_not)
+        router._table.index_up = False  # as the next poll may say
+        for placement in placed:
+            placement.end()
+        async with asyncio.timeout(30):
+            while await _bookings(index):
+                await asyncio.sleep(0.02)
+        assert not router._tasks
+    finally:
+        await router.stop()
+        await index.close()
         await valkey.stop()
 
 
