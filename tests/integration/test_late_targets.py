@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,15 +11,16 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from common.errors import InvalidRequest, LayoutMismatch, Unavailable
+from common.errors import DeadlineExceeded, InvalidRequest, LayoutMismatch, Unavailable
 from common.pb import prefill_pb2, transfer_pb2
 from common.rpc import rpc_errors
 from common.types import ValidRequest
 from common.wire import request_to_pb, target_from_pb, target_to_pb, token_from_pb
+from gateway import leg as leg_module
 from pod import patience
 from prefill_service import servicer
 from tests.fake_pods import FakeCluster, fake_cluster
-from tests.gateway_rig import Rig, rig
+from tests.gateway_rig import MODEL, Rig, rig
 from tests.harness import CHUNK, Cluster, oracle, prompt_of, request, tiny_llama
 from tests.until import until
 
@@ -265,3 +267,26 @@ async def test_a_decode_pod_that_may_have_no_room_is_asked_first(gw: Rig, late: 
     assert (await gw.complete()).status_code == 200
     assert not prefill.seen.late_targets
     assert len(prefill.seen.prefilled) == 1
+
+
+@pytest.mark.parametrize("on_time", [2, 3], ids=["prompt", "target"])
+async def test_time_that_is_over_as_a_prefill_pod_is_told_is_no_failure_of_ours(
+    gw: Rig, late: FakeCluster, on_time: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """on_time: how many of opening, reserving, sending the prompt and its target come before the deadline."""
+    calls = itertools.count(1)
+
+    def timeout_until(_deadline: float) -> float:
+        if next(calls) > on_time:
+            raise DeadlineExceeded("the request's time is over")
+        return 1.0
+
+    monkeypatch.setattr(leg_module, "timeout_until", timeout_until)
+    late.prefills[0].faults.prefill_delay_s = 30.0
+    body = {"model": MODEL, "prompt": "Hello"}
+    answer = await gw.http.post("/v1/completions", json=body, headers={"x-request-timeout": "1"})
+    assert (answer.status_code, answer.json()["error"]["message"]) == (504, "the request's time is over")
+    assert len(late.prefills[0].seen.prefilled) == on_time - 2
+    assert not late.prefills[0].seen.late_targets
+    await settled(gw, late)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"], caplog.text
