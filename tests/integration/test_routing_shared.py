@@ -176,7 +176,7 @@ async def test_a_booking_comes_back_though_the_index_does_not_answer_at_once(
         async with asyncio.timeout(30):
             while await _bookings(index):
                 await asyncio.sleep(0.02)
-        assert not router._tasks
+        await until(lambda: not router._tasks)
     finally:
         await router.stop()
         await index.close()
