@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -78,6 +79,48 @@ def test_equals_the_host_sampler(device: torch.device) -> None:
             row.tokens.append(token)  # type: ignore[attr-defined]
             counted += row.params.frequency_penalty > 0
     assert counted > 3
+
+
+def test_rows_after_drafts_equal_the_host_samplers(device: torch.device) -> None:
+    """Several rows of a slot, each after one draft more; none is counted before it is accepted."""
+    rng = random.Random(12)
+    sampler = DeviceSampler(12, VOCAB, device, max_drafts=36)
+    rows: list[SampleRow] = []
+    inputs: list[int] = []
+    slots: list[int] = []
+    for slot in range(12):
+        fixed = {"temperature": 0.0} if slot % 3 else {}
+        said = request(
+            rng,
+            repetition_penalty=1.0 + slot % 2,
+            frequency_penalty=1.0,
+            min_tokens=2 + slot % 4,
+            stop_token_ids=(0, 1),
+            **fixed,
+        )
+        said = replace(said, tokens=[*said.tokens, 2, 3], prompt_len=len(said.tokens))
+        sampler.stage(slot, said)
+        drafts = [rng.randrange(2, 6) for _ in range(slot % 4)]
+        rows += [replace(said, drafts=drafts[:count]) for count in range(len(drafts) + 1)]
+        inputs += [3, *drafts]
+        slots += [slot] * (len(drafts) + 1)
+    sampler.flush()
+    before = sampler._tensors.counts.clone()
+    # Few logits stand out, so that what was drafted comes up again and counts matter.
+    logits = torch.randn(len(rows), VOCAB, generator=torch.Generator().manual_seed(2))
+    logits[:, :6] += 6
+    for at, row in enumerate(rows):
+        if row.drafts:  # said once it is the likeliest still, said twice it is not
+            logits[at, row.drafts[-1]] = logits[at].max() + 1.5
+    offsets = torch.tensor([len(row.drafts) for row in rows], dtype=torch.int32, device=device)
+    positions = torch.tensor([row.position for row in rows], dtype=torch.int32, device=device)
+    tokens, finite = sampler.run(
+        logits.to(device), torch.tensor(slots, device=device), positions,
+        drafts=(torch.tensor(inputs, device=device), offsets),
+    )  # fmt: skip
+    assert bool(finite.all())
+    assert tokens.tolist() == sample(logits, rows).tokens.tolist()
+    assert torch.equal(sampler._tensors.counts, before)
 
 
 def test_a_slot_forgets_its_last_request(device: torch.device) -> None:

@@ -21,7 +21,7 @@ from transformers import (
 
 from common.types import SamplingParams
 from engine.philox import gumbel, gumbel_at, philox
-from engine.sampler import SampleRow, sample, token_logprobs
+from engine.sampler import SampleRow, distribution, sample, token_logprobs
 
 torch.set_num_threads(1)
 
@@ -111,6 +111,30 @@ def test_noise_at_indices_is_the_noise_everywhere() -> None:
     for i in range(3):
         for j in range(i):
             assert not torch.equal(everywhere[i], everywhere[j])
+
+
+def test_drafts_count_as_if_they_had_been_said() -> None:
+    """For penalties, min_tokens and noise, once each: of few tokens, so that many are repeated."""
+    rng, vocab, banned = random.Random(5), 12, 0
+    for trial in range(12):
+        said = []
+        for _ in range(16):
+            drawn = random_row(rng, vocab)
+            held = rng.randrange(len(drawn.tokens) - drawn.prompt_len + 3)
+            said.append(dataclasses.replace(drawn, params=dataclasses.replace(drawn.params, min_tokens=held)))
+        known = [rng.randrange(r.prompt_len, len(r.tokens) + 1) for r in said]
+        drafted = [
+            dataclasses.replace(r, tokens=r.tokens[:at], drafts=r.tokens[at:])
+            for r, at in zip(said, known, strict=True)
+        ]
+        banned += sum(
+            at - r.prompt_len < r.params.min_tokens <= len(r.tokens) - r.prompt_len
+            for r, at in zip(said, known, strict=True)
+        )
+        logits = make_logits(16, vocab, trial)
+        assert sample(logits, drafted).tokens.tolist() == sample(logits, said).tokens.tolist()
+        assert torch.equal(distribution(logits, drafted), distribution(logits, said))
+    assert banned > 10, "min_tokens ends within drafts"
 
 
 @pytest.mark.parametrize("vocab", [50, 3001])
