@@ -33,19 +33,21 @@ class Puller:
     def __init__(self, pod: PodRuntime) -> None:
         self._pod = pod
         self._mode = pod.config.pull
-        self._flights: dict[bytes, asyncio.Task[None]] = {}  # by the hash of the last block wanted
+        self._flights: dict[bytes, asyncio.Task[bool]] = {}  # by the hash of the last block wanted
 
-    async def fetch(self, request: ValidRequest, hint: prefill_pb2.PullHint, deadline_s: float) -> None:
-        """Returns once the cache holds what could be had of the hint. Never raises but for cancellation."""
+    async def fetch(self, request: ValidRequest, hint: prefill_pb2.PullHint, deadline_s: float) -> bool:
+        """Returns once the cache holds what could be had of the hint: whether anybody was asked for it. Never raises
+        but for cancellation.
+        """
         metrics = self._pod.metrics
         if self._mode == "off":
             metrics.pull("skipped", "off")
-            return
+            return False
         layout = self._pod.engine.layout
         wanted = min(hint.blocks, matchable_blocks(request.prompt_len, layout.block_size))
         if not wanted or request.sampling.prompt_logprobs is not None:
             metrics.pull("skipped", "useless")
-            return
+            return False
         hashes = block_hashes(
             request.prompt_ids[: wanted * layout.block_size],
             fingerprint=layout.fingerprint,
@@ -59,10 +61,10 @@ class Puller:
             flight.add_done_callback(lambda _: self._flights.pop(hashes[-1]))
         else:
             metrics.pull("skipped", "shared")
-        await asyncio.shield(flight)
+        return await asyncio.shield(flight)
 
-    async def _fetch(self, request_id: str, hashes: list[bytes], hint: prefill_pb2.PullHint, deadline_s: float) -> None:
-        """One pull, accounted."""
+    async def _fetch(self, request_id: str, hashes: list[bytes], hint: prefill_pb2.PullHint, deadline_s: float) -> bool:
+        """One pull, accounted; whether the holder was asked."""
         began, metrics = time.monotonic(), self._pod.metrics
         try:
             outcome, reason = await self._pull(request_id, hashes, hint, deadline_s)
@@ -75,6 +77,7 @@ class Puller:
         metrics.pull(outcome, reason)
         if outcome == "done":
             metrics.pulled(time.monotonic() - began, predicted_s=hint.seconds)
+        return outcome != "skipped"
 
     async def _pull(
         self, request_id: str, hashes: list[bytes], hint: prefill_pb2.PullHint, deadline_s: float

@@ -152,10 +152,11 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         closed = aio.create_task(hand_off.closed.wait())
         try:
             await asyncio.wait({fetch, closed}, return_when=asyncio.FIRST_COMPLETED)
+            if not fetch.done() or (fetch.exception() is None and fetch.result()):
+                hand_off.fetched = hint.pod, time.monotonic()
         finally:
             fetch.cancel()
             closed.cancel()
-        hand_off.fetched = hint.pod, time.monotonic()
         if hand_off.closed.is_set():
             hand_off.ended()
         else:

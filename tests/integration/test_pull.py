@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from common.types import Role, ValidRequest
 from engine.llm import LLM
 from kv_transfer.loopback import WriteFault
 from prefill_service import puller
+from prefill_service.hand_off import HandOff
 from tests.harness import BLOCK, CHUNK, Cluster, Pod, expected, prompt_of, request
 from tests.until import until
 
@@ -46,15 +48,30 @@ def computed(pod: Pod) -> int:
     return pod.runtime.computed["prefill"]
 
 
+def hand_offs(pod: Pod, monkeypatch: pytest.MonkeyPatch) -> list[HandOff]:
+    """Those that begin there from now on."""
+    begun: list[HandOff] = []
+    begin = pod.service._begin
+
+    def noted(*args: Any) -> HandOff:
+        begun.append(begin(*args))
+        return begun[-1]
+
+    monkeypatch.setattr(pod.service, "_begin", noted)
+    return begun
+
+
 class TestHit:
     @pytest.mark.parametrize("kind", ["prefill", "decode"])
-    async def test_a_prefix_comes_from_whoever_holds_it(self, model_dir: Path, llm: LLM, mode: str, kind: str) -> None:
+    async def test_a_prefix_comes_from_whoever_holds_it(
+        self, model_dir: Path, llm: LLM, mode: str, kind: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         async with Cluster.start(model_dir, prefill=2, decode=2, prefill_config={"pull": mode}) as cluster:
             first, second = cluster.prefills
             await with_prefix(cluster, first)
             holder = first if kind == "prefill" else cluster.decode
             r = follow_up()
-            before = computed(second)
+            before, begun = computed(second), hand_offs(second, monkeypatch)
             answer = await cluster.generate(
                 r, prefill=second, decode=cluster.decodes[1], pull=holder.holds(PREFIX // BLOCK)
             )
@@ -62,6 +79,7 @@ class TestHit:
             assert answer.cached_tokens == PREFIX
             assert computed(second) - before == r.prompt_len - PREFIX
             assert second.counted("pulls") == {("done", "all"): 1}
+            assert [one.fetched is not None and one.fetched[0] for one in begun] == [holder.runtime.name]
             assert second.counted("pulled_blocks") == {(): PREFIX // BLOCK}
             assert holder.counted("lent_blocks") == {(): PREFIX // BLOCK}
             mover, other = (holder, second) if mode == "push" else (second, holder)
@@ -164,7 +182,9 @@ class TestMiss:
             elif what != "other generation":  # a push does not ask who it is that pushes
                 assert outcome == "failed"
 
-    async def test_a_pod_that_does_not_pull_and_prompts_that_cannot(self, model_dir: Path, llm: LLM) -> None:
+    async def test_a_pod_that_does_not_pull_and_prompts_that_cannot(
+        self, model_dir: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         async with Cluster.start(model_dir, prefill=2, prefill_config={"pull": "off"}) as cluster:
             first, second = cluster.prefills
             await with_prefix(cluster, first)
@@ -178,9 +198,11 @@ class TestMiss:
             first, second = cluster.prefills
             await with_prefix(cluster, first)
             assert (await second.info()).pulls
+            begun = hand_offs(second, monkeypatch)
             scored = follow_up(prompt_logprobs=0)
             assert (await cluster.generate(scored, prefill=second, pull=first.holds(12))).cached_tokens == 0
             assert second.counted("pulls") == {("skipped", "useless"): 1}
+            assert [one.fetched for one in begun] == [None]  # its trace has no pull
 
     async def test_a_full_pod_computes(self, model_dir: Path, llm: LLM, mode: str) -> None:
         async with Cluster.start(model_dir, prefill=1, prefill_config={"pull": mode}) as cluster:
