@@ -150,6 +150,10 @@ async def test_other_layouts_are_refused_by_name(field: str, layout: KVLayout) -
         assert refusal.value.field == field
         with pytest.raises(LayoutMismatch):
             await other.node.outgoing(decode.reserve("r", 0, [1]).target, "r", 1, 5.0).done()
+        await hand_over(await cluster.start("prefill-0", Role.PREFILL), decode, 1)  # which goes on with its own kind
+        with pytest.raises(LayoutMismatch) as refusal:
+            await decode.node.connect(other.address)
+        assert refusal.value.field == field
     finally:
         await cluster.stop()
 
