@@ -14,39 +14,38 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import random
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import httpx
-import orjson
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import report
+from benchmarks import local_stack, report
 from common.config import UpConfig
 from common.index_cache import CACHE_S
 from common.index_pod import PodIndex
 from common.index_reader import IndexReader
 from common.index_records import PodLoad, PodRecord
 from common.models import resolve_model
-from common.stack import Stack
-from common.supervisor import Supervisor
 from common.types import Role, SamplingParams
 from engine.llm import LLM  # before anything imports torch: engine/__init__.py sets how OpenMP waits
+from loadtest.client import Draft
+from loadtest.config import LoadConfig
+from loadtest.prompts import Message, Piece, Turn
+from loadtest.record import Record
+from loadtest.rest_client import RestClient
 
 PROMPT, OUTPUT, CONCURRENT = 128, 64, 16
+VOCAB = (100, 49_000)  # token ids of prompts
 
 
-def prompts(count: int, seed: int, vocab_size: int) -> list[list[int]]:
+def prompts(count: int, seed: int) -> list[Piece]:
     """Unique random prompts: no prefix is shared, so nothing is served from a cache."""
-    rng = random.Random(seed)
-    return [[rng.randrange(100, vocab_size) for _ in range(PROMPT)] for _ in range(count)]
+    return [Piece(f"{seed}-{number}".encode(), PROMPT) for number in range(count)]
 
 
 def transformers_tokens_s(model_dir: Path, count: int) -> float:
@@ -65,7 +64,7 @@ def generate_one_by_one(model_dir: Path, count: int) -> float:
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None  # as ignore_eos
-    batch = prompts(count, 1, model.config.vocab_size)
+    batch = [prompt.ids(*VOCAB) for prompt in prompts(count, 1)]
     run = {"do_sample": False, "min_new_tokens": OUTPUT, "max_new_tokens": OUTPUT, "pad_token_id": 0}
     with torch.inference_mode():
         model.generate(torch.tensor([batch[0][:16]]), **{**run, "min_new_tokens": 4, "max_new_tokens": 4})
@@ -75,43 +74,38 @@ def generate_one_by_one(model_dir: Path, count: int) -> float:
     return len(batch) * OUTPUT / (time.perf_counter() - begin)
 
 
-async def stream(client: httpx.AsyncClient, model: str, prompt: list[int], output: int) -> tuple[float, int]:
-    """Seconds to the first token, and tokens received."""
-    body = {
-        "model": model,
-        "prompt": prompt,
-        "max_tokens": output,
-        "temperature": 0,
-        "stream": True,
-        "ignore_eos": True,
-        "stream_options": {"include_usage": True},
-    }
-    begin, first, tokens = time.perf_counter(), 0.0, 0
-    async with client.stream("POST", "completions", json=body) as response:
-        response.raise_for_status()
-        async for line in response.aiter_lines():
-            if not line.startswith("data: {"):
-                continue
-            first = first or time.perf_counter() - begin
-            usage = orjson.loads(line[6:]).get("usage")
-            tokens = usage["completion_tokens"] if usage else tokens
-    assert tokens == output, f"{tokens} tokens, expected {output}"
-    return first, tokens
+class Relay:
+    """A client of the gateway: the load generator's."""
 
+    def __init__(self, client: RestClient) -> None:
+        self._client = client
 
-async def relay_tokens_s(client: httpx.AsyncClient, model: str, rounds: list[list[list[int]]]) -> list[float]:
-    """Output tokens/s of each round of concurrent streams."""
-    rates = []
-    for batch in rounds:
+    async def stream(self, prompt: Piece, output: int) -> Record:
+        """One greedy answer of so many tokens. Raises RuntimeError when it fails."""
+        turn = Turn((Message("user", (prompt,)),), output)
+        record = Record("", 0, 0, PROMPT, output, time.perf_counter())
+        await self._client.send(await self._client.build(Draft(turn, {}, "", "", "")), record)
+        if not record.ok or record.tokens != output:
+            raise RuntimeError(f"{record.tokens} tokens, expected {output}: {record.error} {record.message}")
+        return record
+
+    async def first_token_s(self, prompt: Piece) -> float:
+        """Seconds to the first token."""
+        record = await self.stream(prompt, 1)
+        assert record.ttft_s is not None
+        return record.ttft_s
+
+    async def tokens_s(self, batch: list[Piece]) -> float:
+        """Output tokens/s of concurrent streams."""
         begin = time.perf_counter()
-        answers = await asyncio.gather(*(stream(client, model, prompt, OUTPUT) for prompt in batch))
-        rates.append(sum(n for _, n in answers) / (time.perf_counter() - begin))
-    return rates
+        answers = await asyncio.gather(*(self.stream(prompt, OUTPUT) for prompt in batch))
+        return sum(answer.tokens for answer in answers) / (time.perf_counter() - begin)
 
 
-def engine_ttft(llm: LLM, prompt: list[int]) -> float:
+def engine_ttft(llm: LLM, prompt: Piece) -> float:
+    ids = prompt.ids(*VOCAB)
     begin = time.perf_counter()
-    llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=1))
+    llm.generate([ids], SamplingParams(temperature=0.0, max_tokens=1))
     return time.perf_counter() - begin
 
 
@@ -142,35 +136,25 @@ async def lookup_ms(redis: str, fingerprint_of: PodRecord, count: int = 500) -> 
 async def measure(args: argparse.Namespace, model_dir: Path) -> tuple[dict[str, float], dict[str, object]]:
     threads = len(os.sched_getaffinity(0))
     llm = LLM(model_dir, threads=threads)
-    vocab = llm.engine.vocab_size
     baseline = await asyncio.to_thread(transformers_tokens_s, model_dir, args.baseline)
     print(f"transformers, one by one: {baseline:.1f} tokens/s", flush=True)
 
-    with tempfile.TemporaryDirectory() as logs:
-        config = UpConfig(model=str(model_dir), port=0, threads=threads, log_level="warning")
-        stack = Stack.plan(config, model_dir, Path(logs))
-        supervisor = Supervisor(stack.specs, on_event=print)
-        try:
-            await supervisor.start(120)
-            limits = httpx.Limits(max_connections=CONCURRENT)
-            async with httpx.AsyncClient(base_url=stack.base_url, timeout=300, limits=limits) as client:
-                await stream(client, stack.model, prompts(1, 2, vocab)[0], 2)
-                pairs = []
-                for prompt in prompts(args.pairs, 3, vocab):
-                    alone = engine_ttft(llm, prompt)
-                    through, _ = await stream(client, stack.model, prompt, 1)
-                    pairs.append((alone * 1e3, through * 1e3))
-                rates = await relay_tokens_s(
-                    client, stack.model, [prompts(CONCURRENT, 10 + i, vocab) for i in range(args.rounds)]
-                )
-            reader = IndexReader(stack.redis)
-            record = next(p.record for p in await reader.pods() if p.record.role is Role.PREFILL)
-            await reader.close()
-            probe = PodRecord(**{**{f: getattr(record, f) for f in record.__slots__}, "pod": "bench-pod"})
-            lookup = await lookup_ms(stack.redis, probe)
-        finally:
-            await supervisor.stop(10)
-            stack.close()
+    config = UpConfig(model=str(model_dir), port=0, threads=threads, log_level="warning")
+    async with local_stack.running(config, model_dir, start_s=120) as stack:
+        url = stack.base_url.removesuffix("/v1")
+        client = RestClient(LoadConfig(url=url, endpoint="completions", form="ids", model=stack.model, vocab=VOCAB))
+        relay = Relay(client)
+        await relay.stream(prompts(1, 2)[0], 2)
+        pairs = []
+        for prompt in prompts(args.pairs, 3):
+            alone = engine_ttft(llm, prompt)
+            pairs.append((alone * 1e3, await relay.first_token_s(prompt) * 1e3))
+        rates = [await relay.tokens_s(prompts(CONCURRENT, 10 + i)) for i in range(args.rounds)]
+        await client.close()
+        reader = IndexReader(stack.redis)
+        record = next(p.record for p in await reader.pods() if p.record.role is Role.PREFILL)
+        await reader.close()
+        lookup = await lookup_ms(stack.redis, replace(record, pod="bench-pod"))
     overhead = statistics.median(b - a for a, b in pairs)
     metrics = {
         "speedup_vs_transformers": round(statistics.median(rates) / baseline, 2),

@@ -40,7 +40,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import report
-from benchmarks.pd_stack import FLAGS, Answer, Client, flags_of, ms, percentile, prompts, running, spread, transport_of
+from benchmarks.pd_stack import FLAGS, Answer, Client, flags_of, ms, prompts, running, spread, transport_of
+from common.percentile import percentile
 
 SEED = 7
 IDLE_WARM_UP, IDLE_REQUESTS = 8, 16

@@ -27,15 +27,15 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks import local_stack
 from benchmarks.shapes import SHAPES
 from common.config import UpConfig
 from common.pb import inference_pb2, inference_pb2_grpc
+from common.percentile import percentile
 from common.stack import Stack
-from common.supervisor import Supervisor
 
 MODEL = "bench"
 START_S = 300.0
-STOP_S = 20.0
 MESSAGE_BYTES = 64 << 20
 FLAGS = {"local-prefill": "off"}  # of pods: decode computes no prompt
 
@@ -172,9 +172,8 @@ async def running(
     flags: dict[str, str] | None = None,
 ) -> AsyncIterator[tuple[Stack, Client]]:
     """One prefill and one decode pod, or two pods that do both, each on a GPU of its own; and a client."""
-    with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
-        directory = Path(folder) / "model"
-        directory.mkdir()
+    with tempfile.TemporaryDirectory(prefix="baton-model-") as folder:
+        directory = Path(folder)
         make_model(directory, shape)
         limit = CONFIGS[shape]["max_position_embeddings"]
         config = UpConfig(
@@ -183,22 +182,12 @@ async def running(
         )  # fmt: skip
         pod_flags = {**(flags or {}), **({"role": "both"} if aggregated else {})}
         env = {name: value for name, value in os.environ.items() if name != "BATON_COMMIT"}
-        stack = Stack.plan(config, directory, Path(folder), pod_flags=pod_flags, env=env, say=print)
-        supervisor = Supervisor(stack.specs, on_event=print)
-        try:
-            await supervisor.start(START_S)
+        async with local_stack.running(config, directory, start_s=START_S, pod_flags=pod_flags, env=env) as stack:
             client = Client(stack)
             try:
                 yield stack, client
             finally:
                 await client.close()
-        except BaseException:
-            for spec in stack.specs:
-                print(f"--- {spec.name}", *spec.process.tail(60), sep="\n", flush=True)
-            raise
-        finally:
-            await supervisor.stop(STOP_S)
-            stack.close()
 
 
 def transport_of(stack: Stack) -> list[str]:
@@ -213,12 +202,6 @@ def transport_of(stack: Stack) -> list[str]:
 
 def ms(seconds: float) -> float:
     return round(1e3 * seconds, 3)
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The value that this share of them does not exceed; nearest rank."""
-    ordered = sorted(values)
-    return ordered[max(0, -(-int(share * 1e6) * len(ordered) // 1_000_000) - 1)]
 
 
 def spread(seconds: Sequence[float]) -> dict[str, float]:

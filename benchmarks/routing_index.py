@@ -24,7 +24,6 @@ import hashlib
 import json
 import os
 import random
-import statistics
 import sys
 import tempfile
 import time
@@ -45,6 +44,7 @@ from common.index_pod import PodIndex
 from common.index_reader import NAMED_PODS, IndexReader
 from common.index_records import PodLoad, PodRecord
 from common.index_store import Keys, Script, connect, pack
+from common.percentile import percentile
 from common.types import Role
 from common.valkey import EmbeddedValkey
 
@@ -67,8 +67,7 @@ class Sample:
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> Sample:
-        cuts = statistics.quantiles(seconds, n=100)
-        return cls(round(1e3 * cuts[49], 3), round(1e3 * cuts[98], 3))
+        return cls(*(round(1e3 * percentile(seconds, share), 3) for share in (0.5, 0.99)))
 
 
 class Fleet:
@@ -289,8 +288,8 @@ def replay(trace: Sequence[dict[str, Any]], pods: int, way: str, *, per_pod: int
         "pods": pods,
         "way": way,
         "hit_rate": round(hits / tokens, 4),
-        "ttft_p50_s": round(statistics.median(waits), 3),
-        "ttft_p99_s": round(statistics.quantiles(waits, n=100)[98], 3),
+        "ttft_p50_s": round(percentile(waits, 0.5), 3),
+        "ttft_p99_s": round(percentile(waits, 0.99), 3),
         "pods_seen": round(looked / len(trace), 1),
     }
 

@@ -1,7 +1,7 @@
 """Routing on a live stack: two prefill and two decode pods with SmolLM2 on this machine, a trace scaled down.
 
-A block of 512 tokens becomes one of 16, filled by a generator that its hash seeds, so that prompts share exactly what
-the trace's share. Conversations with several turns and short prompts are replayed, of the recorded trace or of the
+A block of 512 tokens becomes one of 16, so that prompts share exactly what the trace's share (loadtest/workload.py).
+Conversations with several turns and short prompts are replayed by the load generator, of the recorded trace or of the
 made one of simulator/workload.py. Each policy gets a stack of its own and the same arrivals. The first third warms the
 caches and is not counted.
 
@@ -24,25 +24,26 @@ import random
 import re
 import statistics
 import sys
-import tempfile
-import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
 import httpx
-import orjson
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import report
+from benchmarks import local_stack, report
 from benchmarks.routing_sim import DEFAULT_TRACE
 from common.config import UpConfig
 from common.models import resolve_model
 from common.percentile import percentile
-from common.stack import Stack
-from common.supervisor import Supervisor
 from common.trace import Trace, TraceRequest, load_trace
+from loadtest import arrivals
+from loadtest.config import LoadConfig
+from loadtest.record import Record
+from loadtest.rest_client import RestClient
+from loadtest.run import Run
+from loadtest.runner import Runner
 from simulator.workload import Agents
 
 SCALE = 32
@@ -54,23 +55,8 @@ SINGLE = 60  # requests that come one at a time, after the replay
 POLICIES = ("cost", "round_robin")
 
 
-@dataclass(frozen=True)
-class Request:
-    """at: seconds from the start."""
-
-    at: float
-    prompt: list[int]
-
-
-@dataclass(frozen=True)
-class Answer:
-    ttft_s: float
-    prompt_tokens: int
-    cached_tokens: int
-
-
-def scaled(trace: Trace, count: int, rate: float) -> list[Request]:
-    """`count` requests of the trace's conversations, with prompts SCALE times shorter, at `rate` a second."""
+def chosen(trace: Trace, count: int, rate: float, output: int) -> Trace:
+    """`count` requests of the trace's conversations, at `rate` a second; `output` tokens each, once scaled."""
     # A conversation is told by its second block: the first heads every prompt of the recorded trace.
     talks: dict[tuple[bytes, ...], list[TraceRequest]] = {}
     for r in trace.requests:
@@ -80,40 +66,9 @@ def scaled(trace: Trace, count: int, rate: float) -> list[Request]:
     # Conversations that begin one after another, as many as it takes, each to its end.
     kept = sorted(list(chain.from_iterable(whole))[:count], key=lambda r: r.arrival_s)
     assert len(kept) == count, f"the trace has only {len(kept)} requests that fit"
-    gap = 1 / rate
-    rng = random.Random(0)
-    at, requests = 0.0, []
-    for r in kept:
-        prompt: list[int] = []
-        for h in r.chain:
-            block = random.Random(h)
-            prompt += [block.randrange(*VOCAB) for _ in range(BLOCK)]
-        rest = max(1, r.prompt_len // SCALE - len(prompt))
-        prompt += [rng.randrange(*VOCAB) for _ in range(rest)]
-        requests.append(Request(at, prompt))
-        at += rng.expovariate(1 / gap)
-    return requests
-
-
-async def ask(client: httpx.AsyncClient, model: str, request: Request, output: int) -> Answer:
-    """One streamed completion."""
-    body = {
-        "model": model,
-        "prompt": request.prompt,
-        "max_tokens": output,
-        "temperature": 0,
-        "stream": True,
-        "ignore_eos": True,
-        "stream_options": {"include_usage": True},
-    }
-    begin, first, usage = time.perf_counter(), 0.0, {}
-    async with client.stream("POST", "completions", json=body) as response:
-        response.raise_for_status()
-        async for line in response.aiter_lines():
-            if line.startswith("data: {"):
-                first = first or time.perf_counter() - begin
-                usage = orjson.loads(line[6:]).get("usage") or usage
-    return Answer(first, usage["prompt_tokens"], (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0))
+    times = arrivals.poisson(rate, random.Random(0))
+    requests = (replace(r, arrival_s=at, output_len=output * SCALE) for r, at in zip(kept, times, strict=False))
+    return replace(trace, requests=tuple(requests))
 
 
 @dataclass(frozen=True)
@@ -127,8 +82,8 @@ class Counters:
     took: dict[str, dict[float, float]]
 
     @classmethod
-    async def read(cls, client: httpx.AsyncClient, base_url: str) -> Counters:
-        text = (await client.get(base_url.removesuffix("/v1") + "/metrics")).text
+    async def read(cls, http: httpx.AsyncClient) -> Counters:
+        text = (await http.get("/metrics")).text
         hits = re.findall(r"^baton_prefix_hit_tokens_(predicted|actual)_total\S* (\S+)$", text, re.MULTILINE)
         took: dict[str, dict[float, float]] = {}
         for labels, count in re.findall(r"^baton_routing_seconds_bucket{(\S+)} (\S+)$", text, re.MULTILINE):
@@ -148,71 +103,70 @@ class Counters:
         raise AssertionError("the last bucket has everything")
 
 
-async def measure(policy: str, requests: list[Request], model_dir: Path, args: argparse.Namespace) -> dict[str, float]:
+async def measure(policy: str, trace: Trace, model_dir: Path) -> dict[str, float]:
     """One policy on a stack of its own."""
-    with tempfile.TemporaryDirectory() as logs:
-        config = UpConfig(
-            model=str(model_dir), port=0, prefill=2, decode=2, threads=1, max_model_len=1024, chunk_tokens=128,
-            block_size=BLOCK, routing_policy=policy, log_level="warning",
+    config = UpConfig(
+        model=str(model_dir), port=0, prefill=2, decode=2, threads=1, max_model_len=1024, chunk_tokens=128,
+        block_size=BLOCK, routing_policy=policy, log_level="warning",
+    )  # fmt: skip
+    async with (
+        local_stack.running(config, model_dir, start_s=180) as stack,
+        httpx.AsyncClient(base_url=stack.base_url.removesuffix("/v1")) as http,
+    ):
+        load = LoadConfig(
+            url=stack.base_url.removesuffix("/v1"), endpoint="completions", form="ids", model=stack.model, vocab=VOCAB,
+            length_scale=1 / SCALE,
         )  # fmt: skip
-        stack = Stack.plan(config, model_dir, Path(logs))
-        supervisor = Supervisor(stack.specs, on_event=print)
+        client = RestClient(load)
         try:
-            await supervisor.start(180)
-            limits = httpx.Limits(max_connections=64)
-            async with httpx.AsyncClient(base_url=stack.base_url, timeout=300, limits=limits) as client:
-                return await replay(client, stack, policy, requests, args.output)
+            row = await replay(Runner(load, client, trace), len(trace.requests) // 3, http)
+            if policy == "cost":
+                alone = Runner(replace(load, users=1, requests=SINGLE), client, trace)
+                row |= await one_at_a_time(alone, http)
         finally:
-            await supervisor.stop(10)
-            stack.close()
+            await client.close()
+    print(policy, row, flush=True)
+    return row
 
 
-async def replay(
-    client: httpx.AsyncClient, stack: Stack, policy: str, requests: list[Request], output: int
-) -> dict[str, float]:
-    """Open loop: requests come at their times, whatever became of those before."""
-    warm = len(requests) // 3
-    begin = time.perf_counter()
-
-    async def one(request: Request) -> Answer:
-        await asyncio.sleep(max(0.0, begin + request.at - time.perf_counter()))
-        return await ask(client, stack.model, request, output)
-
-    first = [asyncio.create_task(one(request)) for request in requests[:warm]]
-    rest = [asyncio.create_task(one(request)) for request in requests[warm:]]
-    await asyncio.gather(*first)
-    before = await Counters.read(client, stack.base_url)
-    answers = await asyncio.gather(*rest)
-    after = await Counters.read(client, stack.base_url)
-    times = [a.ttft_s for a in answers]
-    computed = sum(a.prompt_tokens - a.cached_tokens for a in answers)
+async def replay(runner: Runner, warm: int, http: httpx.AsyncClient) -> dict[str, float]:
+    """Open loop: requests come at their times, whatever became of those before. The first `warm` do not count."""
+    going = asyncio.create_task(runner.go())
+    while sum(r.session < warm for r in runner.run.records) < warm and not going.done():  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    before = await Counters.read(http)
+    answers = [r for r in answered(await going) if r.session >= warm]
+    after = await Counters.read(http)
+    times = [r.ttft_s for r in answers if r.ttft_s is not None]
+    prompts = sum(r.prompt_tokens or 0 for r in answers)
+    computed = prompts - sum(r.cached_tokens or 0 for r in answers)
     hits = {name: after.hits[name] - before.hits[name] for name in after.hits}
-    row = {
+    return {
         "ttft_p50_s": round(statistics.median(times), 3),
         "ttft_p90_s": round(percentile(times, 0.9), 3),
         "ttft_mean_s": round(statistics.fmean(times), 3),
         "computed_tokens": computed,
-        "hit_rate": round(1 - computed / sum(a.prompt_tokens for a in answers), 4),
+        "hit_rate": round(1 - computed / prompts, 4),
         "predicted_hit_tokens": hits["predicted"],
         "actual_hit_tokens": hits["actual"],
         "plan_ms_p50": round(after.median_s("plan", before) * 1e3, 3),
         "place_ms_p50": round(after.median_s("place", before) * 1e3, 3),
     }
-    if policy == "cost":
-        row |= await one_at_a_time(client, stack, requests[:SINGLE], output)
-    print(policy, row, flush=True)
-    return row
 
 
-async def one_at_a_time(
-    client: httpx.AsyncClient, stack: Stack, requests: list[Request], output: int
-) -> dict[str, float]:
+async def one_at_a_time(runner: Runner, http: httpx.AsyncClient) -> dict[str, float]:
     """The steps of routing while nothing else is to be done."""
-    before = await Counters.read(client, stack.base_url)
-    for request in requests:
-        await ask(client, stack.model, request, output)
-    after = await Counters.read(client, stack.base_url)
+    before = await Counters.read(http)
+    answered(await runner.go())
+    after = await Counters.read(http)
     return {f"{step}_ms_p50_single": round(after.median_s(step, before) * 1e3, 3) for step in ("plan", "place")}
+
+
+def answered(run: Run) -> list[Record]:
+    """Its requests; SystemExit when one failed."""
+    if failed := [r for r in run.records if not r.ok]:
+        raise SystemExit(f"{len(failed)} requests failed: {failed[0].error} {failed[0].message}")
+    return run.records
 
 
 def main() -> None:
@@ -228,10 +182,10 @@ def main() -> None:
     args = parser.parse_args()
     made = args.made or not args.trace.is_file()
     trace = Agents(rate=4.0, seconds=600.0, tenants=8, pause_s=10.0).trace() if made else load_trace(args.trace)
-    requests = scaled(trace, args.requests, args.rate)
+    trace = chosen(trace, args.requests, args.rate, args.output)
     model_dir = resolve_model("smollm2", say=print)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    rows = {policy: asyncio.run(measure(policy, requests, model_dir, args)) for policy in POLICIES}
+    rows = {policy: asyncio.run(measure(policy, trace, model_dir)) for policy in POLICIES}
     cost, rr = rows["cost"], rows["round_robin"]
     metrics = {
         "predicted_over_actual": round(cost["predicted_hit_tokens"] / max(1.0, cost["actual_hit_tokens"]), 4),

@@ -1,5 +1,8 @@
 """Many clients that read server-sent events, at the least cost: sockets that note when bytes came and read them later.
 
+The load generator (loadtest/) parses what comes at once, which takes CPU from the gateway that is measured here; and it
+knows neither the gateway's own ids nor how much text an event held.
+
 Lifecycle: connect and send, a burst at a time -> read until every stream ended (or stands, `--idle`) -> print JSON.
 
     python benchmarks/sse_client.py --port 8000 --model smollm2 --streams 256 --tokens 500
