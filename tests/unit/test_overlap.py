@@ -35,6 +35,28 @@ def test_drafts_are_verified_several_at_a_time(overlap: bool) -> None:
     assert world.stepper.counters.discarded == 0, "nothing was launched ahead of a result that it depends on"
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("held", [False, True])
+def test_a_stop_token_within_an_accepted_run_ends_it(overlap: bool, held: bool) -> None:
+    """Whatever right drafts come after it; and does not before min_tokens."""
+    inside = 0
+    for first in range(20):
+        prompt = [first, 2, 3]
+        text = answer(prompt, SamplingParams(max_tokens=30))
+        stop = text[5]
+        held_for = text.index(stop) + 1 if held else 0
+        params = SamplingParams(max_tokens=30, stop_token_ids=(stop,), min_tokens=held_for)
+        world = World(overlap=overlap, drafts=7, budget=60)
+        world.add("a", prompt, params)
+        world.answers["a"] = text  # whoever drafts does not know of the end
+        world.drain()
+        assert world.tokens["a"] == answer(prompt, params)
+        end = world.ends["a"]
+        assert end.finish is (FinishReason.STOP if world.tokens["a"][-1] == stop else FinishReason.LENGTH)
+        inside += end.finish is FinishReason.STOP and 0 < end.accepted < end.proposed - 1
+    assert inside > 3
+
+
 def test_drafts_take_what_is_left_and_nobody_is_preempted_for_them() -> None:
     world = World(overlap=False, drafts=4, blocks=9, size=4, budget=8)
     seqs = [world.add(name, range(4), SamplingParams(max_tokens=12)) for name in "ab"]
