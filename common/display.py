@@ -29,24 +29,27 @@ class Board:
 
     def __init__(self, console: Console) -> None:
         self.console = console
+        self._draw: Callable[[], None] = lambda: None  # inside of `showing`
 
     def say(self, line: str) -> None:
         """One message, as it is."""
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def refresh(self) -> None:
+        """Shows now what has changed."""
+        self._draw()
 
     @contextlib.asynccontextmanager
     async def showing(self, services: Sequence[Service]) -> AsyncIterator[None]:
         """Keeps the picture current inside the block."""
         if self.console.is_terminal:
             with Live(_table(services), console=self.console, auto_refresh=False) as live:
-                async with _ticking(lambda: live.update(_table(services), refresh=True)):
+                async with self._ticking(lambda: live.update(_table(services), refresh=True)):
                     yield
-                live.update(_table(services), refresh=True)
         else:
             seen: dict[str, tuple[State, int | None]] = {}
-            async with _ticking(lambda: self._changes(services, seen)):
+            async with self._ticking(lambda: self._changes(services, seen)):
                 yield
-            self._changes(services, seen)
 
     def _changes(self, services: Sequence[Service], seen: dict[str, tuple[State, int | None]]) -> None:
         for service in services:
@@ -57,21 +60,25 @@ class Board:
             took = f" after {service.ready_after_s:.1f} s" if service.state is State.READY else ""
             self.say(f"{service.spec.name:<10} {service.state.value}{took} ({service.spec.address}, pid {now[1]})")
 
+    @contextlib.asynccontextmanager
+    async def _ticking(self, draw: Callable[[], None]) -> AsyncIterator[None]:
+        """Draws now and then, and at the end, unless that is an error."""
 
-@contextlib.asynccontextmanager
-async def _ticking(draw: Callable[[], None]) -> AsyncIterator[None]:
-    async def tick() -> None:
-        while True:
+        async def tick() -> None:
+            while True:
+                draw()
+                await asyncio.sleep(REFRESH_S)
+
+        self._draw = draw
+        task = asyncio.create_task(tick())
+        try:
+            yield
             draw()
-            await asyncio.sleep(REFRESH_S)
-
-    task = asyncio.create_task(tick())
-    try:
-        yield
-    finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
+        finally:
+            self._draw = lambda: None
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
 
 
 def _table(services: Sequence[Service]) -> Table:

@@ -80,6 +80,7 @@ async def _session(board: Board, stack: Stack, supervisor: Supervisor, work: Wor
     async with board.showing(supervisor.services):
         await supervisor.start(READY_TIMEOUT_S)
         if work is None:
+            board.refresh()  # "ready" stands before what follows from it
             _welcome(board, stack)
             await supervisor.failure()
     assert work is not None

@@ -8,12 +8,17 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import pytest
+from rich.console import Console
 
 from common import up
 from common.config import UpConfig
-from common.supervisor import Supervisor
+from common.display import Board
+from common.process import ChildProcess
+from common.supervisor import Service, ServiceSpec, State, Supervisor
+from tests.until import until
 
 
 def test_logs_of_stacks_that_run_are_kept_and_of_the_others_the_last_few(
@@ -51,3 +56,18 @@ async def test_a_signal_is_answered_with_how_long_it_takes(
     assert await up.run(config, once=None) == 0
     assert "stopping: waits up to 3 s for running answers; Ctrl-C again kills" in capsys.readouterr().out
     assert granted[0] > config.drain_s + 15
+
+
+async def test_that_all_is_ready_is_said_before_how_to_use_it(capsys: pytest.CaptureFixture[str]) -> None:
+    process = ChildProcess("gateway", ["/bin/true"], log=Path("/dev/null"))
+    service = Service(ServiceSpec(process=process, role="gateway", address="127.0.0.1:8000", probe=AsyncMock()))
+    board = Board(Console(highlight=False))
+    async with board.showing([service]):
+        service.state = State.STARTING
+        await until(lambda: "starting" in capsys.readouterr().out)
+        service.state, service.ready_after_s = State.READY, 1.0
+        board.refresh()
+        board.say("examples")
+    ready, *rest = capsys.readouterr().out.splitlines()
+    assert "gateway    ready after 1.0 s" in ready
+    assert rest == ["examples"]
