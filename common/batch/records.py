@@ -55,6 +55,13 @@ class Result:
     def answered(self) -> bool:
         return self.status == ANSWERED
 
+    @property
+    def reason(self) -> str:
+        """Why there is no answer, for a person."""
+        error = self.body.get("error") if isinstance(self.body, dict) else None
+        message = error.get("message") if isinstance(error, dict) else None
+        return f"{self.status} {message or self.body}" if self.status else self.error
+
     def line(self, custom_id: str) -> bytes:
         """The output line."""
         response = {"status_code": self.status, "request_id": self.request_id, "body": self.body}

@@ -34,9 +34,12 @@ class Sending:
 
 
 async def send_all(
-    sending: Sending, requests: Iterator[Request], done: Callable[[Request, Result], None], retried: Callable[[], None]
+    sending: Sending,
+    requests: Iterator[Request],
+    done: Callable[[Request, Result], None],
+    retried: Callable[[str], None],
 ) -> None:
-    """Calls `done` with every request's result as it comes.
+    """Calls `done` with every request's result as it comes, `retried` with why one is sent again.
 
     Raises Unavailable when the gateway refuses the API key, ConfigError for a URL or key that cannot be one, and what
     `done` raises.
@@ -46,7 +49,7 @@ async def send_all(
         if not (sending.api_key.isascii() and sending.api_key.isprintable()):
             raise ConfigError("--api-key: an API key is printable ASCII", field="api_key")
         headers["authorization"] = f"Bearer {sending.api_key}"
-    base = _base(sending.url)
+    base = base_url(sending.url)
     limits = httpx.Limits(max_connections=sending.concurrency, max_keepalive_connections=sending.concurrency)
     timeout = httpx.Timeout(sending.timeout_s + 10.0, connect=10.0)
     async with httpx.AsyncClient(base_url=base, headers=headers, limits=limits, timeout=timeout) as client:
@@ -63,7 +66,7 @@ async def send_all(
             raise e.exceptions[0] from e
 
 
-def _base(url: str) -> httpx.URL:
+def base_url(url: str) -> httpx.URL:
     """Of the gateway, without /v1. Raises ConfigError."""
     try:
         base = httpx.URL(url.rstrip("/").removesuffix("/v1"))
@@ -74,7 +77,9 @@ def _base(url: str) -> httpx.URL:
     return base
 
 
-async def _result(client: httpx.AsyncClient, sending: Sending, request: Request, retried: Callable[[], None]) -> Result:
+async def _result(
+    client: httpx.AsyncClient, sending: Sending, request: Request, retried: Callable[[str], None]
+) -> Result:
     pause_s = BACKOFF_S[0]
     for left in range(sending.retries, -1, -1):
         result, wanted_s = await _try(client, request)
@@ -83,7 +88,7 @@ async def _result(client: httpx.AsyncClient, sending: Sending, request: Request,
         passing = result.status in PASSING or not result.status
         if not passing or _code(result) in HOPELESS or not left:
             return result
-        retried()
+        retried(result.reason)
         await asyncio.sleep(max(min(wanted_s, MAX_RETRY_AFTER_S), pause_s * random.uniform(0.5, 1.0)))
         pause_s = min(BACKOFF_S[1], 2 * pause_s)
     raise AssertionError("the last try returns")

@@ -62,6 +62,7 @@ async def test_every_request_gets_its_answer_in_openais_shape(gw: Rig, tmp_path:
     code, said = await batch(gw, source, tmp_path / "out.jsonl", url=f"{gw.url}/v1/")
     assert code == 1
     assert "41 answered, 1 failed, 0 had answers" in said
+    assert "  1 failed: 400 temperature must be at least 0 and at most 2, not 9" in said
     out = read(tmp_path / "out.jsonl")
     assert set(out) == {*(f"r{i}" for i in range(40)), "chat", "bad"}
     assert out["r4"]["id"].startswith("batch_req_")
@@ -104,7 +105,9 @@ async def test_what_fails_for_a_passing_reason_is_tried_again(
     assert " 0 retries" not in said
     # Nobody there: an error line each, and the next run has them answered.
     target.unlink()
-    code, _ = await batch(gw, source, target, url=f"http://127.0.0.1:{unused_tcp_port}", retries=1)
+    code, said = await batch(gw, source, target, url=f"http://127.0.0.1:{unused_tcp_port}", retries=1)
+    assert said.count("trying again: ConnectError: ") == 1
+    assert "  10 failed: ConnectError: " in said
     lost = read(target)
     assert (code, len(lost)) == (1, 10)
     assert lost["r0"]["response"] is None
@@ -224,6 +227,7 @@ async def test_a_url_that_cannot_be_one_is_refused_at_once(url: str, gw: Rig, tm
     source = write(tmp_path / "in.jsonl", completions(1))
     with pytest.raises(ConfigError, match="--url"):
         await batch(gw, source, tmp_path / "out.jsonl", url=url)
+    assert not (tmp_path / "out.jsonl").exists()
     with pytest.raises(ConfigError, match="--api-key"):
         await batch(gw, source, tmp_path / "out.jsonl", api_key="schlüssel")
 
