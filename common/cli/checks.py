@@ -7,21 +7,27 @@ from typing import Annotated
 
 import typer
 
-from common.cli import exits
+from common import config_kinds as kinds
 from common.cli.options import Redis, opt
-from common.errors import ConfigError
+from common.errors import ConfigError, Unavailable
 
 
 def doctor(
     redis: Redis = None,
     pods: Annotated[
-        list[str] | None, opt("Running pods to ask, beside those in --redis; may be repeated.", metavar="HOST:PORT")
+        list[str] | None, opt("Running pods to ask, beside those in --redis; may be repeated.", metavar="HOST:PORT,..")
     ] = None,
 ) -> None:
     """Says what this machine offers to Baton, what is missing and how to get it, and how running pods exchange KV."""
     from common import doctor as examination
 
-    raise typer.Exit(asyncio.run(examination.report(redis, pods or ())))
+    given = ",".join(pods or ())
+    try:
+        asked = kinds.tuple_of(kinds.ADDRESS).parse(given)
+    except ValueError as e:
+        expected = kinds.tuple_of(kinds.ADDRESS).expected
+        raise ConfigError(f"--pods: {given!r} will not do; expected {expected}", field="pods") from e
+    raise typer.Exit(asyncio.run(examination.report(redis, asked)))
 
 
 def probe(
@@ -34,8 +40,10 @@ def probe(
     from common import probes
 
     try:
-        raise typer.Exit(exits.FAILED * (not asyncio.run(probes.answers(url, timeout_s))))
+        well = asyncio.run(probes.answers(url, timeout_s))
     except ValueError as e:
         raise ConfigError(
             f"url: {e} will not do; expected http://HOST:PORT/PATH or grpc://HOST:PORT", field="url"
         ) from e
+    if not well:
+        raise Unavailable(f"{url} does not say that it is well, within {timeout_s:g} s")

@@ -91,7 +91,14 @@ def up(
     pull: PullMode = None,
     block_size: BlockSize = None,
     kv_memory: KvMemory = None,
-    host_cache: HostCache = None,
+    host_cache: Annotated[
+        str | None,
+        opt(
+            "Host memory of a pod for KV blocks that leave its pool, like 32GiB; default: none on a CPU, on GPUs half "
+            "of what is free, at most 32GiB a pod.",
+            metavar="SIZE",
+        ),
+    ] = None,
     gpu_memory_utilization: Annotated[
         str | None, opt("Share of a GPU for all of its pods together (default 0.9).", metavar="X")
     ] = None,
@@ -193,12 +200,18 @@ def serve(
 
 def worker(
     config: Config = None,
-    tensor_parallel_size: TensorParallelSize = None,
-    tensor_parallel_nodes: TensorParallelNodes = None,
-    tensor_parallel_node: Annotated[
-        str | None, opt("Which of the machines this is, from 1 on; 0 is the pod's.", metavar="I")
+    tensor_parallel_size: Annotated[
+        str | None, opt("Devices of all machines that compute the pod's model together (default 2).", metavar="N")
     ] = None,
-    tensor_parallel_master: Annotated[str | None, opt("Where the pod waits for it.", metavar="HOST:PORT")] = None,
+    tensor_parallel_nodes: Annotated[
+        str | None, opt("Machines that these are on, in equal numbers (default 2).", metavar="N")
+    ] = None,
+    tensor_parallel_node: Annotated[
+        str | None, opt("Which of the machines this is, from 1 on (default 1); 0 is the pod's.", metavar="I")
+    ] = None,
+    tensor_parallel_master: Annotated[
+        str | None, opt("Where the pod waits for it; required.", metavar="HOST:PORT")
+    ] = None,
     host: Host = None,
     port: Annotated[str | None, opt("Port of gRPC health; default: any free one.", metavar="N")] = None,
     transport: Annotated[str | None, opt("nixl (the default) or loopback, as of the pod.", metavar="NAME")] = None,
@@ -252,7 +265,10 @@ def gateway(
     ] = None,
     max_queue: Annotated[str | None, opt("Most requests that wait per model (default 512).", metavar="N")] = None,
     max_ttft_s: Annotated[
-        str | None, opt("Refuse at once what would wait longer for a token (default: its deadline).", metavar="N")
+        str | None,
+        opt(
+            "Refuse at once what would wait longer for its first token (default 60; 0: only its deadline).", metavar="N"
+        ),
     ] = None,
     routing_policy: RoutingPolicy = None,
     tool_parser: ToolParser = None,

@@ -35,8 +35,10 @@ class KeyFile:
         """All records. Raises ConfigError when the file is missing or wrong anywhere."""
         try:
             return self._parse(self.path.read_text("utf-8"))
-        except (OSError, UnicodeDecodeError) as e:
-            raise ConfigError(f"api_keys: cannot read {self.path}: {e}", field="api_keys") from e
+        except OSError as e:
+            raise ConfigError(f"api_keys: cannot read {self.path}: {e.strerror}", field="api_keys") from e
+        except UnicodeDecodeError as e:
+            raise ConfigError(f"api_keys: {self.path} is no text: {e}", field="api_keys") from e
 
     def version(self) -> tuple[int, ...]:
         """Differs once the file was changed; () while it is not there."""

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.table import Table
 
+from common import config_kinds as kinds
 from common.errors import ConfigError
 from gateway.admission.key_ring import IN_REDIS
 from gateway.admission.key_store import KeyFile, KeyHash
@@ -33,8 +34,7 @@ class _Store:
     def read(self) -> list[ApiKey]:
         if self._redis is not None:
             return self._ask(lambda store: store.read())
-        file = KeyFile(Path(self.name))
-        return file.read() if file.version() else []
+        return KeyFile(Path(self.name)).read()
 
     def add(self, record: ApiKey) -> None:
         if self._redis is not None:
@@ -64,6 +64,10 @@ class _Store:
 def create(console: Console, source: str | None, redis: str | None, *, tenant: str, days: int, **fields: Any) -> int:
     """Makes a key, shows it, keeps its record. days: until it expires; 0: never. Raises ConfigError, Unavailable."""
     store = _Store(source, redis)
+    try:
+        kinds.NAME.parse(tenant)
+    except ValueError as e:
+        raise ConfigError(f"tenant: {tenant!r} will not do; expected {kinds.NAME.expected}", field="tenant") from e
     if days:
         fields["expires"] = datetime.now(UTC).replace(microsecond=0) + timedelta(days=days)
     key, record = mint(tenant, **fields)

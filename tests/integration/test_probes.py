@@ -84,7 +84,9 @@ async def test_the_command(server: tuple[RpcServer, str]) -> None:
         )
 
     assert (await asyncio.to_thread(run, f"grpc://{server[1]}/live")).returncode == 0
-    assert (await asyncio.to_thread(run, f"grpc://{server[1]}")).returncode == 1
+    unwell = await asyncio.to_thread(run, f"grpc://{server[1]}")
+    assert (unwell.returncode, len(unwell.stderr.splitlines())) == (1, 1)
+    assert server[1] in unwell.stderr
     wrong = await asyncio.to_thread(run, "ftp://127.0.0.1:1")
     assert (wrong.returncode, len(wrong.stderr.splitlines())) == (2, 1)
 

@@ -166,3 +166,18 @@ def test_the_command_makes_lists_and_revokes(tmp_path: Path, monkeypatch: pytest
     assert run.invoke(app, ["keys", "revoke", caller.key_id]).exit_code == 0
     assert isinstance(run.invoke(app, ["keys", "revoke", caller.key_id]).exception, BatonError)
     refused(lambda: KeyRing([path]).identify(f"Bearer {key}"))
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["list"], "cannot read {path}: No such file or directory"),
+        (["create", "not a name"], "tenant: 'not a name' will not do; expected 1 to 63 letters, digits"),
+    ],
+)
+def test_the_command_says_what_is_wrong(argv: list[str], said: str, tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    error = CliRunner().invoke(app, ["keys", *argv, "--api-keys", str(path)]).exception
+    assert isinstance(error, ConfigError)
+    assert said.format(path=path) in error.message
+    assert not path.exists()
