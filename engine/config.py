@@ -151,18 +151,21 @@ class EngineConfig:
         return self.threads or max(1, len(os.sched_getaffinity(0)) // self.local_ranks)
 
     def resolve_device(self) -> torch.device:
-        """The torch device; ConfigError when it is not there."""
+        """The torch device, a GPU with its index: `cuda` is the first visible one. ConfigError when there is none."""
         if self.device == "auto":
-            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         try:
             device = torch.device(self.device)
         except RuntimeError as error:
             raise ConfigError(f"{self.device!r} is not a device", field="device") from error
         if device.type not in ("cpu", "cuda"):
             raise ConfigError(f"device {self.device!r} is not served: auto, cpu or cuda", field="device")
-        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        if device.type == "cpu":
+            return device
+        index = device.index or 0  # none where only `cuda` was said
+        if index >= torch.cuda.device_count():
             raise ConfigError(f"device {self.device!r} does not exist here", field="device")
-        return device
+        return torch.device("cuda", index)
 
     def resolve_dtype(self, device: torch.device) -> str:
         """float32 or bfloat16."""

@@ -2,7 +2,8 @@
 
 Lifecycle of a sequence: `add` takes it in (and its lease, if it brings one); steps compute and sample; when it ends the
 scheduler forgets it, the hook of that step sees it once more with its lease alive, and then the engine finishes the
-lease. Not thread-safe: one thread calls it (see loop.py); `pool` alone may be used from anywhere.
+lease. Not thread-safe: one thread calls it (see loop.py), whose device is the engine's (`make_current`; that of the
+thread that makes an engine is); `pool` alone may be used from anywhere.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from engine.attention.triton_backend import TritonAttention
 from engine.block_pool import BlockPool
 from engine.config import DEFAULT_KV_MEMORY, EngineConfig
 from engine.constraint import Constraint, constrains
+from engine.device import make_current
 from engine.host_copier import HostCopier
 from engine.host_memory import HostMemory
 from engine.kv_pool import DTYPES, KVPool
@@ -92,6 +94,7 @@ class Engine:
         source = open_model(config.model_dir, config.load_format, config.weights_seed)
         self.spec = spec = source.spec
         self.device = device = config.resolve_device()
+        make_current(device)
         torch.set_num_threads(config.threads_of_a_rank)
         self.members: Members | None = None
         self._end_members: Callable[[], object] = lambda: None

@@ -11,6 +11,7 @@ import threading
 import zlib
 
 from common.errors import BlockDamaged, InternalError
+from engine.device import make_current
 from engine.host_memory import HostMemory
 from engine.host_tier import Copy, HostTier
 
@@ -38,6 +39,7 @@ class HostCopier:
     def _run(self) -> None:
         why = "the host tier has ended"
         try:
+            make_current(self._memory.kv.data.device)
             while (copy := self._tier.next_copy()) is not None:
                 self._tier.end(copy, self._copy(copy))
         except Exception as error:

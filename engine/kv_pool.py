@@ -14,6 +14,7 @@ from torch import Tensor
 
 from common.errors import InternalError
 from common.kv_layout import FP8_DTYPE, KVLayout
+from engine.device import room_for
 from engine.layer_kv import LayerKV
 from engine.lease import BlockCopy
 from engine.upload import upload
@@ -32,7 +33,9 @@ class KVPool:
         self.num_blocks = num_blocks
         self.probe_block = num_blocks
         self.dummy_block = num_blocks + 1
-        self.data = torch.zeros((num_blocks + 2, layout.block_bytes), dtype=torch.uint8, device=device)
+        size = (num_blocks + 2, layout.block_bytes)
+        with room_for(f"{num_blocks} KV blocks of {layout.block_bytes} bytes", "kv_memory"):
+            self.data = torch.zeros(size, dtype=torch.uint8, device=device)
         # Single blocks are read and written for others than the engine, who shall not wait for its steps.
         self._aside = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 

@@ -14,6 +14,7 @@ import torch
 
 from common.errors import ConfigError
 from engine import weights
+from engine.device import room_for
 from engine.models.base import Model, ModelShape
 from engine.models.decoder import Decoder
 from engine.models.ops import Ops
@@ -37,7 +38,13 @@ class ModelSource:
 
     @torch.inference_mode()
     def load(self, max_len: int, device: torch.device, dtype: torch.dtype) -> Model:
-        """The model on its device, for sequences of up to max_len tokens; ConfigError when the weights do not fit."""
+        """The model on its device, for sequences of up to max_len tokens; ConfigError when the weights are not the
+        configuration's, or the device has no room for them.
+        """
+        with room_for("the weights", "model"):
+            return self._load(max_len, device, dtype)
+
+    def _load(self, max_len: int, device: torch.device, dtype: torch.dtype) -> Model:
         if not isinstance(self.spec, ModelSpec):
             from engine.models import hf
             from engine.models.hf_config import HfSpec
@@ -89,9 +96,10 @@ def load_part(
     spec = shard.spec(source.spec)
     assert isinstance(source.spec, ModelSpec)
     assert isinstance(spec, ModelSpec)
-    model = Decoder(spec, max_len, device, dtype, wrap=wrap)
-    if source.seed is None:
-        weights.load(model, source.model_dir, shard)
-    else:
-        weights.invent_part(model, source.seed, source.spec, shard)
+    with room_for("its part of the weights", "model"):
+        model = Decoder(spec, max_len, device, dtype, wrap=wrap)
+        if source.seed is None:
+            weights.load(model, source.model_dir, shard)
+        else:
+            weights.invent_part(model, source.seed, source.spec, shard)
     return model

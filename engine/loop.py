@@ -20,6 +20,7 @@ from typing import TypeVar
 
 from common.errors import BatonError, InternalError, Unavailable
 from common.types import FinishReason
+from engine.device import make_current
 from engine.engine import Engine, SequenceOutput, StepHook, StepResult
 from engine.sequence import Sequence
 
@@ -142,6 +143,7 @@ class EngineLoop:
 
     def _run(self) -> None:
         try:
+            make_current(self._engine.device)
             while not self._stopping:
                 self._wake.clear()
                 self._drain()

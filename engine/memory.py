@@ -16,6 +16,7 @@ import torch
 
 from common.errors import ConfigError
 from common.kv_layout import KVLayout
+from engine.device import room_for
 from engine.kv_pool import KVPool
 from engine.runner import Runner
 from engine.warm_up import Rows
@@ -74,8 +75,9 @@ def measure(
     torch.cuda.synchronize(device)
     weights = torch.cuda.memory_allocated(device) - trial.data.nbytes
     torch.cuda.reset_peak_memory_stats(device)
-    runner.rehearse(step, 0)
-    torch.cuda.synchronize(device)
+    with room_for("the activations of the largest step", "gpu_memory_utilization"):
+        runner.rehearse(step, 0)
+        torch.cuda.synchronize(device)
     activations = torch.cuda.max_memory_allocated(device) - trial.data.nbytes - weights
     captured = _graphs(runner, device) if graphs else 0
     del runner, trial

@@ -68,7 +68,7 @@ def gpu_of(device: torch.device) -> Gpu | None:
     """The watch of a torch device; None for one that is no GPU."""
     if device.type != "cuda":
         return None
-    index = device.index or 0
+    index = device.index
     try:
         import pynvml
     except ImportError:

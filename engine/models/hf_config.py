@@ -54,9 +54,11 @@ class _Given(nn.Module):
 
 @contextmanager
 def reasons(name: str) -> Iterator[None]:
-    """Whatever the foreign code raises, a reason to refuse the model is one readable line."""
+    """Whatever the foreign code raises, a reason to refuse the model is one readable line. A full GPU is none."""
     try:
         yield
+    except torch.OutOfMemoryError:
+        raise
     except ConfigError as error:
         raise ConfigError(f"{name} is not served: {error.message}", field="model") from error
     except Exception as error:

@@ -35,13 +35,14 @@ def join_store(host: str, port: int) -> TCPStore:
 
 
 class Collectives:
-    """The group as seen by `rank`. host: an own address that the others can reach. All ranks make theirs at once."""
+    """The group as seen by `rank`. host: an own address that the others can reach. All ranks make theirs at once, on
+    threads whose device it is.
+    """
 
     def __init__(self, store: Store, rank: int, size: int, device: torch.device, host: str) -> None:
         self._group: Any
         limit = timedelta(seconds=TIMEOUT_S)
         if device.type == "cuda":
-            torch.cuda.set_device(device.index or 0)  # "cuda" alone is the first one here
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = limit
             self._group = dist.ProcessGroupNCCL(store, rank, size, options)

@@ -144,7 +144,7 @@ class Leader:
     def check(config: EngineConfig, source: ModelSource, device: torch.device) -> None:
         """ConfigError when the model cannot be cut so, or this machine lacks a device; before anybody is started."""
         Shard(0, config.tensor_parallel_size).spec(source.spec)
-        there = torch.cuda.device_count() - (device.index or 0) if device.type == "cuda" else config.local_ranks
+        there = torch.cuda.device_count() - device.index if device.type == "cuda" else config.local_ranks
         if there < config.local_ranks:
             raise ConfigError(
                 f"{FIELD}: {config.local_ranks} devices of this machine are needed, there are {there}", field=FIELD
@@ -153,11 +153,10 @@ class Leader:
     def load(self, max_len: int, dtype: str) -> Model:
         """This rank's part of the model, while the others load theirs. ConfigError when one of them cannot."""
         members, config, device = self._members, self._config, self._device
-        first = device.index or 0
         revision = self._source.revision(device)
         for rank, channel in enumerate(members.channels(), 1):
             channel.send(
-                "open", device="cpu" if device.type == "cpu" else f"cuda:{first + rank % config.local_ranks}",
+                "open", device="cpu" if device.type == "cpu" else f"cuda:{device.index + rank % config.local_ranks}",
                 model_dir=str(config.model_dir.resolve()), revision=revision, load_format=config.load_format,
                 weights_seed=config.weights_seed, threads=config.threads_of_a_rank,
             )  # fmt: skip

@@ -25,6 +25,7 @@ from common.kv_layout import KVLayout
 from engine.attention.base import AttentionBackend
 from engine.attention.torch_backend import TorchAttention
 from engine.attention.triton_backend import TritonAttention
+from engine.device import make_current
 from engine.kv_pool import DTYPES, KVPool
 from engine.layer_kv import LayerKV
 from engine.lease import BlockCopy
@@ -75,8 +76,8 @@ class Rank:
         told = message.fields
         torch.set_num_threads(told["threads"])
         self._device = torch.device(told["device"])
+        make_current(self._device)
         if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
             torch.set_float32_matmul_precision("highest")
         self._source = open_model(Path(told["model_dir"]), told["load_format"], told["weights_seed"])
         revision = self._source.revision(self._device)

@@ -15,6 +15,9 @@ from typing import Any
 import pytest
 import torch
 
+import engine.engine
+import engine.host_copier
+import engine.loop
 from common.errors import ConfigError, InvalidRequest
 from common.models import smollm2_dir as known_dir
 from common.types import FinishReason, SamplingParams
@@ -31,13 +34,21 @@ def llm(smollm2_dir: Path) -> LLM:
     return LLM(smollm2_dir, kv_memory=64 << 20, max_model_len=256, threads=1)
 
 
+SETTINGS: dict[str, Any] = {"load_format": "dummy", "device": "cpu", "num_blocks": 32, "block_size": 4, "threads": 1}
+
+
+def bare(directory: Path) -> Path:
+    """A config.json alone."""
+    config = {"architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 16, "intermediate_size": 16}
+    config |= {"num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 128, "eos_token_id": 9}
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
 @pytest.fixture
 def tiny(tmp_path: Path) -> LLM:
     """Random weights, no tokenizer; nobody stops it but max_tokens."""
-    config = {"architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 16, "intermediate_size": 16}
-    config |= {"num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 128, "eos_token_id": 9}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    return LLM(tmp_path, load_format="dummy", device="cpu", num_blocks=32, block_size=4, threads=1)
+    return LLM(bare(tmp_path), **SETTINGS)
 
 
 def at_rest(llm: LLM) -> None:
@@ -158,6 +169,18 @@ def test_an_interrupted_call_leaves_nothing_behind(
     monkeypatch.undo()
     at_rest(tiny)
     assert len(tiny.generate([[1, 2, 3]], GREEDY, ignore_eos=True)[0].ids) == 5
+
+
+def test_every_thread_that_computes_is_on_the_engine_s_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's kernels go to the device of the thread that launches them."""
+    told: set[tuple[str, torch.device]] = set()
+    for module in (engine.engine, engine.loop, engine.host_copier):
+        monkeypatch.setattr(module, "make_current", lambda device: told.add((threading.current_thread().name, device)))
+    llm = LLM(bare(tmp_path), **SETTINGS, host_cache=1 << 20)
+    llm.generate([[1]], GREEDY)
+    llm.engine.close()
+    here = threading.current_thread().name
+    assert told == {(name, torch.device("cpu")) for name in (here, "engine", "host-tier")}
 
 
 def test_it_is_the_pods_loop_that_runs(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Two GPUs compute what one does, with NCCL, Triton's attention and steps that overlap."""
+"""Two GPUs compute what one does, with NCCL, Triton's attention and steps that overlap; so does the second alone."""
 
 from __future__ import annotations
 
@@ -31,3 +31,20 @@ def test_tokens_of_two_gpus_are_those_of_one(kv_dtype: str, tmp_path: Path) -> N
     again = two.generate([prompts[2]], params[0], ignore_eos=True)[0]
     assert (again.ids, again.cached_tokens) == (expected[2].ids, 64)
     two.engine.close()
+
+
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+def test_a_gpu_that_is_not_the_first_computes_too(cuda_graphs: bool, tmp_path: Path) -> None:
+    """Steps run on a thread of their own, and every thread begins on the first GPU."""
+    settings: dict[str, Any] = {"dtype": "float32", "block_size": 16, "num_blocks": 64, "max_seqs": 8}
+    settings |= {"cuda_graphs": cuda_graphs, "host_cache": 1 << 24}
+    tiny_llama(tmp_path)
+    params = [SamplingParams(temperature=0.0, max_tokens=12), SamplingParams(seed=3, max_tokens=12)]
+    prompts = [prompt_of(n, seed=n) for n in (17, 100)]
+    done: list[list[list[int]]] = []
+    for device in ("cuda:0", "cuda:1"):
+        with torch.cuda.device(0):
+            llm = LLM(tmp_path, device=device, **settings)
+        done.append([c.ids for c in llm.generate(prompts, params, ignore_eos=True)])
+        llm.engine.close()
+    assert done[0] == done[1]

@@ -133,6 +133,22 @@ def test_what_is_wrong_with_the_files_is_said(tmp_path: Path) -> None:
         EngineConfig(model_dir=tmp_path, load_format="fast")
 
 
+def test_what_a_device_has_no_room_for_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="no room for 30000000000000 KV blocks") as refused:
+        engine(bare(tmp_path, LLAMA), num_blocks=30_000_000_000_000)
+    assert refused.value.field == "kv_memory"
+
+    def full(*_args: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore")
+
+    monkeypatch.setattr("engine.weights.invent", full)
+    monkeypatch.setattr("engine.models.hf.build", full)
+    for config in (LLAMA, GPT2):
+        with pytest.raises(ConfigError) as refused:
+            engine(bare(tmp_path, config))
+        assert refused.value.message == "no room for the weights: CUDA out of memory. Tried to allocate 2.00 GiB."
+
+
 WITHOUT = """
 import sys, pathlib
 sys.modules["transformers"] = None

@@ -1,4 +1,4 @@
-"""Tokens of a step by what is given, on either kind of device; nothing is computed."""
+"""Devices, and tokens of a step on either kind, by what is given; nothing is computed."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from common.errors import ConfigError
 from engine.config import EngineConfig
+from engine.device import make_current
 from engine.llm import for_throughput
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda")
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 @pytest.mark.parametrize(
@@ -37,3 +39,19 @@ def test_a_library_takes_long_steps_on_a_gpu_unless_it_is_told(monkeypatch):
     monkeypatch.setattr(EngineConfig, "resolve_device", lambda self: CPU)
     config = EngineConfig(model_dir=Path("nowhere"))
     assert for_throughput(config) is config
+
+
+def test_a_gpu_has_its_index(monkeypatch):
+    """It is compared with the device of tensors, which have theirs."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for said, index in (("auto", 0), ("cuda", 0), ("cuda:0", 0), ("cuda:1", 1)):
+        assert EngineConfig(model_dir=Path("nowhere"), device=said).resolve_device() == torch.device("cuda", index)
+    assert EngineConfig(model_dir=Path("nowhere"), device="cpu").resolve_device() == CPU
+    with pytest.raises(ConfigError, match="'cuda:2' does not exist here"):
+        EngineConfig(model_dir=Path("nowhere"), device="cuda:2").resolve_device()
+    told = []
+    monkeypatch.setattr(torch.cuda, "set_device", told.append)
+    make_current(torch.device("cuda", 1))
+    make_current(CPU)
+    assert told == [torch.device("cuda", 1)]
