@@ -4,8 +4,8 @@
     for completion in llm.generate(["The capital of France is"], SamplingParams(temperature=0.0, max_tokens=8)):
         print(completion.text)
 
-A call runs the pods' own loop on a thread for as long as it takes, so what it does is what a pod does. One call at a
-time; between calls the engine rests, and keeps its prefix cache.
+A call runs the pods' own loop on a thread for as long as it takes, so what it does is what a pod does. Calls of several
+threads take turns; between calls the engine rests, and keeps its prefix cache.
 """
 
 from __future__ import annotations
@@ -81,6 +81,7 @@ class LLM:
             config["speculation_model"] = Path(config["speculation_model"])
         self.engine = Engine(for_throughput(EngineConfig(model_dir=self.model_dir, **config)))
         self._requests = 0
+        self._turn = threading.Lock()
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
@@ -130,6 +131,8 @@ class LLM:
         Raises InvalidRequest, and runs nothing, when one of them can never run.
         """
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        if any(isinstance(p, int) for p in texts):
+            raise InvalidRequest("one prompt of token ids goes in a list, as several do", field="prompts")
         given = [(p, self.encode(p)) if isinstance(p, str) else (None, tuple(p)) for p in texts]
         return self._complete(given, params, ignore_eos, grammar, cache_salt, show_progress)
 
@@ -171,6 +174,17 @@ class LLM:
             raise InvalidRequest(f"{len(prompts)} prompts, and {len(follow)} grammars", field="grammar")
         if not ignore_eos:
             each = [replace(p, stop_token_ids=(*p.stop_token_ids, *self.engine.eos_token_ids)) for p in each]
+        with self._turn:
+            return self._run(prompts, each, follow, cache_salt, show_progress)
+
+    def _run(
+        self,
+        prompts: Sequence[tuple[str | None, tuple[int, ...]]],
+        each: Sequence[SamplingParams],
+        follow: Sequence[Grammar | None],
+        cache_salt: str,
+        show_progress: bool,
+    ) -> list[Completion]:
         run = _Run()
         for (text, ids), sampling, rules in zip(prompts, each, follow, strict=True):
             self._requests += 1

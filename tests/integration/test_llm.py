@@ -9,6 +9,7 @@ import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,8 @@ def test_a_prompt_that_can_never_run_runs_nothing(tiny: LLM) -> None:
         with pytest.raises(InvalidRequest):
             tiny.generate([[1, 2, 3], bad], GREEDY)
         at_rest(tiny)
+    with pytest.raises(InvalidRequest, match="one prompt of token ids goes in a list"):
+        tiny.generate([1, 2, 3], GREEDY)  # type: ignore[list-item]
     with pytest.raises(InvalidRequest, match="2 prompts, and 1 params"):
         tiny.generate([[1], [2]], [GREEDY])
     assert tiny.engine.counters.decode_tokens == 0
@@ -169,6 +172,23 @@ def test_an_interrupted_call_leaves_nothing_behind(
     monkeypatch.undo()
     at_rest(tiny)
     assert len(tiny.generate([[1, 2, 3]], GREEDY, ignore_eos=True)[0].ids) == 5
+
+
+def test_calls_of_several_threads_take_turns(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    at_once: list[bool] = []
+    original = EngineLoop.start
+
+    def start(self: EngineLoop) -> None:
+        at_once.append(any(thread.name == "engine" for thread in threading.enumerate()))
+        original(self)
+
+    monkeypatch.setattr(EngineLoop, "start", start)
+    params = SamplingParams(temperature=0.0, max_tokens=20)
+    with ThreadPoolExecutor(4) as pool:
+        done = list(pool.map(lambda _: tiny.generate([[1, 2, 3]], params, ignore_eos=True)[0].ids, range(4)))
+    assert done == [done[0]] * 4
+    assert at_once == [False] * 4
+    at_rest(tiny)
 
 
 def test_every_thread_that_computes_is_on_the_engine_s_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
