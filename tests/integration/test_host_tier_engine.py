@@ -87,8 +87,9 @@ def test_blocks_come_back_bit_for_bit(model_dir: Path, kv_dtype: str) -> None:
     assert len(before.keys() & contents().keys()) < 15
     assert llm.generate([prompts[0]], GREEDY, ignore_eos=True)[0].cached_tokens == 56
     after = contents()
-    assert len(before.keys() & after.keys()) >= 14
-    assert all(after[h] == before[h] for h in before.keys() & after.keys())
+    # The first 14 of the chain came back; the last of the prompt is computed anew, in a step of another shape.
+    for h in list(before)[:14]:
+        assert after[h] == before[h]
 
 
 def test_preempted_sequences_go_on_without_computing_anything_again(model_dir: Path) -> None:
