@@ -126,9 +126,16 @@ class Reservation:
         return KvTarget(self._transfer_id, pod.name, pod.address, first, blocks, pod.engine.layout.fingerprint)
 
     def start_local(self) -> None:
-        """Gives the prompt to the engine, and the lease with it: what it has from the cache is not computed again."""
+        """Gives the prompt to the engine, and the lease with it: what it has from the cache is not computed again.
+
+        Of the spare blocks one goes with it: a sequence never has more than its context, and the other children, which
+        fork in the engine, get theirs there.
+        """
         engine, lease = self._pod.engine, self.lease
-        computed = 0 if lease is None else lease.cached_blocks * engine.layout.block_size
+        computed = 0
+        if lease is not None:
+            computed = lease.cached_blocks * engine.layout.block_size
+            lease.trim(min(len(lease.blocks), engine.layout.blocks_for(self.request.prompt_len) + 1))
         with self._lock:
             self._first_output = True
             self._run([self._sequence(lease=lease, computed=computed)])

@@ -18,7 +18,7 @@ from common.rpc import rpc_errors
 from common.types import FinishReason, Role, ValidRequest
 from common.wire import finish_from_pb, request_to_pb
 from engine.llm import LLM
-from tests.harness import BLOCK, CHUNK, TIMEOUT_S, Cluster, oracle, prompt_of, request
+from tests.harness import BLOCK, CHUNK, MAX_LEN, TIMEOUT_S, Cluster, oracle, prompt_of, request
 
 torch.set_num_threads(1)
 
@@ -95,6 +95,16 @@ async def test_one_prefill_and_one_transfer_for_all_children(model_dir: Path, al
         assert len({tuple(greedy.ids(child)) for child in range(4)}) == 1
         for kind in ("local", "recompute"):
             assert cluster.decode.runtime.computed[kind] == 0
+
+
+async def test_children_of_a_local_prompt_that_fills_most_of_the_context(model_dir: Path, alone: LLM) -> None:
+    """With a block for each of them the prompt's lease would be longer than any sequence may become."""
+    valid = request(prompt_of(MAX_LEN - 8), 6, n=14, seed=3, temperature=0.9)
+    expected = [output.ids for output in alone.generate([valid.prompt_ids], valid.sampling, ignore_eos=True)]
+    async with Cluster.start(model_dir, decode_config={"local_prefill": "512", "num_blocks": 96}) as cluster:
+        got = await Family().run(cluster, valid, remote=False)
+        assert got.local
+        assert [got.ids(child) for child in range(14)] == expected
 
 
 async def test_local_prefill_and_aggregated_pods(model_dir: Path, alone: LLM) -> None:
