@@ -38,6 +38,7 @@ from gateway.responses.store import ResponseStore
 from gateway.service import Gateway, Settings
 
 STOP_S = 15.0
+LAST_CALLS_S = 0.25  # calls on their way when clients are told to go are served
 GRPC_STOP_S = 0.5  # for the last words of calls that were ended
 GC_THRESHOLD = 20_000  # objects that may gather before the youngest are looked through
 
@@ -197,6 +198,7 @@ class GatewayServer:
                 self._http.close_idle()
             if self._grpc is not None:  # clients are told to go; calls that come after that go elsewhere by themselves
                 self._grpc_leaving = asyncio.get_running_loop().create_task(self._grpc.stop(self._config.drain_s))
+                await asyncio.sleep(LAST_CALLS_S)
         drained = asyncio.ensure_future(self.gateway.drain())
         await asyncio.sleep(0)
         self._on_change()
