@@ -20,6 +20,7 @@ from typing import Any
 SO_TIMESTAMPNS = 35  # asm-generic/socket.h; the ancillary message has the same number
 READ_BYTES = 1 << 14
 ANCILLARY_BYTES = 64
+CLOCK_READINGS, AT_ONCE_S = 5, 20e-6
 MOST_AGE_S = 5.0  # an older stamp tells that the clock was set
 _TIMESPEC = struct.Struct("@ll")
 
@@ -49,7 +50,7 @@ class StampedReader:
             return
         except OSError:  # reset
             data, ancillary = b"", []
-        now = time.perf_counter()
+        now, wall = _clocks()
         if not data:
             self.close()
             self._received(now, None)
@@ -57,6 +58,15 @@ class StampedReader:
         for level, kind, stamp in ancillary:
             if level == socket.SOL_SOCKET and kind == SO_TIMESTAMPNS:
                 seconds, nanoseconds = _TIMESPEC.unpack(stamp)
-                age = time.time() - seconds - nanoseconds * 1e-9
+                age = wall - seconds - nanoseconds * 1e-9
                 now -= age if 0.0 < age < MOST_AGE_S else 0.0
         self._received(now, data)
+
+
+def _clocks() -> tuple[float, float]:
+    """time.perf_counter() and time.time() of one moment: read again where this thread had to wait between the two."""
+    for _ in range(CLOCK_READINGS):
+        before, wall, after = time.perf_counter(), time.time(), time.perf_counter()
+        if after - before < AT_ONCE_S:
+            break
+    return (before + after) / 2, wall
