@@ -113,6 +113,7 @@ async def test_nothing_is_sent_and_only_the_commit_goes(cluster: Cluster, monkey
     transfer = prefill.node.outgoing(incoming.target, "r", 4, 30.0)
     transfer.finish([3], [None])
     assert (await transfer.done()).blocks == 0
+    await until(lambda: bool(incoming.committed))  # told on the loop, the acknowledgement went from the thread
     assert incoming.committed == [Commit((3,), (None,))]
     assert calls.made == []
 
