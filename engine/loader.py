@@ -53,7 +53,7 @@ class ModelSource:
             return hf.load(self.spec, self.model_dir, device, dtype, seed=self.seed)
         model = Decoder(self.spec, max_len, device, dtype)
         if self.seed is None:
-            weights.load(model, self.model_dir)
+            weights.load(model, self.model_dir, self.spec)
         else:
             weights.invent(model, self.seed)
         return model
@@ -99,7 +99,7 @@ def load_part(
     with room_for("its part of the weights", "model"):
         model = Decoder(spec, max_len, device, dtype, wrap=wrap)
         if source.seed is None:
-            weights.load(model, source.model_dir, shard)
+            weights.load(model, source.model_dir, source.spec, shard)
         else:
             weights.invent_part(model, source.seed, source.spec, shard)
     return model

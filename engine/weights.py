@@ -32,18 +32,20 @@ _SAMPLES = 16  # places of each tensor that enter the revision
 _SAMPLE_BYTES = 256
 
 
-def load(model: Decoder, model_dir: Path, shard: Shard = WHOLE) -> None:
-    """Fills all parameters of `model`, which is this part of the checkpoint's, converting to its dtype."""
+def load(model: Decoder, model_dir: Path, spec: ModelSpec, shard: Shard = WHOLE) -> None:
+    """Fills all parameters of `model`, which is this part of the checkpoint's, converting to its dtype. spec: the
+    whole model's.
+    """
     homes = _homes(model)
     missing = set(homes)
     total = sum(file.stat().st_size for file in _files(model_dir))
     with progress(f"loading {model_dir.name}", total / 1e9, "GB") as loaded:
         for name, tensor in _tensors(model_dir, model.embedding.weight.device, shard):
             loaded.advance(tensor.nbytes / 1e9)
-            if name == HEAD and shard.rank > 0:
+            if name == HEAD and shard.rank > 0 and not spec.tied:
                 continue  # logits are rank 0's
             # Where both are one, a checkpoint has either name, or both.
-            at = EMBEDDING if name == HEAD and model.spec.tied else name
+            at = EMBEDDING if name == HEAD and spec.tied else name
             home = homes.get(at)
             if home is None:
                 if not name.endswith("rotary_emb.inv_freq"):

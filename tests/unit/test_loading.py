@@ -7,6 +7,7 @@ import logging
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ from common.errors import ConfigError
 from common.models import check_model_dir
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.loader import open_model
+from engine.loader import load_part, open_model
 from engine.models.decoder import Decoder
+from engine.parallel.shard import Shard
 from engine.progress import progress
 from engine.weights import EMBEDDING, HEAD
 
@@ -237,19 +239,26 @@ def test_of_tied_embeddings_either_name_will_do(there: str, tmp_path: Path) -> N
     if there == "head":
         del tensors[EMBEDDING]
     save_file(tensors, tmp_path / "model.safetensors")
-    model = open_model(tmp_path).load(64, CPU, torch.float32)
-    assert isinstance(model, Decoder)
-    assert torch.equal(model.embedding.weight, expected)
-    assert model.head is model.embedding
+    for model in parts(tmp_path):
+        assert torch.equal(model.embedding.weight, expected)
+        assert model.head is model.embedding
 
 
-def test_a_head_of_its_own_is_not_dropped_for_the_embedding(tmp_path: Path) -> None:
+def parts(directory: Path) -> Iterator[Decoder]:
+    """The whole model, and each rank's part of it where two compute it together."""
+    source = open_model(directory)
+    for shard in (Shard(0, 1), Shard(0, 2), Shard(1, 2)):
+        yield load_part(source, shard, 64, CPU, torch.float32, lambda ops: ops)
+
+
+@pytest.mark.parametrize("shard", [Shard(0, 1), Shard(0, 2), Shard(1, 2)])
+def test_a_head_of_its_own_is_not_dropped_for_the_embedding(shard: Shard, tmp_path: Path) -> None:
     """transformers computes with it, whatever the configuration says of ties."""
     tensors = tiny(tmp_path, tie_word_embeddings=True)
     tensors[HEAD] = tensors[EMBEDDING] + 1
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match="tie_word_embeddings"):
-        open_model(tmp_path).load(64, CPU, torch.float32)
+        load_part(open_model(tmp_path), shard, 64, CPU, torch.float32, lambda ops: ops)
 
 
 def test_a_tensor_that_is_there_twice_has_one_content(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ class Rig:
         self.cache = self.kv.layers()
         self.backend = TorchAttention(self.cache, spec.num_heads, spec.windows, self.kv.dummy_block)
         self.model = Decoder(spec, 256, CPU, torch.float32)
-        weights.load(self.model, directory)
+        weights.load(self.model, directory, self.model.spec)
 
     def logits(self, tokens: list[list[int]], starts: list[int], blocks: list[list[int]]) -> list[torch.Tensor]:
         counts = [len(t) for t in tokens]

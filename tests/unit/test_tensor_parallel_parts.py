@@ -52,7 +52,7 @@ def test_parts_of_a_checkpoint_are_parts_of_the_whole(size: int, tmp_path: Path)
     spec = open_model(tmp_path).spec
     assert isinstance(spec, ModelSpec)
     for fill, fill_part in (
-        (lambda m: weights.load(m, tmp_path), lambda m, shard: weights.load(m, tmp_path, shard)),
+        (lambda m: weights.load(m, tmp_path, spec), lambda m, shard: weights.load(m, tmp_path, spec, shard)),
         (lambda m: weights.invent(m, 7), lambda m, shard: weights.invent_part(m, 7, spec, shard)),
     ):
         whole = Decoder(spec, 32, CPU, torch.float32)
