@@ -189,6 +189,23 @@ class EngineConfig:
         budget = self.token_budget or (GPU_TOKEN_BUDGET if on_gpu else 256)
         return budget, self.prompt_budget or default, self.max_seqs or (256 if on_gpu else 64)
 
+    @property
+    def pool_option(self) -> str:
+        """Which one says how much memory the KV pool takes."""
+        if self.num_blocks:
+            return "num_blocks"
+        return "kv_memory" if self.kv_memory else "gpu_memory_utilization"
+
+    def graphs_remedy(self, *beside: str) -> str:
+        """What to change where CUDA graphs find no memory: these options, and those that bound the graphs."""
+        bounds = {
+            "max_seqs": True,
+            "chunk_graphs": self.chunk_graphs > 0,
+            "speculation_tokens": self.speculation != "none",
+        }
+        options = (*beside, *(name for name, counts in bounds.items() if counts))
+        return f"lower {' or '.join(options)}, or do without cuda_graphs"
+
     def resolve_overlap(self, device: torch.device) -> bool:
         """A launch on a CPU returns when the step is over: to go ahead would only delay its result."""
         return device.type == "cuda" if self.overlap is None else self.overlap

@@ -96,7 +96,7 @@ class DecodeStep:
         self._packed = torch.zeros(words, dtype=torch.int32, device=self._device)
         self._inputs = DecodeInputs.empty(max_rows, most_tokens, lines[1], self._device)
         self._results = torch.zeros(most_tokens, dtype=torch.int64, device=self._device)
-        self._graphs = Graphs("decode", self._device, self._compute, keep=_kept)
+        self._graphs = Graphs("decode", self._device, self._compute, keep=_kept, describe=_described)
 
     @property
     def drafting_buckets(self) -> tuple[int, ...]:
@@ -216,6 +216,11 @@ class DecodeStep:
 def _token(tokens: Sequence[int], index: int) -> int:
     """-1 for the one that only the device knows."""
     return tokens[index] if index < len(tokens) else -1
+
+
+def _described(shape: tuple[int, int]) -> str:
+    rows, query = shape
+    return f"{rows} rows of {query} tokens"
 
 
 def _kept(output: StepOutput) -> StepOutput:

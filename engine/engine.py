@@ -30,7 +30,7 @@ from engine.attention.triton_backend import TritonAttention
 from engine.block_pool import BlockPool
 from engine.config import DEFAULT_KV_MEMORY, EngineConfig
 from engine.constraint import Constraint, constrains
-from engine.device import make_current
+from engine.device import make_current, room_for
 from engine.host_copier import HostCopier
 from engine.host_memory import HostMemory
 from engine.kv_pool import DTYPES, KVPool
@@ -309,9 +309,12 @@ class Engine:
         began = time.monotonic()
         limits = self.scheduler.config
         steps = compiled_steps(limits.most_tokens, limits.max_seqs, limits.max_model_len, self._drafts()[0])
-        self._run_ahead(steps)
+        pool = self.config.pool_option
+        with room_for("the first steps", pool, f"lower {pool}"):
+            self._run_ahead(steps)
         log.info("kernels are ready after %.0f s", time.monotonic() - began)
-        self.runner.capture()
+        with room_for("CUDA graphs", pool, self.config.graphs_remedy(pool)):
+            self.runner.capture()
         # What exists now stays: a full collection that visits all of it would take as long as several steps.
         gc.collect()
         gc.freeze()
@@ -330,7 +333,8 @@ class Engine:
             step = largest_step(limits.most_tokens, limits.max_seqs, limits.max_model_len, *self._drafts())
             share = config.gpu_memory_utilization
             trial = functools.partial(self._parts.pool, layout, 1, self.device)
-            use = measure(build, trial, self.device, share=share, graphs=graphs, step=step)
+            remedy = config.graphs_remedy() if graphs else None
+            use = measure(build, trial, self.device, share=share, graphs=remedy, step=step)
             blocks = blocks_that_fit(use, layout)
             log.info("%d KV blocks of %d tokens: %s", blocks, layout.block_size, use.explain())
             return blocks

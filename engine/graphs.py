@@ -18,6 +18,8 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from engine.device import gib, lacked_memory
+
 log = logging.getLogger(__name__)
 
 Shape = TypeVar("Shape", bound=Hashable)
@@ -28,7 +30,7 @@ TYPES = {torch.float32: "<f4", torch.float16: "<f2", torch.bfloat16: "<i2"}  # N
 
 class Graphs(Generic[Shape, Output]):
     """compute: queues the computation of a shape, from static buffers; keep: its output without the memory's ownership
-    (see `borrowed`), so that the next, smaller graph may use what this one needed.
+    (see `borrowed`), so that the next, smaller graph may use what this one needed; describe: a shape, for a person.
 
     compute is a method of our owner, which is not kept alive: in a cycle it would hold an engine's memory until garbage
     is collected, and an engine is frozen (`gc.freeze`).
@@ -41,8 +43,9 @@ class Graphs(Generic[Shape, Output]):
         compute: Callable[[Shape], Output],
         *,
         keep: Callable[[Output], Output],
+        describe: Callable[[Shape], str],
     ) -> None:
-        self._name, self._device, self._keep = name, device, keep
+        self._name, self._device, self._keep, self._describe = name, device, keep, describe
         self._method = weakref.WeakMethod(compute)
         self._pool: Any = None  # the graphs' memory and the stream they are captured on, once there is one
         self._stream: torch.cuda.Stream | None = None
@@ -64,7 +67,10 @@ class Graphs(Generic[Shape, Output]):
 
     @torch.inference_mode()
     def capture(self, shapes: Sequence[Shape], stage: Callable[[Shape], None]) -> None:
-        """Records these shapes, in the order given. stage: fills the buffers with a step that does no harm."""
+        """Records these shapes, in the order given. stage: fills the buffers with a step that does no harm.
+
+        torch.OutOfMemoryError, whoever had no memory, that says for which shape, and how much was free.
+        """
         began = told = time.monotonic()
         if self._stream is None:
             self._pool = torch.cuda.graph_pool_handle()
@@ -73,20 +79,37 @@ class Graphs(Generic[Shape, Output]):
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             for done, shape in enumerate(shapes, 1):
-                stage(shape)
-                self._compute(shape)  # compiles and loads what the capture must not
-                stream.synchronize()
-                graph = torch.cuda.CUDAGraph()
-                with _uncollected():
-                    graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                    output = self._compute(shape)
-                    graph.capture_end()
-                    self._graphs[shape] = graph, self._keep(output)
-                    del output
+                try:
+                    stage(shape)
+                    self._compute(shape)  # compiles and loads what the capture must not
+                    stream.synchronize()
+                    self._record(shape)
+                except RuntimeError as error:
+                    said = lacked_memory(error)
+                    if said is None:
+                        raise
+                    free, there = map(gib, torch.cuda.mem_get_info(self._device))
+                    raise torch.OutOfMemoryError(
+                        f"the {self._name} graph of {self._describe(shape)} ({done} of {len(shapes)}) found {free} of "
+                        f"{there} free: {said}"
+                    ) from error
                 if time.monotonic() - told > 2 or done == len(shapes):
                     told = time.monotonic()
                     log.info("captured %d of %d %s graphs in %.0f s", done, len(shapes), self._name, told - began)
         torch.cuda.current_stream(self._device).wait_stream(stream)
+
+    def _record(self, shape: Shape) -> None:
+        graph = torch.cuda.CUDAGraph()
+        with _uncollected():
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                output = self._compute(shape)
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # of the two errors the first one tells what happened
+                    graph.capture_end()  # else whatever this thread asks of the device next may fail too
+                raise
+            graph.capture_end()
+            self._graphs[shape] = graph, self._keep(output)
 
 
 @contextlib.contextmanager

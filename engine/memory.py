@@ -16,7 +16,7 @@ import torch
 
 from common.errors import ConfigError
 from common.kv_layout import KVLayout
-from engine.device import room_for
+from engine.device import gib, room_for
 from engine.kv_pool import KVPool
 from engine.runner import Runner
 from engine.warm_up import Rows
@@ -54,8 +54,8 @@ class MemoryUse:
             "CUDA graphs": self.graphs,
             "other processes and the driver": self.others,
         }
-        taken = ", ".join(f"{name} {_gib(size)}" for name, size in parts.items())
-        return f"gpu_memory_utilization {self.share:g} of {_gib(self.total)}; {taken}"
+        taken = ", ".join(f"{name} {gib(size)}" for name, size in parts.items())
+        return f"gpu_memory_utilization {self.share:g} of {gib(self.total)}; {taken}"
 
 
 def measure(
@@ -64,11 +64,12 @@ def measure(
     device: torch.device,
     *,
     share: float,
-    graphs: bool,
+    graphs: str | None,
     step: Rows,
 ) -> MemoryUse:
     """What an engine takes on a CUDA device; its weights are loaded. build: a runner over a pool; one: a pool of one
-    block; step: the largest.
+    block; graphs: what to change where there is no memory for them, None where there are none; step: the largest.
+    ConfigError when there is no memory for any of it.
     """
     trial = one()
     runner = build(trial)
@@ -79,7 +80,10 @@ def measure(
         runner.rehearse(step, 0)
         torch.cuda.synchronize(device)
     activations = torch.cuda.max_memory_allocated(device) - trial.data.nbytes - weights
-    captured = _graphs(runner, device) if graphs else 0
+    captured = 0
+    if graphs is not None:
+        with room_for("CUDA graphs", "max_seqs", graphs):
+            captured = _graphs(runner, device)
     del runner, trial
     free = _free(device)
     total = torch.cuda.mem_get_info(device)[1]
@@ -97,9 +101,9 @@ def blocks_that_fit(use: MemoryUse, layout: KVLayout) -> int:
     """Blocks of a KV pool; ConfigError that says who has the memory when there is not room for a few."""
     blocks = use.available // layout.block_bytes - EXTRA_BLOCKS
     if blocks < 2:
-        left = f"{_gib(max(0, use.available))} left" if use.available > 0 else f"{_gib(-use.available)} too much"
+        left = f"{gib(max(0, use.available))} left" if use.available > 0 else f"{gib(-use.available)} too much"
         raise ConfigError(
-            f"no room for KV blocks ({_gib(layout.block_bytes)} each): {use.explain()}; {left}",
+            f"no room for KV blocks ({gib(layout.block_bytes)} each): {use.explain()}; {left}",
             field="gpu_memory_utilization",
         )
     return blocks
@@ -131,7 +135,3 @@ def _free(device: torch.device) -> int:
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)[0]
-
-
-def _gib(size: int) -> str:
-    return f"{size / (1 << 30):.2f} GiB" if size >= 10 << 20 else f"{size / (1 << 20):.3g} MiB"

@@ -46,6 +46,9 @@ class Bucket(NamedTuple):
     def chunk(self) -> bool:
         return self.start >= 0
 
+    def __str__(self) -> str:
+        return f"{self.tokens} tokens after {self.start}" if self.chunk else f"{self.tokens} tokens"
+
 
 class PromptStep:
     """kv: the pool; most_tokens: of any step; max_blocks: of the longest lease. draft: layers of a draft model. chunks:
@@ -77,7 +80,7 @@ class PromptStep:
         # Of a draft model: where it writes if it lags, and what it goes on from if it follows.
         self._draft_slots = self._zeros(most, dtype=torch.int32)
         self._links = Links(self._zeros(MOST_ROWS), self._zeros(MOST_ROWS))
-        self._graphs = Graphs("prompt", self._device, self._compute, keep=_kept)
+        self._graphs = Graphs("prompt", self._device, self._compute, keep=_kept, describe=str)
 
     def fits(self, shape: StepShape, rows: int) -> bool:
         """The step can run here. rows: tokens whose states are asked for."""

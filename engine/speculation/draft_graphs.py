@@ -52,7 +52,7 @@ class DraftGraphs:
         self._header = torch.zeros(most, HEADER, dtype=torch.int32, device=device)
         self._tables = torch.zeros(most, width, dtype=torch.int32, device=device)
         self._tokens = torch.zeros(most, drafts, dtype=torch.int64, device=device)
-        self._graphs = Graphs("draft", device, self._compute, keep=_nothing)
+        self._graphs = Graphs("draft", device, self._compute, keep=_nothing, describe="{} rows".format)
 
     def fits(self, rows: int) -> bool:
         return rows <= self.shapes[0]

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import contextlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import ConfigError
 from common.kv_layout import KVLayout
-from engine.memory import EXTRA_BLOCKS, SLACK, MemoryUse, blocks_that_fit
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.graphs import Graphs
+from engine.memory import EXTRA_BLOCKS, SLACK, MemoryUse, blocks_that_fit, measure
 from engine.warm_up import compiled_steps, largest_step, planned_steps
 
 GIB = 1 << 30
@@ -54,3 +63,143 @@ def test_rehearsed_steps_keep_to_the_limits(budget: int, seqs: int, length: int,
         assert len(rows) <= seqs
         assert sum(new for _, new in rows) <= budget
         assert all(start >= 0 and new >= 1 and start + new <= length for start, new in rows)
+
+
+FULL = "CUDA out of memory. Tried to allocate 2.00 GiB."
+
+
+@dataclass
+class Card:
+    """Stands for torch.cuda where there is none. capturing: a graph is being recorded; refused: by the driver, which
+    makes graphs of what was recorded.
+    """
+
+    capturing: bool = False
+    refused: bool = False
+
+    def patch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        card = self
+
+        class Stream:
+            def __init__(self, device: object = None) -> None: ...
+
+            def wait_stream(self, other: object) -> None: ...
+
+            def synchronize(self) -> None: ...
+
+        class Graph:
+            def capture_begin(self, **_how: object) -> None:
+                card.capturing = True
+
+            def capture_end(self) -> None:
+                card.capturing = False
+                if card.refused:
+                    raise RuntimeError("CUDA error: out of memory\nCompile with TORCH_USE_CUDA_DSA")
+
+        for name, fake in (
+            ("graph_pool_handle", lambda: 0), ("Stream", Stream), ("current_stream", Stream), ("CUDAGraph", Graph),
+            ("stream", contextlib.nullcontext), ("mem_get_info", lambda _device: (300 << 20, 80 * GIB)),
+            ("synchronize", lambda _device: None), ("empty_cache", lambda: None),
+            ("memory_allocated", lambda _device: 0), ("max_memory_allocated", lambda _device: 0),
+            ("reset_peak_memory_stats", lambda _device: None), ("memory_reserved", lambda _device: 0),
+        ):  # fmt: skip
+            monkeypatch.setattr(torch.cuda, name, fake)
+
+
+class Computation:
+    """Of so many rows; `failing` computes no more once it is called with these, `after` times."""
+
+    def __init__(self, error: Exception | None, *, failing: int = 8, after: int = 0) -> None:
+        self._error, self._failing, self._left = error, failing, after
+        self.graphs = Graphs(
+            "decode", torch.device("cpu"), self.compute, keep=lambda out: out, describe="{} rows".format
+        )
+        self.shapes = (32, 16, 8, 4)
+
+    def compute(self, rows: int) -> int:
+        if rows == self._failing and self._error is not None:
+            if self._left == 0:
+                raise self._error
+            self._left -= 1
+        return rows
+
+    def capture(self, shapes: Sequence[int] | None = None) -> None:
+        self.graphs.capture(shapes or self.shapes, lambda _rows: None)
+
+
+@pytest.mark.parametrize("after", [0, 1], ids=["before it is recorded", "while it is recorded"])
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError(f"{FULL}\nMore"), RuntimeError(f"Triton Error: {FULL}")])
+def test_a_graph_that_finds_no_memory_is_named(error: Exception, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    card = Card()
+    card.patch(monkeypatch)
+    with pytest.raises(torch.OutOfMemoryError) as said:
+        Computation(error, after=after).capture()
+    assert str(said.value) == (
+        f"the decode graph of 8 rows (3 of 4) found 0.29 GiB of 80.00 GiB free: {str(error).splitlines()[0]}"
+    )
+    assert not card.capturing
+
+
+def test_a_graph_that_the_driver_has_no_memory_for_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    Card(refused=True).patch(monkeypatch)
+    with pytest.raises(torch.OutOfMemoryError, match=r"graph of 32 rows \(1 of 4\) .*: CUDA error: out of memory$"):
+        Computation(None).capture()
+
+
+def test_what_is_wrong_with_a_computation_is_not_taken_for_a_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = Card()
+    card.patch(monkeypatch)
+    with pytest.raises(RuntimeError, match="no kernel") as said:
+        Computation(RuntimeError("no kernel"), after=1).capture()
+    assert not isinstance(said.value, torch.OutOfMemoryError)
+    assert not card.capturing
+
+
+def test_graphs_without_room_beside_the_weights_are_a_matter_of_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    Card().patch(monkeypatch)
+
+    class Runner:
+        decode = Computation(torch.OutOfMemoryError(FULL), failing=16)
+
+        def rehearse(self, rows: object, block: int) -> None: ...
+
+    class Pool:
+        data = torch.zeros(1)
+
+    build: Any = lambda _pool: Runner()  # noqa: E731
+    one: Any = Pool
+    remedy = EngineConfig(model_dir=Path(), chunk_graphs=4096).graphs_remedy()
+    with pytest.raises(ConfigError) as refused:
+        measure(build, one, torch.device("cpu"), share=0.9, graphs=remedy, step=[(0, 1)])
+    assert refused.value.field == "max_seqs"
+    assert refused.value.message == (
+        "no room for CUDA graphs: the decode graph of 16 rows (1 of 1) found 0.29 GiB of 80.00 GiB free: "
+        f"{FULL[:-1]}; lower max_seqs or chunk_graphs, or do without cuda_graphs"
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "option"),
+    [({"num_blocks": 16}, "num_blocks"), ({"kv_memory": 1 << 20}, "kv_memory"), ({}, "gpu_memory_utilization")],
+)
+def test_what_does_not_fit_beside_the_pool_names_the_option_that_sized_it(
+    config: dict[str, int], option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    rest = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], **shape, **rest}))
+    engine = Engine(EngineConfig(model_dir=tmp_path, device="cpu", threads=1, load_format="dummy", **config))
+
+    def full(*_args: object) -> None:
+        raise torch.OutOfMemoryError(FULL)
+
+    Card().patch(monkeypatch)
+    monkeypatch.setattr(engine.runner, "capture", full)
+    with pytest.raises(ConfigError) as refused:
+        engine._compile()
+    assert refused.value.field == option
+    assert refused.value.message.endswith(f"{FULL[:-1]}; lower {option} or max_seqs, or do without cuda_graphs")
+    monkeypatch.setattr(engine.runner, "rehearse", full)
+    with pytest.raises(ConfigError, match=f"no room for the first steps: .*; lower {option}$") as refused:
+        engine._compile()
+    assert refused.value.field == option
