@@ -44,6 +44,9 @@ def compiled_steps(most_tokens: int, max_seqs: int, max_len: int, drafts: int = 
         [(0, 1), (0, 1040), (48, 900)],
         [(0, 1), (1040, 1040)],
         [(0, 600)] * 4,
+        # Prompts whose ends are attended for one by one, by what their number is padded to; two and four are above.
+        [(0, 1040)],
+        [(0, 140)] * 8,
     ]
     return _allowed(steps, most_tokens, max_seqs, max_len)
 

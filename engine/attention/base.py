@@ -47,6 +47,13 @@ class AttentionBackend(Protocol[M]):
     def prepare(self, step: StepShape) -> M:
         """Metadata of one step, on the device."""
 
+    def pick(self, metadata: M, rows: Tensor, positions: Tensor) -> M:
+        """Metadata of a step of the tokens `rows` (int64 [R]) of another one alone, whose keys and values are in the
+        cache: it writes nothing.
+
+        metadata, positions: of that step; positions int64 [T].
+        """
+
     def write(self, kv: Tensor, cache: LayerKV, metadata: M) -> None:
         """Writes the new keys and values, and attends to nothing. metadata may be that of another backend over the same
         blocks.

@@ -9,7 +9,7 @@ finite: the runner zeroes a block when a sequence starts to fill it, and the dum
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -39,11 +39,16 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class TorchMetadata:
-    """Destination of each new token (physical block, slot in it) and the groups to attend in."""
+    """Destination of each new token (physical block, None: nothing is written; slot in it) and the groups to attend in.
 
-    block: Tensor
+    ends: int64 [B], where each row's tokens end; table: int64 [B, n], its blocks.
+    """
+
+    block: Tensor | None
     slot: Tensor
     groups: tuple[Group, ...]
+    ends: np.ndarray
+    table: np.ndarray
 
 
 class TorchAttention:
@@ -101,9 +106,19 @@ class TorchAttention:
                 self._group(np.asarray(rows), starts, num_new, firsts, table, alone=len(groups) == 1)
                 for rows in groups.values()
             ),
+            ends=np.cumsum(num_new),
+            table=table,
         )
 
+    def pick(self, metadata: TorchMetadata, rows: Tensor, positions: Tensor) -> TorchMetadata:
+        row_of = np.searchsorted(metadata.ends, rows.tolist(), side="right")
+        blocks = [metadata.table[row] for row in row_of]
+        picked = self.prepare(StepShape(positions[rows].tolist(), [1] * len(blocks), blocks))
+        return replace(picked, block=None)
+
     def write(self, kv: Tensor, cache: LayerKV, metadata: TorchMetadata) -> None:
+        if metadata.block is None:
+            return
         if cache.scales is None:
             cache.kv[metadata.block, :, :, metadata.slot] = kv
         else:

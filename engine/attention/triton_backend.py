@@ -70,9 +70,14 @@ class LongRow:
 
 @dataclass(frozen=True, slots=True)
 class TritonMetadata:
-    """slots: int32 [T], where each new token's KV goes (-1: nowhere). plans: the decode work, one for each window."""
+    """slots: int32 [T], where each new token's KV goes (-1: nowhere). plans: the decode work, one for each window.
+
+    cu_q: int32 [B + 1], where each row's tokens begin; tables: int32 [B, n], its blocks.
+    """
 
     slots: Tensor
+    cu_q: Tensor
+    tables: Tensor
     decode: Span | None
     plans: dict[int | None, DecodePlan]
     paged: tuple[Span, ...]
@@ -131,7 +136,10 @@ class TritonAttention:
         for low, high, _ in runs:
             width = int(counts[low:high].max())
             arrays += [firsts[low : high + 1] - firsts[low], ends[low:high], tables[low:high, :width]]
+        if len(runs) > 1:
+            arrays += [firsts, tables]
         slots_there, *there = upload([array.astype(np.int32, copy=False) for array in arrays], self._device)
+        *there, cu_q_there, tables_there = there if len(runs) > 1 else [*there, there[0], there[2]]
 
         decode: Span | None = None
         paged: list[Span] = []
@@ -148,7 +156,18 @@ class TritonAttention:
             else:
                 paged.append(span)
         plans = {window: self._plan(decode, window) for window in self._windows} if decode else {}
-        return TritonMetadata(slots_there, decode, plans, tuple(paged), tuple(long))
+        return TritonMetadata(slots_there, cu_q_there, tables_there, decode, plans, tuple(paged), tuple(long))
+
+    def pick(self, metadata: TritonMetadata, rows: Tensor, positions: Tensor) -> TritonMetadata:
+        row_of = torch.searchsorted(metadata.cu_q[1:], rows.int(), right=True)
+        row_of.clamp_(max=len(metadata.tables) - 1)  # of a captured step's padding, which no row owns
+        return self.decode_metadata(
+            torch.full_like(rows, -1, dtype=torch.int32),
+            torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device),
+            (positions.index_select(0, rows) + 1).int(),
+            metadata.tables.index_select(0, row_of),
+            max_new=1,
+        )
 
     def decode_metadata(
         self, slots: Tensor, cu_q: Tensor, seq_lens: Tensor, tables: Tensor, *, max_new: int
@@ -159,13 +178,15 @@ class TritonAttention:
         new tokens, 0 for a row without any; tables: int32 [B, n], which starts with the blocks of each row.
         """
         span = Span(0, slots.shape[0], max_new, cu_q, seq_lens, tables)
-        return TritonMetadata(slots, span, {window: self._plan(span, window) for window in self._windows}, (), ())
+        plans = {window: self._plan(span, window) for window in self._windows}
+        return TritonMetadata(slots, cu_q, tables, span, plans, (), ())
 
     def paged_metadata(
         self, slots: Tensor, cu_q: Tensor, seq_lens: Tensor, tables: Tensor, *, max_new: int
     ) -> TritonMetadata:
         """`decode_metadata` for rows of any length up to max_new, all by the paged kernel."""
-        return TritonMetadata(slots, None, {}, (Span(0, slots.shape[0], max_new, cu_q, seq_lens, tables),), ())
+        span = Span(0, slots.shape[0], max_new, cu_q, seq_lens, tables)
+        return TritonMetadata(slots, cu_q, tables, None, {}, (span,), ())
 
     def planned(self, start: int, num_new: int) -> bool:
         """A row of this shape is attended alone, and cuDNN takes all of it."""
@@ -179,7 +200,7 @@ class TritonAttention:
         """
         new = slots.shape[0]
         row = LongRow(0, start, new, self._whole(start, new), 1, tables, cu_q, seq_lens)
-        return TritonMetadata(slots, None, {}, (), (row,))
+        return TritonMetadata(slots, cu_q, tables, None, {}, (), (row,))
 
     def rehearse(self, step: StepShape) -> None:
         """The attention of one step of a Decoder, of one layer for each window, for the plans that it builds."""

@@ -1,7 +1,7 @@
 """RoPE, optional RMSNorm of each query and key head, and the write of K and V into the paged pool: one launch.
 
-Two programs a token: one for the query heads, one for the key and value heads. Keys are also stored back into qkv, so
-that dense attention over the new tokens reads them there and not from the pool.
+Two programs a token: one for the query heads, if there are any, one for the key and value heads. Keys are also stored
+back into qkv, so that dense attention over the new tokens reads them there and not from the pool.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _rope_kv_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row = qkv + token * qkv_row
-    if tl.program_id(1) == 0:
+    if HQ > 0 and tl.program_id(1) == 0:
         a, b, rest, h, i, r, ok, rest_ok = _rotate(
             row, q_norm, cos, sin, eps, offset, HQ, HQP, D, ROT, HALF, REST, NORM
         )
@@ -124,10 +124,11 @@ def rope_kv_write(
 ) -> None:
     """Rotates q and k in place inside qkv and writes K and V of every token whose slot is not negative.
 
-    qkv: [tokens, (heads + 2 * kv_heads) * D], the heads of q, k and v behind each other (row stride free); positions,
-    slots: integer [tokens], slot = block * block_size + offset, -1: no write; cos, sin: [max_position, rot / 2], where
-    rot <= D dims rotate, the first half against the second (GPT-NeoX order). q_norm, k_norm: [D], RMSNorm of each head
-    before the rotation (both or none). All but qkv must be older than the kernel that makes qkv (see launch.py).
+    qkv: [tokens, (heads + 2 * kv_heads) * D], the heads of q, k and v behind each other (row stride free), of q maybe
+    none; positions, slots: integer [tokens], slot = block * block_size + offset, -1: no write; cos, sin: [max_position,
+    rot / 2], where rot <= D dims rotate, the first half against the second (GPT-NeoX order). q_norm, k_norm: [D],
+    RMSNorm of each head before the rotation (both or none). All but qkv must be older than the kernel that makes qkv
+    (see launch.py).
     """
     tokens, kv, (scales, *scale_strides) = qkv.shape[0], layer.kv, scale_halves(layer)
     num_kv_heads, dim = layer.num_kv_heads, layer.head_dim
@@ -139,12 +140,12 @@ def rope_kv_write(
     assert cos.stride(1) == 1
     norm = q_norm is not None
     pdl = overlaps_launches(qkv.device)
-    _rope_kv_kernel[(tokens, 2)](
+    _rope_kv_kernel[(tokens, 2 if num_heads else 1)](
         qkv, kv, scales, positions, slots, cos, sin, q_norm if q_norm is not None else cos,
         k_norm if k_norm is not None else cos,
         qkv.stride(0), kv.stride(0), kv.stride(1), kv.stride(2), kv.stride(3), *scale_strides,
         cos.stride(0), eps, norm_offset,
-        HQ=num_heads, HKV=num_kv_heads, HQP=triton.next_power_of_2(num_heads),
+        HQ=num_heads, HKV=num_kv_heads, HQP=triton.next_power_of_2(max(1, num_heads)),
         HKVP=triton.next_power_of_2(num_kv_heads),
         D=dim, DP=triton.next_power_of_2(dim), ROT=2 * half, HALF=triton.next_power_of_2(half),
         REST=triton.next_power_of_2(max(1, dim - 2 * half)), BS=layer.block_size, NORM=norm,

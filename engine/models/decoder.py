@@ -1,7 +1,8 @@
 """One decoder for the Llama family: Llama, SmolLM2, Mistral, Qwen2 and Qwen3 differ in the spec's flags only.
 
 Tokens of all sequences of a step are one flat dimension T. q, k and v are one GEMM, so are gate and up; the LM head
-only sees the rows that are asked for, and so does all of the last layer that no later token depends on.
+only sees the rows that are asked for, and so does all of the last layer that no later token depends on: where few are
+asked for, of all others it makes keys and values and nothing else.
 """
 
 from __future__ import annotations
@@ -16,9 +17,12 @@ from torch import Tensor, nn
 from engine.attention.base import AttentionBackend
 from engine.layer_kv import LayerKV
 from engine.models.base import Tap
-from engine.models.ops import Attend, Ops, TorchOps, torch_norm
+from engine.models.ops import Attend, Keep, Ops, Part, TorchOps, torch_norm
 from engine.models.rope import rope_tables
 from engine.models.spec import ModelSpec
+
+FEW_ROWS = 8  # that the last layer attends for one by one
+LEAST_SHARE = 128  # tokens of a step for each of them, from which that is worth its launches
 
 
 class Linear(nn.Linear):
@@ -56,6 +60,16 @@ class Attention(nn.Module):
         self.q_norm = Norm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
         self.k_norm = Norm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
 
+    @property
+    def kv_rows(self) -> slice:
+        """Of qkv's outputs the keys and values."""
+        return slice(self.heads * self.head_dim, None)
+
+    @property
+    def kv(self) -> Part:
+        rows, bias = self.kv_rows, self.qkv.bias
+        return Part(self.qkv.weight[rows], None if bias is None else bias[rows])
+
 
 class Mlp(nn.Module):
     """SwiGLU."""
@@ -85,6 +99,10 @@ class Layer(nn.Module):
         x = ops.add_linear(x, attended, self.attention.out)
         gated = ops.norm_swiglu(x, self.mlp_norm, self.mlp.gate_up)
         return ops.add_linear(x, gated, self.mlp.down)
+
+    def keep(self, x: Tensor, cache: LayerKV, ops: Ops, keep: Keep) -> None:
+        """Keys and values of all tokens, and nothing else."""
+        keep(ops.norm_linear(x, self.attention_norm, self.attention.kv), self.attention, cache)
 
 
 class Decoder(nn.Module):
@@ -144,17 +162,25 @@ class Decoder(nn.Module):
         """Hidden states [R, hidden], before the final norm, of the tokens `rows` (int64[R]; None: all T).
 
         tokens[T] are at positions[T]; their keys and values are written to the layers' cache. What follows the last
-        layer's attention is computed for `rows` only. tap: sees the residual stream.
+        layer's attention is computed for `rows` only, and where these are few so is that attention. tap: sees the
+        residual stream.
         """
         attend = self._ops.step(positions, backend, metadata)
         x = F.embedding(tokens, self.embedding.weight)
-        last = len(self.layers) - 1
-        for index, layer in enumerate(self.stack):
+        *body, last = self.stack
+        for index, layer in enumerate(body):
             if tap is not None:
                 tap(index, x)
-            x = layer.compute(x, cache[index], self._ops, attend, rows if index == last else None)
+            x = layer.compute(x, cache[index], self._ops, attend, None)
         if tap is not None:
-            tap(last + 1, x)
+            tap(len(body), x)
+        if rows is not None and len(rows) <= FEW_ROWS and len(rows) * LEAST_SHARE <= len(tokens):
+            picked = backend.pick(metadata, rows, positions)
+            last.keep(x, cache[len(body)], self._ops, self._ops.keeping(positions, backend, metadata))
+            x, attend, rows = x[rows], self._ops.step(positions[rows], backend, picked), None
+        x = last.compute(x, cache[len(body)], self._ops, attend, rows)
+        if tap is not None:
+            tap(len(self.stack), x)
         return x
 
     def fill(
@@ -172,8 +198,7 @@ class Decoder(nn.Module):
         x = F.embedding(tokens, self.embedding.weight)
         for index, layer in enumerate(body):
             x = layer.compute(x, cache[index], self._ops, attend, None)
-        qkv = self._ops.norm_linear(x, last.attention_norm, last.attention.qkv)
-        keep(qkv, last.attention, cache[len(body)])
+        last.keep(x, cache[len(body)], self._ops, keep)
 
     def final(self, hidden: Tensor) -> Tensor:
         """[R, hidden] of hidden[R, hidden], what `hidden` returned: the states that the head is applied to."""

@@ -101,7 +101,7 @@ class EagleHead(nn.Module):
     ) -> None:
         """Keys and values of the pairs (tokens[T], before[T, hidden]). metadata: says where, see `write`."""
         _, qkv = self._enter(tokens, before)
-        self._ops.keeping(positions, backend, metadata)(qkv, self.attention, cache)
+        self._ops.keeping(positions, backend, metadata)(qkv[:, self.attention.kv_rows], self.attention, cache)
 
     def step(
         self,

@@ -22,7 +22,7 @@ from engine.kernels.rope_kv import rope_kv_write
 from engine.kernels.skinny import MAX_ROWS, skinny
 from engine.kernels.swiglu import MIN_ROWS, fuses_swiglu, swiglu
 from engine.layer_kv import LayerKV
-from engine.models.ops import Attend, Keep
+from engine.models.ops import Attend, Keep, Part
 
 if TYPE_CHECKING:
     from engine.models.decoder import Attention, Norm
@@ -38,11 +38,10 @@ class FusedOps:
 
     def step(self, positions: Tensor, backend: AttentionBackend[Any], metadata: TritonMetadata) -> Attend:
         paged = cast(TritonAttention, backend)
-        keep = self.keeping(positions, backend, metadata)
 
         def attend(qkv: Tensor, attention: Attention, cache: LayerKV) -> Tensor:
             heads, kv_heads, dim = attention.heads, attention.kv_heads, attention.head_dim
-            keep(qkv, attention, cache)
+            self._rotate_and_write(qkv, attention, heads, cache, positions, metadata)
             split = qkv.view(-1, heads + 2 * kv_heads, dim)
             kv = split[:, heads:].view(-1, 2, kv_heads, dim)
             attended = paged.attend_written(split[:, :heads], kv, cache, metadata, attention.window)
@@ -51,18 +50,24 @@ class FusedOps:
         return attend
 
     def keeping(self, positions: Tensor, backend: AttentionBackend[Any], metadata: TritonMetadata) -> Keep:
-        def keep(qkv: Tensor, attention: Attention, cache: LayerKV) -> None:
-            q_norm, k_norm = attention.q_norm, attention.k_norm
-            rope_kv_write(
-                qkv, cache, positions, metadata.slots, self._cos, self._sin, num_heads=attention.heads,
-                q_norm=None if q_norm is None else q_norm.weight,
-                k_norm=None if k_norm is None else k_norm.weight,
-                eps=0.0 if q_norm is None else q_norm.eps,
-            )  # fmt: skip
+        def keep(kv: Tensor, attention: Attention, cache: LayerKV) -> None:
+            self._rotate_and_write(kv, attention, 0, cache, positions, metadata)
 
         return keep
 
-    def norm_linear(self, x: Tensor, norm: Norm, linear: nn.Linear) -> Tensor:
+    def _rotate_and_write(
+        self, qkv: Tensor, attention: Attention, heads: int, cache: LayerKV, positions: Tensor, metadata: TritonMetadata
+    ) -> None:
+        """heads: query heads that qkv has."""
+        q_norm, k_norm = attention.q_norm, attention.k_norm
+        rope_kv_write(
+            qkv, cache, positions, metadata.slots, self._cos, self._sin, num_heads=heads,
+            q_norm=None if q_norm is None else q_norm.weight,
+            k_norm=None if k_norm is None else k_norm.weight,
+            eps=0.0 if q_norm is None else q_norm.eps,
+        )  # fmt: skip
+
+    def norm_linear(self, x: Tensor, norm: Norm, linear: nn.Linear | Part) -> Tensor:
         if len(x) == 1:
             return gemv(x, linear.weight, bias=linear.bias, norm=norm.weight, eps=norm.eps)
         normed = rms_norm(x, norm.weight, norm.eps)

@@ -8,6 +8,7 @@ overwrites it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -24,8 +25,16 @@ if TYPE_CHECKING:
 # Of one step: (qkv [T, (heads + 2 * kv_heads) * D], parameters, one layer of the pool) to [T, heads * D]. Norms queries
 # and keys, rotates them, writes keys and values to the pool and attends; qkv is scratch afterwards.
 Attend = Callable[[Tensor, "Attention", LayerKV], Tensor]
-# The same, as far as it writes to the pool.
+# The same of keys and values alone, [T, 2 * kv_heads * D], as far as it writes to the pool.
 Keep = Callable[[Tensor, "Attention", LayerKV], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some of the outputs of a linear layer: weight [out, in], bias [out]."""
+
+    weight: Tensor
+    bias: Tensor | None
 
 
 class Ops(Protocol):
@@ -37,7 +46,7 @@ class Ops(Protocol):
     def keeping(self, positions: Tensor, backend: AttentionBackend[Any], metadata: Any) -> Keep:
         """What `step` gives, for layers of which nothing but keys and values is wanted."""
 
-    def norm_linear(self, x: Tensor, norm: Norm, linear: nn.Linear) -> Tensor:
+    def norm_linear(self, x: Tensor, norm: Norm, linear: nn.Linear | Part) -> Tensor:
         """linear(norm(x)), [T, out]."""
 
     def norm_swiglu(self, x: Tensor, norm: Norm, gate_up: nn.Linear) -> Tensor:
@@ -60,7 +69,7 @@ class TorchOps:
         rotate = self._rotation(positions)
 
         def attend(qkv: Tensor, attention: Attention, cache: LayerKV) -> Tensor:
-            query, kv = rotate(qkv, attention)
+            query, kv = rotate(qkv, attention, attention.heads)
             attended = backend.attend(query, kv, cache, metadata, attention.window)
             return attended.reshape(-1, attention.heads * attention.head_dim)
 
@@ -69,17 +78,19 @@ class TorchOps:
     def keeping(self, positions: Tensor, backend: AttentionBackend[Any], metadata: Any) -> Keep:
         rotate = self._rotation(positions)
 
-        def keep(qkv: Tensor, attention: Attention, cache: LayerKV) -> None:
-            backend.write(rotate(qkv, attention)[1], cache, metadata)
+        def keep(kv: Tensor, attention: Attention, cache: LayerKV) -> None:
+            backend.write(rotate(kv, attention, 0)[1], cache, metadata)
 
         return keep
 
-    def _rotation(self, positions: Tensor) -> Callable[[Tensor, Attention], tuple[Tensor, Tensor]]:
-        """From qkv to queries [T, heads, D] and new keys and values [T, 2, kv_heads, D], in its memory."""
+    def _rotation(self, positions: Tensor) -> Callable[[Tensor, Attention, int], tuple[Tensor, Tensor]]:
+        """From qkv with so many query heads to queries [T, heads, D] and new keys and values [T, 2, kv_heads, D], in
+        its memory.
+        """
         cos, sin = self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
 
-        def rotate(qkv: Tensor, attention: Attention) -> tuple[Tensor, Tensor]:
-            heads, kv_heads, dim = attention.heads, attention.kv_heads, attention.head_dim
+        def rotate(qkv: Tensor, attention: Attention, heads: int) -> tuple[Tensor, Tensor]:
+            kv_heads, dim = attention.kv_heads, attention.head_dim
             split = qkv.view(-1, heads + 2 * kv_heads, dim)
             query, keys = split[:, :heads], split[:, heads : heads + kv_heads]
             if attention.q_norm is not None and attention.k_norm is not None:
@@ -90,7 +101,7 @@ class TorchOps:
 
         return rotate
 
-    def norm_linear(self, x: Tensor, norm: Norm, linear: nn.Linear) -> Tensor:
+    def norm_linear(self, x: Tensor, norm: Norm, linear: nn.Linear | Part) -> Tensor:
         return F.linear(torch_norm(x, norm), linear.weight, linear.bias)
 
     def norm_swiglu(self, x: Tensor, norm: Norm, gate_up: nn.Linear) -> Tensor:

@@ -58,6 +58,9 @@ class MirroredAttention:
     def prepare(self, step: StepShape) -> Planned:
         return Planned(step, self.own.prepare(step))
 
+    def pick(self, metadata: Planned, rows: Tensor, positions: Tensor) -> Planned:
+        raise InternalError("each rank picks from its own metadata")
+
     def write(self, kv: Tensor, cache: LayerKV, metadata: Planned) -> None:
         self.own.write(kv, cache, metadata.metadata)
 

@@ -17,6 +17,7 @@ from engine.attention.base import StepShape
 from engine.attention.torch_backend import TorchAttention
 from engine.attention.triton_backend import TritonAttention
 from engine.layer_kv import LayerKV
+from engine.models import decoder
 from engine.models.decoder import Decoder
 from engine.models.spec import ModelSpec, parse_spec
 
@@ -95,11 +96,16 @@ class Rig:
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("alone", [False, True], ids=["all", "ends-alone"])
 @torch.inference_mode()
-def test_fused_equals_plain(name: str, device: torch.device) -> None:
+def test_fused_equals_plain(name: str, alone: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last layer attends for all tokens, or for the last of each row."""
     rig = Rig(parse_spec(BASE | CASES[name]), torch.float32, device)
     for step in STEPS:
-        fused, plain = (rig.call(which, step)() for which in (0, 1))
+        plain = rig.call(1, step)()
+        with monkeypatch.context() as patch:
+            patch.setattr(decoder, "LEAST_SHARE", 1 if alone else 1000)
+            fused = rig.call(0, step)()
         assert fused.dtype == torch.float32
         assert error(fused, plain.double()) < 2e-5
 

@@ -24,7 +24,9 @@ def norm64(x: torch.Tensor, weight: torch.Tensor, offset: float = 0.0) -> torch.
     return x * (x.pow(2).mean(-1, keepdim=True) + EPS).rsqrt() * (weight.double() + offset)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "dim", "rot"), [(4, 2, 16, 16), (3, 1, 80, 32), (5, 5, 96, 96)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "rot"), [(4, 2, 16, 16), (3, 1, 80, 32), (5, 5, 96, 96), (0, 2, 16, 16)]
+)
 @pytest.mark.parametrize("norm", [False, True])
 def test_rope_kv_write(heads, kv_heads, dim, rot, norm, device, gen):
     tokens, block_size = 5, 8

@@ -49,8 +49,22 @@ def both(shape, dtype, steps, heads, windows, device, gen, fp8=False, **scores):
             ]
             assert outs[0].shape == q.shape
             worst = max(worst, error(outs[0], outs[1].double()))
+            picked = [
+                pick_some(backend, q, kv, pool.layers()[layer], meta, window, step)
+                for backend, pool, meta in zip(backends, pools, metadata, strict=True)
+            ]
+            worst = max(worst, *(error(some, outs[1][at].double()) for some, at in picked))
     assert torch.equal(pools[0].data, pools[1].data)
     return worst
+
+
+def pick_some(backend, q, kv, cache, metadata, window, step):
+    """Attends for the last token of each row, and for the step's first, alone; keys and values are in the cache."""
+    ends = torch.tensor(step.num_new).cumsum(0)
+    at = torch.cat([ends - 1, torch.zeros(1, dtype=torch.int64)]).to(q.device)
+    positions = torch.cat([torch.arange(s, s + n) for s, n in zip(step.starts, step.num_new, strict=True)]).to(q.device)
+    nothing = torch.full_like(kv[at], float("nan"))
+    return backend.attend(q[at], nothing, cache, backend.pick(metadata, at, positions), window), at
 
 
 @pytest.mark.parametrize(("fp8", "scores"), [(False, {}), (True, {"scale": 0.5, "softcap": 5.0})])

@@ -105,6 +105,40 @@ class Rig:
             return list(self.model.logits(hidden).split(counts))
 
 
+@pytest.mark.parametrize("name", ["mistral-dim-96", "qwen3-dim-128"])
+def test_few_ends_of_a_long_step_are_computed_alone(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is asked for and what is cached is that of a step of which all is asked for, and queries of the last layer
+    are made for no more than that.
+    """
+    save_reference(tmp_path, CASES[name])
+    whole, few = Rig(tmp_path, num_blocks=128), Rig(tmp_path, num_blocks=128)
+    generator = torch.Generator().manual_seed(3)
+    blocks = [list(range(3, 65)), list(range(70, 110))]
+    queried: list[int] = []
+    attend = few.backend.attend
+
+    def noted(query: torch.Tensor, *rest: Any) -> torch.Tensor:
+        queried.append(len(query))
+        return attend(query, *rest)
+
+    def hidden(rig: Rig, tokens: list[torch.Tensor], starts: list[int], rows: torch.Tensor | None) -> torch.Tensor:
+        counts = [len(t) for t in tokens]
+        with torch.inference_mode():
+            metadata = rig.backend.prepare(StepShape(starts, counts, blocks))
+            positions = torch.cat([torch.arange(s, s + c) for s, c in zip(starts, counts, strict=True)])
+            return rig.model.hidden(torch.cat(tokens), positions, rig.cache, rig.backend, metadata, rows)
+
+    monkeypatch.setattr(few.backend, "attend", noted)
+    for starts, counts, last in (([0, 0], [200, 70], 2), ([200, 70], [30, 8], 38), ([230, 78], [1, 63], 64)):
+        tokens = [torch.randint(0, 160, (n,), generator=generator) for n in counts]
+        ends = torch.tensor(counts).cumsum(0) - 1
+        want, got = hidden(whole, tokens, starts, None)[ends], hidden(few, tokens, starts, ends)
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+        for a, b in zip(whole.cache, few.cache, strict=True):
+            torch.testing.assert_close(a.kv, b.kv, atol=1e-4, rtol=1e-4)
+        assert queried[-1] == last
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     reference = save_reference(tmp_path, CASES[name])
