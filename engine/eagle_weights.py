@@ -107,6 +107,8 @@ def _read(model_dir: Path) -> dict[str, Tensor]:
             found = load_file(path)
     except (SafetensorError, OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
         raise ConfigError(f"{path} cannot be read: {error}", field=FIELD) from error
+    if not isinstance(found, Mapping) or not all(isinstance(tensor, Tensor) for tensor in found.values()):
+        raise ConfigError(f"{path} cannot be read: a mapping of names to tensors is expected", field=FIELD)
     named = {name.removeprefix("model.").replace("midlayer.", "layers.0."): t for name, t in found.items()}
     return {name: tensor for name, tensor in named.items() if not name.endswith(_UNUSED)}
 

@@ -4,6 +4,7 @@ pool, after prompts in chunks, prefix hits, and steps that accept some drafts.
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
 from collections.abc import Mapping, Sequence
@@ -215,7 +216,22 @@ def test_a_head_that_does_not_fit_is_refused(
     assert caught.value.field == "speculation_model"
 
 
-@pytest.mark.parametrize("content", [b"", b"nothing of the kind", pickle.dumps({"fc.weight": Path("x")})])
+def saved(content: object) -> bytes:
+    file = io.BytesIO()
+    torch.save(content, file)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"nothing of the kind",
+        pickle.dumps({"fc.weight": Path("x")}),
+        saved([torch.zeros(1)]),
+        saved({"state_dict": {"fc.weight": torch.zeros(1)}, "step": 3}),
+    ],
+)
 def test_a_checkpoint_that_cannot_be_read_is_refused(content: bytes, target_dir: Path, tmp_path: Path) -> None:
     head_dir = eagle_head(tmp_path / "head", vocab=VOCAB)
     (head_dir / "pytorch_model.bin").write_bytes(content)
