@@ -104,7 +104,15 @@ def settings_of(config: GatewayConfig) -> Settings:
 
 
 def make_gateway(config: GatewayConfig) -> Gateway:
-    """The core for a configuration; model directories need no weights here. Raises ConfigError."""
+    """The core for a configuration; model directories need no weights here. Raises ConfigError, also when nothing would
+    ever name a pod: such a gateway lives and is never ready.
+    """
+    if config.redis is None and not config.pods and config.discovery != "k8s":
+        raise ConfigError(
+            "pods: none would ever be found; expected --redis URL (their index), --pods HOST:PORT,..., or --discovery "
+            "k8s inside a cluster",
+            field="pods",
+        )
     texts = []
     for name, model in config.served_models().items():
         model_dir = resolve_model(model, weights=False, say=_log.info)

@@ -222,7 +222,8 @@ def test_the_gateways_environment(build: Callable[[str], Path], smollm2_dir: Pat
         capture_output=True, text=True, check=True, cwd=programs,
     )  # fmt: skip
     assert has.stdout.strip() == "[False, False, False]"
-    serves(programs, ["gateway", f"--model={smollm2_dir}", f"--port={port}"], f"http://127.0.0.1:{port}/live")
+    argv = ["gateway", f"--model={smollm2_dir}", f"--port={port}", "--pods=127.0.0.1:1"]
+    serves(programs, argv, f"http://127.0.0.1:{port}/live")
 
 
 @slow
