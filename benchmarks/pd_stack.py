@@ -28,6 +28,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import local_stack
+from benchmarks.bare_pods import connections
 from benchmarks.shapes import SHAPES
 from common.config import UpConfig
 from common.pb import inference_pb2, inference_pb2_grpc
@@ -192,12 +193,7 @@ async def running(
 
 def transport_of(stack: Stack) -> list[str]:
     """What the prefill pods' logs say about their connections."""
-    return [
-        line[line.index("connected to") :]
-        for spec in stack.specs
-        for line in spec.process.tail(4000)
-        if "connected to" in line
-    ]
+    return [line for spec in stack.specs for line in connections(spec.process)]
 
 
 def ms(seconds: float) -> float:

@@ -1,14 +1,26 @@
 """What pulling cached KV blocks from another pod costs: pushed by the holder, or read by the puller.
 
     python benchmarks/pull.py --out benchmarks/results/pull-cpu.json
+    python benchmarks/pull.py --device cuda --out benchmarks/results/pull-h200.json
 
-Two processes that run what pods run for transfers (TransferNode, gRPC between them), host memory, scattered blocks of
-which no two are neighbours. A pull is measured at the puller from asking to blocks that may be published, so the calls
+`bare`: two processes that run what pods run for transfers (TransferNode, gRPC between them), scattered blocks of which
+no two are neighbours. A pull is measured at the puller from asking to blocks that may be published, so the calls
 between the pods are in it; median of --repeats pulls after a first one that connects. By transport:
 
-- push_ms_N, read_ms_N: N blocks of SmolLM2's size in float32 (720 KiB, 16 tokens), default transport (CMA).
+- push_ms_N, read_ms_N: N blocks, default transport. On a CPU they have SmolLM2's size in float32 (720 KiB, 16 tokens)
+  and go over CMA; on a GPU that of an 8B model in bfloat16 (2 MiB), over cuda_ipc.
 - push_gb_s, read_gb_s: of the largest pull. first_push_ms, first_read_ms: with handshake, connection and probe.
-- rows has TCP, and blocks of 64 KiB.
+- rows has blocks of 64 KiB too, and on a CPU TCP.
+
+`pods` (on a CPU only when --only says so): three prefill pods, to which the requests go directly. One holds the prefix,
+one gets it by push, one reads it. From sending a prompt of N + 16 tokens to its first token, by the client's clock,
+median of --pod-repeats prompts of which none was seen before:
+
+- ttft_computed_ms_N: by the holder, which computes all of it.
+- ttft_push_ms_N, ttft_read_ms_N: by a pod that is told who holds the first N tokens.
+- ttft_cached_ms_N: by a pod that has them. What a pull itself takes is the difference to this.
+
+Where there is one GPU all processes share it: what moves there is read from, and written to, the same memory.
 """
 
 from __future__ import annotations
@@ -21,6 +33,7 @@ import random
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -29,26 +42,50 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import report
+import grpc
+
+from benchmarks import bare_pods, report
+from benchmarks.pd_stack import CONFIGS, make_model, prompts, spread
 from common.auth import Signer
+from common.gpus import shared_out, visible_gpus
 from common.kv_layout import KVLayout
 from common.lifecycle import die_with_parent, host_boot_id
-from common.pb import transfer_pb2, transfer_pb2_grpc
-from common.rpc import RpcServer
-from common.types import Role
-from common.wire import PROTOCOL_VERSION, layout_to_pb, role_to_pb
+from common.pb import prefill_pb2, prefill_pb2_grpc, transfer_pb2, transfer_pb2_grpc
+from common.rpc import RpcServer, channel
+from common.types import Role, SamplingParams, ValidRequest
+from common.wire import PROTOCOL_VERSION, layout_to_pb, request_to_pb, role_to_pb
+from kv_transfer.device_memory import device_memory
 from kv_transfer.memory import PoolMemory, host_memory
 from kv_transfer.messages import Holder, Wanted
 from kv_transfer.nixl_backend import NixlBackend
 from kv_transfer.node import TransferNode
 
 SECRET = b"one benchmark"
-LAYOUTS = {  # by the KiB of a block
-    720: KVLayout("smollm2-shape", "r0", num_layers=30, num_kv_heads=3, head_dim=64, block_size=16, dtype="float32"),
-    64: KVLayout("small", "r0", num_layers=4, num_kv_heads=2, head_dim=64, block_size=16, dtype="float32"),
+SMALL = KVLayout("small", "r0", num_layers=4, num_kv_heads=2, head_dim=64, block_size=16, dtype="float32")
+SMOLLM2 = KVLayout("smollm2-shape", "r0", num_layers=30, num_kv_heads=3, head_dim=64, block_size=16, dtype="float32")
+LLAMA_8B = KVLayout("8b-shape", "r0", num_layers=32, num_kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16")
+TCP = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What moves on one kind of device. The first layout and transport are those of the metrics."""
+
+    layouts: tuple[KVLayout, ...]
+    counts: tuple[int, ...]
+    transports: dict[str, dict[str, str]]
+    shape: str  # of the pods' model
+    kv_memory: str
+
+
+PLANS = {
+    "cpu": Plan((SMOLLM2, SMALL), (1, 8, 64, 256), {"default": {}, "tcp": TCP}, "tiny", "64M"),
+    "cuda": Plan((LLAMA_8B, SMALL), (1, 8, 64, 256, 512), {"default": {}}, "llama-3.1-8b", "6G"),
 }
-COUNTS = (1, 8, 64, 256)
-TRANSPORTS = {"default": {}, "tcp": {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}}
+PREFIXES = {"llama-3.1-8b": (1024, 4096, 8192), "tiny": (64, 512)}
+SUFFIX = 16  # tokens after the prefix
+CALL_S = 60.0
+CONNECTS = 10  # a first pull may take longer to connect than the pod gives it
 
 
 @dataclass(eq=False)
@@ -80,10 +117,12 @@ class Side:
         await self.server.stop(0)
 
 
-async def begin(name: str, role: Role, layout: KVLayout) -> Side:
+async def begin(name: str, role: Role, layout: KVLayout, device: str) -> Side:
     """Starts a side whose scattered blocks are the same for all."""
-    count = 2 * max(COUNTS) + 8
-    memory, generation = host_memory(count, layout.block_bytes), time.time_ns() // 1_000_000
+    most = max(PLANS[device].counts)
+    count = 2 * most + 8
+    make = host_memory if device == "cpu" else device_memory
+    memory, generation = make(count, layout.block_bytes), time.time_ns() // 1_000_000
     info = transfer_pb2.InfoResponse(
         protocol_version=PROTOCOL_VERSION,
         pod=name,
@@ -105,7 +144,7 @@ async def begin(name: str, role: Role, layout: KVLayout) -> Side:
         lend=lambda hashes, first: side.lend(hashes, first),  # noqa: PLW0108 - side comes after the node
     )
     side = Side(node, server, memory)
-    side.places = random.Random(1).sample(range(0, count, 2), max(COUNTS))
+    side.places = random.Random(1).sample(range(0, count, 2), most)
     for block in side.places:
         memory.write_block(block, block.to_bytes(4, "big") * (layout.block_bytes // 4))
     server.add(transfer_pb2_grpc.add_TransferServicer_to_server, node.servicer, "baton.v1.Transfer")
@@ -114,10 +153,10 @@ async def begin(name: str, role: Role, layout: KVLayout) -> Side:
     return side
 
 
-async def hold(layout: KVLayout) -> None:
+async def hold(layout: KVLayout, device: str) -> None:
     """The child: lends until its input ends."""
     die_with_parent()
-    side = await begin("holder", Role.DECODE, layout)
+    side = await begin("holder", Role.DECODE, layout, device)
     sys.stdout.write(json.dumps({"address": side.address}) + "\n")
     sys.stdout.flush()
     await asyncio.to_thread(sys.stdin.read)
@@ -127,6 +166,8 @@ async def hold(layout: KVLayout) -> None:
 async def pull(side: Side, holder: Holder, count: int, *, read: bool) -> float:
     """Seconds of one pull of `count` blocks; their content is checked."""
     places = [block + 1 for block in side.places[:count]]
+    for place in (places[0], places[-1]):
+        side.memory.write_block(place, bytes(side.memory.block_bytes))
     wanted = Wanted(
         request_id="r",
         hashes=[i.to_bytes(16, "big") for i in range(1, count + 1)],
@@ -144,26 +185,26 @@ async def pull(side: Side, holder: Holder, count: int, *, read: bool) -> float:
     return seconds
 
 
-async def measure(kib: int, repeats: int) -> list[dict[str, Any]]:
-    """One process pair; rows of every count and both ways."""
-    layout, rows = LAYOUTS[kib], []
-    child = await asyncio.create_subprocess_exec(
-        *(sys.executable, __file__, "--hold", str(kib)), stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
+async def measure(layout: KVLayout, device: str, repeats: int, gpu: str | None) -> list[dict[str, Any]]:
+    """One process pair; rows of every count and both ways. gpu: the holder's."""
+    rows = []
+    env = os.environ if gpu is None else {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
+    argv = [sys.executable, __file__, "--device", device, "--hold", layout.model]
+    child = await asyncio.create_subprocess_exec(*argv, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert child.stdin is not None
     assert child.stdout is not None
     address = json.loads(await child.stdout.readline())["address"]
-    side, holder = await begin("puller", Role.PREFILL, layout), Holder("holder", 0, address)
+    side, holder = await begin("puller", Role.PREFILL, layout, device), Holder("holder", 0, address)
     try:
         for mode in ("push", "read"):
             first_s = await pull(side, holder, 1, read=mode == "read")
-            for count in COUNTS:
+            for count in PLANS[device].counts:
                 seconds = [await pull(side, holder, count, read=mode == "read") for _ in range(repeats)]
                 median = statistics.median(seconds)
                 rows.append(
                     {
                         "mode": mode,
-                        "block_kib": kib,
+                        "block_kib": layout.block_bytes >> 10,
                         "blocks": count,
                         "first_ms": round(first_s * 1e3, 2),
                         "median_ms": round(median * 1e3, 3),
@@ -171,6 +212,9 @@ async def measure(kib: int, repeats: int) -> list[dict[str, Any]]:
                         "gb_s": round(count * layout.block_bytes / median / 1e9, 3),
                     }
                 )
+        connection = next(iter(side.node.stats().peers))  # the reads'
+        for row in rows:
+            row["carried_by"] = connection.transport
     finally:
         child.stdin.close()
         await child.wait()
@@ -178,36 +222,165 @@ async def measure(kib: int, repeats: int) -> list[dict[str, Any]]:
     return rows
 
 
-def of_transport(name: str, repeats: int) -> list[dict[str, Any]]:
+def bare_rows(device: str, repeats: int) -> list[dict[str, Any]]:
+    """Of all layouts, in a process whose environment chooses the transport. Holder and puller each have a GPU of their
+    own where there are two.
+    """
+    mine, theirs = shared_out(2, () if device == "cpu" else visible_gpus())
+    if mine is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = mine[0].id
+    gpu = None if theirs is None else theirs[0].id
+    return [row for layout in PLANS[device].layouts for row in asyncio.run(measure(layout, device, repeats, gpu))]
+
+
+def of_transport(name: str, device: str, repeats: int) -> list[dict[str, Any]]:
     """Rows of one transport: UCX reads its settings when its process starts, so in a process of their own."""
-    argv = [sys.executable, __file__, "--rows", "--repeats", str(repeats)]
-    done = subprocess.run(argv, env={**os.environ, **TRANSPORTS[name]}, stdout=subprocess.PIPE, text=True, check=True)
+    argv = [sys.executable, __file__, "--device", device, "--rows", "--repeats", str(repeats)]
+    env = {**os.environ, **PLANS[device].transports[name]}
+    done = subprocess.run(argv, env=env, stdout=subprocess.PIPE, text=True, check=True)
     return [{"transport": name, **row} for row in json.loads(done.stdout.splitlines()[-1])]
 
 
-def main() -> None:
+class PodCaller:
+    """Prompts for one prefill pod, of which nobody takes the KV: each ends with its first token."""
+
+    def __init__(self, pod: bare_pods.BarePod) -> None:
+        self.pod = pod
+        self._channel = channel(pod.address)
+        self._calls = 0
+
+    async def holds(self, tokens: int) -> prefill_pb2.PullHint:
+        """The hint that this pod holds a prefix."""
+        info = await transfer_pb2_grpc.TransferStub(self._channel).Info(transfer_pb2.InfoRequest())
+        blocks = tokens // info.layout.block_size
+        return prefill_pb2.PullHint(pod=info.pod, generation=info.generation, address=self.pod.address, blocks=blocks)
+
+    async def ttft(self, prompt: Sequence[int], hint: prefill_pb2.PullHint | None = None) -> tuple[float, int]:
+        """Seconds to the first token, and how many tokens of the prompt were not computed."""
+        self._calls += 1
+        params = SamplingParams(temperature=0.0, max_tokens=1)
+        asked = request_to_pb(ValidRequest(f"{self.pod.name}-{self._calls}", "bench", tuple(prompt), params))
+        began = time.perf_counter()
+        call = prefill_pb2_grpc.PrefillStub(self._channel).Prefill(
+            prefill_pb2.PrefillRequest(request=asked, pull=hint), timeout=CALL_S
+        )
+        try:
+            async for event in call:
+                if event.HasField("first_token"):
+                    return time.perf_counter() - began, event.first_token.cached_tokens
+        finally:
+            call.cancel()
+        raise RuntimeError(f"{self.pod.name} sent no token")
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+
+async def measure_pods(pods: dict[str, bare_pods.BarePod], shape: str, repeats: int) -> list[dict[str, Any]]:
+    """Rows of every length and way."""
+    callers = {name: PodCaller(pod) for name, pod in pods.items()}
+    holder, pullers = callers["holder"], {mode: callers[mode] for mode in ("push", "read")}
+    rows: list[dict[str, Any]] = []
+
+    async def once(prefix: list[int], seed: str) -> dict[str, tuple[float, int]]:
+        """Every way that this prefix can come to a pod, and the tokens that were there."""
+        tails = prompts(shape, 4, SUFFIX, seed)
+        hint = await holder.holds(len(prefix))
+        took = {"computed": await holder.ttft([*prefix, *tails[0]])}
+        for mode, puller in pullers.items():
+            took[mode] = await puller.ttft([*prefix, *tails[1]], hint)
+        took["cached"] = await pullers["push"].ttft([*prefix, *tails[2]])
+        return took
+
+    try:
+        for attempt in range(CONNECTS):
+            took = await once(prompts(shape, 1, PREFIXES[shape][0], f"connect-{attempt}")[0], f"connect-{attempt}")
+            if all(took[mode][1] for mode in pullers):
+                break
+        for length in PREFIXES[shape]:
+            times: dict[str, list[float]] = {}
+            for number, prefix in enumerate(prompts(shape, repeats + 1, length, "measured")):
+                took = await once(prefix, f"{length}-{number}")
+                found = {way: cached for way, (_, cached) in took.items()}
+                wanted = {"computed": 0, "push": length, "read": length, "cached": length}
+                if found != wanted:
+                    raise RuntimeError(f"of a prefix of {length} tokens the pods had {found}, not {wanted}")
+                if number:  # the first of a length is not like the others
+                    for way, (seconds, _) in took.items():
+                        times.setdefault(way, []).append(seconds)
+            rows += [{"prefix": length, "way": way, "ttft": spread(seconds)} for way, seconds in times.items()]
+    except (grpc.aio.AioRpcError, RuntimeError) as error:
+        raise RuntimeError(f"the pods failed: {error}") from error
+    finally:
+        for caller in callers.values():
+            await caller.close()
+    return rows
+
+
+def pod_rows(device: str, shape: str, repeats: int) -> tuple[list[dict[str, Any]], list[str]]:
+    """Rows, and what carried the KV."""
+    limit = min(CONFIGS[shape]["max_position_embeddings"], max(PREFIXES[shape]) + 1024)
+    every = {
+        "role": "prefill", "served-name": "bench", "load-format": "dummy", "max-seqs": "16", "host-cache": "0",
+        "kv-memory": PLANS[device].kv_memory, "max-model-len": str(limit),
+    }  # fmt: skip
+    flags = {"holder": every, "push": {**every, "pull": "push"}, "read": {**every, "pull": "read"}}
+    with tempfile.TemporaryDirectory(prefix="baton-model-") as folder:
+        make_model(Path(folder), shape)
+        with bare_pods.running(Path(folder), flags, device=device) as pods:
+            rows = asyncio.run(measure_pods(pods, shape, repeats))
+            return rows, [f"{pod.name} {line}" for pod in pods.values() for line in bare_pods.connections(pod.process)]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--device", choices=PLANS, default="cpu")
+    parser.add_argument("--only", choices=("bare", "pods"), nargs="+", help="default: bare, on a GPU both")
+    parser.add_argument("--shape", choices=PREFIXES, help="of the pods' model; default: an 8B one on a GPU, else tiny")
     parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--hold", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--pod-repeats", type=int, default=7)
+    parser.add_argument("--hold", metavar="LAYOUT", help=argparse.SUPPRESS)
     parser.add_argument("--rows", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
+    plan = PLANS[args.device]
     if args.hold:
-        asyncio.run(hold(LAYOUTS[args.hold]))
+        asyncio.run(hold(next(layout for layout in plan.layouts if layout.model == args.hold), args.device))
         return
     if args.rows:
-        print(json.dumps([row for kib in LAYOUTS for row in asyncio.run(measure(kib, args.repeats))]))
+        print(json.dumps(bare_rows(args.device, args.repeats)))
         return
-    rows = [row for name in TRANSPORTS for row in of_transport(name, args.repeats)]
-    for row in rows:
-        print(json.dumps(row))
-    main_rows = [row for row in rows if row["transport"] == "default" and row["block_kib"] == 720]
+    only = args.only or (["bare"] if args.device == "cpu" else ["bare", "pods"])
     metrics: dict[str, float] = {}
-    for row in main_rows:
-        metrics[f"{row['mode']}_ms_{row['blocks']}"] = row["median_ms"]
-        metrics[f"{row['mode']}_gb_s"] = row["gb_s"]
-        metrics[f"first_{row['mode']}_ms"] = row["first_ms"]
-    report.write(args.out, "pull-cpu", metrics, "nixl-cu13", "grpcio", rows=rows)
+    more: dict[str, Any] = {}
+    if "bare" in only:
+        more["rows"] = [row for name in plan.transports for row in of_transport(name, args.device, args.repeats)]
+        kib = plan.layouts[0].block_bytes >> 10
+        for row in more["rows"]:
+            print(json.dumps(row), flush=True)
+            if row["transport"] == "default" and row["block_kib"] == kib:
+                metrics[f"{row['mode']}_ms_{row['blocks']}"] = row["median_ms"]
+                metrics[f"{row['mode']}_gb_s"] = row["gb_s"]
+                metrics[f"first_{row['mode']}_ms"] = row["first_ms"]
+        write(args, metrics, more)
+    if "pods" in only:
+        shape = args.shape or plan.shape
+        rows, connections = pod_rows(args.device, shape, args.pod_repeats)
+        more["pods"] = {"shape": shape, "rows": rows, "connections": connections}
+        for row in rows:
+            print(json.dumps(row), flush=True)
+            metrics[f"ttft_{row['way']}_ms_{row['prefix']}"] = row["ttft"]["p50"]
+        print(*connections, sep="\n", flush=True)
+        write(args, metrics, more)
+    for name, value in metrics.items():
+        print(f"{name:36} {value}")
+
+
+def write(args: argparse.Namespace, metrics: dict[str, float], more: dict[str, Any]) -> None:
+    """The result so far."""
+    if args.device != "cpu":
+        more = {"gpus": len(visible_gpus()), **more}
+    report.write(args.out, f"pull-{args.device}", metrics, "torch", "nixl-cu13", "grpcio", **more)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import grpc
 import torch
@@ -90,11 +90,9 @@ def expected(llm: LLM, r: ValidRequest) -> list[int]:
 
 
 @dataclass
-class Pod:
-    """One pod with its role's service and a client channel."""
+class PodClient:
+    """What a gateway has of a pod."""
 
-    runtime: PodRuntime
-    service: Any
     channel: grpc.aio.Channel
 
     @property
@@ -104,6 +102,17 @@ class Pod:
     @property
     def prefill(self) -> prefill_pb2_grpc.PrefillAsyncStub:
         return prefill_pb2_grpc.PrefillStub(self.channel)  # type: ignore[return-value]
+
+    async def info(self) -> transfer_pb2.InfoResponse:
+        return await transfer_pb2_grpc.TransferStub(self.channel).Info(transfer_pb2.InfoRequest())
+
+
+@dataclass
+class Pod(PodClient):
+    """One pod of this process, with its role's service."""
+
+    runtime: PodRuntime
+    service: Any
 
     @property
     def agent(self) -> str:
@@ -121,9 +130,6 @@ class Pod:
         """A counter's values by its labels' values, zeros left out."""
         found = next(m for m in self.runtime.metrics.base.registry.collect() if m.name == f"baton_{metric}")
         return {tuple(s.labels.values()): s.value for s in found.samples if s.name.endswith("_total") and s.value}
-
-    async def info(self) -> transfer_pb2.InfoResponse:
-        return await transfer_pb2_grpc.TransferStub(self.channel).Info(transfer_pb2.InfoRequest())
 
     async def settled(self, timeout_s: float = TIMEOUT_S) -> None:
         """Waits until the pod holds nothing; fails when it does not come to that or the blocks do not add up."""
@@ -166,7 +172,7 @@ class Answer:
 class GatewayStream:
     """The gateway's end of one Tokens stream; acknowledges what it reads unless told to stall."""
 
-    def __init__(self, pod: Pod, gateway_id: str) -> None:
+    def __init__(self, pod: PodClient, gateway_id: str) -> None:
         self.gateway_id = gateway_id
         self.numbers: list[int] = []
         self.stalled = False
@@ -203,117 +209,36 @@ class GatewayStream:
             await asyncio.wait([self._task])
 
 
-class Cluster:
-    """Prefill and decode pods on one fabric, or over the backends that `backend` makes, or over their own.
+PodT = TypeVar("PodT", bound=PodClient)
 
-    clock: of the fabric, whose delayed writes are due by it.
-    """
 
-    def __init__(
-        self,
-        model_dir: Path,
-        backend: Callable[[Role], Backend] | None = None,
-        *,
-        own_backend: bool = False,
-    ) -> None:
-        self.model_dir = model_dir
-        self.clock = Clock()
-        self.fabric = fabric = LoopbackFabric(self.clock)
-        self._backend = None if own_backend else backend or (lambda _: LoopbackBackend(fabric))
-        self.prefills: list[Pod] = []
-        self.decodes: list[Pod] = []
+class PlayedGateway(Generic[PodT]):
+    """Requests to prefill and decode pods, wherever they run, as the gateway drives them. streams: of the decodes."""
+
+    def __init__(self) -> None:
+        self.prefills: list[PodT] = []
+        self.decodes: list[PodT] = []
         self.streams: list[GatewayStream] = []
 
-    @classmethod
-    @contextlib.asynccontextmanager
-    async def start(
-        cls,
-        model_dir: Path,
-        *,
-        prefill: int = 1,
-        decode: int = 1,
-        role: Role = Role.DECODE,
-        prefill_config: Mapping[str, Any] | None = None,
-        decode_config: Mapping[str, Any] | None = None,
-        backend: Callable[[Role], Backend] | None = None,
-        own_backend: bool = False,
-        check: bool = True,
-    ) -> AsyncIterator[Cluster]:
-        """own_backend: the one of each pod's configuration. check: on the way out every pod must have come to rest with
-        all blocks free or cached.
-        """
-        cluster = cls(model_dir, backend, own_backend=own_backend)
-        try:
-            for _ in range(decode):
-                await cluster.add(role, **(decode_config or {}))
-            for _ in range(prefill):
-                await cluster.add(Role.PREFILL, **(prefill_config or {}))
-            yield cluster
-            if check:
-                for pod in cluster.pods:
-                    await pod.settled()
-        finally:
-            for stream in cluster.streams:
-                await stream.close()
-            for pod in cluster.pods:
-                await pod.close()
-
     @property
-    def pods(self) -> list[Pod]:
+    def pods(self) -> list[PodT]:
         return [*self.prefills, *self.decodes]
 
     @property
-    def prefill(self) -> Pod:
+    def prefill(self) -> PodT:
         return self.prefills[0]
 
     @property
-    def decode(self) -> Pod:
+    def decode(self) -> PodT:
         return self.decodes[0]
 
-    async def add(
-        self, role: Role, *, num_blocks: int = 64, stream: Mapping[str, Any] | None = None, **fields: Any
-    ) -> Pod:
-        """Starts one more pod; fields overwrite PodConfig's, stream goes to the decode service."""
-        kv_bytes_per_block = 2 * 2 * 2 * BLOCK * 16 * 4
-        config = PodConfig(
-            **{
-                "role": role,
-                "model": str(self.model_dir),
-                "served_name": "tiny",
-                "name": f"{role}-{next(_ids)}",
-                "device": "cpu",
-                "dtype": "float32",
-                "threads": 1,
-                "block_size": BLOCK,
-                "kv_memory": (num_blocks + 2) * kv_bytes_per_block,
-                "max_model_len": MAX_LEN,
-                "chunk_tokens": CHUNK,
-                "max_seqs": 16,
-                "checksums": True,
-                **fields,
-            }
-        )
-        make = self._backend
-        runtime = await PodRuntime.create(config, backend=None if make is None else lambda _config: make(role))
-        service = PrefillServicer(runtime) if role is Role.PREFILL else DecodeServicer(runtime, **(stream or {}))
-        try:
-            await runtime.start(service)
-        except BaseException:
-            await runtime.stop()
-            raise
-        pod = Pod(runtime, service, channel(runtime.address))
-        (self.prefills if role is Role.PREFILL else self.decodes).append(pod)
-        if role is not Role.PREFILL:
-            self.streams.append(await GatewayStream(pod, f"gw-{next(_ids)}").open())
-        return pod
-
-    def stream_of(self, pod: Pod) -> GatewayStream:
+    def stream_of(self, pod: PodT) -> GatewayStream:
         return self.streams[self.decodes.index(pod)]
 
     async def reserve(
         self,
         request: ValidRequest,
-        pod: Pod | None = None,
+        pod: PodT | None = None,
         *,
         remote_only: bool = False,
         timeout_s: float = TIMEOUT_S,
@@ -333,8 +258,8 @@ class Cluster:
         self,
         request: ValidRequest,
         *,
-        prefill: Pod | None = None,
-        decode: Pod | None = None,
+        prefill: PodT | None = None,
+        decode: PodT | None = None,
         remote_only: bool = False,
         timeout_s: float = TIMEOUT_S,
         on_event: Callable[[str], None] = lambda _kind: None,
@@ -367,7 +292,7 @@ class Cluster:
         self,
         request: ValidRequest,
         answer: Answer,
-        prefill: Pod,
+        prefill: PodT,
         timeout_s: float,
         on_event: Callable[[str], None],
         pull: prefill_pb2.PullHint | None = None,
@@ -423,3 +348,94 @@ class Cluster:
             await pod.prefill.Abort(prefill_pb2.PrefillAbortRequest(request_id=request_id))
         for pod in self.decodes:
             await pod.decode.Abort(decode_pb2.DecodeAbortRequest(request_id=request_id))
+
+
+class Cluster(PlayedGateway[Pod]):
+    """Prefill and decode pods on one fabric, or over the backends that `backend` makes, or over their own.
+
+    clock: of the fabric, whose delayed writes are due by it.
+    """
+
+    def __init__(
+        self,
+        model_dir: Path,
+        backend: Callable[[Role], Backend] | None = None,
+        *,
+        own_backend: bool = False,
+    ) -> None:
+        super().__init__()
+        self.model_dir = model_dir
+        self.clock = Clock()
+        self.fabric = fabric = LoopbackFabric(self.clock)
+        self._backend = None if own_backend else backend or (lambda _: LoopbackBackend(fabric))
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def start(
+        cls,
+        model_dir: Path,
+        *,
+        prefill: int = 1,
+        decode: int = 1,
+        role: Role = Role.DECODE,
+        prefill_config: Mapping[str, Any] | None = None,
+        decode_config: Mapping[str, Any] | None = None,
+        backend: Callable[[Role], Backend] | None = None,
+        own_backend: bool = False,
+        check: bool = True,
+    ) -> AsyncIterator[Cluster]:
+        """own_backend: the one of each pod's configuration. check: on the way out every pod must have come to rest with
+        all blocks free or cached.
+        """
+        cluster = cls(model_dir, backend, own_backend=own_backend)
+        try:
+            for _ in range(decode):
+                await cluster.add(role, **(decode_config or {}))
+            for _ in range(prefill):
+                await cluster.add(Role.PREFILL, **(prefill_config or {}))
+            yield cluster
+            if check:
+                for pod in cluster.pods:
+                    await pod.settled()
+        finally:
+            for stream in cluster.streams:
+                await stream.close()
+            for pod in cluster.pods:
+                await pod.close()
+
+    async def add(
+        self, role: Role, *, num_blocks: int = 64, stream: Mapping[str, Any] | None = None, **fields: Any
+    ) -> Pod:
+        """Starts one more pod; fields overwrite PodConfig's, stream goes to the decode service."""
+        kv_bytes_per_block = 2 * 2 * 2 * BLOCK * 16 * 4
+        config = PodConfig(
+            **{
+                "role": role,
+                "model": str(self.model_dir),
+                "served_name": "tiny",
+                "name": f"{role}-{next(_ids)}",
+                "device": "cpu",
+                "dtype": "float32",
+                "threads": 1,
+                "block_size": BLOCK,
+                "kv_memory": (num_blocks + 2) * kv_bytes_per_block,
+                "max_model_len": MAX_LEN,
+                "chunk_tokens": CHUNK,
+                "max_seqs": 16,
+                "checksums": True,
+                **fields,
+            }
+        )
+        make = self._backend
+        runtime = await PodRuntime.create(config, backend=None if make is None else lambda _config: make(role))
+        service = PrefillServicer(runtime) if role is Role.PREFILL else DecodeServicer(runtime, **(stream or {}))
+        try:
+            await runtime.start(service)
+        except BaseException:
+            await runtime.stop()
+            raise
+        pod = Pod(channel(runtime.address), runtime, service)
+        (self.prefills if role is Role.PREFILL else self.decodes).append(pod)
+        if role is not Role.PREFILL:
+            self.streams.append(await GatewayStream(pod, f"gw-{next(_ids)}").open())
+        return pod

@@ -55,6 +55,20 @@ def test_online_and_a_later_run_that_adds(tmp_path: Path) -> None:
     assert [row["name"] for row in earlier(out, result["rows"][1:])] == ["r2"]
 
 
+def test_pulls_between_processes_and_between_pods(tmp_path: Path) -> None:
+    """Each prefix that was pulled was there before the prompt was computed; the script itself insists."""
+    result = run("pull.py", tmp_path / "pull.json", "--only", "bare", "pods", "--repeats", "1", "--pod-repeats", "1")
+    names = {f"{way}_ms_{count}" for way in ("push", "read") for count in (1, 8, 64, 256)}
+    names |= {f"{way}_gb_s" for way in ("push", "read")} | {f"first_{way}_ms" for way in ("push", "read")}
+    names |= {f"ttft_{way}_ms_{n}" for way in ("computed", "push", "read", "cached") for n in (64, 512)}
+    assert result["metrics"].keys() == names
+    assert all(value > 0 for value in result["metrics"].values())
+    assert {(row["transport"], row["carried_by"]) for row in result["rows"]} == {("default", "cma"), ("tcp", "tcp")}
+    connections = result["pods"]["connections"]
+    assert sorted(line.split()[0] for line in connections) == ["holder", "read"]  # who pushes, and who reads
+    assert all("over cma" in line for line in connections)
+
+
 def test_first_come_first_served() -> None:
     assert replay([0.0, 1.0, 1.5], [2.0] * 3, servers=1) == [2.0, 3.0, 4.5]
     assert replay([0.0, 1.0, 1.5], [2.0] * 3, servers=2) == [2.0, 2.0, 2.5]
