@@ -33,12 +33,7 @@ class KeyFile:
 
     def read(self) -> list[ApiKey]:
         """All records. Raises ConfigError when the file is missing or wrong anywhere."""
-        try:
-            return self._parse(self.path.read_text("utf-8"))
-        except OSError as e:
-            raise ConfigError(f"api_keys: cannot read {self.path}: {e.strerror}", field="api_keys") from e
-        except UnicodeDecodeError as e:
-            raise ConfigError(f"api_keys: {self.path} is no text: {e}", field="api_keys") from e
+        return self._parse(self._text())
 
     def version(self) -> tuple[int, ...]:
         """Differs once the file was changed; () while it is not there."""
@@ -50,14 +45,14 @@ class KeyFile:
 
     def add(self, record: ApiKey) -> None:
         """Appends a record; makes the file, for its owner alone, when there is none. Raises ConfigError."""
-        with self._locked():
-            text = self.path.read_text("utf-8") if self.path.exists() else ""
+        with self._locked(make=True):
+            text = self._text() if self.path.exists() else ""
             self._replace(self._with(text, record))
 
     def remove(self, key_id: str) -> bool:
-        """Takes a record out; False when there is none. Raises ConfigError."""
+        """Takes a record out; False when there is none. Raises ConfigError, also where there is no file."""
         with self._locked():
-            text = self.path.read_text("utf-8") if self.path.exists() else ""
+            text = self._text()
             kept = [record for record in self._parse(text) if record.id != key_id]
             if len(kept) == len(self._parse(text)):
                 return False
@@ -66,6 +61,14 @@ class KeyFile:
                 shorter = "\n".join(map(_toml_table, kept))
             self._replace(shorter)
             return True
+
+    def _text(self) -> str:
+        try:
+            return self.path.read_text("utf-8")
+        except OSError as e:
+            raise ConfigError(f"api_keys: cannot read {self.path}: {e.strerror}", field="api_keys") from e
+        except UnicodeDecodeError as e:
+            raise ConfigError(f"api_keys: {self.path} is no text: {e}", field="api_keys") from e
 
     def _with(self, text: str, record: ApiKey) -> str:
         known = self._parse(text)
@@ -83,15 +86,16 @@ class KeyFile:
         return [ApiKey.read(values, f"{self.path}, key {i + 1}") for i, values in enumerate(raw.get("keys", []))]
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        """The lock is a file of its own: the other one is replaced."""
+    def _locked(self, *, make: bool = False) -> Iterator[None]:
+        """The lock is a file of its own: the other one is replaced. make: the folder, too."""
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if make:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.with_name(f".{self.path.name}.lock").open("a") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 yield
         except OSError as e:
-            raise ConfigError(f"api_keys: cannot write {self.path}: {e}", field="api_keys") from e
+            raise ConfigError(f"api_keys: cannot write {self.path}: {e.strerror}", field="api_keys") from e
 
     def _replace(self, text: str) -> None:
         mode = self.path.stat().st_mode & 0o777 if self.path.exists() else 0o600

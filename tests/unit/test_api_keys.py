@@ -168,16 +168,27 @@ def test_the_command_makes_lists_and_revokes(tmp_path: Path, monkeypatch: pytest
     refused(lambda: KeyRing([path]).identify(f"Bearer {key}"))
 
 
+@pytest.mark.parametrize("argv", [["list"], ["create", "acme"], ["revoke", "0" * 12]])
+def test_the_command_leaves_what_is_no_text(argv: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_bytes(b"\xff\xfe")
+    error = CliRunner().invoke(app, ["keys", *argv, "--api-keys", str(path)]).exception
+    assert isinstance(error, ConfigError)
+    assert f"{path} is no text" in error.message
+    assert path.read_bytes() == b"\xff\xfe"
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
         (["list"], "cannot read {path}: No such file or directory"),
+        (["revoke", "0" * 12], "cannot write {path}: No such file or directory"),
         (["create", "not a name"], "tenant: 'not a name' will not do; expected 1 to 63 letters, digits"),
     ],
 )
 def test_the_command_says_what_is_wrong(argv: list[str], said: str, tmp_path: Path) -> None:
-    path = tmp_path / "keys.toml"
+    path = tmp_path / "nowhere" / "keys.toml"
     error = CliRunner().invoke(app, ["keys", *argv, "--api-keys", str(path)]).exception
     assert isinstance(error, ConfigError)
     assert said.format(path=path) in error.message
-    assert not path.exists()
+    assert not path.parent.exists()
