@@ -156,6 +156,9 @@ class BoundedHttp(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """An answer is out: the next in line."""
         self._answering = self.pipeline[-1][0] if self.pipeline else None
+        if self._head_timer is not None:  # what is missing of a head may be read now only
+            self._stop_timer()
+            self._await_head()
         super().on_response_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -173,6 +176,9 @@ class BoundedHttp(HttpToolsProtocol):
 
     def _too_slow(self) -> None:
         self._head_timer = None
+        if self.pipeline:  # reading may rest while requests are in line
+            self._await_head()
+            return
         self._refuse(RequestTooSlow(f"the request's head did not arrive within {HEAD_TIMEOUT_S:g} s"))
 
     def _stop_timer(self) -> None:

@@ -449,6 +449,27 @@ async def test_what_is_wrong_behind_whole_requests_does_not_cut_their_answers(
     await gw.settled()
 
 
+async def test_a_head_that_waits_to_be_read_is_not_late(
+    gw: Rig, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What follows requests in line stays with the kernel until they are answered, however long that takes."""
+    monkeypatch.setattr(http_protocol, "HEAD_TIMEOUT_S", 0.2)
+    cluster.decodes[0].faults.token_delay_s = 0.15
+    reader, writer = await asyncio.open_connection("127.0.0.1", gw.server.port)
+    writer.write(posted())
+    await until(lambda: bool(cluster.decodes[0].seen.reserved))
+    writer.write(posted() + posted()[:20])
+    await asyncio.sleep(0.02)
+    writer.write(posted()[20:])
+    answers = b""
+    async with asyncio.timeout(20):
+        while answers.count(b"HTTP/1.1 200") < 3:
+            more = await reader.read(1 << 16)
+            assert more, answers
+            answers += more
+    writer.close()
+
+
 async def test_a_client_that_leaves_with_requests_in_line_is_missed(gw: Rig, cluster: FakeCluster) -> None:
     decode = cluster.decodes[0]
     decode.faults.token_delay_s = 0.05
