@@ -204,14 +204,12 @@ async def _ping(url: str) -> str | None:
 
 async def _check_memory() -> Finding:
     memory = host_memory()
-    free = memory.limit - memory.used
     cache = cache_dir()
     existing = next(p for p in (cache, *cache.parents) if p.exists())
     disk = shutil.disk_usage(existing).free
-    detail = (
-        f"{free / 2**30:.1f} of {memory.limit / 2**30:.1f} GiB memory free, {disk / 2**30:.0f} GiB disk for {cache}"
-    )
-    if free < MIN_FREE_MEMORY:
+    free, limit = memory.free / 2**30, memory.limit / 2**30
+    detail = f"{free:.1f} of {limit:.1f} GiB memory free, {disk / 2**30:.0f} GiB disk for {cache}"
+    if memory.free < MIN_FREE_MEMORY:
         return Finding("memory", Level.WARN, detail, f"{MIN_FREE_MEMORY >> 30} GiB are comfortable for the demo")
     if disk < MIN_FREE_DISK:
         return Finding("memory", Level.WARN, detail, "set BATON_CACHE to a place with more room")

@@ -10,10 +10,11 @@ CGROUP = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Bytes. used: what cannot be given back at once."""
+    """Bytes. used: what cannot be given back at once. free: what may still be taken, by the limit and the machine."""
 
     used: int
     limit: int
+    free: int
 
 
 def host_memory(cgroup: Path = CGROUP) -> HostMemory:
@@ -25,8 +26,8 @@ def host_memory(cgroup: Path = CGROUP) -> HostMemory:
         limit = (cgroup / "memory.max").read_text().strip()
         if limit != "max" and int(limit) <= machine.total:
             stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
-            used = int((cgroup / "memory.current").read_text()) - int(stat["inactive_file"])
-            return HostMemory(max(0, used), int(limit))
+            used = max(0, int((cgroup / "memory.current").read_text()) - int(stat["inactive_file"]))
+            return HostMemory(used, int(limit), max(0, min(int(limit) - used, machine.available)))
     except (OSError, ValueError, KeyError):
         pass  # not in a control group of version 2 with a limit of its own
-    return HostMemory(machine.total - machine.available, machine.total)
+    return HostMemory(machine.total - machine.available, machine.total, machine.available)

@@ -160,8 +160,7 @@ def _host_cache(config: UpConfig, *, on_gpus: bool) -> int:
         return config.host_cache
     if not on_gpus or config.tensor_parallel_size > 1:
         return 0
-    memory = host_memory()
-    part = int((memory.limit - memory.used) * HOST_SHARE) // (config.prefill + config.decode)
+    part = int(host_memory().free * HOST_SHARE) // (config.prefill + config.decode)
     return min(part, MOST_HOST_CACHE)
 
 

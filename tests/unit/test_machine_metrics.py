@@ -25,7 +25,14 @@ def cgroup(directory: Path, limit: str, current: int = 900, inactive: int = 300)
 
 def test_a_container_counts_what_the_kernel_cannot_take_back(tmp_path: Path) -> None:
     memory = host_memory(cgroup(tmp_path, "1000"))
-    assert (memory.used, memory.limit) == (600, 1000)
+    assert (memory.used, memory.limit, memory.free) == (600, 1000, 400)
+
+
+def test_a_container_has_no_more_than_the_machine_has_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=2000, available=150))
+    assert host_memory(cgroup(tmp_path, "1000")).free == 150
+    assert host_memory(cgroup(tmp_path, "1000", current=1400)).free == 0
+    assert host_memory(tmp_path / "none").free == 150
 
 
 @pytest.mark.parametrize("limit", ["max", str(1 << 62)])
