@@ -289,7 +289,7 @@ class TestStaleTransfers:
                 await prefill_alone(cluster, r, reply.target)
             await cluster.abort(r.request_id)
 
-    async def test_13_a_sequence_that_the_engine_cannot_take_in_gives_its_blocks_back(
+    async def test_a_sequence_that_the_engine_cannot_take_in_gives_its_blocks_back(
         self, model_dir: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def choke(_seq: object) -> None:
