@@ -31,7 +31,7 @@ from common.errors import (
     Unavailable,
 )
 from common.pb import decode_pb2, prefill_pb2, types_pb2
-from common.rpc import ERROR_KEY, error_from_rpc, timeout_until
+from common.rpc import ERROR_KEY, error_from_rpc, rpc_errors, timeout_until
 from common.types import FinishReason, PromptLogprobs, Token, ValidRequest
 from common.wire import (
     error_from_pb,
@@ -171,14 +171,12 @@ class Leg:
         try:
             # The call's own deadline is the request's: the pod plans with it. Its answer is due much earlier.
             async with asyncio.timeout(RESERVE_TIMEOUT_S):
-                answer = await pod.decode.Reserve(
-                    message, timeout=timeout_until(self._deadline), metadata=self._metadata
-                )
+                with rpc_errors():
+                    return await pod.decode.Reserve(
+                        message, timeout=timeout_until(self._deadline), metadata=self._metadata
+                    )
         except TimeoutError as e:
             raise Unavailable(f"decode pod {pod.name} does not answer") from e
-        except grpc.aio.AioRpcError as e:
-            raise error_from_rpc(e) from e
-        return answer
 
     def _start(self, placement: Placement, answer: decode_pb2.ReserveResponse) -> None:
         kind = answer.WhichOneof("outcome")

@@ -15,7 +15,7 @@ from google.protobuf.message import Message
 from common.auth import Signer
 from common.errors import DeadlineExceeded
 from common.pb import transfer_pb2
-from common.rpc import channel, error_from_rpc
+from common.rpc import channel, rpc_errors
 
 SERVICE = "baton.v1.Transfer"
 UNUSED_S = 600.0  # longer than any call
@@ -68,10 +68,8 @@ class PeerRpc:
         )
         for one in unused:
             await one.close(None)
-        try:
+        with rpc_errors():
             answer: _Response = await call(request, timeout=timeout_s, metadata=metadata)
-        except grpc.aio.AioRpcError as e:
-            raise error_from_rpc(e) from e
         return answer
 
     def _unused(self) -> list[grpc.aio.Channel]:
