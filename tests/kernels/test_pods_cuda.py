@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -162,7 +163,7 @@ async def test_a_decode_pod_computes_the_rest_of_a_prompt_beside_its_batch(
     processes: dict[str, BarePod], llm: LLM
 ) -> None:
     conversation = prompt_of(40 * BLOCK, seed=21)
-    batch = [request(prompt_of(300 + n, seed=22), 384) for n in range(4)]
+    batch = [request(prompt_of(300 + n, seed=22), 512) for n in range(4)]
     rests = (1, 40, LOCAL)
     follow_ups = [request([*conversation, *prompt_of(n, seed=23)], 24) for n in rests]
     async with driving(processes) as pods:
@@ -181,8 +182,18 @@ async def test_a_decode_pod_computes_the_rest_of_a_prompt_beside_its_batch(
         ]  # fmt: skip
         await asyncio.gather(*(event.wait() for event in started))
         before = (await home.info()).computed.local
-        local = await asyncio.gather(*(pods.generate(r, decode=home) for r in follow_ups))
-        assert not any(task.done() for task in running), "the batch was over before the rests were computed"
+        decoding: list[dict[str, int]] = [{} for _ in follow_ups]  # of the batch, when their first tokens came
+
+        def note(at: dict[str, int], kind: str) -> None:
+            at.setdefault(kind, sum(not task.done() for task in running))
+
+        local = await asyncio.gather(
+            *(
+                pods.generate(r, decode=home, on_event=functools.partial(note, at))
+                for r, at in zip(follow_ups, decoding, strict=True)
+            )
+        )
+        assert decoding == [{"tokens": len(batch)}] * len(follow_ups), "the batch was over before the rests came"
         assert all(answer.events[0] == "local" for answer in local)
         assert (await home.info()).computed.local - before == sum(rests)
         answers = await asyncio.gather(*running)
