@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import fcntl
+import logging
+import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
 from common.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+TURN_S = 600.0  # how long one waits for others that start on the same card
+LOOK_S = 0.1
 
 
 def make_current(device: torch.device) -> None:
@@ -16,6 +26,48 @@ def make_current(device: torch.device) -> None:
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
+
+
+@contextmanager
+def card_turn(device: torch.device, limit_s: float = TURN_S) -> Iterator[None]:
+    """What is inside happens in one process of this host at a time, for each GPU: an engine reads off the card's free
+    memory what its graphs take, so nobody else's may grow meanwhile. Whoever waited too long goes on, with a warning.
+
+    Processes that do not share the host's temporary directory do not see each other.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    path = Path(tempfile.gettempdir()) / f"baton-{torch.cuda.get_device_properties(device).uuid}.turn"
+    with file_turn(path, limit_s):
+        yield
+
+
+@contextmanager
+def file_turn(path: Path, limit_s: float) -> Iterator[None]:
+    """The lock of `card_turn`; it ends with the process that has it."""
+    until = time.monotonic() + limit_s
+    told = False
+    try:
+        file = path.open("a")
+    except OSError as error:  # another user's, or no such directory
+        log.warning("this process does not wait for others that start on its GPU: %s", error)
+        yield
+        return
+    with file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    log.warning("another process has been starting on this GPU for %.0f s: not waiting longer", limit_s)
+                    break
+                if not told:
+                    log.info("waiting for another process that starts on this GPU")
+                    told = True
+                time.sleep(LOOK_S)
+        yield
 
 
 # Said where no class of error tells: by CUDA (a graph is the driver's), by cuBLAS, by a CPU's allocator.

@@ -30,7 +30,7 @@ from engine.attention.triton_backend import TritonAttention
 from engine.block_pool import BlockPool
 from engine.config import DEFAULT_KV_MEMORY, EngineConfig
 from engine.constraint import Constraint, constrains
-from engine.device import make_current, room_for
+from engine.device import card_turn, make_current, room_for
 from engine.host_copier import HostCopier
 from engine.host_memory import HostMemory
 from engine.kv_pool import DTYPES, KVPool
@@ -119,11 +119,48 @@ class Engine:
             **({} if draft is None else draft.layout(device)),
         )
         self._fingerprint = self.layout.fingerprint
+        self._host_blocks = config.host_cache // self.layout.block_bytes
         self.vocab_size = spec.vocab_size
         self.eos_token_ids = spec.eos_token_ids
         self.grammars = GrammarCompiler(
             GrammarTokenizer(config.model_dir, eos_ids=spec.eos_token_ids, vocab_size=spec.vocab_size)
         )
+        with card_turn(device):
+            self._fill_device(
+                draft, dtype, wanted_len, on_stored=on_stored, on_evicted=on_evicted,
+                on_host_stored=on_host_stored, on_host_evicted=on_host_evicted,
+            )  # fmt: skip
+        self._padded = self.runner.decode is not None
+        self._stepper = Stepper(
+            self.scheduler,
+            self.pool,
+            self.runner,
+            max_model_len=self.max_model_len,
+            overlap=config.resolve_overlap(device),
+            drafts_lag=self.runner.drafts_lag,
+        )
+        if config.speculation != "none":
+            self.speculate(self.own_proposer())
+        self.host_memory: HostMemory | None = None
+        self._stop_copier: Callable[[], object] = lambda: None
+        if self.pool.tier is not None:
+            self.host_memory = HostMemory(self.kv, self._host_blocks)
+            copier = HostCopier(self.pool.tier, self.host_memory, checksums=config.checksums)
+            self._stop_copier = weakref.finalize(self, copier.stop)
+
+    def _fill_device(
+        self,
+        draft: DraftSource | None,
+        dtype: str,
+        wanted_len: int,
+        *,
+        on_stored: Callable[[list[bytes]], None],
+        on_evicted: Callable[[list[bytes]], None],
+        on_host_stored: Callable[[list[bytes]], None],
+        on_host_evicted: Callable[[list[bytes]], None],
+    ) -> None:
+        """Weights, a pool of as many blocks as there is memory for, and what runs over it. dtype: of the model."""
+        config, device, spec = self.config, self.device, self.spec
         model = self._parts.load(wanted_len, dtype)
         make_draft = None if draft is None else draft.load(model, wanted_len, device, DTYPES[dtype])
         token_budget, prompt_budget, max_seqs = config.resolve_limits(device)
@@ -142,9 +179,8 @@ class Engine:
         num_blocks = self._num_blocks(build, limits, graphs=graphs)
         self.max_model_len = min(wanted_len, num_blocks * config.block_size)
         self.kv = self._parts.pool(self.layout, num_blocks, device)
-        host_blocks = config.host_cache // self.layout.block_bytes
         self.pool = BlockPool(
-            num_blocks, config.block_size, on_stored=on_stored, on_evicted=on_evicted, host_blocks=host_blocks,
+            num_blocks, config.block_size, on_stored=on_stored, on_evicted=on_evicted, host_blocks=self._host_blocks,
             host_batch=max(1, HOST_COPY_BYTES // self.layout.block_bytes), on_host_stored=on_host_stored,
             on_host_evicted=on_host_evicted,
         )  # fmt: skip
@@ -152,23 +188,6 @@ class Engine:
         self.runner = build(self.kv)
         if device.type == "cuda":
             self._compile()
-        self._padded = self.runner.decode is not None
-        self._stepper = Stepper(
-            self.scheduler,
-            self.pool,
-            self.runner,
-            max_model_len=self.max_model_len,
-            overlap=config.resolve_overlap(device),
-            drafts_lag=self.runner.drafts_lag,
-        )
-        if config.speculation != "none":
-            self.speculate(self.own_proposer())
-        self.host_memory: HostMemory | None = None
-        self._stop_copier: Callable[[], object] = lambda: None
-        if self.pool.tier is not None:
-            self.host_memory = HostMemory(self.kv, host_blocks)
-            copier = HostCopier(self.pool.tier, self.host_memory, checksums=config.checksums)
-            self._stop_copier = weakref.finalize(self, copier.stop)
 
     def close(self) -> None:
         """Ends the thread that copies to host memory and the other ranks, if there are any. No step is under way.

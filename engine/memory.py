@@ -2,12 +2,14 @@
 over a pool of one block, and the pool gets what is left.
 
 This process takes at most its share of the card, and never what is not free: others on the same card keep what they
-have.
+have. What a graph takes beside torch's memory is the driver's, and is read off the card's free memory: engines that
+start on one card take turns (`device.card_turn`).
 """
 
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -120,14 +122,15 @@ def _graphs(runner: Runner, device: torch.device) -> int:
 
 
 def _captured(shapes: Sequence[S], capture: Callable[[Sequence[S]], None], device: torch.device) -> int:
-    """Of all shapes, from the two largest: the first brings the memory that all share, each later one a little."""
-    first, second, *_ = (*shapes, shapes[-1])
-    before = _free(device)
-    capture([first])
-    after_first = _free(device)
-    capture([second])
-    each = max(0, after_first - _free(device))
-    return max(0, before - after_first) + each * (len(shapes) - 1)
+    """Of all shapes, from the three largest: the first brings the memory that all share, each later one a little: what
+    either of the next two took, as somebody who runs on this card may have taken some meanwhile.
+    """
+    free = [_free(device)]
+    for shape in (*shapes, shapes[-1], shapes[-1])[:3]:
+        capture([shape])
+        free.append(_free(device))
+    took = [max(0, before - after) for before, after in itertools.pairwise(free)]
+    return took[0] + min(took[1:]) * (len(shapes) - 1)
 
 
 def _free(device: torch.device) -> int:

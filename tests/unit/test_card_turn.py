@@ -1,0 +1,82 @@
+"""Who starts on a GPU waits for others that do; nobody waits for ever, nor for who is gone."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import multiprocessing.synchronize
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.device import card_turn, file_turn
+from engine.memory import _captured
+
+
+def test_one_at_a_time(tmp_path: Path) -> None:
+    path = tmp_path / "card"
+    order: list[str] = []
+
+    def second() -> None:
+        with file_turn(path, 30.0):
+            order.append("second")
+
+    with file_turn(path, 30.0):
+        other = threading.Thread(target=second)
+        other.start()
+        time.sleep(0.3)
+        order.append("first")
+    other.join(30.0)
+    assert order == ["first", "second"]
+
+
+def test_nobody_waits_for_ever(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "card"
+    with file_turn(path, 30.0), caplog.at_level(logging.WARNING), file_turn(path, 0.0):
+        assert "not waiting longer" in caplog.text
+
+
+def test_where_no_lock_can_be_made_nobody_waits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING), file_turn(tmp_path / "no such" / "card", 30.0):
+        assert "does not wait" in caplog.text
+
+
+def _hold(path: Path, held: multiprocessing.synchronize.Event) -> None:
+    with file_turn(path, 30.0):
+        held.set()
+        time.sleep(60.0)
+
+
+def test_the_dead_hold_nothing(tmp_path: Path) -> None:
+    spawn = multiprocessing.get_context("spawn")
+    path, held = tmp_path / "card", spawn.Event()
+    holder = spawn.Process(target=_hold, args=(path, held))
+    holder.start()
+    try:
+        assert held.wait(60.0)
+        holder.kill()
+        began = time.monotonic()
+        with file_turn(path, 30.0):
+            assert time.monotonic() - began < 20.0
+    finally:
+        holder.kill()
+        holder.join(30.0)
+
+
+def test_a_cpu_is_nobodys_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.device.file_turn", None)
+    with card_turn(torch.device("cpu")):
+        pass
+
+
+def test_what_somebody_else_takes_meanwhile_is_not_counted_for_every_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = iter([1000, 900, 400, 390])  # the second graph took 10, somebody else 490
+    monkeypatch.setattr("engine.memory._free", lambda _: next(free))
+    captured: list[int] = []
+    assert _captured([8, 4, 2, 1], captured.extend, torch.device("cuda:0")) == 100 + 3 * 10
+    assert captured == [8, 4, 2]
+    free = iter([1000, 900, 890, 880])
+    assert _captured([8], captured.extend, torch.device("cuda:0")) == 100
