@@ -3,8 +3,24 @@
 Values of flags arrive here as text: common/config.py, with config_kinds.py, alone says what they may be, and in which
 words it refuses them.
 A new command is a function in a file here that command.py lists; a flag of several commands stands in options.py.
+This file imports next to nothing, so that Ctrl-C finds `main` in charge as good as from the first moment on.
 """
 
-from common.cli.command import app, main
+from __future__ import annotations
 
-__all__ = ["app", "main"]
+import signal
+from typing import NoReturn
+
+from common.cli import exits
+
+
+def main() -> NoReturn:
+    """Entry point of the console script."""
+    # Half a second of imports: an exception raised among them is a traceback, or is lost in what swallows it.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell's background job ignores it
+        signal.signal(signal.SIGINT, exits.at_once)
+    from common.cli import command
+
+    if signal.getsignal(signal.SIGINT) is exits.at_once:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    command.main()

@@ -40,7 +40,7 @@ app.add_typer(keys, name="keys")
 
 
 def main() -> NoReturn:
-    """Entry point of the console script."""
+    """Runs the command that the process was called with."""
     try:
         code = app(sys.argv[1:] or ["--help"], prog_name="baton", standalone_mode=False)
     except CommandLineError as error:

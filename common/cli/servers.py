@@ -293,12 +293,14 @@ def gateway(
 
 def _serve(module: str, settings: PodConfig | WorkerConfig | GatewayConfig) -> None:
     """Runs `serve` of a service's module, then ends the process."""
+    # Until Lifecycle takes over. A container's first process would otherwise not hear SIGTERM at all; KeyboardInterrupt
+    # is lost in torch's import of NumPy, which then stays half imported, and waits for a model that is being loaded.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, exits.at_once)
     from common.logs import setup_logs
     from common.models import resolve_model, served_name
 
     setup_logs(settings.log_level, settings.log_format)
-    # Until Lifecycle takes over. A container's first process would otherwise not hear it at all.
-    signal.signal(signal.SIGTERM, lambda number, _frame: os._exit(128 + number))
     if not isinstance(settings, GatewayConfig) and settings.cpus is not None:
         run_on(settings.cpus)
     if isinstance(settings, PodConfig):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from common.cli import app
+from common.cli.command import app
 from common.config import GatewayConfig
 from common.errors import ConfigError
 from common.pb import inference_pb2, inference_pb2_grpc

@@ -14,8 +14,7 @@ from urllib.parse import urlsplit
 
 import typer
 
-from common.cli import app
-from common.cli.command import CommandLineError
+from common.cli.command import CommandLineError, app
 from common.config import GatewayConfig, PodConfig, WorkerConfig
 from common.errors import ConfigError
 from common.index_url import IndexUrl

@@ -12,7 +12,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from common.cli import app
+from common.cli.command import app
 from common.config import GatewayConfig, PodConfig, UpConfig, WorkerConfig
 
 
