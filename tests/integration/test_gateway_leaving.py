@@ -76,6 +76,17 @@ async def test_grpc_clients_go_to_the_next_gateway_without_a_failed_call(
             await call(2)
 
 
+async def test_calls_on_their_way_when_clients_are_told_to_go_are_served(
+    cluster: FakeCluster, smollm2_dir: Path, unused_tcp_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gateway_server, "LAST_CALLS_S", 30.0)
+    async with rig(cluster, smollm2_dir, grpc_port=unused_tcp_port, drain_delay_s=0.01) as gw:
+        drain = asyncio.create_task(gw.server.drain())
+        await until(lambda: gw.server._grpc_leaving is not None)
+        assert (await gw.complete(max_tokens=3)).status_code == 200
+        drain.cancel()
+
+
 async def test_drain_finishes_what_runs_and_refuses_the_rest(gw: Rig, cluster: FakeCluster) -> None:
     goes_on = asyncio.Event()
     for pod in cluster.prefills:

@@ -97,6 +97,19 @@ async def test_a_peer_that_takes_no_bytes_delays_no_other_connection() -> None:
         await cluster.stop()
 
 
+async def test_a_connection_that_broke_is_not_kept_for_good(cluster: Cluster) -> None:
+    """Addresses of pods that are gone never come again."""
+    prefill, gone = await cluster.pair()
+    await prefill.node.connect(gone.address)
+    connector = prefill.node._connector
+    (connection,) = connector._connections.values()
+    prefill.node._thread.submit(lambda: connector.retire(connection))
+    await until(lambda: connection not in connector._attached)
+    other = await cluster.start("decode-1", Role.DECODE)
+    await prefill.node.connect(other.address)
+    assert list(connector._connections) == [other.address]
+
+
 async def test_nothing_to_push(cluster: Cluster) -> None:
     prefill, decode = await cluster.pair()
     incoming = decode.reserve("r", 4, [])

@@ -293,6 +293,21 @@ async def test_where_no_note_is_answered_all_is_called_for_a_while(
     assert (len(noted), len(calls.made)) == (outgoing.MOST_UNHEARD + 1, outgoing.MOST_UNHEARD + 2)
 
 
+async def test_notes_go_on_where_some_are_answered(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefill, decode = await pair(cluster)
+    calls, noted = Calls(prefill, monkeypatch), lose(decode, CommitNote, copies=(0.0,))
+    lost = outgoing.MOST_UNHEARD - 1
+    for _ in range(2):
+        lose(prefill, Committed)
+        for i in range(lost):
+            await send(prefill, decode, f"r{i}")
+        prefill.backend.on_notification = lambda _: (0.0,)
+        with monkeypatch.context() as patient:
+            patient.setattr(outgoing, "NOTE_PATIENCE_S", 30.0)
+            await send(prefill, decode, "heard")
+    assert (len(noted), len(calls.made)) == (2 * lost + 2, 2 * lost)
+
+
 async def test_a_restarted_writer_is_introduced_anew(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     prefill, decode = await pair(cluster)
     await hand_over(prefill, decode, 1)

@@ -22,6 +22,7 @@ from gateway.routing.router import Router
 from gateway.routing.view import PodView
 from gateway.timeline import Timeline, Timelines
 from gateway.token_order import TokenOrder
+from tests.until import until
 
 FP = "ab" * 16
 
@@ -80,6 +81,7 @@ class FakeIndex:
     def __init__(self) -> None:
         self.held: dict[str, int] = {}
         self.up = True
+        self.returned: list[str] = []  # pods
 
     async def lookup_tiers(self, scope: str, hashes: list[bytes], pods: list[tuple[str, int]]) -> dict[str, Held]:
         if not self.up:
@@ -90,7 +92,8 @@ class FakeIndex:
     async def reserve(self, scope: str, request_id: str, groups: Any) -> Any:
         raise IndexUnavailable("away")
 
-    unbook = reserve
+    async def unbook(self, scope: str, pod: str, request_id: str) -> None:
+        self.returned.append(pod)
 
     def alone(self, scope: str) -> bool:
         return False
@@ -180,12 +183,15 @@ async def test_equal_prompts_wait_for_each_other_where_that_is_cheaper_than_comp
 
 
 async def test_what_ends_returns_its_bookings_whatever_it_was() -> None:
-    world = World(TWO_BY_TWO, FakeIndex())
+    index = FakeIndex()
+    world = World(TWO_BY_TWO, index)
     for end in ("nothing", "local", "computed"):
+        index.returned.clear()
         plan = await world.router.plan(prompt(300))
         placement = await plan.place("r", (), ())
         assert placement is not None
         assert placement.prefill is not None
+        booked = sorted([placement.prefill.name, placement.decode.name])
         assert world[placement.prefill.name].prefilling.tokens == 300
         assert len(world[placement.decode.name].decoding) == 1 == len(world.router.inflight)
         if end == "computed":
@@ -198,6 +204,8 @@ async def test_what_ends_returns_its_bookings_whatever_it_was() -> None:
         for _ in range(2):
             placement.end()
         assert not any(len(world[name].prefilling) + len(world[name].decoding) for name in TWO_BY_TWO)
+        await until(lambda: not world.router._tasks)
+        assert sorted(index.returned) == booked, "in the index, once"
     await world.router.stop()
 
 

@@ -230,6 +230,23 @@ def test_a_proposer_that_fails_costs_its_drafts_and_no_more(at: str, monkeypatch
     assert broken.stats.failures > 0
 
 
+def test_a_proposer_that_fails_in_every_step_does_not_fill_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    proposer, seq = NgramProposer(), sequence([1, 2, 3, 1, 2, 3], [1])
+    seq.lease, seq.computed, seq.slot = BlockPool(60, 4).lease([], 10), 6, 0
+    broken = Speculator(proposer, Always(2), max_seqs=4)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(proposer, "propose", fail)
+    for _ in range(100):
+        assert not broken.draft([seq])
+    assert broken.stats.failures == 100
+    assert [record.args[1] for record in caplog.records if record.args] == [1, 2, 4, 8, 16, 32, 64]  # type: ignore[index]
+
+
 def test_an_alarm_while_nothing_is_accepted() -> None:
     stats = SpeculationStats("p", 4)
     stats.add(4, 2)

@@ -14,7 +14,7 @@ from kv_transfer.counters import Drops
 from kv_transfer.incoming import Incoming
 from kv_transfer.memory import PeerMemory, host_memory
 from kv_transfer.messages import Commit, Writer
-from kv_transfer.notification import RangeWritten
+from kv_transfer.notification import CommitNote, RangeWritten
 from kv_transfer.outgoing import Outgoing
 from kv_transfer.pairs import Pairs
 from kv_transfer.transfer_thread import AWAITED_FOR_S
@@ -37,6 +37,7 @@ class Agents:
 
     def __init__(self) -> None:
         self.known: list[str] = []
+        self.told: list[str] = []
 
     def introduce(self, peer: str, metadata: bytes) -> None:
         if metadata != b"good":
@@ -49,6 +50,7 @@ class Agents:
 
     def notify(self, peer: str, payload: bytes) -> None:
         assert peer in self.known
+        self.told.append(peer)
 
 
 class Hold:
@@ -127,6 +129,25 @@ def test_of_many_writers_that_came_the_first_are_forgotten() -> None:
     table.forget("prefill-10")
     assert "prefill-10" not in agents.known
     assert not table.watches("prefill-10")
+
+
+def test_a_forgotten_writer_gets_no_note() -> None:
+    """Its commit came as one, and the backend does not know it any more: a call follows, and that is answered."""
+    agents = Agents()
+    table = receiving(Now(), agents)
+    for number, forgotten in enumerate((False, True)):
+        transfer_id = TransferId(5, number)
+        assert table.introduce(WRITER.agent, b"good")
+        table.add(transfer_id, "r", 0, [3], Hold(), 200.0, lambda _: None, lambda _: None)
+        table.open_transfer(transfer_id, "r", WRITER)
+        table.notified(WRITER.agent, CommitNote(transfer_id, COMMIT))
+        if forgotten:
+            table.forget(WRITER.agent)
+        table.notified(WRITER.agent, RangeWritten(transfer_id, 0, 1))
+        assert len(agents.told) == 1
+        answer: Future[float] = Future()
+        table.commit(transfer_id, 7, COMMIT, answer)
+        assert answer.result(0) == 0.0
 
 
 def test_a_forgotten_writer_whose_transfer_goes_on_is_watched_until_it_is_over() -> None:

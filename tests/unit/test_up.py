@@ -68,6 +68,8 @@ async def test_that_all_is_ready_is_said_before_how_to_use_it(capsys: pytest.Cap
         service.state, service.ready_after_s = State.READY, 1.0
         board.refresh()
         board.say("examples")
-    ready, *rest = capsys.readouterr().out.splitlines()
+        service.state = State.STOPPED
+    ready, examples, stopped = capsys.readouterr().out.splitlines()
     assert "gateway    ready after 1.0 s" in ready
-    assert rest == ["examples"]
+    assert examples == "examples"
+    assert "gateway    stopped" in stopped, "how it ended is shown too"
