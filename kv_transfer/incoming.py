@@ -147,10 +147,6 @@ class Incoming:
         return any(entry.machine.awaits_ranges and entry.asked_at > since for entry in self._table.values())
 
     @property
-    def draining(self) -> int:
-        return sum(entry.machine.state is ReceiverState.DRAINING for entry in list(self._table.values()))
-
-    @property
     def quarantined_blocks(self) -> int:
         return sum(entry.machine.quarantined for entry in list(self._table.values()))
 

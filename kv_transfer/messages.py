@@ -150,7 +150,6 @@ class TransferStats:
     received_blocks: int
     damaged_transfers: int
     open_incoming: int
-    draining_incoming: int
     quarantined_blocks: int
     open_outgoing: int
     open_reads: int

@@ -258,7 +258,6 @@ class TransferNode:
             received_blocks=self._incoming.received_blocks,
             damaged_transfers=self._incoming.damaged_transfers + self._pulling.damaged,
             open_incoming=self._incoming.open,
-            draining_incoming=self._incoming.draining,
             quarantined_blocks=self._incoming.quarantined_blocks,
             open_outgoing=self._outgoing.open,
             open_reads=self._reading.open,
