@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
-from common.errors import BatonError, Cancelled, InvalidRequest, LayoutMismatch, TransferFailed
+from common.errors import BatonError, Cancelled, InvalidRequest, LayoutMismatch, TransferFailed, UnknownTransfer
 from common.types import FinishReason, KvTarget, TransferId
 from kv_transfer.connector import Connection
 from kv_transfer.memory import Hold, MemoryKind, PoolMemory, let_go
@@ -500,11 +500,16 @@ class Outgoing:
                 await call(min(CALL_S, machine.deadline - self._clock()))
             except BatonError as e:
                 error = e
-                self._thread.submit(lambda: self._apply(entry, machine.call_failed(error, self._clock())))
+                self._thread.submit(lambda: self._call_failed(entry, error))
             else:
                 self._thread.submit(lambda: self._apply(entry, acknowledged(self._clock())))
 
         self._calls.spawn(work)
+
+    def _call_failed(self, entry: _Entry, error: BatonError) -> None:
+        if isinstance(error, UnknownTransfer) and error.field == "pod" and entry.connection is not None:
+            entry.connection.broken = True  # the peer has forgotten this pod: the next transfer shakes hands anew
+        self._apply(entry, entry.machine.call_failed(error, self._clock()))
 
     def _report(self, entry: _Entry) -> TransferReport:
         blocks = len(entry.machine.target.blocks)

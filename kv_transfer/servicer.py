@@ -1,7 +1,7 @@
 """The Transfer service of a pod: verifies who calls, and hands the call to the transfer thread.
 
 Calls of an older generation than the newest that shook hands are refused and counted; a writer has to shake hands
-before it opens.
+before it opens. Of writers the last heard of are known: one that was forgotten is told so, and shakes hands anew.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from kv_transfer.peer_rpc import method
 from kv_transfer.process_watch import watch_process
 from kv_transfer.transfer_thread import TransferThread
 
+MOST_WRITERS = 1024  # pods come and go under new names, on other hosts unseen: beyond, the longest unheard is forgotten
 EXPECT_S = 5.0  # after a handshake bytes are expected for so long
 _CALL_S = 10.0  # for callers without a deadline
 
@@ -73,7 +74,7 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
         self._signer = signer
         self._drops = drops
         self._clock = clock
-        self._writers: dict[str, transfer_pb2.InfoResponse] = {}
+        self._writers: dict[str, transfer_pb2.InfoResponse] = {}  # by pod, the last heard of at the end
         self._expecting_until = 0.0
 
     @property
@@ -91,17 +92,20 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
         self._require(caller == (request.info.pod, request.info.generation), "Handshake is in another pod's name")
         mine = self._info()
         require_compatible(mine, request.info)
-        known = self._writers.get(request.info.pod)
+        pod = request.info.pod
+        known = self._writers.get(pod)
         if known is not None and known.generation > request.info.generation:
             self._drops.count("old_generation")
-            raise TransferFailed(f"a newer generation of {request.info.pod} was here")
-        self._writers[request.info.pod] = request.info
+            raise TransferFailed(f"a newer generation of {pod} was here")
+        gone = [] if known is None or known.generation == request.info.generation else [agent_name(known)]
+        self._heard(pod, request.info)
+        while len(self._writers) > MOST_WRITERS:
+            gone.append(agent_name(self._writers.pop(next(iter(self._writers)))))
         self._expecting_until = self._clock() + EXPECT_S
-        former = None if known is None or known.generation == request.info.generation else agent_name(known)
 
         def introduce() -> tuple[bytes, bool]:
-            if former is not None:
-                self._incoming.forget(former)
+            for agent in gone:
+                self._incoming.forget(agent)
             introduced = self._incoming.introduce(agent_name(request.info), request.agent_metadata)
             return self._thread.backend.metadata(), introduced
 
@@ -205,11 +209,21 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
             raise Unauthenticated(message)
 
     def _writer(self, pod: str, generation: int) -> transfer_pb2.InfoResponse:
+        """Raises UnknownTransfer; its field is `pod` where a handshake is missing, which the writer can make up for."""
         info = self._writers.get(pod)
-        if info is None or info.generation != generation:
-            self._drops.count("old_generation" if info is not None else "unknown_pod")
-            raise UnknownTransfer(f"generation {generation} of {pod} has not shaken hands, or a newer one has")
+        if info is None or info.generation < generation:
+            self._drops.count("unknown_pod")
+            missing = f"generation {generation} of {pod} has not shaken hands, or was forgotten"
+            raise UnknownTransfer(missing, field="pod")
+        if info.generation > generation:
+            self._drops.count("old_generation")
+            raise UnknownTransfer(f"a newer generation of {pod} than {generation} has shaken hands")
+        self._heard(pod, info)
         return info
+
+    def _heard(self, pod: str, info: transfer_pb2.InfoResponse) -> None:
+        self._writers.pop(pod, None)
+        self._writers[pod] = info
 
     async def _on_thread(self, function: Callable[[], T], context: Context) -> T:
         if not self._thread.running:

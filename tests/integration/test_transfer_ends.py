@@ -17,6 +17,7 @@ from common.errors import Cancelled, DeadlineExceeded, TransferFailed, Unavailab
 from common.pb import transfer_pb2
 from common.types import Role
 from common.wire import transfer_id_to_pb
+from kv_transfer import servicer
 from kv_transfer.faults import WriteFault
 from kv_transfer.memory import PeerMemory
 from kv_transfer.process_watch import ProcessWatch
@@ -181,6 +182,27 @@ async def test_prefill_restarts_under_its_name(cluster: Cluster, unused_tcp_port
     with pytest.raises(UnknownTransfer):
         await prefill.node._rpc.call(decode.address, "Commit", request, transfer_pb2.CommitResponse, 5.0)
     assert decode.node.stats().dropped["old_generation"] == 1
+
+
+async def test_a_writer_that_was_forgotten_for_others_shakes_hands_anew(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servicer, "MOST_WRITERS", 2)
+    decode = await cluster.start("decode-0", Role.DECODE)
+    first, busy, last = [await cluster.start(f"prefill-{number}", Role.PREFILL) for number in range(3)]
+    for seed, prefill in enumerate((busy, first, busy, last)):
+        prefill.fill(seed)
+        await hand_over(prefill, decode, seed)
+    await hand_over(busy, decode, 4)  # known still: it was heard of after the first one
+    assert "unknown_pod" not in decode.node.stats().dropped
+    assert not decode.node._incoming.watches(first.agent)
+    incoming = decode.reserve("r", 0, [1, 2])
+    with pytest.raises(TransferFailed, match="has not shaken hands, or was forgotten"):
+        await first.node.outgoing(incoming.target, "r", 2, 30.0).done()
+    assert decode.node.stats().dropped["unknown_pod"] == 1
+    await hand_over(first, decode, 5)
+    decode.node.release(incoming.target.transfer_id)
+    await until(lambda: incoming.hold.free)
 
 
 async def test_reservations_expire_in_the_order_of_their_deadlines(cluster: Cluster) -> None:
