@@ -56,11 +56,20 @@ class Result:
         return self.status == ANSWERED
 
     @property
+    def code(self) -> str | None:
+        """The code of a refusal in OpenAI's shape."""
+        code = self._refusal.get("code")
+        return code if isinstance(code, str) else None
+
+    @property
     def reason(self) -> str:
         """Why there is no answer, for a person."""
+        return f"{self.status} {self._refusal.get('message') or self.body}" if self.status else self.error
+
+    @property
+    def _refusal(self) -> dict[str, Any]:
         error = self.body.get("error") if isinstance(self.body, dict) else None
-        message = error.get("message") if isinstance(error, dict) else None
-        return f"{self.status} {message or self.body}" if self.status else self.error
+        return error if isinstance(error, dict) else {}
 
     def line(self, custom_id: str) -> bytes:
         """The output line."""

@@ -83,10 +83,10 @@ async def _result(
     pause_s = BACKOFF_S[0]
     for left in range(sending.retries, -1, -1):
         result, wanted_s = await _try(client, request)
-        if result.status in (401, 403) and _code(result) == "invalid_api_key":
+        if result.status in (401, 403) and result.code == "invalid_api_key":
             raise Unavailable("the gateway refuses the API key; give another with --api-key")
         passing = result.status in PASSING or not result.status
-        if not passing or _code(result) in HOPELESS or not left:
+        if not passing or result.code in HOPELESS or not left:
             return result
         retried(result.reason)
         await asyncio.sleep(max(min(wanted_s, MAX_RETRY_AFTER_S), pause_s * random.uniform(0.5, 1.0)))
@@ -107,9 +107,3 @@ async def _try(client: httpx.AsyncClient, request: Request) -> tuple[Result, flo
     wanted = answer.headers.get("retry-after", "")
     wanted_s = float(wanted) if wanted.isascii() and wanted.isdecimal() else 0.0
     return Result(answer.status_code, answer.headers.get("x-request-id", ""), body), wanted_s
-
-
-def _code(result: Result) -> str | None:
-    error = result.body.get("error") if isinstance(result.body, dict) else None
-    code = error.get("code") if isinstance(error, dict) else None
-    return code if isinstance(code, str) else None
