@@ -449,6 +449,23 @@ async def test_what_is_wrong_behind_whole_requests_does_not_cut_their_answers(
     await gw.settled()
 
 
+async def test_what_comes_after_a_refusal_is_not_looked_at(
+    gw: Rig, cluster: FakeCluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster.decodes[0].faults.token_delay_s = 0.1
+    reader, writer = await asyncio.open_connection("127.0.0.1", gw.server.port)
+    writer.write(posted())
+    await until(lambda: bool(cluster.decodes[0].seen.reserved))
+    for _ in range(10):
+        writer.write(b"no HTTP\r\n\r\n")
+        await asyncio.sleep(0.01)
+    assert (await asyncio.wait_for(reader.read(), 20)).startswith(b"HTTP/1.1 200")
+    writer.close()
+    assert [record.message for record in caplog.records if record.name == "uvicorn.error"] == [
+        "Invalid HTTP request received."
+    ]
+
+
 async def test_a_head_that_waits_to_be_read_is_not_late(
     gw: Rig, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -204,20 +204,23 @@ class TestMiss:
             assert second.counted("pulls") == {("skipped", "useless"): 1}
             assert [one.fetched for one in begun] == [None]  # its trace has no pull
 
-    async def test_a_full_pod_computes(self, model_dir: Path, llm: LLM, mode: str) -> None:
+    async def test_a_full_pod_computes(
+        self, model_dir: Path, llm: LLM, mode: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         async with Cluster.start(model_dir, prefill=1, prefill_config={"pull": mode}) as cluster:
             small = await cluster.add(Role.PREFILL, num_blocks=20, pull=mode)
             await with_prefix(cluster, cluster.prefill)
             pool = small.runtime.engine.pool
             taken = pool.lease([], 12)
             assert taken is not None
-            r = follow_up()
+            r, begun = follow_up(), hand_offs(small, monkeypatch)
             running = asyncio.create_task(cluster.generate(r, prefill=small, pull=cluster.prefill.holds(12)))
             async with asyncio.timeout(30):
                 while small.counted("pulls") != {("skipped", "no_room"): 1}:
                     await asyncio.sleep(0.005)
             taken.finish("enough")
             assert (await running).ids == expected(llm, r)
+            assert [one.fetched for one in begun] == [None], "nobody was asked"
 
 
 async def test_an_abort_during_a_pull_ends_the_request_and_gives_all_back(model_dir: Path, mode: str) -> None:

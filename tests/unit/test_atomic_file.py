@@ -1,0 +1,35 @@
+"""A file is replaced as a whole, with the permissions that are asked for, or stays and leaves nothing beside it."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from common.atomic_file import replace_file
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o644])
+@pytest.mark.parametrize("there", [False, True])
+def test_it_has_the_content_and_the_permissions(mode: int, there: bool, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    if there:
+        path.write_bytes(b"a longer one before")
+    replace_file(path, b"new", mode)
+    assert (path.read_bytes(), stat.S_IMODE(path.stat().st_mode)) == (b"new", mode)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_failure_leaves_what_was_there_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    path = tmp_path / "file"
+    path.write_bytes(b"before")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        replace_file(path, b"new", 0o644)
+    assert path.read_bytes() == b"before"
+    assert list(tmp_path.iterdir()) == [path]
