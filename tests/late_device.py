@@ -132,34 +132,66 @@ class Device:
         return blocks[position // self.size], position % self.size
 
 
-class World:
-    """Engine-like: a stepper, and what its hook saw. drafts: most of a sequence in a step."""
+class Steps:
+    """Engine-like: a stepper on a late device, over a pool of blocks of `size`. Who derives says what its hook sees."""
+
+    def __init__(
+        self, pool: BlockPool, size: int, *, overlap: bool, budget: int, seqs: int, speculator: Speculator | None = None
+    ) -> None:
+        self.size = size
+        self.device = Device(size)
+        self.pool = pool
+        self.scheduler = Scheduler(SchedulerConfig(token_budget=budget, max_seqs=seqs, max_model_len=MAX_LEN), pool)
+        self.speculator = speculator
+        self.stepper = Stepper(
+            self.scheduler, pool, self.device, max_model_len=MAX_LEN, overlap=overlap, speculator=speculator
+        )
+
+    def hook(self, result: StepResult) -> None:
+        raise NotImplementedError
+
+    def add(self, name: str, prompt: abc.Sequence[int], params: SamplingParams, *, hand_off: bool = False) -> Sequence:
+        request = ValidRequest(name, "m", tuple(prompt), params)
+        seq = Sequence(request, fingerprint=FINGERPRINT, block_size=self.size, hand_off=hand_off)
+        self.scheduler.add(seq)
+        return seq
+
+    def step(self, mail: Mail | None = None) -> StepResult:
+        result = self.stepper.step(self.hook, mail)
+        self.pool.check()
+        return result
+
+    def drain(self) -> None:
+        """Steps until nothing is left, of which no trace is: neither in the pool nor on the device."""
+        for _ in range(3000):
+            if not self.stepper.has_work:
+                break
+            self.step()
+        else:
+            raise AssertionError("starved")
+        counts = self.pool.counts()
+        assert (counts.leased, counts.quarantined) == (0, 0)
+        assert not self.device.queue
+
+
+class World(Steps):
+    """What the hook saw of each sequence. drafts: most of a sequence in a step."""
 
     def __init__(
         self, *, overlap: bool, blocks: int = 60, size: int = 4, budget: int = 16, seqs: int = 4, drafts: int = 0,
         pool: BlockPool | None = None,
     ) -> None:  # fmt: skip
-        self.size = size
-        self.device = Device(size)
-        self.pool = pool or BlockPool(blocks, size)
-        self.scheduler = Scheduler(
-            SchedulerConfig(token_budget=budget, max_seqs=seqs, max_model_len=MAX_LEN), self.pool
-        )
         self.answers: dict[str, list[int]] = {}
         guesses = Guesses(self.answers, vocab=VOCAB)
-        self.speculator = Speculator(guesses, Always(drafts), max_seqs=seqs) if drafts else None
-        self.stepper = Stepper(
-            self.scheduler, self.pool, self.device, max_model_len=MAX_LEN, overlap=overlap, speculator=self.speculator
-        )
+        speculator = Speculator(guesses, Always(drafts), max_seqs=seqs) if drafts else None
+        pool = pool or BlockPool(blocks, size)
+        super().__init__(pool, size, overlap=overlap, budget=budget, seqs=seqs, speculator=speculator)
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, SequenceOutput] = {}
 
     def add(self, name: str, prompt: abc.Sequence[int], params: SamplingParams, *, hand_off: bool = False) -> Sequence:
-        request = ValidRequest(name, "m", tuple(prompt), params)
         self.answers[name] = answer(prompt, params)
-        seq = Sequence(request, fingerprint=FINGERPRINT, block_size=self.size, hand_off=hand_off)
-        self.scheduler.add(seq)
-        return seq
+        return super().add(name, prompt, params, hand_off=hand_off)
 
     def receive(self, name: str, prompt: list[int], params: SamplingParams) -> Sequence | None:
         """A sequence with KV and first token from another pod; None when there is no room."""
@@ -214,19 +246,3 @@ class World:
             if seq.lease is not None:
                 seq.lease.finish("abort")
             self.ends[name] = SequenceOutput(seq, seq.computed, finish=FinishReason.ABORT)
-
-    def step(self, mail: Mail | None = None) -> StepResult:
-        result = self.stepper.step(self.hook, mail)
-        self.pool.check()
-        return result
-
-    def drain(self) -> None:
-        for _ in range(2000):
-            if not self.stepper.has_work:
-                break
-            self.step()
-        else:
-            raise AssertionError("starved")
-        counts = self.pool.counts()
-        assert (counts.leased, counts.quarantined) == (0, 0)
-        assert not self.device.queue

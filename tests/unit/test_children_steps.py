@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import abc
 from dataclasses import dataclass, field
 
 import pytest
@@ -10,37 +9,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import InvalidRequest
-from common.types import FinishReason, SamplingParams, ValidRequest
+from common.types import FinishReason, SamplingParams
 from engine.block_pool import BlockPool
-from engine.scheduler import Scheduler, SchedulerConfig
 from engine.sequence import Sequence
 from engine.step_result import SequenceOutput, StepResult
-from engine.stepper import Stepper
-from tests.late_device import FINGERPRINT, MAX_LEN, Device, answer
+from tests.late_device import Steps, answer
 
 Name = tuple[str, int]
 
 
-class World:
-    """Engine-like: a stepper, and what its hook saw of each child."""
+class World(Steps):
+    """What the hook saw of each child."""
 
     def __init__(self, *, overlap: bool, blocks: int = 60, size: int = 4, budget: int = 16, seqs: int = 4) -> None:
-        self.size = size
-        self.device = Device(size)
         self.stored: list[bytes] = []
-        self.pool = BlockPool(blocks, size, on_stored=self.stored.extend)
-        self.scheduler = Scheduler(
-            SchedulerConfig(token_budget=budget, max_seqs=seqs, max_model_len=MAX_LEN), self.pool
-        )
-        self.stepper = Stepper(self.scheduler, self.pool, self.device, max_model_len=MAX_LEN, overlap=overlap)
+        pool = BlockPool(blocks, size, on_stored=self.stored.extend)
+        super().__init__(pool, size, overlap=overlap, budget=budget, seqs=seqs)
         self.tokens: dict[Name, list[int]] = {}
         self.ends: dict[Name, SequenceOutput] = {}
-
-    def add(self, name: str, prompt: abc.Sequence[int], params: SamplingParams, *, hand_off: bool = False) -> Sequence:
-        request = ValidRequest(name, "m", tuple(prompt), params)
-        seq = Sequence(request, fingerprint=FINGERPRINT, block_size=self.size, hand_off=hand_off)
-        self.scheduler.add(seq)
-        return seq
 
     def hook(self, result: StepResult) -> None:
         for output in result.outputs:
@@ -61,21 +47,6 @@ class World:
                 seq.lease.finish("abort")
             for ended in range(seq.child, seq.child + seq.draws):
                 self.ends[name, ended] = SequenceOutput(seq, seq.computed, finish=FinishReason.ABORT)
-
-    def step(self) -> StepResult:
-        result = self.stepper.step(self.hook)
-        self.pool.check()
-        return result
-
-    def drain(self) -> None:
-        for _ in range(3000):
-            if not self.stepper.has_work:
-                break
-            self.step()
-        else:
-            raise AssertionError("starved")
-        counts = self.pool.counts()
-        assert (counts.leased, counts.quarantined) == (0, 0)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
