@@ -8,7 +8,9 @@ from pathlib import Path
 
 
 def replace_file(path: Path, content: bytes, mode: int) -> None:
-    """Writes beside `path`, syncs, and takes its place with these permissions. OSError leaves `path` as it was."""
+    """Writes beside `path`, syncs, and takes its place with these permissions. What is raised, OSError or Ctrl-C,
+    leaves the directory as it was.
+    """
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
@@ -17,6 +19,5 @@ def replace_file(path: Path, content: bytes, mode: int) -> None:
             file.flush()
             os.fsync(file.fileno())
         Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    finally:
+        Path(name).unlink(missing_ok=True)  # it is there only where it did not take the place

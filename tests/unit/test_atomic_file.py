@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import stat
 from pathlib import Path
 
@@ -22,14 +21,18 @@ def test_it_has_the_content_and_the_permissions(mode: int, there: bool, tmp_path
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_failure_leaves_what_was_there_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(_handle: int) -> None:
-        raise OSError(28, "No space left on device")
+@pytest.mark.parametrize("call", ["os.fchmod", "os.fsync", "pathlib.Path.replace"])
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_a_failure_leaves_what_was_there_and_nothing_else(
+    call: str, error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_args: object) -> None:
+        raise error
 
     path = tmp_path / "file"
     path.write_bytes(b"before")
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space"):
+    monkeypatch.setattr(call, full)
+    with pytest.raises(type(error)):
         replace_file(path, b"new", 0o644)
     assert path.read_bytes() == b"before"
     assert list(tmp_path.iterdir()) == [path]
