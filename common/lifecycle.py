@@ -84,12 +84,15 @@ class Lifecycle:
         self._task = asyncio.get_running_loop().create_task(self._run_drain())
 
     async def _run_drain(self) -> None:
+        limit = asyncio.timeout(self._drain_s)
         try:
-            await asyncio.wait_for(self._drain(), self._drain_s)
-        except TimeoutError:
-            _log.warning("drain took more than %.0f s; stopping anyway", self._drain_s)
-        except Exception:
-            _log.exception("drain failed; stopping anyway")
+            async with limit:
+                await self._drain()
+        except Exception as error:  # of any kind: a process that was told to end ends
+            if limit.expired() and isinstance(error, TimeoutError):
+                _log.warning("drain took more than %.0f s; stopping anyway", self._drain_s)
+            else:
+                _log.exception("drain failed; stopping anyway")
         finally:
             self._state = State.STOPPED
             self._stopped.set()

@@ -95,16 +95,28 @@ async def test_the_drain_runs_once_and_states_only_move_forward() -> None:
     assert (life.state, drains) == (State.STOPPED, 1)
 
 
-@pytest.mark.parametrize("wait_s", [0.0, 60.0])
-async def test_a_drain_that_fails_or_hangs_still_ends(wait_s: float) -> None:
+@pytest.mark.parametrize(
+    ("wait_s", "drain_s", "error", "said"),
+    [
+        (0.0, 60.0, KeyError("bug"), "drain failed"),
+        (0.0, 60.0, TimeoutError("a peer's"), "drain failed"),  # not its own time
+        (60.0, 0.05, KeyError("bug"), "drain took more than 0 s"),
+    ],
+)
+async def test_a_drain_that_fails_or_hangs_still_ends(
+    wait_s: float, drain_s: float, error: Exception, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
     async def drain() -> None:
         await asyncio.sleep(wait_s)
-        raise KeyError("bug")
+        raise error
 
-    life = Lifecycle(drain, drain_s=0.05)
+    life = Lifecycle(drain, drain_s=drain_s)
     life.begin_drain("test")
     await asyncio.wait_for(life.wait_stopped(), 30)
     assert life.state is State.STOPPED
+    (record,) = caplog.records
+    assert record.getMessage() == f"{said}; stopping anyway"
+    assert (record.exc_info is not None) == (said == "drain failed")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs PR_SET_PDEATHSIG")
