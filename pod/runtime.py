@@ -206,13 +206,17 @@ class PodRuntime:
         await self._index.start()
 
     def _warm_up(self) -> None:
-        """One short request on the engine thread, so that the first client's does not pay for lazy set-up."""
+        """One short request on the engine thread, so that the first client's does not pay for lazy set-up. Its error is
+        raised: a pod that cannot compute is never ready.
+        """
         self.engine.rehearse()
         sampling = SamplingParams(temperature=0.0, max_tokens=2)
         request = ValidRequest("warm-up", self.served_name, (0, 0), sampling)
         self.engine.add(self.engine.new_sequence(request))
         while self.engine.has_work:
-            self.engine.step()
+            for output in self.engine.step().outputs:
+                if output.error is not None:
+                    raise output.error
 
     async def run(self, service: PodService) -> None:
         """Starts, serves until a signal, drains, stops.

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from common.errors import ConfigError, Unavailable
+from common.errors import ConfigError, InternalError, Unavailable
 from common.pb import control_pb2, control_pb2_grpc
 from common.prefix_index import IndexReader
 from common.types import PoolCounts, Role
 from common.valkey import EmbeddedValkey
 from engine.llm import LLM
+from engine.runner import Runner
 from kv_transfer.node import TransferNode
 from pod.control import ControlServicer
 from pod.watch import QuarantineWatch
@@ -36,6 +37,17 @@ class TestLife:
             assert info.pid
             assert info.boot_id
             assert info.version
+
+    async def test_one_that_cannot_compute_never_becomes_ready(
+        self, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def broken(self: Runner, *_: object) -> None:
+            raise RuntimeError("the device is on fire")
+
+        monkeypatch.setattr(Runner, "launch", broken)
+        with pytest.raises(InternalError, match="the device is on fire"):
+            async with Cluster.start(model_dir):
+                pytest.fail("it serves")
 
     async def test_drain_finishes_what_runs_and_refuses_the_rest(self, model_dir: Path, llm: LLM) -> None:
         async with Cluster.start(model_dir) as cluster:
