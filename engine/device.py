@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import tempfile
@@ -9,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 import torch
 
@@ -48,18 +50,10 @@ def file_turn(path: Path, limit_s: float) -> Iterator[None]:
     """The lock of `card_turn`; it ends with the process that has it."""
     until = time.monotonic() + limit_s
     told = False
-    try:
-        file = path.open("a")
-    except OSError as error:  # another user's, or no such directory
-        log.warning("this process does not wait for others that start on its GPU: %s", error)
-        yield
-        return
-    with file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
+    with contextlib.ExitStack() as held:
+        try:
+            file = held.enter_context(path.open("a"))
+            while not _locked(file):
                 if time.monotonic() > until:
                     log.warning("another process has been starting on this GPU for %.0f s: not waiting longer", limit_s)
                     break
@@ -67,7 +61,17 @@ def file_turn(path: Path, limit_s: float) -> Iterator[None]:
                     log.info("waiting for another process that starts on this GPU")
                     told = True
                 time.sleep(LOOK_S)
+        except OSError as error:  # another user's file, no such directory, a file system without locks
+            log.warning("this process does not wait for others that start on its GPU: %s", error)
         yield
+
+
+def _locked(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 # Said where no class of error tells: by CUDA (a graph is the driver's), by cuBLAS, by a CPU's allocator.

@@ -237,7 +237,7 @@ class _Run:
             for seq in self.seqs:
                 engine.add(seq)
                 added.append(seq.request_id)
-        except BatonError:
+        except Exception:
             for request_id in added:
                 engine.abort(request_id)
             raise

@@ -93,10 +93,9 @@ class TextTokenizer:
     def _find_eos(self, model_dir: Path) -> tuple[int, ...]:
         for name in ("generation_config.json", "config.json"):
             eos = read_json(model_dir / name).get("eos_token_id")
-            if isinstance(eos, int):
-                return (eos,)
-            if isinstance(eos, list) and eos:
-                return tuple(int(i) for i in eos)
+            given = eos if isinstance(eos, list) else [eos] if isinstance(eos, int) else []
+            if ids := tuple(int(i) for i in given if int(i) >= 0):  # -1 says that there is none
+                return ids
         token = special_text(self.config, "eos_token")
         eos = self.raw.token_to_id(token) if token else None
         return () if eos is None else (eos,)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from common.errors import ConfigError
+from engine.device import lacked_memory
 from engine.models.base import ModelShape
 
 TRACED = "baton-trace"  # our name in the registries of transformers while a model is traced
@@ -54,14 +55,14 @@ class _Given(nn.Module):
 
 @contextmanager
 def reasons(name: str) -> Iterator[None]:
-    """Whatever the foreign code raises, a reason to refuse the model is one readable line. A full GPU is none."""
+    """Whatever the foreign code raises, a reason to refuse the model is one readable line. A full device is none."""
     try:
         yield
-    except torch.OutOfMemoryError:
-        raise
     except ConfigError as error:
         raise ConfigError(f"{name} is not served: {error.message}", field="model") from error
     except Exception as error:
+        if isinstance(error, RuntimeError) and lacked_memory(error) is not None:
+            raise
         first = str(error).strip().split("\n")[0]
         if "on meta tensors" in first:
             first = "its forward pass depends on values of tensors"

@@ -76,14 +76,14 @@ def read_config(model_dir: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def eos_token_ids(config: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
-    """The end-of-sequence tokens of both files, the generation config's first."""
+    """The end-of-sequence tokens of both files, the generation config's first. A negative id stands for none."""
     found: list[int] = []
     for source in (generation, config):
         given = source.get("eos_token_id")
         ids = given if isinstance(given, list) else [] if given is None else [given]
         if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
             raise ConfigError(f"eos_token_id is {given!r}, a token id or a list of them is needed", field="model")
-        found += [i for i in ids if i not in found]
+        found += [i for i in ids if i not in found and i >= 0]
     return tuple(found)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import multiprocessing
 import multiprocessing.synchronize
@@ -42,6 +43,17 @@ def test_nobody_waits_for_ever(tmp_path: Path, caplog: pytest.LogCaptureFixture)
 def test_where_no_lock_can_be_made_nobody_waits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING), file_turn(tmp_path / "no such" / "card", 30.0):
         assert "does not wait" in caplog.text
+
+
+def test_where_there_are_no_locks_nobody_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def none(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", none)
+    with caplog.at_level(logging.WARNING), file_turn(tmp_path / "card", 30.0):
+        assert "No locks available" in caplog.text
 
 
 def _hold(path: Path, held: multiprocessing.synchronize.Event) -> None:

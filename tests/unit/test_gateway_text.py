@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -53,6 +54,14 @@ def test_the_vocabulary_decides_the_detokenizer(smol: TextTokenizer, metaspace: 
     assert isinstance(detokenizer(smol), ByteLevelDetokenizer)
     assert isinstance(detokenizer(metaspace), WindowDetokenizer)
     assert (smol.eos_ids, metaspace.eos_ids) == ((2,), (2,))
+
+
+@pytest.mark.parametrize(("said", "ids"), [(-1, (2,)), ([-1, 4], (4,)), ([], (2,)), (7, (7,))])
+def test_an_end_that_is_negative_is_none(metaspace: TextTokenizer, tmp_path: Path, said: Any, ids: Any) -> None:
+    metaspace.raw.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(metaspace.config))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": said}))
+    assert TextTokenizer(tmp_path).eos_ids == ids
 
 
 @settings(max_examples=300, deadline=None)

@@ -17,7 +17,7 @@ from engine.attention.base import StepShape
 from engine.attention.torch_backend import TorchAttention
 from engine.kv_pool import KVPool
 from engine.models.decoder import Decoder
-from engine.models.spec import parse_spec, read_config
+from engine.models.spec import eos_token_ids, parse_spec, read_config
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
@@ -244,6 +244,10 @@ def test_what_is_not_served_is_named(change: dict[str, Any], message: str) -> No
     config = TINY | {"architectures": ["LlamaForCausalLM"]} | change
     with pytest.raises(ConfigError, match=message):
         parse_spec(config)
+
+
+def test_a_negative_end_is_none() -> None:
+    assert eos_token_ids({"eos_token_id": [7, -1]}, {"eos_token_id": -1}) == (7,)
 
 
 def test_checkpoint_that_does_not_fit_is_refused(tmp_path: Path) -> None:
