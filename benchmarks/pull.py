@@ -120,7 +120,7 @@ class Side:
 
 
 async def begin(name: str, role: Role, layout: KVLayout, device: str) -> Side:
-    """Starts a side whose scattered blocks are the same for all."""
+    """Starts a side with scattered blocks, the i-th of which says i: a puller need not know where the holder has it."""
     most = max(PLANS[device].counts)
     count = 2 * most + 8
     make = host_memory if device == "cpu" else device_memory
@@ -147,12 +147,17 @@ async def begin(name: str, role: Role, layout: KVLayout, device: str) -> Side:
     )
     side = Side(node, server, memory)
     side.places = random.Random(1).sample(range(0, count, 2), most)
-    for block in side.places:
-        memory.write_block(block, block.to_bytes(4, "big") * (layout.block_bytes // 4))
+    for number, block in enumerate(side.places):
+        memory.write_block(block, content(number) * (layout.block_bytes // len(content(number))))
     server.add(transfer_pb2_grpc.add_TransferServicer_to_server, node.servicer, "baton.v1.Transfer")
     await node.start()
     side.address = f"127.0.0.1:{await server.start()}"
     return side
+
+
+def content(number: int) -> bytes:
+    """What a lent block repeats; none is zero, as are those that it is pulled into."""
+    return (number + 1).to_bytes(4, "big")
 
 
 async def hold(layout: KVLayout, device: str) -> None:
@@ -182,8 +187,10 @@ async def pull(side: Side, holder: Holder, count: int, *, read: bool) -> float:
     got = await side.node.pull(holder, wanted, read=read)
     seconds = time.perf_counter() - began
     assert got.blocks == count, got
-    for mine, theirs in ((places[0], side.places[0]), (places[-1], side.places[count - 1])):
-        assert side.memory.read_block(mine)[:4] == theirs.to_bytes(4, "big"), "other bytes arrived"
+    for number in (0, count - 1):
+        came = side.memory.read_block(places[number])
+        if came[:4] != content(number) or came[-4:] != content(number):
+            raise RuntimeError(f"block {number} of {count} arrived as {came[:4].hex()}...{came[-4:].hex()}")
     return seconds
 
 
