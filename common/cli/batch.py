@@ -30,11 +30,16 @@ from common.errors import ConfigError
 def batch(
     source: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="Requests in OpenAI's batch format.")],
     target: Annotated[Path, typer.Argument(metavar="OUT.jsonl", help="Answers; a run goes on where one ended.")],
-    url: Annotated[str | None, opt("A running gateway; default: a stack of our own, until all is answered.")] = None,
+    url: Annotated[
+        str | None,
+        opt("A running gateway; default: a stack of our own, until all is answered.", "--url", metavar="URL"),
+    ] = None,
     api_key: Annotated[str | None, opt("API key for --url (default: $OPENAI_API_KEY).", metavar="KEY")] = None,
-    concurrency: Annotated[int, typer.Option(min=1, max=4096, help="Requests at the same time.")] = 64,
-    retries: Annotated[int, typer.Option(min=0, help="Further tries of a request that may succeed later.")] = 10,
-    timeout_s: Annotated[float, typer.Option(min=0.1, help="Most seconds of one try.")] = 600.0,
+    concurrency: Annotated[int, typer.Option(min=1, max=4096, metavar="N", help="Requests at the same time.")] = 64,
+    retries: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Further tries of a request that may succeed later.")
+    ] = 10,
+    timeout_s: Annotated[float, typer.Option(min=0.1, metavar="N", help="Most seconds of one try.")] = 600.0,
     config: Config = None,
     model: Model = None,
     served_name: ServedName = None,
@@ -47,7 +52,10 @@ def batch(
     threads: Threads = None,
     log_level: Logs = None,
 ) -> None:
-    """Answers a file of requests; run it again to go on after an interruption."""
+    """Answers a file of requests.
+
+    Run again after an interruption, it goes on where it ended.
+    """
     others = ("source", "target", "url", "api_key", "concurrency", "retries", "timeout_s", "config")
     flags = {name: value for name, value in locals().items() if name not in (*others, "others")}
     from rich.console import Console

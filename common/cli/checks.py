@@ -18,7 +18,10 @@ def doctor(
         list[str] | None, opt("Running pods to ask, beside those in --redis; may be repeated.", metavar="HOST:PORT,..")
     ] = None,
 ) -> None:
-    """Says what this machine offers to Baton, what is missing and how to get it, and how running pods exchange KV."""
+    """Says what this machine offers and what is missing.
+
+    With --redis or --pods also how running pods exchange KV.
+    """
     from common import doctor as examination
 
     given = ",".join(pods or ())
@@ -34,9 +37,12 @@ def probe(
     url: Annotated[
         str, typer.Argument(metavar="URL", help="http://HOST:PORT/PATH, grpc://HOST:PORT or grpc://HOST:PORT/SERVICE.")
     ],
-    timeout_s: Annotated[float, typer.Option(min=0.1, help="Most seconds.")] = 3.0,
+    timeout_s: Annotated[float, typer.Option(min=0.1, metavar="N", help="Seconds to wait for the answer.")] = 3.0,
 ) -> None:
-    """Exit code 0 if a server says that it is well, else 1: a health check for containers."""
+    """Asks a server whether it is well: exit code 0 if so, else 1.
+
+    A health check for containers.
+    """
     from common import probes
 
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -20,9 +20,9 @@ from common.errors import BatonError, ConfigError
 CommandLineError: Any = typer.BadParameter.__mro__[2]
 
 app = typer.Typer(
-    help="Serves large language models with prefill and decode on different machines.",
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # its table cuts long flags and values where a terminal has 80 columns
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -32,6 +32,21 @@ def version() -> None:
     from importlib import metadata
 
     typer.echo(f"baton {metadata.version('baton-serving')}")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        version()
+        raise typer.Exit
+
+
+@app.callback()
+def baton(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Serves large language models with prefill and decode on different machines."""
 
 
 for command in (up, serve, worker, gateway, batch, doctor, probe, plan, loadtest, version):
@@ -56,8 +71,11 @@ def main() -> NoReturn:
 
 def _hint() -> str:
     """Where to read about the flags of the command that was asked for."""
-    commands = {command.callback.__name__ for command in app.registered_commands if command.callback is not None}
-    path = ("baton", *(name for name in sys.argv[1:2] if name in commands or name == "keys"))
+    path, command = ["baton"], typer.main.get_command(app)
+    for name in sys.argv[1:]:
+        if not isinstance(command, typer.core.TyperGroup) or name not in command.commands:
+            break
+        path, command = [*path, name], command.commands[name]
     return f"({' '.join(path)} --help)"
 
 

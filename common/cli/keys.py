@@ -13,8 +13,14 @@ from common.cli.options import Redis, opt
 
 keys = typer.Typer(help="Makes, lists and takes back API keys, in a file or in Redis.", add_completion=False)
 KeyStore = Annotated[
-    str | None, opt("File of API keys (.toml or .json), or redis; default: $BATON_API_KEYS.", metavar="FILE|redis")
+    str | None,
+    opt("File of API keys (JSON if it ends in .json, else TOML), or redis; default: $BATON_API_KEYS.", metavar="FILE"),
 ]
+
+
+def _most(what: str, *, never: str = "any number") -> Any:
+    """An option whose 0, the default, is no limit."""
+    return typer.Option(min=0, metavar="N", show_default=False, help=f"{what} (default 0: {never}).")
 
 
 @keys.command("create")
@@ -22,19 +28,23 @@ def keys_create(
     tenant: Annotated[str, typer.Argument(help="Whose key it is: letters, digits, dots, dashes, underscores.")],
     api_keys: KeyStore = None,
     redis: Redis = None,
-    requests_per_minute: Annotated[int, typer.Option(min=0, help="Most requests a minute (default: any).")] = 0,
-    tokens_per_minute: Annotated[int, typer.Option(min=0, help="Most tokens a minute, in and out.")] = 0,
-    tokens_per_day: Annotated[int, typer.Option(min=0, help="Most tokens a day (UTC), in and out.")] = 0,
-    concurrent: Annotated[int, typer.Option(min=0, help="Most requests at once.")] = 0,
-    weight: Annotated[float, typer.Option(help="The tenant's part when there is too little for all.")] = 1.0,
-    priority: Annotated[int, typer.Option(help="Of its requests; also the most that they may ask for.")] = 0,
+    requests_per_minute: Annotated[int, _most("Most requests a minute")] = 0,
+    tokens_per_minute: Annotated[int, _most("Most tokens a minute, in and out")] = 0,
+    tokens_per_day: Annotated[int, _most("Most tokens a day (UTC), in and out")] = 0,
+    concurrent: Annotated[int, _most("Most requests at once")] = 0,
+    weight: Annotated[
+        float, typer.Option(metavar="X", help="The tenant's part when there is too little for all, above 0.")
+    ] = 1.0,
+    priority: Annotated[
+        int, typer.Option(metavar="N", help="Of its requests; also the most that they may ask for.")
+    ] = 0,
     model: Annotated[list[str] | None, opt("A model that it may use, repeated; default: all.", metavar="NAME")] = None,
     isolated: Annotated[
         bool, typer.Option("--isolated", help="The tenant shares no prefix cache with others.")
     ] = False,
     admin: Annotated[bool, typer.Option("--admin", help="May empty caches and see all requests' timelines.")] = False,
-    days: Annotated[int, typer.Option(min=0, help="Days until it expires (default: never).")] = 0,
-    note: Annotated[str, typer.Option(help="What it is for.")] = "",
+    days: Annotated[int, _most("Days until it expires", never="never")] = 0,
+    note: Annotated[str, opt("What it is for.", metavar="TEXT")] = "",
 ) -> None:
     """Makes a key and shows it; it cannot be shown again."""
     fields = {k: v for k, v in locals().items() if k not in ("api_keys", "redis", "model")}

@@ -100,7 +100,10 @@ def loadtest(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Prints the figures as JSON instead of a table.")] = False,
 ) -> None:
-    """Loads a server by its public API and measures it: open or closed loop, or a recorded trace."""
+    """Loads a server by its public API and measures it.
+
+    Open or closed loop, or a recorded trace.
+    """
     flags = {name: value for name, value in locals().items() if name != "compare"}
     if compare is None and not api_key and (key := os.environ.get("OPENAI_API_KEY")):
         flags["api_key"] = [key]

@@ -44,12 +44,20 @@ SpeculationModel = Annotated[
     str | None, opt("Directory of the draft model or EAGLE head, on all pods alike.", metavar="DIR")
 ]
 SpeculationTokens = Annotated[str | None, opt("Most drafts per sequence and step (default 4).", metavar="N")]
-SpeculationAccept = Annotated[str | None, opt("Of drafts: coupled (the default) or rejection.", metavar="RULE")]
+SpeculationAccept = Annotated[
+    str | None,
+    opt(
+        "Which drafts count: coupled (the default: answers stay the same) or rejection (their distribution does).",
+        metavar="RULE",
+    ),
+]
 LocalPrefill = Annotated[
-    str | None, opt("Suffixes that decode computes itself: auto (the default), off, or up to N tokens.", metavar="N")
+    str | None,
+    opt("Rests of prompts that a decode pod computes itself: auto (the default), off, or up to N tokens.", metavar="N"),
 ]
 PullMode = Annotated[
-    str | None, opt("How prefill gets what other pods hold: push (the default), read, or off.", metavar="MODE")
+    str | None,
+    opt("How a prefill pod gets a prefix that another holds: push (the default), read, or off.", metavar="MODE"),
 ]
 Device = Annotated[str | None, opt("auto (the default), cpu, cuda or cuda:N.")]
 DType = Annotated[str | None, opt("auto (the default), float32 or bfloat16.")]
@@ -71,7 +79,11 @@ ReasoningParser = Annotated[
     str | None, opt("How the model marks what it thinks: auto (default), none, think, ...", metavar="NAME")
 ]
 ApiKeys = Annotated[
-    str | None, opt("File of API keys (.toml or .json), or redis; default: everybody may come in.", metavar="FILE,...")
+    str | None,
+    opt(
+        "Files of API keys (JSON if it ends in .json, else TOML), or redis; default: everybody may come in.",
+        metavar="FILE,..",
+    ),
 ]
 TensorParallelSize = Annotated[
     str | None, opt("Devices that compute one pod's model together (default 1).", metavar="N")

@@ -123,7 +123,10 @@ def up(
     ] = None,
     max_tokens: Annotated[str | None, opt("Longest answer to --once, in tokens (default 96).", metavar="N")] = None,
 ) -> None:
-    """Runs everything on this machine: Valkey (or --redis), prefill and decode pods, a gateway; until Ctrl-C."""
+    """Runs everything on this machine, until Ctrl-C.
+
+    Valkey (or --redis), prefill and decode pods, a gateway.
+    """
     flags = {k: v for k, v in locals().items() if k not in ("config", "once")}
     settings = load(UpConfig, config, flags)
     from common.up import run
@@ -173,7 +176,8 @@ def serve(
     speculation_accept: SpeculationAccept = None,
     local_prefill: LocalPrefill = None,
     local_chunk_tokens: Annotated[
-        str | None, opt("Most of a suffix in one step beside decodes (default 64, on a GPU 256).", metavar="N")
+        str | None,
+        opt("Most tokens of such a rest in one step beside decodes (default 64, on a GPU 256).", metavar="N"),
     ] = None,
     pull: PullMode = None,
     checksums: Annotated[bool | None, typer.Option("--checksums", help="Check every moved block (slow).")] = None,
@@ -221,7 +225,10 @@ def worker(
     log_level: Logs = None,
     log_format: LogFormat = None,
 ) -> None:
-    """Adds this machine's devices to a pod of another machine: tensor parallelism over several."""
+    """Adds this machine's devices to a pod of another machine.
+
+    For tensor parallelism over several machines.
+    """
     flags = {k: v for k, v in locals().items() if k != "config"}
     _serve("pod.worker", load(WorkerConfig, config, flags))
 
@@ -275,14 +282,14 @@ def gateway(
     reasoning_parser: ReasoningParser = None,
     drain_s: DrainS = None,
     drain_delay_s: Annotated[
-        str | None, opt("Seconds of them in which new requests are still served (default 0).", metavar="N")
+        str | None, opt("Seconds of --drain-s in which new requests are still served (default 0).", metavar="N")
     ] = None,
     log_level: Logs = None,
     log_format: LogFormat = None,
     traces: Traces = None,
     trace_sample: TraceSample = None,
 ) -> None:
-    """Runs the gateway: OpenAI REST and gRPC for clients, routing to the pods."""
+    """Runs the gateway: OpenAI REST and gRPC for clients."""
     flags = {k: v for k, v in locals().items() if k not in ("config", "model")}
     if model and (len(model) > 1 or re.match(r"[^/=]+=", model[0])):
         flags["models"] = model

@@ -1,6 +1,4 @@
-"""Every command of `baton` shows its help: what stands in brackets is markup to the printer, and defaults are those of
-the configuration.
-"""
+"""Every command of `baton` shows its help, whole; defaults in it are those of the configuration."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from common.cli.command import app
+from common.cli.command import app, main
 from common.config import GatewayConfig, PodConfig, UpConfig, WorkerConfig
 
 
@@ -26,6 +24,34 @@ def test_help(path: tuple[str, ...]) -> None:
     result = CliRunner().invoke(app, [*path, "--help"], catch_exceptions=False)
     assert result.exit_code == 0
     assert "--help" in result.output
+
+
+@pytest.mark.parametrize("path", _paths(typer.main.get_command(app)), ids=" ".join)
+def test_nothing_is_cut_where_a_terminal_is_narrow(path: tuple[str, ...]) -> None:
+    """Each flag in full, each command with its whole line."""
+    shown = CliRunner().invoke(app, [*path, "--help"], catch_exceptions=False, env={"COLUMNS": "80"}).output
+    command: Any = typer.main.get_command(app)
+    for name in path:
+        command = command.commands[name]
+    names = {name for param in command.params for name in (*param.opts, *param.secondary_opts) if name[0] == "-"}
+    assert not {name for name in names if not re.search(rf"(?<![\w-]){name}(?![\w-])", shown)}
+    assert not re.search(r"…|\w\.\.\.$", shown, re.MULTILINE)
+
+
+@pytest.mark.parametrize("argv", ["keys create", "keys list --nope", "batch", "--nope"])
+def test_what_is_wrong_is_told_with_the_command_whose_help_says_more(
+    argv: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["baton", *argv.split()])
+    with pytest.raises(SystemExit) as end:
+        main()
+    path = " ".join(["baton", *(word for word in argv.split() if word[0] != "-")])
+    assert (end.value.code, capsys.readouterr().err.endswith(f"({path} --help)\n")) == (2, True)
+
+
+def test_version_is_a_flag_too() -> None:
+    flag, command = (CliRunner().invoke(app, [word]) for word in ("--version", "version"))
+    assert (flag.exit_code, flag.output) == (0, command.output)
 
 
 COMMANDS = {"up": UpConfig, "serve": PodConfig, "worker": WorkerConfig, "gateway": GatewayConfig}
