@@ -46,11 +46,16 @@ def _error(error: BatonError, status: int | None = None) -> Response:
     return _json(error_body(error), status or error.http_status, error_headers(error))
 
 
-def _http_error(_request: Request, error: Exception) -> Response:
+def _http_error(request: Request, error: Exception) -> Response:
     """Unknown paths and methods, in OpenAI's shape."""
     assert isinstance(error, HTTPException)
-    response = _error(InvalidRequest(str(error.detail)), error.status_code)
-    for name, value in (error.headers or {}).items():
+    headers, path = error.headers or {}, request.url.path[:200]
+    why = {
+        404: f"there is no endpoint {path!r}; /openapi.json lists those that there are",
+        405: f"{path!r} takes {headers.get('Allow', 'another method')}, not {request.method}",
+    }
+    response = _error(InvalidRequest(why.get(error.status_code, str(error.detail))), error.status_code)
+    for name, value in headers.items():
         response.headers[name] = value
     return response
 

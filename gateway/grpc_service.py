@@ -172,7 +172,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         elif kind == "tokens":
             prompt = list(request.tokens.ids)
         else:
-            raise InvalidRequest("prompt is missing", field="prompt")
+            raise InvalidRequest("prompt is missing; expected one of text, tokens and chat", field="prompt")
         if request.HasField("logprobs"):
             fields["logprobs"] = request.logprobs
         return await self._gateway.completion(ticket, parse_completion({**fields, "prompt": prompt}))

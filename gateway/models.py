@@ -97,7 +97,9 @@ class Models:
         """The model that clients call by this name. Raises ModelNotFound."""
         model = self._models.get(self.aliases.get(name, name))
         if model is None:
-            raise ModelNotFound(f"the model {name[:200]!r} does not exist", field="model")
+            raise ModelNotFound(
+                f"the model {name[:200]!r} does not exist; /v1/models lists those that do", field="model"
+            )
         return model
 
     def names(self) -> dict[str, ServedModel]:

@@ -35,7 +35,6 @@ _CODES = {
     RequestTooLarge: "request_too_large",
     RequestTooSlow: "request_timeout",
     InvalidApiKey: "invalid_api_key",
-    PermissionDenied: "model_not_found",  # that is how OpenAI answers for models that a key may not use
     Overloaded: "rate_limit_exceeded",
     RateLimited: "rate_limit_exceeded",
     QuotaExceeded: "insufficient_quota",
@@ -51,9 +50,16 @@ def error_body(error: BatonError) -> Json:
             "message": "internal error" if hidden else error.message,
             "type": error.openai_type,
             "param": error.field if isinstance(error, InvalidRequest) else None,
-            "code": _CODES.get(type(error)),
+            "code": _code(error),
         }
     }
+
+
+def _code(error: BatonError) -> str | None:
+    """OpenAI answers for a model that a key may not use as for one that does not exist."""
+    if isinstance(error, PermissionDenied) and error.field == "model":
+        return _CODES[ModelNotFound]
+    return _CODES.get(type(error))
 
 
 def error_headers(error: BatonError) -> dict[str, str]:

@@ -85,7 +85,7 @@ def values_text(schema: Mapping[str, Any]) -> str:
         return (
             f"object of at most {schema['maxProperties']} members, each {values_text(schema['additionalProperties'])}"
         )
-    return str(kind)
+    return kind if isinstance(kind, str) else " or ".join(kind)
 
 
 def _plural(items: Mapping[str, Any]) -> str:
@@ -96,7 +96,7 @@ def _plural(items: Mapping[str, Any]) -> str:
 
 
 def _operation_row(operation: Any) -> tuple[str, ...]:
-    return f"`{operation.method} {operation.path}`", operation.summary, ", ".join(map(str, operation.errors))
+    return f"`{operation.method} {operation.path}`", operation.summary, ", ".join(map(str, sorted(operation.errors)))
 
 
 def _grpc_row(field: str) -> tuple[str, str]:

@@ -59,7 +59,8 @@ def _number(request: Request, name: str, default: N, *, kind: type[N], low: N, h
     except ValueError:
         value = None
     if value is None or not low <= value <= high:
-        raise InvalidRequest(f"{name} must be a number from {low} to {high}", field=name)
+        bounds = f"from {low} to {high}" if math.isfinite(high) else f"of at least {low:g}"
+        raise InvalidRequest(f"{name} must be a number {bounds}", field=name)
     return value
 
 

@@ -337,10 +337,16 @@ async def test_unknown_model_paths_and_methods(gw: Rig) -> None:
     assert (await gw.http.get("/v1/models/other")).status_code == 404
     assert (await gw.http.get(f"/v1/models/{MODEL}")).json()["id"] == MODEL
     assert [m["id"] for m in (await gw.http.get("/v1/models")).json()["data"]] == [MODEL]
+    assert "/v1/models" in response.json()["error"]["message"]
     strays = [("GET", "/v1/nothing"), ("GET", "/v1/completions"), ("POST", "/v1/completions/"), ("GET", "/health/")]
-    for response in [await gw.http.request(*stray) for stray in strays]:
-        assert response.status_code in (404, 405)
-        assert "message" in response.json()["error"]
+    for method, path in strays:
+        stray = await gw.http.request(method, path)
+        message = stray.json()["error"]["message"]
+        assert f"'{path}'" in message
+        if stray.status_code == 405:
+            assert (stray.headers["allow"], "POST" in message, method in message) == ("POST", True, True)
+        else:
+            assert (stray.status_code, "/openapi.json" in message) == (404, True)
 
 
 @pytest.mark.parametrize("chunked", [False, True])
