@@ -1,26 +1,29 @@
-"""Is a server at this address ready? One question each, False for any failure; the caller bounds the time."""
+"""Is a server at this address ready? One question each; the caller bounds the time."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from urllib.parse import urlsplit
 
 
 async def http_ready(host: str, port: int, path: str = "/health") -> bool:
-    """True when GET `path` answers 200."""
-    request = f"GET {path} HTTP/1.1\r\nHost: {host}:{port}\r\nConnection: close\r\n\r\n".encode()
-    status = await _exchange(host, port, request)
-    return status.startswith(b"HTTP/1.1 200")
+    """True when GET `path` answers 200, False for any failure."""
+    return await _http_trouble(host, port, path) is None
 
 
 async def redis_ready(host: str, port: int) -> bool:
-    """True when PING answers PONG."""
-    return await _exchange(host, port, b"PING\r\n") == b"+PONG\r\n"
+    """True when PING answers PONG, False for any failure."""
+    try:
+        return await _exchange(host, port, b"PING\r\n") == b"+PONG\r\n"
+    except OSError:
+        return False
 
 
-async def answers(url: str, timeout_s: float) -> bool:
-    """True when http://host:port/path answers 200, or the health of grpc://host:port[/service] is SERVING, in time.
+async def trouble(url: str, timeout_s: float) -> str | None:
+    """None when http://host:port/path answers 200, or the health of grpc://host:port[/service] is SERVING, in time;
+    else why not, in a few words.
 
     Raises ValueError for another kind of URL.
     """
@@ -28,14 +31,31 @@ async def answers(url: str, timeout_s: float) -> bool:
     if not parts.hostname or not parts.port or parts.scheme not in ("http", "grpc"):
         raise ValueError(url)
     if parts.scheme == "grpc":
-        return await grpc_ready(parts.netloc, timeout_s, parts.path.strip("/"))
-    with contextlib.suppress(TimeoutError):
-        return await asyncio.wait_for(http_ready(parts.hostname, parts.port, parts.path or "/"), timeout_s)
-    return False
+        return await _grpc_trouble(parts.netloc, timeout_s, parts.path.strip("/"))
+    try:
+        return await asyncio.wait_for(_http_trouble(parts.hostname, parts.port, parts.path or "/"), timeout_s)
+    except TimeoutError:
+        return f"no answer within {timeout_s:g} s"
 
 
-async def grpc_ready(address: str, timeout_s: float = 2.0, service: str = "") -> bool:
-    """True when the gRPC health service says SERVING for a service, by default for the whole server."""
+async def grpc_ready(address: str, timeout_s: float = 2.0) -> bool:
+    """True when the gRPC health service says SERVING for the whole server, False for any failure."""
+    return await _grpc_trouble(address, timeout_s, "") is None
+
+
+async def _http_trouble(host: str, port: int, path: str) -> str | None:
+    request = f"GET {path} HTTP/1.1\r\nHost: {host}:{port}\r\nConnection: close\r\n\r\n".encode()
+    try:
+        status = await _exchange(host, port, request)
+    except OSError as e:
+        return os.strerror(e.errno) if e.errno else str(e)  # asyncio has words of its own
+    if not status.startswith(b"HTTP/1."):
+        return "it speaks no HTTP"
+    _version, _, told = status.partition(b" ")
+    return None if told.startswith(b"200") else f"it answers {told.decode('latin-1').strip()}"
+
+
+async def _grpc_trouble(address: str, timeout_s: float, service: str) -> str | None:
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -43,19 +63,26 @@ async def grpc_ready(address: str, timeout_s: float = 2.0, service: str = "") ->
         try:
             stub = health_pb2_grpc.HealthStub(channel)
             reply = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)
-        except grpc.aio.AioRpcError:
-            return False
-    return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+        except grpc.aio.AioRpcError as e:
+            late = e.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            return (
+                f"no answer within {timeout_s:g} s"
+                if late
+                else f"{e.code().name}: {' '.join((e.details() or '').split())}"
+            )
+    if reply.status == health_pb2.HealthCheckResponse.SERVING:
+        return None
+    return f"it says {health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)}"
 
 
 async def _exchange(host: str, port: int, request: bytes) -> bytes:
-    """First line of the answer, or nothing."""
+    """First line of the answer, or nothing. OSError when there is no connection, or it breaks."""
     writer = None
     try:
         reader, writer = await asyncio.open_connection(host, port)
         writer.write(request)
         return await reader.readline()
-    except (OSError, ValueError):
+    except ValueError:  # a line without end
         return b""
     finally:
         if writer is not None:

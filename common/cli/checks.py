@@ -46,10 +46,10 @@ def probe(
     from common import probes
 
     try:
-        well = asyncio.run(probes.answers(url, timeout_s))
+        trouble = asyncio.run(probes.trouble(url, timeout_s))
     except ValueError as e:
         raise ConfigError(
             f"url: {e} will not do; expected http://HOST:PORT/PATH or grpc://HOST:PORT", field="url"
         ) from e
-    if not well:
-        raise Unavailable(f"{url} does not say that it is well, within {timeout_s:g} s")
+    if trouble is not None:
+        raise Unavailable(f"{url} does not say that it is well: {trouble}")

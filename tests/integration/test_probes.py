@@ -33,12 +33,11 @@ async def server() -> AsyncIterator[tuple[RpcServer, str]]:
 async def test_a_process_lives_whether_its_services_are_ready_or_not(server: tuple[RpcServer, str]) -> None:
     rpc, address = server
 
-    async def state() -> tuple[bool, bool, bool]:
-        return (
-            await probes.answers(f"grpc://{address}/{LIVE}", 30.0),
-            await probes.answers(f"grpc://{address}", 30.0),
-            await probes.answers(f"grpc://{address}/baton.v1.Control", 30.0),
-        )
+    async def state() -> tuple[bool, ...]:
+        urls = (f"grpc://{address}/{LIVE}", f"grpc://{address}", f"grpc://{address}/baton.v1.Control")
+        told = [await probes.trouble(url, 30.0) for url in urls]
+        assert set(told) <= {None, "it says NOT_SERVING"}
+        return tuple(trouble is None for trouble in told)
 
     assert await state() == (True, False, False)
     rpc.set_serving(True)
@@ -47,14 +46,14 @@ async def test_a_process_lives_whether_its_services_are_ready_or_not(server: tup
     rpc.set_serving(False)
     await asyncio.sleep(0)
     assert await state() == (True, False, False)
-    assert not await probes.answers(f"grpc://{address}/nobody", 30.0)
+    assert (await probes.trouble(f"grpc://{address}/nobody", 30.0) or "").startswith("NOT_FOUND")
 
 
 async def test_a_gateway_without_pods_lives_but_is_not_ready(smollm2_dir: Path) -> None:
     async with fake_cluster(0, 0) as cluster, rig(cluster, smollm2_dir, pods=(), wait=False) as gw:
-        assert await probes.answers(f"{gw.url}/live", 30.0)
-        assert not await probes.answers(f"{gw.url}/ready", 30.0)
-        assert not await probes.answers(f"{gw.url}/nothing", 30.0)
+        assert await probes.trouble(f"{gw.url}/live", 30.0) is None
+        assert await probes.trouble(f"{gw.url}/ready", 30.0) == "it answers 503 Service Unavailable"
+        assert await probes.trouble(f"{gw.url}/nothing", 30.0) == "it answers 404 Not Found"
 
 
 async def test_a_server_that_does_not_answer_is_not_waited_for() -> None:
@@ -65,16 +64,18 @@ async def test_a_server_that_does_not_answer_is_not_waited_for() -> None:
     asked, leave = asyncio.Event(), asyncio.Event()
     async with await asyncio.start_server(silent, "127.0.0.1", 0) as listening:
         port = listening.sockets[0].getsockname()[1]
-        assert not await probes.answers(f"http://127.0.0.1:{port}/live", 0.3)
+        assert await probes.trouble(f"http://127.0.0.1:{port}/live", 0.3) == "no answer within 0.3 s"
         await until(asked.is_set)
-        assert not await probes.answers(f"grpc://127.0.0.1:{port}", 0.3)
+        assert await probes.trouble(f"grpc://127.0.0.1:{port}", 0.3) == "no answer within 0.3 s"
         leave.set()
+    assert await probes.trouble(f"http://127.0.0.1:{port}/live", 30.0) == "Connection refused"
+    assert (await probes.trouble(f"grpc://127.0.0.1:{port}", 30.0) or "").startswith("UNAVAILABLE")
 
 
 @pytest.mark.parametrize("url", ["ftp://127.0.0.1:1", "127.0.0.1:1", "http://127.0.0.1/live", "grpc://:7000", ""])
 async def test_an_url_that_makes_no_sense(url: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(url)}$"):
-        await probes.answers(url, 1.0)
+        await probes.trouble(url, 1.0)
 
 
 async def test_the_command(server: tuple[RpcServer, str]) -> None:
@@ -87,6 +88,7 @@ async def test_the_command(server: tuple[RpcServer, str]) -> None:
     unwell = await asyncio.to_thread(run, f"grpc://{server[1]}")
     assert (unwell.returncode, len(unwell.stderr.splitlines())) == (1, 1)
     assert server[1] in unwell.stderr
+    assert "NOT_SERVING" in unwell.stderr
     wrong = await asyncio.to_thread(run, "ftp://127.0.0.1:1")
     assert (wrong.returncode, len(wrong.stderr.splitlines())) == (2, 1)
 

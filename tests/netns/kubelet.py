@@ -61,9 +61,9 @@ class Pod:
         port = port_number(self.spec, handler["port"])
         assert port is not None
         if kind == "grpc":
-            return await probes.grpc_ready(f"{self.address}:{port}", limit, handler.get("service", ""))
+            return await probes.trouble(f"grpc://{self.address}:{port}/{handler.get('service', '')}", limit) is None
         if kind == "httpGet":
-            return await probes.answers(f"http://{self.address}:{port}{handler['path']}", limit)
+            return await probes.trouble(f"http://{self.address}:{port}{handler['path']}", limit) is None
         try:
             _, writer = await asyncio.wait_for(asyncio.open_connection(self.address, port), limit)
         except (OSError, TimeoutError):
