@@ -27,6 +27,7 @@ def setup_logs(level: str = "info", format: str = "auto") -> None:
         structlog.stdlib.add_logger_name,
         structlog.stdlib.add_log_level,
         structlog.stdlib.ExtraAdder(),
+        _plain_uvicorn,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
     as_json = not sys.stderr.isatty() if format == "auto" else format == "json"
@@ -57,6 +58,14 @@ def setup_logs(level: str = "info", format: str = "auto") -> None:
         logger_factory=structlog.stdlib.LoggerFactory(),
         cache_logger_on_first_use=True,
     )
+
+
+def _plain_uvicorn(_logger: Any, _method: str, line: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    """uvicorn logs everything as `uvicorn.error`, and its text a second time with a terminal's colours."""
+    line.pop("color_message", None)
+    if line.get("logger") == "uvicorn.error":
+        line["logger"] = "uvicorn"
+    return line
 
 
 def _dumps(line: Any, **_options: Any) -> str:

@@ -103,6 +103,12 @@ def test_what_json_does_not_know_is_written_as_it_prints() -> None:
     assert (line["where"], line["n"]) == ("PosixPath('/p')", {"1": 2})
 
 
+def test_an_event_is_told_once_and_under_its_librarys_name() -> None:
+    (line,) = logged("logging.getLogger('uvicorn.error').info('up %d', 7, extra={'color_message': 'up %d'})")
+    assert line.keys() == {"event", "logger", "level", "timestamp"}
+    assert (line["event"], line["logger"]) == ("up 7", "uvicorn")
+
+
 def test_traces_are_inside_the_line() -> None:
     (line,) = logged("""
 try:
