@@ -8,12 +8,13 @@ configuration knows (in Kubernetes switch service links off: they inject BATON_*
 
 from __future__ import annotations
 
+import difflib
 import ipaddress
 import re
 import secrets
 import socket
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
@@ -28,7 +29,7 @@ DEFAULT_SECRET = "baton-loopback-only"
 DEFAULT_PORT = 8000  # of a gateway
 DEFAULT_DRAIN_S = 30.0
 
-_FLAG = " on the command line"  # where a value came from; files and the environment have other words
+_FLAG, _ENVIRONMENT = " on the command line", " in the environment"  # where a value came from, unless it is a file
 
 
 def _setting(kind: kinds.Kind, default: Any) -> Any:
@@ -69,12 +70,13 @@ class _Config:
         values: dict[str, Any] = {}
         for source, origin in (
             (_read_toml(file), f" in {file}"),
-            (_from_env(known, env), " in the environment"),
+            (_from_env(known, env), _ENVIRONMENT),
             ({k: v for k, v in flags.items() if v is not None}, _FLAG),
         ):
             for name, raw in source.items():
                 if name not in known:
-                    raise ConfigError(f"{name}: unknown setting{origin}; known: {', '.join(known)}", field=name)
+                    known_as = _meant(name, known) or f"; known: {', '.join(known)}"
+                    raise ConfigError(f"{name}: unknown setting{origin}{known_as}", field=name)
                 values[name] = _parse(name, known[name].metadata["kind"], raw, origin)
         for f in known.values():
             if f.default is MISSING and f.name not in values:
@@ -90,11 +92,22 @@ def _parse(name: str, kind: kinds.Kind, raw: object, origin: str) -> Any:
 
 
 def _refusal(name: str, kind: kinds.Kind, raw: object, origin: str) -> ConfigError:
-    """A flag is named as a person typed it, and so is a number that came as text."""
+    """A flag or variable is named as a person typed it, and so is a number that came as text."""
     number = isinstance(raw, str) and re.fullmatch(r"[+-]?[\d.]+", raw)
     shown = "this value" if kind.secret else raw if number else repr(raw)
-    label, where = (_flag(name), "") if origin == _FLAG else (name, origin)
+    if origin == _FLAG:
+        label, where = _flag(name), ""
+    elif origin == _ENVIRONMENT:
+        label, where = ENV_PREFIX + name.upper(), ""
+    else:
+        label, where = name, origin
     return ConfigError(f"{label}: {shown}{where} will not do; expected {kind.expected}", field=name)
+
+
+def _meant(name: str, known: Iterable[str], spelt: Callable[[str], str] = str) -> str:
+    """The setting that a wrong name was probably meant for, as the end of a sentence; nothing when there is none."""
+    close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.8)
+    return f"; did you mean {spelt(close[0])}?" if close else ""
 
 
 def _flag(name: str) -> str:
@@ -121,7 +134,8 @@ def _from_env(known: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, obj
             continue
         name = variable.removeprefix(ENV_PREFIX).lower()
         if name not in anywhere or variable != variable.upper():
-            raise ConfigError(f"{variable}: unknown setting in the environment", field=name)
+            meant = _meant(name, anywhere, lambda known: ENV_PREFIX + known.upper())
+            raise ConfigError(f"{variable}: unknown setting in the environment{meant}", field=name)
         if name in known:
             values[name] = raw
     return values
@@ -407,8 +421,9 @@ def _require_shared_out(ranks: int, nodes: int) -> None:
 
 def _require_draft(speculation: str, model: str | None) -> None:
     if (speculation in ("draft_model", "eagle")) != (model is not None):
+        what = "missing; expected a directory, which" if model is None else "given, which"
         need = "needs" if model is None else "has no use for"
-        raise ConfigError(f"speculation_model: speculation {speculation} {need} one", field="speculation_model")
+        raise ConfigError(f"speculation_model: {what} speculation {speculation} {need}", field="speculation_model")
 
 
 def _require_whole_blocks(chunk_tokens: int, block_size: int) -> None:

@@ -84,17 +84,17 @@ class Trace:
 def load_trace(path: Path) -> Trace:
     """Reads a trace by its suffix, .jsonl or .csv. Raises ConfigError that names the line and what is wrong with it."""
     if not path.is_file():
-        raise ConfigError(f"trace: there is no file {path}", field="trace")
+        raise ConfigError(f"--trace: there is no file {path}", field="trace")
     read = {".jsonl": _mooncake, ".csv": _azure}.get(path.suffix)
     if read is None:
-        raise ConfigError(f"trace: {path.name} is neither .jsonl (Mooncake) nor .csv (Azure)", field="trace")
+        raise ConfigError(f"--trace: {path.name} is neither .jsonl (Mooncake) nor .csv (Azure)", field="trace")
     try:
         with path.open(encoding="utf-8", newline="") as lines:
             requests = sorted(read(path.name, lines), key=lambda r: r.arrival_s)
     except (OSError, UnicodeDecodeError) as e:
-        raise ConfigError(f"trace: {path} cannot be read: {e}", field="trace") from e
+        raise ConfigError(f"--trace: {path} cannot be read: {e}", field="trace") from e
     if len(requests) < 2 or requests[0].arrival_s == requests[-1].arrival_s:
-        raise ConfigError(f"trace: {path.name} needs two requests at different times", field="trace")
+        raise ConfigError(f"--trace: {path.name} needs two requests at different times", field="trace")
     start = requests[0].arrival_s
     return Trace(path.stem, MOONCAKE_BLOCK, tuple(replace(r, arrival_s=r.arrival_s - start) for r in requests))
 
@@ -165,4 +165,4 @@ def _count(name: str, number: int, raw: dict[str, Any], field: str) -> int:
 
 
 def _bad(name: str, number: int, what: str) -> ConfigError:
-    return ConfigError(f"trace: {name}, line {number}: {what}", field="trace")
+    return ConfigError(f"--trace: {name}, line {number}: {what}", field="trace")

@@ -135,6 +135,7 @@ client = OpenAI(base_url="{stack.base_url}", api_key="none")
 messages = {json.dumps(messages)}
 print(client.chat.completions.create(model={json.dumps(stack.model)}, messages=messages).choices[0].message.content)
 
+dashboard: {stack.base_url.removesuffix("/v1")}/
 logs in {stack.log_dir}; Ctrl-C stops everything
 """)
 

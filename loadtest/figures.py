@@ -123,7 +123,7 @@ def warnings(told: Mapping[str, Any]) -> list[str]:
     if (lag["p99"] or 0.0) > LATE_MS:
         reason = " (--max-concurrency holds requests back)" if config["max_concurrency"] else ""
         found.append(
-            f"One request in a hundred left {lag['p99']:.0f} ms late or more{reason}: read the times from intended."
+            f"One request in a hundred left {lag['p99']:.0f} ms late or more{reason}: read the rows that say intended."
         )
     short = told["tokens"]["short_answers"]
     if short and config["ignore_eos"]:

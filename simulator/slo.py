@@ -34,6 +34,6 @@ class Slo:
     def parse(cls, text: str, attainment: float = 0.9) -> Slo:
         """`ttft=2s,itl=50ms`. Raises ConfigError."""
         found = parse_objectives(text, ("ttft", "itl"))
-        if len(found) != 2:
-            raise ConfigError("--slo: both are needed, as in ttft=2s,itl=50ms", field="slo")
+        if missing := [name for name in ("ttft", "itl") if name not in found]:
+            raise ConfigError(f"--slo: {missing[0]} is missing; expected both, as in ttft=2s,itl=50ms", field="slo")
         return cls(found["ttft"], found["itl"], attainment)

@@ -99,7 +99,8 @@ async def _try(client: httpx.AsyncClient, request: Request) -> tuple[Result, flo
     try:
         answer = await client.post(request.url, content=request.body)
     except (httpx.HTTPError, httpx.InvalidURL) as e:
-        return Result(error=f"{type(e).__name__}: {e}"), 0.0
+        told = f": {e}" if str(e) else ""
+        return Result(error=f"no answer from {client.base_url}: {type(e).__name__}{told}"), 0.0
     try:
         body = orjson.loads(answer.content)
     except orjson.JSONDecodeError:

@@ -140,7 +140,7 @@ def run_pasted(argv: list[str]) -> str:
 
 def test_up_serves_restarts_what_dies_and_takes_everything_along(up: Up) -> None:
     up.wait_for(r"curl -N (\S+)/chat/completions")
-    examples = up.wait_for(r"(?s)\n(curl .*?)\n\n(from openai .*?)\n\nlogs in")
+    examples = up.wait_for(r"(?s)\n(curl .*?)\n\n(from openai .*?)\n\ndashboard: ")
     answers = [run_pasted(["bash", "-c", examples[1]]), run_pasted([sys.executable, "-c", examples[2]])]
     assert answers[0].rstrip().endswith("data: [DONE]")
     assert answers[1].strip()

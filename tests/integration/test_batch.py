@@ -105,9 +105,11 @@ async def test_what_fails_for_a_passing_reason_is_tried_again(
     assert " 0 retries" not in said
     # Nobody there: an error line each, and the next run has them answered.
     target.unlink()
-    code, said = await batch(gw, source, target, url=f"http://127.0.0.1:{unused_tcp_port}", retries=1)
-    assert said.count("trying again: ConnectError: ") == 1
-    assert "  10 failed: ConnectError: " in said
+    gone = f"http://127.0.0.1:{unused_tcp_port}"
+    code, said = await batch(gw, source, target, url=gone, retries=1)
+    lost_why = f"no answer from {gone}: ConnectError: "
+    assert said.count(f"trying again: {lost_why}") == 1
+    assert f"  10 failed: {lost_why}" in said
     lost = read(target)
     assert (code, len(lost)) == (1, 10)
     assert lost["r0"]["response"] is None

@@ -108,13 +108,13 @@ def test_a_bad_value_is_named_with_what_was_expected(field: str, value: object, 
 
 
 def test_a_bad_value_is_named_as_it_was_given(tmp_path: Path) -> None:
-    """A flag by its flag, a number without quotes; others by the setting and where it stands."""
+    """A flag by its flag, a variable by its name, a number without quotes; others by setting and place."""
     file = tmp_path / "baton.toml"
     file.write_text("prefill = 0\n")
     for env, path, flags, begin in (
         ({}, None, {"prefill": "-1"}, "--prefill: -1 will not do"),
         ({}, None, {"prefill": "many"}, "--prefill: 'many' will not do"),
-        ({"BATON_PREFILL": "0"}, None, {}, "prefill: 0 in the environment will not do"),
+        ({"BATON_PREFILL": "0"}, None, {}, "BATON_PREFILL: 0 will not do"),
         ({}, file, {}, f"prefill: 0 in {file} will not do"),
     ):
         with pytest.raises(ConfigError) as e:
@@ -141,12 +141,15 @@ def test_a_missing_value_is_named() -> None:
 def test_unknown_keys_are_errors_wherever_they_come_from(tmp_path: Path) -> None:
     file = tmp_path / "baton.toml"
     file.write_text("blocksize = 8\n")
-    with pytest.raises(ConfigError, match=r"blocksize: unknown setting in .*baton\.toml"):
+    with pytest.raises(ConfigError, match=r"^blocksize: unknown setting in .*baton\.toml; did you mean block_size\?$"):
         pod(file=file)
     with pytest.raises(ConfigError, match="blocksize"):
         pod(blocksize=8)
-    with pytest.raises(ConfigError, match="BATON_BLOCKSIZE"):
+    with pytest.raises(ConfigError, match=r"^BATON_BLOCKSIZE: .*; did you mean BATON_BLOCK_SIZE\?$"):
         pod({"BATON_BLOCKSIZE": "8"})
+    file.write_text("elsewhere = 8\n")
+    with pytest.raises(ConfigError, match=r"^elsewhere: .*; known: role, model, "):
+        pod(file=file)
 
 
 def test_variables_of_other_parts_are_not_errors() -> None:

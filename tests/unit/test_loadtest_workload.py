@@ -291,7 +291,7 @@ def test_rates_of_a_sweep_rise() -> None:
         ({"max_failed": "-1", "rate": "1"}, "--max-failed: '-1' is not a share"),
         ({"rates": "1,2", "rate": "1", "slo": "e2e=1s"}, "--rate and --rates exclude each other"),
         ({"rates": "1,2"}, "--rates needs --slo"),
-        ({"trace": "nowhere.csv"}, "trace: there is no file nowhere.csv"),
+        ({"trace": "nowhere.csv"}, "--trace: there is no file nowhere.csv"),
     ],
 )
 def test_a_command_that_makes_no_sense_runs_nothing(flags: dict[str, Any], says: str) -> None:

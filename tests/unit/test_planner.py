@@ -80,7 +80,7 @@ def test_azure_traces_share_nothing(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_trace_is_refused_with_the_line(tmp_path: Path, name: str, text: str, says: str) -> None:
-    with pytest.raises(ConfigError, match=r"^trace: ") as error:
+    with pytest.raises(ConfigError, match=r"^--trace: ") as error:
         load_trace(written(tmp_path, name, text))
     assert says in error.value.message
 
