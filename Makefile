@@ -68,8 +68,7 @@ dashboard-test: $(INSTALLED) ## The page at / in a headless Chromium (apt-get in
 	    { echo 'make dashboard-test needs a Chromium: apt-get install chromium' >&2; exit 1; }
 	.venv/bin/pytest tests/dashboard -n 0 $(ARGS)
 
-# Fetches one when this machine has none that will do.
-kubectl: $(INSTALLED)
+kubectl: $(INSTALLED) ## Fetches a kubectl into .venv where this machine has none that renders k8s/.
 	@$(PY) -m tests.k8s.kubectl
 
 k8s-check: $(INSTALLED) kubectl ## Renders k8s/, checks it against schemas and the code, lints the images.
@@ -93,7 +92,7 @@ demo: $(INSTALLED) ## From nothing to a streamed answer through gateway, prefill
 up: $(INSTALLED) ## The whole stack, until Ctrl-C.
 	@.venv/bin/baton up $(ARGS)
 
-proto: $(PY) ## Regenerates the gRPC stubs from proto/ into $(PB).
+proto: $(PY) ## Regenerates the gRPC stubs from proto/ into common/pb (or PB=DIR).
 	@set -e; tmp=$$(mktemp -d); trap 'rm -rf "$$tmp"' EXIT; mkdir -p '$(PB)'; \
 	PATH="$$PWD/.venv/bin:$$PATH" $(PY) -m grpc_tools.protoc -Iproto --python_out=$$tmp --grpc_python_out=$$tmp \
 	    --mypy_out=quiet:$$tmp --mypy_grpc_out=quiet:$$tmp proto/baton/v1/*.proto; \
