@@ -40,8 +40,11 @@ class BarePod:
 
 
 def connections(process: ChildProcess) -> list[str]:
-    """What a pod's log says of connections that it made: `connected to NAME generation G over TRANSPORT ...`."""
-    return [line[line.index("connected to") :] for line in process.tail(4000) if "connected to" in line]
+    """What a pod's log says of connections that it made: `connected to NAME generation G over TRANSPORT ...`, and
+    `reads from NAME come over TRANSPORT ...` where it has read.
+    """
+    begins = ("connected to", "reads from")
+    return [line[line.index(begin) :] for line in process.tail(4000) for begin in begins if begin in line]
 
 
 @contextlib.contextmanager

@@ -144,6 +144,7 @@ async def begin(name: str, role: Role, layout: KVLayout, device: str) -> Side:
         signer=Signer(SECRET, name, generation),
         address=lambda: side.address,
         lend=lambda hashes, first: side.lend(hashes, first),  # noqa: PLW0108 - side comes after the node
+        allow_tcp=True,  # what carries reads is told, and slow ones are a result
     )
     side = Side(node, server, memory)
     side.places = random.Random(1).sample(range(0, count, 2), most)
@@ -222,8 +223,9 @@ async def measure(layout: KVLayout, device: str, repeats: int, gpu: str | None) 
                     }
                 )
         connection = next(iter(side.node.stats().peers))  # the reads'
+        assert connection.reads is not None, "nothing was read"
         for row in rows:
-            row["carried_by"] = connection.transport
+            row["carried_by"] = connection.transport if row["mode"] == "push" else connection.reads.transport
     finally:
         child.stdin.close()
         await child.wait()

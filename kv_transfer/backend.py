@@ -95,8 +95,8 @@ class Backend(Protocol):
     def notifications(self) -> list[Notification]:
         """Makes progress and takes what arrived."""
 
-    def transport(self, peer: str, *, same_host: bool) -> Transport:
-        """What carries payload to a peer; meaningful after a first write to it."""
+    def transport(self, peer: str, *, same_host: bool, reads: bool = False) -> Transport:
+        """What carries writes to a peer, or (reads) what is read from it; meaningful after a first one of these."""
 
     def close(self) -> None:
         """Ends the agent. Writes that are still pending stay with the process until it ends."""

@@ -24,7 +24,7 @@ from common.lifecycle import host_boot_id
 from common.pb import transfer_pb2
 from kv_transfer.identity import agent_name, require_compatible
 from kv_transfer.memory import MemoryKind, PeerMemory, PoolMemory
-from kv_transfer.messages import PeerStats
+from kv_transfer.messages import PeerStats, ReadWay
 from kv_transfer.peer_rpc import PeerRpc
 from kv_transfer.process_watch import ProcessWatch, watch_process
 from kv_transfer.transfer_thread import TransferThread
@@ -66,6 +66,7 @@ class Connection:
     transport: str = ""
     transport_source: str = ""
     gbps: float = 0.0
+    reads: ReadWay | None = None  # once it was found out
     broken: bool = False
     lost: bool = False
     in_flight: int = 0
@@ -74,7 +75,9 @@ class Connection:
 
     @property
     def stats(self) -> PeerStats:
-        return PeerStats(self.pod, self.generation, self.address, self.transport, self.transport_source, self.gbps)
+        return PeerStats(
+            self.pod, self.generation, self.address, self.transport, self.transport_source, self.gbps, self.reads
+        )
 
 
 class Connector:
@@ -103,7 +106,7 @@ class Connector:
         self._connections: dict[str, Connection] = {}
         self._flights: dict[str, asyncio.Task[Connection]] = {}
         self._attached: list[Connection] = []  # the transfer thread's: every agent that the backend knows
-        self._probing = asyncio.Lock()
+        self.probing = asyncio.Lock()  # of this pod's probe block
         self._next_look = 0.0
 
     @property
@@ -241,7 +244,7 @@ class Connector:
         for attempt in range(PROBE_TRIES):
             if attempt:
                 await asyncio.sleep(random.uniform(0.02, 0.1) * attempt)
-            async with self._probing:
+            async with self.probing:
                 nonce = os.urandom(NONCE_BYTES)
                 data = nonce + os.urandom(self._memory.block_bytes - NONCE_BYTES)
                 await self._on_thread(partial(self._memory.write_block, self._memory.probe_block, data))

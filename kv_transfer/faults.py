@@ -129,8 +129,8 @@ class FaultyBackend:
             arrived.append(heapq.heappop(self._late)[2])
         return arrived
 
-    def transport(self, peer: str, *, same_host: bool) -> Transport:
-        return self._inner.transport(peer, same_host=same_host)
+    def transport(self, peer: str, *, same_host: bool, reads: bool = False) -> Transport:
+        return self._inner.transport(peer, same_host=same_host, reads=reads)
 
     def close(self) -> None:
         self._inner.close()

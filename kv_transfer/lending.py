@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +27,7 @@ _log = logging.getLogger(__name__)
 
 MAX_LOANS = 16
 MAX_LOAN_S = 30.0  # of a read, whatever the puller wishes
+TRAILING_S = 2.0  # that reads may go on after a loan which their puller did not end
 
 Lend = Callable[[Sequence[bytes], int], Hold | None]
 
@@ -58,11 +60,14 @@ class Lending:
         self._loans: dict[tuple[str, TransferId], _Loan] = {}
         self._pushes: set[asyncio.Task[None]] = set()
         self._closed = False
+        self._trailing_until = 0.0
 
     @property
-    def reads(self) -> int:
-        """Loans that pullers read; on some transports bytes leave only while this side polls."""
-        return len(self._loans)
+    def read_from(self) -> bool:
+        """Pullers read here, or may not have stopped: on some transports bytes leave only while this side polls, and
+        what leaves slowly is in the way of others.
+        """
+        return bool(self._loans) or time.monotonic() < self._trailing_until
 
     @property
     def open(self) -> int:
@@ -104,6 +109,7 @@ class Lending:
         loan = self._loans.pop(key, None)
         if loan is not None:
             _log.info("loan %s of %s was not ended in time", key[1], key[0])
+            self._trailing_until = time.monotonic() + TRAILING_S
             let_go(loan.hold)
 
     def _push(self, request_id: str, target: KvTarget, blocks: tuple[int, ...], hold: Hold, timeout_s: float) -> None:

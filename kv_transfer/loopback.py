@@ -58,7 +58,7 @@ class LoopbackFabric:
 
     on_notify(source, peer, payload) -> delays in seconds, one per copy that is delivered ([] drops it, [0, 0] doubles
     it, unequal delays reorder);
-    transport: how its agents call what carries payload;
+    transport: how its agents call what carries payload; read_transport: what is read, where that is another;
     on_write(source, peer, num_blocks) -> WriteFault, for reads as well (source is who posts). die(agent), freeze(agent)
     and thaw(agent) act on whole agents.
     """
@@ -67,6 +67,7 @@ class LoopbackFabric:
         self.on_notify: NotifyPlan = lambda _source, _peer, _payload: (0.0,)
         self.on_write: WritePlan = lambda _source, _peer, _count: WriteFault()
         self.transport = "loopback"
+        self.read_transport = ""
         self._clock = clock
         self._lock = threading.Lock()
         self._agents: dict[str, _Agent] = {}
@@ -239,8 +240,9 @@ class LoopbackBackend:
     def notifications(self) -> list[Notification]:
         return self._fabric.take(self._name)
 
-    def transport(self, peer: str, *, same_host: bool) -> Transport:
-        return Transport(self._fabric.transport, "reported")
+    def transport(self, peer: str, *, same_host: bool, reads: bool = False) -> Transport:
+        fabric = self._fabric
+        return Transport((reads and fabric.read_transport) or fabric.transport, "reported")
 
     def close(self) -> None:
         self._fabric.die(self._name)

@@ -91,7 +91,7 @@ class Wanted:
 @dataclass(frozen=True, slots=True)
 class Pulled:
     """blocks: so many of the wanted ones, from the first on, are complete. reason: none, or why not all. gbps: of the
-    pair, lately; 0 while unknown.
+    way that they came, lately; 0 while unknown.
     """
 
     blocks: int
@@ -100,8 +100,34 @@ class Pulled:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadWay:
+    """How reads from a peer travel. gbps: 1e9 bytes per second of a read that was made to find out, at `at` (seconds of
+    the node's clock). refused: why nothing is to be read; empty where it may be.
+    """
+
+    transport: str
+    source: str
+    gbps: float
+    at: float
+    refused: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PullWay:
+    """How a pull from a holder would come: read by this pod, or pushed by the holder. gbps: of that way, 0 while
+    unknown. instead: it is pushed because reads are refused.
+    """
+
+    read: bool
+    gbps: float = 0.0
+    instead: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class PeerStats:
-    """A connection that a probe went through. gbps: 1e9 bytes per second of its probe, a warm write of many blocks."""
+    """A connection that a probe went through. gbps: 1e9 bytes per second of its probe, a warm write of many blocks.
+    reads: how what is read there travels; None while nothing was.
+    """
 
     pod: str
     generation: int
@@ -109,12 +135,15 @@ class PeerStats:
     transport: str
     transport_source: str
     gbps: float
+    reads: ReadWay | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairStats:
-    """This pod's traffic with another one since the start; see Pair in transfer.proto. gbps: of payload lately, of the
-    probe while there was none. generation, address and transport are empty while the pods are not connected.
+    """This pod's traffic with another one since the start; see Pair in transfer.proto. gbps: of what was written
+    lately, of the probe while there was nothing. read_gbps: of what was read there of late; 0 where that is nothing.
+    generation, address and transports are empty while the pods are not connected, those of reads also while nothing
+    was read.
     """
 
     pod: str
@@ -131,6 +160,10 @@ class PairStats:
     busy_s: float
     exposed_s: float
     failures: int
+    read_transport: str = ""
+    read_source: str = ""
+    read_gbps: float = 0.0
+    reads_refused: bool = False
 
 
 @dataclass(frozen=True, slots=True)

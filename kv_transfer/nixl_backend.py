@@ -5,7 +5,9 @@ the initiator polls, and without a progress thread (it spins on a core) a target
 are exceptions; release() of an active handle does not stop it, so only terminal handles are released; a name is never
 used twice; descriptors are exchanged as numbers, because NIXL's own serialisation of them is pickle. The whole pool
 is one strided row (address, length, device, stride, count) per side, and NIXL merges neighbouring indices into one
-descriptor where both sides' are neighbours. Copies between GPUs are posted with the context of this thread.
+descriptor where both sides' are neighbours. Copies between GPUs are posted with the context of this thread. UCX reads
+over cuda_ipc only where it sees an NVLink, also between two processes on one GPU, unless it is told to: else it sends
+what is read through host memory and TCP, without a word.
 """
 
 from __future__ import annotations
@@ -80,6 +82,7 @@ class NixlBackend:
             os.environ["UCX_NET_DEVICES"] = self._net_devices
         if memory.kind == "VRAM":
             make_current(memory.device)
+        os.environ.setdefault("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "on")
         self._ucx_log = UcxLog.open()
         api = nixl_api()
         config = api.nixl_agent_config(
@@ -217,11 +220,13 @@ class NixlBackend:
             for payload in payloads
         ]
 
-    def transport(self, peer: str, *, same_host: bool) -> Transport:
+    def transport(self, peer: str, *, same_host: bool, reads: bool = False) -> Transport:
         known = self._started.peers.get(peer)
         if self._ucx_log is not None and known is not None:
             memory = self._started.memory
-            name = self._ucx_log.put_transport(self._name, memory.block_bytes, memory.kind, same_host=same_host)
+            name = self._ucx_log.transport(
+                self._name, memory.block_bytes, memory.kind, same_host=same_host, reads=reads
+            )
             if name is not None:
                 return Transport(name, "reported")
         allowed = os.environ.get("UCX_TLS", "all").split(",")

@@ -23,13 +23,24 @@ from kv_transfer.identity import agent_name
 from kv_transfer.incoming import Incoming
 from kv_transfer.lending import Lend, Lending
 from kv_transfer.memory import Hold, PoolMemory, let_go
-from kv_transfer.messages import Commit, Holder, PairStats, PeerStats, Pulled, TransferStats, Wanted, Writer
+from kv_transfer.messages import (
+    Commit,
+    Holder,
+    PairStats,
+    PeerStats,
+    Pulled,
+    PullWay,
+    TransferStats,
+    Wanted,
+    Writer,
+)
 from kv_transfer.notification import Committed, parse
 from kv_transfer.outgoing import Outgoing, OutgoingTransfer, Pieces
 from kv_transfer.pairs import Pairs
 from kv_transfer.peer_calls import PeerCalls
 from kv_transfer.peer_rpc import PeerRpc
 from kv_transfer.pulling import Pulling
+from kv_transfer.read_probe import ReadProbe
 from kv_transfer.reading import Reading
 from kv_transfer.servicer import TransferServicer
 from kv_transfer.transfer_thread import TransferThread
@@ -91,6 +102,9 @@ class TransferNode:
             awaited=lambda: self._incoming.awaited or self._outgoing.awaited,
         )
         self._connector = Connector(self._thread, self._rpc, memory, info, clock, self._peer_ended, allow_tcp=allow_tcp)
+        self._read_probe = ReadProbe(
+            self._thread, self._rpc, memory, info, clock, self._connector.probing, allow_tcp=allow_tcp
+        )
         self._calls = PeerCalls(self._rpc, self._connector, info, address)
         self._outgoing = Outgoing(
             self._thread,
@@ -109,6 +123,8 @@ class TransferNode:
             self._thread,
             self._incoming,
             self._reading,
+            self._read_probe,
+            self._pairs,
             self._connector,
             self._calls,
             memory,
@@ -164,6 +180,7 @@ class TransferNode:
         await self._outgoing_over(until)
         self._thread.submit(self._incoming.close)
         await self._connector.close()
+        await self._read_probe.close()
         self._thread.stop()
         if not await asyncio.to_thread(self._thread.join, JOIN_S):
             _log.error("the transfer thread did not end within %s s", JOIN_S)
@@ -229,11 +246,19 @@ class TransferNode:
 
     # Pulling.
 
+    async def pull_way(self, holder: Holder, *, read: bool, timeout_s: float) -> PullWay:
+        """How blocks would come from there, and how fast. Reading needs a connection and one read that tells, which are
+        made where they are missing; where reads are refused (device memory over TCP) the holder has to push. On the
+        event loop. Raises BatonError.
+        """
+        self._require_running()
+        return await self._pulling.way(holder, timeout_s) if read else PullWay(False)
+
     async def pull(self, holder: Holder, wanted: Wanted, *, read: bool) -> Pulled:
         """Gets cached blocks from another pod, pushed by it or (read) by reading them there. On the event loop.
 
-        Raises BatonError; then nothing of it counts. wanted.hold is released in any case, when no byte can land any
-        more.
+        Raises BatonError, TransferFailed also where reads are refused (see pull_way); then nothing of it counts.
+        wanted.hold is released in any case, when no byte can land any more.
         """
         try:
             self._require_running()
@@ -302,7 +327,8 @@ class TransferNode:
             self._incoming.attentive
             or self._outgoing.attentive
             or self._connector.connecting
-            or self._lending.reads > 0
+            or self._read_probe.under_way
+            or self._lending.read_from
             or self.servicer.expecting
         )
 

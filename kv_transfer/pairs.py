@@ -9,24 +9,57 @@ import threading
 from collections.abc import Callable
 
 from common.pb import transfer_pb2
-from kv_transfer.messages import PairStats, PeerStats
+from kv_transfer.messages import PairStats, PeerStats, ReadWay
 
 MAX_PAIRS = 1024  # names of pods that are gone are forgotten beyond this, the longest unused first
 KEEP = 0.9  # weight of what was moved before, per busy spell
+FRESH_S = 120.0  # a rate is of use for so long: where it says that reads are slow, none would come to correct it
+
+
+class _Meter:
+    """The rate while something was under way, lately. Times are the caller's clock."""
+
+    __slots__ = ("_bytes", "_since", "_under_way", "busy_s", "ended_at", "recent_bytes", "recent_s")
+
+    def __init__(self) -> None:
+        self.busy_s = self.recent_s = 0.0
+        self.recent_bytes = 0.0
+        self.ended_at = float("-inf")
+        self._since = 0.0
+        self._under_way = self._bytes = 0
+
+    def begin(self, now: float) -> None:
+        if not self._under_way:
+            self._since = now
+            if now - self.ended_at >= FRESH_S:
+                self.recent_bytes = self.recent_s = 0.0
+        self._under_way += 1
+
+    def end(self, num_bytes: int, now: float) -> None:
+        self._under_way -= 1
+        self._bytes += num_bytes
+        if not self._under_way:
+            seconds, self.ended_at = now - self._since, now
+            self.busy_s += seconds
+            self.recent_s = KEEP * self.recent_s + seconds
+            self.recent_bytes = KEEP * self.recent_bytes + self._bytes
+            self._bytes = 0
+
+    @property
+    def gbps(self) -> float:
+        """1e9 bytes per second; 0 while nothing was moved."""
+        return self.recent_bytes / self.recent_s / 1e9 if self.recent_s > 0 else 0.0
 
 
 class Pair:
     """Counts of one other pod. `begin` and `end` go around every write or read."""
 
     __slots__ = (
-        "_bytes",
+        "_all",
         "_clock",
-        "_recent_bytes",
-        "_recent_s",
-        "_since",
-        "_under_way",
+        "_reads",
+        "_writes",
         "blocks",
-        "busy_s",
         "bytes",
         "exposed_s",
         "failures",
@@ -37,37 +70,43 @@ class Pair:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.transfers = self.pulls = self.blocks = self.pulled_blocks = self.bytes = self.failures = 0
-        self.busy_s = self.exposed_s = 0.0
+        self.exposed_s = 0.0
         self._clock = clock
-        self._under_way = 0
-        self._since = 0.0
-        self._bytes = 0  # of this busy spell
-        self._recent_bytes = self._recent_s = 0.0
+        self._all, self._writes, self._reads = _Meter(), _Meter(), _Meter()
 
-    def begin(self) -> None:
+    def begin(self, *, reads: bool = False) -> None:
         """A write or read is posted."""
-        if not self._under_way:
-            self._since = self._clock()
-        self._under_way += 1
+        now = self._clock()
+        self._all.begin(now)
+        (self._reads if reads else self._writes).begin(now)
 
-    def end(self, blocks: int, num_bytes: int, *, pulled: bool) -> None:
+    def end(self, blocks: int, num_bytes: int, *, pulled: bool, reads: bool = False) -> None:
         """It is terminal; what it moved, zeros when it failed."""
-        self._under_way -= 1
+        now = self._clock()
         self.blocks += blocks
         self.pulled_blocks += blocks if pulled else 0
         self.bytes += num_bytes
-        self._bytes += num_bytes
-        if not self._under_way:
-            seconds = self._clock() - self._since
-            self.busy_s += seconds
-            self._recent_s = KEEP * self._recent_s + seconds
-            self._recent_bytes = KEEP * self._recent_bytes + self._bytes
-            self._bytes = 0
+        self._all.end(num_bytes, now)
+        (self._reads if reads else self._writes).end(num_bytes, now)
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which something was under way."""
+        return self._all.busy_s
 
     @property
     def gbps(self) -> float:
-        """1e9 bytes per second while something was under way, lately; 0 before."""
-        return self._recent_bytes / self._recent_s / 1e9 if self._recent_s > 0 else 0.0
+        """1e9 bytes per second while something was written, lately; 0 before."""
+        return self._writes.gbps
+
+    def read_gbps(self, way: ReadWay | None) -> float:
+        """1e9 bytes per second while something was read, lately; of the read that found out the way, if that is newer;
+        0 where both are long ago.
+        """
+        at, gbps = (self._reads.ended_at, self._reads.gbps) if self._reads.gbps else (float("-inf"), 0.0)
+        if way is not None and way.at > at:
+            at, gbps = way.at, way.gbps
+        return gbps if self._clock() - at < FRESH_S else 0.0
 
 
 class Pairs:
@@ -95,6 +134,7 @@ class Pairs:
         found = []
         for pod in sorted({*connected, *pairs}):
             pair, peer = pairs.get(pod) or Pair(self._clock), connected.get(pod)
+            way = peer.reads if peer else None
             found.append(
                 PairStats(
                     pod=pod,
@@ -103,6 +143,10 @@ class Pairs:
                     transport=peer.transport if peer else "",
                     transport_source=peer.transport_source if peer else "",
                     gbps=pair.gbps or (peer.gbps if peer else 0.0),
+                    read_transport=way.transport if way else "",
+                    read_source=way.source if way else "",
+                    read_gbps=pair.read_gbps(way),
+                    reads_refused=bool(way and way.refused),
                     transfers=pair.transfers,
                     pulls=pair.pulls,
                     blocks=pair.blocks,
@@ -125,6 +169,10 @@ def pair_to_pb(pair: PairStats) -> transfer_pb2.Pair:
         transport=pair.transport,
         transport_source=pair.transport_source,
         gb_s=pair.gbps,
+        read_transport=pair.read_transport,
+        read_transport_source=pair.read_source,
+        read_gb_s=pair.read_gbps,
+        reads_refused=pair.reads_refused,
         transfers=pair.transfers,
         pulls=pair.pulls,
         blocks=pair.blocks,

@@ -180,7 +180,8 @@ class _Server:
         elif message.kind == "disconnect":
             backend.disconnect(said["peer"])
         elif message.kind == "transport":
-            return b"", dataclasses.asdict(backend.transport(said["peer"], same_host=said["same_host"]))
+            found = backend.transport(said["peer"], same_host=said["same_host"], reads=said["reads"])
+            return b"", dataclasses.asdict(found)
         elif message.kind == "close":
             backend.close()
             self._backend = None

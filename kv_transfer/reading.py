@@ -17,15 +17,18 @@ from kv_transfer.pairs import Pairs
 from kv_transfer.read_machine import Done, Failed, Free, ReadAction, ReadMachine, ReadPiece, ReadState
 from kv_transfer.transfer_thread import TransferThread
 
+PIECE_S = 0.02  # that a read of one piece may take: what is posted goes on after its reader has given up
+
 
 @dataclass(slots=True, eq=False)
 class Read:
-    """One read under way; outcome is set once, on the transfer thread."""
+    """One read under way. outcome, and over (nothing can land any more) are each set once, on the transfer thread."""
 
     machine: ReadMachine
     connection: Connection
     hold: Hold
     outcome: Future[None]
+    over: Future[None]
 
 
 class Reading:
@@ -48,12 +51,21 @@ class Reading:
         self._reads: list[Read] = []
 
     def start(
-        self, connection: Connection, local: Sequence[int], remote: Sequence[int], hold: Hold, deadline: float
+        self,
+        connection: Connection,
+        local: Sequence[int],
+        remote: Sequence[int],
+        hold: Hold,
+        deadline: float,
+        gbps: float = 0.0,
     ) -> Read:
-        """Any thread. The hold of the local blocks is given up once nothing can land in them any more."""
-        piece_blocks = max(1, self._pieces.most // self._memory.block_bytes)
+        """Any thread. The hold of the local blocks is given up once nothing can land in them any more. gbps: at which
+        reads come, 0 while unknown: a slow one is cut into small pieces.
+        """
+        piece_bytes = min(self._pieces.most, int(gbps * 1e9 * PIECE_S)) if gbps else self._pieces.most
+        piece_blocks = max(1, piece_bytes // self._memory.block_bytes)
         machine = ReadMachine(connection.pod, local, remote, piece_blocks=piece_blocks, deadline=deadline)
-        read = Read(machine, connection, hold, Future())
+        read = Read(machine, connection, hold, Future(), Future())
         self._thread.submit(lambda: self._add(read))
         return read
 
@@ -103,13 +115,13 @@ class Reading:
         def ended(error: str | None) -> None:
             connection.in_flight -= 1
             moved = len(piece.local) if error is None else 0
-            pair.end(moved, moved * self._memory.block_bytes, pulled=True)
+            pair.end(moved, moved * self._memory.block_bytes, pulled=True, reads=True)
             if error is not None:
                 connection.broken = True
             self._apply(read, read.machine.piece_ended(piece.number, error, self._clock()))
 
         connection.in_flight += 1
-        pair.begin()
+        pair.begin(reads=True)
         self._thread.read(connection.agent, piece.local, piece.remote, ended)
 
     def _apply(self, read: Read, actions: Sequence[ReadAction]) -> None:
@@ -117,6 +129,7 @@ class Reading:
             match action:
                 case Free():
                     let_go(read.hold)
+                    read.over.set_result(None)
                 case Done():
                     self._pairs.of(read.connection.pod).pulls += 1
                     read.outcome.set_result(None)

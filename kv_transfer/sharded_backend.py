@@ -164,14 +164,14 @@ class ShardedBackend:
             rank.nudge()
         return self._own.notifications()
 
-    def transport(self, peer: str, *, same_host: bool) -> Transport:
+    def transport(self, peer: str, *, same_host: bool, reads: bool = False) -> Transport:
         """Rank 0's, unless another rank has one that a pod may have to refuse."""
         if peer not in self._peers:
-            return self._own.transport(peer, same_host=same_host)
+            return self._own.transport(peer, same_host=same_host, reads=reads)
         for rank, name in zip(self._ranks, self._peers[peer], strict=True):
-            rank.ask("transport", peer=name, same_host=same_host)
+            rank.ask("transport", peer=name, same_host=same_host, reads=reads)
         found: list[Transport] = []
-        others = self._with_own(lambda: found.append(self._own.transport(peer, same_host=same_host)))
+        others = self._with_own(lambda: found.append(self._own.transport(peer, same_host=same_host, reads=reads)))
         found += [Transport(**answer.fields) for answer in others]
         return next((transport for transport in found if transport.name in SLOW), found[0])
 

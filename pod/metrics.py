@@ -51,6 +51,9 @@ class PodMetrics:
             "pulls", "Hints that another pod holds a prefix, and what came of it.", ["outcome", "reason"]
         )
         self.pulls_asked = m.counter("pulls_asked", "Pulls that a holder was asked for.")
+        self.pulls_pushed_instead = m.counter(
+            "pulls_pushed_instead", "Pulls that were to be read, and pushed because reads would have come over TCP."
+        )
         self.pulled_blocks = m.counter("pulled_blocks", "KV blocks that came from other pods' caches.")
         self._pull_seconds = m.histogram("pull_seconds", "Seconds of pulls that succeeded.")
         self._pull_predicted = m.histogram("pull_predicted_seconds", "Seconds that routing expected of the same pulls.")
@@ -145,8 +148,13 @@ class PodMetrics:
         for name, what, read in counters:
             m.sampled_counter(name, what, lambda read=read: [((p.pod,), read(p)) for p in pairs()], ["peer"])  # type: ignore[misc]
         m.sampled_gauge(
-            "pair_bytes_per_second", "Rate of KV to or from another pod, lately; before any, of the probe.",
+            "pair_bytes_per_second", "Rate of KV written to another pod, lately; before any, of the probe.",
             lambda: [((p.pod, p.transport), p.gbps * 1e9) for p in pairs()], ["peer", "transport"],
+        )  # fmt: skip
+        m.sampled_gauge(
+            "pair_read_bytes_per_second", "Rate of KV read from another pod, lately, by what carries reads.",
+            lambda: [((p.pod, p.read_transport), p.read_gbps * 1e9) for p in pairs() if p.read_transport],
+            ["peer", "transport"],
         )  # fmt: skip
 
     def pull(self, outcome: str, reason: str) -> None:

@@ -99,8 +99,12 @@ class PodRates:
 
     def prefill_s(self, tokens: int) -> float:
         """Seconds that so many prompt tokens take; 0 until a step was at least half full: small steps say little."""
+        return self.prefill_guess_s(tokens) if self._filled else 0.0
+
+    def prefill_guess_s(self, tokens: int) -> float:
+        """The same from whatever steps there were, which is too short where all were small; 0 before any."""
         rate, base = self.prefill()
-        return base + tokens / rate if rate and self._filled else 0.0
+        return base + tokens / rate if rate else 0.0
 
     def decode(self) -> tuple[float, float]:
         """Seconds of a decode step: the fixed part, and what a sequence adds; zeros while unknown."""

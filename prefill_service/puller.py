@@ -1,6 +1,10 @@
 """Fetches what another pod holds of a prompt's prefix into this pod's cache, before the engine sees the prompt.
 
-    hint -> worth it? -> lease blocks -> pull -> publish -> the prompt finds them like any cached prefix
+    hint -> worth it? -> which way, and still worth it? -> lease blocks -> pull -> publish
+         -> the prompt finds them like any cached prefix
+
+Worth it is what takes less than computing the same tokens would, by what this pod measured of both; and it waits for no
+pull longer than that: so a pull that fails makes a prompt at most about twice as late as if nobody had been asked.
 
 A hint is a hint: whatever goes wrong, or is not worth it, ends with the engine computing what is missing. The lease is
 given up as soon as the blocks are published, so prompts that wait hold nothing, and a pull that failed leaves its
@@ -19,12 +23,22 @@ from common.pb import prefill_pb2
 from common.types import ValidRequest
 from kv_transfer.messages import Holder, Pulled, Wanted
 from pod.patience import patiently
+from pod.rates import PodRates
 from pod.runtime import PodRuntime
 
 _log = logging.getLogger(__name__)
 
-MIN_TIME_S, MAX_TIME_S = 0.5, 10.0  # that a pull may take; a first one has to connect
-UNKNOWN_TIME_S = 1.0  # while nobody knows how long computing takes
+MIN_TIME_S, MAX_TIME_S = 0.05, 10.0  # that a pull may take
+UNKNOWN_TIME_S = 0.5  # at most, while nobody knows how long computing takes
+GUESS = 4.0  # times what small steps say of computing, which is too little
+
+
+def patience_s(rates: PodRates, tokens: int) -> float:
+    """Seconds that a pull of so many tokens may take: as long as computing them."""
+    if compute_s := rates.prefill_s(tokens):
+        return min(MAX_TIME_S, max(MIN_TIME_S, compute_s))
+    guess_s = rates.prefill_guess_s(tokens)
+    return min(UNKNOWN_TIME_S, max(MIN_TIME_S, GUESS * guess_s)) if guess_s else UNKNOWN_TIME_S
 
 
 class Puller:
@@ -87,11 +101,19 @@ class Puller:
         held = pool.match(hashes)
         if held == len(hashes):
             return "skipped", "held"
-        compute_s = pod.rates.prefill_s((len(hashes) - held) * pool.block_size)
-        if compute_s and hint.seconds >= compute_s:
+        missing = len(hashes) - held
+        tokens = missing * pool.block_size
+        limit_s = patience_s(pod.rates, tokens)
+        worth_s = pod.rates.prefill_s(tokens) or limit_s
+        if hint.seconds >= worth_s:
             return "skipped", "dear"
         if pod.engine.scheduler.waits_for_blocks:
             return "skipped", "no_room"
+        began, limit_s = time.monotonic(), min(deadline_s, limit_s)
+        holder = Holder(hint.pod, hint.generation, hint.address)
+        way = await pod.node.pull_way(holder, read=self._mode == "read", timeout_s=limit_s)
+        if way.gbps and missing * pod.engine.layout.block_bytes / (way.gbps * 1e9) + pod.rates.pull_s() >= worth_s:
+            return "skipped", "dear"
         lease = await patiently(
             lambda: pool.lease(hashes, len(hashes), keep_free=pod.engine.scheduler.stats().running, host=True),
             lambda lease: lease is None and pool.copying(),
@@ -102,24 +124,24 @@ class Puller:
             first = lease.cached_blocks
             if first == len(hashes):
                 return "skipped", "held"
-            limit_s = min(MAX_TIME_S, max(MIN_TIME_S, compute_s)) if compute_s else UNKNOWN_TIME_S
             wanted = Wanted(
                 request_id=request_id,
                 hashes=hashes,
                 first_block=first,
                 blocks=tuple(lease.blocks[first:]),
                 hold=lease.writer(first, len(hashes) - first),
-                timeout_s=min(deadline_s, limit_s),
+                timeout_s=max(0.0, limit_s - (time.monotonic() - began)),
             )
-            holder = Holder(hint.pod, hint.generation, hint.address)
-            began = time.monotonic()
+            asked = time.monotonic()
             pod.metrics.pulls_asked.inc()
-            got = await pod.node.pull(holder, wanted, read=self._mode == "read")
+            if way.instead:
+                pod.metrics.pulls_pushed_instead.inc()
+            got = await pod.node.pull(holder, wanted, read=way.read)
             await patiently(lambda: lease.loading, bool)  # what comes from host memory was asked for before the pull
             lease.publish(hashes[: first + got.blocks])
             if not got.blocks:
                 return "refused", got.reason
-            self._learn(got, time.monotonic() - began)
+            self._learn(got, time.monotonic() - asked)
             return "done", "all" if got.blocks == len(hashes) - first else "part"
         finally:
             lease.finish("pulled")

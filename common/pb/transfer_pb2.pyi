@@ -173,6 +173,7 @@ class InfoResponse(_message.Message):
     PULLS_FIELD_NUMBER: _builtins.int
     ACTIVITY_FIELD_NUMBER: _builtins.int
     LATE_TARGETS_FIELD_NUMBER: _builtins.int
+    PULLS_BY_READING_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Version of this protocol; a pod serves peers whose major version equals its own."""
     pod: _builtins.str
@@ -205,6 +206,8 @@ class InfoResponse(_message.Message):
     """It fetches prefixes from other pods when told who holds them."""
     late_targets: _builtins.bool
     """A prefill pod that knows SetTarget."""
+    pulls_by_reading: _builtins.bool
+    """What it fetches from other pods it reads there; else they push it."""
     @_builtins.property
     def layout(self) -> Global___Layout:
         """Layout."""
@@ -254,10 +257,11 @@ class InfoResponse(_message.Message):
         pulls: _builtins.bool = ...,
         activity: Global___Activity | None = ...,
         late_targets: _builtins.bool = ...,
+        pulls_by_reading: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "blocks", b"blocks", "computed", b"computed", "layout", b"layout", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "blocks", b"blocks", "boot_id", b"boot_id", "computed", b"computed", "draining", b"draining", "fingerprint", b"fingerprint", "generation", b"generation", "late_targets", b"late_targets", "layout", b"layout", "load", b"load", "max_model_len", b"max_model_len", "num_blocks", b"num_blocks", "pairs", b"pairs", "pid", b"pid", "pod", b"pod", "protocol_version", b"protocol_version", "pulls", b"pulls", "ready", b"ready", "role", b"role", "served_name", b"served_name", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "blocks", b"blocks", "boot_id", b"boot_id", "computed", b"computed", "draining", b"draining", "fingerprint", b"fingerprint", "generation", b"generation", "late_targets", b"late_targets", "layout", b"layout", "load", b"load", "max_model_len", b"max_model_len", "num_blocks", b"num_blocks", "pairs", b"pairs", "pid", b"pid", "pod", b"pod", "protocol_version", b"protocol_version", "pulls", b"pulls", "pulls_by_reading", b"pulls_by_reading", "ready", b"ready", "role", b"role", "served_name", b"served_name", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -457,6 +461,10 @@ class Pair(_message.Message):
     EXPOSED_S_FIELD_NUMBER: _builtins.int
     FAILURES_FIELD_NUMBER: _builtins.int
     PULLED_BLOCKS_FIELD_NUMBER: _builtins.int
+    READ_TRANSPORT_FIELD_NUMBER: _builtins.int
+    READ_TRANSPORT_SOURCE_FIELD_NUMBER: _builtins.int
+    READ_GB_S_FIELD_NUMBER: _builtins.int
+    READS_REFUSED_FIELD_NUMBER: _builtins.int
     pod: _builtins.str
     """The other pod's name."""
     generation: _builtins.int
@@ -468,7 +476,7 @@ class Pair(_message.Message):
     transport_source: _builtins.str
     """reported or derived."""
     gb_s: _builtins.float
-    """1e9 bytes per second: of payload lately, of the probe while there was none."""
+    """1e9 bytes per second: of what was written lately, of the probe while there was nothing."""
     transfers: _builtins.int
     """Hand-offs that this pod completed as the sender."""
     pulls: _builtins.int
@@ -485,6 +493,14 @@ class Pair(_message.Message):
     """Transfers that failed; those that were aborted do not count."""
     pulled_blocks: _builtins.int
     """Of the blocks, those that were pulled."""
+    read_transport: _builtins.str
+    """What carries reads from the other pod, and how that is known; empty while nothing was read there."""
+    read_transport_source: _builtins.str
+    """reported or derived."""
+    read_gb_s: _builtins.float
+    """1e9 bytes per second of reads from the other pod of late, the probe of them included; 0 where there were none."""
+    reads_refused: _builtins.bool
+    """Reads would travel in a way that this pod refuses: the other one is asked to push instead."""
     def __init__(
         self,
         *,
@@ -502,10 +518,14 @@ class Pair(_message.Message):
         exposed_s: _builtins.float = ...,
         failures: _builtins.int = ...,
         pulled_blocks: _builtins.int = ...,
+        read_transport: _builtins.str = ...,
+        read_transport_source: _builtins.str = ...,
+        read_gb_s: _builtins.float = ...,
+        reads_refused: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "blocks", b"blocks", "busy_s", b"busy_s", "bytes", b"bytes", "exposed_s", b"exposed_s", "failures", b"failures", "gb_s", b"gb_s", "generation", b"generation", "pod", b"pod", "pulled_blocks", b"pulled_blocks", "pulls", b"pulls", "transfers", b"transfers", "transport", b"transport", "transport_source", b"transport_source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "blocks", b"blocks", "busy_s", b"busy_s", "bytes", b"bytes", "exposed_s", b"exposed_s", "failures", b"failures", "gb_s", b"gb_s", "generation", b"generation", "pod", b"pod", "pulled_blocks", b"pulled_blocks", "pulls", b"pulls", "read_gb_s", b"read_gb_s", "read_transport", b"read_transport", "read_transport_source", b"read_transport_source", "reads_refused", b"reads_refused", "transfers", b"transfers", "transport", b"transport", "transport_source", b"transport_source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,13 +1,14 @@
 """Which pods had better fetch a prefix from another pod than compute it, and from whom. Pure.
 
-A pull takes its pod's measured latency and the missing bytes at the pair's measured rate; it is offered where that is
-less than computing the same tokens takes there. Of a pair that has never moved anything the mean of known pairs is
-assumed, and that connecting takes CONNECT_S.
+A pull takes its pod's measured latency and the missing bytes at the pair's measured rate, of reads where the pod reads
+and of the holder's writes where that pushes; it is offered where that is less than computing the same tokens takes
+there. Of a pair that has never moved anything the mean of known pairs is assumed, and that connecting takes CONNECT_S.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean
 
 from gateway.routing.demand import Pull
@@ -31,15 +32,36 @@ def pulls(
     lacking = [view for view in pullers if view.pulls and promises.get(view.name, 0) < most]
     if not lacking:
         return {}
-    known = [rate for view in (*best, *lacking) for rate in view.pair_rates.values()]
-    usual = fmean(known) if known else 0.0
+    written = [rate for view in (*best, *lacking) for rate in view.pair_rates.values()]
+    read = [rate for view in lacking for rate in (view.read_rates or {}).values() if rate]
+    pushed = fmean(written) if written else 0.0
+    usual = _Usual(pushed, fmean(read) if read else pushed)
     offers = ((view.name, _best(held, promises, view, best, block_bytes, usual)) for view in lacking)
     return {name: pull for name, pull in offers if pull is not None}
 
 
+@dataclass(frozen=True, slots=True)
+class _Usual:
+    """Bytes per second of pairs that are known; 0 for none."""
+
+    pushed: float
+    read: float
+
+
+def _rate(view: PodView, holder: PodView, usual: _Usual) -> tuple[float, float]:
+    """Bytes per second at which `view` gets blocks from there, and the seconds that come on top where that is not
+    known. A rate of 0: nothing is known of any pair.
+    """
+    if view.read_rates is None or view.read_rates.get(holder.name) == 0.0:
+        rate, otherwise = holder.pair_rates.get(view.name) or view.pair_rates.get(holder.name), usual.pushed
+    else:
+        rate, otherwise = view.read_rates.get(holder.name), usual.read
+    return (rate, 0.0) if rate else (otherwise, CONNECT_S)
+
+
 def _best(
     held: Mapping[str, int], promises: Mapping[str, int], view: PodView, holders: Sequence[PodView], block_bytes: int,
-    usual: float,
+    usual: _Usual,
 ) -> Pull | None:  # fmt: skip
     """The pull that saves most; None when none saves anything."""
     used, found, saved = promises.get(view.name, 0), None, 0.0
@@ -48,9 +70,7 @@ def _best(
         missing = tokens - used
         if holder is view or missing <= 0:
             continue
-        rate, extra = holder.pair_rates.get(view.name) or view.pair_rates.get(holder.name), 0.0
-        if not rate:
-            rate, extra = usual, CONNECT_S
+        rate, extra = _rate(view, holder, usual)
         if rate <= 0:
             continue
         seconds = view.pull_s + extra + missing / view.block_size * block_bytes / rate

@@ -65,7 +65,8 @@ def test_pulls_between_processes_and_between_pods(tmp_path: Path) -> None:
     assert all(value > 0 for value in result["metrics"].values())
     assert {(row["transport"], row["carried_by"]) for row in result["rows"]} == {("default", "cma"), ("tcp", "tcp")}
     connections = result["pods"]["connections"]
-    assert sorted(line.split()[0] for line in connections) == ["holder", "read"]  # who pushes, and who reads
+    said = [("holder", "connected"), ("read", "connected"), ("read", "reads")]  # who pushes, and who reads
+    assert sorted(tuple(line.split()[:2]) for line in connections) == said
     assert all("over cma" in line for line in connections)
 
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from common.errors import BatonError
+from common.errors import BatonError, DeadlineExceeded
 from common.types import Role, ValidRequest
 from engine.llm import LLM
 from kv_transfer.loopback import WriteFault
+from kv_transfer.messages import Holder, Pulled, Wanted
 from prefill_service import puller
 from prefill_service.hand_off import HandOff
 from tests.harness import BLOCK, CHUNK, Cluster, Pod, expected, prompt_of, request
@@ -221,6 +222,82 @@ class TestMiss:
             taken.finish("enough")
             assert (await running).ids == expected(llm, r)
             assert [one.fetched for one in begun] == [None], "nobody was asked"
+
+
+class TestWay:
+    """What reads cost is measured, and weighed against computing."""
+
+    async def test_slow_reads_are_not_chosen_where_computing_is_cheaper(self, model_dir: Path, llm: LLM) -> None:
+        async with Cluster.start(model_dir, prefill=2, prefill_config={"pull": "read"}) as cluster:
+            first, second = cluster.prefills
+            await with_prefix(cluster, first)
+            await cluster.generate(request(prompt_of(4 * CHUNK, seed=5), 2), prefill=second)  # it knows how it computes
+            compute_s = second.runtime.rates.prefill_s(PREFIX)
+            assert compute_s > 0
+            block_s = compute_s  # a block alone takes as long
+            reads: list[int] = []
+
+            def slow(source: str, peer: str, blocks: int) -> WriteFault:
+                if (source, peer) != (second.agent, first.agent):
+                    return WriteFault()
+                reads.append(blocks)
+                return WriteFault(delay_s=block_s * blocks)
+
+            await second.runtime.node.connect(first.runtime.address)
+            cluster.fabric.on_write = slow
+            r = follow_up()
+            answer = await cluster.generate(r, prefill=second, pull=first.holds(PREFIX // BLOCK))
+            assert answer.ids == expected(llm, r)
+            assert answer.cached_tokens == 0
+            assert second.counted("pulls") == {("skipped", "dear"): 1}
+            assert not second.counted("pulls_asked")
+            assert set(reads) == {1}, "the probe is all that was read"
+            pair = next(p for p in (await second.info()).pairs if p.pod == first.runtime.name)
+            assert 0 < pair.read_gb_s * 1e9 <= second.runtime.engine.layout.block_bytes / block_s
+
+    async def test_reads_that_are_refused_are_pushed_and_counted(
+        self, model_dir: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async with Cluster.start(model_dir, prefill=2, prefill_config={"pull": "read"}) as cluster:
+            first, second = cluster.prefills
+            await with_prefix(cluster, first)
+            monkeypatch.setattr(second.runtime.node._read_probe, "_refusal", lambda _name, _gbps: "TCP")
+            r = follow_up()
+            answer = await cluster.generate(r, prefill=second, pull=first.holds(PREFIX // BLOCK))
+            assert answer.ids == expected(llm, r)
+            assert answer.cached_tokens == PREFIX
+            assert second.counted("pulls") == {("done", "all"): 1}
+            assert second.counted("pulls_pushed_instead") == {(): 1}
+            info = await second.info()
+            assert info.pulls_by_reading
+            assert [p.reads_refused for p in info.pairs if p.pod == first.runtime.name] == [True]
+            pair = next(p for p in (await first.info()).pairs if p.pod == second.runtime.name)
+            assert (pair.pulls, pair.blocks) == (1, PREFIX // BLOCK)
+
+    async def test_a_pull_gets_as_long_as_computing_would_take(
+        self, model_dir: Path, mode: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(puller, "MIN_TIME_S", 0.0)
+        async with Cluster.start(model_dir, prefill=2, prefill_config={"pull": mode}) as cluster:
+            first, second = cluster.prefills
+            await with_prefix(cluster, first)
+            await second.runtime.node.pull_way(
+                Holder(first.runtime.name, 0, first.runtime.address), read=mode == "read", timeout_s=20.0
+            )
+            monkeypatch.setattr(second.runtime.rates, "prefill_s", lambda tokens: tokens * 0.01)
+            limits: list[float] = []
+
+            async def pull(_holder: Holder, wanted: Wanted, *, read: bool) -> Pulled:
+                limits.append(wanted.timeout_s)
+                assert read == (mode == "read")
+                wanted.hold.release()
+                raise DeadlineExceeded("too late")
+
+            monkeypatch.setattr(second.runtime.node, "pull", pull)
+            await cluster.generate(follow_up(), prefill=second, pull=first.holds(PREFIX // BLOCK))
+            assert len(limits) == 1
+            assert 0 < limits[0] <= PREFIX * 0.01
+            assert second.counted("pulls") == {("failed", "DeadlineExceeded"): 1}
 
 
 async def test_an_abort_during_a_pull_ends_the_request_and_gives_all_back(model_dir: Path, mode: str) -> None:

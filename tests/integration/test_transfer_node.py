@@ -174,7 +174,7 @@ async def test_other_layouts_are_refused_by_name(field: str, layout: KVLayout) -
 @pytest.mark.parametrize("transport", ["tcp", "unknown"])
 async def test_device_memory_never_travels_over_tcp_unnoticed(transport: str) -> None:
     class Slow(LoopbackBackend):
-        def transport(self, peer: str, *, same_host: bool) -> Transport:
+        def transport(self, peer: str, *, same_host: bool, reads: bool = False) -> Transport:
             return Transport(transport, "reported")
 
     class Device(Cluster):

@@ -24,7 +24,7 @@ from tests.until import until
 
 
 class PolledNixl(NixlBackend):
-    def transport(self, peer: str, *, same_host: bool) -> Transport:
+    def transport(self, peer: str, *, same_host: bool, reads: bool = False) -> Transport:
         return Transport("tcp", "reported")
 
 

@@ -139,7 +139,10 @@ async def test_a_prefix_is_pulled_from_whoever_holds_it(
         assert [a.cached_tokens for a in answers] == [n * BLOCK for n in sizes]
         assert after.computed.prefill - before.computed.prefill == 33 * len(sizes)
         assert {a.handed_off.transport for a in answers if a.handed_off is not None} == {TRANSPORT}
-        mover, other = (holder, puller) if mode == "push" else (puller, holder)
+        theirs = next((p for p in after.pairs if p.pod == holder.bare.name), None)
+        assert mode == "push" or (theirs is not None and theirs.read_transport)
+        pushed = mode == "push" or (theirs is not None and theirs.reads_refused)  # over TCP nothing is read into a GPU
+        mover, other = (holder, puller) if pushed else (puller, holder)
         pair = next(p for p in (await mover.info()).pairs if p.pod == other.bare.name)
         assert pair.transport == TRANSPORT
         assert pair.pulled_blocks >= sum(sizes)
