@@ -45,6 +45,8 @@ _COMMON_OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 )
+# What a servicer's send raises when the caller cancelled, or its deadline passed, and nobody has told the servicer yet.
+CALLER_GONE = grpc.aio.InternalError
 LIVE = "live"  # what health calls the process: a restart helps only when it does not answer
 _CHANNEL_OPTIONS = (
     *_COMMON_OPTIONS,
@@ -231,9 +233,11 @@ def _wrap(behavior: Any, method: str) -> Any:
 
 
 async def _fail(error: Exception, context: Any, method: str) -> NoReturn:
-    """Ends the call with the status of `error`; raises always."""
+    """Ends the call with the status of `error`; raises always: CancelledError where the caller has gone already."""
     if isinstance(error, grpc.aio.AbortError):
         raise error
+    if isinstance(error, CALLER_GONE):
+        raise asyncio.CancelledError from error
     if not isinstance(error, BatonError):
         _log.error("unexpected error in %s", method, exc_info=error)
         error = InternalError(f"unexpected {type(error).__name__} in {method}")
@@ -241,7 +245,10 @@ async def _fail(error: Exception, context: Any, method: str) -> NoReturn:
     pb.message = pb.message[:_MAX_ERROR_CHARS]
     code = grpc.StatusCode[error.grpc_code]
     trailer = ((ERROR_KEY, pb.SerializeToString()), (STATUS_KEY, _details(code, pb).SerializeToString()))
-    await context.abort(code, pb.message, trailing_metadata=trailer)
+    try:
+        await context.abort(code, pb.message, trailing_metadata=trailer)
+    except CALLER_GONE as e:
+        raise asyncio.CancelledError from e
     raise AssertionError("abort returned")
 
 

@@ -11,9 +11,9 @@ from typing import Any, TypeGuard
 
 import grpc
 
-from common.errors import DeadlineExceeded, InvalidRequest
+from common.errors import Cancelled, DeadlineExceeded, InvalidRequest
 from common.pb import inference_pb2, inference_pb2_grpc
-from common.rpc import trace_of
+from common.rpc import CALLER_GONE, trace_of
 from common.wire import finish_to_pb, prompt_logprobs_to_pb, token_to_pb
 from gateway.admission.caller import Caller
 from gateway.best_of import answers_of
@@ -35,6 +35,7 @@ from gateway.tokenize import Tokenize, parse_detokenize, parse_tokenize
 from gateway.validation import parse_chat, parse_completion
 
 REQUEST_ID = "x-request-id"
+MAX_CLIENT_ID = 128  # characters
 SEND_GRACE_S = 5.0  # what the end of an answer may take beyond the request's deadline
 
 _PASSED = (
@@ -80,6 +81,11 @@ def _fields(request: inference_pb2.GenerateRequest) -> dict[str, Any]:
     return fields | shared_fields(request)
 
 
+def _client_id(given: str) -> str:
+    """As much of a client's own id as is kept."""
+    return given[:MAX_CLIENT_ID]
+
+
 def _tellable(client_id: str | None) -> TypeGuard[str]:
     """Fits into metadata."""
     return client_id is not None and client_id.isascii() and client_id.isprintable()
@@ -100,19 +106,22 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         metadata = dict(context.invocation_metadata() or ())
         affinity = affinity_of(metadata.get(SESSION_AFFINITY.decode()))
         asked_by = trace_of(metadata)
-        caller, client_id = self._caller(context), request.request_id[:128] or None
+        caller, client_id = self._caller(context), _client_id(request.request_id) or None
         with self._gateway.admit(
             "generate", client_id, left, caller=caller, affinity=affinity, asked_by=asked_by
         ) as ticket:
-            # At once, so that a client can abort what answers only at its end.
-            await context.send_initial_metadata(((REQUEST_ID, client_id if _tellable(client_id) else ticket.id),))
             # Writes and does not yield: a client that neither reads nor leaves blocks the sending, and only here can
             # that wait be ended.
             try:
                 async with asyncio.timeout(ticket.deadline + SEND_GRACE_S - time.monotonic()):
+                    # At once, so that a client can abort what answers only at its end.
+                    shown_id = client_id if _tellable(client_id) else ticket.id
+                    await context.send_initial_metadata(((REQUEST_ID, shown_id),))
                     await self._generate(request, context, ticket)
             except TimeoutError as e:
                 raise DeadlineExceeded("the request's time is over") from e
+            except CALLER_GONE as e:
+                raise Cancelled("the client has gone") from e
 
     def _caller(self, context: grpc.aio.ServicerContext[Any, Any]) -> Caller:
         """Whose call it is. Raises InvalidApiKey."""
@@ -202,7 +211,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.AbortGenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> inference_pb2.AbortGenerateResponse:
         """Ends what this gateway runs under an id, ours or the client's own."""
-        self._gateway.abort(request.request_id, self._caller(context))
+        self._gateway.abort(_client_id(request.request_id), self._caller(context))
         return inference_pb2.AbortGenerateResponse()
 
     async def Tokenize(

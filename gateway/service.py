@@ -199,7 +199,8 @@ class Gateway:
         timeline = self._timeline(client_id, endpoint, caller, asked_by)
         limit = self.settings.request_timeout_s
         permit = Permit(caller, timeline.request_id, self._limiter, self.metrics)
-        ticket = Ticket(timeline, endpoint, timeline.start + min(limit, timeout_s or limit), caller, permit, affinity)
+        time_s = limit if timeout_s is None else min(limit, timeout_s)
+        ticket = Ticket(timeline, endpoint, timeline.start + time_s, caller, permit, affinity)
         self._tickets[ticket.id] = ticket
         self.timelines.add(timeline)
         self.metrics.running.inc()

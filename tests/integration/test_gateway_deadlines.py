@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -11,9 +12,12 @@ import orjson
 import pytest
 import pytest_asyncio
 
+from common.errors import Cancelled
 from common.pb import inference_pb2
 from gateway import http_endpoint
 from gateway.admission.caller import ANONYMOUS
+from gateway.grpc_service import InferenceServicer
+from gateway.service import Gateway, Settings
 from gateway.streaming import Generate
 from tests.fake_pods import FakeCluster, fake_cluster
 from tests.gateway_rig import MODEL, Rig
@@ -77,28 +81,58 @@ async def test_the_same_error_at_the_same_time(
     assert len(left) == 1 + len(bodies)
     assert max(left) < LATE_S + 0.5
     await gw.settled()
-    outcomes = {
+    assert outcomes(gw)["completions"] == "DeadlineExceeded"
+
+
+def outcomes(gw: Rig) -> dict[str, str]:
+    """How requests ended, by endpoint."""
+    return {
         sample.labels["endpoint"]: sample.labels["outcome"]
         for metric in gw.gateway.metrics.requests.collect()
         for sample in metric.samples
         if sample.name.endswith("_total") and sample.value
     }
-    assert outcomes["completions"] == "DeadlineExceeded"
 
 
-@pytest.mark.parametrize("own", [False, True], ids=["our id", "the client's id"])
+async def test_a_client_that_has_gone_before_the_headers_is_no_failure(gw: Rig) -> None:
+    class Left:
+        """Of such a client; nobody has told the servicer."""
+
+        def time_remaining(self) -> float:
+            return 30.0
+
+        def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+            return ()
+
+        async def send_initial_metadata(self, _metadata: object) -> None:
+            raise grpc.aio.InternalError("Failed execute_batch")
+
+    request = inference_pb2.GenerateRequest(model=MODEL, text="Hello")
+    with pytest.raises(Cancelled):
+        await InferenceServicer(gw.gateway).Generate(request, Left())  # type: ignore[arg-type]
+    assert outcomes(gw) == {"generate": "aborted"}
+
+
+def test_time_that_is_over_at_arrival_is_not_all_there_is() -> None:
+    gateway = Gateway(Settings(), [], None)
+    for given, least, most in ((0.0, -1.0, 0.0), (3.0, 0.0, 3.0), (None, 3.0, 600.0), (1e9, 3.0, 600.0)):
+        with gateway.admit("generate", None, given, caller=ANONYMOUS) as ticket:
+            assert least < ticket.deadline - time.monotonic() <= most
+
+
+@pytest.mark.parametrize(
+    "own", ["", "mine", "long" * 50], ids=["our id", "the client's id", "a longer one than is kept"]
+)
 async def test_abort_ends_a_search_that_has_not_said_anything(
-    gw: Rig, stub: Any, cluster: FakeCluster, own: bool
+    gw: Rig, stub: Any, cluster: FakeCluster, own: str
 ) -> None:
     cluster.prefills[0].faults.prefill_delay_s = 0.05
-    request = inference_pb2.GenerateRequest(
-        model=MODEL, text="Hello", max_tokens=1000, request_id="mine" if own else "", **BEAMS
-    )
+    request = inference_pb2.GenerateRequest(model=MODEL, text="Hello", max_tokens=1000, request_id=own, **BEAMS)
     call = stub.Generate(request)
     told = dict(await call.initial_metadata())["x-request-id"]
-    assert (told == "mine") == own
+    assert not own or told == own[:128]
     await until(lambda: len(cluster.prefills[0].seen.prefilled) > 4)
-    await stub.Abort(inference_pb2.AbortGenerateRequest(request_id=told))
+    await stub.Abort(inference_pb2.AbortGenerateRequest(request_id=own or told))
     with pytest.raises(grpc.aio.AioRpcError) as error:
         await call.read()
     assert error.value.code() is grpc.StatusCode.CANCELLED

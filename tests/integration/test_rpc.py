@@ -13,6 +13,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from common import rpc
 from common.errors import (
     BatonError,
     ConfigError,
@@ -115,6 +116,32 @@ async def test_an_unexpected_exception_is_internal_and_logged(caplog: pytest.Log
     assert isinstance(error_from_rpc(e.value), InternalError)
     assert "secret" not in (e.value.details() or "")
     assert any(r.exc_info for r in caplog.records)
+
+
+class Left:
+    """A call whose caller has gone, before anybody told the servicer."""
+
+    async def abort(self, *_: object, **__: object) -> None:
+        raise grpc.aio.InternalError("Failed execute_batch")
+
+
+@pytest.mark.parametrize("error", [InvalidRequest("n is -1"), grpc.aio.InternalError("Failed execute_batch")])
+@pytest.mark.parametrize("streams", [False, True])
+async def test_a_caller_that_has_gone_unseen_is_no_failure(
+    error: Exception, streams: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def answer(_request: object, _context: object) -> None:
+        raise error
+
+    async def answers(_request: object, _context: object) -> AsyncIterator[None]:
+        raise error
+        yield
+
+    caplog.set_level(logging.ERROR)
+    wrapped = rpc._wrap(answers if streams else answer, "m")(None, Left())
+    with pytest.raises(asyncio.CancelledError):
+        await (anext(wrapped) if streams else wrapped)
+    assert not caplog.records
 
 
 async def test_a_long_message_still_arrives_as_its_class() -> None:
