@@ -361,7 +361,8 @@ class Engine:
         blocks = memory // layout.block_bytes - EXTRA_BLOCKS
         if blocks < 2:
             raise ConfigError(
-                f"{memory} bytes hold fewer than 4 KV blocks of {layout.block_bytes} bytes", field="kv_memory"
+                f"kv_memory: {memory} bytes hold fewer than 4 KV blocks of {layout.block_bytes} bytes",
+                field="kv_memory",
             )
         return blocks
 
