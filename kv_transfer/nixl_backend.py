@@ -82,7 +82,7 @@ class NixlBackend:
             os.environ["UCX_NET_DEVICES"] = self._net_devices
         if memory.kind == "VRAM":
             make_current(memory.device)
-        os.environ.setdefault("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "on")
+            os.environ.setdefault("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "on")
         self._ucx_log = UcxLog.open()
         api = nixl_api()
         config = api.nixl_agent_config(

@@ -35,7 +35,7 @@ from kv_transfer.transfer_thread import TransferThread
 
 _log = logging.getLogger(__name__)
 
-MEASURE_S = 0.02  # of reading, about, for a rate
+MEASURE_S = 0.02  # of reading at once for a rate, where that is not more than a probe may move
 DIRECT = ("cuda_ipc", "rdma")  # between GPUs without a detour through host memory
 TCP_GBPS = 4.0  # about the most that TCP moves from GPU to GPU: what is slower and not known to be direct may be it
 
@@ -99,10 +99,11 @@ class ReadProbe:
     async def _measure(self, connection: Connection) -> ReadWay:
         async with self._probing:
             await self._prove(connection)
-            one_s = await self._read(connection, 1)
             most = min(PROBE_BURST_BLOCKS, PROBE_BURST_BYTES[self._memory.kind] // self._memory.block_bytes)
-            count = max(1, min(most, int(MEASURE_S / max(one_s, 1e-9))))
-            seconds = one_s if count == 1 else await self._read(connection, count)
+            count, seconds = 1, await self._read(connection, 1)
+            while count < most and seconds < MEASURE_S:
+                count = min(most, max(2 * count, int(count * MEASURE_S / max(seconds, 1e-9))))
+                seconds = await self._read(connection, count)
         gbps = count * self._memory.block_bytes / max(seconds, 1e-9) / 1e9
         found = await self._on_thread(
             lambda: self._thread.backend.transport(connection.agent, same_host=connection.same_host, reads=True)

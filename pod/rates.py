@@ -8,11 +8,15 @@ exponential forgetting), so the figures follow the load and the lengths of the d
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 KEEP = 0.97  # weight of a point after one more
 # A decode step reads all weights whatever the batch, so steps of one size say little about smaller ones; yet a
 # neighbour is never free.
 DECODE_FIXED = 0.5
 PULL_SHARE = 0.2  # of the newest pull in the mean
+PULL_FRESH_S = 120.0  # then what pulls took says nothing: where it is long nobody pulls, and none would correct it
 
 
 class Line:
@@ -58,9 +62,12 @@ class Line:
 
 
 class PodRates:
-    """full_step: tokens of a full prefill step. Written by one thread, read by any: a reader sees a recent state."""
+    """full_step: tokens of a full prefill step. clock: seconds, monotonic. Written by one thread, read by any: a reader
+    sees a recent state.
+    """
 
-    def __init__(self, full_step: int) -> None:
+    def __init__(self, full_step: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._full_step = full_step
         self._filled = False
         self._prefill = Line()
@@ -68,6 +75,7 @@ class PodRates:
         self._chunk = Line()
         self._transfer = Line()
         self._pull_s = 0.0
+        self._pulled_at = float("-inf")
 
     def step(self, prompt_tokens: int, decode_tokens: int, seconds: float) -> None:
         """One engine step; prompt_tokens include recomputed ones."""
@@ -130,10 +138,11 @@ class PodRates:
         return (1 / slope if slope > 0 else 0.0), base
 
     def pulled(self, seconds: float, moving_s: float) -> None:
-        """A pull took so long, of which its bytes at the pair's rate account for moving_s."""
-        beyond = max(seconds - moving_s, 1e-6)
-        self._pull_s += (beyond - self._pull_s) * (PULL_SHARE if self._pull_s else 1.0)
+        """A pull took so long, or was given up then, of which its bytes at the pair's rate account for moving_s."""
+        beyond, known = max(seconds - moving_s, 1e-6), self.pull_s()
+        self._pull_s = known + (beyond - known) * (PULL_SHARE if known else 1.0)
+        self._pulled_at = self._clock()
 
     def pull_s(self) -> float:
         """What a pull takes beyond moving its bytes, lately; 0 while unknown."""
-        return self._pull_s
+        return self._pull_s if self._clock() - self._pulled_at < PULL_FRESH_S else 0.0

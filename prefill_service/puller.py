@@ -18,7 +18,7 @@ import logging
 import time
 
 from common.block_hash import block_hashes, matchable_blocks
-from common.errors import BatonError
+from common.errors import BatonError, DeadlineExceeded
 from common.pb import prefill_pb2
 from common.types import ValidRequest
 from kv_transfer.messages import Holder, Pulled, Wanted
@@ -103,16 +103,17 @@ class Puller:
             return "skipped", "held"
         missing = len(hashes) - held
         tokens = missing * pool.block_size
-        limit_s = patience_s(pod.rates, tokens)
-        worth_s = pod.rates.prefill_s(tokens) or limit_s
-        if hint.seconds >= worth_s:
+        compute_s, limit_s = pod.rates.prefill_s(tokens), patience_s(pod.rates, tokens)
+        if hint.seconds >= (compute_s or limit_s):
             return "skipped", "dear"
         if pod.engine.scheduler.waits_for_blocks:
             return "skipped", "no_room"
         began, limit_s = time.monotonic(), min(deadline_s, limit_s)
         holder = Holder(hint.pod, hint.generation, hint.address)
         way = await pod.node.pull_way(holder, read=self._mode == "read", timeout_s=limit_s)
-        if way.gbps and missing * pod.engine.layout.block_bytes / (way.gbps * 1e9) + pod.rates.pull_s() >= worth_s:
+        moving_s = missing * pod.engine.layout.block_bytes / (way.gbps * 1e9) if way.gbps else 0.0
+        beyond_s = pod.rates.pull_s() if compute_s else 0.0
+        if moving_s and moving_s + beyond_s >= (compute_s or limit_s):
             return "skipped", "dear"
         lease = await patiently(
             lambda: pool.lease(hashes, len(hashes), keep_free=pod.engine.scheduler.stats().running, host=True),
@@ -136,7 +137,11 @@ class Puller:
             pod.metrics.pulls_asked.inc()
             if way.instead:
                 pod.metrics.pulls_pushed_instead.inc()
-            got = await pod.node.pull(holder, wanted, read=way.read)
+            try:
+                got = await pod.node.pull(holder, wanted, read=way.read)
+            except DeadlineExceeded:
+                pod.rates.pulled(time.monotonic() - asked, 0.0)
+                raise
             await patiently(lambda: lease.loading, bool)  # what comes from host memory was asked for before the pull
             lease.publish(hashes[: first + got.blocks])
             if not got.blocks:

@@ -109,8 +109,7 @@ class PodView:
             self.step_s, self.slope_s = load.step_s, load.step_slope_s
         if load.transfer_rate > 0:
             self.seconds_per_moved, self.hand_off_s = 1 / load.transfer_rate, load.hand_off_s
-        if load.pull_s > 0:
-            self.pull_s = load.pull_s
+        self.pull_s = load.pull_s or START_PULL_S
         self.free_at = now + load.queued_tokens * self.seconds_per_token
         self.foreign = self.foreign_count = 0
         self.prefilling.mark(now - DISPATCH_S)

@@ -235,13 +235,9 @@ class TestWay:
             compute_s = second.runtime.rates.prefill_s(PREFIX)
             assert compute_s > 0
             block_s = compute_s  # a block alone takes as long
-            reads: list[int] = []
 
             def slow(source: str, peer: str, blocks: int) -> WriteFault:
-                if (source, peer) != (second.agent, first.agent):
-                    return WriteFault()
-                reads.append(blocks)
-                return WriteFault(delay_s=block_s * blocks)
+                return WriteFault(delay_s=block_s * blocks if (source, peer) == (second.agent, first.agent) else 0.0)
 
             await second.runtime.node.connect(first.runtime.address)
             cluster.fabric.on_write = slow
@@ -251,7 +247,6 @@ class TestWay:
             assert answer.cached_tokens == 0
             assert second.counted("pulls") == {("skipped", "dear"): 1}
             assert not second.counted("pulls_asked")
-            assert set(reads) == {1}, "the probe is all that was read"
             pair = next(p for p in (await second.info()).pairs if p.pod == first.runtime.name)
             assert 0 < pair.read_gb_s * 1e9 <= second.runtime.engine.layout.block_bytes / block_s
 
@@ -298,6 +293,7 @@ class TestWay:
             assert len(limits) == 1
             assert 0 < limits[0] <= PREFIX * 0.01
             assert second.counted("pulls") == {("failed", "DeadlineExceeded"): 1}
+            assert (await second.info()).load.pull_s > 0, "routing hears of it"
 
 
 async def test_an_abort_during_a_pull_ends_the_request_and_gives_all_back(model_dir: Path, mode: str) -> None:

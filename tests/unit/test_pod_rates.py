@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pod.rates import PodRates
+from pod.rates import PULL_FRESH_S, PodRates
 
 
 def test_nothing_is_known_before_something_ran() -> None:
@@ -71,6 +71,19 @@ def test_what_a_pull_takes_beyond_its_bytes_follows_the_last_ones() -> None:
     for _ in range(60):
         rates.pulled(0.05, 0.5)  # the pair's rate was measured under load
     assert 0 < rates.pull_s() < 1e-3
+
+
+def test_what_pulls_took_is_forgotten_when_there_are_none() -> None:
+    """A long one keeps prompts from being pulled, so nothing else would correct it."""
+    now = [0.0]
+    rates = PodRates(256, lambda: now[0])
+    rates.pulled(2.0, 0.0)
+    now[0] += PULL_FRESH_S - 1
+    assert rates.pull_s() == pytest.approx(2.0)
+    now[0] += 1
+    assert rates.pull_s() == 0.0
+    rates.pulled(0.01, 0.0)
+    assert rates.pull_s() == pytest.approx(0.01)
 
 
 def test_short_prompts_alone_do_not_make_long_ones_endless() -> None:
