@@ -6,6 +6,7 @@ the one key outside and never touched together with others. Feature level: Redis
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import sys
 from array import array
@@ -117,7 +118,25 @@ class Script:
         return packed
 
     async def run(self, client: Client, keys: Sequence[str], args: Sequence[Arg]) -> Any:
-        """The script's answer, bytes undecoded."""
+        """The script's answer, bytes undecoded.
+
+        A task that is cancelled meanwhile ends: redis-py connects and sends by asyncio.wait_for, which before Python
+        3.12 forgets a cancel that comes with its end.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        cancels = task.cancelling()
+        try:
+            answer = await self._run(client, keys, args)
+        except Exception as e:
+            if task.cancelling() > cancels:
+                raise asyncio.CancelledError from e
+            raise
+        if task.cancelling() > cancels:
+            raise asyncio.CancelledError
+        return answer
+
+    async def _run(self, client: Client, keys: Sequence[str], args: Sequence[Arg]) -> Any:
         try:
             return await client.evalsha(self._sha, len(keys), *keys, *args)
         except NoScriptError:

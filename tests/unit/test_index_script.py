@@ -1,0 +1,70 @@
+"""A script of the index, and a cancel that comes while redis-py waits."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+import pytest
+
+from common.index_store import FAILURES, Client, Script
+
+SCRIPT = Script("unbook")
+
+
+class Forgetful:
+    """Does as asyncio.wait_for before Python 3.12: a cancel is lost in what it waits for."""
+
+    def __init__(self, outcome: object) -> None:
+        self.outcome = outcome
+        self.waits = asyncio.Event()
+
+    async def evalsha(self, *_: object) -> object:
+        self.waits.set()
+        try:
+            await asyncio.sleep(30)
+        except asyncio.CancelledError:
+            if isinstance(self.outcome, Exception):
+                raise self.outcome from None
+        return self.outcome
+
+
+def run(client: object) -> asyncio.Task[Any]:
+    return asyncio.get_running_loop().create_task(SCRIPT.run(cast(Client, client), (), ()))
+
+
+@pytest.mark.parametrize("outcome", [b"an answer", FAILURES[0]("the connection broke")])
+async def test_a_cancel_that_redis_py_loses_ends_the_task(outcome: object) -> None:
+    client = Forgetful(outcome)
+    task = run(client)
+    await client.waits.wait()
+    task.cancel()
+    await asyncio.wait({task})
+    assert task.cancelled()
+
+
+async def test_its_own_time_limit_is_still_one() -> None:
+    async def limited() -> None:
+        async with asyncio.timeout(0.01):
+            await SCRIPT.run(cast(Client, Forgetful(b"an answer")), (), ())
+
+    with pytest.raises(TimeoutError):
+        await limited()
+
+
+async def test_a_task_that_was_cancelled_before_may_still_tidy_up() -> None:
+    class Prompt:
+        async def evalsha(self, *_: object) -> bytes:
+            await asyncio.sleep(0)
+            return b"an answer"
+
+    async def work() -> object:
+        try:
+            await asyncio.sleep(30)
+        except asyncio.CancelledError:
+            return await SCRIPT.run(cast(Client, Prompt()), (), ())
+
+    task = asyncio.get_running_loop().create_task(work())
+    await asyncio.sleep(0)
+    task.cancel()
+    assert await task == b"an answer"
