@@ -9,9 +9,12 @@ This file imports next to nothing, so that Ctrl-C finds `main` in charge as good
 from __future__ import annotations
 
 import signal
-from typing import NoReturn
 
 from common.cli import exits
+
+TYPE_CHECKING = False  # typing takes longer to import than all the rest of this
+if TYPE_CHECKING:
+    from typing import NoReturn
 
 
 def main() -> NoReturn:

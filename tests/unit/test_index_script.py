@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any, cast
 
 import pytest
@@ -59,10 +60,9 @@ async def test_a_task_that_was_cancelled_before_may_still_tidy_up() -> None:
             return b"an answer"
 
     async def work() -> object:
-        try:
+        with contextlib.suppress(asyncio.CancelledError):
             await asyncio.sleep(30)
-        except asyncio.CancelledError:
-            return await SCRIPT.run(cast(Client, Prompt()), (), ())
+        return await SCRIPT.run(cast(Client, Prompt()), (), ())
 
     task = asyncio.get_running_loop().create_task(work())
     await asyncio.sleep(0)

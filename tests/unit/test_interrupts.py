@@ -41,6 +41,7 @@ def interrupted(module: str, *argv: str, lost: bool = False, ignored: bool = Fal
 @pytest.mark.parametrize(
     ("module", "argv"),
     [
+        ("typing", ("version",)),  # of the first ones
         ("typer", ("version",)),  # of every command line
         ("common.config", ("up",)),
         ("uvicorn", ("gateway",)),  # of a service; without pods, so that it would end by itself
