@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 MAX_N = 128  # sequences of one request
 
@@ -75,7 +76,12 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class ValidRequest:
-    """A request that passed the gateway's validation: another type than anything a client sends."""
+    """A request that passed the gateway's validation: another type than anything a client sends.
+
+    output_ids: of one that goes on elsewhere, the tokens that were generated already; it is a single sequence (n is 1),
+    and the next token is the one that would have followed them. child: which of the client's n sequences that is.
+    Everything else is as the client's request says, max_tokens too: it counts from the prompt's end.
+    """
 
     request_id: str
     model: str
@@ -84,10 +90,31 @@ class ValidRequest:
     cache_salt: str = ""
     priority: int = 0
     grammar: Grammar | None = None
+    output_ids: tuple[int, ...] = ()
+    child: int = 0
 
     @property
     def prompt_len(self) -> int:
         return len(self.prompt_ids)
+
+    @property
+    def context_ids(self) -> tuple[int, ...]:
+        """What has to be computed before the next token can be sampled: the prompt, and the output so far."""
+        return self.prompt_ids + self.output_ids
+
+    @property
+    def context_len(self) -> int:
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def children(self) -> range:
+        """The numbers of its sequences."""
+        return range(self.child, self.child + self.sampling.n)
+
+    def going_on(self, child: int, output: Iterable[int]) -> ValidRequest:
+        """The request for the rest of one of its sequences. The prompt's log-probabilities are not asked for again."""
+        sampling = replace(self.sampling, n=1, prompt_logprobs=None)
+        return replace(self, sampling=sampling, child=child, output_ids=tuple(output))
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,7 @@ def spans_of(timeline: Mapping[str, Any], *, tokens: int, end_s: float) -> list[
     """
     events: list[Mapping[str, Any]] = timeline["events"]
     last = {event["event"]: event for event in events}
-    retried = max((i for i, event in enumerate(events) if event["event"] == "retry"), default=-1)
+    retried = max((i for i, event in enumerate(events) if event["event"] in ("retry", "resume")), default=-1)
     chunks = [event for event in events[retried + 1 :] if event["event"] == "chunk"]
     spans: list[Span] = []
     reserved, first, handed_off = last.get("reserved"), last.get("first_token"), last.get("handed_off")

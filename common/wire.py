@@ -57,6 +57,8 @@ def request_to_pb(request: ValidRequest) -> types_pb2.ValidRequest:
         cache_salt=request.cache_salt,
         priority=request.priority,
         grammar=None if request.grammar is None else _grammar_to_pb(request.grammar),
+        output_ids=request.output_ids,
+        child=request.child,
     )
 
 
@@ -76,6 +78,8 @@ def request_from_pb(pb: types_pb2.ValidRequest) -> ValidRequest:
         cache_salt=pb.cache_salt,
         priority=pb.priority,
         grammar=Grammar(pb.grammar.text, pb.grammar.field) if pb.HasField("grammar") else None,
+        output_ids=tuple(pb.output_ids),
+        child=pb.child,
     )
 
 

@@ -61,9 +61,9 @@ class Admission:
             return NoRoom(f"{held} sequences are reserved or running already")
         layout, pool = self._pod.engine.layout, self._pod.engine.pool
         size = layout.block_size
-        matchable = matchable_blocks(request.prompt_len, size)
+        matchable = matchable_blocks(request.context_len, size)
         hashes = block_hashes(
-            request.prompt_ids[: matchable * size],
+            request.context_ids[: matchable * size],
             fingerprint=layout.fingerprint,
             block_size=size,
             salt=request.cache_salt,
@@ -90,7 +90,7 @@ class Admission:
             chunk_s=rates.chunk_s,
         )
         usable = 0 if scored else cached
-        verdict = self._local.decide(request.prompt_len - usable, usable, here, there, remote_only=remote_only)
+        verdict = self._local.decide(request.context_len - usable, usable, here, there, remote_only=remote_only)
         if verdict.local and cached > usable:
             lease.finish("all of it is computed")
             lease = pool.lease([], blocks, keep_free=stats.running)

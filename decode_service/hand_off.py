@@ -100,14 +100,14 @@ class Reservation:
     @property
     def sequences(self) -> int:
         """Children that have not ended."""
-        return self.request.sampling.n - len(self._over)
+        return len(self.request.children) - len(self._over)
 
     def expect(self, deadline_s: float) -> KvTarget:
         """Announces the missing blocks to the transfer node; the home that prefill writes to."""
         pod, lease = self._pod, self.lease
         assert lease is not None
         first = lease.cached_blocks
-        blocks = tuple(lease.blocks[first : pod.engine.layout.blocks_for(self.request.prompt_len)])
+        blocks = tuple(lease.blocks[first : pod.engine.layout.blocks_for(self.request.context_len)])
         with self._lock:
             hold = lease.writer(first, len(blocks))
             try:
@@ -135,10 +135,10 @@ class Reservation:
         computed = 0
         if lease is not None:
             computed = lease.cached_blocks * engine.layout.block_size
-            lease.trim(min(len(lease.blocks), engine.layout.blocks_for(self.request.prompt_len) + 1))
+            lease.trim(min(len(lease.blocks), engine.layout.blocks_for(self.request.context_len) + 1))
         with self._lock:
             self._first_output = True
-            self._run([self._sequence(lease=lease, computed=computed)])
+            self._run([self._sequence(lease=lease, computed=computed, child=self.request.child)])
 
     def ready(self, commit: Commit) -> None:
         """Every block and the first tokens are here: what does not end with its first token joins the running batch."""
@@ -146,13 +146,15 @@ class Reservation:
             if self._state is not State.RESERVED:
                 return
             assert self.lease is not None
-            n, vocab_size = self.request.sampling.n, self._pod.engine.vocab_size
-            if len(commit.first_tokens) != n or not all(0 <= token < vocab_size for token in commit.first_tokens):
+            children, vocab_size = self.request.children, self._pod.engine.vocab_size
+            tokens, n = commit.first_tokens, len(children)
+            if len(tokens) != n or not all(0 <= token < vocab_size for token in tokens):
                 self.failed(TransferFailed(f"the commit carries no usable first token of each of {n} sequences"))
                 return
             self._publish(self.lease)
-            self._over |= {child for child, finish in enumerate(commit.finish_reasons) if finish is not None}
-            firsts = {child: token for child, token in enumerate(commit.first_tokens) if child not in self._over}
+            ends = zip(children, commit.finish_reasons, strict=False)
+            self._over |= {child for child, finish in ends if finish is not None}
+            firsts = {child: token for child, token in zip(children, tokens, strict=True) if child not in self._over}
             if firsts:
                 try:
                     seqs = self._begin(self.lease, firsts)
@@ -167,16 +169,17 @@ class Reservation:
 
     def _begin(self, lease: Lease, firsts: dict[int, int]) -> list[Sequence]:
         """The children that go on, by child and first token; the lease is theirs from now on."""
-        engine, prompt_len = self._pod.engine, self.request.prompt_len
+        computed = self.request.context_len
         if self.request.sampling.n == 1:
-            return [self._sequence(lease=lease, computed=prompt_len, output=[firsts[0]])]
-        shared = engine.layout.blocks_for(prompt_len)
+            [(child, token)] = firsts.items()
+            return [self._sequence(lease=lease, computed=computed, first=[token], child=child)]
+        shared = self._pod.engine.layout.blocks_for(computed)
         seqs: list[Sequence] = []
         try:
             for child, token in firsts.items():
                 fork = lease.fork(shared, spare=min(1, len(lease.blocks) - shared))
                 try:
-                    seqs.append(self._sequence(lease=fork, computed=prompt_len, output=[token], child=child))
+                    seqs.append(self._sequence(lease=fork, computed=computed, first=[token], child=child))
                 except BaseException:
                     fork.finish("not begun")
                     raise
@@ -188,13 +191,17 @@ class Reservation:
         lease.finish("forked")
         return seqs
 
-    def _sequence(self, **kwargs: Any) -> Sequence:
-        return self._pod.engine.new_sequence(self.request, grammar=self._grammar, hashes=self._hashes, **kwargs)
+    def _sequence(self, *, first: abc.Sequence[int] = (), **kwargs: Any) -> Sequence:
+        """first: its first token, where another pod sampled that."""
+        output = [*self.request.output_ids, *first]
+        return self._pod.engine.new_sequence(
+            self.request, grammar=self._grammar, hashes=self._hashes, output=output, **kwargs
+        )
 
     def _publish(self, lease: Lease) -> None:
         layout, salt = self._pod.engine.layout, self.request.cache_salt
         hasher = BlockHasher(layout.fingerprint, layout.block_size, salt, known=self._hashes)
-        self._hashes = hasher.extend(self.request.prompt_ids)
+        self._hashes = hasher.extend(self.request.context_ids)
         lease.publish(self._hashes)
 
     def _run(self, seqs: abc.Sequence[Sequence]) -> None:
@@ -246,7 +253,7 @@ class Reservation:
     def end_child(self, child: int) -> None:
         """Ends one child, of which the gateway needs no more, and the request with the last; idempotent."""
         with self._lock:
-            if self._state is State.ENDED or child in self._over or child >= self.request.sampling.n:
+            if self._state is State.ENDED or child in self._over or child not in self.request.children:
                 return
             self._over.add(child)
             if not self.sequences:

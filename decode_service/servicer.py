@@ -88,7 +88,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         local = room.verdict.local
         if local:
             try:
-                pod.require_time(self.queued_tokens + valid.prompt_len - room.cached_tokens, deadline_s)
+                pod.require_time(self.queued_tokens + valid.context_len - room.cached_tokens, deadline_s)
             except Overloaded as error:
                 if room.lease is not None:
                     room.lease.finish("no time")
@@ -273,11 +273,11 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
     def queued_tokens(self) -> int:
         """Prompt tokens that wait for compute on this pod."""
         return sum(
-            seq.prompt_len - seq.computed
+            r.request.context_len - seq.computed
             for r in self._requests.values()
             if r.state is State.RUNNING
             for seq in r.seqs
-            if seq.finish is None and seq.computed < seq.prompt_len
+            if seq.finish is None and seq.computed < r.request.context_len
         )
 
     async def idle(self) -> None:

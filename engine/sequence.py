@@ -39,11 +39,12 @@ class Sequence:
     partial last block is while it is preempted. hand_off: ends after its first token, another pod goes
     on. paused: not scheduled until its reader catches up. finish: why it ended, None while it lives. slot: its own
     number below the scheduler's max_seqs while it runs. constraint: follows the output's tokens, None where any token
-    may come. scored: the first prompt token whose log-probability is still to be told; prompt_len when none is. embeds:
-    `state` is wanted, the last prompt token's state before the head, which is on the device with the first token. The
-    scheduler sets `arrival`, `lease`, `preemptions`, `slot` and, on admission, `computed`; the stepper calls `launch`,
-    `settle` and `accept`. lagging: how many of the last computed tokens lack KV of a draft model that follows in its
-    own time. drafting: what the speculator knows of it, None before it saw it.
+    may come. given: tokens that are computed in chunks before it decodes: the prompt, and of one that is handed off the
+    output that it came with too. scored: the first prompt token whose log-probability is still to be told; prompt_len
+    when none is. embeds: `state` is wanted, the last prompt token's state before the head, which is on the device with
+    the first token. The scheduler sets `arrival`, `lease`, `preemptions`, `slot` and, on admission, `computed`; the
+    stepper calls `launch`, `settle` and `accept`. lagging: how many of the last computed tokens lack KV of a draft
+    model that follows in its own time. drafting: what the speculator knows of it, None before it saw it.
     """
 
     __slots__ = (
@@ -60,6 +61,7 @@ class Sequence:
         "drafting",
         "embeds",
         "finish",
+        "given",
         "hand_off",
         "host_tokens",
         "lagging",
@@ -94,7 +96,9 @@ class Sequence:
         child: int = 0,
         hashes: abc.Sequence[bytes] = (),
     ) -> None:
-        """hashes: of the prompt's lead blocks, where they are known already."""
+        """output: tokens that were generated before, by this pod or another; the next one follows them as if it had
+        been here all the time. hashes: of the lead blocks, where they are known already.
+        """
         assert computed == 0 or lease is not None
         self.request = request
         self.child = child
@@ -114,6 +118,7 @@ class Sequence:
         self.cached_tokens = lease.cached_blocks * block_size if lease is not None else 0
         self.host_tokens = lease.host_blocks * block_size if lease is not None else 0
         self.hand_off = hand_off
+        self.given = len(self.tokens) if hand_off else self.prompt_len
         self.constraint = constraint
         self.scored = self.prompt_len if request.sampling.prompt_logprobs is None or computed else 1
         self.embeds = embeds
@@ -123,7 +128,7 @@ class Sequence:
         self.parked: Parked | None = None
         self.preemptions = 0
         self.arrival = 0
-        self._recompute_until = 0
+        self._recompute_until = len(self.tokens) - 1 if output else 0  # the newest token never had KV
         self._fingerprint = fingerprint
         self._hasher = BlockHasher(fingerprint, block_size, request.cache_salt, known=hashes)
 
@@ -154,7 +159,7 @@ class Sequence:
     def decoding(self) -> bool:
         """All but the newest token have KV or are being computed, and the newest is an output."""
         start = self.computed + self.launched
-        return start >= self.prompt_len and start == len(self.tokens) + self.pending - 1
+        return start >= self.given and start == len(self.tokens) + self.pending - 1
 
     @property
     def exhausted(self) -> bool:
@@ -184,16 +189,16 @@ class Sequence:
     @property
     def max_len(self) -> int:
         """Tokens at its longest; the last of them never gets KV."""
-        return self.prompt_len + (1 if self.hand_off else self.request.sampling.max_tokens)
+        return self.given + (1 if self.hand_off else self.request.sampling.max_tokens)
 
     @property
     def recompute_until(self) -> int:
-        """KV below this token existed once and was lost to a preemption."""
+        """KV below this token existed once; it was lost to a preemption, or with another pod."""
         return self._recompute_until
 
     @property
     def recomputing(self) -> bool:
-        """Preempted, and not yet caught up."""
+        """It lost KV, and has not yet caught up."""
         return self.computed < self._recompute_until
 
     def launch(self, num_new: int, *, sample: bool, drafts: int = 0) -> None:

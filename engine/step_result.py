@@ -14,11 +14,11 @@ from engine.sequence import Sequence
 class SequenceOutput:
     """What one step did for one sequence.
 
-    computed: its tokens that have KV now. chunk_done: the step computed tokens of its prompt. tokens: new ones, several
-    where drafts were right. finish: the request is over, and why. handed_off: a hand_off sequence ended here with its
-    first token; another pod goes on unless finish is set too. error: why it failed; finish is ERROR then. proposed:
-    drafts that the step verified, of which the accepted ones are the first of tokens. prompt_logprobs: of the prompt's
-    tokens that the step scored.
+    computed: its tokens that have KV now. chunk_done: the step computed tokens that it was given, see Sequence. tokens:
+    new ones, several where drafts were right. finish: the request is over, and why. handed_off: a hand_off sequence
+    ended here with its first token; another pod goes on unless finish is set too. error: why it failed; finish is ERROR
+    then. proposed: drafts that the step verified, of which the accepted ones are the first of tokens. prompt_logprobs:
+    of the prompt's tokens that the step scored.
     """
 
     seq: Sequence
@@ -42,8 +42,8 @@ class SequenceOutput:
 class StepResult:
     """One output per item of the step whose sequence still was there at its end.
 
-    num_prompt_tokens excludes num_recomputed_tokens (KV lost to a preemption). seconds: from the end of the step before
-    it, or from its launch if that came later.
+    num_prompt_tokens excludes num_recomputed_tokens (KV that was lost, see Sequence). seconds: from the end of the step
+    before it, or from its launch if that came later.
     """
 
     outputs: list[SequenceOutput] = field(default_factory=list)
@@ -55,7 +55,7 @@ class StepResult:
 
 @dataclass(slots=True)
 class EngineCounters:
-    """Since the start. prompt_tokens were computed for the first time, recomputed_tokens after a preemption.
+    """Since the start. prompt_tokens were computed for the first time, recomputed_tokens after KV was lost.
 
     decode_tokens have KV and are output; drafts that were wrong are none. discarded: items of steps whose sequence had
     ended or lost its blocks when the step ended. out_of_memory: steps that failed for want of memory.

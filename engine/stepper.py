@@ -361,7 +361,7 @@ class Stepper(Generic[L]):
         if item.drafts:
             self._after_drafts(item, accepted)
         return SequenceOutput(
-            seq, seq.computed, item.start < seq.prompt_len, result.tokens[:kept], finish, handed_off,
+            seq, seq.computed, item.start < seq.given, result.tokens[:kept], finish, handed_off,
             proposed=len(item.drafts), accepted=accepted, prompt_logprobs=scores,
         )  # fmt: skip
 

@@ -95,8 +95,6 @@ class _Search:
         try:
             while not finished:
                 delta = await run.next()
-                if delta.restart:
-                    tokens = []
                 tokens.extend(delta.tokens)
                 finished = delta.finish is not None
         finally:

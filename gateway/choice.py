@@ -138,7 +138,6 @@ class Choice:
         return self.model.pipeline.run(
             request,
             deadline=ticket.deadline,
-            replayable=True,
             timeline=ticket.timeline if first else Timeline(request.request_id, None, ticket.endpoint),
             affinity=ticket.affinity or self.request.request_id,
         )
@@ -201,9 +200,7 @@ class Choice:
         """What came since the last piece; the last one has a finish reason. Raises BatonError."""
         if self._output.finish is not None:
             raise StopAsyncIteration
-        piece = await self._next(replayable=False)
-        assert piece is not None
-        return piece
+        return await self._next()
 
     async def relay(self, take: Callable[[Piece], bool], take_text: Callable[[str], bool] | None = None) -> None:
         """After a piece: hands over those that follow as they come, with no task's turn between, until `take` says
@@ -238,11 +235,7 @@ class Choice:
         pieces: list[Piece] = []
         try:
             while not pieces or pieces[-1].finish is None:
-                piece = await self._next(replayable=True)
-                if piece is None:
-                    pieces = []
-                else:
-                    pieces.append(piece)
+                pieces.append(await self._next())
         finally:
             self.close()
         return self.whole(pieces)
@@ -270,14 +263,9 @@ class Choice:
         elif self._family is not None:
             self._family.children[self.child].close()
 
-    async def _next(self, *, replayable: bool) -> Piece | None:
-        """The next piece; None means that all before is void."""
-        run = self._run or self._start(replayable)
+    async def _next(self) -> Piece:
+        run = self._run or self._start()
         delta = await run.next()
-        if delta.restart:
-            self._output, self._last = self.new_output(), None
-            self._echoed = not self.spec.echo
-            return None
         return self._piece(delta.tokens, delta.finish, run)
 
     def _piece(self, tokens: Sequence[Token], finish: FinishReason | None, run: Run | Child) -> Piece:
@@ -302,19 +290,18 @@ class Choice:
             run.close()
         return piece
 
-    def _start(self, replayable: bool) -> Run | Child:
+    def _start(self) -> Run | Child:
         if self._family is None:
-            self._run = self._new_run(replayable)
+            self._run = self._new_run()
         else:
-            self._run = self._family.begin(self.child, lambda: self._new_run(replayable))
+            self._run = self._family.begin(self.child, self._new_run)
         return self._run
 
-    def _new_run(self, replayable: bool) -> Run:
+    def _new_run(self) -> Run:
         ticket = self._ticket
         return self.model.pipeline.run(
             self.request,
             deadline=ticket.deadline,
-            replayable=replayable,
             timeline=ticket.timeline,
             affinity=ticket.affinity,
         )

@@ -2,7 +2,8 @@
 
 There is no task behind it: whichever child waits for news fetches them, for all; the others wait until something is
 theirs or nobody fetches any more. A child that is closed early is ended on the pods alone; the run is closed with the
-last one, so all of them have to be closed, those too that were never asked for anything.
+last one, so all of them have to be closed, those too that were never asked for anything. Once the run has come into
+parts, each child asks its own.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ class Child:
         self._number = number
         self.tokens: list[Token] = []
         self.finish: FinishReason | None = None
-        self.restart = False
         self.closed = False
         self.news = asyncio.Event()
 
@@ -48,11 +48,10 @@ class Child:
 
     async def next(self) -> Delta:
         """See Run.next."""
-        while not (self.restart or self.tokens or self.finish):
+        while not (self.tokens or self.finish):
+            if (part := self._family.begun.parts.get(self._number)) is not None:
+                return (await part.next())._replace(child=self._number)
             await self._family.fetch(self)
-        if self.restart:
-            self.restart = False
-            return Delta(restart=True)
         tokens, self.tokens = self.tokens, []
         return Delta(tokens, self.finish, child=self._number)
 
@@ -103,9 +102,8 @@ class Family:
             self._hand_over()
 
     def _deal(self, delta: Delta) -> None:
-        if delta.restart:
+        if self.begun.parts:
             for child in self.children:
-                child.restart, child.tokens = True, []
                 child.news.set()
             return
         child = self.children[delta.child]

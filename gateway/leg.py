@@ -63,7 +63,8 @@ class Leg:
     """One attempt. blamed: addresses to avoid in the next one; cached_tokens: the prompt's real cache hit.
 
     proposed, accepted: drafts that the decode pod verified, and those of them that were right. prompt_logprobs: in the
-    order of the prompt, complete with the first token.
+    order of the prompt, complete with the first token. A request with output goes on behind it, and its sequence has
+    the number that it had before. layout: fingerprint of the pods that took it.
     """
 
     def __init__(
@@ -88,8 +89,10 @@ class Leg:
         self._spawn = spawn
         self._request: ValidRequest = plan.request
         sampling = plan.request.sampling
-        self.outlet = Outlet(sampling.n, MAX_PENDING // (1 + (sampling.logprobs or 0)))
-        self._plain = sampling.n == 1 and sampling.logprobs is None  # its tokens have nothing but their ids
+        self._begun = len(plan.request.output_ids)  # tokens before the first that this attempt gives
+        self.outlet = Outlet(sampling.n, MAX_PENDING // (1 + (sampling.logprobs or 0)), plan.request.output_ids)
+        # Its tokens have nothing but their ids.
+        self._plain = sampling.n == 1 and not plan.request.child and sampling.logprobs is None
         self._tokens = plain_tokens_from_pb if self._plain else tokens_from_pb
         self._wants_scores = sampling.prompt_logprobs is not None
         self._placement: Placement | None = None
@@ -103,6 +106,7 @@ class Leg:
         self._trace = None if timeline.trace is None else timeline.trace.attempt(attempt)
         self._metadata = None if self._trace is None else self._trace.metadata
         self.blamed: set[str] = set()
+        self.layout: str | None = None
         self.cached_tokens = 0
         self.proposed = self.accepted = 0
         self.prompt_logprobs: list[PromptLogprobs] = []
@@ -181,6 +185,7 @@ class Leg:
     def _start(self, placement: Placement, answer: decode_pb2.ReserveResponse) -> None:
         kind = answer.WhichOneof("outcome")
         pod = placement.decode
+        self.layout = None if pod.info is None else pod.info.fingerprint
         if kind != "target":
             self._drop_prefill()
         if kind == "local":
@@ -251,7 +256,7 @@ class Leg:
             async for event in call:
                 kind = event.WhichOneof("event")
                 if kind == "progress":
-                    placement.progress(request.prompt_len - event.progress.computed_tokens)
+                    placement.progress(request.context_len - event.progress.computed_tokens)
                     self._on_progress(event.progress)
                 elif kind == "first_token":
                     await asyncio.shield(home)  # a prompt without a home has no answer
@@ -311,7 +316,7 @@ class Leg:
         self._metrics.hits(
             placement.predicted,
             cached_tokens,
-            prompt_tokens=self._request.prompt_len,
+            prompt_tokens=self._request.context_len,
             repeated=self._plan.repeated,
         )
 
@@ -346,7 +351,7 @@ class Leg:
             cached_tokens=event.cached_tokens,
         )
         self.cached_tokens = event.cached_tokens
-        if event.child == 0:
+        if event.child == self._request.child:
             self._computing_since = time.monotonic() - event.compute_s
             self._metrics.queue.observe(event.queue_s, self._timeline.exemplar)
             if self._trace is not None:
@@ -354,13 +359,14 @@ class Leg:
         self._put(event.child, [token_from_pb(event.token)], finish_from_pb(event.finish_reason))
 
     def _put(self, child: int, tokens: Sequence[Token], finish: FinishReason | None) -> None:
-        if child >= self.outlet.size:
+        at = child - self._request.child
+        if not 0 <= at < self.outlet.size:
             self.fail(InternalError(f"a pod tells of sequence {child} of {self.outlet.size}"))
-        elif not self.outlet.put(child, tokens, finish):
+        elif not self.outlet.put(at, tokens, finish):
             # Whoever writes to the client is stuck, maybe for long: what holds memory and a pod ends here.
             self.fail(Overloaded("the client reads too slowly"))
             self._release_decode(abort=True)
-        elif child in self.outlet.stopped and tokens and finish is None and self._decode is not None:
+        elif at in self.outlet.stopped and tokens and finish is None and self._decode is not None:
             self._decode.end_orphan(self._request.request_id, child)
 
     def _on_handed_off(self, event: prefill_pb2.HandedOff) -> None:
@@ -396,7 +402,7 @@ class Leg:
             if self.outlet.pass_on(pb.index, pb.id):  # as nearly every token
                 return
         tokens = self._tokens(pbs)
-        if tokens and tokens[0].index == 0 and self._placement is not None:
+        if tokens and tokens[0].index == self._begun and self._placement is not None:
             self._placement.computed()  # the first token of a prompt that the decode pod computed
         if delta.cached_tokens:
             self.cached_tokens = delta.cached_tokens

@@ -35,6 +35,9 @@ class GatewayMetrics:
         self.output_tokens = m.counter("output_tokens", "Tokens of all answers, as clients got them")
         self.aborts = m.counter("aborts", "Requests ended before the pods were done", ["reason"])
         self.retries = m.counter("retries", "Further attempts after a failure", ["kind"])
+        self.resumptions = m.counter(
+            "resumed_sequences", "Answers that had begun when their attempt failed, by what came of them", ["outcome"]
+        )
         self.rejections = m.counter("rejections", "Requests refused for load or by a limit", ["by"])
         self.admission_wait = m.histogram("admission_wait_seconds", "Time in the gateway's queue, of those that waited")
         self.limits_alone = m.counter("limits_without_redis", "Requests held against this gateway's own counts")

@@ -21,13 +21,10 @@ from gateway.token_order import TokenOrder
 
 
 class Delta(NamedTuple):
-    """Tokens of one sequence (child) that are next in order. restart: everything before is void, of all children;
-    another attempt begins.
-    """
+    """Tokens of one sequence (child) that are next in order."""
 
     tokens: Sequence[Token] = ()
     finish: FinishReason | None = None
-    restart: bool = False
     child: int = 0
 
 
@@ -36,18 +33,18 @@ TakeId = Callable[[int], bool]  # the same, of one token that has nothing but it
 
 
 class Outlet:
-    """Of n children (size). max_pending: tokens of a child that may wait. complete: all that was asked for was given.
-
-    stopped: children of which nothing more is wanted. error: what ended the attempt early.
+    """Of n children (size). output: what the only one has from an attempt before. max_pending: tokens of a child that
+    may wait. complete: all that was asked for was given. stopped: children of which nothing more is wanted. error: what
+    ended the attempt early.
     """
 
-    def __init__(self, n: int, max_pending: int) -> None:
+    def __init__(self, n: int, max_pending: int, output: Sequence[int] = ()) -> None:
         self.complete = False
         self.stopped: set[int] = set()
         self.error: BatonError | None = None
         self._max_pending = max_pending
         self.size = n
-        self._orders = [TokenOrder() for _ in range(n)]
+        self._orders = [TokenOrder(output) for _ in range(n)]
         self._unfinished = set(range(n))
         self._news: deque[int] = deque()  # children that may have something to give
         self._take: Take | None = None  # of `relay`
@@ -73,7 +70,7 @@ class Outlet:
     def pass_on(self, index: int, token_id: int) -> bool:
         """Gives one token of the only child to who relays; False: it has to be `put`."""
         take = self._take_id
-        if take is None or not self._orders[0].pass_on(index):
+        if take is None or not self._orders[0].pass_on(index, token_id):
             return False
         self._hand_on(take, token_id)
         return True
@@ -90,6 +87,15 @@ class Outlet:
             return False
         self.stopped.add(child)
         return not self._orders[child].ended
+
+    @property
+    def begun(self) -> bool:
+        """There are tokens, in order."""
+        return any(order.ids for order in self._orders)
+
+    def unfinished(self) -> dict[int, Sequence[int]]:
+        """The tokens so far of each child of which more is wanted."""
+        return {child: self._orders[child].ids for child in sorted(self._unfinished - self.stopped)}
 
     def take_duplicates(self) -> int:
         """Tokens that came twice, since the last call."""
@@ -130,7 +136,7 @@ class Outlet:
         if finish is not None:
             self._unfinished.discard(child)
             self.complete = not self._unfinished
-        return Delta(tokens, finish, False, child) if tokens or finish is not None else None
+        return Delta(tokens, finish, child) if tokens or finish is not None else None
 
     def _hand_on(self, take: Callable[..., bool], *news: Any) -> None:
         """Whoever brings the news works for other requests too, so a failure of this one's own is not raised here."""

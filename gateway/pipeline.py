@@ -1,7 +1,11 @@
 """One request through the pods: attempts until one ends, inside the request's deadline.
 
-An attempt that fails for a reason that another may not share is repeated from a fresh reservation, as long as no token
-has reached the consumer, or the consumer can take everything back (`replayable`, an answer that is sent at its end).
+An attempt that fails for a reason that another may not share is followed by one from a fresh reservation. Whatever of
+the answer is here already stays: the next attempt goes on behind it, as if the same pod had gone on, because what is
+sampled depends on the request and the tokens before alone. So no token is given twice, none is lost, and none is ever
+taken back. An answer goes on only where its weights and layout are. Of n sequences each that has not ended goes on by
+itself. Prompt log-probabilities and the count of cached tokens are those of the first attempt that gave a token, which
+computed the client's own prompt.
 """
 
 from __future__ import annotations
@@ -9,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
+from dataclasses import replace
 from typing import Any
 
 from common.errors import (
@@ -33,6 +38,7 @@ from gateway.timeline import Timeline
 
 MAX_ATTEMPTS = 3
 RETRY_PAUSE_S = 0.05
+FULL_PAUSE_S = 1.0  # at most, before an answer that was begun asks again for room
 
 _log = logging.getLogger(__name__)
 
@@ -43,75 +49,71 @@ _PODS_OWN = (LayoutMismatch, ModelNotFound, Unauthenticated, ConfigError, Unknow
 class Run:
     """One request on its way; close it to end it. cached_tokens: the prompt's real hit, known with the first token.
 
-    proposed, accepted: drafts of the attempt that gave the answer's end, and those of them that were right.
+    proposed, accepted: drafts of all attempts that gave a part of the answer, and those of them that were right. parts:
+    empty, until the request's n sequences go on each for itself, by their numbers; this run gives nothing more then.
     """
 
     def __init__(
-        self,
-        pipeline: Pipeline,
-        request: ValidRequest,
-        *,
-        deadline: float,
-        replayable: bool,
-        timeline: Timeline,
-        affinity: str,
+        self, pipeline: Pipeline, request: ValidRequest, *, deadline: float, timeline: Timeline, affinity: str
     ) -> None:
+        self.parts: dict[int, Run] = {}
         self._pipeline = pipeline
         self._request = request
         self._deadline = deadline
-        self._replayable = replayable
         self._timeline = timeline
         self._affinity = affinity
+        self._layout: str | None = None  # of the pods that the answer was begun on: what they say is of these weights
         self._plan: Plan | None = None
         self._leg: Leg | None = None
-        self._heard: Leg | None = None  # the one that the last delta was of
+        self._heard: list[Leg] = []  # attempts that gave a part of the answer
         self._attempt = 0
         self._avoid: frozenset[str] = frozenset()
-        self._sent = False  # tokens of this attempt
+        self._lost: BatonError | None = None  # what ended the attempt that gave the last token; None once one follows
         self._stopped: set[int] = set()
 
     async def next(self) -> Delta:
-        """All tokens of a sequence that are next in order; the last ones with its finish reason. Raises BatonError."""
-        while True:
+        """All tokens of a sequence that are next in order, the last ones with its finish reason; none when there are
+        `parts`. Raises BatonError.
+        """
+        while not self.parts:
             try:
                 leg = self._leg or await self._open()
                 delta = await leg.outlet.next()
             except BatonError as e:
-                self._give_up_or(e)
-                await asyncio.sleep(RETRY_PAUSE_S)
-                if self._sent:
-                    self._sent = False
-                    return Delta(restart=True)
+                await asyncio.sleep(self._again(e))
                 continue
-            if delta.tokens:
-                self._sent = True
-            self._heard = leg
+            self._told(leg)
             return delta
+        return Delta()
 
     async def relay(self, take: Take, take_id: TakeId | None = None) -> None:
         """After a delta: hands over what follows as it comes, see Outlet.relay; `next` goes on where this ends."""
-        if self._leg is not None and self._sent:
+        if self._leg is not None and self._leg in self._heard:
             await self._leg.outlet.relay(take, take_id)
 
     @property
     def cached_tokens(self) -> int:
-        return 0 if self._heard is None else self._heard.cached_tokens
+        return self._heard[0].cached_tokens if self._heard else 0
 
     @property
     def proposed(self) -> int:
-        return 0 if self._heard is None else self._heard.proposed
+        told = sum(leg.proposed for leg in self._heard)
+        return told + sum(part.proposed for part in self.parts.values())
 
     @property
     def accepted(self) -> int:
-        return 0 if self._heard is None else self._heard.accepted
+        told = sum(leg.accepted for leg in self._heard)
+        return told + sum(part.accepted for part in self.parts.values())
 
     @property
     def prompt_logprobs(self) -> tuple[PromptLogprobs, ...]:
-        return () if self._heard is None else tuple(self._heard.prompt_logprobs)
+        return tuple(self._heard[0].prompt_logprobs) if self._heard else ()
 
     def stop(self, child: int) -> None:
         """Nothing more is wanted of one of the request's n sequences."""
         self._stopped.add(child)
+        if child in self.parts:
+            self.parts[child].close()
         if self._leg is not None:
             self._leg.stop(child)
 
@@ -120,12 +122,14 @@ class Run:
         leg, self._leg = self._leg, None
         if leg is not None:
             leg.close()
+        for part in self.parts.values():
+            part.close()
 
     async def _open(self) -> Leg:
         pipeline = self._pipeline
         if self._plan is None:
             with pipeline.metrics.routing.labels("plan").time():
-                self._plan = await pipeline.router.plan(self._request, self._affinity)
+                self._plan = await pipeline.router.plan(self._request, self._affinity, self._layout)
         self._attempt += 1
         leg = pipeline.leg(self._plan, self._attempt, self._avoid, self._deadline, self._timeline)
         self._leg = leg
@@ -134,23 +138,63 @@ class Run:
             leg.stop(child)
         return leg
 
-    def _give_up_or(self, e: BatonError) -> None:
-        """Ends the attempt that failed, and raises unless another may follow."""
+    def _told(self, leg: Leg) -> None:
+        """A part of the answer came from this attempt."""
+        if leg not in self._heard:
+            self._heard.append(leg)
+        if self._lost is not None:
+            self._lost = None
+            self._pipeline.metrics.resumptions.labels("resumed").inc()
+
+    def _again(self, e: BatonError) -> float:
+        """Ends the attempt that failed, and prepares the next: seconds until that may begin. Raises where none may."""
         leg = self._leg
         if leg is None:
             raise e  # no attempt was made
         self.close()
+        left, sampling, pause_s = leg.outlet.unfinished(), self._request.sampling, RETRY_PAUSE_S
         retry = e.retryable or isinstance(e, _PODS_OWN)
-        if self._attempt == MAX_ATTEMPTS or not retry or (self._sent and not self._replayable):
-            raise _for_client(e) from e
         if isinstance(e, Overloaded) and not leg.blamed:
-            raise e
-        if time.monotonic() + RETRY_PAUSE_S >= self._deadline:
-            raise _for_client(e) from e
-        _log.info("attempt %d failed, trying again: %s", self._attempt, e)
-        self._pipeline.metrics.retries.labels(e.kind).inc()
-        self._timeline.mark("retry", error=str(e))
+            retry = self._lost is not None  # the client has a part of the answer: that is worth a wait
+            pause_s = min(max(e.retry_after_s or 0.0, pause_s), FULL_PAUSE_S)
+        # Where all tokens are there, the end was lost, which no pod can tell again.
+        more = bool(left) and all(len(output) < sampling.max_tokens for output in left.values())
+        in_time = time.monotonic() + pause_s < self._deadline
+        if not (retry and more and in_time and self._attempt < MAX_ATTEMPTS):
+            if self._lost is not None or (retry and leg.outlet.begun):
+                self._pipeline.metrics.resumptions.labels("failed").inc(len(left))
+            raise _for_client(e if isinstance(e, DeadlineExceeded) else self._lost or e) from e
         self._avoid |= leg.blamed
+        self._pipeline.metrics.retries.labels(e.kind).inc()
+        if not leg.outlet.begun:
+            _log.info("attempt %d failed, trying again: %s", self._attempt, e)
+            self._timeline.mark("retry", error=str(e))
+            return pause_s
+        tokens = sum(map(len, left.values()))
+        _log.info("attempt %d failed, %d tokens are kept and it goes on elsewhere: %s", self._attempt, tokens, e)
+        self._timeline.mark("resume", error=str(e), sequences=len(left), output_tokens=tokens)
+        if sampling.n == 1:
+            self._begin_behind(self._request.child, left[0], leg, e)
+        else:
+            self.parts = {child: self._part(child, output, leg, e) for child, output in left.items()}
+        return pause_s
+
+    def _begin_behind(self, child: int, output: Sequence[int], leg: Leg, lost: BatonError) -> None:
+        """The next attempt goes on behind these tokens of one sequence, where `leg` was lost."""
+        self._request, self._plan = self._request.going_on(child, output), None
+        self._layout, self._lost = leg.layout or self._layout, self._lost or lost
+
+    def _part(self, child: int, output: Sequence[int], leg: Leg, lost: BatonError) -> Run:
+        """A run for the rest of one sequence; attempts count on."""
+        part = self._pipeline.run(
+            replace(self._request, request_id=f"{self._request.request_id}.{child}"),
+            deadline=self._deadline,
+            timeline=self._timeline,
+            affinity=self._affinity,
+        )
+        part._attempt, part._avoid = self._attempt, self._avoid
+        part._begin_behind(child, output, leg, lost)
+        return part
 
 
 class Pipeline:
@@ -162,11 +206,9 @@ class Pipeline:
         self._gateway_id = gateway_id
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def run(
-        self, request: ValidRequest, *, deadline: float, replayable: bool, timeline: Timeline, affinity: str = ""
-    ) -> Run:
+    def run(self, request: ValidRequest, *, deadline: float, timeline: Timeline, affinity: str = "") -> Run:
         """A request that runs once its deltas are read; deadline is a time.monotonic(), affinity a hint for routing."""
-        return Run(self, request, deadline=deadline, replayable=replayable, timeline=timeline, affinity=affinity)
+        return Run(self, request, deadline=deadline, timeline=timeline, affinity=affinity)
 
     def leg(self, plan: Plan, attempt: int, avoid: frozenset[str], deadline: float, timeline: Timeline) -> Leg:
         """One attempt of a planned request."""

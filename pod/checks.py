@@ -33,22 +33,23 @@ class Limits:
             raise InvalidRequest("a request needs an id", field="request_id")
         if request.model != self.served_name:
             raise ModelNotFound(f"this pod serves {self.served_name!r}, not {request.model!r}", field="model")
-        length = request.prompt_len
-        if length == 0:
+        if request.prompt_len == 0:
             raise InvalidRequest("the prompt is empty", field="prompt_ids")
+        length = request.context_len
         if length >= self.max_model_len:
             raise InvalidRequest(
                 f"the prompt has {length} tokens; with one token of output at most {self.max_model_len} fit",
                 field="prompt_ids",
             )
-        if generates and length + request.sampling.max_tokens > self.max_model_len:
+        if generates and request.prompt_len + request.sampling.max_tokens > self.max_model_len:
             raise InvalidRequest(
-                f"{length} prompt tokens and {request.sampling.max_tokens} new ones exceed a context of "
+                f"{request.prompt_len} prompt tokens and {request.sampling.max_tokens} new ones exceed a context of "
                 f"{self.max_model_len}",
                 field="max_tokens",
             )
         if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < self.vocab_size:
             raise InvalidRequest(f"a token id of the prompt is outside [0, {self.vocab_size})", field="prompt_ids")
+        self._check_output(request)
         self._check_sampling(request.sampling)
         if generates and (need := self.first_blocks(request)) > self.num_blocks >= self.first_blocks(request, n=1):
             n, size = request.sampling.n, self.block_size
@@ -71,9 +72,22 @@ class Limits:
 
     def first_blocks(self, request: ValidRequest, n: int | None = None) -> int:
         """Blocks with which its n sequences can begin: the prompt's, and one more for each that has tokens to write."""
-        alone = min(self._blocks(request.prompt_len) + 1, self.kv_blocks(request))
+        alone = min(self._blocks(request.context_len) + 1, self.kv_blocks(request))
         more = 0 if request.sampling.max_tokens == 1 else (n or request.sampling.n) - 1
         return alone + more
+
+    def _check_output(self, request: ValidRequest) -> None:
+        output, s = request.output_ids, request.sampling
+        if not 0 <= min(output, default=0) <= max(output, default=0) < self.vocab_size:
+            raise InvalidRequest(f"a token id of the output is outside [0, {self.vocab_size})", field="output_ids")
+        if output and len(output) >= s.max_tokens:
+            raise InvalidRequest(f"{len(output)} of {s.max_tokens} tokens are there: none follows", field="output_ids")
+        if not 0 <= request.child < MAX_N:
+            raise InvalidRequest(f"child is {request.child}, outside [0, {MAX_N - 1}]", field="child")
+        if s.n != 1 and (output or request.child):
+            raise InvalidRequest(f"n is {s.n}, and one sequence at a time goes on", field="n")
+        if output and s.prompt_logprobs is not None:
+            raise InvalidRequest("a request that goes on has told of its prompt already", field="prompt_logprobs")
 
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

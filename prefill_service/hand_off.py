@@ -137,7 +137,7 @@ class HandOff:
     @property
     def queued_tokens(self) -> int:
         """Prompt tokens not computed yet."""
-        return 0 if self._has_first_token or self.closed.is_set() else self.seq.prompt_len - self.seq.computed
+        return 0 if self._has_first_token or self.closed.is_set() else self.seq.given - self.seq.computed
 
     # -- engine thread ------------------------------------------------------------------------------------------------
 
@@ -152,7 +152,7 @@ class HandOff:
             self._first_chunk_at = now - seconds
         chunk = output.seq is self.seq  # else it only tells the first token of another child
         if chunk:
-            self.trace.append(Trace("chunk", min(output.computed, self.seq.prompt_len), now, now - seconds))
+            self.trace.append(Trace("chunk", min(output.computed, self.seq.given), now, now - seconds))
         # What the gateway waits for goes first: posting writes takes the interpreter from the loop that sends it. For
         # the last chunk's news nobody waits: they go when the hand-off is over.
         if chunk and (output.prompt_logprobs is not None or not output.tokens):
@@ -163,7 +163,7 @@ class HandOff:
             self.trace.append(Trace("first_token", token.id, now))
             self._post(Event(first_token=self._first_token(token, output.finish, now)))
         if chunk:
-            self._push(output.computed, output.computed >= self.seq.prompt_len)
+            self._push(output.computed, output.computed >= self.seq.given)
         if len(self._firsts) == self.seq.request.sampling.n:
             tokens, finishes = [token for token, _ in self._firsts], [finish for _, finish in self._firsts]
             with self._lock:
@@ -183,7 +183,7 @@ class HandOff:
         lease = self.seq.lease
         assert lease is not None, "a sequence that computed has a lease"
         size = self.seq.block_size
-        end = -(-self.seq.prompt_len // size) if done else computed // size
+        end = -(-self.seq.given // size) if done else computed // size
         if end > self._next_block:  # after a preemption the first chunks repeat blocks that already went
             first, self._next_block = self._next_block, end
             now = time.monotonic()
@@ -265,7 +265,7 @@ class HandOff:
         self._count(report, self._seconds)
         if self.ended_with is None:  # what is told of a drained request need not wait until its events are read
             self.ended_with = report
-        self._inbox.put_nowait(Event(progress=self._progress(self.seq.prompt_len)))
+        self._inbox.put_nowait(Event(progress=self._progress(self.seq.given)))
         self._inbox.put_nowait(report)
 
     def fail(self, error: BatonError) -> None:

@@ -58,12 +58,12 @@ class Puller:
             metrics.pull("skipped", "off")
             return False
         layout = self._pod.engine.layout
-        wanted = min(hint.blocks, matchable_blocks(request.prompt_len, layout.block_size))
+        wanted = min(hint.blocks, matchable_blocks(request.context_len, layout.block_size))
         if not wanted or request.sampling.prompt_logprobs is not None:
             metrics.pull("skipped", "useless")
             return False
         hashes = block_hashes(
-            request.prompt_ids[: wanted * layout.block_size],
+            request.context_ids[: wanted * layout.block_size],
             fingerprint=layout.fingerprint,
             block_size=layout.block_size,
             salt=request.cache_salt,

@@ -110,8 +110,10 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             self._check_target(request, target)
         if request.request_id in self._active:
             raise InvalidRequest(f"request {request.request_id} is already here", field="request_id")
-        pod.require_time(self.queued_tokens + request.prompt_len, deadline_s)
-        seq = pod.engine.new_sequence(request, hand_off=True, grammar=grammar)
+        pod.require_time(self.queued_tokens + request.context_len, deadline_s)
+        seq = pod.engine.new_sequence(
+            request, hand_off=True, grammar=grammar, output=request.output_ids, child=request.child
+        )
         exemplar = None if asked_by is None else {"trace_id": asked_by.trace_id}
         hand_off = HandOff(
             seq,
@@ -133,7 +135,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
 
     def _direct(self, hand_off: HandOff, target: KvTarget) -> None:
         pod, request = self._pod, hand_off.seq.request
-        num_blocks = pod.engine.layout.blocks_for(request.prompt_len)
+        num_blocks = pod.engine.layout.blocks_for(request.context_len)
         left_s = hand_off.deadline - time.monotonic()
         hand_off.direct(target, pod.node.outgoing(target, request.request_id, num_blocks, left_s))
 
@@ -171,7 +173,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         layout = self._pod.engine.layout
         if target.fingerprint != layout.fingerprint:
             raise LayoutMismatch("the target's KV layout differs from this pod's", field="fingerprint")
-        if target.first_block + len(target.blocks) != layout.blocks_for(request.prompt_len):
+        if target.first_block + len(target.blocks) != layout.blocks_for(request.context_len):
             raise InvalidRequest("the target does not cover the prompt's blocks", field="target")
 
     async def _reap(self, request_id: str, hand_off: HandOff, asked_by: TraceContext | None) -> None:

@@ -44,7 +44,7 @@ CLUSTER = (
     "tests/chaos/test_soak.py",
     "tests/chaos/test_abort_storm_processes.py",
 )
-FIRST = (*CLUSTER, "tests/e2e/", "tests/integration/test_transfer")
+FIRST = (*CLUSTER, "tests/e2e/", "tests/chaos/test_resume.py", "tests/integration/test_transfer")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest brings the tests of one cluster together

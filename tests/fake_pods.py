@@ -1,6 +1,7 @@
 """Pods that only pretend to compute: real gRPC servers with scripted tokens and faults, for tests of the gateway.
 
-A request's tokens are `script(request)`, cut at max_tokens and after the first stop token, as real pods do.
+A request's tokens are `script(request)`, cut at max_tokens and after the first stop token, as real pods do; one that
+goes on behind some output gets those that follow, whatever the output is.
 """
 
 from __future__ import annotations
@@ -263,12 +264,12 @@ class FakePod(
             self.faults.reject = max(0, self.faults.reject - 1)
             return decode_pb2.ReserveResponse(rejected=decode_pb2.Rejected(reason="full", retry_after_s=2.5))
         self._running[valid.request_id] = (valid, request.gateway_id)
-        self._children[valid.request_id] = set(range(valid.sampling.n))
+        self._children[valid.request_id] = set(valid.children)
         if self.role is Role.BOTH:
-            for child in range(valid.sampling.n):
+            for child in valid.children:
                 self._spawn(valid.request_id, child, self._generate(valid.request_id, child, 0))
             return decode_pb2.ReserveResponse(local=decode_pb2.LocalPrefill(), cached_tokens=self.cached_tokens)
-        blocks = -(-valid.prompt_len // self.layout.block_size)
+        blocks = -(-valid.context_len // self.layout.block_size)
         target = types_pb2.KvTarget(
             transfer_id=types_pb2.TransferId(generation=self.generation, number=len(self.seen.reserved)),
             pod=self.name,
@@ -330,7 +331,9 @@ class FakePod(
 
     def commit(self, request_id: str, finishes: list[FinishReason | None]) -> None:
         """The prompt's KV is here, with the first tokens."""
-        for child, finish in enumerate(finishes):
+        if request_id not in self._running:
+            return
+        for child, finish in zip(self._running[request_id][0].children, finishes, strict=True):
             if child not in self._children.get(request_id, ()):
                 continue
             if finish is not None:
@@ -350,7 +353,7 @@ class FakePod(
             self._emit(gateway_id, request_id, [], FinishReason.ERROR, error=self.faults.decode_error, child=child)
             self._ended(request_id, child)
             return
-        groups = [[t] for t in tokens[start:]]
+        groups = [[t] for t in tokens[len(valid.output_ids) + start :]]
         if self.faults.reorder:
             groups = [g for i in range(0, len(groups) - 1, 2) for g in (groups[i + 1], groups[i])] + (
                 groups[-1:] if len(groups) % 2 else []
@@ -415,17 +418,18 @@ class FakePod(
             if faults.prefill_error is not None and faults.prefill_errors > 0:
                 faults.prefill_errors -= 1
                 raise faults.prefill_error
-            outcomes = [outcome(valid, self._cluster.script, child) for child in range(valid.sampling.n)]
-            ends = [finish if len(tokens) == 1 else None for tokens, finish in outcomes]
-            progress = prefill_pb2.PrefillProgress(computed_tokens=valid.prompt_len, cached_tokens=self.cached_tokens)
+            outcomes = [outcome(valid, self._cluster.script, child) for child in valid.children]
+            begun = len(valid.output_ids)
+            ends = [finish if len(tokens) == begun + 1 else None for tokens, finish in outcomes]
+            progress = prefill_pb2.PrefillProgress(computed_tokens=valid.context_len, cached_tokens=self.cached_tokens)
             yield prefill_pb2.PrefillEvent(progress=progress)
             if faults.decode_before_first:
                 self._cluster.pods[(await target).address].commit(valid.request_id, ends)
                 await asyncio.sleep(0.05)
-            for child, (tokens, _) in enumerate(outcomes):
+            for child, (tokens, _), end in zip(valid.children, outcomes, ends, strict=True):
                 first = prefill_pb2.FirstToken(
-                    token=token_to_pb(tokens[0]),
-                    finish_reason=finish_to_pb(ends[child]),
+                    token=token_to_pb(tokens[begun]),
+                    finish_reason=finish_to_pb(end),
                     cached_tokens=self.cached_tokens,
                     queue_s=0.001,
                     compute_s=0.01,

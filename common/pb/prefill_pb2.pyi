@@ -242,7 +242,7 @@ class FirstToken(_message.Message):
     """Which of the request's n sequences it begins, from 0."""
     @_builtins.property
     def token(self) -> _types_pb2.Token:
-        """Index 0."""
+        """Index 0, or that behind the request's output_ids."""
 
     def __init__(
         self,

@@ -579,7 +579,7 @@ class ComputedTokens(_message.Message):
     local: _builtins.int
     """On a decode pod for requests answered Local."""
     recompute: _builtins.int
-    """Again, after a preemption."""
+    """Again, after a preemption, or because the pod that had computed it was lost."""
     def __init__(
         self,
         *,

@@ -253,6 +253,8 @@ class ValidRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
+    OUTPUT_IDS_FIELD_NUMBER: _builtins.int
+    CHILD_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Minted by the gateway, unique in the cluster."""
     model: _builtins.str
@@ -261,6 +263,8 @@ class ValidRequest(_message.Message):
     """Isolates the prefix cache between tenants; goes into every block hash."""
     priority: _builtins.int
     """Higher runs earlier; 0 is normal."""
+    child: _builtins.int
+    """Which of the client's n sequences that is, from 0: random numbers are keyed by it, and its news bear it."""
     @_builtins.property
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The whole prompt as token ids."""
@@ -273,6 +277,14 @@ class ValidRequest(_message.Message):
     def grammar(self) -> Global___Grammar:
         """What the answer has to match; absent means anything."""
 
+    @_builtins.property
+    def output_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of a request that goes on here after another pod was lost: the tokens that were generated already. It is a single
+        sequence (n is 1), the next token is the one that would have followed them, and its index their number. The KV that
+        is computed, reserved and handed over is that of the prompt and these. A pod that does not know the field begins
+        anew, and the gateway drops what it has already.
+        """
+
     def __init__(
         self,
         *,
@@ -283,10 +295,12 @@ class ValidRequest(_message.Message):
         cache_salt: _builtins.str = ...,
         priority: _builtins.int = ...,
         grammar: Global___Grammar | None = ...,
+        output_ids: _abc.Iterable[_builtins.int] | None = ...,
+        child: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["grammar", b"grammar", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "grammar", b"grammar", "model", b"model", "priority", b"priority", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "child", b"child", "grammar", b"grammar", "model", b"model", "output_ids", b"output_ids", "priority", b"priority", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "sampling", b"sampling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

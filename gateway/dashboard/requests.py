@@ -57,7 +57,7 @@ class Requests:
             "age_s": now - timeline.start,
             "end_s": end_s if ended else None,
             "output_tokens": tokens,
-            "attempts": sum(event["event"] == "retry" for event in events) + 1,
+            "attempts": sum(event["event"] in ("retry", "resume") for event in events) + 1,
             "prefill_pod": first.get("pod", last.get("prefill", {}).get("pod")),
             "decode_pod": reserved.get("pod"),
             "transport": handed.get("transport"),

@@ -17,7 +17,8 @@ class Pull:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """Lengths in tokens; what pods have of the prompt, by pod name, in prompt tokens from its start.
+    """Lengths in tokens, where the output so far of a request that goes on counts as prompt; what pods have of the
+    prompt, by pod name, in prompt tokens from its start.
 
     held: in device memory, as the index says. host: further tokens, in the pod's host memory. soon: once the prompts
     that the pod computes now are done. pull: what it could fetch from a peer in less time than computing it takes.

@@ -59,7 +59,8 @@ class Ledger(Protocol):
 class Plan:
     """See the top of this file. affinity: what the client wants to stay together. shared: the index answered.
 
-    repeated: tokens at the prompt's start with which an earlier prompt of this gateway began.
+    repeated: tokens at the prompt's start with which an earlier prompt of this gateway began. layout: fingerprint of
+    the only pods that will do.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Plan:
         shared: bool,
         affinity: str,
         repeated: int = 0,
+        layout: str | None = None,
     ) -> None:
         self.request = request
         self.repeated = repeated
@@ -82,12 +84,13 @@ class Plan:
         self._policy = policy
         self._shared = shared
         self._affinity = affinity
+        self._layout = layout
 
     @property
     def held(self) -> int:
         """Prompt tokens that need no computing on the pod that has most of them, or will have once it is free."""
         most = max((max(self._demand(p).promises().values(), default=0) for p in self._prompts.values()), default=0)
-        return min(most, self.request.prompt_len - 1)
+        return min(most, self.request.context_len - 1)
 
     async def place(self, request_id: str, avoid: Collection[str], tried: Collection[str]) -> Placement | None:
         """Chooses a pair (or one pod that does both) and books it; None when no pod is left for this request.
@@ -97,6 +100,8 @@ class Plan:
         now = time.monotonic()
         best: tuple[Prompt, str, list[Option], list[Option]] | None = None
         for fingerprint in self._table.layouts():
+            if self._layout not in (None, fingerprint):
+                continue
             prompt = self._prompts.get(fingerprint, Prompt())
             decodes, prefills = self._options(fingerprint, prompt, avoid, tried, now)
             if decodes and (best is None or decodes[0].cost < best[2][0].cost):
@@ -163,8 +168,8 @@ class Plan:
     def _demand(self, prompt: Prompt) -> Demand:
         soon = self._ledger.inflight.match(prompt.hashes)
         return Demand(
-            prompt_len=self.request.prompt_len,
-            max_tokens=self.request.sampling.max_tokens,
+            prompt_len=self.request.context_len,
+            max_tokens=self.request.sampling.max_tokens - len(self.request.output_ids),
             held=prompt.held,
             host=prompt.host,
             soon={pod: blocks * prompt.block_size for pod, blocks in soon.items()},

@@ -59,14 +59,16 @@ class Router:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def plan(self, request: ValidRequest, affinity: str = "") -> Plan:
-        """Hashes the prompt for every layout in use and asks who holds it. Never fails."""
+    async def plan(self, request: ValidRequest, affinity: str = "", layout: str | None = None) -> Plan:
+        """Hashes the prompt for every layout in use, or only this, and asks who holds it. Never fails."""
         index = self._index()
         prompts: dict[str, Prompt] = {}
         known, repeated = False, 0
         for fingerprint, pods in list(self._table.layouts().items()):
             info = pods[0].info
             assert info is not None
+            if layout not in (None, fingerprint):
+                continue
             hashes = await _hashes(request, info)
             names = [(p.info.name, p.info.generation) for p in pods if p.info]
             if not prompts:
@@ -89,6 +91,7 @@ class Router:
             shared=index is not None,
             affinity=affinity,
             repeated=repeated,
+            layout=layout,
         )
 
     async def _ask(
@@ -184,9 +187,9 @@ class Router:
 async def _hashes(request: ValidRequest, info: PodInfo) -> list[bytes]:
     """Hashes of the prompt's blocks that a cache may supply."""
     size = info.block_size
-    blocks = matchable_blocks(request.prompt_len, size)
-    hasher = BlockHasher(info.fingerprint, size, request.cache_salt)
+    blocks = matchable_blocks(request.context_len, size)
+    hasher, ids = BlockHasher(info.fingerprint, size, request.cache_salt), request.context_ids
     for end in range(HASH_SLICE, blocks, HASH_SLICE):
-        hasher.extend(request.prompt_ids[: end * size])
+        hasher.extend(ids[: end * size])
         await asyncio.sleep(0)
-    return hasher.extend(request.prompt_ids[: blocks * size])
+    return hasher.extend(ids[: blocks * size])

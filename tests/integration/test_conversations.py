@@ -40,7 +40,7 @@ class World:
         sampling = SamplingParams(temperature=0.0, max_tokens=ANSWER)
         valid = ValidRequest(f"turn{self._asked}", "tiny", tuple(prompt), sampling)
         timeline = Timeline(valid.request_id, None, "test")
-        run = self._pipeline.run(valid, deadline=time.monotonic() + 30, replayable=False, timeline=timeline)
+        run = self._pipeline.run(valid, deadline=time.monotonic() + 30, timeline=timeline)
         ids: list[int] = []
         try:
             while True:

@@ -126,6 +126,21 @@ def fifty(byte_dir: Path) -> tuple[list[ValidRequest], list[list[int]]]:
     return requests, [answer.ids for answer in answers]
 
 
+async def ask_all(cluster: Cluster, requests: Sequence[ValidRequest]) -> list[Answer]:
+    """All their answers, some side by side; what finds no room is asked again."""
+    turn = asyncio.Semaphore(14)
+
+    async def ask(asked: ValidRequest) -> Answer:
+        async with turn:
+            while True:
+                try:
+                    return await cluster.generate(asked, remote_only=True)
+                except Overloaded:
+                    await asyncio.sleep(0.01)
+
+    return await asyncio.gather(*map(ask, requests))
+
+
 @pytest.mark.parametrize("kind", ["ngram", "suffix", "draft_model", "eagle", "eagle3"])
 async def test_fifty_requests_are_the_same_after_a_hand_off(
     kind: str,
@@ -140,17 +155,7 @@ async def test_fifty_requests_are_the_same_after_a_hand_off(
     pods = [settings | {"kv_memory": count * blocks} for count in (200, 34)]
     async with Cluster.start(byte_dir, prefill_config=pods[0], decode_config=pods[1]) as cluster:
         always(cluster.decode)
-        turn = asyncio.Semaphore(14)
-
-        async def ask(asked: ValidRequest) -> Answer:
-            async with turn:
-                while True:
-                    try:
-                        return await cluster.generate(asked, remote_only=True)
-                    except Overloaded:
-                        await asyncio.sleep(0.01)
-
-        answers = await asyncio.gather(*map(ask, requests))
+        answers = await ask_all(cluster, requests)
         assert [answer.ids for answer in answers] == expected
         assert all(answer.handed_off is not None or len(answer.ids) == 1 for answer in answers)
         engine = cluster.decode.runtime.engine
@@ -159,6 +164,26 @@ async def test_fifty_requests_are_the_same_after_a_hand_off(
         stats = engine.speculator.stats
         assert 0 < stats.accepted < stats.proposed
         assert stats.failures == 0
+
+
+@pytest.mark.parametrize("kind", ["ngram", "draft_model", "eagle3"])
+async def test_fifty_requests_go_on_behind_any_of_their_tokens(
+    kind: str,
+    byte_dir: Path,
+    byte_drafting: dict[str, dict[str, Any]],
+    fifty: tuple[list[ValidRequest], list[list[int]]],
+) -> None:
+    """As after the death of the pod that generated those: with drafts, grammars, penalties and preemptions."""
+    settings = {name: str(value) for name, value in byte_drafting[kind].items()} | {"speculation_tokens": DRAFTS}
+    blocks = oracle(byte_dir, **byte_drafting[kind]).engine.layout.block_bytes
+    pods = [settings | {"kv_memory": count * blocks} for count in (200, 34)]
+    cut = [(r, ids, 1 + 5 * i % (len(ids) - 1)) for i, (r, ids) in enumerate(zip(*fifty, strict=True)) if len(ids) > 1]
+    assert len(cut) > 40
+    async with Cluster.start(byte_dir, prefill_config=pods[0], decode_config=pods[1]) as cluster:
+        always(cluster.decode)
+        answers = await ask_all(cluster, [r.going_on(0, ids[:at]) for r, ids, at in cut])
+        for answer, (_, ids, at) in zip(answers, cut, strict=True):
+            assert [(t.index, t.id) for t in answer.tokens] == [*enumerate(ids)][at:]
 
 
 async def test_pods_with_other_drafts_refuse_each_other(model_dir: Path, tmp_path: Path) -> None:

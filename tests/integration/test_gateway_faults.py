@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import signal
 import sys
 import time
@@ -12,7 +11,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
-import orjson
 import pytest
 import pytest_asyncio
 
@@ -122,9 +120,7 @@ async def test_what_every_pod_says_becomes_one_clear_error(
 
 
 @pytest.mark.parametrize("drop", [False, True])
-async def test_a_broken_hand_off_is_repeated_for_an_answer_and_an_error_event_for_a_stream(
-    gw: Rig, cluster: FakeCluster, drop: bool
-) -> None:
+async def test_after_a_broken_hand_off_it_goes_on_elsewhere(gw: Rig, cluster: FakeCluster, drop: bool) -> None:
     expected = await right_text(gw)
 
     def break_all() -> None:
@@ -135,10 +131,11 @@ async def test_a_broken_hand_off_is_repeated_for_an_answer_and_an_error_event_fo
 
     break_all()
     _, events = await gw.stream("completions")
-    assert "choices" in events[0]
-    assert events[-1]["error"]["type"] == "server_error"
+    assert "".join(e["choices"][0]["text"] for e in events[:-1]) == expected
     break_all()
     assert (await gw.complete()).json()["choices"][0]["text"] == expected
+    begun = [request for pod in cluster.prefills for request in pod.seen.prefilled if request.output_ids]
+    assert len(begun) >= 2
 
 
 async def test_decode_that_speaks_before_prefill_and_repeats_and_swaps_tokens(gw: Rig, cluster: FakeCluster) -> None:
@@ -175,24 +172,6 @@ async def test_death_of_a_decode_pod_before_the_first_token_is_not_noticed(gw: R
     status, events = await task
     assert status == 200
     assert "".join(e["choices"][0]["text"] for e in events[:-1]) == expected
-
-
-async def test_death_of_a_decode_pod_in_mid_stream_is_a_clear_error(gw: Rig, cluster: FakeCluster) -> None:
-    for pod in cluster.decodes:
-        pod.faults.stall_after = 2
-    body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "stream": True}
-    lines: list[str] = []
-    async with gw.http.stream("POST", "/v1/chat/completions", json=body) as response:
-        async for line in response.aiter_lines():
-            lines += [line] if line else []
-            if re.search('"content":"[^"]', line):  # said by one that is dead a moment later
-                for pod in cluster.decodes:
-                    if not pod.idle:
-                        await pod.stop()
-    assert "ended" in orjson.loads(lines[-1].removeprefix("data: "))["error"]["message"]
-    for pod in cluster.decodes:
-        pod.faults.stall_after = None
-    assert (await gw.complete()).status_code == 200
 
 
 async def test_an_error_of_one_sequence_and_a_cut_stream_are_retried(gw: Rig, cluster: FakeCluster) -> None:

@@ -7,7 +7,7 @@ import asyncio
 import orjson
 import pytest
 
-from common.errors import Cancelled, Unavailable
+from common.errors import Cancelled, Overloaded
 from common.pb import decode_pb2, types_pb2
 from gateway.leg import Leg
 from tests.gateway_rig import MODEL, Rig, until
@@ -22,7 +22,7 @@ async def test_the_end_comes_last(gw: Rig, tokens_first: bool, how: str) -> None
     writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(raw) + raw)
     pods = gw.gateway.models.first.table.pods.values()
     legs = lambda: [sink for pod in pods for sink in pod._sinks.values() if isinstance(sink, Leg)]  # noqa: E731
-    await until(lambda: any(leg.outlet._orders[0]._next == 3 and leg.outlet._take is not None for leg in legs()))
+    await until(lambda: any(len(leg.outlet._orders[0].ids) == 3 and leg.outlet._take is not None for leg in legs()))
     [leg] = legs()
     [ticket] = gw.gateway._tickets.values()
 
@@ -33,7 +33,7 @@ async def test_the_end_comes_last(gw: Rig, tokens_first: bool, how: str) -> None
         if how == "ticket":
             ticket.end(Cancelled("ended by a test"))
         else:
-            leg.fail(Unavailable("ended by a test"))
+            leg.fail(Overloaded("ended by a test"))
 
     for step in (come, end) if tokens_first else (end, come):
         step()

@@ -27,14 +27,16 @@ from tests.until import until
 FP = "ab" * 16
 
 
-@given(size=st.integers(1, 12), seed=st.integers(0, 2**32))
-def test_any_order_and_repetition_gives_each_token_once(size: int, seed: int) -> None:
+@given(size=st.integers(1, 12), there=st.integers(0, 5), seed=st.integers(0, 2**32))
+def test_any_order_and_repetition_gives_each_token_once(size: int, there: int, seed: int) -> None:
+    """Also behind tokens that are there already, which a pod may tell again."""
     rng = random.Random(seed)
+    begin = min(there, size - 1)
     arrivals = [i for i in range(size) for _ in range(rng.randint(1, 3))]
     rng.shuffle(arrivals)
-    order, got, finish = TokenOrder(), [], None
+    order, got, finish = TokenOrder([100 + i for i in range(begin)]), [], None
     for i in arrivals:
-        if rng.random() < 0.5 and order.pass_on(i):
+        if rng.random() < 0.5 and order.pass_on(i, 100 + i):
             got.append(Token(i, 100 + i))
         else:
             order.put([Token(i, 100 + i)])
@@ -44,25 +46,27 @@ def test_any_order_and_repetition_gives_each_token_once(size: int, seed: int) ->
         got += tokens
         finish = reason or finish
         if reason is not None:
-            assert len(got) == size
-    assert [t.index for t in got] == list(range(size))
+            assert len(got) == size - begin
+    assert [t.index for t in got] == list(range(begin, size))
+    assert list(order.ids) == [100 + i for i in range(size)]
     assert finish is FinishReason.LENGTH
-    assert order.duplicates == len(arrivals) - size
+    assert order.duplicates == len(arrivals) - (size - begin)
 
 
 def test_only_what_is_next_is_passed_on() -> None:
     order = TokenOrder()
-    assert not order.pass_on(1)
-    assert order.pass_on(0)
-    assert order.pass_on(1)
-    assert not order.pass_on(1)
+    assert not order.pass_on(1, 5)
+    assert order.pass_on(0, 4)
+    assert order.pass_on(1, 5)
+    assert not order.pass_on(1, 5)
     order.put([Token(3, 7)])
-    assert not order.pass_on(2)  # 3 would stay behind it
+    assert not order.pass_on(2, 6)  # 3 would stay behind it
     order.put([Token(2, 6)])
-    assert not order.pass_on(4)
+    assert not order.pass_on(4, 8)
     assert order.take() == ([Token(2, 6), Token(3, 7)], None)
     order.end(FinishReason.STOP)
-    assert not order.pass_on(4)
+    assert not order.pass_on(4, 8)
+    assert list(order.ids) == [4, 5, 6, 7]
 
 
 def test_an_end_without_tokens_waits_for_the_first() -> None:

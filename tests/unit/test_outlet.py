@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.errors import InternalError
 from common.pb import decode_pb2, types_pb2
 from common.types import FinishReason, SamplingParams, Token, ValidRequest
 from gateway.leg import Leg
@@ -112,9 +114,9 @@ async def test_a_failure_is_of_who_relays_not_of_who_brings() -> None:
     assert (await outlet.next()).tokens == [Token(1, 101)]
 
 
-async def test_what_comes_with_a_token_counts_while_it_is_relayed() -> None:
-    plan: Any = SimpleNamespace(request=ValidRequest("r", "m", (1, 2, 3), SamplingParams(max_tokens=9)))
-    leg = Leg(
+def leg_of(request: ValidRequest) -> Leg:
+    plan: Any = SimpleNamespace(request=request)
+    return Leg(
         plan,
         attempt=1,
         avoid=frozenset(),
@@ -124,6 +126,10 @@ async def test_what_comes_with_a_token_counts_while_it_is_relayed() -> None:
         timeline=Timeline("r", None, "completions"),
         spawn=asyncio.create_task,
     )
+
+
+async def test_what_comes_with_a_token_counts_while_it_is_relayed() -> None:
+    leg = leg_of(ValidRequest("r", "m", (1, 2, 3), SamplingParams(max_tokens=9)))
     alone: list[int] = []
     others: list[tuple[list[int], FinishReason | None]] = []
 
@@ -148,6 +154,21 @@ async def test_what_comes_with_a_token_counts_while_it_is_relayed() -> None:
     assert others[-1] == ([104], FinishReason.LENGTH)
     assert leg.outlet.complete
     await task
+    leg.close()
+
+
+async def test_what_goes_on_has_the_number_and_the_tokens_that_it_had() -> None:
+    request = ValidRequest("r", "m", (1,), SamplingParams(max_tokens=8, n=3)).going_on(2, [100, 101])
+    assert (request.children, request.context_ids, request.sampling.n) == (range(2, 3), (1, 100, 101), 1)
+    leg = leg_of(request)
+    assert leg.outlet.unfinished() == {0: array("I", [100, 101])}
+    for index in (1, 2):  # the first of them is there already
+        token = types_pb2.Token(index=index, id=100 + index, child=2)
+        leg.deliver(decode_pb2.SequenceDelta(request_id="r", tokens=[token], child=2))
+    assert await leg.outlet.next() == ([Token(2, 102, child=2)], None, 0)
+    leg.deliver(decode_pb2.SequenceDelta(request_id="r", tokens=[types_pb2.Token(index=3, id=1)]))
+    with pytest.raises(InternalError, match="sequence 0"):  # nobody asked for that one
+        await leg.outlet.next()
     leg.close()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from common.block_hash import block_hashes
 from common.types import SamplingParams, ValidRequest
 from engine.block_pool import BlockPool
@@ -20,6 +22,23 @@ def test_a_new_sequence_waits_for_its_whole_prompt() -> None:
     assert not seq.decoding
     assert seq.max_len == 17
     assert Sequence(request(9), fingerprint=FINGERPRINT, block_size=4, hand_off=True).max_len == 10
+
+
+def test_output_that_is_handed_off_is_computed_in_chunks() -> None:
+    """Also its last token alone: a chunk fills every layer of the block that travels, a decode step may not."""
+    pool = BlockPool(8, 4)
+    given: dict[str, Any] = {"fingerprint": FINGERPRINT, "block_size": 4, "output": [40, 41, 42, 43]}
+    seq = Sequence(request(9), hand_off=True, lease=pool.lease([], 4), **given)
+    assert (seq.given, seq.max_len, seq.num_output, seq.draws, seq.remaining) == (13, 14, 4, 1, 13)
+    assert (seq.recompute_until, len(seq.matchable_hashes())) == (12, 3)
+    seq.computed = 12
+    assert not seq.decoding
+    seq.launch(1, sample=True)
+    assert seq.exhausted
+    moved = Sequence(request(9), **(given | {"output": [40, 41, 42, 43, 44]}), lease=pool.lease([], 4), computed=13)
+    assert (moved.decoding, moved.recomputing, moved.max_len) == (True, False, 17)
+    again = Sequence(request(9), **given)
+    assert (again.given, again.max_len, again.remaining, again.decoding) == (9, 17, 13, False)
 
 
 def test_a_cache_may_supply_all_but_the_last_token() -> None:

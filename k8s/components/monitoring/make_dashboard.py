@@ -82,6 +82,7 @@ ROWS = [
                     "refused by {{by}}": rate("baton_rejections_total", "by"),
                     "aborted: {{reason}}": rate("baton_aborts_total", "reason"),
                     "tried again: {{kind}}": rate("baton_retries_total", "kind"),
+                    "pod lost in mid-answer: {{outcome}}": rate("baton_resumed_sequences_total", "outcome"),
                 },
                 "reqps",
             ),

@@ -1,0 +1,343 @@
+"""A decode pod is lost in mid-answer: the answer goes on elsewhere, each token once, or ends with one clear error."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import pytest_asyncio
+
+from common.errors import BatonError, DeadlineExceeded, InternalError, InvalidRequest, Overloaded, Unavailable
+from common.pb import inference_pb2, inference_pb2_grpc
+from common.types import FinishReason, Role, SamplingParams, ValidRequest
+from gateway import leg, pipeline
+from gateway.timeline import Timeline
+from tests.fake_pods import LAYOUT, FakeCluster, FakePod, fake_cluster
+from tests.gateway_rig import MODEL, Rig, rig
+from tests.until import until
+
+TOKENS = 12
+
+
+@pytest_asyncio.fixture
+async def cluster() -> AsyncIterator[FakeCluster]:
+    async with fake_cluster(prefill=2, decode=3) as c:
+        yield c
+
+
+def counted(gw: Rig, outcome: str) -> float:
+    return gw.gateway.metrics.resumptions.labels(outcome)._value.get()
+
+
+def known(gw: Rig) -> int:
+    """Tokens of the running request that were taken."""
+    return sum(choice.usage.completion for t in gw.gateway._tickets.values() for choice in t.choices)
+
+
+def asked(cluster: FakeCluster) -> list[ValidRequest]:
+    """What prefill pods were asked, or those that do both, in the order of attempts."""
+    seen = [r for pod in cluster.prefills for r in pod.seen.prefilled]
+    seen += [r for pod in cluster.decodes if pod.role is Role.BOTH for r in pod.seen.reserved]
+    return sorted(seen, key=lambda request: int(request.request_id.rsplit("-", 1)[1].split(".")[0]))
+
+
+def stall(cluster: FakeCluster, after: int | None) -> None:
+    for pod in cluster.decodes:
+        pod.faults.stall_after = after
+
+
+async def lose(gw: Rig, cluster: FakeCluster, tokens: int, *, stalled: int | None = None) -> list[FakePod]:
+    """Once so many tokens were taken the pods that decode die; those that are left stall after `stalled` tokens."""
+    await until(lambda: known(gw) >= tokens)
+    victims = [pod for pod in cluster.decodes if not pod.idle]
+    stall(cluster, stalled)
+    for pod in victims:
+        await pod.stop()
+    return victims
+
+
+async def said(gw: Rig, stream: bool, **fields: Any) -> tuple[list[str], dict[str, Any]]:
+    """Texts by choice, and what else is told: usage, and the log-probabilities of each choice. Fails on an error."""
+    if not stream:
+        body = (await gw.complete(max_tokens=TOKENS, **fields)).json()
+        logprobs = {c["index"]: (c["logprobs"] or {}).get("token_logprobs") for c in body["choices"]}
+        return [c["text"] for c in body["choices"]], {"usage": body["usage"], "logprobs": logprobs}
+    options = {"stream_options": {"include_usage": True}}
+    _, events = await gw.stream("completions", max_tokens=TOKENS, **options, **fields)
+    assert events[-1] == "[DONE]", events[-1]
+    texts: dict[int, str] = defaultdict(str)
+    scores: dict[int, Any] = defaultdict(list)
+    for event in events[:-1]:
+        for choice in event["choices"]:
+            texts[choice["index"]] += choice["text"]
+            scores[choice["index"]] += (choice.get("logprobs") or {}).get("token_logprobs") or [None]
+    logprobs = {i: None if scores[i][0] is None else scores[i] for i in texts}
+    return [texts[i] for i in sorted(texts)], {"usage": events[-2]["usage"], "logprobs": logprobs}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("fields", [{}, {"logprobs": 2}, {"echo": True}, {"n": 3}, {"n": 2, "logprobs": 1}])
+async def test_the_answer_is_that_of_an_undisturbed_run(
+    gw: Rig, cluster: FakeCluster, stream: bool, fields: dict[str, Any]
+) -> None:
+    for pod in (*cluster.prefills, *cluster.decodes):
+        pod.cached_tokens = 3
+    expected = await said(gw, stream, seed=7, **fields)
+    for pod in cluster.prefills:
+        pod.seen.prefilled.clear()
+    stall(cluster, 4)
+    n = fields.get("n", 1)
+    task = asyncio.create_task(said(gw, stream, seed=7, **fields))
+    victims = await lose(gw, cluster, 5 * n)
+    for pod in (*cluster.prefills, *cluster.decodes):
+        pod.cached_tokens = 4  # of a prompt that is not the client's
+    assert await task == expected
+    assert (len(victims), counted(gw, "resumed"), counted(gw, "failed")) == (1, n, 0)
+    first, *rest = asked(cluster)
+    assert sorted(r.child for r in rest) == list(range(n))
+    script = cluster.script(first)
+    for request in rest:
+        ids = [token + request.child for token in script]
+        assert list(request.output_ids) == ids[:5]
+        assert request.sampling.n == 1
+        assert (request.prompt_ids, request.sampling.seed) == (first.prompt_ids, 7)
+        assert (request.sampling.max_tokens, request.sampling.logprobs) == (TOKENS, first.sampling.logprobs)
+        assert not any(request in pod.seen.reserved for pod in victims)
+    assert len({r.request_id for r in rest}) == n
+    await gw.settled()
+
+
+async def test_what_is_drawn_without_a_seed_goes_on_with_the_same(gw: Rig, cluster: FakeCluster) -> None:
+    stall(cluster, 2)
+    task = asyncio.create_task(gw.complete(max_tokens=TOKENS))
+    await lose(gw, cluster, 3)
+    assert (await task).status_code == 200
+    first, second = asked(cluster)
+    assert first.sampling.seed == second.sampling.seed
+
+
+async def test_a_stop_string_may_begin_before_the_loss(gw: Rig, cluster: FakeCluster) -> None:
+    [whole], _ = await said(gw, True)
+    stop = whole[3:6]
+    stall(cluster, 3)
+    task = asyncio.create_task(said(gw, True, stop=stop))
+    await lose(gw, cluster, 4)
+    assert (await task)[0] == [whole[: whole.index(stop)]]
+
+
+async def test_children_that_ended_are_not_run_again(gw: Rig, cluster: FakeCluster) -> None:
+    texts, _ = await said(gw, True, n=3)
+    stop = texts[2][2:4]  # ends the last one early
+    assert not any(stop in text for text in texts[:2])
+    stall(cluster, 6)
+    task = asyncio.create_task(said(gw, True, n=3, stop=stop))
+    await until(lambda: any(pod.seen.child_aborts for pod in cluster.decodes))
+    await lose(gw, cluster, 7 + 7 + 4)
+    assert (await task)[0] == [*texts[:2], texts[2][:2]]
+    assert sorted(r.child for r in asked(cluster) if r.output_ids) == [0, 1]
+    assert counted(gw, "resumed") == 2
+    await gw.settled()
+
+
+async def test_every_part_may_be_stopped_and_given_up(gw: Rig, cluster: FakeCluster) -> None:
+    texts, _ = await said(gw, True, n=3)
+    stop = texts[2][3:5]
+    assert not any(stop in text for text in texts[:2])
+    stall(cluster, 3)
+    task = asyncio.create_task(said(gw, True, n=3, stop=stop))
+    [victim] = await lose(gw, cluster, 12, stalled=6)
+    left = [pod for pod in cluster.decodes if pod is not victim]
+    await until(lambda: sum(len(pod.seen.decode_aborts) for pod in left) == 1)  # of the last part, by its stop string
+    task.cancel()
+    await asyncio.wait([task])
+    await gw.settled()
+
+
+async def test_a_pod_after_another_may_be_lost_as_often_as_is_tried(gw: Rig, cluster: FakeCluster) -> None:
+    expected, _ = await said(gw, True)
+    stall(cluster, 3)
+    task = asyncio.create_task(said(gw, True))
+    await lose(gw, cluster, 4, stalled=2)
+    await lose(gw, cluster, 4 + 3)
+    assert (await task)[0] == expected
+    assert counted(gw, "resumed") == 2
+    assert [len(r.output_ids) for r in asked(cluster)[-3:]] == [0, 4, 7]
+
+
+async def test_then_it_ends_with_the_loss(gw: Rig, cluster: FakeCluster) -> None:
+    stall(cluster, 3)
+    task = asyncio.create_task(gw.stream("completions", max_tokens=TOKENS))
+    await lose(gw, cluster, 4, stalled=2)
+    await lose(gw, cluster, 7, stalled=1)
+    await lose(gw, cluster, 9)
+    _, events = await task
+    assert "ended" in events[-1]["error"]["message"]
+    assert (counted(gw, "resumed"), counted(gw, "failed")) == (2, 1)
+    await gw.settled()
+
+
+async def test_without_another_pod_it_ends_with_the_loss(gw: Rig, cluster: FakeCluster) -> None:
+    for pod in cluster.decodes[1:]:
+        pod.draining = True
+    table = gw.gateway.table
+    await until(lambda: len(table.decodes()) == 1)
+    stall(cluster, 3)
+    task = asyncio.create_task(gw.stream("completions", max_tokens=TOKENS))
+    await lose(gw, cluster, 4)
+    _, events = await task
+    assert "token stream of decode pod decode-0 ended" in events[-1]["error"]["message"]
+    assert counted(gw, "failed") == 1
+
+
+async def test_it_goes_on_only_where_the_same_weights_are(gw: Rig, cluster: FakeCluster) -> None:
+    """Pods of another layout are there, and serve what begins."""
+    expected, _ = await said(gw, True)
+    other = replace(LAYOUT, revision="r1")
+    table = gw.gateway.table
+    stall(cluster, 3)
+    task = asyncio.create_task(gw.stream("completions", max_tokens=TOKENS))
+    await until(lambda: known(gw) >= 4)
+    for pod in cluster.pods.values():
+        if pod.idle:
+            pod.layout = other
+    await until(lambda: len(table.layouts().get(other.fingerprint, [])) >= 3)
+    await lose(gw, cluster, 4)
+    _, events = await task
+    assert "ended" in events[-1]["error"]["message"]
+    await until(lambda: len(table.decodes()) == 2)
+    assert (await said(gw, True))[0] == expected
+
+
+async def test_a_full_pod_is_asked_again(gw: Rig, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "FULL_PAUSE_S", 0.1)
+    expected, _ = await said(gw, True)
+    stall(cluster, 3)
+    task = asyncio.create_task(said(gw, True))
+    await until(lambda: known(gw) >= 4)
+    for pod in cluster.decodes:
+        pod.faults.reject = 1
+    await lose(gw, cluster, 4)
+    assert (await task)[0] == expected
+    for pod in cluster.decodes:
+        pod.faults.reject = 0
+    stall(cluster, 3)
+    failed = asyncio.create_task(gw.stream("completions", max_tokens=TOKENS))
+    await until(lambda: known(gw) >= 4)
+    for pod in cluster.decodes:
+        pod.faults.reject = 1000
+    await lose(gw, cluster, 4)
+    _, events = await failed
+    assert "ended" in events[-1]["error"]["message"]  # what happened to it, not what stood in the way
+
+
+@pytest.mark.parametrize(
+    "error", [DeadlineExceeded("too late"), InternalError("not a number"), InvalidRequest("no token is left")]
+)
+async def test_what_is_the_requests_own_end_is_not_tried_again(
+    gw: Rig, cluster: FakeCluster, error: BatonError
+) -> None:
+    stall(cluster, 2)
+    task = asyncio.create_task(gw.stream("completions", max_tokens=TOKENS))
+    await until(lambda: known(gw) >= 3)
+    [pod] = [pod for pod in cluster.decodes if not pod.idle]
+    [(request_id, (_, gateway_id))] = pod._running.items()
+    pod._emit(gateway_id, request_id, [], FinishReason.ERROR, error=error)
+    _, events = await task
+    assert "choices" in events[0]
+    assert "error" in events[-1]
+    assert len(asked(cluster)) == 1
+    assert (counted(gw, "resumed"), counted(gw, "failed")) == (0, 0)
+
+
+async def test_a_client_that_reads_too_slowly_gets_no_second_pod(
+    gw: Rig, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leg, "MAX_PENDING", 2)
+    request = ValidRequest("slow", MODEL, (1, 2, 3), SamplingParams(max_tokens=TOKENS))
+    timeline = Timeline("slow", None, "completions")
+    run = gw.gateway.models.first.pipeline.run(request, deadline=time.monotonic() + 30, timeline=timeline)
+    await run.next()
+    await until(lambda: run._leg is not None and run._leg.outlet.error is not None)
+    await run.next()  # what waits
+    with pytest.raises(Overloaded, match="too slowly"):
+        await run.next()
+    assert len(asked(cluster)) == 1
+    await gw.settled()
+
+
+async def test_a_cut_stream_and_an_error_of_one_sequence_are_losses_too(gw: Rig, cluster: FakeCluster) -> None:
+    expected, _ = await said(gw, True)
+    for pod in cluster.decodes[:2]:
+        pod.faults.decode_error, pod.faults.decode_errors = Unavailable("it leaves"), 1
+    assert (await said(gw, True))[0] == expected
+    for pod in cluster.decodes:
+        pod.faults.decode_error = None
+    stall(cluster, 3)
+    task = asyncio.create_task(said(gw, True))
+    await until(lambda: known(gw) >= 4)
+    stall(cluster, None)
+    for pod in cluster.decodes:
+        pod.cut_streams()
+    assert (await task)[0] == expected
+    await gw.settled()
+
+
+async def test_prompt_log_probabilities_are_asked_for_once(gw: Rig, cluster: FakeCluster) -> None:
+    stall(cluster, 3)
+    task = asyncio.create_task(gw.complete(max_tokens=TOKENS, prompt_logprobs=1))
+    await lose(gw, cluster, 4)
+    assert (await task).status_code == 200
+    assert [r.sampling.prompt_logprobs for r in asked(cluster)] == [1, None]
+
+
+async def test_it_is_told_in_the_requests_timeline(gw: Rig, cluster: FakeCluster) -> None:
+    stall(cluster, 3)
+    task = asyncio.create_task(gw.complete(max_tokens=TOKENS))
+    await lose(gw, cluster, 4)
+    answer = (await task).json()
+    events = (await gw.http.get(f"/debug/requests/{answer['id']}")).json()["events"]
+    [resume] = [e for e in events if e["event"] == "resume"]
+    assert (resume["sequences"], resume["output_tokens"]) == (1, 4)
+    assert "ended" in resume["error"]
+    text = (await gw.http.get("/metrics")).text
+    assert 'baton_resumed_sequences_total{outcome="resumed"} 1.0' in text
+
+
+async def test_pods_that_do_both_go_on_too(smollm2_dir: Path) -> None:
+    async with fake_cluster(prefill=0, decode=0, both=2) as cluster, rig(cluster, smollm2_dir) as gw:
+        expected = await said(gw, True, n=2)
+        stall(cluster, 4)
+        task = asyncio.create_task(said(gw, True, n=2))
+        await lose(gw, cluster, 8)
+        assert await task == expected
+        assert sorted((r.child, len(r.output_ids)) for r in asked(cluster)[-2:]) == [(0, 4), (1, 4)]
+
+
+async def test_grpc_numbers_tokens_on(smollm2_dir: Path, unused_tcp_port: int) -> None:
+    async with (
+        fake_cluster(decode=2) as cluster,
+        rig(cluster, smollm2_dir, grpc_port=unused_tcp_port) as gw,
+        grpc.aio.insecure_channel(f"127.0.0.1:{gw.server.grpc_port}") as channel,
+    ):
+        stub: inference_pb2_grpc.InferenceAsyncStub = inference_pb2_grpc.InferenceStub(channel)
+        request = inference_pb2.GenerateRequest(model=MODEL, text="Hello", max_tokens=TOKENS, n=2)
+
+        async def parts() -> list[inference_pb2.GenerateResponse]:
+            return [part async for part in stub.Generate(request, timeout=30)]
+
+        stall(cluster, 3)
+        task = asyncio.create_task(parts())
+        await lose(gw, cluster, 8)
+        got = await task
+        for child in range(2):
+            tokens = [t for part in got if part.index == child for t in part.tokens]
+            assert [t.index for t in tokens] == list(range(TOKENS))
+            assert {t.child for t in tokens} == {child}
+            assert [t.id for t in tokens] == [id_ + child for id_ in cluster.script(asked(cluster)[0])]
