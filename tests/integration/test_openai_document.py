@@ -10,7 +10,7 @@ import orjson
 import pytest
 import pytest_asyncio
 
-from common.errors import Overloaded
+from common.errors import InternalError
 from common.types import ValidRequest
 from tests.fake_pods import FakeCluster, counting, fake_cluster
 from tests.gateway_rig import MODEL, Rig, rig
@@ -196,7 +196,7 @@ async def test_responses(gw: Rig, number: int) -> None:
 
 async def test_a_response_that_fails(gw: Rig, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     says(gw, "Some text")
-    monkeypatch.setattr(cluster.decodes[0].faults, "decode_error", Overloaded("out of blocks"))
+    monkeypatch.setattr(cluster.decodes[0].faults, "decode_error", InternalError("a step failed"))
     events = await stream(gw, "/v1/responses", {})
     assert events[-1]["type"] == "response.failed"
     for event in events:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from common.errors import BatonError, LayoutMismatch
-from common.probes import answers
+from common.probes import trouble
 from common.process import ChildProcess, PortLease
 from common.types import Role
 from engine.llm import LLM
@@ -70,8 +70,8 @@ async def test_a_pod_over_two_machines(model_dir: Path, llm: LLM, tmp_path: Path
         async with Cluster.start(model_dir, prefill=0, role=Role.BOTH, decode_config=two, own_backend=True) as cluster:
             r = request(prompt_of(21, seed=4), 5)
             assert (await cluster.generate(r)).ids == llm.generate([r.prompt_ids], r.sampling, ignore_eos=True)[0].ids
-            assert await answers(f"grpc://127.0.0.1:{health}", 60.0)
-            assert await answers(f"grpc://127.0.0.1:{health}/live", 60.0)
+            assert await trouble(f"grpc://127.0.0.1:{health}", 60.0) is None
+            assert await trouble(f"grpc://127.0.0.1:{health}/live", 60.0) is None
             worker.send(signal.SIGTERM)  # the whole group is told to leave, and this one waits for the pod
             await until(lambda: "draining" in "".join(worker.tail()))
             r = request(prompt_of(22, seed=5), 5)
