@@ -196,7 +196,8 @@ async def test_responses(gw: Rig, number: int) -> None:
 
 async def test_a_response_that_fails(gw: Rig, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     says(gw, "Some text")
-    monkeypatch.setattr(cluster.decodes[0].faults, "decode_error", InternalError("a step failed"))
+    for pod in cluster.decodes:
+        monkeypatch.setattr(pod.faults, "decode_error", InternalError("a step failed"))
     events = await stream(gw, "/v1/responses", {})
     assert events[-1]["type"] == "response.failed"
     for event in events:
