@@ -98,6 +98,9 @@ class ReceiverMachine:
         self.writer: Writer | None = None
         self.deadline = deadline
         self._held = set(range(first_block, first_block + num_blocks))  # not written, or not known to be
+        # Written, and kept until the transfer is over: an owner that gives its blocks up may be heard of later than the
+        # last of them, and what is checked must not be somebody else's by then.
+        self._landed: set[int] = set()
         self._first = first_block
         self._end = first_block + num_blocks
         self._commit: Commit | None = None
@@ -141,8 +144,12 @@ class ReceiverMachine:
             return None
         if self.state not in (ReceiverState.OPEN, ReceiverState.DRAINING):
             return None
-        freed = self._free([block for block in range(first, first + count) if block in self._held])
-        return [*freed, *self._complete()] if self.state is ReceiverState.OPEN else freed
+        blocks = [block for block in range(first, first + count) if block in self._held]
+        if self.state is ReceiverState.DRAINING:
+            return self._free(blocks)
+        self._held.difference_update(blocks)
+        self._landed.update(blocks)
+        return self._complete()
 
     def narrow(self, num_blocks: int) -> list[ReceiverAction]:
         """Local: the writer said that it sends the first num_blocks blocks alone, so nobody will write the others."""
@@ -182,7 +189,7 @@ class ReceiverMachine:
 
     def _ready(self, commit: Commit) -> list[ReceiverAction]:
         self.state = ReceiverState.READY
-        return [Ready(commit)]
+        return [*self._free_landed(), Ready(commit)]
 
     def release(self, now: float) -> list[ReceiverAction]:
         """Local: the request is over for this pod. Idempotent."""
@@ -195,7 +202,7 @@ class ReceiverMachine:
         if self.state is not ReceiverState.OPEN:
             return []
         self.state, self._next_drain, self._last_tick = ReceiverState.DRAINING, now, now
-        return [*self._free([]), Failed(error), *self.tick(now)]
+        return [*self._free_landed(), Failed(error), *self.tick(now)]
 
     def drained(self, generation: int, clean: bool, now: float) -> list[ReceiverAction]:
         """Remote: the answer to AskDrain. clean: every write of the transfer ended well, so none can be on its way."""
@@ -240,6 +247,10 @@ class ReceiverMachine:
             self._drain_asked = True
             return [AskDrain(self.writer)]
         return []
+
+    def _free_landed(self) -> list[ReceiverAction]:
+        landed, self._landed = list(self._landed), set()
+        return self._free(landed)
 
     def _free(self, blocks: list[int]) -> list[ReceiverAction]:
         self._held.difference_update(blocks)
