@@ -240,7 +240,7 @@ class Connector:
         """Writes a random block until the peer confirms it; several initiators may share the peer's probe block. One
         peer after the other, but only those that have taken a block: nobody waits for one that takes none.
         """
-        await self._write_probe(connection, 1)
+        await self.burst(connection, 1)
         for attempt in range(PROBE_TRIES):
             if attempt:
                 await asyncio.sleep(random.uniform(0.02, 0.1) * attempt)
@@ -250,7 +250,7 @@ class Connector:
                 await self._on_thread(partial(self._memory.write_block, self._memory.probe_block, data))
                 most = PROBE_BURST_BYTES[self._memory.kind] // self._memory.block_bytes
                 burst = max(1, min(PROBE_BURST_BLOCKS, most))
-                seconds = await self._write_probe(connection, burst)
+                seconds = await self.burst(connection, burst)
                 request = transfer_pb2.ProbeRequest(
                     pod=self._info().pod,
                     generation=self._info().generation,
@@ -274,9 +274,10 @@ class Connector:
                 return
         raise TransferFailed(f"a block written to {connection.pod} does not arrive intact")
 
-    async def _write_probe(self, connection: Connection, count: int) -> float:
-        """Seconds that a write of `count` times the probe block took."""
+    async def burst(self, connection: Connection, count: int, *, reads: bool = False) -> float:
+        """Seconds that a write of `count` times the probe block took, or a read. Raises TransferFailed, Unavailable."""
         ended: Future[float] = Future()
+        mine, theirs = [self._memory.probe_block] * count, [connection.probe_block] * count
 
         def post() -> None:
             started = self._clock()
@@ -291,19 +292,16 @@ class Connector:
                 else:
                     ended.set_exception(TransferFailed(f"the probe of {connection.pod} failed: {error}"))
 
-            self._thread.write(
-                connection.agent,
-                [self._memory.probe_block] * count,
-                [connection.probe_block] * count,
-                b"",
-                on_ended,
-            )
+            if reads:
+                self._thread.read(connection.agent, mine, theirs, on_ended)
+            else:
+                self._thread.write(connection.agent, mine, theirs, b"", on_ended)
 
         self._thread.submit(post)
         try:
             return await asyncio.wait_for(asyncio.wrap_future(ended), PROBE_WRITE_S)
         except TimeoutError as e:
-            raise Unavailable(f"{connection.pod} takes no bytes") from e
+            raise Unavailable(f"{connection.pod} {'gives' if reads else 'takes'} no bytes") from e
 
     # On the transfer thread.
 

@@ -102,9 +102,7 @@ class TransferNode:
             awaited=lambda: self._incoming.awaited or self._outgoing.awaited,
         )
         self._connector = Connector(self._thread, self._rpc, memory, info, clock, self._peer_ended, allow_tcp=allow_tcp)
-        self._read_probe = ReadProbe(
-            self._thread, self._rpc, memory, info, clock, self._connector.probing, allow_tcp=allow_tcp
-        )
+        self._read_probe = ReadProbe(self._thread, self._rpc, memory, info, clock, self._connector, allow_tcp=allow_tcp)
         self._calls = PeerCalls(self._rpc, self._connector, info, address)
         self._outgoing = Outgoing(
             self._thread,

@@ -12,11 +12,10 @@ import logging
 import os
 import random
 from collections.abc import Callable
-from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
 
-from common.errors import BatonError, DeadlineExceeded, TransferFailed, Unavailable
+from common.errors import BatonError, DeadlineExceeded, TransferFailed
 from common.pb import transfer_pb2
 from kv_transfer.connector import (
     HANDSHAKE_S,
@@ -24,8 +23,8 @@ from kv_transfer.connector import (
     PROBE_BURST_BLOCKS,
     PROBE_BURST_BYTES,
     PROBE_TRIES,
-    PROBE_WRITE_S,
     Connection,
+    Connector,
     probe_digest,
 )
 from kv_transfer.memory import PoolMemory
@@ -43,7 +42,7 @@ T = TypeVar("T")
 
 
 class ReadProbe:
-    """Owned by the event loop. probing: held by whoever uses this pod's probe block."""
+    """Owned by the event loop."""
 
     def __init__(
         self,
@@ -52,7 +51,7 @@ class ReadProbe:
         memory: PoolMemory,
         info: Callable[[], transfer_pb2.InfoResponse],
         clock: Callable[[], float],
-        probing: asyncio.Lock,
+        connector: Connector,
         *,
         allow_tcp: bool,
     ) -> None:
@@ -61,7 +60,7 @@ class ReadProbe:
         self._memory = memory
         self._info = info
         self._clock = clock
-        self._probing = probing
+        self._connector = connector
         self._allow_tcp = allow_tcp
         self._flights: dict[Connection, asyncio.Task[ReadWay]] = {}
 
@@ -97,13 +96,13 @@ class ReadProbe:
             _log.warning("nothing can be read from %s: %s", connection.pod, error)
 
     async def _measure(self, connection: Connection) -> ReadWay:
-        async with self._probing:
+        async with self._connector.probing:
             await self._prove(connection)
             most = min(PROBE_BURST_BLOCKS, PROBE_BURST_BYTES[self._memory.kind] // self._memory.block_bytes)
-            count, seconds = 1, await self._read(connection, 1)
+            count, seconds = 1, await self._connector.burst(connection, 1, reads=True)
             while count < most and seconds < MEASURE_S:
                 count = min(most, max(2 * count, int(count * MEASURE_S / max(seconds, 1e-9))))
-                seconds = await self._read(connection, count)
+                seconds = await self._connector.burst(connection, count, reads=True)
         gbps = count * self._memory.block_bytes / max(seconds, 1e-9) / 1e9
         found = await self._on_thread(
             lambda: self._thread.backend.transport(connection.agent, same_host=connection.same_host, reads=True)
@@ -137,7 +136,7 @@ class ReadProbe:
                 await asyncio.sleep(random.uniform(0.02, 0.1) * attempt)
             blank = partial(self._memory.write_block, self._memory.probe_block, os.urandom(self._memory.block_bytes))
             await self._on_thread(blank)
-            await self._read(connection, 1)
+            await self._connector.burst(connection, 1, reads=True)
             block = await self._on_thread(lambda: self._memory.read_block(self._memory.probe_block))
             nonce = block[:NONCE_BYTES]
             if await self._ask(connection, nonce, probe_digest(nonce, block)):
@@ -150,32 +149,6 @@ class ReadProbe:
         request = transfer_pb2.ProbeRequest(pod=info.pod, generation=info.generation, nonce=nonce, digest=digest)
         answer = await self._rpc.call(connection.address, "Probe", request, transfer_pb2.ProbeResponse, HANDSHAKE_S)
         return answer.intact
-
-    async def _read(self, connection: Connection, count: int) -> float:
-        """Seconds that reading the probe block `count` times took."""
-        ended: Future[float] = Future()
-
-        def post() -> None:
-            started = self._clock()
-            connection.in_flight += 1
-
-            def on_ended(error: str | None) -> None:
-                connection.in_flight -= 1
-                if ended.cancelled():
-                    return
-                if error is None:
-                    ended.set_result(self._clock() - started)
-                else:
-                    ended.set_exception(TransferFailed(f"the probe of {connection.pod} could not read: {error}"))
-
-            mine, theirs = [self._memory.probe_block] * count, [connection.probe_block] * count
-            self._thread.read(connection.agent, mine, theirs, on_ended)
-
-        self._thread.submit(post)
-        try:
-            return await asyncio.wait_for(asyncio.wrap_future(ended), PROBE_WRITE_S)
-        except TimeoutError as e:
-            raise Unavailable(f"{connection.pod} gives no bytes") from e
 
     async def close(self) -> None:
         flights = list(self._flights.values())
