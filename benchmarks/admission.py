@@ -26,10 +26,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import httpx
 
 from benchmarks.report import write
+from cli.stack.valkey import EmbeddedValkey
 from common.models import resolve_model
 from common.percentile import percentile
 from common.types import Role
-from common.valkey import EmbeddedValkey
 from gateway.admission.caller import ANONYMOUS, Caller, KeyLimits
 from gateway.admission.fair_queue import FairQueue, Waiting
 from gateway.admission.gate import Gate, GateLimits

@@ -21,9 +21,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from common import probes
-from common.gpus import shared_out, visible_gpus
-from common.process import ChildProcess, PortLease
+from cli import probes
+from cli.gpus import shared_out, visible_gpus
+from cli.stack.process import ChildProcess, PortLease
 
 START_S = 300.0
 STOP_S = 20.0
@@ -67,7 +67,7 @@ def running(
             argv = [f"--{flag}={value}" for flag, value in {**every, **flags}.items()]
             env = ours | {"BATON_SECRET": secret} | ({} if place is None else {"CUDA_VISIBLE_DEVICES": place[0].id})
             process = ChildProcess(
-                name, [sys.executable, "-P", "-m", "common.cli", "serve", *argv], log=logs / f"{name}.log", env=env
+                name, [sys.executable, "-P", "-m", "cli", "serve", *argv], log=logs / f"{name}.log", env=env
             )
             made[name] = BarePod(name, port.address, process)
         stack.callback(_stop, made)

@@ -47,10 +47,10 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import report
-from common import probes
+from cli import probes
+from cli.stack.process import ChildProcess, PortLease
 from common.models import resolve_model
 from common.percentile import percentile
-from common.process import ChildProcess, PortLease
 from common.tether import tethered
 
 HERE = Path(__file__).resolve().parent
@@ -102,7 +102,7 @@ def stack(tmp: Path, *, decodes: int, step_ms: float, stall: bool = False) -> It
             "max-inflight": 2 * IDLE_STREAMS,
             "log-level": "warning",
         }
-        argv = [sys.executable, "-m", "common.cli", "gateway", *(f"--{name}={value}" for name, value in flags.items())]
+        argv = [sys.executable, "-m", "cli", "gateway", *(f"--{name}={value}" for name, value in flags.items())]
         gateway = ChildProcess("gateway", argv, log=tmp / "gateway.log")
         gateway.start()
         try:

@@ -53,9 +53,9 @@ from benchmarks.pd_stack import (
     spread,
     transport_of,
 )  # fmt: skip
+from cli.gpus import visible_gpus
 from common.auth import Signer
 from common.errors import BatonError
-from common.gpus import visible_gpus
 from common.kv_layout import KVLayout
 from common.lifecycle import host_boot_id
 from common.pb import transfer_pb2, transfer_pb2_grpc

@@ -33,10 +33,10 @@ import orjson
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import report
+from cli.commands.loadtest import run_sync
 from common.percentile import percentile
 from common.tether import tethered
 from loadtest import progress
-from loadtest.command import run_sync
 from loadtest.config import LoadConfig
 from loadtest.run import Run
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from cli.stack.stack import Stack
+from cli.stack.supervisor import Supervisor
 from common.config import UpConfig
-from common.stack import Stack
-from common.supervisor import Supervisor
 
 STOP_S = 20.0
 

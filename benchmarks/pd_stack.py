@@ -30,10 +30,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import local_stack
 from benchmarks.bare_pods import connections
 from benchmarks.shapes import SHAPES
+from cli.stack.stack import Stack
 from common.config import UpConfig
 from common.pb import inference_pb2, inference_pb2_grpc
 from common.percentile import percentile
-from common.stack import Stack
 
 MODEL = "bench"
 START_S = 300.0

@@ -48,8 +48,8 @@ import grpc
 
 from benchmarks import bare_pods, report
 from benchmarks.pd_stack import CONFIGS, make_model, prompts, spread
+from cli.gpus import shared_out, visible_gpus
 from common.auth import Signer
-from common.gpus import shared_out, visible_gpus
 from common.kv_layout import KVLayout
 from common.lifecycle import die_with_parent, host_boot_id
 from common.pb import prefill_pb2, prefill_pb2_grpc, transfer_pb2, transfer_pb2_grpc

@@ -38,6 +38,7 @@ import uvloop
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import report
+from cli.stack.valkey import EmbeddedValkey
 from common import index_pod
 from common.index_line import Lines
 from common.index_pod import PodIndex
@@ -46,7 +47,6 @@ from common.index_records import PodLoad, PodRecord
 from common.index_store import Keys, Script, connect, pack
 from common.percentile import percentile
 from common.types import Role
-from common.valkey import EmbeddedValkey
 
 SCOPE = "0badcafe"
 BLOCK = 16

@@ -28,6 +28,7 @@ import uvloop
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import report
+from cli.stack.valkey import EmbeddedValkey
 from common import index_pod
 from common.block_hash import block_hashes
 from common.index_pod import PodIndex
@@ -35,7 +36,6 @@ from common.index_reader import IndexReader
 from common.index_records import Candidate, PodLoad, PodRecord
 from common.index_store import Client, connect
 from common.types import Role
-from common.valkey import EmbeddedValkey
 from gateway.routing.demand import Demand
 from gateway.routing.policy import make_policy
 from gateway.routing.view import PodView

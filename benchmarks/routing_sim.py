@@ -29,9 +29,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import report, routing_plot
+from cli.stack.valkey import EmbeddedValkey
 from common.errors import ConfigError
 from common.trace import Trace, TraceRequest, block_name, load_trace
-from common.valkey import EmbeddedValkey
 from simulator.clock import Clock
 from simulator.cluster import Cluster, ClusterSpec, Fault, RunResult
 from simulator.rates import FLAT_8K

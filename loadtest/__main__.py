@@ -2,7 +2,7 @@
 
 import sys
 
-from common.cli import main
+from cli import main
 
 if __name__ == "__main__":
     sys.argv.insert(1, "loadtest")

@@ -89,7 +89,7 @@ def smollm2_dir() -> Path:
 @pytest.fixture
 def unused_tcp_port() -> Iterator[int]:
     """A port that a server may bind with SO_REUSEADDR, as ours all do, and that the kernel gives to nobody else."""
-    from common.process import PortLease
+    from cli.stack.process import PortLease
 
     with PortLease() as lease:
         yield lease.port

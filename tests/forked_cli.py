@@ -10,8 +10,8 @@ from collections.abc import Sequence
 _PARENT = """
 import json, os, sys, tempfile, traceback
 exec(sys.argv[1])
-import common.cli.command
-from common.cli import main
+import cli.app
+from cli import main
 def end(argv):
     sys.argv, code = ["baton", *argv], 1
     try:

@@ -13,11 +13,11 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
+from cli.stack.valkey import EmbeddedValkey
 from common.block_hash import block_hashes
 from common.index_store import Keys, connect
 from common.prefix_index import Candidate, IndexReader, PodIndex, PodLoad, PodRecord, PodStatus
 from common.types import Role
-from common.valkey import EmbeddedValkey
 from tests.until import until
 
 SCOPE = "00112233"

@@ -6,8 +6,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from common.waterfall import Span, spans_of
 from gateway.admission.caller import Caller
+from gateway.dashboard.spans import Span, spans_of
 from gateway.service import Gateway
 from gateway.timeline import Timeline
 

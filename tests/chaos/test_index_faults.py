@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from cli.stack.valkey import EmbeddedValkey
 from common import index_pod
 from common.block_hash import block_hashes
 from common.errors import IndexUnavailable
 from common.index_store import Keys, connect
-from common.valkey import EmbeddedValkey
 from gateway import pod as gateway_pod
 from tests.fake_pods import FakeCluster, FakePod, fake_cluster
 from tests.gateway_rig import Rig, rig

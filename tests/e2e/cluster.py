@@ -24,10 +24,10 @@ from typing import Self
 
 import grpc
 
+from cli.stack.stack import Stack
+from cli.stack.supervisor import ServiceSpec
 from common.config import UpConfig
 from common.pb import transfer_pb2, transfer_pb2_grpc
-from common.stack import Stack
-from common.supervisor import ServiceSpec
 from common.types import Role
 
 READY_S = 240.0

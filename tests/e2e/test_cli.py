@@ -17,7 +17,7 @@ import pytest
 
 from tests.forked_cli import forked
 
-BATON = [sys.executable, "-P", "-m", "common.cli"]
+BATON = [sys.executable, "-P", "-m", "cli"]
 START_S = 240.0
 
 

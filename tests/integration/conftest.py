@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import pytest
 import pytest_asyncio
 
+from cli.stack.process import PortLease
+from cli.stack.valkey import EmbeddedValkey
 from common import index_pod, rpc
 from common.pb import inference_pb2_grpc
-from common.process import PortLease
-from common.valkey import EmbeddedValkey
 from gateway import pod as gateway_pod
 from tests.fake_pods import FakeCluster, fake_cluster
 from tests.gateway_rig import Rig, rig

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from common.batch import run as batches
-from common.batch import sender
-from common.batch.records import MOST_WRONG, Answers, check, requests
-from common.batch.sender import Sending
+from cli.batch import sender
+from cli.batch.records import MOST_WRONG, Answers, check, requests
+from cli.batch.sender import Sending
+from cli.commands.batch import run
 from common.errors import ConfigError, Overloaded, Unavailable
 from tests.fake_pods import FakeCluster
 from tests.gateway_rig import MODEL, Rig, rig
@@ -50,7 +50,7 @@ def read(path: Path) -> dict[str, dict[str, Any]]:
 
 async def batch(gw: Rig, source: Path, target: Path, **sending: Any) -> tuple[int, str]:
     console = Console(file=StringIO(), width=200)
-    code = await batches.run(console, source, target, Sending(**{"url": gw.url, "concurrency": 8, **sending}))
+    code = await run(console, source, target, Sending(**{"url": gw.url, "concurrency": 8, **sending}))
     assert isinstance(console.file, StringIO)
     return code, console.file.getvalue()
 
@@ -217,7 +217,7 @@ async def test_a_disk_that_is_full_ends_the_run_with_a_word(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("common.batch.records.os.write", full)
+        patch.setattr("cli.batch.records.os.write", full)
         with pytest.raises(ConfigError, match="No space left"):
             await batch(gw, source, target)
     assert (await batch(gw, source, target))[0] == 0
@@ -243,7 +243,7 @@ async def test_every_url_of_the_format_and_a_bar_that_tells_how_far_it_is(gw: Ri
     ]
     source, target = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
     console = Console(file=StringIO(), width=200, force_terminal=True)
-    assert await batches.run(console, source, target, Sending(url=gw.url)) == 0
+    assert await run(console, source, target, Sending(url=gw.url)) == 0
     out = {name: each["response"]["body"] for name, each in read(target).items()}
     assert [entry["object"] for entry in out["embeddings"]["data"]] == ["embedding"] * 2
     assert out["responses"]["object"] == "response"

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from cli.stack.valkey import EmbeddedValkey
 from common.prefix_index import IndexReader
 from common.types import SamplingParams, ValidRequest
-from common.valkey import EmbeddedValkey
 from engine.llm import LLM
 from gateway.metrics import GatewayMetrics
 from gateway.pipeline import Pipeline

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from common.doctor_pods import check_pods
-from common.finding import Level
+from cli.doctor.finding import Level
+from cli.doctor.pods import check_pods
 from tests.harness import Cluster, prompt_of, request, tiny_llama
 
 

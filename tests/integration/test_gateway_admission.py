@@ -14,9 +14,9 @@ from typing import Any
 import httpx
 import pytest
 
+from cli.stack.valkey import EmbeddedValkey
 from common.index_store import Script, connect
 from common.types import Role
-from common.valkey import EmbeddedValkey
 from gateway.admission.buckets import DAY_MS, Buckets
 from gateway.admission.caller import Caller, KeyLimits
 from gateway.admission.key_store import KeyFile

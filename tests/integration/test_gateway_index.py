@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from cli.stack.valkey import EmbeddedValkey
 from common.pb import transfer_pb2
-from common.valkey import EmbeddedValkey
 from tests.fake_pods import FakeCluster, FakePod, fake_cluster
 from tests.gateway_rig import Rig, rig
 from tests.index_entry import IndexEntry

@@ -9,10 +9,10 @@ import grpc
 import openai
 import pytest
 
+from cli.stack.valkey import EmbeddedValkey
 from common.errors import InvalidApiKey
 from common.pb import inference_pb2, inference_pb2_grpc
 from common.rpc import channel
-from common.valkey import EmbeddedValkey
 from gateway.admission import key_ring
 from gateway.admission.key_store import KeyFile, KeyHash
 from gateway.admission.keys import mint

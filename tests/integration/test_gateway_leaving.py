@@ -10,10 +10,10 @@ from pathlib import Path
 import grpc
 import pytest
 
+from cli.stack.process import PortLease
 from common import rpc
 from common.lifecycle import Lifecycle
 from common.pb import inference_pb2, inference_pb2_grpc
-from common.process import PortLease
 from gateway import server as gateway_server
 from tests.fake_pods import FakeCluster, fake_cluster
 from tests.gateway_rig import MODEL, Rig, rig

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from common.cli.command import app
+from cli.app import app
+from cli.stack.valkey import EmbeddedValkey
 from common.config import GatewayConfig
 from common.errors import ConfigError
 from common.pb import inference_pb2, inference_pb2_grpc
 from common.rpc import channel
 from common.types import Role
-from common.valkey import EmbeddedValkey
 from gateway.models import ModelText
 from gateway.server import settings_of
 from gateway.service import Gateway
@@ -148,7 +148,7 @@ def test_names_that_mean_two_things_or_none_are_refused(
 
 def test_flags_name_one_model_or_several(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[GatewayConfig] = []
-    monkeypatch.setattr("common.cli.servers._serve", lambda _module, settings: seen.append(settings))
+    monkeypatch.setattr("cli.service.run", lambda settings, _: seen.append(settings))
 
     def configured(*flags: str) -> dict[str, str]:
         app(["gateway", *flags], standalone_mode=False)

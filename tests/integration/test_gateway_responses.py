@@ -12,9 +12,9 @@ import orjson
 import pytest
 import pytest_asyncio
 
+from cli.stack.valkey import EmbeddedValkey
 from common.errors import Overloaded
 from common.types import ValidRequest
-from common.valkey import EmbeddedValkey
 from gateway.admission.key_store import KeyFile
 from gateway.admission.keys import mint
 from gateway.responses.store import Kept, ResponseStore

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from cli.stack.valkey import EmbeddedValkey
 from common import index_pod
 from common.index_store import connect
 from common.types import ValidRequest
-from common.valkey import EmbeddedValkey
 from gateway import pods as gateway_pods
 from tests.fake_pods import FakeCluster, fake_cluster
 from tests.gateway_rig import Rig, rig

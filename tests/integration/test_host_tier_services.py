@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from cli.stack.valkey import EmbeddedValkey
 from common.pb import control_pb2, control_pb2_grpc
 from common.prefix_index import IndexReader
 from common.types import Role
-from common.valkey import EmbeddedValkey
 from engine.llm import LLM
 from prefill_service import puller
 from tests.harness import BLOCK, Cluster, Pod, expected, prompt_of, request

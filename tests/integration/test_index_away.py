@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from cli.stack.valkey import EmbeddedValkey
 from common.breaker import Breaker
 from common.errors import BatonError, IndexUnavailable, error_class
 from common.prefix_index import IndexReader, PodIndex, PodLoad
-from common.valkey import EmbeddedValkey
 from tests.index_rig import RECORD, SCOPE, FakePool, Rig, book, chain
 from tests.until import until
 

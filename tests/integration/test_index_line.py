@@ -16,6 +16,7 @@ import pytest
 import pytest_asyncio
 from redis.exceptions import ConnectionError, NoScriptError
 
+from cli.stack.valkey import EmbeddedValkey
 from common.block_hash import block_hashes
 from common.breaker import Breaker
 from common.errors import IndexUnavailable
@@ -23,7 +24,6 @@ from common.index_line import Line, Lines
 from common.index_store import FAILURES, Keys, Script, connect
 from common.prefix_index import Candidate, IndexReader, PodIndex, PodLoad, PodRecord, mint_generation
 from common.types import Role
-from common.valkey import EmbeddedValkey
 from tests.tcp_proxy import tcp_proxy
 from tests.until import until
 

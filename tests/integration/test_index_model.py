@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from redis.exceptions import ConnectionError
 
+from cli.stack.valkey import EmbeddedValkey
 from common import index_pod
 from common.block_hash import block_hashes
 from common.index_store import PREFIX_BYTES, Keys, connect, sampling
 from common.prefix_index import Held, IndexReader, PodIndex, PodLoad, PodRecord, Tier
 from common.types import Role
-from common.valkey import EmbeddedValkey
 
 SCOPE = "00112233"
 CHAINS = [block_hashes([seed] * 8 + list(range(24)), fingerprint=SCOPE * 4, block_size=1) for seed in range(3)]

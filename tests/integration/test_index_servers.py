@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 from redis.exceptions import RedisError
 
+from cli.stack.valkey import EmbeddedValkey, valkey_binary
 from common import index_pod
 from common.block_hash import block_hashes
 from common.errors import ConfigError, IndexUnavailable
 from common.index_store import connect
 from common.prefix_index import Candidate, IndexReader, PodIndex, PodLoad, PodRecord, mint_generation
 from common.types import Role
-from common.valkey import EmbeddedValkey, valkey_binary
 from tests.index_rig import one_node_cluster
 from tests.tcp_proxy import tcp_proxy
 from tests.until import until

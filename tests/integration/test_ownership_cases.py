@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
+from cli.stack.valkey import EmbeddedValkey
 from common.errors import BatonError, DeadlineExceeded, InternalError, InvalidRequest, Overloaded, Unavailable
 from common.pb import types_pb2
 from common.prefix_index import IndexReader
 from common.types import Role, ValidRequest
-from common.valkey import EmbeddedValkey
 from common.wire import target_from_pb
 from engine.llm import LLM
 from kv_transfer.loopback import WriteFault

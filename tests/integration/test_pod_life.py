@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from cli.stack.valkey import EmbeddedValkey
 from common.errors import ConfigError, InternalError, Unavailable
 from common.pb import control_pb2, control_pb2_grpc
 from common.prefix_index import IndexReader
 from common.types import PoolCounts, Role
-from common.valkey import EmbeddedValkey
 from engine.llm import LLM
 from engine.runner import Runner
 from kv_transfer.node import TransferNode

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from cli.stack.valkey import EmbeddedValkey
 from common.errors import ConfigError
 from common.prefix_index import PodIndex, PodLoad, PodRecord
 from common.types import Role
-from common.valkey import EmbeddedValkey
 from pod.identity import require_free_name
 from tests.fake_pods import LAYOUT, FakePod, fake_cluster
 from tests.until import until

@@ -14,7 +14,7 @@ from tests.harness import tiny_llama
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_sigterm_ends_an_idle_pod_with_0_and_loses_no_log(tmp_path: Path, role: str) -> None:
-    command = [sys.executable, "-m", "common.cli", "serve", "--role", role, "--served-name", "tiny"]
+    command = [sys.executable, "-m", "cli", "serve", "--role", role, "--served-name", "tiny"]
     command += ["--model", str(tiny_llama(tmp_path)), "--kv-memory", "16M", "--block-size", "4", "--threads", "1"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as pod:
         try:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from common import probes
+from cli import probes
 from common.config import GatewayConfig
 from common.errors import ConfigError
 from common.pb import control_pb2_grpc
@@ -81,7 +81,7 @@ async def test_an_url_that_makes_no_sense(url: str) -> None:
 async def test_the_command(server: tuple[RpcServer, str]) -> None:
     def run(url: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-P", "-m", "common.cli", "probe", url], capture_output=True, text=True, check=False
+            [sys.executable, "-P", "-m", "cli", "probe", url], capture_output=True, text=True, check=False
         )
 
     assert (await asyncio.to_thread(run, f"grpc://{server[1]}/live")).returncode == 0

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
+from cli.stack.valkey import EmbeddedValkey
 from common import index_reader
 from common.errors import IndexUnavailable
 from common.index_store import SCOPES_KEY, Keys
 from common.prefix_index import IndexReader
 from common.types import Role, SamplingParams, ValidRequest
-from common.valkey import EmbeddedValkey
 from gateway.metrics import GatewayMetrics
 from gateway.pod import Pod
 from gateway.pod_info import PodInfo

@@ -14,12 +14,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from cli.stack.valkey import EmbeddedValkey
 from common.index_reader import IndexReader
 from common.index_records import Candidate, PodLoad, PodRecord, Tier
 from common.index_store import INFO_TTL_S, LEASE_MS, OWN_TTL_S, PODS_TTL_S, PREFIX_BYTES, Client, Keys, Script, connect
 from common.trace import block_name
 from common.types import Role
-from common.valkey import EmbeddedValkey
 from simulator.clock import Clock
 from simulator.cluster import Cluster, ClusterSpec
 from simulator.index_port import IndexBackend

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from cli.probes import trouble
+from cli.stack.process import ChildProcess, PortLease
 from common.errors import BatonError, LayoutMismatch
-from common.probes import trouble
-from common.process import ChildProcess, PortLease
 from common.types import Role
 from engine.llm import LLM
 from tests.harness import BLOCK, CHUNK, Cluster, prompt_of, request
@@ -62,7 +62,7 @@ async def test_a_pod_over_two_machines(model_dir: Path, llm: LLM, tmp_path: Path
     """The second is a process of its own, which comes first, serves health, and ends with the pod."""
     leases = PortLease(), PortLease()
     meet, health = (lease.port for lease in leases)
-    argv = [sys.executable, "-m", "common.cli", "worker", f"--tensor-parallel-master=127.0.0.1:{meet}"]
+    argv = [sys.executable, "-m", "cli", "worker", f"--tensor-parallel-master=127.0.0.1:{meet}"]
     worker = ChildProcess("worker", [*argv, f"--port={health}"], log=tmp_path / "worker.log", env=dict(os.environ))
     worker.start()
     try:

@@ -10,10 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from common import valkey as valkey_module
+from cli.stack import valkey as valkey_module
+from cli.stack.valkey import EmbeddedValkey
 from common.errors import Unavailable
 from common.index_store import connect
-from common.valkey import EmbeddedValkey
 
 ROOT = Path(__file__).parents[2]
 
@@ -68,7 +68,7 @@ def test_it_ends_with_its_killed_parent(tmp_path: Path) -> None:
     code = f"""
 import asyncio
 from pathlib import Path
-from common.valkey import EmbeddedValkey
+from cli.stack.valkey import EmbeddedValkey
 async def main():
     valkey = EmbeddedValkey(0, Path({str(tmp_path)!r}))
     await valkey.start()

@@ -25,6 +25,7 @@ PACKAGES = [
     "gateway",
     "simulator",
     "loadtest",
+    "cli",
 ]
 NOT_SOURCE = (".git", ".venv", ".run", "build", "dist", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis")
 

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import typer
 
-from common.cli.command import CommandLineError, app
+from cli.app import CommandLineError, app
 from common.config import GatewayConfig, PodConfig, WorkerConfig
 from common.errors import ConfigError
 from common.index_url import IndexUrl
@@ -91,7 +91,7 @@ def settings_of(objects: list[Object], workload: Object) -> Settings | None:
         return None
     found: list[Settings] = []
     with (
-        mock.patch("common.cli.servers._serve", lambda _module, settings: found.append(settings)),
+        mock.patch("cli.service.run", lambda settings, _: found.append(settings)),
         mock.patch.dict(os.environ, env, clear=True),
     ):
         _command_line().main(words[1:], standalone_mode=False)
@@ -133,7 +133,7 @@ class _Accepted(Exception):
 def _loadtest(objects: list[Object], words: list[str], where: str) -> Problems:
     """The command line of a load test, by its own parser; its URL leads to a Service."""
     started = mock.Mock(side_effect=_Accepted)
-    with mock.patch("loadtest.command.run_sync", started), contextlib.suppress(_Accepted):
+    with mock.patch("cli.commands.loadtest.run_sync", started), contextlib.suppress(_Accepted):
         _command_line().main(words[1:], standalone_mode=False)
     if not started.called:
         yield f"{where}: {words} is no load test"

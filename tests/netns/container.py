@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common.valkey import valkey_binary
+from cli.stack.valkey import valkey_binary
 from tests.k8s.manifests import ROOT, Object
 
 UNITS = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}

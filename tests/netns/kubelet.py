@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common import probes
+from cli import probes
 from tests.fake_kube import FakeKube
 from tests.k8s.manifests import (
     Object,

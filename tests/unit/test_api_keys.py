@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from common.cli.command import app
+from cli.app import app
 from common.errors import BatonError, ConfigError, InvalidApiKey
 from gateway.admission.caller import Caller
 from gateway.admission.key_ring import KeyRing

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from common import doctor
-from common.finding import Level
-from common.gpus import Gpu
+from cli.doctor import report as doctor
+from cli.doctor.finding import Level
+from cli.gpus import Gpu
 from common.host_memory import HostMemory
 
 GPUS = (Gpu("GPU-a"), Gpu("GPU-b"))

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cli.doctor.report import _rounds
+from cli.gpus import Gpu, run_on, shared_out, visible_gpus
 from common.config import PodConfig
-from common.doctor import _rounds
 from common.errors import ConfigError
-from common.gpus import Gpu, run_on, shared_out, visible_gpus
 from common.types import Role
 from pod.gpu import require_shared_memory
 

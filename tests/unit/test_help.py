@@ -10,7 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from common.cli.command import app, main
+from cli.app import app, main
 from common.config import GatewayConfig, PodConfig, UpConfig, WorkerConfig
 
 

@@ -19,6 +19,7 @@ OURS = {
     "gateway",
     "simulator",
     "loadtest",
+    "cli",
 }
 ML = {"torch", "transformers", "triton"}
 NETWORK = {"grpc", "redis", "fastapi", "uvicorn"}
@@ -33,6 +34,7 @@ FORBIDDEN = {
     "decode_service": OURS - {"common", "engine", "kv_transfer", "pod", "decode_service"},
     "gateway": ML | NIXL | (OURS - {"common", "gateway"}),
     "simulator": ML | NIXL | {"grpc", "fastapi", "uvicorn"} | (OURS - {"common", "engine", "gateway", "simulator"}),
+    "cli": ML | NIXL,
     "loadtest": ML | NIXL | {"redis", "fastapi", "uvicorn"} | (OURS - {"common", "loadtest"}),
 }
 
@@ -97,5 +99,5 @@ def test_a_package_does_not_load_what_is_above_or_beside_it(package: str, loaded
 
 
 def test_the_command_line_is_quick_because_it_imports_little() -> None:
-    tops = "import common.cli.command, json, sys; print(json.dumps(sorted({m.partition('.')[0] for m in sys.modules})))"
+    tops = "import cli.app, json, sys; print(json.dumps(sorted({m.partition('.')[0] for m in sys.modules})))"
     assert not set(run(tops)) & (ML | NETWORK | NIXL | {"httpx", "openai", "numpy"})

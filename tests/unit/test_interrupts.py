@@ -26,7 +26,7 @@ module, lost, ignored = sys.argv.pop(1), sys.argv.pop(1) == "True", sys.argv.pop
 if ignored:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 sys.meta_path.insert(0, Interrupt())
-from common.cli import main
+from cli import main
 main()
 """
 

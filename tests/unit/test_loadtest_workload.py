@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cli.commands.loadtest import run
 from common.errors import ConfigError
 from common.trace import MOONCAKE_BLOCK, Trace, TraceRequest, block_name, load_trace
 from loadtest import arrivals
-from loadtest.command import run
 from loadtest.config import LoadConfig
 from loadtest.lengths import Lengths
 from loadtest.prompts import WORDS, Piece, Session

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cli.commands.plan import run
 from common.errors import ConfigError
 from common.percentile import percentile
 from common.trace import Trace, load_trace
 from simulator.outcome import Outcome
-from simulator.plan_command import run
 from simulator.planner import Planner, Setup
 from simulator.rates import H100_8B, fitted, load_rates
 from simulator.slo import Slo
@@ -289,7 +289,7 @@ WRONG: list[tuple[list[str], str]] = [
 def refused(tmp_path_factory: pytest.TempPathFactory) -> list[subprocess.CompletedProcess[str]]:
     path = str(written(tmp_path_factory.mktemp("plan"), "t.jsonl", MOONCAKE))
     argvs = [["plan", *(path if flag == "{trace}" else flag for flag in flags)] for flags, _ in WRONG]
-    return forked(argvs, before="import sys; sys.modules['torch'] = None; import simulator.plan_command")
+    return forked(argvs, before="import sys; sys.modules['torch'] = None; import simulator.planner")
 
 
 @pytest.mark.parametrize("number", range(len(WRONG)), ids=[" ".join(flags) for flags, _ in WRONG])

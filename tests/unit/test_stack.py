@@ -10,13 +10,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from common import stack as stack_module
+from cli.gpus import Gpu
+from cli.stack import stack as stack_module
+from cli.stack.process import PortLease
+from cli.stack.stack import Stack
 from common.config import UpConfig
 from common.errors import ConfigError
-from common.gpus import Gpu
 from common.host_memory import HostMemory
-from common.process import PortLease
-from common.stack import Stack
 
 REDIS = "redis://127.0.0.1:6379/0"
 

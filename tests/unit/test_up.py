@@ -13,11 +13,11 @@ from unittest.mock import AsyncMock
 import pytest
 from rich.console import Console
 
-from common import up
+from cli.stack import up
+from cli.stack.display import Board
+from cli.stack.process import ChildProcess
+from cli.stack.supervisor import Service, ServiceSpec, State, Supervisor
 from common.config import UpConfig
-from common.display import Board
-from common.process import ChildProcess
-from common.supervisor import Service, ServiceSpec, State, Supervisor
 from tests.until import until
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from common.waterfall import SCALE, show_waterfall, spans_of
+from cli.demo.waterfall import SCALE, show_waterfall
+from gateway.dashboard.spans import spans_of
 
 
 def drawn(transport: str, end_s: float) -> str:

@@ -7,13 +7,17 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from common.cli import exits
-from common.cli.batch import batch
-from common.cli.checks import doctor, probe
-from common.cli.keys import keys
-from common.cli.loadtest import loadtest
-from common.cli.plan import plan
-from common.cli.servers import gateway, serve, up, worker
+from cli import exits
+from cli.commands.batch import batch
+from cli.commands.doctor import doctor
+from cli.commands.gateway import gateway
+from cli.commands.keys import keys
+from cli.commands.loadtest import loadtest
+from cli.commands.plan import plan
+from cli.commands.probe import probe
+from cli.commands.serve import serve
+from cli.commands.up import up
+from cli.commands.worker import worker
 from common.errors import BatonError, ConfigError
 
 # The base of all that typer's parser raises, which typer does not export; older ones take click's.

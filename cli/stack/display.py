@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from common.supervisor import Service, State
+from cli.stack.supervisor import Service, State
 
 REFRESH_S = 0.25
 _STYLE = {

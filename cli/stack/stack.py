@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-from common import probes
+from cli import probes
+from cli.gpus import Gpu, grouped, joined, shared_out, visible_gpus
+from cli.stack.process import ChildProcess, PortLease
+from cli.stack.supervisor import Probe, ServiceSpec
 from common.config import DEFAULT_PORT, DEFAULT_SECRET, UpConfig
 from common.errors import ConfigError
-from common.gpus import Gpu, grouped, joined, shared_out, visible_gpus
 from common.host_memory import host_memory
 from common.models import model_path, served_name
-from common.process import ChildProcess, PortLease
-from common.supervisor import Probe, ServiceSpec
 from common.types import Role
 
 # (start, stop): the store first and last; the gateway leaves before the pods, so that what runs can end.
@@ -199,11 +199,11 @@ def _on(place: tuple[Gpu, int] | None, gpus: Sequence[Gpu], config: UpConfig) ->
 
 
 def _baton(command: str, flags: Mapping[str, str]) -> list[str]:
-    return [sys.executable, "-P", "-m", "common.cli", command, *(f"--{name}={value}" for name, value in flags.items())]
+    return [sys.executable, "-P", "-m", "cli", command, *(f"--{name}={value}" for name, value in flags.items())]
 
 
 def _valkey(port: PortLease, log_dir: Path) -> ServiceSpec:
-    from common.valkey import valkey_binary
+    from cli.stack.valkey import valkey_binary
 
     argv = [
         *(str(valkey_binary()), "--port", str(port.port), "--bind", "127.0.0.1", "--dir", str(log_dir)),

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Sequence
 
 import grpc
 
+from cli.doctor.finding import Finding, Level
 from common.errors import BatonError
-from common.finding import Finding, Level
 from common.pb import transfer_pb2, transfer_pb2_grpc
 from common.prefix_index import IndexReader
 from common.rpc import channel

@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 
 from rich.console import Console
 
+from cli.demo.waterfall import show_waterfall
 from common.errors import BatonError, Unavailable
-from common.waterfall import show_waterfall
 
 TIMEOUT_S = 120.0
 

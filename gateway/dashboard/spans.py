@@ -1,17 +1,11 @@
-"""Draws where one request's time went: a bar per phase on one axis, from the gateway's record of it."""
+"""Where one request's time went: its phases, from the gateway's record of it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
-MIN_BAR, MAX_BAR = 16, 48
-SCALE = "bars until the first token and its hand-off, and a third beyond; > goes on"
 # Transports as kv_transfer names them, in words.
 _TRANSPORTS = {
     "cma": "shared memory (cma)",
@@ -25,7 +19,6 @@ _TRANSPORTS = {
 }
 # What the gateway did until each of these events.
 _GATEWAY = (("tokenized", "tokenize"), ("admitted", "wait"), ("reserved", "route, reserve"))
-DETAIL_WIDTH = 74  # kept free beside the bars where the terminal is wide enough
 
 
 @dataclass(frozen=True)
@@ -96,43 +89,3 @@ def spans_of(timeline: Mapping[str, Any], *, tokens: int, end_s: float) -> list[
         detail = f"{rest} tokens, {rest / max(end_s - begin, 1e-9):.0f} a second"
         spans.append(Span("decode", "decode", begin, max(end_s, decode["t"]), detail, "green"))
     return spans
-
-
-def draw(console: Console, spans: Sequence[Span], axis_s: float) -> None:
-    """A table of bars over [0, axis_s]; one that goes on beyond ends in >. Plain characters unless on a terminal."""
-    bar_width = max(MIN_BAR, min(MAX_BAR, console.width - DETAIL_WIDTH))
-    block = "\u2588" if console.is_terminal else "#"
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(no_wrap=True, min_width=bar_width)
-    table.add_column()
-    for span in spans:
-        left = min(round(span.start_s / axis_s * bar_width), bar_width - 1)
-        width = max(1, min(round((span.end_s - span.start_s) / axis_s * bar_width), bar_width - left))
-        beyond = ">" if _goes_on(span, axis_s) else ""
-        bar = Text(" " * left)
-        bar.append(block * (width - len(beyond)) + beyond, style=span.style)
-        bar.append(" " * (bar_width - left - width))
-        table.add_row(span.name, f"{(span.end_s - span.start_s) * 1000:.1f} ms", bar, span.detail)
-    console.print(table)
-
-
-def _goes_on(span: Span, axis_s: float) -> bool:
-    return span.end_s > axis_s * 1.001
-
-
-def axis_of(spans: Sequence[Span]) -> float:
-    """Up to a third beyond what comes before decode, which would otherwise leave the rest a sliver."""
-    before = max((span.end_s for span in spans if span.kind != "decode"), default=0.0)
-    end = max((span.end_s for span in spans), default=0.0)
-    return min(end, before * 4 / 3 or end) or 1e-9
-
-
-def show_waterfall(console: Console, timeline: Mapping[str, Any], *, tokens: int, end_s: float) -> None:
-    """The waterfall of one request; a word on its scale when not everything fits."""
-    spans = spans_of(timeline, tokens=tokens, end_s=end_s)
-    axis_s = axis_of(spans)
-    draw(console, spans, axis_s)
-    if any(_goes_on(span, axis_s) for span in spans):
-        console.print(SCALE, style="dim")

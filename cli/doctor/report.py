@@ -21,9 +21,9 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
+from cli.doctor.finding import Finding, Level
+from cli.gpus import Gpu, visible_gpus
 from common.errors import BatonError
-from common.finding import Finding, Level
-from common.gpus import Gpu, visible_gpus
 from common.host_memory import host_memory
 from common.index_url import IndexUrl
 from common.models import SMOLLM2, cache_dir, smollm2_dir
@@ -66,7 +66,7 @@ async def examine(redis_url: str | None, tell: Callable[[Finding], None], pods: 
         _check_memory,
         _check_model,
     )
-    from common.doctor_pods import check_pods  # it loads gRPC
+    from cli.doctor.pods import check_pods  # it loads gRPC
 
     findings = []
     for check in checks:
@@ -172,7 +172,7 @@ def _rounds(count: int) -> list[list[tuple[int, int]]]:
 
 
 async def _check_redis(url: str | None) -> Finding:
-    from common.valkey import EmbeddedValkey
+    from cli.stack.valkey import EmbeddedValkey
 
     if url is not None:
         problem, shown = await _ping(url), IndexUrl.parse(url)

@@ -22,12 +22,12 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from cli.demo.answer import show_answer
+from cli.stack.display import Board
+from cli.stack.stack import Stack
+from cli.stack.supervisor import Supervisor
 from common.config import UpConfig
-from common.demo import show_answer
-from common.display import Board
 from common.models import model_path, resolve_model
-from common.stack import Stack
-from common.supervisor import Supervisor
 
 READY_TIMEOUT_S = 600.0
 TEARDOWN_GRACE_S = 25.0  # what a service may take after its drain, more than the 15 s it gives itself

@@ -6,22 +6,46 @@ import asyncio
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from rich.console import Console
-from rich.table import Table
+import typer
 
+from cli.options import opt
 from common.errors import ConfigError
-from common.trace import Trace, load_trace
-from simulator.cluster import MAX_PODS
-from simulator.planner import CHUNKS, RATIO_GPUS, Measured, Plan, Planner
-from simulator.rates import Rates, load_rates
-from simulator.slo import Slo
+
+if TYPE_CHECKING:  # the simulator is only imported when the command runs
+    from common.trace import Trace
+    from simulator.planner import Measured, Plan
+    from simulator.rates import Rates
+    from simulator.slo import Slo
 
 DEFAULT_RATES = "h100-8b"
 DEFAULT_REQUESTS = 1500
 BURSTS = 0.1  # share of requests that come with another one, from which on that is said
 SHORT_S = 60.0  # a replay shorter than this says little about a steady state
+
+
+def plan(
+    trace: Annotated[str | None, opt("Requests: Mooncake's .jsonl or Azure's .csv.", metavar="FILE")] = None,
+    slo: Annotated[str | None, opt("What a request wants, as in ttft=2s,itl=50ms.", metavar="TIMES")] = None,
+    rates: Annotated[
+        str | None,
+        opt(
+            "h100-8b (default), h100-8b-rdma, flat-8k, or JSON: a result of benchmarks/engine.py or own figures.",
+            metavar="R",
+        ),
+    ] = None,
+    gpus: Annotated[str | None, opt("How many there are; default: any number.", metavar="N")] = None,
+    attainment: Annotated[str | None, opt("Share of requests that keep the SLO (default 0.9).", metavar="X")] = None,
+    requests: Annotated[str | None, opt("How many of the trace to replay (default 1500).", metavar="N")] = None,
+    chunks: Annotated[str | None, opt("Chunk sizes to try (default 512,1024,2048,4096,8192).", metavar="N,..")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Prints JSON instead of a table.")] = False,
+) -> None:
+    """Simulates a trace to find how many pods of each role it needs.
+
+    The prefill:decode ratio, chunk size and number of GPUs with the highest goodput per GPU.
+    """
+    raise typer.Exit(run(**locals()))
 
 
 def run(
@@ -36,6 +60,14 @@ def run(
     as_json: bool,
 ) -> int:
     """Values are as typed. The exit code: 0, or 1 when no setup keeps the SLO. Raises ConfigError."""
+    from rich.console import Console
+
+    from common.trace import load_trace
+    from simulator.cluster import MAX_PODS
+    from simulator.planner import CHUNKS, Planner
+    from simulator.rates import load_rates
+    from simulator.slo import Slo
+
     if trace is None or slo is None:
         raise ConfigError("--trace FILE and --slo ttft=TIME,itl=TIME are needed", field="trace" if slo else "slo")
     wanted = Slo.parse(slo, _number("attainment", attainment, 0.9))
@@ -75,6 +107,8 @@ def run(
 
 def assumptions(recorded: Trace, used: Trace, slo: Slo, rates: Rates, gpus: int | None) -> list[str]:
     """What the figures rest on, a sentence each."""
+    from simulator.planner import RATIO_GPUS
+
     pool, count = rates.pool_blocks(used.block_size), len(used.requests)
     moments = len({request.arrival_s for request in used.requests})
     together = (
@@ -104,6 +138,9 @@ def assumptions(recorded: Trace, used: Trace, slo: Slo, rates: Rates, gpus: int 
 
 
 def _show(plan: Plan, trace: Trace, slo: Slo, gpus: int | None, notes: list[str]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
     console = Console(soft_wrap=False)
     table = Table(title=f"Goodput with TTFT {slo.ttft_s:g} s and ITL {slo.itl_s * 1e3:g} ms for {slo.attainment:.0%}")
     for name in ("P:D", "chunk", "req/s", "per GPU", "TTFT s", "ITL ms", "hits", "busy P:D"):

@@ -15,8 +15,8 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+from cli.stack.process import ChildProcess
 from common.errors import BatonError, ConfigError, InternalError, Unavailable
-from common.process import ChildProcess
 
 Probe = Callable[[], Awaitable[bool]]
 

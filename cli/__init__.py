@@ -2,7 +2,8 @@
 
 Values of flags arrive here as text: common/config.py, with config_kinds.py, alone says what they may be, and in which
 words it refuses them.
-A new command is a function in a file here that command.py lists; a flag of several commands stands in options.py.
+A new command is a function in a file of commands/ that app.py lists; a flag of several commands stands in options.py.
+This package is the top floor: it may import every other one, and no other one imports it.
 This file imports next to nothing, so that Ctrl-C finds `main` in charge as good as from the first moment on.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import signal
 
-from common.cli import exits
+from cli import exits
 
 TYPE_CHECKING = False  # typing takes longer to import than all the rest of this
 if TYPE_CHECKING:
@@ -22,8 +23,8 @@ def main() -> NoReturn:
     # Half a second of imports: an exception raised among them is a traceback, or is lost in what swallows it.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell's background job ignores it
         signal.signal(signal.SIGINT, exits.at_once)
-    from common.cli import command
+    from cli import app
 
     if signal.getsignal(signal.SIGINT) is exits.at_once:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    command.main()
+    app.main()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import httpx
 import orjson
 
-from common.batch.records import PASSING, Request, Result
+from cli.batch.records import PASSING, Request, Result
 from common.errors import BatonError, ConfigError, Unavailable
 
 BACKOFF_S = (0.5, 30.0)

@@ -1,0 +1,176 @@
+"""`baton batch`: a file of requests, for a running gateway or for a stack of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cli.options import (
+    Config,
+    Device,
+    DType,
+    KvMemory,
+    Logs,
+    MaxModelLen,
+    Model,
+    ServedName,
+    Threads,
+    load,
+    opt,
+)
+from common.config import UpConfig
+from common.errors import ConfigError
+
+if TYPE_CHECKING:  # only imported when the command runs
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from cli.batch.records import Request, Result
+    from cli.batch.sender import Sending
+    from cli.stack.display import Board
+    from cli.stack.stack import Stack
+
+
+SYNC_S = 1.0  # what a crash of the machine, not of the process, may cost
+MOST_REASONS = 5  # why requests failed, the most frequent ones
+REASON_CHARS = 300
+
+
+def batch(
+    source: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="Requests in OpenAI's batch format.")],
+    target: Annotated[Path, typer.Argument(metavar="OUT.jsonl", help="Answers; a run goes on where one ended.")],
+    url: Annotated[
+        str | None,
+        opt("A running gateway; default: a stack of our own, until all is answered.", "--url", metavar="URL"),
+    ] = None,
+    api_key: Annotated[str | None, opt("API key for --url (default: $OPENAI_API_KEY).", metavar="KEY")] = None,
+    concurrency: Annotated[int, typer.Option(min=1, max=4096, metavar="N", help="Requests at the same time.")] = 64,
+    retries: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Further tries of a request that may succeed later.")
+    ] = 10,
+    timeout_s: Annotated[float, typer.Option(min=0.1, metavar="N", help="Most seconds of one try.")] = 600.0,
+    config: Config = None,
+    model: Model = None,
+    served_name: ServedName = None,
+    prefill: Annotated[str | None, opt("Prefill pods of our own stack (default 1).", metavar="N")] = None,
+    decode: Annotated[str | None, opt("Decode pods of our own stack (default 1).", metavar="N")] = None,
+    device: Device = None,
+    dtype: DType = None,
+    max_model_len: MaxModelLen = None,
+    kv_memory: KvMemory = None,
+    threads: Threads = None,
+    log_level: Logs = None,
+) -> None:
+    """Answers a file of requests.
+
+    Run again after an interruption, it goes on where it ended.
+    """
+    others = ("source", "target", "url", "api_key", "concurrency", "retries", "timeout_s", "config")
+    flags = {name: value for name, value in locals().items() if name not in (*others, "others")}
+    from rich.console import Console
+
+    from cli.batch.records import check
+    from cli.batch.sender import Sending
+
+    sending = Sending(url=url or "", concurrency=concurrency, retries=retries, timeout_s=timeout_s)
+    if url is not None:
+        for name, value in (*flags.items(), ("config", config)):
+            if value is not None:
+                raise ConfigError(f"--{name.replace('_', '-')} is for a stack of our own, without --url", field=name)
+        sending = dataclasses.replace(sending, api_key=api_key or os.environ.get("OPENAI_API_KEY"))
+        raise typer.Exit(asyncio.run(run(Console(), source, target, sending)))
+    settings = dataclasses.replace(load(UpConfig, config, {**flags, "port": "0"}), api_keys=())
+    check(source)  # before a minute goes into starting
+    from cli.stack.up import run_stack
+
+    async def work(board: Board, stack: Stack) -> int:
+        return await run(board.console, source, target, dataclasses.replace(sending, url=stack.base_url))
+
+    raise typer.Exit(asyncio.run(run_stack(settings, work)))
+
+
+@dataclass(slots=True)
+class _Count:
+    answered: int = 0
+    failed: int = 0
+    retries: int = 0
+    prompt: int = 0
+    output: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+
+
+async def run(console: Console, source: Path, target: Path, sending: Sending) -> int:
+    """Answers what has no answer yet; 0, or 1 when requests failed, now or before. Raises ConfigError, Unavailable."""
+    from cli.batch.records import Answers, check, requests
+    from cli.batch.sender import base_url, send_all
+
+    total = check(source)
+    base_url(sending.url)
+    began, number = time.monotonic(), _Count()
+    with Answers(target) as answers, _bar(console) as bar:
+        known = frozenset(answers.done)
+        before = [answers.done[request.custom_id] for request in requests(source) if request.custom_id in known]
+        skipped, failed_before = len(before), sum(before)
+        task = bar.add_task("requests", total=total, completed=skipped, errors="")
+        synced = began
+
+        def done(request: Request, result: Result) -> None:
+            nonlocal synced
+            answers.append(request.custom_id, result)
+            number.answered += result.answered
+            if not result.answered:
+                number.failed += 1
+                number.reasons[result.reason[:REASON_CHARS]] += 1
+            usage = result.body.get("usage") if isinstance(result.body, dict) else None
+            if isinstance(usage, dict):
+                number.prompt += usage.get("prompt_tokens") or usage.get("input_tokens") or 0
+                number.output += usage.get("completion_tokens") or usage.get("output_tokens") or 0
+            if time.monotonic() - synced > SYNC_S:
+                answers.sync()
+                synced = time.monotonic()
+            bar.update(task, advance=1, errors=f"{number.failed} failed" if number.failed else "")
+
+        def retried(why: str) -> None:
+            if not number.retries:  # it may be a long time until there is anything else to tell
+                bar.console.print(f"trying again: {why[:REASON_CHARS]}", markup=False, highlight=False, soft_wrap=True)
+            number.retries += 1
+
+        left = (request for request in requests(source) if request.custom_id not in known)
+        await send_all(sending, left, done, retried)
+    took = max(1e-9, time.monotonic() - began)
+    console.print(
+        f"{number.answered} answered, {number.failed} failed, {skipped} had answers already"
+        f"{f' ({failed_before} of them errors)' if failed_before else ''}; {number.retries} retries; "
+        f"{number.prompt} prompt tokens, {number.output} generated ({number.output / took:.1f}/s) in {took:.1f} s; "
+        f"{target}",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
+    for reason, times in number.reasons.most_common(MOST_REASONS):
+        console.print(f"  {times} failed: {reason}", markup=False, highlight=False, soft_wrap=True)
+    return 1 if number.failed or failed_before else 0
+
+
+def _bar(console: Console) -> Progress:
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(
+        *columns, TimeRemainingColumn(), TextColumn("[red]{task.fields[errors]}"), console=console, transient=True
+    )

@@ -1,0 +1,33 @@
+"""`baton doctor`: checks of this machine and of running pods."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+import typer
+
+from cli.options import Redis, opt
+from common import config_kinds as kinds
+from common.errors import ConfigError
+
+
+def doctor(
+    redis: Redis = None,
+    pods: Annotated[
+        list[str] | None, opt("Running pods to ask, beside those in --redis; may be repeated.", metavar="HOST:PORT,..")
+    ] = None,
+) -> None:
+    """Says what this machine offers and what is missing.
+
+    With --redis or --pods also how running pods exchange KV.
+    """
+    from cli.doctor import report
+
+    given = ",".join(pods or ())
+    try:
+        asked = kinds.tuple_of(kinds.ADDRESS).parse(given)
+    except ValueError as e:
+        expected = kinds.tuple_of(kinds.ADDRESS).expected
+        raise ConfigError(f"--pods: {given!r} will not do; expected {expected}", field="pods") from e
+    raise typer.Exit(asyncio.run(report.report(redis, asked)))

@@ -1,0 +1,178 @@
+"""`baton keys`: makes, lists and takes back API keys in a file or in Redis. A new key is shown once and never again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from cli.options import Redis, opt
+from common import config_kinds as kinds
+from common.errors import ConfigError
+
+if TYPE_CHECKING:  # only imported when a command runs
+    from gateway.admission.key_store import KeyFile, KeyHash
+    from gateway.admission.keys import ApiKey
+
+_T = TypeVar("_T")
+
+keys = typer.Typer(help="Makes, lists and takes back API keys, in a file or in Redis.", add_completion=False)
+KeyStore = Annotated[
+    str | None,
+    opt("File of API keys (JSON if it ends in .json, else TOML), or redis; default: $BATON_API_KEYS.", metavar="FILE"),
+]
+
+
+def _most(what: str, *, never: str = "any number") -> Any:
+    """An option whose 0, the default, is no limit."""
+    return typer.Option(min=0, metavar="N", show_default=False, help=f"{what} (default 0: {never}).")
+
+
+@keys.command("create")
+def keys_create(
+    tenant: Annotated[str, typer.Argument(help="Whose key it is: letters, digits, dots, dashes, underscores.")],
+    api_keys: KeyStore = None,
+    redis: Redis = None,
+    requests_per_minute: Annotated[int, _most("Most requests a minute")] = 0,
+    tokens_per_minute: Annotated[int, _most("Most tokens a minute, in and out")] = 0,
+    tokens_per_day: Annotated[int, _most("Most tokens a day (UTC), in and out")] = 0,
+    concurrent: Annotated[int, _most("Most requests at once")] = 0,
+    weight: Annotated[
+        float, typer.Option(metavar="X", help="The tenant's part when there is too little for all, above 0.")
+    ] = 1.0,
+    priority: Annotated[
+        int, typer.Option(metavar="N", help="Of its requests; also the most that they may ask for.")
+    ] = 0,
+    model: Annotated[list[str] | None, opt("A model that it may use, repeated; default: all.", metavar="NAME")] = None,
+    isolated: Annotated[
+        bool, typer.Option("--isolated", help="The tenant shares no prefix cache with others.")
+    ] = False,
+    admin: Annotated[bool, typer.Option("--admin", help="May empty caches and see all requests' timelines.")] = False,
+    days: Annotated[int, _most("Days until it expires", never="never")] = 0,
+    note: Annotated[str, opt("What it is for.", metavar="TEXT")] = "",
+) -> None:
+    """Makes a key and shows it; it cannot be shown again."""
+    fields = {k: v for k, v in locals().items() if k not in ("tenant", "api_keys", "redis", "model", "days")}
+    from rich.console import Console
+
+    from gateway.admission.keys import mint
+
+    store = _Store(api_keys, redis)
+    try:
+        kinds.NAME.parse(tenant)
+    except ValueError as e:
+        raise ConfigError(f"tenant: {tenant!r} will not do; expected {kinds.NAME.expected}", field="tenant") from e
+    if days:
+        fields["expires"] = datetime.now(UTC).replace(microsecond=0) + timedelta(days=days)
+    key, record = mint(tenant, models=tuple(model or ()), **fields)
+    store.add(record)
+    Console().print(key, markup=False, highlight=False, soft_wrap=True)
+    Console(stderr=True).print(
+        f"key {record.id} of {tenant} is in {store.name}; it is shown only now", markup=False, highlight=False
+    )
+
+
+@keys.command("list")
+def keys_list(api_keys: KeyStore = None, redis: Redis = None) -> None:
+    """Lists keys by id; what clients send is not kept anywhere."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for column in ("id", "tenant", "created", "expires", "limits", "allows", "note"):
+        table.add_column(column, overflow="fold")
+    for record in sorted(_Store(api_keys, redis).read(), key=lambda record: (record.tenant, record.created)):
+        expires = "never" if record.expires is None else f"{record.expires:%Y-%m-%d}"
+        expires += " (over)" if record.expired(datetime.now(UTC)) else ""
+        allows = [
+            "admin" if record.admin else "",
+            f"priority {record.priority}" if record.priority else "",
+            f"weight {record.weight:g}" if record.weight != 1 else "",
+            "own cache" if record.isolated else "",
+            " ".join(record.models) or "all models",
+        ]
+        row = [record.id, record.tenant, f"{record.created:%Y-%m-%d}", expires, _limits(record)]
+        table.add_row(*row, ", ".join(filter(None, allows)), record.note)
+    Console().print(table)
+
+
+@keys.command("revoke")
+def keys_revoke(
+    key_id: Annotated[str, typer.Argument(help="The key's id, as in its middle or in `baton keys list`.")],
+    api_keys: KeyStore = None,
+    redis: Redis = None,
+) -> None:
+    """Takes a key back; running gateways refuse it a second later."""
+    from rich.console import Console
+
+    store = _Store(api_keys, redis)
+    if not store.remove(key_id):
+        raise ConfigError(f"there is no key {key_id} in {store.name}", field="id")
+    Console().print(f"key {key_id} is revoked", highlight=False)
+
+
+class _Store:
+    """The file, or the hash in Redis, that the command works on."""
+
+    def __init__(self, api_keys: str | None, redis: str | None) -> None:
+        """The two options; an option that is not given comes from the environment."""
+        from gateway.admission.key_ring import IN_REDIS
+
+        source, redis = api_keys or os.environ.get("BATON_API_KEYS"), redis or os.environ.get("BATON_REDIS")
+        if not source:
+            raise ConfigError("--api-keys: missing; expected a file, or redis", field="api_keys")
+        if source == IN_REDIS and redis is None:
+            raise ConfigError("--api-keys: redis needs --redis, where the keys are", field="api_keys")
+        self.name = source
+        self._redis = redis if source == IN_REDIS else None
+
+    def read(self) -> list[ApiKey]:
+        if self._redis is not None:
+            return self._ask(lambda store: store.read())
+        return self._file().read()
+
+    def add(self, record: ApiKey) -> None:
+        if self._redis is not None:
+            self._ask(lambda store: store.add(record))
+        else:
+            self._file().add(record)
+
+    def remove(self, key_id: str) -> bool:
+        if self._redis is not None:
+            return self._ask(lambda store: store.remove(key_id))
+        return self._file().remove(key_id)
+
+    def _file(self) -> KeyFile:
+        from gateway.admission.key_store import KeyFile
+
+        return KeyFile(Path(self.name))
+
+    def _ask(self, call: Callable[[KeyHash], Awaitable[_T]]) -> _T:
+        assert self._redis is not None
+        url = self._redis
+
+        async def work() -> _T:
+            from gateway.admission.key_store import KeyHash
+
+            store = KeyHash(url)
+            try:
+                return await call(store)
+            finally:
+                await store.close()
+
+        return asyncio.run(work())
+
+
+def _limits(record: ApiKey) -> str:
+    named = {
+        "requests/min": record.requests_per_minute,
+        "tokens/min": record.tokens_per_minute,
+        "tokens/day": record.tokens_per_day,
+        "at once": record.concurrent,
+    }
+    return ", ".join(f"{value} {name}" for name, value in named.items() if value) or "none"

@@ -1,0 +1,327 @@
+"""`baton loadtest`: runs a load test, or several at rising rates, or compares two.
+
+Exit codes: 0 fine; 1 nothing was answered, the share of good requests is below --attainment (of --rates: at the first),
+too many failed, or B is worse than --tolerance allows; 2 wrong usage; 130 stopped by Ctrl-C, after the figures of what
+was done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cli import exits
+from cli.options import opt
+from cli.service import fast_loop
+from common.errors import ConfigError
+
+if TYPE_CHECKING:  # load tests are only imported when the command runs
+    from loadtest.client import Client
+    from loadtest.config import LoadConfig
+    from loadtest.run import Run
+    from loadtest.runner import Runner
+
+
+def loadtest(
+    url: Annotated[
+        str | None,
+        opt("The gateway (default http://127.0.0.1:8000); HOST:PORT with --protocol grpc.", "--url", metavar="URL"),
+    ] = None,
+    protocol: Annotated[str | None, opt("rest (default) or grpc.", "--protocol", metavar="PROTOCOL")] = None,
+    endpoint: Annotated[str | None, opt("chat (default) or completions.", "--endpoint", metavar="ENDPOINT")] = None,
+    model: Annotated[str | None, opt("Name of the model; default: the first that the server lists.")] = None,
+    api_key: Annotated[
+        list[str] | None, opt("API key, or several in turn (default: $OPENAI_API_KEY).", metavar="KEY")
+    ] = None,
+    rate: Annotated[str | None, opt("Open loop: requests per second in the mean.", metavar="X")] = None,
+    rates: Annotated[
+        str | None, opt("A run at each of these rates, while --slo is kept by --attainment (0.9).", metavar="X,..")
+    ] = None,
+    arrivals: Annotated[
+        str | None, opt("With --rate: poisson (default), constant, gamma (bursts) or onoff.", metavar="KIND")
+    ] = None,
+    burstiness: Annotated[
+        str | None, opt("Of gamma: the gaps' deviation over their mean (default 2; Poisson is 1).", metavar="X")
+    ] = None,
+    on_s: Annotated[str | None, opt("Of onoff: seconds with requests (default 5).", metavar="N")] = None,
+    off_s: Annotated[str | None, opt("Of onoff: seconds without (default 5).", metavar="N")] = None,
+    users: Annotated[str | None, opt("Closed loop: users who wait for their answers.", metavar="N")] = None,
+    think_s: Annotated[str | None, opt("Mean pause of a user after an answer (default 0).", metavar="N")] = None,
+    ramp_s: Annotated[str | None, opt("Seconds over which the users come (default 0).", metavar="N")] = None,
+    trace: Annotated[
+        str | None, opt("Recorded requests: Mooncake's .jsonl or Azure's .csv; with their times.", metavar="FILE")
+    ] = None,
+    speed: Annotated[str | None, opt("Replay the trace so many times as fast (default 1).", metavar="X")] = None,
+    length_scale: Annotated[
+        str | None, opt("Prompts, answers and shared blocks of the trace times this (default 1).", metavar="X")
+    ] = None,
+    max_input_tokens: Annotated[
+        str | None, opt("Leave out requests of the trace with longer prompts, once scaled.", metavar="N")
+    ] = None,
+    max_output_tokens: Annotated[str | None, opt("Cut answers of the trace to this.", metavar="N")] = None,
+    input_tokens: Annotated[
+        str | None,
+        opt("A user's message: 512, 128:1024 (uniform), ~512 (log-normal; default 256).", metavar="N"),
+    ] = None,
+    output_tokens: Annotated[str | None, opt("Of an answer, in the same way (default 64).", metavar="N")] = None,
+    prefix_tokens: Annotated[str | None, opt("System prompt before the message (default 0).", metavar="N")] = None,
+    prefixes: Annotated[
+        str | None, opt("How many different system prompts there are (default 1).", metavar="N")
+    ] = None,
+    turns: Annotated[str | None, opt("Conversations of so many turns, as 4 or 2:8 (default 1).", metavar="N")] = None,
+    prompts: Annotated[
+        str | None, opt("text, or ids: token ids; default: ids for completions.", metavar="FORM")
+    ] = None,
+    vocab: Annotated[str | None, opt("Token ids to use (default 1000:30000).", metavar="LOW:HIGH")] = None,
+    ignore_eos: Annotated[
+        bool | None, typer.Option("--ignore-eos/--heed-eos", help="Answers are as long as asked for (default).")
+    ] = None,
+    temperature: Annotated[str | None, opt("Of sampling (default 0).", metavar="X")] = None,
+    stream: Annotated[
+        bool | None, typer.Option("--stream/--no-stream", help="Answers come in pieces (default).")
+    ] = None,
+    requests: Annotated[str | None, opt("Send so many; default: the whole trace.", metavar="N")] = None,
+    duration_s: Annotated[
+        str | None, opt("Send for so long, then wait (default 30 without --requests and --trace).", metavar="N")
+    ] = None,
+    max_concurrency: Annotated[
+        str | None,
+        opt("Most requests under way; others are held back, and count from when they were due.", metavar="N"),
+    ] = None,
+    abort_share: Annotated[
+        str | None, opt("Share of requests whose client leaves half-way (default 0).", metavar="X")
+    ] = None,
+    deadline_s: Annotated[str | None, opt("Deadline of each request; the server is told.", metavar="N")] = None,
+    warmup: Annotated[str | None, opt("Requests before the run, which are not counted.", metavar="N")] = None,
+    settle_s: Annotated[str | None, opt("Seconds at the start that are not counted (default 0).", metavar="N")] = None,
+    seed: Annotated[str | None, opt("Another seed: other times, lengths and texts (default 0).", metavar="N")] = None,
+    slo: Annotated[
+        str | None, opt("What is good: ttft, itl (mean), gap (longest), e2e, as in ttft=2s,itl=50ms.", metavar="TIMES")
+    ] = None,
+    attainment: Annotated[str | None, opt("Exit with 1 when a smaller share of requests is good.", metavar="X")] = None,
+    max_failed: Annotated[str | None, opt("Exit with 1 when a larger share fails, like 1%.", metavar="X")] = None,
+    out: Annotated[str | None, opt("Write everything as JSON.", metavar="FILE.json")] = None,
+    html: Annotated[str | None, opt("Write a report with charts.", metavar="FILE.html")] = None,
+    compare: Annotated[
+        tuple[str, str] | None, opt("Run nothing: compare the results of two runs.", metavar="A.json B.json")
+    ] = None,
+    tolerance: Annotated[
+        str | None, opt("With --compare: exit with 1 when a figure is clearly worse by more, like 10%.", metavar="X")
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Prints the figures as JSON instead of a table.")] = False,
+) -> None:
+    """Loads a server by its public API and measures it.
+
+    Open or closed loop, or a recorded trace.
+    """
+    flags = {name: value for name, value in locals().items() if name != "compare"}
+    if compare is None and not api_key and (key := os.environ.get("OPENAI_API_KEY")):
+        flags["api_key"] = [key]
+    raise typer.Exit(run(compared=compare, **flags))
+
+
+def run(
+    *,
+    out: str | None,
+    html: str | None,
+    rates: str | None,
+    compared: tuple[str, str] | None,
+    tolerance: str | None,
+    max_failed: str | None,
+    quiet: bool,
+    as_json: bool,
+    **flags: Any,
+) -> int:
+    """Values are as typed. The exit code. Raises ConfigError, Unavailable."""
+    from loadtest.config import LoadConfig
+    from loadtest.sweep import parse_rates
+
+    shown = Output(None if out is None else Path(out), None if html is None else Path(html), quiet, as_json)
+    if compared is not None:
+        others = {"out": out, "rates": rates, "max_failed": max_failed, **flags}
+        given = [name for name, value in others.items() if value not in (None, [])]
+        if given:
+            raise ConfigError(f"--{given[0].replace('_', '-')} is not for --compare", field=given[0])
+        return _compare(Path(compared[0]), Path(compared[1]), shown.html, _share("tolerance", tolerance))
+    if tolerance is not None:
+        raise ConfigError("--tolerance is for --compare", field="tolerance")
+    most_failed = _share("max-failed", max_failed)
+    if rates is not None:
+        return _sweep(parse_rates(rates), flags, shown)
+    config = LoadConfig.of(flags)
+    told = _measure(config, shown)
+    shown.write(told)
+    if told["stopped"]:
+        return exits.INTERRUPTED
+    return 0 if _fine(told, config, most_failed) else exits.FAILED
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Where results go. quiet: no progress. as_json: figures as JSON on stdout."""
+
+    out: Path | None
+    html: Path | None
+    quiet: bool
+    as_json: bool
+
+    def write(self, told: Mapping[str, Any]) -> None:
+        """Files, and the figures on stdout."""
+        from rich.console import Console
+
+        from loadtest import report, run_file, tables
+
+        if self.out is not None:
+            run_file.write(self.out, told)
+        if self.html is not None:
+            run_file.write_text(self.html, report.page([told], ["run"]))
+        if self.as_json:
+            figures_only = {k: v for k, v in told.items() if k not in ("records", "curves_ms", "series")}
+            print(run_file.dumps(figures_only))  # noqa: T201
+        else:
+            tables.show(Console(), told)
+
+    def of_rate(self, rate: float) -> Output:
+        """The same, with the rate in the names of the files."""
+        out, html = (p and p.with_stem(f"{p.stem}-{rate:g}") for p in (self.out, self.html))
+        return replace(self, out=out, html=html)
+
+
+def _measure(config: LoadConfig, shown: Output) -> dict[str, Any]:
+    from importlib import metadata
+
+    from loadtest import figures, progress
+
+    watch = None if shown.quiet else functools.partial(progress.show, out=sys.stderr)
+    return figures.document(run_sync(config, watch=watch), metadata.version("baton-serving"))
+
+
+def _sweep(rates: tuple[float, ...], flags: Mapping[str, Any], shown: Output) -> int:
+    from rich.console import Console
+
+    from loadtest import tables
+    from loadtest.config import LoadConfig
+    from loadtest.sweep import kept, sweep
+
+    if flags.get("rate") is not None:
+        raise ConfigError("--rate and --rates exclude each other", field="rates")
+    config = LoadConfig.of({**flags, "rate": str(rates[0])})
+    if not config.slo:
+        raise ConfigError("--rates needs --slo: it looks for the highest rate that keeps it", field="rates")
+    done = []
+    for told in sweep(config, rates, functools.partial(_measure, shown=shown)):
+        shown.of_rate(told["config"]["rate"]).write(told)
+        done.append(told)
+    if done[-1]["stopped"]:
+        return exits.INTERRUPTED
+    best = [told for told in done if kept(told, config)]
+    if not shown.as_json:
+        tables.show_sweep(Console(), done, best[-1] if best else None)
+    return 0 if best else exits.FAILED
+
+
+def run_sync(config: LoadConfig, *, watch: Callable[[Run], Awaitable[None]] | None = None) -> Run:
+    """One run in an event loop of its own; Ctrl-C ends it early. Raises ConfigError, Unavailable."""
+    from common.trace import load_trace
+    from loadtest.runner import Runner
+
+    trace = None if config.trace is None else load_trace(config.trace)
+
+    async def work() -> Run:
+        client = _client(config)
+        runner = Runner(config, client, trace)
+        _stop_at_signals(runner)
+        watching = None if watch is None else asyncio.ensure_future(watch(runner.run))
+        try:
+            return await runner.go()
+        finally:
+            if watching is not None:
+                watching.cancel()
+                await asyncio.wait((watching,))
+            await client.close()
+
+    _allow_connections()
+    with asyncio.Runner(loop_factory=fast_loop()) as loop:
+        return loop.run(work())
+
+
+def _stop_at_signals(runner: Runner) -> None:
+    """The first Ctrl-C, or the end that a cluster orders, stops the run; the second ends the process."""
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        runner.stop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop)
+
+
+def _allow_connections() -> None:
+    """As many open files as the system lets us have: every stream over REST is one."""
+    import resource
+
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def _client(config: LoadConfig) -> Client:
+    """The client of the protocol; gRPC is only imported where it is used."""
+    if config.protocol == "grpc":
+        from loadtest.grpc_client import GrpcClient
+
+        return GrpcClient(config)
+    from loadtest.rest_client import RestClient
+
+    return RestClient(config)
+
+
+def _fine(told: Mapping[str, Any], config: LoadConfig, most_failed: float | None) -> bool:
+    requests, goodput = told["requests"], told["goodput"]
+    if not requests["answered"] and not requests["aborted"]:
+        return False
+    if most_failed is not None and requests["failed"] > most_failed * requests["sent"]:
+        return False
+    return config.attainment is None or goodput["share"] >= config.attainment
+
+
+def _compare(a: Path, b: Path, html: Path | None, tolerance: float | None) -> int:
+    from rich.console import Console
+
+    from loadtest import report, run_file, tables
+    from loadtest.comparison import compare
+
+    runs = [run_file.read(path) for path in (a, b)]
+    names = [a.stem, b.stem] if a.stem != b.stem else [str(a), str(b)]
+    comparison = compare(*runs)
+    tables.show_comparison(Console(), comparison, names)
+    if html is not None:
+        run_file.write_text(html, report.page(runs, names, comparison))
+    worse = [] if tolerance is None else comparison.worse(tolerance)
+    for row in worse:
+        print(f"worse by {row.worse_by:.1%}: {row.name}", file=sys.stderr)  # noqa: T201
+    return exits.FAILED if worse else 0
+
+
+def _share(name: str, text: str | None) -> float | None:
+    """`5%` or `0.05`."""
+    if text is None:
+        return None
+    try:
+        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise ConfigError(f"--{name}: {text!r} is not a share like 0.05 or 5%", field=name)
+    return value

@@ -1,0 +1,1 @@
+"""The checks of `baton doctor`: this machine, and running pods."""

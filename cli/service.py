@@ -1,0 +1,54 @@
+"""Runs a service in this process: `baton serve`, `baton worker` and `baton gateway` end here."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+from typing import Any, NoReturn, TypeVar
+
+from cli import exits
+from cli.gpus import run_on
+from common.config import GatewayConfig, PodConfig, WorkerConfig
+
+_Settings = TypeVar("_Settings", PodConfig, WorkerConfig, GatewayConfig)
+
+
+def run(settings: _Settings, serve: Callable[[_Settings], Coroutine[Any, Any, None]]) -> NoReturn:
+    """Runs `serve(settings)` to its end, then ends the process. `serve` imports what the service is made of."""
+    # Until Lifecycle takes over. A container's first process would otherwise not hear SIGTERM at all; KeyboardInterrupt
+    # is lost in torch's import of NumPy, which then stays half imported, and waits for a model that is being loaded.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, exits.at_once)
+    from common.logs import setup_logs
+
+    setup_logs(settings.log_level, settings.log_format)
+    if not isinstance(settings, GatewayConfig) and settings.cpus is not None:
+        run_on(settings.cpus)
+    code: int | str | None = 0
+    try:
+        with asyncio.Runner(loop_factory=fast_loop() if isinstance(settings, GatewayConfig) else None) as runner:
+            runner.run(serve(settings))
+    except SystemExit as end:
+        code = end.code
+    _end(code if isinstance(code, int) else exits.FAILED)
+
+
+def fast_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop where it is installed (not on Windows): it handles sockets in a third of the time."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
+
+
+def _end(code: int) -> NoReturn:
+    """Ends a process that has stopped and freed everything, at once: taking torch and NIXL down would cost seconds."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
