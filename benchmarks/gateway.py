@@ -48,8 +48,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import report
 from cli import probes
+from cli.demo.model import demo_model
 from cli.stack.process import ChildProcess, PortLease
-from common.models import resolve_model
 from common.percentile import percentile
 from common.tether import tethered
 
@@ -89,7 +89,7 @@ class Stack:
 @contextmanager
 def stack(tmp: Path, *, decodes: int, step_ms: float, stall: bool = False) -> Iterator[Stack]:
     """Starts pods and gateway, and ends them."""
-    model, emitted = resolve_model("smollm2"), tmp / "emitted.json"
+    model, emitted = demo_model(), tmp / "emitted.json"
     argv = [sys.executable, str(HERE / "step_pods.py"), "--decodes", str(decodes), "--step-ms", str(step_ms)]
     argv += ["--model", str(model), "--emitted", str(emitted), *(["--stall"] if stall else [])]
     with subprocess.Popen(tethered(argv), stdout=subprocess.PIPE, text=True) as pods, PortLease() as lease:

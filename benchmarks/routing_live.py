@@ -34,8 +34,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import local_stack, report
 from benchmarks.routing_sim import DEFAULT_TRACE
+from cli.demo.model import demo_model
 from common.config import UpConfig
-from common.models import resolve_model
 from common.percentile import percentile
 from common.trace import Trace, TraceRequest, load_trace
 from loadtest import arrivals
@@ -183,7 +183,7 @@ def main() -> None:
     made = args.made or not args.trace.is_file()
     trace = Agents(rate=4.0, seconds=600.0, tenants=8, pause_s=10.0).trace() if made else load_trace(args.trace)
     trace = chosen(trace, args.requests, args.rate, args.output)
-    model_dir = resolve_model("smollm2", say=print)
+    model_dir = demo_model(print)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     rows = {policy: asyncio.run(measure(policy, trace, model_dir)) for policy in POLICIES}
     cost, rr = rows["cost"], rows["round_robin"]

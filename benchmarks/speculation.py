@@ -46,7 +46,7 @@ from benchmarks import report
 from benchmarks.draft_pair import SMOLLM2_LAYERS, without_layers
 from benchmarks.engine import WAIT_S, Driver, Prompts, engine_settings, running
 from benchmarks.shapes import SHAPES
-from common.models import resolve_model
+from cli.demo.model import demo_model
 from common.types import SamplingParams
 from engine.config import EngineConfig
 from engine.llm import LLM
@@ -189,7 +189,7 @@ def answer(llm: LLM, prompts: Sequence[tuple[int, ...]], params: SamplingParams)
 
 def measure_tasks(table: Table, drafts: int, runs: int, settings: dict[str, Any]) -> None:
     options = {"kv_memory": 128 << 20, "max_model_len": 1024, "token_budget": 512} | settings
-    llm = LLM("smollm2", speculation="ngram", speculation_tokens=drafts, **options)
+    llm = LLM(demo_model(), speculation="ngram", speculation_tokens=drafts, **options)
     for task, (texts, tokens) in TASKS.items():
         rendered = [llm.template.render([{"role": "user", "content": text}]) for text in texts]
         prompts = [llm.encode(text, special_tokens=False) for text in rendered]
@@ -220,9 +220,11 @@ def measure_draft_model(table: Table, drafts: int, runs: int, settings: dict[str
     texts, tokens = TASKS["chat"]
     params = SamplingParams(temperature=0.0, max_tokens=tokens // 2)
     with tempfile.TemporaryDirectory() as directory:
-        draft = without_layers(resolve_model("smollm2"), Path(directory) / "draft", SMOLLM2_LAYERS)
-        plain = LLM("smollm2", **options)
-        llm = LLM("smollm2", speculation="draft_model", speculation_model=draft, speculation_tokens=drafts, **options)
+        draft = without_layers(demo_model(), Path(directory) / "draft", SMOLLM2_LAYERS)
+        plain = LLM(demo_model(), **options)
+        llm = LLM(
+            demo_model(), speculation="draft_model", speculation_model=draft, speculation_tokens=drafts, **options
+        )
         rendered = [llm.template.render([{"role": "user", "content": text}]) for text in texts]
         prompts = [llm.encode(text, special_tokens=False) for text in rendered]
         for engine in (plain, llm):

@@ -11,7 +11,6 @@ threads take turns; between calls the engine rests, and keeps its prefix cache.
 from __future__ import annotations
 
 import functools
-import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,8 +30,6 @@ from engine.sequence import Sequence as EngineSequence
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-
-log = logging.getLogger(__name__)
 
 ALIVE_S = 1.0  # how often the loop's thread is looked after
 STOP_S = 60.0
@@ -66,7 +63,8 @@ class Completion:
 
 
 class LLM:
-    """model: a directory, or a name that common/models.py knows. Keyword arguments are those of EngineConfig.
+    """model: a directory with safetensors, or smollm2 once `baton up` has converted it. Keyword arguments are those of
+    EngineConfig.
 
     On a GPU token_budget is prompt_budget unless it is given: nobody waits for the next token of a text, so prompts go
     through in the fewest steps.
@@ -76,7 +74,7 @@ class LLM:
 
     def __init__(self, model: Path | str, **config: Any) -> None:
         weights = config.get("load_format", "auto") == "auto"
-        self.model_dir = resolve_model(str(model), tokenizer=False, weights=weights, say=log.warning)
+        self.model_dir = resolve_model(str(model), tokenizer=False, weights=weights)
         if config.get("speculation_model") is not None:
             config["speculation_model"] = Path(config["speculation_model"])
         self.engine = Engine(for_throughput(EngineConfig(model_dir=self.model_dir, **config)))

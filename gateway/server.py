@@ -115,7 +115,7 @@ def make_gateway(config: GatewayConfig) -> Gateway:
         )
     texts = []
     for name, model in config.served_models().items():
-        model_dir = resolve_model(model, weights=False, say=_log.info)
+        model_dir = resolve_model(model, weights=False)
         parsers = {"tool_parser": config.tool_parser, "reasoning_parser": config.reasoning_parser}
         texts.append(ModelText.load(name or served_name(model), model_dir, **parsers))
     index = None if config.redis is None else IndexReader(config.redis)

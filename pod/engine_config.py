@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from pathlib import Path
 
 from common.config import PodConfig
@@ -11,8 +10,6 @@ from common.errors import ConfigError
 from common.models import resolve_model
 from common.types import Role
 from engine.config import EngineConfig
-
-_log = logging.getLogger(__name__)
 
 
 def _draft_dir(config: PodConfig) -> Path | None:
@@ -22,7 +19,7 @@ def _draft_dir(config: PodConfig) -> Path | None:
         return None
     try:
         if config.speculation == "draft_model":
-            return resolve_model(name, tokenizer=False, weights=config.load_format == "auto", say=_log.info)
+            return resolve_model(name, tokenizer=False, weights=config.load_format == "auto")
     except ConfigError as error:
         raise ConfigError(error.message, field="speculation_model") from error
     return Path(name).resolve()
@@ -31,7 +28,7 @@ def _draft_dir(config: PodConfig) -> Path | None:
 def engine_config(config: PodConfig) -> EngineConfig:
     """The engine's part of a pod's configuration. Decode pods compute what prompts they do in small pieces."""
     made = EngineConfig(
-        model_dir=resolve_model(config.model, tokenizer=False, weights=config.load_format == "auto", say=_log.info),
+        model_dir=resolve_model(config.model, tokenizer=False, weights=config.load_format == "auto"),
         device=config.device,
         dtype=config.dtype,
         kv_dtype=config.kv_dtype,

@@ -76,14 +76,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 @pytest.fixture(scope="session")
 def smollm2_dir() -> Path:
     """The converted SmolLM2-135M-Instruct; converted now (about 40 s) when this machine has not done it yet."""
-    from filelock import FileLock
+    from cli.demo.model import demo_model
 
-    from engine.gguf_import import cached_dir, convert
-
-    dest = cached_dir()
-    dest.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(dest.parent / ".tests.lock"):  # one worker converts, the other waits
-        return convert(dest)
+    return demo_model()
 
 
 @pytest.fixture

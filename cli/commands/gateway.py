@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Annotated
 
@@ -94,6 +95,10 @@ def gateway(
 
 
 async def _serve(settings: GatewayConfig) -> None:
+    from cli.demo.model import demo_model
+    from common.models import SMOLLM2
     from gateway.server import serve
 
+    if SMOLLM2 in settings.served_models().values():
+        demo_model(functools.partial(typer.echo, err=True))
     await serve(settings)

@@ -129,9 +129,13 @@ async def _serve(settings: PodConfig) -> None:
 
 def _resolved(settings: PodConfig) -> PodConfig:
     """The same with the model's directory, and the name that clients use for it. Raises ConfigError."""
-    from common.models import resolve_model, served_name
+    from cli.demo.model import prepared
+    from common.models import SMOLLM2, served_name
 
     known_as = settings.served_name or served_name(settings.model)
     weights = settings.load_format == "auto"
-    model = resolve_model(settings.model, tokenizer=False, weights=weights, say=functools.partial(typer.echo, err=True))
+    say = functools.partial(typer.echo, err=True)
+    model = prepared(settings.model, tokenizer=False, weights=weights, say=say)
+    if settings.speculation == "draft_model" and settings.speculation_model == SMOLLM2:
+        prepared(SMOLLM2, say=say)
     return dataclasses.replace(settings, model=str(model), served_name=known_as)

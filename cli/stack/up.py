@@ -23,11 +23,12 @@ from rich.console import Console
 from rich.text import Text
 
 from cli.demo.answer import show_answer
+from cli.demo.model import prepared
 from cli.stack.display import Board
 from cli.stack.stack import Stack
 from cli.stack.supervisor import Supervisor
 from common.config import UpConfig
-from common.models import model_path, resolve_model
+from common.models import model_path
 
 READY_TIMEOUT_S = 600.0
 TEARDOWN_GRACE_S = 25.0  # what a service may take after its drain, more than the 15 s it gives itself
@@ -61,7 +62,7 @@ async def run_stack(config: UpConfig, work: Work | None) -> int:
     stack = Stack.plan(config, model_path(config.model), log_dir, say=board.say)
     try:
         weights = config.load_format == "auto"
-        await asyncio.to_thread(resolve_model, config.model, weights=weights, say=board.say)
+        await asyncio.to_thread(prepared, config.model, weights=weights, say=board.say)
         log_dir.mkdir(parents=True, exist_ok=True)
         supervisor = Supervisor(stack.specs, on_event=board.say)
         stop = asyncio.Event()

@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from common.models import resolve_model  # noqa: E402
+from cli.demo.model import demo_model  # noqa: E402
 from tests.e2e.cluster import Cluster  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
@@ -153,7 +153,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*", default=list(CLIENTS), metavar="NAME", help=", ".join(CLIENTS))
     parser.add_argument("--venvs", type=Path, default=ROOT / ".run" / "clients", help="where environments are kept")
     args = parser.parse_args()
-    model_dir = resolve_model("smollm2")
+    model_dir = demo_model()
     venvs = args.venvs.resolve()
     programs = {name: install(name, CLIENTS[name], venvs) for name in args.names}
     failed = 0

