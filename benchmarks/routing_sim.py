@@ -32,7 +32,6 @@ from benchmarks import report, routing_plot
 from cli.stack.valkey import EmbeddedValkey
 from common.errors import ConfigError
 from common.trace import Trace, TraceRequest, block_name, load_trace
-from simulator.clock import Clock
 from simulator.cluster import Cluster, ClusterSpec, Fault, RunResult
 from simulator.rates import FLAT_8K
 from simulator.valkey_backend import ValkeyBackend
@@ -73,7 +72,7 @@ class Bench:
                 server = EmbeddedValkey(0, Path(directory))
                 url = await server.start()
                 try:
-                    cluster = Cluster(spec, self.trace, lambda clock: _backend(clock, url))
+                    cluster = Cluster(spec, self.trace, lambda clock: ValkeyBackend(clock, url))
                     return await cluster.run(), cluster, spec
                 finally:
                     await server.stop()
@@ -82,10 +81,6 @@ class Bench:
         cluster.check()
         self.rows.append(row_of(f"{self.trace.name}, Valkey", kind, spec, result, cluster))
         return result
-
-
-def _backend(clock: Clock, url: str) -> ValkeyBackend:
-    return ValkeyBackend(clock, url)
 
 
 def spec_of(pods: int, policy: str, kind: str) -> ClusterSpec:

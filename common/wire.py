@@ -49,6 +49,7 @@ _ROLE_FROM_PB = {pb: role for role, pb in _ROLE_TO_PB.items()}
 
 def request_to_pb(request: ValidRequest) -> types_pb2.ValidRequest:
     """A validated request for the wire."""
+    grammar = request.grammar
     return types_pb2.ValidRequest(
         request_id=request.request_id,
         model=request.model,
@@ -56,7 +57,7 @@ def request_to_pb(request: ValidRequest) -> types_pb2.ValidRequest:
         sampling=_sampling_to_pb(request.sampling),
         cache_salt=request.cache_salt,
         priority=request.priority,
-        grammar=None if request.grammar is None else _grammar_to_pb(request.grammar),
+        grammar=None if grammar is None else types_pb2.Grammar(text=grammar.text, field=grammar.field),
         output_ids=request.output_ids,
         child=request.child,
     )
@@ -81,10 +82,6 @@ def request_from_pb(pb: types_pb2.ValidRequest) -> ValidRequest:
         output_ids=tuple(pb.output_ids),
         child=pb.child,
     )
-
-
-def _grammar_to_pb(grammar: Grammar) -> types_pb2.Grammar:
-    return types_pb2.Grammar(text=grammar.text, field=grammar.field)
 
 
 def _sampling_to_pb(s: SamplingParams) -> types_pb2.SamplingParams:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -33,7 +32,8 @@ class HostMemory:
         if self._device.type == "cuda":
             # torch's own page-locked memory comes in powers of two: this takes what it needs.
             began = time.monotonic()
-            error = _cudart().cudaHostRegister(self.data.data_ptr(), self.data.nbytes, 0)
+            cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            error = cudart.cudaHostRegister(self.data.data_ptr(), self.data.nbytes, 0)
             if int(error) != 0:
                 raise ConfigError(
                     f"{self.data.nbytes / (1 << 30):.1f} GiB of host memory cannot be page-locked ({error})",
@@ -62,17 +62,13 @@ class HostMemory:
         """Unlocks the memory. No copy is under way. Idempotent."""
         if self._locked:
             self._locked = False
-            _cudart().cudaHostUnregister(self.data.data_ptr())
+            torch.cuda.cudart().cudaHostUnregister(self.data.data_ptr())  # type: ignore[no-untyped-call]
 
     @torch.inference_mode()
     def _copy(self, source: torch.Tensor, sources: Sequence[int], target: torch.Tensor, targets: Sequence[int]) -> None:
         with torch.cuda.stream(self._stream):  # none on a CPU
             for first, there, count in _runs(sources, targets):
                 target[there : there + count].copy_(source[first : first + count], non_blocking=True)
-
-
-def _cudart() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
 def _runs(sources: Sequence[int], targets: Sequence[int]) -> Iterator[tuple[int, int, int]]:
