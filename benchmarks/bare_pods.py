@@ -1,6 +1,6 @@
 """Pods without a gateway: processes of `baton serve` on this machine, each with flags of its own.
 
-    with running(model, {"holder": {"role": "prefill"}, "puller": {"role": "prefill", "pull": "read"}}) as pods:
+    with running(model, {"holder": {"role": "prefill"}, "puller": {"role": "prefill"}}) as pods:
         stub = PrefillStub(channel(pods["holder"].address))
 
 Where there are GPUs, each has one of its own as long as there are enough, in their order; else they share.
@@ -40,11 +40,9 @@ class BarePod:
 
 
 def connections(process: ChildProcess) -> list[str]:
-    """What a pod's log says of connections that it made: `connected to NAME generation G over TRANSPORT ...`, and
-    `reads from NAME come over TRANSPORT ...` where it has read.
-    """
-    begins = ("connected to", "reads from")
-    return [line[line.index(begin) :] for line in process.tail(4000) for begin in begins if begin in line]
+    """What a pod's log says of connections that it made: `connected to NAME generation G over TRANSPORT ...`."""
+    begin = "connected to"
+    return [line[line.index(begin) :] for line in process.tail(4000) if begin in line]
 
 
 @contextlib.contextmanager

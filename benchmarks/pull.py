@@ -1,4 +1,4 @@
-"""What pulling cached KV blocks from another pod costs: pushed by the holder, or read by the puller.
+"""What pulling cached KV blocks from another pod costs.
 
     python benchmarks/pull.py --out benchmarks/results/pull-cpu.json
     python benchmarks/pull.py --device cuda --out benchmarks/results/pull-h200.json
@@ -7,20 +7,18 @@
 no two are neighbours. A pull is measured at the puller from asking to blocks that may be published, so the calls
 between the pods are in it; median of --repeats pulls after a first one that connects. By transport:
 
-- push_ms_N, read_ms_N: N blocks, default transport. On a CPU they have SmolLM2's size in float32 (720 KiB, 16 tokens)
+- push_ms_N: N blocks, default transport. On a CPU they have SmolLM2's size in float32 (720 KiB, 16 tokens)
   and go over CMA; on a GPU that of an 8B model in bfloat16 (2 MiB), over cuda_ipc.
-- push_gb_s, read_gb_s: of the largest pull. first_push_ms, first_read_ms: with handshake, connection and probe.
+- push_gb_s: of the largest pull. first_push_ms: with handshake, connection and probe.
 - rows has blocks of 64 KiB too, and on a CPU TCP.
 
-`pods` (on a CPU only when --only says so): three prefill pods, to which the requests go directly. One holds the prefix,
-one gets it by push, one reads it. From sending a prompt of N + 16 tokens to its first token, by the client's clock,
+`pods` (on a CPU only when --only says so): two prefill pods, to which the requests go directly. One holds the prefix,
+the other pulls it. From sending a prompt of N + 16 tokens to its first token, by the client's clock,
 median of --pod-repeats prompts of which none was seen before:
 
 - ttft_computed_ms_N: by the holder, which computes all of it.
-- ttft_push_ms_N, ttft_read_ms_N: by a pod that is told who holds the first N tokens.
+- ttft_push_ms_N: by a pod that is told who holds the first N tokens.
 - ttft_cached_ms_N: by a pod that has them. What a pull itself takes is the difference to this.
-
-A way by which a prefix does not come in time is left out from there on: its row of that length says what came.
 
 Where there is one GPU all processes share it: what moves there is read from, and written to, the same memory.
 """
@@ -144,7 +142,7 @@ async def begin(name: str, role: Role, layout: KVLayout, device: str) -> Side:
         signer=Signer(SECRET, name, generation),
         address=lambda: side.address,
         lend=lambda hashes, first: side.lend(hashes, first),  # noqa: PLW0108 - side comes after the node
-        allow_tcp=True,  # what carries reads is told, and slow ones are a result
+        allow_tcp=True,  # a slow transport is a result
     )
     side = Side(node, server, memory)
     side.places = random.Random(1).sample(range(0, count, 2), most)
@@ -171,7 +169,7 @@ async def hold(layout: KVLayout, device: str) -> None:
     await side.stop()
 
 
-async def pull(side: Side, holder: Holder, count: int, *, read: bool) -> float:
+async def pull(side: Side, holder: Holder, count: int) -> float:
     """Seconds of one pull of `count` blocks; their content is checked."""
     places = [block + 1 for block in side.places[:count]]
     for place in (places[0], places[-1]):
@@ -185,7 +183,7 @@ async def pull(side: Side, holder: Holder, count: int, *, read: bool) -> float:
         timeout_s=60.0,
     )
     began = time.perf_counter()
-    got = await side.node.pull(holder, wanted, read=read)
+    got = await side.node.pull(holder, wanted)
     seconds = time.perf_counter() - began
     assert got.blocks == count, got
     for number in (0, count - 1):
@@ -196,7 +194,7 @@ async def pull(side: Side, holder: Holder, count: int, *, read: bool) -> float:
 
 
 async def measure(layout: KVLayout, device: str, repeats: int, gpu: str | None) -> list[dict[str, Any]]:
-    """One process pair; rows of every count and both ways. gpu: the holder's."""
+    """One process pair; rows of every count. gpu: the holder's."""
     rows = []
     env = os.environ if gpu is None else {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
     argv = [sys.executable, __file__, "--device", device, "--hold", layout.model]
@@ -206,31 +204,26 @@ async def measure(layout: KVLayout, device: str, repeats: int, gpu: str | None) 
     address = json.loads(await child.stdout.readline())["address"]
     side, holder = await begin("puller", Role.PREFILL, layout, device), Holder("holder", 0, address)
     try:
-        for mode in ("push", "read"):
-            first_s = await pull(side, holder, 1, read=mode == "read")
-            for count in PLANS[device].counts:
-                seconds = [await pull(side, holder, count, read=mode == "read") for _ in range(repeats)]
-                median = statistics.median(seconds)
-                rows.append(
-                    {
-                        "mode": mode,
-                        "block_kib": layout.block_bytes >> 10,
-                        "blocks": count,
-                        "first_ms": round(first_s * 1e3, 2),
-                        "median_ms": round(median * 1e3, 3),
-                        "p90_ms": round(sorted(seconds)[int(0.9 * (len(seconds) - 1))] * 1e3, 3),
-                        "gb_s": round(count * layout.block_bytes / median / 1e9, 3),
-                    }
-                )
-        connection = next(iter(side.node.stats().peers))  # the reads'
-        assert connection.reads is not None, "nothing was read"
-        for row in rows:
-            row["carried_by"] = connection.transport if row["mode"] == "push" else connection.reads.transport
+        first_s = await pull(side, holder, 1)
+        for count in PLANS[device].counts:
+            seconds = [await pull(side, holder, count) for _ in range(repeats)]
+            median = statistics.median(seconds)
+            rows.append(
+                {
+                    "block_kib": layout.block_bytes >> 10,
+                    "blocks": count,
+                    "first_ms": round(first_s * 1e3, 2),
+                    "median_ms": round(median * 1e3, 3),
+                    "p90_ms": round(sorted(seconds)[int(0.9 * (len(seconds) - 1))] * 1e3, 3),
+                    "gb_s": round(count * layout.block_bytes / median / 1e9, 3),
+                }
+            )
+        carried_by = (await side.node.connect(address)).transport
     finally:
         child.stdin.close()
         await child.wait()
         await side.stop()
-    return rows
+    return [{**row, "carried_by": carried_by} for row in rows]
 
 
 def bare_rows(device: str, repeats: int) -> list[dict[str, Any]]:
@@ -289,45 +282,40 @@ class PodCaller:
 
 async def measure_pods(pods: dict[str, bare_pods.BarePod], shape: str, repeats: int) -> list[dict[str, Any]]:
     """Rows of every length and way."""
-    callers = {name: PodCaller(pod) for name, pod in pods.items()}
-    holder, pullers = callers["holder"], {mode: callers[mode] for mode in ("push", "read")}
+    holder, puller = PodCaller(pods["holder"]), PodCaller(pods["puller"])
     rows: list[dict[str, Any]] = []
 
     async def once(prefix: list[int], seed: str) -> dict[str, tuple[float, int]]:
-        """Every way left that this prefix can come to a pod, and the tokens that were there."""
-        tails = prompts(shape, 4, SUFFIX, seed)
+        """Every way that this prefix can come to a pod, and the tokens that were there."""
+        tails = prompts(shape, 3, SUFFIX, seed)
         hint = await holder.holds(len(prefix))
-        took = {"computed": await holder.ttft([*prefix, *tails[0]])}
-        for mode, puller in pullers.items():
-            took[mode] = await puller.ttft([*prefix, *tails[1]], hint)
-        took["cached"] = await pullers["push"].ttft([*prefix, *tails[2]])
-        return took
+        return {
+            "computed": await holder.ttft([*prefix, *tails[0]]),
+            "push": await puller.ttft([*prefix, *tails[1]], hint),
+            "cached": await puller.ttft([*prefix, *tails[2]]),
+        }
 
     try:
         for attempt in range(CONNECTS):
             took = await once(prompts(shape, 1, PREFIXES[shape][0], f"connect-{attempt}")[0], f"connect-{attempt}")
-            if all(took[mode][1] for mode in pullers):
+            if took["push"][1]:
                 break
         for length in PREFIXES[shape]:
             times: dict[str, list[float]] = {}
-            wanted = {"computed": 0, "push": length, "read": length, "cached": length}
             for number, prefix in enumerate(prompts(shape, repeats + 1, length, "measured")):
                 took = await once(prefix, f"{length}-{number}")
                 for way, (seconds, there) in took.items():
-                    if there == wanted[way]:
-                        if number:  # the first of a length is not like the others
-                            times.setdefault(way, []).append(seconds)
-                        continue
-                    if pullers.pop(way, None) is None or way == "push":  # the pod that is asked for what it has
-                        raise RuntimeError(f"of {length} tokens {there} were there ({way}), not {wanted[way]}")
-                    times.pop(way, None)
-                    rows.append({"prefix": length, "way": way, "came": there, "gave_up_ms": round(seconds * 1e3, 3)})
+                    wanted = 0 if way == "computed" else length
+                    if there != wanted:
+                        raise RuntimeError(f"of {length} tokens {there} were there ({way}), not {wanted}")
+                    if number:  # the first of a length is not like the others
+                        times.setdefault(way, []).append(seconds)
             rows += [{"prefix": length, "way": way, "ttft": spread(seconds)} for way, seconds in times.items()]
     except (grpc.aio.AioRpcError, RuntimeError) as error:
         raise RuntimeError(f"the pods failed: {error}") from error
     finally:
-        for caller in callers.values():
-            await caller.close()
+        await holder.close()
+        await puller.close()
     return rows
 
 
@@ -338,10 +326,9 @@ def pod_rows(device: str, shape: str, repeats: int) -> tuple[list[dict[str, Any]
         "role": "prefill", "served-name": "bench", "load-format": "dummy", "max-seqs": "16", "host-cache": "0",
         "kv-memory": PLANS[device].kv_memory, "max-model-len": str(limit),
     }  # fmt: skip
-    flags = {"holder": every, "push": {**every, "pull": "push"}, "read": {**every, "pull": "read"}}
     with tempfile.TemporaryDirectory(prefix="baton-model-") as folder:
         make_model(Path(folder), shape)
-        with bare_pods.running(Path(folder), flags, device=device) as pods:
+        with bare_pods.running(Path(folder), {"holder": every, "puller": every}, device=device) as pods:
             rows = asyncio.run(measure_pods(pods, shape, repeats))
             return rows, [f"{pod.name} {line}" for pod in pods.values() for line in bare_pods.connections(pod.process)]
 
@@ -373,9 +360,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         for row in more["rows"]:
             print(json.dumps(row), flush=True)
             if row["transport"] == "default" and row["block_kib"] == kib:
-                metrics[f"{row['mode']}_ms_{row['blocks']}"] = row["median_ms"]
-                metrics[f"{row['mode']}_gb_s"] = row["gb_s"]
-                metrics[f"first_{row['mode']}_ms"] = row["first_ms"]
+                metrics[f"push_ms_{row['blocks']}"] = row["median_ms"]
+                metrics["push_gb_s"] = row["gb_s"]
+                metrics["first_push_ms"] = row["first_ms"]
         write(args, metrics, more)
     if "pods" in only:
         shape = args.shape or plan.shape
@@ -383,8 +370,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         more["pods"] = {"shape": shape, "rows": rows, "connections": connections}
         for row in rows:
             print(json.dumps(row), flush=True)
-            if "ttft" in row:
-                metrics[f"ttft_{row['way']}_ms_{row['prefix']}"] = row["ttft"]["p50"]
+            metrics[f"ttft_{row['way']}_ms_{row['prefix']}"] = row["ttft"]["p50"]
         print(*connections, sep="\n", flush=True)
         write(args, metrics, more)
     for name, value in metrics.items():

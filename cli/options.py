@@ -57,7 +57,10 @@ LocalPrefill = Annotated[
 ]
 PullMode = Annotated[
     str | None,
-    opt("How a prefill pod gets a prefix that another holds: push (the default), read, or off.", metavar="MODE"),
+    opt(
+        "Prefixes that another pod holds and a prefill pod lacks: push (the default: the holder sends them) or off.",
+        metavar="MODE",
+    ),
 ]
 Device = Annotated[str | None, opt("auto (the default), cpu, cuda or cuda:N.")]
 DType = Annotated[str | None, opt("auto (the default), float32 or bfloat16.")]

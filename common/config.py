@@ -161,12 +161,12 @@ class PodConfig(_Config):
     draft model or EAGLE head, the same on all pods that hand over to each other; speculation_accept coupled: answers
     are the same as without, rejection: only their distribution is. local_prefill: a decode pod computes uncached
     suffixes itself: never, where that is thought to be cheaper, or up to a number of tokens, at most local_chunk_tokens
-    of them in a step that decodes (0: 64 on a CPU, 256 on a GPU). pull: how a prefill pod gets a prefix that another
-    pod holds: not at all, pushed by the holder, or by reading it there. metrics_port 0: off. threads 0: automatic.
-    drain_s: most seconds between SIGTERM and the end. allow_tcp: KV in device memory may travel over TCP, or over a
-    transport that cannot be told. net_devices: the NICs that KV may take, as UCX_NET_DEVICES has them (None: what UCX
-    chooses). cpus: where the pod's threads run (None: anywhere). tensor_parallel_size: devices, or processes on a CPU,
-    that compute this pod's model together, in equal numbers on tensor_parallel_nodes machines; kv_memory is of each;
+    of them in a step that decodes (0: 64 on a CPU, 256 on a GPU). pull: a prefix that another pod holds is pushed to a
+    prefill pod that lacks it (push), or computed again (off). metrics_port 0: off. threads 0: automatic. drain_s: most
+    seconds between SIGTERM and the end. allow_tcp: KV in device memory may travel over TCP, or over a transport that
+    cannot be told. net_devices: the NICs that KV may take, as UCX_NET_DEVICES has them (None: what UCX chooses). cpus:
+    where the pod's threads run (None: anywhere). tensor_parallel_size: devices, or processes on a CPU, that compute
+    this pod's model together, in equal numbers on tensor_parallel_nodes machines; kv_memory is of each;
     tensor_parallel_master: where `baton worker` of the other machines find this one. log_format auto: JSON unless a
     terminal reads. traces: where spans go, see trace_target; None: nowhere.
     """

@@ -249,7 +249,6 @@ class Pod:
         self._tells_load = pb.HasField("load")
         self.view.pulls, self.view.late_targets = pb.pulls, pb.late_targets
         self.view.pair_rates = {pair.pod: pair.gb_s * 1e9 for pair in pb.pairs if pair.gb_s > 0}
-        self.view.read_rates = _read_rates(pb) if pb.pulls_by_reading else None
         if self._tells_load:
             self.view.report(load_from_pb(pb.load, draining=pb.draining), time.monotonic())
 
@@ -369,9 +368,3 @@ async def _acknowledge(call: Any, consumed: _Consumed) -> None:
             consumed.news.clear()
             consumed.told = consumed.number
             await call.write(decode_pb2.TokensRequest(acked=consumed.told))
-
-
-def _read_rates(pb: transfer_pb2.InfoResponse) -> dict[str, float]:
-    """See PodView."""
-    told = {pair.pod: pair.read_gb_s * 1e9 for pair in pb.pairs if pair.read_gb_s > 0}
-    return told | {pair.pod: 0.0 for pair in pb.pairs if pair.reads_refused}

@@ -1,8 +1,8 @@
 """What moves bytes. A backend posts writes and reports what became of them; it has no time limits and no policy.
 
 Lifecycle: start -> connect/write/poll/notifications... -> close, all on the one transfer thread that owns it. A write
-or read is PENDING until DONE or FAILED; only a terminal one may be released. DONE means that the bytes are in the
-peer's memory, or here; the notification of a write arrives after its bytes, in no order with other notifications.
+is PENDING until DONE or FAILED; only a terminal one may be released. DONE means that the bytes are in the peer's
+memory; the notification of a write arrives after its bytes, in no order with other notifications.
 """
 
 from __future__ import annotations
@@ -75,11 +75,6 @@ class Backend(Protocol):
         inline; never raises for what the peer did: such a write is FAILED.
         """
 
-    def read(self, peer: str, local: Sequence[int], remote: Sequence[int]) -> int:
-        """Posts remote[i] -> local[i] (not empty); the peer hears nothing of it. Else like a write, and polled,
-        explained and released like one.
-        """
-
     def notify(self, peer: str, payload: bytes) -> None:
         """Sends a notification without bytes. Raises TransferFailed."""
 
@@ -95,8 +90,8 @@ class Backend(Protocol):
     def notifications(self) -> list[Notification]:
         """Makes progress and takes what arrived."""
 
-    def transport(self, peer: str, *, same_host: bool, reads: bool = False) -> Transport:
-        """What carries writes to a peer, or (reads) what is read from it; meaningful after a first one of these."""
+    def transport(self, peer: str, *, same_host: bool) -> Transport:
+        """What carries writes to a peer; meaningful after a first one."""
 
     def close(self) -> None:
         """Ends the agent. Writes that are still pending stay with the process until it ends."""

@@ -24,7 +24,7 @@ from common.lifecycle import host_boot_id
 from common.pb import transfer_pb2
 from kv_transfer.identity import agent_name, require_compatible
 from kv_transfer.memory import MemoryKind, PeerMemory, PoolMemory
-from kv_transfer.messages import PeerStats, ReadWay
+from kv_transfer.messages import PeerStats
 from kv_transfer.peer_rpc import PeerRpc
 from kv_transfer.process_watch import ProcessWatch, watch_process
 from kv_transfer.transfer_thread import TransferThread
@@ -66,7 +66,6 @@ class Connection:
     transport: str = ""
     transport_source: str = ""
     gbps: float = 0.0
-    reads: ReadWay | None = None  # once it was found out
     broken: bool = False
     lost: bool = False
     in_flight: int = 0
@@ -75,9 +74,7 @@ class Connection:
 
     @property
     def stats(self) -> PeerStats:
-        return PeerStats(
-            self.pod, self.generation, self.address, self.transport, self.transport_source, self.gbps, self.reads
-        )
+        return PeerStats(self.pod, self.generation, self.address, self.transport, self.transport_source, self.gbps)
 
 
 class Connector:
@@ -106,7 +103,7 @@ class Connector:
         self._connections: dict[str, Connection] = {}
         self._flights: dict[str, asyncio.Task[Connection]] = {}
         self._attached: list[Connection] = []  # the transfer thread's: every agent that the backend knows
-        self.probing = asyncio.Lock()  # of this pod's probe block
+        self._probing = asyncio.Lock()  # of this pod's probe block
         self._next_look = 0.0
 
     @property
@@ -240,17 +237,17 @@ class Connector:
         """Writes a random block until the peer confirms it; several initiators may share the peer's probe block. One
         peer after the other, but only those that have taken a block: nobody waits for one that takes none.
         """
-        await self.burst(connection, 1)
+        await self._burst(connection, 1)
         for attempt in range(PROBE_TRIES):
             if attempt:
                 await asyncio.sleep(random.uniform(0.02, 0.1) * attempt)
-            async with self.probing:
+            async with self._probing:
                 nonce = os.urandom(NONCE_BYTES)
                 data = nonce + os.urandom(self._memory.block_bytes - NONCE_BYTES)
                 await self._on_thread(partial(self._memory.write_block, self._memory.probe_block, data))
                 most = PROBE_BURST_BYTES[self._memory.kind] // self._memory.block_bytes
                 burst = max(1, min(PROBE_BURST_BLOCKS, most))
-                seconds = await self.burst(connection, burst)
+                seconds = await self._burst(connection, burst)
                 request = transfer_pb2.ProbeRequest(
                     pod=self._info().pod,
                     generation=self._info().generation,
@@ -274,8 +271,8 @@ class Connector:
                 return
         raise TransferFailed(f"a block written to {connection.pod} does not arrive intact")
 
-    async def burst(self, connection: Connection, count: int, *, reads: bool = False) -> float:
-        """Seconds that a write of `count` times the probe block took, or a read. Raises TransferFailed, Unavailable."""
+    async def _burst(self, connection: Connection, count: int) -> float:
+        """Seconds that a write of `count` times the probe block took. Raises TransferFailed, Unavailable."""
         ended: Future[float] = Future()
         mine, theirs = [self._memory.probe_block] * count, [connection.probe_block] * count
 
@@ -292,16 +289,13 @@ class Connector:
                 else:
                     ended.set_exception(TransferFailed(f"the probe of {connection.pod} failed: {error}"))
 
-            if reads:
-                self._thread.read(connection.agent, mine, theirs, on_ended)
-            else:
-                self._thread.write(connection.agent, mine, theirs, b"", on_ended)
+            self._thread.write(connection.agent, mine, theirs, b"", on_ended)
 
         self._thread.submit(post)
         try:
             return await asyncio.wait_for(asyncio.wrap_future(ended), PROBE_WRITE_S)
         except TimeoutError as e:
-            raise Unavailable(f"{connection.pod} {'gives' if reads else 'takes'} no bytes") from e
+            raise Unavailable(f"{connection.pod} takes no bytes") from e
 
     # On the transfer thread.
 

@@ -1,7 +1,7 @@
 """A backend that misbehaves on purpose, over any other backend: for tests of transfers and of the services above them.
 
 Plans are plain attributes, set at any time:
-on_write(peer, local, remote) and on_read(peer, local, remote) -> WriteFault (a read cannot be corrupted);
+on_write(peer, local, remote) -> WriteFault;
 on_notification(notification) -> delays in seconds, one per copy ([] drops it). A corrupted block travels from the
 pool's probe block, so the source keeps its content; at most one block is corrupted at a time.
 """
@@ -36,7 +36,6 @@ class _Write:
     remote: list[int]
     notification: bytes
     fail: str | None
-    reads: bool = False
     inner: int | None = None
 
 
@@ -45,7 +44,6 @@ class FaultyBackend:
 
     def __init__(self, inner: Backend, clock: Callable[[], float] = time.monotonic) -> None:
         self.on_write: Callable[[str, Sequence[int], Sequence[int]], WriteFault] = lambda _p, _l, _r: WriteFault()
-        self.on_read: Callable[[str, Sequence[int], Sequence[int]], WriteFault] = lambda _p, _l, _r: WriteFault()
         self.on_notification: Callable[[Notification], Sequence[float]] = lambda _n: (0.0,)
         self.corrupted = 0
         self._inner = inner
@@ -89,14 +87,6 @@ class FaultyBackend:
         self._advance(write)
         return handle
 
-    def read(self, peer: str, local: Sequence[int], remote: Sequence[int]) -> int:
-        handle = next(self._numbers)
-        fault = self.on_read(peer, local, remote)
-        due = self._clock() + fault.delay_s
-        read = self._writes[handle] = _Write(due, peer, list(local), list(remote), b"", fault.fail, reads=True)
-        self._advance(read)
-        return handle
-
     def notify(self, peer: str, payload: bytes) -> None:
         self._inner.notify(peer, payload)
 
@@ -129,18 +119,15 @@ class FaultyBackend:
             arrived.append(heapq.heappop(self._late)[2])
         return arrived
 
-    def transport(self, peer: str, *, same_host: bool, reads: bool = False) -> Transport:
-        return self._inner.transport(peer, same_host=same_host, reads=reads)
+    def transport(self, peer: str, *, same_host: bool) -> Transport:
+        return self._inner.transport(peer, same_host=same_host)
 
     def close(self) -> None:
         self._inner.close()
 
     def _advance(self, write: _Write) -> None:
         if write.inner is None and write.fail is None and self._clock() >= write.due:
-            if write.reads:
-                write.inner = self._inner.read(write.peer, write.local, write.remote)
-            else:
-                write.inner = self._inner.write(write.peer, write.local, write.remote, write.notification)
+            write.inner = self._inner.write(write.peer, write.local, write.remote, write.notification)
 
     def _damaged(self, block: int) -> int:
         if self._memory is None:

@@ -40,7 +40,6 @@ class _Write:
     remote: tuple[int, ...]
     notification: bytes
     fail: str | None
-    reads: bool = False
     state: WriteState = WriteState.PENDING
     error: str = ""
 
@@ -58,16 +57,14 @@ class LoopbackFabric:
 
     on_notify(source, peer, payload) -> delays in seconds, one per copy that is delivered ([] drops it, [0, 0] doubles
     it, unequal delays reorder);
-    transport: how its agents call what carries payload; read_transport: what is read, where that is another;
-    on_write(source, peer, num_blocks) -> WriteFault, for reads as well (source is who posts). die(agent), freeze(agent)
-    and thaw(agent) act on whole agents.
+    transport: how its agents call what carries payload; on_write(source, peer, num_blocks) -> WriteFault. die(agent),
+    freeze(agent) and thaw(agent) act on whole agents.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.on_notify: NotifyPlan = lambda _source, _peer, _payload: (0.0,)
         self.on_write: WritePlan = lambda _source, _peer, _count: WriteFault()
         self.transport = "loopback"
-        self.read_transport = ""
         self._clock = clock
         self._lock = threading.Lock()
         self._agents: dict[str, _Agent] = {}
@@ -140,10 +137,7 @@ class LoopbackFabric:
             write.state = WriteState.FAILED
             return
         for mine, theirs in zip(write.local, write.remote, strict=True):
-            if write.reads:
-                source.memory.write_block(mine, peer.memory.read_block(theirs))
-            else:
-                peer.memory.write_block(theirs, source.memory.read_block(mine))
+            peer.memory.write_block(theirs, source.memory.read_block(mine))
         write.state = WriteState.DONE
         if write.notification:
             self._send(write.source, write.peer, write.notification, now)
@@ -206,14 +200,8 @@ class LoopbackBackend:
         self._peers.pop(peer, None)
 
     def write(self, peer: str, local: Sequence[int], remote: Sequence[int], notification: bytes) -> int:
-        return self._post(_Write(self._name, peer, tuple(local), tuple(remote), notification, None))
-
-    def read(self, peer: str, local: Sequence[int], remote: Sequence[int]) -> int:
-        return self._post(_Write(self._name, peer, tuple(local), tuple(remote), b"", None, reads=True))
-
-    def _post(self, write: _Write) -> int:
-        handle, peer = next(self._numbers), write.peer
-        self._writes[handle] = write
+        handle = next(self._numbers)
+        write = self._writes[handle] = _Write(self._name, peer, tuple(local), tuple(remote), notification, None)
         if peer in self._peers:
             self._fabric.post(write)
             self._fabric.advance()
@@ -240,9 +228,8 @@ class LoopbackBackend:
     def notifications(self) -> list[Notification]:
         return self._fabric.take(self._name)
 
-    def transport(self, peer: str, *, same_host: bool, reads: bool = False) -> Transport:
-        fabric = self._fabric
-        return Transport((reads and fabric.read_transport) or fabric.transport, "reported")
+    def transport(self, peer: str, *, same_host: bool) -> Transport:
+        return Transport(self._fabric.transport, "reported")
 
     def close(self) -> None:
         self._fabric.die(self._name)

@@ -90,8 +90,8 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """blocks: so many of the wanted ones, from the first on, are complete. reason: none, or why not all. gbps: of the
-    way that they came, lately; 0 while unknown.
+    """blocks: so many of the wanted ones, from the first on, are complete. reason: none, or why not all. gbps: at
+    which the holder lately wrote here; 0 while unknown.
     """
 
     blocks: int
@@ -100,34 +100,8 @@ class Pulled:
 
 
 @dataclass(frozen=True, slots=True)
-class ReadWay:
-    """How reads from a peer travel. gbps: 1e9 bytes per second of a read that was made to find out, at `at` (seconds of
-    the node's clock). refused: why nothing is to be read; empty where it may be.
-    """
-
-    transport: str
-    source: str
-    gbps: float
-    at: float
-    refused: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class PullWay:
-    """How a pull from a holder would come: read by this pod, or pushed by the holder. gbps: of that way, 0 while
-    unknown. instead: it is pushed because reads are refused.
-    """
-
-    read: bool
-    gbps: float = 0.0
-    instead: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class PeerStats:
-    """A connection that a probe went through. gbps: 1e9 bytes per second of its probe, a warm write of many blocks.
-    reads: how what is read there travels; None while nothing was.
-    """
+    """A connection that a probe went through. gbps: 1e9 bytes per second of its probe, a warm write of many blocks."""
 
     pod: str
     generation: int
@@ -135,15 +109,13 @@ class PeerStats:
     transport: str
     transport_source: str
     gbps: float
-    reads: ReadWay | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairStats:
     """This pod's traffic with another one since the start; see Pair in transfer.proto. gbps: of what was written
-    lately, of the probe while there was nothing. read_gbps: of what was read there of late; 0 where that is nothing.
-    generation, address and transports are empty while the pods are not connected, those of reads also while nothing
-    was read.
+    lately, of the probe while there was nothing. generation, address and transport are empty while the pods are not
+    connected.
     """
 
     pod: str
@@ -160,10 +132,6 @@ class PairStats:
     busy_s: float
     exposed_s: float
     failures: int
-    read_transport: str = ""
-    read_source: str = ""
-    read_gbps: float = 0.0
-    reads_refused: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +140,7 @@ class TransferStats:
 
     damaged_transfers: whose checksums were wrong. dropped: messages that did not fit, by reason. quarantined_blocks: of
     incoming transfers, which wait for proof that nobody writes them any more. loans: of cached blocks to other pods
-    that are not over. pending_writes: writes and reads that are posted and not terminal. turns: of the transfer thread.
+    that are not over. pending_writes: writes that are posted and not terminal. turns: of the transfer thread.
     """
 
     sent_blocks: int
@@ -185,7 +153,6 @@ class TransferStats:
     open_incoming: int
     quarantined_blocks: int
     open_outgoing: int
-    open_reads: int
     loans: int
     pending_writes: int
     turns: int

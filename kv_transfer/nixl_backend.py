@@ -5,9 +5,7 @@ the initiator polls, and without a progress thread (it spins on a core) a target
 are exceptions; release() of an active handle does not stop it, so only terminal handles are released; a name is never
 used twice; descriptors are exchanged as numbers, because NIXL's own serialisation of them is pickle. The whole pool
 is one strided row (address, length, device, stride, count) per side, and NIXL merges neighbouring indices into one
-descriptor where both sides' are neighbours. Copies between GPUs are posted with the context of this thread. UCX reads
-over cuda_ipc only where it sees an NVLink, also between two processes on one GPU, unless it is told to: else it sends
-what is read through host memory and TCP, without a word.
+descriptor where both sides' are neighbours. Copies between GPUs are posted with the context of this thread.
 """
 
 from __future__ import annotations
@@ -82,7 +80,6 @@ class NixlBackend:
             os.environ["UCX_NET_DEVICES"] = self._net_devices
         if memory.kind == "VRAM":
             make_current(memory.device)
-            os.environ.setdefault("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "on")
         self._ucx_log = UcxLog.open()
         api = nixl_api()
         config = api.nixl_agent_config(
@@ -157,12 +154,6 @@ class NixlBackend:
             _log.warning("agent %s could not be removed: %s", peer, e)
 
     def write(self, peer: str, local: Sequence[int], remote: Sequence[int], notification: bytes) -> int:
-        return self._post("WRITE", peer, local, remote, notification)
-
-    def read(self, peer: str, local: Sequence[int], remote: Sequence[int]) -> int:
-        return self._post("READ", peer, local, remote, b"")
-
-    def _post(self, operation: str, peer: str, local: Sequence[int], remote: Sequence[int], notification: bytes) -> int:
         agent, number = self._started, next(self._numbers)
         write = self._writes[number] = _Write(None)
         known = agent.peers.get(peer)
@@ -171,7 +162,7 @@ class NixlBackend:
             return number
         try:
             write.handle = agent.nixl.make_prepped_xfer(
-                operation,
+                "WRITE",
                 agent.blocks,
                 np.asarray(local, dtype=np.int32),
                 known.blocks,
@@ -220,13 +211,11 @@ class NixlBackend:
             for payload in payloads
         ]
 
-    def transport(self, peer: str, *, same_host: bool, reads: bool = False) -> Transport:
+    def transport(self, peer: str, *, same_host: bool) -> Transport:
         known = self._started.peers.get(peer)
         if self._ucx_log is not None and known is not None:
             memory = self._started.memory
-            name = self._ucx_log.transport(
-                self._name, memory.block_bytes, memory.kind, same_host=same_host, reads=reads
-            )
+            name = self._ucx_log.transport(self._name, memory.block_bytes, memory.kind, same_host=same_host)
             if name is not None:
                 return Transport(name, "reported")
         allowed = os.environ.get("UCX_TLS", "all").split(",")

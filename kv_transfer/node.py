@@ -29,7 +29,6 @@ from kv_transfer.messages import (
     PairStats,
     PeerStats,
     Pulled,
-    PullWay,
     TransferStats,
     Wanted,
     Writer,
@@ -40,8 +39,6 @@ from kv_transfer.pairs import Pairs
 from kv_transfer.peer_calls import PeerCalls
 from kv_transfer.peer_rpc import PeerRpc
 from kv_transfer.pulling import Pulling
-from kv_transfer.read_probe import ReadProbe
-from kv_transfer.reading import Reading
 from kv_transfer.servicer import TransferServicer
 from kv_transfer.transfer_thread import TransferThread
 
@@ -64,7 +61,7 @@ class TransferNode:
     info: who this pod is, now (role, name, generation, layout, pid...). address: host:port of the gRPC server that
     serves `servicer`, once it is bound. lend: what other pods may have of this one's cache, see Lending. checksums:
     compare a CRC-32 of every block at commit. allow_tcp: device memory may travel over TCP or by unknown means. pieces:
-    how writes and reads are cut; None: as suits the memory. notes: commits go as notes where the receiver polls often;
+    how writes are cut; None: as suits the memory. notes: commits go as notes where the receiver polls often;
     for a comparison. clock: seconds, monotonic.
     """
 
@@ -102,7 +99,6 @@ class TransferNode:
             awaited=lambda: self._incoming.awaited or self._outgoing.awaited,
         )
         self._connector = Connector(self._thread, self._rpc, memory, info, clock, self._peer_ended, allow_tcp=allow_tcp)
-        self._read_probe = ReadProbe(self._thread, self._rpc, memory, info, clock, self._connector, allow_tcp=allow_tcp)
         self._calls = PeerCalls(self._rpc, self._connector, info, address)
         self._outgoing = Outgoing(
             self._thread,
@@ -115,17 +111,11 @@ class TransferNode:
             pieces=pieces,
             notes=notes,
         )
-        self._reading = Reading(self._thread, memory, clock, self._pairs, pieces=pieces)
-        self._lending = Lending(self._outgoing, memory, lend, checksums=checksums)
+        self._lending = Lending(self._outgoing, lend)
         self._pulling = Pulling(
             self._thread,
             self._incoming,
-            self._reading,
-            self._read_probe,
-            self._pairs,
-            self._connector,
             self._calls,
-            memory,
             clock,
             lambda first, blocks: self._target(address(), first, blocks),
         )
@@ -174,11 +164,9 @@ class TransferNode:
         await self._outgoing_over(until)
         leaving = Unavailable("this pod is leaving")
         self._thread.submit(lambda: self._outgoing.close(leaving))
-        self._thread.submit(lambda: self._reading.close(leaving))
         await self._outgoing_over(until)
         self._thread.submit(self._incoming.close)
         await self._connector.close()
-        await self._read_probe.close()
         self._thread.stop()
         if not await asyncio.to_thread(self._thread.join, JOIN_S):
             _log.error("the transfer thread did not end within %s s", JOIN_S)
@@ -244,26 +232,18 @@ class TransferNode:
 
     # Pulling.
 
-    async def pull_way(self, holder: Holder, *, read: bool, timeout_s: float) -> PullWay:
-        """How blocks would come from there, and how fast. Reading needs a connection and one read that tells, which are
-        made where they are missing; where reads are refused (device memory over TCP) the holder has to push. On the
-        event loop. Raises BatonError.
-        """
-        self._require_running()
-        return await self._pulling.way(holder, timeout_s) if read else PullWay(False)
+    async def pull(self, holder: Holder, wanted: Wanted) -> Pulled:
+        """Gets cached blocks from another pod, which pushes them. On the event loop.
 
-    async def pull(self, holder: Holder, wanted: Wanted, *, read: bool) -> Pulled:
-        """Gets cached blocks from another pod, pushed by it or (read) by reading them there. On the event loop.
-
-        Raises BatonError, TransferFailed also where reads are refused (see pull_way); then nothing of it counts.
-        wanted.hold is released in any case, when no byte can land any more.
+        Raises BatonError; then nothing of it counts. wanted.hold is released in any case, when no byte can land any
+        more.
         """
         try:
             self._require_running()
         except BaseException:
             let_go(wanted.hold)
             raise
-        return await (self._pulling.read(holder, wanted) if read else self._pulling.push(holder, wanted))
+        return await self._pulling.pull(holder, wanted)
 
     def _target(self, address: str, first_block: int, blocks: Sequence[int]) -> KvTarget:
         info = self._info()
@@ -279,11 +259,10 @@ class TransferNode:
             failed_transfers=self._outgoing.failed_transfers,
             received_transfers=self._incoming.received_transfers,
             received_blocks=self._incoming.received_blocks,
-            damaged_transfers=self._incoming.damaged_transfers + self._pulling.damaged,
+            damaged_transfers=self._incoming.damaged_transfers,
             open_incoming=self._incoming.open,
             quarantined_blocks=self._incoming.quarantined_blocks,
             open_outgoing=self._outgoing.open,
-            open_reads=self._reading.open,
             loans=self._lending.open,
             pending_writes=self._thread.pending(),
             turns=self._thread.turns,
@@ -311,13 +290,11 @@ class TransferNode:
             self._incoming.notified(notification.peer, message)
 
     def _post(self) -> bool:
-        posted = self._outgoing.post()
-        return self._reading.post() or posted
+        return self._outgoing.post()
 
     def _tick(self, now: float) -> None:
         self._incoming.tick(now)
         self._outgoing.tick(now)
-        self._reading.tick(now)
         self._connector.tick(now)
 
     def _attentive(self) -> bool:
@@ -325,14 +302,11 @@ class TransferNode:
             self._incoming.attentive
             or self._outgoing.attentive
             or self._connector.connecting
-            or self._read_probe.under_way
-            or self._lending.read_from
             or self.servicer.expecting
         )
 
     def _peer_ended(self, connection: Connection) -> None:
         self._outgoing.peer_ended(connection)
-        self._reading.holder_ended(connection)
 
     def _ask_drain(self, transfer_id: TransferId, writer: Writer) -> None:
         async def ask() -> None:

@@ -9,11 +9,11 @@ import threading
 from collections.abc import Callable
 
 from common.pb import transfer_pb2
-from kv_transfer.messages import PairStats, PeerStats, ReadWay
+from kv_transfer.messages import PairStats, PeerStats
 
 MAX_PAIRS = 1024  # names of pods that are gone are forgotten beyond this, the longest unused first
 KEEP = 0.9  # weight of what was moved before, per busy spell
-FRESH_S = 120.0  # a rate is of use for so long: where it says that reads are slow, none would come to correct it
+FRESH_S = 120.0  # a rate begins afresh after so long without a write
 
 
 class _Meter:
@@ -52,13 +52,11 @@ class _Meter:
 
 
 class Pair:
-    """Counts of one other pod. `begin` and `end` go around every write or read."""
+    """Counts of one other pod. `begin` and `end` go around every write."""
 
     __slots__ = (
-        "_all",
         "_clock",
-        "_reads",
-        "_writes",
+        "_meter",
         "blocks",
         "bytes",
         "exposed_s",
@@ -72,41 +70,28 @@ class Pair:
         self.transfers = self.pulls = self.blocks = self.pulled_blocks = self.bytes = self.failures = 0
         self.exposed_s = 0.0
         self._clock = clock
-        self._all, self._writes, self._reads = _Meter(), _Meter(), _Meter()
+        self._meter = _Meter()
 
-    def begin(self, *, reads: bool = False) -> None:
-        """A write or read is posted."""
-        now = self._clock()
-        self._all.begin(now)
-        (self._reads if reads else self._writes).begin(now)
+    def begin(self) -> None:
+        """A write is posted."""
+        self._meter.begin(self._clock())
 
-    def end(self, blocks: int, num_bytes: int, *, pulled: bool, reads: bool = False) -> None:
+    def end(self, blocks: int, num_bytes: int, *, pulled: bool) -> None:
         """It is terminal; what it moved, zeros when it failed."""
-        now = self._clock()
         self.blocks += blocks
         self.pulled_blocks += blocks if pulled else 0
         self.bytes += num_bytes
-        self._all.end(num_bytes, now)
-        (self._reads if reads else self._writes).end(num_bytes, now)
+        self._meter.end(num_bytes, self._clock())
 
     @property
     def busy_s(self) -> float:
         """Seconds in which something was under way."""
-        return self._all.busy_s
+        return self._meter.busy_s
 
     @property
     def gbps(self) -> float:
         """1e9 bytes per second while something was written, lately; 0 before."""
-        return self._writes.gbps
-
-    def read_gbps(self, way: ReadWay | None) -> float:
-        """1e9 bytes per second while something was read, lately; of the read that found out the way, if that is newer;
-        0 where both are long ago.
-        """
-        at, gbps = (self._reads.ended_at, self._reads.gbps) if self._reads.gbps else (float("-inf"), 0.0)
-        if way is not None and way.at > at:
-            at, gbps = way.at, way.gbps
-        return gbps if self._clock() - at < FRESH_S else 0.0
+        return self._meter.gbps
 
 
 class Pairs:
@@ -127,14 +112,13 @@ class Pairs:
             return pair
 
     def stats(self, peers: tuple[PeerStats, ...]) -> tuple[PairStats, ...]:
-        """Every pod that something was moved to or from, or that is connected (peers), by name."""
+        """Every pod that something was written to, or that is connected (peers), by name."""
         connected = {peer.pod: peer for peer in peers}
         with self._lock:
             pairs = dict(self._pairs)
         found = []
         for pod in sorted({*connected, *pairs}):
             pair, peer = pairs.get(pod) or Pair(self._clock), connected.get(pod)
-            way = peer.reads if peer else None
             found.append(
                 PairStats(
                     pod=pod,
@@ -143,10 +127,6 @@ class Pairs:
                     transport=peer.transport if peer else "",
                     transport_source=peer.transport_source if peer else "",
                     gbps=pair.gbps or (peer.gbps if peer else 0.0),
-                    read_transport=way.transport if way else "",
-                    read_source=way.source if way else "",
-                    read_gbps=pair.read_gbps(way),
-                    reads_refused=bool(way and way.refused),
                     transfers=pair.transfers,
                     pulls=pair.pulls,
                     blocks=pair.blocks,
@@ -169,10 +149,6 @@ def pair_to_pb(pair: PairStats) -> transfer_pb2.Pair:
         transport=pair.transport,
         transport_source=pair.transport_source,
         gb_s=pair.gbps,
-        read_transport=pair.read_transport,
-        read_transport_source=pair.read_source,
-        read_gb_s=pair.read_gbps,
-        reads_refused=pair.reads_refused,
         transfers=pair.transfers,
         pulls=pair.pulls,
         blocks=pair.blocks,

@@ -85,19 +85,14 @@ class PeerCalls:
         answer = await self._rpc.call(target.address, "Commit", request, transfer_pb2.CommitResponse, timeout_s)
         return answer.awaited_s
 
-    async def pull(self, address: str, target: KvTarget, wanted: Wanted, *, read: bool) -> transfer_pb2.PullResponse:
+    async def pull(self, address: str, target: KvTarget, wanted: Wanted) -> transfer_pb2.PullResponse:
         request = transfer_pb2.PullRequest(
             request_id=wanted.request_id,
             target=target_to_pb(target),
             hashes=wanted.hashes,
             timeout_s=wanted.timeout_s,
-            read=read,
         )
         return await self._rpc.call(address, "Pull", request, transfer_pb2.PullResponse, wanted.timeout_s)
-
-    async def pull_end(self, address: str, transfer_id: TransferId, timeout_s: float) -> None:
-        request = transfer_pb2.PullEndRequest(transfer_id=transfer_id_to_pb(transfer_id))
-        await self._rpc.call(address, "PullEnd", request, transfer_pb2.PullEndResponse, timeout_s)
 
     async def drain(self, writer: Writer, transfer_id: TransferId, timeout_s: float) -> transfer_pb2.DrainResponse:
         request = transfer_pb2.DrainRequest(transfer_id=transfer_id_to_pb(transfer_id))

@@ -58,10 +58,10 @@ class RankAgent:
                 return message
         raise TransferFailed(self._gone or "")
 
-    def post(self, number: int, operation: str, peer: str, local: Sequence[int], remote: Sequence[int]) -> None:
-        """Posts a write or a read under a number that is new."""
+    def post(self, number: int, peer: str, local: Sequence[int], remote: Sequence[int]) -> None:
+        """Posts a write under a number that is new."""
         blocks = np.array([local, remote], dtype=np.int32).tobytes()
-        self._send(operation, blocks, number=number, peer=peer)
+        self._send("write", blocks, number=number, peer=peer)
 
     def ended(self, number: int) -> str | None:
         """None while it is under way, "" when it is done, else why it failed."""
@@ -152,7 +152,7 @@ class _Server:
                 self._done = {}
 
     def _handle(self, message: Message) -> None:
-        if message.kind in ("write", "read"):
+        if message.kind == "write":
             self._post(message)
         elif message.kind == "nudge":
             self._channel.send("nudged")
@@ -180,7 +180,7 @@ class _Server:
         elif message.kind == "disconnect":
             backend.disconnect(said["peer"])
         elif message.kind == "transport":
-            found = backend.transport(said["peer"], same_host=said["same_host"], reads=said["reads"])
+            found = backend.transport(said["peer"], same_host=said["same_host"])
             return b"", dataclasses.asdict(found)
         elif message.kind == "close":
             backend.close()
@@ -194,10 +194,8 @@ class _Server:
         number, peer = message.fields["number"], message.fields["peer"]
         if self._backend is None:
             self._done[number] = "the agent of this rank is not started"
-        elif message.kind == "write":
-            self._pending[number] = self._backend.write(peer, local, remote, b"")
         else:
-            self._pending[number] = self._backend.read(peer, local, remote)
+            self._pending[number] = self._backend.write(peer, local, remote, b"")
 
     def _poll(self, backend: Backend) -> None:
         for number, handle in list(self._pending.items()):

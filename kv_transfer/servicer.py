@@ -180,21 +180,9 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
         if not self._thread.running:
             raise Unavailable("this pod is leaving")
         timeout_s = min(request.timeout_s, remaining_s(context, _CALL_S))
-        lent = self._lending.lend(request.request_id, target, request.hashes, timeout_s, read=request.read)
-        return transfer_pb2.PullResponse(
-            blocks=len(lent.blocks),
-            reason=lent.reason,
-            lent=lent.blocks if request.read else (),
-            gb_s=self._pairs.of(pod).gbps,
-            checksums=lent.checksums,
-        )
-
-    async def PullEnd(self, request: transfer_pb2.PullEndRequest, context: Context) -> transfer_pb2.PullEndResponse:
-        pod, generation = self._verify("PullEnd", request, context)
-        transfer_id = transfer_id_from_pb(request.transfer_id)
-        self._require(generation == transfer_id.generation, "PullEnd is for another pod's loan")
-        self._lending.end(pod, transfer_id)
-        return transfer_pb2.PullEndResponse()
+        lent = self._lending.lend(request.request_id, target, request.hashes, timeout_s)
+        gb_s = self._pairs.of(pod).gbps
+        return transfer_pb2.PullResponse(blocks=lent.blocks, reason=lent.reason, gb_s=gb_s)
 
     def _verify(self, name: str, request: Message, context: Context) -> tuple[str, int]:
         try:

@@ -108,21 +108,11 @@ class ShardedBackend:
         return answers
 
     def write(self, peer: str, local: Sequence[int], remote: Sequence[int], notification: bytes) -> int:
-        number = self._post("write", peer, local, remote)
-        self._writes[number] = _Write(peer, self._own.write(peer, local, remote, b""), notification)
-        return number
-
-    def read(self, peer: str, local: Sequence[int], remote: Sequence[int]) -> int:
-        number = self._post("read", peer, local, remote)
-        self._writes[number] = _Write(peer, self._own.read(peer, local, remote), b"")
-        return number
-
-    def _post(self, operation: str, peer: str, local: Sequence[int], remote: Sequence[int]) -> int:
-        """To the other ranks, which begin while this one posts."""
         number = next(self._numbers)
         names = self._peers.get(peer, [f"{peer} (not connected)"] * len(self._ranks))
-        for rank, name in zip(self._ranks, names, strict=True):
-            rank.post(number, operation, name, local, remote)
+        for rank, name in zip(self._ranks, names, strict=True):  # first: they begin while this one posts
+            rank.post(number, name, local, remote)
+        self._writes[number] = _Write(peer, self._own.write(peer, local, remote, b""), notification)
         return number
 
     def notify(self, peer: str, payload: bytes) -> None:
@@ -164,14 +154,14 @@ class ShardedBackend:
             rank.nudge()
         return self._own.notifications()
 
-    def transport(self, peer: str, *, same_host: bool, reads: bool = False) -> Transport:
+    def transport(self, peer: str, *, same_host: bool) -> Transport:
         """Rank 0's, unless another rank has one that a pod may have to refuse."""
         if peer not in self._peers:
-            return self._own.transport(peer, same_host=same_host, reads=reads)
+            return self._own.transport(peer, same_host=same_host)
         for rank, name in zip(self._ranks, self._peers[peer], strict=True):
-            rank.ask("transport", peer=name, same_host=same_host, reads=reads)
+            rank.ask("transport", peer=name, same_host=same_host)
         found: list[Transport] = []
-        others = self._with_own(lambda: found.append(self._own.transport(peer, same_host=same_host, reads=reads)))
+        others = self._with_own(lambda: found.append(self._own.transport(peer, same_host=same_host)))
         found += [Transport(**answer.fields) for answer in others]
         return next((transport for transport in found if transport.name in SLOW), found[0])
 

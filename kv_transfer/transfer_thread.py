@@ -129,10 +129,6 @@ class TransferThread:
         handle = self.backend.write(agent, local, remote, notification)
         self._pending.append(_Pending(agent, handle, ended))
 
-    def read(self, agent: str, local: Sequence[int], remote: Sequence[int], ended: Ended) -> None:
-        """Posts a read; else like write()."""
-        self._pending.append(_Pending(agent, self.backend.read(agent, local, remote), ended))
-
     def pending(self, agent: str | None = None) -> int:
         """Writes that are not terminal (to one agent)."""
         return len(self._pending) if agent is None else sum(write.agent == agent for write in self._pending)

@@ -2,8 +2,7 @@
 
 UCX prints a table per endpoint configuration when UCX_PROTO_INFO=y, headed by the first 31 characters of the agent's
 name and, beside or below it, by what the table is about: also by writes from host memory where all of ours are from a
-GPU. Writes (put) and reads (get) have tables of their own, each printed with the first of its kind, and may well go by
-different ways. Its log goes into an anonymous file of this process. Both settings are read when the library loads, so
+GPU. Its log goes into an anonymous file of this process. Both settings are read when the library loads, so
 open() must come before the first agent of the process; a second agent finds the file by the environment. Somebody
 else's UCX_LOG_FILE or UCX_PROTO_INFO is left alone, and then nothing is known.
 """
@@ -25,10 +24,8 @@ NAME_CHARS = 31  # of an agent that UCX keeps
 
 _LINE = re.compile(r"^\[[^]]*\] \[[^]]*\]\s*(.*?)\s*$")
 _HEAD = re.compile(r"^\| (?P<agent>\S+) (?P<where>self|intra-node|inter-node)\b[^|]* cfg#\d+\s*\|(?P<rest>.*)$")
-# "write by ucp_put* from host memory to cuda", "read by ucp_get*(multi) into cuda/GPU0 from cuda": ours comes first
-_MOVE = re.compile(
-    r"^\|?\s*remote memory (?P<what>write|read) by ucp_(?:put|get)\b.*? (?:from|into|to|in) (?P<own>\w+)"
-)
+# "remote memory write by ucp_put* from host memory to cuda": ours comes first
+_WRITE = re.compile(r"^\|?\s*remote memory write by ucp_put\b.*? from (?P<own>\w+)")
 _ROW = re.compile(r"^\|\s*(?P<low>\d+)(?P<unit>[KMG]?)\.\.\S+\s*\|[^|]*\|\s*(?P<config>[^|]+?)\s*\|$")
 _COMPLAINT = re.compile(r"\b(?:ERROR|WARN|FATAL)\b")
 _UNIT = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -71,21 +68,18 @@ class UcxLog:
         os.environ["UCX_LOG_FILE"] = path
         return cls(Path(path))
 
-    def transport(
-        self, agent: str, block_bytes: int, kind: MemoryKind, *, same_host: bool, reads: bool = False
-    ) -> str | None:
-        """What carries `agent`'s writes of block_bytes bytes from that memory to peers on this host, or on others, or
-        its reads into it, when all its configurations for them agree on one transport.
+    def transport(self, agent: str, block_bytes: int, kind: MemoryKind, *, same_host: bool) -> str | None:
+        """What carries `agent`'s writes of block_bytes bytes from that memory to peers on this host, or on others, when
+        all its configurations for them agree on one transport.
         """
         _flush()
         log = self._path.read_text(errors="replace")
-        names = transports(log, agent, block_bytes, kind, same_host=same_host, reads=reads)
+        names = transports(log, agent, block_bytes, kind, same_host=same_host)
         if len(names) == 1:
             return names.pop()
         _log.warning(
-            "UCX names %s for %s of %s memory by %s; its tables: %s",
-            names or "nothing", "reads" if reads else "writes", kind, agent, log[-4000:],
-        )  # fmt: skip
+            "UCX names %s for writes of %s memory by %s; its tables: %s", names or "nothing", kind, agent, log[-4000:]
+        )
         return None
 
     def complaints(self) -> list[str]:
@@ -103,15 +97,12 @@ def _flush() -> None:
     ctypes.CDLL(None).fflush(None)
 
 
-def transports(
-    log: str, agent: str, block_bytes: int, kind: MemoryKind, *, same_host: bool, reads: bool = False
-) -> set[str]:
+def transports(log: str, agent: str, block_bytes: int, kind: MemoryKind, *, same_host: bool) -> set[str]:
     """Transports that the tables of `log` name for writes of block_bytes bytes by `agent` from that memory to such
-    peers, or for reads into it; those to itself, or to whomever, count when there is no better table.
+    peers; those to itself, or to whomever, count when there is no better table.
     """
     memory = "host" if kind == "DRAM" else "cuda"
     wanted = "intra-node" if same_host else "inter-node"
-    what = "read" if reads else "write"
     tables: list[tuple[str, str]] = []  # where the peer is, what carries so much there
     where, inside = "", False
     for raw in log.splitlines():
@@ -119,8 +110,8 @@ def transports(
         if head := _HEAD.match(line):
             where, inside = (head["where"] if head["agent"] == agent[:NAME_CHARS] else ""), False
             line = head["rest"]
-        if move := _MOVE.match(line):
-            inside = bool(where) and move["what"] == what and move["own"] == memory
+        if write := _WRITE.match(line):
+            inside = bool(where) and write["own"] == memory
             if inside:
                 tables.append((where, ""))
         elif inside and (row := _ROW.match(line)) and int(row["low"]) * _UNIT[row["unit"]] <= block_bytes:

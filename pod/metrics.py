@@ -51,9 +51,6 @@ class PodMetrics:
             "pulls", "Hints that another pod holds a prefix, and what came of it.", ["outcome", "reason"]
         )
         self.pulls_asked = m.counter("pulls_asked", "Pulls that a holder was asked for.")
-        self.pulls_pushed_instead = m.counter(
-            "pulls_pushed_instead", "Pulls that were to be read, and pushed because reads would have come over TCP."
-        )
         self.pulled_blocks = m.counter("pulled_blocks", "KV blocks that came from other pods' caches.")
         self._pull_seconds = m.histogram("pull_seconds", "Seconds of pulls that succeeded.")
         self._pull_predicted = m.histogram("pull_predicted_seconds", "Seconds that routing expected of the same pulls.")
@@ -138,10 +135,10 @@ class PodMetrics:
         m = self.base
         counters: tuple[tuple[str, str, Callable[[PairStats], float]], ...] = (
             ("pair_hand_offs", "Hand-offs completed to another pod.", lambda p: p.transfers),
-            ("pair_pulls", "Pulls served to, or read from, another pod.", lambda p: p.pulls),
-            ("pair_blocks", "KV blocks moved to, or read from, another pod.", lambda p: p.blocks),
-            ("pair_bytes", "KV bytes moved to, or read from, another pod.", lambda p: p.bytes),
-            ("pair_busy_seconds", "Seconds in which KV was on its way to or from another pod.", lambda p: p.busy_s),
+            ("pair_pulls", "Pulls served to another pod.", lambda p: p.pulls),
+            ("pair_blocks", "KV blocks moved to another pod.", lambda p: p.blocks),
+            ("pair_bytes", "KV bytes moved to another pod.", lambda p: p.bytes),
+            ("pair_busy_seconds", "Seconds in which KV was on its way to another pod.", lambda p: p.busy_s),
             ("pair_exposed_seconds", "Seconds from last chunks to commits, by receiver.", lambda p: p.exposed_s),
             ("pair_failures", "Transfers to another pod that failed.", lambda p: p.failures),
         )
@@ -150,11 +147,6 @@ class PodMetrics:
         m.sampled_gauge(
             "pair_bytes_per_second", "Rate of KV written to another pod, lately; before any, of the probe.",
             lambda: [((p.pod, p.transport), p.gbps * 1e9) for p in pairs()], ["peer", "transport"],
-        )  # fmt: skip
-        m.sampled_gauge(
-            "pair_read_bytes_per_second", "Rate of KV read from another pod, lately, by what carries reads.",
-            lambda: [((p.pod, p.read_transport), p.read_gbps * 1e9) for p in pairs() if p.read_transport],
-            ["peer", "transport"],
         )  # fmt: skip
 
     def pull(self, outcome: str, reason: str) -> None:

@@ -358,7 +358,6 @@ class PodRuntime:
             pairs=[pair_to_pb(pair) for pair in self.node.pairs()],
             pulls=self.config.role is Role.PREFILL and self.config.pull != "off",
             late_targets=self.config.role is Role.PREFILL,
-            pulls_by_reading=self.config.role is Role.PREFILL and self.config.pull == "read",
         )
 
     def load(self) -> PodLoad:

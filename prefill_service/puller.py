@@ -1,7 +1,6 @@
 """Fetches what another pod holds of a prompt's prefix into this pod's cache, before the engine sees the prompt.
 
-    hint -> worth it? -> which way, and still worth it? -> lease blocks -> pull -> publish
-         -> the prompt finds them like any cached prefix
+    hint -> worth it? -> lease blocks -> pull -> publish -> the prompt finds them like any cached prefix
 
 Worth it is what takes less than computing the same tokens would, by what this pod measured of both; and it waits for no
 pull longer than that: so a pull that fails makes a prompt at most about twice as late as if nobody had been asked.
@@ -46,7 +45,6 @@ class Puller:
 
     def __init__(self, pod: PodRuntime) -> None:
         self._pod = pod
-        self._mode = pod.config.pull
         self._flights: dict[bytes, asyncio.Task[bool]] = {}  # by the hash of the last block wanted
 
     async def fetch(self, request: ValidRequest, hint: prefill_pb2.PullHint, deadline_s: float) -> bool:
@@ -54,7 +52,7 @@ class Puller:
         but for cancellation.
         """
         metrics = self._pod.metrics
-        if self._mode == "off":
+        if self._pod.config.pull == "off":
             metrics.pull("skipped", "off")
             return False
         layout = self._pod.engine.layout
@@ -101,8 +99,7 @@ class Puller:
         held = pool.match(hashes)
         if held == len(hashes):
             return "skipped", "held"
-        missing = len(hashes) - held
-        tokens = missing * pool.block_size
+        tokens = (len(hashes) - held) * pool.block_size
         compute_s, limit_s = pod.rates.prefill_s(tokens), patience_s(pod.rates, tokens)
         if hint.seconds >= (compute_s or limit_s):
             return "skipped", "dear"
@@ -110,11 +107,6 @@ class Puller:
             return "skipped", "no_room"
         began, limit_s = time.monotonic(), min(deadline_s, limit_s)
         holder = Holder(hint.pod, hint.generation, hint.address)
-        way = await pod.node.pull_way(holder, read=self._mode == "read", timeout_s=limit_s)
-        moving_s = missing * pod.engine.layout.block_bytes / (way.gbps * 1e9) if way.gbps else 0.0
-        beyond_s = pod.rates.pull_s() if compute_s else 0.0
-        if moving_s and moving_s + beyond_s >= (compute_s or limit_s):
-            return "skipped", "dear"
         lease = await patiently(
             lambda: pool.lease(hashes, len(hashes), keep_free=pod.engine.scheduler.stats().running, host=True),
             lambda lease: lease is None and pool.copying(),
@@ -135,10 +127,8 @@ class Puller:
             )
             asked = time.monotonic()
             pod.metrics.pulls_asked.inc()
-            if way.instead:
-                pod.metrics.pulls_pushed_instead.inc()
             try:
-                got = await pod.node.pull(holder, wanted, read=way.read)
+                got = await pod.node.pull(holder, wanted)
             except DeadlineExceeded:
                 pod.rates.pulled(time.monotonic() - asked, 0.0)
                 raise

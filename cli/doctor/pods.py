@@ -59,13 +59,10 @@ def _of_pod(address: str, answer: transfer_pb2.InfoResponse | str) -> list[Findi
 
 
 def _of_pair(pod: str, pair: transfer_pb2.Pair) -> Finding:
-    """What a pod moved to another one, or read there."""
+    """What a pod moved to another one."""
     what = f"{pod} -> {pair.pod}"
     by = f"{pair.transport} ({pair.transport_source})" if pair.transport else "not connected"
     detail = f"{by}, {pair.gb_s:.2f} GB/s, {pair.transfers} hand-offs and {pair.pulls} pulls of {pair.blocks} blocks"
-    if pair.read_transport:
-        detail += f", reads by {pair.read_transport} ({pair.read_transport_source}), "
-        detail += "refused" if pair.reads_refused else f"{pair.read_gb_s:.2f} GB/s"
     if pair.transfers:
         detail += f", {1e3 * pair.exposed_s / pair.transfers:.1f} ms exposed each"
     if pair.failures:

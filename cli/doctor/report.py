@@ -130,8 +130,7 @@ async def _check_nixl(what: str, env: dict[str, str], *, without: Level = Level.
 
 
 def _carried(reply: dict[str, Any]) -> str:
-    reads = f"reads {reply['read_gigabytes_per_s']:.1f} GB/s, by {reply['read_transport']} ({reply['read_source']})"
-    return f"{reply['gigabytes_per_s']:.1f} GB/s, by {reply['transport']} ({reply['source']}); {reads}"
+    return f"{reply['gigabytes_per_s']:.1f} GB/s, by {reply['transport']} ({reply['source']})"
 
 
 async def _check_pairs(gpus: Sequence[Gpu]) -> AsyncIterator[Finding]:
@@ -151,9 +150,6 @@ async def _check_pair(gpus: Sequence[Gpu], source: int, target: int) -> Finding:
         return Finding(what, Level.MISSING, reply, "check nvidia-smi topo -m, and that no UCX_TLS is set")
     if reply["transport"] in SLOW:
         fix = "pods refuse this without --allow-tcp; unset UCX_TLS, and PYTORCH_CUDA_ALLOC_CONF=expandable_segments"
-        return Finding(what, Level.WARN, _carried(reply), fix)
-    if reply["read_transport"] in SLOW:
-        fix = "--pull read is of no use here (holders push instead); see that UCX_CUDA_IPC_ENABLE_GET_ZCOPY is on"
         return Finding(what, Level.WARN, _carried(reply), fix)
     return Finding(what, Level.OK, _carried(reply))
 

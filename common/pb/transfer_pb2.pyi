@@ -173,7 +173,6 @@ class InfoResponse(_message.Message):
     PULLS_FIELD_NUMBER: _builtins.int
     ACTIVITY_FIELD_NUMBER: _builtins.int
     LATE_TARGETS_FIELD_NUMBER: _builtins.int
-    PULLS_BY_READING_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Version of this protocol; a pod serves peers whose major version equals its own."""
     pod: _builtins.str
@@ -206,8 +205,6 @@ class InfoResponse(_message.Message):
     """It fetches prefixes from other pods when told who holds them."""
     late_targets: _builtins.bool
     """A prefill pod that knows SetTarget."""
-    pulls_by_reading: _builtins.bool
-    """What it fetches from other pods it reads there; else they push it."""
     @_builtins.property
     def layout(self) -> Global___Layout:
         """Layout."""
@@ -226,7 +223,7 @@ class InfoResponse(_message.Message):
 
     @_builtins.property
     def pairs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Pair]:
-        """What this pod has sent to each other pod, or read from it."""
+        """What this pod has sent to each other pod."""
 
     @_builtins.property
     def activity(self) -> Global___Activity:
@@ -257,11 +254,10 @@ class InfoResponse(_message.Message):
         pulls: _builtins.bool = ...,
         activity: Global___Activity | None = ...,
         late_targets: _builtins.bool = ...,
-        pulls_by_reading: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "blocks", b"blocks", "computed", b"computed", "layout", b"layout", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "blocks", b"blocks", "boot_id", b"boot_id", "computed", b"computed", "draining", b"draining", "fingerprint", b"fingerprint", "generation", b"generation", "late_targets", b"late_targets", "layout", b"layout", "load", b"load", "max_model_len", b"max_model_len", "num_blocks", b"num_blocks", "pairs", b"pairs", "pid", b"pid", "pod", b"pod", "protocol_version", b"protocol_version", "pulls", b"pulls", "pulls_by_reading", b"pulls_by_reading", "ready", b"ready", "role", b"role", "served_name", b"served_name", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "blocks", b"blocks", "boot_id", b"boot_id", "computed", b"computed", "draining", b"draining", "fingerprint", b"fingerprint", "generation", b"generation", "late_targets", b"late_targets", "layout", b"layout", "load", b"load", "max_model_len", b"max_model_len", "num_blocks", b"num_blocks", "pairs", b"pairs", "pid", b"pid", "pod", b"pod", "protocol_version", b"protocol_version", "pulls", b"pulls", "ready", b"ready", "role", b"role", "served_name", b"served_name", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -461,10 +457,6 @@ class Pair(_message.Message):
     EXPOSED_S_FIELD_NUMBER: _builtins.int
     FAILURES_FIELD_NUMBER: _builtins.int
     PULLED_BLOCKS_FIELD_NUMBER: _builtins.int
-    READ_TRANSPORT_FIELD_NUMBER: _builtins.int
-    READ_TRANSPORT_SOURCE_FIELD_NUMBER: _builtins.int
-    READ_GB_S_FIELD_NUMBER: _builtins.int
-    READS_REFUSED_FIELD_NUMBER: _builtins.int
     pod: _builtins.str
     """The other pod's name."""
     generation: _builtins.int
@@ -480,27 +472,19 @@ class Pair(_message.Message):
     transfers: _builtins.int
     """Hand-offs that this pod completed as the sender."""
     pulls: _builtins.int
-    """Pulls that were served: pushed to the other pod, or read from it."""
+    """Pulls of the other pod that were served."""
     blocks: _builtins.int
-    """Blocks moved, by either."""
+    """Blocks moved, by hand-offs and pulls."""
     bytes: _builtins.int
-    """Bytes moved, by either."""
+    """Bytes moved, by hand-offs and pulls."""
     busy_s: _builtins.float
-    """Seconds in which some write or read was under way."""
+    """Seconds in which some write was under way."""
     exposed_s: _builtins.float
     """Seconds from the end of the last chunk until the commit was acknowledged, of all hand-offs."""
     failures: _builtins.int
     """Transfers that failed; those that were aborted do not count."""
     pulled_blocks: _builtins.int
     """Of the blocks, those that were pulled."""
-    read_transport: _builtins.str
-    """What carries reads from the other pod, and how that is known; empty while nothing was read there."""
-    read_transport_source: _builtins.str
-    """reported or derived."""
-    read_gb_s: _builtins.float
-    """1e9 bytes per second of reads from the other pod of late, the probe of them included; 0 where there were none."""
-    reads_refused: _builtins.bool
-    """Reads would travel in a way that this pod refuses: the other one is asked to push instead."""
     def __init__(
         self,
         *,
@@ -518,14 +502,10 @@ class Pair(_message.Message):
         exposed_s: _builtins.float = ...,
         failures: _builtins.int = ...,
         pulled_blocks: _builtins.int = ...,
-        read_transport: _builtins.str = ...,
-        read_transport_source: _builtins.str = ...,
-        read_gb_s: _builtins.float = ...,
-        reads_refused: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "blocks", b"blocks", "busy_s", b"busy_s", "bytes", b"bytes", "exposed_s", b"exposed_s", "failures", b"failures", "gb_s", b"gb_s", "generation", b"generation", "pod", b"pod", "pulled_blocks", b"pulled_blocks", "pulls", b"pulls", "read_gb_s", b"read_gb_s", "read_transport", b"read_transport", "read_transport_source", b"read_transport_source", "reads_refused", b"reads_refused", "transfers", b"transfers", "transport", b"transport", "transport_source", b"transport_source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "blocks", b"blocks", "busy_s", b"busy_s", "bytes", b"bytes", "exposed_s", b"exposed_s", "failures", b"failures", "gb_s", b"gb_s", "generation", b"generation", "pod", b"pod", "pulled_blocks", b"pulled_blocks", "pulls", b"pulls", "transfers", b"transfers", "transport", b"transport", "transport_source", b"transport_source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -918,13 +898,10 @@ class PullRequest(_message.Message):
     TARGET_FIELD_NUMBER: _builtins.int
     HASHES_FIELD_NUMBER: _builtins.int
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
-    READ_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Minted by the gateway."""
     timeout_s: _builtins.float
     """Seconds until the puller gives up."""
-    read: _builtins.bool
-    """The puller reads the blocks itself."""
     @_builtins.property
     def target(self) -> _types_pb2.KvTarget:
         """Where the blocks go: logical blocks from first_block on, in a transfer that the puller minted."""
@@ -940,11 +917,10 @@ class PullRequest(_message.Message):
         target: _types_pb2.KvTarget | None = ...,
         hashes: _abc.Iterable[_builtins.bytes] | None = ...,
         timeout_s: _builtins.float = ...,
-        read: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["target", b"target"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hashes", b"hashes", "read", b"read", "request_id", b"request_id", "target", b"target", "timeout_s", b"timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hashes", b"hashes", "request_id", b"request_id", "target", b"target", "timeout_s", b"timeout_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -958,77 +934,24 @@ class PullResponse(_message.Message):
 
     BLOCKS_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
-    LENT_FIELD_NUMBER: _builtins.int
     GB_S_FIELD_NUMBER: _builtins.int
-    CHECKSUMS_FIELD_NUMBER: _builtins.int
     blocks: _builtins.int
     """Blocks from the target's first_block on; fewer than asked when the holder has lost some, 0: refused."""
     reason: _builtins.str
     """Why fewer, for a metric: none (all of them), absent, busy or leaving."""
     gb_s: _builtins.float
     """1e9 bytes per second that lately moved from the holder to the puller; 0: not known."""
-    @_builtins.property
-    def lent(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """With read: the physical blocks here."""
-
-    @_builtins.property
-    def checksums(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """With read: checksum (CRC-32) of each lent block; empty unless the debug mode is on."""
-
     def __init__(
         self,
         *,
         blocks: _builtins.int = ...,
         reason: _builtins.str = ...,
-        lent: _abc.Iterable[_builtins.int] | None = ...,
         gb_s: _builtins.float = ...,
-        checksums: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "checksums", b"checksums", "gb_s", b"gb_s", "lent", b"lent", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "gb_s", b"gb_s", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PullResponse: _TypeAlias = PullResponse  # noqa: Y015
-
-@_typing.final
-class PullEndRequest(_message.Message):
-    """The end of a loan that was read."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    TRANSFER_ID_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def transfer_id(self) -> _types_pb2.TransferId:
-        """From the target."""
-
-    def __init__(
-        self,
-        *,
-        transfer_id: _types_pb2.TransferId | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["transfer_id", b"transfer_id"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["transfer_id", b"transfer_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___PullEndRequest: _TypeAlias = PullEndRequest  # noqa: Y015
-
-@_typing.final
-class PullEndResponse(_message.Message):
-    """What was read is what the hashes say."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___PullEndResponse: _TypeAlias = PullEndResponse  # noqa: Y015

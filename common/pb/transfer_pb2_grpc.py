@@ -70,11 +70,6 @@ class TransferStub:
                 request_serializer=baton_dot_v1_dot_transfer__pb2.PullRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_transfer__pb2.PullResponse.FromString,
                 _registered_method=True)
-        self.PullEnd = channel.unary_unary(
-                '/baton.v1.Transfer/PullEnd',
-                request_serializer=baton_dot_v1_dot_transfer__pb2.PullEndRequest.SerializeToString,
-                response_deserializer=baton_dot_v1_dot_transfer__pb2.PullEndResponse.FromString,
-                _registered_method=True)
 
 
 class TransferServicer:
@@ -127,17 +122,8 @@ class TransferServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Pull(self, request, context):
-        """A pod asks a holder for cached blocks. The holder answers at once what it lends and either pushes it to the
-        target, by Open and Commit as after a prefill, or waits until the puller has read it and says PullEnd.
-        A refusal is an outcome, not an error: the puller computes instead.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def PullEnd(self, request, context):
-        """The puller has read what it was lent, or gave up; the holder's blocks are its own again.
-        Errors: NOT_FOUND (the loan was over before: what was read may be anything).
+        """A pod asks a holder for cached blocks. The holder answers at once what it lends and pushes it to the target, by
+        Open and Commit as after a prefill. A refusal is an outcome, not an error: the puller computes instead.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -180,11 +166,6 @@ def add_TransferServicer_to_server(servicer, server):
                     servicer.Pull,
                     request_deserializer=baton_dot_v1_dot_transfer__pb2.PullRequest.FromString,
                     response_serializer=baton_dot_v1_dot_transfer__pb2.PullResponse.SerializeToString,
-            ),
-            'PullEnd': grpc.unary_unary_rpc_method_handler(
-                    servicer.PullEnd,
-                    request_deserializer=baton_dot_v1_dot_transfer__pb2.PullEndRequest.FromString,
-                    response_serializer=baton_dot_v1_dot_transfer__pb2.PullEndResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -377,33 +358,6 @@ class Transfer:
             '/baton.v1.Transfer/Pull',
             baton_dot_v1_dot_transfer__pb2.PullRequest.SerializeToString,
             baton_dot_v1_dot_transfer__pb2.PullResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def PullEnd(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/baton.v1.Transfer/PullEnd',
-            baton_dot_v1_dot_transfer__pb2.PullEndRequest.SerializeToString,
-            baton_dot_v1_dot_transfer__pb2.PullEndResponse.FromString,
             options,
             channel_credentials,
             insecure,

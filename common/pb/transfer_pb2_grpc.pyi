@@ -54,13 +54,8 @@ class TransferStub:
     posted. Answers at once for a transfer that was never opened, and refuses a later open.
     """
     Pull: _grpc.UnaryUnaryMultiCallable[_transfer_pb2.PullRequest, _transfer_pb2.PullResponse]
-    """A pod asks a holder for cached blocks. The holder answers at once what it lends and either pushes it to the
-    target, by Open and Commit as after a prefill, or waits until the puller has read it and says PullEnd.
-    A refusal is an outcome, not an error: the puller computes instead.
-    """
-    PullEnd: _grpc.UnaryUnaryMultiCallable[_transfer_pb2.PullEndRequest, _transfer_pb2.PullEndResponse]
-    """The puller has read what it was lent, or gave up; the holder's blocks are its own again.
-    Errors: NOT_FOUND (the loan was over before: what was read may be anything).
+    """A pod asks a holder for cached blocks. The holder answers at once what it lends and pushes it to the target, by
+    Open and Commit as after a prefill. A refusal is an outcome, not an error: the puller computes instead.
     """
 
 @_typing.type_check_only
@@ -87,13 +82,8 @@ class TransferAsyncStub(TransferStub):
     posted. Answers at once for a transfer that was never opened, and refuses a later open.
     """
     Pull: _aio.UnaryUnaryMultiCallable[_transfer_pb2.PullRequest, _transfer_pb2.PullResponse]  # type: ignore[assignment]
-    """A pod asks a holder for cached blocks. The holder answers at once what it lends and either pushes it to the
-    target, by Open and Commit as after a prefill, or waits until the puller has read it and says PullEnd.
-    A refusal is an outcome, not an error: the puller computes instead.
-    """
-    PullEnd: _aio.UnaryUnaryMultiCallable[_transfer_pb2.PullEndRequest, _transfer_pb2.PullEndResponse]  # type: ignore[assignment]
-    """The puller has read what it was lent, or gave up; the holder's blocks are its own again.
-    Errors: NOT_FOUND (the loan was over before: what was read may be anything).
+    """A pod asks a holder for cached blocks. The holder answers at once what it lends and pushes it to the target, by
+    Open and Commit as after a prefill. A refusal is an outcome, not an error: the puller computes instead.
     """
 
 class TransferServicer(metaclass=_abc_1.ABCMeta):
@@ -159,19 +149,8 @@ class TransferServicer(metaclass=_abc_1.ABCMeta):
         request: _transfer_pb2.PullRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_transfer_pb2.PullResponse, _abc.Awaitable[_transfer_pb2.PullResponse]]:
-        """A pod asks a holder for cached blocks. The holder answers at once what it lends and either pushes it to the
-        target, by Open and Commit as after a prefill, or waits until the puller has read it and says PullEnd.
-        A refusal is an outcome, not an error: the puller computes instead.
-        """
-
-    @_abc_1.abstractmethod
-    def PullEnd(
-        self,
-        request: _transfer_pb2.PullEndRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_transfer_pb2.PullEndResponse, _abc.Awaitable[_transfer_pb2.PullEndResponse]]:
-        """The puller has read what it was lent, or gave up; the holder's blocks are its own again.
-        Errors: NOT_FOUND (the loan was over before: what was read may be anything).
+        """A pod asks a holder for cached blocks. The holder answers at once what it lends and pushes it to the target, by
+        Open and Commit as after a prefill. A refusal is an outcome, not an error: the puller computes instead.
         """
 
 def add_TransferServicer_to_server(servicer: TransferServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,14 +1,13 @@
 """Which pods had better fetch a prefix from another pod than compute it, and from whom. Pure.
 
-A pull takes its pod's measured latency and the missing bytes at the pair's measured rate, of reads where the pod reads
-and of the holder's writes where that pushes; it is offered where that is less than computing the same tokens takes
-there. Of a pair that has never moved anything the mean of known pairs is assumed, and that connecting takes CONNECT_S.
+A pull takes its pod's measured latency and the missing bytes at the pair's measured rate; it is offered where that is
+less than computing the same tokens takes there. Of a pair that has never moved anything the mean of known pairs is
+assumed, and that connecting takes CONNECT_S.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from statistics import fmean
 
 from gateway.routing.demand import Pull
@@ -33,35 +32,22 @@ def pulls(
     if not lacking:
         return {}
     written = [rate for view in (*best, *lacking) for rate in view.pair_rates.values()]
-    read = [rate for view in lacking for rate in (view.read_rates or {}).values() if rate]
-    pushed = fmean(written) if written else 0.0
-    usual = _Usual(pushed, fmean(read) if read else pushed)
+    usual = fmean(written) if written else 0.0
     offers = ((view.name, _best(held, promises, view, best, block_bytes, usual)) for view in lacking)
     return {name: pull for name, pull in offers if pull is not None}
 
 
-@dataclass(frozen=True, slots=True)
-class _Usual:
-    """Bytes per second of pairs that are known; 0 for none."""
-
-    pushed: float
-    read: float
-
-
-def _rate(view: PodView, holder: PodView, usual: _Usual) -> tuple[float, float]:
+def _rate(view: PodView, holder: PodView, usual: float) -> tuple[float, float]:
     """Bytes per second at which `view` gets blocks from there, and the seconds that come on top where that is not
-    known. A rate of 0: nothing is known of any pair.
+    known. usual: the mean rate of known pairs, 0 for none.
     """
-    if view.read_rates is None or view.read_rates.get(holder.name) == 0.0:
-        rate, otherwise = holder.pair_rates.get(view.name) or view.pair_rates.get(holder.name), usual.pushed
-    else:
-        rate, otherwise = view.read_rates.get(holder.name), usual.read
-    return (rate, 0.0) if rate else (otherwise, CONNECT_S)
+    rate = holder.pair_rates.get(view.name) or view.pair_rates.get(holder.name)
+    return (rate, 0.0) if rate else (usual, CONNECT_S)
 
 
 def _best(
     held: Mapping[str, int], promises: Mapping[str, int], view: PodView, holders: Sequence[PodView], block_bytes: int,
-    usual: _Usual,
+    usual: float,
 ) -> Pull | None:  # fmt: skip
     """The pull that saves most; None when none saves anything."""
     used, found, saved = promises.get(view.name, 0), None, 0.0

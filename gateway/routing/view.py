@@ -29,9 +29,8 @@ class PodView:
     prompt takes. step_s, slope_s: a decode step, and its growth per running sequence. hand_off_s: the end of a
     hand-off beyond moving KV; pull_s: a pull beyond moving its bytes. rate_known: seconds_per_token was measured, by
     this pod or its peers. pulls: it fetches prefixes from others. late_targets: it computes before it is told where the
-    KV goes. pair_rates: bytes per second that it wrote to other pods, by name. read_rates: that it read from them,
-    where it reads what it fetches, 0 where the holder has to push all the same; None: all holders push. foreign: tokens
-    that other gateways are known to have booked since the report, foreign_count in how many sequences.
+    KV goes. pair_rates: bytes per second that it wrote to other pods, by name. foreign: tokens that other
+    gateways are known to have booked since the report, foreign_count in how many sequences.
     """
 
     __slots__ = (
@@ -54,7 +53,6 @@ class PodView:
         "pull_s",
         "pulls",
         "rate_known",
-        "read_rates",
         "role",
         "seconds_per_moved",
         "seconds_per_token",
@@ -95,7 +93,6 @@ class PodView:
         self.pulls = False
         self.late_targets = False
         self.pair_rates: Mapping[str, float] = {}
-        self.read_rates: Mapping[str, float] | None = None
 
     def report(self, load: PodLoad, now: float) -> None:
         """Takes a load record that the pod made at `now`; an older one than the last is dropped."""

@@ -58,16 +58,14 @@ def test_online_and_a_later_run_that_adds(tmp_path: Path) -> None:
 def test_pulls_between_processes_and_between_pods(tmp_path: Path) -> None:
     """Each prefix that was pulled was there before the prompt was computed; the script itself insists."""
     result = run("pull.py", tmp_path / "pull.json", "--only", "bare", "pods", "--repeats", "1", "--pod-repeats", "1")
-    names = {f"{way}_ms_{count}" for way in ("push", "read") for count in (1, 8, 64, 256)}
-    names |= {f"{way}_gb_s" for way in ("push", "read")} | {f"first_{way}_ms" for way in ("push", "read")}
-    names |= {f"ttft_{way}_ms_{n}" for way in ("computed", "push", "read", "cached") for n in (64, 512)}
+    names = {f"push_ms_{count}" for count in (1, 8, 64, 256)} | {"push_gb_s", "first_push_ms"}
+    names |= {f"ttft_{way}_ms_{n}" for way in ("computed", "push", "cached") for n in (64, 512)}
     assert result["metrics"].keys() == names
     assert all(value > 0 for value in result["metrics"].values())
     assert {(row["transport"], row["carried_by"]) for row in result["rows"]} == {("default", "cma"), ("tcp", "tcp")}
-    connections = result["pods"]["connections"]
-    said = [("holder", "connected"), ("read", "connected"), ("read", "reads")]  # who pushes, and who reads
-    assert sorted(tuple(line.split()[:2]) for line in connections) == said
-    assert all("over cma" in line for line in connections)
+    (connection,) = result["pods"]["connections"]
+    assert connection.startswith("holder connected to puller")
+    assert "over cma" in connection
 
 
 def test_first_come_first_served() -> None:

@@ -21,11 +21,6 @@ from tests.until import until
 PREFIX = 12 * BLOCK  # tokens that two prompts share
 
 
-@pytest.fixture(params=["push", "read"])
-def mode(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine is no reason to compute instead."""
@@ -65,9 +60,9 @@ def hand_offs(pod: Pod, monkeypatch: pytest.MonkeyPatch) -> list[HandOff]:
 class TestHit:
     @pytest.mark.parametrize("kind", ["prefill", "decode"])
     async def test_a_prefix_comes_from_whoever_holds_it(
-        self, model_dir: Path, llm: LLM, mode: str, kind: str, monkeypatch: pytest.MonkeyPatch
+        self, model_dir: Path, llm: LLM, kind: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        async with Cluster.start(model_dir, prefill=2, decode=2, prefill_config={"pull": mode}) as cluster:
+        async with Cluster.start(model_dir, prefill=2, decode=2) as cluster:
             first, second = cluster.prefills
             await with_prefix(cluster, first)
             holder = first if kind == "prefill" else cluster.decode
@@ -83,15 +78,14 @@ class TestHit:
             assert [one.fetched is not None and one.fetched[0] for one in begun] == [holder.runtime.name]
             assert second.counted("pulled_blocks") == {(): PREFIX // BLOCK}
             assert holder.counted("lent_blocks") == {(): PREFIX // BLOCK}
-            mover, other = (holder, second) if mode == "push" else (second, holder)
-            pair = next(p for p in (await mover.info()).pairs if p.pod == other.runtime.name)
+            pair = next(p for p in (await holder.info()).pairs if p.pod == second.runtime.name)
             assert (pair.pulls, pair.blocks) == (1, PREFIX // BLOCK)
             assert (await second.info()).load.pull_s > 0
 
     async def test_only_what_is_missing_is_pulled_and_the_second_prompt_pulls_nothing(
-        self, model_dir: Path, llm: LLM, mode: str
+        self, model_dir: Path, llm: LLM
     ) -> None:
-        async with Cluster.start(model_dir, prefill=2, prefill_config={"pull": mode}) as cluster:
+        async with Cluster.start(model_dir, prefill=2) as cluster:
             first, second = cluster.prefills
             await with_prefix(cluster, first)
             await cluster.generate(request([*prompt_of(PREFIX, seed=9)[: 5 * BLOCK], 3], 2), prefill=second)
@@ -103,8 +97,8 @@ class TestHit:
             assert second.counted("pulls") == {("done", "all"): 1, ("skipped", "held"): 1}
             assert second.counted("pulled_blocks") == {(): PREFIX // BLOCK - 5}
 
-    async def test_prompts_that_want_the_same_share_one_pull(self, model_dir: Path, llm: LLM, mode: str) -> None:
-        async with Cluster.start(model_dir, prefill=2, prefill_config={"pull": mode}) as cluster:
+    async def test_prompts_that_want_the_same_share_one_pull(self, model_dir: Path, llm: LLM) -> None:
+        async with Cluster.start(model_dir, prefill=2) as cluster:
             first, second = cluster.prefills
             await with_prefix(cluster, first)
             requests = [follow_up(BLOCK + n) for n in range(4)]
@@ -115,8 +109,8 @@ class TestHit:
                 assert answer.ids == expected(llm, r)
             assert second.counted("pulled_blocks") == {(): PREFIX // BLOCK}
 
-    async def test_salts_keep_tenants_apart(self, model_dir: Path, llm: LLM, mode: str) -> None:
-        async with Cluster.start(model_dir, prefill=2, prefill_config={"pull": mode}) as cluster:
+    async def test_salts_keep_tenants_apart(self, model_dir: Path, llm: LLM) -> None:
+        async with Cluster.start(model_dir, prefill=2) as cluster:
             first, second = cluster.prefills
             await with_prefix(cluster, first)
             plain = follow_up()
@@ -128,9 +122,9 @@ class TestHit:
 
 
 class TestMiss:
-    async def test_a_holder_that_lost_its_end_gives_the_rest(self, model_dir: Path, llm: LLM, mode: str) -> None:
+    async def test_a_holder_that_lost_its_end_gives_the_rest(self, model_dir: Path, llm: LLM) -> None:
         """The index said more than is true: leaves are evicted first."""
-        async with Cluster.start(model_dir, prefill=2, prefill_config={"pull": mode}) as cluster:
+        async with Cluster.start(model_dir, prefill=2) as cluster:
             first, second = cluster.prefills
             await with_prefix(cluster, first)
             r = follow_up(6 * BLOCK)
@@ -141,18 +135,17 @@ class TestMiss:
 
     @pytest.mark.parametrize("what", ["lost", "other generation", "gone", "broken link", "frozen", "late"])
     async def test_whatever_goes_wrong_the_prompt_is_computed(
-        self, model_dir: Path, llm: LLM, mode: str, what: str, monkeypatch: pytest.MonkeyPatch
+        self, model_dir: Path, llm: LLM, what: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(
             puller, "UNKNOWN_TIME_S", 0.5 if what in ("frozen", "late", "gone", "broken link") else 20.0
         )
-        async with Cluster.start(model_dir, prefill=2, prefill_config={"pull": mode}) as cluster:
+        async with Cluster.start(model_dir, prefill=2) as cluster:
             first, second = cluster.prefills
             await with_prefix(cluster, first)
             await first.runtime.node.connect(second.runtime.address)
             await second.runtime.node.connect(first.runtime.address)
             hint = first.holds(PREFIX // BLOCK)
-            mover = (first if mode == "push" else second).agent
             if what == "lost":
                 first.runtime.engine.pool.clear_cache()
             elif what == "other generation":
@@ -162,19 +155,19 @@ class TestMiss:
                 await first.close()
             elif what == "broken link":
                 cluster.fabric.on_write = lambda source, _p, n: WriteFault(
-                    fail="broken" if source == mover and n == PREFIX // BLOCK else None
+                    fail="broken" if source == first.agent and n == PREFIX // BLOCK else None
                 )
             elif what == "frozen":
-                cluster.fabric.freeze((second if mode == "push" else first).agent)
+                cluster.fabric.freeze(second.agent)
             elif what == "late":
                 cluster.fabric.on_write = lambda source, _p, n: WriteFault(
-                    delay_s=2.0 if source == mover and n == PREFIX // BLOCK else 0.0
+                    delay_s=2.0 if source == first.agent and n == PREFIX // BLOCK else 0.0
                 )
             r = follow_up()
             running = asyncio.create_task(cluster.generate(r, prefill=second, pull=hint))
             if what == "frozen":
                 await until(lambda: bool(second.counted("pulls")))  # it took too long
-                cluster.fabric.thaw((second if mode == "push" else first).agent)
+                cluster.fabric.thaw(second.agent)
             answer = await running
             assert answer.ids == expected(llm, r)
             (outcome, _), *_ = second.counted("pulls")
@@ -205,11 +198,9 @@ class TestMiss:
             assert second.counted("pulls") == {("skipped", "useless"): 1}
             assert [one.fetched for one in begun] == [None]  # its trace has no pull
 
-    async def test_a_full_pod_computes(
-        self, model_dir: Path, llm: LLM, mode: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        async with Cluster.start(model_dir, prefill=1, prefill_config={"pull": mode}) as cluster:
-            small = await cluster.add(Role.PREFILL, num_blocks=20, pull=mode)
+    async def test_a_full_pod_computes(self, model_dir: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        async with Cluster.start(model_dir, prefill=1) as cluster:
+            small = await cluster.add(Role.PREFILL, num_blocks=20)
             await with_prefix(cluster, cluster.prefill)
             pool = small.runtime.engine.pool
             taken = pool.lease([], 12)
@@ -224,88 +215,36 @@ class TestMiss:
             assert [one.fetched for one in begun] == [None], "nobody was asked"
 
 
-class TestWay:
-    """What reads cost is measured, and weighed against computing."""
-
-    async def test_slow_reads_are_not_chosen_where_computing_is_cheaper(self, model_dir: Path, llm: LLM) -> None:
-        async with Cluster.start(model_dir, prefill=2, prefill_config={"pull": "read"}) as cluster:
-            first, second = cluster.prefills
-            await with_prefix(cluster, first)
-            await cluster.generate(request(prompt_of(4 * CHUNK, seed=5), 2), prefill=second)  # it knows how it computes
-            compute_s = second.runtime.rates.prefill_s(PREFIX)
-            assert compute_s > 0
-            block_s = compute_s  # a block alone takes as long
-
-            def slow(source: str, peer: str, blocks: int) -> WriteFault:
-                return WriteFault(delay_s=block_s * blocks if (source, peer) == (second.agent, first.agent) else 0.0)
-
-            await second.runtime.node.connect(first.runtime.address)
-            cluster.fabric.on_write = slow
-            r = follow_up()
-            answer = await cluster.generate(r, prefill=second, pull=first.holds(PREFIX // BLOCK))
-            assert answer.ids == expected(llm, r)
-            assert answer.cached_tokens == 0
-            assert second.counted("pulls") == {("skipped", "dear"): 1}
-            assert not second.counted("pulls_asked")
-            pair = next(p for p in (await second.info()).pairs if p.pod == first.runtime.name)
-            assert 0 < pair.read_gb_s * 1e9 <= second.runtime.engine.layout.block_bytes / block_s
-
-    async def test_reads_that_are_refused_are_pushed_and_counted(
-        self, model_dir: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        async with Cluster.start(model_dir, prefill=2, prefill_config={"pull": "read"}) as cluster:
-            first, second = cluster.prefills
-            await with_prefix(cluster, first)
-            monkeypatch.setattr(second.runtime.node._read_probe, "_refusal", lambda _name, _gbps: "TCP")
-            r = follow_up()
-            answer = await cluster.generate(r, prefill=second, pull=first.holds(PREFIX // BLOCK))
-            assert answer.ids == expected(llm, r)
-            assert answer.cached_tokens == PREFIX
-            assert second.counted("pulls") == {("done", "all"): 1}
-            assert second.counted("pulls_pushed_instead") == {(): 1}
-            info = await second.info()
-            assert info.pulls_by_reading
-            assert [p.reads_refused for p in info.pairs if p.pod == first.runtime.name] == [True]
-            pair = next(p for p in (await first.info()).pairs if p.pod == second.runtime.name)
-            assert (pair.pulls, pair.blocks) == (1, PREFIX // BLOCK)
-
-    async def test_a_pull_gets_as_long_as_computing_would_take(
-        self, model_dir: Path, mode: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(puller, "MIN_TIME_S", 0.0)
-        async with Cluster.start(model_dir, prefill=2, prefill_config={"pull": mode}) as cluster:
-            first, second = cluster.prefills
-            await with_prefix(cluster, first)
-            await second.runtime.node.pull_way(
-                Holder(first.runtime.name, 0, first.runtime.address), read=mode == "read", timeout_s=20.0
-            )
-            monkeypatch.setattr(second.runtime.rates, "prefill_s", lambda tokens: tokens * 0.01)
-            limits: list[float] = []
-
-            async def pull(_holder: Holder, wanted: Wanted, *, read: bool) -> Pulled:
-                limits.append(wanted.timeout_s)
-                assert read == (mode == "read")
-                wanted.hold.release()
-                raise DeadlineExceeded("too late")
-
-            monkeypatch.setattr(second.runtime.node, "pull", pull)
-            await cluster.generate(follow_up(), prefill=second, pull=first.holds(PREFIX // BLOCK))
-            assert len(limits) == 1
-            assert 0 < limits[0] <= PREFIX * 0.01
-            assert second.counted("pulls") == {("failed", "DeadlineExceeded"): 1}
-            assert (await second.info()).load.pull_s > 0, "routing hears of it"
-
-
-async def test_an_abort_during_a_pull_ends_the_request_and_gives_all_back(model_dir: Path, mode: str) -> None:
-    async with Cluster.start(model_dir, prefill=2, prefill_config={"pull": mode}) as cluster:
+async def test_a_pull_gets_as_long_as_computing_would_take(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(puller, "MIN_TIME_S", 0.0)
+    async with Cluster.start(model_dir, prefill=2) as cluster:
         first, second = cluster.prefills
         await with_prefix(cluster, first)
-        mover = (first if mode == "push" else second).agent
+        monkeypatch.setattr(second.runtime.rates, "prefill_s", lambda tokens: tokens * 0.01)
+        limits: list[float] = []
+
+        async def pull(_holder: Holder, wanted: Wanted) -> Pulled:
+            limits.append(wanted.timeout_s)
+            wanted.hold.release()
+            raise DeadlineExceeded("too late")
+
+        monkeypatch.setattr(second.runtime.node, "pull", pull)
+        await cluster.generate(follow_up(), prefill=second, pull=first.holds(PREFIX // BLOCK))
+        assert len(limits) == 1
+        assert 0 < limits[0] <= PREFIX * 0.01
+        assert second.counted("pulls") == {("failed", "DeadlineExceeded"): 1}
+        assert (await second.info()).load.pull_s > 0, "routing hears of it"
+
+
+async def test_an_abort_during_a_pull_ends_the_request_and_gives_all_back(model_dir: Path) -> None:
+    async with Cluster.start(model_dir, prefill=2) as cluster:
+        first, second = cluster.prefills
+        await with_prefix(cluster, first)
         started = asyncio.Event()
         loop = asyncio.get_running_loop()
 
         def slow(source: str, _peer: str, blocks: int) -> WriteFault:
-            if source == mover and blocks == PREFIX // BLOCK:
+            if source == first.agent and blocks == PREFIX // BLOCK:
                 loop.call_soon_threadsafe(started.set)
                 return WriteFault(delay_s=600.0)
             return WriteFault()
@@ -324,13 +263,13 @@ async def test_an_abort_during_a_pull_ends_the_request_and_gives_all_back(model_
         assert computed(second) == before  # the engine has never heard of it
 
 
-async def test_a_pull_beside_running_prompts_changes_nobody(model_dir: Path, llm: LLM, mode: str) -> None:
+async def test_a_pull_beside_running_prompts_changes_nobody(model_dir: Path, llm: LLM) -> None:
     """Pools of few blocks, pulls and prompts at once: pulled blocks never land in a neighbour's."""
     async with Cluster.start(
         model_dir,
         prefill=2,
         decode=2,
-        prefill_config={"pull": mode, "num_blocks": 40},
+        prefill_config={"num_blocks": 40},
         decode_config={"num_blocks": 200},
     ) as cluster:
         first, second = cluster.prefills

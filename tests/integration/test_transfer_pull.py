@@ -1,4 +1,4 @@
-"""Pods pull cached blocks from each other, pushed or read, on loopback and NIXL; statistics of pairs."""
+"""Pods pull cached blocks from each other, on loopback and NIXL; statistics of pairs."""
 
 from __future__ import annotations
 
@@ -34,11 +34,6 @@ async def cluster(request: pytest.FixtureRequest) -> AsyncIterator[Cluster]:
     await cluster.stop()
 
 
-@pytest.fixture(params=["push", "read"])
-def mode(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 def chain(count: int) -> list[bytes]:
     return [bytes([i]) * 16 for i in range(1, count + 1)]
 
@@ -58,11 +53,11 @@ async def two(cluster: Cluster, *, blocks: int = 20, checksums: bool = False) ->
 
 
 async def pull(
-    owner: Pod, puller: Pod, mode: str, *, first: int = 0, total: int = 20, timeout_s: float = 20.0
+    owner: Pod, puller: Pod, *, first: int = 0, total: int = 20, timeout_s: float = 20.0
 ) -> tuple[Pulled, FakeHold, Wanted]:
     wanted = ask(first, total, timeout_s)
     assert isinstance(wanted.hold, FakeHold)
-    return await puller.node.pull(holder(owner), wanted, read=mode == "read"), wanted.hold, wanted
+    return await puller.node.pull(holder(owner), wanted), wanted.hold, wanted
 
 
 def ask(first: int, total: int, timeout_s: float = 20.0) -> Wanted:
@@ -79,167 +74,130 @@ def assert_same(owner: Pod, puller: Pod, wanted: Wanted, count: int) -> None:
 async def at_rest(*pods: Pod) -> None:
     await until(lambda: all(hold.free for pod in pods for hold in pod.lent))
     for pod in pods:
-        await until(lambda: pod.node.stats().loans == pod.node.stats().open_reads == 0)  # noqa: B023
+        await until(lambda: pod.node.stats().loans == 0)  # noqa: B023
         await until(lambda: pod.node.stats().open_incoming == pod.node.stats().open_outgoing == 0)  # noqa: B023
 
 
 @pytest.mark.parametrize("checksums", [False, True])
-async def test_missing_blocks_arrive_and_nothing_else_changes(cluster: Cluster, mode: str, checksums: bool) -> None:
+async def test_missing_blocks_arrive_and_nothing_else_changes(cluster: Cluster, checksums: bool) -> None:
     owner, puller = await two(cluster, checksums=checksums)
     before = puller.digest(range(NUM_BLOCKS))
-    got, hold, wanted = await pull(owner, puller, mode, first=7)
+    got, hold, wanted = await pull(owner, puller, first=7)
     assert (got.blocks, got.reason) == (13, "none")
     assert hold.free
     assert_same(owner, puller, wanted, 13)
     after = puller.digest(range(NUM_BLOCKS))
     assert all(after[b] == before[b] for b in range(NUM_BLOCKS) if b not in wanted.blocks)
     await at_rest(owner, puller)
-    mover, other = (owner, "prefill-0") if mode == "push" else (puller, "decode-0")
-    (pair,) = (p for p in mover.node.pairs() if p.pod == other)
+    (pair,) = (p for p in owner.node.pairs() if p.pod == "prefill-0")
     assert (pair.pulls, pair.transfers, pair.blocks, pair.failures) == (1, 0, 13, 0)
     assert pair.bytes == 13 * LAYOUT.block_bytes
     assert pair.gbps > 0
 
 
-async def test_a_holder_that_lost_the_end_gives_what_it_has(cluster: Cluster, mode: str) -> None:
+async def test_a_holder_that_lost_the_end_gives_what_it_has(cluster: Cluster) -> None:
     owner, puller = await two(cluster)
     for lost in chain(20)[15:]:
         del owner.cache[lost]
-    got, hold, wanted = await pull(owner, puller, mode, first=3)
+    got, hold, wanted = await pull(owner, puller, first=3)
     assert (got.blocks, got.reason) == (12, "absent")
     assert hold.free
     assert_same(owner, puller, wanted, 12)
     await at_rest(owner, puller)
 
 
-async def test_a_holder_that_lost_everything_refuses(cluster: Cluster, mode: str) -> None:
+async def test_a_holder_that_lost_everything_refuses(cluster: Cluster) -> None:
     owner, puller = await two(cluster)
     owner.cache.clear()
-    got, hold, _ = await pull(owner, puller, mode)
+    got, hold, _ = await pull(owner, puller)
     assert (got.blocks, got.reason) == (0, "absent")
     await until(lambda: hold.free)
     await at_rest(owner, puller)
 
 
-async def test_a_failed_move_fails_the_pull_and_frees_after_the_grace(cluster: Cluster, mode: str) -> None:
+async def test_a_failed_move_fails_the_pull_and_frees_after_the_grace(cluster: Cluster) -> None:
     owner, puller = await two(cluster)
-    await pull(owner, puller, mode, total=1)  # connected
-    mover = owner if mode == "push" else puller
-    mover.backend.on_write = mover.backend.on_read = lambda _p, _l, _r: WriteFault(fail="the link broke")
+    await pull(owner, puller, total=1)  # connected
+    owner.backend.on_write = lambda _p, _l, _r: WriteFault(fail="the link broke")
     wanted = ask(1, 20, 1.5)
     with pytest.raises(BatonError):
-        await puller.node.pull(holder(owner), wanted, read=mode == "read")
+        await puller.node.pull(holder(owner), wanted)
     assert isinstance(wanted.hold, FakeHold)
     assert not wanted.hold.free  # bytes may trail behind an error
     await until(lambda: wanted.hold.free)  # type: ignore[attr-defined]
     await at_rest(owner, puller)
-    other, name = (puller, "prefill-0") if mode == "push" else (owner, "decode-0")
-    assert mode == "read" or next(p for p in mover.node.pairs() if p.pod == name).failures == 1
-    assert other.node.stats().pending_writes == 0
+    assert next(p for p in owner.node.pairs() if p.pod == "prefill-0").failures == 1
+    assert puller.node.stats().pending_writes == 0
 
 
-async def test_damage_fails_the_pull(cluster: Cluster, mode: str) -> None:
-    """By the wire, or because what was lent changed while it was read."""
+async def test_damage_fails_the_pull(cluster: Cluster) -> None:
     owner, puller = await two(cluster, checksums=True)
-    await pull(owner, puller, mode, total=1)  # connected
-
-    def change(*_blocks: object) -> WriteFault:
-        """The owner has lent the blocks and told what is in them, and nothing is read yet."""
-        owner.memory.write_block(owner.cache[chain(20)[3]], bytes(owner.memory.block_bytes))
-        return WriteFault()
-
+    await pull(owner, puller, total=1)  # connected
     owner.backend.on_write = lambda _p, _l, _r: WriteFault(corrupt=0)
-    puller.backend.on_read = change
     wanted = ask(2, 6)
     with pytest.raises(TransferFailed, match=r"damaged|gave the transfer up"):
-        await puller.node.pull(holder(owner), wanted, read=mode == "read")
+        await puller.node.pull(holder(owner), wanted)
     assert puller.node.stats().damaged_transfers == 1
     await until(lambda: wanted.hold.free)  # type: ignore[attr-defined]
     await at_rest(owner, puller)
 
 
-async def test_a_move_that_comes_late_finds_its_blocks_still_held(cluster: Cluster, mode: str) -> None:
+async def test_a_move_that_comes_late_finds_its_blocks_still_held(cluster: Cluster) -> None:
     """The puller gives up; what lands afterwards lands where nobody else can be."""
     owner, puller = await two(cluster)
-    await pull(owner, puller, mode, total=1)  # connected
-    mover = owner if mode == "push" else puller
-    mover.backend.on_write = mover.backend.on_read = lambda _p, _l, _r: WriteFault(delay_s=600.0)
+    await pull(owner, puller, total=1)  # connected
+    owner.backend.on_write = lambda _p, _l, _r: WriteFault(delay_s=600.0)
     wanted = ask(2, 6, 1.0)
     before = puller.digest(wanted.blocks)
     with pytest.raises(DeadlineExceeded):
-        await puller.node.pull(holder(owner), wanted, read=mode == "read")
+        await puller.node.pull(holder(owner), wanted)
     assert isinstance(wanted.hold, FakeHold)
     assert not wanted.hold.free
-    mover.let_go()
+    owner.let_go()
     await until(lambda: wanted.hold.free)  # type: ignore[attr-defined]
     assert puller.digest(wanted.blocks) != before
     await at_rest(owner, puller)
 
 
-async def test_what_was_read_after_the_loan_does_not_count(cluster: Cluster) -> None:
-    """The holder took its blocks back: their bytes may be anybody's by the time they are read."""
+async def test_a_caller_that_goes_away_leaves_nothing_behind(cluster: Cluster) -> None:
     owner, puller = await two(cluster)
-    await pull(owner, puller, "read", total=1)
-    gate = asyncio.Event()
-    end = puller.node._calls.pull_end
-
-    async def late(*args: object) -> None:
-        await gate.wait()
-        await end(*args)  # type: ignore[arg-type]
-
-    puller.node._calls.pull_end = late  # type: ignore[method-assign]
-    wanted = ask(0, 8, 1.0)
-    pulling = asyncio.create_task(puller.node.pull(holder(owner), wanted, read=True))
-    await until(lambda: len(owner.lent) == 2 and owner.lent[1].free)  # the loan expired
-    gate.set()
-    with pytest.raises(BatonError):
-        await pulling
-    assert isinstance(wanted.hold, FakeHold)
-    assert wanted.hold.free
-    await at_rest(owner, puller)
-
-
-async def test_a_caller_that_goes_away_leaves_nothing_behind(cluster: Cluster, mode: str) -> None:
-    owner, puller = await two(cluster)
-    await pull(owner, puller, mode, total=1)
-    mover = owner if mode == "push" else puller
-    mover.backend.on_write = mover.backend.on_read = lambda _p, _l, _r: WriteFault(delay_s=600.0)
+    await pull(owner, puller, total=1)
+    owner.backend.on_write = lambda _p, _l, _r: WriteFault(delay_s=600.0)
     wanted = ask(0, 8)
-    pulling = asyncio.create_task(puller.node.pull(holder(owner), wanted, read=mode == "read"))
-    await until(lambda: mover.node.stats().pending_writes > 0)
+    pulling = asyncio.create_task(puller.node.pull(holder(owner), wanted))
+    await until(lambda: owner.node.stats().pending_writes > 0)
     pulling.cancel()
     with pytest.raises(asyncio.CancelledError):
         await pulling
     assert isinstance(wanted.hold, FakeHold)
     assert not wanted.hold.free
-    mover.let_go()
+    owner.let_go()
     await until(lambda: wanted.hold.free)  # type: ignore[attr-defined]
     await at_rest(owner, puller)
 
 
-async def test_a_holder_that_leaves_or_is_gone(cluster: Cluster, mode: str) -> None:
+async def test_a_holder_that_leaves_or_is_gone(cluster: Cluster) -> None:
     owner, puller = await two(cluster)
     await owner.stop()
     wanted = ask(0, 8, 2.0)
     with pytest.raises((Unavailable, DeadlineExceeded, TransferFailed)):
-        await puller.node.pull(holder(owner), wanted, read=mode == "read")
+        await puller.node.pull(holder(owner), wanted)
     assert isinstance(wanted.hold, FakeHold)
     await until(lambda: wanted.hold.free)  # type: ignore[attr-defined]
     cluster.pods.remove(owner)
 
 
-async def test_a_holder_lends_to_so_many_at_once(cluster: Cluster, mode: str) -> None:
+async def test_a_holder_lends_to_so_many_at_once(cluster: Cluster) -> None:
     owner, puller = await two(cluster)
-    await pull(owner, puller, mode, total=1)
-    mover = owner if mode == "push" else puller
-    mover.backend.on_write = mover.backend.on_read = lambda _p, _l, _r: WriteFault(delay_s=600.0)
+    await pull(owner, puller, total=1)
+    owner.backend.on_write = lambda _p, _l, _r: WriteFault(delay_s=600.0)
     asked = [ask(0, 4) for _ in range(MAX_LOANS + 4)]
     for i, one in enumerate(asked):  # every one into blocks of its own
         blocks = tuple(range(4 * i, 4 * i + 4))
         asked[i] = replace(one, request_id=f"r{i}", blocks=blocks, hold=FakeHold(list(blocks)))
-    pulls = [asyncio.create_task(puller.node.pull(holder(owner), one, read=mode == "read")) for one in asked]
+    pulls = [asyncio.create_task(puller.node.pull(holder(owner), one)) for one in asked]
     await until(lambda: sum(pull.done() for pull in pulls) == 4)
-    mover.let_go()
+    owner.let_go()
     got = await asyncio.gather(*pulls)
     assert sorted(g.reason for g in got) == ["busy"] * 4 + ["none"] * MAX_LOANS
     for one, g in zip(asked, got, strict=True):
@@ -247,7 +205,7 @@ async def test_a_holder_lends_to_so_many_at_once(cluster: Cluster, mode: str) ->
     await at_rest(owner, puller)
 
 
-async def test_other_layouts_and_strangers_are_refused(cluster: Cluster, mode: str) -> None:
+async def test_other_layouts_and_strangers_are_refused(cluster: Cluster) -> None:
     other = KVLayout("test", "r1", num_layers=4, num_kv_heads=2, head_dim=32, block_size=16, dtype="float32")
     owner, _ = await two(cluster)
     different = await cluster.start("prefill-1", Role.PREFILL, layout=other)
@@ -255,9 +213,9 @@ async def test_other_layouts_and_strangers_are_refused(cluster: Cluster, mode: s
     for pod, error in ((different, LayoutMismatch), (stranger, Unauthenticated)):
         wanted = ask(0, 8, 5.0)
         with pytest.raises(error) as refused:
-            await pod.node.pull(holder(owner), wanted, read=mode == "read")
+            await pod.node.pull(holder(owner), wanted)
         if error is LayoutMismatch:
-            assert refused.value.field == ("num_layers" if mode == "read" else "fingerprint")
+            assert refused.value.field == "fingerprint"
         assert isinstance(wanted.hold, FakeHold)
         await until(lambda: wanted.hold.free)  # type: ignore[attr-defined]  # noqa: B023
     assert not owner.lent

@@ -97,7 +97,7 @@ class Pod:
 
     def let_go(self) -> None:
         """Whatever `backend` held back is due now, and what is posted from now on goes at once."""
-        self.backend.on_write = self.backend.on_read = lambda _p, _l, _r: WriteFault()
+        self.backend.on_write = lambda _p, _l, _r: WriteFault()
         self.clock.ahead_s += 3600.0
 
     def fill(self, seed: int) -> None:

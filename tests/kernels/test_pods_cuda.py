@@ -33,8 +33,7 @@ MEMORY = {"kv-memory": "256M", "host-cache": "0"}
 TIERED = {"kv-memory": str((TIER + 2) * BLOCK_BYTES), "host-cache": "64M", "max-model-len": "1024"}
 PODS = {
     "holder": {"role": "prefill", **MEMORY},
-    "puller-push": {"role": "prefill", "pull": "push", **MEMORY},
-    "puller-read": {"role": "prefill", "pull": "read", **MEMORY},
+    "puller": {"role": "prefill", **MEMORY},
     "prefill-tier": {"role": "prefill", **TIERED},
     "decode-local": {"role": "decode", "local-prefill": str(LOCAL), **MEMORY},
     "decode-far": {"role": "decode", "local-prefill": "off", **MEMORY},
@@ -112,21 +111,18 @@ def expected(llm: LLM, requests: Sequence[ValidRequest]) -> list[list[int]]:
     return [one.ids for one in done]
 
 
-@pytest.mark.parametrize("mode", ["push", "read"])
 @pytest.mark.parametrize("kind", ["prefill", "decode"])
-async def test_a_prefix_is_pulled_from_whoever_holds_it(
-    processes: dict[str, BarePod], llm: LLM, mode: str, kind: str
-) -> None:
+async def test_a_prefix_is_pulled_from_whoever_holds_it(processes: dict[str, BarePod], llm: LLM, kind: str) -> None:
     """The decode pod has nothing of it: all of its KV came through the pod that pulled."""
     sizes = (1, 63, 400)
-    prefixes = [prompt_of(n * BLOCK, seed=1 + 2 * (mode == "read") + (kind == "decode")) for n in sizes]
+    prefixes = [prompt_of(n * BLOCK, seed=1 + (kind == "decode")) for n in sizes]
     follow_ups = [request([*prefix, *prompt_of(33, seed=5)], 24) for prefix in prefixes]
     async with driving(processes) as pods:
-        puller, holder = pods[f"puller-{mode}"], pods["holder" if kind == "prefill" else "decode-local"]
+        puller, holder = pods["puller"], pods["holder" if kind == "prefill" else "decode-local"]
         for prefix in prefixes:
             first = request([*prefix, 7], 2)
             await pods.generate(first, prefill=pods["holder"], decode=pods["decode-local"], remote_only=True)
-        await connected(pods, puller, holder, mode)
+        await connected(pods, puller, holder)
         before = await puller.info()
         answers: list[Answer] = []
         for r, n in zip(follow_ups, sizes, strict=True):
@@ -139,20 +135,16 @@ async def test_a_prefix_is_pulled_from_whoever_holds_it(
         assert [a.cached_tokens for a in answers] == [n * BLOCK for n in sizes]
         assert after.computed.prefill - before.computed.prefill == 33 * len(sizes)
         assert {a.handed_off.transport for a in answers if a.handed_off is not None} == {TRANSPORT}
-        theirs = next((p for p in after.pairs if p.pod == holder.bare.name), None)
-        assert mode == "push" or (theirs is not None and theirs.read_transport)
-        pushed = mode == "push" or (theirs is not None and theirs.reads_refused)  # over TCP nothing is read into a GPU
-        mover, other = (holder, puller) if pushed else (puller, holder)
-        pair = next(p for p in (await mover.info()).pairs if p.pod == other.bare.name)
+        pair = next(p for p in (await holder.info()).pairs if p.pod == puller.bare.name)
         assert pair.transport == TRANSPORT
         assert pair.pulled_blocks >= sum(sizes)
     assert [a.ids for a in answers] == expected(llm, follow_ups)
 
 
-async def connected(pods: Pods, puller: ProcessPod, holder: ProcessPod, mode: str) -> None:
+async def connected(pods: Pods, puller: ProcessPod, holder: ProcessPod) -> None:
     """A first pull may take longer to connect than a pod gives it that does not know yet how fast it computes."""
     for seed in range(10):
-        prefix = prompt_of(BLOCK, seed=100 + 10 * (mode == "read") + seed)
+        prefix = prompt_of(BLOCK, seed=100 + seed)
         for first, prefill, hint in ((True, pods["holder"], None), (False, puller, holder.holds(1))):
             r = request([*prefix, 7 + first], 2)
             decode = pods["decode-local" if first else "decode-far"]

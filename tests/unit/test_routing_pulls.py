@@ -54,34 +54,6 @@ def test_an_unknown_pair_is_taken_for_a_usual_one_that_has_to_connect() -> None:
     assert pulls({"h": 1600}, {"h": 1600}, [lacking], [view("h")], BLOCK_BYTES) == {}  # nobody has moved anything
 
 
-def test_a_pod_that_reads_is_weighed_by_reads() -> None:
-    """The same pair: writes are fast, reads are as measured; where reads are refused the holder pushes."""
-    holder, lacking = view("h", p=1e9), view("p", h=1e9)
-    offer = lambda: pulls({"h": 1600}, {"h": 1600}, [lacking], [holder], BLOCK_BYTES).get("p")  # noqa: E731
-    pushed = offer()
-    lacking.read_rates = {"h": 2e8}
-    read = offer()
-    assert pushed is not None
-    assert read is not None
-    assert read.seconds == pytest.approx(0.01 + 100 * BLOCK_BYTES / 2e8)
-    lacking.read_rates = {"h": 1e7}
-    assert offer() is None  # computing takes 1.6 s
-    lacking.read_rates = {"h": 0.0}
-    assert offer() == pushed
-
-
-def test_a_pair_that_never_read_is_taken_for_one_that_did_or_else_for_one_that_pushes() -> None:
-    holder, lacking = view("h", p=1e9, q=1e9), view("p")
-    lacking.read_rates = {}
-    assert pulls({"h": 1600}, {"h": 1600}, [lacking], [holder], BLOCK_BYTES)["p"].seconds == pytest.approx(
-        0.01 + CONNECT_S + 100 * BLOCK_BYTES / 1e9
-    )
-    other = view("q")
-    other.read_rates = {"h": 2e8, "far": 0.0}
-    found = pulls({"h": 1600}, {"h": 1600}, [lacking, other], [holder], BLOCK_BYTES)
-    assert found["p"].seconds == pytest.approx(0.01 + CONNECT_S + 100 * BLOCK_BYTES / 2e8)
-
-
 def test_a_pulled_prefix_is_not_booked_as_work() -> None:
     holder, idle = view("h", p=1e9), view("p")
     holder.prefilling.add("queue", 50_000, 1.0)

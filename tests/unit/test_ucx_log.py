@@ -43,58 +43,6 @@ RAILS = """\
 """
 
 
-# As printed on a machine without a GPU, with the default transports and with UCX_TLS=tcp.
-READS = """\
-+--------+-------------+-------------------------------------------+
-| agent-1 intra-node cfg#1                                         |
-| remote memory read by ucp_get*(multi) into host memory from host |
-+--------+-------------+-------------------------------------------+
-| Range  | Description |                  Config                   |
-+--------+-------------+-------------------------------------------+
-| 0..inf | zero-copy   | cma/memory                                |
-+--------+-------------+-------------------------------------------+
-"""
-TCP_READS = """\
-+--------+--------------------+------------------------------------+
-| agent-1 intra-node cfg#1                                         |
-| remote memory read by ucp_get*(multi) into host memory from host |
-+--------+--------------------+------------------------------------+
-| Range  |    Description     |               Config               |
-+--------+--------------------+------------------------------------+
-| 0..inf | software emulation | tcp/lo                             |
-+--------+--------------------+------------------------------------+
-"""
-EMULATED = """\
-| agent-1 intra-node cfg#2  | remote memory write by ucp_put*(multi) from cuda/GPU0 to cuda/dev[0]    |
-|                    0..inf | zero-copy                          | cuda_ipc/cuda                      |
-| agent-1 intra-node cfg#2  | remote memory read by ucp_get*(multi) into cuda/GPU0 from cuda/dev[0]   |
-|                    0..inf | software emulation                 | tcp/eth0                           |
-"""
-
-
-@pytest.mark.parametrize(
-    ("log", "kind", "found"),
-    [
-        (READS, "DRAM", {"cma"}),
-        (TCP_READS, "DRAM", {"tcp"}),
-        (BELOW + TCP_READS, "DRAM", {"tcp"}),  # writes go over CMA
-        (BELOW, "DRAM", set()),
-        (BESIDE, "VRAM", {"cuda"}),
-        (EMULATED, "VRAM", {"tcp"}),
-        (EMULATED + READS, "DRAM", {"cma"}),
-        (EMULATED.replace("into", "to local"), "VRAM", set()),  # no such wording: unknown, not that of writes
-        (EMULATED.replace("*(multi) into", "*(multi) with a flag into"), "VRAM", {"tcp"}),
-    ],
-)
-def test_what_carries_reads_is_told_by_their_own_tables(log: str, kind: MemoryKind, found: set[str]) -> None:
-    lines = "".join(f"{LINE}{line}\n" for line in log.splitlines())
-    assert transports(lines, "agent-1", 2 << 20, kind, same_host=True, reads=True) == found
-
-
-def test_reads_do_not_change_what_is_said_of_writes() -> None:
-    assert transports(EMULATED, "agent-1", 2 << 20, "VRAM", same_host=True) == {"cuda_ipc"}
-
-
 @pytest.mark.parametrize(
     ("log", "kind", "same_host", "found"),
     [
