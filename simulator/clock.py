@@ -6,10 +6,7 @@ Invariant: `now` never goes back, and a run depends on nothing but what was sche
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Coroutine
-from typing import Any
-
-Action = Callable[[], "Coroutine[Any, Any, None] | None"]
+from collections.abc import Callable
 
 
 class Clock:
@@ -18,31 +15,27 @@ class Clock:
     def __init__(self) -> None:
         self.now = 0.0
         self.events = 0
-        self._due: list[tuple[float, int, Action]] = []
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._scheduled = 0
 
     def time(self) -> float:
         """`now`, as a function for code that takes a clock."""
         return self.now
 
-    def at(self, when: float, action: Action) -> None:
-        """Runs action at a time, now when that is past. A coroutine that it returns is awaited; no virtual time goes
-        by meanwhile.
-        """
+    def at(self, when: float, action: Callable[[], None]) -> None:
+        """Runs an action at a time; now if that time is past."""
         self._scheduled += 1
         heapq.heappush(self._due, (max(when, self.now), self._scheduled, action))
 
-    def after(self, seconds: float, action: Action) -> None:
+    def after(self, seconds: float, action: Callable[[], None]) -> None:
         self.at(self.now + seconds, action)
 
-    async def run(self, until: Callable[[], bool]) -> None:
-        """Until the condition holds, looked at after each event, or nothing is left."""
+    def run(self, until: Callable[[], bool]) -> None:
+        """Runs actions until the condition, evaluated before each action, holds or no action is left."""
         due = self._due
         while due and not until():
             when, _, action = heapq.heappop(due)
             assert when >= self.now
             self.now = when
             self.events += 1
-            waits = action()
-            if waits is not None:
-                await waits
+            action()

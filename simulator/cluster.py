@@ -15,13 +15,12 @@ from common.types import Role
 from gateway.routing.policy import POLICIES
 from simulator.clock import Clock
 from simulator.flight import Flight
-from simulator.index_port import IndexBackend
 from simulator.member import Member
-from simulator.memory_backend import MemoryBackend
 from simulator.outcome import Outcome, Summary, summarise
 from simulator.prefill_pod import PodShape
 from simulator.rates import Rates
 from simulator.sim_gateway import SimGateway
+from simulator.sim_index import SimIndex
 
 MAX_PODS = 1024
 
@@ -93,27 +92,24 @@ class RunResult:
     events: int
 
 
-IndexFactory = Callable[[Clock], IndexBackend]
-
-
 class Cluster:
     """One run."""
 
-    def __init__(self, spec: ClusterSpec, trace: Trace, index: IndexFactory | None = None) -> None:
+    def __init__(self, spec: ClusterSpec, trace: Trace, index: SimIndex | None = None) -> None:
+        """The cluster runs on the index's clock; None makes an index with a clock of its own."""
         if trace.block_size != spec.block_size:
             raise ConfigError(f"the trace has blocks of {trace.block_size} tokens", field="block_size")
-        self.clock = Clock()
+        self.index = SimIndex(Clock(), lag_s=spec.lag_s) if index is None else index
+        self.clock = self.index.clock
         self._spec = spec
         self._trace = trace
-        self.index: IndexBackend = index(self.clock) if index else MemoryBackend(self.clock, lag_s=spec.lag_s)
         names = [("prefill", Role.PREFILL, i) for i in range(spec.prefill)]
         names += [("decode", Role.DECODE, i) for i in range(spec.decode)]
         self.members = [
-            Member(self.clock, self.index, f"{kind}-{i}", role, spec.rates, spec.shape(role)) for kind, role, i in names
+            Member(self.index, f"{kind}-{i}", role, spec.rates, spec.shape(role)) for kind, role, i in names
         ]
         self.gateways = [
             SimGateway(
-                self.clock,
                 self.index,
                 self.members,
                 policy=spec.policy,
@@ -127,8 +123,8 @@ class Cluster:
         self.flights: list[Flight] = []
         self._left = len(trace.requests)
 
-    async def run(self, stop: Callable[[Outcome], bool] | None = None) -> RunResult:
-        """Until every request has ended, or `stop` says so of one that just did."""
+    def run(self, stop: Callable[[Outcome], bool] | None = None) -> RunResult:
+        """Runs until every request has ended, or `stop` returns True for a request that has just ended."""
         began = time.process_time()
         stopped = False
 
@@ -142,10 +138,7 @@ class Cluster:
             self._poll(gateway, self._spec.report_s * i / len(self.gateways))
         for fault in self._spec.faults:
             self._plan_fault(fault)
-        try:
-            await self.clock.run(lambda: self._left == 0 or stopped)
-        finally:
-            await self._close()
+        self.clock.run(lambda: self._left == 0 or stopped)
         outcomes = tuple(flight.outcome for flight in self.flights)
         prefills = [m for m in self.members if m.role is Role.PREFILL]
         summary = summarise(
@@ -157,12 +150,6 @@ class Cluster:
         )
         busy = {m.name: m.pod.busy_s / max(self.clock.now, 1e-9) for m in self.members}
         return RunResult(summary, outcomes, busy, self.clock.events)
-
-    async def _close(self) -> None:
-        for member in self.members:
-            await member.stop_publishing()
-        for gateway in self.gateways:
-            await gateway.reader.close()
 
     def check(self) -> None:
         """Every pool adds up, and no live pod holds blocks of requests that ended. Raises InternalError, or asserts."""
@@ -187,8 +174,8 @@ class Cluster:
         self.clock.at(requests[0].arrival_s, lambda: arrive(0))
 
     def _poll(self, gateway: SimGateway, delay_s: float) -> None:
-        async def poll() -> None:
-            await gateway.poll()
+        def poll() -> None:
+            gateway.poll()
             self.clock.after(self._spec.report_s, poll)
 
         self.clock.after(delay_s, poll)

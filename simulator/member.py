@@ -7,19 +7,18 @@ death by a failed call or its next poll; the index only by the lease.
 from __future__ import annotations
 
 from common.types import Role
-from simulator.clock import Clock
 from simulator.decode_pod import DecodePod
 from simulator.flight import Flight
-from simulator.index_port import IndexBackend, PublisherPort
 from simulator.link import Link
 from simulator.prefill_pod import PodShape, PrefillPod
 from simulator.rates import Rates
+from simulator.sim_index import SimIndex, SimPublisher
 
 
 class Member:
     """flights: the requests that are lost when it dies. prompts: how many it was given."""
 
-    def __init__(self, clock: Clock, index: IndexBackend, name: str, role: Role, rates: Rates, shape: PodShape) -> None:
+    def __init__(self, index: SimIndex, name: str, role: Role, rates: Rates, shape: PodShape) -> None:
         self.name = name
         self.role = role
         self.shape = shape
@@ -29,10 +28,8 @@ class Member:
         self.prompts = 0
         self._computed_before = 0
         self.link = Link()
-        self._clock = clock
         self._index = index
-        self._publisher: PublisherPort | None = None
-        self.pod: PrefillPod | DecodePod = self._begin()
+        self._publisher, self.pod = self._begin()
 
     @property
     def alive(self) -> bool:
@@ -48,32 +45,25 @@ class Member:
         assert isinstance(self.pod, DecodePod)
         return self.pod
 
-    def _begin(self) -> PrefillPod | DecodePod:
+    def _begin(self) -> tuple[SimPublisher, PrefillPod | DecodePod]:
+        """Starts a process of the next generation."""
         self.generation += 1
         self.link = Link()
-        shape = self.shape
-        publisher = self._publisher = self._index.publisher(
-            self.name, self.generation, shape.block_size, shape.num_blocks
-        )
+        publisher = self._index.publisher(self.name, self.generation)
         kind = PrefillPod if self.role is Role.PREFILL else DecodePod
-        pod = kind(self._clock, self.rates, shape, stored=publisher.stored, evicted=publisher.evicted)
-        publisher.start(pod.pool.cached_hashes, pod.load)
-        return pod
+        pod = kind(self._index.clock, self.rates, self.shape, stored=publisher.stored, evicted=publisher.evicted)
+        publisher.start(pod.pool.cached_hashes)
+        return publisher, pod
 
-    async def kill(self) -> None:
+    def kill(self) -> None:
         """The process dies: its requests learn it, its cache is gone, its index entries stay until they expire."""
         if not self.pod.alive:
             return
         self.pod.kill()
-        await self.stop_publishing()
+        self._publisher.stop()
         flights, self.flights = list(self.flights.values()), {}
         for flight in flights:
             flight.lost(self)
-
-    async def stop_publishing(self) -> None:
-        """Closes the connection; the index is not told."""
-        assert self._publisher is not None
-        await self._publisher.stop()
 
     @property
     def all_computed_tokens(self) -> int:
@@ -84,4 +74,4 @@ class Member:
         """A new process under the same name."""
         assert not self.pod.alive
         self._computed_before = self.all_computed_tokens
-        self.pod = self._begin()
+        self._publisher, self.pod = self._begin()

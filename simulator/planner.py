@@ -101,66 +101,66 @@ class Planner:
         self._hit_rate = trace.ideal_hit_rate()
         self.runs = 0
 
-    async def plan(self, gpus: int | None = None) -> Plan:
+    def plan(self, gpus: int | None = None) -> Plan:
         """With so many GPUs; with any number when None. Raises ConfigError."""
         total = gpus or RATIO_GPUS
         if not 2 <= total <= MAX_PODS:
             raise ConfigError(f"--gpus must be from 2 to {MAX_PODS}, not {total}", field="gpus")
         chunk = min(self._chunks, key=lambda tokens: abs(tokens - START_CHUNK))
-        best = await self._climb_ratio(total, chunk)
-        best = await self._climb_chunk(best)
+        best = self._climb_ratio(total, chunk)
+        best = self._climb_chunk(best)
         if best.setup.chunk_tokens != chunk:
-            best = await self._climb_ratio(total, best.setup.chunk_tokens, start=best.setup.prefill)
+            best = self._climb_ratio(total, best.setup.chunk_tokens, start=best.setup.prefill)
         needed = best if gpus is not None and best.goodput >= self._trace.rate else None
         if gpus is None and best.goodput > 0:
-            needed = await self._smallest(best)
+            needed = self._smallest(best)
         ranked = sorted(self._known.values(), key=lambda m: (-m.per_gpu, m.setup.gpus, m.setup.chunk_tokens))
         if gpus is None:  # the least pods are another question's answer
             ranked = [m for m in ranked if m.setup.gpus == total]
         return Plan(tuple(ranked), needed, self.runs)
 
-    async def _climb_ratio(self, total: int, chunk: int, start: int = 0) -> Measured:
+    def _climb_ratio(self, total: int, chunk: int, start: int = 0) -> Measured:
         """Along the number of prefill pods, uphill from where the work balances."""
         prefill = min(total - 1, max(1, start or round(total * self._prefill_share(chunk))))
-        best = await self._measure(Setup(prefill, total - prefill, chunk))
+        best = self._measure(Setup(prefill, total - prefill, chunk))
         for step in (1, -1):
             while 1 <= best.setup.prefill + step < total:
                 at = best.setup.prefill + step
-                other = await self._measure(Setup(at, total - at, chunk))
+                other = self._measure(Setup(at, total - at, chunk))
                 if other.goodput <= best.goodput:
                     break
                 best = other
         return best
 
-    async def _climb_chunk(self, best: Measured) -> Measured:
+    def _climb_chunk(self, best: Measured) -> Measured:
         for step in (1, -1):
             while 0 <= (at := self._chunks.index(best.setup.chunk_tokens) + step) < len(self._chunks):
-                other = await self._measure(replace(best.setup, chunk_tokens=self._chunks[at]))
+                other = self._measure(replace(best.setup, chunk_tokens=self._chunks[at]))
                 if other.goodput <= best.goodput:
                     break
                 best = other
         return best
 
-    async def _smallest(self, best: Measured) -> Measured | None:
+    def _smallest(self, best: Measured) -> Measured | None:
         """The least pods at about this ratio that take the trace as fast as it was recorded."""
         share = best.setup.prefill / best.setup.gpus
         total = max(2, int(self._trace.rate / best.per_gpu))
         for gpus in range(total, min(MAX_PODS, 2 * total + 8) + 1):
             prefill = min(gpus - 1, max(1, round(gpus * share)))
             setup = Setup(prefill, gpus - prefill, best.setup.chunk_tokens)
-            kept = await self._keeps(setup, self._trace.rate)
+            kept = self._keeps(setup, self._trace.rate)
             if kept is not None:
                 return kept
         return None
 
-    async def _measure(self, setup: Setup) -> Measured:
+    def _measure(self, setup: Setup) -> Measured:
         if setup in self._known:
             return self._known[setup]
         low, high = 0.0, _HEADROOM * self._bound(setup)
         found = Measured(setup, 0.0, None)
         for step in range(_STEPS):
             rate = (low + high) / 2
-            kept = await self._keeps(setup, rate)
+            kept = self._keeps(setup, rate)
             if kept is not None:
                 low, found = rate, kept
             else:
@@ -171,7 +171,7 @@ class Planner:
         self._say(found)
         return found
 
-    async def _keeps(self, setup: Setup, rate: float) -> Measured | None:
+    def _keeps(self, setup: Setup, rate: float) -> Measured | None:
         """How the setup does at a rate; None when it does not keep the SLO there."""
         self.runs += 1
         trace = self._trace.faster(rate / self._trace.rate)
@@ -192,7 +192,7 @@ class Planner:
             decode_seqs=self._decode_seqs,
             seed=self._seed,
         )
-        result = await Cluster(spec, trace).run(stop)
+        result = Cluster(spec, trace).run(stop)
         if bad > allowed:
             return None
         busy = {

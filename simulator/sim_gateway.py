@@ -7,7 +7,7 @@ by the poll, and what pods hold comes from the index, which may be late, away or
 from __future__ import annotations
 
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -21,11 +21,10 @@ from gateway.routing.inflight import InFlight
 from gateway.routing.policy import Home, Option, Policy, make_policy
 from gateway.routing.pulls import pulls
 from gateway.routing.view import DISPATCH_S, PodView, assume_peers
-from simulator.clock import Clock
 from simulator.decode_pod import Answer
 from simulator.flight import Flight
-from simulator.index_port import IndexBackend
 from simulator.member import Member
+from simulator.sim_index import SimIndex
 
 LINGER_S = 0.2  # a computed prompt stays predicted until the pod's batch has reached the index
 KEY_BLOCKS = 4
@@ -57,7 +56,6 @@ class _Known:
     view: PodView
     generation: int
     alive: bool = True
-    reported: float = float("-inf")  # by the reader's clock
 
 
 class SimGateway:
@@ -65,8 +63,7 @@ class SimGateway:
 
     def __init__(
         self,
-        clock: Clock,
-        index: IndexBackend,
+        index: SimIndex,
         members: Sequence[Member],
         *,
         policy: str,
@@ -75,9 +72,9 @@ class SimGateway:
         overhead_s: float,
         pull: bool = False,
     ) -> None:
-        self._clock = clock
-        self.reader = index.reader()
-        self._approx = ApproxIndex(clock=clock.time)
+        self._clock = index.clock
+        self._reader = index.reader()
+        self._approx = ApproxIndex(clock=index.clock.time)
         self._block_size = block_size
         self._overhead_s = overhead_s
         self._pull = pull
@@ -91,10 +88,8 @@ class SimGateway:
         self._pairs: list[tuple[str, int]] = []
         self._refresh()
 
-    async def poll(self) -> None:
-        """Asks every pod how it is, and the index who they are."""
-        with suppress(IndexUnavailable):
-            await self.reader.poll()
+    def poll(self) -> None:
+        """Reads the load and the generation of every pod."""
         now, changed = self._clock.now, False
         for known in self._known.values():
             member = known.member
@@ -105,7 +100,6 @@ class SimGateway:
                     known.view, known.generation = _view(member), member.generation
             if member.alive:
                 known.view.report(member.pod.load(), now)
-                known.reported = self.reader.time()
         if changed:
             self._refresh()
         for views in self._usable.values():
@@ -116,9 +110,9 @@ class SimGateway:
         self._usable = {role: [k.view for k in alive if k.member.role is role] for role in (Role.PREFILL, Role.DECODE)}
         self._pairs = [(k.member.name, k.generation) for k in alive]
 
-    async def route(self, flight: Flight) -> None:
+    def route(self, flight: Flight) -> None:
         """Chooses, reserves and books; the pods see it overhead_s later."""
-        demand, policy = await self._demand(flight)
+        demand, policy = self._demand(flight)
         now = self._clock.now
         prefills = policy.prefill(demand, self._usable[Role.PREFILL], now)
         if not prefills:
@@ -133,7 +127,7 @@ class SimGateway:
                 self._give_up(flight)
                 return
             decode, decode_view, answer = found
-        option = await self._book(flight, policy, prefills)
+        option = self._book(flight, policy, prefills)
         member = self._known[option.view.name].member
         option.view.prefilling.add(flight.request_id, option.tokens, now)
         self._inflight.add(flight.request_id, option.view.name, flight.chain)
@@ -141,14 +135,14 @@ class SimGateway:
         choice = Choice(member, option.view, decode, decode_view, answer, option.held, holder, option.pull)
         self._clock.after(self._overhead_s, lambda: self._send(flight, choice))
 
-    async def _demand(self, flight: Flight) -> tuple[Demand, Policy]:
+    def _demand(self, flight: Flight) -> tuple[Demand, Policy]:
         """What is known of the prompt, and the policy for that: the home of its first blocks when nothing is."""
         size = self._block_size
         usable = flight.chain[: matchable_blocks(flight.prompt_len, size)]
         key = usable[min(len(usable), KEY_BLOCKS) - 1] if usable else b""
         policy, affinity = self._policy, ""
         try:
-            found = await self.reader.lookup(usable, self._pairs)
+            found = self._reader.lookup(usable, self._pairs)
         except IndexUnavailable:
             found = self._approx.lookup(usable, self._pairs)
             affinity = key.hex()
@@ -178,10 +172,10 @@ class SimGateway:
         able, holders = self._usable[Role.PREFILL], [known.view for known in pods]
         return pulls(demand.held, demand.promises(), able, holders, int(rates.kv_bytes * self._block_size))
 
-    async def _book(self, flight: Flight, policy: Policy, options: Sequence[Option]) -> Option:
+    def _book(self, flight: Flight, policy: Policy, options: Sequence[Option]) -> Option:
         """The option to take: the atomic choice among gateways, where the policy heeds what others booked."""
         offered = options if policy.shares else options[:1]
-        now = self.reader.time()
+        now = self._clock.now
         candidates = [
             Candidate(
                 o.view.name,
@@ -189,26 +183,22 @@ class SimGateway:
                 o.cost - (o.view.prefilling.fresh_booked + o.view.foreign) * o.unit_s,
                 o.unit_s,
                 o.units,
-                now - self._known[o.view.name].reported + DISPATCH_S,
+                now - o.view.load_at + DISPATCH_S,
             )
             for o in offered
         ]
         try:
-            reserved = await self.reader.reserve(flight.request_id, candidates)
+            reserved = self._reader.reserve(flight.request_id, candidates)
         except IndexUnavailable:
             return offered[0]
         for option, booked in zip(offered, reserved.booked, strict=True):
             option.view.foreign = max(0, booked - option.view.prefilling.fresh_booked)
         return offered[reserved.chosen]
 
-    def _in_background(self, call: Callable[[], Awaitable[None]]) -> None:
-        """What the gateway does not wait for, and can do without."""
-
-        async def attempt() -> None:
-            with suppress(IndexUnavailable):
-                await call()
-
-        self._clock.at(self._clock.now, attempt)
+    def _unbook(self, flight: Flight, choice: Choice) -> None:
+        """Ends the booking on the prefill pod; while the index is away, the booking stays until it expires."""
+        with suppress(IndexUnavailable):
+            self._reader.unbook(choice.prefill.name, flight.request_id)
 
     def _reserve(self, flight: Flight, options: Sequence[Option]) -> tuple[Member, PodView, Answer] | None:
         """The first decode pod with room."""
@@ -266,7 +256,7 @@ class SimGateway:
     def first_token(self, flight: Flight, choice: Choice) -> None:
         """Its prompt is computed."""
         choice.prefill_view.prefilling.remove(flight.request_id)
-        self._in_background(lambda: self.reader.unbook(choice.prefill.name, flight.request_id))
+        self._unbook(flight, choice)
         for member in (choice.prefill, choice.decode):
             if member is not None:
                 self._approx.record(member.name, member.generation, flight.chain)
@@ -279,7 +269,7 @@ class SimGateway:
             choice.decode_view.decoding.remove(flight.request_id)
         if flight.outcome.ttft_s is None:
             self._inflight.remove(flight.request_id)
-            self._in_background(lambda: self.reader.unbook(choice.prefill.name, flight.request_id))
+            self._unbook(flight, choice)
 
 
 def _view(member: Member) -> PodView:

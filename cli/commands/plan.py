@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -89,9 +88,9 @@ def run(
     planner = Planner(used, wanted, model, chunks=sizes, say=say)
     if status is not None:
         with status:
-            plan = asyncio.run(planner.plan(pods))
+            plan = planner.plan(pods)
     else:
-        plan = asyncio.run(planner.plan(pods))
+        plan = planner.plan(pods)
     notes = assumptions(recorded, used, wanted, model, pods)
     if plan.best.goodput and (lasted := len(used.requests) / plan.best.goodput) < SHORT_S:
         notes.append(

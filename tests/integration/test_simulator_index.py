@@ -1,32 +1,31 @@
-"""The simulator's index and ledger in memory answer what the shipped Lua answers in a real Valkey."""
+"""The simulator's models of the index answer what the Lua scripts answer in a real Valkey."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cli.stack.valkey import EmbeddedValkey
+from common.index_pod import BATCH_S, HEARTBEAT_S, PodIndex
 from common.index_reader import IndexReader
-from common.index_records import Candidate, PodLoad, PodRecord, Tier
+from common.index_records import Candidate, PodLoad, PodRecord, Reserved, Tier
 from common.index_store import INFO_TTL_S, LEASE_MS, OWN_TTL_S, PODS_TTL_S, PREFIX_BYTES, Client, Keys, Script, connect
 from common.trace import block_name
 from common.types import Role
 from simulator.clock import Clock
 from simulator.cluster import Cluster, ClusterSpec
-from simulator.index_port import IndexBackend
-from simulator.memory_index import MemoryIndex
-from simulator.memory_ledger import MemoryLedger
+from simulator.index_model import BookingModel, IndexModel
 from simulator.rates import FLAT_8K
-from simulator.valkey_backend import ValkeyBackend
+from simulator.sim_index import SimIndex, SimPublisher, SimReader
 from simulator.workload import Agents
 
 PODS = ("a", "b", "c")
@@ -36,6 +35,7 @@ CHAINS = [
     [block_name(branch[: (i // 4) + 1], i) for i in range(12)] for branch in itertools.product(range(2), repeat=3)
 ]
 SCOPES = itertools.count()
+T = TypeVar("T")
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +46,12 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         runner.run(server.stop())
 
 
+def record_of(pod: str, generation: int, scope: str) -> PodRecord:
+    return PodRecord(pod, generation, f"{pod}:1", Role.PREFILL, "m", scope, scope * 4, BLOCK, 1, 1)
+
+
 class LuaIndex:
-    """MemoryIndex's methods as commands of one scope, as common/index_pod.py sends them."""
+    """IndexModel's methods as commands of one scope, as common/index_pod.py sends them."""
 
     def __init__(self, client: Client, reader: IndexReader, scope: str) -> None:
         self._client = client
@@ -58,7 +62,7 @@ class LuaIndex:
 
     async def register(self, pod: str, generation: int) -> bool:
         k = self._keys
-        record = PodRecord(pod, generation, f"{pod}:1", Role.PREFILL, "m", self._scope, self._scope * 4, BLOCK, 1, 1)
+        record = record_of(pod, generation, self._scope)
         names = (k.pods, k.info(pod), k.lease(pod), k.load(pod), k.resv(pod), k.resv_tokens(pod), k.slots, k.sweep)
         args = (k.prefix, pod, generation, LEASE_MS, INFO_TTL_S, PODS_TTL_S, PodLoad().to_json(), *record.to_fields())
         slot = int(await Script("register").run(self._client, names, args))
@@ -148,10 +152,9 @@ steps = st.one_of(
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(steps, min_size=5, max_size=40))
-def test_the_index_in_memory_answers_what_the_scripts_answer(url: str, script: list[tuple[Any, ...]]) -> None:
+def test_the_index_model_answers_what_the_scripts_answer(url: str, script: list[tuple[Any, ...]]) -> None:
     async def compare() -> None:
-        clock = Clock()
-        double = MemoryIndex(clock.time)
+        model = IndexModel(Clock().time)
         client, scope = connect(url, timeout_s=5.0), f"{next(SCOPES):08x}"
         reader = IndexReader(url, timeout_s=5.0, clock=lambda: time.monotonic() * 1e6)  # nothing is kept
         lua = LuaIndex(client, reader, scope)
@@ -162,34 +165,34 @@ def test_the_index_in_memory_answers_what_the_scripts_answer(url: str, script: l
                 kind, pod, generation = step[:3]
                 who = pod, generation
                 if kind == "register":
-                    assert double.register(*who) == await lua.register(*who)
+                    assert model.register(*who) == await lua.register(*who)
                 elif kind == "heartbeat":
-                    assert double.heartbeat(*who) == await lua.heartbeat(*who)
+                    assert model.heartbeat(*who) == await lua.heartbeat(*who)
                 elif kind == "leave":
-                    double.leave(*who)
+                    model.leave(*who)
                     await lua.leave(*who)
                 elif kind == "expire":
-                    double.lapse(pod)
+                    model.expire(pod)
                     await lua.expire(pod)
                 else:
                     offset, chain, depth = step[3:]
                     mine, at = held.get(who, []), number.get(who, 0) + 1 + offset
                     if kind == "snapshot":
                         after = CHAINS[chain][:depth]
-                        answers = double.snapshot(*who, at, after), await lua.snapshot(*who, at, after)
+                        answers = model.snapshot(*who, at, after), await lua.snapshot(*who, at, after)
                     else:
                         after = _after(mine, CHAINS[chain], depth, kind == "store")
                         stored, evicted = [h for h in after if h not in mine], [h for h in mine if h not in after]
-                        answers = double.apply(*who, at, stored, evicted), await lua.apply(*who, at, stored, evicted)
+                        answers = model.apply(*who, at, stored, evicted), await lua.apply(*who, at, stored, evicted)
                     assert answers[0] == answers[1]
                     if answers[0] == "ok":
                         held[who], number[who] = after, at
                 asked = [(pod, g) for g in range(1, 4)]
                 for chain in (CHAINS[0], CHAINS[5]):
-                    assert double.lookup(chain, asked) == await lua.lookup(chain, asked), (kind, chain)
+                    assert model.lookup(chain, asked) == await lua.lookup(chain, asked), (kind, chain)
             asked = [(p, g) for p in PODS for g in range(1, 4)]
             for chain in CHAINS:
-                assert double.lookup(chain, asked) == await lua.lookup(chain, asked), chain
+                assert model.lookup(chain, asked) == await lua.lookup(chain, asked), chain
         finally:
             await reader.close()
             await client.aclose()
@@ -225,39 +228,137 @@ def _after(mine: list[bytes], chain: list[bytes], depth: int, store: bool) -> li
         max_size=25,
     )
 )  # fmt: skip
-def test_the_ledger_in_memory_chooses_as_the_script_does(url: str, calls: list[tuple[Any, ...]]) -> None:
+def test_the_booking_model_chooses_as_the_script_does(url: str, calls: list[tuple[Any, ...]]) -> None:
     async def compare() -> None:
         scope = f"{next(SCOPES):08x}"
-        reader, ledger = IndexReader(url, timeout_s=5.0), MemoryLedger(time.monotonic)
+        reader, model = IndexReader(url, timeout_s=5.0), BookingModel(time.monotonic)
         try:
             for kind, request, options in calls:
                 candidates = [Candidate(*option) for option in options]
                 if kind == "reserve":
                     (lua,) = await reader.reserve(scope, f"r{request}", [candidates])
-                    assert ledger.reserve(f"r{request}", candidates) == lua
+                    assert model.reserve(f"r{request}", candidates) == lua
                 else:
                     await reader.unbook(scope, candidates[0].pod, f"r{request}")
-                    ledger.unbook(candidates[0].pod, f"r{request}")
+                    model.unbook(candidates[0].pod, f"r{request}")
         finally:
             await reader.close()
 
     asyncio.run(compare())
 
 
+class SteppedPodIndex(PodIndex):
+    """PodIndex without its task: the caller decides when it registers, sends a heartbeat and sends changes."""
+
+    async def join(self) -> None:
+        self._loop = asyncio.get_running_loop()  # from now on changes are recorded
+        await self._register()
+        await self._send_snapshot()
+
+    async def beat(self) -> None:
+        await self._heartbeat()
+
+    async def flush(self) -> None:
+        while self._changes.stale or self._changes:
+            await (self._send_snapshot() if self._changes.stale else self._send_batch())
+
+    async def close(self) -> None:
+        self._loop = None
+        if self._client is not None:
+            await self._client.aclose()
+
+
+class ValkeyIndex(SimIndex):
+    """The real PodIndex, IndexReader and Lua under the simulated cluster; no virtual time passes during a command.
+
+    Leases follow the server's clock, so a run must not be longer than one. Bookings do too, and all of a run is an
+    instant for the server: it gets the bookings, but BookingModel makes the choice.
+    """
+
+    def __init__(self, clock: Clock, url: str, runner: asyncio.Runner) -> None:
+        super().__init__(clock)
+        self.url = url
+        self.scope = f"{next(SCOPES):08x}"
+        self.runner = runner
+        self.opened: list[SteppedPodIndex | IndexReader] = []
+
+    def publisher(self, pod: str, generation: int) -> SimPublisher:
+        return ValkeyPublisher(self, pod, generation)
+
+    def reader(self) -> SimReader:
+        return ValkeyReader(self)
+
+    def wait(self, call: Coroutine[Any, Any, T]) -> T:
+        return self.runner.run(call)
+
+    async def close(self) -> None:
+        for client in self.opened:
+            await client.close()
+
+
+class ValkeyPublisher(SimPublisher):
+    def __init__(self, index: ValkeyIndex, pod: str, generation: int) -> None:
+        super().__init__(index, pod, generation)
+        self._valkey = index
+        self._record = record_of(pod, generation, index.scope)
+
+    def start(self, snapshot: Callable[[], list[bytes]]) -> None:
+        self._pod_index = SteppedPodIndex(self._valkey.url, self._record, snapshot, PodLoad)
+        self._valkey.opened.append(self._pod_index)
+        self._clock.at(self._clock.now, self._join)
+
+    def _enqueue(self, hashes: list[bytes], held: bool) -> None:
+        change = self._pod_index.stored if held else self._pod_index.evicted
+        change(hashes)
+        if not self._flushing:
+            self._flushing = True
+            self._clock.after(BATCH_S, self._flush)
+
+    def _join(self) -> None:
+        self._valkey.wait(self._pod_index.join())
+        self._clock.after(HEARTBEAT_S, self._beat)
+
+    def _beat(self) -> None:
+        self._valkey.wait(self._pod_index.beat())
+        self._clock.after(HEARTBEAT_S, self._beat)
+
+    def _flush(self) -> None:
+        self._flushing = False
+        self._valkey.wait(self._pod_index.flush())
+
+
+class ValkeyReader(SimReader):
+    def __init__(self, index: ValkeyIndex) -> None:
+        super().__init__(index)
+        self._valkey = index
+        self._reader = IndexReader(index.url, timeout_s=5.0, clock=index.clock.time)
+        index.opened.append(self._reader)
+
+    def lookup(self, chain: Sequence[bytes], pods: Sequence[tuple[str, int]]) -> dict[str, int]:
+        self._valkey.wait(self._reader.pods())  # slots of pods that have registered since the last call
+        return self._valkey.wait(self._reader.lookup(self._valkey.scope, chain, pods))
+
+    def reserve(self, request_id: str, candidates: Sequence[Candidate]) -> Reserved:
+        reserved = self._valkey.bookings.reserve(request_id, candidates)
+        self._valkey.wait(self._reader.reserve(self._valkey.scope, request_id, [[candidates[reserved.chosen]]]))
+        return reserved
+
+    def unbook(self, pod: str, request_id: str) -> None:
+        self._valkey.bookings.unbook(pod, request_id)
+        self._valkey.wait(self._reader.unbook(self._valkey.scope, pod, request_id))
+
+
 @pytest.mark.parametrize("policy", ["cost", "least_loaded"])
-def test_a_run_over_valkey_is_the_run_in_memory(url: str, policy: str) -> None:
+def test_a_run_over_valkey_is_the_run_over_the_models(url: str, policy: str) -> None:
     trace = Agents(rate=5.0, seconds=40.0, tenants=6).trace()
     spec = ClusterSpec(rates=FLAT_8K, prefill=4, policy=policy, prefill_blocks=120)
-
-    def outcomes(index: Any) -> Any:
-        result = asyncio.run(Cluster(spec, trace, index).run())
-        return result.outcomes, replace(result.summary, cpu_s=0.0)
-
-    def valkey(clock: Clock) -> IndexBackend:
-        return ValkeyBackend(clock, url, f"{next(SCOPES):08x}")
-
-    in_memory, memory_summary = outcomes(None)
-    over_valkey, valkey_summary = outcomes(valkey)
-    assert sum(o.hit_tokens for o in in_memory) > 0
-    assert over_valkey == in_memory
-    assert repr(valkey_summary) == repr(memory_summary)
+    with asyncio.Runner() as runner:
+        index = ValkeyIndex(Clock(), url, runner)
+        try:
+            real = Cluster(spec, trace, index).run()
+        finally:
+            runner.run(index.close())
+    modelled = Cluster(spec, trace).run()
+    assert sum(o.hit_tokens for o in modelled.outcomes) > 0
+    assert real.outcomes == modelled.outcomes
+    assert repr(replace(real.summary, cpu_s=0.0)) == repr(replace(modelled.summary, cpu_s=0.0))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import subprocess
 from dataclasses import replace
@@ -164,7 +163,7 @@ def trace() -> Trace:
 
 
 def plan(trace: Trace, slo: Slo, gpus: int | None, **options: Any) -> Any:
-    return asyncio.run(Planner(trace, slo, H100_8B, chunks=(2048,), **options).plan(gpus))
+    return Planner(trace, slo, H100_8B, chunks=(2048,), **options).plan(gpus)
 
 
 def test_a_looser_slo_never_gives_less(trace: Trace) -> None:

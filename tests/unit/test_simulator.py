@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import asdict, replace
 from itertools import pairwise
 from typing import Any
@@ -12,12 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from common.errors import ConfigError, IndexUnavailable
-from common.index_records import PodLoad
 from common.trace import Trace, TraceRequest, block_name
+from gateway.routing.policy import POLICIES
 from simulator.clock import Clock
 from simulator.cluster import Cluster, ClusterSpec, Fault, RunResult
-from simulator.memory_backend import MemoryBackend
 from simulator.rates import FLAT_8K, H100_8B, Rates
+from simulator.sim_index import SimIndex
 from simulator.workload import Agents
 
 BLOCK = 16
@@ -35,7 +34,7 @@ def request(at: float, *branches: int, tail: int = 1, output: int = 1) -> TraceR
 
 def run(trace: Trace, **spec: Any) -> tuple[RunResult, Cluster]:
     cluster = Cluster(ClusterSpec(**{"rates": RATES, "block_size": BLOCK, "overhead_s": 0.0, **spec}), trace)
-    return asyncio.run(cluster.run()), cluster
+    return cluster.run(), cluster
 
 
 def of(*requests: TraceRequest) -> Trace:
@@ -68,7 +67,7 @@ faults = st.lists(
     faults=faults,
     decode=st.sampled_from([0, 1, 2]),
     gateways=st.integers(1, 3),
-    policy=st.sampled_from(["cost", "round_robin", "least_loaded", "prefix_only"]),
+    policy=st.sampled_from(POLICIES),
     chunk=st.sampled_from([BLOCK, 5 * BLOCK]),
     blocks=st.integers(9, 24),
     seqs=st.integers(1, 4),
@@ -127,7 +126,7 @@ def test_time_never_goes_back_and_equal_times_keep_their_order(events: list[tupl
 
     for i, (at, again) in enumerate(events):
         clock.at(at, lambda i=i, again=again: fire(i, again))  # type: ignore[misc]
-    asyncio.run(clock.run(lambda: False))
+    clock.run(lambda: False)
     assert all(a[0] <= b[0] for a, b in pairwise(seen))
     assert len(seen) == sum(2 if again else 1 for _, again in events)
     first = [i for at, i in seen[: len(seen)] if events[i][0] == at and not events[i][1]]
@@ -174,9 +173,7 @@ def test_the_cache_is_limited_and_the_index_knows_what_is_evicted() -> None:
     large, _ = run(trace, prefill=1, prefill_blocks=200)
     assert small.summary.hit_rate < large.summary.hit_rate
     assert small.summary.promised_rate == pytest.approx(small.summary.hit_rate)
-    backend = cluster.index
-    assert isinstance(backend, MemoryBackend)
-    assert backend.index.size() <= 18
+    assert cluster.index.blocks.size() <= 18
 
 
 def test_a_restarted_pod_is_not_credited_with_what_it_held_before() -> None:
@@ -217,27 +214,21 @@ def test_a_late_index_promises_less_than_there_is() -> None:
 
 def test_an_index_that_was_away_is_filled_again() -> None:
     clock = Clock()
-    backend = MemoryBackend(clock)
-    publisher = backend.publisher("p", 1, BLOCK, 8)
+    index = SimIndex(clock)
+    publisher = index.publisher("p", 1)
     held = [block_name(i) for i in range(3)]
-
-    async def scenario() -> None:
-        reader = backend.reader()
-        publisher.start(lambda: list(held), PodLoad)
-        await clock.run(lambda: clock.now > 1)
-        assert await reader.lookup(held, [("p", 1)]) == {"p": 3}
-        backend.away = True
-        await clock.run(lambda: clock.now > 5)
-        held.append(block_name(3))
-        publisher.stored(held[3:])
-        with pytest.raises(IndexUnavailable):
-            await backend.reader().lookup(held, [("p", 1)])
-        backend.away = False
-        await clock.run(lambda: clock.now > 15)
-        assert await backend.reader().lookup(held, [("p", 1)]) == {"p": 4}
-        await publisher.stop()
-
-    asyncio.run(scenario())
+    publisher.start(lambda: list(held))
+    clock.run(lambda: clock.now > 1)
+    assert index.reader().lookup(held, [("p", 1)]) == {"p": 3}
+    index.away = True
+    clock.run(lambda: clock.now > 5)
+    held.append(block_name(3))
+    publisher.stored(held[3:])
+    with pytest.raises(IndexUnavailable):
+        index.reader().lookup(held, [("p", 1)])
+    index.away = False
+    clock.run(lambda: clock.now > 15)
+    assert index.reader().lookup(held, [("p", 1)]) == {"p": 4}
 
 
 def test_two_gateways_do_not_herd() -> None:
@@ -282,7 +273,7 @@ def test_a_real_shape_in_both_roles() -> None:
     chain = tuple(block_name(i) for i in range(8))
     trace = Trace("one", size, (TraceRequest(0.0, 4096, 128, chain), TraceRequest(60.0, 4097, 128, chain)))
     cluster = Cluster(ClusterSpec(rates=H100_8B, prefill=1, decode=1), trace)
-    result = asyncio.run(cluster.run())
+    result = cluster.run()
     cold, warm = result.outcomes
     assert cold.ttft_s == pytest.approx(H100_8B.prompt_s(4096, 2048) + 0.001, rel=1e-6)
     assert 0.08 < (cold.ttft_s or 0) < 0.12

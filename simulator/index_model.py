@@ -1,14 +1,16 @@
-"""The prefix index in memory, on a virtual clock: answers what the Lua scripts answer (a test compares them).
+"""The prefix index as gateways and pods see it, in memory on a virtual clock, in place of Redis and its Lua scripts.
 
-Per pod one set of 8-byte block names under its generation. Invariant, as in Redis: only the registered generation with
-a live lease changes its set or is credited in a look-up.
+A test replays random calls against these models and against the scripts in a real server, and compares the answers.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from common.index_reader import BOOKING_S
+from common.index_records import Candidate, Reserved
 from common.index_store import LEASE_MS, OWN_TTL_S, PREFIX_BYTES
 
 LEASE_S = LEASE_MS / 1e3
@@ -16,24 +18,32 @@ LEASE_S = LEASE_MS / 1e3
 
 @dataclass(slots=True)
 class _Entry:
-    """One registered pod. number: of the last batch, None before the first snapshot."""
+    """One registered pod."""
 
     generation: int
     lease_until: float
+    #: The set and its number expire at this time unless the pod renews them.
     set_until: float
+    #: 8-byte names of the blocks that the pod holds.
     own: set[bytes] = field(default_factory=set)
+    #: Number of the last batch; None before the first snapshot.
     number: int | None = None
 
 
-class MemoryIndex:
-    """All pods of one scope. time: seconds, of any clock."""
+class IndexModel:
+    """The pods of one scope and the blocks that each one holds.
+
+    Invariant, as in Redis: only the registered generation with a live lease changes its set or is credited in a
+    look-up.
+    """
 
     def __init__(self, time: Callable[[], float]) -> None:
+        """`time` returns seconds of any clock."""
         self._time = time
         self._pods: dict[str, _Entry] = {}
 
     def register(self, pod: str, generation: int) -> bool:
-        """Enters a generation; False when a later one is known. What an earlier one held is forgotten."""
+        """Registers a generation and forgets the blocks of an earlier one. Returns False if a later one is known."""
         now = self._time()
         known = self._pods.get(pod)
         if known is not None and known.generation > generation:
@@ -44,7 +54,7 @@ class MemoryIndex:
         return True
 
     def heartbeat(self, pod: str, generation: int) -> int:
-        """Renews the lease; entries of the pod, or -1 when it has to register (again)."""
+        """Renews the lease. Returns the pod's number of blocks, or -1 if the pod has to register (again)."""
         entry = self._pods.get(pod)
         now = self._time()
         if entry is None or entry.generation != generation or entry.number is None or not self._fresh(entry):
@@ -53,7 +63,10 @@ class MemoryIndex:
         return len(entry.own)
 
     def apply(self, pod: str, generation: int, number: int, stored: Iterable[bytes], evicted: Iterable[bytes]) -> str:
-        """One numbered batch: 'ok', 'duplicate', 'gap' (send a snapshot) or 'fenced' (register again)."""
+        """Applies one numbered batch.
+
+        Returns 'ok', 'duplicate', 'gap' (the pod has to send a snapshot) or 'fenced' (it has to register again).
+        """
         entry = self._live(pod, generation)
         if entry is None:
             return "fenced"
@@ -67,7 +80,7 @@ class MemoryIndex:
         return "ok"
 
     def snapshot(self, pod: str, generation: int, number: int, held: Collection[bytes]) -> str:
-        """Replaces a pod's entries: 'ok', 'gap' (something newer was applied) or 'fenced'."""
+        """Replaces a pod's blocks. Returns 'ok', 'gap' (a newer batch was applied) or 'fenced'."""
         entry = self._live(pod, generation)
         if entry is None:
             return "fenced"
@@ -77,22 +90,19 @@ class MemoryIndex:
         entry.number, entry.set_until = number, self._time() + OWN_TTL_S
         return "ok"
 
-    def lapse(self, pod: str) -> None:
-        """The pod's lease runs out now."""
+    def expire(self, pod: str) -> None:
+        """Ends the pod's lease now."""
         if pod in self._pods:
             self._pods[pod].lease_until = self._time()
 
     def leave(self, pod: str, generation: int) -> None:
-        """Forgets a pod; without effect for another generation than the registered one."""
+        """Forgets a pod. Has no effect for another generation than the registered one."""
         entry = self._pods.get(pod)
         if entry is not None and entry.generation == generation:
             del self._pods[pod]
 
     def lookup(self, chain: Sequence[bytes], pods: Sequence[tuple[str, int]]) -> dict[tuple[str, int], int]:
-        """Blocks of the chain that each (pod, generation) holds, from its start; pods that hold none may be left out.
-
-        Galloping, then halving: sets are prefix-closed.
-        """
+        """Returns how many blocks from the start of the chain each (pod, generation) holds, without those with none."""
         found: dict[tuple[str, int], int] = {}
         if not chain:
             return found
@@ -112,16 +122,18 @@ class MemoryIndex:
         return entry if live else None
 
     def _fresh(self, entry: _Entry) -> bool:
-        """The set and its number have not expired (nobody renewed them for OWN_TTL_S)."""
         return self._time() < entry.set_until
 
     def size(self) -> int:
-        """Entries of all pods."""
+        """Returns the number of blocks of all pods."""
         return sum(len(entry.own) for entry in self._pods.values())
 
 
 def _matched(names: Sequence[bytes], own: set[bytes]) -> int:
-    """The longest lead of names in own, which holds the first."""
+    """Returns how many leading names are in `own`, which holds the first.
+
+    Doubles the position until a name is missing, then bisects: a pod that holds a block holds all blocks before it.
+    """
     low, high, length = 1, 2, len(names)
     while high <= length and names[high - 1] in own:
         low, high = high, 2 * high
@@ -133,3 +145,40 @@ def _matched(names: Sequence[bytes], own: set[bytes]) -> int:
         else:
             high = middle
     return low
+
+
+class BookingModel:
+    """The bookings that all gateways share, by pod, oldest first; common/lua/reserve.lua in memory."""
+
+    def __init__(self, time: Callable[[], float]) -> None:
+        """`time` returns seconds of any clock."""
+        self._time = time
+        self._booked: dict[str, OrderedDict[str, tuple[float, int]]] = {}
+
+    def reserve(self, request_id: str, candidates: Sequence[Candidate]) -> Reserved:
+        """Books the request on the cheapest candidate, recent bookings included; on the first of equal ones."""
+        now = self._time()
+        units = [self._since(c.pod, now - min(c.age_s, BOOKING_S), request_id) for c in candidates]
+        # Costs are rounded as they are on the way to Redis, so that equal costs stay equal.
+        costs = [round(c.cost_s, 9) + booked * round(c.unit_s, 12) for c, booked in zip(candidates, units, strict=True)]
+        chosen = costs.index(min(costs))
+        bookings = self._booked.setdefault(candidates[chosen].pod, OrderedDict())
+        while bookings and next(iter(bookings.values()))[0] <= now - BOOKING_S:
+            bookings.popitem(last=False)
+        bookings[request_id] = now, candidates[chosen].units
+        bookings.move_to_end(request_id)
+        return Reserved(chosen, tuple(units))
+
+    def unbook(self, pod: str, request_id: str) -> None:
+        """Ends a booking. Has no effect if there is none."""
+        self._booked.get(pod, OrderedDict()).pop(request_id, None)
+
+    def _since(self, pod: str, since: float, but: str) -> int:
+        """Units that other requests than `but` booked on a pod after a time."""
+        total = 0
+        for request_id, (at, units) in reversed(self._booked.get(pod, OrderedDict()).items()):
+            if at <= since:
+                break
+            if request_id != but:
+                total += units
+        return total
