@@ -26,10 +26,18 @@ async def running(
     start_s: float,
     pod_flags: Mapping[str, str] | None = None,
     env: Mapping[str, str] = os.environ,
+    gateway: Path | None = None,
 ) -> AsyncIterator[Stack]:
-    """A stack that is ready within start_s; what its processes said last is printed when the block fails."""
+    """A stack that is ready within start_s; the end of each process's log is printed when the block fails.
+
+    `gateway` is a script that runs as the gateway, with the arguments of `python -m common.cli`.
+    """
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as logs:
         stack = Stack.plan(config, model_dir, Path(logs), pod_flags=pod_flags, env=env, say=print)
+        if gateway is not None:
+            process = next(spec.process for spec in stack.specs if spec.role == "gateway")
+            command = process.argv.index("gateway")
+            process.argv = (sys.executable, "-P", str(gateway), *process.argv[command:])
         supervisor = Supervisor(stack.specs, on_event=print)
         try:
             await supervisor.start(start_s)

@@ -3,7 +3,7 @@
 A block of 512 tokens becomes one of 16, so that prompts share exactly what the trace's share (loadtest/workload.py).
 Conversations with several turns and short prompts are replayed by the load generator, of the recorded trace or of the
 made one of simulator/workload.py. Each policy gets a stack of its own and the same arrivals. The first third warms the
-caches and is not counted.
+caches and is not counted. The gateway of round robin is round_robin_gateway.py.
 
 - predicted_over_actual: hit tokens that routing expected over those that pods found, under `cost`.
 - ttft_p50_ratio_vs_rr, ttft_mean_ratio_vs_rr, computed_ratio_vs_rr: `cost` over `round_robin`; computed are prompt
@@ -52,7 +52,8 @@ LONGEST = 512  # tokens of a prompt, scaled
 TURNS = 3  # of a conversation, at least
 VOCAB = (100, 40_000)
 SINGLE = 60  # requests that come one at a time, after the replay
-POLICIES = ("cost", "round_robin")
+#: By policy the script that runs as the gateway; None for `baton gateway` itself.
+POLICIES = {"cost": None, "round_robin": Path(__file__).with_name("round_robin_gateway.py")}
 
 
 def chosen(trace: Trace, count: int, rate: float, output: int) -> Trace:
@@ -107,10 +108,10 @@ async def measure(policy: str, trace: Trace, model_dir: Path) -> dict[str, float
     """One policy on a stack of its own."""
     config = UpConfig(
         model=str(model_dir), port=0, prefill=2, decode=2, threads=1, max_model_len=1024, chunk_tokens=128,
-        block_size=BLOCK, routing_policy=policy, log_level="warning",
+        block_size=BLOCK, log_level="warning",
     )  # fmt: skip
     async with (
-        local_stack.running(config, model_dir, start_s=180) as stack,
+        local_stack.running(config, model_dir, start_s=180, gateway=POLICIES[policy]) as stack,
         httpx.AsyncClient(base_url=stack.base_url.removesuffix("/v1")) as http,
     ):
         load = LoadConfig(

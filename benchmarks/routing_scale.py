@@ -37,7 +37,7 @@ from common.index_records import Candidate, PodLoad, PodRecord
 from common.index_store import Client, connect
 from common.types import Role
 from gateway.routing.demand import Demand
-from gateway.routing.policy import make_policy
+from gateway.routing.policy import CostPolicy
 from gateway.routing.view import PodView
 
 SCOPE = "5ca1ab1e"
@@ -130,7 +130,7 @@ async def _measure(url: str, held: Sequence[list[bytes]], prompts: Sequence[list
     views = [PodView(name, block_size=BLOCK, capacity=1 << 17, num_blocks=1 << 20) for name in names]
     for view in views:
         view.report(PodLoad(queued_tokens=rng.randrange(8_000), prefill_rate=8e3), time.monotonic())
-    policy = make_policy("cost", random.Random(1))
+    policy = CostPolicy(random.Random(1))
     rows: list[tuple[float, float, float, float]] = []
     booked: deque[tuple[str, str]] = deque()
     await reader.lookup(SCOPE, prompts[0][:1], pairs)  # from now on it has a connection

@@ -1,6 +1,6 @@
 """Routing policies against each other on simulated pods: a recorded trace, and a made one of another kind.
 
-A pod computes 8,000 prompt tokens a second and caches 4,000 blocks of 512; policies, prompts in flight, scheduler
+A pod computes 8,000 prompt tokens a second and caches 4,000 blocks of 512; cost policy, prompts in flight, scheduler
 and block cache are the product's. Two kinds of pods: `fifo` computes one prompt after another (the figures under
 "metrics"), `chunked` shares its steps among prompts as the engine's scheduler does: round robin gains most by it.
 

@@ -70,10 +70,6 @@ KvDType = Annotated[str | None, opt("auto (the default: as dtype) or fp8_e4m3, h
 MaxModelLen = Annotated[str | None, opt("Longest prompt plus output; default: the model's.", metavar="N")]
 DrainS = Annotated[str | None, opt("Most seconds that running requests get at the end (default 30).", metavar="N")]
 Threads = Annotated[str | None, opt("CPU threads of a pod; default: automatic.", metavar="N")]
-RoutingPolicy = Annotated[
-    str | None,
-    opt("cost (default); round_robin, least_loaded, prefix_only to compare.", metavar="POLICY"),
-]
 ToolParser = Annotated[
     str | None,
     opt("How the model writes calls: auto (default), hermes, llama3_json, mistral, pythonic.", metavar="NAME"),

@@ -287,8 +287,8 @@ class GatewayConfig(_Config):
     response_ttl_s: how long /v1/responses are kept in redis; 0: not at all. response_memory: bytes of one tenant's.
     max_running: requests at pods at once, 0: any number; max_queue: that wait for it; max_ttft_s: a request whose first
     token would come later than this is refused at arrival, 0: only the request's deadline counts.
-    routing_policy: what decides where requests go; all but cost are for comparison. tool_parser, reasoning_parser: how
-    models write calls and reasoning sections; auto: told by each model's chat template.
+    tool_parser, reasoning_parser: how models write calls and reasoning sections; auto: told by each model's chat
+    template.
     traces: where spans go; trace_sample: the share of requests that are traced when their client does not decide it.
     """
 
@@ -314,7 +314,6 @@ class GatewayConfig(_Config):
     max_running: int = _setting(kinds.integer(0, 1 << 20), 0)
     max_queue: int = _setting(kinds.integer(0, 1 << 20), 512)
     max_ttft_s: float = _setting(kinds.seconds(0, 86400), 60.0)
-    routing_policy: str = _setting(kinds.ROUTING, "cost")
     tool_parser: str = _setting(kinds.TOOL_PARSER, "auto")
     reasoning_parser: str = _setting(kinds.REASONING_PARSER, "auto")
     drain_s: float = _setting(kinds.DRAIN, DEFAULT_DRAIN_S)
@@ -395,7 +394,6 @@ class UpConfig(_Config):
     threads: int = _setting(kinds.THREADS, 0)
     max_tokens: int = _setting(kinds.integer(1, 1 << 24), 96)
     drain_s: float = _setting(kinds.DRAIN, DEFAULT_DRAIN_S)
-    routing_policy: str = _setting(kinds.ROUTING, "cost")
     tool_parser: str = _setting(kinds.TOOL_PARSER, "auto")
     reasoning_parser: str = _setting(kinds.REASONING_PARSER, "auto")
     log_dir: str | None = _setting(kinds.optional(kinds.text("a directory", r".+")), None)

@@ -99,7 +99,6 @@ def settings_of(config: GatewayConfig) -> Settings:
         open_metrics=config.open_metrics,
         redis=config.redis,
         gate=GateLimits(max_running=config.max_running, max_queue=config.max_queue, max_ttft_s=config.max_ttft_s),
-        routing_policy=config.routing_policy,
     )
 
 

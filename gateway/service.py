@@ -64,7 +64,6 @@ class Settings:
     redis: str | None = None
     limits_timeout_s: float = TIMEOUT_S
     gate: GateLimits = field(default_factory=GateLimits)
-    routing_policy: str = "cost"
 
 
 class Gateway:
@@ -88,7 +87,7 @@ class Gateway:
         def served(text: ModelText) -> ServedModel:
             alone = len(texts) == 1
             table = PodTable(settings.pods, index, gateway_id=gateway_id, model=text.name, alone=alone)
-            router = Router(table, self.metrics, policy=settings.routing_policy)
+            router = Router(table, self.metrics)
             gate = Gate(settings.gate, PodOutlook(table, time.monotonic), self.metrics)
             return ServedModel(text, table, Pipeline(router, self.metrics, gateway_id=gateway_id), gate)
 

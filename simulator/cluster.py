@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from common.errors import ConfigError
 from common.trace import Trace
 from common.types import Role
-from gateway.routing.policy import POLICIES
 from simulator.clock import Clock
 from simulator.flight import Flight
 from simulator.member import Member
 from simulator.outcome import Outcome, Summary, summarise
+from simulator.policies import POLICIES
 from simulator.prefill_pod import PodShape
 from simulator.rates import Rates
 from simulator.sim_gateway import SimGateway

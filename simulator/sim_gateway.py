@@ -18,12 +18,13 @@ from common.types import Role
 from gateway.approx_index import ApproxIndex
 from gateway.routing.demand import Demand, Pull
 from gateway.routing.inflight import InFlight
-from gateway.routing.policy import Home, Option, Policy, make_policy
+from gateway.routing.policy import Home, Option, Policy
 from gateway.routing.pulls import pulls
 from gateway.routing.view import DISPATCH_S, PodView, assume_peers
 from simulator.decode_pod import Answer
 from simulator.flight import Flight
 from simulator.member import Member
+from simulator.policies import INFORMED, make_policy
 from simulator.sim_index import SimIndex
 
 LINGER_S = 0.2  # a computed prompt stays predicted until the pod's batch has reached the index
@@ -80,6 +81,7 @@ class SimGateway:
         self._pull = pull
         rng = random.Random(seed)
         self._policy = make_policy(policy, rng)
+        self._informed = policy in INFORMED
         self._home: Policy = Home(rng)
         self._inflight = InFlight()
         self._known = {member.name: _Known(member, _view(member), member.generation) for member in members}
@@ -146,7 +148,7 @@ class SimGateway:
         except IndexUnavailable:
             found = self._approx.lookup(usable, self._pairs)
             affinity = key.hex()
-            if policy.informed and not any(found.values()):
+            if self._informed and not any(found.values()):
                 policy = self._home
         soon = self._inflight.match(usable)
         demand = Demand(

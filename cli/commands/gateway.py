@@ -18,7 +18,6 @@ from cli.options import (
     Logs,
     ReasoningParser,
     Redis,
-    RoutingPolicy,
     ServedName,
     ToolParser,
     Traces,
@@ -73,7 +72,6 @@ def gateway(
             "Refuse at once what would wait longer for its first token (default 60; 0: only its deadline).", metavar="N"
         ),
     ] = None,
-    routing_policy: RoutingPolicy = None,
     tool_parser: ToolParser = None,
     reasoning_parser: ReasoningParser = None,
     drain_s: DrainS = None,

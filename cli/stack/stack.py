@@ -125,7 +125,6 @@ class Stack:
                 probe = functools.partial(probes.grpc_ready, port.address)
                 specs.append(_spec(name, argv, role, port.address, probe, log_dir, {**child_env, **gpu_env}, POD))
             flags = {"host": config.host, "port": str(http.port), "grpc-port": str(grpc.port), **shared}
-            flags["routing-policy"] = config.routing_policy
             flags |= {"tool-parser": config.tool_parser, "reasoning-parser": config.reasoning_parser}
             flags |= {"api-keys": ",".join(config.api_keys), "trace-sample": str(config.trace_sample)}
             reach = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host

@@ -1,14 +1,14 @@
-"""Which pods suit a request, best first. Pure: a demand, the pods as they are, the time and a source of chance.
+"""Ranks the pods for a request, best first. Pure: a demand, the pods' views, the time and a source of chance.
 
-`cost`, in seconds: the queue there + what is left to compute / the pod's rate + what is pulled; for decoding what has
-to move there + what the sequence and its neighbours will wait for each other. All of it from what pods measured. What
-is computed counts more than what is waited for, since those that come later wait for it too. So a prefix that many
-share is computed anew elsewhere as soon as the queue at its holders takes longer than that is worth, and no block that
-heads every prompt draws them all to one pod.
-Near-ties are shuffled: gateways with the same view do not all choose the same pod.
-`home` is for when nobody knows what pods hold: rendezvous hashing of the prompt's first blocks with bounded load
+CostPolicy estimates seconds. For a prefill: the queue + tokens left to compute / the pod's rate + a pull. For decoding:
+moving the KV + what the sequence and its neighbours cost each other. Pods measure all of these rates themselves.
+A second of computing counts more than a second of waiting, since later requests wait for it too. So a shared prefix is
+computed again on another pod once the queue at its holders costs more than the computing does, and a block that heads
+every prompt does not draw all prompts to one pod. Near-ties are shuffled, so that gateways with equal views do not all
+choose the same pod.
+
+Home ranks pods without knowledge of what they hold: rendezvous hashing of the prompt's first blocks with bounded load
 (Mirrokni et al., "Consistent Hashing with Bounded Loads").
-`round_robin`, `least_loaded` and `prefix_only` are for comparison.
 """
 
 from __future__ import annotations
@@ -16,15 +16,13 @@ from __future__ import annotations
 import hashlib
 import heapq
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from common.types import Role
 from gateway.routing.demand import Demand, Pull
 from gateway.routing.view import HOST_SPEEDUP, PodView
-
-POLICIES = ("cost", "round_robin", "least_loaded", "prefix_only")
 
 # What a second of computing costs those that come after it, in seconds: by simulation of a recorded trace, where 2 to 6
 # are about as good, for 8 pods and for 16.
@@ -58,36 +56,20 @@ class Option(NamedTuple):
 
 
 class Policy(Protocol):
-    """Both methods return the usable ones of `views` as options, the best first; none when none is large enough.
+    """Both methods return the usable ones of `views` as options, the best first; none when none is large enough."""
 
-    shares: the order may be changed by what other gateways booked in the meantime. informed: it is of no use while
-    nobody knows what pods hold.
-    """
-
+    #: Other gateways' bookings may change the order: the index makes the choice among the options.
     shares: bool
-    informed: bool
 
     def prefill(self, demand: Demand, views: Sequence[PodView], now: float) -> list[Option]: ...
 
     def decode(self, demand: Demand, views: Sequence[PodView], now: float) -> list[Option]: ...
 
 
-def make_policy(name: str, rng: random.Random) -> Policy:
-    """One of POLICIES."""
-    policies: dict[str, Callable[[random.Random], Policy]] = {
-        "cost": CostPolicy,
-        "round_robin": RoundRobin,
-        "least_loaded": LeastLoaded,
-        "prefix_only": PrefixOnly,
-    }
-    return policies[name](rng)
-
-
 class CostPolicy:
-    """See the top of this file."""
+    """Ranks pods by the estimated seconds that the request costs there."""
 
     shares = True
-    informed = True
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -109,7 +91,7 @@ class CostPolicy:
             scored = [(cost + _fetch_s(demand, view, promises), view) for cost, view in scored]
         best = self._best(demand, scored, promises if demand.pull else NOTHING)  # a pull is cheap, but not for nothing
         return [
-            _option(demand, promises, view, cost, unit_s=view.seconds_per_token, pull=demand.pull.get(view.name))
+            make_option(demand, promises, view, cost, unit_s=view.seconds_per_token, pull=demand.pull.get(view.name))
             for cost, view in best
         ]
 
@@ -126,9 +108,9 @@ class CostPolicy:
         # Ties of whole answers are longer than moving a conversation takes: where its KV is, it stays.
         best = self._best(demand, scored, promises)
         return [
-            _option(demand, promises, view, cost, unit_s=view.seconds_per_token)
+            make_option(demand, promises, view, cost, unit_s=view.seconds_per_token)
             if view.role is Role.BOTH
-            else _option(demand, promises, view, cost, units=1, unit_s=2 * output * _step(view, usual)[1])
+            else make_option(demand, promises, view, cost, units=1, unit_s=2 * output * _step(view, usual)[1])
             for cost, view in best
         ]
 
@@ -159,88 +141,10 @@ class CostPolicy:
         return ties
 
 
-class RoundRobin:
-    """Each pod in turn."""
-
-    shares = False
-    informed = False
-
-    def __init__(self, rng: random.Random) -> None:
-        self._turns = {"prefill": rng.randrange(1 << 16), "decode": rng.randrange(1 << 16)}
-
-    def prefill(self, demand: Demand, views: Sequence[PodView], now: float) -> list[Option]:
-        """The next one."""
-        return self._next("prefill", demand, [v for v in views if v.capacity >= demand.prompt_len])
-
-    def decode(self, demand: Demand, views: Sequence[PodView], now: float) -> list[Option]:
-        """The next one."""
-        return self._next("decode", demand, [v for v in views if v.capacity >= demand.prompt_len + demand.max_tokens])
-
-    def _next(self, side: str, demand: Demand, views: list[PodView]) -> list[Option]:
-        if not views:
-            return []
-        turn = self._turns[side] % len(views)
-        self._turns[side] += 1
-        promises = demand.promises()
-        return [_option(demand, promises, view) for view in (views[turn:] + views[:turn])[:MIN_OPTIONS]]
-
-
-class LeastLoaded:
-    """The shortest queue, the fewest sequences; what pods hold does not matter."""
-
-    shares = True
-    informed = False
-
-    def __init__(self, rng: random.Random) -> None:
-        self._rng = rng
-
-    def prefill(self, demand: Demand, views: Sequence[PodView], now: float) -> list[Option]:
-        """The shortest queue in seconds."""
-        fit = [view for view in views if view.capacity >= demand.prompt_len]
-        return self._order(demand, [(view.queue_s(now), view, None, view.seconds_per_token) for view in fit])
-
-    def decode(self, demand: Demand, views: Sequence[PodView], now: float) -> list[Option]:
-        """The fewest sequences."""
-        fit = [view for view in views if view.capacity >= demand.prompt_len + demand.max_tokens]
-        return self._order(demand, [(float(view.sequences()), view, 1, 1.0) for view in fit])
-
-    def _order(self, demand: Demand, scored: list[tuple[float, PodView, int | None, float]]) -> list[Option]:
-        promises = demand.promises()
-        self._rng.shuffle(scored)
-        best = heapq.nsmallest(MIN_OPTIONS, scored, key=lambda entry: entry[0])
-        return [_option(demand, promises, view, cost, units=units, unit_s=unit_s) for cost, view, units, unit_s in best]
-
-
-class PrefixOnly:
-    """The longest match, whatever the load."""
-
-    shares = False
-    informed = True
-
-    def __init__(self, rng: random.Random) -> None:
-        self._rng = rng
-
-    def prefill(self, demand: Demand, views: Sequence[PodView], now: float) -> list[Option]:
-        """The longest match."""
-        return self._order(demand, [view for view in views if view.capacity >= demand.prompt_len])
-
-    def decode(self, demand: Demand, views: Sequence[PodView], now: float) -> list[Option]:
-        """The longest match."""
-        need = demand.prompt_len + demand.max_tokens
-        return self._order(demand, [view for view in views if view.capacity >= need])
-
-    def _order(self, demand: Demand, views: list[PodView]) -> list[Option]:
-        self._rng.shuffle(views)
-        promises = demand.promises()
-        best = heapq.nlargest(MIN_OPTIONS, views, key=lambda view: promises.get(view.name, 0))
-        return [_option(demand, promises, view) for view in best]
-
-
 class Home:
-    """Prompts with the same first blocks have the same pod, unless it has more than its share; see the top."""
+    """Sends prompts with the same first blocks to the same pod, unless the pod has more than its share of requests."""
 
     shares = False
-    informed = False
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -267,7 +171,7 @@ class Home:
             loads.sort(key=lambda pair: (pair[0] > bound, -weight(key, pair[1].name)))
         else:
             loads.sort(key=lambda pair: pair[0])
-        return [_option(demand, promises, view) for _, view in loads]
+        return [make_option(demand, promises, view) for _, view in loads]
 
 
 def weight(key: bytes, pod: str) -> int:
@@ -332,7 +236,7 @@ def _favour(affinity: str, scored: list[tuple[float, PodView]]) -> list[tuple[fl
     return [(cost * (1 - AFFINITY_RATIO) - AFFINITY_S if view is preferred else cost, view) for cost, view in scored]
 
 
-def _option(
+def make_option(
     demand: Demand,
     promises: Mapping[str, int],
     view: PodView,
@@ -342,7 +246,7 @@ def _option(
     unit_s: float = 0.0,
     pull: Pull | None = None,
 ) -> Option:
-    """units None: the tokens that are left to compute."""
+    """Returns the option of a pod at a cost. `units` is by default the number of tokens that are left to compute."""
     held = min(max(promises.get(view.name, 0), pull.tokens if pull else 0), demand.prompt_len - 1)
     left = demand.prompt_len - held
     return Option(view, cost, left, held, left if units is None else units, unit_s, pull)

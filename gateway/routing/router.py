@@ -27,7 +27,7 @@ from gateway.pods import PodTable
 from gateway.routing.inflight import InFlight
 from gateway.routing.placement import Chosen, Placement
 from gateway.routing.plan import Plan, Prompt
-from gateway.routing.policy import Home, Policy, make_policy
+from gateway.routing.policy import CostPolicy, Home
 
 RETURN_AGAIN_S = (0.5, 2.0, 8.0)  # a call is given up after some ms, and what it was to return would count for long
 HASH_SLICE = 1024  # blocks that are hashed, in 1 to 2 ms, before other requests get a turn
@@ -38,16 +38,14 @@ _log = logging.getLogger(__name__)
 class Router:
     """Makes a Plan per request, and keeps what placements of all requests share (it is their Ledger)."""
 
-    def __init__(
-        self, table: PodTable, metrics: GatewayMetrics, *, policy: str = "cost", rng: random.Random | None = None
-    ) -> None:
+    def __init__(self, table: PodTable, metrics: GatewayMetrics, *, rng: random.Random | None = None) -> None:
         rng = rng or random.Random()
         self.inflight = InFlight()
         self.approx = ApproxIndex()
         self._table = table
         self._metrics = metrics
-        self._policy = make_policy(policy, rng)
-        self._home: Policy = Home(rng)
+        self._policy = CostPolicy(rng)
+        self._home = Home(rng)
         self._tasks: set[asyncio.Task[None]] = set()
         self._booking: dict[str, asyncio.Task[None]] = {}
         table.on_change(self._show_mode)
@@ -80,7 +78,7 @@ class Router:
                 prompt = Prompt(hashes, info.block_size, {pod: n * info.block_size for pod, n in held.items() if n})
             known = known or bool(prompt.held)
             prompts[fingerprint] = prompt
-        lost = index is None and not known and self._policy.informed
+        lost = index is None and not known
         self._show_mode()
         return Plan(
             request,

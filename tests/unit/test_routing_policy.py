@@ -10,8 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.config import GatewayConfig
-from common.errors import ConfigError
 from common.index_records import PodLoad
 from common.types import Role
 from gateway.routing.bookings import Bookings
@@ -22,14 +20,14 @@ from gateway.routing.policy import (
     AFFINITY_S,
     MAX_OPTIONS,
     OTHERS,
-    POLICIES,
     TIE_RATIO,
     TIE_S,
+    CostPolicy,
     Home,
     Option,
-    make_policy,
 )
 from gateway.routing.view import PodView, assume_peers
+from simulator.policies import POLICIES, make_policy
 from tests.prefix import shared
 
 NOW = 100.0
@@ -64,7 +62,7 @@ def test_the_first_choice_is_about_the_cheapest_pod_that_is_large_enough(
     ]
     some = st.dictionaries(st.sampled_from([v.name for v in views]), st.integers(0, length - 1))
     demand = Demand(prompt_len=length, max_tokens=8, held=data.draw(some), soon=data.draw(some))
-    options = make_policy("cost", random.Random(0)).prefill(demand, views, NOW)
+    options = CostPolicy(random.Random(0)).prefill(demand, views, NOW)
     fit = [v for v in views if v.capacity >= length]
     assert {option.view for option in options} <= set(fit)
     assert len({option.view.name for option in options}) == len(options) == min(len(fit), len(options))
@@ -83,9 +81,7 @@ def test_a_pod_never_gets_dearer_by_holding_more_nor_cheaper_by_having_more_to_d
 ) -> None:
     def cost(queued_tokens: int, tokens: int, **others: dict[str, int]) -> float:
         demand = Demand(prompt_len=length, max_tokens=8, held={"p": tokens}, **others)  # type: ignore[arg-type]
-        return (
-            make_policy("cost", random.Random(0)).prefill(demand, [view("p", queued_tokens=queued_tokens)], NOW)[0].cost
-        )
+        return CostPolicy(random.Random(0)).prefill(demand, [view("p", queued_tokens=queued_tokens)], NOW)[0].cost
 
     base = cost(queued, held)
     assert cost(queued, held + more) <= base
@@ -100,7 +96,7 @@ def test_affinity_decides_among_equals_and_is_only_a_hint(side: str, affinity: s
     role = Role.PREFILL if side == "prefill" else Role.BOTH
     views = [view(f"p{i}", role=role, queued_tokens=queued) for i, queued in enumerate(queues)]
     demand = Demand(prompt_len=500, max_tokens=8, affinity=affinity)
-    policy = make_policy("cost", random.Random(len(affinity)))
+    policy = CostPolicy(random.Random(len(affinity)))
     choose = policy.prefill if side == "prefill" else policy.decode
     chosen = choose(demand, views, NOW)[0].view
     plain = {o.view.name: o.cost for o in choose(replace(demand, affinity=""), views, NOW)}
@@ -113,7 +109,7 @@ def test_affinity_decides_among_equals_and_is_only_a_hint(side: str, affinity: s
 
 def test_affinities_are_spread_over_pods() -> None:
     views = [view(f"p{i}") for i in range(4)]
-    policy = make_policy("cost", random.Random(1))
+    policy = CostPolicy(random.Random(1))
     demand = Demand(prompt_len=500, max_tokens=8)
     homes = Counter(policy.prefill(replace(demand, affinity=f"s{i}"), views, NOW)[0].view.name for i in range(400))
     assert min(homes.values()) > 60
@@ -122,7 +118,7 @@ def test_affinities_are_spread_over_pods() -> None:
 @given(st.integers(1, 9), st.integers(1, 64))
 def test_equal_requests_from_one_gateway_are_shared_out_evenly(num_pods: int, burst: int) -> None:
     views = [view(f"p{i}") for i in range(num_pods)]
-    policy = make_policy("cost", random.Random(burst))
+    policy = CostPolicy(random.Random(burst))
     for i in range(burst):
         option = policy.prefill(Demand(prompt_len=900, max_tokens=8), views, NOW)[0]
         option.view.prefilling.add(str(i), option.tokens, NOW)
@@ -132,7 +128,7 @@ def test_equal_requests_from_one_gateway_are_shared_out_evenly(num_pods: int, bu
 def test_a_hot_prefix_is_computed_elsewhere_once_its_holder_has_too_much_to_do() -> None:
     views = {f"p{i}": view(f"p{i}") for i in range(4)}
     held, got = {"p0": 300}, Counter[str]()
-    policy = make_policy("cost", random.Random(2))
+    policy = CostPolicy(random.Random(2))
     for i in range(400):  # 6,000 tokens a second or more, for pods of 1,000 each
         now = NOW + i / 60
         option = policy.prefill(Demand(prompt_len=400, max_tokens=8, held=held), list(views.values()), now)[0]
@@ -158,7 +154,7 @@ def test_one_block_that_heads_every_prompt_draws_them_together_for_prefix_only_a
 
 def test_a_pull_is_used_where_it_beats_computing() -> None:
     views = [view("p0"), view("p1")]
-    policy = make_policy("cost", random.Random(4))
+    policy = CostPolicy(random.Random(4))
 
     def best(pull: Pull) -> Option:
         return policy.prefill(Demand(prompt_len=2_000, max_tokens=8, pull={"p1": pull}), views, NOW)[0]
@@ -174,7 +170,7 @@ def test_a_pull_is_used_where_it_beats_computing() -> None:
 @pytest.mark.parametrize("pods", [2, 200])
 def test_a_conversation_stays_where_its_kv_is_while_costs_are_equal(pods: int) -> None:
     """256 tokens of an answer take seconds, its KV milliseconds: within that noise the holder goes first."""
-    policy = make_policy("cost", random.Random(6))
+    policy = CostPolicy(random.Random(6))
     views = [view(f"d{i}", role=Role.DECODE) for i in range(pods)]
     for v in views:
         v.report(PodLoad(free_blocks=1000, step_s=0.01, step_slope_s=1e-4, transfer_rate=1e6), NOW)
@@ -185,7 +181,7 @@ def test_a_conversation_stays_where_its_kv_is_while_costs_are_equal(pods: int) -
 
 
 def test_decode_pods_without_room_are_a_last_resort() -> None:
-    policy = make_policy("cost", random.Random(5))
+    policy = CostPolicy(random.Random(5))
     full, busy = (
         view("d0", role=Role.DECODE, free_blocks=2),
         view("d1", role=Role.DECODE, free_blocks=4_000, running=50),
@@ -197,7 +193,7 @@ def test_decode_pods_without_room_are_a_last_resort() -> None:
 
 
 def test_a_held_prefix_and_few_neighbours_attract_a_sequence_by_what_they_save() -> None:
-    policy = make_policy("cost", random.Random(6))
+    policy = CostPolicy(random.Random(6))
     a, b = (view(name, role=Role.DECODE, step_s=0.01, step_slope_s=0.001, transfer_rate=1e5) for name in ("a", "b"))
     demand = Demand(prompt_len=50_000, max_tokens=100, held={"a": 49_000})
     assert policy.decode(demand, [a, b], NOW)[0].view is a
@@ -207,7 +203,7 @@ def test_a_held_prefix_and_few_neighbours_attract_a_sequence_by_what_they_save()
 
 
 def test_a_pod_that_has_not_decoded_yet_is_as_fast_as_its_peers() -> None:
-    policy = make_policy("cost", random.Random(6))
+    policy = CostPolicy(random.Random(6))
     holds = view("a", role=Role.DECODE, step_s=0.05, step_slope_s=0.01, transfer_rate=1e5)
     new = view("b", role=Role.DECODE)
     assume_peers([holds, new])
@@ -219,7 +215,7 @@ def test_a_pod_that_has_not_decoded_yet_is_as_fast_as_its_peers() -> None:
 
 
 def test_steps_of_equal_machines_measured_apart_do_not_outweigh_held_kv() -> None:
-    policy = make_policy("cost", random.Random(6))
+    policy = CostPolicy(random.Random(6))
     holds = view("a", role=Role.DECODE, step_s=0.03, step_slope_s=0.002, transfer_rate=1e5)
     faster = view("b", role=Role.DECODE, step_s=0.02, step_slope_s=0.002, transfer_rate=1e5)
     demand = Demand(prompt_len=600, max_tokens=256, held={"a": 592})
@@ -228,7 +224,7 @@ def test_steps_of_equal_machines_measured_apart_do_not_outweigh_held_kv() -> Non
 
 
 def test_a_pod_that_does_both_has_a_queue_too() -> None:
-    policy = make_policy("cost", random.Random(7))
+    policy = CostPolicy(random.Random(7))
     a, b = view("a", role=Role.BOTH, queued_tokens=9_000), view("b", role=Role.BOTH, running=20)
     option = policy.decode(Demand(prompt_len=500, max_tokens=8), [a, b], NOW)[0]
     assert (option.view, option.units) == (b, 500)
@@ -260,7 +256,7 @@ def test_a_prompt_has_one_home_and_no_pod_much_more_than_its_share(keys: list[by
 
 def test_a_thousand_equal_pods_are_not_all_offered() -> None:
     views = [view(f"p{i}") for i in range(1000)]
-    policy = make_policy("cost", random.Random(9))
+    policy = CostPolicy(random.Random(9))
     offers = [{o.view.name for o in policy.prefill(Demand(prompt_len=9, max_tokens=1), views, NOW)} for _ in range(2)]
     assert [len(offer) for offer in offers] == [MAX_OPTIONS] * 2
     assert offers[0] != offers[1]
@@ -272,13 +268,6 @@ def test_no_policy_makes_an_option_of_each_of_a_thousand_pods(name: str) -> None
     policy, demand = make_policy(name, random.Random(9)), Demand(prompt_len=9, max_tokens=1, held={"p7": 8})
     for side in (policy.prefill, policy.decode):
         assert 1 <= len(side(demand, views, NOW)) <= MAX_OPTIONS + 1  # a sample, and who holds most
-
-
-def test_the_configuration_knows_the_policies() -> None:
-    for name in POLICIES:
-        assert GatewayConfig(routing_policy=name).routing_policy == name
-    with pytest.raises(ConfigError, match=", ".join(POLICIES)):
-        GatewayConfig(routing_policy="best")
 
 
 # ---- what policies look at

@@ -8,7 +8,7 @@ import pytest
 
 from common.index_records import PodLoad
 from gateway.routing.demand import Demand, Pull
-from gateway.routing.policy import make_policy
+from gateway.routing.policy import CostPolicy
 from gateway.routing.pulls import CONNECT_S, pulls
 from gateway.routing.view import PodView
 
@@ -60,7 +60,7 @@ def test_a_pulled_prefix_is_not_booked_as_work() -> None:
     held = {"h": 1600}
     found = pulls(held, held, [holder, idle], [holder, idle], BLOCK_BYTES)
     demand = Demand(prompt_len=1700, max_tokens=8, held=held, pull=found)
-    best = make_policy("cost", random.Random(0)).prefill(demand, [holder, idle], 1.0)[0]
+    best = CostPolicy(random.Random(0)).prefill(demand, [holder, idle], 1.0)[0]
     assert (best.view.name, best.tokens, best.held, best.pull) == ("p", 100, 1600, found["p"])
 
 
@@ -71,6 +71,6 @@ def test_a_pod_that_has_to_fetch_less_goes_first_among_equals() -> None:
     held = {"h": 64, "p": 48}
     found = pulls(held, held, [some, none], [holder, some, none], 1000)
     assert set(found) == {"p", "q"}
-    policy = make_policy("cost", random.Random(0))
+    policy = CostPolicy(random.Random(0))
     demand = Demand(prompt_len=100, max_tokens=8, held=held, pull=found)
     assert {policy.prefill(demand, [none, some], 1.0)[0].view.name for _ in range(20)} == {"p"}

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from common.errors import ConfigError, IndexUnavailable
 from common.trace import Trace, TraceRequest, block_name
-from gateway.routing.policy import POLICIES
 from simulator.clock import Clock
 from simulator.cluster import Cluster, ClusterSpec, Fault, RunResult
+from simulator.policies import POLICIES
 from simulator.rates import FLAT_8K, H100_8B, Rates
 from simulator.sim_index import SimIndex
 from simulator.workload import Agents

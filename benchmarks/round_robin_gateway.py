@@ -1,0 +1,16 @@
+"""`baton gateway` with round robin in place of the cost policy; takes the arguments of `python -m common.cli`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from common.cli import main
+from gateway.routing import router
+from simulator.policies import RoundRobin
+
+if __name__ == "__main__":
+    router.CostPolicy = RoundRobin  # type: ignore[misc, assignment]
+    main()

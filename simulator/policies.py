@@ -1,0 +1,105 @@
+"""Routing policies that a run can compare: the gateway's own, and simple ones that only the simulator knows."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable, Sequence
+
+from gateway.routing.demand import Demand
+from gateway.routing.policy import MIN_OPTIONS, CostPolicy, Option, Policy, make_option
+from gateway.routing.view import PodView
+
+
+class RoundRobin:
+    """Sends each request to the next pod."""
+
+    shares = False
+
+    def __init__(self, rng: random.Random) -> None:
+        self._turns = {"prefill": rng.randrange(1 << 16), "decode": rng.randrange(1 << 16)}
+
+    def prefill(self, demand: Demand, views: Sequence[PodView], now: float) -> list[Option]:
+        """Returns the pods in their order, from the next one on."""
+        return self._next("prefill", demand, [v for v in views if v.capacity >= demand.prompt_len])
+
+    def decode(self, demand: Demand, views: Sequence[PodView], now: float) -> list[Option]:
+        """Returns the pods in their order, from the next one on."""
+        return self._next("decode", demand, [v for v in views if v.capacity >= demand.prompt_len + demand.max_tokens])
+
+    def _next(self, side: str, demand: Demand, views: list[PodView]) -> list[Option]:
+        if not views:
+            return []
+        turn = self._turns[side] % len(views)
+        self._turns[side] += 1
+        promises = demand.promises()
+        return [make_option(demand, promises, view) for view in (views[turn:] + views[:turn])[:MIN_OPTIONS]]
+
+
+class LeastLoaded:
+    """Prefers the shortest queue and the fewest sequences; cached prefixes do not count."""
+
+    shares = True
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+
+    def prefill(self, demand: Demand, views: Sequence[PodView], now: float) -> list[Option]:
+        """Returns the pods by their queues in seconds."""
+        fit = [view for view in views if view.capacity >= demand.prompt_len]
+        return self._order(demand, [(view.queue_s(now), view, None, view.seconds_per_token) for view in fit])
+
+    def decode(self, demand: Demand, views: Sequence[PodView], now: float) -> list[Option]:
+        """Returns the pods by their numbers of sequences."""
+        fit = [view for view in views if view.capacity >= demand.prompt_len + demand.max_tokens]
+        return self._order(demand, [(float(view.sequences()), view, 1, 1.0) for view in fit])
+
+    def _order(self, demand: Demand, scored: list[tuple[float, PodView, int | None, float]]) -> list[Option]:
+        promises = demand.promises()
+        self._rng.shuffle(scored)
+        best = heapq.nsmallest(MIN_OPTIONS, scored, key=lambda entry: entry[0])
+        return [
+            make_option(demand, promises, view, cost, units=units, unit_s=unit_s) for cost, view, units, unit_s in best
+        ]
+
+
+class PrefixOnly:
+    """Prefers the longest cached prefix; the load does not count."""
+
+    shares = False
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+
+    def prefill(self, demand: Demand, views: Sequence[PodView], now: float) -> list[Option]:
+        """Returns the pods by the length of the prefix that they hold."""
+        return self._order(demand, [view for view in views if view.capacity >= demand.prompt_len])
+
+    def decode(self, demand: Demand, views: Sequence[PodView], now: float) -> list[Option]:
+        """Returns the pods by the length of the prefix that they hold."""
+        need = demand.prompt_len + demand.max_tokens
+        return self._order(demand, [view for view in views if view.capacity >= need])
+
+    def _order(self, demand: Demand, views: list[PodView]) -> list[Option]:
+        self._rng.shuffle(views)
+        promises = demand.promises()
+        best = heapq.nlargest(MIN_OPTIONS, views, key=lambda view: promises.get(view.name, 0))
+        return [make_option(demand, promises, view) for view in best]
+
+
+_POLICIES: dict[str, Callable[[random.Random], Policy]] = {
+    "cost": CostPolicy,
+    "round_robin": RoundRobin,
+    "least_loaded": LeastLoaded,
+    "prefix_only": PrefixOnly,
+}
+POLICIES = tuple(_POLICIES)
+
+#: Policies that need to know which pods hold a prompt. Without an index, rendezvous hashing replaces them for prompts
+#: that the gateway does not know itself.
+INFORMED = ("cost", "prefix_only")
+
+
+def make_policy(name: str, rng: random.Random) -> Policy:
+    """Returns a new policy; `name` is one of POLICIES."""
+    return _POLICIES[name](rng)
