@@ -232,18 +232,19 @@ class TransferNode:
 
     # Pulling.
 
-    async def pull(self, holder: Holder, wanted: Wanted) -> Pulled:
+    def pull(self, holder: Holder, wanted: Wanted) -> asyncio.Task[Pulled]:
         """Gets cached blocks from another pod, which pushes them. On the event loop.
 
-        Raises BatonError; then nothing of it counts. wanted.hold is released in any case, when no byte can land any
-        more.
+        The node owns wanted.hold from this call on and releases it once no byte can land any more, also if the task is
+        cancelled before its first step. The task raises BatonError; then nothing of the pull counts. Raises Unavailable
+        before start and after stop.
         """
         try:
             self._require_running()
+            return self._pulling.pull(holder, wanted)
         except BaseException:
             let_go(wanted.hold)
             raise
-        return await self._pulling.pull(holder, wanted)
 
     def _target(self, address: str, first_block: int, blocks: Sequence[int]) -> KvTarget:
         info = self._info()

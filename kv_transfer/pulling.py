@@ -37,8 +37,13 @@ class Pulling:
         self._clock = clock
         self._target = target
 
-    async def pull(self, holder: Holder, wanted: Wanted) -> Pulled:
-        """Returns once what the holder lent is here. Raises BatonError."""
+    def pull(self, holder: Holder, wanted: Wanted) -> asyncio.Task[Pulled]:
+        """Starts a task that lets the holder write the blocks. The task raises BatonError.
+
+        The table of incoming transfers owns the hold as soon as this returns, and the task's end, however it comes,
+        releases the transfer. The coroutine owns nothing: a task that is cancelled before its first step never runs it,
+        so no `finally` in it would run either. Raises only before the hold has changed hands.
+        """
         loop = asyncio.get_running_loop()
         over: asyncio.Future[None] = loop.create_future()
         over.add_done_callback(lambda f: f.cancelled() or f.exception())  # seen, even if nobody waits any more
@@ -60,13 +65,20 @@ class Pulling:
                 transfer_id, wanted.request_id, wanted.first_block, wanted.blocks, wanted.hold, deadline, ready, failed
             )
         )
-        try:
-            answer = await self._calls.pull(holder.address, target, wanted)
-            if not answer.blocks:
-                return Pulled(0, answer.reason, answer.gb_s)
-            if answer.blocks < len(wanted.blocks):
-                self._thread.submit(partial(self._incoming.narrow, transfer_id, answer.blocks))
-            await over
-            return Pulled(answer.blocks, answer.reason, answer.gb_s)
-        finally:
+
+        def release(_: asyncio.Task[Pulled]) -> None:
             self._thread.submit(lambda: self._incoming.release(transfer_id))  # after READY it has no effect
+
+        task = loop.create_task(self._pushed(holder, target, wanted, over))
+        task.add_done_callback(release)
+        return task
+
+    async def _pushed(self, holder: Holder, target: KvTarget, wanted: Wanted, over: asyncio.Future[None]) -> Pulled:
+        """Asks the holder, and waits until the transfer is over."""
+        answer = await self._calls.pull(holder.address, target, wanted)
+        if not answer.blocks:
+            return Pulled(0, answer.reason, answer.gb_s)
+        if answer.blocks < len(wanted.blocks):
+            self._thread.submit(partial(self._incoming.narrow, target.transfer_id, answer.blocks))
+        await over
+        return Pulled(answer.blocks, answer.reason, answer.gb_s)

@@ -152,6 +152,7 @@ class TestPeers:
         async with Cluster.start(model_dir) as cluster:
             await cluster.generate(request(prompt_of(3)))
             old = cluster.prefill
+            await until(lambda: old.runtime.node.stats().pending_writes == 0)
             cluster.fabric.on_write = lambda *_: WriteFault(delay_s=600)
             r = request(prompt_of(4 * CHUNK))
             running = asyncio.create_task(cluster.generate(r))

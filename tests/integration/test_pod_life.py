@@ -100,6 +100,7 @@ class TestLife:
         monkeypatch.setattr("pod.watch.QuarantineWatch", lambda: QuarantineWatch(share=0.1, limit_s=0.1))
         async with Cluster.start(model_dir) as cluster:
             await cluster.generate(request(prompt_of(3)))
+            await until(lambda: cluster.prefill.runtime.node.stats().pending_writes == 0)
             cluster.fabric.freeze(cluster.decode.agent)
             r = request(prompt_of(40))
             running = asyncio.create_task(cluster.generate(r))

@@ -72,8 +72,12 @@ def assert_same(owner: Pod, puller: Pod, wanted: Wanted, count: int) -> None:
 
 
 async def at_rest(*pods: Pod) -> None:
+    """Nothing of an earlier pull is left. A pull may return before its mover has polled the last write, so a test that
+    waits for a write of its second pull calls this after the first one.
+    """
     await until(lambda: all(hold.free for pod in pods for hold in pod.lent))
     for pod in pods:
+        await until(lambda: pod.node.stats().pending_writes == 0)  # noqa: B023
         await until(lambda: pod.node.stats().loans == 0)  # noqa: B023
         await until(lambda: pod.node.stats().open_incoming == pod.node.stats().open_outgoing == 0)  # noqa: B023
 
@@ -162,9 +166,10 @@ async def test_a_move_that_comes_late_finds_its_blocks_still_held(cluster: Clust
 async def test_a_caller_that_goes_away_leaves_nothing_behind(cluster: Cluster) -> None:
     owner, puller = await two(cluster)
     await pull(owner, puller, total=1)
+    await at_rest(owner, puller)
     owner.backend.on_write = lambda _p, _l, _r: WriteFault(delay_s=600.0)
     wanted = ask(0, 8)
-    pulling = asyncio.create_task(puller.node.pull(holder(owner), wanted))
+    pulling = puller.node.pull(holder(owner), wanted)
     await until(lambda: owner.node.stats().pending_writes > 0)
     pulling.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -172,6 +177,57 @@ async def test_a_caller_that_goes_away_leaves_nothing_behind(cluster: Cluster) -
     assert isinstance(wanted.hold, FakeHold)
     assert not wanted.hold.free
     owner.let_go()
+    await until(lambda: wanted.hold.free)  # type: ignore[attr-defined]
+    await at_rest(owner, puller)
+
+
+async def test_a_pull_that_is_cancelled_before_its_first_step_frees_its_blocks(cluster: Cluster) -> None:
+    owner, puller = await two(cluster)
+    wanted = ask(0, 8, 600.0)  # no deadline frees them in the time of this test
+    pulling = puller.node.pull(holder(owner), wanted)
+    pulling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await pulling
+    assert isinstance(wanted.hold, FakeHold)
+    await until(lambda: wanted.hold.free)  # type: ignore[attr-defined]
+    assert not owner.lent, "the holder was asked"
+    await at_rest(owner, puller)
+
+
+async def test_a_caller_that_is_cancelled_before_it_waits_frees_its_blocks(cluster: Cluster) -> None:
+    """The cancellation is pending when the caller starts to wait, so it reaches the pull before its first step."""
+    owner, puller = await two(cluster)
+    wanted = ask(0, 8, 600.0)
+
+    async def caller() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        await puller.node.pull(holder(owner), wanted)
+
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.create_task(caller())
+    await until(lambda: wanted.hold.free)  # type: ignore[attr-defined]
+    assert not owner.lent, "the holder was asked"
+    await at_rest(owner, puller)
+
+
+@pytest.mark.parametrize("when", ["before its task", "in its task"])
+async def test_a_pull_that_cannot_start_frees_its_blocks(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    owner, puller = await two(cluster)
+
+    def broken(*_args: object, **_kwargs: object) -> object:
+        raise RuntimeError("a bug")
+
+    if when == "before its task":
+        monkeypatch.setattr(puller.node._pulling, "_target", broken)
+    else:
+        monkeypatch.setattr(puller.node._calls, "pull", broken)
+    wanted = ask(0, 8, 600.0)
+    with pytest.raises(RuntimeError, match="a bug"):
+        await puller.node.pull(holder(owner), wanted)
     await until(lambda: wanted.hold.free)  # type: ignore[attr-defined]
     await at_rest(owner, puller)
 
@@ -195,7 +251,7 @@ async def test_a_holder_lends_to_so_many_at_once(cluster: Cluster) -> None:
     for i, one in enumerate(asked):  # every one into blocks of its own
         blocks = tuple(range(4 * i, 4 * i + 4))
         asked[i] = replace(one, request_id=f"r{i}", blocks=blocks, hold=FakeHold(list(blocks)))
-    pulls = [asyncio.create_task(puller.node.pull(holder(owner), one)) for one in asked]
+    pulls = [puller.node.pull(holder(owner), one) for one in asked]
     await until(lambda: sum(pull.done() for pull in pulls) == 4)
     owner.let_go()
     got = await asyncio.gather(*pulls)
