@@ -3,12 +3,16 @@
 A connection is proven by one real block (the probe), so no request pays for the transport's lazy set-up. Pods that join
 later are connected once the index shows them, broken connections are made anew, and no pod waits for another one's
 time-out. Pods that the index does not know are connected by their first request.
+
+At start the index is asked until it answers, for at most FIRST_ROUND_S. One late answer on a busy machine does not mean
+that the index is empty, and a pod that is ready promises a proven connection.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 
 from common.errors import BatonError
@@ -18,7 +22,8 @@ from common.types import Role
 _log = logging.getLogger(__name__)
 
 POLL_S = 1.0
-FIRST_ROUND_S = 15.0
+RETRY_S = 0.1  # between questions at start, while the index has not answered
+FIRST_ROUND_S = 15.0  # of start(): for the index's answer and the connections together
 
 
 class PeerWatch:
@@ -35,10 +40,20 @@ class PeerWatch:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Connects what is there now, for at most FIRST_ROUND_S, and goes on in the background."""
-        await self._round()
-        if self._flights:
-            _, late = await asyncio.wait(self._flights.values(), timeout=FIRST_ROUND_S)
+        """Connects the decode pods that the index lists, for at most FIRST_ROUND_S, and goes on in the background."""
+        deadline = time.monotonic() + FIRST_ROUND_S
+        answered = await self._round()
+        while not answered and time.monotonic() < deadline:
+            await asyncio.sleep(RETRY_S)
+            answered = await self._round()
+        if not answered:
+            _log.warning(
+                "the prefix index did not answer within %.0f s: this pod starts without a connection to any decode pod "
+                "and connects once the index answers",
+                FIRST_ROUND_S,
+            )
+        elif self._flights:
+            _, late = await asyncio.wait(self._flights.values(), timeout=max(0.0, deadline - time.monotonic()))
             if late:
                 _log.warning("%d decode pods could not be connected within %.0f s", len(late), FIRST_ROUND_S)
         self._task = asyncio.get_running_loop().create_task(self._forever())
@@ -56,18 +71,20 @@ class PeerWatch:
             await asyncio.sleep(POLL_S)
             await self._round()
 
-    async def _round(self) -> None:
+    async def _round(self) -> bool:
+        """Connects to pods that are new. Returns whether the index answered."""
         try:
             pods = await self._reader.pods()
         except BatonError:
-            return  # the index is a hint; it may be away
+            return False  # the index is a hint; it may be away
         except Exception:
             _log.exception("the index could not be read")
-            return
+            return False
         for record in (pod.record for pod in pods):
             key = (record.pod, record.generation)
             if record.scope == self._scope and record.role is not Role.PREFILL and key not in self._flights:
                 self._flights[key] = asyncio.get_running_loop().create_task(self._prove(record))
+        return True
 
     async def _prove(self, record: PodRecord) -> None:
         try:

@@ -14,13 +14,18 @@ from tests.until import until
 
 
 class Index:
-    """A reader whose pods the test sets; `fails` is raised once."""
+    """A reader whose pods the test sets; `fails` is raised once, `away` as long as it is set."""
 
     def __init__(self, *pods: PodStatus) -> None:
         self.listed = list(pods)
         self.fails: Exception | None = None
+        self.away: Exception | None = None
+        self.asked = 0
 
     async def pods(self) -> list[PodStatus]:
+        self.asked += 1
+        if self.away is not None:
+            raise self.away
         error, self.fails = self.fails, None
         if error is not None:
             raise error
@@ -79,3 +84,51 @@ async def test_start_waits_for_a_while_only(monkeypatch: pytest.MonkeyPatch) -> 
     await asyncio.wait_for(watch.start(), 30)
     await watch.stop()
     assert ended.is_set()
+
+
+@pytest.mark.parametrize("error", [IndexUnavailable("late"), RuntimeError("a bug")])
+async def test_start_asks_an_index_that_is_late_until_it_answers(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    monkeypatch.setattr("pod.peers.RETRY_S", 0.001)
+    monkeypatch.setattr("pod.peers.FIRST_ROUND_S", 60.0)
+    index = Index(pod("d0"), pod("d1"))
+    index.away = error
+    proven: set[str] = set()
+
+    async def connect(address: str, _generation: int) -> None:
+        await asyncio.sleep(0)
+        proven.add(address)
+
+    watch = PeerWatch(index, "s", connect)  # type: ignore[arg-type]
+    starting = asyncio.create_task(watch.start())
+    await until(lambda: index.asked > 3)
+    assert not starting.done()
+    index.away = None
+    await asyncio.wait_for(starting, 30)
+    assert proven == {"d0:1", "d1:1"}
+    assert "starts without a connection" not in caplog.text
+    await watch.stop()
+
+
+async def test_start_goes_on_without_an_index_that_never_answers(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("pod.peers.RETRY_S", 0.001)
+    monkeypatch.setattr("pod.peers.POLL_S", 0.001)
+    monkeypatch.setattr("pod.peers.FIRST_ROUND_S", 0.05)
+    index = Index(pod("d0"))
+    index.away = IndexUnavailable("away")
+    proven: set[str] = set()
+
+    async def connect(address: str, _generation: int) -> None:
+        proven.add(address)
+
+    watch = PeerWatch(index, "s", connect)  # type: ignore[arg-type]
+    await asyncio.wait_for(watch.start(), 30)
+    assert index.asked > 1
+    assert not proven
+    assert "starts without a connection to any decode pod" in caplog.text
+    index.away = None
+    await until(lambda: proven == {"d0:1"})
+    await watch.stop()
