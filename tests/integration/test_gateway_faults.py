@@ -366,11 +366,15 @@ async def test_pods_of_another_model_or_protocol_are_left_out_with_one_line(
             pods[0].served_name, pods[1].protocol_version, pods[2].served_name = "other", 2, MODEL
         with caplog.at_level(logging.WARNING, "gateway.pod"):
             async with rig(cluster, smollm2_dir, wait=False) as gw:
-                await until(lambda: gw.gateway.ready)
+
+                def lines() -> list[str]:
+                    return [r.getMessage() for r in caplog.records if "left out" in r.getMessage()]
+
+                await until(lambda: gw.gateway.ready and len(lines()) >= 4)
                 await asyncio.sleep(1.2)  # several looks
                 assert [p.address for p in gw.gateway.table.decodes()] == [cluster.decodes[2].address]
                 assert {(await gw.complete(prompt=f"p{i}")).status_code for i in range(5)} == {200}
-                said = [r.getMessage() for r in caplog.records if "left out" in r.getMessage()]
+                said = lines()
                 assert len(said) == 4
                 assert sum("serves 'other', not 'smol'" in line for line in said) == 2
                 assert sum("protocol version is 2, not 1" in line for line in said) == 2

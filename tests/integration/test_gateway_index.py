@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 
 from cli.stack.valkey import EmbeddedValkey
-from common.pb import transfer_pb2
+from common.pb import prefill_pb2, transfer_pb2
 from tests.fake_pods import FakeCluster, FakePod, fake_cluster
 from tests.gateway_rig import Rig, rig
 from tests.index_entry import IndexEntry
@@ -95,12 +95,15 @@ async def test_pods_are_told_what_they_may_fetch_and_what_a_prefill_elsewhere_ta
             await until(lambda: len(gw.gateway.table.pods) == 4 and gw.gateway.table.index_up)
             entries[decode.name].hold(PROMPT)
             await entries[decode.name].shown()
-            for _ in range(20):
+            hints: list[prefill_pb2.PullHint] = []
+
+            async def hinted() -> bool:
+                """The gateway gives hints once it has read the pods' rates."""
                 assert (await gw.complete(prompt=PROMPT, max_tokens=2)).status_code == 200
-                hints = [hint for pod in cluster.prefills for hint in pod.seen.hints]
-                if hints:
-                    break
-                await asyncio.sleep(0.1)
+                hints[:] = [hint for pod in cluster.prefills for hint in pod.seen.hints]
+                return bool(hints)
+
+            await until(hinted)
             assert (hints[0].pod, hints[0].address) == (decode.name, decode.address)
             assert hints[0].generation == decode.generation
             assert hints[0].blocks == (len(PROMPT) - 1) // decode.layout.block_size

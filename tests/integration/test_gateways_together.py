@@ -88,6 +88,7 @@ async def test_a_burst_is_spread_by_gateways_that_know_the_same(smollm2_dir: Pat
         assert max(await burst(cluster, gateways, alone)) <= 1.25 * share
         # One prefill pod holds what heads every prompt: better than the others, but not that much better.
         entries[cluster.prefills[0].name].hold(HEAD)
+        await entries[cluster.prefills[0].name].shown()
         await asyncio.sleep(1.2)  # until no kept answer is older than that
         headed = [HEAD + list(range(20_000 + 300 * i, 20_236 + 300 * i)) for i in range(BURST)]
         assert (await burst(cluster, gateways, headed))[0] <= 2 * share

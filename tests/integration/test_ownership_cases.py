@@ -188,8 +188,13 @@ class TestPeers:
             running.cancel()
             await asyncio.wait([running])
             await cluster.abort(r.request_id)
+
+            async def in_quarantine() -> bool:
+                return (await cluster.decode.info()).blocks.quarantined == 40 // BLOCK
+
+            await until(in_quarantine)
             await asyncio.sleep(0.3)
-            assert (await cluster.decode.info()).blocks.quarantined == 40 // BLOCK
+            assert await in_quarantine(), "blocks came back while a write may still land"
             assert (await cluster.prefill.info()).blocks.leased == 40 // BLOCK
             cluster.fabric.thaw(cluster.decode.agent)
 

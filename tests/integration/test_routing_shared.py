@@ -107,7 +107,7 @@ async def test_a_gateway_that_is_alone_does_not_wait_for_its_bookings(
         assert not index.alone(FP[:8])  # not asked yet
         await index.pods()
         assert index.alone(FP[:8])
-        pod = IndexReader(url, books=False)  # one looks for its peers in the index
+        pod = IndexReader(url, books=False, timeout_s=20.0)  # one looks for its peers in the index
         await pod.pods()
         await pod.close()
         await index.pods()

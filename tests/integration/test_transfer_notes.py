@@ -151,10 +151,10 @@ async def test_notes_that_come_late_and_twice_end_nothing_else(cluster: Cluster)
     lose(decode, CommitNote, copies=(0.0, 0.0, 0.05))
     lose(prefill, Committed, copies=(0.05, 0.1, 0.0))
     received = [await send(prefill, decode, f"r{i}", tokens=(i,)) for i in range(6)]
-    await asyncio.sleep(0.15)
+    await asyncio.sleep(0.15)  # every copy is due
+    await until(lambda: decode.node.stats().dropped.get("notification_late", 0) >= 6)
     assert [incoming.ready[0].first_tokens for incoming in received] == [(i,) for i in range(6)]
     assert not any(incoming.failed for incoming in received)
-    assert decode.node.stats().dropped["notification_late"] >= 6
     await hand_over(prefill, decode, 1)
 
 
