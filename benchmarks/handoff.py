@@ -52,7 +52,7 @@ from benchmarks.pd_stack import (
     running,
     spread,
     transport_of,
-)  # fmt: skip
+)
 from cli.gpus import visible_gpus
 from common.auth import Signer
 from common.errors import BatonError
@@ -165,9 +165,14 @@ async def receive(plan: Plan, device: str) -> None:
                 """The sender knows."""
 
             transfer_id = here.reserve(
-                request_id=asked["request"], first_block=0, blocks=asked["blocks"], hold=NoHold(asked["blocks"]),
-                deadline_s=60.0, on_ready=ignore, on_failed=ignore,
-            )  # fmt: skip
+                request_id=asked["request"],
+                first_block=0,
+                blocks=asked["blocks"],
+                hold=NoHold(asked["blocks"]),
+                deadline_s=60.0,
+                on_ready=ignore,
+                on_failed=ignore,
+            )
             target = {"generation": transfer_id.generation, "number": transfer_id.number}
             print(json.dumps(target | {"pod": info.pod, "address": info.served_name}), flush=True)
 

@@ -300,9 +300,13 @@ def vectors(report: Report, n: int, k: int, end: str) -> None:
 
     def launch(i: int) -> Tensor:
         return gemv(
-            x, weights[i % copies], norm=norm if "norm" in end else None, eps=1e-5,
-            residual=residual if end == "residual" else None, gated="gated" in end,
-        )  # fmt: skip
+            x,
+            weights[i % copies],
+            norm=norm if "norm" in end else None,
+            eps=1e-5,
+            residual=residual if end == "residual" else None,
+            gated="gated" in end,
+        )
 
     v = x.double()
     if "norm" in end:

@@ -178,9 +178,18 @@ async def running(
         make_model(directory, shape)
         limit = CONFIGS[shape]["max_position_embeddings"]
         config = UpConfig(
-            model=str(directory), served_name=MODEL, port=0, device=device, dtype=dtype, load_format="dummy",
-            max_model_len=min(limit, 20480), allow_tcp=allow_tcp, host_cache=0, log_level="info", drain_s=2.0,
-        )  # fmt: skip
+            model=str(directory),
+            served_name=MODEL,
+            port=0,
+            device=device,
+            dtype=dtype,
+            load_format="dummy",
+            max_model_len=min(limit, 20480),
+            allow_tcp=allow_tcp,
+            host_cache=0,
+            log_level="info",
+            drain_s=2.0,
+        )
         pod_flags = {**(flags or {}), **({"role": "both"} if aggregated else {})}
         env = {name: value for name, value in os.environ.items() if name != "BATON_COMMIT"}
         async with local_stack.running(config, directory, start_s=START_S, pod_flags=pod_flags, env=env) as stack:

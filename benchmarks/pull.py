@@ -323,9 +323,14 @@ def pod_rows(device: str, shape: str, repeats: int) -> tuple[list[dict[str, Any]
     """Rows, and what carried the KV."""
     limit = min(CONFIGS[shape]["max_position_embeddings"], max(PREFIXES[shape]) + 1024)
     every = {
-        "role": "prefill", "served-name": "bench", "load-format": "dummy", "max-seqs": "16", "host-cache": "0",
-        "kv-memory": PLANS[device].kv_memory, "max-model-len": str(limit),
-    }  # fmt: skip
+        "role": "prefill",
+        "served-name": "bench",
+        "load-format": "dummy",
+        "max-seqs": "16",
+        "host-cache": "0",
+        "kv-memory": PLANS[device].kv_memory,
+        "max-model-len": str(limit),
+    }
     with tempfile.TemporaryDirectory(prefix="baton-model-") as folder:
         make_model(Path(folder), shape)
         with bare_pods.running(Path(folder), {"holder": every, "puller": every}, device=device) as pods:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from common.cli import main
+from cli import main
 from gateway.routing import router
 from simulator.policies import RoundRobin
 

@@ -107,17 +107,28 @@ class Counters:
 async def measure(policy: str, trace: Trace, model_dir: Path) -> dict[str, float]:
     """One policy on a stack of its own."""
     config = UpConfig(
-        model=str(model_dir), port=0, prefill=2, decode=2, threads=1, max_model_len=1024, chunk_tokens=128,
-        block_size=BLOCK, log_level="warning",
-    )  # fmt: skip
+        model=str(model_dir),
+        port=0,
+        prefill=2,
+        decode=2,
+        threads=1,
+        max_model_len=1024,
+        chunk_tokens=128,
+        block_size=BLOCK,
+        log_level="warning",
+    )
     async with (
         local_stack.running(config, model_dir, start_s=180, gateway=POLICIES[policy]) as stack,
         httpx.AsyncClient(base_url=stack.base_url.removesuffix("/v1")) as http,
     ):
         load = LoadConfig(
-            url=stack.base_url.removesuffix("/v1"), endpoint="completions", form="ids", model=stack.model, vocab=VOCAB,
+            url=stack.base_url.removesuffix("/v1"),
+            endpoint="completions",
+            form="ids",
+            model=stack.model,
+            vocab=VOCAB,
             length_scale=1 / SCALE,
-        )  # fmt: skip
+        )
         client = RestClient(load)
         try:
             row = await replay(Runner(load, client, trace), len(trace.requests) // 3, http)

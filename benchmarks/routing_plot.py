@@ -49,7 +49,7 @@ def write(path: Path, rows: Sequence[Row]) -> None:
         + "".join(panels)
         + "".join(legend)
         + "</svg>\n"
-    )  # fmt: skip
+    )
 
 
 def _panel(x: int, trace: str, rows: Sequence[Row]) -> str:

@@ -112,9 +112,17 @@ async def _measure(url: str, held: Sequence[list[bytes]], prompts: Sequence[list
     indexes = []
     for name, hashes in zip(names, held, strict=True):
         record = PodRecord(
-            pod=name, generation=1, address=f"{name}:1", role=Role.PREFILL, model="scale", scope=SCOPE,
-            fingerprint=SCOPE * 4, block_size=BLOCK, max_model_len=1 << 17, num_blocks=len(hashes),
-        )  # fmt: skip
+            pod=name,
+            generation=1,
+            address=f"{name}:1",
+            role=Role.PREFILL,
+            model="scale",
+            scope=SCOPE,
+            fingerprint=SCOPE * 4,
+            block_size=BLOCK,
+            max_model_len=1 << 17,
+            num_blocks=len(hashes),
+        )
         index = PodIndex(url, record, lambda hashes=hashes: hashes, PodLoad)
         await index.start()
         while not index.connected:  # noqa: ASYNC110 (nothing tells)

@@ -60,11 +60,19 @@ RATE = 0.8
 ANSWER = 7  # the token that a bias makes the only one
 AROUND = 16
 BARS = {
-    "tokens_per_step_copy": 3.2, "tokens_per_step_code_edit": 2.7, "tokens_per_step_summarise": 1.4,
-    "tokens_per_step_chat": 1.05, "speedup_copy": 1.6, "speedup_code_edit": 1.3,
-    "verify_cost_1": 1.10, "verify_cost_16": 1.15, "verify_cost_64": 1.35, "speedup_1": 2.6, "speedup_64": 1.6,
+    "tokens_per_step_copy": 3.2,
+    "tokens_per_step_code_edit": 2.7,
+    "tokens_per_step_summarise": 1.4,
+    "tokens_per_step_chat": 1.05,
+    "speedup_copy": 1.6,
+    "speedup_code_edit": 1.3,
+    "verify_cost_1": 1.10,
+    "verify_cost_16": 1.15,
+    "verify_cost_64": 1.35,
+    "speedup_1": 2.6,
+    "speedup_64": 1.6,
     "loss_when_useless": 0.02,
-}  # fmt: skip
+}
 COSTS = ("verify_cost", "loss")  # of these, less is better
 
 TEXTS = (
@@ -137,12 +145,15 @@ def write_table(path, rows, separator):
 TASKS: dict[str, tuple[tuple[str, ...], int]] = {
     "copy": (tuple(f"Repeat the following text exactly, word for word.\n\n{text}" for text in COPIED), 120),
     "code_edit": (
-        tuple(f"Rename the variable {a} to {b} in this Python code. Write the whole code.\n\n{code}"
-              for code, a, b in ((CODE[0], "amount", "value"), (CODE[1], "separator", "delimiter"))), 170
+        tuple(
+            f"Rename the variable {a} to {b} in this Python code. Write the whole code.\n\n{code}"
+            for code, a, b in ((CODE[0], "amount", "value"), (CODE[1], "separator", "delimiter"))
+        ),
+        170,
     ),
     "summarise": (tuple(f"Summarise the following text in two sentences.\n\n{text}" for text in TEXTS), 80),
     "chat": (("Why is the sky blue?", "Give me three tips for better sleep.", "How do I learn the guitar?"), 200),
-}  # fmt: skip
+}
 
 
 @dataclass(slots=True)
@@ -363,14 +374,18 @@ def measure_verify(table: Table, driver: Driver, prompts: Prompts, context: int,
         # Rows with drafts go about three times as far in a step.
         drafted = decode(driver, Coin(RATE), batch, params, steps // 3, skip=AROUND // 3)
         table.line(
-            f"wall_cost_{rows}", drafted.step_s / plain.step_s,
-            plain_ms=round(plain.step_s * 1e3, 3), verify_ms=round(drafted.step_s * 1e3, 3),
-        )  # fmt: skip
+            f"wall_cost_{rows}",
+            drafted.step_s / plain.step_s,
+            plain_ms=round(plain.step_s * 1e3, 3),
+            verify_ms=round(drafted.step_s * 1e3, 3),
+        )
         table.line(
-            f"speedup_{rows}", drafted.tokens_s / plain.tokens_s,
-            plain_tok_s=round(plain.tokens_s, 1), drafted_tok_s=round(drafted.tokens_s, 1),
+            f"speedup_{rows}",
+            drafted.tokens_s / plain.tokens_s,
+            plain_tok_s=round(plain.tokens_s, 1),
+            drafted_tok_s=round(drafted.tokens_s, 1),
             accepted_per_step=round(drafted.accepted, 3),
-        )  # fmt: skip
+        )
 
 
 def measure_useless(table: Table, driver: Driver, prompts: Prompts, context: int, steps: int) -> None:
@@ -395,10 +410,14 @@ def measure_gpu(table: Table, shape_name: str, drafts: int, settings: dict[str, 
         model_dir = Path(directory)
         (model_dir / "config.json").write_text(json.dumps(shape.config))
         options = {
-            "load_format": "dummy", "token_budget": max(shape.token_budget, 64 * 5), "block_size": shape.block_size,
-            "max_seqs": 64, "max_model_len": 3072 if big else 1024,
-            "speculation": "ngram", "speculation_tokens": drafts,
-        } | settings  # fmt: skip
+            "load_format": "dummy",
+            "token_budget": max(shape.token_budget, 64 * 5),
+            "block_size": shape.block_size,
+            "max_seqs": 64,
+            "max_model_len": 3072 if big else 1024,
+            "speculation": "ngram",
+            "speculation_tokens": drafts,
+        } | settings
         with running(EngineConfig(model_dir=model_dir, **options)) as driver:
             prompts = Prompts(driver.engine.vocab_size)
             measure_cost(table, driver, prompts, context)
@@ -425,9 +444,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     else:
         settings = measure_gpu(table, shape, args.drafts, settings)
     report.write(
-        args.out, "speculation", table.metrics, "torch", "triton", rows=table.rows, drafts=args.drafts, shape=shape,
+        args.out,
+        "speculation",
+        table.metrics,
+        "torch",
+        "triton",
+        rows=table.rows,
+        drafts=args.drafts,
+        shape=shape,
         engine=settings,
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

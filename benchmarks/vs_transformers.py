@@ -98,8 +98,10 @@ class Workload:
         self._vocab_size = vocab_size
         self._args = args
         self.warm_up = self._batch("warm-up", [4, 4])
-        self.fixed = {size: [self._batch(f"batch{size}", [args.output] * size) for _ in range(args.repeats)]
-                      for size in (1, args.batch)}  # fmt: skip
+        self.fixed = {
+            size: [self._batch(f"batch{size}", [args.output] * size) for _ in range(args.repeats)]
+            for size in (1, args.batch)
+        }
         mixed = [self._rng.randint(min(SHORTEST, args.longest), args.longest) for _ in range(args.requests)]
         self.mixed = self._batch(f"continuous{args.requests}", mixed)
 
@@ -202,8 +204,10 @@ def table(result: Result) -> None:
         rates = f"{row.tokens / row.ours_s:>9.0f} /s{row.tokens / row.theirs_s:>11.1f} /s"
         print(f"{row.name:<16}{row.requests:>9}{row.tokens:>9}{rates}{row.ratio:>8.2f}{bar or '':>6}")
     if result.settings["static_scaled"]:
-        print(f"static batches: {result.settings['static_batches_measured']} of {result.settings['static_batches']} "
-              f"measured, the rest scaled by steps")  # fmt: skip
+        print(
+            f"static batches: {result.settings['static_batches_measured']} of {result.settings['static_batches']} "
+            f"measured, the rest scaled by steps"
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -62,10 +62,15 @@ class BlockPool:
         self.tier: HostTier | None = None
         if host_blocks:
             self.tier = ledger.tier = HostTier(
-                ledger.lock, ledger.cache, lambda: ledger.available,
-                num_slots=host_blocks, reserve=max(1, num_blocks // RESERVE), batch=host_batch,
-                on_stored=on_host_stored, on_evicted=on_host_evicted,
-            )  # fmt: skip
+                ledger.lock,
+                ledger.cache,
+                lambda: ledger.available,
+                num_slots=host_blocks,
+                reserve=max(1, num_blocks // RESERVE),
+                batch=host_batch,
+                on_stored=on_host_stored,
+                on_evicted=on_host_evicted,
+            )
 
     @property
     def lock(self) -> threading.Lock:

@@ -100,9 +100,18 @@ class EngineConfig:
         if self.block_size < 1:
             raise ConfigError(f"block_size must be at least 1, is {self.block_size}", field="block_size")
         for name in (
-            "num_blocks", "kv_memory", "host_cache", "max_model_len", "token_budget", "prompt_budget", "mixed_tokens",
-            "max_seqs", "chunk_graphs", "weights_seed", "threads",
-        ):  # fmt: skip
+            "num_blocks",
+            "kv_memory",
+            "host_cache",
+            "max_model_len",
+            "token_budget",
+            "prompt_budget",
+            "mixed_tokens",
+            "max_seqs",
+            "chunk_graphs",
+            "weights_seed",
+            "threads",
+        ):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative, is {getattr(self, name)}", field=name)
         if not 0 < self.gpu_memory_utilization <= 1:

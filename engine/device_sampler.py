@@ -67,9 +67,13 @@ class DeviceSampler:
         self.check(params)
         self.drop(slot)
         self._floats[slot] = (
-            params.temperature, params.top_p, params.min_p,
-            params.repetition_penalty, params.presence_penalty, params.frequency_penalty,
-        )  # fmt: skip
+            params.temperature,
+            params.top_p,
+            params.min_p,
+            params.repetition_penalty,
+            params.presence_penalty,
+            params.frequency_penalty,
+        )
         ints = self._ints[slot]
         ints[sampling.TOP_K] = params.top_k
         ints[sampling.SEED] = np.uint64(params.seed % (1 << 64)).astype(np.int64)

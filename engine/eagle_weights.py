@@ -38,9 +38,15 @@ def load(spec: EagleSpec, model_dir: Path, target: Decoder, max_len: int, device
     elif embedding is not None and _equal(embedding, target.embedding.weight):
         embedding = None
     head = EagleHead(
-        spec, target, max_len, device, dtype, own_embedding=embedding is not None,
-        own_head="lm_head.weight" in tensors, fc_bias="fc.bias" in tensors,
-    )  # fmt: skip
+        spec,
+        target,
+        max_len,
+        device,
+        dtype,
+        own_embedding=embedding is not None,
+        own_head="lm_head.weight" in tensors,
+        fc_bias="fc.bias" in tensors,
+    )
     if embedding is not None:
         tensors["embed_tokens.weight"] = embedding
     if "d2t" in tensors:
@@ -128,8 +134,10 @@ def _homes(head: EagleHead) -> dict[str, Tensor]:
     if head.fc.bias is not None:
         homes["fc.bias"] = head.fc.bias
     for name, norm in (
-        ("layers.0.input_layernorm", head.token_norm), ("layers.0.hidden_norm", head.state_norm), ("norm", head.norm),
-    ):  # fmt: skip
+        ("layers.0.input_layernorm", head.token_norm),
+        ("layers.0.hidden_norm", head.state_norm),
+        ("norm", head.norm),
+    ):
         if norm is not None:
             homes[f"{name}.weight"] = norm.weight
     if head.own_embedding is not None:

@@ -127,9 +127,14 @@ class Engine:
         )
         with card_turn(device):
             self._fill_device(
-                draft, dtype, wanted_len, on_stored=on_stored, on_evicted=on_evicted,
-                on_host_stored=on_host_stored, on_host_evicted=on_host_evicted,
-            )  # fmt: skip
+                draft,
+                dtype,
+                wanted_len,
+                on_stored=on_stored,
+                on_evicted=on_evicted,
+                on_host_stored=on_host_stored,
+                on_host_evicted=on_host_evicted,
+            )
         self._padded = self.runner.decode is not None
         self._stepper = Stepper(
             self.scheduler,
@@ -173,17 +178,25 @@ class Engine:
         graphs = config.cuda_graphs and device.type == "cuda" and model.capturable
         build = functools.partial(self._runner, model, make_draft, self._sampler, wanted_len, graphs=graphs)
         limits = SchedulerConfig(
-            token_budget=token_budget, prompt_budget=prompt_budget, mixed_tokens=config.mixed_tokens, max_seqs=max_seqs,
+            token_budget=token_budget,
+            prompt_budget=prompt_budget,
+            mixed_tokens=config.mixed_tokens,
+            max_seqs=max_seqs,
             max_model_len=wanted_len,
-        )  # fmt: skip
+        )
         num_blocks = self._num_blocks(build, limits, graphs=graphs)
         self.max_model_len = min(wanted_len, num_blocks * config.block_size)
         self.kv = self._parts.pool(self.layout, num_blocks, device)
         self.pool = BlockPool(
-            num_blocks, config.block_size, on_stored=on_stored, on_evicted=on_evicted, host_blocks=self._host_blocks,
-            host_batch=max(1, HOST_COPY_BYTES // self.layout.block_bytes), on_host_stored=on_host_stored,
+            num_blocks,
+            config.block_size,
+            on_stored=on_stored,
+            on_evicted=on_evicted,
+            host_blocks=self._host_blocks,
+            host_batch=max(1, HOST_COPY_BYTES // self.layout.block_bytes),
+            on_host_stored=on_host_stored,
             on_host_evicted=on_host_evicted,
-        )  # fmt: skip
+        )
         self.scheduler = Scheduler(dataclasses.replace(limits, max_model_len=self.max_model_len), self.pool)
         self.runner = build(self.kv)
         if device.type == "cuda":
@@ -372,9 +385,14 @@ class Engine:
         if config.speculation_model is None:
             return None
         return open_draft(
-            config.speculation, config.speculation_model, spec, config.model_dir,
-            load_format=config.load_format, seed=config.weights_seed, max_len=max_len,
-        )  # fmt: skip
+            config.speculation,
+            config.speculation_model,
+            spec,
+            config.model_dir,
+            load_format=config.load_format,
+            seed=config.weights_seed,
+            max_len=max_len,
+        )
 
     def _runner(
         self,
@@ -396,11 +414,20 @@ class Engine:
         drafts, max_drafts = self._drafts()
         draft = None if make_draft is None else make_draft(kv, attention)
         return Runner(
-            model, kv, backend, max_seqs=max_seqs, max_blocks=max_blocks, sampler=sampler,
-            static=graphs and (draft is None or draft.capturable), most_tokens=max(token_budget, prompt_budget or 0),
-            drafts=drafts, max_drafts=max_drafts, rejection=self.config.speculation_accept == "rejection", draft=draft,
+            model,
+            kv,
+            backend,
+            max_seqs=max_seqs,
+            max_blocks=max_blocks,
+            sampler=sampler,
+            static=graphs and (draft is None or draft.capturable),
+            most_tokens=max(token_budget, prompt_budget or 0),
+            drafts=drafts,
+            max_drafts=max_drafts,
+            rejection=self.config.speculation_accept == "rejection",
+            draft=draft,
             chunks=captured_chunks(min(self.config.chunk_graphs, max_len), token_budget),
-        )  # fmt: skip
+        )
 
     def _drafts(self) -> tuple[int, int]:
         """Most drafts of a sequence and of a step."""

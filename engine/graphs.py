@@ -137,6 +137,9 @@ def borrowed(tensor: Tensor) -> Tensor:
     """The same memory, which belongs to a graph's pool and stays there as long as the graph does."""
     assert tensor.is_contiguous()
     described = {
-        "shape": tuple(tensor.shape), "typestr": TYPES[tensor.dtype], "data": (tensor.data_ptr(), False), "version": 3,
-    }  # fmt: skip
+        "shape": tuple(tensor.shape),
+        "typestr": TYPES[tensor.dtype],
+        "data": (tensor.data_ptr(), False),
+        "version": 3,
+    }
     return torch.as_tensor(_Borrowed(described), device=tensor.device).view(tensor.dtype)

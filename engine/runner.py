@@ -94,9 +94,17 @@ class Runner:
             assert sampler is not None
             assert isinstance(backend, TritonAttention)
             self.decode = DecodeStep(
-                model, self._cache, backend, sampler, self._tables, self._last_tokens,
-                max_rows=max_seqs, drafts=drafts, max_drafts=max_drafts, draft=draft,
-            )  # fmt: skip
+                model,
+                self._cache,
+                backend,
+                sampler,
+                self._tables,
+                self._last_tokens,
+                max_rows=max_seqs,
+                drafts=drafts,
+                max_drafts=max_drafts,
+                draft=draft,
+            )
             self.prompt = PromptStep(
                 model, kv, backend, most_tokens=most_tokens, max_blocks=max_blocks, draft=draft, chunks=chunks
             )
@@ -105,9 +113,15 @@ class Runner:
         if draft is not None:
             if self.decode is not None and sampler is not None and not rejection:
                 self.draft_graphs = DraftGraphs(
-                    draft, sampler, self._sampling.stage, buckets=self.decode.drafting_buckets, drafts=drafts,
-                    width=max_blocks, block_size=kv.layout.block_size, device=self._device,
-                )  # fmt: skip
+                    draft,
+                    sampler,
+                    self._sampling.stage,
+                    buckets=self.decode.drafting_buckets,
+                    drafts=drafts,
+                    width=max_blocks,
+                    block_size=kv.layout.block_size,
+                    device=self._device,
+                )
             self.draft_loop = DraftLoop(draft, kv, self._tables, rejection=rejection, graphs=self.draft_graphs)
 
     @property
@@ -147,8 +161,9 @@ class Runner:
         again = Undrawn(
             [item for item, undone in zip(items, undrawn, strict=True) if undone],
             [int(row) for row, undone in zip(rows_of(items), undrawn, strict=True) if undone],
-            logits, logit_rows,
-        )  # fmt: skip
+            logits,
+            logit_rows,
+        )
         launched = Launched(items, results, wanted, (), (), None, again, scores)
         return launched if any(awaits_token(item.seq) for item in again.items) else self.constrain(launched)
 
@@ -252,12 +267,18 @@ class Runner:
         ]
         ids, positions, last, rows, row_slots, sampled_at, late, late_slots, shown = upload(
             [
-                np.array(tokens), positions_of, last_of, np.flatnonzero(samples), slots[item_of[samples]],
-                positions_of[last_of[samples]] + 1, ends[unseen] - 1, slots[unseen],
+                np.array(tokens),
+                positions_of,
+                last_of,
+                np.flatnonzero(samples),
+                slots[item_of[samples]],
+                positions_of[last_of[samples]] + 1,
+                ends[unseen] - 1,
+                slots[unseen],
                 np.concatenate([last_of, *shown_rows]),
             ],
             self._device,
-        )  # fmt: skip
+        )
         if unseen:
             ids.index_copy_(0, late, self._last_tokens.index_select(0, late_slots))
         prompts = [row for row, item in enumerate(items) if not item.decode]

@@ -457,10 +457,16 @@ class Scheduler:
             spare -= len(wanted)
             drafted.append(
                 Item(
-                    seq, item.start, 1 + len(wanted), sample=True, decode=True, drafts=wanted,
-                    probs=chain.probs if wanted else None, copy=item.copy,
+                    seq,
+                    item.start,
+                    1 + len(wanted),
+                    sample=True,
+                    decode=True,
+                    drafts=wanted,
+                    probs=chain.probs if wanted else None,
+                    copy=item.copy,
                 )
-            )  # fmt: skip
+            )
         return drafted
 
     def _extend(self, seq: Sequence, end: int, *, keep_free: int) -> None:

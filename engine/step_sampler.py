@@ -153,11 +153,13 @@ class StepSampler:
         masks = np.stack([mask for item in items for mask in _masks(item)])
         at, logit_rows, slots, positions = upload(
             [
-                np.array(rows), undrawn.logit_rows[rows], np.array([item.seq.slot for item in items]),
+                np.array(rows),
+                undrawn.logit_rows[rows],
+                np.array([item.seq.slot for item in items]),
                 np.array([item.start + item.num_new for item in items]),
             ],
             self._device,
-        )  # fmt: skip
+        )
         logits = undrawn.logits.index_select(0, logit_rows)
         if self._sampler is None:
             sampled = sample(logits, [_row(i, i.seq.tokens, (), m) for i, m in zip(items, masks, strict=True)])

@@ -361,9 +361,16 @@ class Stepper(Generic[L]):
         if item.drafts:
             self._after_drafts(item, accepted)
         return SequenceOutput(
-            seq, seq.computed, item.start < seq.given, result.tokens[:kept], finish, handed_off,
-            proposed=len(item.drafts), accepted=accepted, prompt_logprobs=scores,
-        )  # fmt: skip
+            seq,
+            seq.computed,
+            item.start < seq.given,
+            result.tokens[:kept],
+            finish,
+            handed_off,
+            proposed=len(item.drafts),
+            accepted=accepted,
+            prompt_logprobs=scores,
+        )
 
     def _after_drafts(self, item: Item, accepted: int) -> None:
         """Returns the blocks that only wrong drafts needed, and tells the speculator."""

@@ -11,9 +11,27 @@ from common.errors import SERVER_FAULTS
 from common.telemetry import LATENCY_BUCKETS, Metrics, Tally
 
 FAST_BUCKETS = (
-    0.00005, 0.0001, 0.00015, 0.0002, 0.0003, 0.0004, 0.0005, 0.0006, 0.0008, 0.001, 0.0012, 0.0015, 0.002, 0.0025,
-    0.005, 0.01, 0.025, 0.05, 0.1, 1.0,
-)  # fmt: skip
+    0.00005,
+    0.0001,
+    0.00015,
+    0.0002,
+    0.0003,
+    0.0004,
+    0.0005,
+    0.0006,
+    0.0008,
+    0.001,
+    0.0012,
+    0.0015,
+    0.002,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    1.0,
+)
 TOKEN_BUCKETS = (0, 16, 64, 256, 1024, 4096, 16384, 65536)
 INTERNAL = "internal"  # outcome of a request that our own bug ended
 FAILED = frozenset({INTERNAL, *SERVER_FAULTS})  # outcomes that are our fault, not the client's

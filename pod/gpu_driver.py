@@ -109,9 +109,10 @@ def add_gpu_metrics(metrics: Metrics, gpu: Gpu) -> None:
         return samples
 
     metrics.sampled_gauge(
-        "gpu_utilization_ratio", "Share of the last second in which the GPU was busy, from 0 to 1.",
+        "gpu_utilization_ratio",
+        "Share of the last second in which the GPU was busy, from 0 to 1.",
         read(lambda reading: reading.utilization),
-    )  # fmt: skip
+    )
     metrics.sampled_gauge(
         "gpu_memory_used_bytes", "GPU memory in use, by all processes.", read(lambda reading: reading.memory_used)
     )

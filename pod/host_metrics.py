@@ -45,9 +45,11 @@ def add_host_metrics(
     metrics.sampled_counter("host_moved_bytes", "KV bytes copied to host memory and back.", moved, ["direction"])
     metrics.sampled_counter("host_forgotten_blocks", "KV blocks that host memory had no room for any more.", forgotten)
     metrics.sampled_counter(
-        "preempted_sequences", "Preempted sequences that went on, with all the KV that they had or not.", preempted,
+        "preempted_sequences",
+        "Preempted sequences that went on, with all the KV that they had or not.",
+        preempted,
         ["outcome"],
-    )  # fmt: skip
+    )
     metrics.sampled_counter(
         "damaged_kv", "Batches of KV blocks that failed their checksums (with --checksums).", damaged, ["where"]
     )

@@ -14,8 +14,24 @@ from kv_transfer.messages import PairStats, PeerStats, TransferReport, TransferS
 
 # Seconds; KV that streams under the prefill leaves a few milliseconds to wait for.
 HAND_OFF_BUCKETS = (
-    0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 30.0,
-)  # fmt: skip
+    0.0005,
+    0.001,
+    0.002,
+    0.003,
+    0.005,
+    0.0075,
+    0.01,
+    0.015,
+    0.02,
+    0.03,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    5.0,
+    30.0,
+)
 
 
 class PodMetrics:
@@ -62,25 +78,32 @@ class PodMetrics:
             "exposed_hand_off_seconds", "Seconds from the last chunk to the commit.", buckets=HAND_OFF_BUCKETS
         )
         m.sampled_gauge(
-            "transfer_probe_bytes_per_second", "What the probe of a connection moved, by what carried it.",
+            "transfer_probe_bytes_per_second",
+            "What the probe of a connection moved, by what carried it.",
             lambda: [((p.pod, p.transport, p.transport_source), p.gbps * 1e9) for p in peers()],
             ["peer", "transport", "source"],
-        )  # fmt: skip
+        )
         self._drafts = m.counter(
             "speculation_tokens", "Drafts verified, by proposer, place and outcome.", ["proposer", "place", "outcome"]
         )
         self._acceptance = m.histogram(
-            "speculation_acceptance_length", "Tokens of one sequence's step with drafts.", ["proposer"],
+            "speculation_acceptance_length",
+            "Tokens of one sequence's step with drafts.",
+            ["proposer"],
             buckets=tuple(range(1, MAX_DRAFTS + 2)),
-        )  # fmt: skip
+        )
         m.sampled_counter(
-            "speculation_failures", "Failures of the proposer, which cost its drafts.", lambda: _failed(speculation()),
+            "speculation_failures",
+            "Failures of the proposer, which cost its drafts.",
+            lambda: _failed(speculation()),
             ["proposer"],
-        )  # fmt: skip
+        )
         m.sampled_gauge(
-            "speculation_useless", "1 while drafts are made and none was right of late.", lambda: _alarm(speculation()),
+            "speculation_useless",
+            "1 while drafts are made and none was right of late.",
+            lambda: _alarm(speculation()),
             ["proposer"],
-        )  # fmt: skip
+        )
         self._speculation = speculation
         self.intact = m.gauge("kv_pool_intact", "1 while free + cached + leased + quarantined is the pool.")
         self.intact.set(1)
@@ -97,38 +120,48 @@ class PodMetrics:
         m = self.base
         m.sampled_gauge("queued_prompt_tokens", "Prompt tokens that wait for computing.", lambda: _queued(load()))
         m.sampled_gauge(
-            "sequences", "Sequences that run, wait in the engine, or whose KV is still to come.",
-            lambda: _sequences(load()), ["state"],
-        )  # fmt: skip
+            "sequences",
+            "Sequences that run, wait in the engine, or whose KV is still to come.",
+            lambda: _sequences(load()),
+            ["state"],
+        )
         m.sampled_counter(
-            "preemptions", "Sequences that lost their KV because others needed the room.",
+            "preemptions",
+            "Sequences that lost their KV because others needed the room.",
             lambda: [((), engine.scheduler.stats().preemptions)],
-        )  # fmt: skip
+        )
         m.sampled_counter(
-            "out_of_memory", "Engine steps that failed for want of memory.",
+            "out_of_memory",
+            "Engine steps that failed for want of memory.",
             lambda: [((), engine.counters.out_of_memory)],
-        )  # fmt: skip
+        )
         m.gauge("kv_block_bytes", "Bytes of one KV block.").set(engine.layout.block_bytes)
 
     def watch_transfers(self, stats: Callable[[], TransferStats]) -> None:
         """Transfers in both directions; read when scraped."""
         m = self.base
         m.sampled_gauge(
-            "transfers_open", "Transfers under way, by direction.",
-            lambda: _open(stats()), ["direction"],
-        )  # fmt: skip
+            "transfers_open",
+            "Transfers under way, by direction.",
+            lambda: _open(stats()),
+            ["direction"],
+        )
         m.sampled_counter(
-            "transfers_received", "Transfers that this pod received whole.",
+            "transfers_received",
+            "Transfers that this pod received whole.",
             lambda: [((), stats().received_transfers)],
-        )  # fmt: skip
+        )
         m.sampled_counter(
-            "transfers_failed", "Transfers out of this pod that ended by an error.",
+            "transfers_failed",
+            "Transfers out of this pod that ended by an error.",
             lambda: [((), stats().failed_transfers)],
-        )  # fmt: skip
+        )
         m.sampled_counter(
-            "transfer_messages_dropped", "Messages of peers that did not fit, by reason.",
-            lambda: [((reason,), count) for reason, count in stats().dropped.items()], ["reason"],
-        )  # fmt: skip
+            "transfer_messages_dropped",
+            "Messages of peers that did not fit, by reason.",
+            lambda: [((reason,), count) for reason, count in stats().dropped.items()],
+            ["reason"],
+        )
 
     def watch_pairs(self, pairs: Callable[[], Iterable[PairStats]]) -> None:
         """pairs: this pod's traffic with every other one, read when scraped."""
@@ -145,9 +178,11 @@ class PodMetrics:
         for name, what, read in counters:
             m.sampled_counter(name, what, lambda read=read: [((p.pod,), read(p)) for p in pairs()], ["peer"])  # type: ignore[misc]
         m.sampled_gauge(
-            "pair_bytes_per_second", "Rate of KV written to another pod, lately; before any, of the probe.",
-            lambda: [((p.pod, p.transport), p.gbps * 1e9) for p in pairs()], ["peer", "transport"],
-        )  # fmt: skip
+            "pair_bytes_per_second",
+            "Rate of KV written to another pod, lately; before any, of the probe.",
+            lambda: [((p.pod, p.transport), p.gbps * 1e9) for p in pairs()],
+            ["peer", "transport"],
+        )
 
     def pull(self, outcome: str, reason: str) -> None:
         """A hint came to its end: done, skipped, refused or failed."""

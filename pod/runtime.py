@@ -86,9 +86,12 @@ class PodRuntime:
             lambda: self.node.stats().peers,
         )
         add_host_metrics(
-            self.metrics.base, engine.pool.host_stats, engine.scheduler.stats, engine.layout.block_bytes,
+            self.metrics.base,
+            engine.pool.host_stats,
+            engine.scheduler.stats,
+            engine.layout.block_bytes,
             damaged_transfers=lambda: self.node.stats().damaged_transfers,
-        )  # fmt: skip
+        )
         self.limits = Limits(
             served_name=self.served_name,
             vocab_size=engine.vocab_size,
@@ -122,10 +125,13 @@ class PodRuntime:
         self._peers: PeerWatch | None = None
         self._metrics_server: MetricsServer | None = None
         self._watch = PodWatch(
-            engine.pool, self.loop, self.node,
+            engine.pool,
+            self.loop,
+            self.node,
             idle=lambda: self._service is not None and not self._service.active,
-            damaged=self._damaged, leave=self._leave,
-        )  # fmt: skip
+            damaged=self._damaged,
+            leave=self._leave,
+        )
         self.rates = PodRates(engine.scheduler.config.token_budget)
         self.exit_code = 0
         self.tracer = Tracer.open(config.traces, service=config.role.value, instance=self.name)
@@ -141,9 +147,13 @@ class PodRuntime:
             require_shared_memory(config)
         news = CacheNews()
         load = functools.partial(
-            Engine, on_stored=news.stored, on_evicted=news.evicted, on_host_stored=news.host_stored,
-            on_host_evicted=news.host_evicted, gather=functools.partial(gather_ranks, config),
-        )  # fmt: skip
+            Engine,
+            on_stored=news.stored,
+            on_evicted=news.evicted,
+            on_host_stored=news.host_stored,
+            on_host_evicted=news.host_evicted,
+            gather=functools.partial(gather_ranks, config),
+        )
         engine = await asyncio.to_thread(load, settings)
         name, scope = config.own_name(), engine.layout.scope
         config = dataclasses.replace(config, name=name)

@@ -53,9 +53,15 @@ class PodWatch:
     """
 
     def __init__(
-        self, pool: BlockPool, loop: EngineLoop, node: TransferNode, *,
-        idle: Callable[[], bool], damaged: Callable[[], None], leave: Callable[[int, str], None],
-    ) -> None:  # fmt: skip
+        self,
+        pool: BlockPool,
+        loop: EngineLoop,
+        node: TransferNode,
+        *,
+        idle: Callable[[], bool],
+        damaged: Callable[[], None],
+        leave: Callable[[int, str], None],
+    ) -> None:
         self.intact = True
         self._pool, self._loop, self._node = pool, loop, node
         self._idle, self._damaged, self._leave = idle, damaged, leave

@@ -74,9 +74,11 @@ class Worker:
         try:
             process = await asyncio.create_subprocess_exec(
                 *tethered(rank_command(config, rank, config.tensor_parallel_master, writes)),
-                stdin=asyncio.subprocess.DEVNULL, env={**os.environ, SECRET: config.secret}, start_new_session=True,
+                stdin=asyncio.subprocess.DEVNULL,
+                env={**os.environ, SECRET: config.secret},
+                start_new_session=True,
                 pass_fds=(writes,),
-            )  # fmt: skip
+            )
         finally:
             os.close(writes)
         return process, reads

@@ -17,9 +17,15 @@ def tiny_target(directory: Path, *, vocab: int = 48, layers: int = 2, length: in
 
     torch.manual_seed(5)
     config = LlamaConfig(
-        vocab_size=vocab, hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=length, eos_token_id=2,
-    )  # fmt: skip
+        vocab_size=vocab,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=length,
+        eos_token_id=2,
+    )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -85,22 +91,35 @@ def eagle_head(
     """
     directory.mkdir(parents=True)
     settings = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "hidden_size": hidden,
-        "intermediate_size": 40, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1,
-        "rms_norm_eps": 1e-5, "max_position_embeddings": 64, "rope_theta": 10000.0, "vocab_size": vocab,
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "intermediate_size": 40,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "num_hidden_layers": 1,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 64,
+        "rope_theta": 10000.0,
+        "vocab_size": vocab,
         "tie_word_embeddings": False,
-    }  # fmt: skip
+    }
     settings |= {"draft_vocab_size": draft_vocab or vocab} if fuses else {"bias": False}
     (directory / "config.json").write_text(json.dumps(settings | config))
     random, dim = torch.Generator().manual_seed(21), hidden // 2
     at, wide = ("midlayer.", 2 * hidden) if fuses else ("layers.0.", hidden)
     shapes = {
-        at + "self_attn.q_proj.weight": (hidden, wide), at + "self_attn.k_proj.weight": (dim, wide),
-        at + "self_attn.v_proj.weight": (dim, wide), at + "self_attn.o_proj.weight": (hidden, hidden),
-        at + "mlp.gate_proj.weight": (40, hidden), at + "mlp.up_proj.weight": (40, hidden),
-        at + "mlp.down_proj.weight": (hidden, 40), at + "post_attention_layernorm.weight": (hidden,),
+        at + "self_attn.q_proj.weight": (hidden, wide),
+        at + "self_attn.k_proj.weight": (dim, wide),
+        at + "self_attn.v_proj.weight": (dim, wide),
+        at + "self_attn.o_proj.weight": (hidden, hidden),
+        at + "mlp.gate_proj.weight": (40, hidden),
+        at + "mlp.up_proj.weight": (40, hidden),
+        at + "mlp.down_proj.weight": (hidden, 40),
+        at + "post_attention_layernorm.weight": (hidden,),
         "fc.weight": (hidden, 3 * hidden if fuses else 2 * hidden),
-    }  # fmt: skip
+    }
     if fuses:
         shapes |= {at + "input_layernorm.weight": (hidden,), at + "hidden_norm.weight": (hidden,)}
         shapes |= {"norm.weight": (hidden,), "lm_head.weight": (draft_vocab or vocab, hidden)}

@@ -18,9 +18,17 @@ class IndexEntry:
         self._url = url
         self.hashes: list[bytes] = []
         record = PodRecord(
-            pod.name, pod.generation, pod.address, pod.role, model, layout.scope, layout.fingerprint,
-            layout.block_size, pod.max_model_len, pod.num_blocks,
-        )  # fmt: skip
+            pod.name,
+            pod.generation,
+            pod.address,
+            pod.role,
+            model,
+            layout.scope,
+            layout.fingerprint,
+            layout.block_size,
+            pod.max_model_len,
+            pod.num_blocks,
+        )
         self.index = PodIndex(url, record, lambda: self.hashes, lambda: PodLoad(free_blocks=pod.num_blocks))
 
     def hold(self, prompt: list[int]) -> None:

@@ -178,9 +178,16 @@ class World(Steps):
     """What the hook saw of each sequence. drafts: most of a sequence in a step."""
 
     def __init__(
-        self, *, overlap: bool, blocks: int = 60, size: int = 4, budget: int = 16, seqs: int = 4, drafts: int = 0,
+        self,
+        *,
+        overlap: bool,
+        blocks: int = 60,
+        size: int = 4,
+        budget: int = 16,
+        seqs: int = 4,
+        drafts: int = 0,
         pool: BlockPool | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.answers: dict[str, list[int]] = {}
         guesses = Guesses(self.answers, vocab=VOCAB)
         speculator = Speculator(guesses, Always(drafts), max_seqs=seqs) if drafts else None

@@ -230,16 +230,33 @@ class TritonAttention:
             span = metadata.decode
             rows = slice(span.first_token, span.first_token + span.num_tokens)
             self._decode.paged_decode(
-                query[rows], cache, span.tables, span.cu_q, span.seq_lens, metadata.plans[window],
-                self._workspace(span.max_new), max_query=span.max_new, scale=self._scale, softcap=self._softcap,
-                first=self._first, out=out[rows],
-            )  # fmt: skip
+                query[rows],
+                cache,
+                span.tables,
+                span.cu_q,
+                span.seq_lens,
+                metadata.plans[window],
+                self._workspace(span.max_new),
+                max_query=span.max_new,
+                scale=self._scale,
+                softcap=self._softcap,
+                first=self._first,
+                out=out[rows],
+            )
         for span in metadata.paged:
             rows = slice(span.first_token, span.first_token + span.num_tokens)
             self._prefill.paged_prefill(
-                query[rows], cache, span.tables, span.cu_q, span.seq_lens,
-                max_query=span.max_new, scale=self._scale, softcap=self._softcap, window=window or 0, out=out[rows],
-            )  # fmt: skip
+                query[rows],
+                cache,
+                span.tables,
+                span.cu_q,
+                span.seq_lens,
+                max_query=span.max_new,
+                scale=self._scale,
+                softcap=self._softcap,
+                window=window or 0,
+                out=out[rows],
+            )
         for row in metadata.long:
             rows = row.tokens
             self._attend_long(query[rows], kv[rows], cache, row, window, out[rows])
@@ -251,9 +268,17 @@ class TritonAttention:
         length = row.start + row.num_new
         if (window is not None and window < length) or query.dtype == torch.float32:
             return self._prefill.paged_prefill(
-                query, cache, row.tables, row.cu_q, row.seq_lens,
-                max_query=row.num_new, scale=self._scale, softcap=self._softcap, window=window or 0, out=out,
-            )  # fmt: skip
+                query,
+                cache,
+                row.tables,
+                row.cu_q,
+                row.seq_lens,
+                max_query=row.num_new,
+                scale=self._scale,
+                softcap=self._softcap,
+                window=window or 0,
+                out=out,
+            )
         whole, rest = row.whole, row.num_new - row.whole
         # New keys are read where the projection left them; an 8-bit cache has other numbers, so there from it.
         gathered = length if rest or cache.scales is not None else row.start
@@ -315,9 +340,14 @@ class TritonAttention:
 
     def _plan(self, span: Span, window: int | None) -> DecodePlan:
         return self._decode.plan_decode(
-            span.cu_q, span.seq_lens, self._workspace(span.max_new),
-            num_kv_heads=self._kv_heads, head_dim=self._head_dim, itemsize=self._itemsize, window=window or 0,
-        )  # fmt: skip
+            span.cu_q,
+            span.seq_lens,
+            self._workspace(span.max_new),
+            num_kv_heads=self._kv_heads,
+            head_dim=self._head_dim,
+            itemsize=self._itemsize,
+            window=window or 0,
+        )
 
     def _workspace(self, max_new: int) -> DecodeWorkspace:
         if max_new not in self._workspaces:

@@ -29,10 +29,30 @@ def blocks_touched(query: int, block_size: int) -> int:
 
 @triton.jit(do_not_specialize=["rows", "pad"])
 def _decode_inputs_kernel(
-    packed, slot_tables, last_tokens, tokens, positions, kv_slots, cu_q, seq_lens, row_slots, token_slots, sampled_at,
-    offsets, tables, rows, pad, slot_row, table_row,
-    Q: tl.constexpr, QP: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr,
-):  # fmt: skip
+    packed,
+    slot_tables,
+    last_tokens,
+    tokens,
+    positions,
+    kv_slots,
+    cu_q,
+    seq_lens,
+    row_slots,
+    token_slots,
+    sampled_at,
+    offsets,
+    tables,
+    rows,
+    pad,
+    slot_row,
+    table_row,
+    Q: tl.constexpr,
+    QP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HEAD: tl.constexpr,
+    BS: tl.constexpr,
+    BT: tl.constexpr,
+):
     row = tl.program_id(0)
     mine = packed + row * WIDTH
     slot = tl.load(mine).to(tl.int64)
@@ -161,8 +181,28 @@ def decode_inputs(
     assert width == packed_width(query, block_size)
     assert packed.is_contiguous()
     _decode_inputs_kernel[(rows,)](
-        packed, slot_tables, last_tokens, out.tokens, out.positions, out.kv_slots, out.cu_q, out.seq_lens,
-        out.row_slots, out.token_slots, out.sampled_at, out.offsets, out.tables, rows, slot_tables.shape[0] - 1,
-        slot_tables.stride(0), out.tables.stride(0),
-        Q=query, QP=triton.next_power_of_2(query), WIDTH=width, HEAD=HEADER, BS=block_size, BT=TABLE_TILE, num_warps=4,
-    )  # fmt: skip
+        packed,
+        slot_tables,
+        last_tokens,
+        out.tokens,
+        out.positions,
+        out.kv_slots,
+        out.cu_q,
+        out.seq_lens,
+        out.row_slots,
+        out.token_slots,
+        out.sampled_at,
+        out.offsets,
+        out.tables,
+        rows,
+        slot_tables.shape[0] - 1,
+        slot_tables.stride(0),
+        out.tables.stride(0),
+        Q=query,
+        QP=triton.next_power_of_2(query),
+        WIDTH=width,
+        HEAD=HEADER,
+        BS=block_size,
+        BT=TABLE_TILE,
+        num_warps=4,
+    )

@@ -20,9 +20,23 @@ BLOCK_M, BLOCK_N = 128, 128
 
 @triton.jit
 def _tiles(
-    acc, total, best, qs, keys, values, column, scale_log2, cap, lo, hi, position,
-    MASKED: tl.constexpr, CAP: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    acc,
+    total,
+    best,
+    qs,
+    keys,
+    values,
+    column,
+    scale_log2,
+    cap,
+    lo,
+    hi,
+    position,
+    MASKED: tl.constexpr,
+    CAP: tl.constexpr,
+    BN: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     n = tl.arange(0, BN)
     for start in tl.range(lo, hi, BN, num_stages=STAGES):
         k = keys.load([start, column])
@@ -43,9 +57,25 @@ def _tiles(
 
 @triton.jit(do_not_specialize=["queries", "length"])
 def _dense_kernel(
-    q, keys, values, out, q_row, q_head, out_row, out_head, queries, length, scale_log2, cap,
-    GROUP: tl.constexpr, CAP: tl.constexpr, BM: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    q,
+    keys,
+    values,
+    out,
+    q_row,
+    q_head,
+    out_row,
+    out_head,
+    queries,
+    length,
+    scale_log2,
+    cap,
+    GROUP: tl.constexpr,
+    CAP: tl.constexpr,
+    BM: tl.constexpr,
+    D: tl.constexpr,
+    BN: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     head = tl.program_id(0)
     # Rows are (token, query head of the group); the last ones see the most keys: they start first.
     m0 = (tl.cdiv(queries * GROUP, BM) - 1 - tl.program_id(1)) * BM
@@ -94,9 +124,24 @@ def dense_prefill(
     # Rows past the end are read as zeros.
     described = [TensorDescriptor.from_tensor(x.view(length, -1), [BLOCK_N, dim]) for x in (keys, values)]
     _dense_kernel[(kv_heads, triton.cdiv(q.shape[0] * group, BLOCK_M))](
-        q, *described, out, q.stride(0), q.stride(1), out.stride(0), out.stride(1), q.shape[0], length,
-        *cap_args(scale, softcap), GROUP=group, CAP=softcap > 0, BM=BLOCK_M, D=dim, BN=BLOCK_N, STAGES=3, num_warps=8,
-    )  # fmt: skip
+        q,
+        *described,
+        out,
+        q.stride(0),
+        q.stride(1),
+        out.stride(0),
+        out.stride(1),
+        q.shape[0],
+        length,
+        *cap_args(scale, softcap),
+        GROUP=group,
+        CAP=softcap > 0,
+        BM=BLOCK_M,
+        D=dim,
+        BN=BLOCK_N,
+        STAGES=3,
+        num_warps=8,
+    )
     return out
 
 

@@ -65,8 +65,12 @@ def unpack(pairs, NATIVE: tl.constexpr):
             cvt.rn.f16x2.e4m3x2 $0, even;
             cvt.rn.f16x2.e4m3x2 $1, odd;
             }""",
-            "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
-        )  # fmt: skip
+            "=r,=r,r",
+            [pairs],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
     else:  # the bits of e4m3, moved, are those of a float16 that is 256 times smaller
         even = ((((pairs << 8) >> 1) & -16385).to(tl.float16, bitcast=True) * 256.0).to(tl.float16)
         odd = ((((pairs & -256) >> 1) & -16385).to(tl.float16, bitcast=True) * 256.0).to(tl.float16)

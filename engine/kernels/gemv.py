@@ -24,10 +24,25 @@ def _tile(src, row_ok, k, start, K: tl.constexpr, EVEN: tl.constexpr):
 
 @triton.jit
 def _gemv_kernel(
-    x, weight, bias, norm, residual, out, eps, offset, w_row,
-    N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BK: tl.constexpr,
-    NORM: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x,
+    weight,
+    bias,
+    norm,
+    residual,
+    out,
+    eps,
+    offset,
+    w_row,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    BK: tl.constexpr,
+    NORM: tl.constexpr,
+    BIAS: tl.constexpr,
+    ADD: tl.constexpr,
+    GATED: tl.constexpr,
+    PDL: tl.constexpr,
+):
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row_ok = rows < N
     k = tl.arange(0, BK)
@@ -103,10 +118,25 @@ def gemv(
     pdl = overlaps_launches(x.device)
     block_k = min(BLOCK_K, triton.next_power_of_2(k))
     _gemv_kernel[(triton.cdiv(n, rows),)](
-        x, weight, weight if bias is None else bias, x if norm is None else norm,
-        x if residual is None else residual, out,
-        eps, norm_offset, weight.stride(0), N=n, K=k, ROWS=rows, BK=block_k, NORM=norm is not None,
+        x,
+        weight,
+        weight if bias is None else bias,
+        x if norm is None else norm,
+        x if residual is None else residual,
+        out,
+        eps,
+        norm_offset,
+        weight.stride(0),
+        N=n,
+        K=k,
+        ROWS=rows,
+        BK=block_k,
+        NORM=norm is not None,
         BIAS=bias is not None,
-        ADD=residual is not None, GATED=gated, PDL=pdl, num_warps=warps, **launch_flags(pdl),
-    )  # fmt: skip
+        ADD=residual is not None,
+        GATED=gated,
+        PDL=pdl,
+        num_warps=warps,
+        **launch_flags(pdl),
+    )
     return out

@@ -12,10 +12,27 @@ from engine.layer_kv import LayerKV
 
 @triton.jit
 def _kv_write_kernel(
-    new, kv, scales, slots, new_row, new_which, new_head, kv_block, kv_which, kv_head, kv_token,
-    sc_block, sc_head, sc_token,
-    HEADS: tl.constexpr, HP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr, FP8: tl.constexpr,
-):  # fmt: skip
+    new,
+    kv,
+    scales,
+    slots,
+    new_row,
+    new_which,
+    new_head,
+    kv_block,
+    kv_which,
+    kv_head,
+    kv_token,
+    sc_block,
+    sc_head,
+    sc_token,
+    HEADS: tl.constexpr,
+    HP: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    BS: tl.constexpr,
+    FP8: tl.constexpr,
+):
     token = tl.program_id(0).to(tl.int64)
     which = tl.program_id(1)
     slot = tl.load(slots + token).to(tl.int64)
@@ -41,8 +58,23 @@ def kv_write(new: torch.Tensor, layer: LayerKV, slots: torch.Tensor) -> None:
     kv, (scales, *scale_strides) = layer.kv, scale_halves(layer)
     assert new.stride(3) == 1
     _kv_write_kernel[(new.shape[0], 2)](
-        new, kv, scales, slots, new.stride(0), new.stride(1), new.stride(2),
-        kv.stride(0), kv.stride(1), kv.stride(2), kv.stride(3), *scale_strides,
-        HEADS=layer.num_kv_heads, HP=triton.next_power_of_2(layer.num_kv_heads), D=layer.head_dim,
-        DP=triton.next_power_of_2(layer.head_dim), BS=layer.block_size, FP8=layer.scales is not None, num_warps=4,
-    )  # fmt: skip
+        new,
+        kv,
+        scales,
+        slots,
+        new.stride(0),
+        new.stride(1),
+        new.stride(2),
+        kv.stride(0),
+        kv.stride(1),
+        kv.stride(2),
+        kv.stride(3),
+        *scale_strides,
+        HEADS=layer.num_kv_heads,
+        HP=triton.next_power_of_2(layer.num_kv_heads),
+        D=layer.head_dim,
+        DP=triton.next_power_of_2(layer.head_dim),
+        BS=layer.block_size,
+        FP8=layer.scales is not None,
+        num_warps=4,
+    )

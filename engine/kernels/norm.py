@@ -14,9 +14,20 @@ from engine.kernels.launch import launch_flags, overlaps_launches
 
 @triton.jit
 def _rms_norm_kernel(
-    x, residual, weight, out, x_row, residual_row, out_row, eps, offset,
-    ADD: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x,
+    residual,
+    weight,
+    out,
+    x_row,
+    residual_row,
+    out_row,
+    eps,
+    offset,
+    ADD: tl.constexpr,
+    N: tl.constexpr,
+    NP: tl.constexpr,
+    PDL: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, NP)
     ok = i < N
@@ -55,10 +66,22 @@ def rms_norm(
     target = x if residual is None else residual
     pdl = overlaps_launches(x.device)
     _rms_norm_kernel[(rows,)](
-        x, target, weight, out, x.stride(0), target.stride(0), out.stride(0), eps, weight_offset,
-        ADD=residual is not None, N=n, NP=padded, PDL=pdl,
-        num_warps=min(16, max(1, padded // 512)), **launch_flags(pdl),
-    )  # fmt: skip
+        x,
+        target,
+        weight,
+        out,
+        x.stride(0),
+        target.stride(0),
+        out.stride(0),
+        eps,
+        weight_offset,
+        ADD=residual is not None,
+        N=n,
+        NP=padded,
+        PDL=pdl,
+        num_warps=min(16, max(1, padded // 512)),
+        **launch_flags(pdl),
+    )
     return out
 
 

@@ -14,10 +14,26 @@ from engine.layer_kv import LayerKV
 
 @triton.jit(do_not_specialize=["length"])
 def _gather_kernel(
-    kv, scales, table, keys, values, kv_block, kv_which, kv_head, kv_token, sc_block, sc_head, sc_token, out_row,
+    kv,
+    scales,
+    table,
+    keys,
+    values,
+    kv_block,
+    kv_which,
+    kv_head,
+    kv_token,
+    sc_block,
+    sc_head,
+    sc_token,
+    out_row,
     length,
-    D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr, BN: tl.constexpr, FP8: tl.constexpr,
-):  # fmt: skip
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    BS: tl.constexpr,
+    BN: tl.constexpr,
+    FP8: tl.constexpr,
+):
     head = tl.program_id(1).to(tl.int64)
     pos = tl.program_id(0) * BN + tl.arange(0, BN)
     d = tl.arange(0, DP)
@@ -50,19 +66,51 @@ def gather_kv(
     assert layer.scales is not None or kv.dtype == dtype
     keys, values = torch.empty(2, length, heads, dim, dtype=dtype, device=kv.device).unbind(0)
     _gather_kernel[(triton.cdiv(length, 64), heads)](
-        kv, scales, block_table, keys, values, kv.stride(0), kv.stride(1), kv.stride(2), kv.stride(3), *scale_strides,
-        keys.stride(0), length,
-        D=dim, DP=triton.next_power_of_2(dim), BS=layer.block_size, BN=64, FP8=layer.scales is not None, num_warps=4,
-    )  # fmt: skip
+        kv,
+        scales,
+        block_table,
+        keys,
+        values,
+        kv.stride(0),
+        kv.stride(1),
+        kv.stride(2),
+        kv.stride(3),
+        *scale_strides,
+        keys.stride(0),
+        length,
+        D=dim,
+        DP=triton.next_power_of_2(dim),
+        BS=layer.block_size,
+        BN=64,
+        FP8=layer.scales is not None,
+        num_warps=4,
+    )
     return keys, values
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _merge_kernel(
-    a, b, lse_a, lse_b, out, rows, heads, a_row, a_head, b_row, b_head, la_row, la_head, lb_row, lb_head, out_row,
+    a,
+    b,
+    lse_a,
+    lse_b,
+    out,
+    rows,
+    heads,
+    a_row,
+    a_head,
+    b_row,
+    b_head,
+    la_row,
+    la_head,
+    lb_row,
+    lb_head,
+    out_row,
     out_head,
-    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
-):  # fmt: skip
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    BM: tl.constexpr,
+):
     i = tl.program_id(0) * BM + tl.arange(0, BM)
     d = tl.arange(0, DP)
     ok = i < rows * heads
@@ -88,8 +136,26 @@ def merge_parts(
     """
     rows, heads, dim = out.shape
     _merge_kernel[(triton.cdiv(rows * heads, 16),)](
-        a, b, lse_a, lse_b, out, rows, heads, a.stride(0), a.stride(1), b.stride(0), b.stride(1),
-        lse_a.stride(0), lse_a.stride(1), lse_b.stride(0), lse_b.stride(1), out.stride(0), out.stride(1),
-        D=dim, DP=triton.next_power_of_2(dim), BM=16, num_warps=4,
-    )  # fmt: skip
+        a,
+        b,
+        lse_a,
+        lse_b,
+        out,
+        rows,
+        heads,
+        a.stride(0),
+        a.stride(1),
+        b.stride(0),
+        b.stride(1),
+        lse_a.stride(0),
+        lse_a.stride(1),
+        lse_b.stride(0),
+        lse_b.stride(1),
+        out.stride(0),
+        out.stride(1),
+        D=dim,
+        DP=triton.next_power_of_2(dim),
+        BM=16,
+        num_warps=4,
+    )
     return out

@@ -17,10 +17,20 @@ from engine.layer_kv import LayerKV
 
 @triton.jit
 def _rotate(
-    base, norm, cos, sin, eps, offset,
-    HEADS: tl.constexpr, HP: tl.constexpr, D: tl.constexpr, ROT: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+    base,
+    norm,
+    cos,
+    sin,
+    eps,
+    offset,
+    HEADS: tl.constexpr,
+    HP: tl.constexpr,
+    D: tl.constexpr,
+    ROT: tl.constexpr,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
     NORM: tl.constexpr,
-):  # fmt: skip
+):
     h = tl.arange(0, HP)[:, None]
     i = tl.arange(0, HALF)[None, :]
     ok = (h < HEADS) & (i < ROT // 2)
@@ -44,12 +54,40 @@ def _rotate(
 
 @triton.jit
 def _rope_kv_kernel(
-    qkv, kv, scales, positions, slots, cos_table, sin_table, q_norm, k_norm,
-    qkv_row, kv_block, kv_which, kv_head, kv_token, sc_block, sc_head, sc_token, table_row, eps, offset,
-    HQ: tl.constexpr, HKV: tl.constexpr, HQP: tl.constexpr, HKVP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    ROT: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, BS: tl.constexpr, NORM: tl.constexpr,
-    FP8: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    qkv,
+    kv,
+    scales,
+    positions,
+    slots,
+    cos_table,
+    sin_table,
+    q_norm,
+    k_norm,
+    qkv_row,
+    kv_block,
+    kv_which,
+    kv_head,
+    kv_token,
+    sc_block,
+    sc_head,
+    sc_token,
+    table_row,
+    eps,
+    offset,
+    HQ: tl.constexpr,
+    HKV: tl.constexpr,
+    HQP: tl.constexpr,
+    HKVP: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    ROT: tl.constexpr,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
+    BS: tl.constexpr,
+    NORM: tl.constexpr,
+    FP8: tl.constexpr,
+    PDL: tl.constexpr,
+):
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + token).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
@@ -141,13 +179,37 @@ def rope_kv_write(
     norm = q_norm is not None
     pdl = overlaps_launches(qkv.device)
     _rope_kv_kernel[(tokens, 2 if num_heads else 1)](
-        qkv, kv, scales, positions, slots, cos, sin, q_norm if q_norm is not None else cos,
+        qkv,
+        kv,
+        scales,
+        positions,
+        slots,
+        cos,
+        sin,
+        q_norm if q_norm is not None else cos,
         k_norm if k_norm is not None else cos,
-        qkv.stride(0), kv.stride(0), kv.stride(1), kv.stride(2), kv.stride(3), *scale_strides,
-        cos.stride(0), eps, norm_offset,
-        HQ=num_heads, HKV=num_kv_heads, HQP=triton.next_power_of_2(max(1, num_heads)),
+        qkv.stride(0),
+        kv.stride(0),
+        kv.stride(1),
+        kv.stride(2),
+        kv.stride(3),
+        *scale_strides,
+        cos.stride(0),
+        eps,
+        norm_offset,
+        HQ=num_heads,
+        HKV=num_kv_heads,
+        HQP=triton.next_power_of_2(max(1, num_heads)),
         HKVP=triton.next_power_of_2(num_kv_heads),
-        D=dim, DP=triton.next_power_of_2(dim), ROT=2 * half, HALF=triton.next_power_of_2(half),
-        REST=triton.next_power_of_2(max(1, dim - 2 * half)), BS=layer.block_size, NORM=norm,
-        FP8=layer.scales is not None, PDL=pdl, num_warps=4, **launch_flags(pdl),
-    )  # fmt: skip
+        D=dim,
+        DP=triton.next_power_of_2(dim),
+        ROT=2 * half,
+        HALF=triton.next_power_of_2(half),
+        REST=triton.next_power_of_2(max(1, dim - 2 * half)),
+        BS=layer.block_size,
+        NORM=norm,
+        FP8=layer.scales is not None,
+        PDL=pdl,
+        num_warps=4,
+        **launch_flags(pdl),
+    )

@@ -85,12 +85,41 @@ def _cuts(floats, ints, vocab):
 
 @triton.jit
 def _score_kernel(
-    logits, slots, positions, words, entries, counts, allowed, inputs, offsets, shaped, scores, best_score, best_token,
-    best_logit, tile_max, tile_sum, tile_finite, segment_max, logits_row, counts_row, allowed_row, inputs_row, vocab,
+    logits,
+    slots,
+    positions,
+    words,
+    entries,
+    counts,
+    allowed,
+    inputs,
+    offsets,
+    shaped,
+    scores,
+    best_score,
+    best_token,
+    best_logit,
+    tile_max,
+    tile_sum,
+    tile_finite,
+    segment_max,
+    logits_row,
+    counts_row,
+    allowed_row,
+    inputs_row,
+    vocab,
     num_tiles,
-    BV: tl.constexpr, SEGMENTS: tl.constexpr, NW: tl.constexpr, NF: tl.constexpr, ENTRIES: tl.constexpr,
-    PROMPT: tl.constexpr, MIN_T: tl.constexpr, MASKED: tl.constexpr, DRAFTS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    BV: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    NW: tl.constexpr,
+    NF: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    PROMPT: tl.constexpr,
+    MIN_T: tl.constexpr,
+    MASKED: tl.constexpr,
+    DRAFTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -184,11 +213,33 @@ def _kth_maximum(segment_max, n, k, SIZE: tl.constexpr):
 
 @triton.jit
 def _pick_kernel(
-    slots, words, counts, shaped, scores, best_score, best_token, best_logit, tile_max, tile_sum, tile_finite,
-    segment_max, tokens, finite, results, counts_row, vocab, num_tiles,
-    TILES: tl.constexpr, SEGMENTS: tl.constexpr, SCAN: tl.constexpr, NW: tl.constexpr, NF: tl.constexpr,
-    COUNT: tl.constexpr, RESULTS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    slots,
+    words,
+    counts,
+    shaped,
+    scores,
+    best_score,
+    best_token,
+    best_logit,
+    tile_max,
+    tile_sum,
+    tile_finite,
+    segment_max,
+    tokens,
+    finite,
+    results,
+    counts_row,
+    vocab,
+    num_tiles,
+    TILES: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    SCAN: tl.constexpr,
+    NW: tl.constexpr,
+    NF: tl.constexpr,
+    COUNT: tl.constexpr,
+    RESULTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -203,9 +254,11 @@ def _pick_kernel(
     ok = t < num_tiles
     all_finite = tl.min(tl.load(tile_finite + at, mask=ok, other=1), 0)
     _, winner = tl.max(
-        tl.load(best_score + at, mask=ok, other=-float("inf")), 0,
-        return_indices=True, return_indices_tie_break_left=True,
-    )  # fmt: skip
+        tl.load(best_score + at, mask=ok, other=-float("inf")),
+        0,
+        return_indices=True,
+        return_indices_tie_break_left=True,
+    )
     token = tl.load(best_token + row * num_tiles + winner)
 
     k, top_p, min_p, cut = _cuts(floats, ints, vocab)
@@ -325,21 +378,74 @@ class Sampler:
         inputs, offsets = drafts or (slots, slots)
         pdl = overlaps_launches(logits.device)
         _score_kernel[(self._tiles, rows)](
-            logits, slots, positions, params.words, params.entries, params.counts, mask, inputs, offsets, self._shaped,
-            self._scores, score, token, logit, top, total, tile_finite, self._segments,
-            logits.stride(0), params.counts.stride(0), mask.stride(0), inputs.stride(0), self._vocab, self._tiles,
-            BV=TILE, SEGMENTS=SEGMENTS, NW=WORDS, NF=NUM_FLOATS, ENTRIES=MAX_ENTRIES, PROMPT=IN_PROMPT,
-            MIN_T=MIN_TEMPERATURE, MASKED=allowed is not None, DRAFTS=drafts is not None, PDL=pdl, num_warps=4,
+            logits,
+            slots,
+            positions,
+            params.words,
+            params.entries,
+            params.counts,
+            mask,
+            inputs,
+            offsets,
+            self._shaped,
+            self._scores,
+            score,
+            token,
+            logit,
+            top,
+            total,
+            tile_finite,
+            self._segments,
+            logits.stride(0),
+            params.counts.stride(0),
+            mask.stride(0),
+            inputs.stride(0),
+            self._vocab,
+            self._tiles,
+            BV=TILE,
+            SEGMENTS=SEGMENTS,
+            NW=WORDS,
+            NF=NUM_FLOATS,
+            ENTRIES=MAX_ENTRIES,
+            PROMPT=IN_PROMPT,
+            MIN_T=MIN_TEMPERATURE,
+            MASKED=allowed is not None,
+            DRAFTS=drafts is not None,
+            PDL=pdl,
+            num_warps=4,
             **launch_flags(pdl),
-        )  # fmt: skip
+        )
         scan = min(SCAN, triton.next_power_of_2(self._vocab))
         _pick_kernel[(rows,)](
-            slots, params.words, params.counts, self._shaped, self._scores, score, token, logit, top, total,
-            tile_finite, self._segments, tokens, finite, tokens if results is None else results,
-            params.counts.stride(0), self._vocab, self._tiles,
-            TILES=triton.next_power_of_2(self._tiles), SEGMENTS=SEGMENTS, SCAN=scan, NW=WORDS, NF=NUM_FLOATS,
-            COUNT=drafts is None, RESULTS=results is not None, PDL=pdl, num_warps=scan // 256 or 1, **launch_flags(pdl),
-        )  # fmt: skip
+            slots,
+            params.words,
+            params.counts,
+            self._shaped,
+            self._scores,
+            score,
+            token,
+            logit,
+            top,
+            total,
+            tile_finite,
+            self._segments,
+            tokens,
+            finite,
+            tokens if results is None else results,
+            params.counts.stride(0),
+            self._vocab,
+            self._tiles,
+            TILES=triton.next_power_of_2(self._tiles),
+            SEGMENTS=SEGMENTS,
+            SCAN=scan,
+            NW=WORDS,
+            NF=NUM_FLOATS,
+            COUNT=drafts is None,
+            RESULTS=results is not None,
+            PDL=pdl,
+            num_warps=scan // 256 or 1,
+            **launch_flags(pdl),
+        )
         return tokens, finite.view(torch.bool)
 
 
@@ -368,9 +474,20 @@ def count_tokens(counts: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor
 
 @triton.jit
 def _accept_kernel(
-    sampled, finite, inputs, cu_q, row_slots, words, counts, last_tokens, counts_row,
-    QP: tl.constexpr, NW: tl.constexpr, NF: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    sampled,
+    finite,
+    inputs,
+    cu_q,
+    row_slots,
+    words,
+    counts,
+    last_tokens,
+    counts_row,
+    QP: tl.constexpr,
+    NW: tl.constexpr,
+    NF: tl.constexpr,
+    PDL: tl.constexpr,
+):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -410,7 +527,19 @@ def accept(
     assert params.words.is_contiguous()
     pdl = overlaps_launches(sampled.device)
     _accept_kernel[(row_slots.shape[0],)](
-        sampled, finite.view(torch.int8), inputs, cu_q, row_slots, params.words, params.counts, last_tokens,
-        params.counts.stride(0), QP=triton.next_power_of_2(query), NW=WORDS, NF=NUM_FLOATS, PDL=pdl, num_warps=1,
+        sampled,
+        finite.view(torch.int8),
+        inputs,
+        cu_q,
+        row_slots,
+        params.words,
+        params.counts,
+        last_tokens,
+        params.counts.stride(0),
+        QP=triton.next_power_of_2(query),
+        NW=WORDS,
+        NF=NUM_FLOATS,
+        PDL=pdl,
+        num_warps=1,
         **launch_flags(pdl),
-    )  # fmt: skip
+    )

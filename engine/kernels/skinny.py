@@ -27,10 +27,27 @@ def _tile(src, ok, k, start, K: tl.constexpr, EVEN: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def _skinny_kernel(
-    x, weight, bias, residual, out, rows, x_row, w_row, residual_row, out_row,
-    N: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
-    BIAS: tl.constexpr, ADD: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x,
+    weight,
+    bias,
+    residual,
+    out,
+    rows,
+    x_row,
+    w_row,
+    residual_row,
+    out_row,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    STAGES: tl.constexpr,
+    BIAS: tl.constexpr,
+    ADD: tl.constexpr,
+    GATED: tl.constexpr,
+    PDL: tl.constexpr,
+):
     m = tl.arange(0, BM)[:, None]
     n = tl.program_id(0) * BN + tl.arange(0, BN)[None, :]
     m_ok = m < rows
@@ -106,9 +123,27 @@ def skinny(
     bn, bk, stages = shape or _shape(n, gated, x.element_size())
     pdl = overlaps_launches(x.device)
     _skinny_kernel[(triton.cdiv(n, bn),)](
-        x, weight, weight if bias is None else bias, added, out, rows,
-        x.stride(0), weight.stride(0), added.stride(0), out.stride(0),
-        N=n, K=k, BM=MAX_ROWS, BN=bn, BK=bk, STAGES=stages, BIAS=bias is not None, ADD=residual is not None,
-        GATED=gated, PDL=pdl, num_warps=4, **launch_flags(pdl),
-    )  # fmt: skip
+        x,
+        weight,
+        weight if bias is None else bias,
+        added,
+        out,
+        rows,
+        x.stride(0),
+        weight.stride(0),
+        added.stride(0),
+        out.stride(0),
+        N=n,
+        K=k,
+        BM=MAX_ROWS,
+        BN=bn,
+        BK=bk,
+        STAGES=stages,
+        BIAS=bias is not None,
+        ADD=residual is not None,
+        GATED=gated,
+        PDL=pdl,
+        num_warps=4,
+        **launch_flags(pdl),
+    )
     return out

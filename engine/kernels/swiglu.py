@@ -20,9 +20,19 @@ BM, BN, BK, STAGES, GROUP = 128, 128, 64, 4, 16
 
 @triton.jit(do_not_specialize=["rows"])
 def _swiglu_kernel(
-    x, weight, out, rows, N: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    GROUP: tl.constexpr, SMS: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    x,
+    weight,
+    out,
+    rows,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP: tl.constexpr,
+    SMS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     tiles_m = tl.cdiv(rows, BM)
     tiles_n: tl.constexpr = (N + BN - 1) // BN
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, SMS, flatten=True):
@@ -64,6 +74,15 @@ def swiglu(
         TensorDescriptor.from_tensor(x, [bm, bk]),
         TensorDescriptor(weight, [2, n, k], pair, [2, bn, bk]),
         TensorDescriptor.from_tensor(out, [bm, bn]),
-        rows, N=n, K=k, BM=bm, BN=bn, BK=bk, GROUP=group, SMS=programs, STAGES=STAGES, num_warps=8,
-    )  # fmt: skip
+        rows,
+        N=n,
+        K=k,
+        BM=bm,
+        BN=bn,
+        BK=bk,
+        GROUP=group,
+        SMS=programs,
+        STAGES=STAGES,
+        num_warps=8,
+    )
     return out

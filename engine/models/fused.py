@@ -61,11 +61,17 @@ class FusedOps:
         """heads: query heads that qkv has."""
         q_norm, k_norm = attention.q_norm, attention.k_norm
         rope_kv_write(
-            qkv, cache, positions, metadata.slots, self._cos, self._sin, num_heads=heads,
+            qkv,
+            cache,
+            positions,
+            metadata.slots,
+            self._cos,
+            self._sin,
+            num_heads=heads,
             q_norm=None if q_norm is None else q_norm.weight,
             k_norm=None if k_norm is None else k_norm.weight,
             eps=0.0 if q_norm is None else q_norm.eps,
-        )  # fmt: skip
+        )
 
     def norm_linear(self, x: Tensor, norm: Norm, linear: nn.Linear | Part) -> Tensor:
         if len(x) == 1:

@@ -90,9 +90,11 @@ class MirroredModel:
         assert isinstance(backend, MirroredAttention)
         assert isinstance(metadata, Planned)
         self._members.tell(
-            "step", step.pack(metadata.shape, cache[0].block_size),
-            tokens=len(tokens), rows=None if rows is None else len(rows),
-        )  # fmt: skip
+            "step",
+            step.pack(metadata.shape, cache[0].block_size),
+            tokens=len(tokens),
+            rows=None if rows is None else len(rows),
+        )
         try:
             self._collectives.share(step.join(tokens, positions, rows))
             return self._own.hidden(tokens, positions, cache, backend.own, metadata.metadata, rows, tap=tap)
@@ -159,15 +161,24 @@ class Leader:
         revision = self._source.revision(device)
         for rank, channel in enumerate(members.channels(), 1):
             channel.send(
-                "open", device="cpu" if device.type == "cpu" else f"cuda:{device.index + rank % config.local_ranks}",
-                model_dir=str(config.model_dir.resolve()), revision=revision, load_format=config.load_format,
-                weights_seed=config.weights_seed, threads=config.threads_of_a_rank,
-            )  # fmt: skip
+                "open",
+                device="cpu" if device.type == "cpu" else f"cuda:{device.index + rank % config.local_ranks}",
+                model_dir=str(config.model_dir.resolve()),
+                revision=revision,
+                load_format=config.load_format,
+                weights_seed=config.weights_seed,
+                threads=config.threads_of_a_rank,
+            )
         members.answers()
         store, port = open_store(self._host)
         members.tell(
-            "load", size=self.shard.size, dtype=dtype, max_len=max_len, store=port, host=self._host,
-        )  # fmt: skip
+            "load",
+            size=self.shard.size,
+            dtype=dtype,
+            max_len=max_len,
+            store=port,
+            host=self._host,
+        )
         collectives = Collectives(store, 0, self.shard.size, device, self._host)
         members.on_loss = collectives.abort
         own = load_part(

@@ -88,9 +88,10 @@ class DraftLoop:
             # The last draft of all may be right, and then it has KV like the others.
             rows = [row for row in range(len(seqs)) if drafts.lengths[row]]
             self._fill(
-                [seqs[row] for row in rows], starts[rows] + drafts.lengths[rows],
+                [seqs[row] for row in rows],
+                starts[rows] + drafts.lengths[rows],
                 [drafts.tokens[row, drafts.lengths[row] - 1 : drafts.lengths[row]].tolist() for row in rows],
-            )  # fmt: skip
+            )
             self._wait()
         return Drafts(drafts.tokens, drafts.lengths, probs)
 

@@ -48,9 +48,11 @@ class SecondModel:
     def layout(self, device: torch.device) -> dict[str, Any]:
         shape = self.source.spec
         return {
-            "draft_layers": shape.num_layers, "draft_kv_heads": shape.num_kv_heads, "draft_head_dim": shape.head_dim,
+            "draft_layers": shape.num_layers,
+            "draft_kv_heads": shape.num_kv_heads,
+            "draft_head_dim": shape.head_dim,
             "draft_revision": self.source.revision(device),
-        }  # fmt: skip
+        }
 
     def load(self, target: Model, max_len: int, device: torch.device, dtype: torch.dtype) -> MakeDrafter:
         shape, vocab = self.source.spec, self.target.vocab_size
@@ -72,9 +74,12 @@ class Head:
         known = f"eagle dummy {self.seed} {device.type} {self.spec!r}"
         revision = eagle_weights.revision(self.spec, self.model_dir) if self.seed is None else weights.digest(known)
         return {
-            "draft_layers": 1, "draft_kv_heads": layer.num_kv_heads, "draft_head_dim": layer.head_dim,
-            "draft_state": layer.hidden_size, "draft_revision": revision,
-        }  # fmt: skip
+            "draft_layers": 1,
+            "draft_kv_heads": layer.num_kv_heads,
+            "draft_head_dim": layer.head_dim,
+            "draft_state": layer.hidden_size,
+            "draft_revision": revision,
+        }
 
     @torch.inference_mode()
     def load(self, target: Model, max_len: int, device: torch.device, dtype: torch.dtype) -> MakeDrafter:

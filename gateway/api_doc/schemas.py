@@ -33,11 +33,17 @@ _TOKEN_LOGPROB = obj({"token": _STRING, "logprob": _NUMBER, "bytes": nullable(ar
 _CHAT_LOGPROBS = nullable(
     obj(
         {
-            "content": nullable(array({**_TOKEN_LOGPROB, "properties": {
-                **_TOKEN_LOGPROB["properties"], "top_logprobs": array(_TOKEN_LOGPROB)}})),
+            "content": nullable(
+                array(
+                    {
+                        **_TOKEN_LOGPROB,
+                        "properties": {**_TOKEN_LOGPROB["properties"], "top_logprobs": array(_TOKEN_LOGPROB)},
+                    }
+                )
+            ),
         }
     )
-)  # fmt: skip
+)
 _COMPLETION_LOGPROBS = nullable(
     obj(
         {

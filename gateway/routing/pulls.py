@@ -18,9 +18,12 @@ HOLDERS = 3  # that hold most are asked about
 
 
 def pulls(
-    held: Mapping[str, int], promises: Mapping[str, int], pullers: Sequence[PodView], holders: Sequence[PodView],
+    held: Mapping[str, int],
+    promises: Mapping[str, int],
+    pullers: Sequence[PodView],
+    holders: Sequence[PodView],
     block_bytes: int,
-) -> dict[str, Pull]:  # fmt: skip
+) -> dict[str, Pull]:
     """By puller's name, where a pull is worth it. held: prompt tokens that pods have, in device memory; promises: with
     those that need no computing when the request's turn comes.
     """
@@ -46,9 +49,13 @@ def _rate(view: PodView, holder: PodView, usual: float) -> tuple[float, float]:
 
 
 def _best(
-    held: Mapping[str, int], promises: Mapping[str, int], view: PodView, holders: Sequence[PodView], block_bytes: int,
+    held: Mapping[str, int],
+    promises: Mapping[str, int],
+    view: PodView,
+    holders: Sequence[PodView],
+    block_bytes: int,
     usual: float,
-) -> Pull | None:  # fmt: skip
+) -> Pull | None:
     """The pull that saves most; None when none saves anything."""
     used, found, saved = promises.get(view.name, 0), None, 0.0
     for holder in holders:

@@ -178,10 +178,12 @@ async def test_five_hundred_requests(notes: bool, tmp_path: Path) -> None:
     requests = [
         request(
             [*prompt_of(4 * (i % 6), seed=i % 3), *prompt_of(rng.randrange(1, 30), seed=i)],
-            rng.choice((1, 6, 12, 20)), seed=i, temperature=rng.choice((0.0, 0.8)),
+            rng.choice((1, 6, 12, 20)),
+            seed=i,
+            temperature=rng.choice((0.0, 0.8)),
         )
         for i in range(KINDS)
-    ]  # fmt: skip
+    ]
     expected = _alone(oracle(model_dir), requests)
     config, noted = HOSTED | {"checksums": not notes}, Counter[type]()
 

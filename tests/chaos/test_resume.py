@@ -74,9 +74,14 @@ def cluster(
     """Two decode pods, that draft or do not."""
     log_dir = tmp_path_factory.mktemp("resume")
     with Cluster(
-        smollm2_dir, log_dir, prefill=1, decode=2, kv_memory="512M", speculation=request.param,
+        smollm2_dir,
+        log_dir,
+        prefill=1,
+        decode=2,
+        kv_memory="512M",
+        speculation=request.param,
         pod_flags={"max-model-len": "512"},
-    ) as running:  # fmt: skip
+    ) as running:
         yield running
 
 

@@ -108,9 +108,13 @@ async def test_the_first_token_comes_once_from_prefill_with_what_was_asked_of_it
             assert [token.index for part in got for token in part.tokens] == list(range(count))
             assert got[-1].usage.completion_tokens == count
             body = {
-                "model": cluster.model, "prompt": prompt, "temperature": 0, "logprobs": 1,
-                "max_tokens": limits["max_tokens"], "extra_body": rest_limits,
-            }  # fmt: skip
+                "model": cluster.model,
+                "prompt": prompt,
+                "temperature": 0,
+                "logprobs": 1,
+                "max_tokens": limits["max_tokens"],
+                "extra_body": rest_limits,
+            }
             whole = await client.completions.create(**body)  # type: ignore[call-overload]
             stream = await client.completions.create(  # type: ignore[call-overload]
                 **body, stream=True, stream_options={"include_usage": True}

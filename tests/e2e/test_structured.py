@@ -75,9 +75,14 @@ def test_chats_answer_by_their_schema(cluster: Cluster) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "place", "schema": SCHEMA, "strict": True}}
     for temperature in (0.0, 1.0):
         body = post(
-            cluster, "chat/completions", messages=[{"role": "user", "content": "A city?"}], response_format=form,
-            temperature=temperature, seed=3, max_tokens=60,
-        )  # fmt: skip
+            cluster,
+            "chat/completions",
+            messages=[{"role": "user", "content": "A city?"}],
+            response_format=form,
+            temperature=temperature,
+            seed=3,
+            max_tokens=60,
+        )
         assert body["choices"][0]["finish_reason"] == "stop"
         jsonschema.validate(json.loads(body["choices"][0]["message"]["content"]), SCHEMA)
         assert "{" not in body["choices"][0]["message"]["content"][1:]

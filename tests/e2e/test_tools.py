@@ -48,9 +48,15 @@ async def test_calls_are_well_formed_streamed_or_not(
     cluster: Cluster, client: openai.AsyncOpenAI, choice: Any, temperature: float
 ) -> None:
     fields: dict[str, Any] = {
-        "model": cluster.model, "messages": MESSAGES, "tools": TOOLS, "tool_choice": choice, "max_tokens": 60,
-        "parallel_tool_calls": False, "seed": 7, "temperature": temperature,
-    }  # fmt: skip
+        "model": cluster.model,
+        "messages": MESSAGES,
+        "tools": TOOLS,
+        "tool_choice": choice,
+        "max_tokens": 60,
+        "parallel_tool_calls": False,
+        "seed": 7,
+        "temperature": temperature,
+    }
     whole = (await client.chat.completions.create(**fields)).choices[0]
     assert (whole.finish_reason, whole.message.content) == ("tool_calls", None)
     [call] = whole.message.tool_calls or ()

@@ -12,10 +12,20 @@ from benchmarks.pd_online import earlier, metrics_of, replay
 
 ROOT = Path(__file__).parents[2]
 PD = {
-    "r2_ttft_p50", "r2_itl_p99", "r5_ttft_p50_over_fcfs", "r5_ttft_p99_over_fcfs", "r5_itl_p99", "r5_itl_p999",
-    "r5_gap12_p50", "r5_gap12_p99", "r8_ttft_p50_over_fcfs", "r8_ttft_p99_over_fcfs", "r8_itl_p99",
-    "r07_15000_ttft_p50", "r07_15000_itl_p99",
-}  # fmt: skip
+    "r2_ttft_p50",
+    "r2_itl_p99",
+    "r5_ttft_p50_over_fcfs",
+    "r5_ttft_p99_over_fcfs",
+    "r5_itl_p99",
+    "r5_itl_p999",
+    "r5_gap12_p50",
+    "r5_gap12_p99",
+    "r8_ttft_p50_over_fcfs",
+    "r8_ttft_p99_over_fcfs",
+    "r8_itl_p99",
+    "r07_15000_ttft_p50",
+    "r07_15000_itl_p99",
+}
 
 
 def run(script: str, out: Path, *flags: str) -> dict[str, Any]:

@@ -78,9 +78,12 @@ async def world(model_dir: Path, tmp_path: Path, local_prefill: str, pull: str) 
     url = await valkey.start()
     try:
         async with Cluster.start(
-            model_dir, prefill=2, decode=2, prefill_config={"redis": url, "pull": pull},
+            model_dir,
+            prefill=2,
+            decode=2,
+            prefill_config={"redis": url, "pull": pull},
             decode_config={"redis": url, "local_prefill": local_prefill},
-        ) as cluster:  # fmt: skip
+        ) as cluster:
             # No answer is kept, and a slow one is waited for.
             reader = IndexReader(url, timeout_s=20.0, clock=lambda: time.monotonic() * 1e6)
             table = PodTable((), reader, gateway_id="g", model="tiny")

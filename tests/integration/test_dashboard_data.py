@@ -79,8 +79,10 @@ async def test_the_state_tells_of_pods_rates_and_latencies(gw: Rig, cluster: Fak
         {"name": MODEL, "aliases": [], "ready": True, "waiting": 0, "max_model_len": 2048},
     ]
     assert (state["gateway"]["ready"], state["gateway"]["running"], state["gateway"]["index_mode"]) == (
-        True, 0, "hash",
-    )  # fmt: skip
+        True,
+        0,
+        "hash",
+    )
     points = {name: len(values) for name, values in state["series"].items()}
     assert len(set(points.values())) == 1, points
     assert min(points.values()) >= 1

@@ -69,8 +69,10 @@ async def test_drafts_after_a_hand_off_are_those_of_one_process(kind: str, model
         assert speculator is not None
         there = speculator.stats
         assert (there.proposed, there.accepted, there.accepted_at) == (
-            stats.proposed, stats.accepted, stats.accepted_at
-        )  # fmt: skip
+            stats.proposed,
+            stats.accepted,
+            stats.accepted_at,
+        )
         assert 0 < there.accepted < there.proposed
         counted = {
             (s.labels["proposer"], s.labels["outcome"])
@@ -119,9 +121,12 @@ def fifty(byte_dir: Path) -> tuple[list[ValidRequest], list[list[int]]]:
     requests = mixed()
     grammars = [r.grammar for r in requests]
     answers = oracle(byte_dir).generate(
-        [r.prompt_ids for r in requests], [r.sampling for r in requests], grammar=grammars, ignore_eos=True,
+        [r.prompt_ids for r in requests],
+        [r.sampling for r in requests],
+        grammar=grammars,
+        ignore_eos=True,
         show_progress=False,
-    )  # fmt: skip
+    )
     assert len({tuple(answer.ids) for answer in answers}) > 40
     return requests, [answer.ids for answer in answers]
 

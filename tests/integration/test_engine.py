@@ -405,12 +405,16 @@ def test_constraints_hold_with_overlap_and_preemptions(tiny_dir: Path, llm: LLM)
     prompts = [prompt(20, i) for i in range(8)]
     each = [
         SamplingParams(
-            temperature=float(i % 2), seed=i, max_tokens=12, logprobs=1, frequency_penalty=0.4 * (i % 3),
+            temperature=float(i % 2),
+            seed=i,
+            max_tokens=12,
+            logprobs=1,
+            frequency_penalty=0.4 * (i % 3),
             allowed_token_ids=tuple(range(3, 40)) if i % 4 == 0 else (),
             bad_words=((5,), (7, 8), *((t, u) for t in range(3, 40) for u in range(10, 20))) if i % 4 < 2 else (),
         )
         for i in range(8)
-    ]  # fmt: skip
+    ]
     waits = llm.generate(prompts, each, ignore_eos=True, show_progress=False)
     ahead = make(tiny_dir, overlap=True, num_blocks=30)
     found = ahead.generate(prompts, each, ignore_eos=True, show_progress=False)

@@ -123,8 +123,12 @@ def test_the_shape_is_read_from_the_model(tmp_path: Path) -> None:
     save(tmp_path, "gemma3_text", **CASES["gemma3_text"])
     spec = open_model(tmp_path).spec
     assert (spec.architecture, spec.num_layers, spec.num_heads, spec.num_kv_heads, spec.head_dim) == (
-        "Gemma3ForCausalLM", 4, 4, 2, 16,
-    )  # fmt: skip
+        "Gemma3ForCausalLM",
+        4,
+        4,
+        2,
+        16,
+    )
     assert spec.windows == (8, None, 8, None)
     assert spec.scale == pytest.approx(48**-0.5)
     assert (spec.vocab_size, spec.max_position, spec.eos_token_ids) == (VOCAB, 128, (2,))

@@ -144,9 +144,14 @@ async def test_the_scripts_say_what_the_buckets_say(tmp_path: Path) -> None:
             mine = buckets.take(limits, name, cost, at)
             lua = (raw[0].decode(), *map(int, raw[1:]))
             assert lua == (
-                mine.refused, mine.wait_ms, mine.requests, mine.requests_full_ms, mine.tokens, mine.tokens_full_ms,
+                mine.refused,
+                mine.wait_ms,
+                mine.requests,
+                mine.requests_full_ms,
+                mine.tokens,
+                mine.tokens_full_ms,
                 mine.day,
-            ), (name, at - start)  # fmt: skip
+            ), (name, at - start)
             return mine.refused
 
         async def both_settle(name: str, cost: int, used: int, day: int, at: int) -> None:

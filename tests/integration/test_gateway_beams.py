@@ -148,17 +148,27 @@ async def test_a_key_is_charged_for_every_token_that_was_generated(
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
-        ({"stream": True}, "stream"), ({"stop": "x"}, "stop"), ({"echo": True}, "echo"), ({"n": 11}, "n"),
-        ({"best_of": 11}, "best_of"), ({"prompt_logprobs": 0}, "prompt_logprobs"), ({"bad_words": ["x"]}, "bad_words"),
-        ({"logit_bias": {"5": 1}}, "logit_bias"), ({"allowed_token_ids": [5]}, "allowed_token_ids"),
-        ({"presence_penalty": 1}, "presence_penalty"), ({"repetition_penalty": 1.1}, "repetition_penalty"),
-        ({"frequency_penalty": 1}, "frequency_penalty"), ({"structured_outputs": {"regex": "a"}}, "use_beam_search"),
-        ({"stop_token_ids": list(range(20))}, "stop_token_ids"), ({"length_penalty": 11}, "length_penalty"),
-        ({"early_stopping": "maybe"}, "early_stopping"), ({"use_beam_search": 1}, "use_beam_search"),
+        ({"stream": True}, "stream"),
+        ({"stop": "x"}, "stop"),
+        ({"echo": True}, "echo"),
+        ({"n": 11}, "n"),
+        ({"best_of": 11}, "best_of"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs"),
+        ({"bad_words": ["x"]}, "bad_words"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"allowed_token_ids": [5]}, "allowed_token_ids"),
+        ({"presence_penalty": 1}, "presence_penalty"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty"),
+        ({"frequency_penalty": 1}, "frequency_penalty"),
+        ({"structured_outputs": {"regex": "a"}}, "use_beam_search"),
+        ({"stop_token_ids": list(range(20))}, "stop_token_ids"),
+        ({"length_penalty": 11}, "length_penalty"),
+        ({"early_stopping": "maybe"}, "early_stopping"),
+        ({"use_beam_search": 1}, "use_beam_search"),
         ({"use_beam_search": False, "length_penalty": 2}, "length_penalty"),
         ({"use_beam_search": False, "early_stopping": True}, "early_stopping"),
     ],
-)  # fmt: skip
+)
 async def test_what_cannot_be_is_refused_by_name(gw: Rig, fields: dict[str, Any], field: str) -> None:
     response = await gw.complete(**{"use_beam_search": True, **fields})
     assert (response.status_code, response.json()["error"]["param"]) == (400, field)
@@ -186,9 +196,15 @@ async def test_grpc_gives_each_answer_as_one_message(
             for early, meant in early_stopping:
                 found = await expected([70, 71], 6, 2.0, meant)
                 request = inference_pb2.GenerateRequest(
-                    model=MODEL, tokens=prompt, max_tokens=6, n=2, best_of=WIDTH, use_beam_search=True,
-                    length_penalty=2.0, early_stopping=early,
-                )  # fmt: skip
+                    model=MODEL,
+                    tokens=prompt,
+                    max_tokens=6,
+                    n=2,
+                    best_of=WIDTH,
+                    use_beam_search=True,
+                    length_penalty=2.0,
+                    early_stopping=early,
+                )
                 parts = [part async for part in stub.Generate(request, timeout=30)]
                 assert [part.index for part in parts] == [0, 1]
                 for part, beam in zip(parts, found[:2], strict=True):

@@ -116,11 +116,15 @@ async def test_best_of_answers_the_likeliest(gw: Rig, cluster: FakeCluster, toke
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
-        ({"n": 129}, "n"), ({"n": 0}, "n"), ({"n": "2"}, "n"), ({"best_of": 129}, "best_of"),
-        ({"n": 3, "best_of": 2}, "best_of"), ({"n": 1, "best_of": 2, "stream": True}, "best_of"),
+        ({"n": 129}, "n"),
+        ({"n": 0}, "n"),
+        ({"n": "2"}, "n"),
+        ({"best_of": 129}, "best_of"),
+        ({"n": 3, "best_of": 2}, "best_of"),
+        ({"n": 1, "best_of": 2, "stream": True}, "best_of"),
         ({"n": 100, "prompt": ["a"] * 11}, "n"),
     ],
-)  # fmt: skip
+)
 async def test_what_cannot_be_is_refused_by_name(gw: Rig, fields: dict[str, Any], field: str) -> None:
     response = await gw.complete(**fields)
     assert (response.status_code, response.json()["error"]["param"]) == (400, field)

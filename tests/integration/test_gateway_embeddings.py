@@ -68,13 +68,22 @@ async def test_token_ids_salt_and_dimensions(gw: Rig, cluster: FakeCluster) -> N
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"input": None}, "input"), ({"input": ""}, "input"), ({"input": []}, "input"), ({"input": [""]}, "input"),
-        ({"input": ["a", [1]]}, "input"), ({"input": [True]}, "input"), ({"input": [99999]}, "input"),
-        ({"input": "a " * 5000}, "input"), ({"input": ["x"] * 2049}, "input"), ({"input": 5}, "input"),
-        ({"encoding_format": "hex"}, "encoding_format"), ({"dimensions": 0}, "dimensions"),
-        ({"dimensions": 4}, "dimensions"), ({"model": None}, "model"),
+        ({"input": None}, "input"),
+        ({"input": ""}, "input"),
+        ({"input": []}, "input"),
+        ({"input": [""]}, "input"),
+        ({"input": ["a", [1]]}, "input"),
+        ({"input": [True]}, "input"),
+        ({"input": [99999]}, "input"),
+        ({"input": "a " * 5000}, "input"),
+        ({"input": ["x"] * 2049}, "input"),
+        ({"input": 5}, "input"),
+        ({"encoding_format": "hex"}, "encoding_format"),
+        ({"dimensions": 0}, "dimensions"),
+        ({"dimensions": 4}, "dimensions"),
+        ({"model": None}, "model"),
     ],
-)  # fmt: skip
+)
 async def test_what_is_wrong_is_named(gw: Rig, fields: dict[str, Any], param: str) -> None:
     response = await post(gw, **fields)
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)

@@ -266,9 +266,11 @@ async def test_many_at_once_with_aborts_leave_nothing_behind(gw: Rig, cluster: F
     async def one(i: int) -> int:
         try:
             timeout = 0.05 if i % 5 == 0 else 30
-            return (await gw.http.post(
-                "/v1/completions", json={"model": MODEL, "prompt": f"p{i}", "max_tokens": 20}, timeout=timeout
-            )).status_code  # fmt: skip
+            return (
+                await gw.http.post(
+                    "/v1/completions", json={"model": MODEL, "prompt": f"p{i}", "max_tokens": 20}, timeout=timeout
+                )
+            ).status_code
         except httpx.TimeoutException:
             return 0
 

@@ -183,17 +183,21 @@ def test_depth_is_counted() -> None:
     ("path", "body"),
     [
         ("/v1/chat/completions", '"messages": [], "chat_template_kwargs": {"x": DEEP}'),
-        ("/v1/chat/completions", '"messages": [], "response_format": {"type": "json_schema", "json_schema": '
-         '{"name": "x", "schema": DEEP}}'),
-        ("/v1/chat/completions", '"messages": [], "tools": [{"type": "function", "function": {"name": "f", '
-         '"parameters": DEEP}}]'),
+        (
+            "/v1/chat/completions",
+            '"messages": [], "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": DEEP}}',
+        ),
+        (
+            "/v1/chat/completions",
+            '"messages": [], "tools": [{"type": "function", "function": {"name": "f", "parameters": DEEP}}]',
+        ),
         ("/v1/responses", '"input": "Hi", "tools": [{"type": "function", "name": "f", "parameters": DEEP}]'),
         ("/v1/responses", '"input": "Hi", "stream": true, "metadata": DEEP'),
         ("/v1/completions", '"prompt": DEEP'),
         ("/v1/embeddings", '"input": DEEP'),
         ("/tokenize", '"prompt": "x", "unknown": DEEP'),
     ],
-)  # fmt: skip
+)
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_body_that_is_nested_too_deep_is_refused(shared: Rig, path: str, body: str, depth: int) -> None:
     raw = f'{{"model": "{MODEL}", {body.replace("DEEP", nested(depth))}}}'.encode()

@@ -39,10 +39,11 @@ async def test_reasoning_is_split_shown_counted_and_kept_out(cluster: FakeCluste
 
 async def test_a_template_may_begin_the_section(cluster: FakeCluster, tmp_path: Path, smollm2_dir: Path) -> None:
     model = with_template(
-        tmp_path, smollm2_dir,
+        tmp_path,
+        smollm2_dir,
         "{% for m in messages %}{{ m.content }}{% endfor %}"
         "{{ '<think>\\n' if enable_thinking is not false else '<think>\\n\\n</think>\\n\\n' }}",
-    )  # fmt: skip
+    )
     async with rig(cluster, model) as gw:  # told by the template
         says(gw, "hm</think>\nyes")
         message, _ = await both_ways(gw)

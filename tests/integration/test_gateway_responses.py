@@ -115,9 +115,16 @@ def prompt(cluster: FakeCluster, tokenizer: TextTokenizer) -> str:
 
 async def test_create_answers_and_repeats_what_was_asked(client: openai.AsyncOpenAI, cluster: FakeCluster) -> None:
     r = await client.responses.create(
-        model=MODEL, input="Hi", instructions="Be brief.", temperature=0.5, top_p=0.9, max_output_tokens=40,
-        metadata={"a": "b"}, user="u", extra_body={"seed": 7, "top_k": 3},
-    )  # fmt: skip
+        model=MODEL,
+        input="Hi",
+        instructions="Be brief.",
+        temperature=0.5,
+        top_p=0.9,
+        max_output_tokens=40,
+        metadata={"a": "b"},
+        user="u",
+        extra_body={"seed": 7, "top_k": 3},
+    )
     assert (r.output_text, r.status, r.error, r.incomplete_details) == (SAID, "completed", None, None)
     assert (r.temperature, r.top_p, r.max_output_tokens, r.metadata) == (0.5, 0.9, 40, {"a": "b"})
     assert (r.instructions, r.tools, r.tool_choice, r.parallel_tool_calls) == ("Be brief.", [], "auto", True)
@@ -136,11 +143,14 @@ async def test_items_become_the_chat_that_they_are(
         {"role": "user", "content": [{"type": "input_text", "text": "One"}, {"type": "input_text", "text": "Two"}]},
         {"type": "reasoning", "id": "rs_1", "summary": []},
         {
-            "type": "message", "id": "msg_1", "role": "assistant", "status": "completed",
+            "type": "message",
+            "id": "msg_1",
+            "role": "assistant",
+            "status": "completed",
             "content": [{"type": "output_text", "text": "Yes?", "annotations": []}],
         },
         {"role": "user", "content": "Three"},
-    ]  # fmt: skip
+    ]
     await client.responses.create(model=MODEL, input=items, instructions="First.")
     assert prompt(cluster, tokenizer) == (
         "<|im_start|>system\nFirst.\n\nSecond.<|im_end|>\n<|im_start|>user\nOne\nTwo<|im_end|>\n"
@@ -203,7 +213,10 @@ async def test_an_answer_without_text_is_an_empty_message(
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"input": None}, "input"), ({"input": []}, "input"), ({"input": 5}, "input"), ({"input": ["x"]}, "input[0]"),
+        ({"input": None}, "input"),
+        ({"input": []}, "input"),
+        ({"input": 5}, "input"),
+        ({"input": ["x"]}, "input[0]"),
         ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
         ({"input": [{"type": "web_search_call"}]}, "input[0].type"),
@@ -212,18 +225,29 @@ async def test_an_answer_without_text_is_an_empty_message(
         ({"input": [{"type": "function_call", "call_id": "c", "name": "f"}]}, "input[0].arguments"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
         ({"input": [{"type": "reasoning", "summary": []}]}, "input"),
-        ({"background": True}, "background"), ({"conversation": "c"}, "conversation"), ({"prompt": {}}, "prompt"),
-        ({"truncation": "auto"}, "truncation"), ({"store": "no"}, "store"), ({"metadata": {"a": 1}}, "metadata"),
-        ({"include": "x"}, "include"), ({"top_logprobs": 21}, "top_logprobs"),
-        ({"max_output_tokens": 0}, "max_output_tokens"), ({"max_output_tokens": 5000}, "max_output_tokens"),
-        ({"temperature": 3}, "temperature"), ({"stop": 5}, "stop"), ({"model": None}, "model"),
+        ({"background": True}, "background"),
+        ({"conversation": "c"}, "conversation"),
+        ({"prompt": {}}, "prompt"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"store": "no"}, "store"),
+        ({"metadata": {"a": 1}}, "metadata"),
+        ({"include": "x"}, "include"),
+        ({"top_logprobs": 21}, "top_logprobs"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"max_output_tokens": 5000}, "max_output_tokens"),
+        ({"temperature": 3}, "temperature"),
+        ({"stop": 5}, "stop"),
+        ({"model": None}, "model"),
         ({"input": "a " * 5000}, "input"),
-        ({"text": {"format": {"type": "xml"}}}, "text.format.type"), ({"text": 1}, "text"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"), ({"tools": [{"type": "function"}]}, "tools[0].name"),
-        ({"tool_choice": "required"}, "tool_choice"), ({"tool_choice": {"type": "custom"}}, "tool_choice"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
+        ({"text": 1}, "text"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function"}]}, "tools[0].name"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "custom"}}, "tool_choice"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
     ],
-)  # fmt: skip
+)
 async def test_what_is_wrong_is_named_as_it_is_called_here(gw: Rig, fields: dict[str, Any], param: str) -> None:
     response = await post(gw, **fields)
     error = response.json()["error"]

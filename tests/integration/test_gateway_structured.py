@@ -87,19 +87,28 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag", "not supported"),
     ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
     ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice", "none, auto, required"),
-    ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice.function.name",
-     "not one of the functions"),
+    (
+        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
+        "tool_choice.function.name",
+        "not one of the functions",
+    ),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'web_search' is not supported"),
     ({"tools": [tool("a b")]}, "tools[0].function.name", "letters, digits"),
     ({"tools": [tool(), tool()]}, "tools", "same name"),
     ({"tools": TOOLS, "functions": [{"name": "f"}]}, "functions", "exclude each other"),
-    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]},
-     "tools[0].function.parameters", "describe an object"),
+    (
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]},
+        "tools[0].function.parameters",
+        "describe an object",
+    ),
     ({"tools": TOOLS, "parallel_tool_calls": "no"}, "parallel_tool_calls", "boolean"),
     ({"include_reasoning": 1}, "include_reasoning", "boolean"),
-    ({"messages": [{"role": "assistant", "tool_calls": [{"type": "function"}]}]}, "messages[0].tool_calls[0].function",
-     "object"),
-]  # fmt: skip
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"type": "function"}]}]},
+        "messages[0].tool_calls[0].function",
+        "object",
+    ),
+]
 
 
 @pytest.mark.parametrize(("fields", "param", "message"), REFUSED, ids=[r[1] + f"-{i}" for i, r in enumerate(REFUSED)])
@@ -130,13 +139,15 @@ async def test_a_schema_that_cannot_be_enforced_is_refused_by_its_keyword(
     inside = {"type": "object", "properties": {"deep": {"type": "array", "items": schema}}}
     function = {"type": "function", "function": {"name": "f", "parameters": inside, "strict": True}}
     for fields, param in (
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": inside}}},
-         "response_format.json_schema.schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": inside}}},
+            "response_format.json_schema.schema",
+        ),
         ({"structured_outputs": {"json": inside}}, "structured_outputs.json"),
         ({"guided_json": inside}, "guided_json"),
         ({"tools": [tool(), function]}, "tools[1].function.parameters"),
         ({"tools": [tool(), function], "tool_choice": "required"}, "tools[1].function.parameters"),
-    ):  # fmt: skip
+    ):
         response = await gw.chat(**fields)
         assert response.status_code == 400
         error = response.json()["error"]

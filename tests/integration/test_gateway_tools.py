@@ -37,9 +37,14 @@ async def test_auto_gives_calls_or_content(gw: Rig) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["<tool_call>{", '<tool_call>{"name": "get_weather", "arguments": {"city": oops}}</tool_call>', "<tool_call>",
-     '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>', "</tool_call> [] }{"],
-)  # fmt: skip
+    [
+        "<tool_call>{",
+        '<tool_call>{"name": "get_weather", "arguments": {"city": oops}}</tool_call>',
+        "<tool_call>",
+        '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>',
+        "</tool_call> [] }{",
+    ],
+)
 @pytest.mark.parametrize("choice", ["auto", "required"])
 async def test_what_is_malformed_is_content(gw: Rig, text: str, choice: str) -> None:
     says(gw, text)
@@ -108,8 +113,11 @@ async def test_a_conversation_with_calls_and_their_answers(gw: Rig) -> None:
 )
 async def test_required_and_named_are_enforced(gw: Rig, smollm2_dir: Path, choice: Any, good: str, bad: str) -> None:
     says(gw, good)
-    message, finish = await both_ways(gw, tools=[tool(), {"type": "function", "function": {"name": "stop"}}] if
-                                      good == STOP else TOOLS, tool_choice=choice)  # fmt: skip
+    message, finish = await both_ways(
+        gw,
+        tools=[tool(), {"type": "function", "function": {"name": "stop"}}] if good == STOP else TOOLS,
+        tool_choice=choice,
+    )
     assert (finish, len(message["tool_calls"])) == ("tool_calls", 1)
     assert fits(smollm2_dir, asked(gw).grammar, good)
     assert not fits(smollm2_dir, asked(gw).grammar, bad)

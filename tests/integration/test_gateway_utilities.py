@@ -112,9 +112,13 @@ async def test_the_request_id_comes_back(gw: Rig) -> None:
 async def test_models_have_what_clients_look_for(gw: Rig) -> None:
     (card,) = (await gw.http.get("/v1/models")).json()["data"]
     assert card == {
-        "id": MODEL, "object": "model", "created": gw.gateway.models.first.created, "owned_by": "baton", "root": MODEL,
+        "id": MODEL,
+        "object": "model",
+        "created": gw.gateway.models.first.created,
+        "owned_by": "baton",
+        "root": MODEL,
         "max_model_len": 2048,
-    }  # fmt: skip
+    }
     assert (await gw.http.get(f"/v1/models/{MODEL}")).json() == card
     missing = await gw.http.get("/v1/models/other")
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")

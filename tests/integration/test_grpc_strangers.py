@@ -96,12 +96,18 @@ async def test_a_stranger_gets_what_rest_gets(gw: Rig, how: str, tmp_path: Path)
 
     bad = (await gw.complete(temperature=9.0)).json()["error"]
     assert said["bad_field"] == {
-        "code": "INVALID_ARGUMENT", "message": bad["message"], "field": bad["param"], "reason": "InvalidRequest",
-    }  # fmt: skip
+        "code": "INVALID_ARGUMENT",
+        "message": bad["message"],
+        "field": bad["param"],
+        "reason": "InvalidRequest",
+    }
     missing = (await gw.complete(model="other")).json()["error"]
     assert said["no_model"] == {
-        "code": "NOT_FOUND", "message": missing["message"], "field": "model", "reason": "ModelNotFound",
-    }  # fmt: skip
+        "code": "NOT_FOUND",
+        "message": missing["message"],
+        "field": "model",
+        "reason": "ModelNotFound",
+    }
     assert said["late"]["code"] == "DEADLINE_EXCEEDED"
     assert gw.cluster.decodes[0].seen.timeouts[-1] > 0
 

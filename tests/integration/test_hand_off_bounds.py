@@ -36,8 +36,11 @@ async def test_after_the_last_chunk_at_most_one_chunk_is_left_to_move(
     """
     wide = tiny_llama(tmp_path, max_len=LONG + 64)
     config = {
-        "max_model_len": LONG + 64, "chunk_tokens": LONG_CHUNK, "block_size": LONG_BLOCK, "kv_memory": 32 << 20,
-    }  # fmt: skip
+        "max_model_len": LONG + 64,
+        "chunk_tokens": LONG_CHUNK,
+        "block_size": LONG_BLOCK,
+        "kv_memory": 32 << 20,
+    }
     async with Cluster.start(wide, prefill_config=config, decode_config=config) as cluster:
         await cluster.generate(request(prompt_of(3)))  # the pair is connected
         await cluster.decode.settled()

@@ -25,9 +25,16 @@ def make(model_dir: Path, *, num_blocks: int = 256, host_blocks: int = 0, **conf
     torch.set_num_threads(1)
     kv_bytes_per_block = 2 * 2 * 2 * BLOCK * 16 * 4
     return LLM(
-        model_dir, block_size=BLOCK, num_blocks=num_blocks, max_model_len=MAX_LEN, token_budget=CHUNK, threads=1,
-        host_cache=host_blocks * kv_bytes_per_block, checksums=host_blocks > 0, **config,
-    )  # fmt: skip
+        model_dir,
+        block_size=BLOCK,
+        num_blocks=num_blocks,
+        max_model_len=MAX_LEN,
+        token_budget=CHUNK,
+        threads=1,
+        host_cache=host_blocks * kv_bytes_per_block,
+        checksums=host_blocks > 0,
+        **config,
+    )
 
 
 def settle(llm: LLM) -> None:
@@ -163,9 +170,14 @@ def test_without_checksums_that_damage_goes_unnoticed(model_dir: Path) -> None:
     """The damage is real: only the checksums stand between it and an answer."""
     llm = make(model_dir, num_blocks=24, host_blocks=HOST_BLOCKS)
     unchecked = LLM(
-        model_dir, block_size=BLOCK, num_blocks=24, max_model_len=MAX_LEN, token_budget=CHUNK, threads=1,
+        model_dir,
+        block_size=BLOCK,
+        num_blocks=24,
+        max_model_len=MAX_LEN,
+        token_budget=CHUNK,
+        threads=1,
         host_cache=llm.engine.config.host_cache,
-    )  # fmt: skip
+    )
     prompts = [prompt_of(60, seed=i) for i in range(3)]
     first = [unchecked.generate([prompt], GREEDY, ignore_eos=True)[0].ids for prompt in prompts]
     settle(unchecked)

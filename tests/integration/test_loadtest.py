@@ -92,8 +92,15 @@ async def test_prompts_share_their_system_prompt_as_the_pods_see_them(
 async def test_conversations_go_on_from_what_was_answered(
     gw: Rig, cluster: FakeCluster, protocol: str, endpoint: str
 ) -> None:
-    done = await run(gw, protocol, endpoint=endpoint, prompts="text" if endpoint == "chat" else "ids", users="1",
-                     requests="3", turns="3")  # fmt: skip
+    done = await run(
+        gw,
+        protocol,
+        endpoint=endpoint,
+        prompts="text" if endpoint == "chat" else "ids",
+        users="1",
+        requests="3",
+        turns="3",
+    )
     assert [r.turn for r in done.records] == [0, 1, 2]
     first, second, third = (r.prompt_ids for r in prompts(cluster))
     assert len(first) < len(second) < len(third)

@@ -53,9 +53,14 @@ def registries(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> d
     async def made() -> dict[str, Metrics]:
         gateway = Gateway(Settings(), [ModelText(MODEL, *texts(smollm2_dir))], None)
         config = PodConfig(
-            role=Role.PREFILL, model=str(tiny_llama(tmp_path_factory.mktemp("tiny"))), device="cpu", threads=1,
-            kv_memory=1 << 20, block_size=4, speculation="ngram",
-        )  # fmt: skip
+            role=Role.PREFILL,
+            model=str(tiny_llama(tmp_path_factory.mktemp("tiny"))),
+            device="cpu",
+            threads=1,
+            kv_memory=1 << 20,
+            block_size=4,
+            speculation="ngram",
+        )
         pod = await PodRuntime.create(config, backend=lambda _config: LoopbackBackend(LoopbackFabric()))
         add_gpu_metrics(pod.metrics.base, Gpu(lambda: GpuReading(1, 2, 0.5)))
         return {"gateway": gateway.metrics.base, "pod": pod.metrics.base}

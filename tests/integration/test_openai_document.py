@@ -33,11 +33,12 @@ HISTORY: list[dict[str, Any]] = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": [{"type": "text", "text": "Where?"}]},
     {
-        "role": "assistant", "content": None,
+        "role": "assistant",
+        "content": None,
         "tool_calls": [{"id": "call_1", "type": "function", "function": {"name": "look", "arguments": "{}"}}],
     },
     {"role": "tool", "tool_call_id": "call_1", "content": "Here."},
-]  # fmt: skip
+]
 LOGPROBS = {"logprobs": True, "top_logprobs": 3}
 
 CHATS: list[tuple[str, dict[str, Any]]] = [

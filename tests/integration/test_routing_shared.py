@@ -40,10 +40,21 @@ def gateway(url: str, roles: list[Role], seed: int) -> tuple[Router, IndexReader
     for i, role in enumerate(roles):
         pod = Pod(f"127.0.0.1:{i + 1}", "g", model="m", static=True, on_change=table.changed)
         pod.info = PodInfo(
-            name=f"{role}-{i}", generation=1, address=pod.address, role=role, model="m", fingerprint=FP, scope=FP[:8],
-            block_bytes=1 << 20, block_size=16, max_model_len=4096, num_blocks=10_000, vocab_size=100,
-            ready=True, draining=False,
-        )  # fmt: skip
+            name=f"{role}-{i}",
+            generation=1,
+            address=pod.address,
+            role=role,
+            model="m",
+            fingerprint=FP,
+            scope=FP[:8],
+            block_bytes=1 << 20,
+            block_size=16,
+            max_model_len=4096,
+            num_blocks=10_000,
+            vocab_size=100,
+            ready=True,
+            draining=False,
+        )
         pod.view = PodView(
             pod.info.name, address=pod.address, role=role, block_size=16, capacity=4096, num_blocks=10_000
         )

@@ -23,15 +23,34 @@ SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum":
 
 # What all generating endpoints have, and what only chats and completions do.
 EVERYWHERE: dict[str, Any] = {
-    "temperature": 0.5, "top_p": 0.5, "top_k": 3, "min_p": 0.25, "repetition_penalty": 1.5, "presence_penalty": 1.0,
-    "frequency_penalty": -1.0, "logit_bias": {"7": 2.5}, "seed": 9, "min_tokens": 2, "stop_token_ids": [11],
-    "ignore_eos": True, "cache_salt": "mine", "priority": 4,
-}  # fmt: skip
+    "temperature": 0.5,
+    "top_p": 0.5,
+    "top_k": 3,
+    "min_p": 0.25,
+    "repetition_penalty": 1.5,
+    "presence_penalty": 1.0,
+    "frequency_penalty": -1.0,
+    "logit_bias": {"7": 2.5},
+    "seed": 9,
+    "min_tokens": 2,
+    "stop_token_ids": [11],
+    "ignore_eos": True,
+    "cache_salt": "mine",
+    "priority": 4,
+}
 GENERATING: dict[str, Any] = {
-    "n": 2, "allowed_token_ids": [66, 67], "bad_words": ["no"], "prompt_logprobs": 2, "max_tokens": 3,
-    "response_format": SCHEMA, "structured_outputs": {"regex": "a+"}, "guided_regex": "a+", "guided_choice": ["a", "b"],
-    "guided_json": {"enum": ["zebra"]}, "guided_grammar": 'start: "a"',
-}  # fmt: skip
+    "n": 2,
+    "allowed_token_ids": [66, 67],
+    "bad_words": ["no"],
+    "prompt_logprobs": 2,
+    "max_tokens": 3,
+    "response_format": SCHEMA,
+    "structured_outputs": {"regex": "a+"},
+    "guided_regex": "a+",
+    "guided_choice": ["a", "b"],
+    "guided_json": {"enum": ["zebra"]},
+    "guided_grammar": 'start: "a"',
+}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -91,17 +110,23 @@ async def test_responses_ask_the_same_of_the_pods(gw: Rig, name: str) -> None:
 @pytest.mark.parametrize(
     ("of_response", "of_chat"),
     [
-        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"enum": ["zebra"]}}}},
-         {"response_format": SCHEMA}),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"enum": ["zebra"]}}}},
+            {"response_format": SCHEMA},
+        ),
         ({"text": {"format": {"type": "json_object"}}}, {"response_format": {"type": "json_object"}}),
-        ({"tools": [{"type": "function", **FUNCTION}], "tool_choice": "required"},
-         {"tools": TOOLS, "tool_choice": "required"}),
-        ({"tools": [{"type": "function", **FUNCTION}], "tool_choice": "required", "parallel_tool_calls": False},
-         {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}),
+        (
+            {"tools": [{"type": "function", **FUNCTION}], "tool_choice": "required"},
+            {"tools": TOOLS, "tool_choice": "required"},
+        ),
+        (
+            {"tools": [{"type": "function", **FUNCTION}], "tool_choice": "required", "parallel_tool_calls": False},
+            {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False},
+        ),
         ({"include": ["message.output_text.logprobs"]}, {"logprobs": True}),
         ({"top_logprobs": 3}, {"logprobs": True, "top_logprobs": 3}),
     ],
-)  # fmt: skip
+)
 async def test_what_responses_call_otherwise_asks_the_same(gw: Rig, of_response: Any, of_chat: Any) -> None:
     assert await response(gw, **of_response) == await chat(gw, **of_chat)
     assert await response(gw, **of_response) != await response(gw)

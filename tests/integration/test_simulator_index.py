@@ -147,7 +147,7 @@ steps = st.one_of(
         st.tuples(st.just(kind), pod_names, generations, offsets, st.integers(0, 7), st.integers(0, 12))
         for kind in ("store", "evict", "store", "evict", "snapshot")
     ],
-)  # fmt: skip
+)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -219,15 +219,20 @@ def _after(mine: list[bytes], chain: list[bytes], depth: int, store: bool) -> li
             st.integers(0, 5),
             st.lists(
                 st.tuples(
-                    pod_names, st.sampled_from([0.0, 1.0, 2.0]), st.sampled_from([0.0, 0.125]), st.integers(1, 40),
+                    pod_names,
+                    st.sampled_from([0.0, 1.0, 2.0]),
+                    st.sampled_from([0.0, 0.125]),
+                    st.integers(1, 40),
                     st.sampled_from([0.0, 20.0, 40.0]),
                 ),
-                min_size=1, max_size=3, unique_by=lambda c: c[0],
+                min_size=1,
+                max_size=3,
+                unique_by=lambda c: c[0],
             ),
         ),
         max_size=25,
     )
-)  # fmt: skip
+)
 def test_the_booking_model_chooses_as_the_script_does(url: str, calls: list[tuple[Any, ...]]) -> None:
     async def compare() -> None:
         scope = f"{next(SCOPES):08x}"

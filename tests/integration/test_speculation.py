@@ -176,9 +176,11 @@ def test_children_eight_bits_and_host_memory(
 
 
 ITEM: dict[str, Any] = {
-    "type": "object", "properties": {"name": {"enum": ["salt", "pepper"]}, "hot": {"type": "boolean"}},
-    "required": ["name", "hot"], "additionalProperties": False,
-}  # fmt: skip
+    "type": "object",
+    "properties": {"name": {"enum": ["salt", "pepper"]}, "hot": {"type": "boolean"}},
+    "required": ["name", "hot"],
+    "additionalProperties": False,
+}
 SCHEMA: dict[str, Any] = {"type": "array", "items": ITEM, "minItems": 2, "maxItems": 3}
 
 
@@ -239,8 +241,10 @@ def grammatical(llm: LLM) -> list[Completion]:
     """Greedy, sampled and penalised requests whose answers follow a JSON schema, between others."""
     prompts = grammatical_prompts()
     kinds: list[dict[str, Any]] = [
-        {"temperature": 0.0}, {"temperature": 0.9, "logprobs": 1}, {"temperature": 0.7, "frequency_penalty": 0.1}
-    ]  # fmt: skip
+        {"temperature": 0.0},
+        {"temperature": 0.9, "logprobs": 1},
+        {"temperature": 0.7, "frequency_penalty": 0.1},
+    ]
     no_space = tuple((token, -30.0) for token in llm.encode(" \n\t\r"))  # or a random model writes little else
     params = [
         SamplingParams(**({"seed": i, "max_tokens": 96, "logit_bias": no_space} | kinds[i % 3])) for i in range(12)
@@ -276,9 +280,13 @@ def test_a_schema_is_followed_whoever_drafts(
 ) -> None:
     """blind: drafts are made without regard to the grammar, as a captured loop draws them."""
     if blind:
-        monkeypatch.setattr(draft_loop, "_row", lambda seq, drafts: SampleRow(
-            seq.request.sampling, seq.tokens, seq.prompt_len, seq.child, drafts=drafts.tolist()
-        ))  # fmt: skip
+        monkeypatch.setattr(
+            draft_loop,
+            "_row",
+            lambda seq, drafts: SampleRow(
+                seq.request.sampling, seq.tokens, seq.prompt_len, seq.child, drafts=drafts.tolist()
+            ),
+        )
     llm = make(json_dir, **json_drafting[proposer])
     verified = verified_under_constraints(llm, monkeypatch)
     answers = {tuple(p): answer.ids for p, answer in zip(grammatical_prompts(), followed, strict=True)}

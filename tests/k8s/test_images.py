@@ -64,7 +64,10 @@ def test_what_targets_promise() -> None:
         (" AS engine-gpu\n", " AS engine-cuda\n"),
         ("USER 65532:65532\nENTRYPOINT", "ENTRYPOINT"),
         ("USER 65532:65532\nCOPY --from=engine-gpu-env", "COPY --from=engine-gpu-env"),
-        ('HEALTHCHECK --interval=10s --timeout=5s --start-period=30s CMD ["baton", "probe", "http://127.0.0.1:8000/live"]\n', ""),
+        (
+            'HEALTHCHECK --interval=10s --timeout=5s --start-period=30s CMD ["baton", "probe", "http://127.0.0.1:8000/live"]\n',
+            "",
+        ),
         ("python:3.11.13-slim-bookworm", "python:latest"),
         ("COPY --from=gateway-env /opt/baton /opt/baton\n", "COPY . /opt/baton\n"),
         ("FROM runtime AS gateway\n", "FROM runtime AS gateway\nRUN pip install httpx\n"),
@@ -72,7 +75,7 @@ def test_what_targets_promise() -> None:
         ("COPY . source\n", "ADD . source\n"),
         ("pip install -c constraints.txt -r requirements/gateway.txt", "pip install -r requirements/gateway.txt"),
     ],
-)  # fmt: skip
+)
 def test_a_worse_dockerfile_is_seen(old: str, new: str) -> None:
     text = (ROOT / "Dockerfile").read_text()
     assert old in text
@@ -218,9 +221,16 @@ slow = pytest.mark.skipif("IMAGE_ENVS" not in os.environ, reason="downloads for 
 def test_the_gateways_environment(build: Callable[[str], Path], smollm2_dir: Path, unused_tcp_port: int) -> None:
     programs, port = build("gateway-env"), unused_tcp_port
     has = subprocess.run(
-        [programs / "python", "-c", "import importlib.util as u; print([bool(u.find_spec(n)) for n in ('torch', 'nixl_cu13', 'pip')])"],
-        capture_output=True, text=True, check=True, cwd=programs,
-    )  # fmt: skip
+        [
+            programs / "python",
+            "-c",
+            "import importlib.util as u; print([bool(u.find_spec(n)) for n in ('torch', 'nixl_cu13', 'pip')])",
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=programs,
+    )
     assert has.stdout.strip() == "[False, False, False]"
     argv = ["gateway", f"--model={smollm2_dir}", f"--port={port}", "--pods=127.0.0.1:1"]
     serves(programs, argv, f"http://127.0.0.1:{port}/live")

@@ -22,12 +22,22 @@ FP8 = torch.uint8
 
 # heads, kv_heads, head dim, block size, dtype of the cache: ratios 1 to 5, 7, 8, 16 and 71, every head dim served
 SHAPES = [
-    (1, 1, 64, 16, None), (4, 2, 96, 16, None), (3, 1, 80, 16, None), (4, 1, 16, 8, None), (5, 1, 32, 16, None),
-    (7, 1, 24, 16, None), (16, 2, 128, 32, None), (16, 1, 64, 16, None), (2, 1, 256, 16, None),
+    (1, 1, 64, 16, None),
+    (4, 2, 96, 16, None),
+    (3, 1, 80, 16, None),
+    (4, 1, 16, 8, None),
+    (5, 1, 32, 16, None),
+    (7, 1, 24, 16, None),
+    (16, 2, 128, 32, None),
+    (16, 1, 64, 16, None),
+    (2, 1, 256, 16, None),
     (71, 1, 64 if CUDA else 16, 16, None),
-    (3, 1, 80, 16, FP8), (7, 1, 24, 8, FP8), (16, 2, 128, 32, FP8), (2, 1, 256, 16, FP8),
+    (3, 1, 80, 16, FP8),
+    (7, 1, 24, 8, FP8),
+    (16, 2, 128, 32, FP8),
+    (2, 1, 256, 16, FP8),
     *([(71, 1, 64, 16, FP8)] if CUDA else []),  # the interpreter takes seconds for 71 heads
-]  # fmt: skip
+]
 
 
 def decode(
@@ -38,33 +48,64 @@ def decode(
     kv_heads = case.layer.num_kv_heads
     space: DecodeWorkspace = decode_workspace(programs, heads, kv_heads, max_query, dim, case.q.device)
     plan = plan_decode(
-        case.cu_q, case.seq_lens, space, num_kv_heads=kv_heads, head_dim=dim,
-        itemsize=case.layer.kv.element_size(), window=window,
-    )  # fmt: skip
+        case.cu_q,
+        case.seq_lens,
+        space,
+        num_kv_heads=kv_heads,
+        head_dim=dim,
+        itemsize=case.layer.kv.element_size(),
+        window=window,
+    )
     space.part.fill_(float("nan"))
     space.part_lse.fill_(float("nan"))
     case.out.fill_(float("nan"))
     return paged_decode(
-        case.q, case.layer, case.tables, case.cu_q, case.seq_lens, plan, space,
-        max_query=max_query, scale=case.scale, softcap=softcap, first=first, out=case.out,
-    )  # fmt: skip
+        case.q,
+        case.layer,
+        case.tables,
+        case.cu_q,
+        case.seq_lens,
+        plan,
+        space,
+        max_query=max_query,
+        scale=case.scale,
+        softcap=softcap,
+        first=first,
+        out=case.out,
+    )
 
 
 def prefill(case: PagedCase, max_query: int, window: int = 0, softcap: float = 0.0, block_m: int | None = None):
     case.out.fill_(float("nan"))
     return paged_prefill(
-        case.q, case.layer, case.tables, case.cu_q, case.seq_lens,
-        max_query=max_query, scale=case.scale, window=window, softcap=softcap, out=case.out, block_m=block_m,
-    )  # fmt: skip
+        case.q,
+        case.layer,
+        case.tables,
+        case.cu_q,
+        case.seq_lens,
+        max_query=max_query,
+        scale=case.scale,
+        window=window,
+        softcap=softcap,
+        out=case.out,
+        block_m=block_m,
+    )
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "block_size", "kv_dtype"), SHAPES)
 def test_decode(heads, kv_heads, dim, block_size, kv_dtype, device, gen):
     case = PagedCase(
-        [1, 150, 64], [1, 3, 1],
-        heads=heads, kv_heads=kv_heads, dim=dim, block_size=block_size, dtype=torch.float32, kv_dtype=kv_dtype,
-        device=device, gen=gen,
-    )  # fmt: skip
+        [1, 150, 64],
+        [1, 3, 1],
+        heads=heads,
+        kv_heads=kv_heads,
+        dim=dim,
+        block_size=block_size,
+        dtype=torch.float32,
+        kv_dtype=kv_dtype,
+        device=device,
+        gen=gen,
+    )
     for programs, window in ((5, 0), (3, 50)):
         assert error(decode(case, programs, 3, window), case.reference(window)) < TOLERANCE[torch.float32]
 
@@ -72,9 +113,16 @@ def test_decode(heads, kv_heads, dim, block_size, kv_dtype, device, gen):
 @pytest.mark.parametrize("programs", [1, 23])
 def test_decode_cut_anywhere(programs, device, gen):
     case = PagedCase(
-        [1, 200, 63, 64], [1, 3, 2, 1],
-        heads=4, kv_heads=2, dim=16, block_size=16, dtype=torch.float32, device=device, gen=gen,
-    )  # fmt: skip
+        [1, 200, 63, 64],
+        [1, 3, 2, 1],
+        heads=4,
+        kv_heads=2,
+        dim=16,
+        block_size=16,
+        dtype=torch.float32,
+        device=device,
+        gen=gen,
+    )
     for window in (0, 50):
         assert error(decode(case, programs, 3, window), case.reference(window)) < TOLERANCE[torch.float32]
 
@@ -83,9 +131,16 @@ def test_decode_cut_anywhere(programs, device, gen):
 @pytest.mark.parametrize("new", [1, 2, 8])
 def test_decode_of_several_tokens(group, new, device, gen):
     case = PagedCase(
-        [new, 70, 90], [new, 1, new],
-        heads=group, kv_heads=1, dim=16, block_size=16, dtype=torch.float32, device=device, gen=gen,
-    )  # fmt: skip
+        [new, 70, 90],
+        [new, 1, new],
+        heads=group,
+        kv_heads=1,
+        dim=16,
+        block_size=16,
+        dtype=torch.float32,
+        device=device,
+        gen=gen,
+    )
     assert error(decode(case, 4, new), case.reference()) < TOLERANCE[torch.float32]
 
 
@@ -102,10 +157,17 @@ def test_decode_of_an_empty_sequence_is_zero(device, gen):
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "block_size", "kv_dtype"), SHAPES)
 def test_prefill(heads, kv_heads, dim, block_size, kv_dtype, device, gen):
     case = PagedCase(
-        [1, 90, 40], [1, 17, 9],
-        heads=heads, kv_heads=kv_heads, dim=dim, block_size=block_size, dtype=torch.float32, kv_dtype=kv_dtype,
-        device=device, gen=gen,
-    )  # fmt: skip
+        [1, 90, 40],
+        [1, 17, 9],
+        heads=heads,
+        kv_heads=kv_heads,
+        dim=dim,
+        block_size=block_size,
+        dtype=torch.float32,
+        kv_dtype=kv_dtype,
+        device=device,
+        gen=gen,
+    )
     rows = 32 if heads // kv_heads < 16 else 128
     for window in (0, 37):
         assert error(prefill(case, 17, window, block_m=rows), case.reference(window)) < TOLERANCE[torch.float32]
@@ -114,9 +176,19 @@ def test_prefill(heads, kv_heads, dim, block_size, kv_dtype, device, gen):
 @pytest.mark.parametrize("kv_dtype", [None, FP8], ids=["full", "fp8"])
 def test_softcap_and_scale(kv_dtype, device, gen):
     case = PagedCase(
-        [40, 90], [3, 2], heads=4, kv_heads=2, dim=16, block_size=16, dtype=torch.float32, kv_dtype=kv_dtype,
-        device=device, gen=gen, scale=0.7, spread=4.0,
-    )  # fmt: skip
+        [40, 90],
+        [3, 2],
+        heads=4,
+        kv_heads=2,
+        dim=16,
+        block_size=16,
+        dtype=torch.float32,
+        kv_dtype=kv_dtype,
+        device=device,
+        gen=gen,
+        scale=0.7,
+        spread=4.0,
+    )
     want = case.reference(softcap=20.0)
     assert error(case.reference(), want) > 0.01, "the cap must show"
     assert error(decode(case, 3, 3, softcap=20.0), want) < TOLERANCE[torch.float32]
@@ -127,9 +199,17 @@ def test_softcap_and_scale(kv_dtype, device, gen):
 def test_half_precision(kv_dtype, device, gen):
     dtype = torch.bfloat16 if CUDA else torch.float16  # the interpreter has no bf16 dot
     case = PagedCase(
-        [70, 20], [2, 2], heads=4, kv_heads=2, dim=16, block_size=16, dtype=dtype, kv_dtype=kv_dtype, device=device,
+        [70, 20],
+        [2, 2],
+        heads=4,
+        kv_heads=2,
+        dim=16,
+        block_size=16,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        device=device,
         gen=gen,
-    )  # fmt: skip
+    )
     assert error(decode(case, 3, 2), case.reference()) < TOLERANCE[dtype]
     assert error(prefill(case, 2, block_m=16), case.reference()) < TOLERANCE[dtype]
 
@@ -153,9 +233,17 @@ def test_half_precision(kv_dtype, device, gen):
 def test_shapes_of_real_models(heads, kv_heads, dim, kv_dtype, device, gen):
     def case(lens: list[int], queries: list[int]) -> PagedCase:
         return PagedCase(
-            lens, queries, heads=heads, kv_heads=kv_heads, dim=dim, block_size=16, dtype=torch.bfloat16,
-            kv_dtype=kv_dtype, device=device, gen=gen,
-        )  # fmt: skip
+            lens,
+            queries,
+            heads=heads,
+            kv_heads=kv_heads,
+            dim=dim,
+            block_size=16,
+            dtype=torch.bfloat16,
+            kv_dtype=kv_dtype,
+            device=device,
+            gen=gen,
+        )
 
     for one in (case([1, 17, 300, 1024, 4000], [1] * 5), case([8, 700, 2049], [8, 5, 1])):
         for window in (0, 256):

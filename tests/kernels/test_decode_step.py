@@ -85,11 +85,19 @@ class Rig:
         attention: AttentionKind = TritonAttention if fused else TorchAttention
         backend = attention(kv.layers(), SPEC.num_heads, SPEC.windows, kv.dummy_block)
         self.runner = Runner(
-            model, kv, backend, max_seqs=SEQS, max_blocks=LIMIT // BLOCK + 1, most_tokens=budget, static=fused,
+            model,
+            kv,
+            backend,
+            max_seqs=SEQS,
+            max_blocks=LIMIT // BLOCK + 1,
+            most_tokens=budget,
+            static=fused,
             sampler=DeviceSampler(SEQS, VOCAB, device, max_drafts=SEQS * DRAFTS) if fused else None,
-            drafts=DRAFTS, max_drafts=SEQS * DRAFTS, draft=None if make_draft is None else make_draft(kv, attention),
+            drafts=DRAFTS,
+            max_drafts=SEQS * DRAFTS,
+            draft=None if make_draft is None else make_draft(kv, attention),
             chunks=chunks,
-        )  # fmt: skip
+        )
         if graphs:
             self.runner.capture()
         self.pool = BlockPool(blocks, BLOCK)
@@ -99,9 +107,14 @@ class Rig:
             drawn = DrawnProposer(self.runner.draft_loop, self.scheduler.reserve)
             self.speculator = Speculator(drawn, Always(DRAFTS), max_seqs=SEQS)
         self.stepper = Stepper(
-            self.scheduler, self.pool, self.runner, max_model_len=LIMIT, overlap=overlap, speculator=self.speculator,
+            self.scheduler,
+            self.pool,
+            self.runner,
+            max_model_len=LIMIT,
+            overlap=overlap,
+            speculator=self.speculator,
             drafts_lag=self.runner.drafts_lag,
-        )  # fmt: skip
+        )
 
     def add(self, name: str, ids: tuple[int, ...], params: SamplingParams) -> Sequence:
         seq = Sequence(ValidRequest(name, "m", ids, params), fingerprint="00" * 16, block_size=BLOCK)

@@ -115,9 +115,11 @@ def test_rows_after_drafts_equal_the_host_samplers(device: torch.device) -> None
     offsets = torch.tensor([len(row.drafts) for row in rows], dtype=torch.int32, device=device)
     positions = torch.tensor([row.position for row in rows], dtype=torch.int32, device=device)
     tokens, finite = sampler.run(
-        logits.to(device), torch.tensor(slots, device=device), positions,
+        logits.to(device),
+        torch.tensor(slots, device=device),
+        positions,
         drafts=(torch.tensor(inputs, device=device), offsets),
-    )  # fmt: skip
+    )
     assert bool(finite.all())
     assert tokens.tolist() == sample(logits, rows).tokens.tolist()
     assert torch.equal(sampler._tensors.counts, before)
@@ -259,9 +261,14 @@ def test_what_a_verify_step_gives_is_counted(device: torch.device) -> None:
         finite = torch.tensor([rng.random() < 0.9 for _ in sampled], dtype=torch.bool)
         inputs = torch.tensor([rng.choice([int(sampled[i - 1]), 0]) for i in range(len(sampled))])
         sampler.accept(
-            sampled.to(device), finite.to(device), inputs.to(device), cu_q.to(device),
-            torch.tensor(slots, device=device), lasts, query=5,
-        )  # fmt: skip
+            sampled.to(device),
+            finite.to(device),
+            inputs.to(device),
+            cu_q.to(device),
+            torch.tensor(slots, device=device),
+            lasts,
+            query=5,
+        )
         for slot, first, length in zip(slots, cu_q.tolist(), lengths, strict=False):
             end = "all"
             for i in range(first, first + length):

@@ -23,9 +23,16 @@ from .test_attention_kernels import PagedCase, decode
 from .test_decode_step import SPEC, VOCAB, Rig, load, weights
 
 HEAD: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 16, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "num_hidden_layers": 1, "max_position_embeddings": 64, "vocab_size": VOCAB, "bias": True,
-}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 32,
+    "intermediate_size": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "num_hidden_layers": 1,
+    "max_position_embeddings": 64,
+    "vocab_size": VOCAB,
+    "bias": True,
+}
 FUSES = {"draft_vocab_size": 24, "eagle_aux_hidden_state_layer_ids": [0, 0, 1]}
 
 
@@ -43,9 +50,16 @@ def disturbed(target: Decoder) -> tuple[dict[str, int], MakeDrafter]:
 def random_head(target: Decoder, *, fuses: bool) -> tuple[dict[str, int], MakeDrafter]:
     spec = parse_eagle_spec(HEAD | (FUSES if fuses else {}))
     head = EagleHead(
-        spec, target, 64, target.embedding.weight.device, torch.float32, own_embedding=False, own_head=fuses,
-        fc_bias=not fuses, fused=target.capturable,
-    )  # fmt: skip
+        spec,
+        target,
+        64,
+        target.embedding.weight.device,
+        torch.float32,
+        own_embedding=False,
+        own_head=fuses,
+        fc_bias=not fuses,
+        fused=target.capturable,
+    )
     generator = torch.Generator().manual_seed(4)
     for parameter in head.parameters():
         parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3 + (parameter.ndim == 1))

@@ -49,13 +49,18 @@ def drafting(target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
             "speculation": "eagle",
             "speculation_model": eagle_head(root / "eagle3", vocab=VOCAB, fuses=True, draft_vocab=24, **below),
         },
-    }  # fmt: skip
+    }
 
 
 def make(target_dir: Path, **config: Any) -> LLM:
     defaults: dict[str, Any] = {
-        "device": "cuda", "dtype": "float32", "block_size": 4, "num_blocks": 400, "token_budget": 64, "max_seqs": 12,
-    }  # fmt: skip
+        "device": "cuda",
+        "dtype": "float32",
+        "block_size": 4,
+        "num_blocks": 400,
+        "token_budget": 64,
+        "max_seqs": 12,
+    }
     return LLM(target_dir, **(defaults | config))
 
 
@@ -160,9 +165,14 @@ def test_rejection_sampling_of_greedy_requests_changes_nothing(
 def test_memory_is_sized_with_the_draft(proposer: str, target_dir: Path, drafting: dict[str, Any]) -> None:
     """bfloat16, the pool from what is left, and e4m3 keys and values."""
     llm = make(
-        target_dir, **drafting[proposer], dtype="bfloat16", kv_dtype="fp8_e4m3", block_size=64, num_blocks=0,
+        target_dir,
+        **drafting[proposer],
+        dtype="bfloat16",
+        kv_dtype="fp8_e4m3",
+        block_size=64,
+        num_blocks=0,
         gpu_memory_utilization=0.05,
-    )  # fmt: skip
+    )
     answers = llm.generate(*load(), ignore_eos=True, show_progress=False)
     assert all(answer.error is None for answer in answers)
     assert llm.engine.speculator is not None

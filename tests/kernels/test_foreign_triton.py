@@ -19,10 +19,19 @@ def test_a_model_is_proven_over_the_triton_backend(
     """Loading compares it with transformers' own attention; here over the kernels instead of the oracle."""
     torch.manual_seed(1)
     config = Gemma2Config(
-        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=64, sliding_window=8, query_pre_attn_scalar=10,
-        attn_logit_softcapping=2.0, layer_types=["sliding_attention", "full_attention"],
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=64,
+        sliding_window=8,
+        query_pre_attn_scalar=10,
+        attn_logit_softcapping=2.0,
+        layer_types=["sliding_attention", "full_attention"],
+    )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():

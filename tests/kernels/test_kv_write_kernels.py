@@ -88,7 +88,14 @@ def test_rope_writes_what_it_leaves_in_qkv(heads, kv_heads, dim, rot, norm, devi
     angle = torch.rand(32, rot // 2, generator=gen, device=device) * 6
     weights = torch.randn(2, dim, generator=gen, device=device) if norm else (None, None)
     rope_kv_write(
-        qkv, layer, torch.arange(len(slots), device=device), torch.tensor(slots, device=device), angle.cos(),
-        angle.sin(), num_heads=heads, q_norm=weights[0], k_norm=weights[1],
-    )  # fmt: skip
+        qkv,
+        layer,
+        torch.arange(len(slots), device=device),
+        torch.tensor(slots, device=device),
+        angle.cos(),
+        angle.sin(),
+        num_heads=heads,
+        q_norm=weights[0],
+        k_norm=weights[1],
+    )
     check(layer, qkv.view(len(slots), -1, dim)[:, heads:].unflatten(1, (2, kv_heads)).float(), slots)

@@ -169,12 +169,15 @@ async def test_a_decode_pod_computes_the_rest_of_a_prompt_beside_its_batch(
         running = [
             asyncio.create_task(
                 pods.generate(
-                    r, prefill=pods["holder"], decode=home, remote_only=True,
+                    r,
+                    prefill=pods["holder"],
+                    decode=home,
+                    remote_only=True,
                     on_event=lambda kind, e=event: e.set() if kind == "tokens" else None,
                 )
             )
             for r, event in zip(batch, started, strict=True)
-        ]  # fmt: skip
+        ]
         await asyncio.gather(*(event.wait() for event in started))
         before = (await home.info()).computed.local
         decoding: list[dict[str, int]] = [{} for _ in follow_ups]  # of the batch, when their first tokens came

@@ -85,6 +85,8 @@ def test_bf16_is_no_further_from_fp32_than_transformers_is(
     for name, value in mean.items():
         record_property(f"logprob_distance_{name}", value)
     with capsys.disabled():
-        print(f"\nbf16 log-probabilities, mean distance from fp32: ours {mean['ours']:.5f}, "
-              f"transformers {mean['transformers']:.5f}")  # fmt: skip
+        print(
+            f"\nbf16 log-probabilities, mean distance from fp32: ours {mean['ours']:.5f}, "
+            f"transformers {mean['transformers']:.5f}"
+        )
     assert mean["ours"] <= mean["transformers"] * SLACK

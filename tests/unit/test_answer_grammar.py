@@ -175,10 +175,18 @@ def test_special_tokens_stand_in_grammars_by_id(tmp_path: Path, smollm2_dir: Pat
     lazy = compose(tokenizer, fmt, functions=STRICT, required=False)
     thought = compose(tokenizer, fmt, reasoning=style)
     for grammar, ids, good in (
-        (forced, call, True), (forced, [*call, *call], True), (forced, letters, False), (forced, word, False),
-        (lazy, word, True), (lazy, [*word, *call], True), (lazy, [*word, 3, *word], False), (lazy, letters, True),
-        (thought, [6, *word, 5, *call], True), (thought, [6, *word], False), (thought, [6, *word, 5], False),
-    ):  # fmt: skip
+        (forced, call, True),
+        (forced, [*call, *call], True),
+        (forced, letters, False),
+        (forced, word, False),
+        (lazy, word, True),
+        (lazy, [*word, *call], True),
+        (lazy, [*word, 3, *word], False),
+        (lazy, letters, True),
+        (thought, [6, *word, 5, *call], True),
+        (thought, [6, *word], False),
+        (thought, [6, *word, 5], False),
+    ):
         assert grammar is not None
         matcher = compiler.compile(grammar).matcher()
         assert (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()) == good

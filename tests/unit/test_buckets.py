@@ -104,5 +104,11 @@ def test_taking_a_request_again_changes_nothing() -> None:
 
 def test_durations_are_written_as_openai_does() -> None:
     assert [duration(ms) for ms in (0, 120, 1000, 7200, 59_999, 60_000, 3_600_000)] == [
-        "0ms", "120ms", "1s", "7.2s", "59.999s", "1m0s", "1h0m0s",
-    ]  # fmt: skip
+        "0ms",
+        "120ms",
+        "1s",
+        "7.2s",
+        "59.999s",
+        "1m0s",
+        "1h0m0s",
+    ]

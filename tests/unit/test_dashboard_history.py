@@ -65,9 +65,12 @@ def test_pods_that_restart_and_links_that_are_made_anew_count_from_zero() -> Non
     drafts = Drafts("ngram", 10, 20, 5, False)
     old = activity(prefilled=100, generated=50, drafts=drafts, links=(Link("d", "tcp", 900, 9.0, 1.0),))
     new = activity(
-        prefilled=300, generated=90, preemptions=2, drafts=Drafts("ngram", 30, 60, 35, True),
+        prefilled=300,
+        generated=90,
+        preemptions=2,
+        drafts=Drafts("ngram", 30, 60, 35, True),
         links=(Link("d", "tcp", 1000, 10.0, 1.0), Link("d", "cma", 7, 1.0, 2.0)),
-    )  # fmt: skip
+    )
     born = activity(prefilled=40, links=(Link("d", "tcp", 5, 0.5, 1.0),))
     start = Sample(0.0, {}, {}, {("p", 1): old, ("q", 1): old})
     window = Window(start, Sample(10.0, {}, {}, {("p", 1): new, ("q", 2): born}))
@@ -79,8 +82,10 @@ def test_pods_that_restart_and_links_that_are_made_anew_count_from_zero() -> Non
     assert window.drafts(("p", 1)) == Drafts("ngram", 20, 40, 30, True)
     assert window.drafts(("q", 2)) is None
     assert [(pod, link.transport, link.bytes, link.busy_s) for pod, link in window.links()] == [
-        ("p", "tcp", 100, 1.0), ("p", "cma", 7, 1.0), ("q", "tcp", 5, 0.5),
-    ]  # fmt: skip
+        ("p", "tcp", 100, 1.0),
+        ("p", "cma", 7, 1.0),
+        ("q", "tcp", 5, 0.5),
+    ]
     assert window.end.kv_used() == 0.5
 
 

@@ -86,9 +86,16 @@ def dirs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def engine(dirs: tuple[Path, Path], **config: Any) -> LLM:
     return LLM(
-        dirs[0], speculation="draft_model", speculation_model=dirs[1], speculation_tokens=3, block_size=BLOCK,
-        num_blocks=300, token_budget=64, threads=1, **config,
-    )  # fmt: skip
+        dirs[0],
+        speculation="draft_model",
+        speculation_model=dirs[1],
+        speculation_tokens=3,
+        block_size=BLOCK,
+        num_blocks=300,
+        token_budget=64,
+        threads=1,
+        **config,
+    )
 
 
 @pytest.mark.parametrize(

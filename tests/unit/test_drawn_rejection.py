@@ -39,8 +39,12 @@ DRAWS, AT_ONCE = 20_000, 1_000
 KNOWN = 192  # tokens of SmolLM2 that may come: the likeliest of target and draft
 PROMPT = [504, 1592, 5354, 282, 253, 1165, 2837, 314]  # "The best part of a good ... is"
 SAMPLING: dict[str, Any] = {
-    "temperature": 0.9, "top_p": 0.8, "repetition_penalty": 1.2, "presence_penalty": 0.2, "frequency_penalty": 0.3,
-}  # fmt: skip
+    "temperature": 0.9,
+    "top_p": 0.8,
+    "repetition_penalty": 1.2,
+    "presence_penalty": 0.2,
+    "frequency_penalty": 0.3,
+}
 
 
 def params(seed: int, **more: Any) -> SamplingParams:
@@ -252,9 +256,16 @@ def outputs(
 ) -> tuple[Counter[tuple[int, ...]], Overlap]:
     """How often each output of an engine came that drafts whatever it can."""
     llm = LLM(
-        tiny_dir, **settings, speculation_tokens=2, speculation_accept="rejection", block_size=4, num_blocks=4096,
-        token_budget=1024, max_seqs=256, threads=1,
-    )  # fmt: skip
+        tiny_dir,
+        **settings,
+        speculation_tokens=2,
+        speculation_accept="rejection",
+        block_size=4,
+        num_blocks=4096,
+        token_budget=1024,
+        max_seqs=256,
+        threads=1,
+    )
     llm.engine.speculate(llm.engine.own_proposer(), Always(2))
     overlap = Overlap()
     monkeypatch.setattr(step_sampler, "sample_rejecting", overlap)

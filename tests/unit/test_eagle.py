@@ -35,10 +35,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "eagle3": {"fuses": True},
     "eagle3, own vocabulary": {"fuses": True, "draft_vocab": 24, "architectures": ["LlamaForCausalLMEagle3"]},
     "eagle3, normed residual": {
-        "fuses": True, "draft_vocab": 16, "norm_before_residual": True, "suffix": "safetensors",
+        "fuses": True,
+        "draft_vocab": 16,
+        "norm_before_residual": True,
+        "suffix": "safetensors",
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 3, 5]},
     },
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -147,9 +150,16 @@ class Recorder(DrawnProposer):
 
 def engine(target_dir: Path, head_dir: Path, **config: Any) -> LLM:
     return LLM(
-        target_dir, speculation="eagle", speculation_model=head_dir, speculation_tokens=3, block_size=4, num_blocks=200,
-        token_budget=24, threads=1, **config,
-    )  # fmt: skip
+        target_dir,
+        speculation="eagle",
+        speculation_model=head_dir,
+        speculation_tokens=3,
+        block_size=4,
+        num_blocks=200,
+        token_budget=24,
+        threads=1,
+        **config,
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -183,9 +193,14 @@ def test_drafts_are_those_of_the_papers(kind: str, target_dir: Path, tmp_path: P
 
 def test_layers_of_the_target_by_both_conventions() -> None:
     base = {
-        "architectures": ["LlamaForCausalLMEagle3"], "hidden_size": 32, "intermediate_size": 40, "vocab_size": 48,
-        "num_attention_heads": 2, "num_hidden_layers": 1, "max_position_embeddings": 64,
-    }  # fmt: skip
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "vocab_size": 48,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 1,
+        "max_position_embeddings": 64,
+    }
     assert parse_eagle_spec(base).taps_of(32) == (2, 16, 29)
     outputs = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 15, 28]}}
     inputs = {"eagle_aux_hidden_state_layer_ids": [2, 16, 29]}

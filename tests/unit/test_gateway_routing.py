@@ -112,10 +112,21 @@ class World:
         for i, (name, role) in enumerate(roles.items()):
             pod = Pod(f"127.0.0.1:{i + 1}", "g", model="m", static=True, on_change=self.table.changed)
             pod.info = PodInfo(
-                name=name, generation=1, address=pod.address, role=role, model="m", fingerprint=FP, scope=FP[:8],
-                block_size=16, block_bytes=1 << 20, max_model_len=4096, num_blocks=1000, vocab_size=100,
-                ready=True, draining=False,
-            )  # fmt: skip
+                name=name,
+                generation=1,
+                address=pod.address,
+                role=role,
+                model="m",
+                fingerprint=FP,
+                scope=FP[:8],
+                block_size=16,
+                block_bytes=1 << 20,
+                max_model_len=4096,
+                num_blocks=1000,
+                vocab_size=100,
+                ready=True,
+                draining=False,
+            )
             pod.view = PodView(name, address=pod.address, role=role, block_size=16, capacity=4096, num_blocks=1000)
             pod.alive = True
             pod.stream_up = role is not Role.PREFILL

@@ -27,15 +27,20 @@ from common.index_url import IndexUrl, Tls
         (
             "redis+sentinel://bob:pw@a:1,b/main/4?sentinel_username=s&sentinel_password=q",
             IndexUrl(
-                (("a", 1), ("b", 26379)), username="bob", password="pw", db=4, service="main",
-                sentinel_username="s", sentinel_password="q",
+                (("a", 1), ("b", 26379)),
+                username="bob",
+                password="pw",
+                db=4,
+                service="main",
+                sentinel_username="s",
+                sentinel_password="q",
             ),
         ),
         ("rediss+sentinel://a/main", IndexUrl((("a", 26379),), tls=Tls(), service="main")),
         ("redis+cluster://a:1,[fe80::1]:2", IndexUrl((("a", 1), ("fe80::1", 2)), cluster=True)),
         ("rediss+cluster://a/0", IndexUrl((("a", 6379),), tls=Tls(), cluster=True)),
     ],
-)  # fmt: skip
+)
 def test_urls_are_taken_apart(url: str, parts: IndexUrl) -> None:
     assert IndexUrl.parse(url) == parts
     assert "pw" not in f"{parts} {parts!r}"

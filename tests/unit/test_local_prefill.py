@@ -64,9 +64,13 @@ def test_the_knob_and_a_request_that_forbids_it(mode: str) -> None:
 
 
 @given(
-    uncached=st.integers(1, 2000), cached=st.integers(0, 5000), running=st.integers(0, 256),
-    queued=st.integers(0, 5000), queue_s=st.floats(0, 10), more=st.floats(0, 10),
-)  # fmt: skip
+    uncached=st.integers(1, 2000),
+    cached=st.integers(0, 5000),
+    running=st.integers(0, 256),
+    queued=st.integers(0, 5000),
+    queue_s=st.floats(0, 10),
+    more=st.floats(0, 10),
+)
 def test_a_longer_queue_there_never_sends_a_prompt_there(
     uncached: int, cached: int, running: int, queued: int, queue_s: float, more: float
 ) -> None:

@@ -97,12 +97,19 @@ class Card:
                     raise RuntimeError("CUDA error: out of memory\nCompile with TORCH_USE_CUDA_DSA")
 
         for name, fake in (
-            ("graph_pool_handle", lambda: 0), ("Stream", Stream), ("current_stream", Stream), ("CUDAGraph", Graph),
-            ("stream", contextlib.nullcontext), ("mem_get_info", lambda _device: (300 << 20, 80 * GIB)),
-            ("synchronize", lambda _device: None), ("empty_cache", lambda: None),
-            ("memory_allocated", lambda _device: 0), ("max_memory_allocated", lambda _device: 0),
-            ("reset_peak_memory_stats", lambda _device: None), ("memory_reserved", lambda _device: 0),
-        ):  # fmt: skip
+            ("graph_pool_handle", lambda: 0),
+            ("Stream", Stream),
+            ("current_stream", Stream),
+            ("CUDAGraph", Graph),
+            ("stream", contextlib.nullcontext),
+            ("mem_get_info", lambda _device: (300 << 20, 80 * GIB)),
+            ("synchronize", lambda _device: None),
+            ("empty_cache", lambda: None),
+            ("memory_allocated", lambda _device: 0),
+            ("max_memory_allocated", lambda _device: 0),
+            ("reset_peak_memory_stats", lambda _device: None),
+            ("memory_reserved", lambda _device: 0),
+        ):
             monkeypatch.setattr(torch.cuda, name, fake)
 
 

@@ -24,9 +24,14 @@ def recorded(**fields: Any) -> list[ReadableSpan]:
     tracer = Tracer(SimpleSpanProcessor(memory), service="prefill", instance="p")
     seq = SimpleNamespace(request_id="r", prompt_len=40, cached_tokens=8, preemptions=0)
     noted: dict[str, Any] = {
-        "arrived": 10.0, "fetched": None, "pushes": {}, "ended_with": None, "trace": [],
-        "target": SimpleNamespace(pod="decode-0"), "delivered_before_last_chunk": lambda: 1,
-    }  # fmt: skip
+        "arrived": 10.0,
+        "fetched": None,
+        "pushes": {},
+        "ended_with": None,
+        "trace": [],
+        "target": SimpleNamespace(pod="decode-0"),
+        "delivered_before_last_chunk": lambda: 1,
+    }
     record_prefill(tracer, PARENT, SimpleNamespace(seq=seq, **{**noted, **fields}))  # type: ignore[arg-type]
     return list(memory.get_finished_spans())
 
@@ -44,12 +49,15 @@ def test_a_prefill_that_pulled_computed_and_handed_over() -> None:
     spans = recorded(
         fetched=("prefill-1", 10.25),
         trace=[
-            Trace("chunk", 24, 11.0, 10.5), Trace("delivered", 1, 11.2), Trace("chunk", 40, 11.5, 11.0),
-            Trace("first_token", 7, 11.5), Trace("end", 2, 12.0),
+            Trace("chunk", 24, 11.0, 10.5),
+            Trace("delivered", 1, 11.2),
+            Trace("chunk", 40, 11.5, 11.0),
+            Trace("first_token", 7, 11.5),
+            Trace("end", 2, 12.0),
         ],
         pushes={0: Push(1, 11.0, 11.2), 1: Push(1, 11.5, 11.9)},
         ended_with=TransferReport(2, 4096, 1, 0.5, "cma"),
-    )  # fmt: skip
+    )
     root = spans[-1]
     assert root.name == "prefill.request"
     assert root.parent is not None

@@ -56,16 +56,20 @@ def test_chunks_that_are_captured_fit_whatever_they_attend_to_and_others_do_not(
     for start, new, wanted in ((2048, 2048, 2047), (0, 20, 19), (2048, 1024, 1023)):
         hidden_of, _ = some.run(
             StepShape([start], [new], [list(range(1024))]),
-            torch.arange(new) + 7, torch.arange(new) + start, torch.tensor([wanted]), [0],
-        )  # fmt: skip
+            torch.arange(new) + 7,
+            torch.arange(new) + start,
+            torch.tensor([wanted]),
+            [0],
+        )
         assert hidden_of.tolist() == [wanted + 7]
 
 
 def test_which_chunks_are_captured() -> None:
     assert captured_chunks(0, 2048) == captured_chunks(1023, 2048) == []
     assert captured_chunks(4096, 2048) == [
-        *((start, 1024) for start in (0, 1024, 2048, 3072)), *((start, 2048) for start in (0, 1024, 2048)),
-    ]  # fmt: skip
+        *((start, 1024) for start in (0, 1024, 2048, 3072)),
+        *((start, 2048) for start in (0, 1024, 2048)),
+    ]
     assert captured_chunks(2048, 1024) == [(0, 1024), (1024, 1024)]
     assert captured_chunks(8192, 1000) == []  # no chunk of that length has a plan
 
@@ -89,7 +93,10 @@ def test_a_small_step_after_a_large_one_has_no_rows_of_that() -> None:
         tokens = torch.arange(count) + 7
         hidden_of, states = some.run(
             StepShape([start for start, _ in rows], [new for _, new in rows], [[0] * 200] * len(rows)),
-            tokens, torch.arange(count), torch.tensor(wanted), list(range(len(rows))),
-        )  # fmt: skip
+            tokens,
+            torch.arange(count),
+            torch.tensor(wanted),
+            list(range(len(rows))),
+        )
         assert hidden_of.tolist() == [at + 7 for at in wanted]
         assert states is None

@@ -50,8 +50,11 @@ def test_sections(begins: Section, text: str, thought: str, answer: str, sizes: 
     assert split(text, begins, sizes) == (thought, answer)
 
 
-@given(text=st.lists(st.sampled_from(["<think>", "</think>", "<", "th", " ", "\n", "x"]), max_size=8).map("".join),
-       begins=st.sampled_from(Section), sizes=st.lists(st.integers(1, 5), max_size=20))  # fmt: skip
+@given(
+    text=st.lists(st.sampled_from(["<think>", "</think>", "<", "th", " ", "\n", "x"]), max_size=8).map("".join),
+    begins=st.sampled_from(Section),
+    sizes=st.lists(st.integers(1, 5), max_size=20),
+)
 def test_any_text_cut_anyhow_is_split_the_same_way(text: str, begins: Section, sizes: list[int]) -> None:
     assert split(text, begins, sizes) == split(text, begins, [])
 

@@ -26,10 +26,14 @@ PARAMS = {
     "plain": {"temperature": 1.0},
     "cut": {"temperature": 0.8, "top_p": 0.85, "top_k": 7, "min_p": 0.01},
     "penalised": {
-        "temperature": 1.1, "top_p": 0.95, "repetition_penalty": 1.4, "presence_penalty": 0.3, "frequency_penalty": 0.4,
+        "temperature": 1.1,
+        "top_p": 0.95,
+        "repetition_penalty": 1.4,
+        "presence_penalty": 0.3,
+        "frequency_penalty": 0.4,
         "logit_bias": ((3, 0.7),),
     },
-}  # fmt: skip
+}
 SAID = [1, 2, 2, 4]
 
 

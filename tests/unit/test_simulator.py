@@ -21,9 +21,16 @@ from simulator.workload import Agents
 
 BLOCK = 16
 RATES = replace(
-    FLAT_8K, name="test", prefill_tok_s=((1, 1000.0),), kv_bytes=1.0, kv_read_byte_s=1e12, kv_pool_bytes=64.0 * BLOCK,
-    decode_row_s=((1, 0.01), (8, 0.03)), link_byte_s=1e4, link_latency_s=0.005,
-)  # fmt: skip
+    FLAT_8K,
+    name="test",
+    prefill_tok_s=((1, 1000.0),),
+    kv_bytes=1.0,
+    kv_read_byte_s=1e12,
+    kv_pool_bytes=64.0 * BLOCK,
+    decode_row_s=((1, 0.01), (8, 0.03)),
+    link_byte_s=1e4,
+    link_latency_s=0.005,
+)
 
 
 def request(at: float, *branches: int, tail: int = 1, output: int = 1) -> TraceRequest:
@@ -75,14 +82,33 @@ faults = st.lists(
     pull=st.booleans(),
 )
 def test_every_request_ends_once_and_pools_come_to_rest(
-    trace: Trace, faults: list[Fault], decode: int, gateways: int, policy: str, chunk: int, blocks: int, seqs: int,
-    lag: float, pull: bool,
-) -> None:  # fmt: skip
+    trace: Trace,
+    faults: list[Fault],
+    decode: int,
+    gateways: int,
+    policy: str,
+    chunk: int,
+    blocks: int,
+    seqs: int,
+    lag: float,
+    pull: bool,
+) -> None:
     planned = tuple(f for f in faults if not (f.pod.startswith("decode") and decode == 0))
     result, cluster = run(
-        trace, prefill=2, decode=decode, gateways=gateways, policy=policy, chunk_tokens=chunk, prefill_blocks=blocks,
-        decode_blocks=2 * blocks, prefill_seqs=seqs, decode_seqs=seqs, lag_s=lag, faults=planned, pull=pull,
-    )  # fmt: skip
+        trace,
+        prefill=2,
+        decode=decode,
+        gateways=gateways,
+        policy=policy,
+        chunk_tokens=chunk,
+        prefill_blocks=blocks,
+        decode_blocks=2 * blocks,
+        prefill_seqs=seqs,
+        decode_seqs=seqs,
+        lag_s=lag,
+        faults=planned,
+        pull=pull,
+    )
     cluster.check()
     assert len(result.outcomes) == len(trace.requests)
     for asked, o in zip(trace.requests, result.outcomes, strict=True):

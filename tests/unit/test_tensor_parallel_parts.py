@@ -42,9 +42,17 @@ def test_parts_of_a_checkpoint_are_parts_of_the_whole(size: int, tmp_path: Path)
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=8, head_dim=4,
-        num_key_value_heads=4, max_position_embeddings=32, attention_bias=True, mlp_bias=True,
-    )  # fmt: skip
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=8,
+        head_dim=4,
+        num_key_value_heads=4,
+        max_position_embeddings=32,
+        attention_bias=True,
+        mlp_bias=True,
+    )
     made = LlamaForCausalLM(config)
     for parameter in made.parameters():
         parameter.normal_()

@@ -21,12 +21,15 @@ FORMATS: list[ToolFormat] = [Hermes(), Llama3(), Mistral(), Mistral(named=True),
 IDS = ["hermes", "llama3", "mistral", "mistral-named", "pythonic"]
 
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers(-(10**12), 10**12) | st.floats(allow_nan=False, allow_infinity=False)
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**12), 10**12)
+    | st.floats(allow_nan=False, allow_infinity=False)
     | st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
     | st.sampled_from(['a "q" \\', "}]</tool_call>", "世\n"]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("ab\"{é", max_size=3), inner, max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text('ab"{é', max_size=3), inner, max_size=3),
     max_leaves=8,
-)  # fmt: skip
+)
 ARGUMENTS = st.dictionaries(st.sampled_from(["a", "city", "_x1", "été"]), VALUES, max_size=4)
 CALLS = st.lists(st.tuples(st.sampled_from(sorted(NAMES)), ARGUMENTS), min_size=1, max_size=3)
 
@@ -89,13 +92,51 @@ def test_what_was_written_is_read(
 
 SCRAPS = st.sampled_from(
     [
-        "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "<|python_start|>",
-        '{"name": "f", "arguments": {"a": 1}}', '{"name": "f", "parameters": {}}', '{"name": "g"}', '"name": "f",',
-        "{", "}", "[", "]", "f(", "f(a=1)", "a=", ")", ",", ";", " ", "\n", "f", "ns.do-it", '"', "'", "\\", "1", "tr",
-        "true", '{"name": "f", "arguments": "{\\"a\\": 2}"}', '{"arguments": {"b": [1]}, "name": "f"}', "x", "é", "<",
-        '"""', "-", "1.", "\\u00", ":", '{"name": "f", "arguments": {"a": tru}}', "\x00",
+        "<tool_call>",
+        "</tool_call>",
+        "[TOOL_CALLS]",
+        "[ARGS]",
+        "[CALL_ID]",
+        "<|python_tag|>",
+        "<|python_start|>",
+        '{"name": "f", "arguments": {"a": 1}}',
+        '{"name": "f", "parameters": {}}',
+        '{"name": "g"}',
+        '"name": "f",',
+        "{",
+        "}",
+        "[",
+        "]",
+        "f(",
+        "f(a=1)",
+        "a=",
+        ")",
+        ",",
+        ";",
+        " ",
+        "\n",
+        "f",
+        "ns.do-it",
+        '"',
+        "'",
+        "\\",
+        "1",
+        "tr",
+        "true",
+        '{"name": "f", "arguments": "{\\"a\\": 2}"}',
+        '{"arguments": {"b": [1]}, "name": "f"}',
+        "x",
+        "é",
+        "<",
+        '"""',
+        "-",
+        "1.",
+        "\\u00",
+        ":",
+        '{"name": "f", "arguments": {"a": tru}}',
+        "\x00",
     ]
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=IDS)
@@ -161,8 +202,12 @@ TEXTS: list[tuple[ToolFormat, str, str | None, list[tuple[str, Any]]]] = [
     (Mistral(), "[TOOL_CALLS]g[ARGS]{}", "[TOOL_CALLS]g[ARGS]{}", []),
     (Mistral(), f"[TOOL_CALLS][{CALL}, oops]", ", oops]", [("f", {"a": 1})]),
     (Mistral(), "[TOOL_CALLS][]", "[TOOL_CALLS][]", []),
-    (Pythonic(), "[f(a=1, b='it\\'s', c=[True, None, (1, -2.5)], d={'k': \"v\"}), f()]", None,
-     [("f", {"a": 1, "b": "it's", "c": [True, None, [1, -2.5]], "d": {"k": "v"}}), ("f", {})]),
+    (
+        Pythonic(),
+        "[f(a=1, b='it\\'s', c=[True, None, (1, -2.5)], d={'k': \"v\"}), f()]",
+        None,
+        [("f", {"a": 1, "b": "it's", "c": [True, None, [1, -2.5]], "d": {"k": "v"}}), ("f", {})],
+    ),
     (Pythonic(), '[f(a=true, b=null, c="""x"y""",)]', None, [("f", {"a": True, "b": None, "c": 'x"y'})]),
     (Pythonic(), "<|python_start|>[ns.do-it(a=1)]<|python_end|>", None, [("ns.do-it", {"a": 1})]),
     (Pythonic(), "[1] is a reference", "[1] is a reference", []),
@@ -173,7 +218,7 @@ TEXTS: list[tuple[ToolFormat, str, str | None, list[tuple[str, Any]]]] = [
     (Pythonic(), "[f(a=__import__('os'))]", "[f(a=__import__('os'))]", []),
     (Pythonic(), "[f(), g()]", ", g()]", [("f", {})]),
     (Pythonic(), "[f(a='unfinished", "[f(a='unfinished", []),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("fmt", "text", "content", "calls"), TEXTS, ids=range(len(TEXTS)))

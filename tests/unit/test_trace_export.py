@@ -89,8 +89,10 @@ def test_a_collector_gets_the_spans(collector: Any) -> None:
     assert (names["service.namespace"], names["service.name"]) == ("baton", "decode")
     (span,) = process.scope_spans[0].spans
     assert (span.name, span.trace_id.hex(), span.parent_span_id.hex()) == (
-        "decode.run", context.trace_id, context.span_id,
-    )  # fmt: skip
+        "decode.run",
+        context.trace_id,
+        context.span_id,
+    )
     assert span.end_time_unix_nano - span.start_time_unix_nano == 10**9
     assert span.attributes[0].value.int_value == 7
 

@@ -82,9 +82,15 @@ def test_a_span_in_a_file_is_otlp(tmp_path: Path) -> None:
     context = tracer.begin(parent)
     assert context is not None
     tracer.record(
-        "work", context, parent, 10.0, 10.25, {"n": 3, "x": 0.5, "ok": True, "name": "a", "absent": None},
-        kind="server", error="it broke",
-    )  # fmt: skip
+        "work",
+        context,
+        parent,
+        10.0,
+        10.25,
+        {"n": 3, "x": 0.5, "ok": True, "name": "a", "absent": None},
+        kind="server",
+        error="it broke",
+    )
     tracer.record("inner", context.child(), context, 10.1, 10.05)  # never ends before it began
     tracer.close()
     (line,) = lines(tmp_path / "spans.jsonl")

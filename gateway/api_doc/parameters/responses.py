@@ -14,11 +14,19 @@ _SHARED = (
     *("priority", "chat_template_kwargs", "user", "safety_identifier", "prompt_cache_key", "service_tier"),
     *("prompt_cache_retention", "prompt_cache_options", "moderation"),
 )
-_TEXT_ITEM: Json = {"anyOf": [{"type": "string"}, {"type": "array", "items": {
-    "type": "object",
-    "properties": {"type": {"enum": ["input_text", "output_text", "text"]}, "text": {"type": "string"}},
-    "required": ["type", "text"],
-}}]}  # fmt: skip
+_TEXT_ITEM: Json = {
+    "anyOf": [
+        {"type": "string"},
+        {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "properties": {"type": {"enum": ["input_text", "output_text", "text"]}, "text": {"type": "string"}},
+                "required": ["type", "text"],
+            },
+        },
+    ]
+}
 _ITEM: Json = {
     "anyOf": [
         {

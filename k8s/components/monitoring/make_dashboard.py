@@ -289,8 +289,16 @@ def dashboard() -> dict[str, Any]:
     panels: list[dict[str, Any]] = []
     y = 0
     for row in ROWS:
-        panels.append({"id": len(panels) + 1, "type": "row", "title": row.title, "collapsed": False, "panels": [],
-                       "gridPos": {"x": 0, "y": y, "w": 24, "h": 1}})  # fmt: skip
+        panels.append(
+            {
+                "id": len(panels) + 1,
+                "type": "row",
+                "title": row.title,
+                "collapsed": False,
+                "panels": [],
+                "gridPos": {"x": 0, "y": y, "w": 24, "h": 1},
+            }
+        )
         y += 1
         for i, panel in enumerate(row.panels):
             x = WIDTH * (i % (24 // WIDTH))
@@ -310,15 +318,22 @@ def dashboard() -> dict[str, Any]:
             "list": [
                 {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Data source"},
                 {
-                    "name": "namespace", "type": "query", "label": "Namespace", "refresh": 2,
-                    "definition": namespaces, "query": {"query": namespaces, "refId": "namespaces"},
+                    "name": "namespace",
+                    "type": "query",
+                    "label": "Namespace",
+                    "refresh": 2,
+                    "definition": namespaces,
+                    "query": {"query": namespaces, "refId": "namespaces"},
                     "datasource": {"type": "prometheus", "uid": "${datasource}"},
-                    "includeAll": True, "allValue": ".*", "multi": True, "current": {"text": "All", "value": "$__all"},
+                    "includeAll": True,
+                    "allValue": ".*",
+                    "multi": True,
+                    "current": {"text": "All", "value": "$__all"},
                 },
             ]
         },
         "panels": panels,
-    }  # fmt: skip
+    }
 
 
 def text() -> str:
