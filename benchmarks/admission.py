@@ -56,7 +56,7 @@ class _Idle:
     def compute_s(self, tokens: int) -> float:
         return 0.0
 
-    def rate(self) -> float:
+    def tokens_per_s(self) -> float:
         return 1.0
 
 
@@ -101,7 +101,7 @@ async def gate_us() -> float:
     for _ in range(5):
         start = time.perf_counter()
         for _ in range(4000):
-            gate.leave(await gate.enter(ANONYMOUS, 0, 100, 200, time.monotonic() + 60, held), 200)
+            gate.release(await gate.acquire(ANONYMOUS, 0, 100, 200, time.monotonic() + 60, held), 200)
         rounds.append((time.perf_counter() - start) / 4000 * 1e6)
     return round(min(rounds), 3)
 
@@ -117,7 +117,7 @@ async def take_ms() -> float:
         try:
             for i in range(2000):
                 start = time.perf_counter()
-                reservation = await limiter.take(caller, str(i), 300, {})
+                reservation = await limiter.reserve(caller, str(i), 300, {})
                 times.append((time.perf_counter() - start) * 1e3)
                 assert reservation is not None
                 limiter.settle(reservation, 200)
@@ -176,7 +176,7 @@ async def load(share: float, shared: int) -> dict[str, float]:
                 assert answer.status_code in (200, 429), answer.text
 
             await one(0)
-            await until(lambda: any(v.rate_known for v in (p.view for p in gw.gateway.table.pods.values()) if v))
+            await until(lambda: any(v.rate_known for v in (p.view for p in gw.gateway.pod_table.pods.values()) if v))
             tasks = []
             for number in range(1, int(per_s * LOAD_S) + 1):
                 tasks.append(asyncio.create_task(one(number)))

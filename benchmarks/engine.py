@@ -90,7 +90,7 @@ class Driver:
     def _on_step(self, result: StepResult) -> None:
         self.seen.append((time.perf_counter(), result))
         for output in result.outputs:
-            if output.finish is not None:
+            if output.finish_reason is not None:
                 self._left -= 1
                 if output.error is not None:
                     self._errors.append(output.error)
@@ -199,7 +199,7 @@ def decode_run(
     driver.begin(prompts, sampling)
     driver.wait(past(context + steps // 2 + SLACK + AROUND))
     replay_s, replayed_after = driver.loop.call(
-        lambda: (driver.engine.runner.replay(2 * AROUND), len(driver.seen))
+        lambda: (driver.engine.runner.time_replay(2 * AROUND), len(driver.seen))
     ).result(WAIT_S)
     driver.wait(past(context_of(driver.seen[-1][1]) + AROUND + SLACK))
     seen = list(driver.seen)
@@ -313,7 +313,7 @@ class Table:
 
 
 def measure_decode(shape: Shape, driver: Driver, prompts: Prompts, cost: Cost, ceiling: Ceilings, table: Table) -> None:
-    budget = driver.engine.scheduler.config.token_budget
+    budget = driver.engine.scheduler.config.chunk_tokens
     waits: list[float] = []
     ratios: list[float] = []
     for rows, context in shape.decode:
@@ -383,7 +383,7 @@ def running(config: EngineConfig) -> Iterator[Driver]:
     driver = Driver(Engine(config))
     driver.loop.start()
     try:
-        driver.loop.call(driver.engine.rehearse).result(WAIT_S)
+        driver.loop.call(driver.engine.warm_up).result(WAIT_S)
         driver.begin([[0, 0]], [SamplingParams(temperature=0.0, max_tokens=2)])  # as a pod does before it is ready
         driver.wait()
         driver.end()
@@ -456,9 +456,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             with running(made) as driver:
                 limits, layout = driver.engine.scheduler.config, driver.engine.layout
                 ready_s = time.perf_counter() - starting
-                budgets |= {f"{part}_token_budget": limits.token_budget for part in wanted}
-                budgets |= {f"{part}_most_tokens": limits.most_tokens for part in wanted}
-                print(f"ready after {ready_s:.1f} s, {limits.token_budget} tokens a step, {limits.most_tokens} at most")
+                budgets |= {f"{part}_token_budget": limits.chunk_tokens for part in wanted}
+                budgets |= {f"{part}_most_tokens": limits.max_step_tokens for part in wanted}
+                print(
+                    f"ready after {ready_s:.1f} s, {limits.chunk_tokens} tokens a step, at most {limits.max_step_tokens}"
+                )
                 cost = Cost(shape.config, dtype.itemsize, layout.block_bytes // layout.block_size)
                 for part in wanted:
                     PARTS[part](shape, driver, prompts, cost, ceiling, table)

@@ -142,7 +142,7 @@ async def node(
         allow_tcp=allow_tcp,
         notes=notes,
     )
-    server.add(transfer_pb2_grpc.add_TransferServicer_to_server, made.servicer, "baton.v1.Transfer")
+    server.add_servicer(transfer_pb2_grpc.add_TransferServicer_to_server, made.servicer, "baton.v1.Transfer")
     await made.start()
     address[0] = f"127.0.0.1:{await server.start()}"
     info.served_name = address[0]  # how `receive` tells it
@@ -164,7 +164,7 @@ async def receive(plan: Plan, device: str) -> None:
             def ignore(_: Commit | BatonError) -> None:
                 """The sender knows."""
 
-            transfer_id = here.reserve(
+            transfer_id = here.expect_transfer(
                 request_id=asked["request"],
                 first_block=0,
                 blocks=asked["blocks"],
@@ -227,7 +227,7 @@ async def payload(child: Child, device: str, *, allow_tcp: bool) -> list[dict[st
     """GB/s of each size of runs and of pieces."""
     plan = child.plan
     usual = PIECES["DRAM" if device == "cpu" or not visible_gpus() else "VRAM"]
-    cuts = [usual, *(Pieces(size * MIB, size * MIB, usual.window) for size in (32, 128))]
+    cuts = [usual, *(Pieces(size * MIB, size * MIB, usual.max_in_flight) for size in (32, 128))]
     rows: list[dict[str, Any]] = []
     rng = random.Random(0)
     for cut in cuts:
@@ -236,7 +236,7 @@ async def payload(child: Child, device: str, *, allow_tcp: bool) -> list[dict[st
                 times, exposed = [], []
                 for repeat in range(plan.repeats + 1):
                     local, remote = (scattered(plan.total_blocks, run, rng) for _ in range(2))
-                    request = f"{cut.first}-{cut.most}-{run}-{repeat}"
+                    request = f"{cut.first_bytes}-{cut.max_bytes}-{run}-{repeat}"
                     took, commit_s, _ = await move(here, await child.reserve(request, remote), request, local)
                     if repeat:  # the first connects
                         times.append(took)
@@ -247,13 +247,13 @@ async def payload(child: Child, device: str, *, allow_tcp: bool) -> list[dict[st
                     {
                         "run_blocks": run,
                         "run_mib": run * plan.layout.block_bytes / MIB,
-                        "piece_mib": cut.most // MIB,
-                        "first_mib": cut.first // MIB,
+                        "piece_mib": cut.max_bytes // MIB,
+                        "first_mib": cut.first_bytes // MIB,
                         "gb_s": round(size / statistics.median(times) / 1e9, 1),
                         "gb_s_best": round(size / min(times) / 1e9, 1),
                         "to_commit_ms": ms(statistics.median(exposed)),
                         "transport": peer.transport,
-                        "probe_gb_s": round(peer.gbps, 1),
+                        "probe_gb_s": round(peer.gb_s, 1),
                     }
                 )
                 print(rows[-1], flush=True)
@@ -288,7 +288,7 @@ async def move(
 ) -> tuple[float, float, TransferReport]:
     """Seconds from the push to the last write's end, and from there on to the acknowledged commit; the report."""
     ended: list[float] = []
-    transfer = here.outgoing(target, request, len(local), 60.0)
+    transfer = here.start_transfer(target, request, len(local), 60.0)
     transfer.on_progress = lambda _: ended.append(time.perf_counter())
     await asyncio.sleep(0.05)  # opened by then, as it is under the first chunk of a prompt
     began = time.perf_counter()

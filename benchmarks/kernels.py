@@ -391,7 +391,7 @@ def sampling(report: Report, rows: int, kind: str) -> None:
     sampler.flush()
     slots = torch.arange(rows, device=DEVICE)
     positions = torch.full((rows,), 1024, device=DEVICE)
-    time_s = seconds(lambda i: sampler.run(logits, slots, positions), 4)
+    time_s = seconds(lambda i: sampler.sample(logits, slots, positions), 4)
     report.bytes("sample", f"{rows} rows, {kind}", time_s, rows * VOCAB * 4, None, f"sample_{rows}_{kind}")
 
 

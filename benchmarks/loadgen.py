@@ -88,16 +88,16 @@ def errors(run: Run, told: dict[str, Any]) -> dict[str, Any]:
     """What the generator's times are off by, in ms."""
     failed = [r for r in run.records if not r.ok]
     assert not failed, f"{len(failed)} streams failed: {failed[0].error} {failed[0].message}"
-    begin, end = max(r.at[0] for r in run.records), min(r.ended_s for r in run.records)
+    begin, end = max(r.event_times[0] for r in run.records), min(r.ended_s for r in run.records)
     stamps, gaps, firsts = [], [], []
     for record in run.records:
         real = told[record.request_id]["sent"]
-        assert len(real) == len(record.at), "a token is missing"
-        inside = [(seen, sent) for seen, sent in zip(record.at, real, strict=True) if begin <= sent < end]
+        assert len(real) == len(record.event_times), "a token is missing"
+        inside = [(seen, sent) for seen, sent in zip(record.event_times, real, strict=True) if begin <= sent < end]
         stamps += [1e3 * (seen - sent) for seen, sent in inside]
         gaps += [1e3 * abs((b[0] - a[0]) - (b[1] - a[1])) for a, b in pairwise(inside)]
         first = real[0] - told[record.request_id]["read_at"]
-        firsts.append(1e3 * abs((record.at[0] - record.sent_s) - first))
+        firsts.append(1e3 * abs((record.event_times[0] - record.sent_s) - first))
     lags = [1e3 * r.lag_s for r in run.records]
     return {
         "streams": len(run.records),

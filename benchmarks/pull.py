@@ -148,7 +148,7 @@ async def begin(name: str, role: Role, layout: KVLayout, device: str) -> Side:
     side.places = random.Random(1).sample(range(0, count, 2), most)
     for number, block in enumerate(side.places):
         memory.write_block(block, content(number) * (layout.block_bytes // len(content(number))))
-    server.add(transfer_pb2_grpc.add_TransferServicer_to_server, node.servicer, "baton.v1.Transfer")
+    server.add_servicer(transfer_pb2_grpc.add_TransferServicer_to_server, node.servicer, "baton.v1.Transfer")
     await node.start()
     side.address = f"127.0.0.1:{await server.start()}"
     return side

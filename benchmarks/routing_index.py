@@ -106,7 +106,7 @@ class Fleet:
             wave = self._pods[first : first + WAVE]
             for pod in wave:
                 await pod.start()
-            while not all(pod.connected for pod in wave):  # noqa: ASYNC110 - they have no event for it
+            while not all(pod.registered for pod in wave):  # noqa: ASYNC110 - they have no event for it
                 await asyncio.sleep(0.005)
 
     async def publish(self) -> float:
@@ -140,7 +140,7 @@ class Fleet:
         """Returns once the sets of these pods are as large as they should be."""
         client, keys = connect(self._url, timeout_s=30), Keys(SCOPE)
         for i in wave:
-            while await client.scard(keys.own(*self.names[i])) != len(self._blocks[i]):  # noqa: ASYNC110
+            while await client.scard(keys.held_blocks(*self.names[i])) != len(self._blocks[i]):  # noqa: ASYNC110
                 await asyncio.sleep(0.002)
         await client.aclose()
 
@@ -178,7 +178,7 @@ async def look_up(fleet: Fleet, url: str, raw: Any, count: int, times: int) -> l
         async def every_set() -> object:
             named = [x for pod in fleet.names for x in pod]
             args = (keys.prefix, pack(prompt()), b"", *named)
-            return await line.call(script.packed((keys.where, keys.slots), args))
+            return await line.call(script.pack_command((keys.postings, keys.slots), args))
 
         async def cell() -> object:
             return await reader.lookup(SCOPE, prompt(), fleet.names[:NAMED_PODS])

@@ -61,8 +61,8 @@ def chosen(trace: Trace, count: int, rate: float, output: int) -> Trace:
     # A conversation is told by its second block: the first heads every prompt of the recorded trace.
     talks: dict[tuple[bytes, ...], list[TraceRequest]] = {}
     for r in trace.requests:
-        if len(r.chain) > 1 and r.prompt_len <= LONGEST * SCALE:
-            talks.setdefault(r.chain[:2], []).append(r)
+        if len(r.block_hashes) > 1 and r.prompt_len <= LONGEST * SCALE:
+            talks.setdefault(r.block_hashes[:2], []).append(r)
     whole = [talk for talk in talks.values() if len(talk) >= TURNS]
     # Conversations that begin one after another, as many as it takes, each to its end.
     kept = sorted(list(chain.from_iterable(whole))[:count], key=lambda r: r.arrival_s)
@@ -143,7 +143,7 @@ async def measure(policy: str, trace: Trace, model_dir: Path) -> dict[str, float
 
 async def replay(runner: Runner, warm: int, http: httpx.AsyncClient) -> dict[str, float]:
     """Open loop: requests come at their times, whatever became of those before. The first `warm` do not count."""
-    going = asyncio.create_task(runner.go())
+    going = asyncio.create_task(runner.execute())
     while sum(r.session < warm for r in runner.run.records) < warm and not going.done():  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     before = await Counters.read(http)
@@ -169,7 +169,7 @@ async def replay(runner: Runner, warm: int, http: httpx.AsyncClient) -> dict[str
 async def one_at_a_time(runner: Runner, http: httpx.AsyncClient) -> dict[str, float]:
     """The steps of routing while nothing else is to be done."""
     before = await Counters.read(http)
-    answered(await runner.go())
+    answered(await runner.execute())
     after = await Counters.read(http)
     return {f"{step}_ms_p50_single": round(after.median_s(step, before) * 1e3, 3) for step in ("plan", "place")}
 

@@ -125,7 +125,7 @@ async def _measure(url: str, held: Sequence[list[bytes]], prompts: Sequence[list
         )
         index = PodIndex(url, record, lambda hashes=hashes: hashes, PodLoad)
         await index.start()
-        while not index.connected:  # noqa: ASYNC110 (nothing tells)
+        while not index.registered:  # noqa: ASYNC110 (nothing tells)
             await asyncio.sleep(0.002)
         indexes.append(index)
     publish_s = time.perf_counter() - began
@@ -135,9 +135,9 @@ async def _measure(url: str, held: Sequence[list[bytes]], prompts: Sequence[list
     reader = IndexReader(url, timeout_s=5.0)
     await reader.pods()
     pairs = [(name, 1) for name in names]
-    views = [PodView(name, block_size=BLOCK, capacity=1 << 17, num_blocks=1 << 20) for name in names]
+    views = [PodView(name, block_size=BLOCK, max_request_tokens=1 << 17, num_blocks=1 << 20) for name in names]
     for view in views:
-        view.report(PodLoad(queued_tokens=rng.randrange(8_000), prefill_rate=8e3), time.monotonic())
+        view.apply_report(PodLoad(queued_tokens=rng.randrange(8_000), prefill_rate=8e3), time.monotonic())
     policy = CostPolicy(random.Random(1))
     rows: list[tuple[float, float, float, float]] = []
     booked: deque[tuple[str, str]] = deque()
@@ -154,12 +154,12 @@ async def _measure(url: str, held: Sequence[list[bytes]], prompts: Sequence[list
         demand = Demand(
             prompt_len=len(prompt) * BLOCK + 1,
             max_tokens=256,
-            held={pod: n * BLOCK for pod, n in found.items() if n},
+            device_hits={pod: n * BLOCK for pod, n in found.items() if n},
         )
-        options = policy.prefill(demand, views, time.monotonic())
+        options = policy.rank_prefill_pods(demand, views, time.monotonic())
         ranked = time.perf_counter()
-        candidates = [Candidate(o.view.name, o.cost, o.unit_s, o.units, 0.5) for o in options]
-        (reserved,) = await reader.reserve(SCOPE, f"r{i}", [candidates])
+        candidates = [Candidate(o.view.name, o.cost_s, o.unit_cost_s, o.load_units, 0.5) for o in options]
+        (reserved,) = await reader.book(SCOPE, f"r{i}", [candidates])
         rows.append((start - began_at, looked_up - start, ranked - looked_up, time.perf_counter() - ranked))
         booked.append((candidates[reserved.chosen].pod, f"r{i}"))
         if len(booked) > IN_FLIGHT:
@@ -168,7 +168,7 @@ async def _measure(url: str, held: Sequence[list[bytes]], prompts: Sequence[list
     beating = indexes[:BEATS]
     cpu = await _server_cpu(client)
     for index in beating:
-        index.announce()
+        index.publish_load()
     await asyncio.sleep(2.0)
     beats = await _server_cpu(client) - cpu
     for index in indexes:

@@ -138,7 +138,7 @@ def grow(bench: Bench, large: Iterable[tuple[int, float]]) -> None:
     """More pods, each with the same load; then the made trace, and on it very many pods."""
     trace = bench.trace
     for pods in SIZES:
-        faster = trace.faster(pods / PODS)
+        faster = trace.sped_up(pods / PODS)
         for policy in POLICIES:
             if pods != PODS:
                 bench.run(faster, trace.name, pods, policy)
@@ -151,14 +151,14 @@ def grow(bench: Bench, large: Iterable[tuple[int, float]]) -> None:
 
 def collapse(bench: Bench) -> None:
     """The longest match alone: one block heads every prompt of the recorded trace."""
-    head = bench.trace.head(2_000)
+    head = bench.trace.first(2_000)
     for policy in ("prefix_only", *POLICIES):
         bench.run(head, f"{head.name}, first {len(head.requests)}", PODS, policy)
 
 
 def faults(bench: Bench) -> list[dict[str, object]]:
     """What each fault costs: the trace's first half hour, with and without."""
-    head = bench.trace.head(len(bench.trace.requests) // 2)
+    head = bench.trace.first(len(bench.trace.requests) // 2)
     end = head.duration_s
     cases = {
         "none": (),
@@ -194,7 +194,7 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="an SVG of TTFT by policy as pods grow")
     args = parser.parse_args()
     try:
-        trace = load_trace(args.trace).head(args.requests)
+        trace = load_trace(args.trace).first(args.requests)
     except ConfigError as error:
         parser.error(f"{error.message}; --trace names another (kvcache-ai/Mooncake, FAST25-release/traces)")
     bench = Bench(trace, [])

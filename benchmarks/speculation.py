@@ -208,14 +208,14 @@ def measure_tasks(table: Table, drafts: int, runs: int, settings: dict[str, Any]
         llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=1), show_progress=False)
         plain: list[Answers] = []
         drafted: list[Answers] = []
-        llm.engine.speculate(NgramProposer(), Always(drafts))
+        llm.engine.set_proposer(NgramProposer(), Always(drafts))
         always = answer(llm, prompts, params)
         assert llm.engine.speculator is not None
         stats = llm.engine.speculator.stats
         for _ in range(runs):
-            llm.engine.speculate(None)
+            llm.engine.set_proposer(None)
             plain.append(answer(llm, prompts, params))
-            llm.engine.speculate(NgramProposer())
+            llm.engine.set_proposer(NgramProposer())
             drafted.append(answer(llm, prompts, params))
             if not always.ids == drafted[-1].ids == plain[-1].ids:
                 raise SystemExit(f"{task}: the answers differ")
@@ -240,7 +240,7 @@ def measure_draft_model(table: Table, drafts: int, runs: int, settings: dict[str
         prompts = [llm.encode(text, special_tokens=False) for text in rendered]
         for engine in (plain, llm):
             engine.generate(prompts, SamplingParams(temperature=0.0, max_tokens=1), show_progress=False)
-        llm.engine.speculate(llm.engine.own_proposer(), Always(drafts))
+        llm.engine.set_proposer(llm.engine.configured_proposer(), Always(drafts))
         always = answer(llm, prompts, params)
         assert llm.engine.speculator is not None
         stats = llm.engine.speculator.stats
@@ -248,7 +248,7 @@ def measure_draft_model(table: Table, drafts: int, runs: int, settings: dict[str
         more = {"tokens": given, "steps": always.steps, "proposed": stats.proposed, "accepted": stats.accepted}
         table.line("acceptance_draft_model", stats.accepted / stats.proposed, **more)
         table.line("tokens_per_step_draft_model", given / always.steps)
-        llm.engine.speculate(llm.engine.own_proposer())
+        llm.engine.set_proposer(llm.engine.configured_proposer())
         seconds: list[list[float]] = [[], []]
         for _ in range(runs):
             for times, engine in zip(seconds, (plain, llm), strict=True):
@@ -271,7 +271,7 @@ class Coin:
     def __init__(self, rate: float) -> None:
         self._rate = rate
 
-    def begin(self, seq: EngineSequence) -> random.Random:
+    def new_state(self, seq: EngineSequence) -> random.Random:
         return random.Random(seq.request_id)
 
     def propose(self, seqs: Sequence[EngineSequence], kept: Sequence[Any], limits: Sequence[int]) -> Drafts:
@@ -281,11 +281,11 @@ class Coin:
             drafts.tokens[row] = [ANSWER + (rng.random() >= self._rate) for _ in range(drafts.tokens.shape[1])]
         return drafts
 
-    def observe(self, seq: EngineSequence, kept: Any) -> bool:
+    def expects_drafts(self, seq: EngineSequence, kept: Any) -> bool:
         """It looks at nothing, and always has drafts."""
         return True
 
-    def accept(self, seq: EngineSequence, kept: Any, drafts: int, accepted: int) -> None:
+    def on_verified(self, seq: EngineSequence, kept: Any, drafts: int, accepted: int) -> None:
         """It learns nothing."""
 
 
@@ -318,7 +318,7 @@ def decode(
     """
     rows = len(prompts)
     control = Always(driver.engine.config.speculation_tokens) if always else None
-    driver.loop.call(functools.partial(driver.engine.speculate, proposer, control)).result(WAIT_S)
+    driver.loop.call(functools.partial(driver.engine.set_proposer, proposer, control)).result(WAIT_S)
 
     def full(result: StepResult) -> bool:
         return len(result.outputs) == rows and not result.num_prompt_tokens
@@ -332,19 +332,19 @@ def decode(
 
     driver.begin(prompts, params)
     driver.wait(enough)
-    replay_s = driver.loop.call(lambda: driver.engine.runner.replay(2 * AROUND)).result(WAIT_S)
+    replay_s = driver.loop.call(lambda: driver.engine.runner.time_replay(2 * AROUND)).result(WAIT_S)
     seen = list(driver.seen)
     driver.end()
     window = [(ended, result) for ended, result in seen if full(result)][skip:][: steps + 1]
     times = [b - a for (a, _), (b, _) in itertools.pairwise(window)]
     tokens = sum(len(output.tokens) for _, result in window[1:] for output in result.outputs)
-    accepted = sum(output.accepted for _, result in window[1:] for output in result.outputs)
+    accepted = sum(output.num_accepted for _, result in window[1:] for output in result.outputs)
     return Run(
         tokens_s=tokens / (window[-1][0] - window[0][0]),
         step_s=statistics.median(times),
         replay_s=replay_s,
         accepted=accepted / rows / len(times),
-        proposed=sum(output.proposed for output in seen[-1][1].outputs) / rows,
+        proposed=sum(output.num_drafts for output in seen[-1][1].outputs) / rows,
     )
 
 

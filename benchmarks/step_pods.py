@@ -74,7 +74,7 @@ class _Pod(transfer_pb2_grpc.TransferServicer):
         self._server = RpcServer("127.0.0.1", 0)
 
     async def start(self) -> None:
-        self._server.add(transfer_pb2_grpc.add_TransferServicer_to_server, self, "baton.v1.Transfer")
+        self._server.add_servicer(transfer_pb2_grpc.add_TransferServicer_to_server, self, "baton.v1.Transfer")
         self.address = f"127.0.0.1:{await self._server.start()}"
 
     async def stop(self) -> None:
@@ -110,7 +110,7 @@ class StepDecode(_Pod, decode_pb2_grpc.DecodeServicer):
         self._minted = 0
         self.ended: list[Sequence] = []
         self.aborts = 0
-        self._server.add(decode_pb2_grpc.add_DecodeServicer_to_server, self, "baton.v1.Decode")
+        self._server.add_servicer(decode_pb2_grpc.add_DecodeServicer_to_server, self, "baton.v1.Decode")
 
     @property
     def held(self) -> int:
@@ -196,7 +196,7 @@ class StepPrefill(_Pod, prefill_pb2_grpc.PrefillServicer):
         super().__init__(name, Role.PREFILL)
         self._ids = ids
         self.decodes: dict[str, StepDecode] = {}
-        self._server.add(prefill_pb2_grpc.add_PrefillServicer_to_server, self, "baton.v1.Prefill")
+        self._server.add_servicer(prefill_pb2_grpc.add_PrefillServicer_to_server, self, "baton.v1.Prefill")
 
     async def Prefill(  # type: ignore[override]
         self, request: prefill_pb2.PrefillRequest, context: Any

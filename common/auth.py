@@ -43,7 +43,7 @@ class Signer:
         self._generation = generation
         self._seen: dict[int, set[bytes]] = {}
 
-    def metadata(self, method: str, message: Message) -> tuple[MetadataItem, ...]:
+    def sign(self, method: str, message: Message) -> tuple[MetadataItem, ...]:
         """Metadata that signs `message` for a call of `method` (any name that both sides agree on)."""
         now_ms = int(time.time() * 1000)
         head = _HEAD.pack(self._generation, now_ms, os.urandom(_NONCE_BYTES)) + self._pod.encode()

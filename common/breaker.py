@@ -24,7 +24,7 @@ class Breaker:
         """The dependency counts as away."""
         return self._failures >= self._limit
 
-    def allow(self) -> bool:
+    def allow_call(self) -> bool:
         """Whether to call now; while open, True once per probe_s (that call is the probe)."""
         if not self.open:
             return True
@@ -34,11 +34,11 @@ class Breaker:
         self._next_probe = now + self._probe_s
         return True
 
-    def success(self) -> None:
+    def record_success(self) -> None:
         """A call was answered."""
         self._failures = 0
 
-    def failure(self) -> None:
+    def record_failure(self) -> None:
         """A call failed."""
         self._failures += 1
         if self._failures == self._limit:

@@ -106,7 +106,7 @@ class Channel:
         except OSError as error:
             raise Unavailable(f"{self.name} is gone: {error}") from error
 
-    def ready(self, timeout_s: float | None = 0.0) -> bool:
+    def wait_readable(self, timeout_s: float | None = 0.0) -> bool:
         """A message, or the end, can be received; waits for at most timeout_s (None: for ever)."""
         try:
             return bool(_poll(self._sock, select.POLLIN, timeout_s))
@@ -117,7 +117,7 @@ class Channel:
         """The next message. Raises Unavailable when the peer is gone, says nothing in time (None: no limit), or more
         than `most` bytes.
         """
-        if not self.ready(timeout_s):
+        if not self.wait_readable(timeout_s):
             raise Unavailable(f"{self.name} says nothing")
         said, more = _HEAD.unpack(self._exactly(_HEAD.size))
         if said > _MOST or (most is not None and more > most):
@@ -129,7 +129,7 @@ class Channel:
             raise Unavailable(f"{self.name} does not speak our language") from error
         return Message(kind, fields, self._exactly(more))
 
-    def gone(self) -> bool:
+    def peer_closed(self) -> bool:
         """The peer has closed its end, whatever it said before; any thread."""
         try:
             return bool(_poll(self._sock, select.POLLRDHUP, 0.0))

@@ -68,7 +68,7 @@ class ChatTemplate:
         self._names = {name: text for name in _SPECIAL if (text := special_text(config, name))}
         sources = find_templates(model_dir, config)
         self.source = sources.get("tool_use", sources.get("default", ""))
-        self.takes_tools = False
+        self.supports_tools = False
         self._template: jinja2.Template | None = None
         self._with_tools: jinja2.Template | None = None
         if "default" not in sources:
@@ -81,7 +81,7 @@ class ChatTemplate:
             self._template = self._with_tools = env.from_string(sources["default"])
             if "tool_use" in sources:
                 self._with_tools = env.from_string(sources["tool_use"])
-            self.takes_tools = "tools" in meta.find_undeclared_variables(env.parse(self.source))
+            self.supports_tools = "tools" in meta.find_undeclared_variables(env.parse(self.source))
         except jinja2.TemplateError as e:
             raise ConfigError(f"model: the chat template does not compile: {e}", field="model") from e
 

@@ -223,7 +223,7 @@ class PodConfig(_Config):
         _require_draft(self.speculation, self.speculation_model)
         _require_shared_out(self.tensor_parallel_size, self.tensor_parallel_nodes)
 
-    def own_name(self) -> str:
+    def resolve_name(self) -> str:
         """The configured name, or role-host-port, as stable as these; for port 0 a new one at every call."""
         if self.name is not None:
             return self.name

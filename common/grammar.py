@@ -161,9 +161,9 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._cached: OrderedDict[str, CompiledGrammar] = OrderedDict()
         self._chars = 0
-        self._under_way: dict[str, threading.Event] = {}
+        self._compiling: dict[str, threading.Event] = {}
 
-    def cached(self, grammar: Grammar) -> CompiledGrammar | None:
+    def get_cached(self, grammar: Grammar) -> CompiledGrammar | None:
         """What `compile` would return at once."""
         with self._lock:
             found = self._cached.get(grammar.text)
@@ -174,12 +174,12 @@ class GrammarCompiler:
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         """Raises InvalidRequest that names the grammar's field and, in a JSON schema, the keyword that is refused."""
         while True:
-            if (found := self.cached(grammar)) is not None:
+            if (found := self.get_cached(grammar)) is not None:
                 return found
             with self._lock:
-                other = self._under_way.get(grammar.text)
+                other = self._compiling.get(grammar.text)
                 if other is None:
-                    done = self._under_way[grammar.text] = threading.Event()
+                    done = self._compiling[grammar.text] = threading.Event()
                     break
             other.wait()
         try:
@@ -188,7 +188,7 @@ class GrammarCompiler:
             return compiled
         finally:
             with self._lock:
-                del self._under_way[grammar.text]
+                del self._compiling[grammar.text]
             done.set()
 
     def _keep(self, compiled: CompiledGrammar) -> None:

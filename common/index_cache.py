@@ -43,7 +43,9 @@ class LookupCache:
         if answer is None or answer.asked < self._clock() - CACHE_S or not set(answer.pods).issuperset(pods):
             return None
         since = set(takewhile(lambda pod: self._booked[pod] >= answer.asked - SETTLE_S, reversed(self._booked)))
-        if since and any(pod[0] in since and answer.matched.get(pod, Held()).blocks < answer.length for pod in pods):
+        if since and any(
+            pod[0] in since and answer.matched.get(pod, Held()).total_blocks < answer.length for pod in pods
+        ):
             return None
         return answer.matched
 
@@ -62,7 +64,7 @@ class LookupCache:
         while len(self._answers) > MAX_ANSWERS:
             self._answers.popitem(last=False)
 
-    def forget(self, pod: str) -> None:
+    def invalidate_pod(self, pod: str) -> None:
         """A booking on the pod begins or ends: it will hold more than answers say."""
         now = self._clock()
         self._booked[pod] = now

@@ -31,7 +31,7 @@ class Changes:
         """A snapshot is due."""
         return self._stale
 
-    def put(self, tier: Tier, hashes: Sequence[bytes], held: bool) -> bool:
+    def record(self, tier: Tier, hashes: Sequence[bytes], held: bool) -> bool:
         """Keeps the word on each block, O(n); True when there was nothing to do before, and now there is."""
         with self._lock:
             if self._stale or not hashes:
@@ -45,7 +45,7 @@ class Changes:
                 return True
             return first
 
-    def lose(self) -> None:
+    def mark_stale(self) -> None:
         """What the index contains is not known any more."""
         with self._lock:
             self._drop()
@@ -55,13 +55,13 @@ class Changes:
         for words in self._words.values():
             words.clear()
 
-    def restart(self) -> None:
+    def begin_snapshot(self) -> None:
         """A snapshot is about to be taken: from now on, changes count."""
         with self._lock:
             self._drop()
             self._stale = False
 
-    def take(self, most: int) -> dict[Tier, dict[bytes, bool]]:
+    def take_batch(self, most: int) -> dict[Tier, dict[bytes, bool]]:
         """Takes out the words on at most so many blocks, the oldest first."""
         taken: dict[Tier, dict[bytes, bool]] = {}
         with self._lock:

@@ -49,7 +49,7 @@ async def mint_generation(url: str | None, scope: str, pod: str) -> int:
     client = connect(url, timeout_s=_TIMEOUT_S)
     try:
         async with asyncio.timeout(_TIMEOUT_S):
-            names = (keys.pods, keys.gen(pod))
+            names = (keys.pods, keys.generation(pod))
             return int(await Script("mint").run(client, names, (pod, now_ms, PODS_TTL_S)))
     except FAILURES as e:
         _log.warning("generation minted from the clock alone, the prefix index does not answer: %r", e)

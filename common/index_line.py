@@ -42,7 +42,7 @@ class _Calls(asyncio.Protocol):
     """
 
     def __init__(self, transport: asyncio.Transport) -> None:
-        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._transport = transport
         self._waiting: deque[asyncio.Future[Any]] = deque()
         errors = BaseParser.parse_error
@@ -85,8 +85,8 @@ class _Calls(asyncio.Protocol):
     def end(self, error: Exception) -> None:
         """What is on its way fails, and nothing else will be written. Idempotent."""
         self._transport.close()
-        if not self.lost.done():
-            self.lost.set_exception(error)
+        if not self.closed.done():
+            self.closed.set_exception(error)
         while self._waiting:
             answer = self._waiting.popleft()
             if not answer.done():
@@ -105,16 +105,16 @@ class Line:
     @property
     def open(self) -> bool:
         """It takes calls."""
-        return self._calls is not None and not self._calls.lost.done()
+        return self._calls is not None and not self._calls.closed.done()
 
     @property
-    def over(self) -> bool:
+    def may_reconnect(self) -> bool:
         """It has ended, and it is time for another one."""
         return self._task.done() and self._clock() - self._began >= RETRY_S
 
     async def call(self, packed: bytes) -> Any:
         """The answer to a packed command. Raises what FAILURES names; after any but a ResponseError it is closed."""
-        if self._calls is None or self._calls.lost.done():
+        if self._calls is None or self._calls.closed.done():
             raise ConnectionError("the line is closed")
         return await self._calls.call(packed)
 
@@ -123,7 +123,7 @@ class Line:
         self._calls = None
         self._task.cancel()
 
-    async def closed(self) -> None:
+    async def wait_closed(self) -> None:
         """Returns once it has closed."""
         await asyncio.wait({self._task})
 
@@ -137,7 +137,7 @@ class Line:
             writer = connection._writer
             assert writer is not None  # it is connected
             calls = self._calls = _Calls(writer.transport)  # type: ignore[arg-type]
-            await calls.lost
+            await calls.closed
         except (*FAILURES, ConfigError) as e:
             _log.info("the line to the prefix index ends: %s: %s", type(e).__name__, e)
         finally:
@@ -174,16 +174,16 @@ class Lines:
     def get(self, scope: str) -> Line | None:
         """The scope's line if it is open. If there is none, one connects in the background."""
         line = self._lines.get(scope)
-        if line is None or line.over:
+        if line is None or line.may_reconnect:
             line = self._lines[scope] = Line(self._url, scope, self._clock)
         return line if line.open else None
 
-    def keep(self, scopes: Collection[str]) -> None:
+    def close_other_scopes(self, scopes: Collection[str]) -> None:
         """Closes those of other scopes."""
         for scope in self._lines.keys() - set(scopes):
             self._lines.pop(scope).close()
 
-    def drop(self) -> None:
+    def close_all(self) -> None:
         """Closes all: what is wrong with one server may be wrong with another's address too."""
         for line in self._lines.values():
             line.close()
@@ -194,4 +194,4 @@ class Lines:
         for line in lines:
             line.close()
         for line in lines:
-            await line.closed()
+            await line.wait_closed()

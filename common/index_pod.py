@@ -101,32 +101,32 @@ class PodIndex:
         self._sending = False  # a batch or a snapshot is on its way
 
     @property
-    def connected(self) -> bool:
+    def registered(self) -> bool:
         """Registered, with a snapshot in place."""
         return self._connected
 
     @property
-    def current(self) -> bool:
+    def up_to_date(self) -> bool:
         """The index knows all that changed until now. On the event loop."""
         return self._connected and not (self._sending or self._changes or self._changes.stale)
 
     def stored(self, hashes: Sequence[bytes], tier: Tier = Tier.DEVICE) -> None:
         """Blocks that are complete from now on. Any thread, O(n), never blocks on Redis."""
-        self._put(tier, hashes, True)
+        self._queue_change(tier, hashes, True)
 
     def evicted(self, hashes: Sequence[bytes], tier: Tier = Tier.DEVICE) -> None:
         """Blocks that are gone; call it before they are reused. Any thread, O(n), never blocks on Redis."""
-        self._put(tier, hashes, False)
+        self._queue_change(tier, hashes, False)
 
-    def _put(self, tier: Tier, hashes: Sequence[bytes], held: bool) -> None:
+    def _queue_change(self, tier: Tier, hashes: Sequence[bytes], held: bool) -> None:
         loop = self._loop
-        if loop is not None and self._changes.put(tier, hashes, held):
+        if loop is not None and self._changes.record(tier, hashes, held):
             try:
                 loop.call_soon_threadsafe(self._wake.set)
             except RuntimeError:
                 _log.debug("the event loop has closed: a change is not published")
 
-    def announce(self) -> None:
+    def publish_load(self) -> None:
         """Publishes the load (draining, for one) now instead of at the next heartbeat. On the event loop."""
         self._beat_due = 0.0
         self._wake.set()
@@ -173,7 +173,7 @@ class PodIndex:
             except Exception:
                 _log.exception("prefix index: unexpected error, trying again")
             self._connected = self._sending = False
-            self._changes.lose()
+            self._changes.mark_stale()
             await self._sleep(backoff * random.uniform(0.5, 1.5))  # not all pods at the same moment
             backoff = min(2 * backoff, _MAX_BACKOFF_S)
 
@@ -214,13 +214,13 @@ class PodIndex:
         self._beat_due = time.monotonic() + HEARTBEAT_S
         names = (
             *(keys.pods, keys.info(r.pod), keys.lease(r.pod), keys.load(r.pod)),
-            *(keys.resv(r.pod), keys.resv_tokens(r.pod), keys.slots, keys.sweep),
+            *(keys.bookings(r.pod), keys.booking_units(r.pod), keys.slots, keys.sweep),
         )
         args: list[Arg] = [keys.prefix, r.pod, r.generation, LEASE_MS, INFO_TTL_S, PODS_TTL_S, self._load().to_json()]
         args += r.to_fields()
         slot = int(await self._register_script.run(self._client, names, args))
         if not slot:
-            raise await self._lost("a newer process registered under this name")
+            raise await self._registration_lost("a newer process registered under this name")
         if slot != self._slot:
             self._slot, self._posted = slot, set()
         await self._client.hset(SCOPES_KEY, r.scope, r.model)
@@ -230,23 +230,27 @@ class PodIndex:
         r, keys = self._record, self._keys
         names = (
             *(keys.pods, keys.info(r.pod), keys.lease(r.pod), keys.load(r.pod)),
-            *(keys.own(r.pod, r.generation), keys.own(r.pod, r.generation, Tier.HOST), keys.seq(r.pod, r.generation)),
-            *(keys.where, keys.slots, keys.sweep),
+            *(
+                keys.held_blocks(r.pod, r.generation),
+                keys.held_blocks(r.pod, r.generation, Tier.HOST),
+                keys.batch_number(r.pod, r.generation),
+            ),
+            *(keys.postings, keys.slots, keys.sweep),
         )
         args = (r.pod, r.generation, self._slot, LEASE_MS, self._load().to_json(), OWN_TTL_S, INFO_TTL_S, PODS_TTL_S)
         sizes = await self._heartbeat_script.run(self._client, names, args)
         if sizes == [-1]:
-            raise await self._lost("the index has forgotten this pod")
+            raise await self._registration_lost("the index has forgotten this pod")
         await self._client.hset(SCOPES_KEY, r.scope, r.model)
         known = [len(self._held[tier]) for tier in Tier]
         if sizes != known:
             _log.warning("the prefix index holds %s blocks instead of %s: sending a snapshot", sizes, known)
-            self._changes.lose()
+            self._changes.mark_stale()
         await self._sweep_script.run(
-            self._client, (keys.slots, keys.sweep, keys.where, keys.pods), (keys.prefix, SWEEP_S, SWEEP_POSTINGS)
+            self._client, (keys.slots, keys.sweep, keys.postings, keys.pods), (keys.prefix, SWEEP_S, SWEEP_POSTINGS)
         )
 
-    async def _lost(self, what: str) -> _Lost:
+    async def _registration_lost(self, what: str) -> _Lost:
         """Why the registration does not hold, with the one who took it over, if someone did."""
         assert self._client is not None
         r = self._record
@@ -258,7 +262,7 @@ class PodIndex:
 
     async def _send_batch(self) -> None:
         # Only the net effect travels: a block stored and evicted since the last batch is no change at all.
-        changes, held = self._changes.take(SLICE), self._held
+        changes, held = self._changes.take_batch(SLICE), self._held
         stored = {t: [h for h, on in words.items() if on and h not in held[t]] for t, words in changes.items()}
         evicted = {t: [h for h, on in words.items() if not on and h in held[t]] for t, words in changes.items()}
         if any(stored.values()) or any(evicted.values()):
@@ -269,8 +273,8 @@ class PodIndex:
         self._number += 1
         r, keys = self._record, self._keys
         names = (
-            *(keys.lease(r.pod), keys.seq(r.pod, r.generation), keys.own(r.pod, r.generation)),
-            *(keys.own(r.pod, r.generation, Tier.HOST), keys.where, keys.slots),
+            *(keys.lease(r.pod), keys.batch_number(r.pod, r.generation), keys.held_blocks(r.pod, r.generation)),
+            *(keys.held_blocks(r.pod, r.generation, Tier.HOST), keys.postings, keys.slots),
         )
         packed = [b"".join(change[tier]) for tier in Tier for change in (stored, evicted)]
         for hashes in stored.values():
@@ -284,25 +288,25 @@ class PodIndex:
                 gone = (h for hashes in evicted.values() for h in self._sampled(hashes))
                 self._posted.difference_update([h for h in gone if not self._holds(h)])
             case b"gap":
-                self._changes.lose()
+                self._changes.mark_stale()
             case answer:
-                raise await self._lost(f"a batch was answered {answer!r}")
+                raise await self._registration_lost(f"a batch was answered {answer!r}")
 
     async def _send_snapshot(self) -> None:
         assert self._client is not None
         # What changes between these lines and the caches' answers is in both, which is harmless: the last word wins.
-        self._changes.restart()
+        self._changes.begin_snapshot()
         snapshot = {tier: {h[:PREFIX_BYTES] for h in take()} for tier, take in self._snapshots.items()}
         self._number += 1
         r, keys, number = self._record, self._keys, self._number
-        lease, names = keys.lease(r.pod), [keys.lease(r.pod), keys.seq(r.pod, r.generation)]
+        lease, names = keys.lease(r.pod), [keys.lease(r.pod), keys.batch_number(r.pod, r.generation)]
         for tier, held in snapshot.items():
             shadow = keys.shadow(r.pod, r.generation, number, tier)
-            names += [shadow, keys.own(r.pod, r.generation, tier)]
+            names += [shadow, keys.held_blocks(r.pod, r.generation, tier)]
             for part in _slices(held):
                 self._posted.update(self._sampled(part))
                 args: tuple[Arg, ...] = (r.generation, OWN_TTL_S, *self._posting_args(), b"".join(part))
-                answer = await self._slice_script.run(self._client, (lease, shadow, keys.where), args)
+                answer = await self._slice_script.run(self._client, (lease, shadow, keys.postings), args)
                 if answer != b"ok":
                     raise _Lost(f"a snapshot was answered {answer!r}")
         args = (r.generation, number, OWN_TTL_S, *map(len, snapshot.values()))
@@ -329,8 +333,12 @@ class PodIndex:
         r, keys = self._record, self._keys
         names = (
             *(keys.pods, keys.info(r.pod), keys.lease(r.pod), keys.load(r.pod)),
-            *(keys.own(r.pod, r.generation), keys.own(r.pod, r.generation, Tier.HOST), keys.seq(r.pod, r.generation)),
-            *(keys.resv(r.pod), keys.resv_tokens(r.pod), keys.where, keys.slots, keys.sweep),
+            *(
+                keys.held_blocks(r.pod, r.generation),
+                keys.held_blocks(r.pod, r.generation, Tier.HOST),
+                keys.batch_number(r.pod, r.generation),
+            ),
+            *(keys.bookings(r.pod), keys.booking_units(r.pod), keys.postings, keys.slots, keys.sweep),
         )
         # The scope goes with its last pod; should another one register just now, its next heartbeat enters it again.
         if await self._leave_script.run(self._client, names, (r.pod, r.generation, self._slot)) == 0:

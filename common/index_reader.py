@@ -109,7 +109,7 @@ class IndexReader:
 
         Meant for a background poll, so it may take POLL_TIMEOUT_S.
         """
-        return await self._bounded(self._read_pods, max(self._timeout_s, POLL_TIMEOUT_S))
+        return await self._call_with_timeout(self._read_pods, max(self._timeout_s, POLL_TIMEOUT_S))
 
     async def _read_pods(self, client: Client) -> list[PodStatus]:
         names = [scope.decode() if isinstance(scope, bytes) else scope for scope in await client.hkeys(SCOPES_KEY)]
@@ -148,10 +148,10 @@ class IndexReader:
             scopes[name] = scope
         self._scopes = scopes
         if self._lines is not None:
-            self._lines.keep(scopes.keys())
+            self._lines.close_other_scopes(scopes.keys())
         return found
 
-    def alone(self, scope: str) -> bool:
+    def is_only_gateway(self, scope: str) -> bool:
         """No other gateway used the scope when it was polled, a moment ago: nobody else books there."""
         known = self._scopes.get(scope)
         return known is not None and known.gateways == 1 and self._clock() - known.asked < ALONE_S
@@ -162,7 +162,7 @@ class IndexReader:
         0 for a pod that is gone or of another generation. Raises IndexUnavailable. Otherwise as lookup_tiers.
         """
         matched = await self._match(scope, hashes, pods)
-        return {owner[0]: matched[owner].blocks if owner in matched else 0 for owner in pods}
+        return {owner[0]: matched[owner].total_blocks if owner in matched else 0 for owner in pods}
 
     async def lookup_tiers(
         self, scope: str, hashes: Sequence[bytes], pods: Sequence[tuple[str, int]]
@@ -185,11 +185,13 @@ class IndexReader:
         matched = self._cache.get(scope, hashes[-1], pods)
         if matched is None:
             asked = self._clock()
-            matched = await self._bounded(lambda client: self._ask(client, scope, hashes, pods), self._timeout_s)
+            matched = await self._call_with_timeout(
+                lambda client: self._lookup_in_redis(client, scope, hashes, pods), self._timeout_s
+            )
             self._cache.put(scope, hashes[-1], len(hashes), pods, matched, asked)
         return matched
 
-    async def _ask(
+    async def _lookup_in_redis(
         self, client: Client, scope: str, hashes: Sequence[bytes], pods: Sequence[tuple[str, int]]
     ) -> dict[tuple[str, int], Held]:
         few = len(pods) <= NAMED_PODS
@@ -199,7 +201,7 @@ class IndexReader:
         keys, chain = Keys(scope), pack(hashes)
         args: list[Arg] = [keys.prefix, chain]
         args += [b"", *(x for pod in pods for x in pod)] if few else [sampled_positions(chain, known.every)]
-        epoch, levels, rows = await self._run(client, scope, self._lookup, (keys.where, keys.slots), args)
+        epoch, levels, rows = await self._run(client, scope, self._lookup, (keys.postings, keys.slots), args)
         if few:
             return {pod: Held(*held) for pod, held in zip(pods, zip(rows[::2], rows[1::2], strict=True), strict=True)}
         matched: dict[tuple[str, int], Held] = {}
@@ -212,7 +214,7 @@ class IndexReader:
             matched[name, int(generation)] = Held(device, blocks)
         return matched
 
-    async def reserve(self, scope: str, request_id: str, groups: Sequence[Sequence[Candidate]]) -> list[Reserved]:
+    async def book(self, scope: str, request_id: str, groups: Sequence[Sequence[Candidate]]) -> list[Reserved]:
         """Books a request on the cheapest pod of each group until unbook, or for BOOKING_S. Atomic among gateways.
 
         No group is empty; of equals the first is chosen; booking again replaces. One round trip. Raises
@@ -222,22 +224,28 @@ class IndexReader:
         for group in groups:
             args.append(len(group))
             for c in group:
-                args += (c.pod, f"{c.cost_s:.9f}", f"{c.unit_s:.12f}", c.units, int(min(c.age_s, BOOKING_S) * 1000))
+                args += (
+                    c.pod,
+                    f"{c.cost_s:.9f}",
+                    f"{c.cost_per_unit_s:.12f}",
+                    c.units,
+                    int(min(c.age_s, BOOKING_S) * 1000),
+                )
         keys = (Keys(scope).pods,)
-        answers = await self._bounded(
+        answers = await self._call_with_timeout(
             lambda client: self._run(client, scope, self._reserve, keys, args), self._timeout_s
         )
         reserved = [Reserved(chosen, tuple(booked)) for chosen, *booked in answers]
         for group, answer in zip(groups, reserved, strict=True):
-            self._cache.forget(group[answer.chosen].pod)
+            self._cache.invalidate_pod(group[answer.chosen].pod)
         return reserved
 
     async def unbook(self, scope: str, pod: str, request_id: str) -> None:
         """Ends a booking; harmless when there is none. Raises IndexUnavailable (the booking then expires)."""
         keys = Keys(scope)
-        names = (keys.resv(pod), keys.resv_tokens(pod))
-        self._cache.forget(pod)
-        await self._bounded(
+        names = (keys.bookings(pod), keys.booking_units(pod))
+        self._cache.invalidate_pod(pod)
+        await self._call_with_timeout(
             lambda client: self._run(client, scope, self._unbook, names, (request_id,)), self._timeout_s
         )
 
@@ -246,29 +254,29 @@ class IndexReader:
         line = None if self._lines is None else self._lines.get(scope)
         if line is not None:
             try:
-                return await line.call(script.packed(keys, args))
+                return await line.call(script.pack_command(keys, args))
             except NoScriptError:
                 pass  # the client brings it
             except FAILURES:
                 line.close()  # the client finds out what is wrong
         return await script.run(client, keys, args)
 
-    async def _bounded(self, call: Callable[[Client], Awaitable[_T]], timeout_s: float) -> _T:
+    async def _call_with_timeout(self, call: Callable[[Client], Awaitable[_T]], timeout_s: float) -> _T:
         if self._client is None or self._lines is None:
             raise IndexUnavailable("no prefix index is configured")
         # Waiting for a slot is not the index's fault, so its time starts after it; the breaker ends the wait when the
         # calls before this one failed.
         async with self._slots:
-            if not self._breaker.allow():
+            if not self._breaker.allow_call():
                 raise IndexUnavailable("the prefix index is away")
             try:
                 async with asyncio.timeout(timeout_s):
                     answer = await call(self._client)
             except FAILURES as e:
-                self._breaker.failure()
-                self._lines.drop()
+                self._breaker.record_failure()
+                self._lines.close_all()
                 raise IndexUnavailable(f"the prefix index does not answer: {type(e).__name__}: {e}") from e
-            self._breaker.success()
+            self._breaker.record_success()
             return answer
 
 

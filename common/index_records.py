@@ -21,8 +21,8 @@ class Tier(StrEnum):
 class Held(NamedTuple):
     """Blocks of a chain that a pod holds, from its start: so many on the device, and `blocks` in any tier."""
 
-    device: int = 0
-    blocks: int = 0
+    device_blocks: int = 0
+    total_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class PodLoad:
     pull_s: float = 0.0
 
     @property
-    def measured_steps(self) -> bool:
+    def has_decode_times(self) -> bool:
         """It has decoded."""
         return self.step_s > 0 or self.step_slope_s > 0
 
@@ -123,7 +123,7 @@ class Candidate:
 
     pod: str
     cost_s: float
-    unit_s: float
+    cost_per_unit_s: float
     units: int
     age_s: float
 

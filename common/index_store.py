@@ -59,7 +59,7 @@ class Keys:
     def pods(self) -> str:
         return f"{self.prefix}pods"
 
-    def gen(self, pod: str) -> str:
+    def generation(self, pod: str) -> str:
         return f"{self.prefix}gen:{pod}"
 
     def info(self, pod: str) -> str:
@@ -71,14 +71,14 @@ class Keys:
     def load(self, pod: str) -> str:
         return f"{self.prefix}load:{pod}"
 
-    def own(self, pod: str, generation: int, tier: Tier = Tier.DEVICE) -> str:
+    def held_blocks(self, pod: str, generation: int, tier: Tier = Tier.DEVICE) -> str:
         return f"{self.prefix}{'own' if tier is Tier.DEVICE else 'host'}:{pod}:{generation}"
 
     def shadow(self, pod: str, generation: int, number: int, tier: Tier = Tier.DEVICE) -> str:
-        return f"{self.own(pod, generation, tier)}:{number}"
+        return f"{self.held_blocks(pod, generation, tier)}:{number}"
 
     @property
-    def where(self) -> str:
+    def postings(self) -> str:
         return f"{self.prefix}where"
 
     @property
@@ -93,13 +93,13 @@ class Keys:
     def gateways(self) -> str:
         return f"{self.prefix}gateways"
 
-    def seq(self, pod: str, generation: int) -> str:
+    def batch_number(self, pod: str, generation: int) -> str:
         return f"{self.prefix}seq:{pod}:{generation}"
 
-    def resv(self, pod: str) -> str:
+    def bookings(self, pod: str) -> str:
         return f"{self.prefix}resv:{pod}"
 
-    def resv_tokens(self, pod: str) -> str:
+    def booking_units(self, pod: str) -> str:
         return f"{self.prefix}resv_tokens:{pod}"
 
 
@@ -111,7 +111,7 @@ class Script:
         self._text = "".join((directory / f"{name}.lua").read_text("utf-8") for name in names)
         self._sha = hashlib.sha1(self._text.encode(), usedforsecurity=False).hexdigest()
 
-    def packed(self, keys: Sequence[str], args: Sequence[Arg]) -> bytes:
+    def pack_command(self, keys: Sequence[str], args: Sequence[Arg]) -> bytes:
         """The command that runs it where the server knows it."""
         command = ("EVALSHA", self._sha, len(keys), *keys, *args)
         packed: bytes = hiredis.pack_command(command)  # type: ignore[arg-type]  # whose stub knows tuples of one

@@ -134,7 +134,7 @@ class RpcServer:
         self._server: grpc.aio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def add(
+    def add_servicer(
         self, add_fn: Callable[[_Servicer, grpc.aio.Server], None], servicer: _Servicer, full_service_name: str
     ) -> None:
         """Registers a servicer (add_XServicer_to_server, servicer, "baton.v1.X"); before start."""

@@ -82,7 +82,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.declared: list[Declaration] = []
+        self.declarations: list[Declaration] = []
 
     def counter(self, name: str, help: str, labels: Sequence[str] = ()) -> Counter:
         """A count that only grows; Prometheus adds `_total` to its name."""
@@ -101,7 +101,7 @@ class Metrics:
         self._declare(name, "histogram", help, labels)
         return Histogram(PREFIX + name, help, labels, registry=self.registry, buckets=buckets)
 
-    def tally(self, name: str, help: str, buckets: Sequence[float] = LATENCY_BUCKETS) -> Tally:
+    def unlabeled_histogram(self, name: str, help: str, buckets: Sequence[float] = LATENCY_BUCKETS) -> Tally:
         """A distribution that is observed by one thread, for every token: without labels and locks."""
         self._declare(name, "histogram", help, ())
         tally = Tally(PREFIX + name, help, buckets)
@@ -123,14 +123,14 @@ class Metrics:
         self._sampled(lambda: CounterMetricFamily(PREFIX + name, help, labels=labels), read)
 
     def _declare(self, name: str, kind: str, help: str, labels: Sequence[str]) -> None:
-        self.declared.append(Declaration(PREFIX + name, kind, help, tuple(labels)))
+        self.declarations.append(Declaration(PREFIX + name, kind, help, tuple(labels)))
 
     def _sampled(
         self, family: Callable[[], GaugeMetricFamily | CounterMetricFamily], read: Callable[[], Iterable[Sample]]
     ) -> None:
         self.registry.register(_Sampled(family, read))
 
-    def process(self) -> None:
+    def add_process_metrics(self) -> None:
         """What every process tells of itself: CPU, memory, files, and the memory that it may take."""
         process = ProcessCollector(namespace=PREFIX.rstrip("_"), registry=self.registry)
         for family in process.collect():

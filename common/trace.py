@@ -32,8 +32,8 @@ class TraceRequest:
     arrival_s: float
     prompt_len: int
     output_len: int
-    chain: tuple[bytes, ...]
-    tail: bytes = b""
+    block_hashes: tuple[bytes, ...]
+    partial_block_hash: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +62,11 @@ class Trace:
     def output_tokens(self) -> int:
         return sum(r.output_len for r in self.requests)
 
-    def faster(self, factor: float) -> Trace:
+    def sped_up(self, factor: float) -> Trace:
         """The same requests, `factor` times as many per second."""
         return replace(self, requests=tuple(replace(r, arrival_s=r.arrival_s / factor) for r in self.requests))
 
-    def head(self, count: int) -> Trace:
+    def first(self, count: int) -> Trace:
         """The first `count` requests."""
         return replace(self, requests=self.requests[:count])
 
@@ -76,8 +76,10 @@ class Trace:
         hits = 0
         for r in self.requests:
             usable = matchable_blocks(r.prompt_len, self.block_size)
-            hits += next((i for i, h in enumerate(r.chain[:usable]) if h not in seen), min(usable, len(r.chain)))
-            seen.update(r.chain)
+            hits += next(
+                (i for i, h in enumerate(r.block_hashes[:usable]) if h not in seen), min(usable, len(r.block_hashes))
+            )
+            seen.update(r.block_hashes)
         return hits * self.block_size / self.prompt_tokens
 
 

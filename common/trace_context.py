@@ -37,12 +37,12 @@ class TraceContext:
         """A trace that begins here."""
         return cls(secrets.token_hex(16), secrets.token_hex(8), sampled)
 
-    def child(self) -> TraceContext:
+    def new_child(self) -> TraceContext:
         """Of a new span inside the same trace."""
         return replace(self, span_id=secrets.token_hex(8))
 
     @property
-    def header(self) -> str:
+    def traceparent(self) -> str:
         """The traceparent that names this span."""
         return f"00-{self.trace_id}-{self.span_id}-{int(self.sampled):02x}"
 
@@ -50,4 +50,4 @@ class TraceContext:
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """The same for a gRPC call."""
         state = ((TRACESTATE, self.state),) if self.state else ()
-        return ((TRACEPARENT, self.header), *state)
+        return ((TRACEPARENT, self.traceparent), *state)

@@ -64,14 +64,14 @@ class Tracer:
             ) from e
         return cls(BatchSpanProcessor(exporter), service=service, instance=instance, sample=sample)
 
-    def begin(self, parent: TraceContext | None) -> TraceContext | None:
+    def start_trace(self, parent: TraceContext | None) -> TraceContext | None:
         """The context of a request's first span here; None when it is not sampled. The client decides, if it does."""
         if parent is not None:
-            return parent.child() if parent.sampled else None
+            return parent.new_child() if parent.sampled else None
         context = TraceContext.new(sampled=True)
         return context if int(context.trace_id[16:], 16) < self._below else None
 
-    def record(
+    def record_span(
         self,
         name: str,
         context: TraceContext,

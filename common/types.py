@@ -107,11 +107,11 @@ class ValidRequest:
         return len(self.prompt_ids) + len(self.output_ids)
 
     @property
-    def children(self) -> range:
+    def child_indices(self) -> range:
         """The numbers of its sequences."""
         return range(self.child, self.child + self.sampling.n)
 
-    def going_on(self, child: int, output: Iterable[int]) -> ValidRequest:
+    def resumed(self, child: int, output: Iterable[int]) -> ValidRequest:
         """The request for the rest of one of its sequences. The prompt's log-probabilities are not asked for again."""
         sampling = replace(self.sampling, n=1, prompt_logprobs=None)
         return replace(self, sampling=sampling, child=child, output_ids=tuple(output))

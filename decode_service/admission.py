@@ -28,7 +28,7 @@ class Room:
 
     lease: Lease | None
     cached_tokens: int
-    verdict: Verdict
+    decision: Verdict
     hashes: Sequence[bytes] = ()
 
 
@@ -37,7 +37,7 @@ class NoRoom:
     """There is none now; reason is one sentence for a person. passing: there will be once the host has copies."""
 
     reason: str
-    passing: bool = False
+    temporary: bool = False
 
 
 class Admission:
@@ -70,22 +70,22 @@ class Admission:
         )
         scored = request.sampling.prompt_logprobs is not None  # such a prompt takes nothing from the cache
         if self._always_local and not remote_only:
-            return Room(None, 0 if scored else pool.match(hashes) * size, Verdict(True, Reason.AGGREGATED))
+            return Room(None, 0 if scored else pool.match_prefix(hashes) * size, Verdict(True, Reason.AGGREGATED))
         scheduler = self._pod.engine.scheduler
         if scheduler.waits_for_blocks:
             return NoRoom("requests that came before wait for KV blocks")
         stats, rates = scheduler.stats(), self._pod.rates
-        blocks = self._pod.limits.first_blocks(request)
+        blocks = self._pod.limits.initial_blocks(request)
         lease = pool.lease(hashes, blocks, keep_free=stats.running, host=True)
         if lease is None:
-            return NoRoom("the KV pool is full", passing=pool.copying())
+            return NoRoom("the KV pool is full", temporary=pool.copies_pending())
         cached = lease.cached_blocks * size
-        step_s, slope_s = rates.decode()
+        step_s, slope_s = rates.decode_fit()
         config = scheduler.config
         here = Here(
             running=stats.running,
             queued_tokens=queued_tokens,
-            chunk_tokens=config.mixed_tokens or config.token_budget,
+            chunk_tokens=config.local_chunk_tokens or config.chunk_tokens,
             step_s=step_s + stats.running * slope_s,
             chunk_s=rates.chunk_s,
         )
@@ -95,6 +95,6 @@ class Admission:
             lease.finish("all of it is computed")
             lease = pool.lease([], blocks, keep_free=stats.running)
             if lease is None:
-                return NoRoom("the KV pool is full", passing=pool.copying())
+                return NoRoom("the KV pool is full", temporary=pool.copies_pending())
             cached = 0
         return Room(lease, cached, verdict, hashes)

@@ -68,7 +68,7 @@ class Reservation:
         *,
         hashes: abc.Sequence[bytes] = (),
         grammar: CompiledGrammar | None = None,
-        asked_by: TraceContext | None = None,
+        caller_span: TraceContext | None = None,
         tell: Callable[[Reservation, decode_pb2.SequenceDelta], None],
         gone: Callable[[Reservation], None],
     ) -> None:
@@ -76,21 +76,21 @@ class Reservation:
         self.stream = stream
         self.lease = lease
         self.seqs: tuple[Sequence, ...] = ()
-        self.started = time.monotonic()
+        self.arrived_at = time.monotonic()
         self.reserved_at: float | None = None
         self.running_since: float | None = None
         self.local = lease is None
         self._pod = pod
         self._hashes = hashes
         self._grammar = grammar
-        self.asked_by = asked_by
-        self._tell = tell
-        self._gone = gone
+        self.caller_span = caller_span
+        self._send_delta = tell
+        self._on_drained = gone
         self._lock = threading.RLock()
         self._state = State.RESERVED
         self._first_output = False  # of a local prefill is still to come
         self._transfer_id: TransferId | None = None
-        self._over: set[int] = set()  # children whose end the gateway knows
+        self._ended_children: set[int] = set()  # children whose end the gateway knows
         self._in_engine = 0  # children
 
     @property
@@ -98,27 +98,27 @@ class Reservation:
         return self._state
 
     @property
-    def sequences(self) -> int:
+    def num_sequences(self) -> int:
         """Children that have not ended."""
-        return len(self.request.children) - len(self._over)
+        return len(self.request.child_indices) - len(self._ended_children)
 
-    def expect(self, deadline_s: float) -> KvTarget:
+    def start_remote(self, deadline_s: float) -> KvTarget:
         """Announces the missing blocks to the transfer node; the home that prefill writes to."""
         pod, lease = self._pod, self.lease
         assert lease is not None
         first = lease.cached_blocks
         blocks = tuple(lease.blocks[first : pod.engine.layout.blocks_for(self.request.context_len)])
         with self._lock:
-            hold = lease.writer(first, len(blocks))
+            hold = lease.pin_for_write(first, len(blocks))
             try:
-                self._transfer_id = pod.node.reserve(
+                self._transfer_id = pod.transfer_node.expect_transfer(
                     request_id=self.request.request_id,
                     first_block=first,
                     blocks=blocks,
                     hold=hold,
                     deadline_s=deadline_s,
-                    on_ready=self.ready,
-                    on_failed=self.failed,
+                    on_ready=self.on_transfer_ready,
+                    on_failed=self.on_transfer_failed,
                 )
             except BaseException:
                 hold.release()
@@ -140,32 +140,36 @@ class Reservation:
             self._first_output = True
             self._run([self._sequence(lease=lease, computed=computed, child=self.request.child)])
 
-    def ready(self, commit: Commit) -> None:
+    def on_transfer_ready(self, commit: Commit) -> None:
         """Every block and the first tokens are here: what does not end with its first token joins the running batch."""
         with self._lock:
             if self._state is not State.RESERVED:
                 return
             assert self.lease is not None
-            children, vocab_size = self.request.children, self._pod.engine.vocab_size
+            children, vocab_size = self.request.child_indices, self._pod.engine.vocab_size
             tokens, n = commit.first_tokens, len(children)
             if len(tokens) != n or not all(0 <= token < vocab_size for token in tokens):
-                self.failed(TransferFailed(f"the commit carries no usable first token of each of {n} sequences"))
+                self.on_transfer_failed(
+                    TransferFailed(f"the commit carries no usable first token of each of {n} sequences")
+                )
                 return
             self._publish(self.lease)
             ends = zip(children, commit.finish_reasons, strict=False)
-            self._over |= {child for child, finish in ends if finish is not None}
-            firsts = {child: token for child, token in zip(children, tokens, strict=True) if child not in self._over}
+            self._ended_children |= {child for child, finish in ends if finish is not None}
+            firsts = {
+                child: token for child, token in zip(children, tokens, strict=True) if child not in self._ended_children
+            }
             if firsts:
                 try:
                     seqs = self._begin(self.lease, firsts)
                 except BatonError as error:  # a first token that the grammar does not allow
-                    self.failed(error)
+                    self.on_transfer_failed(error)
                     return
                 self._run(seqs)
                 return
             self._state = State.ENDED
             self.lease.finish("finished at its first token")
-        self._gone(self)
+        self._on_drained(self)
 
     def _begin(self, lease: Lease, firsts: dict[int, int]) -> list[Sequence]:
         """The children that go on, by child and first token; the lease is theirs from now on."""
@@ -208,28 +212,28 @@ class Reservation:
         self._state = State.RUNNING
         self.running_since = time.monotonic()
         self.seqs = tuple(seqs)
-        self._in_engine = sum(seq.draws for seq in seqs)
+        self._in_engine = sum(seq.num_samples for seq in seqs)
         for seq in seqs:
-            self._pod.loop.add(seq, functools.partial(self.refused, seq))
+            self._pod.engine_loop.add(seq, functools.partial(self.on_refused, seq))
         if self.stream.paused:
-            self._pod.loop.set_paused([self.request.request_id], True)
+            self._pod.engine_loop.set_paused([self.request.request_id], True)
 
-    def failed(self, error: BatonError) -> None:
+    def on_transfer_failed(self, error: BatonError) -> None:
         """The hand-off broke (or the request otherwise cannot go on): the gateway is told."""
         if self._state is not State.ENDED:  # what follows an abort is no news
             _log.info("hand-off failed: %s", error.message, extra={"request_id": self.request.request_id})
         self.end(error)
 
-    def refused(self, seq: Sequence, error: BatonError) -> None:
+    def on_refused(self, seq: Sequence, error: BatonError) -> None:
         """The engine did not take the sequence: the request ends."""
         self.end(error)
-        if self.let_go(seq):
-            self._gone(self)
+        if self.on_engine_released(seq):
+            self._on_drained(self)
 
-    def let_go(self, seq: Sequence) -> bool:
+    def on_engine_released(self, seq: Sequence) -> bool:
         """The engine holds nothing for the sequence any more; True when that was the last of the request."""
         with self._lock:
-            self._in_engine -= seq.draws  # before its first token one stands for all
+            self._in_engine -= seq.num_samples  # before its first token one stands for all
             return self._in_engine <= 0
 
     def end(self, error: BatonError | None) -> None:
@@ -240,61 +244,61 @@ class Reservation:
             running = self._state is State.RUNNING
             self._state = State.ENDED
             if running:
-                self._pod.loop.abort(self.request.request_id)
+                self._pod.engine_loop.abort(self.request.request_id)
             elif self.lease is not None:
                 self.lease.finish("ended before it ran")
                 if self._transfer_id is not None:
-                    self._pod.node.release(self._transfer_id)
+                    self._pod.transfer_node.release(self._transfer_id)
         if error is not None:
-            self._tell(self, self._error_delta(error))
+            self._send_delta(self, self._error_delta(error))
         if not running:
-            self._gone(self)
+            self._on_drained(self)
 
-    def end_child(self, child: int) -> None:
+    def close_child(self, child: int) -> None:
         """Ends one child, of which the gateway needs no more, and the request with the last; idempotent."""
         with self._lock:
-            if self._state is State.ENDED or child in self._over or child not in self.request.children:
+            if self._state is State.ENDED or child in self._ended_children or child not in self.request.child_indices:
                 return
-            self._over.add(child)
-            if not self.sequences:
+            self._ended_children.add(child)
+            if not self.num_sequences:
                 self.end(None)
             elif self._state is State.RUNNING:
-                self._pod.loop.abort(self.request.request_id, child)
+                self._pod.engine_loop.abort(self.request.request_id, child)
 
     def set_paused(self, paused: bool) -> None:
         """Follows the stream: a paused sequence is not scheduled."""
         with self._lock:
             if self._state is State.RUNNING:
-                self._pod.loop.set_paused([self.request.request_id], paused)
+                self._pod.engine_loop.set_paused([self.request.request_id], paused)
 
-    def take(self, output: SequenceOutput) -> decode_pb2.SequenceDelta | None:
+    def on_output(self, output: SequenceOutput) -> decode_pb2.SequenceDelta | None:
         """One step's news for the gateway, None when there is none or the gateway has been told the end already."""
         delta = self._delta(output)
         child = output.seq.child
         with self._lock:
-            if self._state is State.ENDED or child in self._over:
+            if self._state is State.ENDED or child in self._ended_children:
                 return None
-            if output.finish is not None:
-                self._over.update(range(child, child + output.seq.draws))
-            if output.error is not None and self.sequences:
-                self._pod.loop.abort(self.request.request_id)
-            if output.error is not None or not self.sequences:
+            if output.finish_reason is not None:
+                self._ended_children.update(range(child, child + output.seq.num_samples))
+            if output.error is not None and self.num_sequences:
+                self._pod.engine_loop.abort(self.request.request_id)
+            if output.error is not None or not self.num_sequences:
                 self._state = State.ENDED
         return delta
 
     def _delta(self, output: SequenceOutput) -> decode_pb2.SequenceDelta | None:
-        if not output.tokens and output.finish is None and output.prompt_logprobs is None:
+        if not output.tokens and output.finish_reason is None and output.prompt_logprobs is None:
             return None
         delta = decode_pb2.SequenceDelta(
             request_id=self.request.request_id,
             tokens=[token_to_pb(token) for token in output.tokens],
-            finish_reason=finish_to_pb(output.finish),
+            finish_reason=finish_to_pb(output.finish_reason),
             child=output.seq.child,
         )
         if output.error is not None:
             delta.error.CopyFrom(error_to_pb(output.error))
-        if output.proposed:
-            delta.speculation.proposed, delta.speculation.accepted = output.proposed, output.accepted
+        if output.num_drafts:
+            delta.speculation.proposed, delta.speculation.accepted = output.num_drafts, output.num_accepted
         if output.prompt_logprobs is not None:
             delta.prompt_logprobs.CopyFrom(prompt_logprobs_to_pb(output.prompt_logprobs))
         if self._first_output and output.tokens:

@@ -69,8 +69,8 @@ class Verdict:
 
     local: bool
     reason: Reason
-    here_s: float = 0.0
-    there_s: float = 0.0
+    local_s: float = 0.0
+    remote_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,7 +66,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         pod = self._pod
         deadline_s = remaining_s(context, DEFAULT_DEADLINE_S)
         valid = request_from_pb(request.request)
-        grammar = await pod.compile(valid)
+        grammar = await pod.compile_grammar(valid)
         pod.require_ready()
         pod.limits.check(valid, generates=True)
         stream = self._streams.get(request.gateway_id)
@@ -82,13 +82,13 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                 raise InvalidRequest(f"request {valid.request_id} is already here", field="request_id")
             return self._decide(valid, request)
 
-        room = await patiently(decide, lambda room: isinstance(room, NoRoom) and room.passing)
+        room = await patiently(decide, lambda room: isinstance(room, NoRoom) and room.temporary)
         if isinstance(room, NoRoom):
             return self._rejected(room.reason)
-        local = room.verdict.local
+        local = room.decision.local
         if local:
             try:
-                pod.require_time(self.queued_tokens + valid.context_len - room.cached_tokens, deadline_s)
+                pod.require_deadline(self.queued_tokens + valid.context_len - room.cached_tokens, deadline_s)
             except Overloaded as error:
                 if room.lease is not None:
                     room.lease.finish("no time")
@@ -100,18 +100,18 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             room.lease,
             hashes=room.hashes,
             grammar=grammar,
-            asked_by=pod.trace(context),
-            tell=self._tell,
-            gone=self._gone,
+            caller_span=pod.caller_span(context),
+            tell=self._send_delta,
+            gone=self._on_drained,
         )
         self._requests.add(valid.request_id, reservation)
         self._timers[valid.request_id] = self._aio.call_later(
             deadline_s, reservation.end, DeadlineExceeded("the request's deadline passed")
         )
-        pod.metrics.decided(local=local, reason=room.verdict.reason)
+        pod.metrics.count_decision(local=local, reason=room.decision.reason)
         try:
             if not local:
-                target = target_to_pb(reservation.expect(deadline_s))
+                target = target_to_pb(reservation.start_remote(deadline_s))
                 reservation.reserved_at = time.monotonic()
                 return decode_pb2.ReserveResponse(target=target, cached_tokens=room.cached_tokens)
             reservation.reserved_at = time.monotonic()
@@ -126,7 +126,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         elsewhere = Elsewhere(remote.queue_s, remote.compute_s, remote.hand_off_s, remote.tokens_per_s)
         return self._admission.decide(
             valid,
-            held=self.sequences,
+            held=self.num_sequences,
             queued_tokens=self.queued_tokens,
             there=elsewhere if request.HasField("remote") else None,
             remote_only=request.remote_only,
@@ -138,7 +138,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         """See decode.proto."""
         if reservation := self._requests.get(request.request_id):
             if request.HasField("child"):
-                reservation.end_child(request.child)
+                reservation.close_child(request.child)
             else:
                 reservation.end(None)
         return decode_pb2.DecodeAbortResponse()
@@ -192,18 +192,18 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         stream.close()
         if self._streams.get(stream.gateway_id) is stream:
             del self._streams[stream.gateway_id]
-        for reservation in self._of(stream):
+        for reservation in self._requests_of(stream):
             reservation.end(None)
 
-    def _of(self, stream: TokenStream) -> list[Reservation]:
+    def _requests_of(self, stream: TokenStream) -> list[Reservation]:
         return [r for r in self._requests.values() if r.stream is stream]
 
     def _on_pause(self, stream: TokenStream, paused: bool) -> None:
-        for reservation in self._of(stream):
+        for reservation in self._requests_of(stream):
             reservation.set_paused(paused)
 
     def _on_overrun(self, stream: TokenStream) -> None:
-        for reservation in self._of(stream):
+        for reservation in self._requests_of(stream):
             reservation.end(Overloaded("the gateway reads its token stream too slowly"))
 
     # -- requests -----------------------------------------------------------------------------------------------------
@@ -213,19 +213,19 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         retry_s = min(RETRY_MAX_S, max(RETRY_MIN_S, self._residency_s / max(1, len(self._requests))))
         return decode_pb2.ReserveResponse(rejected=decode_pb2.Rejected(reason=reason, retry_after_s=retry_s))
 
-    def _tell(self, reservation: Reservation, delta: decode_pb2.SequenceDelta) -> None:
-        self._aio.call_soon_threadsafe(reservation.stream.put, [delta])
+    def _send_delta(self, reservation: Reservation, delta: decode_pb2.SequenceDelta) -> None:
+        self._aio.call_soon_threadsafe(reservation.stream.put_batch, [delta])
 
-    def _gone(self, reservation: Reservation) -> None:
+    def _on_drained(self, reservation: Reservation) -> None:
         self._aio.call_soon_threadsafe(self._remove, reservation)
 
     def _remove(self, reservation: Reservation) -> None:
         request_id = reservation.request.request_id
         if self._requests.remove(request_id, reservation):
             self._timers.pop(request_id).cancel()
-            self._residency_s += 0.1 * (time.monotonic() - reservation.started - self._residency_s)
-            if reservation.asked_by is not None and self._pod.tracer is not None:
-                record_decode(self._pod.tracer, reservation.asked_by, reservation)
+            self._residency_s += 0.1 * (time.monotonic() - reservation.arrived_at - self._residency_s)
+            if reservation.caller_span is not None and self._pod.tracer is not None:
+                record_decode(self._pod.tracer, reservation.caller_span, reservation)
 
     def on_step(self, result: StepResult) -> None:
         """Engine thread, after each step: one call to the event loop for all of the step's news."""
@@ -235,24 +235,24 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             if (reservation := self._requests.get(output.seq.request_id)) and reservation.request is output.seq.request
         ]
         if news:
-            self._aio.call_soon_threadsafe(self._deliver, news)
+            self._aio.call_soon_threadsafe(self._on_outputs, news)
 
-    def _deliver(self, news: list[tuple[Reservation, SequenceOutput]]) -> None:
+    def _on_outputs(self, news: list[tuple[Reservation, SequenceOutput]]) -> None:
         deltas: dict[TokenStream, list[decode_pb2.SequenceDelta]] = defaultdict(list)
         for reservation, output in news:  # one that fails must not take the others' news along
             try:
-                delta = reservation.take(output)
+                delta = reservation.on_output(output)
             except Exception:
                 _log.exception("a token could not be told", extra={"request_id": reservation.request.request_id})
                 reservation.end(InternalError("a token could not be told"))
             else:
                 if delta is not None:
                     deltas[reservation.stream].append(delta)
-            if output.finish is not None and reservation.let_go(output.seq):
+            if output.finish_reason is not None and reservation.on_engine_released(output.seq):
                 self._remove(reservation)
         for stream, batch in deltas.items():
             try:
-                stream.put(batch)
+                stream.put_batch(batch)
             except Exception:
                 _log.exception("the stream of gateway %s broke", stream.gateway_id)
                 self._close(stream)
@@ -260,14 +260,14 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
     # -- what the pod asks of its service -----------------------------------------------------------------------------
 
     @property
-    def active(self) -> int:
+    def num_active(self) -> int:
         """Requests that still hold something."""
         return len(self._requests)
 
     @property
-    def sequences(self) -> int:
+    def num_sequences(self) -> int:
         """Sequences of requests that still hold something."""
-        return sum(reservation.sequences for reservation in self._requests.values())
+        return sum(reservation.num_sequences for reservation in self._requests.values())
 
     @property
     def queued_tokens(self) -> int:
@@ -277,12 +277,12 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             for r in self._requests.values()
             if r.state is State.RUNNING
             for seq in r.seqs
-            if seq.finish is None and seq.computed < r.request.context_len
+            if seq.finish_reason is None and seq.computed < r.request.context_len
         )
 
-    async def idle(self) -> None:
+    async def wait_idle(self) -> None:
         """Returns once no request holds anything."""
-        await self._requests.idle()
+        await self._requests.wait_idle()
 
     def abort_all(self, error: BatonError) -> None:
         """Ends every request and every stream (the pod stops)."""

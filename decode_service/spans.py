@@ -20,15 +20,17 @@ def record_decode(tracer: Tracer, parent: TraceContext, reservation: Reservation
     request, running = reservation.request, reservation.running_since
     named: Attributes = {"baton.request_id": request.request_id, "baton.local": reservation.local}
     reserved = reservation.reserved_at or now
-    tracer.record("decode.reserve", parent.child(), parent, reservation.started, reserved, named, kind="server")
+    tracer.record_span(
+        "decode.reserve", parent.new_child(), parent, reservation.arrived_at, reserved, named, kind="server"
+    )
     if not reservation.local:
-        tracer.record("decode.receive", parent.child(), parent, reserved, running or now)
+        tracer.record_span("decode.receive", parent.new_child(), parent, reserved, running or now)
     if running is not None and reservation.seqs:
-        finishes = ",".join(str(seq.finish) for seq in reservation.seqs if seq.finish is not None)
+        finishes = ",".join(str(seq.finish_reason) for seq in reservation.seqs if seq.finish_reason is not None)
         counted: Attributes = {
             "baton.prompt_tokens": request.prompt_len,
             "baton.output_tokens": sum(seq.num_output for seq in reservation.seqs),
             "baton.preemptions": sum(seq.preemptions for seq in reservation.seqs),
             "baton.finish": finishes or None,
         }
-        tracer.record("decode.run", parent.child(), parent, running, now, counted)
+        tracer.record_span("decode.run", parent.new_child(), parent, running, now, counted)

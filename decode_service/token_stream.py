@@ -51,7 +51,7 @@ class TokenStream:
         """Batches queued or sent that the gateway has not consumed."""
         return self._number - self._acked
 
-    def put(self, deltas: Sequence[decode_pb2.SequenceDelta]) -> None:
+    def put_batch(self, deltas: Sequence[decode_pb2.SequenceDelta]) -> None:
         """Queues one engine step's news; pauses the gateway's sequences when the window is full."""
         if self.closed or not deltas:
             return

@@ -39,17 +39,17 @@ class BlockLedger:
         "_num_blocks",
         "_on_evicted",
         "cache",
-        "copied",
+        "copy_sources",
         "fences",
         "free",
-        "holds",
+        "host_tier",
         "leases",
         "lock",
         "on_stored",
+        "pins",
         "quarantined",
         "readers",
         "requests",
-        "tier",
         "writers",
     )
 
@@ -58,39 +58,39 @@ class BlockLedger:
     ) -> None:
         """tiered: whoever makes it sets `tier` at once."""
         self.lock = threading.Lock()
-        self.cache = PrefixCache(num_blocks, tiered=tiered)
-        self.tier: HostTier | None = None
+        self.cache = PrefixCache(num_blocks, has_host_tier=tiered)
+        self.host_tier: HostTier | None = None
         self.requests = [0] * num_blocks
         self.writers = [0] * num_blocks
         self.readers = [0] * num_blocks
         self.free = list(range(num_blocks - 1, -1, -1))
         self.quarantined = 0
         self.leases: set[Lease] = set()
-        self.holds: set[Hold] = set()
+        self.pins: set[Hold] = set()
         self.fences: list[StepFence] = []
-        self.copied: list[int] = []
+        self.copy_sources: list[int] = []
         self.on_stored = on_stored
         self._on_evicted = on_evicted
         self._num_blocks = num_blocks
 
     @property
-    def available(self) -> int:
+    def num_available(self) -> int:
         """Blocks that can be handed out now: free and evictable ones."""
         return len(self.free) + len(self.cache.evictable)
 
-    def has(self, count: int) -> bool:
+    def can_allocate(self, count: int) -> bool:
         """So many blocks can be handed out now. If not, some that only need a copy in the host soon can."""
-        if self.available >= count:
+        if self.num_available >= count:
             return True
-        if self.tier is not None:
-            self.tier.want(count)
+        if self.host_tier is not None:
+            self.host_tier.request_free(count)
         return False
 
-    def take(self, count: int) -> list[int]:
+    def allocate(self, count: int) -> list[int]:
         """Hand out `count` available blocks with one request on each, evicting where nothing is free. In rising order:
         neighbours then follow each other in a sequence, and its KV travels in longer runs.
         """
-        assert count <= self.available
+        assert count <= self.num_available
         cut = max(0, len(self.free) - count)
         taken = self.free[cut:][::-1]
         del self.free[cut:]
@@ -100,8 +100,8 @@ class BlockLedger:
         requests = self.requests
         for block in taken:
             requests[block] = 1
-        if self.tier is not None:
-            self.tier.poke()
+        if self.host_tier is not None:
+            self.host_tier.wake_copier()
         return taken
 
     def evict(self, count: int) -> list[int]:
@@ -109,23 +109,23 @@ class BlockLedger:
         evicted = [self.cache.evict() for _ in range(count)]
         if evicted:
             self._on_evicted([block_hash for _, block_hash in evicted])
-            if self.tier is not None:
+            if self.host_tier is not None:
                 for _, block_hash in evicted:
-                    self.tier.left(block_hash)
+                    self.host_tier.on_evicted_from_pool(block_hash)
         return [block for block, _ in evicted]
 
-    def add(self, blocks: Iterable[int], counts: list[int]) -> None:
+    def acquire(self, blocks: Iterable[int], counts: list[int]) -> None:
         """One more user of each block; counts is `requests`, `writers` or `readers`."""
-        idle, hold = self.cache.idle, self.cache.hold
+        idle, hold = self.cache.idle, self.cache.pin
         for block in blocks:
             if idle[block]:
                 hold(block)
             counts[block] += 1
 
-    def drop(self, blocks: Iterable[int], counts: list[int]) -> None:
+    def release(self, blocks: Iterable[int], counts: list[int]) -> None:
         """One user less of each block; give the blocks of one chain children first."""
         requests, readers, writers = self.requests, self.readers, self.writers
-        hashes, rest, free, tier = self.cache.hashes, self.cache.rest, self.free, self.tier
+        hashes, rest, free, tier = self.cache.hash_by_block, self.cache.unpin, self.free, self.host_tier
         for block in blocks:
             assert counts[block] > 0
             counts[block] -= 1
@@ -141,21 +141,21 @@ class BlockLedger:
                 free.append(block)
                 continue
             if tier is not None and block not in self.cache.saving:
-                self.cache.saved[block] = tier.touch(block_hash)
+                self.cache.saved[block] = tier.mark_used(block_hash)
             rest(block)
         if tier is not None:
-            tier.poke()
+            tier.wake_copier()
 
-    def give_up(self, blocks: Sequence[int]) -> None:
+    def release_after_steps(self, blocks: Sequence[int]) -> None:
         """A request no longer needs `blocks` (children first); steps in flight still may."""
         if self.fences:
             self.fences[-1].blocks.extend(blocks)
         else:
-            self.drop(blocks, self.requests)
+            self.release(blocks, self.requests)
 
-    def shared(self, block: int) -> bool:
+    def is_shared(self, block: int) -> bool:
         """Another lease, or a reader, uses the block that a lease holds; steps that copy from it do not count."""
-        passing = self.copied.count(block) + sum(fence.blocks.count(block) for fence in self.fences)
+        passing = self.copy_sources.count(block) + sum(fence.blocks.count(block) for fence in self.fences)
         return self.requests[block] - passing > 1 or self.readers[block] > 0
 
     def counts(self) -> PoolCounts:
@@ -163,7 +163,7 @@ class BlockLedger:
         leased = self._num_blocks - free - cached - self.quarantined
         return PoolCounts(free=free, cached=cached, leased=leased, quarantined=self.quarantined)
 
-    def defects(self) -> list[str]:
+    def inconsistencies(self) -> list[str]:
         """What does not add up; recomputed from the live leases, holds and fences, over all blocks."""
         expected = {
             "request": [0] * self._num_blocks,
@@ -173,14 +173,14 @@ class BlockLedger:
         for blocks, kind in (
             *((lease.blocks, "request") for lease in self.leases),
             *((fence.blocks, "request") for fence in self.fences),
-            (self.copied, "request"),
-            *((hold.held, "writer" if hold.writes else "reader") for hold in self.holds),
+            (self.copy_sources, "request"),
+            *((hold.pinned, "writer" if hold.is_writer else "reader") for hold in self.pins),
         ):
             for block in blocks:
                 expected[kind][block] += 1
-        found = self.cache.defects()
-        if self.tier is not None:
-            found += self.tier.defects()
+        found = self.cache.inconsistencies()
+        if self.host_tier is not None:
+            found += self.host_tier.inconsistencies()
         for kind, actual in (("request", self.requests), ("writer", self.writers), ("reader", self.readers)):
             found += [
                 f"block {b} has a {kind} count of {n}, not {expected[kind][b]}"
@@ -191,7 +191,7 @@ class BlockLedger:
         free = set(self.free)
         for b in range(self._num_blocks):
             used = self.requests[b] or self.readers[b]
-            hashed = self.cache.hashes[b] is not None
+            hashed = self.cache.hash_by_block[b] is not None
             if self.writers[b] and hashed:
                 found.append(f"block {b} is published and being written")
             states[2 if used else 3 if self.writers[b] else 1 if hashed else 0] += 1

@@ -18,7 +18,7 @@ class BlockTables:
 
     def __init__(self, slots: int, width: int) -> None:
         self.blocks = np.zeros((slots, width), dtype=np.int32)
-        self.copied = np.zeros(slots, dtype=np.int64)
+        self.num_on_device = np.zeros(slots, dtype=np.int64)
         self._leases: list[Lease | None] = [None] * slots
         self._swaps = [0] * slots
         self._known = [0] * slots
@@ -29,12 +29,12 @@ class BlockTables:
         assert lease is not None
         count = len(lease.blocks)
         row: np.ndarray = self.blocks[slot]
-        if self._leases[slot] is not lease or self._swaps[slot] != lease.swaps:
+        if self._leases[slot] is not lease or self._swaps[slot] != lease.num_replaced:
             row[:count] = lease.blocks
-            self._leases[slot], self._swaps[slot] = lease, lease.swaps
-            self.copied[slot] = 0
+            self._leases[slot], self._swaps[slot] = lease, lease.num_replaced
+            self.num_on_device[slot] = 0
         elif count > self._known[slot]:
             row[self._known[slot] : count] = lease.blocks[self._known[slot] :]
-            self.copied[slot] = min(self.copied[slot], self._known[slot])
+            self.num_on_device[slot] = min(self.num_on_device[slot], self._known[slot])
         self._known[slot] = min(count, -(-seq.length // seq.block_size))
         return row[:count]

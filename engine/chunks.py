@@ -14,26 +14,32 @@ from engine.sequence import Sequence
 class ChunkPolicy:
     """token_budget, prompt_budget: see SchedulerConfig. block_size: tokens of a block."""
 
-    def __init__(self, token_budget: int, prompt_budget: int | None, block_size: int) -> None:
-        self._limit, self._shares, self._size = token_budget, prompt_budget is not None, block_size
+    def __init__(self, chunk_tokens: int, prompt_step_tokens: int | None, block_size: int) -> None:
+        self._chunk_tokens, self._has_prompt_steps, self._size = (
+            chunk_tokens,
+            prompt_step_tokens is not None,
+            block_size,
+        )
         # Of the token budget, in whole blocks; 1 where steps have no more than that: then nothing is cut for its sake.
-        self._half = max(token_budget // 2 // block_size, 1) * block_size if self._shares else 1
+        self._half = max(chunk_tokens // 2 // block_size, 1) * block_size if self._has_prompt_steps else 1
 
-    def share(self, prompts: abc.Sequence[Sequence], budget: int) -> dict[Sequence, int]:
+    def split(self, prompts: abc.Sequence[Sequence], budget: int) -> dict[Sequence, int]:
         """Tokens of each of these prompts, in rank, that has some of `budget` >= 1 in this step."""
         first, *others = prompts
         grant = self._first_chunk(first, budget)
         if not others:
             return {first: max(grant, self._aligned(first, budget))}
         # A prompt that fills the token budget shares no more than that.
-        room = {seq: budget if seq.remaining < self._limit else min(budget, self._limit) for seq in prompts}
+        room = {
+            seq: budget if seq.remaining < self._chunk_tokens else min(budget, self._chunk_tokens) for seq in prompts
+        }
         grant = self._first_chunk(first, room[first])
         chunks, taken = {first: grant}, grant
         left = {seq: seq.remaining for seq in prompts} | {first: first.remaining - grant}
         for seq in sorted(prompts, key=lambda seq: left[seq]):
             had = chunks.get(seq, 0)
             chunk = max(had, self._aligned(seq, had + room[seq] - taken))
-            if not had and chunk < self._until_cut(seq) and self._limit <= budget:
+            if not had and chunk < self._longest_chunk(seq) and self._chunk_tokens <= budget:
                 chunk = chunk // self._half * self._half  # what goes on at an odd place is slower
             if chunk:
                 chunks[seq] = chunk
@@ -42,7 +48,7 @@ class ChunkPolicy:
 
     def _first_chunk(self, seq: Sequence, budget: int) -> int:
         """Least aligned chunk of half the budget or more; unaligned where the budget is too small for one."""
-        half, size, want = (budget + 1) // 2, self._size, self._until_cut(seq)
+        half, size, want = (budget + 1) // 2, self._size, self._longest_chunk(seq)
         if want <= half:
             return want
         above = -(-(seq.start + half) // size) * size - seq.start
@@ -53,15 +59,15 @@ class ChunkPolicy:
 
     def _aligned(self, seq: Sequence, limit: int) -> int:
         """Largest chunk of at most `limit` tokens that ends with a block, with the sequence or where that is cut."""
-        want = self._until_cut(seq)
+        want = self._longest_chunk(seq)
         if want <= limit:
             return want
         return max(0, (seq.start + limit) // self._size * self._size - seq.start)
 
-    def _until_cut(self, seq: Sequence) -> int:
+    def _longest_chunk(self, seq: Sequence) -> int:
         """The longest chunk: what remains, or what is before the last chunk of a prompt that is handed off."""
         remaining = seq.remaining
-        if not seq.hand_off or not self._shares or remaining <= self._limit:
+        if not seq.hand_off or not self._has_prompt_steps or remaining <= self._chunk_tokens:
             return remaining
         # The last chunk has between half of the token budget and all of it, and begins at a multiple of that half:
         # lengths for which kernels have plans.

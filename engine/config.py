@@ -56,9 +56,9 @@ class EngineConfig:
     checksums: bool = False
     max_model_len: int = 0
     gpu_memory_utilization: float = 0.9
-    token_budget: int = 0
-    prompt_budget: int = 0
-    mixed_tokens: int = 0
+    chunk_tokens: int = 0
+    prompt_step_tokens: int = 0
+    local_chunk_tokens: int = 0
     max_seqs: int = 0
     cuda_graphs: bool = True
     chunk_graphs: int = 0
@@ -155,7 +155,7 @@ class EngineConfig:
         return self.tensor_parallel_size // self.tensor_parallel_nodes
 
     @property
-    def threads_of_a_rank(self) -> int:
+    def threads_per_rank(self) -> int:
         """CPU threads: its share of the cores, unless `threads` says how many."""
         return self.threads or max(1, len(os.sched_getaffinity(0)) // self.local_ranks)
 
@@ -194,18 +194,18 @@ class EngineConfig:
     def resolve_limits(self, device: torch.device) -> tuple[int, int | None, int]:
         """token_budget, prompt_budget and max_seqs."""
         on_gpu = device.type == "cuda"
-        default = GPU_PROMPT_BUDGET if on_gpu and not self.token_budget else None
-        budget = self.token_budget or (GPU_TOKEN_BUDGET if on_gpu else 256)
-        return budget, self.prompt_budget or default, self.max_seqs or (256 if on_gpu else 64)
+        default = GPU_PROMPT_BUDGET if on_gpu and not self.chunk_tokens else None
+        budget = self.chunk_tokens or (GPU_TOKEN_BUDGET if on_gpu else 256)
+        return budget, self.prompt_step_tokens or default, self.max_seqs or (256 if on_gpu else 64)
 
     @property
-    def pool_option(self) -> str:
+    def kv_pool_setting(self) -> str:
         """Which one says how much memory the KV pool takes."""
         if self.num_blocks:
             return "num_blocks"
         return "kv_memory" if self.kv_memory else "gpu_memory_utilization"
 
-    def graphs_remedy(self, *beside: str) -> str:
+    def cuda_graph_advice(self, *beside: str) -> str:
         """What to change where CUDA graphs find no memory: these options, and those that bound the graphs."""
         bounds = {
             "max_seqs": True,

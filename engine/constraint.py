@@ -80,7 +80,7 @@ class Constraint:
         return self._mask
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         """Nothing but the end may come."""
         if self._matcher is None:
             return False

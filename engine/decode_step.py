@@ -67,22 +67,22 @@ class DecodeStep:
         last_tokens: Tensor,
         *,
         max_rows: int,
-        drafts: int = 0,
+        max_seq_drafts: int = 0,
         max_drafts: int = 0,
-        draft: Drafter | None = None,
+        draft_model: Drafter | None = None,
     ) -> None:
-        assert 0 <= drafts < DECODE_TOKENS
-        assert drafts <= max_drafts
+        assert 0 <= max_seq_drafts < DECODE_TOKENS
+        assert max_seq_drafts <= max_drafts
         self.max_rows = max_rows
         self._model, self._cache, self._backend, self._sampler = model, cache, backend, sampler
         self._tables, self._last_tokens = tables, last_tokens
-        self._draft, self._target = draft, Target(model, cache, backend)
+        self._draft, self._target = draft_model, Target(model, cache, backend)
         self._block_size, self._device = cache[0].block_size, last_tokens.device
         self._pad_block = cache[0].kv.shape[0] - 1  # the dummy one
-        buckets, self._widest = batch_buckets(max_rows), 1 + drafts
+        buckets, self._max_query = batch_buckets(max_rows), 1 + max_seq_drafts
         self._buckets = {1: buckets}
-        if drafts:
-            self._buckets[self._widest] = tuple(rows for rows in buckets if rows * drafts <= max_drafts)
+        if max_seq_drafts:
+            self._buckets[self._max_query] = tuple(rows for rows in buckets if rows * max_seq_drafts <= max_drafts)
         self.shapes = sorted(
             ((rows, query) for query, sizes in self._buckets.items() for rows in sizes),
             key=lambda shape: (shape[0] * shape[1], shape),
@@ -99,9 +99,9 @@ class DecodeStep:
         self._graphs = Graphs("decode", self._device, self._compute, keep=_kept, describe=_described)
 
     @property
-    def drafting_buckets(self) -> tuple[int, ...]:
+    def draft_buckets(self) -> tuple[int, ...]:
         """Rows of steps with drafts."""
-        return self._buckets[self._widest]
+        return self._buckets[self._max_query]
 
     def fits(self, items: Sequence[Item]) -> bool:
         """The step can run here: every item samples after its one token, and after each of its drafts."""
@@ -109,7 +109,7 @@ class DecodeStep:
         return (
             query in self._buckets
             and len(items) <= self._buckets[query][-1]
-            and all(item.sample and item.num_new == 1 + len(item.drafts) for item in items)
+            and all(item.samples and item.num_new == 1 + len(item.drafts) for item in items)
         )
 
     def stage(self, items: Sequence[Item]) -> tuple[int, int]:
@@ -125,10 +125,10 @@ class DecodeStep:
         ends = np.cumsum(num_new)
         # Blocks from the one of the first new token on travel with the row; those before it are there, or go ahead.
         base, final = starts // size, (starts + num_new - 1) // size
-        behind = self._tables.copied[slots] < base
+        behind = self._tables.num_on_device[slots] < base
         if behind.any():
-            self._copy_lines(slots[behind], int(base[behind].max()))
-        self._tables.copied[slots] = final + 1
+            self._copy_table_rows(slots[behind], int(base[behind].max()))
+        self._tables.num_on_device[slots] = final + 1
 
         packed = np.zeros((rows, packed_width(query, size)), dtype=np.int32)
         packed[live:, 0] = self._sampler.pad_slot
@@ -156,53 +156,55 @@ class DecodeStep:
     def _compute(self, shape: tuple[int, int]) -> StepOutput:
         rows, query = shape
         packed = self._packed[: rows * packed_width(query, self._block_size)].view(rows, -1)
-        inputs = self._inputs.lead(rows, query)
+        inputs = self._inputs.slice_for(rows, query)
         decode_inputs(packed, self._slot_tables, self._last_tokens, inputs, query=query, block_size=self._block_size)
         metadata = self._backend.decode_metadata(
-            inputs.kv_slots, inputs.cu_q, inputs.seq_lens, inputs.tables, max_new=query
+            inputs.slot_mapping, inputs.cu_q, inputs.seq_lens, inputs.tables, max_new=query
         )
-        hidden, states = self._hidden(inputs, metadata)
+        hidden, states = self._forward(inputs, metadata)
         logits = self._model.logits(hidden)
         drafts = None if query == 1 else (inputs.tokens, inputs.offsets)
         results = self._results[: rows * query]
-        tokens, finite = self._sampler.run(
-            logits, inputs.token_slots, inputs.sampled_at, drafts=drafts, results=results
+        tokens, finite = self._sampler.sample(
+            logits, inputs.token_slots, inputs.sample_positions, drafts=drafts, results=results
         )
         if drafts is None:
             self._last_tokens.index_copy_(0, inputs.row_slots, tokens)
         else:
-            self._sampler.accept(
+            self._sampler.accept_drafts(
                 tokens, finite, inputs.tokens, inputs.cu_q, inputs.row_slots, self._last_tokens, query=query
             )
         if self._draft is not None and states is not None:
-            self._note(self._draft, states, inputs, results, query)
+            self._store_states(self._draft, states, inputs, results, query)
         return StepOutput(results, logits)
 
-    def _hidden(self, inputs: DecodeInputs, metadata: TritonMetadata) -> tuple[Tensor, Tensor | None]:
+    def _forward(self, inputs: DecodeInputs, metadata: TritonMetadata) -> tuple[Tensor, Tensor | None]:
         """Of all tokens, and their states, if there is a draft model that follows."""
         if self._draft is None or self._draft.lags:
-            return self._model.hidden(inputs.tokens, inputs.positions, self._cache, self._backend, metadata), None
+            return self._model.forward(inputs.tokens, inputs.positions, self._cache, self._backend, metadata), None
         # A row without tokens begins with one that nobody owns.
         firsts = inputs.cu_q[:-1].long()
         behind = (inputs.positions.index_select(0, firsts) - 1).clamp(min=0) // self._block_size
         links = Links(firsts, inputs.tables.gather(1, behind.long()[:, None]).squeeze(1).long())
-        return self._draft.follow(self._target, inputs.tokens, inputs.positions, metadata, rows=None, links=links)
+        return self._draft.forward_with_target(
+            self._target, inputs.tokens, inputs.positions, metadata, rows=None, links=links
+        )
 
-    def _note(self, draft: Drafter, states: Tensor, inputs: DecodeInputs, sampled: Tensor, query: int) -> None:
+    def _store_states(self, draft: Drafter, states: Tensor, inputs: DecodeInputs, sampled: Tensor, query: int) -> None:
         """Leaves the states of tokens that count in their blocks, see links.py; of others in nobody's block."""
         size = self._block_size
         counted, final = kept(sampled, inputs.tokens, inputs.offsets, query)
-        wanted = (final | (counted & ((inputs.positions + 1) % size == 0))) & (inputs.kv_slots >= 0)
-        blocks = (inputs.kv_slots // size).masked_fill(~wanted, self._pad_block).long()
-        draft.note(states, torch.arange(len(blocks), device=self._device), blocks)
+        wanted = (final | (counted & ((inputs.positions + 1) % size == 0))) & (inputs.slot_mapping >= 0)
+        blocks = (inputs.slot_mapping // size).masked_fill(~wanted, self._pad_block).long()
+        draft.store_states(states, torch.arange(len(blocks), device=self._device), blocks)
 
     def _query(self, items: Sequence[Item]) -> int:
-        return self._widest if any(item.drafts for item in items) else 1
+        return self._max_query if any(item.drafts for item in items) else 1
 
     def _send(self, packed: np.ndarray) -> None:
         self._packed[: packed.size].copy_(pinned(packed.reshape(-1), self._device), non_blocking=True)
 
-    def _copy_lines(self, slots: np.ndarray, width: int) -> None:
+    def _copy_table_rows(self, slots: np.ndarray, width: int) -> None:
         """Brings the lead of these slots' block tables to the device."""
         lines, at = upload([self._tables.blocks[slots, :width], slots.astype(np.int32)], self._device)
         self._slot_tables[:, :width].index_copy_(0, at.long(), lines)

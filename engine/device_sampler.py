@@ -54,7 +54,7 @@ class DeviceSampler:
         self._kernels = Sampler(max_rows + max_drafts, vocab, device)
 
     @staticmethod
-    def check(params: SamplingParams) -> None:
+    def validate(params: SamplingParams) -> None:
         """InvalidRequest when a request names more tokens than a slot holds."""
         if len(params.logit_bias) + len(params.stop_token_ids) > MAX_ENTRIES:
             raise InvalidRequest(
@@ -64,8 +64,8 @@ class DeviceSampler:
     def stage(self, slot: int, row: SampleRow) -> None:
         """The request takes the slot, with the tokens it has now; InvalidRequest as `check` says."""
         params = row.params
-        self.check(params)
-        self.drop(slot)
+        self.validate(params)
+        self.clear_slot(slot)
         self._floats[slot] = (
             params.temperature,
             params.top_p,
@@ -91,7 +91,7 @@ class DeviceSampler:
             history[: row.prompt_len] = ~history[: row.prompt_len]
             self._history[slot] = history
 
-    def drop(self, slot: int) -> None:
+    def clear_slot(self, slot: int) -> None:
         """The slot's request is gone."""
         self._words[slot] = 0
         self._entries.pop(slot, None)
@@ -120,7 +120,7 @@ class DeviceSampler:
         self._history.clear()
         self._changed = False
 
-    def run(
+    def sample(
         self,
         logits: Tensor,
         slots: Tensor,
@@ -137,7 +137,7 @@ class DeviceSampler:
         """
         return self._kernels.sample(logits, slots, positions, self._tensors, allowed, drafts, results)
 
-    def accept(
+    def accept_drafts(
         self,
         sampled: Tensor,
         finite: Tensor,
@@ -151,7 +151,7 @@ class DeviceSampler:
         """Accounts a run with drafts: see engine.kernels.sampling.accept."""
         accept(sampled, finite, inputs, cu_q, row_slots, self._tensors, last_tokens, query=query)
 
-    def uncount(self, slots: Tensor, tokens: Tensor) -> None:
+    def uncount_tokens(self, slots: Tensor, tokens: Tensor) -> None:
         """Takes back what `run` counted for these slots, int64 [B]: their tokens, -1 where it had none."""
         penalised = self._tensors.words[slots, NUM_FLOATS // 2 + sampling.PENALISED] > 0
         gone = (penalised & (tokens >= 0)).to(torch.int32)

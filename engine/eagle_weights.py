@@ -32,7 +32,7 @@ def load(spec: EagleSpec, model_dir: Path, target: Decoder, max_len: int, device
     dtype = target.embedding.weight.dtype
     tensors = _read(model_dir)
     embedding = tensors.pop("embed_tokens.weight", None)
-    if not spec.fuses:
+    if not spec.is_eagle3:
         embedding = None  # the target's, by the method
         tensors.pop("lm_head.weight", None)
     elif embedding is not None and _equal(embedding, target.embedding.weight):
@@ -77,8 +77,8 @@ def load(spec: EagleSpec, model_dir: Path, target: Decoder, max_len: int, device
 def invent(spec: EagleSpec, seed: int, target: Decoder, max_len: int, device: torch.device) -> EagleHead:
     """A head with random parameters; its vocabulary is the first tokens of the target's."""
     dtype, bias = target.embedding.weight.dtype, bool(spec.fc_bias)
-    own = spec.fuses and spec.layer.hidden_size != target.spec.hidden_size
-    head = EagleHead(spec, target, max_len, device, dtype, own_embedding=own, own_head=spec.fuses, fc_bias=bias)
+    own = spec.is_eagle3 and spec.layer.hidden_size != target.spec.hidden_size
+    head = EagleHead(spec, target, max_len, device, dtype, own_embedding=own, own_head=spec.is_eagle3, fc_bias=bias)
     weights.invent(head, seed)
     return head
 

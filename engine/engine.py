@@ -84,7 +84,7 @@ class Engine:
         self,
         config: EngineConfig,
         *,
-        gather: Callable[[EngineConfig], Members] = Members.start,
+        start_ranks: Callable[[EngineConfig], Members] = Members.start,
         on_stored: Callable[[list[bytes]], None] = _ignore,
         on_evicted: Callable[[list[bytes]], None] = _ignore,
         on_host_stored: Callable[[list[bytes]], None] = _ignore,
@@ -95,15 +95,15 @@ class Engine:
         self.spec = spec = source.spec
         self.device = device = config.resolve_device()
         make_current(device)
-        torch.set_num_threads(config.threads_of_a_rank)
-        self.members: Members | None = None
-        self._end_members: Callable[[], object] = lambda: None
-        self._parts: Parts = Alone(source, device)
+        torch.set_num_threads(config.threads_per_rank)
+        self.rank_group: Members | None = None
+        self._close_ranks: Callable[[], object] = lambda: None
+        self._builder: Parts = Alone(source, device)
         if config.tensor_parallel_size > 1:
             Leader.check(config, source, device)
-            self.members = gather(config)
-            self._end_members = weakref.finalize(self, self.members.close)
-            self._parts = Leader(self.members, config, source, device)
+            self.rank_group = start_ranks(config)
+            self._close_ranks = weakref.finalize(self, self.rank_group.close)
+            self._builder = Leader(self.rank_group, config, source, device)
         dtype = config.resolve_dtype(device)
         wanted_len = min(config.max_model_len or spec.max_position, spec.max_position)
         draft = self._open_draft(spec, wanted_len)
@@ -111,22 +111,22 @@ class Engine:
             model=config.name or config.model_dir.resolve().name,
             revision=source.revision(device),
             num_layers=spec.num_layers,
-            tensor_parallel=self._parts.shard.size,
-            num_kv_heads=self._parts.shard.spec(spec).num_kv_heads,
+            tensor_parallel=self._builder.shard.size,
+            num_kv_heads=self._builder.shard.shard_spec(spec).num_kv_heads,
             head_dim=spec.head_dim,
             block_size=config.block_size,
             dtype=config.resolve_kv_dtype(device),
-            **({} if draft is None else draft.layout(device)),
+            **({} if draft is None else draft.layout_fields(device)),
         )
         self._fingerprint = self.layout.fingerprint
         self._host_blocks = config.host_cache // self.layout.block_bytes
         self.vocab_size = spec.vocab_size
         self.eos_token_ids = spec.eos_token_ids
-        self.grammars = GrammarCompiler(
+        self.grammar_compiler = GrammarCompiler(
             GrammarTokenizer(config.model_dir, eos_ids=spec.eos_token_ids, vocab_size=spec.vocab_size)
         )
         with card_turn(device):
-            self._fill_device(
+            self._allocate(
                 draft,
                 dtype,
                 wanted_len,
@@ -135,25 +135,25 @@ class Engine:
                 on_host_stored=on_host_stored,
                 on_host_evicted=on_host_evicted,
             )
-        self._padded = self.runner.decode is not None
+        self._pads_steps = self.runner.decode_step is not None
         self._stepper = Stepper(
             self.scheduler,
             self.pool,
             self.runner,
             max_model_len=self.max_model_len,
             overlap=config.resolve_overlap(device),
-            drafts_lag=self.runner.drafts_lag,
+            draft_model_lags=self.runner.draft_model_lags,
         )
         if config.speculation != "none":
-            self.speculate(self.own_proposer())
+            self.set_proposer(self.configured_proposer())
         self.host_memory: HostMemory | None = None
         self._stop_copier: Callable[[], object] = lambda: None
-        if self.pool.tier is not None:
+        if self.pool.host_tier is not None:
             self.host_memory = HostMemory(self.kv, self._host_blocks)
-            copier = HostCopier(self.pool.tier, self.host_memory, checksums=config.checksums)
+            copier = HostCopier(self.pool.host_tier, self.host_memory, checksums=config.checksums)
             self._stop_copier = weakref.finalize(self, copier.stop)
 
-    def _fill_device(
+    def _allocate(
         self,
         draft: DraftSource | None,
         dtype: str,
@@ -166,7 +166,7 @@ class Engine:
     ) -> None:
         """Weights, a pool of as many blocks as there is memory for, and what runs over it. dtype: of the model."""
         config, device, spec = self.config, self.device, self.spec
-        model = self._parts.load(wanted_len, dtype)
+        model = self._builder.load(wanted_len, dtype)
         make_draft = None if draft is None else draft.load(model, wanted_len, device, DTYPES[dtype])
         token_budget, prompt_budget, max_seqs = config.resolve_limits(device)
         self._sampler: DeviceSampler | None = None
@@ -174,19 +174,19 @@ class Engine:
             from engine.device_sampler import DeviceSampler
 
             torch.set_float32_matmul_precision("highest")
-            self._sampler = DeviceSampler(max_seqs, spec.vocab_size, device, max_drafts=self._drafts()[1])
+            self._sampler = DeviceSampler(max_seqs, spec.vocab_size, device, max_drafts=self._draft_limits()[1])
         graphs = config.cuda_graphs and device.type == "cuda" and model.capturable
-        build = functools.partial(self._runner, model, make_draft, self._sampler, wanted_len, graphs=graphs)
+        build = functools.partial(self._build_runner, model, make_draft, self._sampler, wanted_len, graphs=graphs)
         limits = SchedulerConfig(
-            token_budget=token_budget,
-            prompt_budget=prompt_budget,
-            mixed_tokens=config.mixed_tokens,
+            chunk_tokens=token_budget,
+            prompt_step_tokens=prompt_budget,
+            local_chunk_tokens=config.local_chunk_tokens,
             max_seqs=max_seqs,
             max_model_len=wanted_len,
         )
         num_blocks = self._num_blocks(build, limits, graphs=graphs)
         self.max_model_len = min(wanted_len, num_blocks * config.block_size)
-        self.kv = self._parts.pool(self.layout, num_blocks, device)
+        self.kv = self._builder.pool(self.layout, num_blocks, device)
         self.pool = BlockPool(
             num_blocks,
             config.block_size,
@@ -200,19 +200,19 @@ class Engine:
         self.scheduler = Scheduler(dataclasses.replace(limits, max_model_len=self.max_model_len), self.pool)
         self.runner = build(self.kv)
         if device.type == "cuda":
-            self._compile()
+            self._compile_kernels()
 
     def close(self) -> None:
         """Ends the thread that copies to host memory and the other ranks, if there are any. No step is under way.
         Idempotent.
         """
         self._stop_copier()
-        self._end_members()
+        self._close_ranks()
 
     @property
     def failure(self) -> str | None:
         """Why this engine computes nothing more, if so: a rank of its group was lost. Any thread."""
-        return None if self.members is None else self.members.failure
+        return None if self.rank_group is None else self.rank_group.failure
 
     @property
     def counters(self) -> EngineCounters:
@@ -223,26 +223,26 @@ class Engine:
         """Whoever drafts tokens, with statistics; None: nobody."""
         return self._stepper.speculator
 
-    def own_proposer(self) -> Proposer:
+    def configured_proposer(self) -> Proposer:
         """A new one of the kind that the configuration names."""
         kind = self.config.speculation
         if self.runner.draft_loop is not None:
-            return DrawnProposer(self.runner.draft_loop, self.scheduler.reserve)
+            return DrawnProposer(self.runner.draft_loop, self.scheduler.reserve_for_drafts)
         assert kind in ("ngram", "suffix")
         return NgramProposer() if kind == "ngram" else SuffixProposer()
 
-    def speculate(self, proposer: Proposer | None, control: Control | None = None) -> None:
+    def set_proposer(self, proposer: Proposer | None, control: Control | None = None) -> None:
         """Drafts come from this proposer from now on; None: there are none. control: who drafts how much; None: who
         gains by it. Call while no sequence is here, of an engine whose configuration names a proposer: graphs and
         buffers are made for it.
         """
-        drafts, max_drafts = self._drafts()
+        drafts, max_drafts = self._draft_limits()
         assert drafts
         assert not self.has_work
         self._stepper.speculator = None
         if proposer is not None:
             drawn = isinstance(proposer, DrawnProposer)
-            control = control or Control(drafts, padded=self._padded, drawn=drawn)
+            control = control or Control(drafts, pads_steps=self._pads_steps, has_model=drawn)
             self._stepper.speculator = Speculator(proposer, control, max_seqs=max_drafts // drafts)
 
     @property
@@ -267,7 +267,7 @@ class Engine:
         if constrains(request):
             self._check_ids(request, output)
             if grammar is None and request.grammar is not None:
-                grammar = self.grammars.compile(request.grammar)
+                grammar = self.grammar_compiler.compile(request.grammar)
             constraint = Constraint(request, self.vocab_size, grammar=grammar, output=output)
         return Sequence(
             request,
@@ -283,7 +283,7 @@ class Engine:
         try:
             self._check_ids(seq.request, seq.output)
             if self._sampler is not None:
-                self._sampler.check(seq.request.sampling)
+                self._sampler.validate(seq.request.sampling)
             self.scheduler.add(seq)
         except Exception:
             if seq.lease is not None:
@@ -307,9 +307,9 @@ class Engine:
         """
         return self._stepper.step(hook, mail)
 
-    def settle(self, hook: StepHook | None = None) -> None:
+    def finish_in_flight(self, hook: StepHook | None = None) -> None:
         """Ends the step that overlap has on the device, if there is one, and launches nothing."""
-        self._stepper.settle(hook)
+        self._stepper.finish_in_flight(hook)
 
     def _check_ids(self, request: ValidRequest, output: abc.Sequence[int]) -> None:
         """A token id outside the vocabulary would fail the whole step that meets it."""
@@ -324,36 +324,36 @@ class Engine:
             if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
                 raise InvalidRequest(f"{name} has token ids outside 0..{self.vocab_size - 1}", field=name)
 
-    def rehearse(self) -> None:
+    def warm_up(self) -> None:
         """Builds the plans of long prompts on the thread that calls this, the one that will run steps. Before the
         first request; on a CPU it does nothing.
         """
         if self.device.type == "cuda":
             limits = self.scheduler.config
-            shared = limits.prompt_budget or limits.token_budget
-            last = min(limits.token_budget, shared)
-            for rows in planned_steps(limits.most_tokens, shared, limits.max_seqs, limits.max_model_len, last):
-                self.runner.plan(rows, self.kv.dummy_block)
+            shared = limits.prompt_step_tokens or limits.chunk_tokens
+            last = min(limits.chunk_tokens, shared)
+            for rows in planned_steps(limits.max_step_tokens, shared, limits.max_seqs, limits.max_model_len, last):
+                self.runner.warm_up_attention(rows, self.kv.dummy_block)
             torch.cuda.synchronize(self.device)
 
-    def _compile(self) -> None:
+    def _compile_kernels(self) -> None:
         """Compiles and captures what would otherwise keep the first requests waiting."""
         began = time.monotonic()
         limits = self.scheduler.config
-        steps = compiled_steps(limits.most_tokens, limits.max_seqs, limits.max_model_len, self._drafts()[0])
-        pool = self.config.pool_option
+        steps = compiled_steps(limits.max_step_tokens, limits.max_seqs, limits.max_model_len, self._draft_limits()[0])
+        pool = self.config.kv_pool_setting
         with room_for("the first steps", pool, f"lower {pool}"):
-            self._run_ahead(steps)
+            self._warm_up_steps(steps)
         log.info("kernels are ready after %.0f s", time.monotonic() - began)
-        with room_for("CUDA graphs", pool, self.config.graphs_remedy(pool)):
+        with room_for("CUDA graphs", pool, self.config.cuda_graph_advice(pool)):
             self.runner.capture()
         # What exists now stays: a full collection that visits all of it would take as long as several steps.
         gc.collect()
         gc.freeze()
 
-    def _run_ahead(self, steps: list[Rows]) -> None:
+    def _warm_up_steps(self, steps: list[Rows]) -> None:
         for rows in steps:
-            self.runner.rehearse(rows, self.kv.dummy_block)
+            self.runner.warm_up(rows, self.kv.dummy_block)
         torch.cuda.synchronize(self.device)
 
     def _num_blocks(self, build: Callable[[KVPool], Runner], limits: SchedulerConfig, *, graphs: bool) -> int:
@@ -362,13 +362,13 @@ class Engine:
         if config.num_blocks:
             return config.num_blocks
         if not config.kv_memory and self.device.type == "cuda":
-            step = largest_step(limits.most_tokens, limits.max_seqs, limits.max_model_len, *self._drafts())
+            step = largest_step(limits.max_step_tokens, limits.max_seqs, limits.max_model_len, *self._draft_limits())
             share = config.gpu_memory_utilization
-            trial = functools.partial(self._parts.pool, layout, 1, self.device)
-            remedy = config.graphs_remedy() if graphs else None
+            trial = functools.partial(self._builder.pool, layout, 1, self.device)
+            remedy = config.cuda_graph_advice() if graphs else None
             use = measure(build, trial, self.device, share=share, graphs=remedy, step=step)
             blocks = blocks_that_fit(use, layout)
-            log.info("%d KV blocks of %d tokens: %s", blocks, layout.block_size, use.explain())
+            log.info("%d KV blocks of %d tokens: %s", blocks, layout.block_size, use.summary())
             return blocks
         memory = config.kv_memory or DEFAULT_KV_MEMORY
         blocks = memory // layout.block_bytes - EXTRA_BLOCKS
@@ -394,7 +394,7 @@ class Engine:
             max_len=max_len,
         )
 
-    def _runner(
+    def _build_runner(
         self,
         model: Model,
         make_draft: MakeDrafter | None,
@@ -405,13 +405,13 @@ class Engine:
         graphs: bool,
     ) -> Runner:
         attention: AttentionKind = TritonAttention if self.device.type == "cuda" else TorchAttention
-        spec = self._parts.shard.spec(self.spec)
-        backend = self._parts.attention(
+        spec = self._builder.shard.shard_spec(self.spec)
+        backend = self._builder.attention(
             attention(kv.layers(), spec.num_heads, spec.windows, kv.dummy_block, scale=spec.scale, softcap=spec.softcap)
         )
         max_blocks = self.layout.blocks_for(max_len) + 1  # a lease may hold the block of the next token
         token_budget, prompt_budget, max_seqs = self.config.resolve_limits(self.device)
-        drafts, max_drafts = self._drafts()
+        drafts, max_drafts = self._draft_limits()
         draft = None if make_draft is None else make_draft(kv, attention)
         return Runner(
             model,
@@ -420,16 +420,16 @@ class Engine:
             max_seqs=max_seqs,
             max_blocks=max_blocks,
             sampler=sampler,
-            static=graphs and (draft is None or draft.capturable),
-            most_tokens=max(token_budget, prompt_budget or 0),
-            drafts=drafts,
+            use_cuda_graphs=graphs and (draft is None or draft.capturable),
+            max_step_tokens=max(token_budget, prompt_budget or 0),
+            max_seq_drafts=drafts,
             max_drafts=max_drafts,
             rejection=self.config.speculation_accept == "rejection",
-            draft=draft,
-            chunks=captured_chunks(min(self.config.chunk_graphs, max_len), token_budget),
+            draft_model=draft,
+            chunk_graphs=captured_chunks(min(self.config.chunk_graphs, max_len), token_budget),
         )
 
-    def _drafts(self) -> tuple[int, int]:
+    def _draft_limits(self) -> tuple[int, int]:
         """Most drafts of a sequence and of a step."""
         config = self.config
         if config.speculation == "none":

@@ -14,31 +14,33 @@ class Hold:
     blocks: the physical blocks it was granted on, in logical order; held: those not released yet. Thread-safe.
     """
 
-    __slots__ = ("_ledger", "blocks", "held", "writes")
+    __slots__ = ("_ledger", "blocks", "is_writer", "pinned")
 
-    def __init__(self, ledger: BlockLedger, blocks: Iterable[int], *, writes: bool) -> None:
+    def __init__(self, ledger: BlockLedger, blocks: Iterable[int], *, is_writer: bool) -> None:
         """Called under the ledger's lock, by a lease."""
         self.blocks = tuple(blocks)
-        self.writes = writes
-        self.held = set(self.blocks)
+        self.is_writer = is_writer
+        self.pinned = set(self.blocks)
         self._ledger = ledger
-        ledger.add(self.blocks, ledger.writers if writes else ledger.readers)
-        ledger.holds.add(self)
+        ledger.acquire(self.blocks, ledger.writers if is_writer else ledger.readers)
+        ledger.pins.add(self)
 
     def release(self, blocks: Sequence[int] | None = None) -> None:
         """Give up `blocks` (physical; None for all); what was released before is skipped, a stranger raises."""
         with self._ledger.lock:
             if blocks is not None and not set(blocks).issubset(self.blocks):
                 raise InternalError(f"blocks {sorted(set(blocks).difference(self.blocks))} are not of this hold")
-            self.drop(self.held if blocks is None else self.held.intersection(blocks))
+            self.release_locked(self.pinned if blocks is None else self.pinned.intersection(blocks))
 
-    def drop(self, gone: Collection[int] | None = None) -> None:
+    def release_locked(self, gone: Collection[int] | None = None) -> None:
         """`release` of held blocks (None for all), under the ledger's lock."""
         ledger = self._ledger
-        gone = self.held if gone is None else gone
+        gone = self.pinned if gone is None else gone
         if not gone:
             return
-        ledger.drop([b for b in reversed(self.blocks) if b in gone], ledger.writers if self.writes else ledger.readers)
-        self.held = self.held.difference(gone)
-        if not self.held:
-            ledger.holds.discard(self)
+        ledger.release(
+            [b for b in reversed(self.blocks) if b in gone], ledger.writers if self.is_writer else ledger.readers
+        )
+        self.pinned = self.pinned.difference(gone)
+        if not self.pinned:
+            ledger.pins.discard(self)

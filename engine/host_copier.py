@@ -41,7 +41,7 @@ class HostCopier:
         try:
             make_current(self._memory.kv.data.device)
             while (copy := self._tier.next_copy()) is not None:
-                self._tier.end(copy, self._copy(copy))
+                self._tier.finish_copy(copy, self._copy(copy))
         except Exception as error:
             log.exception("the host tier ends")
             why = f"the host tier failed: {error}"
@@ -50,21 +50,21 @@ class HostCopier:
 
     def _copy(self, copy: Copy) -> BlockDamaged | None:
         memory, sums = self._memory, self._checksums
-        if copy.load is None:
+        if copy.host_load is None:
             if sums is not None:
-                sums.update({slot: self._sum(block) for block, slot in zip(copy.blocks, copy.slots, strict=True)})
-            memory.save(copy.blocks, copy.slots)
+                sums.update({slot: self._sum(block) for block, slot in zip(copy.blocks, copy.host_blocks, strict=True)})
+            memory.save(copy.blocks, copy.host_blocks)
             memory.wait()
             return None
-        memory.load(copy.slots, copy.blocks)
+        memory.load(copy.host_blocks, copy.blocks)
         memory.wait()
         if sums is None:
             return None
-        pairs = zip(copy.blocks, copy.slots, strict=True)
+        pairs = zip(copy.blocks, copy.host_blocks, strict=True)
         damaged = [slot for block, slot in pairs if self._sum(block) != sums[slot]]
         if not damaged:
             return None
-        return BlockDamaged(f"{len(damaged)} of {len(copy.slots)} KV blocks came back damaged from host memory")
+        return BlockDamaged(f"{len(damaged)} of {len(copy.host_blocks)} KV blocks came back damaged from host memory")
 
     def _sum(self, block: int) -> int:
         return zlib.crc32(self._memory.kv.read_block(block))

@@ -22,8 +22,8 @@ log = logging.getLogger(__name__)
 class HostMemory:
     """num_slots blocks of the pool's size. Raises ConfigError when the machine has not so much memory to lock."""
 
-    def __init__(self, kv: KVPool, num_slots: int) -> None:
-        self.data = torch.empty((num_slots, kv.block_bytes), dtype=torch.uint8)
+    def __init__(self, kv: KVPool, num_host_blocks: int) -> None:
+        self.data = torch.empty((num_host_blocks, kv.block_bytes), dtype=torch.uint8)
         self.kv = kv
         self._device = kv.data.device
         self._locked = False

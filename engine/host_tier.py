@@ -44,11 +44,11 @@ class HostStats:
     forgotten: that the host had no room for any more. damaged: whose checksum was wrong when they came back.
     """
 
-    slots: int
+    host_blocks: int
     used: int
     saved: int
     loaded: int
-    forgotten: int
+    dropped: int
     damaged: int
 
 
@@ -58,20 +58,20 @@ class Load:
     error: why they are of no use.
     """
 
-    __slots__ = ("_hold", "error")
+    __slots__ = ("_pin", "error")
 
     def __init__(self, hold: Hold) -> None:
         self.error: BatonError | None = None
-        self._hold = hold
+        self._pin = hold
 
     @property
     def done(self) -> bool:
-        return not self._hold.held
+        return not self._pin.pinned
 
-    def end(self, error: BatonError | None = None) -> None:
+    def finish(self, error: BatonError | None = None) -> None:
         """Under the ledger's lock. error: why the blocks are of no use."""
         self.error = error
-        self._hold.drop()
+        self._pin.release_locked()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +83,9 @@ class Copy:
 
     keys: Sequence[bytes]
     blocks: Sequence[int]
-    slots: Sequence[int]
-    load: Load | None = None
-    hold: Hold | None = None
+    host_blocks: Sequence[int]
+    host_load: Load | None = None
+    pin: Hold | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,33 +107,33 @@ class HostTier:
         self,
         lock: threading.Lock,
         cache: PrefixCache,
-        ready: Callable[[], int],
+        num_available: Callable[[], int],
         *,
-        num_slots: int,
-        reserve: int,
+        num_host_blocks: int,
+        min_available: int,
         batch: int,
         on_stored: HashesCallback,
         on_evicted: HashesCallback,
     ) -> None:
-        self.num_slots = num_slots
+        self.num_host_blocks = num_host_blocks
         self.damaged = 0
         self._cache = cache
-        self._ready = ready
-        self._reserve = min(reserve, num_slots // 2)
+        self._num_available = num_available
+        self._min_available = min(min_available, num_host_blocks // 2)
         self._batch = batch
         self._on_stored = on_stored
         self._on_evicted = on_evicted
         self._index: OrderedDict[bytes, int] = OrderedDict()  # key -> slot, the least recently used first
         self._parents: dict[bytes, bytes] = {}
         self._children: dict[bytes, set[bytes]] = {}  # those that are here, of parents here or in the pool
-        self._free = list(range(num_slots - 1, -1, -1))
+        self._free = list(range(num_host_blocks - 1, -1, -1))
         self._queue: deque[Copy] = deque()
         self._copying: Copy | None = None
-        self._wanted = 0
-        self._saved = self._loaded = self._forgotten = 0
+        self._requested_free = 0
+        self._num_saved = self._num_loaded = self._dropped = 0
         self._numbers = itertools.count()
         self._changed = threading.Condition(lock)
-        self._waiting = False
+        self._copier_waits = False
         self._stopping = self._closed = False
 
     @property
@@ -143,7 +143,7 @@ class HostTier:
 
     # -- what the ledger tells ----------------------------------------------------------------------------------------
 
-    def touch(self, block_hash: bytes) -> bool:
+    def mark_used(self, block_hash: bytes) -> bool:
         """A block of the pool is not used any more; whether it need not be copied."""
         if self._closed:
             return True
@@ -152,22 +152,22 @@ class HostTier:
         self._index.move_to_end(block_hash)
         return True
 
-    def left(self, block_hash: bytes) -> None:
+    def on_evicted_from_pool(self, block_hash: bytes) -> None:
         """The pool evicts the block; all that continue it left before."""
         if block_hash in self._index:
             self._index.move_to_end(block_hash)
         else:
-            self._forget(self._children.get(block_hash, ()))
+            self._drop(self._children.get(block_hash, ()))
 
-    def want(self, count: int) -> None:
+    def request_free(self, count: int) -> None:
         """So many blocks were asked for in vain."""
-        self._wanted = max(self._wanted, count)
-        self.poke()
+        self._requested_free = max(self._requested_free, count)
+        self.wake_copier()
 
-    def poke(self) -> None:
+    def wake_copier(self) -> None:
         """The copier looks whether there is something to do."""
-        if self._waiting and (self._queue or self._short()):
-            self._waiting = False
+        if self._copier_waits and (self._queue or self._needs_saves()):
+            self._copier_waits = False
             self._changed.notify_all()
 
     # -- what leases ask ----------------------------------------------------------------------------------------------
@@ -181,21 +181,21 @@ class HostTier:
         for key in reversed(keys):
             self._index.move_to_end(key)
         load = Load(hold)
-        self._put(Copy(keys, blocks, [self._index[key] for key in keys], load=load))
+        self._queue_copy(Copy(keys, blocks, [self._index[key] for key in keys], host_load=load))
         return load
 
-    def park(self, parent: bytes | None, block: int, hold: Hold) -> bytes:
+    def save_partial_block(self, parent: bytes | None, block: int, hold: Hold) -> bytes:
         """Copies a block that is not full to the host; `hold` counts a reader on it. The key that it has there."""
         key = b"parked-" + next(self._numbers).to_bytes(HASH_BYTES, "little")
-        slots = self._take(1)
-        self._enter(key, parent or NO_PARENT, slots[0])
-        self._put(Copy([key], [block], slots, hold=hold))
+        slots = self._allocate(1)
+        self._insert(key, parent or NO_PARENT, slots[0])
+        self._queue_copy(Copy([key], [block], slots, pin=hold))
         return key
 
-    def unpark(self, key: bytes) -> None:
+    def drop_partial_block(self, key: bytes) -> None:
         """What was parked under the key is not needed any more."""
         if key in self._index:
-            self._forget([key])
+            self._drop([key])
 
     # -- what the copier does -----------------------------------------------------------------------------------------
 
@@ -203,44 +203,44 @@ class HostTier:
         """Waits for the next copy to make; None once the copier is to end. Without the lock."""
         with self._changed:
             while not self._stopping:
-                if copy := self.take_copy():
+                if copy := self.start_next_copy():
                     return copy
-                self._waiting = True
+                self._copier_waits = True
                 self._changed.wait()
             return None
 
-    def take_copy(self) -> Copy | None:
+    def start_next_copy(self) -> Copy | None:
         """The next copy to make, which is under way from now on."""
         assert self._copying is None, "two copies at a time"
-        if not self._queue and self._short():
-            self._save_oldest()
+        if not self._queue and self._needs_saves():
+            self._queue_saves()
         if self._queue:
             self._copying = self._queue.popleft()
         return self._copying
 
-    def end(self, copy: Copy, error: BatonError | None = None) -> None:
+    def finish_copy(self, copy: Copy, error: BatonError | None = None) -> None:
         """The copy was made, error: but its blocks came back damaged; the host forgets them. Without the lock."""
         with self._changed:
             assert copy is self._copying
             self._copying = None
-            if copy.load is not None:
-                self._loaded += len(copy.blocks)
+            if copy.host_load is not None:
+                self._num_loaded += len(copy.blocks)
                 if error is not None:
                     self.damaged += 1
-                    self._forget(copy.keys)
-                copy.load.end(error)
+                    self._drop(copy.keys)
+                copy.host_load.finish(error)
             else:
-                self._saved += len(copy.blocks)
+                self._num_saved += len(copy.blocks)
                 self._release(copy)
             self._changed.notify_all()
 
     def _release(self, copy: Copy) -> None:
         """Its blocks may be evicted, or reused, as far as the copy is concerned."""
-        if copy.hold is not None:
-            copy.hold.drop()
+        if copy.pin is not None:
+            copy.pin.release_locked()
             return
         for block in copy.blocks:
-            self._cache.save(block)
+            self._cache.mark_saved(block)
 
     def stop(self) -> None:
         """The copier ends, and closes. Without the lock."""
@@ -258,8 +258,8 @@ class HostTier:
             self._copying = None
             self._closed = True
             for copy in left:
-                if copy.load is not None:
-                    copy.load.end(error)
+                if copy.host_load is not None:
+                    copy.host_load.finish(error)
                 else:
                     self._release(copy)
             self.clear()
@@ -270,7 +270,7 @@ class HostTier:
     @property
     def busy(self) -> bool:
         """Copies are under way or asked for, or the pool is short of blocks that one would make ready."""
-        return self._copying is not None or bool(self._queue) or self._short()
+        return self._copying is not None or bool(self._queue) or self._needs_saves()
 
     def hashes(self) -> list[bytes]:
         """Of all full blocks here."""
@@ -279,14 +279,14 @@ class HostTier:
     def clear(self) -> int:
         """Forgets everything, also that idle blocks are still to be copied; how many blocks were here."""
         for block in tuple(self._cache.unsaved):
-            self._cache.save(block)
+            self._cache.mark_saved(block)
         self._changed.wait_for(lambda: not self._cache.saving, CLEAR_S)
         count = len(self._index)
-        self._forget(tuple(self._index))
-        self._forgotten -= count
+        self._drop(tuple(self._index))
+        self._dropped -= count
         return count
 
-    def settle(self, timeout_s: float) -> bool:
+    def wait_idle(self, timeout_s: float) -> bool:
         """Waits until no copy is under way or asked for, and the pool has its reserve; False when that took too long.
         Without the lock.
         """
@@ -295,15 +295,15 @@ class HostTier:
 
     def stats(self) -> HostStats:
         used = len(self._index)
-        return HostStats(self.num_slots, used, self._saved, self._loaded, self._forgotten, self.damaged)
+        return HostStats(self.num_host_blocks, used, self._num_saved, self._num_loaded, self._dropped, self.damaged)
 
-    def defects(self) -> list[str]:
+    def inconsistencies(self) -> list[str]:
         """What does not add up."""
         found: list[str] = []
         slots = [*self._index.values(), *self._free]
-        if sorted(slots) != list(range(self.num_slots)):
+        if sorted(slots) != list(range(self.num_host_blocks)):
             found.append("slots of the host tier are lost or used twice")
-        known = self._cache.index
+        known = self._cache.block_by_hash
         for key in self._index:
             parent = self._parents[key]
             if key not in self._children.get(parent, ()):
@@ -314,45 +314,45 @@ class HostTier:
             found.append("parents and children in the host tier differ")
         return found
 
-    def _short(self) -> bool:
+    def _needs_saves(self) -> bool:
         if not self._cache.unsaved:
-            self._wanted = 0
+            self._requested_free = 0
             return False
-        ready = self._ready()
-        if ready >= self._wanted:
-            self._wanted = 0
-        return ready < max(self._reserve, self._wanted)
+        ready = self._num_available()
+        if ready >= self._requested_free:
+            self._requested_free = 0
+        return ready < max(self._min_available, self._requested_free)
 
-    def _put(self, copy: Copy) -> None:
+    def _queue_copy(self, copy: Copy) -> None:
         self._queue.append(copy)
-        self.poke()
+        self.wake_copier()
 
-    def _save_oldest(self) -> None:
-        blocks = self._cache.take_unsaved(min(self._batch, self.num_slots))
+    def _queue_saves(self) -> None:
+        blocks = self._cache.start_saving(min(self._batch, self.num_host_blocks))
         keys: list[bytes] = []
         # Neighbours in the pool become neighbours here, so that they are copied at once.
-        slots = dict(zip(sorted(blocks), self._take(len(blocks)), strict=True))
+        slots = dict(zip(sorted(blocks), self._allocate(len(blocks)), strict=True))
         for block in blocks:
-            key = self._cache.hashes[block]
+            key = self._cache.hash_by_block[block]
             assert key is not None
             keys.append(key)
-            self._enter(key, self._cache.parent(block) or NO_PARENT, slots[block])
+            self._insert(key, self._cache.parent_hash(block) or NO_PARENT, slots[block])
         self._on_stored(keys[::-1])
         self._queue.append(Copy(keys, blocks, [slots[block] for block in blocks]))
 
-    def _take(self, count: int) -> list[int]:
+    def _allocate(self, count: int) -> list[int]:
         """Slots for `count` blocks, ascending; the oldest blocks here give theirs up."""
         while len(self._free) < count:
-            self._forget([next(iter(self._index))])
+            self._drop([next(iter(self._index))])
         return sorted(self._free.pop() for _ in range(count))
 
-    def _enter(self, key: bytes, parent: bytes, slot: int) -> None:
+    def _insert(self, key: bytes, parent: bytes, slot: int) -> None:
         assert key not in self._index
         self._index[key] = slot
         self._parents[key] = parent
         self._children.setdefault(parent, set()).add(key)
 
-    def _forget(self, keys: Iterable[bytes]) -> None:
+    def _drop(self, keys: Iterable[bytes]) -> None:
         """Forgets blocks, and of those that the pool does not have either, what continues them."""
         gone: list[bytes] = []
         waiting = list(keys)
@@ -367,8 +367,8 @@ class HostTier:
             if not siblings:
                 del self._children[parent]
             gone.append(key)
-            if key not in self._cache.index:
+            if key not in self._cache.block_by_hash:
                 waiting += self._children.get(key, ())
-        self._forgotten += len(gone)
+        self._dropped += len(gone)
         if hashes := [key for key in reversed(gone) if len(key) == HASH_BYTES]:
             self._on_evicted(hashes)

@@ -37,7 +37,7 @@ class KVPool:
         with room_for(f"{num_blocks} KV blocks of {layout.block_bytes} bytes", "kv_memory"):
             self.data = torch.zeros(size, dtype=torch.uint8, device=device)
         # Single blocks are read and written for others than the engine, who shall not wait for its steps.
-        self._aside = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._side_stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     @property
     def data_ptr(self) -> int:
@@ -85,12 +85,12 @@ class KVPool:
 
     def read_block(self, block: int) -> bytes:
         """The block_bytes bytes of one block. Any thread."""
-        with torch.cuda.stream(self._aside):
+        with torch.cuda.stream(self._side_stream):
             return self.data[block].cpu().numpy().tobytes()
 
     def write_block(self, block: int, content: bytes) -> None:
         """Replaces one block; `content` must be block_bytes long. Any thread."""
         if len(content) != self.block_bytes:
             raise InternalError(f"a block has {self.block_bytes} bytes, not {len(content)}")
-        with torch.cuda.stream(self._aside):
+        with torch.cuda.stream(self._side_stream):
             self.data[block].copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))

@@ -29,14 +29,14 @@ class Launched:
     be drawn again before all that is sent; until then results are still on the device. scores: of prompt tokens.
     """
 
-    items: Sequence[Item]
+    scheduled: Sequence[Item]
     results: Tensor
-    wanted: Sequence[int]
+    logprob_rows: Sequence[int]
     logprobs: tuple[Tensor | None, ...]
     forked: Sequence[Forked]
-    arrived: torch.cuda.Event | None
-    undrawn: Undrawn | None = None
-    scores: Sequence[Scores] = ()
+    copy_event: torch.cuda.Event | None
+    deferred: Undrawn | None = None
+    prompt_logprobs: Sequence[Scores] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +60,8 @@ class Undrawn:
     logits: of the step; logit_rows: result -> row of logits.
     """
 
-    items: Sequence[Item]
-    rows: Sequence[int]
+    scheduled: Sequence[Item]
+    result_rows: Sequence[int]
     logits: Tensor
     logit_rows: np.ndarray
 
@@ -86,7 +86,7 @@ def wanted_rows(items: Sequence[Item]) -> list[int]:
     row = 0
     for item in items:
         rows = 1 + len(item.drafts)
-        if item.sample and item.seq.request.sampling.logprobs is not None:
+        if item.samples and item.seq.request.sampling.logprobs is not None:
             wanted += range(row, row + rows)
         row += rows
     return wanted
@@ -110,7 +110,7 @@ def send(
     if logits.device.type == "cuda":
         arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
         arrived.record()
-    return Launched(items, results, wanted, tuple(logprobs), forked, arrived, scores=there)
+    return Launched(items, results, wanted, tuple(logprobs), forked, arrived, prompt_logprobs=there)
 
 
 def _logprobs(
@@ -135,21 +135,21 @@ def _on_host(tensor: Tensor) -> Tensor:
 
 def collect(launched: Launched) -> list[ItemResult]:
     """One result per item, in order; waits for the device."""
-    if launched.arrived is not None:
-        launched.arrived.synchronize()
+    if launched.copy_event is not None:
+        launched.copy_event.synchronize()
     results: list[int] = launched.results.tolist()
-    logprob_of = {row: at for at, row in enumerate(launched.wanted)}
-    scores = {found.index: _prompt_logprobs(found) for found in launched.scores}
-    others = {f.index: _first_tokens(launched.items[f.index].seq, f) for f in launched.forked}
+    logprob_of = {row: at for at, row in enumerate(launched.logprob_rows)}
+    scores = {found.index: _prompt_logprobs(found) for found in launched.prompt_logprobs}
+    others = {f.index: _first_tokens(launched.scheduled[f.index].seq, f) for f in launched.forked}
     collected: list[ItemResult] = []
     first = 0
-    for index, item in enumerate(launched.items):
+    for index, item in enumerate(launched.scheduled):
         row = first
         first += 1 + len(item.drafts)
         run = accepted_run(item.drafts, results[row:first])
         if run[-1] < 0:
             collected.append(ItemResult(False))
-        elif not item.sample:
+        elif not item.samples:
             collected.append(ItemResult(True, prompt_logprobs=scores.get(index)))
         else:
             seq = item.seq

@@ -37,15 +37,15 @@ class Lease:
     __slots__ = (
         "_ledger",
         "blocks",
-        "borrowed",
         "cached_blocks",
+        "cow_index",
         "finished",
         "host_blocks",
-        "load",
-        "published",
+        "host_load",
+        "num_published",
+        "num_replaced",
         "reason",
-        "resumed",
-        "swaps",
+        "restored_partial",
     )
 
     def __init__(self, ledger: BlockLedger, blocks: list[int], matched: int, *, host_blocks: int = 0) -> None:
@@ -55,29 +55,29 @@ class Lease:
         self.blocks = blocks
         self.cached_blocks = matched + host_blocks
         self.host_blocks = host_blocks
-        self.borrowed = -1
-        self.load: Load | None = None
-        self.resumed = False
-        self.published = matched
+        self.cow_index = -1
+        self.host_load: Load | None = None
+        self.restored_partial = False
+        self.num_published = matched
         self.finished = False
         self.reason = ""
-        self.swaps = 0
+        self.num_replaced = 0
         self._ledger = ledger
         ledger.leases.add(self)
 
     @property
-    def loading(self) -> bool:
+    def host_loading(self) -> bool:
         """Blocks are still on their way from the host."""
-        return self.load is not None and not self.load.done
+        return self.host_load is not None and not self.host_load.done
 
     def grow(self, n: int = 1) -> bool:
         """Add n blocks at the end; False, and no change, when the pool has not that many."""
         ledger = self._ledger
         with ledger.lock:
             self._require_live()
-            if not ledger.has(n):
+            if not ledger.can_allocate(n):
                 return False
-            self.blocks.extend(ledger.take(n))
+            self.blocks.extend(ledger.allocate(n))
             return True
 
     def trim(self, count: int) -> None:
@@ -85,12 +85,12 @@ class Lease:
         ledger = self._ledger
         with ledger.lock:
             self._require_live()
-            if count < self.published:
-                raise InternalError(f"{self.published} published blocks do not fit in {count}")
+            if count < self.num_published:
+                raise InternalError(f"{self.num_published} published blocks do not fit in {count}")
             surplus = self.blocks[count:]
             del self.blocks[count:]
             surplus.reverse()
-            ledger.give_up(surplus)
+            ledger.release_after_steps(surplus)
 
     def fork(self, shared: int, *, spare: int = 0) -> Lease:
         """Another lease on the first `shared` blocks, whose KV is complete up to the last one; the last `spare` blocks
@@ -99,18 +99,22 @@ class Lease:
         ledger = self._ledger
         with ledger.lock:
             self._require_live()
-            if not self.published <= shared <= len(self.blocks) - spare:
+            if not self.num_published <= shared <= len(self.blocks) - spare:
                 raise InternalError(f"a fork of {shared} blocks, and {spare} more, from a lease of {len(self.blocks)}")
             lead = self.blocks[:shared]
             moved = [self.blocks.pop() for _ in range(spare)]
-            ledger.add(lead, ledger.requests)
-            other = Lease(ledger, lead + moved, self.published)
-            other.cached_blocks, other.host_blocks, other.load = self.cached_blocks, self.host_blocks, self.load
-            if shared > self.published:
-                self.borrowed = other.borrowed = shared - 1
+            ledger.acquire(lead, ledger.requests)
+            other = Lease(ledger, lead + moved, self.num_published)
+            other.cached_blocks, other.host_blocks, other.host_load = (
+                self.cached_blocks,
+                self.host_blocks,
+                self.host_load,
+            )
+            if shared > self.num_published:
+                self.cow_index = other.cow_index = shared - 1
             return other
 
-    def own(self) -> BlockCopy | None:
+    def copy_on_write(self) -> BlockCopy | None:
         """Replaces the borrowed block, so that the step that is being planned may write there.
 
         That step has to copy first. Source and target are one block when nobody else uses it any more. None, and no
@@ -119,21 +123,21 @@ class Lease:
         ledger = self._ledger
         with ledger.lock:
             self._require_live()
-            place = self.borrowed
+            place = self.cow_index
             block = self.blocks[place]
-            if not ledger.shared(block):
-                self.borrowed = -1
+            if not ledger.is_shared(block):
+                self.cow_index = -1
                 return BlockCopy(block, block)
             if place < len(self.blocks) - 1:
                 target = self.blocks.pop()
-            elif ledger.has(1):
-                (target,) = ledger.take(1)
+            elif ledger.can_allocate(1):
+                (target,) = ledger.allocate(1)
             else:
                 return None
             self.blocks[place] = target
-            self.borrowed = -1
-            self.swaps += 1
-            ledger.copied.append(block)
+            self.cow_index = -1
+            self.num_replaced += 1
+            ledger.copy_sources.append(block)
             return BlockCopy(block, target)
 
     def publish(self, hashes: Sequence[bytes]) -> None:
@@ -145,28 +149,28 @@ class Lease:
         ledger = self._ledger
         with ledger.lock:
             self._require_live()
-            if self.load is not None and self.load.error is not None:
+            if self.host_load is not None and self.host_load.error is not None:
                 return
             if len(hashes) > len(self.blocks):
                 raise InternalError(f"{len(hashes)} hashes for a lease of {len(self.blocks)} blocks")
             stored: list[bytes] = []
             duplicates: list[int] = []
-            for i in range(self.published, len(hashes)):
+            for i in range(self.num_published, len(hashes)):
                 block, block_hash = self.blocks[i], hashes[i]
                 if ledger.writers[block]:
                     break
-                canonical = ledger.cache.index.get(block_hash)
+                canonical = ledger.cache.block_by_hash.get(block_hash)
                 if canonical is None:
                     ledger.cache.register(block, block_hash, self.blocks[i - 1] if i else -1)
                     stored.append(block_hash)
                 elif canonical != block:  # else a fork of this lease has registered it
                     self._swap(i, canonical, duplicates)
-                self.published = i + 1
-            ledger.give_up(duplicates)
+                self.num_published = i + 1
+            ledger.release_after_steps(duplicates)
             if stored:
                 ledger.on_stored(stored)
 
-    def adopt(self, hashes: Sequence[bytes]) -> int:
+    def rematch(self, hashes: Sequence[bytes]) -> int:
         """Swap lead blocks, not computed yet, for blocks cached since the lease was taken; returns cached_blocks.
 
         hashes: of the sequence's matchable blocks. Only for a lease in which nothing has been computed.
@@ -175,27 +179,27 @@ class Lease:
         with ledger.lock:
             self._require_live()
             duplicates: list[int] = []
-            for i in range(self.published, min(len(hashes), len(self.blocks))):
-                canonical = ledger.cache.index.get(hashes[i])
+            for i in range(self.num_published, min(len(hashes), len(self.blocks))):
+                canonical = ledger.cache.block_by_hash.get(hashes[i])
                 if canonical is None or ledger.writers[self.blocks[i]]:
                     break
                 self._swap(i, canonical, duplicates)
-                self.published = self.cached_blocks = i + 1
-            ledger.give_up(duplicates)
+                self.num_published = self.cached_blocks = i + 1
+            ledger.release_after_steps(duplicates)
             return self.cached_blocks
 
-    def writer(self, first: int, count: int) -> Hold:
+    def pin_for_write(self, first: int, count: int) -> Hold:
         """Claim logical blocks first..first+count for a writer of bytes; none of them may be published."""
         with self._ledger.lock:
             blocks = self._range(first, count)
-            if first < self.published:
+            if first < self.num_published:
                 raise InternalError(f"a writer on published block {blocks[0]}")
-            return Hold(self._ledger, blocks, writes=True)
+            return Hold(self._ledger, blocks, is_writer=True)
 
-    def reader(self, first: int, count: int) -> Hold:
+    def pin_for_read(self, first: int, count: int) -> Hold:
         """Claim logical blocks first..first+count for a reader that may outlive the request."""
         with self._ledger.lock:
-            return Hold(self._ledger, self._range(first, count), writes=False)
+            return Hold(self._ledger, self._range(first, count), is_writer=False)
 
     def finish(self, reason: str) -> None:
         """Give up all blocks; idempotent, the first reason stays. Blocks with holds come back when those end."""
@@ -208,14 +212,14 @@ class Lease:
             ledger.leases.discard(self)
             blocks, self.blocks = self.blocks, []
             blocks.reverse()
-            ledger.give_up(blocks)
+            ledger.release_after_steps(blocks)
 
     def _swap(self, i: int, canonical: int, duplicates: list[int]) -> None:
         block = self.blocks[i]
         assert canonical != block, "a block published twice at one place"
-        self._ledger.add((canonical,), self._ledger.requests)
+        self._ledger.acquire((canonical,), self._ledger.requests)
         self.blocks[i] = canonical
-        self.swaps += 1
+        self.num_replaced += 1
         duplicates.append(block)
 
     def _range(self, first: int, count: int) -> list[int]:

@@ -195,16 +195,16 @@ class LLM:
         if run.seqs:
             most = sum(sampling.n * sampling.max_tokens for sampling in each)
             with progress("generating", most, "tokens", show=show_progress) as shown:
-                run.through(self.engine, shown)
+                run.run(self.engine, shown)
         return list(run.completions.values())
 
 
 def for_throughput(config: EngineConfig) -> EngineConfig:
     """The same with the tokens of prompt_budget in every step, unless it says how many."""
     _, prompt_budget, _ = config.resolve_limits(config.resolve_device())
-    if config.token_budget or prompt_budget is None:
+    if config.chunk_tokens or prompt_budget is None:
         return config
-    return replace(config, token_budget=prompt_budget, prompt_budget=prompt_budget)
+    return replace(config, chunk_tokens=prompt_budget, prompt_step_tokens=prompt_budget)
 
 
 @dataclass(slots=True)
@@ -214,16 +214,16 @@ class _Run:
     completions: dict[tuple[str, int], Completion] = field(default_factory=dict)
     seqs: list[EngineSequence] = field(default_factory=list)
     unfinished: int = 0
-    over: threading.Event = field(default_factory=threading.Event)
+    finished: threading.Event = field(default_factory=threading.Event)
 
-    def through(self, engine: Engine, shown: Progress) -> None:
+    def run(self, engine: Engine, shown: Progress) -> None:
         """Runs until all ended. Whatever interrupts it, nothing of it stays in the engine."""
         self.unfinished = len(self.completions)
         loop = EngineLoop(engine, functools.partial(self._collect, shown))
         loop.start()
         try:
             loop.call(functools.partial(self._add, engine)).result()
-            while not self.over.wait(ALIVE_S):
+            while not self.finished.wait(ALIVE_S):
                 if not loop.alive:
                     raise InternalError("the engine's thread has ended; its log says why")
         finally:
@@ -248,14 +248,14 @@ class _Run:
             completion.tokens.extend(output.tokens)
             completion.cached_tokens = seq.cached_tokens
             done += len(output.tokens)
-            if output.finish is None:
+            if output.finish_reason is None:
                 continue
             # A request that ends before its prompt is computed ends for all children.
-            for child in range(seq.child, seq.child + seq.draws):
+            for child in range(seq.child, seq.child + seq.num_samples):
                 ended = self.completions[seq.request_id, child]
-                ended.finish, ended.error = output.finish, output.error
+                ended.finish, ended.error = output.finish_reason, output.error
                 skipped += seq.request.sampling.max_tokens - len(ended.tokens)
                 self.unfinished -= 1
         shown.advance(done, skipped=skipped)
         if not self.unfinished:
-            self.over.set()
+            self.finished.set()

@@ -93,11 +93,11 @@ def load_part(
     wrap: Callable[[Ops], Ops],
 ) -> Decoder:
     """What a rank holds of the model; ConfigError when it cannot be cut so, see Shard. wrap: see Decoder."""
-    spec = shard.spec(source.spec)
+    spec = shard.shard_spec(source.spec)
     assert isinstance(source.spec, ModelSpec)
     assert isinstance(spec, ModelSpec)
     with room_for("its part of the weights", "model"):
-        model = Decoder(spec, max_len, device, dtype, wrap=wrap)
+        model = Decoder(spec, max_len, device, dtype, wrap_ops=wrap)
         if source.seed is None:
             weights.load(model, source.model_dir, source.spec, shard)
         else:

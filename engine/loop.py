@@ -53,7 +53,7 @@ class EngineLoop:
         self._wake = threading.Event()
         self._stopping = False
         self._closed = False
-        self._post_lock = threading.Lock()
+        self._send_lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -97,11 +97,11 @@ class EngineLoop:
                 log.exception("a sequence could not be added")
                 on_refused(InternalError(f"{type(error).__name__}: {error}"))
 
-        self._post(_Message(run, refuse))
+        self._send(_Message(run, refuse))
 
     def abort(self, request_id: str, child: int | None = None) -> None:
         """Ends a request's sequences, or one child; the hook sees finish=ABORT of those that had not ended before."""
-        self._post(_Message(lambda: self._abort(request_id, child), _forget))
+        self._send(_Message(lambda: self._abort(request_id, child), _forget))
 
     def set_paused(self, request_ids: Iterable[str], paused: bool) -> None:
         """Keeps requests' sequences out of steps, or lets them in again; unknown ids are skipped."""
@@ -109,10 +109,10 @@ class EngineLoop:
 
         def run() -> None:
             for request_id in ids:
-                for seq in self._engine.scheduler.family(request_id):
+                for seq in self._engine.scheduler.sequences_of(request_id):
                     seq.paused = paused
 
-        self._post(_Message(run, _forget))
+        self._send(_Message(run, _forget))
 
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Runs function between steps; the future has its result, its exception, or Unavailable after the end."""
@@ -130,11 +130,11 @@ class EngineLoop:
             if future.set_running_or_notify_cancel():
                 future.set_exception(error)
 
-        self._post(_Message(run, refuse))
+        self._send(_Message(run, refuse))
         return future
 
-    def _post(self, message: _Message) -> None:
-        with self._post_lock:
+    def _send(self, message: _Message) -> None:
+        with self._send_lock:
             if not self._closed:
                 self._inbox.put(message)
                 self._wake.set()
@@ -146,7 +146,7 @@ class EngineLoop:
             make_current(self._engine.device)
             while not self._stopping:
                 self._wake.clear()
-                self._drain()
+                self._run_messages()
                 if not self._engine.has_work:
                     self._wake.wait(IDLE_S)
                 elif not self._step():
@@ -156,17 +156,17 @@ class EngineLoop:
         finally:
             self._close()
 
-    def _mail(self, until: float) -> bool:
+    def _read_inbox(self, until: float) -> bool:
         """Takes messages in until then (time.perf_counter()), or until the end; whether there were any."""
         self._wake.clear()
-        any_came = self._drain()
+        any_came = self._run_messages()
         while not self._stopping and (left := until - time.perf_counter()) > 0:
             if self._wake.wait(left):
                 self._wake.clear()
-                any_came |= self._drain()
+                any_came |= self._run_messages()
         return any_came
 
-    def _drain(self) -> bool:
+    def _run_messages(self) -> bool:
         """Whether there was anything."""
         any_came = False
         while True:
@@ -183,7 +183,7 @@ class EngineLoop:
     def _step(self) -> bool:
         """One step; False when nothing could run."""
         try:
-            return bool(self._engine.step(self._on_step, self._mail).outputs)
+            return bool(self._engine.step(self._on_step, self._read_inbox).outputs)
         except Exception:
             log.exception("the hook of an engine step failed")
             return True
@@ -191,11 +191,13 @@ class EngineLoop:
     def _abort(self, request_id: str, child: int | None = None) -> None:
         ended = self._engine.abort(request_id, child)
         if ended:
-            self._on_step(StepResult([SequenceOutput(seq, seq.computed, finish=FinishReason.ABORT) for seq in ended]))
+            self._on_step(
+                StepResult([SequenceOutput(seq, seq.computed, finish_reason=FinishReason.ABORT) for seq in ended])
+            )
 
     def _close(self) -> None:
         """Ends what is left; afterwards every post is refused at once."""
-        with self._post_lock:
+        with self._send_lock:
             self._closed = True
         for request_id in self._engine.scheduler.request_ids():
             try:
@@ -203,7 +205,7 @@ class EngineLoop:
             except Exception:
                 log.exception("the engine's hook failed")
         try:
-            self._engine.settle(self._on_step)
+            self._engine.finish_in_flight(self._on_step)
         except Exception:
             log.exception("the last step of the engine failed")
         while not self._inbox.empty():

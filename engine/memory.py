@@ -37,7 +37,7 @@ class MemoryUse:
     """
 
     total: int
-    others: int
+    other_processes: int
     share: float
     weights: int
     activations: int
@@ -47,14 +47,14 @@ class MemoryUse:
     def available(self) -> int:
         """For the KV pool; negative when nothing is left."""
         own = self.weights + self.activations + self.graphs
-        return min(int(self.total * self.share), self.total - self.others - SLACK) - own
+        return min(int(self.total * self.share), self.total - self.other_processes - SLACK) - own
 
-    def explain(self) -> str:
+    def summary(self) -> str:
         parts = {
             "weights and buffers": self.weights,
             "activations of the largest step": self.activations,
             "CUDA graphs": self.graphs,
-            "other processes and the driver": self.others,
+            "other processes and the driver": self.other_processes,
         }
         taken = ", ".join(f"{name} {gib(size)}" for name, size in parts.items())
         return f"gpu_memory_utilization {self.share:g} of {gib(self.total)}; {taken}"
@@ -79,7 +79,7 @@ def measure(
     weights = torch.cuda.memory_allocated(device) - trial.data.nbytes
     torch.cuda.reset_peak_memory_stats(device)
     with room_for("the activations of the largest step", "gpu_memory_utilization"):
-        runner.rehearse(step, 0)
+        runner.warm_up(step, 0)
         torch.cuda.synchronize(device)
     activations = torch.cuda.max_memory_allocated(device) - trial.data.nbytes - weights
     captured = 0
@@ -91,7 +91,7 @@ def measure(
     total = torch.cuda.mem_get_info(device)[1]
     return MemoryUse(
         total=total,
-        others=total - free - torch.cuda.memory_reserved(device),
+        other_processes=total - free - torch.cuda.memory_reserved(device),
         share=share,
         weights=weights,
         activations=activations,
@@ -105,17 +105,17 @@ def blocks_that_fit(use: MemoryUse, layout: KVLayout) -> int:
     if blocks < 2:
         left = f"{gib(max(0, use.available))} left" if use.available > 0 else f"{gib(-use.available)} too much"
         raise ConfigError(
-            f"no room for KV blocks ({gib(layout.block_bytes)} each): {use.explain()}; {left}",
+            f"no room for KV blocks ({gib(layout.block_bytes)} each): {use.summary()}; {left}",
             field="gpu_memory_utilization",
         )
     return blocks
 
 
 def _graphs(runner: Runner, device: torch.device) -> int:
-    assert runner.decode is not None
-    total = _captured(runner.decode.shapes, runner.decode.capture, device)
-    if runner.prompt is not None:
-        total += _captured(runner.prompt.shapes, runner.prompt.capture, device)
+    assert runner.decode_step is not None
+    total = _captured(runner.decode_step.shapes, runner.decode_step.capture, device)
+    if runner.prompt_step is not None:
+        total += _captured(runner.prompt_step.shapes, runner.prompt_step.capture, device)
     if runner.draft_graphs is not None:
         total += _captured(runner.draft_graphs.shapes, runner.draft_graphs.capture, device)
     return total

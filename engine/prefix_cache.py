@@ -25,36 +25,36 @@ class PrefixCache:
     """
 
     __slots__ = (
+        "_has_host_tier",
+        "_num_pinned_children",
         "_parent",
-        "_pins",
-        "_tiered",
+        "block_by_hash",
         "evictable",
-        "hashes",
+        "hash_by_block",
         "idle",
-        "index",
         "num_idle",
         "saved",
         "saving",
         "unsaved",
     )
 
-    def __init__(self, num_blocks: int, *, tiered: bool = False) -> None:
-        self.index: dict[bytes, int] = {}
-        self.hashes: list[bytes | None] = [None] * num_blocks
+    def __init__(self, num_blocks: int, *, has_host_tier: bool = False) -> None:
+        self.block_by_hash: dict[bytes, int] = {}
+        self.hash_by_block: list[bytes | None] = [None] * num_blocks
         self.evictable: OrderedDict[int, None] = OrderedDict()
         self.idle = bytearray(num_blocks)
         self.num_idle = 0
         self.saved = bytearray(num_blocks)
         self.saving: set[int] = set()
         self.unsaved: OrderedDict[int, None] = OrderedDict()
-        self._tiered = tiered
+        self._has_host_tier = has_host_tier
         self._parent = [-1] * num_blocks
-        self._pins = [0] * num_blocks
+        self._num_pinned_children = [0] * num_blocks
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
         """Blocks of the longest registered prefix of `hashes`."""
         found: list[int] = []
-        get = self.index.get
+        get = self.block_by_hash.get
         for h in hashes:
             block = get(h)
             if block is None:
@@ -64,24 +64,24 @@ class PrefixCache:
 
     def register(self, block: int, block_hash: bytes, parent: int) -> None:
         """Name a held block; parent is the registered block before it, -1 for the first of a chain."""
-        assert self.hashes[block] is None
-        assert block_hash not in self.index
-        self.index[block_hash] = block
-        self.hashes[block] = block_hash
-        self.saved[block] = not self._tiered
+        assert self.hash_by_block[block] is None
+        assert block_hash not in self.block_by_hash
+        self.block_by_hash[block_hash] = block
+        self.hash_by_block[block] = block_hash
+        self.saved[block] = not self._has_host_tier
         self._parent[block] = parent
-        self._pins[block] = 0
+        self._num_pinned_children[block] = 0
         if parent >= 0:
-            assert self.hashes[parent] is not None
+            assert self.hash_by_block[parent] is not None
             assert not self.idle[parent]
-            self._pins[parent] += 1
+            self._num_pinned_children[parent] += 1
 
-    def hold(self, block: int) -> None:
+    def pin(self, block: int) -> None:
         """An idle block is used again: it and its ancestors cannot be evicted."""
         self.idle[block] = 0
         self.num_idle -= 1
         self.unsaved.pop(block, None)
-        evictable, parent, pins = self.evictable, self._parent, self._pins
+        evictable, parent, pins = self.evictable, self._parent, self._num_pinned_children
         while block in evictable:
             del evictable[block]
             block = parent[block]
@@ -89,7 +89,7 @@ class PrefixCache:
                 break
             pins[block] += 1
 
-    def rest(self, block: int) -> None:
+    def unpin(self, block: int) -> None:
         """Nobody uses the block any more: it is evictable once it is saved and its children are evictable, and so may
         be its ancestors.
         """
@@ -97,29 +97,35 @@ class PrefixCache:
         self.num_idle += 1
         if not self.saved[block] and block not in self.saving:
             self.unsaved[block] = None
-        self._ripen(block)
+        self._update_evictable(block)
 
-    def take_unsaved(self, count: int) -> list[int]:
+    def start_saving(self, count: int) -> list[int]:
         """The oldest blocks, `count` at most, that are idle and not saved; their copies are under way from now on."""
         taken = [self.unsaved.popitem(last=False)[0] for _ in range(min(count, len(self.unsaved)))]
         self.saving.update(taken)
         return taken
 
-    def save(self, block: int) -> None:
+    def mark_saved(self, block: int) -> None:
         """The block need not be copied any more before it is evicted."""
         assert not self.saved[block]
         self.saving.discard(block)
         self.unsaved.pop(block, None)
         self.saved[block] = 1
-        self._ripen(block)
+        self._update_evictable(block)
 
-    def parent(self, block: int) -> bytes | None:
+    def parent_hash(self, block: int) -> bytes | None:
         """Hash of the registered block before a registered one; None for the first of a chain."""
         parent = self._parent[block]
-        return None if parent < 0 else self.hashes[parent]
+        return None if parent < 0 else self.hash_by_block[parent]
 
-    def _ripen(self, block: int) -> None:
-        evictable, parent, pins, idle, saved = self.evictable, self._parent, self._pins, self.idle, self.saved
+    def _update_evictable(self, block: int) -> None:
+        evictable, parent, pins, idle, saved = (
+            self.evictable,
+            self._parent,
+            self._num_pinned_children,
+            self.idle,
+            self.saved,
+        )
         while idle[block] and saved[block] and not pins[block]:
             evictable[block] = None
             block = parent[block]
@@ -130,41 +136,43 @@ class PrefixCache:
     def evict(self) -> tuple[int, bytes]:
         """Forget the oldest evictable block, a leaf; returns it with its hash."""
         block, _ = self.evictable.popitem(last=False)
-        block_hash = self.hashes[block]
+        block_hash = self.hash_by_block[block]
         assert block_hash is not None
-        del self.index[block_hash]
-        self.hashes[block] = None
+        del self.block_by_hash[block_hash]
+        self.hash_by_block[block] = None
         self.idle[block] = 0
         self.num_idle -= 1
         return block, block_hash
 
-    def defects(self) -> list[str]:
+    def inconsistencies(self) -> list[str]:
         """Violations of the invariants above, for the integrity check; costs a walk over all blocks."""
         found: list[str] = []
-        registered = [b for b, h in enumerate(self.hashes) if h is not None]
-        if sorted(self.index.values()) != registered or any(self.hashes[b] != h for h, b in self.index.items()):
+        registered = [b for b, h in enumerate(self.hash_by_block) if h is not None]
+        if sorted(self.block_by_hash.values()) != registered or any(
+            self.hash_by_block[b] != h for h, b in self.block_by_hash.items()
+        ):
             found.append("index and block hashes differ")
-        pins = [0] * len(self.hashes)
+        pins = [0] * len(self.hash_by_block)
         order = {b: i for i, b in enumerate(self.evictable)}
         for b in registered:
             parent = self._parent[b]
             if parent < 0:
                 continue
-            if self.hashes[parent] is None:
+            if self.hash_by_block[parent] is None:
                 found.append(f"block {b} outlived its parent {parent}")
             elif b not in order:
                 pins[parent] += 1
             elif parent in order and order[parent] < order[b]:
                 found.append(f"block {parent} would be evicted before its child {b}")
         for b in registered:
-            if pins[b] != self._pins[b]:
-                found.append(f"block {b} has {pins[b]} pins, not {self._pins[b]}")
+            if pins[b] != self._num_pinned_children[b]:
+                found.append(f"block {b} has {pins[b]} pins, not {self._num_pinned_children[b]}")
             if (b in order) != (bool(self.idle[b]) and bool(self.saved[b]) and not pins[b]):
                 found.append(f"block {b} is wrongly {'' if b in order else 'not '}evictable")
             if (b in self.unsaved) != (bool(self.idle[b]) and not self.saved[b] and b not in self.saving):
                 found.append(f"block {b} is wrongly {'' if b in self.unsaved else 'not '}waiting to be saved")
         if self.num_idle != sum(self.idle) or any(
-            self.hashes[b] is None for b in (*order, *self.unsaved, *self.saving)
+            self.hash_by_block[b] is None for b in (*order, *self.unsaved, *self.saving)
         ):
             found.append("idle, evictable or unsaved blocks are not all registered")
         return found

@@ -21,7 +21,7 @@ class Progress:
     what: str
     total: float
     unit: str
-    shown: Callable[[Progress], None]
+    on_advance: Callable[[Progress], None]
     done: float = 0.0
     began: float = field(default_factory=time.perf_counter)
 
@@ -34,7 +34,7 @@ class Progress:
         """done: more than at the last call; skipped: what need not be done after all."""
         self.done += done
         self.total -= skipped
-        self.shown(self)
+        self.on_advance(self)
 
 
 @contextmanager

@@ -61,15 +61,19 @@ class PromptStep:
         kv: KVPool,
         backend: TritonAttention,
         *,
-        most_tokens: int,
+        max_step_tokens: int,
         max_blocks: int,
-        draft: Drafter | None = None,
-        chunks: Sequence[tuple[int, int]] = (),
+        draft_model: Drafter | None = None,
+        chunk_graphs: Sequence[tuple[int, int]] = (),
     ) -> None:
-        self._target, self._kv, self._draft = Target(model, kv.layers(), backend), kv, draft
+        self._target, self._kv, self._draft = Target(model, kv.layers(), backend), kv, draft_model
         self._backend, self._block_size, self._device = backend, kv.layout.block_size, kv.data.device
-        self._sizes = tuple(sorted({min(size, most_tokens) for size in SIZES}))
-        self._chunks = {Bucket(new, start) for start, new in chunks if draft is None and backend.planned(start, new)}
+        self._sizes = tuple(sorted({min(size, max_step_tokens) for size in SIZES}))
+        self._chunks = {
+            Bucket(new, start)
+            for start, new in chunk_graphs
+            if draft_model is None and backend.has_cudnn_plan(start, new)
+        }
         self.shapes = tuple(sorted((*map(Bucket, self._sizes), *self._chunks), reverse=True))
         most = self.shapes[0].tokens
         self._tokens, self._positions, self._rows = self._zeros(most), self._zeros(most), self._zeros(MOST_ROWS)
@@ -79,7 +83,7 @@ class PromptStep:
         self._tables = self._zeros(MOST_ROWS, max_blocks, dtype=torch.int32)
         # Of a draft model: where it writes if it lags, and what it goes on from if it follows.
         self._draft_slots = self._zeros(most, dtype=torch.int32)
-        self._links = Links(self._zeros(MOST_ROWS), self._zeros(MOST_ROWS))
+        self._state_links = Links(self._zeros(MOST_ROWS), self._zeros(MOST_ROWS))
         self._graphs = Graphs("prompt", self._device, self._compute, keep=_kept, describe=str)
 
     def fits(self, shape: StepShape, rows: int) -> bool:
@@ -139,7 +143,10 @@ class PromptStep:
         self._rows[len(rows) :].zero_()  # what a larger step left may lie beyond this one's end
         if self._draft is not None and not self._draft.lags:
             links = links_of(shape, self._kv)
-            for buffer, there in ((self._links.firsts, links.firsts), (self._links.before, links.before)):
+            for buffer, there in (
+                (self._state_links.firsts, links.firsts),
+                (self._state_links.blocks_before, links.blocks_before),
+            ):
                 buffer[:live].copy_(there)
                 buffer[live:].copy_(there[:1].expand(MOST_ROWS - live))  # once more what the first row says
         hidden, states = self._graphs.run(bucket)
@@ -161,12 +168,14 @@ class PromptStep:
         else:
             metadata = self._metadata(self._backend, self._slots[:size])
         if self._draft is not None and not self._draft.lags:
-            return self._draft.follow(self._target, tokens, positions, metadata, rows=self._rows, links=self._links)
-        hidden = model.hidden(tokens, positions, cache, self._backend, metadata, rows=self._rows)
+            return self._draft.forward_with_target(
+                self._target, tokens, positions, metadata, rows=self._rows, links=self._state_links
+            )
+        hidden = model.forward(tokens, positions, cache, self._backend, metadata, rows=self._rows)
         if self._draft is not None:
             backend = self._draft.backend
             assert isinstance(backend, TritonAttention)
-            self._draft.fill(tokens, positions, self._metadata(backend, self._draft_slots[:size]))
+            self._draft.write_kv(tokens, positions, self._metadata(backend, self._draft_slots[:size]))
         return hidden, None
 
     def _metadata(self, backend: TritonAttention, slots: Tensor) -> TritonMetadata:
@@ -179,9 +188,9 @@ class PromptStep:
         """A step whose rows have no tokens. A chunk's have, of blocks that it only reads."""
         self._slots.fill_(-1)
         self._draft_slots.fill_(-1)
-        for buffer in (self._tokens, self._positions, self._cu_q, self._seq_lens, self._rows, self._links.firsts):
+        for buffer in (self._tokens, self._positions, self._cu_q, self._seq_lens, self._rows, self._state_links.firsts):
             buffer.zero_()
-        self._links.before.fill_(self._kv.dummy_block)
+        self._state_links.blocks_before.fill_(self._kv.dummy_block)
 
 
 def _kept(output: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:

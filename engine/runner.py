@@ -67,33 +67,35 @@ class Runner:
         *,
         max_seqs: int,
         max_blocks: int,
-        most_tokens: int,
+        max_step_tokens: int,
         sampler: DeviceSampler | None = None,
-        static: bool = False,
-        drafts: int = 0,
+        use_cuda_graphs: bool = False,
+        max_seq_drafts: int = 0,
         max_drafts: int = 0,
         rejection: bool = False,
-        draft: Drafter | None = None,
-        chunks: Sequence[tuple[int, int]] = (),
+        draft_model: Drafter | None = None,
+        chunk_graphs: Sequence[tuple[int, int]] = (),
     ) -> None:
         self._model, self._kv, self._backend = model, kv, backend
         self._cache = kv.layers()
         self._device = kv.data.device
         self._tables = BlockTables(max_seqs, max_blocks)
         self._last_tokens = torch.zeros(max_seqs + 1, dtype=torch.int64, device=self._device)
-        self._sampling = StepSampler(sampler, self._last_tokens, slots=max_seqs, drafts=drafts, rejection=rejection)
+        self._sampling = StepSampler(
+            sampler, self._last_tokens, slots=max_seqs, drafts=max_seq_drafts, rejection=rejection
+        )
         self._replayed: tuple[int, int] | None = None
-        self._drafts, self._draft = drafts, draft
-        self._target = Target(model, self._cache, backend)
-        self.decode: DecodeStep | None = None
-        self.prompt: PromptStep | None = None
-        if static:
+        self._drafts, self._draft = max_seq_drafts, draft_model
+        self._target_model = Target(model, self._cache, backend)
+        self.decode_step: DecodeStep | None = None
+        self.prompt_step: PromptStep | None = None
+        if use_cuda_graphs:
             from engine.decode_step import DecodeStep
             from engine.prompt_step import PromptStep
 
             assert sampler is not None
             assert isinstance(backend, TritonAttention)
-            self.decode = DecodeStep(
+            self.decode_step = DecodeStep(
                 model,
                 self._cache,
                 backend,
@@ -101,61 +103,69 @@ class Runner:
                 self._tables,
                 self._last_tokens,
                 max_rows=max_seqs,
-                drafts=drafts,
+                max_seq_drafts=max_seq_drafts,
                 max_drafts=max_drafts,
-                draft=draft,
+                draft_model=draft_model,
             )
-            self.prompt = PromptStep(
-                model, kv, backend, most_tokens=most_tokens, max_blocks=max_blocks, draft=draft, chunks=chunks
+            self.prompt_step = PromptStep(
+                model,
+                kv,
+                backend,
+                max_step_tokens=max_step_tokens,
+                max_blocks=max_blocks,
+                draft_model=draft_model,
+                chunk_graphs=chunk_graphs,
             )
         self.draft_loop: DraftLoop | None = None
         self.draft_graphs: DraftGraphs | None = None
-        if draft is not None:
-            if self.decode is not None and sampler is not None and not rejection:
+        if draft_model is not None:
+            if self.decode_step is not None and sampler is not None and not rejection:
                 self.draft_graphs = DraftGraphs(
-                    draft,
+                    draft_model,
                     sampler,
                     self._sampling.stage,
-                    buckets=self.decode.drafting_buckets,
-                    drafts=drafts,
-                    width=max_blocks,
+                    buckets=self.decode_step.draft_buckets,
+                    max_seq_drafts=max_seq_drafts,
+                    max_blocks=max_blocks,
                     block_size=kv.layout.block_size,
                     device=self._device,
                 )
-            self.draft_loop = DraftLoop(draft, kv, self._tables, rejection=rejection, graphs=self.draft_graphs)
+            self.draft_loop = DraftLoop(draft_model, kv, self._tables, rejection=rejection, graphs=self.draft_graphs)
 
     @property
-    def drafts_lag(self) -> bool:
+    def draft_model_lags(self) -> bool:
         """See Drafter.lags."""
         return self._draft is not None and self._draft.lags
 
     def capture(self) -> None:
         """Records the CUDA graphs of all static steps."""
-        for step in (self.decode, self.prompt, self.draft_graphs):
+        for step in (self.decode_step, self.prompt_step, self.draft_graphs):
             if step is not None:
                 step.capture()
 
     @torch.inference_mode()
     def launch(self, items: Sequence[Item], between: Between | None = None) -> Launched:
         """Queues forward pass and sampling of all items; every item's lease covers its tokens. See StepRunner."""
-        self._sampling.stage([item.seq for item in items if item.sample])
-        self._kv.copy([item.copy for item in items if item.copy is not None])
+        self._sampling.stage([item.seq for item in items if item.samples])
+        self._kv.copy([item.block_copy for item in items if item.block_copy is not None])
         wanted = wanted_rows(items)
         self._replayed = None
         plain = not (
-            self._sampling.rejects(items) or _constrained_drafts(items) or any(item.seq.embeds for item in items)
+            self._sampling.uses_rejection(items)
+            or _constrained_drafts(items)
+            or any(item.seq.wants_embedding for item in items)
         )
-        if plain and self.decode is not None and self.decode.fits(items):
-            self._clear_begun_blocks(items)
-            self._replayed = rows, query = self.decode.stage(items)
-            output = self.decode.run(rows, query)
+        if plain and self.decode_step is not None and self.decode_step.fits(items):
+            self._zero_new_blocks(items)
+            self._replayed = rows, query = self.decode_step.stage(items)
+            output = self.decode_step.run(rows, query)
             count = sum(1 + len(item.drafts) for item in items)
             results, logits, logit_rows = output.results[:count], output.logits, np.arange(count)
             undrawn = [item.seq.constraint is not None for item in items]
             scores: list[Scores] = []
         else:
-            results, logits, logit_rows, scores = self._launch_chunks(items, between)
-            undrawn = [item.sample and awaits_token(item.seq) for item in items]
+            results, logits, logit_rows, scores = self._launch_eager(items, between)
+            undrawn = [item.samples and awaits_token(item.seq) for item in items]
         if not any(undrawn):
             return self._send(items, results, wanted, logits, logit_rows, scores)
         again = Undrawn(
@@ -165,80 +175,91 @@ class Runner:
             logit_rows,
         )
         launched = Launched(items, results, wanted, (), (), None, again, scores)
-        return launched if any(awaits_token(item.seq) for item in again.items) else self.constrain(launched)
+        return launched if any(awaits_token(item.seq) for item in again.scheduled) else self.sample_deferred(launched)
 
     @torch.inference_mode()
-    def constrain(self, launched: Launched) -> Launched:
+    def sample_deferred(self, launched: Launched) -> Launched:
         """Draws again what was launched before its constraint knew the last token. Called once the steps before are
         accounted for; for most steps there is nothing to do.
         """
-        undrawn, results = launched.undrawn, launched.results
+        undrawn, results = launched.deferred, launched.results
         if undrawn is None:
             return launched
-        pairs = [(i, row) for i, row in zip(undrawn.items, undrawn.rows, strict=True) if i.seq.finish is None]
+        pairs = [
+            (i, row)
+            for i, row in zip(undrawn.scheduled, undrawn.result_rows, strict=True)
+            if i.seq.finish_reason is None
+        ]
         if pairs:
-            self._sampling.draw_again([item for item, _ in pairs], [row for _, row in pairs], undrawn, results)
-        return self._send(launched.items, results, launched.wanted, undrawn.logits, undrawn.logit_rows, launched.scores)
+            self._sampling.resample([item for item, _ in pairs], [row for _, row in pairs], undrawn, results)
+        return self._send(
+            launched.scheduled,
+            results,
+            launched.logprob_rows,
+            undrawn.logits,
+            undrawn.logit_rows,
+            launched.prompt_logprobs,
+        )
 
-    def ended(self, launched: Launched) -> bool:
+    def is_done(self, launched: Launched) -> bool:
         """Whether `collect` would not wait."""
-        return launched.arrived is None or bool(launched.arrived.query())  # type: ignore[no-untyped-call]
+        return launched.copy_event is None or bool(launched.copy_event.query())  # type: ignore[no-untyped-call]
 
     def collect(self, launched: Launched) -> list[ItemResult]:
         """One result per item, in order; waits for the device."""
         return collect(launched)
 
-    def replay(self, count: int) -> float | None:
+    def time_replay(self, count: int) -> float | None:
         """Seconds that the last launched step takes when it is run `count` times back to back; None when it was not one
         from static buffers. Its sequences' KV and sampling state are spoilt: for measurements.
         """
-        if self._replayed is None or self.decode is None or self._device.type != "cuda":
+        if self._replayed is None or self.decode_step is None or self._device.type != "cuda":
             return None
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         with torch.inference_mode():
             began.record()
             for _ in range(count):
-                self.decode.run(*self._replayed)
+                self.decode_step.run(*self._replayed)
             ended.record()
         ended.synchronize()
         return float(began.elapsed_time(ended)) * 1e-3 / count
 
     @torch.inference_mode()
-    def rehearse(self, rows: Rows, block: int) -> None:
+    def warm_up(self, rows: Rows, block: int) -> None:
         """Queues a step whose rows all sample, with log-probabilities, and use that block of the pool alone.
 
         A row with as many new tokens as one with drafts has is taken for one.
         """
-        shape = self._rehearsed(rows, block)
+        shape = self._warm_up_shape(rows, block)
         ends = np.cumsum(shape.num_new)
         counts = np.where(np.array(shape.num_new) == 1 + self._drafts, shape.num_new, 1)
         last = np.repeat(ends - np.cumsum(counts), counts) + np.arange(counts.sum())
         ids, at, sampled = upload([np.zeros(ends[-1], dtype=np.int64), _positions(shape), last], self._device)
-        hidden, _ = self._hidden(shape, ids, at, sampled, every=len(last) == len(ids))
+        hidden, _ = self._forward(shape, ids, at, sampled, every=len(last) == len(ids))
         self._fill_draft(shape, ids, at, list(range(len(rows))))
         logits = self._model.logits(hidden)
-        self._sampling.rehearse(counts, logits, last)
+        self._sampling.warm_up(counts, logits, last)
 
     @torch.inference_mode()
-    def plan(self, rows: Rows, block: int) -> None:
+    def warm_up_attention(self, rows: Rows, block: int) -> None:
         """`rehearse` for the plans that the step's attention builds, without the rest of the model where it can."""
         if self._model.capturable and isinstance(self._backend, TritonAttention):
-            self._backend.rehearse(self._rehearsed(rows, block))
+            self._backend.warm_up(self._warm_up_shape(rows, block))
         else:
-            self.rehearse(rows, block)
+            self.warm_up(rows, block)
 
-    def _rehearsed(self, rows: Rows, block: int) -> StepShape:
+    def _warm_up_shape(self, rows: Rows, block: int) -> StepShape:
         size = self._kv.layout.block_size
         starts, num_new = zip(*rows, strict=True)
         return StepShape(
             starts, num_new, [np.full(-(-(start + new) // size), block, dtype=np.int32) for start, new in rows]
         )
 
-    def _launch_chunks(
+    def _launch_eager(
         self, items: Sequence[Item], between: Between | None
     ) -> tuple[Tensor, Tensor, np.ndarray, list[Scores]]:
         """results of any step, the logits that they are drawn from, each result's row of these, and scores."""
-        self._clear_begun_blocks(items)
+        self._zero_new_blocks(items)
         shape = StepShape(
             starts=[item.start for item in items],
             num_new=[item.num_new for item in items],
@@ -257,7 +278,7 @@ class Runner:
         counts = np.array([1 + len(item.drafts) for item in items])
         item_of = np.repeat(np.arange(len(items)), counts)
         back = np.cumsum(counts)[item_of] - 1 - np.arange(len(item_of))
-        samples = np.array([item.sample for item in items])[item_of]
+        samples = np.array([item.samples for item in items])[item_of]
         slots = np.array([item.seq.slot for item in items])
         positions_of = _positions(shape)
         last_of = ends[item_of] - 1 - back
@@ -281,25 +302,25 @@ class Runner:
         )
         if unseen:
             ids.index_copy_(0, late, self._last_tokens.index_select(0, late_slots))
-        prompts = [row for row, item in enumerate(items) if not item.decode]
-        if self.prompt is not None and self.prompt.fits(shape, len(shown)):
-            hidden, states = self.prompt.run(shape, ids, positions, shown, prompts)
+        prompts = [row for row, item in enumerate(items) if not item.is_decode]
+        if self.prompt_step is not None and self.prompt_step.fits(shape, len(shown)):
+            hidden, states = self.prompt_step.run(shape, ids, positions, shown, prompts)
         else:
             whole = len(last) == len(ids) and not to_score
-            hidden, states = self._hidden(shape, ids, positions, shown, every=whole, between=between)
+            hidden, states = self._forward(shape, ids, positions, shown, every=whole, between=between)
             self._fill_draft(shape, ids, positions, prompts)
-        scores = self._score(to_score, hidden[len(last) :]) if to_score else []
+        scores = self._prompt_logprobs(to_score, hidden[len(last) :]) if to_score else []
         hidden = hidden[: len(last)]
         for item, end in zip(items, np.cumsum(counts), strict=True):
-            if item.seq.embeds and item.sample:
-                item.seq.state = self._model.final(hidden[end - 1 : end])[0]
-        sampling = [item for item in items if item.sample]
+            if item.seq.wants_embedding and item.samples:
+                item.seq.embedding = self._model.final_norm(hidden[end - 1 : end])[0]
+        sampling = [item for item in items if item.samples]
         every = bool(samples.all())
         results = torch.zeros(len(item_of), dtype=torch.int64, device=self._device)
         if not every:
             results.masked_fill_(~torch.isfinite(hidden.float().sum(dim=-1)), -1)
         if not sampling:
-            self._note(states, shape, results, ids, last_of, counts)
+            self._store_states(states, shape, results, ids, last_of, counts)
             return results, hidden, np.zeros(0), scores
         logits = self._model.logits(hidden if every else hidden.index_select(0, rows))
         before = None
@@ -311,10 +332,10 @@ class Runner:
             results = drawn
         else:
             results.index_copy_(0, rows, torch.where(results.index_select(0, rows) < 0, -1, drawn))
-        self._note(states, shape, results, ids, last_of, counts)
+        self._store_states(states, shape, results, ids, last_of, counts)
         return results, logits, np.cumsum(samples) - 1, scores
 
-    def _hidden(
+    def _forward(
         self,
         shape: StepShape,
         ids: Tensor,
@@ -329,10 +350,10 @@ class Runner:
         wanted = None if every else rows
         if self._draft is None or self._draft.lags:
             tap: Tap | None = None if between is None else lambda _layer, _stream: between()
-            kept = self._model.hidden(ids, positions, self._cache, self._backend, metadata, rows=wanted, tap=tap)
+            kept = self._model.forward(ids, positions, self._cache, self._backend, metadata, rows=wanted, tap=tap)
             return kept, None
         links = links_of(shape, self._kv)
-        return self._draft.follow(self._target, ids, positions, metadata, rows=wanted, links=links)
+        return self._draft.forward_with_target(self._target_model, ids, positions, metadata, rows=wanted, links=links)
 
     def _fill_draft(self, shape: StepShape, ids: Tensor, positions: Tensor, rows: Sequence[int]) -> None:
         """A draft model that lags computes the tokens of these rows, which are prompts."""
@@ -347,9 +368,9 @@ class Runner:
             shape = StepShape(
                 [shape.starts[r] for r in rows], [shape.num_new[r] for r in rows], [shape.blocks[r] for r in rows]
             )
-        self._draft.fill(ids, positions, self._draft.backend.prepare(shape))
+        self._draft.write_kv(ids, positions, self._draft.backend.prepare(shape))
 
-    def _note(
+    def _store_states(
         self,
         states: Tensor | None,
         shape: StepShape,
@@ -362,7 +383,7 @@ class Runner:
         if self._draft is not None and states is not None:
             note_states(self._draft, states, shape, sampled, ids, last_of, counts, kv=self._kv, query=1 + self._drafts)
 
-    def _score(self, to_score: Sequence[ToScore], hidden: Tensor) -> list[Scores]:
+    def _prompt_logprobs(self, to_score: Sequence[ToScore], hidden: Tensor) -> list[Scores]:
         """hidden: of the tokens before those that are scored, item after item. Few logits exist at a time."""
         scores: list[Scores] = []
         for index, item, first, end in to_score:
@@ -392,7 +413,7 @@ class Runner:
         forked = self._sampling.fork(items, logits, logit_rows)
         return send(items, results, wanted, logits, logit_rows, scores, forked)
 
-    def _clear_begun_blocks(self, items: Sequence[Item]) -> None:
+    def _zero_new_blocks(self, items: Sequence[Item]) -> None:
         """Zeroes the blocks that this step starts to fill and leaves partly unwritten.
 
         A prompt's last block may travel to a pod that reads all of it; of one that decodes only a backend could that
@@ -401,10 +422,14 @@ class Runner:
         size = self._kv.layout.block_size
         begun: list[int] = []
         for item in items:
-            if item.drafts and self.drafts_lag:
+            if item.drafts and self.draft_model_lags:
                 continue
             end = item.start + item.num_new
-            if end % size and end - end % size >= item.start and (self._backend.reads_unwritten or not item.decode):
+            if (
+                end % size
+                and end - end % size >= item.start
+                and (self._backend.reads_unwritten_slots or not item.is_decode)
+            ):
                 assert item.seq.lease is not None
                 begun.append(item.seq.lease.blocks[end // size])
         self._kv.zero(begun)
@@ -417,7 +442,7 @@ def _constrained_drafts(items: Sequence[Item]) -> bool:
 def _to_score(items: Sequence[Item]) -> list[ToScore]:
     found: list[ToScore] = []
     for index, item in enumerate(items):
-        first = max(item.seq.scored, item.start + 1)
+        first = max(item.seq.next_prompt_logprob, item.start + 1)
         end = min(item.start + item.num_new + 1, item.seq.prompt_len)
         if first < end:
             found.append((index, item, first, end))

@@ -39,7 +39,7 @@ class SampleRow:
     prompt_len: int
     child: int = 0
     drafts: Sequence[int] = ()
-    allowed: np.ndarray | None = None
+    allowed_mask: np.ndarray | None = None
 
     @property
     def position(self) -> int:
@@ -64,7 +64,7 @@ class Noise:
     position: Tensor
 
     @classmethod
-    def of(cls, rows: Sequence[SampleRow], like: Tensor) -> Noise:
+    def for_rows(cls, rows: Sequence[SampleRow], like: Tensor) -> Noise:
         return cls(
             _longs([_signed(row.params.seed) for row in rows], like),
             _longs([row.child for row in rows], like),
@@ -74,7 +74,7 @@ class Noise:
     def rows(self, rows: Sequence[int]) -> Noise:
         return Noise(self.seed[rows], self.child[rows], self.position[rows])
 
-    def everywhere(self, vocab_size: int, *, stream: int = 0) -> Tensor:
+    def for_vocab(self, vocab_size: int, *, stream: int = 0) -> Tensor:
         return gumbel(self.seed, self.child, self.position, vocab_size, stream=stream)
 
     def at(self, indices: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ def _shape(raw: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     penalised = [r for r, row in enumerate(rows) if penalises(row.params)]
     biased = [r for r, row in enumerate(rows) if row.params.logit_bias]
     held = [r for r, row in enumerate(rows) if row.position - row.prompt_len < row.params.min_tokens]
-    masked = [r for r, row in enumerate(rows) if row.allowed is not None]
+    masked = [r for r, row in enumerate(rows) if row.allowed_mask is not None]
     if not (penalised or biased or held or masked):
         return raw
     logits = raw.clone()
@@ -140,7 +140,7 @@ def _shape(raw: Tensor, rows: Sequence[SampleRow]) -> Tensor:
         stops = [(r, token) for r in held for token in rows[r].params.stop_token_ids]
         logits[_longs([r for r, _ in stops], raw), _longs([t for _, t in stops], raw)] = NEG_INF
     if masked:
-        words = np.stack([rows[r].allowed for r in masked])  # type: ignore[misc]
+        words = np.stack([rows[r].allowed_mask for r in masked])  # type: ignore[misc]
         bits = np.unpackbits(words.view(np.uint8), axis=1, count=raw.shape[1], bitorder="little")
         forbidden = torch.from_numpy(bits == 0).to(raw.device)
         if len(masked) == len(rows):
@@ -177,19 +177,19 @@ def _counts(logits: Tensor, tokens: Sequence[Sequence[int]]) -> Tensor:
 
 def _draw(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     """Gumbel-max of every row, all of which have temperature > 0."""
-    noise = Noise.of(rows, logits)
+    noise = Noise.for_rows(rows, logits)
     temperature = _floats([max(row.params.temperature, MIN_TEMPERATURE) for row in rows], logits)
     logits = logits / temperature[:, None]
     cut = [r for r, row in enumerate(rows) if _cuts(row.params)]
     if not cut:
-        return (logits + noise.everywhere(logits.shape[1])).argmax(dim=-1)
+        return (logits + noise.for_vocab(logits.shape[1])).argmax(dim=-1)
     params = [rows[r].params for r in cut]
     if len(cut) == len(rows):
         return _draw_cut(logits, params, noise)
     cut_set = set(cut)
     whole = [r for r in range(len(rows)) if r not in cut_set]
     tokens = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
-    tokens[whole] = (logits[whole] + noise.rows(whole).everywhere(logits.shape[1])).argmax(dim=-1)
+    tokens[whole] = (logits[whole] + noise.rows(whole).for_vocab(logits.shape[1])).argmax(dim=-1)
     tokens[cut] = _draw_cut(logits[cut], params, noise.rows(cut))
     return tokens
 

@@ -65,30 +65,30 @@ class SchedulerConfig:
     sequences that run at once; max_model_len: tokens of a sequence.
     """
 
-    token_budget: int
-    prompt_budget: int | None = None
-    mixed_tokens: int = 0
+    chunk_tokens: int
+    prompt_step_tokens: int | None = None
+    local_chunk_tokens: int = 0
     max_seqs: int
     max_model_len: int
 
     def __post_init__(self) -> None:
         for field, value in (
-            ("token_budget", self.token_budget),
+            ("token_budget", self.chunk_tokens),
             ("max_seqs", self.max_seqs),
             ("max_model_len", self.max_model_len),
         ):
             if value < 1:
                 raise ConfigError(f"{field} must be at least 1, not {value}", field=field)
-        if self.prompt_budget is not None and self.prompt_budget < self.token_budget:
+        if self.prompt_step_tokens is not None and self.prompt_step_tokens < self.chunk_tokens:
             raise ConfigError(
-                f"prompt_budget {self.prompt_budget} is less than token_budget {self.token_budget}",
+                f"prompt_budget {self.prompt_step_tokens} is less than token_budget {self.chunk_tokens}",
                 field="prompt_budget",
             )
 
     @property
-    def most_tokens(self) -> int:
+    def max_step_tokens(self) -> int:
         """Of any step."""
-        return self.token_budget if self.prompt_budget is None else 2 * self.prompt_budget
+        return self.chunk_tokens if self.prompt_step_tokens is None else 2 * self.prompt_step_tokens
 
 
 class Item(NamedTuple):
@@ -102,12 +102,12 @@ class Item(NamedTuple):
     seq: Sequence
     start: int
     num_new: int
-    sample: bool
-    decode: bool = False
-    recomputed: int = 0
+    samples: bool
+    is_decode: bool = False
+    num_recomputed: int = 0
     drafts: tuple[int, ...] = ()
-    probs: Tensor | None = None
-    copy: BlockCopy | None = None
+    draft_probs: Tensor | None = None
+    block_copy: BlockCopy | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +116,12 @@ class Batch:
     host damaged, with the error; they have ended.
     """
 
-    items: list[Item]
-    lost: abc.Sequence[tuple[Sequence, BatonError]] = ()
+    scheduled: list[Item]
+    failed: abc.Sequence[tuple[Sequence, BatonError]] = ()
 
     @property
     def num_tokens(self) -> int:
-        return sum(item.num_new for item in self.items)
+        return sum(item.num_new for item in self.scheduled)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,12 +134,12 @@ class SchedulerStats:
 
     running: int
     waiting: int
-    preempted_waiting: int
+    num_preempted: int
     queued_tokens: int
     preemptions: int
     recomputed_tokens: int
-    resumed: int = 0
-    recomputed: int = 0
+    fully_restored: int = 0
+    partly_recomputed: int = 0
 
 
 def _rank(seq: Sequence) -> tuple[int, int, int]:
@@ -153,7 +153,7 @@ def _turn(seq: Sequence) -> tuple[bool, bool, int, int, int]:
 
 def _forks(seq: Sequence) -> int:
     """Children that the sequence still stands for beside itself and that will want blocks of their own here."""
-    return 0 if seq.hand_off or seq.request.sampling.max_tokens == 1 else seq.draws - 1
+    return 0 if seq.hand_off or seq.request.sampling.max_tokens == 1 else seq.num_samples - 1
 
 
 class Scheduler:
@@ -162,17 +162,17 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, pool: BlockPool) -> None:
         self.config = config
         self._pool = pool
-        self._families: dict[str, dict[int, Sequence]] = {}  # by request and child
+        self._by_request: dict[str, dict[int, Sequence]] = {}  # by request and child
         self._running: list[Sequence] = []
         self._waiting: list[Sequence] = []
         self._slots = list(range(config.max_seqs))  # free ones, a heap
         self._arrivals = 0
         self._preemptions = 0
-        self._resumed = self._recomputed = 0
+        self._fully_restored = self._partly_recomputed = 0
         self._recomputed_tokens = 0
-        self._lost: list[tuple[Sequence, BatonError]] = []
-        self._policy = ChunkPolicy(config.token_budget, config.prompt_budget, pool.block_size)
-        self._reserved: list[Sequence] = []  # leases with room for drafts, until the next batch
+        self._failed: list[tuple[Sequence, BatonError]] = []
+        self._policy = ChunkPolicy(config.chunk_tokens, config.prompt_step_tokens, pool.block_size)
+        self._reserved_for_drafts: list[Sequence] = []  # leases with room for drafts, until the next batch
 
     def add(self, seq: Sequence) -> None:
         """Take a sequence in. Raises InvalidRequest naming the field when it can never run here.
@@ -189,62 +189,62 @@ class Scheduler:
                 f"{prompt_len} prompt tokens and {max_len - prompt_len} new ones exceed a context of {limit}",
                 field="max_tokens",
             )
-        if self._blocks(max_len - 1) > self._pool.num_blocks:
+        if self._num_blocks(max_len - 1) > self._pool.num_blocks:
             raise InvalidRequest(
                 f"{max_len} tokens never fit in {self._pool.num_blocks} blocks of {self._pool.block_size}",
-                field="prompt" if self._blocks(prompt_len) > self._pool.num_blocks else "max_tokens",
+                field="prompt" if self._num_blocks(prompt_len) > self._pool.num_blocks else "max_tokens",
             )
         if not 1 <= seq.request.sampling.n <= MAX_N:
             raise InvalidRequest(f"n is {seq.request.sampling.n}, outside 1 to {MAX_N}", field="n")
-        if self._blocks(prompt_len) + _forks(seq) > self._pool.num_blocks:
+        if self._num_blocks(prompt_len) + _forks(seq) > self._pool.num_blocks:
             raise InvalidRequest(
-                f"{seq.draws} sequences of {prompt_len} prompt tokens never fit in {self._pool.num_blocks} blocks of "
-                f"{self._pool.block_size}",
+                f"{seq.num_samples} sequences of {prompt_len} prompt tokens never fit in {self._pool.num_blocks} blocks "
+                f"of {self._pool.block_size}",
                 field="n",
             )
-        if seq.child in self._families.get(seq.request_id, ()):
+        if seq.child in self._by_request.get(seq.request_id, ()):
             raise InvalidRequest(f"request {seq.request_id} is running already", field="request_id")
         if seq.lease is not None and seq.allocated < prompt_len:
             raise InternalError(f"a lease of {seq.allocated} tokens for a prompt of {prompt_len}")
         self._arrivals += 1
         seq.arrival = self._arrivals
-        self._take_in(seq)
+        self._enqueue(seq)
 
     def fork(self, seq: Sequence, other: Sequence) -> None:
         """Take in another child of a sequence whose prompt has just been computed; it shares the prompt's blocks."""
         assert seq.lease is not None
-        other.lease = seq.lease.fork(self._blocks(seq.prompt_len))
+        other.lease = seq.lease.fork(self._num_blocks(seq.prompt_len))
         other.computed = seq.prompt_len
-        self._take_in(other)
+        self._enqueue(other)
 
-    def family(self, request_id: str) -> list[Sequence]:
+    def sequences_of(self, request_id: str) -> list[Sequence]:
         """The request's sequences that are waiting or running: one until its prompt is computed."""
-        return list(self._families.get(request_id, {}).values())
+        return list(self._by_request.get(request_id, {}).values())
 
     def request_ids(self) -> list[str]:
         """Of all sequences that are waiting or running."""
-        return list(self._families)
+        return list(self._by_request)
 
     def finish(self, seq: Sequence, reason: FinishReason) -> None:
         """Take a sequence out; idempotent, the first reason stays. Its lease stays the engine's to finish."""
-        family = self._families.get(seq.request_id, {})
+        family = self._by_request.get(seq.request_id, {})
         if family.get(seq.child) is not seq:
             return
         del family[seq.child]
         if not family:
-            del self._families[seq.request_id]
-        self._take_out(seq)
-        self._unpark(seq)
-        seq.finish = reason
+            del self._by_request[seq.request_id]
+        self._dequeue(seq)
+        self._drop_partial_block(seq)
+        seq.finish_reason = reason
 
     def abort(self, request_id: str, child: int | None = None) -> list[Sequence]:
         """Take a request's sequences, or one child, out wherever they are; those that were here (still).
 
         A child that does not exist yet cannot be taken out, nor can the sequence that stands for it.
         """
-        found = [seq for seq in self.family(request_id) if child in (None, seq.child)]
+        found = [seq for seq in self.sequences_of(request_id) if child in (None, seq.child)]
         if child is not None:
-            found = [seq for seq in found if seq.draws == 1]
+            found = [seq for seq in found if seq.num_samples == 1]
         for seq in found:
             self.finish(seq, FinishReason.ABORT)
         return found
@@ -264,24 +264,24 @@ class Scheduler:
         return SchedulerStats(
             running=len(running),
             waiting=len(waiting),
-            preempted_waiting=sum(seq.preemptions > 0 and seq.lease is None for seq in waiting),
+            num_preempted=sum(seq.preemptions > 0 and seq.lease is None for seq in waiting),
             queued_tokens=sum(seq.remaining for seq in (*running, *waiting) if not seq.decoding),
             preemptions=self._preemptions,
             recomputed_tokens=self._recomputed_tokens,
-            resumed=self._resumed,
-            recomputed=self._recomputed,
+            fully_restored=self._fully_restored,
+            partly_recomputed=self._partly_recomputed,
         )
 
-    def reserve(self, seq: Sequence, end: int) -> int:
+    def reserve_for_drafts(self, seq: Sequence, end: int) -> int:
         """Room for `end` tokens of one of `drafters`, as far as the pool can spare it; tokens that there is room for.
 
         The next schedule gives back what it does not use.
         """
-        self._extend(seq, end, keep_free=self._growing())
-        self._reserved.append(seq)
+        self._extend(seq, end, keep_free=self._num_growing())
+        self._reserved_for_drafts.append(seq)
         return seq.allocated
 
-    def drafters(self) -> list[Sequence]:
+    def draft_candidates(self) -> list[Sequence]:
         """Running sequences that decode next and whose tokens are all known; those that came with their blocks have
         begun to run.
         """
@@ -293,47 +293,47 @@ class Scheduler:
 
         drafts: of `drafters`; as many of them as fit are verified.
         """
-        items = self._plan(drafts)
-        while not items and any(not seq.paused for seq in self._waiting) and not self._blocks_come_back():
+        items = self._schedule_once(drafts)
+        while not items and any(not seq.paused for seq in self._waiting) and not self._blocks_will_be_freed():
             paused = [seq for seq in self._lease_holders() if seq.paused]
             if not paused:
                 break
             self._preempt(max(paused, key=_rank))
-            items = self._plan(drafts)
-        self._give_back(items)
-        lost, self._lost = self._lost, []
+            items = self._schedule_once(drafts)
+        self._trim_unused_draft_blocks(items)
+        lost, self._failed = self._failed, []
         return Batch(items, lost)
 
-    def _give_back(self, items: list[Item]) -> None:
+    def _trim_unused_draft_blocks(self, items: list[Item]) -> None:
         """Room that was reserved for drafts which are not verified now."""
-        if self._reserved:
+        if self._reserved_for_drafts:
             used = {item.seq for item in items if item.drafts}
-            for seq in self._reserved:
+            for seq in self._reserved_for_drafts:
                 if seq.lease is not None and not seq.lease.finished and seq not in used:
-                    seq.lease.trim(self._blocks(len(seq.tokens)))
-            self._reserved = []
+                    seq.lease.trim(self._num_blocks(len(seq.tokens)))
+            self._reserved_for_drafts = []
 
-    def _growing(self) -> int:
+    def _num_growing(self) -> int:
         """Running sequences that may want a block each."""
         return sum(not seq.hand_off for seq in self._running)
 
-    def _plan(self, drafts: Mapping[Sequence, Chain]) -> list[Item]:
+    def _schedule_once(self, drafts: Mapping[Sequence, Chain]) -> list[Item]:
         self._admit(new=False)
-        items = self._decodes()
+        items = self._schedule_decodes()
         self._admit(new=True)
         if drafts:
             items = self._with_drafts(items, drafts)
-        return items + self._chunks(self._budget(items))
+        return items + self._schedule_chunks(self._prompt_token_limit(items))
 
-    def _budget(self, decodes: list[Item]) -> int:
+    def _prompt_token_limit(self, decodes: list[Item]) -> int:
         """Tokens of the step that its prompts may have."""
         config = self.config
-        if decodes or config.prompt_budget is None:
-            left = config.token_budget - sum(item.num_new for item in decodes)
-            return min(left, config.mixed_tokens) if decodes and config.mixed_tokens else left
+        if decodes or config.prompt_step_tokens is None:
+            left = config.chunk_tokens - sum(item.num_new for item in decodes)
+            return min(left, config.local_chunk_tokens) if decodes and config.local_chunk_tokens else left
         prompts = sum(not (seq.paused or seq.decoding) for seq in self._running)
         alone = prompts == 1 and all(seq.paused for seq in self._waiting)
-        return config.most_tokens if alone else config.prompt_budget
+        return config.max_step_tokens if alone else config.prompt_step_tokens
 
     def _admit(self, *, new: bool) -> None:
         """Move waiting sequences into free slots, in turn; without `new` only those that hold their blocks already."""
@@ -347,44 +347,44 @@ class Scheduler:
                 if not new:
                     return
                 del self._waiting[turn]
-                leased = self._lease(seq)
+                leased = self._allocate(seq)
                 insort(self._waiting, seq, key=_turn)
                 if not leased:
                     return
                 turn = self._waiting.index(seq)
             assert seq.lease is not None
-            if seq.lease.loading:
+            if seq.lease.host_loading:
                 turn += 1
                 continue
-            if not self._landed(seq, seq.lease):
+            if not self._finish_host_load(seq, seq.lease):
                 continue
             self._waiting.remove(seq)
             seq.slot = heapq.heappop(self._slots)
             insort(self._running, seq, key=_rank)
 
-    def _landed(self, seq: Sequence, lease: Lease) -> bool:
+    def _finish_host_load(self, seq: Sequence, lease: Lease) -> bool:
         """All that the lease got from the host is there; False, and the sequence has ended, when it is damaged."""
-        self._unpark(seq)
-        if lease.load is None:
+        self._drop_partial_block(seq)
+        if lease.host_load is None:
             return True
-        if lease.load.error is not None:
-            self._lost.append((seq, lease.load.error))
+        if lease.host_load.error is not None:
+            self._failed.append((seq, lease.host_load.error))
             self.finish(seq, FinishReason.ERROR)
             return False
-        lease.load = None
+        lease.host_load = None
         seq.publish()
         return True
 
-    def _unpark(self, seq: Sequence) -> None:
-        if seq.parked is not None:
-            self._pool.unpark(seq.parked)
-            seq.parked = None
+    def _drop_partial_block(self, seq: Sequence) -> None:
+        if seq.saved_partial is not None:
+            self._pool.drop_partial_block(seq.saved_partial)
+            seq.saved_partial = None
 
-    def _take_in(self, seq: Sequence) -> None:
-        self._families.setdefault(seq.request_id, {})[seq.child] = seq
+    def _enqueue(self, seq: Sequence) -> None:
+        self._by_request.setdefault(seq.request_id, {})[seq.child] = seq
         insort(self._waiting, seq, key=_turn)
 
-    def _take_out(self, seq: Sequence) -> None:
+    def _dequeue(self, seq: Sequence) -> None:
         """Of the running or the waiting sequences."""
         if seq.slot < 0:
             self._waiting.remove(seq)
@@ -393,28 +393,32 @@ class Scheduler:
             heapq.heappush(self._slots, seq.slot)
             seq.slot = -1
 
-    def _lease(self, seq: Sequence) -> bool:
+    def _allocate(self, seq: Sequence) -> bool:
         """Lease blocks for all known tokens, and leave one for the growth of each sequence that runs or comes of it."""
         growing = sum(1 + _forks(other) for other in self._running if not other.hand_off) + _forks(seq)
         lease = self._pool.lease(
-            seq.matchable_hashes(), self._blocks(len(seq.tokens)), keep_free=growing, host=True, parked=seq.parked
+            seq.matchable_hashes(),
+            self._num_blocks(len(seq.tokens)),
+            keep_free=growing,
+            host=True,
+            parked=seq.saved_partial,
         )
         if lease is None:
             return False
         seq.lease = lease
         self._start_from(seq, lease.cached_blocks)
-        if lease.resumed:
-            assert seq.parked is not None
-            seq.computed = seq.parked.computed
+        if lease.restored_partial:
+            assert seq.saved_partial is not None
+            seq.computed = seq.saved_partial.computed
         else:
-            seq.lagging = 0
+            seq.draft_lag = 0
         if seq.preemptions:
-            self._resumed += not seq.recomputing
-            self._recomputed += seq.recomputing
+            self._fully_restored += not seq.recomputing
+            self._partly_recomputed += seq.recomputing
         return True
 
-    def _decodes(self) -> list[Item]:
-        limit = self.config.token_budget
+    def _schedule_decodes(self) -> list[Item]:
+        limit = self.config.chunk_tokens
         prompt_share = (limit + 2) // 4
         if len(self._running) > limit - prompt_share and self._has_prompts():
             limit -= prompt_share
@@ -423,25 +427,25 @@ class Scheduler:
             if len(items) == limit:
                 break
             # One that was preempted by an earlier one of this loop has nothing computed, so it does not decode.
-            if seq.paused or not seq.decoding or seq.exhausted or seq.drafted or seq.forking:
+            if seq.paused or not seq.decoding or seq.reaches_limit or seq.num_drafted or seq.forking:
                 continue
             start = seq.start
             lease = seq.lease
             assert lease is not None
             copy = None
-            if lease.borrowed == start // self._pool.block_size:
-                copy = self._insist(seq, lease.own)
+            if lease.cow_index == start // self._pool.block_size:
+                copy = self._allocate_or_preempt(seq, lease.copy_on_write)
                 if copy is None:
                     continue
-            if start < seq.allocated or self._insist(seq, lease.grow):
-                items.append(Item(seq, start, 1, sample=True, decode=True, copy=copy))
+            if start < seq.allocated or self._allocate_or_preempt(seq, lease.grow):
+                items.append(Item(seq, start, 1, samples=True, is_decode=True, block_copy=copy))
         return items
 
     def _with_drafts(self, items: list[Item], drafts: Mapping[Sequence, Chain]) -> list[Item]:
         """The decodes, with drafts of those that have some."""
-        budget = self.config.token_budget
+        budget = self.config.chunk_tokens
         spare = budget - len(items) - ((budget + 2) // 4 if self._has_prompts() else 0)
-        growing = self._growing()
+        growing = self._num_growing()
         drafted: list[Item] = []
         for item in items:
             seq, chain = item.seq, drafts.get(item.seq)
@@ -460,11 +464,11 @@ class Scheduler:
                     seq,
                     item.start,
                     1 + len(wanted),
-                    sample=True,
-                    decode=True,
+                    samples=True,
+                    is_decode=True,
                     drafts=wanted,
-                    probs=chain.probs if wanted else None,
-                    copy=item.copy,
+                    draft_probs=chain.probs if wanted else None,
+                    block_copy=item.block_copy,
                 )
             )
         return drafted
@@ -472,27 +476,31 @@ class Scheduler:
     def _extend(self, seq: Sequence, end: int, *, keep_free: int) -> None:
         """Room for `end` tokens, if the pool can spare it."""
         assert seq.lease is not None
-        missing = self._blocks(end) - len(seq.lease.blocks)
-        if missing > 0 and self._pool.available() - missing >= keep_free:
+        missing = self._num_blocks(end) - len(seq.lease.blocks)
+        if missing > 0 and self._pool.num_available() - missing >= keep_free:
             seq.lease.grow(missing)
 
     def _has_prompts(self) -> bool:
         return any(not (s.paused or s.decoding) for s in self._running) or any(not s.paused for s in self._waiting)
 
-    def _insist(self, seq: Sequence, ask: Callable[[], T | None]) -> T | None:
+    def _allocate_or_preempt(self, seq: Sequence, ask: Callable[[], T | None]) -> T | None:
         """What a decode asks of the pool, at the cost of those below it; nothing when it has to wait."""
         while not (granted := ask()):
-            victim = None if self._blocks_come_back() else self._victim(seq)
+            victim = None if self._blocks_will_be_freed() else self._victim(seq)
             if victim is None:
                 return None
             self._preempt(victim)
         return granted
 
-    def _blocks_come_back(self) -> bool:
+    def _blocks_will_be_freed(self) -> bool:
         """The end of a step in flight frees some: those given up meanwhile, or of a sequence that ends with it. Or the
         end of copies to the host does.
         """
-        return self._pool.deferred() > 0 or self._pool.copying() or any(seq.exhausted for seq in self._running)
+        return (
+            self._pool.num_deferred() > 0
+            or self._pool.copies_pending()
+            or any(seq.reaches_limit for seq in self._running)
+        )
 
     def _victim(self, seq: Sequence) -> Sequence | None:
         """The lowest in rank below seq, else the lowest of those that do not run: paused, or waiting for a slot."""
@@ -505,22 +513,22 @@ class Scheduler:
         return self._running + [seq for seq in self._waiting if seq.lease is not None]
 
     def _preempt(self, seq: Sequence) -> None:
-        self._take_out(seq)
+        self._dequeue(seq)
         assert seq.lease is not None
-        if seq.lease.load is None:  # else what it had is in the host still
-            self._unpark(seq)
-            seq.parked = self._pool.park(seq.lease, seq.computed)
+        if seq.lease.host_load is None:  # else what it had is in the host still
+            self._drop_partial_block(seq)
+            seq.saved_partial = self._pool.save_partial_block(seq.lease, seq.computed)
         seq.preempt()
         self._preemptions += 1
         insort(self._waiting, seq, key=_turn)
 
-    def _chunks(self, budget: int) -> list[Item]:
+    def _schedule_chunks(self, budget: int) -> list[Item]:
         prompts = [seq for seq in self._running if not (seq.paused or seq.decoding)]
         if not prompts or budget <= 0:
             return []
         for seq in prompts:
-            self._match_again(seq)
-        return [self._chunk(seq, count) for seq, count in self._policy.share(prompts, budget).items()]
+            self._rematch_prefix(seq)
+        return [self._chunk(seq, count) for seq, count in self._policy.split(prompts, budget).items()]
 
     def _chunk(self, seq: Sequence, num_new: int) -> Item:
         start = seq.start
@@ -528,14 +536,14 @@ class Scheduler:
         assert end <= seq.allocated
         recomputed = max(0, min(end, seq.recompute_until) - start)
         self._recomputed_tokens += recomputed
-        return Item(seq, start, num_new, sample=end == seq.length, recomputed=recomputed)
+        return Item(seq, start, num_new, samples=end == seq.length, num_recomputed=recomputed)
 
-    def _match_again(self, seq: Sequence) -> None:
+    def _rematch_prefix(self, seq: Sequence) -> None:
         """A prompt that has not started may find blocks that others published since its admission."""
         lease = seq.lease
         assert lease is not None
         if seq.start == lease.cached_blocks * self._pool.block_size:
-            cached = lease.adopt(seq.matchable_hashes())
+            cached = lease.rematch(seq.matchable_hashes())
             if cached * self._pool.block_size > seq.computed:
                 self._start_from(seq, cached)
 
@@ -546,5 +554,5 @@ class Scheduler:
             seq.cached_tokens = seq.computed
             seq.host_tokens = seq.lease.host_blocks * self._pool.block_size
 
-    def _blocks(self, num_tokens: int) -> int:
+    def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._pool.block_size)

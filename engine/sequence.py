@@ -57,28 +57,28 @@ class Sequence:
         "child",
         "computed",
         "constraint",
-        "drafted",
-        "drafting",
-        "embeds",
-        "finish",
-        "given",
+        "draft_lag",
+        "draft_state",
+        "embedding",
+        "finish_reason",
         "hand_off",
         "host_tokens",
-        "lagging",
         "launched",
         "lease",
-        "parked",
+        "next_prompt_logprob",
+        "num_drafted",
         "paused",
         "pending",
         "preemptions",
+        "prefill_len",
         "priority",
         "prompt_len",
         "request",
         "request_id",
-        "scored",
+        "saved_partial",
         "slot",
-        "state",
         "tokens",
+        "wants_embedding",
     )
 
     def __init__(
@@ -92,7 +92,7 @@ class Sequence:
         output: abc.Sequence[int] = (),
         hand_off: bool = False,
         constraint: Constraint | None = None,
-        embeds: bool = False,
+        wants_embedding: bool = False,
         child: int = 0,
         hashes: abc.Sequence[bytes] = (),
     ) -> None:
@@ -110,22 +110,22 @@ class Sequence:
         self.lease = lease
         self.computed = computed
         self.launched = 0
-        self.lagging = 0
+        self.draft_lag = 0
         self.pending = 0
-        self.drafted = 0
-        self.drafting: Drafting | None = None
+        self.num_drafted = 0
+        self.draft_state: Drafting | None = None
         self.slot = -1
         self.cached_tokens = lease.cached_blocks * block_size if lease is not None else 0
         self.host_tokens = lease.host_blocks * block_size if lease is not None else 0
         self.hand_off = hand_off
-        self.given = len(self.tokens) if hand_off else self.prompt_len
+        self.prefill_len = len(self.tokens) if hand_off else self.prompt_len
         self.constraint = constraint
-        self.scored = self.prompt_len if request.sampling.prompt_logprobs is None or computed else 1
-        self.embeds = embeds
-        self.state: Tensor | None = None
-        self.finish: FinishReason | None = None
+        self.next_prompt_logprob = self.prompt_len if request.sampling.prompt_logprobs is None or computed else 1
+        self.wants_embedding = wants_embedding
+        self.embedding: Tensor | None = None
+        self.finish_reason: FinishReason | None = None
         self.paused = False
-        self.parked: Parked | None = None
+        self.saved_partial: Parked | None = None
         self.preemptions = 0
         self.arrival = 0
         self._recompute_until = len(self.tokens) - 1 if output else 0  # the newest token never had KV
@@ -159,27 +159,27 @@ class Sequence:
     def decoding(self) -> bool:
         """All but the newest token have KV or are being computed, and the newest is an output."""
         start = self.computed + self.launched
-        return start >= self.given and start == len(self.tokens) + self.pending - 1
+        return start >= self.prefill_len and start == len(self.tokens) + self.pending - 1
 
     @property
-    def exhausted(self) -> bool:
+    def reaches_limit(self) -> bool:
         """It ends with the tokens that are pending, whatever they are."""
         return self.pending > 0 and self.length >= self.max_len
 
     @property
-    def complete(self) -> int:
+    def complete_len(self) -> int:
         """Tokens that have KV in all layers, those of a draft model included."""
-        return self.computed - self.lagging
+        return self.computed - self.draft_lag
 
     @property
-    def draws(self) -> int:
+    def num_samples(self) -> int:
         """Tokens that are sampled from its next logits: the first ones of all children, while it stands for all."""
         return 1 if self.num_output else self.request.sampling.n
 
     @property
     def forking(self) -> bool:
         """The first tokens of all children are being sampled; nothing follows before the host knows them."""
-        return self.pending > 0 and self.draws > 1
+        return self.pending > 0 and self.num_samples > 1
 
     @property
     def allocated(self) -> int:
@@ -189,7 +189,7 @@ class Sequence:
     @property
     def max_len(self) -> int:
         """Tokens at its longest; the last of them never gets KV."""
-        return self.given + (1 if self.hand_off else self.request.sampling.max_tokens)
+        return self.prefill_len + (1 if self.hand_off else self.request.sampling.max_tokens)
 
     @property
     def recompute_until(self) -> int:
@@ -206,17 +206,17 @@ class Sequence:
         them are guesses. No other step is launched while there are any.
         """
         self.launched += num_new - drafts
-        self.drafted += drafts
+        self.num_drafted += drafts
         self.pending += sample
 
-    def settle(self, num_new: int, *, sample: bool, drafts: int = 0) -> None:
+    def finish_step(self, num_new: int, *, sample: bool, drafts: int = 0) -> None:
         """The oldest launched step has ended; what it sampled is the caller's to append."""
         self.launched -= num_new - drafts
-        self.drafted -= drafts
+        self.num_drafted -= drafts
         self.pending -= sample
         self.computed += num_new - drafts
 
-    def accept(self) -> None:
+    def accept_draft(self) -> None:
         """The newest token was a draft of the step that was settled last: it has KV."""
         self.computed += 1
         assert self.computed <= len(self.tokens)
@@ -237,7 +237,7 @@ class Sequence:
         )
         other.cached_tokens, other.host_tokens = self.cached_tokens, self.host_tokens
         other.paused, other.arrival = self.paused, self.arrival
-        other.scored = other.prompt_len
+        other.next_prompt_logprob = other.prompt_len
         return other
 
     def matchable_hashes(self) -> list[bytes]:
@@ -245,18 +245,18 @@ class Sequence:
         that is to be scored.
         """
         limit = matchable_blocks(len(self.tokens), self.block_size)
-        if self.scored < self.prompt_len:
-            limit = min(limit, (self.scored - 1) // self.block_size)
+        if self.next_prompt_logprob < self.prompt_len:
+            limit = min(limit, (self.next_prompt_logprob - 1) // self.block_size)
         return self._hasher.extend(self.tokens)[:limit] if limit else []
 
     def publishable_hashes(self) -> list[bytes]:
         """Hashes of the blocks whose KV is complete."""
-        return self._hasher.extend(self.tokens)[: self.complete // self.block_size]
+        return self._hasher.extend(self.tokens)[: self.complete_len // self.block_size]
 
     def publish(self) -> None:
         """Publish what became complete since the last call; cheap when nothing did."""
         assert self.lease is not None
-        if self.complete // self.block_size > self.lease.published:
+        if self.complete_len // self.block_size > self.lease.num_published:
             self.lease.publish(self.publishable_hashes())
 
     def preempt(self) -> None:
@@ -265,6 +265,6 @@ class Sequence:
         self.lease.finish("preempted")
         self.lease = None
         self._recompute_until = max(self._recompute_until, self.computed)
-        self.lagging = min(self.lagging, self.computed % self.block_size)  # of the last block, if it comes back
-        self.computed = self.launched = self.pending = self.drafted = 0
+        self.draft_lag = min(self.draft_lag, self.computed % self.block_size)  # of the last block, if it comes back
+        self.computed = self.launched = self.pending = self.num_drafted = 0
         self.preemptions += 1

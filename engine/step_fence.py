@@ -17,7 +17,7 @@ class StepFence:
 
     def __init__(self, ledger: BlockLedger) -> None:
         """Called under the ledger's lock, by the pool."""
-        self.blocks, ledger.copied = ledger.copied, []
+        self.blocks, ledger.copy_sources = ledger.copy_sources, []
         self._ledger = ledger
         ledger.fences.append(self)
 
@@ -32,5 +32,5 @@ class StepFence:
             if position:
                 ledger.fences[position - 1].blocks.extend(self.blocks)
             else:
-                ledger.drop(self.blocks, ledger.requests)
+                ledger.release(self.blocks, ledger.requests)
             self.blocks = []

@@ -25,17 +25,17 @@ class SequenceOutput:
     computed: int
     chunk_done: bool = False
     tokens: tuple[Token, ...] = ()
-    finish: FinishReason | None = None
+    finish_reason: FinishReason | None = None
     handed_off: bool = False
     error: BatonError | None = None
-    proposed: int = 0
-    accepted: int = 0
+    num_drafts: int = 0
+    num_accepted: int = 0
     prompt_logprobs: PromptLogprobs | None = None
 
     @property
     def ended(self) -> bool:
         """The engine is done with it."""
-        return self.finish is not None or self.handed_off
+        return self.finish_reason is not None or self.handed_off
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class EngineCounters:
     prompt_tokens: int = 0
     recomputed_tokens: int = 0
     decode_tokens: int = 0
-    discarded: int = 0
+    discarded_sequences: int = 0
     failed_sequences: int = 0
     out_of_memory: int = 0
     seconds: float = 0.0

@@ -57,11 +57,11 @@ class StepSampler:
                 self._staged[seq.slot] = seq.lease
         sampler.flush()
 
-    def rejects(self, items: Sequence[Item]) -> bool:
+    def uses_rejection(self, items: Sequence[Item]) -> bool:
         """The step is sampled by rejection sampling."""
         if not self._rejection:
             return False
-        return any(item.drafts if self._sampler is None else item.probs is not None for item in items)
+        return any(item.drafts if self._sampler is None else item.draft_probs is not None for item in items)
 
     def sample(
         self, items: Sequence[Item], logits: Tensor, slots: Tensor, positions: Tensor, before: Tensor | None
@@ -69,14 +69,14 @@ class StepSampler:
         """Of all rows of the items, under the constraints of those whose last token is known. before: int64, the token
         before each row's, where some row follows drafts.
         """
-        rejects = self.rejects(items)
+        rejects = self.uses_rejection(items)
         if self._sampler is not None and before is not None and not rejects:
             counts = np.array([1 + len(item.drafts) for item in items])
             item_slots = [item.seq.slot for item in items]
             allowed = self._allowed(items)
             return self._sample_drafts(self._sampler, item_slots, counts, logits, slots, positions, before, allowed)
         if self._sampler is not None and not rejects:
-            drawn, finite = self._sampler.run(logits, slots, positions, self._allowed(items))
+            drawn, finite = self._sampler.sample(logits, slots, positions, self._allowed(items))
             self._last_tokens.index_copy_(0, slots, drawn)
             return Sampled(drawn, finite)
         rows: list[SampleRow] = []
@@ -87,7 +87,7 @@ class StepSampler:
             for taken in range(1 + len(item.drafts)):
                 rows.append(_row(item, tokens, item.drafts[:taken], None if masks is None else masks[taken]))
         if rejects:
-            sampled = sample_rejecting(logits, rows, [Chain(item.drafts, item.probs) for item in items])
+            sampled = sample_rejecting(logits, rows, [Chain(item.drafts, item.draft_probs) for item in items])
         else:
             sampled = sample(logits, rows)
         if self._sampler is None:
@@ -112,8 +112,8 @@ class StepSampler:
         ends = np.cumsum(counts)
         offsets = np.arange(ends[-1]) - np.repeat(ends - counts, counts)
         there, cu_q, row_slots = upload([offsets, np.concatenate([[0], ends]), np.array(item_slots)], self._device)
-        tokens, finite = sampler.run(logits, slots, positions, allowed, drafts=(before, there))
-        sampler.accept(tokens, finite, before, cu_q, row_slots, self._last_tokens, query=1 + self._drafts)
+        tokens, finite = sampler.sample(logits, slots, positions, allowed, drafts=(before, there))
+        sampler.accept_drafts(tokens, finite, before, cu_q, row_slots, self._last_tokens, query=1 + self._drafts)
         return Sampled(tokens, finite)
 
     def _allowed(self, items: Sequence[Item]) -> Tensor | None:
@@ -134,7 +134,7 @@ class StepSampler:
         index, there = upload([np.array(at, dtype=np.int32), words], self._device)
         return allowed.index_copy_(0, index.long(), there)
 
-    def rehearse(self, counts: np.ndarray, logits: Tensor, positions: np.ndarray) -> None:
+    def warm_up(self, counts: np.ndarray, logits: Tensor, positions: np.ndarray) -> None:
         """`sample` of so many rows of each item, with log-probabilities, in the slot that is nobody's; nothing where
         torch samples.
         """
@@ -145,10 +145,10 @@ class StepSampler:
         if len(positions) > len(counts):
             tokens = self._sample_drafts(self._sampler, pad, counts, logits, slots, there, slots * 0).tokens
         else:
-            tokens, _ = self._sampler.run(logits, slots, there)
+            tokens, _ = self._sampler.sample(logits, slots, there)
         token_logprobs(logits, tokens, MAX_LOGPROBS)
 
-    def draw_again(self, items: Sequence[Item], rows: Sequence[int], undrawn: Undrawn, results: Tensor) -> None:
+    def resample(self, items: Sequence[Item], rows: Sequence[int], undrawn: Undrawn, results: Tensor) -> None:
         """Overwrites these results, and the last tokens of their slots."""
         masks = np.stack([mask for item in items for mask in _masks(item)])
         at, logit_rows, slots, positions = upload(
@@ -164,9 +164,9 @@ class StepSampler:
         if self._sampler is None:
             sampled = sample(logits, [_row(i, i.seq.tokens, (), m) for i, m in zip(items, masks, strict=True)])
         else:
-            self._sampler.uncount(slots, results.index_select(0, at))
+            self._sampler.uncount_tokens(slots, results.index_select(0, at))
             (allowed,) = upload([masks], self._device)
-            sampled = Sampled(*self._sampler.run(logits, slots, positions, allowed))
+            sampled = Sampled(*self._sampler.sample(logits, slots, positions, allowed))
         self._last_tokens.index_copy_(0, slots, sampled.tokens)
         results.index_copy_(0, at, torch.where(sampled.finite, sampled.tokens, -1))
 
@@ -178,32 +178,33 @@ class StepSampler:
         forked: list[Forked] = []
         for index, item in enumerate(items):
             seq, params = item.seq, item.seq.request.sampling
-            if not item.sample or seq.draws == 1 or seq.finish is not None:
+            if not item.samples or seq.num_samples == 1 or seq.finish_reason is not None:
                 continue
             allowed = None if seq.constraint is None else _masks(item)[0]
             rows = [
-                SampleRow(params, seq.tokens, seq.prompt_len, child, allowed=allowed) for child in range(1, seq.draws)
+                SampleRow(params, seq.tokens, seq.prompt_len, child, allowed_mask=allowed)
+                for child in range(1, seq.num_samples)
             ]
             row = int(logit_rows[rows_of(items)[index]])
             same = logits[row : row + 1].expand(len(rows), -1)
             if self._sampler is None:
                 tokens = sample(same, rows).tokens
             else:
-                tokens = self._draw_in_turn(seq.slot, rows, logits[row : row + 1], self._sampler)
+                tokens = self._sample_children(seq.slot, rows, logits[row : row + 1], self._sampler)
             logprobs = () if params.logprobs is None else token_logprobs(same, tokens, params.logprobs)
             forked.append(Forked(index, tokens, logprobs))
         return forked
 
-    def _draw_in_turn(self, slot: int, rows: Sequence[SampleRow], logits: Tensor, sampler: DeviceSampler) -> Tensor:
+    def _sample_children(self, slot: int, rows: Sequence[SampleRow], logits: Tensor, sampler: DeviceSampler) -> Tensor:
         slots, positions = upload([np.array([slot]), np.array([rows[0].position])], self._device)
         allowed = None
-        if rows[0].allowed is not None:
-            (allowed,) = upload([rows[0].allowed[None]], self._device)
+        if rows[0].allowed_mask is not None:
+            (allowed,) = upload([rows[0].allowed_mask[None]], self._device)
         drawn: list[Tensor] = []
         for row in rows:
             sampler.stage(slot, row)
             sampler.flush()
-            drawn.append(sampler.run(logits, slots, positions, allowed)[0].clone())
+            drawn.append(sampler.sample(logits, slots, positions, allowed)[0].clone())
         self._staged[slot] = None  # the next step of the sequence in this slot brings its own state
         return torch.cat(drawn)
 
@@ -223,4 +224,4 @@ def _masks(item: Item) -> np.ndarray:
 
 def _row(item: Item, tokens: Sequence[int], drafts: Sequence[int], allowed: np.ndarray | None) -> SampleRow:
     seq = item.seq
-    return SampleRow(seq.request.sampling, tokens, seq.prompt_len, seq.child, drafts=drafts, allowed=allowed)
+    return SampleRow(seq.request.sampling, tokens, seq.prompt_len, seq.child, drafts=drafts, allowed_mask=allowed)

@@ -56,7 +56,7 @@ class ItemResult:
     finite: bool
     tokens: tuple[Token, ...] = ()
     prompt_logprobs: PromptLogprobs | None = None
-    others: tuple[Token, ...] = ()
+    child_tokens: tuple[Token, ...] = ()
 
 
 Between = Callable[[], None]
@@ -72,12 +72,12 @@ class StepRunner(Protocol[L]):
         between: called now and then by a launch that takes a while; it touches nothing of these items.
         """
 
-    def constrain(self, launched: L) -> L:
+    def sample_deferred(self, launched: L) -> L:
         """Ends the launch of a step once the step before it is accounted for: what sequences with constraints may
         sample is known by then.
         """
 
-    def ended(self, launched: L) -> bool:
+    def is_done(self, launched: L) -> bool:
         """Whether `collect` would not wait."""
 
     def collect(self, launched: L) -> list[ItemResult]:
@@ -90,13 +90,13 @@ class _Flight(Generic[L]):
     was launched after the result of the one before, for the sake of drafts.
     """
 
-    items: list[Item]
+    scheduled: list[Item]
     leases: list[Lease | None]
     fence: StepFence
     launched: L | InternalError
-    began: float
-    ended: list[SequenceOutput] = field(default_factory=list)
-    waited: bool = False
+    began_at: float
+    known_outputs: list[SequenceOutput] = field(default_factory=list)
+    launched_late: bool = False
 
 
 @dataclass(slots=True)
@@ -106,7 +106,7 @@ class _Under(Generic[L]):
     """
 
     flight: _Flight[L]
-    hook: StepHook | None
+    on_step: StepHook | None
     result: StepResult | None = None
     error: Exception | None = None
 
@@ -125,7 +125,7 @@ class Stepper(Generic[L]):
         max_model_len: int,
         overlap: bool,
         speculator: Speculator | None = None,
-        drafts_lag: bool = False,
+        draft_model_lags: bool = False,
     ) -> None:
         self.counters = EngineCounters()
         self._scheduler = scheduler
@@ -133,9 +133,9 @@ class Stepper(Generic[L]):
         self._runner = runner
         self._max_model_len = max_model_len
         self._overlap = overlap
-        self.speculator, self._drafts_lag = speculator, drafts_lag
-        self._flight: _Flight[L] | None = None
-        self._waited = False  # the next step was or is not launched ahead, for the sake of drafts
+        self.speculator, self._draft_model_lags = speculator, draft_model_lags
+        self._in_flight: _Flight[L] | None = None
+        self._launched_late = False  # the next step was or is not launched ahead, for the sake of drafts
         self._settled_at = 0.0
         self._decode_s: deque[float] = deque(maxlen=RECENT)  # what decode steps took
         self._launch_s: deque[float] = deque(maxlen=RECENT)  # what it took to launch the step after one
@@ -143,83 +143,85 @@ class Stepper(Generic[L]):
     @property
     def has_work(self) -> bool:
         """A step is on the device, or a sequence wants one."""
-        return self._flight is not None or self._scheduler.has_work
+        return self._in_flight is not None or self._scheduler.has_work
 
     def step(self, hook: StepHook | None = None, mail: Mail | None = None) -> StepResult:
         """The result of one step; empty when nothing can run now. See Engine.step."""
         while True:
-            flight = self._flight or self._begin()
-            self._flight = None
+            flight = self._in_flight or self._launch_next()
+            self._in_flight = None
             if flight is None:
                 return StepResult()
-            ahead = self._overlap and not self._awaited(flight)
-            self._waited = self._overlap and not ahead
+            ahead = self._overlap and not self._needs_result_first(flight)
+            self._launched_late = self._overlap and not ahead
             under = _Under(flight, hook)
             if ahead:
-                self._flight = self._begin(under) if mail is None else self._begin_late(under, mail)
-            result = under.result or self._settle(flight)
-            if self._flight is not None:
-                self._flight = self._constrain(self._flight)
+                self._in_flight = self._launch_next(under) if mail is None else self._launch_late(under, mail)
+            result = under.result or self._finish_step(flight)
+            if self._in_flight is not None:
+                self._in_flight = self._sample_deferred(self._in_flight)
             if self._overlap and not ahead and not any(o.ended or o.chunk_done for o in result.outputs):
-                self._flight = self._begin()  # nobody needs the leases that this may take away
+                self._in_flight = self._launch_next()  # nobody needs the leases that this may take away
             if under.error is not None:
                 raise under.error
             if result.outputs:
                 if under.result is None:
-                    self._tell(result, hook)
+                    self._notify(result, hook)
                 return result
 
-    def settle(self, hook: StepHook | None = None) -> None:
+    def finish_in_flight(self, hook: StepHook | None = None) -> None:
         """Ends what is on the device; launches nothing."""
-        flight, self._flight = self._flight, None
+        flight, self._in_flight = self._in_flight, None
         if flight is not None:
-            result = self._settle(flight)
+            result = self._finish_step(flight)
             if result.outputs:
-                self._tell(result, hook)
+                self._notify(result, hook)
 
-    def _tell(self, result: StepResult, hook: StepHook | None) -> None:
+    def _notify(self, result: StepResult, hook: StepHook | None) -> None:
         try:
             if hook is not None:
                 hook(result)
         finally:
             for output in result.outputs:
                 if output.ended and output.seq.lease is not None:
-                    output.seq.lease.finish("handed off" if output.finish is None else str(output.finish))
+                    output.seq.lease.finish("handed off" if output.finish_reason is None else str(output.finish_reason))
 
-    def _awaited(self, flight: _Flight[L]) -> bool:
+    def _needs_result_first(self, flight: _Flight[L]) -> bool:
         """The next step is planned with this one's result."""
         if self.speculator is None:
             return False
-        return any(item.drafts for item in flight.items) or self.speculator.due([item.seq for item in flight.items])
+        return any(item.drafts for item in flight.scheduled) or self.speculator.wants_drafts(
+            [item.seq for item in flight.scheduled]
+        )
 
-    def _begin_late(self, under: _Under[L], mail: Mail) -> _Flight[L] | None:
+    def _launch_late(self, under: _Under[L], mail: Mail) -> _Flight[L] | None:
         """The step after the one on the device, with all that comes while there is time; None when nothing comes."""
-        flight = self._flight = under.flight  # for whoever asks meanwhile whether there is work
-        due = self._due(flight)
-        while (now := time.perf_counter()) < due and not self._over(flight):
+        flight = self._in_flight = under.flight  # for whoever asks meanwhile whether there is work
+        due = self._launch_deadline(flight)
+        while (now := time.perf_counter()) < due and not self._has_ended(flight):
             mail(min(due, now + LOOK_S))
         mail(0.0)
         began = time.perf_counter()
-        following = self._begin(under)
-        if following is not None and all(item.decode for item in following.items):
+        following = self._launch_next(under)
+        if following is not None and all(item.is_decode for item in following.scheduled):
             self._launch_s.append(time.perf_counter() - began)
-        while following is None and not self._over(flight):
+        while following is None and not self._has_ended(flight):
             if mail(time.perf_counter() + LOOK_S):
-                following = self._begin(under)
+                following = self._launch_next(under)
         return following
 
-    def _due(self, flight: _Flight[L]) -> float:
+    def _launch_deadline(self, flight: _Flight[L]) -> float:
         """When the step after this one has to be launched, if the device shall not wait: at once, beside prompts."""
-        if not self._decode_s or not all(item.decode for item in flight.items):
+        if not self._decode_s or not all(item.is_decode for item in flight.scheduled):
             return 0.0
-        ends = max(flight.began, self._settled_at) + min(self._decode_s)
+        ends = max(flight.began_at, self._settled_at) + min(self._decode_s)
         return ends - LEAD_S - 2 * max(self._launch_s, default=0.0)
 
-    def _over(self, flight: _Flight[L]) -> bool:
+    def _has_ended(self, flight: _Flight[L]) -> bool:
         """The device has ended it, or never began."""
-        return isinstance(flight.launched, InternalError) or self._runner.ended(flight.launched)
+        return isinstance(flight.launched, InternalError) or self._runner.is_done(flight.launched)
 
-    def _begin(self, under: _Under[L] | None = None) -> _Flight[L] | None:
+    def _launch_next(self, under: _Under[L] | None = None) -> _Flight[L] | None:
         """Schedules and launches; None when nothing can run. A failure is told when the step's turn comes.
 
         under: a step is on the device, so there is nothing to propose from.
@@ -228,80 +230,80 @@ class Stepper(Generic[L]):
         try:
             drafts = NO_DRAFTS
             if self.speculator is not None and under is None:
-                drafts = self.speculator.draft(self._scheduler.drafters())
+                drafts = self.speculator.draft(self._scheduler.draft_candidates())
             batch = self._scheduler.schedule(drafts)
         except Exception as error:
             failure = InternalError(f"the scheduler failed: {error}")
             return _Flight([], [], self._pool.begin_step(), failure, began, self._fail_all(error, failure))
-        items, lost = batch.items, [self._fail(seq, error) for seq, error in batch.lost]
+        items, lost = batch.scheduled, [self._fail(seq, error) for seq, error in batch.failed]
         if not items:
             nothing = InternalError("nothing was launched")
             return _Flight([], [], self._pool.begin_step(), nothing, began, lost) if lost else None
         fence = self._pool.begin_step()
         launched: L | InternalError
         try:
-            launched = self._runner.launch(items, None if under is None else self._between(under, items))
+            launched = self._runner.launch(items, None if under is None else self._launch_callback(under, items))
         except Exception as error:
             launched = self._failure(items, error)
         for item in items:
-            item.seq.launch(item.num_new, sample=item.sample, drafts=len(item.drafts))
-        return _Flight(items, [item.seq.lease for item in items], fence, launched, began, lost, self._waited)
+            item.seq.launch(item.num_new, sample=item.samples, drafts=len(item.drafts))
+        return _Flight(items, [item.seq.lease for item in items], fence, launched, began, lost, self._launched_late)
 
-    def _between(self, under: _Under[L], items: list[Item]) -> Between | None:
+    def _launch_callback(self, under: _Under[L], items: list[Item]) -> Between | None:
         """Settles and tells the step on the device once that has ended, if it has tokens and shares no sequence."""
         flight, launching = under.flight, {item.seq.request_id for item in items}
-        apart = all(item.seq.request_id not in launching for item in flight.items)
-        if self.speculator is not None or not apart or not any(item.sample for item in flight.items):
+        apart = all(item.seq.request_id not in launching for item in flight.scheduled)
+        if self.speculator is not None or not apart or not any(item.samples for item in flight.scheduled):
             return None
 
         def between() -> None:
-            if under.result is not None or not self._over(flight):
+            if under.result is not None or not self._has_ended(flight):
                 return
-            under.result = self._settle(flight)
+            under.result = self._finish_step(flight)
             try:
                 if under.result.outputs:
-                    self._tell(under.result, under.hook)
+                    self._notify(under.result, under.on_step)
             except Exception as error:  # it is not the launch that failed
                 under.error = error
 
         return between
 
-    def _constrain(self, flight: _Flight[L]) -> _Flight[L]:
+    def _sample_deferred(self, flight: _Flight[L]) -> _Flight[L]:
         """The step that was on the device when this one was launched has been accounted for."""
         if isinstance(flight.launched, InternalError):
             return flight
         try:
-            return replace(flight, launched=self._runner.constrain(flight.launched))
+            return replace(flight, launched=self._runner.sample_deferred(flight.launched))
         except Exception as error:
-            return replace(flight, launched=self._failure(flight.items, error))
+            return replace(flight, launched=self._failure(flight.scheduled, error))
 
-    def _settle(self, flight: _Flight[L]) -> StepResult:
+    def _finish_step(self, flight: _Flight[L]) -> StepResult:
         try:
             results = self._collect(flight)
         finally:
             flight.fence.end()
-        outputs = list(flight.ended)
+        outputs = list(flight.known_outputs)
         items: list[Item] = []
-        for item, lease, result in zip(flight.items, flight.leases, results, strict=True):
-            if item.seq.finish is None and item.seq.lease is lease:
+        for item, lease, result in zip(flight.scheduled, flight.leases, results, strict=True):
+            if item.seq.finish_reason is None and item.seq.lease is lease:
                 items.append(item)
-                outputs += self._account(item, result)
-        self.counters.discarded += len(flight.items) - len(items)
+                outputs += self._apply_output(item, result)
+        self.counters.discarded_sequences += len(flight.scheduled) - len(items)
         now = time.perf_counter()
-        seconds, self._settled_at = now - max(flight.began, self._settled_at), now
-        if items and all(item.decode for item in flight.items):
+        seconds, self._settled_at = now - max(flight.began_at, self._settled_at), now
+        if items and all(item.is_decode for item in flight.scheduled):
             self._decode_s.append(seconds)
         if self.speculator is not None:
-            self.speculator.stepped(items, seconds, waited=flight.waited)
+            self.speculator.on_step(items, seconds, waited=flight.launched_late)
         return self._result(items, outputs, seconds)
 
     def _collect(self, flight: _Flight[L]) -> list[ItemResult | InternalError]:
         if isinstance(flight.launched, InternalError):
-            return [flight.launched] * len(flight.items)
+            return [flight.launched] * len(flight.scheduled)
         try:
             results = self._runner.collect(flight.launched)
         except Exception as error:
-            return [self._failure(flight.items, error)] * len(flight.items)
+            return [self._failure(flight.scheduled, error)] * len(flight.scheduled)
         return [r if r.finite else InternalError("the model's output is not a number") for r in results]
 
     def _failure(self, items: list[Item], error: Exception) -> InternalError:
@@ -311,7 +313,7 @@ class Stepper(Generic[L]):
             self.counters.out_of_memory += 1
         return InternalError(f"the engine step failed: {error}")
 
-    def _account(self, item: Item, result: ItemResult | InternalError) -> list[SequenceOutput]:
+    def _apply_output(self, item: Item, result: ItemResult | InternalError) -> list[SequenceOutput]:
         """Advances one sequence by what the step did for it, and begins the other children of its request where it made
         their first tokens; its failure is its own.
         """
@@ -319,14 +321,14 @@ class Stepper(Generic[L]):
             # What this step wrote is not to be trusted, so nothing of it is published.
             return [self._fail(item.seq, result)]
         try:
-            if not result.others:
-                return [self._advance(item, result)]
+            if not result.child_tokens:
+                return [self._advance_sequence(item, result)]
             children = [
-                item.seq.fork(token.child) for token in result.others
+                item.seq.fork(token.child) for token in result.child_tokens
             ]  # with nothing that this one's token adds
-            output = self._advance(item, result)
-            begun = zip(children, result.others, strict=True)
-            return [output, *(self._begin_child(item.seq, other, token) for other, token in begun)]
+            output = self._advance_sequence(item, result)
+            begun = zip(children, result.child_tokens, strict=True)
+            return [output, *(self._start_child(item.seq, other, token) for other, token in begun)]
         except BatonError as error:
             return self._fail_with_children(item.seq, result, error)
         except Exception as error:
@@ -334,18 +336,18 @@ class Stepper(Generic[L]):
             return self._fail_with_children(item.seq, result, InternalError(f"the engine step failed: {error}"))
 
     def _fail_with_children(self, seq: Sequence, result: ItemResult, error: BatonError) -> list[SequenceOutput]:
-        begun = self._scheduler.family(seq.request_id) if result.others else []
+        begun = self._scheduler.sequences_of(seq.request_id) if result.child_tokens else []
         return [self._fail(lost, error) for lost in dict.fromkeys((seq, *begun))]
 
-    def _advance(self, item: Item, result: ItemResult) -> SequenceOutput:
+    def _advance_sequence(self, item: Item, result: ItemResult) -> SequenceOutput:
         seq = item.seq
-        seq.settle(item.num_new, sample=item.sample, drafts=len(item.drafts))
-        seq.lagging += self._drafts_lag and item.decode and not item.drafts
+        seq.finish_step(item.num_new, sample=item.samples, drafts=len(item.drafts))
+        seq.draft_lag += self._draft_model_lags and item.is_decode and not item.drafts
         finish: FinishReason | None = None
         kept = 0
         for token in result.tokens:
             if kept:
-                seq.accept()
+                seq.accept_draft()
             seq.append(token.id)
             kept += 1
             finish = self._finish_reason(seq, token.id)
@@ -353,7 +355,7 @@ class Stepper(Generic[L]):
                 break
         accepted = max(0, kept - 1)
         if (scores := result.prompt_logprobs) is not None:
-            seq.scored = max(seq.scored, scores.first + len(scores.logprobs))
+            seq.next_prompt_logprob = max(seq.next_prompt_logprob, scores.first + len(scores.logprobs))
         seq.publish()
         handed_off = seq.hand_off and kept > 0
         if finish is not None or handed_off:
@@ -363,42 +365,42 @@ class Stepper(Generic[L]):
         return SequenceOutput(
             seq,
             seq.computed,
-            item.start < seq.given,
+            item.start < seq.prefill_len,
             result.tokens[:kept],
             finish,
             handed_off,
-            proposed=len(item.drafts),
-            accepted=accepted,
+            num_drafts=len(item.drafts),
+            num_accepted=accepted,
             prompt_logprobs=scores,
         )
 
     def _after_drafts(self, item: Item, accepted: int) -> None:
         """Returns the blocks that only wrong drafts needed, and tells the speculator."""
         seq = item.seq
-        if seq.finish is None:
+        if seq.finish_reason is None:
             assert seq.lease is not None
             blocks = -(-len(seq.tokens) // seq.block_size)
             if blocks < len(seq.lease.blocks):
                 seq.lease.trim(blocks)
         if self.speculator is not None:
-            self.speculator.verified(seq, len(item.drafts), accepted)
+            self.speculator.on_verified(seq, len(item.drafts), accepted)
 
-    def _begin_child(self, seq: Sequence, other: Sequence, token: Token) -> SequenceOutput:
+    def _start_child(self, seq: Sequence, other: Sequence, token: Token) -> SequenceOutput:
         """Another child of a request, with its first token; seq is the one that computed the prompt."""
         other.append(token.id)
         finish = self._finish_reason(other, token.id)
         if finish is not None or seq.hand_off:
-            other.finish = finish or FinishReason.LENGTH
+            other.finish_reason = finish or FinishReason.LENGTH
         else:
             self._scheduler.fork(seq, other)
-        return SequenceOutput(other, seq.prompt_len, tokens=(token,), finish=finish, handed_off=seq.hand_off)
+        return SequenceOutput(other, seq.prompt_len, tokens=(token,), finish_reason=finish, handed_off=seq.hand_off)
 
     def _finish_reason(self, seq: Sequence, token: int) -> FinishReason | None:
         """Raises BatonError when the token is none that the sequence's constraint allows."""
         params = seq.request.sampling
         if seq.constraint is not None:
             seq.constraint.advance(token)
-            if seq.constraint.complete:
+            if seq.constraint.is_complete:
                 return FinishReason.STOP
         length = len(seq.tokens)
         output = length - seq.prompt_len
@@ -411,19 +413,21 @@ class Stepper(Generic[L]):
     def _fail(self, seq: Sequence, error: BatonError) -> SequenceOutput:
         self.counters.failed_sequences += 1
         self._scheduler.finish(seq, FinishReason.ERROR)
-        return SequenceOutput(seq, seq.computed, finish=FinishReason.ERROR, error=error)
+        return SequenceOutput(seq, seq.computed, finish_reason=FinishReason.ERROR, error=error)
 
     def _fail_all(self, cause: Exception, error: InternalError) -> list[SequenceOutput]:
         """The scheduler's state cannot be trusted any more: everything it knows ends."""
         log.error("the scheduler failed", exc_info=cause)
-        known = [seq for request_id in self._scheduler.request_ids() for seq in self._scheduler.family(request_id)]
+        known = [
+            seq for request_id in self._scheduler.request_ids() for seq in self._scheduler.sequences_of(request_id)
+        ]
         return [self._fail(seq, error) for seq in known]
 
     def _result(self, items: list[Item], outputs: list[SequenceOutput], seconds: float) -> StepResult:
-        recomputed = sum(item.recomputed for item in items)
+        recomputed = sum(item.num_recomputed for item in items)
         prompt = sum(_new_prompt_tokens(item) for item in items)
         # What is left has KV for the first time and is output, also when a chunk after a preemption ends with it.
-        right = sum(output.accepted for output in outputs)
+        right = sum(output.num_accepted for output in outputs)
         decoded = sum(item.num_new - len(item.drafts) for item in items) + right - prompt - recomputed
         counters = self.counters
         counters.steps += 1

@@ -42,10 +42,10 @@ def load(model: Decoder, model_dir: Path, spec: ModelSpec, shard: Shard = WHOLE)
     with progress(f"loading {model_dir.name}", total / 1e9, "GB") as loaded:
         for name, tensor in _tensors(model_dir, model.embedding.weight.device, shard):
             loaded.advance(tensor.nbytes / 1e9)
-            if name == HEAD and shard.rank > 0 and not spec.tied:
+            if name == HEAD and shard.rank > 0 and not spec.tie_word_embeddings:
                 continue  # logits are rank 0's
             # Where both are one, a checkpoint has either name, or both.
-            at = EMBEDDING if name == HEAD and spec.tied else name
+            at = EMBEDDING if name == HEAD and spec.tie_word_embeddings else name
             home = homes.get(at)
             if home is None:
                 if not name.endswith("rotary_emb.inv_freq"):
@@ -77,7 +77,7 @@ def invent_part(model: Decoder, seed: int, spec: ModelSpec, shard: Shard) -> Non
     for name, parameter in model.named_parameters():
         made = torch.empty(whole[name].shape, dtype=parameter.dtype, device=parameter.device)
         _invent(name, made, seed)
-        parameter.copy_(shard.of(name, made, spec))
+        parameter.copy_(shard.slice_of(name, made, spec))
 
 
 def _invent(name: str, parameter: Tensor, seed: int) -> None:
@@ -158,9 +158,9 @@ def _homes(model: Decoder) -> dict[str, Tensor]:
         EMBEDDING: model.embedding.weight,
         "model.norm.weight": model.norm.weight,
     }
-    if not spec.tied:
+    if not spec.tie_word_embeddings:
         homes[HEAD] = model.head.weight
-    for index, layer in enumerate(model.stack):
+    for index, layer in enumerate(model.layer_list):
         at = f"model.layers.{index}"
         attention = layer.attention
         homes |= layer_homes(at, spec, attention, layer.mlp)

@@ -82,7 +82,7 @@ def build_app(gateway: Gateway, store: ResponseStore | None = None) -> FastAPI:
 
     def model_json(name: str, model: ServedModel) -> dict[str, Any]:
         card = {"id": name, "object": "model", "created": model.created, "owned_by": "baton", "root": model.name}
-        return {**card, "max_model_len": model.limits().max_model_len} if model.table.ready else card
+        return {**card, "max_model_len": model.limits().max_model_len} if model.pod_table.ready else card
 
     async def models(request: Request) -> Response:
         may_use = caller_of(request.scope).may_use

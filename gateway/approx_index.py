@@ -35,7 +35,7 @@ class ApproxIndex:
         self._max_age_s = max_age_s
         self._clock = clock
         self._points: OrderedDict[bytes, float] = OrderedDict()  # tag + hash -> when; least recently used first
-        self._tags: dict[str, tuple[int, bytes]] = {}  # pod -> generation, tag of its points
+        self._generation_tags: dict[str, tuple[int, bytes]] = {}  # pod -> generation, tag of its points
         self._last_tag = 0
 
     def __len__(self) -> int:
@@ -44,13 +44,13 @@ class ApproxIndex:
 
     def record(self, pod: str, generation: int, hashes: Sequence[bytes]) -> None:
         """The pod has, or is about to have, the blocks of this chain. An older generation than known is ignored."""
-        known, tag = self._tags.get(pod, (-1, b""))
+        known, tag = self._generation_tags.get(pod, (-1, b""))
         if generation < known:
             return
         if generation > known:
             self._last_tag += 1
             tag = self._last_tag.to_bytes(4, "little")
-            self._tags[pod] = generation, tag
+            self._generation_tags[pod] = generation, tag
         now, points = self._clock(), self._points
         for depth in reversed(_depths(len(hashes))):  # the leaf first: it is forgotten first
             point = tag + hashes[depth - 1]
@@ -61,7 +61,7 @@ class ApproxIndex:
 
     def forget(self, pod: str) -> None:
         """The pod is gone, or holds nothing any more."""
-        self._tags.pop(pod, None)
+        self._generation_tags.pop(pod, None)
 
     def lookup(self, hashes: Sequence[bytes], pods: Sequence[tuple[str, int]]) -> dict[str, int]:
         """Blocks of the chain that each (pod, generation) probably holds, from its start; 0 for one that is unknown."""
@@ -70,7 +70,7 @@ class ApproxIndex:
         return {pod: self._match(pod, generation, hashes, depths, oldest) for pod, generation in pods}
 
     def _match(self, pod: str, generation: int, hashes: Sequence[bytes], depths: list[int], oldest: float) -> int:
-        known, tag = self._tags.get(pod, (-1, b""))
+        known, tag = self._generation_tags.get(pod, (-1, b""))
         if known != generation:
             return 0
         low, high = 0, len(depths)  # depths[:low] are held, depths[high:] are not

@@ -42,7 +42,7 @@ class Beam:
     logprob: float = 0.0
     finish: FinishReason | None = None
 
-    def grown(self, choice: TokenLogprob, top: tuple[TokenLogprob, ...], finish: FinishReason | None) -> Beam:
+    def extended(self, choice: TokenLogprob, top: tuple[TokenLogprob, ...], finish: FinishReason | None) -> Beam:
         """One token longer. top: what is shown as that token's alternatives."""
         token = Token(len(self.tokens), choice.token, choice.logprob, top)
         return Beam((*self.tokens, token), self.logprob + choice.logprob, finish)
@@ -78,12 +78,12 @@ async def search(
         ]
         candidates.sort(key=lambda candidate: candidate[0], reverse=True)
         best = candidates[: params.width]
-        found += [beam.grown(c, top, FinishReason.STOP) for _, beam, c, top in best if c.token in ends]
+        found += [beam.extended(c, top, FinishReason.STOP) for _, beam, c, top in best if c.token in ends]
         if length == max_tokens:
-            found += [beam.grown(c, top, FinishReason.LENGTH) for _, beam, c, top in best if c.token not in ends]
+            found += [beam.extended(c, top, FinishReason.LENGTH) for _, beam, c, top in best if c.token not in ends]
         found = _ranked(found, params)
         going_on = [candidate for candidate in candidates if candidate[2].token not in ends][: params.width]
-        live = [beam.grown(choice, top, None) for _, beam, choice, top in going_on]
+        live = [beam.extended(choice, top, None) for _, beam, choice, top in going_on]
         if not live or (len(found) == params.width and _enough(live[0], found[-1], params, max_tokens)):
             break
     return found

@@ -54,18 +54,18 @@ class _Search:
             num_top=choice.spec.logprobs or 0,
         )
         answers = [self._answer(beam) for beam in found[: choice.spec.n]]
-        choice.searched(self._usage, self._generated, answers[0].finish)
+        choice.record_search(self._usage, self._generated, answers[0].finish)
         return answers
 
     def _answer(self, beam: Beam) -> Answer:
         output = self._choice.new_output()
-        answer = self._choice.whole([output.add(beam.tokens, beam.finish)])
+        answer = self._choice.complete_answer([output.add(beam.tokens, beam.finish)])
         self._usage += Usage(completion=output.num_tokens, reasoning=output.reasoning_tokens)
         return answer
 
     async def _expand(self, beams: Sequence[Beam]) -> list[tuple[TokenLogprob, ...]]:
         tops = await gather([self._likeliest(beam) for beam in beams])
-        self._choice.searched(self._usage, self._generated)
+        self._choice.record_search(self._usage, self._generated)
         return tops
 
     async def _likeliest(self, beam: Beam) -> tuple[TokenLogprob, ...]:
@@ -89,7 +89,7 @@ class _Search:
             base.cache_salt,
             base.priority,
         )
-        run = self._choice.look_up(request, first=number == 0)
+        run = self._choice.dispatch_for_search(request, first=number == 0)
         tokens: list[Token] = []
         finished = False
         try:

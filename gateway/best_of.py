@@ -15,8 +15,8 @@ from gateway.validation import Spec
 
 async def answers_of(choices: Sequence[Choice], spec: Spec) -> list[Answer]:
     """n complete answers for each prompt. Raises BatonError."""
-    if spec.beam is not None:
-        return [a for answers in await gather([beam_answers(c, spec.beam) for c in choices]) for a in answers]
+    if spec.beam_search is not None:
+        return [a for answers in await gather([beam_answers(c, spec.beam_search) for c in choices]) for a in answers]
     return _best(await gather([choice.collect() for choice in choices]), spec)
 
 

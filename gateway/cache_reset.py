@@ -44,6 +44,6 @@ async def _reset(pod: Pod) -> Reset | None:
     try:
         said = await pod.control.ResetPrefixCache(control_pb2.ResetPrefixCacheRequest(), timeout=RESET_TIMEOUT_S)
     except grpc.aio.AioRpcError:
-        pod.suspect()
+        pod.recheck()
         return None
     return Reset(pod.name, said.cleared, said.kept, said.indexed)

@@ -60,10 +60,10 @@ class Answer:
     """
 
     text: str
-    shown: tuple[ShownToken, ...]
+    reported: tuple[ShownToken, ...]
     finish: FinishReason
     message: Message | None = None
-    prompt: tuple[PromptToken, ...] | None = None
+    prompt_tokens: tuple[PromptToken, ...] | None = None
     tokens: tuple[Token, ...] = ()
     deltas: tuple[MessageDelta, ...] | None = None
 
@@ -81,74 +81,79 @@ class Choice:
         ticket: Ticket,
         spec: Spec,
         request: ValidRequest,
-        reading: Reading | None = None,
+        parser_config: Reading | None = None,
         *,
         family: Family | None = None,
         child: int = 0,
     ) -> None:
         self.child = child
-        self._family = family
+        self._group = family
         self.model = model
-        self.reading = reading
+        self.parser_config = parser_config
         self._metrics = metrics
-        self._ticket = ticket
+        self._context = ticket
         self.spec = spec
         self.request = request
         self._output = self.new_output()
-        self._run: Run | Child | None = None
+        self._dispatch: Run | Child | None = None
         self._last: float | None = None  # when tokens came last
-        self._before = 0  # characters of the prompt that were echoed
+        self._echoed_chars = 0  # characters of the prompt that were echoed
         self._echoed = not spec.echo
-        self._scores_taken = False
-        self._searched: Usage | None = None  # instead of `_output` and `_run`, where beams were searched
+        self._prompt_logprobs_taken = False
+        self._search_usage: Usage | None = None  # instead of `_output` and `_run`, where beams were searched
         self._generated = 0
 
     @property
     def usage(self) -> Usage:
         """Tokens of the answer so far; of all answers that a search for it gave."""
-        if self._searched is not None:
-            return self._searched
-        output, run = self._output, self._run
+        if self._search_usage is not None:
+            return self._search_usage
+        output, run = self._output, self._dispatch
         usage = Usage(self.request.prompt_len, output.num_tokens, reasoning=output.reasoning_tokens)
         if run is None:
             return usage
-        return replace(usage, cached=run.cached_tokens, accepted=run.accepted, rejected=run.proposed - run.accepted)
+        return replace(
+            usage,
+            cached=run.cached_tokens,
+            accepted=run.drafts_accepted,
+            rejected=run.drafts_proposed - run.drafts_accepted,
+        )
 
     @property
-    def cost(self) -> Usage:
+    def usage_share(self) -> Usage:
         """The part of `usage` that counts where choices are added up: a prompt of several is computed once."""
         return replace(self.usage, prompt=0, cached=0) if self.child else self.usage
 
     @property
-    def spent(self) -> Usage:
+    def charged_usage(self) -> Usage:
         """What `cost` is to the caller's limits: tokens count that were generated and are not answered, too."""
-        return self.cost if self._searched is None else replace(self.cost, completion=self._generated)
+        return self.usage_share if self._search_usage is None else replace(self.usage_share, completion=self._generated)
 
     @property
     def deadline(self) -> float:
         """A time.monotonic()."""
-        return self._ticket.deadline
+        return self._context.deadline
 
-    def look_up(self, request: ValidRequest, *, first: bool) -> Run:
+    def dispatch_for_search(self, request: ValidRequest, *, first: bool) -> Run:
         """A run that a search for this answer needs. All had better go to the pods that have the beginning already.
 
         The first one is told in the request's timeline, which has no room for all.
         """
-        ticket = self._ticket
-        return self.model.pipeline.run(
+        ticket = self._context
+        return self.model.dispatcher.dispatch(
             request,
             deadline=ticket.deadline,
             timeline=ticket.timeline if first else Timeline(request.request_id, None, ticket.endpoint),
             affinity=ticket.affinity or self.request.request_id,
         )
 
-    def searched(self, usage: Usage, generated: int, finish: FinishReason | None = None) -> None:
+    def record_search(self, usage: Usage, generated: int, finish: FinishReason | None = None) -> None:
         """What a search has come to. generated: tokens, of answers or not. finish: of the best answer, at the end."""
-        if self._searched is None:
-            self._begun(time.monotonic())
-        self._searched, self._generated = usage, generated
+        if self._search_usage is None:
+            self._on_first_token(time.monotonic())
+        self._search_usage, self._generated = usage, generated
         if finish is not None:
-            self._end(finish, stop_string=False)
+            self._on_finished(finish, stop_string=False)
 
     def new_output(self) -> ChoiceOutput:
         """For an answer's tokens, from the first one on."""
@@ -157,21 +162,21 @@ class Choice:
             self.model.tokenizer,
             self.spec.stop,
             logprobs=logprobs,
-            reading=self.reading,
+            reading=self.parser_config,
             include_stop=self.spec.include_stop,
         )
 
     def prompt_tokens(self, num_top: int | None) -> tuple[PromptToken, ...]:
         """The prompt's tokens, with log-probabilities once there is a token; None alternatives: without."""
-        parts = () if self._run is None or num_top is None else self._run.prompt_logprobs
+        parts = () if self._dispatch is None or num_top is None else self._dispatch.prompt_logprobs
         return prompt_tokens(self.request.prompt_ids, parts, num_top or 0)
 
     def take_prompt_logprobs(self) -> PromptLogprobs | None:
         """Of the prompt behind its first token, once, after the first piece, where they were asked for."""
-        run = self._run
-        if run is None or self._scores_taken or self.spec.prompt_logprobs is None or not run.prompt_logprobs:
+        run = self._dispatch
+        if run is None or self._prompt_logprobs_taken or self.spec.prompt_logprobs is None or not run.prompt_logprobs:
             return None
-        self._scores_taken = True
+        self._prompt_logprobs_taken = True
         return joined(run.prompt_logprobs)
 
     def _echo(self, piece: Piece) -> Piece:
@@ -180,18 +185,20 @@ class Choice:
         if self.spec.logprobs is None:
             tokens = tuple(map(PromptToken, self.request.prompt_ids))
         echo = echo_of(self.model.tokenizer, tokens)
-        self._before = len(echo.text)
-        shown = echo.shown if self.spec.logprobs is not None else ()
+        self._echoed_chars = len(echo.text)
+        shown = echo.reported if self.spec.logprobs is not None else ()
         if self.spec.max_tokens == 0:
             return Piece(echo.text, shown, (), FinishReason.LENGTH)
-        piece = self._moved(piece)
-        return replace(piece, text=echo.text + piece.text, shown=(*shown, *piece.shown))
+        piece = self._shift_offsets(piece)
+        return replace(piece, text=echo.text + piece.text, reported=(*shown, *piece.reported))
 
-    def _moved(self, piece: Piece) -> Piece:
+    def _shift_offsets(self, piece: Piece) -> Piece:
         """Offsets count from the prompt's start where that is echoed."""
-        if not (self._before and piece.shown):
+        if not (self._echoed_chars and piece.reported):
             return piece
-        return replace(piece, shown=tuple(ShownToken(s.token, s.offset + self._before) for s in piece.shown))
+        return replace(
+            piece, reported=tuple(ShownToken(s.token, s.offset + self._echoed_chars) for s in piece.reported)
+        )
 
     def __aiter__(self) -> Self:
         return self
@@ -207,7 +214,7 @@ class Choice:
         False. Returns then, at the end, and where that is not possible; iterating goes on from there. Raises what
         `take` raises. take_text: gets most of those that are a token's text and nothing else.
         """
-        run = self._run
+        run = self._dispatch
         if not isinstance(run, Run) or self._output.finish is not None:
             return
 
@@ -215,9 +222,11 @@ class Choice:
             piece = self._piece(tokens, finish, run)
             return take(piece) and piece.finish is None
 
-        await run.relay(relayed, self._texts(take_text) if take_text is not None and self._output.plain else None)
+        await run.relay(
+            relayed, self._text_callback(take_text) if take_text is not None and self._output.text_only else None
+        )
 
-    def _texts(self, take_text: Callable[[str], bool]) -> TakeId:
+    def _text_callback(self, take_text: Callable[[str], bool]) -> TakeId:
         """What `_piece` does, for one token that is behind the first and ends nothing."""
         output, observe = self._output, self._metrics.itl.observe
 
@@ -226,7 +235,7 @@ class Choice:
             now = time.monotonic()
             observe(now - self._last)
             self._last = now
-            return take_text(output.text(token_id))
+            return take_text(output.add_id(token_id))
 
         return relayed
 
@@ -238,17 +247,17 @@ class Choice:
                 pieces.append(await self._next())
         finally:
             self.close()
-        return self.whole(pieces)
+        return self.complete_answer(pieces)
 
-    def whole(self, pieces: Sequence[Piece]) -> Answer:
+    def complete_answer(self, pieces: Sequence[Piece]) -> Answer:
         """The answer that these are all pieces of."""
         finish = pieces[-1].finish
         assert finish is not None
-        deltas = None if self.reading is None else tuple(d for piece in pieces for d in piece.deltas or ())
+        deltas = None if self.parser_config is None else tuple(d for piece in pieces for d in piece.deltas or ())
         scored = self.spec.prompt_logprobs
         return Answer(
             "".join([piece.text for piece in pieces]),
-            tuple(token for piece in pieces for token in piece.shown),
+            tuple(token for piece in pieces for token in piece.reported),
             finish,
             None if deltas is None else assemble(deltas),
             None if scored is None else self.prompt_tokens(scored),
@@ -258,20 +267,20 @@ class Choice:
 
     def close(self) -> None:
         """Gives everything back, which aborts on the pods what is not complete; idempotent."""
-        if self._run is not None:
-            self._run.close()
-        elif self._family is not None:
-            self._family.children[self.child].close()
+        if self._dispatch is not None:
+            self._dispatch.close()
+        elif self._group is not None:
+            self._group.samples[self.child].close()
 
     async def _next(self) -> Piece:
-        run = self._run or self._start()
+        run = self._dispatch or self._start()
         delta = await run.next()
         return self._piece(delta.tokens, delta.finish, run)
 
     def _piece(self, tokens: Sequence[Token], finish: FinishReason | None, run: Run | Child) -> Piece:
         metrics, now = self._metrics, time.monotonic()
         if self._last is None and not self.child:
-            self._begun(now)
+            self._on_first_token(now)
         elif self._last is not None and tokens:
             metrics.itl.observe((now - self._last) / len(tokens))
         self._last = now
@@ -282,40 +291,40 @@ class Choice:
             piece = self._output.add(tokens, finish)
             if not self._echoed:
                 piece = self._echo(piece)
-            elif self._before:
-                piece = self._moved(piece)
+            elif self._echoed_chars:
+                piece = self._shift_offsets(piece)
         self._echoed = True
         if piece.finish is not None:
-            self._end(piece.finish, stop_string=finish is None)
+            self._on_finished(piece.finish, stop_string=finish is None)
             run.close()
         return piece
 
     def _start(self) -> Run | Child:
-        if self._family is None:
-            self._run = self._new_run()
+        if self._group is None:
+            self._dispatch = self._new_dispatch()
         else:
-            self._run = self._family.begin(self.child, self._new_run)
-        return self._run
+            self._dispatch = self._group.start(self.child, self._new_dispatch)
+        return self._dispatch
 
-    def _new_run(self) -> Run:
-        ticket = self._ticket
-        return self.model.pipeline.run(
+    def _new_dispatch(self) -> Run:
+        ticket = self._context
+        return self.model.dispatcher.dispatch(
             self.request,
             deadline=ticket.deadline,
             timeline=ticket.timeline,
             affinity=ticket.affinity,
         )
 
-    def _begun(self, now: float) -> None:
+    def _on_first_token(self, now: float) -> None:
         """The first token of a prompt is here."""
-        timeline = self._ticket.timeline
+        timeline = self._context.timeline
         ttft_s = now - timeline.start
         self._metrics.ttft.observe(ttft_s, timeline.exemplar)
-        timeline.note(ttft_s=round(ttft_s, 6))
+        timeline.set_facts(ttft_s=round(ttft_s, 6))
 
-    def _end(self, finish: FinishReason, *, stop_string: bool) -> None:
-        metrics, usage = self._metrics, self.spent
-        timeline = self._ticket.timeline
+    def _on_finished(self, finish: FinishReason, *, stop_string: bool) -> None:
+        metrics, usage = self._metrics, self.charged_usage
+        timeline = self._context.timeline
         metrics.e2e.observe(time.monotonic() - timeline.start, timeline.exemplar)
         metrics.prompt_tokens.inc(usage.prompt)
         metrics.output_tokens.inc(usage.completion)

@@ -40,7 +40,7 @@ class ByteLevelDetokenizer:
 
     def __init__(self, tokenizer: TextTokenizer, keep: frozenset[int] = frozenset()) -> None:
         self._tokenizer = tokenizer
-        self._texts = tokenizer.texts
+        self._texts = tokenizer.token_texts
         self._keep = keep
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._clean = True  # no character is incomplete
@@ -50,7 +50,7 @@ class ByteLevelDetokenizer:
             return text
         if token_id in self._tokenizer.special_ids and token_id not in self._keep:
             return ""
-        text = self._decoder.decode(self._tokenizer.piece(token_id))
+        text = self._decoder.decode(self._tokenizer.token_bytes(token_id))
         self._clean = not self._decoder.getstate()[0]
         return text
 
@@ -71,7 +71,7 @@ class WindowDetokenizer:
 
     def feed(self, token_id: int) -> str:
         if token_id in self._tokenizer.special_ids:
-            return self.flush() + self._tokenizer.piece(token_id).decode() if token_id in self._keep else ""
+            return self.flush() + self._tokenizer.token_bytes(token_id).decode() if token_id in self._keep else ""
         self._ids.append(token_id)
         return self._advance(force=len(self._ids) - self._read > _MAX_PENDING)
 

@@ -36,7 +36,7 @@ class Conversation:
     """A rendered one: the prompt, how its answers are read, and what they have to match."""
 
     prompt: str
-    reading: Reading | None
+    parser_config: Reading | None
     grammar: Grammar | None
 
 
@@ -55,20 +55,20 @@ class Dialect:
         self._tokenizer = tokenizer
         self._template = template
         added = {token.content for token in tokenizer.raw.get_added_tokens_decoder().values()}
-        self.calls = choose_format(tool_parser, template.source, added)
-        self.reasoning = choose_reasoning(reasoning_parser, template.source, added)
-        self._tokens = GrammarTokenizer(model_dir, eos_ids=tokenizer.eos_ids)
-        self.grammars = GrammarCheck(GrammarCompiler(self._tokens))
-        self._composer = Composer(tokenizer, self.calls, self.reasoning)
+        self.tool_format = choose_format(tool_parser, template.source, added)
+        self.reasoning_format = choose_reasoning(reasoning_parser, template.source, added)
+        self._grammar_tokenizer = GrammarTokenizer(model_dir, eos_ids=tokenizer.eos_ids)
+        self.grammar_checker = GrammarCheck(GrammarCompiler(self._grammar_tokenizer))
+        self._answer_grammar = Composer(tokenizer, self.tool_format, self.reasoning_format)
 
     def warm_up(self) -> None:
         """Builds what grammars need of the tokenizer, which holds the interpreter too long for an event loop's life."""
         try:
-            self._tokens.get()
+            self._grammar_tokenizer.get()
         except InvalidRequest as e:
             _log.warning("%s", e.message)
 
-    async def converse(
+    async def prepare(
         self,
         messages: Sequence[Mapping[str, Any]],
         template_kwargs: Mapping[str, Any],
@@ -80,20 +80,20 @@ class Dialect:
     ) -> Conversation:
         """text: what the client wants the answer's text to match. Raises InvalidRequest."""
         if text is not None:
-            await self.grammars.require(text)
-        prompt = await self.render(messages, template_kwargs, tools.shown if tools else ())
-        begins = Section.BEHIND if self.reasoning is None else Section.of(self.reasoning, prompt)
-        grammar = self._composer.compose(
+            await self.grammar_checker.check(text)
+        prompt = await self.render(messages, template_kwargs, tools.template_tools if tools else ())
+        begins = Section.AFTER if self.reasoning_format is None else Section.from_prompt(self.reasoning_format, prompt)
+        grammar = self._answer_grammar.build(
             text,
-            tools.callable if tools else (),
+            tools.callable_functions if tools else (),
             required=tools is not None and tools.required,
             parallel=tools is not None and tools.parallel,
             begins=begins,
             field=tools.field if tools else "",
         )
         if grammar is not None and grammar is not text:
-            await self._require(grammar, tools)
-        reading = self._reading(tools, begins, include_reasoning=include_reasoning, keep_special=keep_special)
+            await self._check_grammar(grammar, tools)
+        reading = self._parser_config(tools, begins, include_reasoning=include_reasoning, keep_special=keep_special)
         return Conversation(prompt, reading, grammar)
 
     async def render(
@@ -105,46 +105,46 @@ class Dialect:
         """The prompt, made in a thread when it has many parts. Raises InvalidRequest for what the template refuses."""
 
         def render() -> str:
-            if not self._template.takes_tools and (tools or any(_of_tools(message) for message in messages)):
-                return self._template.render(with_tools(messages, tools, self.calls), template_kwargs)
+            if not self._template.supports_tools and (tools or any(_of_tools(message) for message in messages)):
+                return self._template.render(with_tools(messages, tools, self.tool_format), template_kwargs)
             return self._template.render(messages, template_kwargs, tools=tools or None)
 
         return await asyncio.to_thread(render) if len(messages) + len(tools) > INLINE_PARTS else render()
 
-    async def _require(self, grammar: Grammar, tools: ToolUse | None) -> None:
+    async def _check_grammar(self, grammar: Grammar, tools: ToolUse | None) -> None:
         """Raises InvalidRequest; where one function's parameters are at fault, it names them."""
         try:
-            await self.grammars.require(grammar)
+            await self.grammar_checker.check(grammar)
         except InvalidRequest:
-            for function in tools.callable if tools else ():
-                await self.grammars.require(from_json_schema(parameters(function), field=function.field))
+            for function in tools.callable_functions if tools else ():
+                await self.grammar_checker.check(from_json_schema(parameters(function), field=function.field))
             raise
 
-    def _reading(
+    def _parser_config(
         self, tools: ToolUse | None, begins: Section, *, include_reasoning: bool, keep_special: bool
     ) -> Reading | None:
-        if tools is None and self.reasoning is None:
+        if tools is None and self.reasoning_format is None:
             return kept_special(self._tokenizer) if keep_special else None
         tokenizer = self._tokenizer
-        markers = [*(self.calls.markers if tools else ())]
-        if self.reasoning is not None:
-            markers += [self.reasoning.start, self.reasoning.end]
+        markers = [*(self.tool_format.markers if tools else ())]
+        if self.reasoning_format is not None:
+            markers += [self.reasoning_format.start, self.reasoning_format.end]
         keep = tokenizer.special_ids if keep_special else tokenizer.special_ids & _ids(tokenizer, markers)
         return Reading(
             tokenizer=tokenizer,
-            reasoning=self.reasoning,
-            begins=begins,
+            reasoning_format=self.reasoning_format,
+            initial_section=begins,
             show_reasoning=include_reasoning,
-            tools=self.calls if tools else None,
-            names=frozenset(f.name for f in tools.callable) if tools else frozenset(),
+            tool_format=self.tool_format if tools else None,
+            function_names=frozenset(f.name for f in tools.callable_functions) if tools else frozenset(),
             max_calls=1 if tools and not tools.parallel else None,
-            keep=keep - frozenset(tokenizer.eos_ids),
+            kept_special_ids=keep - frozenset(tokenizer.eos_ids),
         )
 
 
 def kept_special(tokenizer: TextTokenizer) -> Reading:
     """For text that is to show the special tokens in it."""
-    return Reading(tokenizer=tokenizer, keep=tokenizer.special_ids - frozenset(tokenizer.eos_ids))
+    return Reading(tokenizer=tokenizer, kept_special_ids=tokenizer.special_ids - frozenset(tokenizer.eos_ids))
 
 
 def _of_tools(message: Mapping[str, Any]) -> bool:

@@ -110,8 +110,8 @@ class Embeddings:
         ]
         tokens = sum(request.prompt_len for request in requests)
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-        await response.json(200, {"object": "list", "data": data, "model": asked.model, "usage": usage})
-        ticket.timeline.note(prompt_tokens=tokens)
+        await response.send_json(200, {"object": "list", "data": data, "model": asked.model, "usage": usage})
+        ticket.timeline.set_facts(prompt_tokens=tokens)
 
     async def _all(self, model: ServedModel, requests: Sequence[ValidRequest], deadline: float) -> list[list[float]]:
         slots = asyncio.Semaphore(MAX_AT_ONCE)
@@ -146,7 +146,7 @@ class Embeddings:
                 if not error.retryable:
                     raise error from e
                 avoid.add(pod.address)
-                pod.suspect()
+                pod.recheck()
             finally:
                 self._sent[pod.address] -= request.prompt_len
         raise error
@@ -155,7 +155,7 @@ class Embeddings:
         """The pod with the fewest prompt tokens before it, as far as is known."""
         able = [
             pod
-            for pod in model.table.pods.values()
+            for pod in model.pod_table.pods.values()
             if pod.serving and pod.info is not None and pod.info.role is not Role.DECODE and pod.address not in avoid
         ]
         return min(able, key=lambda pod: self._sent[pod.address] + _queued(pod), default=None)

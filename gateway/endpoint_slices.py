@@ -151,7 +151,7 @@ class EndpointWatch:
         self._backoff_s = backoff_s
         self._slices: dict[str, dict[str, bool]] = {}
         self._version = ""  # "": a list comes next
-        self._told: dict[str, bool] | None = None
+        self._notified: dict[str, bool] | None = None
         self._up = False
         self._task: asyncio.Task[None] | None = None
 
@@ -200,7 +200,7 @@ class EndpointWatch:
             backoff = min(high, 2 * backoff)
 
     def _is_up(self, up: bool, why: str = "") -> None:
-        if up != self._up or (why and self._told is None):
+        if up != self._up or (why and self._notified is None):
             _log.log(logging.INFO if up else logging.WARNING, "Kubernetes API: %s", "up" if up else f"away ({why})")
         self._up = up
 
@@ -214,7 +214,7 @@ class EndpointWatch:
         self._slices = {item.metadata.name: item.addresses() for item in found.items}
         self._version = found.metadata.resourceVersion
         self._is_up(True)
-        self._tell()
+        self._notify()
 
     async def _watch(self, client: httpx.AsyncClient) -> bool:
         """Until the server ends it; False when it did so without having said anything."""
@@ -251,16 +251,16 @@ class EndpointWatch:
         elif kind == "DELETED":
             self._slices.pop(meta.name, None)
         self._version = meta.resourceVersion
-        self._tell()
+        self._notify()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         """A pod in two slices, for it moved, leaves only when both say so."""
         now: dict[str, bool] = {}
         for addresses in self._slices.values():
             for address, leaving in addresses.items():
                 now[address] = leaving and now.get(address, True)
-        if now != self._told:
-            self._told = now
+        if now != self._notified:
+            self._notified = now
             self._on_change(now)
 
 

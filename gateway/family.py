@@ -22,112 +22,112 @@ class Child:
     """One choice's end of a family; as a Run. Tokens that it was not asked for are bounded by MAX_PENDING."""
 
     def __init__(self, family: Family, number: int) -> None:
-        self._family = family
-        self._number = number
+        self._group = family
+        self._index = number
         self.tokens: list[Token] = []
         self.finish: FinishReason | None = None
         self.closed = False
-        self.news = asyncio.Event()
+        self.wakeup = asyncio.Event()
 
     @property
     def cached_tokens(self) -> int:
-        return self._family.begun.cached_tokens
+        return self._group.dispatch.cached_tokens
 
     @property
-    def proposed(self) -> int:
+    def drafts_proposed(self) -> int:
         """Drafts of all children, told by the first."""
-        return 0 if self._number else self._family.begun.proposed
+        return 0 if self._index else self._group.dispatch.drafts_proposed
 
     @property
-    def accepted(self) -> int:
-        return 0 if self._number else self._family.begun.accepted
+    def drafts_accepted(self) -> int:
+        return 0 if self._index else self._group.dispatch.drafts_accepted
 
     @property
     def prompt_logprobs(self) -> tuple[PromptLogprobs, ...]:
-        return self._family.begun.prompt_logprobs
+        return self._group.dispatch.prompt_logprobs
 
     async def next(self) -> Delta:
         """See Run.next."""
         while not (self.tokens or self.finish):
-            if (part := self._family.begun.parts.get(self._number)) is not None:
-                return (await part.next())._replace(child=self._number)
-            await self._family.fetch(self)
+            if (part := self._group.dispatch.resumed_samples.get(self._index)) is not None:
+                return (await part.next())._replace(child=self._index)
+            await self._group.fetch(self)
         tokens, self.tokens = self.tokens, []
-        return Delta(tokens, self.finish, child=self._number)
+        return Delta(tokens, self.finish, child=self._index)
 
     def close(self) -> None:
         """Nothing more is wanted of it; idempotent."""
         if not self.closed:
             self.closed = True
-            self._family.closed(self._number)
+            self._group.on_sample_closed(self._index)
 
 
 class Family:
     """See the top of this file."""
 
     def __init__(self, n: int) -> None:
-        self.run: Run | None = None
-        self.children = tuple(Child(self, number) for number in range(n))
+        self.dispatch_or_none: Run | None = None
+        self.samples = tuple(Child(self, number) for number in range(n))
         self._fetching = False
         self._error: BatonError | None = None
 
     @property
-    def begun(self) -> Run:
+    def dispatch(self) -> Run:
         """The run, once a child was begun."""
-        assert self.run is not None
-        return self.run
+        assert self.dispatch_or_none is not None
+        return self.dispatch_or_none
 
-    def begin(self, number: int, start: Callable[[], Run]) -> Child:
+    def start(self, number: int, start: Callable[[], Run]) -> Child:
         """A child that will be asked; the first one starts the run for all."""
-        if self.run is None:
-            self.run = start()
-        return self.children[number]
+        if self.dispatch_or_none is None:
+            self.dispatch_or_none = start()
+        return self.samples[number]
 
     async def fetch(self, child: Child) -> None:
         """Returns when there may be something for the child. Raises what ended the run early."""
         if self._error is not None:
             raise self._error
-        child.news.clear()
+        child.wakeup.clear()
         if self._fetching:
-            await child.news.wait()
+            await child.wakeup.wait()
             return
         self._fetching = True
         try:
-            self._deal(await self.begun.next())
+            self._deliver(await self.dispatch.next())
         except BatonError as e:
             self._error = e
             raise
         finally:
             self._fetching = False
-            self._hand_over()
+            self._wake_next_reader()
 
-    def _deal(self, delta: Delta) -> None:
-        if self.begun.parts:
-            for child in self.children:
-                child.news.set()
+    def _deliver(self, delta: Delta) -> None:
+        if self.dispatch.resumed_samples:
+            for child in self.samples:
+                child.wakeup.set()
             return
-        child = self.children[delta.child]
+        child = self.samples[delta.child]
         if not child.closed:
             child.tokens.extend(delta.tokens)
             child.finish = delta.finish
             if len(child.tokens) > MAX_PENDING:
                 raise Overloaded("the client reads too slowly")
-            child.news.set()
+            child.wakeup.set()
 
-    def _hand_over(self) -> None:
+    def _wake_next_reader(self) -> None:
         """Somebody who waits fetches next; with an error all are told."""
-        for child in self.children:
-            if child.closed or child.news.is_set():
+        for child in self.samples:
+            if child.closed or child.wakeup.is_set():
                 continue
-            child.news.set()
+            child.wakeup.set()
             if self._error is None:
                 return
 
-    def closed(self, number: int) -> None:
+    def on_sample_closed(self, number: int) -> None:
         """A child wants nothing more."""
-        if self.run is None:
+        if self.dispatch_or_none is None:
             return
-        if all(child.closed for child in self.children):
-            self.run.close()
+        if all(child.closed for child in self.samples):
+            self.dispatch_or_none.close()
         else:
-            self.run.stop(number)
+            self.dispatch_or_none.stop_sample(number)

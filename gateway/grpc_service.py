@@ -136,18 +136,18 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     ) -> None:
         # The answer is made in a task of its own, so that Abort can end it and still be told apart from a cancel.
         making = asyncio.get_running_loop().create_task(self._choices(ticket, request))
-        ticket.serve_by(making)
+        ticket.set_task(making)
         try:
             choices = await making
         except asyncio.CancelledError:
-            if ticket.ended_with is not None:
-                raise ticket.ended_with from None
+            if ticket.abort_error is not None:
+                raise ticket.abort_error from None
             raise
-        context.set_trailing_metadata(tuple(ticket.headers.items()))
+        context.set_trailing_metadata(tuple(ticket.response_headers.items()))
         queue: asyncio.Queue[tuple[int, Piece] | None] = asyncio.Queue()
         work = asyncio.get_running_loop().create_task(_pump(choices, queue))
         work.add_done_callback(lambda _: queue.put_nowait(None))
-        ticket.serve_by(work)
+        ticket.set_task(work)
         unfinished = choices[0].spec.n
         try:
             while (item := await queue.get()) is not None:
@@ -156,15 +156,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 usage = None if unfinished else total(choices)
                 await context.write(self._message(ticket, index, piece, choices[0], usage))
                 queue.task_done()
-            if work.cancelled() and ticket.ended_with is not None:
-                raise ticket.ended_with
+            if work.cancelled() and ticket.abort_error is not None:
+                raise ticket.abort_error
             await work
         finally:
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
 
     async def _choices(self, ticket: Ticket, request: inference_pb2.GenerateRequest) -> list[Choice]:
-        require_few_parts(request, self._gateway.most_parts)
+        require_few_parts(request, self._gateway.max_json_parts)
         fields = _fields(request)
         kind = request.WhichOneof("prompt")
         if kind == "chat":
@@ -218,7 +218,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.TokenizeRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> inference_pb2.TokenizeResponse:
         """Token ids of a text or a conversation."""
-        require_few_parts(request, self._gateway.most_parts)
+        require_few_parts(request, self._gateway.max_json_parts)
         body: dict[str, Any] = {"model": request.model or None, "return_token_strs": request.return_token_strings}
         kind = request.WhichOneof("prompt")
         if kind == "text":
@@ -230,14 +230,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         with self._gateway.admit("tokenize", None, context.time_remaining(), caller=self._caller(context)) as ticket:
             found = await self._texts.tokens(parse_tokenize(body), ticket)
         return inference_pb2.TokenizeResponse(
-            ids=found.ids, max_model_len=found.max_model_len or 0, token_strings=found.strings or ()
+            ids=found.ids, max_model_len=found.max_model_len or 0, token_strings=found.token_strings or ()
         )
 
     async def Detokenize(
         self, request: inference_pb2.DetokenizeRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> inference_pb2.DetokenizeResponse:
         """The text of token ids."""
-        require_few_parts(request, self._gateway.most_parts)
+        require_few_parts(request, self._gateway.max_json_parts)
         body = parse_detokenize({"model": request.model or None, "tokens": list(request.ids)})
         with self._gateway.admit("detokenize", None, context.time_remaining(), caller=self._caller(context)) as ticket:
             return inference_pb2.DetokenizeResponse(text=await self._texts.text(body, ticket))
@@ -251,7 +251,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             if not caller.may_use(name, model.name):
                 continue
             entry = inference_pb2.Model(id=name, root=model.name, created=model.created)
-            if model.table.ready:
+            if model.pod_table.ready:
                 limits = model.limits()
                 entry.max_model_len, entry.vocab_size = limits.max_model_len, limits.vocab_size
             models.append(entry)
@@ -268,7 +268,7 @@ async def _pump(choices: Sequence[Choice], queue: asyncio.Queue[tuple[int, Piece
 
 async def _pieces(choices: Sequence[Choice]) -> AsyncGenerator[tuple[int, Piece], None]:
     spec = choices[0].spec
-    if spec.known_at_end:
+    if spec.complete_only:
         for index, answer in enumerate(await answers_of(choices, spec)):
             tokens = [replace(token, child=index) for token in answer.tokens]
             if spec.logprobs is None:

@@ -51,7 +51,7 @@ class Response:
         self.done = False
         self.error_event: Callable[[BatonError], bytes] = _error_event  # how a stream says that it failed
 
-    async def json(self, status: int, body: Json, headers: dict[str, str] | None = None) -> None:
+    async def send_json(self, status: int, body: Json, headers: dict[str, str] | None = None) -> None:
         """A complete JSON response."""
         raw = orjson.dumps(body)
         self.done = True
@@ -60,7 +60,7 @@ class Response:
         )
         await self._send({"type": "http.response.body", "body": raw})
 
-    async def event(self, raw: bytes) -> None:
+    async def send_event(self, raw: bytes) -> None:
         """Bytes of the event stream, its head first."""
         if not self.streaming:
             self.streaming = True
@@ -69,7 +69,7 @@ class Response:
         await self._send({"type": "http.response.body", "body": raw, "more_body": True})
 
     @property
-    def prompt(self) -> Callable[[bytes], bool] | None:
+    def fast_write(self) -> Callable[[bytes], bool] | None:
         """Sends further bytes of the event stream at once, see BodyWriter.write; None: they have to go by `event`."""
         writer = self._writer
         return writer.write if self.streaming and writer is not None and writer.ready else None
@@ -79,15 +79,15 @@ class Response:
         self.done = True
         await self._send({"type": "http.response.body", "body": b""})
 
-    async def error(self, error: BatonError) -> None:
+    async def send_error(self, error: BatonError) -> None:
         """An error as a status while that is possible, as an event afterwards."""
         if self.done:
             return
         if self.streaming:
-            await self.event(self.error_event(error))
+            await self.send_event(self.error_event(error))
             await self.end()
         else:
-            await self.json(error.http_status, error_body(error), error_headers(error))
+            await self.send_json(error.http_status, error_body(error), error_headers(error))
 
     async def _send(self, message: Message) -> None:
         if self._writer is not None:
@@ -130,7 +130,7 @@ class Endpoint:
                 affinity=affinity,
                 asked_by=client_trace(scope),
             ) as ticket:
-                response.headers = ticket.headers
+                response.headers = ticket.response_headers
                 response.request_id = client_id or ticket.id
                 trace_id = ticket.timeline.trace_id
                 with bind(request_id=ticket.id, **({} if trace_id is None else {"trace_id": trace_id})):
@@ -138,20 +138,20 @@ class Endpoint:
         except BatonError as e:
             if e.http_status >= 500:
                 _log.warning("request failed: %s: %s", e.kind, e)
-            await response.error(e)
+            await response.send_error(e)
         except Exception:
             _log.exception("request failed by our fault")
-            await response.error(InternalError("internal error"))
+            await response.send_error(InternalError("internal error"))
 
     async def _admitted(self, scope: Scope, receive: Receive, response: Response, ticket: Ticket) -> None:
         left = ticket.deadline - time.monotonic()
         if left <= 0:  # not for want of a body
             raise DeadlineExceeded("the request's time is over")
-        limits = self._gateway.settings.max_body_bytes, min(BODY_TIMEOUT_S, left), self._gateway.most_parts
+        limits = self._gateway.settings.max_body_bytes, min(BODY_TIMEOUT_S, left), self._gateway.max_json_parts
         body = await read_json_body(scope, receive, *limits)
         loop = asyncio.get_running_loop()
         work = loop.create_task(self._serve(body, response, ticket))
-        ticket.serve_by(work)
+        ticket.set_task(work)
         gone = loop.create_task(_disconnected(receive))
         try:
             # A client that neither reads nor leaves would block the sending, which has no deadline of its own.
@@ -167,8 +167,8 @@ class Endpoint:
                 work.cancel()
         if not work.cancelled():
             work.result()
-        elif ticket.ended_with is not None:
-            raise ticket.ended_with
+        elif ticket.abort_error is not None:
+            raise ticket.abort_error
         elif stuck:
             response.done = response.streaming  # no error event either for a client that does not read
             raise DeadlineExceeded("the request's time is over")

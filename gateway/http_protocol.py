@@ -107,12 +107,12 @@ class BoundedHttp(HttpToolsProtocol):
     _head_bytes = 0  # since a head or a piece of a body was complete; trailers count as well
     _head_timer: asyncio.TimerHandle | None = None
     _answering: RequestResponseCycle | None = None
-    _deaf = False  # nothing that still comes counts
+    _input_closed = False  # nothing that still comes counts
 
     def __init__(self, *args: Any, outbox: Outbox, **kwargs: Any) -> None:
         """outbox: the server's; the rest is uvicorn's."""
         super().__init__(*args, **kwargs)
-        self._outbox = outbox
+        self._batcher = outbox
 
     def connection_made(self, transport: Any) -> None:
         """The first head must come in time, too."""
@@ -130,11 +130,11 @@ class BoundedHttp(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Counts, then parses; the parser's callbacks below reset the count."""
-        if self._deaf:
+        if self._input_closed:
             return
         self._head_bytes += len(data)
         super().data_received(data)
-        if self._head_bytes > MAX_HEAD_BYTES and not (self._deaf or self.transport.is_closing()):
+        if self._head_bytes > MAX_HEAD_BYTES and not (self._input_closed or self.transport.is_closing()):
             text = f"the request's head is larger than {MAX_HEAD_BYTES} bytes"
             self._refuse(InvalidRequest(text), 431)
 
@@ -149,7 +149,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._stop_timer()
         super().on_headers_complete()
         if self.cycle is not None:  # its application begins with a later turn of the loop
-            self.scope["state"][_BODY] = BodyWriter(self.cycle, self._outbox)
+            self.scope["state"][_BODY] = BodyWriter(self.cycle, self._batcher)
             if not self.pipeline:
                 self._answering = self.cycle
 
@@ -188,7 +188,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     def _refuse(self, error: BatonError, status: int | None = None) -> None:
         self._stop_timer()
-        self._deaf = True
+        self._input_closed = True
         if self.pipeline and self.pipeline[0][0].more_body:  # it is refused without a word
             self.pipeline.popleft()
         last = self.pipeline[0][0] if self.pipeline else self._answering

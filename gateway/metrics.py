@@ -42,13 +42,13 @@ class GatewayMetrics:
 
     def __init__(self) -> None:
         self.base = m = Metrics()
-        m.process()
+        m.add_process_metrics()
         self.requests = m.counter("requests", "Requests that ended, by endpoint and outcome", ["endpoint", "outcome"])
         self.running = m.gauge("requests_running", "Requests being served")
         self.ttft = m.histogram("ttft_seconds", "Arrival to the first token, per choice")
-        self.itl = m.tally("itl_seconds", "Time between tokens, per step of a choice")
+        self.itl = m.unlabeled_histogram("itl_seconds", "Time between tokens, per step of a choice")
         self.e2e = m.histogram("e2e_seconds", "Arrival to the last token, per choice")
-        self.queue = m.histogram("queue_seconds", "Arrival at a prefill pod to its first chunk")
+        self.prefill_queue = m.histogram("queue_seconds", "Arrival at a prefill pod to its first chunk")
         self.prompt_tokens = m.counter("prompt_tokens", "Prompt tokens of answered requests")
         self.output_tokens = m.counter("output_tokens", "Tokens of all answers, as clients got them")
         self.aborts = m.counter("aborts", "Requests ended before the pods were done", ["reason"])
@@ -58,12 +58,14 @@ class GatewayMetrics:
         )
         self.rejections = m.counter("rejections", "Requests refused for load or by a limit", ["by"])
         self.admission_wait = m.histogram("admission_wait_seconds", "Time in the gateway's queue, of those that waited")
-        self.limits_alone = m.counter("limits_without_redis", "Requests held against this gateway's own counts")
+        self.limits_without_redis = m.counter("limits_without_redis", "Requests held against this gateway's own counts")
         self.tenant_tokens = m.counter("tenant_tokens", "Tokens of requests with an API key", ["tenant", "kind"])
         self.routing = m.histogram("routing_seconds", "What routing adds to a request", ["step"], FAST_BUCKETS)
         self.predicted_hits = m.counter("prefix_hit_tokens_predicted", "Cached prompt tokens that routing expected")
         self.actual_hits = m.counter("prefix_hit_tokens_actual", "Cached prompt tokens that pods found")
-        self.looked_up = m.counter("prefix_lookup_tokens", "Prompt tokens of requests whose hits are counted")
+        self.prompt_lookup_tokens = m.counter(
+            "prefix_lookup_tokens", "Prompt tokens of requests whose hits are counted"
+        )
         self.repeated = m.counter(
             "prefix_repeated_tokens",
             "Prompt tokens that an earlier prompt here began with: what a cache could have had",
@@ -79,8 +81,8 @@ class GatewayMetrics:
         )
         self._index_mode = m.gauge("kv_index_mode", "1 for how requests are routed now", ["mode"])
         # For the dashboard alone: pods export what their hand-offs cost.
-        self.exposed = Tally("exposed", "Seconds from a prompt's last chunk to its commit", LATENCY_BUCKETS)
-        self.index_mode("hash")
+        self.exposed_hand_off = Tally("exposed", "Seconds from a prompt's last chunk to its commit", LATENCY_BUCKETS)
+        self.set_index_mode("hash")
 
     def watch_queue(self, waiting: Callable[[], Iterable[tuple[tuple[str, ...], float]]]) -> None:
         """waiting: ((model,), requests in its queue) of every model."""
@@ -96,17 +98,17 @@ class GatewayMetrics:
             "pods", "Pods that this gateway knows, by what they are to it", pods, ["model", "role", "state"]
         )
 
-    def hits(self, predicted: int, actual: int, *, prompt_tokens: int, repeated: int) -> None:
+    def record_hits(self, predicted: int, actual: int, *, prompt_tokens: int, repeated: int) -> None:
         """Cached tokens of one prompt. repeated: tokens at its start that an earlier prompt began with."""
-        self.looked_up.inc(prompt_tokens)
+        self.prompt_lookup_tokens.inc(prompt_tokens)
         self.repeated.inc(repeated)
         self.predicted_hits.inc(predicted)
         self.actual_hits.inc(actual)
         self.hit_error.observe(abs(predicted - actual))
 
-    def index_mode(self, mode: str) -> None:
+    def set_index_mode(self, mode: str) -> None:
         """redis (the index answers), local (this gateway's own memory) or hash (rendezvous hashing, own counts)."""
-        self.mode = mode
+        self.current_index_mode = mode
         for name in ("redis", "local", "hash"):
             self._index_mode.labels(name).set(name == mode)
 
@@ -119,7 +121,7 @@ class GatewayMetrics:
             "running": next(iter(self.running.collect())).samples[0].value,
             "prompt_tokens": _total(self.prompt_tokens),
             "output_tokens": _total(self.output_tokens),
-            "routed_tokens": _total(self.looked_up),
+            "routed_tokens": _total(self.prompt_lookup_tokens),
             "predicted_hits": _total(self.predicted_hits),
             "actual_hits": _total(self.actual_hits),
             "rejections": _total(self.rejections),
@@ -128,7 +130,13 @@ class GatewayMetrics:
 
     def latencies(self) -> Mapping[str, Metric]:
         """Histograms of the dashboard."""
-        histograms = {"ttft": self.ttft, "itl": self.itl, "e2e": self.e2e, "queue": self.queue, "exposed": self.exposed}
+        histograms = {
+            "ttft": self.ttft,
+            "itl": self.itl,
+            "e2e": self.e2e,
+            "queue": self.prefill_queue,
+            "exposed": self.exposed_hand_off,
+        }
         return {name: next(iter(histogram.collect())) for name, histogram in histograms.items()}
 
 

@@ -28,7 +28,7 @@ class ModelText:
 
     name: str
     tokenizer: TextTokenizer
-    dialect: Dialect
+    chat_format: Dialect
 
     @classmethod
     def load(cls, name: str, model_dir: Path, *, tool_parser: str = "auto", reasoning_parser: str = "auto") -> Self:
@@ -44,27 +44,27 @@ class ModelText:
 class ServedModel:
     """One model with the pods that serve it and the gate before them. created: seconds since the epoch."""
 
-    text: ModelText
-    table: PodTable
-    pipeline: Pipeline
+    text_processor: ModelText
+    pod_table: PodTable
+    dispatcher: Pipeline
     gate: Gate
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
     def name(self) -> str:
-        return self.text.name
+        return self.text_processor.name
 
     @property
     def tokenizer(self) -> TextTokenizer:
-        return self.text.tokenizer
+        return self.text_processor.tokenizer
 
     @property
-    def dialect(self) -> Dialect:
-        return self.text.dialect
+    def chat_format(self) -> Dialect:
+        return self.text_processor.chat_format
 
     def limits(self) -> Limits:
         """See PodTable.limits."""
-        return self.table.limits()
+        return self.pod_table.limits()
 
 
 class Models:

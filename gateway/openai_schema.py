@@ -100,7 +100,7 @@ def token_logprobs(tokenizer: TextTokenizer, shown: Sequence[ShownToken]) -> lis
     """Tokens with log-probabilities as chats and responses tell them."""
 
     def entry(token: TokenLogprob) -> Json:
-        piece = tokenizer.piece(token.token)
+        piece = tokenizer.token_bytes(token.token)
         text = piece.decode("utf-8", "replace")
         return {"token": text, "logprob": _number(token.logprob), "bytes": list(piece)}
 
@@ -117,7 +117,7 @@ def prompt_logprobs_json(tokenizer: TextTokenizer, tokens: Sequence[PromptToken]
     """vLLM's prompt_logprobs: for each prompt token itself and its alternatives by id; null for the first."""
 
     def entry(token: int, logprob: float | None, rank: int | None) -> Json:
-        text = tokenizer.piece(token).decode("utf-8", "replace")
+        text = tokenizer.token_bytes(token).decode("utf-8", "replace")
         return {"logprob": _number(logprob), "rank": rank, "decoded_token": text}
 
     out: list[Json | None] = []
@@ -135,13 +135,13 @@ def prompt_logprobs_json(tokenizer: TextTokenizer, tokens: Sequence[PromptToken]
 class Format(Protocol):
     """How one endpoint writes one request's answers."""
 
-    def answer(self, answers: Sequence[Answer], usage: Usage) -> Json:
+    def encode_answer(self, answers: Sequence[Answer], usage: Usage) -> Json:
         """The whole answer."""
 
-    def opening(self, index: int) -> Json | None:
+    def first_chunk(self, index: int) -> Json | None:
         """What a choice's stream begins with."""
 
-    def chunks(self, index: int, piece: Piece) -> list[Json]:
+    def encode_piece(self, index: int, piece: Piece) -> list[Json]:
         """The chunks for one piece, [] when it shows nothing."""
 
     def usage_chunk(self) -> Json:
@@ -157,20 +157,20 @@ class CompletionFormat:
         self._tokenizer = tokenizer
         self._logprobs = logprobs
 
-    def answer(self, answers: Sequence[Answer], usage: Usage) -> Json:
-        choices = [self._choice(i, a.text, a.shown, a.finish) for i, a in enumerate(answers)]
+    def encode_answer(self, answers: Sequence[Answer], usage: Usage) -> Json:
+        choices = [self._choice(i, a.text, a.reported, a.finish) for i, a in enumerate(answers)]
         for choice, answer in zip(choices, answers, strict=True):
-            if answer.prompt is not None:
-                choice["prompt_logprobs"] = prompt_logprobs_json(self._tokenizer, answer.prompt)
+            if answer.prompt_tokens is not None:
+                choice["prompt_logprobs"] = prompt_logprobs_json(self._tokenizer, answer.prompt_tokens)
         return {**self._head, "choices": choices, "usage": usage_json(usage)}
 
-    def opening(self, index: int) -> Json | None:
+    def first_chunk(self, index: int) -> Json | None:
         return None
 
-    def chunks(self, index: int, piece: Piece) -> list[Json]:
-        if not (piece.text or piece.shown or piece.finish):
+    def encode_piece(self, index: int, piece: Piece) -> list[Json]:
+        if not (piece.text or piece.reported or piece.finish):
             return []
-        return [{**self._head, "choices": [self._choice(index, piece.text, piece.shown, piece.finish)]}]
+        return [{**self._head, "choices": [self._choice(index, piece.text, piece.reported, piece.finish)]}]
 
     def usage_chunk(self) -> Json:
         return {**self._head, "choices": []}
@@ -197,7 +197,7 @@ class CompletionFormat:
         }
 
     def _text(self, token: int) -> str:
-        return self._tokenizer.piece(token).decode("utf-8", "replace")
+        return self._tokenizer.token_bytes(token).decode("utf-8", "replace")
 
 
 def _reasoning_json(text: str) -> Json:
@@ -244,45 +244,45 @@ class ChatFormat:
     def _head(self, kind: str) -> Json:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
 
-    def answer(self, answers: Sequence[Answer], usage: Usage) -> Json:
+    def encode_answer(self, answers: Sequence[Answer], usage: Usage) -> Json:
         choices = [
             {
                 "index": i,
                 "message": {"role": "assistant", "refusal": None, **self._message(a)},
-                "logprobs": self._logprobs_json(a.shown),
+                "logprobs": self._logprobs_json(a.reported),
                 "finish_reason": self._finish(a.finish),
             }
             for i, a in enumerate(answers)
         ]
         whole = {**self._head("chat.completion"), "choices": choices, "usage": usage_json(usage)}
-        if answers and answers[0].prompt is not None:
-            whole["prompt_logprobs"] = prompt_logprobs_json(self._tokenizer, answers[0].prompt)
+        if answers and answers[0].prompt_tokens is not None:
+            whole["prompt_logprobs"] = prompt_logprobs_json(self._tokenizer, answers[0].prompt_tokens)
         return whole
 
     def _message(self, answer: Answer) -> Json:
         message = answer.message
         if message is None:
             return {"content": answer.text}
-        content = message.content if message.content is not None or message.calls else ""
+        content = message.content if message.content is not None or message.tool_calls else ""
         out: Json = {"content": content}
         if message.reasoning is not None:
             out |= _reasoning_json(message.reasoning)
-        if message.calls and self._legacy:
-            out["function_call"] = _function_json(message.calls[0].name, message.calls[0].arguments)
-        elif message.calls:
-            out["tool_calls"] = [_call_json(call.id, call.name, call.arguments) for call in message.calls]
+        if message.tool_calls and self._legacy:
+            out["function_call"] = _function_json(message.tool_calls[0].name, message.tool_calls[0].arguments)
+        elif message.tool_calls:
+            out["tool_calls"] = [_call_json(call.id, call.name, call.arguments) for call in message.tool_calls]
         return out
 
-    def opening(self, index: int) -> Json | None:
+    def first_chunk(self, index: int) -> Json | None:
         return self._chunk(index, {"role": "assistant", "content": ""})
 
-    def chunks(self, index: int, piece: Piece) -> list[Json]:
+    def encode_piece(self, index: int, piece: Piece) -> list[Json]:
         out = []
         if piece.deltas is not None:
-            deltas = [_delta_json(delta, legacy=self._legacy) for delta in piece.deltas] or [{}] * bool(piece.shown)
-            out = [self._chunk(index, delta, () if i else piece.shown) for i, delta in enumerate(deltas)]
-        elif piece.text or piece.shown:
-            out.append(self._chunk(index, {"content": piece.text}, piece.shown))
+            deltas = [_delta_json(delta, legacy=self._legacy) for delta in piece.deltas] or [{}] * bool(piece.reported)
+            out = [self._chunk(index, delta, () if i else piece.reported) for i, delta in enumerate(deltas)]
+        elif piece.text or piece.reported:
+            out.append(self._chunk(index, {"content": piece.text}, piece.reported))
         if piece.finish is not None:
             out.append(self._chunk(index, {}, finish=piece.finish))
         return out

@@ -40,95 +40,95 @@ class Outlet:
 
     def __init__(self, n: int, max_pending: int, output: Sequence[int] = ()) -> None:
         self.complete = False
-        self.stopped: set[int] = set()
+        self.stopped_samples: set[int] = set()
         self.error: BatonError | None = None
         self._max_pending = max_pending
-        self.size = n
+        self.num_samples = n
         self._orders = [TokenOrder(output) for _ in range(n)]
         self._unfinished = set(range(n))
-        self._news: deque[int] = deque()  # children that may have something to give
-        self._take: Take | None = None  # of `relay`
-        self._take_id: TakeId | None = None  # the same
+        self._ready_samples: deque[int] = deque()  # children that may have something to give
+        self._on_tokens: Take | None = None  # of `relay`
+        self._on_token_id: TakeId | None = None  # the same
         self._waiter: asyncio.Future[None] | None = None  # of `next` and `relay`
 
     def put(self, child: int, tokens: Sequence[Token], finish: FinishReason | None) -> bool:
         """More of a child; False when too much of it waits."""
-        order, take = self._orders[child], self._take
+        order, take = self._orders[child], self._on_tokens
         order.put(tokens)
         if finish is not None:
-            order.end(finish)
-        if child in self.stopped:
+            order.set_finish(finish)
+        if child in self.stopped_samples:
             return True
-        if take is not None and (delta := self._ready(child)) is not None:
-            self._hand_on(take, delta.tokens, delta.finish)
+        if take is not None and (delta := self._take_ready(child)) is not None:
+            self._call_reader(take, delta.tokens, delta.finish)
             return True
-        if child not in self._news:  # one that stayed behind would keep the reader from relaying
-            self._news.append(child)
-        self._wake()
-        return order.pending <= self._max_pending
+        if child not in self._ready_samples:  # one that stayed behind would keep the reader from relaying
+            self._ready_samples.append(child)
+        self._wake_reader()
+        return order.num_pending <= self._max_pending
 
-    def pass_on(self, index: int, token_id: int) -> bool:
+    def relay_token_id(self, index: int, token_id: int) -> bool:
         """Gives one token of the only child to who relays; False: it has to be `put`."""
-        take = self._take_id
-        if take is None or not self._orders[0].pass_on(index, token_id):
+        take = self._on_token_id
+        if take is None or not self._orders[0].append_if_next(index, token_id):
             return False
-        self._hand_on(take, token_id)
+        self._call_reader(take, token_id)
         return True
 
     def fail(self, error: BatonError) -> None:
         """Nothing will follow; tokens that are in order already are still given first. The first error counts."""
         if self.error is None:
             self.error = error
-        self._wake()
+        self._wake_reader()
 
-    def stop(self, child: int) -> bool:
+    def stop_sample(self, child: int) -> bool:
         """Nothing more is wanted of one child; whether its pod has to be told."""
-        if child not in self._unfinished or child in self.stopped:
+        if child not in self._unfinished or child in self.stopped_samples:
             return False
-        self.stopped.add(child)
-        return not self._orders[child].ended
+        self.stopped_samples.add(child)
+        return not self._orders[child].finish_known
 
     @property
-    def begun(self) -> bool:
+    def has_tokens(self) -> bool:
         """There are tokens, in order."""
         return any(order.ids for order in self._orders)
 
     def unfinished(self) -> dict[int, Sequence[int]]:
         """The tokens so far of each child of which more is wanted."""
-        return {child: self._orders[child].ids for child in sorted(self._unfinished - self.stopped)}
+        return {child: self._orders[child].ids for child in sorted(self._unfinished - self.stopped_samples)}
 
     def take_duplicates(self) -> int:
         """Tokens that came twice, since the last call."""
-        count = sum(order.duplicates for order in self._orders)
+        count = sum(order.num_duplicates for order in self._orders)
         for order in self._orders:
-            order.duplicates = 0
+            order.num_duplicates = 0
         return count
 
     async def next(self) -> Delta:
         """All tokens of one child that are next in order; the last ones with its finish reason. Raises `error`."""
         while True:
-            while self._news:
-                child = self._news.popleft()
-                if child not in self.stopped and (delta := self._ready(child)) is not None:
+            while self._ready_samples:
+                child = self._ready_samples.popleft()
+                if child not in self.stopped_samples and (delta := self._take_ready(child)) is not None:
                     return delta
             if self.error is not None:
                 raise self.error
-            await self._woken()
+            await self._wait_for_wake()
 
     async def relay(self, take: Take, take_id: TakeId | None = None) -> None:
         """Gives the only child's tokens to `take` as they come, or to take_id, until it wants no more or none will
         follow; `next` knows why. Raises what `take` raises.
         """
-        assert self.size == 1
-        if self._news or self.error is not None:
+        assert self.num_samples == 1
+        if self._ready_samples or self.error is not None:
             return
-        self._take, self._take_id = take, take_id
+        self._on_tokens, self._on_token_id = take, take_id
         try:
-            await self._woken()
+            await self._wait_for_wake()
         finally:
-            self._take = self._take_id = None
+            self._on_tokens = self._on_token_id = None
 
-    def _ready(self, child: int) -> Delta | None:
+    def _take_ready(self, child: int) -> Delta | None:
         """What is next in order."""
         if child not in self._unfinished:
             return None
@@ -138,21 +138,21 @@ class Outlet:
             self.complete = not self._unfinished
         return Delta(tokens, finish, child) if tokens or finish is not None else None
 
-    def _hand_on(self, take: Callable[..., bool], *news: Any) -> None:
+    def _call_reader(self, take: Callable[..., bool], *news: Any) -> None:
         """Whoever brings the news works for other requests too, so a failure of this one's own is not raised here."""
         try:
             if take(*news) and not self.complete:
                 return
-            self._wake()
+            self._wake_reader()
         except Exception as e:
             if self._waiter is not None and not self._waiter.done():
                 self._waiter.set_exception(e)
-        self._take = self._take_id = None
+        self._on_tokens = self._on_token_id = None
 
-    def _wake(self) -> None:
+    def _wake_reader(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    async def _woken(self) -> None:
+    async def _wait_for_wake(self) -> None:
         self._waiter = asyncio.get_running_loop().create_future()
         await self._waiter

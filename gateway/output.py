@@ -35,7 +35,7 @@ class Piece:
     """
 
     text: str
-    shown: tuple[ShownToken, ...]
+    reported: tuple[ShownToken, ...]
     tokens: Sequence[Token]
     finish: FinishReason | None = None
     deltas: tuple[Delta, ...] | None = None
@@ -55,11 +55,11 @@ class ChoiceOutput:
         reading: Reading | None = None,
         include_stop: bool = False,
     ) -> None:
-        self._detokenizer = detokenizer(tokenizer, reading.keep if reading else frozenset())
-        self._reader = reading.reader() if reading else None
+        self._detokenizer = detokenizer(tokenizer, reading.kept_special_ids if reading else frozenset())
+        self._reader = reading.new_parser() if reading else None
         self._scanner = StopScanner(stops, include=include_stop)
         self._logprobs = logprobs
-        self.plain = not stops and not logprobs and reading is None
+        self.text_only = not stops and not logprobs and reading is None
         self._pending: deque[ShownToken] = deque()
         self._length = 0  # characters detokenized
         self._released = 0  # characters given out
@@ -71,12 +71,12 @@ class ChoiceOutput:
 
         After a stop string `finish` is STOP whatever the pods say; tokens behind it are dropped.
         """
-        if self.plain and ended is None:
-            return Piece("".join([self.text(token.id) for token in tokens]), (), tokens)
+        if self.text_only and ended is None:
+            return Piece("".join([self.add_id(token.id) for token in tokens]), (), tokens)
         text: list[str] = []
         taken: list[Token] = []
         for token in tokens:
-            if self._scanner.hit:
+            if self._scanner.found:
                 break
             taken.append(token)
             if self._logprobs:
@@ -85,21 +85,21 @@ class ChoiceOutput:
             self._length += len(piece)
             text.append(self._scanner.feed(piece))
         self.num_tokens += len(taken)
-        if ended is not None and not self._scanner.hit:
+        if ended is not None and not self._scanner.found:
             tail = self._detokenizer.flush()
             self._length += len(tail)
             text.append(self._scanner.feed(tail))
-            if not self._scanner.hit:
+            if not self._scanner.found:
                 text.append(self._scanner.flush())
-        self.finish = FinishReason.STOP if self._scanner.hit else ended
+        self.finish = FinishReason.STOP if self._scanner.found else ended
         out = "".join(text)
         self._released += len(out)
         if self._reader is None:
-            return Piece(out, self._show(), tuple(taken), self.finish)
-        deltas, self.finish = self._reader.read(out, taken, self.finish)
-        return Piece(out, self._show(), tuple(taken), self.finish, deltas)
+            return Piece(out, self._take_reported(), tuple(taken), self.finish)
+        deltas, self.finish = self._reader.feed(out, taken, self.finish)
+        return Piece(out, self._take_reported(), tuple(taken), self.finish, deltas)
 
-    def text(self, token_id: int) -> str:
+    def add_id(self, token_id: int) -> str:
         """What `add` would show of one more token, which does not end the sequence, where the output is plain."""
         self.num_tokens += 1
         return self._detokenizer.feed(token_id)
@@ -109,7 +109,7 @@ class ChoiceOutput:
         """Of num_tokens, those of a reasoning section."""
         return self._reader.reasoning_tokens if self._reader else 0
 
-    def _show(self) -> tuple[ShownToken, ...]:
+    def _take_reported(self) -> tuple[ShownToken, ...]:
         """The tokens whose text was released; when the output ended by itself, all of them."""
         shown: list[ShownToken] = []
         while self._pending:

@@ -56,144 +56,151 @@ class Run:
     def __init__(
         self, pipeline: Pipeline, request: ValidRequest, *, deadline: float, timeline: Timeline, affinity: str
     ) -> None:
-        self.parts: dict[int, Run] = {}
+        self.resumed_samples: dict[int, Run] = {}
         self._pipeline = pipeline
         self._request = request
         self._deadline = deadline
         self._timeline = timeline
         self._affinity = affinity
-        self._layout: str | None = None  # of the pods that the answer was begun on: what they say is of these weights
+        self._layout_fingerprint: str | None = (
+            None  # of the pods that the answer was begun on: what they say is of these weights
+        )
         self._plan: Plan | None = None
-        self._leg: Leg | None = None
-        self._heard: list[Leg] = []  # attempts that gave a part of the answer
-        self._attempt = 0
-        self._avoid: frozenset[str] = frozenset()
-        self._lost: BatonError | None = None  # what ended the attempt that gave the last token; None once one follows
+        self._attempt: Leg | None = None
+        self._answering_attempts: list[Leg] = []  # attempts that gave a part of the answer
+        self._attempt_number = 0
+        self._avoided_pods: frozenset[str] = frozenset()
+        self._lost_error: BatonError | None = (
+            None  # what ended the attempt that gave the last token; None once one follows
+        )
         self._stopped: set[int] = set()
 
     async def next(self) -> Delta:
         """All tokens of a sequence that are next in order, the last ones with its finish reason; none when there are
         `parts`. Raises BatonError.
         """
-        while not self.parts:
+        while not self.resumed_samples:
             try:
-                leg = self._leg or await self._open()
-                delta = await leg.outlet.next()
+                leg = self._attempt or await self._open()
+                delta = await leg.token_queue.next()
             except BatonError as e:
-                await asyncio.sleep(self._again(e))
+                await asyncio.sleep(self._prepare_retry(e))
                 continue
-            self._told(leg)
+            self._on_delta(leg)
             return delta
         return Delta()
 
     async def relay(self, take: Take, take_id: TakeId | None = None) -> None:
         """After a delta: hands over what follows as it comes, see Outlet.relay; `next` goes on where this ends."""
-        if self._leg is not None and self._leg in self._heard:
-            await self._leg.outlet.relay(take, take_id)
+        if self._attempt is not None and self._attempt in self._answering_attempts:
+            await self._attempt.token_queue.relay(take, take_id)
 
     @property
     def cached_tokens(self) -> int:
-        return self._heard[0].cached_tokens if self._heard else 0
+        return self._answering_attempts[0].cached_tokens if self._answering_attempts else 0
 
     @property
-    def proposed(self) -> int:
-        told = sum(leg.proposed for leg in self._heard)
-        return told + sum(part.proposed for part in self.parts.values())
+    def drafts_proposed(self) -> int:
+        told = sum(leg.drafts_proposed for leg in self._answering_attempts)
+        return told + sum(part.drafts_proposed for part in self.resumed_samples.values())
 
     @property
-    def accepted(self) -> int:
-        told = sum(leg.accepted for leg in self._heard)
-        return told + sum(part.accepted for part in self.parts.values())
+    def drafts_accepted(self) -> int:
+        told = sum(leg.drafts_accepted for leg in self._answering_attempts)
+        return told + sum(part.drafts_accepted for part in self.resumed_samples.values())
 
     @property
     def prompt_logprobs(self) -> tuple[PromptLogprobs, ...]:
-        return tuple(self._heard[0].prompt_logprobs) if self._heard else ()
+        return tuple(self._answering_attempts[0].prompt_logprobs) if self._answering_attempts else ()
 
-    def stop(self, child: int) -> None:
+    def stop_sample(self, child: int) -> None:
         """Nothing more is wanted of one of the request's n sequences."""
         self._stopped.add(child)
-        if child in self.parts:
-            self.parts[child].close()
-        if self._leg is not None:
-            self._leg.stop(child)
+        if child in self.resumed_samples:
+            self.resumed_samples[child].close()
+        if self._attempt is not None:
+            self._attempt.stop_sample(child)
 
     def close(self) -> None:
         """Gives everything back, which aborts on the pods what is not complete; idempotent."""
-        leg, self._leg = self._leg, None
+        leg, self._attempt = self._attempt, None
         if leg is not None:
             leg.close()
-        for part in self.parts.values():
+        for part in self.resumed_samples.values():
             part.close()
 
     async def _open(self) -> Leg:
         pipeline = self._pipeline
         if self._plan is None:
             with pipeline.metrics.routing.labels("plan").time():
-                self._plan = await pipeline.router.plan(self._request, self._affinity, self._layout)
-        self._attempt += 1
-        leg = pipeline.leg(self._plan, self._attempt, self._avoid, self._deadline, self._timeline)
-        self._leg = leg
-        await leg.open()
+                self._plan = await pipeline.router.plan(self._request, self._affinity, self._layout_fingerprint)
+        self._attempt_number += 1
+        leg = pipeline.new_attempt(self._plan, self._attempt_number, self._avoided_pods, self._deadline, self._timeline)
+        self._attempt = leg
+        await leg.start()
         for child in self._stopped:  # of an attempt before this one
-            leg.stop(child)
+            leg.stop_sample(child)
         return leg
 
-    def _told(self, leg: Leg) -> None:
+    def _on_delta(self, leg: Leg) -> None:
         """A part of the answer came from this attempt."""
-        if leg not in self._heard:
-            self._heard.append(leg)
-        if self._lost is not None:
-            self._lost = None
+        if leg not in self._answering_attempts:
+            self._answering_attempts.append(leg)
+        if self._lost_error is not None:
+            self._lost_error = None
             self._pipeline.metrics.resumptions.labels("resumed").inc()
 
-    def _again(self, e: BatonError) -> float:
+    def _prepare_retry(self, e: BatonError) -> float:
         """Ends the attempt that failed, and prepares the next: seconds until that may begin. Raises where none may."""
-        leg = self._leg
+        leg = self._attempt
         if leg is None:
             raise e  # no attempt was made
         self.close()
-        left, sampling, pause_s = leg.outlet.unfinished(), self._request.sampling, RETRY_PAUSE_S
+        left, sampling, pause_s = leg.token_queue.unfinished(), self._request.sampling, RETRY_PAUSE_S
         retry = e.retryable or isinstance(e, _PODS_OWN)
-        if isinstance(e, Overloaded) and not leg.blamed:
-            retry = self._lost is not None  # the client has a part of the answer: that is worth a wait
+        if isinstance(e, Overloaded) and not leg.blamed_pods:
+            retry = self._lost_error is not None  # the client has a part of the answer: that is worth a wait
             pause_s = min(max(e.retry_after_s or 0.0, pause_s), FULL_PAUSE_S)
         # Where all tokens are there, the end was lost, which no pod can tell again.
         more = bool(left) and all(len(output) < sampling.max_tokens for output in left.values())
         in_time = time.monotonic() + pause_s < self._deadline
-        if not (retry and more and in_time and self._attempt < MAX_ATTEMPTS):
-            if self._lost is not None or (retry and leg.outlet.begun):
+        if not (retry and more and in_time and self._attempt_number < MAX_ATTEMPTS):
+            if self._lost_error is not None or (retry and leg.token_queue.has_tokens):
                 self._pipeline.metrics.resumptions.labels("failed").inc(len(left))
-            raise _for_client(e if isinstance(e, DeadlineExceeded) else self._lost or e) from e
-        self._avoid |= leg.blamed
+            raise _for_client(e if isinstance(e, DeadlineExceeded) else self._lost_error or e) from e
+        self._avoided_pods |= leg.blamed_pods
         self._pipeline.metrics.retries.labels(e.kind).inc()
-        if not leg.outlet.begun:
-            _log.info("attempt %d failed, trying again: %s", self._attempt, e)
+        if not leg.token_queue.has_tokens:
+            _log.info("attempt %d failed, trying again: %s", self._attempt_number, e)
             self._timeline.mark("retry", error=str(e))
             return pause_s
         tokens = sum(map(len, left.values()))
-        _log.info("attempt %d failed, %d tokens are kept and it goes on elsewhere: %s", self._attempt, tokens, e)
+        _log.info("attempt %d failed, %d tokens are kept and it goes on elsewhere: %s", self._attempt_number, tokens, e)
         self._timeline.mark("resume", error=str(e), sequences=len(left), output_tokens=tokens)
         if sampling.n == 1:
-            self._begin_behind(self._request.child, left[0], leg, e)
+            self._resume_after(self._request.child, left[0], leg, e)
         else:
-            self.parts = {child: self._part(child, output, leg, e) for child, output in left.items()}
+            self.resumed_samples = {child: self._resume_sample(child, output, leg, e) for child, output in left.items()}
         return pause_s
 
-    def _begin_behind(self, child: int, output: Sequence[int], leg: Leg, lost: BatonError) -> None:
+    def _resume_after(self, child: int, output: Sequence[int], leg: Leg, lost: BatonError) -> None:
         """The next attempt goes on behind these tokens of one sequence, where `leg` was lost."""
-        self._request, self._plan = self._request.going_on(child, output), None
-        self._layout, self._lost = leg.layout or self._layout, self._lost or lost
+        self._request, self._plan = self._request.resumed(child, output), None
+        self._layout_fingerprint, self._lost_error = (
+            leg.layout_fingerprint or self._layout_fingerprint,
+            self._lost_error or lost,
+        )
 
-    def _part(self, child: int, output: Sequence[int], leg: Leg, lost: BatonError) -> Run:
+    def _resume_sample(self, child: int, output: Sequence[int], leg: Leg, lost: BatonError) -> Run:
         """A run for the rest of one sequence; attempts count on."""
-        part = self._pipeline.run(
+        part = self._pipeline.dispatch(
             replace(self._request, request_id=f"{self._request.request_id}.{child}"),
             deadline=self._deadline,
             timeline=self._timeline,
             affinity=self._affinity,
         )
-        part._attempt, part._avoid = self._attempt, self._avoid
-        part._begin_behind(child, output, leg, lost)
+        part._attempt_number, part._avoided_pods = self._attempt_number, self._avoided_pods
+        part._resume_after(child, output, leg, lost)
         return part
 
 
@@ -206,11 +213,11 @@ class Pipeline:
         self._gateway_id = gateway_id
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def run(self, request: ValidRequest, *, deadline: float, timeline: Timeline, affinity: str = "") -> Run:
+    def dispatch(self, request: ValidRequest, *, deadline: float, timeline: Timeline, affinity: str = "") -> Run:
         """A request that runs once its deltas are read; deadline is a time.monotonic(), affinity a hint for routing."""
         return Run(self, request, deadline=deadline, timeline=timeline, affinity=affinity)
 
-    def leg(self, plan: Plan, attempt: int, avoid: frozenset[str], deadline: float, timeline: Timeline) -> Leg:
+    def new_attempt(self, plan: Plan, attempt: int, avoid: frozenset[str], deadline: float, timeline: Timeline) -> Leg:
         """One attempt of a planned request."""
         return Leg(
             plan,

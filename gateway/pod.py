@@ -50,10 +50,10 @@ _log = logging.getLogger(__name__)
 class Sink(Protocol):
     """Where a request takes what its decode pod says."""
 
-    def deliver(self, delta: decode_pb2.SequenceDelta) -> None:
+    def on_delta(self, delta: decode_pb2.SequenceDelta) -> None:
         """News of the sequence; never blocks."""
 
-    def stream_lost(self, error: BatonError) -> None:
+    def on_stream_lost(self, error: BatonError) -> None:
         """Nothing will follow."""
 
 
@@ -73,23 +73,23 @@ class Pod:
         model: str,
         static: bool,
         on_change: Callable[[], None],
-        alone: bool = True,
+        only_model: bool = True,
     ) -> None:
         self.address = address
         self.static = static
         self.info: PodInfo | None = None
         self.activity: PodActivity | None = None
         self.alive = False
-        self.stream_up = False
-        self.seen = time.monotonic()
+        self.token_stream_up = False
+        self.last_answer_at = time.monotonic()
         self.view: PodView | None = None
         self.index_draining = False
-        self.leaving = False
-        self._tells_load = False
+        self.terminating = False
+        self._reports_load = False
         self._gateway_id = gateway_id
         self._model = model
-        self._alone = alone
-        self.objection = ""
+        self._alone = only_model
+        self.refusal = ""
         self._on_change = on_change
         self._channel = rpc.channel(address)
         self.prefill = prefill_pb2_grpc.PrefillStub(self._channel)
@@ -99,8 +99,8 @@ class Pod:
         self._transfer = transfer_pb2_grpc.TransferStub(self._channel)
         self._sinks: dict[str, Sink] = {}
         self._streams_ended = 0
-        self._recheck = asyncio.Event()
-        self._decodes = asyncio.Event()
+        self._recheck_event = asyncio.Event()
+        self._can_stream = asyncio.Event()
         self._aborted: dict[tuple[str, int | None], float] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -113,7 +113,7 @@ class Pod:
     def serving(self) -> bool:
         """Takes new requests, as far as is known."""
         info = self.info
-        stays = info is not None and info.ready and not (info.draining or self.index_draining or self.leaving)
+        stays = info is not None and info.ready and not (info.draining or self.index_draining or self.terminating)
         return self.alive and stays
 
     @property
@@ -121,17 +121,17 @@ class Pod:
         """In one word, for people: ready, starting, connecting (no token stream yet), draining, gone or refused."""
         info = self.info
         if not self.alive or info is None:
-            return "refused" if self.objection else "gone"
-        if info.draining or self.index_draining or self.leaving:
+            return "refused" if self.refusal else "gone"
+        if info.draining or self.index_draining or self.terminating:
             return "draining"
         if not info.ready:
             return "starting"
-        return "ready" if self.stream_up or info.role is Role.PREFILL else "connecting"
+        return "ready" if self.token_stream_up or info.role is Role.PREFILL else "connecting"
 
     @property
     def can_decode(self) -> bool:
         """May be asked to reserve."""
-        return self.serving and self.stream_up
+        return self.serving and self.token_stream_up
 
     @property
     def can_prefill(self) -> bool:
@@ -139,14 +139,14 @@ class Pod:
         return self.serving and self.info is not None and self.info.role is Role.PREFILL
 
     @property
-    def computes(self) -> bool:
+    def can_compute_prompts(self) -> bool:
         """Prompts may be computed here."""
         return self.serving and self.info is not None and self.info.role is not Role.DECODE
 
     def start(self) -> None:
         """Starts watching."""
         self._spawn(self._watch())
-        self._spawn(self._keep_stream())
+        self._spawn(self._keep_token_stream())
 
     async def stop(self) -> None:
         """Ends the stream and the channel; what waits for tokens is told."""
@@ -156,15 +156,15 @@ class Pod:
         self._fail_all(Unavailable("the gateway is leaving"))
         await self._channel.close(None)
 
-    def suspect(self) -> None:
+    def recheck(self) -> None:
         """A call failed: look again now."""
-        self._recheck.set()
+        self._recheck_event.set()
 
-    def attach(self, request_id: str, sink: Sink) -> None:
+    def subscribe(self, request_id: str, sink: Sink) -> None:
         """Routes the request's tokens to a sink from now on."""
         self._sinks[request_id] = sink
 
-    def detach(self, request_id: str) -> None:
+    def unsubscribe(self, request_id: str) -> None:
         """Tokens of this request are dropped from now on."""
         self._sinks.pop(request_id, None)
 
@@ -189,10 +189,10 @@ class Pod:
                 return
             except grpc.aio.AioRpcError as e:
                 _log.info("abort of %s on %s failed: %s", request_id, self.name, e.details())
-                self.suspect()
+                self.recheck()
             await asyncio.sleep(backoff)
             backoff = min(_BACKOFF_S[1], 2 * backoff)
-            if time.monotonic() >= until or not self.stream_up or self._streams_ended != stream:
+            if time.monotonic() >= until or not self.token_stream_up or self._streams_ended != stream:
                 return
 
     def _spawn(self, coroutine: Any) -> None:
@@ -204,37 +204,37 @@ class Pod:
 
     async def _watch(self) -> None:
         while True:
-            self._recheck.clear()
+            self._recheck_event.clear()
             await self._ask()
             with suppress(TimeoutError):
                 # Not wait_for: before Python 3.12 it can swallow the cancellation that stop waits for.
                 async with asyncio.timeout(INFO_PERIOD_S):
-                    await self._recheck.wait()
+                    await self._recheck_event.wait()
                 await asyncio.sleep(0.02)  # many requests may suspect a pod at the same time
 
     async def _ask(self) -> None:
         before = (self.alive, self.info)
         try:
             pb = await self._transfer.Info(transfer_pb2.InfoRequest(), timeout=INFO_TIMEOUT_S)
-            self._require_fit(pb)
-            self._learn(pb)
-            self.alive, self.seen, self.objection = True, time.monotonic(), ""
+            self._require_compatible(pb)
+            self._apply_info(pb)
+            self.alive, self.last_answer_at, self.refusal = True, time.monotonic(), ""
         except grpc.aio.AioRpcError as e:
             late = e.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-            if not (late and self.alive and time.monotonic() - self.seen < SILENCE_S):
-                self._lost(f"does not answer: {e.details()}")
+            if not (late and self.alive and time.monotonic() - self.last_answer_at < SILENCE_S):
+                self._mark_lost(f"does not answer: {e.details()}")
         except BatonError as e:
-            self._left_out(str(e))
+            self._refuse(str(e))
         if self.alive and self.info is not None and self.info.role is not Role.PREFILL:
-            self._decodes.set()
+            self._can_stream.set()
         else:
-            self._decodes.clear()
+            self._can_stream.clear()
         if before != (self.alive, self.info):
             if self.alive and self.info is not None and (before[1] is None or not before[0]):
                 _log.info("pod %s at %s: %s, up", self.name, self.address, self.info.role)
             self._on_change()
 
-    def _learn(self, pb: transfer_pb2.InfoResponse) -> None:
+    def _apply_info(self, pb: transfer_pb2.InfoResponse) -> None:
         known, info = self.info, PodInfo.from_pb(pb, self.address)
         if self.view is None or known is None or (known.name, known.generation) != (info.name, info.generation):
             self.view = PodView(
@@ -242,22 +242,22 @@ class Pod:
                 address=self.address,
                 role=info.role,
                 block_size=info.block_size,
-                capacity=info.capacity,
+                max_request_tokens=info.max_request_tokens,
                 num_blocks=info.num_blocks,
             )
         self.info, self.activity = info, PodActivity.from_pb(pb)
-        self._tells_load = pb.HasField("load")
+        self._reports_load = pb.HasField("load")
         self.view.pulls, self.view.late_targets = pb.pulls, pb.late_targets
         self.view.pair_rates = {pair.pod: pair.gb_s * 1e9 for pair in pb.pairs if pair.gb_s > 0}
-        if self._tells_load:
-            self.view.report(load_from_pb(pb.load, draining=pb.draining), time.monotonic())
+        if self._reports_load:
+            self.view.apply_report(load_from_pb(pb.load, draining=pb.draining), time.monotonic())
 
-    def heard(self, load: PodLoad) -> None:
+    def on_index_load(self, load: PodLoad) -> None:
         """What the index says of its load, which is older than what it says itself."""
-        if self.view is not None and not self._tells_load:
-            self.view.report(load, time.monotonic())
+        if self.view is not None and not self._reports_load:
+            self.view.apply_report(load, time.monotonic())
 
-    def _require_fit(self, pb: transfer_pb2.InfoResponse) -> None:
+    def _require_compatible(self, pb: transfer_pb2.InfoResponse) -> None:
         """Raises LayoutMismatch or ModelNotFound for a pod that cannot serve this gateway's requests."""
         if pb.protocol_version != PROTOCOL_VERSION:
             raise LayoutMismatch(
@@ -266,37 +266,37 @@ class Pod:
         if pb.served_name != self._model and not (self._alone and not pb.served_name):
             raise ModelNotFound(f"it serves {pb.served_name!r}, not {self._model!r}", field="served_name")
 
-    def _left_out(self, objection: str) -> None:
+    def _refuse(self, objection: str) -> None:
         """It answers, but with what we cannot use: said once, not with every answer."""
         self.alive = False
-        if objection != self.objection:
-            self.objection = objection
+        if objection != self.refusal:
+            self.refusal = objection
             _log.warning("pod at %s is left out: %s", self.address, objection)
 
-    def _lost(self, why: str) -> None:
+    def _mark_lost(self, why: str) -> None:
         if self.alive:
             _log.warning("pod %s at %s %s", self.name, self.address, why)
         self.alive = False
 
     # -- the token stream
 
-    async def _keep_stream(self) -> None:
+    async def _keep_token_stream(self) -> None:
         backoff = _BACKOFF_S[0]
         while True:
-            await self._decodes.wait()
+            await self._can_stream.wait()
             try:
                 await self._run_stream()
                 why = "ended"
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as e:
                 why = (e.details() if isinstance(e, grpc.aio.AioRpcError) else None) or "broke"
-            was_up, self.stream_up = self.stream_up, False
+            was_up, self.token_stream_up = self.token_stream_up, False
             self._streams_ended += 1
             self._fail_all(Unavailable(f"the token stream of decode pod {self.name} ended"))
             if was_up:
                 _log.warning("token stream of %s: %s", self.name, why)
                 self._on_change()
                 backoff = _BACKOFF_S[0]
-            self.suspect()
+            self.recheck()
             await asyncio.sleep(backoff)
             backoff = min(_BACKOFF_S[1], 2 * backoff)
 
@@ -308,9 +308,9 @@ class Pod:
         try:
             await call.write(decode_pb2.TokensRequest(gateway_id=self._gateway_id))
             loop = asyncio.get_running_loop()
-            helpers += [loop.create_task(self._greeted(call)), loop.create_task(_acknowledge(call, consumed))]
+            helpers += [loop.create_task(self._wait_for_hello(call)), loop.create_task(_acknowledge(call, consumed))]
             async for batch in call:
-                self._take(batch)
+                self._deliver_batch(batch)
                 consumed.up_to(batch.number)
         finally:
             call.cancel()
@@ -318,25 +318,25 @@ class Pod:
                 task.cancel()
             await asyncio.gather(*helpers, return_exceptions=True)
 
-    async def _greeted(self, call: Any) -> None:
+    async def _wait_for_hello(self, call: Any) -> None:
         """The pod knows us once its first answer is here; one that only answers with tokens gets HELLO_S."""
         hello = asyncio.ensure_future(call.initial_metadata())
         try:
             await asyncio.wait({hello}, timeout=HELLO_S)
         finally:
             hello.cancel()
-        self.stream_up = True
+        self.token_stream_up = True
         self._on_change()
 
-    def _take(self, batch: decode_pb2.TokenBatch) -> None:
+    def _deliver_batch(self, batch: decode_pb2.TokenBatch) -> None:
         for delta in batch.deltas:
             sink = self._sinks.get(delta.request_id)
             if sink is not None:
-                sink.deliver(delta)
+                sink.on_delta(delta)
             elif not delta.finish_reason:
-                self.end_orphan(delta.request_id)
+                self.abort_orphan(delta.request_id)
 
-    def end_orphan(self, request_id: str, child: int | None = None) -> None:
+    def abort_orphan(self, request_id: str, child: int | None = None) -> None:
         """A request or one child runs for which nobody waits: its abort was lost, or is on its way."""
         if time.monotonic() - self._aborted.get((request_id, child), 0.0) > REPEAT_ABORT_S:
             self.abort(request_id, child=child)
@@ -344,27 +344,27 @@ class Pod:
     def _fail_all(self, error: BatonError) -> None:
         sinks, self._sinks = self._sinks, {}
         for sink in sinks.values():
-            sink.stream_lost(error)
+            sink.on_stream_lost(error)
 
 
 class _Consumed:
     """The highest batch number taken from a stream, and a wake-up for whoever acknowledges it."""
 
     def __init__(self) -> None:
-        self.number = self.told = 0
-        self.news = asyncio.Event()
+        self.number = self.acked = 0
+        self.wakeup = asyncio.Event()
 
     def up_to(self, number: int) -> None:
         self.number = number
-        if number - self.told >= ACK_BATCHES:
-            self.news.set()
+        if number - self.acked >= ACK_BATCHES:
+            self.wakeup.set()
 
 
 async def _acknowledge(call: Any, consumed: _Consumed) -> None:
     """Acknowledges what was consumed, ACK_BATCHES or more at a time, until the stream ends."""
     with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
         while True:
-            await consumed.news.wait()
-            consumed.news.clear()
-            consumed.told = consumed.number
-            await call.write(decode_pb2.TokensRequest(acked=consumed.told))
+            await consumed.wakeup.wait()
+            consumed.wakeup.clear()
+            consumed.acked = consumed.number
+            await call.write(decode_pb2.TokensRequest(acked=consumed.acked))

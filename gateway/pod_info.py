@@ -50,6 +50,6 @@ class PodInfo:
         )
 
     @property
-    def capacity(self) -> int:
+    def max_request_tokens(self) -> int:
         """Tokens, prompt and output, that one request can ever have here."""
         return min(self.max_model_len, self.num_blocks * self.block_size)

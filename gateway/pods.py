@@ -63,7 +63,7 @@ class PodTable:
     """
 
     def __init__(
-        self, static: Iterable[str], index: IndexReader | None, *, gateway_id: str, model: str, alone: bool = True
+        self, static: Iterable[str], index: IndexReader | None, *, gateway_id: str, model: str, only_model: bool = True
     ) -> None:
         self.index = index
         self.index_up = False
@@ -72,10 +72,10 @@ class PodTable:
         self._endpoints: Mapping[str, bool] = {}
         self._gateway_id = gateway_id
         self._model = model
-        self._alone = alone
-        self._changed: set[Callable[[], None]] = set()
-        self._forgotten: set[Callable[[str], None]] = set()
-        self._known: _Usable | None = None
+        self._alone = only_model
+        self._on_change: set[Callable[[], None]] = set()
+        self._on_forget: set[Callable[[str], None]] = set()
+        self._usable_cache: _Usable | None = None
         self._poll_task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -93,38 +93,40 @@ class PodTable:
         pods, self.pods = list(self.pods.values()), {}
         await asyncio.gather(*(pod.stop() for pod in pods))
 
-    def decodes(self) -> list[Pod]:
+    def decode_pods(self) -> list[Pod]:
         """Pods that may be asked to reserve: those of role decode have a peer that can prefill for them."""
         return self._usable().decodes
 
-    def prefills(self, fingerprint: str) -> list[Pod]:
+    def prefill_pods(self, fingerprint: str) -> list[Pod]:
         """Pods that may be asked to prefill for a decode pod of this layout."""
         return self._usable().prefills.get(fingerprint, [])
 
-    def layouts(self) -> dict[str, list[Pod]]:
+    def pods_by_layout(self) -> dict[str, list[Pod]]:
         """Usable pods by fingerprint, whatever their role."""
         return self._usable().layouts
 
     def _usable(self) -> _Usable:
-        if self._known is None:
-            self._known = _Usable(self.pods.values())
-            for pods in self._known.layouts.values():
+        if self._usable_cache is None:
+            self._usable_cache = _Usable(self.pods.values())
+            for pods in self._usable_cache.layouts.values():
                 assume_peers([pod.view for pod in pods if pod.view])
-        return self._known
+        return self._usable_cache
 
     @property
     def ready(self) -> bool:
         """At least one usable pair, or one pod that does both."""
-        return bool(self.decodes())
+        return bool(self.decode_pods())
 
     def limits(self) -> Limits:
         """The most that some usable pair can take. Raises Unavailable when there is none."""
         best: Limits | None = None
-        for decode in self.decodes():
+        for decode in self.decode_pods():
             info = decode.info
             assert info is not None
-            sides = [info] if info.role is Role.BOTH else [p.info for p in self.prefills(info.fingerprint) if p.info]
-            longest = min(info.capacity, max(side.capacity for side in sides))
+            sides = (
+                [info] if info.role is Role.BOTH else [p.info for p in self.prefill_pods(info.fingerprint) if p.info]
+            )
+            longest = min(info.max_request_tokens, max(side.max_request_tokens for side in sides))
             # A default leaves the pod a block of slack; what a client asks for by number may use everything.
             default = min(longest, (info.num_blocks - 1) * info.block_size)
             if best is None or longest > best.max_model_len:
@@ -140,28 +142,28 @@ class PodTable:
                 address,
                 self._gateway_id,
                 model=self._model,
-                alone=self._alone,
+                only_model=self._alone,
                 static=static,
-                on_change=self.changed,
+                on_change=self.notify_changed,
             )
             pod.start()
         return pod
 
-    def changed(self) -> None:
+    def notify_changed(self) -> None:
         """A pod came, went or changed, or the index did."""
-        self._known = None
-        for call in list(self._changed):
+        self._usable_cache = None
+        for call in list(self._on_change):
             call()
 
     def on_change(self, call: Callable[[], None]) -> None:
         """Calls `call` whenever a pod or the index came, went or changed."""
-        self._changed.add(call)
+        self._on_change.add(call)
 
     def on_forget(self, call: Callable[[str], None]) -> None:
         """Calls `call` with the name of a pod that is gone for good."""
-        self._forgotten.add(call)
+        self._on_forget.add(call)
 
-    def place(self, endpoints: Mapping[str, bool]) -> None:
+    def set_endpoints(self, endpoints: Mapping[str, bool]) -> None:
         """What Kubernetes names from now on: addresses, and whether their pods are leaving.
 
         A pod that it named until now leaves, unless it is static.
@@ -170,8 +172,8 @@ class PodTable:
         self._endpoints = endpoints
         for address, leaving in [*endpoints.items(), *((address, True) for address in gone)]:
             if address in endpoints or address in self.pods:
-                self._pod(address, static=address in self._static).leaving = leaving
-        self.changed()
+                self._pod(address, static=address in self._static).terminating = leaving
+        self.notify_changed()
 
     async def _poll(self) -> None:
         while True:
@@ -179,7 +181,7 @@ class PodTable:
                 await self._ask(self.index)
             else:
                 await self._forget(set())
-            self._known = None  # who leaves may have changed, and what the rest take a pod's rates for
+            self._usable_cache = None  # who leaves may have changed, and what the rest take a pod's rates for
             await asyncio.sleep(POLL_PERIOD_S)
 
     async def _ask(self, index: IndexReader) -> None:
@@ -196,7 +198,7 @@ class PodTable:
         if up != self.index_up:
             _log.log(logging.INFO if up else logging.WARNING, "prefix index: %s", "up" if up else f"away ({why})")
             self.index_up = up
-            self.changed()
+            self.notify_changed()
 
     async def _refresh(self, index: IndexReader) -> None:
         named: set[str] = set()
@@ -208,7 +210,7 @@ class PodTable:
             pod = self._pod(record.address, static=False)
             if pod.info is not None and pod.info.generation > record.generation:
                 continue  # the index still describes the pod's predecessor
-            pod.heard(status.load)
+            pod.on_index_load(status.load)
             pod.index_draining = status.draining
         for address in self.pods.keys() - named:
             self.pods[address].index_draining = False
@@ -219,9 +221,9 @@ class PodTable:
         now = time.monotonic()
         for address, pod in list(self.pods.items()):
             known = address in named or address in self._endpoints
-            if not (known or pod.static or pod.alive) and now - pod.seen > FORGET_S:
+            if not (known or pod.static or pod.alive) and now - pod.last_answer_at > FORGET_S:
                 _log.info("pod %s at %s: forgotten", pod.name, address)
                 del self.pods[address]
-                for call in self._forgotten:
+                for call in self._on_forget:
                     call(pod.name)
                 await pod.stop()

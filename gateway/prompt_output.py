@@ -46,7 +46,7 @@ class Echo:
     """text: of the prompt. shown: its tokens, with offsets in it."""
 
     text: str
-    shown: tuple[ShownToken, ...]
+    reported: tuple[ShownToken, ...]
 
 
 def echo_of(tokenizer: TextTokenizer, tokens: Sequence[PromptToken]) -> Echo:

@@ -22,15 +22,15 @@ class Reading:
     """How to read. keep: special tokens whose text the readers need. max_calls: calls that an answer may have."""
 
     tokenizer: TextTokenizer
-    reasoning: ReasoningStyle | None = None
-    begins: Section = Section.BEFORE
+    reasoning_format: ReasoningStyle | None = None
+    initial_section: Section = Section.BEFORE
     show_reasoning: bool = True
-    tools: ToolFormat | None = None
-    names: frozenset[str] = frozenset()
+    tool_format: ToolFormat | None = None
+    function_names: frozenset[str] = frozenset()
     max_calls: int | None = None
-    keep: frozenset[int] = frozenset()
+    kept_special_ids: frozenset[int] = frozenset()
 
-    def reader(self) -> MessageReader:
+    def new_parser(self) -> MessageReader:
         """For one choice."""
         return MessageReader(self)
 
@@ -39,13 +39,17 @@ class MessageReader:
     """Reads one choice. reasoning_tokens: tokens of the reasoning section, markers included."""
 
     def __init__(self, reading: Reading) -> None:
-        self._reading = reading
-        style = reading.reasoning
-        self._reasoning = None if style is None else ReasoningReader(style, reading.begins)
-        self._tools = None if reading.tools is None else reading.tools.parser(reading.names, reading.max_calls)
+        self._config = reading
+        style = reading.reasoning_format
+        self._reasoning = None if style is None else ReasoningReader(style, reading.initial_section)
+        self._tools = (
+            None
+            if reading.tool_format is None
+            else reading.tool_format.new_parser(reading.function_names, reading.max_calls)
+        )
         self.reasoning_tokens = 0
 
-    def read(
+    def feed(
         self, text: str, tokens: Sequence[Token], finish: FinishReason | None
     ) -> tuple[tuple[Delta, ...], FinishReason | None]:
         """What more text means, and why the choice ends: also because the last call allowed is complete."""
@@ -53,21 +57,21 @@ class MessageReader:
         self._feed(text, tokens, deltas)
         if finish is not None:
             self._finish(deltas)
-        if self._tools is not None and self._tools.completed:
-            full = self._tools.completed == self._reading.max_calls
+        if self._tools is not None and self._tools.num_completed:
+            full = self._tools.num_completed == self._config.max_calls
             if finish is FinishReason.STOP or (finish is None and full):
                 finish = FinishReason.TOOL_CALLS
         return tuple(deltas), finish
 
     def _feed(self, text: str, tokens: Sequence[Token], deltas: list[Delta]) -> None:
         reasoning, answer = self._reasoning, text
-        if reasoning is not None and reasoning.thinking:
+        if reasoning is not None and reasoning.in_reasoning:
             thought, answer = reasoning.feed(text)
-            self._thought(thought, deltas)
-            self._count(tokens, len(text), None if reasoning.thinking else reasoning.behind)
+            self._add_reasoning(thought, deltas)
+            self._count(tokens, len(text), None if reasoning.in_reasoning else reasoning.chars_after_section)
         elif reasoning is not None:
             answer = reasoning.feed(text)[1]
-        self._answered(answer, deltas)
+        self._add_answer(answer, deltas)
 
     def _count(self, tokens: Sequence[Token], length: int, behind: int | None) -> None:
         """Counts those of a text's tokens that begin before its last `behind` characters; None: all of them."""
@@ -81,21 +85,21 @@ class MessageReader:
                 if i and at >= length - behind:
                     break
                 self.reasoning_tokens += 1
-                at += len(self._reading.tokenizer.piece(token.id).decode("utf-8", "ignore"))
+                at += len(self._config.tokenizer.token_bytes(token.id).decode("utf-8", "ignore"))
 
     def _finish(self, deltas: list[Delta]) -> None:
         if self._reasoning is not None:
             thought, answer = self._reasoning.finish()
-            self._thought(thought, deltas)
-            self._answered(answer, deltas)
+            self._add_reasoning(thought, deltas)
+            self._add_answer(answer, deltas)
         if self._tools is not None:
             deltas.extend(self._tools.finish())
 
-    def _thought(self, text: str, deltas: list[Delta]) -> None:
-        if text and self._reading.show_reasoning:
+    def _add_reasoning(self, text: str, deltas: list[Delta]) -> None:
+        if text and self._config.show_reasoning:
             deltas.append(ReasoningDelta(text))
 
-    def _answered(self, text: str, deltas: list[Delta]) -> None:
+    def _add_answer(self, text: str, deltas: list[Delta]) -> None:
         if not text:
             return
         if self._tools is None:

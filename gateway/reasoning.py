@@ -22,12 +22,14 @@ class ReasoningStyle:
     name: str
     start: str
     end: str
-    implied: bool = False
+    starts_inside: bool = False
 
 
 STYLES = (
     ReasoningStyle("think", "<think>", "</think>"),  # Qwen 3, DeepSeek R1 and V3.1, GLM 4.5, and many more
-    ReasoningStyle("deepseek_r1", "<think>", "</think>", implied=True),  # first template of R1: nothing in the prompt
+    ReasoningStyle(
+        "deepseek_r1", "<think>", "</think>", starts_inside=True
+    ),  # first template of R1: nothing in the prompt
     ReasoningStyle("mistral", "[THINK]", "[/THINK]"),  # Magistral
     ReasoningStyle("seed_oss", "<seed:think>", "</seed:think>"),
     ReasoningStyle("kimi", "◁think▷", "◁/think▷"),
@@ -39,7 +41,7 @@ def choose_reasoning(name: str, template: str, tokens: Collection[str]) -> Reaso
     if name == "none":
         return None
     if name == "auto":
-        return next((s for s in STYLES if not s.implied and (s.end in template or s.end in tokens)), None)
+        return next((s for s in STYLES if not s.starts_inside and (s.end in template or s.end in tokens)), None)
     for style in STYLES:
         if style.name == name:
             return style
@@ -53,15 +55,15 @@ class Section(Enum):
 
     BEFORE = auto()  # a section may follow
     INSIDE = auto()
-    BEHIND = auto()  # no section will follow
+    AFTER = auto()  # no section will follow
 
     @classmethod
-    def of(cls, style: ReasoningStyle, prompt: str) -> Section:
+    def from_prompt(cls, style: ReasoningStyle, prompt: str) -> Section:
         """Of the answer to a rendered prompt."""
         end = prompt[-256:].rstrip()
         if end.endswith(style.end):
-            return cls.BEHIND
-        return cls.INSIDE if style.implied or end.endswith(style.start) else cls.BEFORE
+            return cls.AFTER
+        return cls.INSIDE if style.starts_inside or end.endswith(style.start) else cls.BEFORE
 
 
 class ReasoningReader:
@@ -72,20 +74,20 @@ class ReasoningReader:
     def __init__(self, style: ReasoningStyle, begins: Section) -> None:
         self._style = style
         self._section = begins
-        self._starting = begins is not Section.BEHIND  # the start marker may come
+        self._starting = begins is not Section.AFTER  # the start marker may come
         self._trim = False  # white space that comes now belongs to nothing
         self._space = ""  # white space that belongs to the section if more of it follows
         self._buffer = ""
-        self.behind = 0
+        self.chars_after_section = 0
 
     @property
-    def thinking(self) -> bool:
+    def in_reasoning(self) -> bool:
         return self._section is Section.INSIDE or self._starting
 
     def feed(self, text: str) -> tuple[str, str]:
         """More of the section, more of the answer."""
         self._buffer += text
-        self.behind = 0
+        self.chars_after_section = 0
         if self._starting and not self._start():
             return "", ""
         thought = ""
@@ -94,8 +96,8 @@ class ReasoningReader:
             thought = self._trimmed(before)
             if not marker:
                 return thought, ""
-            self._section, self._trim, self._space = Section.BEHIND, True, ""
-        self.behind = min(len(text), len(self._buffer))
+            self._section, self._trim, self._space = Section.AFTER, True, ""
+        self.chars_after_section = min(len(text), len(self._buffer))
         return thought, self._answer()
 
     def finish(self) -> tuple[str, str]:
@@ -114,7 +116,7 @@ class ReasoningReader:
         if rest.startswith(marker):
             self._section, self._buffer = Section.INSIDE, rest[len(marker) :]
         elif self._section is Section.BEFORE:
-            self._section = Section.BEHIND
+            self._section = Section.AFTER
         self._trim = self._section is Section.INSIDE
         return True
 

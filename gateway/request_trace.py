@@ -22,7 +22,7 @@ class AttemptTrace:
     """One attempt; end it once."""
 
     def __init__(self, tracer: Tracer, parent: TraceContext, number: int) -> None:
-        self.context = parent.child()
+        self.context = parent.new_child()
         self._tracer = tracer
         self._parent = parent
         self._number = number
@@ -35,16 +35,16 @@ class AttemptTrace:
         """For the calls to pods."""
         return self.context.metadata
 
-    def placed(self, decode: str, prefill: str | None, predicted_tokens: int) -> None:
+    def on_placed(self, decode: str, prefill: str | None, predicted_tokens: int) -> None:
         """Pods were chosen."""
         found = {"baton.decode_pod": decode, "baton.prefill_pod": prefill, "baton.predicted_tokens": predicted_tokens}
         self._step("gateway.route", found)
 
-    def answered(self, pod: str, outcome: str, error: str | None = None) -> None:
+    def on_reserve_answer(self, pod: str, outcome: str, error: str | None = None) -> None:
         """A decode pod answered Reserve, or did not."""
         self._step("gateway.reserve", {"baton.pod": pod, "baton.outcome": outcome}, kind="client", error=error)
 
-    def first_token(self) -> None:
+    def on_first_token(self) -> None:
         """It is here; again is fine."""
         if self._first is None:
             self._first = time.monotonic()
@@ -55,14 +55,16 @@ class AttemptTrace:
             return
         self._over, now = True, time.monotonic()
         if self._first is not None:
-            self._tracer.record("gateway.stream", self.context.child(), self.context, self._first, now, attributes)
+            self._tracer.record_span(
+                "gateway.stream", self.context.new_child(), self.context, self._first, now, attributes
+            )
         number = {"baton.attempt": self._number}
-        self._tracer.record("gateway.attempt", self.context, self._parent, self._start, now, number, error=error)
+        self._tracer.record_span("gateway.attempt", self.context, self._parent, self._start, now, number, error=error)
 
     def _step(self, name: str, attributes: Attributes, *, kind: str = "internal", error: str | None = None) -> None:
         now = time.monotonic()
-        child = self.context.child()
-        self._tracer.record(name, child, self.context, self._since, now, attributes, kind=kind, error=error)
+        child = self.context.new_child()
+        self._tracer.record_span(name, child, self.context, self._since, now, attributes, kind=kind, error=error)
         self._since = now
 
 
@@ -74,7 +76,7 @@ class RequestTrace:
         self._tracer = tracer
         self._parent = parent
 
-    def attempt(self, number: int) -> AttemptTrace:
+    def new_attempt(self, number: int) -> AttemptTrace:
         """One more, from 1."""
         return AttemptTrace(self._tracer, self.context, number)
 
@@ -87,10 +89,10 @@ class RequestTrace:
             if name is not None and name not in seen:
                 seen.add(name)
                 until = start + event["t"]
-                self._tracer.record(name, self.context.child(), self.context, since, until)
+                self._tracer.record_span(name, self.context.new_child(), self.context, since, until)
                 since = until
         named = {f"baton.{key}": value for key, value in facts.items() if isinstance(value, str | int | float)}
         failed = facts.get("error") if facts.get("outcome") != "ok" else None
-        self._tracer.record(
+        self._tracer.record_span(
             "gateway.request", self.context, self._parent, start, time.monotonic(), named, kind="server", error=failed
         )

@@ -56,7 +56,7 @@ class _Uvicorn(uvicorn.Server):
         await super().startup(sockets)
         self.accepting.set()
 
-    def say_close(self) -> None:
+    def close_after_responses(self) -> None:
         """Answers from now on end their connections."""
         close = (b"connection", b"close")
         self.config.encoded_headers.append(close)  # from which uvicorn makes the headers below every second
@@ -138,10 +138,12 @@ class GatewayServer:
         self._grpc_leaving: asyncio.Task[None] | None = None
         self._endpoints: EndpointWatch | None = None
         if config.discovery == "k8s":
-            self._endpoints = EndpointWatch(api or ApiServer.in_cluster(), config.k8s_services, self._place)
+            self._endpoints = EndpointWatch(api or ApiServer.in_cluster(), config.k8s_services, self._set_endpoints)
         self._responses: ResponseStore | None = None
         if config.redis is not None and config.response_ttl_s and config.response_memory:
-            self._responses = ResponseStore(config.redis, ttl_s=config.response_ttl_s, memory=config.response_memory)
+            self._responses = ResponseStore(
+                config.redis, ttl_s=config.response_ttl_s, max_bytes_per_tenant=config.response_memory
+            )
 
     async def start(self) -> None:
         """Listens; returns once requests are accepted. Raises ConfigError."""
@@ -150,7 +152,7 @@ class GatewayServer:
         try:
             if config.grpc_port:
                 self._grpc = RpcServer(config.host, config.grpc_port, self.gateway.settings.max_body_bytes)
-                self._grpc.add(
+                self._grpc.add_servicer(
                     inference_pb2_grpc.add_InferenceServicer_to_server,
                     InferenceServicer(self.gateway),
                     "baton.v1.Inference",
@@ -162,7 +164,7 @@ class GatewayServer:
         self.port = sock.getsockname()[1]
         await self.gateway.start()
         for model in self.gateway.models:
-            model.table.on_change(self._on_change)
+            model.pod_table.on_change(self._on_change)
         if self._endpoints is not None:
             await self._endpoints.start()
         options = uvicorn.Config(
@@ -189,17 +191,17 @@ class GatewayServer:
         if self._grpc is not None:
             self._grpc.set_serving(self.gateway.ready)
 
-    def _place(self, endpoints: Mapping[str, bool]) -> None:
+    def _set_endpoints(self, endpoints: Mapping[str, bool]) -> None:
         for model in self.gateway.models:
-            model.table.place(endpoints)
+            model.pod_table.set_endpoints(endpoints)
 
     async def drain(self) -> None:
         """Says that it leaves, then refuses new requests and waits for the running ones."""
         if self._config.drain_delay_s:
-            self.gateway.leave()
+            self.gateway.mark_not_ready()
             self._on_change()
             if self._http is not None:
-                self._http.say_close()
+                self._http.close_after_responses()
             await asyncio.sleep(self._config.drain_delay_s)
             if self._http is not None:
                 self._http.close_idle()
@@ -224,7 +226,7 @@ class GatewayServer:
     async def _close(self) -> None:
         if self._endpoints is not None:
             await self._endpoints.stop()
-        self.gateway.end_requests()  # before connections close: a stream still has to say why it ends
+        self.gateway.abort_requests()  # before connections close: a stream still has to say why it ends
         if self._grpc is not None:
             await self._grpc.stop(GRPC_STOP_S)
         if self._grpc_leaving is not None:

@@ -86,7 +86,7 @@ class Gateway:
 
         def served(text: ModelText) -> ServedModel:
             alone = len(texts) == 1
-            table = PodTable(settings.pods, index, gateway_id=gateway_id, model=text.name, alone=alone)
+            table = PodTable(settings.pods, index, gateway_id=gateway_id, model=text.name, only_model=alone)
             router = Router(table, self.metrics)
             gate = Gate(settings.gate, PodOutlook(table, time.monotonic), self.metrics)
             return ServedModel(text, table, Pipeline(router, self.metrics, gateway_id=gateway_id), gate)
@@ -95,16 +95,16 @@ class Gateway:
         self.metrics.watch_queue(lambda: [((model.name,), model.gate.waiting) for model in self.models])
         self.metrics.watch_ready(lambda: self.ready)
         self.metrics.watch_pods(self._pods_by_state)
-        self.history = History(
+        self.metrics_history = History(
             self.metrics,
-            lambda: [pod for model in self.models for pod in model.table.pods.values()],
+            lambda: [pod for model in self.models for pod in model.pod_table.pods.values()],
             lambda: sum(model.gate.waiting for model in self.models),
         )
         self._limiter = Limiter(settings.redis, self.metrics, timeout_s=settings.limits_timeout_s)
         self.leaving = False
         self.draining = False
         self._index = index
-        self._tickets: dict[str, Ticket] = {}
+        self._requests: dict[str, Ticket] = {}
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -112,7 +112,7 @@ class Gateway:
         found = Counter(
             (model.name, "unknown" if pod.info is None else pod.info.role.value, pod.state)
             for model in self.models
-            for pod in model.table.pods.values()
+            for pod in model.pod_table.pods.values()
         )
         return [(labels, float(number)) for labels, number in found.items()]
 
@@ -121,10 +121,10 @@ class Gateway:
         await self.keys.start()
         await self._limiter.start()
         for model in self.models:
-            await model.table.start()
-        await self.history.start()
+            await model.pod_table.start()
+        await self.metrics_history.start()
 
-    def leave(self) -> None:
+    def mark_not_ready(self) -> None:
         """Is not ready any more, but serves what comes."""
         self.leaving = True
 
@@ -133,20 +133,20 @@ class Gateway:
         self.leaving = self.draining = True
         await self._idle.wait()
 
-    def end_requests(self) -> None:
+    def abort_requests(self) -> None:
         """Ends the running requests with an error that their clients still get; refuses new ones."""
         self.leaving = self.draining = True
-        if self._tickets:
-            _log.warning("ending %d running requests", len(self._tickets))
-        for ticket in self._tickets.values():
-            ticket.end(Unavailable("the gateway is leaving", retry_after_s=1.0))
+        if self._requests:
+            _log.warning("ending %d running requests", len(self._requests))
+        for ticket in self._requests.values():
+            ticket.abort(Unavailable("the gateway is leaving", retry_after_s=1.0))
 
     async def stop(self) -> None:
         """Frees everything; requests that still run fail. end_requests first, for their clients' sake."""
-        await self.history.stop()
+        await self.metrics_history.stop()
         for model in self.models:
-            await model.pipeline.stop()
-            await model.table.stop()
+            await model.dispatcher.stop()
+            await model.pod_table.stop()
             model.gate.stop()
         await self._limiter.stop()
         await self.keys.stop()
@@ -154,9 +154,9 @@ class Gateway:
             await self._index.close()
 
     @property
-    def table(self) -> PodTable:
+    def pod_table(self) -> PodTable:
         """The pods of the first model."""
-        return self.models.first.table
+        return self.models.first.pod_table
 
     @property
     def tokenizer(self) -> TextTokenizer:
@@ -166,11 +166,11 @@ class Gateway:
     @property
     def ready(self) -> bool:
         """Requests for some model can be answered."""
-        return not self.leaving and any(model.table.ready for model in self.models)
+        return not self.leaving and any(model.pod_table.ready for model in self.models)
 
-    def most_parts(self) -> int:
+    def max_json_parts(self) -> int:
         """Arrays, objects, members and entries that a request may have: what a prompt of token ids needs fits."""
-        limits = (model.limits() for model in self.models if model.table.ready)
+        limits = (model.limits() for model in self.models if model.pod_table.ready)
         return MAX_PARTS + max((limit.max_model_len for limit in limits), default=0)
 
     @contextmanager
@@ -191,7 +191,7 @@ class Gateway:
         """
         if self.draining:
             raise Unavailable("the gateway is leaving", retry_after_s=1.0)
-        if len(self._tickets) >= self.settings.max_inflight:
+        if len(self._requests) >= self.settings.max_inflight:
             self.metrics.rejections.labels("gateway").inc()
             self.metrics.requests.labels(endpoint, "overloaded").inc()
             raise Overloaded("too many requests are being served", retry_after_s=1.0)
@@ -200,7 +200,7 @@ class Gateway:
         permit = Permit(caller, timeline.request_id, self._limiter, self.metrics)
         time_s = limit if timeout_s is None else min(limit, timeout_s)
         ticket = Ticket(timeline, endpoint, timeline.start + time_s, caller, permit, affinity)
-        self._tickets[ticket.id] = ticket
+        self._requests[ticket.id] = ticket
         self.timelines.add(timeline)
         self.metrics.running.inc()
         self._idle.clear()
@@ -210,38 +210,38 @@ class Gateway:
             outcome = "ok"
         except (Cancelled, asyncio.CancelledError, GeneratorExit):
             outcome = "aborted"
-            self.metrics.aborts.labels("disconnect" if ticket.ended_with is None else "abort_call").inc()
+            self.metrics.aborts.labels("disconnect" if ticket.abort_error is None else "abort_call").inc()
             raise
         except BatonError as e:
             outcome = e.kind
-            timeline.note(error=e.message)
+            timeline.set_facts(error=e.message)
             raise
         finally:
             self.metrics.requests.labels(endpoint, outcome).inc()
             self.metrics.running.dec()
             for choice in ticket.choices:
                 choice.close()
-            used = sum((choice.spent for choice in ticket.choices), Usage())
+            used = sum((choice.charged_usage for choice in ticket.choices), Usage())
             worked = outcome == "ok" or used.completion  # else nothing was computed, or nothing came of it
             permit.release(used.prompt if worked else 0, used.completion)
             if ticket.choices:
-                timeline.note(output_tokens=used.completion)
+                timeline.set_facts(output_tokens=used.completion)
             timeline.end(outcome)
             _tell(timeline)
-            del self._tickets[ticket.id]
-            if not self._tickets:
+            del self._requests[ticket.id]
+            if not self._requests:
                 self._idle.set()
 
-    def generated(self, request_id: str) -> int:
+    def num_output_tokens(self, request_id: str) -> int:
         """Tokens of a request's answers so far; 0 unless it runs."""
-        ticket = self._tickets.get(request_id)
+        ticket = self._requests.get(request_id)
         return 0 if ticket is None else sum(choice.usage.completion for choice in ticket.choices)
 
     def _timeline(
         self, client_id: str | None, endpoint: str, caller: Caller, asked_by: TraceContext | None
     ) -> Timeline:
         trace, trace_id = None, None if asked_by is None else asked_by.trace_id
-        if self.tracer is not None and (context := self.tracer.begin(asked_by)) is not None:
+        if self.tracer is not None and (context := self.tracer.start_trace(asked_by)) is not None:
             trace, trace_id = RequestTrace(self.tracer, context, asked_by), context.trace_id
         return Timeline(secrets.token_hex(12), client_id, endpoint, caller.tenant, trace=trace, trace_id=trace_id)
 
@@ -250,20 +250,20 @@ class Gateway:
 
         False when there are none.
         """
-        ours = self._tickets.get(request_id)
-        named = [t for t in self._tickets.values() if t.timeline.client_id == request_id] if ours is None else [ours]
+        ours = self._requests.get(request_id)
+        named = [t for t in self._requests.values() if t.timeline.client_id == request_id] if ours is None else [ours]
         found = [ticket for ticket in named if caller.admin or caller.tenant == ticket.caller.tenant]
         for ticket in found:
-            ticket.end(Cancelled("the request was aborted"))
+            ticket.abort(Cancelled("the request was aborted"))
         return bool(found)
 
     async def reset_prefix_cache(self) -> list[Reset]:
         """See reset_prefix_caches; what this gateway remembers of the pods goes with it. Raises Unavailable."""
         pods: dict[str, Pod] = {}
         for model in self.models:
-            pods |= {pod.address: pod for pod in model.table.pods.values() if pod.alive or pod.address not in pods}
-            for name in (ANY_POD[0], *(pod.name for pod in model.table.pods.values())):
-                model.pipeline.router.approx.forget(name)
+            pods |= {pod.address: pod for pod in model.pod_table.pods.values() if pod.alive or pod.address not in pods}
+            for name in (ANY_POD[0], *(pod.name for pod in model.pod_table.pods.values())):
+                model.dispatcher.router.approx_index.forget(name)
         return await reset_prefix_caches(pods.values())
 
     def model_for(self, caller: Caller, name: str) -> ServedModel:
@@ -273,10 +273,10 @@ class Gateway:
             raise PermissionDenied(f"this API key may not use the model {name!r}", field="model")
         return model
 
-    async def enter(self, ticket: Ticket, model: ServedModel, choices: Sequence[Choice]) -> None:
+    async def acquire_permit(self, ticket: Ticket, model: ServedModel, choices: Sequence[Choice]) -> None:
         """Returns when all of a request may go to the pods; see Permit.enter for what it raises."""
         ticket.choices = choices
-        ticket.timeline.note(model=model.name)
+        ticket.timeline.set_facts(model=model.name)
         firsts = [choice for choice in choices if choice.child == 0]
         requests = [choice.request for choice in firsts]
         size = Size(
@@ -286,11 +286,11 @@ class Gateway:
         )
 
         async def held() -> int:
-            plans = [await model.pipeline.router.plan(request, ticket.affinity) for request in requests]
-            return sum(plan.held for plan in plans)
+            plans = [await model.dispatcher.router.plan(request, ticket.affinity) for request in requests]
+            return sum(plan.expected_hit_tokens for plan in plans)
 
         priority = requests[0].priority
-        await ticket.permit.enter(model.gate, size, priority, ticket.deadline, ticket.headers, held)
+        await ticket.permit.acquire(model.gate, size, priority, ticket.deadline, ticket.response_headers, held)
         ticket.timeline.mark("admitted")
 
     async def completion(self, ticket: Ticket, body: CompletionBody) -> list[Choice]:
@@ -301,7 +301,7 @@ class Gateway:
         model = self.model_for(ticket.caller, body.spec.model)
         limits = model.limits()
         if body.spec.grammar is not None:
-            await model.dialect.grammars.require(body.spec.grammar)
+            await model.chat_format.grammar_checker.check(body.spec.grammar)
         reading = None if body.spec.skip_special_tokens else kept_special(model.tokenizer)
         texts = [prompt for prompt in body.prompts if isinstance(prompt, str)]
         for text in texts:
@@ -309,7 +309,7 @@ class Gateway:
         prompts: Sequence[Sequence[int]] = [prompt for prompt in body.prompts if not isinstance(prompt, str)]
         if texts:  # then all are
             prompts = await model.tokenizer.encode_all(texts, add_special_tokens=True)
-        bad_words = await model.tokenizer.words(body.spec.bad_words)
+        bad_words = await model.tokenizer.encode_words(body.spec.bad_words)
         choices: list[Choice] = []
         for number, ids in enumerate(prompts):
             if number % PROMPTS_PER_TURN == PROMPTS_PER_TURN - 1:
@@ -317,14 +317,14 @@ class Gateway:
             choices += self._choices(
                 ticket, model, body.spec, ids, limits, number, COMPLETION_MAX_TOKENS, "prompt", reading, bad_words
             )
-        await self.enter(ticket, model, choices)
+        await self.acquire_permit(ticket, model, choices)
         return choices
 
     async def chat(self, ticket: Ticket, body: ChatBody) -> list[Choice]:
         """The spec's n choices. Raises InvalidRequest, ModelNotFound, Unavailable."""
         model = self.model_for(ticket.caller, body.spec.model)
         limits = model.limits()
-        talk = await model.dialect.converse(
+        talk = await model.chat_format.prepare(
             body.messages,
             body.template_kwargs,
             body.tools,
@@ -334,9 +334,12 @@ class Gateway:
         )
         _refuse_hopeless(talk.prompt, model, limits, "messages")
         ids = await model.tokenizer.encode_async(talk.prompt, add_special_tokens=False)
-        spec, bad_words = replace(body.spec, grammar=talk.grammar), await model.tokenizer.words(body.spec.bad_words)
-        choices = self._choices(ticket, model, spec, ids, limits, 0, None, "messages", talk.reading, bad_words)
-        await self.enter(ticket, model, choices)
+        spec, bad_words = (
+            replace(body.spec, grammar=talk.grammar),
+            await model.tokenizer.encode_words(body.spec.bad_words),
+        )
+        choices = self._choices(ticket, model, spec, ids, limits, 0, None, "messages", talk.parser_config, bad_words)
+        await self.acquire_permit(ticket, model, choices)
         return choices
 
     def _choices(
@@ -357,8 +360,8 @@ class Gateway:
             replace(
                 spec,
                 model=model.name,
-                priority=caller.priority_of(spec.priority),
-                cache_salt=caller.salt_of(spec.cache_salt),
+                priority=caller.effective_priority(spec.priority),
+                cache_salt=caller.effective_salt(spec.cache_salt),
             ),
             ids,
             limits,
@@ -386,7 +389,7 @@ def _tell(timeline: Timeline) -> None:
         "client_request_id": timeline.client_id,
         "trace_id": timeline.trace_id,
         "tenant": timeline.tenant or None,
-        "duration_s": round(timeline.changed - timeline.start, 6),
+        "duration_s": round(timeline.changed_at - timeline.start, 6),
         **timeline.facts,
     }
     _log.info("request ended", extra={name: value for name, value in told.items() if value is not None})
@@ -394,7 +397,7 @@ def _tell(timeline: Timeline) -> None:
 
 def _refuse_hopeless(text: str, model: ServedModel, limits: Limits, field: str) -> None:
     """Refuses, before it costs a tokenization, a text that cannot fit whatever its tokens are."""
-    if len(text) > limits.max_model_len * model.tokenizer.longest_token:
+    if len(text) > limits.max_model_len * model.tokenizer.max_chars_per_token:
         raise InvalidRequest(
             f"the prompt has {len(text)} characters, far beyond this model's context of {limits.max_model_len} tokens",
             field=field,

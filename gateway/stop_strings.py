@@ -16,16 +16,16 @@ class StopScanner:
         self._stops = tuple(stops)
         self._include = include
         self._held = ""
-        self.hit = False
+        self.found = False
 
     def feed(self, text: str) -> str:
         """Text that may be sent now."""
-        if self.hit or not self._stops:
-            return "" if self.hit else text
+        if self.found or not self._stops:
+            return "" if self.found else text
         buffer = self._held + text
         found = [(at, len(stop)) for stop in self._stops if (at := buffer.find(stop)) >= 0]
         if found:
-            self.hit, self._held = True, ""
+            self.found, self._held = True, ""
             start, length = min(found)
             return buffer[: start + length if self._include else start]
         keep = max(_overlap(buffer, stop) for stop in self._stops)

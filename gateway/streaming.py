@@ -52,8 +52,8 @@ class Generate:
             await _stream(choices, spec, form, response)
         else:
             answers = await answers_of(choices, spec)
-            await response.json(200, form.answer(answers, total(choices)))
-        ticket.timeline.note(
+            await response.send_json(200, form.encode_answer(answers, total(choices)))
+        ticket.timeline.set_facts(
             prompt_tokens=total(choices).prompt,
             output_tokens=total(choices).completion,
             cached_tokens=total(choices).cached,
@@ -76,33 +76,33 @@ class _Events:
         self._opened = False
         self._plain: tuple[bytes, bytes] | None = None
 
-    def of(self, piece: Piece) -> bytes:
+    def encode(self, piece: Piece) -> bytes:
         """The events for one piece, b"" when it shows nothing."""
         if self._plain is not None and piece.finish is None:
-            return self.of_text(piece.text)
-        chunks = self._form.chunks(self._index, piece)
+            return self.encode_text(piece.text)
+        chunks = self._form.encode_piece(self._index, piece)
         if not self._opened:
             self._opened = True
-            if (opening := self._form.opening(self._index)) is not None:
+            if (opening := self._form.first_chunk(self._index)) is not None:
                 chunks.insert(0, opening)
-            plain = self._choice.reading is None and self._spec.logprobs is None
+            plain = self._choice.parser_config is None and self._spec.logprobs is None
             if plain and not self._spec.continuous_usage:
                 self._plain = self._around_text()
         return b"".join([self._event(chunk) for chunk in chunks])
 
     @property
-    def plain(self) -> bool:
+    def text_only(self) -> bool:
         """Of a text alone, there is `of_text`."""
         return self._plain is not None
 
-    def of_text(self, text: str) -> bytes:
+    def encode_text(self, text: str) -> bytes:
         """The events for a piece that is text and nothing else."""
         assert self._plain is not None
         before, after = self._plain
         return before + orjson.dumps(text) + after if text else b""
 
     def _around_text(self) -> tuple[bytes, bytes]:
-        [chunk] = self._form.chunks(self._index, Piece(_MARK, (), ()))
+        [chunk] = self._form.encode_piece(self._index, Piece(_MARK, (), ()))
         before, after = self._event(chunk).split(orjson.dumps(_MARK))
         return before, after
 
@@ -119,19 +119,19 @@ async def _stream(choices: Sequence[Choice], spec: Spec, form: Format, response:
     if len(choices) == 1:
         with closing(choices[0]) as choice:
             async for piece in choice:
-                if raw := events[0].of(piece):
-                    await response.event(raw)
-                if (write := response.prompt) is not None:
+                if raw := events[0].encode(piece):
+                    await response.send_event(raw)
+                if (write := response.fast_write) is not None:
                     await choice.relay(*_onto(write, events[0]))
     else:
         async with aclosing(merged(choices)) as pieces:
             async for index, piece in pieces:
-                if raw := events[index].of(piece):
-                    await response.event(raw)
+                if raw := events[index].encode(piece):
+                    await response.send_event(raw)
     tail = b""
     if spec.include_usage:
         tail = sse_event({**form.usage_chunk(), "usage": usage_json(total(choices))})
-    await response.event(tail + _DONE)
+    await response.send_event(tail + _DONE)
     await response.end()
 
 
@@ -139,8 +139,8 @@ def _onto(
     write: Callable[[bytes], bool], events: _Events
 ) -> tuple[Callable[[Piece], bool], Callable[[str], bool] | None]:
     """What Choice.relay takes."""
-    of, of_text = events.of, events.of_text
-    return lambda piece: write(of(piece)), (lambda text: write(of_text(text))) if events.plain else None
+    of, of_text = events.encode, events.encode_text
+    return lambda piece: write(of(piece)), (lambda text: write(of_text(text))) if events.text_only else None
 
 
 async def merged(choices: Sequence[Choice]) -> AsyncGenerator[tuple[int, Piece], None]:
@@ -177,4 +177,4 @@ async def _pump(index: int, choice: Choice, queue: asyncio.Queue[tuple[int, Piec
 
 def total(choices: Sequence[Choice]) -> Usage:
     """Tokens spent on all of them; a prompt counts once."""
-    return sum((choice.cost for choice in choices), Usage())
+    return sum((choice.usage_share for choice in choices), Usage())

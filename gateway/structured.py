@@ -137,7 +137,7 @@ class GrammarCheck:
         self._compiler = compiler
         self._threads = ThreadPoolExecutor(MAX_COMPILING, "grammar")
 
-    async def require(self, grammar: Grammar) -> None:
+    async def check(self, grammar: Grammar) -> None:
         """Raises InvalidRequest that names the grammar's field, and the keyword of a schema that is not supported."""
-        if self._compiler.cached(grammar) is None:
+        if self._compiler.get_cached(grammar) is None:
             await asyncio.get_running_loop().run_in_executor(self._threads, self._compiler.compile, grammar)

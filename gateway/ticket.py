@@ -28,22 +28,22 @@ class Ticket:
         self.caller = caller
         self.permit = permit
         self.choices: Sequence[Choice] = ()
-        self.headers: dict[str, str] = {}
+        self.response_headers: dict[str, str] = {}
         self.timeline = timeline
         self.endpoint = endpoint
         self.deadline = deadline
         self.affinity = affinity
-        self.ended_with: BatonError | None = None
+        self.abort_error: BatonError | None = None
         self._task: asyncio.Task[Any] | None = None
 
-    def serve_by(self, task: asyncio.Task[Any]) -> None:
+    def set_task(self, task: asyncio.Task[Any]) -> None:
         """The task that end cancels."""
         self._task = task
-        if self.ended_with is not None:
+        if self.abort_error is not None:
             task.cancel()
 
-    def end(self, error: BatonError) -> None:
+    def abort(self, error: BatonError) -> None:
         """Cancels the task that serves the request; what the client gets instead is the first error given."""
-        self.ended_with = self.ended_with or error
+        self.abort_error = self.abort_error or error
         if self._task is not None:
             self._task.cancel()

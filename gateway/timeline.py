@@ -37,20 +37,20 @@ class Timeline:
         self._created = time.time()
         self._facts: dict[str, Any] = {"endpoint": endpoint}
         self._events: list[dict[str, Any]] = []
-        self.changed = self.start  # a time.monotonic()
+        self.changed_at = self.start  # a time.monotonic()
         self.ended = False
 
     def mark(self, name: str, **details: Any) -> None:
         """Something happened now."""
-        self.changed = time.monotonic()
+        self.changed_at = time.monotonic()
         if len(self._events) < MAX_EVENTS:
-            self._events.append({"t": round(self.changed - self.start, 6), "event": name, **details})
+            self._events.append({"t": round(self.changed_at - self.start, 6), "event": name, **details})
 
     def end(self, outcome: str) -> None:
         """The request is over; its last event, for which there is always room."""
-        self.ended, self.changed = True, time.monotonic()
-        self._events.append({"t": round(self.changed - self.start, 6), "event": "ended", "outcome": outcome})
-        self.note(outcome=outcome)
+        self.ended, self.changed_at = True, time.monotonic()
+        self._events.append({"t": round(self.changed_at - self.start, 6), "event": "ended", "outcome": outcome})
+        self.set_facts(outcome=outcome)
         if self.trace is not None:
             self.trace.end(self.start, self._events, {"request_id": self.request_id, **self._facts})
 
@@ -64,7 +64,7 @@ class Timeline:
         """See note."""
         return self._facts
 
-    def note(self, **facts: Any) -> None:
+    def set_facts(self, **facts: Any) -> None:
         """Facts about the request as a whole."""
         self._facts.update(facts)
 

@@ -23,18 +23,18 @@ class TokenOrder:
         self._early: dict[int, Token] = {}  # came before one with a lower index
         self._end: int | None = None
         self._finish: FinishReason | None = None
-        self.duplicates = 0
+        self.num_duplicates = 0
 
     @property
-    def pending(self) -> int:
+    def num_pending(self) -> int:
         return len(self._ready) + len(self._early)
 
     @property
-    def ended(self) -> bool:
+    def finish_known(self) -> bool:
         """The finish reason is known; tokens may still be missing."""
         return self._finish is not None
 
-    def pass_on(self, index: int, token_id: int) -> bool:
+    def append_if_next(self, index: int, token_id: int) -> bool:
         """Whether this token is exactly what `take` would give if it were put now; then it counts as put and taken."""
         if index != len(self.ids) or self._ready or self._early or self._end is not None:
             return False
@@ -46,7 +46,7 @@ class TokenOrder:
         for token in tokens:
             index = token.index
             if index < len(self.ids) or index in self._early:
-                self.duplicates += 1
+                self.num_duplicates += 1
             elif self._end is None or index < self._end:
                 if index > len(self.ids):
                     self._early[index] = token
@@ -59,7 +59,7 @@ class TokenOrder:
         self._ready.append(token)
         self.ids.append(token.id)
 
-    def end(self, reason: FinishReason) -> None:
+    def set_finish(self, reason: FinishReason) -> None:
         """The sequence ends with the last token that arrived so far; there is always at least one."""
         if self._finish is None:
             self._finish = reason

@@ -36,8 +36,8 @@ class TokenizeBody:
     messages: tuple[dict[str, Any], ...] | None
     template_kwargs: dict[str, Any]
     tools: tuple[dict[str, Any], ...]
-    special: bool | None
-    strings: bool
+    add_special_tokens: bool | None
+    return_token_strings: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +63,8 @@ def parse_tokenize(body: object) -> TokenizeBody:
         messages=None if messages is None else parse_messages(messages),
         template_kwargs=template_variables(fields),
         tools=parse_declared(fields, "tools"),
-        special=fields.boolean("add_special_tokens"),
-        strings=fields.boolean("return_token_strs") or False,
+        add_special_tokens=fields.boolean("add_special_tokens"),
+        return_token_strings=fields.boolean("return_token_strs") or False,
     )
 
 
@@ -83,7 +83,7 @@ class Tokenized:
 
     ids: list[int]
     max_model_len: int | None
-    strings: list[str] | None
+    token_strings: list[str] | None
 
 
 class Tokenize:
@@ -97,26 +97,26 @@ class Tokenize:
         """See http_endpoint.Endpoint."""
         found = await self.tokens(parse_tokenize(body), ticket)
         answer = {"count": len(found.ids), "max_model_len": found.max_model_len, "tokens": found.ids}
-        await response.json(200, {**answer, "token_strs": found.strings})
+        await response.send_json(200, {**answer, "token_strs": found.token_strings})
 
     async def detokenize(self, body: Any, response: Response, ticket: Ticket) -> None:
         """See http_endpoint.Endpoint."""
-        await response.json(200, {"prompt": await self.text(parse_detokenize(body), ticket)})
+        await response.send_json(200, {"prompt": await self.text(parse_detokenize(body), ticket)})
 
     async def tokens(self, asked: TokenizeBody, ticket: Ticket) -> Tokenized:
         """Raises InvalidRequest."""
         model = self._model(ticket, asked.model)
         if asked.messages is None:
             assert asked.prompt is not None, "one of both is there"
-            text, special = asked.prompt, asked.special is not False
+            text, special = asked.prompt, asked.add_special_tokens is not False
         else:
-            text = await model.dialect.render(asked.messages, asked.template_kwargs, asked.tools)
-            special = asked.special or False
+            text = await model.chat_format.render(asked.messages, asked.template_kwargs, asked.tools)
+            special = asked.add_special_tokens or False
         # One at a time of those that take seconds, or prompts would wait for a thread until all of them are through.
         async with self._long if len(text) > LONG_CHARS else nullcontext():
             tokens = await model.tokenizer.encode_async(text, add_special_tokens=special)
         ticket.timeline.mark("tokenized", prompt_tokens=len(tokens))
-        strings = await model.tokenizer.names_async(tokens) if asked.strings else None
+        strings = await model.tokenizer.token_strings_async(tokens) if asked.return_token_strings else None
         return Tokenized(tokens, _max_model_len(model), strings)
 
     async def text(self, asked: DetokenizeBody, ticket: Ticket) -> str:
@@ -136,4 +136,4 @@ class Tokenize:
 
 
 def _max_model_len(model: ServedModel) -> int | None:
-    return model.limits().max_model_len if model.table.ready else None
+    return model.limits().max_model_len if model.pod_table.ready else None

@@ -57,7 +57,7 @@ class _Texts(dict[int, str | None]):
         text: str | None = ""
         if token_id not in self._tokenizer.special_ids:
             try:
-                text = self._tokenizer.piece(token_id).decode()
+                text = self._tokenizer.token_bytes(token_id).decode()
             except UnicodeDecodeError:
                 text = None
         self[token_id] = text
@@ -86,9 +86,9 @@ class TextTokenizer:
         self._added: dict[int, str] = {i: token.content for i, token in raw.get_added_tokens_decoder().items()}
         self.eos_ids = self._find_eos(model_dir)
         # Characters that one token can stand for; a normalizer may shorten a text, some by a lot.
-        self.longest_token: int = max(map(len, raw.get_vocab())) * (1 if raw.normalizer is None else 16)
+        self.max_chars_per_token: int = max(map(len, raw.get_vocab())) * (1 if raw.normalizer is None else 16)
         self._pieces: dict[int, bytes] = {}
-        self.texts = _Texts(self)
+        self.token_texts = _Texts(self)
 
     def _find_eos(self, model_dir: Path) -> tuple[int, ...]:
         for name in ("generation_config.json", "config.json"):
@@ -105,7 +105,7 @@ class TextTokenizer:
         ids: list[int] = self.raw.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
-    def encode_aside(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    def encode_in_thread(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """encode, for a thread: of the library's ways only those of batches let other threads run meanwhile."""
         ids: list[int] = self.raw.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
@@ -117,13 +117,13 @@ class TextTokenizer:
             return [encode(text, add_special_tokens=add_special_tokens) for text in texts]
 
         much = sum(map(len, texts)) + CALL_CHARS * len(texts) > INLINE_CHARS
-        return await asyncio.to_thread(each, self.encode_aside) if much else each(self.encode)
+        return await asyncio.to_thread(each, self.encode_in_thread) if much else each(self.encode)
 
     async def encode_async(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """encode, in a thread when the text is long."""
         return (await self.encode_all([text], add_special_tokens=add_special_tokens))[0]
 
-    async def words(self, texts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    async def encode_words(self, texts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Token sequences that words are: at the start of a text, and behind a space."""
         forms = [form for text in texts for bare in (text.removeprefix(" "),) for form in (text, bare, f" {bare}")]
         found = await self.encode_all(forms, add_special_tokens=False)
@@ -138,7 +138,7 @@ class TextTokenizer:
 
         return await asyncio.to_thread(decode) if len(ids) > INLINE_CHARS else decode()
 
-    async def names_async(self, ids: list[int]) -> list[str]:
+    async def token_strings_async(self, ids: list[int]) -> list[str]:
         """What the vocabulary calls the tokens, in a thread when there are many."""
 
         def names() -> list[str]:
@@ -151,7 +151,7 @@ class TextTokenizer:
         text: str = self.raw.decode(ids, skip_special_tokens=True)
         return text
 
-    def piece(self, token_id: int) -> bytes:
+    def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token stands for, special tokens by their name; b"" for an id beyond the vocabulary."""
         piece = self._pieces.get(token_id)
         if piece is None:

@@ -76,7 +76,7 @@ class Spec:
     include_stop: bool = False
     prompt_logprobs: int | None = None
     echo: bool = False
-    beam: BeamParams | None = None
+    beam_search: BeamParams | None = None
 
     @property
     def candidates(self) -> int:
@@ -84,9 +84,9 @@ class Spec:
         return self.best_of or self.n
 
     @property
-    def known_at_end(self) -> bool:
+    def complete_only(self) -> bool:
         """No part of an answer is known before all are."""
-        return self.candidates > self.n or self.beam is not None
+        return self.candidates > self.n or self.beam_search is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ class Limits:
     """
 
     max_model_len: int
-    default_len: int
+    default_total_len: int
     vocab_size: int
 
 
@@ -236,7 +236,7 @@ def to_valid(
         raise InvalidRequest(f"{text}; one must be left for the answer", field=prompt_field)
     max_tokens = spec.max_tokens
     if max_tokens is None:
-        room = max(1, limits.default_len - length)
+        room = max(1, limits.default_total_len - length)
         max_tokens = room if default_max_tokens is None else min(default_max_tokens, room)
     elif length + max_tokens > limits.max_model_len:
         text = f"the prompt's {length} tokens and {spec.max_tokens_field} ({max_tokens}) exceed this model's context of"
@@ -252,8 +252,8 @@ def to_valid(
         raise InvalidRequest("bad_words forbids all of allowed_token_ids", field="bad_words")
     scores = [s for s in (spec.prompt_logprobs, spec.logprobs if spec.echo else None) if s is not None]
     stops = tuple(dict.fromkeys((*spec.stop_token_ids, *(() if spec.ignore_eos else eos_ids))))
-    if spec.beam is not None:
-        refuse_beside_beams(spec.beam, spec.grammar, stops)
+    if spec.beam_search is not None:
+        refuse_beside_beams(spec.beam_search, spec.grammar, stops)
     sampling = SamplingParams(
         temperature=spec.temperature,
         top_k=spec.top_k,
@@ -268,7 +268,7 @@ def to_valid(
         min_tokens=spec.min_tokens,
         stop_token_ids=stops,
         logprobs=spec.logprobs if spec.candidates == spec.n else spec.logprobs or 0,
-        n=1 if spec.beam is not None else spec.candidates,
+        n=1 if spec.beam_search is not None else spec.candidates,
         allowed_token_ids=spec.allowed_token_ids,
         bad_words=tuple(bad_words),
         prompt_logprobs=max(scores, default=None),
@@ -350,7 +350,7 @@ def _spec(
         bad_words=_bad_words(fields.raw("bad_words")),
         include_stop=fields.boolean("include_stop_str_in_output") or False,
         prompt_logprobs=prompt_logprobs,
-        beam=parse_beams(fields, best_of or n, "n" if best_of is None else "best_of"),
+        beam_search=parse_beams(fields, best_of or n, "n" if best_of is None else "best_of"),
     )
 
 

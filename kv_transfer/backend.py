@@ -64,10 +64,10 @@ class Backend(Protocol):
         write pending to it.
         """
 
-    def introduce(self, peer: str, metadata: bytes) -> None:
+    def add_peer(self, peer: str, metadata: bytes) -> None:
         """Makes `notify` reach a peer that is not connected. Raises like connect."""
 
-    def dismiss(self, peer: str) -> None:
+    def remove_peer(self, peer: str) -> None:
         """Takes introduce() back; a peer that is connected stays so."""
 
     def write(self, peer: str, local: Sequence[int], remote: Sequence[int], notification: bytes) -> int:

@@ -62,19 +62,19 @@ class Connection:
     metadata: bytes
     same_host: bool
     watch: ProcessWatch | None
-    notes: bool = False
+    accepts_commit_notifications: bool = False
     transport: str = ""
     transport_source: str = ""
-    gbps: float = 0.0
+    gb_s: float = 0.0
     broken: bool = False
-    lost: bool = False
+    process_ended: bool = False
     in_flight: int = 0
-    unheard: int = 0
-    notes_from: float = 0.0
+    missed_acks: int = 0
+    notifications_resume_at: float = 0.0
 
     @property
     def stats(self) -> PeerStats:
-        return PeerStats(self.pod, self.generation, self.address, self.transport, self.transport_source, self.gbps)
+        return PeerStats(self.pod, self.generation, self.address, self.transport, self.transport_source, self.gb_s)
 
 
 class Connector:
@@ -101,7 +101,7 @@ class Connector:
         self._on_lost = on_lost
         self._allow_tcp = allow_tcp
         self._connections: dict[str, Connection] = {}
-        self._flights: dict[str, asyncio.Task[Connection]] = {}
+        self._attempts: dict[str, asyncio.Task[Connection]] = {}
         self._attached: list[Connection] = []  # the transfer thread's: every agent that the backend knows
         self._probing = asyncio.Lock()  # of this pod's probe block
         self._next_look = 0.0
@@ -109,7 +109,7 @@ class Connector:
     @property
     def connecting(self) -> bool:
         """A handshake or probe is under way."""
-        return bool(self._flights)
+        return bool(self._attempts)
 
     def stats(self) -> tuple[PeerStats, ...]:
         return tuple(c.stats for c in list(self._connections.values()) if not c.broken)
@@ -122,10 +122,10 @@ class Connector:
         """
         known = self._connections.get(address)
         if known is None or known.broken or (generation is not None and known.generation < generation):
-            flight = self._flights.get(address)
+            flight = self._attempts.get(address)
             if flight is None:
-                flight = self._flights[address] = asyncio.create_task(self._establish(address))
-                flight.add_done_callback(lambda task: self._landed(address, task))
+                flight = self._attempts[address] = asyncio.create_task(self._establish(address))
+                flight.add_done_callback(lambda task: self._on_connected(address, task))
             try:
                 known = await asyncio.wait_for(asyncio.shield(flight), timeout_s)
             except TimeoutError as e:
@@ -138,8 +138,8 @@ class Connector:
             raise TransferFailed(f"{known.pod} is at generation {known.generation}, the transfer at {generation}")
         return known
 
-    def _landed(self, address: str, task: asyncio.Task[Connection]) -> None:
-        del self._flights[address]
+    def _on_connected(self, address: str, task: asyncio.Task[Connection]) -> None:
+        del self._attempts[address]
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.warning("no connection to %s: %s", address, error)
 
@@ -165,7 +165,7 @@ class Connector:
             connection.generation,
             connection.transport,
             connection.transport_source,
-            connection.gbps,
+            connection.gb_s,
         )
         return connection
 
@@ -206,7 +206,7 @@ class Connector:
             metadata=answer.agent_metadata,
             same_host=info.boot_id == host_boot_id(),
             watch=watch_process(info.pid, info.boot_id, address),
-            notes=answer.notes,
+            accepts_commit_notifications=answer.notes,
         )
 
     async def _attach(self, connection: Connection) -> None:
@@ -215,12 +215,12 @@ class Connector:
 
         def attach() -> bool:
             if former is not None:
-                self.retire(former)
+                self.mark_broken(former)
                 replaced = former.pod == connection.pod and former.generation < connection.generation
                 if (
                     replaced and former.watch is None
                 ):  # the same identity lives on in a newer process at the same address
-                    self._lose(former)
+                    self._mark_process_ended(former)
             if any(other.agent == connection.agent for other in self._attached):
                 return False
             self._thread.backend.connect(connection.agent, connection.metadata, connection.memory)
@@ -258,7 +258,7 @@ class Connector:
                     connection.address, "Probe", request, transfer_pb2.ProbeResponse, HANDSHAKE_S
                 )
             if answer.intact:
-                connection.gbps = burst * self._memory.block_bytes / max(seconds, 1e-9) / 1e9
+                connection.gb_s = burst * self._memory.block_bytes / max(seconds, 1e-9) / 1e9
                 transport = await self._on_thread(
                     lambda: self._thread.backend.transport(connection.agent, same_host=connection.same_host)
                 )
@@ -299,13 +299,13 @@ class Connector:
 
     # On the transfer thread.
 
-    def retire(self, connection: Connection) -> None:
+    def mark_broken(self, connection: Connection) -> None:
         """The connection is not to be used again; its agent goes once no write to it is pending."""
         connection.broken = True
 
     def _discard(self, connection: Connection) -> None:
         """The connection came to nothing; what the backend knows of it goes like that of a retired one."""
-        self.retire(connection)
+        self.mark_broken(connection)
         if connection not in self._attached:
             _close_watch(connection)
 
@@ -320,16 +320,16 @@ class Connector:
         self._next_look = now + LOOK_S
         for connection in self._attached:
             if connection.watch is not None and connection.watch.ended():
-                self._lose(connection)
+                self._mark_process_ended(connection)
 
-    def _lose(self, connection: Connection) -> None:
+    def _mark_process_ended(self, connection: Connection) -> None:
         connection.broken = True
-        if not connection.lost:
-            connection.lost = True
+        if not connection.process_ended:
+            connection.process_ended = True
             self._on_lost(connection)
 
     async def close(self) -> None:
-        flights = list(self._flights.values())
+        flights = list(self._attempts.values())
         for flight in flights:
             flight.cancel()
         await asyncio.gather(*flights, return_exceptions=True)

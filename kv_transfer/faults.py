@@ -70,11 +70,11 @@ class FaultyBackend:
     def disconnect(self, peer: str) -> None:
         self._inner.disconnect(peer)
 
-    def introduce(self, peer: str, metadata: bytes) -> None:
-        self._inner.introduce(peer, metadata)
+    def add_peer(self, peer: str, metadata: bytes) -> None:
+        self._inner.add_peer(peer, metadata)
 
-    def dismiss(self, peer: str) -> None:
-        self._inner.dismiss(peer)
+    def remove_peer(self, peer: str) -> None:
+        self._inner.remove_peer(peer)
 
     def write(self, peer: str, local: Sequence[int], remote: Sequence[int], notification: bytes) -> int:
         handle = next(self._numbers)

@@ -57,9 +57,9 @@ class _Waiting:
 class Agents(Protocol):
     """Of the backend, what notes need."""
 
-    def introduce(self, peer: str, metadata: bytes) -> None: ...
+    def add_peer(self, peer: str, metadata: bytes) -> None: ...
 
-    def dismiss(self, peer: str) -> None: ...
+    def remove_peer(self, peer: str) -> None: ...
 
     def notify(self, peer: str, payload: bytes) -> None: ...
 
@@ -98,7 +98,7 @@ class Incoming:
         self._clock = clock
         self._ask_drain = ask_drain
         self._agents = agents
-        self._introduced: dict[str, None] = {}  # the last one at the end
+        self._notification_peers: dict[str, None] = {}  # the last one at the end
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._table: dict[TransferId, _Entry] = {}
@@ -107,7 +107,7 @@ class Incoming:
         self._next_tick = 0.0
         self._next_look = 0.0
 
-    def mint(self, generation: int) -> TransferId:
+    def new_transfer_id(self, generation: int) -> TransferId:
         """A transfer id that was never used. Any thread."""
         with self._lock:
             return TransferId(generation, next(self._numbers))
@@ -128,29 +128,29 @@ class Incoming:
         self._table[transfer_id] = _Entry(machine, request_id, first_block, tuple(blocks), hold, on_ready, on_failed)
 
     @property
-    def open(self) -> int:
+    def num_open(self) -> int:
         """Transfers that expect messages."""
         return len(self._table)
 
     @property
-    def attentive(self) -> bool:
+    def poll_fast(self) -> bool:
         """Bytes are coming that move only while this side polls, or a notification is overdue."""
         return any(
-            ((writer := entry.machine.writer) is not None and writer.polled) or entry.machine.awaits_ranges
+            ((writer := entry.machine.writer) is not None and writer.polled) or entry.machine.commit_waits_for_ranges
             for entry in self._table.values()
         )
 
     @property
-    def awaited(self) -> bool:
+    def poll_hot(self) -> bool:
         """A commit came just now, before the last bytes."""
         since = self._clock() - AWAITED_FOR_S
-        return any(entry.machine.awaits_ranges and entry.asked_at > since for entry in self._table.values())
+        return any(entry.machine.commit_waits_for_ranges and entry.asked_at > since for entry in self._table.values())
 
     @property
     def quarantined_blocks(self) -> int:
-        return sum(entry.machine.quarantined for entry in list(self._table.values()))
+        return sum(entry.machine.num_quarantined for entry in list(self._table.values()))
 
-    def watches(self, agent: str) -> bool:
+    def is_watched(self, agent: str) -> bool:
         """Whether watch() was called for this writer."""
         return agent in self._watches
 
@@ -162,30 +162,30 @@ class Incoming:
             return
         self._watches[agent] = watch
 
-    def introduce(self, agent: str, metadata: bytes) -> bool:
+    def add_peer(self, agent: str, metadata: bytes) -> bool:
         """Whether this writer may send notes, and is answered by them. One that shakes hands again may have lost the
         way to here, so answers may have lost the way back: they get a new one.
         """
-        self.dismiss(agent)
+        self.remove_peer(agent)
         try:
-            self._agents().introduce(agent, metadata)
+            self._agents().add_peer(agent, metadata)
         except TransferFailed as e:
             _log.warning("%s cannot be told anything but by calls: %s", agent, e.message)
             return False
-        self._introduced[agent] = None
-        if len(self._introduced) > MOST_INTRODUCED:
-            self.dismiss(next(iter(self._introduced)))
+        self._notification_peers[agent] = None
+        if len(self._notification_peers) > MOST_INTRODUCED:
+            self.remove_peer(next(iter(self._notification_peers)))
         return True
 
-    def dismiss(self, agent: str) -> None:
+    def remove_peer(self, agent: str) -> None:
         """Nothing is said to this writer any more."""
-        if agent in self._introduced:
-            del self._introduced[agent]
-            self._agents().dismiss(agent)
+        if agent in self._notification_peers:
+            del self._notification_peers[agent]
+            self._agents().remove_peer(agent)
 
-    def forget(self, agent: str) -> None:
+    def forget_writer(self, agent: str) -> None:
         """A writer that is gone, or has a successor. As long as there is a transfer of it, its process is watched."""
-        self.dismiss(agent)
+        self.remove_peer(agent)
         watch = self._watches.get(agent)
         if watch is None or agent not in self._in_use():
             self._watches.pop(agent, None)
@@ -230,7 +230,7 @@ class Incoming:
         entry.asked_at = entry.asked_at or now
         entry.waiting.append(_Waiting(answer, now + PATIENCE_S))
 
-    def notified(self, peer: str, message: RangeWritten | CommitNote) -> None:
+    def on_notification(self, peer: str, message: RangeWritten | CommitNote) -> None:
         """A range landed, or a commit came; what does not fit is dropped and counted. Of a commit that cannot be
         answered well nothing is said: the call that follows it is told why.
         """
@@ -240,7 +240,7 @@ class Incoming:
             return
         machine = entry.machine
         if isinstance(message, RangeWritten):
-            actions = machine.notified(peer, message.first, message.count, self._clock())
+            actions = machine.range_written(peer, message.first, message.count, self._clock())
         elif machine.writer is None or machine.writer.agent != peer:
             actions = None
         else:
@@ -255,11 +255,11 @@ class Incoming:
         else:
             self._apply(entry, actions)
 
-    def narrow(self, transfer_id: TransferId, num_blocks: int) -> None:
+    def shrink_to(self, transfer_id: TransferId, num_blocks: int) -> None:
         """The writer sends only the first num_blocks blocks."""
         entry = self._table.get(transfer_id)
         if entry is not None:
-            self._apply(entry, entry.machine.narrow(num_blocks))
+            self._apply(entry, entry.machine.shrink_to(num_blocks))
 
     def release(self, transfer_id: TransferId) -> None:
         """The request is over for this pod; ids that are not there (any more) are fine."""
@@ -294,7 +294,9 @@ class Incoming:
         for entry in list(self._table.values()):
             self._apply(entry, entry.machine.tick(now))
             if entry.waiting and entry.waiting[0].until <= now:
-                missing = f"{entry.machine.missing} blocks of transfer {entry.machine.transfer_id} have not arrived yet"
+                missing = (
+                    f"{entry.machine.num_missing} blocks of transfer {entry.machine.transfer_id} have not arrived yet"
+                )
                 self._answer_all(entry, Unavailable(missing))
         if now < self._next_look:
             return
@@ -304,7 +306,7 @@ class Incoming:
             if entry.machine.writer is not None and entry.machine.writer.agent in ended:
                 self._apply(entry, entry.machine.writer_ended(now))
         for agent in ended - self._in_use():
-            self.forget(agent)
+            self.forget_writer(agent)
 
     def close(self) -> None:
         """This pod ends: whoever waits is told. What may still be written stays held until the process is gone."""
@@ -327,7 +329,7 @@ class Incoming:
                     self._apply(entry, machine.checked(error, self._clock()))
                 case Ready(commit):
                     assert machine.writer is not None, "ready without a writer"
-                    self._remember(machine.transfer_id, machine.writer.generation)
+                    self._remember_committed(machine.transfer_id, machine.writer.generation)
                     del self._table[machine.transfer_id]
                     self.received_transfers += 1
                     self.received_blocks += machine.num_blocks
@@ -348,15 +350,15 @@ class Incoming:
         waiting, entry.waiting = entry.waiting, []
         awaited_s = self._clock() - entry.asked_at
         if error is None and any(one.answer is None for one in waiting):
-            self._note(entry, awaited_s)
+            self._notify_committed(entry, awaited_s)
         for one in waiting:
             if one.answer is not None:
                 _answer(one.answer, awaited_s if error is None else error)
 
-    def _note(self, entry: _Entry, awaited_s: float) -> None:
+    def _notify_committed(self, entry: _Entry, awaited_s: float) -> None:
         writer = entry.machine.writer
         assert writer is not None, "a commit without a writer"
-        if writer.agent not in self._introduced:
+        if writer.agent not in self._notification_peers:
             return  # a call follows
         try:
             self._agents().notify(writer.agent, Committed(entry.machine.transfer_id, int(awaited_s * 1e6)).pack())
@@ -372,7 +374,7 @@ class Incoming:
                 return f"block {entry.first_block + index} arrived damaged"
         return None
 
-    def _remember(self, transfer_id: TransferId, generation: int) -> None:
+    def _remember_committed(self, transfer_id: TransferId, generation: int) -> None:
         self._committed[transfer_id] = generation
         if len(self._committed) > _REMEMBERED:
             self._committed.popitem(last=False)

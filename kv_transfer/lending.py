@@ -43,7 +43,7 @@ class Lending:
         self._closed = False
 
     @property
-    def open(self) -> int:
+    def num_loans(self) -> int:
         """Loans that are not over."""
         return len(self._loans)
 
@@ -54,7 +54,7 @@ class Lending:
             raise InvalidRequest("hashes and target do not fit each other", field="hashes")
         if self._closed:
             return Lent(0, "leaving")
-        if self.open >= MAX_LOANS:
+        if self.num_loans >= MAX_LOANS:
             return Lent(0, "busy")
         hold = self._lend(hashes, target.first_block)
         if hold is None:

@@ -77,7 +77,7 @@ class LoopbackFabric:
                 raise TransferFailed(f"agent {name} was here before")
             self._agents[name] = _Agent(memory)
 
-    def die(self, name: str) -> None:
+    def kill(self, name: str) -> None:
         """The agent's process is gone, with the writes it had under way."""
         with self._lock:
             self._agents[name].dead = True
@@ -102,7 +102,7 @@ class LoopbackFabric:
         with self._lock:
             heapq.heappush(self._due, (self._clock() + fault.delay_s, next(self._numbers), write))
 
-    def take(self, name: str) -> list[Notification]:
+    def take_notifications(self, name: str) -> list[Notification]:
         self.advance()
         with self._lock:
             agent = self._agents[name]
@@ -184,11 +184,11 @@ class LoopbackBackend:
         self._require(peer, metadata)
         self._peers[peer] = memory
 
-    def introduce(self, peer: str, metadata: bytes) -> None:
+    def add_peer(self, peer: str, metadata: bytes) -> None:
         self._require(peer, metadata)
         self._introduced.add(peer)
 
-    def dismiss(self, peer: str) -> None:
+    def remove_peer(self, peer: str) -> None:
         self._introduced.discard(peer)
 
     def _require(self, peer: str, metadata: bytes) -> None:
@@ -226,10 +226,10 @@ class LoopbackBackend:
         assert write.state is not WriteState.PENDING, "a pending write was released"
 
     def notifications(self) -> list[Notification]:
-        return self._fabric.take(self._name)
+        return self._fabric.take_notifications(self._name)
 
     def transport(self, peer: str, *, same_host: bool) -> Transport:
         return Transport(self._fabric.transport, "reported")
 
     def close(self) -> None:
-        self._fabric.die(self._name)
+        self._fabric.kill(self._name)

@@ -96,7 +96,7 @@ class Pulled:
 
     blocks: int
     reason: str
-    gbps: float
+    gb_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class PeerStats:
     address: str
     transport: str
     transport_source: str
-    gbps: float
+    gb_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +123,7 @@ class PairStats:
     address: str
     transport: str
     transport_source: str
-    gbps: float
+    gb_s: float
     transfers: int
     pulls: int
     blocks: int
@@ -155,6 +155,6 @@ class TransferStats:
     open_outgoing: int
     loans: int
     pending_writes: int
-    turns: int
+    iterations: int
     dropped: dict[str, int]
     peers: tuple[PeerStats, ...]

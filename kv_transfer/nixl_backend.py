@@ -56,7 +56,7 @@ class _Agent:
     registered: Any
     blocks: Any
     peers: dict[str, _Peer] = field(default_factory=dict)
-    introduced: dict[str, bytes] = field(default_factory=dict)  # with their metadata; NIXL knows them
+    notified_peers: dict[str, bytes] = field(default_factory=dict)  # with their metadata; NIXL knows them
 
 
 class NixlBackend:
@@ -99,15 +99,15 @@ class NixlBackend:
 
     def connect(self, peer: str, metadata: bytes, memory: PeerMemory) -> None:
         agent = self._started
-        if (known := agent.introduced.get(peer)) != metadata:  # NIXL takes an agent once
-            self.dismiss(peer)
+        if (known := agent.notified_peers.get(peer)) != metadata:  # NIXL takes an agent once
+            self.remove_peer(peer)
             self._load(peer, metadata)
             if known is not None:
-                agent.introduced[peer] = metadata
+                agent.notified_peers[peer] = metadata
         try:
             agent.peers[peer] = _Peer(memory, agent.nixl.prep_xfer_dlist(peer, _row(memory), memory.kind))
         except Exception as e:
-            if peer not in agent.introduced:
+            if peer not in agent.notified_peers:
                 agent.nixl.remove_remote_agent(peer)
             raise TransferFailed(f"the pool of {peer} is not in its metadata: {e}") from e
 
@@ -119,7 +119,7 @@ class NixlBackend:
             raise TransferFailed(f"the metadata of {peer} was refused: {e}") from e
         name = loaded.decode() if isinstance(loaded, bytes) else loaded
         if name != peer:
-            if name not in self._started.peers and name not in self._started.introduced:
+            if name not in self._started.peers and name not in self._started.notified_peers:
                 nixl.remove_remote_agent(name)
             raise TransferFailed(f"the metadata is {name}'s, not {peer}'s")
 
@@ -131,22 +131,22 @@ class NixlBackend:
         try:
             known.blocks.release()
             agent.nixl.remove_remote_agent(peer)
-            if peer in agent.introduced:  # what NIXL knew served both
-                self._load(peer, agent.introduced[peer])
+            if peer in agent.notified_peers:  # what NIXL knew served both
+                self._load(peer, agent.notified_peers[peer])
         except Exception as e:
-            agent.introduced.pop(peer, None)
+            agent.notified_peers.pop(peer, None)
             _log.warning("agent %s could not be removed: %s", peer, e)
 
-    def introduce(self, peer: str, metadata: bytes) -> None:
+    def add_peer(self, peer: str, metadata: bytes) -> None:
         agent = self._started
-        if peer not in agent.peers and agent.introduced.get(peer) != metadata:
-            self.dismiss(peer)
+        if peer not in agent.peers and agent.notified_peers.get(peer) != metadata:
+            self.remove_peer(peer)
             self._load(peer, metadata)
-        agent.introduced[peer] = metadata
+        agent.notified_peers[peer] = metadata
 
-    def dismiss(self, peer: str) -> None:
+    def remove_peer(self, peer: str) -> None:
         agent = self._started
-        if agent.introduced.pop(peer, None) is None or peer in agent.peers:
+        if agent.notified_peers.pop(peer, None) is None or peer in agent.peers:
             return
         try:
             agent.nixl.remove_remote_agent(peer)
@@ -169,13 +169,13 @@ class NixlBackend:
                 np.asarray(remote, dtype=np.int32),
                 notification,
             )
-            self._took(write, agent.nixl.transfer(write.handle))
+            self._set_state(write, agent.nixl.transfer(write.handle))
         except Exception as e:
-            self._failed(write, e)
+            self._set_failed(write, e)
         return number
 
     def notify(self, peer: str, payload: bytes) -> None:
-        if peer not in self._started.peers and peer not in self._started.introduced:
+        if peer not in self._started.peers and peer not in self._started.notified_peers:
             raise TransferFailed(f"agent {peer} is not connected")
         try:
             self._started.nixl.send_notif(peer, payload)
@@ -186,9 +186,9 @@ class NixlBackend:
         write = self._writes[handle]
         if write.state is WriteState.PENDING:
             try:
-                self._took(write, self._started.nixl.check_xfer_state(write.handle))
+                self._set_state(write, self._started.nixl.check_xfer_state(write.handle))
             except Exception as e:
-                self._failed(write, e)
+                self._set_failed(write, e)
         return write.state
 
     def error(self, handle: int) -> str:
@@ -234,7 +234,7 @@ class NixlBackend:
             return
         for handle in list(self._writes):
             self.release(handle)
-        for peer in {*agent.peers, *agent.introduced}:
+        for peer in {*agent.peers, *agent.notified_peers}:
             if peer in agent.peers:
                 agent.peers[peer].blocks.release()
             agent.nixl.remove_remote_agent(peer)
@@ -246,13 +246,13 @@ class NixlBackend:
         assert self._agent is not None, "the backend is not started"
         return self._agent
 
-    def _took(self, write: _Write, state: str) -> None:
+    def _set_state(self, write: _Write, state: str) -> None:
         write.state = _STATES.get(state, WriteState.FAILED)
         write.error = "" if state in _STATES else f"NIXL reports {state}"
 
-    def _failed(self, write: _Write, error: Exception) -> None:
+    def _set_failed(self, write: _Write, error: Exception) -> None:
         write.state, write.error = WriteState.FAILED, f"{type(error).__name__}: {error}"
-        for line in self._ucx_log.complaints() if self._ucx_log is not None else ():
+        for line in self._ucx_log.new_warnings() if self._ucx_log is not None else ():
             _log.warning("UCX: %s", line)
 
 

@@ -92,11 +92,11 @@ class TransferNode:
         self._thread = TransferThread(
             backend,
             clock,
-            on_notification=self._notified,
+            on_notification=self._on_notification,
             on_tick=self._tick,
             post=self._post,
-            attentive=self._attentive,
-            awaited=lambda: self._incoming.awaited or self._outgoing.awaited,
+            attentive=self._poll_fast,
+            awaited=lambda: self._incoming.poll_hot or self._outgoing.poll_hot,
         )
         self._connector = Connector(self._thread, self._rpc, memory, info, clock, self._peer_ended, allow_tcp=allow_tcp)
         self._calls = PeerCalls(self._rpc, self._connector, info, address)
@@ -175,13 +175,13 @@ class TransferNode:
 
     async def _outgoing_over(self, until: float) -> None:
         for _ in range(max(1, int((until - self._clock()) / STOP_POLL_S))):
-            if not self._outgoing.open or not self._thread.running:
+            if not self._outgoing.num_open or not self._thread.running:
                 return
             await asyncio.sleep(STOP_POLL_S)
 
     # Sending.
 
-    def outgoing(
+    def start_transfer(
         self, target: KvTarget, request_id: str, num_prompt_blocks: int, deadline_s: float
     ) -> OutgoingTransfer:
         """Begins a transfer to `target`, in the background; on the event loop. Failures come out of done().
@@ -198,7 +198,7 @@ class TransferNode:
 
     # Receiving.
 
-    def reserve(
+    def expect_transfer(
         self,
         *,
         request_id: str,
@@ -216,7 +216,7 @@ class TransferNode:
         released when no write can land any more. Raises Unavailable before start and after stop.
         """
         self._require_running()
-        transfer_id = self._incoming.mint(self._generation)
+        transfer_id = self._incoming.new_transfer_id(self._generation)
         deadline = self._clock() + deadline_s
         kept = tuple(blocks)
         self._thread.submit(
@@ -248,7 +248,7 @@ class TransferNode:
 
     def _target(self, address: str, first_block: int, blocks: Sequence[int]) -> KvTarget:
         info = self._info()
-        transfer_id = self._incoming.mint(self._generation)
+        transfer_id = self._incoming.new_transfer_id(self._generation)
         return KvTarget(transfer_id, info.pod, address, first_block, tuple(blocks), info.fingerprint)
 
     def stats(self) -> TransferStats:
@@ -261,17 +261,17 @@ class TransferNode:
             received_transfers=self._incoming.received_transfers,
             received_blocks=self._incoming.received_blocks,
             damaged_transfers=self._incoming.damaged_transfers,
-            open_incoming=self._incoming.open,
+            open_incoming=self._incoming.num_open,
             quarantined_blocks=self._incoming.quarantined_blocks,
-            open_outgoing=self._outgoing.open,
-            loans=self._lending.open,
-            pending_writes=self._thread.pending(),
-            turns=self._thread.turns,
+            open_outgoing=self._outgoing.num_open,
+            loans=self._lending.num_loans,
+            pending_writes=self._thread.num_pending(),
+            iterations=self._thread.iterations,
             dropped=self._drops.snapshot(),
             peers=self._connector.stats(),
         )
 
-    def pairs(self) -> tuple[PairStats, ...]:
+    def pair_stats(self) -> tuple[PairStats, ...]:
         """This pod's traffic with every other one; any thread, cheap."""
         return self._pairs.stats(self._connector.stats())
 
@@ -281,29 +281,29 @@ class TransferNode:
 
     # The transfer thread's hooks.
 
-    def _notified(self, notification: Notification) -> None:
+    def _on_notification(self, notification: Notification) -> None:
         message = parse(notification.payload)
         if message is None:
             self._drops.count("notification_malformed")
         elif isinstance(message, Committed):
-            self._outgoing.noted(notification.peer, message)
+            self._outgoing.on_committed(notification.peer, message)
         else:
-            self._incoming.notified(notification.peer, message)
+            self._incoming.on_notification(notification.peer, message)
 
     def _post(self) -> bool:
-        return self._outgoing.post()
+        return self._outgoing.post_writes()
 
     def _tick(self, now: float) -> None:
         self._incoming.tick(now)
         self._outgoing.tick(now)
         self._connector.tick(now)
 
-    def _attentive(self) -> bool:
+    def _poll_fast(self) -> bool:
         return (
-            self._incoming.attentive
-            or self._outgoing.attentive
+            self._incoming.poll_fast
+            or self._outgoing.poll_fast
             or self._connector.connecting
-            or self.servicer.expecting
+            or self.servicer.expects_writes
         )
 
     def _peer_ended(self, connection: Connection) -> None:
@@ -319,9 +319,9 @@ class TransferNode:
                     return
             except BatonError as e:
                 _log.info("no answer to drain of %s from %s: %s", transfer_id, writer.pod, e)
-            if await self._calls.replaced(writer, DRAIN_CALL_S):
+            if await self._calls.is_replaced(writer, DRAIN_CALL_S):
                 self._thread.submit(lambda: self._incoming.writer_replaced(transfer_id, writer))
             else:
                 self._thread.submit(lambda: self._incoming.drain_failed(transfer_id))
 
-        self._calls.spawn(ask)
+        self._calls.run_on_loop(ask)

@@ -53,9 +53,9 @@ class Pieces:
     connection.
     """
 
-    first: int
-    most: int
-    window: int
+    first_bytes: int
+    max_bytes: int
+    max_in_flight: int
 
 
 # Host memory: a post may copy inline all that it is given. GPU: a post costs a tenth of a millisecond of this thread,
@@ -72,7 +72,7 @@ class Calls(Protocol):
 
     async def commit(self, target: KvTarget, commit: Commit, timeout_s: float) -> float: ...
 
-    def spawn(self, work: Callable[[], Awaitable[None]]) -> None:
+    def run_on_loop(self, work: Callable[[], Awaitable[None]]) -> None:
         """Runs a coroutine on the event loop; any thread."""
 
 
@@ -121,7 +121,7 @@ class OutgoingTransfer:
         """Ends it: nothing more is posted, done() raises Cancelled. Idempotent; after the end nothing happens."""
         self._owner.abort(self, Cancelled(reason))
 
-    def delivered(self, blocks: int) -> None:
+    def set_delivered(self, blocks: int) -> None:
         """The owner's: so many blocks are delivered in all."""
         self.delivered_blocks = blocks
         if self.on_progress is not None:
@@ -142,7 +142,7 @@ class _Entry:
     transfer: OutgoingTransfer
     machine: SenderMachine
     request_id: str
-    lends: bool
+    for_pull: bool
     connection: Connection | None = None
     holds: dict[int, Hold] = field(default_factory=dict)
     checksums: dict[int, int] = field(default_factory=dict)
@@ -153,7 +153,7 @@ class _Entry:
     written_at: float = 0.0
     committed_at: float = 0.0
     awaited_s: float = 0.0
-    noted: Commit | None = None  # what a note said that is not acknowledged
+    unacknowledged_commit: Commit | None = None  # what a note said that is not acknowledged
     drains: list[Future[bool]] = field(default_factory=list)
 
 
@@ -187,7 +187,7 @@ class Outgoing:
         self._checksums = checksums
         self._fingerprint = fingerprint
         self._pieces = pieces or PIECES[memory.kind]
-        self._notes = notes
+        self._commit_notifications = notes
         self._pushes = 0
         self._table: dict[OutgoingTransfer, _Entry] = {}
         # Ids are minted by receivers, so one is unique only together with its receiver's name.
@@ -203,9 +203,11 @@ class Outgoing:
         """
         transfer = OutgoingTransfer(self, target, num_prompt_blocks)
         deadline = self._clock() + deadline_s
-        first, most = (max(1, size // self._memory.block_bytes) for size in (self._pieces.first, self._pieces.most))
+        first, most = (
+            max(1, size // self._memory.block_bytes) for size in (self._pieces.first_bytes, self._pieces.max_bytes)
+        )
         machine = SenderMachine(
-            target, piece_blocks=most, first_blocks=first, deadline=deadline, ahead=self._pieces.window
+            target, piece_blocks=most, first_blocks=first, deadline=deadline, ahead=self._pieces.max_in_flight
         )
         entry = _Entry(transfer, machine, request_id, lends)
         self._thread.submit(lambda: self._add(entry, num_prompt_blocks))
@@ -220,7 +222,7 @@ class Outgoing:
                 self._thread.submit(lambda: self._connected(entry, connection))
 
         if target.fingerprint == self._fingerprint():
-            self._calls.spawn(connect)
+            self._calls.run_on_loop(connect)
         return transfer
 
     # Any thread, through OutgoingTransfer.
@@ -241,17 +243,17 @@ class Outgoing:
     # On the transfer thread.
 
     @property
-    def open(self) -> int:
+    def num_open(self) -> int:
         """Transfers that are not over."""
         return len(self._table)
 
     @property
-    def attentive(self) -> bool:
+    def poll_fast(self) -> bool:
         """A commit is under way: its call may be due again, and on some transports notifications leave by polls."""
         return any(entry.machine.state is SenderState.COMMITTING for entry in self._table.values())
 
     @property
-    def awaited(self) -> bool:
+    def poll_hot(self) -> bool:
         """A commit went out just now."""
         since = self._clock() - AWAITED_FOR_S
         return any(
@@ -259,14 +261,14 @@ class Outgoing:
             for entry in self._table.values()
         )
 
-    def post(self) -> bool:
+    def post_writes(self) -> bool:
         """Posts at most one piece of each transfer; whether it posted any."""
         posted = False
         for entry in list(self._table.values()):
             connection = entry.connection
-            if connection is None or connection.in_flight >= self._pieces.window:
+            if connection is None or connection.in_flight >= self._pieces.max_in_flight:
                 continue
-            piece = entry.machine.next_piece()
+            piece = entry.machine.next_write()
             if piece is not None:
                 posted = True
                 self._post(entry, connection, piece)
@@ -298,22 +300,26 @@ class Outgoing:
             if entry.connection is connection:
                 self._apply(entry, entry.machine.peer_ended(self._clock()))
 
-    def noted(self, peer: str, message: Committed) -> None:
+    def on_committed(self, peer: str, message: Committed) -> None:
         """The receiver has it all; what does not fit is of a transfer that the call's answer has ended."""
         for entry in list(self._table.values()):
             connection = entry.connection
             if entry.machine.target.transfer_id != message.transfer_id or connection is None:
                 continue
             if connection.agent == peer and entry.committed_at:
-                connection.unheard = 0
-                entry.noted, entry.awaited_s = None, message.awaited_us / 1e6
+                connection.missed_acks = 0
+                entry.unacknowledged_commit, entry.awaited_s = None, message.awaited_us / 1e6
                 self._apply(entry, entry.machine.committed(self._clock()))
 
     def tick(self, now: float) -> None:
         for entry in list(self._table.values()):
             self._apply(entry, entry.machine.tick(now))
-            if entry.noted is not None and now >= entry.committed_at + NOTE_PATIENCE_S and not entry.machine.ended:
-                self._unheard(entry, entry.noted, now)
+            if (
+                entry.unacknowledged_commit is not None
+                and now >= entry.committed_at + NOTE_PATIENCE_S
+                and not entry.machine.ended
+            ):
+                self._on_missed_ack(entry, entry.unacknowledged_commit, now)
 
     def close(self, error: BatonError) -> None:
         """This pod ends: whoever waits is told."""
@@ -377,18 +383,18 @@ class Outgoing:
 
     def _post(self, entry: _Entry, connection: Connection, piece: Piece) -> None:
         written = RangeWritten(entry.machine.target.transfer_id, piece.first, len(piece.local))
-        pair = self._pairs.of(connection.pod)
+        pair = self._pairs.get(connection.pod)
 
         def ended(error: str | None) -> None:
             connection.in_flight -= 1
             moved = len(piece.local) if error is None else 0
-            pair.end(moved, moved * self._memory.block_bytes, pulled=entry.lends)
+            pair.end(moved, moved * self._memory.block_bytes, pulled=entry.for_pull)
             self.sent_blocks += moved
             self.sent_bytes += moved * self._memory.block_bytes
             if error is not None:
                 connection.broken = True
             entry.written_at = self._clock()
-            self._apply(entry, entry.machine.piece_ended(piece.number, error, entry.written_at))
+            self._apply(entry, entry.machine.write_ended(piece.number, error, entry.written_at))
 
         connection.in_flight += 1
         pair.begin()
@@ -400,7 +406,7 @@ class Outgoing:
         for action in actions:
             match action:
                 case SendOpen():
-                    call = partial(self._calls.open, machine.target, entry.request_id, self._polled(entry))
+                    call = partial(self._calls.open, machine.target, entry.request_id, self._needs_target_polls(entry))
                     self._call(entry, call, machine.opened)
                 case SendCommit(commit):
                     sums = tuple(entry.checksums[block] for block in sorted(entry.checksums))
@@ -410,13 +416,13 @@ class Outgoing:
                 case Release(push):
                     let_go(entry.holds.pop(push))
                 case Delivered(blocks):
-                    entry.transfer.delivered(blocks)
+                    entry.transfer.set_delivered(blocks)
                 case Done():
                     self.sent_transfers += 1
                     self._forget(entry, clean=True)
                     report = self._report(entry)
-                    pair = self._pairs.of(machine.target.pod)
-                    if entry.lends:
+                    pair = self._pairs.get(machine.target.pod)
+                    if entry.for_pull:
                         pair.pulls += 1
                     else:
                         pair.transfers += 1
@@ -425,7 +431,7 @@ class Outgoing:
                 case Failed(error):
                     if not isinstance(error, Cancelled):
                         self.failed_transfers += 1
-                        self._pairs.of(machine.target.pod).failures += 1
+                        self._pairs.get(machine.target.pod).failures += 1
                     entry.transfer.outcome.set_exception(error)
                 case Stopped(clean):
                     self._forget(entry, clean=clean)
@@ -435,25 +441,29 @@ class Outgoing:
         connection, first = entry.connection, not entry.committed_at
         assert connection is not None, "all is posted without a connection"
         entry.committed_at = entry.committed_at or self._clock()
-        takes_notes = self._notes and connection.notes and self._clock() >= connection.notes_from
-        if first and takes_notes and self._polled(entry) and not commit.checksums:
+        takes_notes = (
+            self._commit_notifications
+            and connection.accepts_commit_notifications
+            and self._clock() >= connection.notifications_resume_at
+        )
+        if first and takes_notes and self._needs_target_polls(entry) and not commit.checksums:
             note = CommitNote(entry.machine.target.transfer_id, commit)
             try:
                 self._thread.backend.notify(connection.agent, note.pack())
             except TransferFailed as e:
                 _log.warning("%s cannot be notified: %s", connection.pod, e)
             else:
-                entry.noted = commit
+                entry.unacknowledged_commit = commit
                 return
         self._call_commit(entry, commit)
 
-    def _unheard(self, entry: _Entry, commit: Commit, now: float) -> None:
+    def _on_missed_ack(self, entry: _Entry, commit: Commit, now: float) -> None:
         """The note has no answer: the call follows. Where none has one a note before each call would only delay it."""
-        connection, entry.noted = entry.connection, None
+        connection, entry.unacknowledged_commit = entry.connection, None
         assert connection is not None, "a note without a connection"
-        connection.unheard += 1
-        if connection.unheard >= MOST_UNHEARD:
-            connection.unheard, connection.notes_from = 0, now + NOTES_REST_S
+        connection.missed_acks += 1
+        if connection.missed_acks >= MOST_UNHEARD:
+            connection.missed_acks, connection.notifications_resume_at = 0, now + NOTES_REST_S
             _log.info("%s does not answer notes: for %.0f s it is called at once", connection.pod, NOTES_REST_S)
         self._call_commit(entry, commit)
 
@@ -465,7 +475,7 @@ class Outgoing:
 
         self._call(entry, call, entry.machine.committed)
 
-    def _polled(self, entry: _Entry) -> bool:
+    def _needs_target_polls(self, entry: _Entry) -> bool:
         """Whether a write ends only while the target polls; so assumed of transports that are not known. From GPU to
         GPU the bytes move by themselves, but UCX calls a write done when the target has answered, by its polls.
         """
@@ -504,7 +514,7 @@ class Outgoing:
             else:
                 self._thread.submit(lambda: self._apply(entry, acknowledged(self._clock())))
 
-        self._calls.spawn(work)
+        self._calls.run_on_loop(work)
 
     def _call_failed(self, entry: _Entry, error: BatonError) -> None:
         if isinstance(error, UnknownTransfer) and error.field == "pod" and entry.connection is not None:

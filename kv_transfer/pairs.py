@@ -46,7 +46,7 @@ class _Meter:
             self._bytes = 0
 
     @property
-    def gbps(self) -> float:
+    def gb_s(self) -> float:
         """1e9 bytes per second; 0 while nothing was moved."""
         return self.recent_bytes / self.recent_s / 1e9 if self.recent_s > 0 else 0.0
 
@@ -89,9 +89,9 @@ class Pair:
         return self._meter.busy_s
 
     @property
-    def gbps(self) -> float:
+    def gb_s(self) -> float:
         """1e9 bytes per second while something was written, lately; 0 before."""
-        return self._meter.gbps
+        return self._meter.gb_s
 
 
 class Pairs:
@@ -102,7 +102,7 @@ class Pairs:
         self._lock = threading.Lock()
         self._pairs: dict[str, Pair] = {}  # the last used at the end
 
-    def of(self, pod: str) -> Pair:
+    def get(self, pod: str) -> Pair:
         """The counts for this pod."""
         with self._lock:
             pair = self._pairs.pop(pod) if pod in self._pairs else Pair(self._clock)
@@ -126,7 +126,7 @@ class Pairs:
                     address=peer.address if peer else "",
                     transport=peer.transport if peer else "",
                     transport_source=peer.transport_source if peer else "",
-                    gbps=pair.gbps or (peer.gbps if peer else 0.0),
+                    gb_s=pair.gb_s or (peer.gb_s if peer else 0.0),
                     transfers=pair.transfers,
                     pulls=pair.pulls,
                     blocks=pair.blocks,
@@ -148,7 +148,7 @@ def pair_to_pb(pair: PairStats) -> transfer_pb2.Pair:
         address=pair.address,
         transport=pair.transport,
         transport_source=pair.transport_source,
-        gb_s=pair.gbps,
+        gb_s=pair.gb_s,
         transfers=pair.transfers,
         pulls=pair.pulls,
         blocks=pair.blocks,

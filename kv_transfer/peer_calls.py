@@ -38,7 +38,7 @@ class PeerCalls:
         """On the event loop."""
         self._loop = asyncio.get_running_loop()
 
-    def spawn(self, work: Callable[[], Awaitable[None]]) -> None:
+    def run_on_loop(self, work: Callable[[], Awaitable[None]]) -> None:
         """Runs a coroutine on the event loop. Any thread; after close() nothing happens."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._begin, work)
@@ -98,7 +98,7 @@ class PeerCalls:
         request = transfer_pb2.DrainRequest(transfer_id=transfer_id_to_pb(transfer_id))
         return await self._rpc.call(writer.address, "Drain", request, transfer_pb2.DrainResponse, timeout_s)
 
-    async def replaced(self, writer: Writer, timeout_s: float) -> bool:
+    async def is_replaced(self, writer: Writer, timeout_s: float) -> bool:
         """Whether a newer generation of the same pod answers at the writer's address."""
         try:
             info = await self._rpc.info(writer.address, timeout_s)

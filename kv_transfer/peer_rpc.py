@@ -44,9 +44,7 @@ class PeerRpc:
         self, address: str, name: str, request: Message, response: type[_Response], timeout_s: float
     ) -> _Response:
         """A signed call. Raises the peer's BatonError, Unavailable or DeadlineExceeded."""
-        return await self._send(
-            address, name, request, response, timeout_s, self._signer.metadata(method(name), request)
-        )
+        return await self._send(address, name, request, response, timeout_s, self._signer.sign(method(name), request))
 
     async def _send(
         self,
@@ -61,7 +59,7 @@ class PeerRpc:
             raise DeadlineExceeded(f"no time left for {name}")
         unused: list[grpc.aio.Channel] = []
         if address not in self._channels:
-            unused, self._channels[address] = self._unused(), channel(address)
+            unused, self._channels[address] = self._take_unused(), channel(address)
         self._used[address] = time.monotonic()
         call = self._channels[address].unary_unary(
             method(name), request_serializer=type(request).SerializeToString, response_deserializer=response.FromString
@@ -72,7 +70,7 @@ class PeerRpc:
             answer: _Response = await call(request, timeout=timeout_s, metadata=metadata)
         return answer
 
-    def _unused(self) -> list[grpc.aio.Channel]:
+    def _take_unused(self) -> list[grpc.aio.Channel]:
         """Takes out what nobody used for long."""
         since = time.monotonic() - UNUSED_S
         old = [address for address, used in self._used.items() if used < since]

@@ -79,6 +79,6 @@ class Pulling:
         if not answer.blocks:
             return Pulled(0, answer.reason, answer.gb_s)
         if answer.blocks < len(wanted.blocks):
-            self._thread.submit(partial(self._incoming.narrow, target.transfer_id, answer.blocks))
+            self._thread.submit(partial(self._incoming.shrink_to, target.transfer_id, answer.blocks))
         await over
         return Pulled(answer.blocks, answer.reason, answer.gb_s)

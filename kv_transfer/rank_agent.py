@@ -36,20 +36,20 @@ class RankAgent:
         self.rank = rank
         self._channel = channel
         self._ended: dict[int, str] = {}  # by number: "" or why it failed
-        self._asked = False
+        self._progress_requested = False
         self._gone: str | None = None
 
-    def ask(self, kind: str, payload: bytes = b"", **fields: Any) -> None:
+    def send_request(self, kind: str, payload: bytes = b"", **fields: Any) -> None:
         """`answer` is to follow; what is asked of several ranks they do at the same time."""
         if self._gone is None:
             self._send(kind, payload, **fields)
 
-    def answer(self, timeout_s: float = CALL_S) -> Message:
+    def wait_response(self, timeout_s: float = CALL_S) -> Message:
         """Of the last `ask`. Raises TransferFailed when the rank refuses, is gone or says nothing."""
         until = time.monotonic() + timeout_s
         while self._gone is None:
             if not self._ready(max(0.0, until - time.monotonic())):
-                self._lost(f"tensor-parallel rank {self.rank} says nothing for {timeout_s:g} s")
+                self._mark_gone(f"tensor-parallel rank {self.rank} says nothing for {timeout_s:g} s")
                 break
             message = self._take()
             if message is not None and message.kind == "refused":
@@ -63,7 +63,7 @@ class RankAgent:
         blocks = np.array([local, remote], dtype=np.int32).tobytes()
         self._send("write", blocks, number=number, peer=peer)
 
-    def ended(self, number: int) -> str | None:
+    def result(self, number: int) -> str | None:
         """None while it is under way, "" when it is done, else why it failed."""
         if self._gone is not None:
             return self._ended.get(number, self._gone)
@@ -73,22 +73,22 @@ class RankAgent:
         """The write has ended."""
         self._ended.pop(number, None)
 
-    def pump(self) -> None:
+    def receive_results(self) -> None:
         """Takes what the rank has said."""
         while self._gone is None and self._ready(0.0):
             self._take()
 
-    def nudge(self) -> None:
+    def request_progress(self) -> None:
         """The rank makes progress now, and takes what arrived; one nudge is under way at a time."""
-        if not self._asked:
-            self._asked = True
+        if not self._progress_requested:
+            self._progress_requested = True
             self._send("nudge")
 
     def close(self) -> None:
         """Ends the rank's agent."""
         try:
-            self.ask("close")
-            self.answer(CLOSE_S)
+            self.send_request("close")
+            self.wait_response(CLOSE_S)
         except TransferFailed as error:
             _log.warning("%s", error.message)
 
@@ -98,13 +98,13 @@ class RankAgent:
         try:
             self._channel.send(kind, payload, **fields)
         except Unavailable as error:
-            self._lost(error.message)
+            self._mark_gone(error.message)
 
     def _ready(self, timeout_s: float) -> bool:
         try:
-            return self._channel.ready(timeout_s)
+            return self._channel.wait_readable(timeout_s)
         except Unavailable as error:
-            self._lost(error.message)
+            self._mark_gone(error.message)
             return False
 
     def _take(self) -> Message | None:
@@ -112,17 +112,17 @@ class RankAgent:
         try:
             message = self._channel.receive()
         except Unavailable as error:
-            self._lost(error.message)
+            self._mark_gone(error.message)
             return None
         if message.kind == "ended":
             self._ended |= {int(number): why for number, why in message.fields["writes"].items()}
             return None
         if message.kind == "nudged":
-            self._asked = False
+            self._progress_requested = False
             return None
         return message
 
-    def _lost(self, why: str) -> None:
+    def _mark_gone(self, why: str) -> None:
         if self._gone is None:
             _log.error("%s", why)
             self._gone = why
@@ -139,7 +139,7 @@ class _Server:
 
     def run(self) -> None:
         while True:
-            if self._channel.ready(POLL_S if self._pending else IDLE_S):
+            if self._channel.wait_readable(POLL_S if self._pending else IDLE_S):
                 message = self._channel.receive()
                 if message.kind == "stop":
                     return

@@ -117,17 +117,17 @@ class ReceiverMachine:
         return self._end - self._first
 
     @property
-    def quarantined(self) -> int:
+    def num_quarantined(self) -> int:
         """Blocks that wait for proof."""
         return len(self._held) if self.state is ReceiverState.DRAINING else 0
 
     @property
-    def missing(self) -> int:
+    def num_missing(self) -> int:
         """Blocks that have not arrived."""
         return len(self._held)
 
     @property
-    def awaits_ranges(self) -> bool:
+    def commit_waits_for_ranges(self) -> bool:
         """The commit is here before the last notification: that is due."""
         return self.state is ReceiverState.OPEN and self._commit is not None and bool(self._held)
 
@@ -138,7 +138,7 @@ class ReceiverMachine:
         elif self.state is not ReceiverState.OPEN or writer != self.writer:
             raise UnknownTransfer(f"transfer {self.transfer_id} is {self.state.value} or late")
 
-    def notified(self, agent: str, first: int, count: int, now: float) -> list[ReceiverAction] | None:
+    def range_written(self, agent: str, first: int, count: int, now: float) -> list[ReceiverAction] | None:
         """Remote: a range landed. None: it does not fit and is dropped."""
         if self.writer is None or self.writer.agent != agent or first < self._first or first + count > self._end:
             return None
@@ -151,7 +151,7 @@ class ReceiverMachine:
         self._landed.update(blocks)
         return self._complete()
 
-    def narrow(self, num_blocks: int) -> list[ReceiverAction]:
+    def shrink_to(self, num_blocks: int) -> list[ReceiverAction]:
         """Local: the writer said that it sends the first num_blocks blocks alone, so nobody will write the others."""
         if self.state not in (ReceiverState.RESERVED, ReceiverState.OPEN) or num_blocks >= self.num_blocks:
             return []

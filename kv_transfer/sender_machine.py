@@ -141,14 +141,14 @@ class SenderMachine:
         self.clean = True
         self._piece_blocks = piece_blocks
         self._first_blocks = first_blocks or piece_blocks
-        self._ahead = ahead
+        self._commit_ahead = ahead
         self._first = target.first_block
         self._end = target.first_block + len(target.blocks)
         self._unpushed = set(range(self._first, self._end))
         self._queue: deque[Piece] = deque()
         self._posted: dict[int, Piece] = {}
         self._left: dict[int, int] = {}  # push -> pieces of it that are queued or posted
-        self._pieces = 0
+        self._num_writes = 0
         self._commit: Commit | None = None
         self._calling = False
         self._acknowledged = False
@@ -198,14 +198,14 @@ class SenderMachine:
             local = tuple(blocks[start : start + size])
             at = first + start - self._first
             self._queue.append(
-                Piece(self._pieces, push, first + start, local, self.target.blocks[at : at + len(local)])
+                Piece(self._num_writes, push, first + start, local, self.target.blocks[at : at + len(local)])
             )
-            self._pieces += 1
+            self._num_writes += 1
             self._left[push] = self._left.get(push, 0) + 1
             start, size = start + size, min(2 * size, self._piece_blocks)
         return []
 
-    def next_piece(self) -> Piece | None:
+    def next_write(self) -> Piece | None:
         """The next piece to post; from now on it counts as posted. Call `posted` when that was done."""
         if self.state not in (SenderState.OPEN, SenderState.COMMITTING) or not self._queue:
             return None
@@ -217,12 +217,12 @@ class SenderMachine:
         """What was taken has been given to the backend: the commit may be announced."""
         if self.state is not SenderState.OPEN or self._commit is None or self._unpushed:
             return []
-        if len(self._queue) > self._ahead:
+        if len(self._queue) > self._commit_ahead:
             return []
         self.state, self._call_wait, self._failed_calls = SenderState.COMMITTING, _COMMIT_RETRY_S, 0
         return self._call(SendCommit(self._commit))
 
-    def piece_ended(self, number: int, error: str | None, now: float) -> list[SenderAction]:
+    def write_ended(self, number: int, error: str | None, now: float) -> list[SenderAction]:
         """A posted piece is terminal."""
         piece = self._posted.pop(number, None)
         if piece is None:  # already written off with its peer

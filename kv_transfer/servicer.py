@@ -78,7 +78,7 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
         self._expecting_until = 0.0
 
     @property
-    def expecting(self) -> bool:
+    def expects_writes(self) -> bool:
         """A peer that shook hands is about to write."""
         return self._clock() < self._expecting_until
 
@@ -98,15 +98,15 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
             self._drops.count("old_generation")
             raise TransferFailed(f"a newer generation of {pod} was here")
         gone = [] if known is None or known.generation == request.info.generation else [agent_name(known)]
-        self._heard(pod, request.info)
+        self._mark_recent(pod, request.info)
         while len(self._writers) > MOST_WRITERS:
             gone.append(agent_name(self._writers.pop(next(iter(self._writers)))))
         self._expecting_until = self._clock() + EXPECT_S
 
         def introduce() -> tuple[bytes, bool]:
             for agent in gone:
-                self._incoming.forget(agent)
-            introduced = self._incoming.introduce(agent_name(request.info), request.agent_metadata)
+                self._incoming.forget_writer(agent)
+            introduced = self._incoming.add_peer(agent_name(request.info), request.agent_metadata)
             return self._thread.backend.metadata(), introduced
 
         metadata, notes = await self._on_thread(introduce, context)
@@ -134,7 +134,7 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
         info = self._writer(*caller)
         agent = agent_name(info)
         writer = Writer(request.pod, request.generation, agent, request.address, request.polled)
-        if not self._incoming.watches(agent):
+        if not self._incoming.is_watched(agent):
             await asyncio.to_thread(self._watch, agent, info, request.address)
         transfer_id = transfer_id_from_pb(request.transfer_id)
         await self._on_thread(lambda: self._incoming.open_transfer(transfer_id, request.request_id, writer), context)
@@ -181,7 +181,7 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
             raise Unavailable("this pod is leaving")
         timeout_s = min(request.timeout_s, remaining_s(context, _CALL_S))
         lent = self._lending.lend(request.request_id, target, request.hashes, timeout_s)
-        gb_s = self._pairs.of(pod).gbps
+        gb_s = self._pairs.get(pod).gb_s
         return transfer_pb2.PullResponse(blocks=lent.blocks, reason=lent.reason, gb_s=gb_s)
 
     def _verify(self, name: str, request: Message, context: Context) -> tuple[str, int]:
@@ -206,10 +206,10 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
         if info.generation > generation:
             self._drops.count("old_generation")
             raise UnknownTransfer(f"a newer generation of {pod} than {generation} has shaken hands")
-        self._heard(pod, info)
+        self._mark_recent(pod, info)
         return info
 
-    def _heard(self, pod: str, info: transfer_pb2.InfoResponse) -> None:
+    def _mark_recent(self, pod: str, info: transfer_pb2.InfoResponse) -> None:
         self._writers.pop(pod, None)
         self._writers[pod] = info
 

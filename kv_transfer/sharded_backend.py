@@ -48,16 +48,16 @@ class ShardedBackend:
 
     def start(self, name: str, memory: PoolMemory) -> None:
         for rank in self._ranks:
-            rank.ask("start", name=_agent(name, rank))
-        started = self._with_own(lambda: self._own.start(name, memory))
+            rank.send_request("start", name=_agent(name, rank))
+        started = self._on_all_ranks(lambda: self._own.start(name, memory))
         self._name = name
         self._places = [(memory.base, memory.device), *((s.fields["base"], s.fields["device"]) for s in started)]
 
     def metadata(self) -> bytes:
         for rank in self._ranks:
-            rank.ask("metadata")
+            rank.send_request("metadata")
         own: list[bytes] = []
-        others = self._with_own(lambda: own.append(self._own.metadata()))
+        others = self._on_all_ranks(lambda: own.append(self._own.metadata()))
         names = [self._name, *(_agent(self._name, rank) for rank in self._ranks)]
         each = [*own, *(answer.payload for answer in others)]
         return pack_agents([(n, m, *place) for n, m, place in zip(names, each, self._places, strict=True)])
@@ -67,10 +67,10 @@ class ShardedBackend:
         if len(agents) != 1 + len(self._ranks):
             raise TransferFailed(f"{peer} has a tensor_parallel of {len(agents)}, this pod of {1 + len(self._ranks)}")
         for rank, (name, said, base, device) in zip(self._ranks, agents[1:], strict=True):
-            rank.ask("connect", said, peer=name, memory=asdict(replace(memory, base=base, device=device)))
+            rank.send_request("connect", said, peer=name, memory=asdict(replace(memory, base=base, device=device)))
         self._peers[peer] = [name for name, *_ in agents[1:]]
         try:
-            self._with_own(lambda: self._own.connect(peer, agents[0][1], memory))
+            self._on_all_ranks(lambda: self._own.connect(peer, agents[0][1], memory))
         except TransferFailed:
             self.disconnect(peer)
             raise
@@ -79,16 +79,16 @@ class ShardedBackend:
         names = self._peers.pop(peer, None)
         if names is not None:
             for rank, name in zip(self._ranks, names, strict=True):
-                rank.ask("disconnect", peer=name)
-            self._with_own(lambda: self._own.disconnect(peer))
+                rank.send_request("disconnect", peer=name)
+            self._on_all_ranks(lambda: self._own.disconnect(peer))
 
-    def introduce(self, peer: str, metadata: bytes) -> None:
-        self._own.introduce(peer, unpack_agents(metadata)[0][1])
+    def add_peer(self, peer: str, metadata: bytes) -> None:
+        self._own.add_peer(peer, unpack_agents(metadata)[0][1])
 
-    def dismiss(self, peer: str) -> None:
-        self._own.dismiss(peer)
+    def remove_peer(self, peer: str) -> None:
+        self._own.remove_peer(peer)
 
-    def _with_own(self, act: Callable[[], None]) -> list[Message]:
+    def _on_all_ranks(self, act: Callable[[], None]) -> list[Message]:
         """Rank 0 does its part of what all others were asked; their answers. Raises the first TransferFailed, once
         everybody has answered.
         """
@@ -100,7 +100,7 @@ class ShardedBackend:
             failed.append(error)
         for rank in self._ranks:
             try:
-                answers.append(rank.answer())
+                answers.append(rank.wait_response())
             except TransferFailed as error:
                 failed.append(error)
         if failed:
@@ -123,8 +123,8 @@ class ShardedBackend:
         if write.state is not WriteState.PENDING:
             return write.state
         for rank in self._ranks:
-            rank.pump()
-        own, ended = self._own.poll(write.handle), [rank.ended(handle) for rank in self._ranks]
+            rank.receive_results()
+        own, ended = self._own.poll(write.handle), [rank.result(handle) for rank in self._ranks]
         if own is WriteState.PENDING or None in ended:
             return WriteState.PENDING
         errors = [f"rank {rank.rank}: {why}" for rank, why in zip(self._ranks, ended, strict=True) if why]
@@ -150,8 +150,8 @@ class ShardedBackend:
 
     def notifications(self) -> list[Notification]:
         for rank in self._ranks:
-            rank.pump()
-            rank.nudge()
+            rank.receive_results()
+            rank.request_progress()
         return self._own.notifications()
 
     def transport(self, peer: str, *, same_host: bool) -> Transport:
@@ -159,9 +159,9 @@ class ShardedBackend:
         if peer not in self._peers:
             return self._own.transport(peer, same_host=same_host)
         for rank, name in zip(self._ranks, self._peers[peer], strict=True):
-            rank.ask("transport", peer=name, same_host=same_host)
+            rank.send_request("transport", peer=name, same_host=same_host)
         found: list[Transport] = []
-        others = self._with_own(lambda: found.append(self._own.transport(peer, same_host=same_host)))
+        others = self._on_all_ranks(lambda: found.append(self._own.transport(peer, same_host=same_host)))
         found += [Transport(**answer.fields) for answer in others]
         return next((transport for transport in found if transport.name in SLOW), found[0])
 

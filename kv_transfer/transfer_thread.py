@@ -66,13 +66,13 @@ class TransferThread:
         awaited: Callable[[], bool] = lambda: False,
     ) -> None:
         self.backend = backend
-        self.turns = 0
+        self.iterations = 0
         self._clock = clock
         self._on_notification = on_notification
         self._on_tick = on_tick
         self._post = post
-        self._attentive = attentive
-        self._awaited = awaited
+        self._poll_fast = attentive
+        self._poll_hot = awaited
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
         self._pending: list[_Pending] = []
@@ -129,7 +129,7 @@ class TransferThread:
         handle = self.backend.write(agent, local, remote, notification)
         self._pending.append(_Pending(agent, handle, ended))
 
-    def pending(self, agent: str | None = None) -> int:
+    def num_pending(self, agent: str | None = None) -> int:
         """Writes that are not terminal (to one agent)."""
         return len(self._pending) if agent is None else sum(write.agent == agent for write in self._pending)
 
@@ -146,18 +146,18 @@ class TransferThread:
         sleep_exactly()
         wait, poll, soon = _FIRST_WAIT_S, POLL_S[memory.kind], AWAITED_S[memory.kind]
         while not self._stopping:
-            self.turns += 1
+            self.iterations += 1
             worked = self._guard(self._turn)
             if worked:
                 wait = _FIRST_WAIT_S
                 continue
             if self._pending:
                 limit = poll
-            elif self._guard(self._attentive):
+            elif self._guard(self._poll_fast):
                 wait = limit = poll
             else:
                 wait = limit = IDLE_S
-            if self._guard(self._awaited):
+            if self._guard(self._poll_hot):
                 limit = min(limit, soon)
                 wait = min(wait, limit)
             self._wake.wait(wait)

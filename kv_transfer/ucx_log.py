@@ -82,7 +82,7 @@ class UcxLog:
         )
         return None
 
-    def complaints(self) -> list[str]:
+    def new_warnings(self) -> list[str]:
         """Warnings and errors since the last call: they would otherwise stay in the file."""
         _flush()
         with self._path.open(errors="replace") as log:

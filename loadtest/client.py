@@ -52,7 +52,7 @@ class Slices:
     def __init__(self) -> None:
         self._until = time.perf_counter() + BUILD_SLICE_S
 
-    async def rest(self) -> None:
+    async def yield_if_due(self) -> None:
         """Lets the loop turn if the slice is over."""
         if time.perf_counter() >= self._until:
             await asyncio.sleep(0)

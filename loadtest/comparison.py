@@ -37,7 +37,7 @@ class Row:
     a: float | None
     b: float | None
     better: int
-    clear: bool | None = None
+    significant: bool | None = None
 
     @property
     def change(self) -> float | None:
@@ -59,7 +59,7 @@ class Comparison:
 
     def worse(self, tolerance: float) -> list[Row]:
         """Figures that are worse by more than this share, unless chance may explain it."""
-        return [row for row in self.rows if row.worse_by > tolerance and row.clear is not False]
+        return [row for row in self.rows if row.worse_by > tolerance and row.significant is not False]
 
 
 def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> Comparison:

@@ -70,7 +70,7 @@ class LoadConfig:
     attainment: float | None = None
 
     @property
-    def closed(self) -> bool:
+    def closed_loop(self) -> bool:
         """Users wait for their answers."""
         return self.users is not None
 
@@ -149,7 +149,7 @@ def _consistent(config: LoadConfig, typed: Mapping[str, Any]) -> LoadConfig:
     if config.arrivals != "onoff":
         refuse("on_s", "needs --arrivals onoff")
         refuse("off_s", "needs --arrivals onoff")
-    if not config.closed:
+    if not config.closed_loop:
         refuse("ramp_s", "needs --users")
     if config.trace is None:
         for name in ("length_scale", "max_input_tokens", "max_output_tokens"):
@@ -159,7 +159,7 @@ def _consistent(config: LoadConfig, typed: Mapping[str, Any]) -> LoadConfig:
             refuse(name, "is not for a trace, which says what its prompts are")
     if config.prefix_tokens == 0:
         refuse("prefixes", "needs --prefix-tokens")
-    if not config.closed and config.turns == Lengths(1, 1):
+    if not config.closed_loop and config.turns == Lengths(1, 1):
         refuse("think_s", "needs --users, or --turns")
     if config.protocol == "grpc" and not config.stream:
         raise ConfigError("--no-stream: the gRPC API always streams", field="stream")

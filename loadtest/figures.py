@@ -140,7 +140,7 @@ def _counts(run: Run, records: Sequence[Record], answered: Sequence[Record]) -> 
         "not_counted": len(run.records) - len(records),
         "unfinished": run.unfinished,
         "skipped": run.skipped,
-        "left_out": run.left_out,
+        "left_out": run.skipped_too_long,
     }
 
 
@@ -230,7 +230,7 @@ def _series(records: Sequence[Record], zero: float, seconds: float) -> dict[str,
     for r in records:
         sent[at(r.sent_s)] += 1
         (failed if r.error else ended)[at(r.ended_s)] += 1
-        moments = r.at or (r.ended_s,)
+        moments = r.event_times or (r.ended_s,)
         for moment in moments:
             tokens[at(moment)] += r.tokens / len(moments)
         for i in range(at(r.sent_s), at(r.ended_s) + 1):

@@ -84,7 +84,7 @@ class GrpcClient:
                     continue
                 for piece in message.pieces:
                     request.tokens.ids.extend(self._ids(piece))
-                    await slices.rest()
+                    await slices.yield_if_due()
         return request, _metadata(draft.key, draft.affinity)
 
     async def send(
@@ -95,7 +95,7 @@ class GrpcClient:
         record.sent_s = time.perf_counter()
         call = self._stub.Generate(message, timeout=self._timeout_s, metadata=metadata)
         try:
-            if record.leave_after == 0:
+            if record.abort_after == 0:
                 await asyncio.sleep(LEAVE_S)
                 record.aborted = True
             else:
@@ -109,7 +109,7 @@ class GrpcClient:
         finally:
             call.cancel()  # of an ended call: nothing
             record.ended_s = record.ended_s or time.perf_counter()
-            record.tokens = record.tokens or len(record.at)
+            record.tokens = record.tokens or len(record.event_times)
 
     async def close(self) -> None:
         """Closes the channel."""
@@ -122,7 +122,7 @@ class GrpcClient:
         parts = []
         for piece in message.pieces:
             parts.append(self._text(piece))
-            await slices.rest()
+            await slices.yield_if_due()
         return " ".join(parts)
 
 
@@ -131,7 +131,7 @@ async def _read(call: Any, record: Record) -> None:
     while (message := await call.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]  # absent from the stubs
         now = time.perf_counter()
         if message.tokens:
-            record.at.append(now)
+            record.event_times.append(now)
             ids.extend([token.id for token in message.tokens])
         texts.append(message.text)
         if message.finish_reason:
@@ -140,7 +140,7 @@ async def _read(call: Any, record: Record) -> None:
             record.tokens = message.usage.completion_tokens
             record.prompt_tokens = message.usage.prompt_tokens
             record.cached_tokens = message.usage.cached_tokens
-        if record.leave_after is not None and len(record.at) >= record.leave_after:
+        if record.abort_after is not None and len(record.event_times) >= record.abort_after:
             record.aborted = True
             return
     if not record.finish:

@@ -119,7 +119,7 @@ class Connection(asyncio.Protocol):
         """Nothing was sent yet."""
         self._transport, self.open = transport, True
 
-    def stamp(self) -> None:
+    def use_kernel_timestamps(self) -> None:
         """From now on the kernel tells when bytes came: for a connection without TLS, made and not used yet."""
         self._reader = StampedReader(self._transport, self._note)
 

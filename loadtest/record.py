@@ -26,10 +26,10 @@ class Record:
     planned_output: int
     intended_s: float
     counted: bool = True
-    leave_after: int | None = None
+    abort_after: int | None = None
     sent_s: float = 0.0
     ended_s: float = 0.0
-    at: array[float] = field(default_factory=lambda: array("d"))
+    event_times: array[float] = field(default_factory=lambda: array("d"))
     tokens: int = 0
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
@@ -47,7 +47,7 @@ class Record:
     @property
     def ttft_s(self) -> float | None:
         """From sending to the first text; None without any."""
-        return self.at[0] - self.sent_s if self.at else None
+        return self.event_times[0] - self.sent_s if self.event_times else None
 
     @property
     def lag_s(self) -> float:
@@ -62,13 +62,13 @@ class Record:
     @property
     def tpot_s(self) -> float | None:
         """Mean time of a token after the first; None of one token."""
-        if self.tokens < 2 or len(self.at) < 2:
+        if self.tokens < 2 or len(self.event_times) < 2:
             return None
-        return (self.at[-1] - self.at[0]) / (self.tokens - 1)
+        return (self.event_times[-1] - self.event_times[0]) / (self.tokens - 1)
 
     def gaps(self) -> list[float]:
         """Seconds between events."""
-        return [later - earlier for earlier, later in zip(self.at, self.at[1:], strict=False)]
+        return [later - earlier for earlier, later in zip(self.event_times, self.event_times[1:], strict=False)]
 
     def fail(self, kind: str, message: str, at: float) -> None:
         """It failed; the first reason counts."""

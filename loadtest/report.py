@@ -172,12 +172,12 @@ def _value(value: float | None, row: Row) -> str:
 def _change(row: Row) -> str:
     if row.change is None:
         return ABSENT
-    tone = "" if row.clear is False or abs(row.change) < 0.005 else "bad" if row.worse_by else "good"
+    tone = "" if row.significant is False or abs(row.change) < 0.005 else "bad" if row.worse_by else "good"
     return f'<span class="{tone}">{row.change:+.1%}</span>'
 
 
 def _verdict(row: Row) -> str:
-    return ABSENT if row.clear is None else "yes" if row.clear else "no"
+    return ABSENT if row.significant is None else "yes" if row.significant else "no"
 
 
 def _charts(runs: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Iterable[str]:

@@ -143,7 +143,7 @@ class RestClient:
                 lambda: Connection(self._pump), self._host, self._port, ssl=self._ssl, server_hostname=name
             )
         if self._ssl is None and sys.platform == "linux":
-            connection.stamp()
+            connection.use_kernel_timestamps()
         return connection
 
     def _head(self, method: str, path: str, key: str, body: bytes, extra: dict[str, str] | None = None) -> bytes:
@@ -163,7 +163,7 @@ class RestClient:
         parts = []
         for piece in message.pieces:
             parts.append(self._piece(piece))
-            await slices.rest()
+            await slices.yield_if_due()
         return joint.join(parts)
 
     def _encoded(self, piece: Piece) -> bytes:
@@ -187,7 +187,7 @@ class _Exchange:
         self._connection = connection
         loop = asyncio.get_running_loop()
         timer = loop.call_later(max(0.0, timeout_s), self._expire)
-        leave = loop.call_later(LEAVE_S, self._leave) if self.record.leave_after == 0 else None
+        leave = loop.call_later(LEAVE_S, self._leave) if self.record.abort_after == 0 else None
         connection.start(self, request)
         try:
             await self._done
@@ -249,7 +249,7 @@ class _Exchange:
     def _finish(self, at: float) -> None:
         record = self.record
         record.ended_s = record.ended_s or at
-        record.tokens = record.tokens or len(record.at)
+        record.tokens = record.tokens or len(record.event_times)
         if not self._done.done():
             self._done.set_result(None)
 
@@ -310,14 +310,14 @@ class _Stream(_Exchange):
             delta = choice.get("delta")
             text = choice.get("text") if delta is None else delta.get("content") or delta.get("reasoning_content")
             if text:
-                record.at.append(at)
+                record.event_times.append(at)
                 self._texts.append(text)
-                if record.leave_after is not None and len(record.at) >= record.leave_after > 0:
+                if record.abort_after is not None and len(record.event_times) >= record.abort_after > 0:
                     self._leave()
             if finish := choice.get("finish_reason"):
                 record.finish, record.ended_s = finish, at
-                if not record.at:  # tokens without text, as of a broken character
-                    record.at.append(at)
+                if not record.event_times:  # tokens without text, as of a broken character
+                    record.event_times.append(at)
         elif "error" in chunk:
             kind, message = _error(event)
             record.fail(f"stream {kind}".strip(), message, at)

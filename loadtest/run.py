@@ -27,7 +27,7 @@ class Run:
     unfinished: int = 0
     stopped: bool = False
     skipped: int = 0
-    left_out: int = 0
+    skipped_too_long: int = 0
     planned: int | None = None
     sent: int = 0
     running: int = 0

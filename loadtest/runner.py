@@ -62,7 +62,7 @@ class Runner:
                 most_input=config.max_input_tokens,
                 most_output=config.max_output_tokens,
             )
-            self.run.left_out = len(trace.requests) - len(self._trace.requests)
+            self.run.skipped_too_long = len(trace.requests) - len(self._trace.requests)
         sizes = [config.requests] if self._trace is None else [config.requests, len(self._trace.requests)]
         self.run.planned = min((size for size in sizes if size is not None), default=None)
         self._tag = secrets.token_hex(3)
@@ -76,7 +76,7 @@ class Runner:
         """Ends the run early."""
         self._stopped.set()
 
-    async def go(self) -> Run:
+    async def execute(self) -> Run:
         """Raises Unavailable when there is no server, ConfigError."""
         self._begin()
         self.run.model = await self._client.model()
@@ -119,7 +119,7 @@ class Runner:
         rng = random.Random(f"{config.seed} arrivals")
         if config.rate is None:
             assert self._trace is not None
-            times: Iterator[float] = (r.arrival_s for r in self._trace.faster(config.speed).requests)
+            times: Iterator[float] = (r.arrival_s for r in self._trace.sped_up(config.speed).requests)
         elif config.arrivals == "poisson":
             times = arrivals.poisson(config.rate, rng)
         elif config.arrivals == "gamma":
@@ -147,7 +147,7 @@ class Runner:
         async def work() -> None:
             for session in sessions:
                 item = await self._ready(session)
-                item.record.leave_after = None
+                item.record.abort_after = None
                 await self._client.send(item.request, item.record)
 
         await asyncio.gather(*(work() for _ in range(min(number, WARM_AT_ONCE))))
@@ -156,7 +156,7 @@ class Runner:
 
     async def _work(self) -> None:
         await self._warm()
-        await (self._closed() if self._config.closed else self._open())
+        await (self._closed() if self._config.closed_loop else self._open())
 
     async def _open(self) -> None:
         ready: asyncio.Queue[_Ready | None] = asyncio.Queue(AHEAD)
@@ -265,7 +265,7 @@ class Runner:
             planned_input=turn.prompt_tokens,
             planned_output=turn.output_tokens,
             intended_s=0.0,
-            leave_after=leaving.randrange(turn.output_tokens) if leaves else None,
+            abort_after=leaving.randrange(turn.output_tokens) if leaves else None,
         )
         key = config.api_keys[session.number % len(config.api_keys)] if config.api_keys else ""
         draft = Draft(turn, answers, record.request_id, f"load-{self._tag}-{session.number}", key)

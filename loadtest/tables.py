@@ -73,8 +73,10 @@ def show_comparison(console: Console, comparison: Comparison, names: Sequence[st
             continue
         text = [ms(v) if row.unit == "ms" else "–" if v is None else f"{v:.4g}{row.unit}" for v in (row.a, row.b)]
         change = "–" if row.change is None else f"{row.change:+.1%}"
-        style = None if row.clear is False or abs(row.change or 0.0) < 0.005 else "red" if row.worse_by else "green"
-        verdict = "" if row.clear is None else "yes" if row.clear else "no"
+        style = (
+            None if row.significant is False or abs(row.change or 0.0) < 0.005 else "red" if row.worse_by else "green"
+        )
+        verdict = "" if row.significant is None else "yes" if row.significant else "no"
         table.add_row(row.name, *text, change, verdict, style=style)
     console.print(table)
     for name, a, b in comparison.differences:

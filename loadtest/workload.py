@@ -68,9 +68,9 @@ class Recorded:
         block = max(1, round(self.trace.block_size * self.length_scale))
         salt = str(self.seed).encode()
         for number, request in enumerate(self.trace.requests):
-            pieces = [Piece(salt + link, block) for link in request.chain]
-            rest = request.prompt_len - len(request.chain) * self.trace.block_size
-            own = request.tail or block_name(self.trace.name, number, "tail")
+            pieces = [Piece(salt + link, block) for link in request.block_hashes]
+            rest = request.prompt_len - len(request.block_hashes) * self.trace.block_size
+            own = request.partial_block_hash or block_name(self.trace.name, number, "tail")
             if rest or not pieces:
                 pieces.append(Piece(salt + own, max(1, round(rest * self.length_scale))))
             output = max(1, round(request.output_len * self.length_scale))

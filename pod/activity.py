@@ -19,7 +19,7 @@ def activity_to_pb(
                 chains=drafts.chains,
                 proposed=drafts.proposed,
                 accepted=drafts.accepted,
-                useless=drafts.alarm,
+                useless=drafts.is_useless,
             )
         )
     if gpu is not None:

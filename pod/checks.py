@@ -51,7 +51,7 @@ class Limits:
             raise InvalidRequest(f"a token id of the prompt is outside [0, {self.vocab_size})", field="prompt_ids")
         self._check_output(request)
         self._check_sampling(request.sampling)
-        if generates and (need := self.first_blocks(request)) > self.num_blocks >= self.first_blocks(request, n=1):
+        if generates and (need := self.initial_blocks(request)) > self.num_blocks >= self.initial_blocks(request, n=1):
             n, size = request.sampling.n, self.block_size
             raise InvalidRequest(
                 f"{n} sequences of {length} prompt tokens need {need} KV blocks of {size} tokens, the pool has "
@@ -59,20 +59,20 @@ class Limits:
                 field="n",
             )
         prompt_blocks = self._blocks(length)
-        need = self.kv_blocks(request) if generates else prompt_blocks
+        need = self.max_blocks(request) if generates else prompt_blocks
         if need > self.num_blocks:
             raise InvalidRequest(
                 f"the request needs {need} KV blocks of {self.block_size} tokens, the pool has {self.num_blocks}",
                 field="prompt_ids" if prompt_blocks > self.num_blocks else "max_tokens",
             )
 
-    def kv_blocks(self, request: ValidRequest) -> int:
+    def max_blocks(self, request: ValidRequest) -> int:
         """Blocks that the request can fill at most; the last generated token's KV is never computed."""
         return self._blocks(request.prompt_len + request.sampling.max_tokens - 1)
 
-    def first_blocks(self, request: ValidRequest, n: int | None = None) -> int:
+    def initial_blocks(self, request: ValidRequest, n: int | None = None) -> int:
         """Blocks with which its n sequences can begin: the prompt's, and one more for each that has tokens to write."""
-        alone = min(self._blocks(request.context_len) + 1, self.kv_blocks(request))
+        alone = min(self._blocks(request.context_len) + 1, self.max_blocks(request))
         more = 0 if request.sampling.max_tokens == 1 else (n or request.sampling.n) - 1
         return alone + more
 

@@ -26,12 +26,12 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         self, request: control_pb2.ResetPrefixCacheRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> control_pb2.ResetPrefixCacheResponse:
         """See control.proto."""
-        cleared = await asyncio.to_thread(self._pool.clear_cache)  # it may wait for a copy to the host
+        cleared = await asyncio.to_thread(self._pool.reset_prefix_cache)  # it may wait for a copy to the host
         kept = len(self._pool.cached_hashes())
         index = self._index()
         for _ in range(INDEX_POLLS):
-            if index is None or index.current:
+            if index is None or index.up_to_date:
                 break
             await asyncio.sleep(POLL_S)
-        indexed = index is None or index.current
+        indexed = index is None or index.up_to_date
         return control_pb2.ResetPrefixCacheResponse(cleared=cleared, kept=kept, indexed=indexed)

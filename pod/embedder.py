@@ -56,7 +56,7 @@ class Embedder(embedding_pb2_grpc.EmbeddingServicer):
             raise InvalidRequest(f"request {valid.request_id} is already here", field="request_id")
         work = _Work(self._engine.new_sequence(valid, hand_off=True, embeds=True))
         self._work.add(valid.request_id, work)
-        self._loop.add(work.seq, lambda error: self._refused(work, error))
+        self._loop.add(work.seq, lambda error: self._on_refused(work, error))
         try:
             async with asyncio.timeout(left):
                 vector = await asyncio.shield(work.vector)
@@ -68,19 +68,19 @@ class Embedder(embedding_pb2_grpc.EmbeddingServicer):
                 self._loop.abort(valid.request_id)
         return embedding_pb2.EmbedResponse(values=vector, cached_tokens=work.seq.cached_tokens)
 
-    def _refused(self, work: _Work, error: BatonError) -> None:
+    def _on_refused(self, work: _Work, error: BatonError) -> None:
         """The engine did not take it (any thread)."""
         self._aio.call_soon_threadsafe(self._end, work, None, error)
 
     def on_step(self, result: StepResult) -> None:
         """Engine thread, after each step."""
         for output in result.outputs:
-            if output.seq.embeds and output.ended:
+            if output.seq.wants_embedding and output.ended:
                 vector, error = self._outcome(output)
                 self._aio.call_soon_threadsafe(self._end_sequence, output.seq, vector, error)
 
     def _outcome(self, output: SequenceOutput) -> tuple[list[float] | None, BatonError | None]:
-        state = output.seq.state
+        state = output.seq.embedding
         if output.error is not None or not output.tokens or state is None:
             return None, output.error or Cancelled("the request was aborted")
         try:
@@ -104,7 +104,7 @@ class Embedder(embedding_pb2_grpc.EmbeddingServicer):
             work.vector.set_result(vector)
 
     @property
-    def active(self) -> int:
+    def num_active(self) -> int:
         """Requests that the engine still knows."""
         return len(self._work)
 
@@ -113,9 +113,9 @@ class Embedder(embedding_pb2_grpc.EmbeddingServicer):
         """Prompt tokens that wait for compute."""
         return sum(work.seq.prompt_len - work.seq.computed for work in self._work.values())
 
-    async def idle(self) -> None:
+    async def wait_idle(self) -> None:
         """Returns once the engine knows none."""
-        await self._work.idle()
+        await self._work.wait_idle()
 
     def abort_all(self, error: BatonError) -> None:
         """Ends every request (the pod stops)."""

@@ -40,7 +40,7 @@ def engine_config(config: PodConfig) -> EngineConfig:
         checksums=config.checksums,
         gpu_memory_utilization=config.gpu_memory_utilization,
         max_model_len=config.max_model_len,
-        token_budget=config.chunk_tokens,
+        chunk_tokens=config.chunk_tokens,
         max_seqs=config.max_seqs,
         cuda_graphs=config.cuda_graphs,
         chunk_graphs=config.chunk_graphs,
@@ -57,4 +57,4 @@ def engine_config(config: PodConfig) -> EngineConfig:
     if config.role is not Role.DECODE:
         return made
     local = config.local_chunk_tokens or (256 if made.resolve_device().type == "cuda" else 64)
-    return dataclasses.replace(made, mixed_tokens=local)
+    return dataclasses.replace(made, local_chunk_tokens=local)

@@ -21,7 +21,7 @@ def add_host_metrics(
 
     def blocks() -> list[Sample]:
         stats = host()
-        return [] if stats is None else [(("used",), stats.used), (("free",), stats.slots - stats.used)]
+        return [] if stats is None else [(("used",), stats.used), (("free",), stats.host_blocks - stats.used)]
 
     def moved() -> list[Sample]:
         stats = host()
@@ -31,11 +31,11 @@ def add_host_metrics(
 
     def forgotten() -> list[Sample]:
         stats = host()
-        return [] if stats is None else [((), stats.forgotten)]
+        return [] if stats is None else [((), stats.dropped)]
 
     def preempted() -> list[Sample]:
         stats = scheduler()
-        return [(("resumed",), stats.resumed), (("recomputed",), stats.recomputed)]
+        return [(("resumed",), stats.fully_restored), (("recomputed",), stats.partly_recomputed)]
 
     def damaged() -> list[Sample]:
         stats = host()

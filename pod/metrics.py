@@ -48,13 +48,13 @@ class PodMetrics:
         speculation: Callable[[], SpeculationStats | None],
         peers: Callable[[], Iterable[PeerStats]],
     ) -> None:
-        self.base = Metrics()
-        m = self.base
-        m.process()
-        self.generated = 0
+        self.metrics = Metrics()
+        m = self.metrics
+        m.add_process_metrics()
+        self.generated_tokens = 0
         self._step_seconds = m.histogram("step_seconds", "Seconds of one engine step.", ["kind"])
         self._batch_size = m.histogram("batch_size", "Sequences in one engine step.", buckets=COUNT_BUCKETS)
-        m.sampled_counter("generated_tokens", "Tokens sampled on this pod.", lambda: [((), self.generated)])
+        m.sampled_counter("generated_tokens", "Tokens sampled on this pod.", lambda: [((), self.generated_tokens)])
         self._ended = m.counter("sequences_ended", "Sequences that ended on this pod, by reason.", ["outcome"])
         self._cached_tokens = m.counter(
             "prefix_hit_tokens", "Prompt tokens found in this pod's prefix cache, by tier.", ["tier"]
@@ -70,7 +70,7 @@ class PodMetrics:
         self.pulled_blocks = m.counter("pulled_blocks", "KV blocks that came from other pods' caches.")
         self._pull_seconds = m.histogram("pull_seconds", "Seconds of pulls that succeeded.")
         self._pull_predicted = m.histogram("pull_predicted_seconds", "Seconds that routing expected of the same pulls.")
-        self.lent = m.counter("lent_blocks", "KV blocks held for other pods that asked for them.")
+        self.lent_blocks = m.counter("lent_blocks", "KV blocks held for other pods that asked for them.")
         self._hand_offs = m.counter("hand_offs", "KV hand-offs that this pod completed as the sender.", ["transport"])
         self._transfer_bytes = m.counter("transfer_bytes", "KV bytes pushed.", ["transport"])
         self._transfer_seconds = m.histogram("transfer_seconds", "Seconds from the first push to the commit.")
@@ -80,7 +80,7 @@ class PodMetrics:
         m.sampled_gauge(
             "transfer_probe_bytes_per_second",
             "What the probe of a connection moved, by what carried it.",
-            lambda: [((p.pod, p.transport, p.transport_source), p.gbps * 1e9) for p in peers()],
+            lambda: [((p.pod, p.transport, p.transport_source), p.gb_s * 1e9) for p in peers()],
             ["peer", "transport", "source"],
         )
         self._drafts = m.counter(
@@ -110,14 +110,14 @@ class PodMetrics:
         m.sampled_gauge("kv_blocks", "KV blocks by state.", lambda: _by_state(blocks()), ["state"])
         m.sampled_counter("prompt_tokens_computed", "Prompt tokens computed, by reason.", tokens, ["reason"])
 
-    def describe(self, role: str, model: str, version: str) -> None:
+    def set_pod_info(self, role: str, model: str, version: str) -> None:
         """Who this pod is."""
-        info = self.base.gauge("pod_info", "1; who this pod is.", ["role", "model", "version"])
+        info = self.metrics.gauge("pod_info", "1; who this pod is.", ["role", "model", "version"])
         info.labels(role, model, version).set(1)
 
-    def watch_work(self, load: Callable[[], PodLoad], engine: Engine) -> None:
+    def add_work_metrics(self, load: Callable[[], PodLoad], engine: Engine) -> None:
         """What waits and runs, and what went wrong for want of room; read when scraped."""
-        m = self.base
+        m = self.metrics
         m.sampled_gauge("queued_prompt_tokens", "Prompt tokens that wait for computing.", lambda: _queued(load()))
         m.sampled_gauge(
             "sequences",
@@ -137,9 +137,9 @@ class PodMetrics:
         )
         m.gauge("kv_block_bytes", "Bytes of one KV block.").set(engine.layout.block_bytes)
 
-    def watch_transfers(self, stats: Callable[[], TransferStats]) -> None:
+    def add_transfer_metrics(self, stats: Callable[[], TransferStats]) -> None:
         """Transfers in both directions; read when scraped."""
-        m = self.base
+        m = self.metrics
         m.sampled_gauge(
             "transfers_open",
             "Transfers under way, by direction.",
@@ -163,9 +163,9 @@ class PodMetrics:
             ["reason"],
         )
 
-    def watch_pairs(self, pairs: Callable[[], Iterable[PairStats]]) -> None:
+    def add_pair_metrics(self, pairs: Callable[[], Iterable[PairStats]]) -> None:
         """pairs: this pod's traffic with every other one, read when scraped."""
-        m = self.base
+        m = self.metrics
         counters: tuple[tuple[str, str, Callable[[PairStats], float]], ...] = (
             ("pair_hand_offs", "Hand-offs completed to another pod.", lambda p: p.transfers),
             ("pair_pulls", "Pulls served to another pod.", lambda p: p.pulls),
@@ -180,26 +180,26 @@ class PodMetrics:
         m.sampled_gauge(
             "pair_bytes_per_second",
             "Rate of KV written to another pod, lately; before any, of the probe.",
-            lambda: [((p.pod, p.transport), p.gbps * 1e9) for p in pairs()],
+            lambda: [((p.pod, p.transport), p.gb_s * 1e9) for p in pairs()],
             ["peer", "transport"],
         )
 
-    def pull(self, outcome: str, reason: str) -> None:
+    def count_pull(self, outcome: str, reason: str) -> None:
         """A hint came to its end: done, skipped, refused or failed."""
         self._pulls.labels(outcome, reason).inc()
 
-    def pulled(self, seconds: float, *, predicted_s: float) -> None:
+    def observe_pull(self, seconds: float, *, predicted_s: float) -> None:
         """A pull succeeded."""
         self._pull_seconds.observe(seconds)
         self._pull_predicted.observe(predicted_s)
 
-    def decided(self, *, local: bool, reason: str) -> None:
+    def count_decision(self, *, local: bool, reason: str) -> None:
         """A request was taken; who computes its prompt, and why."""
         outcome = "local" if local else "remote"
         self.reserved.labels(outcome).inc()
         self._decided.labels(outcome, reason).inc()
 
-    def step(self, result: StepResult) -> None:
+    def observe_step(self, result: StepResult) -> None:
         """Accounts one engine step (engine thread)."""
         if result.seconds:
             prompt, decode = result.num_prompt_tokens + result.num_recomputed_tokens, result.num_decode_tokens
@@ -207,23 +207,23 @@ class PodMetrics:
             self._step_seconds.labels(kind).observe(result.seconds)
             self._batch_size.observe(len(result.outputs))
         for output in result.outputs:
-            self.generated += len(output.tokens)
-            if output.proposed:
+            self.generated_tokens += len(output.tokens)
+            if output.num_drafts:
                 self._count_drafts(output)
             if output.ended:
-                self._ended.labels("handed_off" if output.finish is None else str(output.finish)).inc()
+                self._ended.labels("handed_off" if output.finish_reason is None else str(output.finish_reason)).inc()
                 self._cached_tokens.labels("device").inc(output.seq.cached_tokens - output.seq.host_tokens)
                 self._cached_tokens.labels("host").inc(output.seq.host_tokens)
 
     def _count_drafts(self, output: SequenceOutput) -> None:
         stats = self._speculation()
         assert stats is not None
-        for place in range(output.proposed):
-            outcome = "accepted" if place < output.accepted else "rejected"
+        for place in range(output.num_drafts):
+            outcome = "accepted" if place < output.num_accepted else "rejected"
             self._drafts.labels(stats.proposer, str(place + 1), outcome).inc()
-        self._acceptance.labels(stats.proposer).observe(1 + output.accepted)
+        self._acceptance.labels(stats.proposer).observe(1 + output.num_accepted)
 
-    def handed_off(self, report: TransferReport, seconds: float, exemplar: dict[str, str] | None = None) -> None:
+    def observe_hand_off(self, report: TransferReport, seconds: float, exemplar: dict[str, str] | None = None) -> None:
         """Accounts one completed hand-off; seconds since its first push. exemplar: its trace."""
         self._hand_offs.labels(report.transport).inc()
         self._transfer_bytes.labels(report.transport).inc(report.bytes)
@@ -248,7 +248,7 @@ def _failed(stats: SpeculationStats | None) -> list[Sample]:
 
 
 def _alarm(stats: SpeculationStats | None) -> list[Sample]:
-    return [] if stats is None else [((stats.proposer,), float(stats.alarm))]
+    return [] if stats is None else [((stats.proposer,), float(stats.is_useless))]
 
 
 def _by_state(counts: PoolCounts) -> list[Sample]:

@@ -36,7 +36,7 @@ class PeerWatch:
         self._reader = reader
         self._scope = scope
         self._connect = connect
-        self._flights: dict[tuple[str, int], asyncio.Task[None]] = {}  # by pod and generation
+        self._attempts: dict[tuple[str, int], asyncio.Task[None]] = {}  # by pod and generation
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -52,15 +52,15 @@ class PeerWatch:
                 "and connects once the index answers",
                 FIRST_ROUND_S,
             )
-        elif self._flights:
-            _, late = await asyncio.wait(self._flights.values(), timeout=max(0.0, deadline - time.monotonic()))
+        elif self._attempts:
+            _, late = await asyncio.wait(self._attempts.values(), timeout=max(0.0, deadline - time.monotonic()))
             if late:
                 _log.warning("%d decode pods could not be connected within %.0f s", len(late), FIRST_ROUND_S)
         self._task = asyncio.get_running_loop().create_task(self._forever())
 
     async def stop(self) -> None:
         """Stops looking; connections stay. Idempotent."""
-        tasks = [*self._flights.values(), *([self._task] if self._task is not None else [])]
+        tasks = [*self._attempts.values(), *([self._task] if self._task is not None else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -82,11 +82,11 @@ class PeerWatch:
             return False
         for record in (pod.record for pod in pods):
             key = (record.pod, record.generation)
-            if record.scope == self._scope and record.role is not Role.PREFILL and key not in self._flights:
-                self._flights[key] = asyncio.get_running_loop().create_task(self._prove(record))
+            if record.scope == self._scope and record.role is not Role.PREFILL and key not in self._attempts:
+                self._attempts[key] = asyncio.get_running_loop().create_task(self._connect_to(record))
         return True
 
-    async def _prove(self, record: PodRecord) -> None:
+    async def _connect_to(self, record: PodRecord) -> None:
         try:
             await self._connect(record.address, record.generation)
         except BatonError as error:
@@ -94,4 +94,4 @@ class PeerWatch:
         except Exception:
             _log.exception("connecting to decode pod %s failed", record.pod)
         finally:
-            del self._flights[record.pod, record.generation]
+            del self._attempts[record.pod, record.generation]

@@ -27,7 +27,7 @@ class Line:
     def __init__(self) -> None:
         self._n = self._x = self._y = self._xx = self._xy = 0.0
 
-    def add(self, x: float, y: float) -> None:
+    def add_point(self, x: float, y: float) -> None:
         """One more point."""
         self._n = KEEP * self._n + 1
         self._x = KEEP * self._x + x
@@ -77,25 +77,25 @@ class PodRates:
         self._pull_s = 0.0
         self._pulled_at = float("-inf")
 
-    def step(self, prompt_tokens: int, decode_tokens: int, seconds: float) -> None:
+    def observe_step(self, prompt_tokens: int, decode_tokens: int, seconds: float) -> None:
         """One engine step; prompt_tokens include recomputed ones."""
         if seconds <= 0:
             return
         if prompt_tokens and decode_tokens and self._decode.known:
-            base, slope = self.decode()
-            self._chunk.add(prompt_tokens, max(0.0, seconds - base - slope * decode_tokens))
+            base, slope = self.decode_fit()
+            self._chunk.add_point(prompt_tokens, max(0.0, seconds - base - slope * decode_tokens))
         if prompt_tokens:
             self._filled = self._filled or 2 * prompt_tokens >= self._full_step
-            self._prefill.add(prompt_tokens + decode_tokens, seconds)
+            self._prefill.add_point(prompt_tokens + decode_tokens, seconds)
         elif decode_tokens:
-            self._decode.add(decode_tokens, seconds)
+            self._decode.add_point(decode_tokens, seconds)
 
-    def moved(self, tokens: int, seconds: float) -> None:
+    def observe_hand_off(self, tokens: int, seconds: float) -> None:
         """The end of a hand-off: so many prompt tokens' KV moved, and was acknowledged, after the last was computed."""
         if tokens > 0 and seconds > 0:
-            self._transfer.add(tokens, seconds)
+            self._transfer.add_point(tokens, seconds)
 
-    def prefill(self) -> tuple[float, float]:
+    def prefill_fit(self) -> tuple[float, float]:
         """Prompt tokens per second of full steps, and the seconds of an empty one; zeros while unknown."""
         if not self._prefill.known:
             return 0.0, 0.0
@@ -107,14 +107,14 @@ class PodRates:
 
     def prefill_s(self, tokens: int) -> float:
         """Seconds that so many prompt tokens take; 0 until a step was at least half full: small steps say little."""
-        return self.prefill_guess_s(tokens) if self._filled else 0.0
+        return self.prefill_estimate_s(tokens) if self._filled else 0.0
 
-    def prefill_guess_s(self, tokens: int) -> float:
+    def prefill_estimate_s(self, tokens: int) -> float:
         """The same from whatever steps there were, which is too short where all were small; 0 before any."""
-        rate, base = self.prefill()
+        rate, base = self.prefill_fit()
         return base + tokens / rate if rate else 0.0
 
-    def decode(self) -> tuple[float, float]:
+    def decode_fit(self) -> tuple[float, float]:
         """Seconds of a decode step: the fixed part, and what a sequence adds; zeros while unknown."""
         return self._decode.fit(DECODE_FIXED) if self._decode.known else (0.0, 0.0)
 
@@ -128,7 +128,7 @@ class PodRates:
         base, slope = line.fit()
         return base + slope * tokens
 
-    def transfer(self) -> tuple[float, float]:
+    def transfer_fit(self) -> tuple[float, float]:
         """Prompt tokens per second whose KV moves, and the seconds of a hand-off's end beyond that; zeros while
         unknown.
         """
@@ -137,7 +137,7 @@ class PodRates:
         base, slope = self._transfer.fit()
         return (1 / slope if slope > 0 else 0.0), base
 
-    def pulled(self, seconds: float, moving_s: float) -> None:
+    def observe_pull(self, seconds: float, moving_s: float) -> None:
         """A pull took so long, or was given up then, of which its bytes at the pair's rate account for moving_s."""
         beyond, known = max(seconds - moving_s, 1e-6), self.pull_s()
         self._pull_s = known + (beyond - known) * (PULL_SHARE if known else 1.0)

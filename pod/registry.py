@@ -42,6 +42,6 @@ class Registry(Generic[T]):
             self._idle.set()
         return True
 
-    async def idle(self) -> None:
+    async def wait_idle(self) -> None:
         """Returns once there are none."""
         await self._idle.wait()

@@ -78,19 +78,19 @@ class PodRuntime:
         self.served_name = config.served_name or served_name(config.model)
         self.generation = generation
         self.address = ""
-        self.computed = {"prefill": 0, "local": 0, "recompute": 0}
+        self.computed_tokens = {"prefill": 0, "local": 0, "recompute": 0}
         self.metrics = PodMetrics(
             engine.pool.counts,
-            lambda: [((k,), v) for k, v in self.computed.items()],
+            lambda: [((k,), v) for k, v in self.computed_tokens.items()],
             self._speculation,
-            lambda: self.node.stats().peers,
+            lambda: self.transfer_node.stats().peers,
         )
         add_host_metrics(
-            self.metrics.base,
+            self.metrics.metrics,
             engine.pool.host_stats,
             engine.scheduler.stats,
             engine.layout.block_bytes,
-            damaged_transfers=lambda: self.node.stats().damaged_transfers,
+            damaged_transfers=lambda: self.transfer_node.stats().damaged_transfers,
         )
         self.limits = Limits(
             served_name=self.served_name,
@@ -100,9 +100,9 @@ class PodRuntime:
             num_blocks=engine.pool.counts().total,
         )
         self.lifecycle = Lifecycle(self._drain, drain_s=config.drain_s)
-        self.loop = EngineLoop(engine, self._on_step)
-        self._embedder = Embedder(engine, self.loop, self._check_embedding)
-        self.node = TransferNode(
+        self.engine_loop = EngineLoop(engine, self._on_step)
+        self._embedder = Embedder(engine, self.engine_loop, self._check_embedding)
+        self.transfer_node = TransferNode(
             backend=backend(config),
             memory=pool_memory(engine.kv),
             info=self.info,
@@ -113,26 +113,26 @@ class PodRuntime:
             allow_tcp=config.allow_tcp,
         )
         self._gpu = gpu_of(engine.device)
-        self.metrics.describe(config.role.value, self.served_name, metadata.version("baton-serving"))
-        self.metrics.watch_work(self.load, engine)
-        self.metrics.watch_transfers(self.node.stats)
+        self.metrics.set_pod_info(config.role.value, self.served_name, metadata.version("baton-serving"))
+        self.metrics.add_work_metrics(self.load, engine)
+        self.metrics.add_transfer_metrics(self.transfer_node.stats)
         if self._gpu is not None:
-            add_gpu_metrics(self.metrics.base, self._gpu)
-        self.metrics.watch_pairs(self.node.pairs)
+            add_gpu_metrics(self.metrics.metrics, self._gpu)
+        self.metrics.add_pair_metrics(self.transfer_node.pair_stats)
         self._server = RpcServer(config.host, config.port)
         self._service: PodService | None = None
         self._index: PodIndex | None = None
         self._peers: PeerWatch | None = None
         self._metrics_server: MetricsServer | None = None
-        self._watch = PodWatch(
+        self._health = PodWatch(
             engine.pool,
-            self.loop,
-            self.node,
-            idle=lambda: self._service is not None and not self._service.active,
-            damaged=self._damaged,
-            leave=self._leave,
+            self.engine_loop,
+            self.transfer_node,
+            idle=lambda: self._service is not None and not self._service.num_active,
+            damaged=self._on_pool_inconsistent,
+            leave=self._drain_and_exit,
         )
-        self.rates = PodRates(engine.scheduler.config.token_budget)
+        self.rates = PodRates(engine.scheduler.config.chunk_tokens)
         self.exit_code = 0
         self.tracer = Tracer.open(config.traces, service=config.role.value, instance=self.name)
 
@@ -152,49 +152,53 @@ class PodRuntime:
             on_evicted=news.evicted,
             on_host_stored=news.host_stored,
             on_host_evicted=news.host_evicted,
-            gather=functools.partial(gather_ranks, config),
+            start_ranks=functools.partial(gather_ranks, config),
         )
         engine = await asyncio.to_thread(load, settings)
-        name, scope = config.own_name(), engine.layout.scope
+        name, scope = config.resolve_name(), engine.layout.scope
         config = dataclasses.replace(config, name=name)
         if config.redis is not None:
             await require_free_name(config.redis, scope, name, config.advertise or f"{config.host}:{config.port}")
         generation = await mint_generation(config.redis, scope, name)
-        return cls(config, engine, news, generation, backend or functools.partial(backend_of, members=engine.members))
+        return cls(
+            config, engine, news, generation, backend or functools.partial(backend_of, members=engine.rank_group)
+        )
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
     async def start(self, service: PodService) -> None:
         """Serves: health says SERVING only after the engine has run and known peers are connected."""
         self._service = service
-        self._server.add(type(service).register, service, service.full_name)
-        self._server.add(transfer_pb2_grpc.add_TransferServicer_to_server, self.node.servicer, "baton.v1.Transfer")
+        self._server.add_servicer(type(service).register, service, service.full_name)
+        self._server.add_servicer(
+            transfer_pb2_grpc.add_TransferServicer_to_server, self.transfer_node.servicer, "baton.v1.Transfer"
+        )
         control = ControlServicer(self.engine.pool, lambda: self._index)
-        self._server.add(control_pb2_grpc.add_ControlServicer_to_server, control, "baton.v1.Control")
+        self._server.add_servicer(control_pb2_grpc.add_ControlServicer_to_server, control, "baton.v1.Control")
         if self.config.role is not Role.DECODE:
             add_embedding = embedding_pb2_grpc.add_EmbeddingServicer_to_server
-            self._server.add(add_embedding, self._embedder, "baton.v1.Embedding")
-        self.loop.start()
+            self._server.add_servicer(add_embedding, self._embedder, "baton.v1.Embedding")
+        self.engine_loop.start()
         port = await self._server.start()
         self.address = self.config.advertise or f"{self.config.host}:{port}"
-        await self.node.start()
-        await asyncio.wrap_future(self.loop.call(self._warm_up))
+        await self.transfer_node.start()
+        await asyncio.wrap_future(self.engine_loop.call(self._warm_up))
         if self.config.metrics_port:
-            self._metrics_server = self.metrics.base.start_metrics_server(self.config.metrics_port, self.config.host)
+            self._metrics_server = self.metrics.metrics.start_metrics_server(self.config.metrics_port, self.config.host)
         if self.config.redis:
-            await self._join(self.config.redis)
-        self._watch.start()
+            await self._join_index(self.config.redis)
+        self._health.start()
         self.lifecycle.ready()
         self._server.set_serving(True)
         _log.info("%s pod %s serves %s on %s", self.config.role, self.name, self.served_name, self.address)
 
-    async def _join(self, redis: str) -> None:
+    async def _join_index(self, redis: str) -> None:
         layout = self.engine.layout
         if self.config.role is Role.PREFILL:
             self._peers = PeerWatch(
                 IndexReader(redis, books=False),
                 layout.scope,
-                lambda address, generation: self.node.connect(address, generation=generation),
+                lambda address, generation: self.transfer_node.connect(address, generation=generation),
             )
             await self._peers.start()
         record = PodRecord(
@@ -219,7 +223,7 @@ class PodRuntime:
         """One short request on the engine thread, so that the first client's does not pay for lazy set-up. Its error is
         raised: a pod that cannot compute is never ready.
         """
-        self.engine.rehearse()
+        self.engine.warm_up()
         sampling = SamplingParams(temperature=0.0, max_tokens=2)
         request = ValidRequest("warm-up", self.served_name, (0, 0), sampling)
         self.engine.add(self.engine.new_sequence(request))
@@ -245,11 +249,11 @@ class PodRuntime:
         if self.exit_code:
             raise SystemExit(self.exit_code)
 
-    def _damaged(self) -> None:
+    def _on_pool_inconsistent(self) -> None:
         self.metrics.intact.set(0)
         self._server.set_serving(False)
 
-    def _leave(self, exit_code: int, reason: str) -> None:
+    def _drain_and_exit(self, exit_code: int, reason: str) -> None:
         """Only a new process can help: drains and ends this one, unless it is about to end anyway."""
         if self.lifecycle.draining:
             return
@@ -264,12 +268,12 @@ class PodRuntime:
         if self._index is not None:
             await self._index.stop()
         if self._service is not None:
-            await self._service.idle()
-        await self._embedder.idle()
+            await self._service.wait_idle()
+        await self._embedder.wait_idle()
 
     async def stop(self) -> None:
         """Ends what still runs and frees everything. Idempotent."""
-        await self._watch.stop()
+        await self._health.stop()
         for part in (self._peers, self._index):
             if part is not None:
                 await part.stop()
@@ -280,10 +284,10 @@ class PodRuntime:
             await asyncio.sleep(0)
         await self._server.stop(STOP_GRACE_S)
         try:
-            await asyncio.to_thread(self.loop.stop, STOP_GRACE_S)
+            await asyncio.to_thread(self.engine_loop.stop, STOP_GRACE_S)
         except InternalError as error:
             _log.error("%s", error.message)
-        await self.node.stop(STOP_GRACE_S)
+        await self.transfer_node.stop(STOP_GRACE_S)
         await asyncio.to_thread(self.engine.close)
         if self._metrics_server is not None:
             self._metrics_server.stop()
@@ -298,7 +302,7 @@ class PodRuntime:
 
     # -- what services and peers ask ----------------------------------------------------------------------------------
 
-    def trace(self, context: grpc.aio.ServicerContext[Any, Any]) -> TraceContext | None:
+    def caller_span(self, context: grpc.aio.ServicerContext[Any, Any]) -> TraceContext | None:
         """The caller's span, if this pod and the caller record spans."""
         if self.tracer is None:
             return None
@@ -309,16 +313,16 @@ class PodRuntime:
         """Raises Unavailable unless the pod takes new work."""
         if self.lifecycle.state is not State.READY:
             raise Unavailable(f"pod {self.name} is {self.lifecycle.state.name.lower()}")
-        if not self._watch.intact:
+        if not self._health.intact:
             raise Unavailable(f"pod {self.name} found its KV pool inconsistent")
 
     def _check_embedding(self, request: ValidRequest, queued_tokens: int, deadline_s: float) -> None:
         self.require_ready()
         self.limits.check(request, generates=False)
         others = 0 if self._service is None else self._service.queued_tokens
-        self.require_time(others + queued_tokens + request.prompt_len, deadline_s)
+        self.require_deadline(others + queued_tokens + request.prompt_len, deadline_s)
 
-    def require_time(self, queued_tokens: int, deadline_s: float) -> None:
+    def require_deadline(self, queued_tokens: int, deadline_s: float) -> None:
         """Raises Overloaded when that many prompt tokens cannot be computed within deadline_s at the measured rate."""
         if (need_s := self.rates.prefill_s(queued_tokens)) > deadline_s:
             raise Overloaded(
@@ -327,15 +331,15 @@ class PodRuntime:
                 retry_after_s=need_s - deadline_s,
             )
 
-    async def compile(self, request: ValidRequest) -> CompiledGrammar | None:
+    async def compile_grammar(self, request: ValidRequest) -> CompiledGrammar | None:
         """The request's grammar, compiled off the event loop and the engine's thread; None where it has none.
 
         Raises InvalidRequest that names the field it came from.
         """
-        grammars = self.engine.grammars
+        grammars = self.engine.grammar_compiler
         if request.grammar is None:
             return None
-        return grammars.cached(request.grammar) or await asyncio.to_thread(grammars.compile, request.grammar)
+        return grammars.get_cached(request.grammar) or await asyncio.to_thread(grammars.compile, request.grammar)
 
     def info(self) -> transfer_pb2.InfoResponse:
         """The authoritative description of this pod (any thread)."""
@@ -352,20 +356,20 @@ class PodRuntime:
             vocab_size=self.engine.vocab_size,
             pid=os.getpid(),
             boot_id=host_boot_id(),
-            ready=state is State.READY and self._watch.intact,
+            ready=state is State.READY and self._health.intact,
             draining=state is State.DRAINING,
             version=metadata.version("baton-serving"),
             blocks=counts_to_pb(self.engine.pool.counts()),
-            computed=transfer_pb2.ComputedTokens(**self.computed),
+            computed=transfer_pb2.ComputedTokens(**self.computed_tokens),
             served_name=self.served_name,
             load=load_to_pb(self.load()),
             activity=activity_to_pb(
-                self.metrics.generated,
+                self.metrics.generated_tokens,
                 self.engine.scheduler.stats().preemptions,
                 self._speculation(),
                 None if self._gpu is None else self._gpu.reading(),
             ),
-            pairs=[pair_to_pb(pair) for pair in self.node.pairs()],
+            pairs=[pair_to_pb(pair) for pair in self.transfer_node.pair_stats()],
             pulls=self.config.role is Role.PREFILL and self.config.pull != "off",
             late_targets=self.config.role is Role.PREFILL,
         )
@@ -373,15 +377,15 @@ class PodRuntime:
     def load(self) -> PodLoad:
         """What routing weighs."""
         stats, service = self.engine.scheduler.stats(), self._service
-        prefill_rate, prefill_overhead_s = self.rates.prefill()
-        step_s, step_slope_s = self.rates.decode()
-        transfer_rate, hand_off_s = self.rates.transfer()
+        prefill_rate, prefill_overhead_s = self.rates.prefill_fit()
+        step_s, step_slope_s = self.rates.decode_fit()
+        transfer_rate, hand_off_s = self.rates.transfer_fit()
         return PodLoad(
             queued_tokens=self._embedder.queued_tokens + (0 if service is None else service.queued_tokens),
             running=stats.running,
             waiting=stats.waiting,
-            reserved=0 if service is None else max(0, service.sequences - stats.running - stats.waiting),
-            free_blocks=self.engine.pool.available(),
+            reserved=0 if service is None else max(0, service.num_sequences - stats.running - stats.waiting),
+            free_blocks=self.engine.pool.num_available(),
             draining=self.lifecycle.draining,
             prefill_rate=prefill_rate,
             prefill_overhead_s=prefill_overhead_s,
@@ -392,17 +396,17 @@ class PodRuntime:
             pull_s=self.rates.pull_s(),
         )
 
-    def handed_off(self, report: TransferReport, seconds: float, exemplar: dict[str, str] | None = None) -> None:
+    def record_hand_off(self, report: TransferReport, seconds: float, exemplar: dict[str, str] | None = None) -> None:
         """Accounts a hand-off that this pod completed as the sender, `seconds` after its first push."""
-        self.metrics.handed_off(report, seconds, exemplar)
+        self.metrics.observe_hand_off(report, seconds, exemplar)
         left = report.blocks - report.delivered_before_finish
-        self.rates.moved(left * self.engine.layout.block_size, report.exposed_s)
+        self.rates.observe_hand_off(left * self.engine.layout.block_size, report.exposed_s)
 
     def _lend(self, hashes: Sequence[bytes], first: int) -> Hold | None:
         """What a pod that pulls this chain may read of the cache."""
-        hold = None if self.lifecycle.draining else self.engine.pool.lend(hashes, first)
+        hold = None if self.lifecycle.draining else self.engine.pool.pin_prefix(hashes, first)
         if hold is not None:
-            self.metrics.lent.inc(len(hold.blocks))
+            self.metrics.lent_blocks.inc(len(hold.blocks))
         return hold
 
     # -- engine thread ------------------------------------------------------------------------------------------------
@@ -417,8 +421,8 @@ class PodRuntime:
         self._service.on_step(result)
 
     def _count(self, result: StepResult) -> None:
-        self.computed["local" if self.config.role is Role.DECODE else "prefill"] += result.num_prompt_tokens
-        self.computed["recompute"] += result.num_recomputed_tokens
+        self.computed_tokens["local" if self.config.role is Role.DECODE else "prefill"] += result.num_prompt_tokens
+        self.computed_tokens["recompute"] += result.num_recomputed_tokens
         prompt = result.num_prompt_tokens + result.num_recomputed_tokens
-        self.rates.step(prompt, result.num_decode_tokens, result.seconds)
-        self.metrics.step(result)
+        self.rates.observe_step(prompt, result.num_decode_tokens, result.seconds)
+        self.metrics.observe_step(result)

@@ -101,7 +101,7 @@ class PodWatch:
         if not (self.intact and self._idle()):
             return
         try:
-            self._pool.check()
+            self._pool.check_integrity()
         except InternalError:
             _log.exception("the KV pool is inconsistent: taking no more work")
             self.intact = False

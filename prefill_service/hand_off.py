@@ -61,7 +61,7 @@ class _Reading:
     def release(self, blocks: abc.Sequence[int] | None = None) -> None:
         """Any thread."""
         self._hold.release(blocks)
-        if not self._hold.held:
+        if not self._hold.pinned:
             self._over()
 
 
@@ -91,42 +91,42 @@ class HandOff:
     ) -> None:
         self.seq = seq
         self.target: KvTarget | None = None
-        self.trace: list[Trace] = []
+        self.history: list[Trace] = []
         self._lock = threading.Lock()  # of the four below
         self._transfer: OutgoingTransfer | None = None
-        self._early: list[tuple[int, _Reading]] = []  # pushes that wait for a target
+        self._held_pushes: list[tuple[int, _Reading]] = []  # pushes that wait for a target
         self._finished: tuple[list[int], list[FinishReason | None]] | None = None
         self._abandoned = False  # there will be no target
         self._abort_sequence = abort_sequence
-        self._count = handed_off
+        self._record_hand_off = handed_off
         self._aio = asyncio.get_running_loop()
         self._engine_ended = asyncio.Event()
         self._inbox: asyncio.Queue[Event | TransferReport | BatonError] = asyncio.Queue()
-        self.arrived = time.monotonic()
-        self.ended_with: TransferReport | BatonError | None = None
-        self.fetched: tuple[str, float] | None = None  # from which pod a prefix was pulled, and until when
-        self.deadline = self.arrived + deadline_s
+        self.arrived_at = time.monotonic()
+        self.outcome: TransferReport | BatonError | None = None
+        self.pulled_from: tuple[str, float] | None = None  # from which pod a prefix was pulled, and until when
+        self.deadline = self.arrived_at + deadline_s
         self._first_chunk_at: float | None = None
         self._first_push_at = 0.0
-        self._seconds = 0.0  # from the first push to the commit
+        self._transfer_s = 0.0  # from the first push to the commit
         self._next_block = 0
         self._has_first_token = False
-        self._firsts: list[tuple[int, FinishReason | None]] = []  # by child
+        self._first_tokens: list[tuple[int, FinishReason | None]] = []  # by child
         self.closed = asyncio.Event()
-        self._reading: set[int] = set()  # first blocks of pushes that are not over
+        self._open_pushes: set[int] = set()  # first blocks of pushes that are not over
         self.pushes: dict[int, Push] = {}  # by first block
         self._read_over = asyncio.Event()
         self._transfer_over: asyncio.Task[None] | None = None
         self._decided = asyncio.Event()  # there is a target, or there will be none
 
-    def direct(self, target: KvTarget, transfer: OutgoingTransfer) -> None:
+    def set_target(self, target: KvTarget, transfer: OutgoingTransfer) -> None:
         """Where the KV goes; what is there already goes at once. On the event loop. Raises InvalidRequest."""
         with self._lock:
             assert self._transfer is None, "directed twice"
             self.target, self._transfer = target, transfer
             self._next_block = max(self._next_block, target.first_block)
             transfer.on_progress = self.on_progress
-            early, self._early = self._early, []
+            early, self._held_pushes = self._held_pushes, []
             for first, reading in early:
                 transfer.push(first, reading.blocks, reading)
             if self._finished is not None:
@@ -137,88 +137,88 @@ class HandOff:
     @property
     def queued_tokens(self) -> int:
         """Prompt tokens not computed yet."""
-        return 0 if self._has_first_token or self.closed.is_set() else self.seq.given - self.seq.computed
+        return 0 if self._has_first_token or self.closed.is_set() else self.seq.prefill_len - self.seq.computed
 
     # -- engine thread ------------------------------------------------------------------------------------------------
 
     def on_output(self, output: SequenceOutput, seconds: float) -> None:
         """News from a step that took `seconds`; the sequence's lease still stands."""
         now = time.monotonic()
-        if output.error is not None or output.finish in (FinishReason.ABORT, FinishReason.ERROR):
+        if output.error is not None or output.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
             self._post(output.error or Cancelled("the request was aborted"))
-            self.ended()
+            self.on_engine_released()
             return
         if self._first_chunk_at is None:
             self._first_chunk_at = now - seconds
         chunk = output.seq is self.seq  # else it only tells the first token of another child
         if chunk:
-            self.trace.append(Trace("chunk", min(output.computed, self.seq.given), now, now - seconds))
+            self.history.append(Trace("chunk", min(output.computed, self.seq.prefill_len), now, now - seconds))
         # What the gateway waits for goes first: posting writes takes the interpreter from the loop that sends it. For
         # the last chunk's news nobody waits: they go when the hand-off is over.
         if chunk and (output.prompt_logprobs is not None or not output.tokens):
             self._post(Event(progress=self._progress(output.computed, output.prompt_logprobs)))
         if output.tokens:
             token = output.tokens[0]
-            self._firsts.append((token.id, output.finish))
-            self.trace.append(Trace("first_token", token.id, now))
-            self._post(Event(first_token=self._first_token(token, output.finish, now)))
+            self._first_tokens.append((token.id, output.finish_reason))
+            self.history.append(Trace("first_token", token.id, now))
+            self._post(Event(first_token=self._first_token(token, output.finish_reason, now)))
         if chunk:
-            self._push(output.computed, output.computed >= self.seq.given)
-        if len(self._firsts) == self.seq.request.sampling.n:
-            tokens, finishes = [token for token, _ in self._firsts], [finish for _, finish in self._firsts]
+            self._push(output.computed, output.computed >= self.seq.prefill_len)
+        if len(self._first_tokens) == self.seq.request.sampling.n:
+            tokens, finishes = [token for token, _ in self._first_tokens], [finish for _, finish in self._first_tokens]
             with self._lock:
                 self._finished = tokens, finishes
                 if self._transfer is not None:
                     self._transfer.finish(tokens, finishes)
-            self.ended()
+            self.on_engine_released()
 
-    def on_failure(self, output: SequenceOutput, error: BatonError) -> None:
+    def on_step_failed(self, output: SequenceOutput, error: BatonError) -> None:
         """What the step did for this request could not be handed on: the request ends."""
         self._post(error)
         if output.ended:
-            self.ended()
+            self.on_engine_released()
         self._aio.call_soon_threadsafe(self.close)
 
     def _push(self, computed: int, done: bool) -> None:
         lease = self.seq.lease
         assert lease is not None, "a sequence that computed has a lease"
         size = self.seq.block_size
-        end = -(-self.seq.given // size) if done else computed // size
+        end = -(-self.seq.prefill_len // size) if done else computed // size
         if end > self._next_block:  # after a preemption the first chunks repeat blocks that already went
             first, self._next_block = self._next_block, end
             now = time.monotonic()
             self._first_push_at = self._first_push_at or now
             self.pushes[first] = Push(end - first, now)
-            reading = _Reading(lease.reader(first, end - first), lambda: self._reading_ended(first))
-            self._reading.add(first)
+            reading = _Reading(lease.pin_for_read(first, end - first), lambda: self._reading_ended(first))
+            self._open_pushes.add(first)
             with self._lock:
                 if self._transfer is not None:
                     self._transfer.push(first, reading.blocks, reading)
                 elif self._abandoned:
                     reading.release()
                 else:
-                    self._early.append((first, reading))
+                    self._held_pushes.append((first, reading))
 
-    def ended(self) -> None:
+    def on_engine_released(self) -> None:
         """The engine has let go of the sequence (any thread)."""
         self._aio.call_soon_threadsafe(self._engine_ended.set)
 
-    def refused(self, error: BatonError) -> None:
+    def on_refused(self, error: BatonError) -> None:
         """The engine did not take the sequence (any thread)."""
         self._post(error)
-        self.ended()
+        self.on_engine_released()
 
     # -- transfer thread ----------------------------------------------------------------------------------------------
 
     def on_progress(self, delivered: int) -> None:
         """`delivered` blocks have reached the target so far."""
-        self.trace.append(Trace("delivered", delivered, time.monotonic()))
+        self.history.append(Trace("delivered", delivered, time.monotonic()))
 
     def _reading_ended(self, first: int) -> None:
         self.pushes[first].end = time.monotonic()
 
         def end() -> None:
-            self._reading.discard(first)
+            self._open_pushes.discard(first)
             self._read_over.set()
 
         self._aio.call_soon_threadsafe(end)
@@ -233,12 +233,12 @@ class HandOff:
         while True:
             item = await self._next()
             if isinstance(item, TransferReport):
-                self.ended_with = item
-                self.trace.append(Trace("end", item.blocks, time.monotonic()))
+                self.outcome = item
+                self.history.append(Trace("end", item.blocks, time.monotonic()))
                 yield Event(handed_off=self._handed_off(item))
                 return
             if isinstance(item, BatonError):
-                self.ended_with = item
+                self.outcome = item
                 if not self._has_first_token:
                     raise item
                 yield Event(failed=error_to_pb(item))
@@ -261,11 +261,11 @@ class HandOff:
         except BatonError as error:
             self._inbox.put_nowait(error)
             return
-        self._seconds = time.monotonic() - self._first_push_at if report.blocks else 0.0
-        self._count(report, self._seconds)
-        if self.ended_with is None:  # what is told of a drained request need not wait until its events are read
-            self.ended_with = report
-        self._inbox.put_nowait(Event(progress=self._progress(self.seq.given)))
+        self._transfer_s = time.monotonic() - self._first_push_at if report.blocks else 0.0
+        self._record_hand_off(report, self._transfer_s)
+        if self.outcome is None:  # what is told of a drained request need not wait until its events are read
+            self.outcome = report
+        self._inbox.put_nowait(Event(progress=self._progress(self.seq.prefill_len)))
         self._inbox.put_nowait(report)
 
     def fail(self, error: BatonError) -> None:
@@ -281,24 +281,24 @@ class HandOff:
             self._abort_sequence()
         with self._lock:
             self._abandoned = True
-            early, self._early = self._early, []
+            early, self._held_pushes = self._held_pushes, []
             if self._transfer is not None:
                 self._transfer.abort("the prefill request ended")
         for _, reading in early:
             reading.release()
         self._decided.set()
 
-    async def decided(self) -> None:
+    async def target_decided(self) -> None:
         """Returns when there is a target, or there will be none."""
         await self._decided.wait()
 
     async def drained(self) -> None:
         """Returns when neither the engine nor a posted write holds anything for this request any more."""
         await self._engine_ended.wait()
-        await self.decided()
+        await self.target_decided()
         if self._transfer_over is not None:
             await self._transfer_over
-        while self._reading:
+        while self._open_pushes:
             self._read_over.clear()
             await self._read_over.wait()
 
@@ -316,26 +316,26 @@ class HandOff:
         )
 
     def _first_token(self, token: Token, finish: FinishReason | None, now: float) -> prefill_pb2.FirstToken:
-        started = self.arrived if self._first_chunk_at is None else self._first_chunk_at
+        started = self.arrived_at if self._first_chunk_at is None else self._first_chunk_at
         return prefill_pb2.FirstToken(
             token=token_to_pb(token),
             child=token.child,
             finish_reason=finish_to_pb(finish),
             cached_tokens=self.seq.cached_tokens,
-            queue_s=max(0.0, started - self.arrived),
+            queue_s=max(0.0, started - self.arrived_at),
             compute_s=now - started,
         )
 
     def _handed_off(self, report: TransferReport) -> prefill_pb2.HandedOff:
         now = time.monotonic()
-        since = self._first_chunk_at or self.arrived
+        since = self._first_chunk_at or self.arrived_at
         return prefill_pb2.HandedOff(
             blocks=report.blocks,
             bytes=report.bytes,
             exposed_s=report.exposed_s,
             blocks_before_last_chunk=self.delivered_before_last_chunk(),
             transport=report.transport,
-            seconds=self._seconds,
+            seconds=self._transfer_s,
             pushes=[
                 prefill_pb2.Push(first_block=first, blocks=push.blocks, start_s=push.start - since, end_s=end - since)
                 for first, push in sorted(self.pushes.items())[:MOST_PUSHES]
@@ -346,5 +346,5 @@ class HandOff:
 
     def delivered_before_last_chunk(self) -> int:
         """Blocks whose delivery precedes the end of the last chunk's compute, by the order of events."""
-        last = max((i for i, t in enumerate(self.trace) if t.kind == "chunk"), default=0)
-        return max((t.value for t in self.trace[:last] if t.kind == "delivered"), default=0)
+        last = max((i for i, t in enumerate(self.history) if t.kind == "chunk"), default=0)
+        return max((t.value for t in self.history[:last] if t.kind == "delivered"), default=0)

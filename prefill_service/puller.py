@@ -36,7 +36,7 @@ def patience_s(rates: PodRates, tokens: int) -> float:
     """Seconds that a pull of so many tokens may take: as long as computing them."""
     if compute_s := rates.prefill_s(tokens):
         return min(MAX_TIME_S, max(MIN_TIME_S, compute_s))
-    guess_s = rates.prefill_guess_s(tokens)
+    guess_s = rates.prefill_estimate_s(tokens)
     return min(UNKNOWN_TIME_S, max(MIN_TIME_S, GUESS * guess_s)) if guess_s else UNKNOWN_TIME_S
 
 
@@ -45,20 +45,20 @@ class Puller:
 
     def __init__(self, pod: PodRuntime) -> None:
         self._pod = pod
-        self._flights: dict[bytes, asyncio.Task[bool]] = {}  # by the hash of the last block wanted
+        self._pulls: dict[bytes, asyncio.Task[bool]] = {}  # by the hash of the last block wanted
 
-    async def fetch(self, request: ValidRequest, hint: prefill_pb2.PullHint, deadline_s: float) -> bool:
+    async def pull(self, request: ValidRequest, hint: prefill_pb2.PullHint, deadline_s: float) -> bool:
         """Returns once the cache holds what could be had of the hint: whether anybody was asked for it. Never raises
         but for cancellation.
         """
         metrics = self._pod.metrics
         if self._pod.config.pull == "off":
-            metrics.pull("skipped", "off")
+            metrics.count_pull("skipped", "off")
             return False
         layout = self._pod.engine.layout
         wanted = min(hint.blocks, matchable_blocks(request.context_len, layout.block_size))
         if not wanted or request.sampling.prompt_logprobs is not None:
-            metrics.pull("skipped", "useless")
+            metrics.count_pull("skipped", "useless")
             return False
         hashes = block_hashes(
             request.context_ids[: wanted * layout.block_size],
@@ -66,16 +66,18 @@ class Puller:
             block_size=layout.block_size,
             salt=request.cache_salt,
         )
-        flight = self._flights.get(hashes[-1])
+        flight = self._pulls.get(hashes[-1])
         if flight is None:
-            work = self._fetch(request.request_id, hashes, hint, deadline_s)
-            flight = self._flights[hashes[-1]] = asyncio.get_running_loop().create_task(work)
-            flight.add_done_callback(lambda _: self._flights.pop(hashes[-1]))
+            work = self._pull_accounted(request.request_id, hashes, hint, deadline_s)
+            flight = self._pulls[hashes[-1]] = asyncio.get_running_loop().create_task(work)
+            flight.add_done_callback(lambda _: self._pulls.pop(hashes[-1]))
         else:
-            metrics.pull("skipped", "shared")
+            metrics.count_pull("skipped", "shared")
         return await asyncio.shield(flight)
 
-    async def _fetch(self, request_id: str, hashes: list[bytes], hint: prefill_pb2.PullHint, deadline_s: float) -> bool:
+    async def _pull_accounted(
+        self, request_id: str, hashes: list[bytes], hint: prefill_pb2.PullHint, deadline_s: float
+    ) -> bool:
         """One pull, accounted; whether the holder was asked."""
         began, metrics = time.monotonic(), self._pod.metrics
         try:
@@ -86,9 +88,9 @@ class Puller:
         except Exception:
             outcome, reason = "failed", "internal_error"
             _log.exception("pull from %s failed", hint.pod, extra={"request_id": request_id})
-        metrics.pull(outcome, reason)
+        metrics.count_pull(outcome, reason)
         if outcome == "done":
-            metrics.pulled(time.monotonic() - began, predicted_s=hint.seconds)
+            metrics.observe_pull(time.monotonic() - began, predicted_s=hint.seconds)
         return outcome != "skipped"
 
     async def _pull(
@@ -96,7 +98,7 @@ class Puller:
     ) -> tuple[str, str]:
         """Outcome and reason. Raises BatonError."""
         pod, pool = self._pod, self._pod.engine.pool
-        held = pool.match(hashes)
+        held = pool.match_prefix(hashes)
         if held == len(hashes):
             return "skipped", "held"
         tokens = (len(hashes) - held) * pool.block_size
@@ -109,7 +111,7 @@ class Puller:
         holder = Holder(hint.pod, hint.generation, hint.address)
         lease = await patiently(
             lambda: pool.lease(hashes, len(hashes), keep_free=pod.engine.scheduler.stats().running, host=True),
-            lambda lease: lease is None and pool.copying(),
+            lambda lease: lease is None and pool.copies_pending(),
         )
         if lease is None:
             return "skipped", "no_room"
@@ -122,26 +124,28 @@ class Puller:
                 hashes=hashes,
                 first_block=first,
                 blocks=tuple(lease.blocks[first:]),
-                hold=lease.writer(first, len(hashes) - first),
+                hold=lease.pin_for_write(first, len(hashes) - first),
                 timeout_s=max(0.0, limit_s - (time.monotonic() - began)),
             )
             asked = time.monotonic()
             pod.metrics.pulls_asked.inc()
             try:
-                got = await pod.node.pull(holder, wanted)
+                got = await pod.transfer_node.pull(holder, wanted)
             except DeadlineExceeded:
-                pod.rates.pulled(time.monotonic() - asked, 0.0)
+                pod.rates.observe_pull(time.monotonic() - asked, 0.0)
                 raise
-            await patiently(lambda: lease.loading, bool)  # what comes from host memory was asked for before the pull
+            await patiently(
+                lambda: lease.host_loading, bool
+            )  # what comes from host memory was asked for before the pull
             lease.publish(hashes[: first + got.blocks])
             if not got.blocks:
                 return "refused", got.reason
-            self._learn(got, time.monotonic() - asked)
+            self._observe(got, time.monotonic() - asked)
             return "done", "all" if got.blocks == len(hashes) - first else "part"
         finally:
             lease.finish("pulled")
 
-    def _learn(self, got: Pulled, seconds: float) -> None:
+    def _observe(self, got: Pulled, seconds: float) -> None:
         moved = got.blocks * self._pod.engine.layout.block_bytes
-        self._pod.rates.pulled(seconds, moved / (got.gbps * 1e9) if got.gbps > 0 else 0.0)
+        self._pod.rates.observe_pull(seconds, moved / (got.gb_s * 1e9) if got.gb_s > 0 else 0.0)
         self._pod.metrics.pulled_blocks.inc(got.blocks)

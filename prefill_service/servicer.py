@@ -42,7 +42,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
 
     def __init__(self, pod: PodRuntime) -> None:
         self._pod = pod
-        self._active: Registry[HandOff] = Registry()
+        self._requests: Registry[HandOff] = Registry()
         self._puller = Puller(pod)
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -54,11 +54,11 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
     ) -> AsyncIterator[prefill_pb2.PrefillEvent]:
         """See prefill.proto."""
         valid = request_from_pb(request.request)
-        grammar = await self._pod.compile(valid)
+        grammar = await self._pod.compile_grammar(valid)
         hint = request.pull if request.HasField("pull") else None
-        deadline_s, asked_by = remaining_s(context, DEFAULT_DEADLINE_S), self._pod.trace(context)
+        deadline_s, asked_by = remaining_s(context, DEFAULT_DEADLINE_S), self._pod.caller_span(context)
         target = target_from_pb(request.target) if request.HasField("target") else None
-        hand_off = self._begin(valid, target, deadline_s, grammar, hint, asked_by)
+        hand_off = self._start(valid, target, deadline_s, grammar, hint, asked_by)
         try:
             async for event in hand_off.events():
                 if event.HasField("failed"):
@@ -72,12 +72,12 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
     ) -> prefill_pb2.SetTargetResponse:
         """See prefill.proto. It may overtake the Prefill that it belongs to."""
         target = target_from_pb(request.target)
-        hand_off = await patiently(lambda: self._active.get(request.request_id), lambda found: found is None)
+        hand_off = await patiently(lambda: self._requests.get(request.request_id), lambda found: found is None)
         if hand_off is None or hand_off.closed.is_set():
             raise Unavailable(f"request {request.request_id} is not here (any more)")
         if hand_off.target is None:
             self._check_target(hand_off.seq.request, target)
-            self._direct(hand_off, target)
+            self._set_target(hand_off, target)
         elif hand_off.target != target:
             raise InvalidRequest("the request has another target", field="target")
         return prefill_pb2.SetTargetResponse()
@@ -86,12 +86,12 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         self, request: prefill_pb2.PrefillAbortRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> prefill_pb2.PrefillAbortResponse:
         """See prefill.proto."""
-        if hand_off := self._active.get(request.request_id):
+        if hand_off := self._requests.get(request.request_id):
             hand_off.fail(Cancelled("the request was aborted"))
             hand_off.close()
         return prefill_pb2.PrefillAbortResponse()
 
-    def _begin(
+    def _start(
         self,
         request: ValidRequest,
         target: KvTarget | None,
@@ -108,9 +108,9 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         pod.limits.check(request, generates=False)
         if target is not None:
             self._check_target(request, target)
-        if request.request_id in self._active:
+        if request.request_id in self._requests:
             raise InvalidRequest(f"request {request.request_id} is already here", field="request_id")
-        pod.require_time(self.queued_tokens + request.context_len, deadline_s)
+        pod.require_deadline(self.queued_tokens + request.context_len, deadline_s)
         seq = pod.engine.new_sequence(
             request, hand_off=True, grammar=grammar, output=request.output_ids, child=request.child
         )
@@ -118,51 +118,51 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         hand_off = HandOff(
             seq,
             deadline_s,
-            lambda: pod.loop.abort(request.request_id),
-            lambda report, seconds: pod.handed_off(report, seconds, exemplar),
+            lambda: pod.engine_loop.abort(request.request_id),
+            lambda report, seconds: pod.record_hand_off(report, seconds, exemplar),
         )
         if target is not None:
-            self._direct(hand_off, target)
+            self._set_target(hand_off, target)
         else:
-            self._spawn(self._require_target(hand_off))
-        self._active.add(request.request_id, hand_off)
+            self._spawn(self._await_target(hand_off))
+        self._requests.add(request.request_id, hand_off)
         if hint is None:
-            pod.loop.add(seq, hand_off.refused)
+            pod.engine_loop.add(seq, hand_off.on_refused)
         else:
-            self._spawn(self._fetch_and_add(hand_off, hint, deadline_s))
-        self._spawn(self._reap(request.request_id, hand_off, asked_by))
+            self._spawn(self._pull_then_add(hand_off, hint, deadline_s))
+        self._spawn(self._remove_when_drained(request.request_id, hand_off, asked_by))
         return hand_off
 
-    def _direct(self, hand_off: HandOff, target: KvTarget) -> None:
+    def _set_target(self, hand_off: HandOff, target: KvTarget) -> None:
         pod, request = self._pod, hand_off.seq.request
         num_blocks = pod.engine.layout.blocks_for(request.context_len)
         left_s = hand_off.deadline - time.monotonic()
-        hand_off.direct(target, pod.node.outgoing(target, request.request_id, num_blocks, left_s))
+        hand_off.set_target(target, pod.transfer_node.start_transfer(target, request.request_id, num_blocks, left_s))
 
-    async def _require_target(self, hand_off: HandOff) -> None:
+    async def _await_target(self, hand_off: HandOff) -> None:
         """A prompt without a home holds blocks for nobody."""
-        decided = asyncio.get_running_loop().create_task(hand_off.decided())
+        decided = asyncio.get_running_loop().create_task(hand_off.target_decided())
         await asyncio.wait({decided}, timeout=TARGET_WAIT_S)
         if not decided.done():
             decided.cancel()
             hand_off.fail(Unavailable("nobody said where the KV goes"))
             hand_off.close()
 
-    async def _fetch_and_add(self, hand_off: HandOff, hint: prefill_pb2.PullHint, deadline_s: float) -> None:
+    async def _pull_then_add(self, hand_off: HandOff, hint: prefill_pb2.PullHint, deadline_s: float) -> None:
         aio = asyncio.get_running_loop()
-        fetch = aio.create_task(self._puller.fetch(hand_off.seq.request, hint, deadline_s))
+        fetch = aio.create_task(self._puller.pull(hand_off.seq.request, hint, deadline_s))
         closed = aio.create_task(hand_off.closed.wait())
         try:
             await asyncio.wait({fetch, closed}, return_when=asyncio.FIRST_COMPLETED)
             if not fetch.done() or (fetch.exception() is None and fetch.result()):
-                hand_off.fetched = hint.pod, time.monotonic()
+                hand_off.pulled_from = hint.pod, time.monotonic()
         finally:
             fetch.cancel()
             closed.cancel()
         if hand_off.closed.is_set():
-            hand_off.ended()
+            hand_off.on_engine_released()
         else:
-            self._pod.loop.add(hand_off.seq, hand_off.refused)
+            self._pod.engine_loop.add(hand_off.seq, hand_off.on_refused)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -176,9 +176,9 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         if target.first_block + len(target.blocks) != layout.blocks_for(request.context_len):
             raise InvalidRequest("the target does not cover the prompt's blocks", field="target")
 
-    async def _reap(self, request_id: str, hand_off: HandOff, asked_by: TraceContext | None) -> None:
+    async def _remove_when_drained(self, request_id: str, hand_off: HandOff, asked_by: TraceContext | None) -> None:
         await hand_off.drained()
-        self._active.remove(request_id, hand_off)
+        self._requests.remove(request_id, hand_off)
         if asked_by is not None and self._pod.tracer is not None:
             record_prefill(self._pod.tracer, asked_by, hand_off)
 
@@ -187,36 +187,36 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
     def on_step(self, result: StepResult) -> None:
         """Engine thread, after each step and before the leases of ended sequences are finished."""
         for output in result.outputs:
-            hand_off = self._active.get(output.seq.request_id)
+            hand_off = self._requests.get(output.seq.request_id)
             if hand_off is None or hand_off.seq.request is not output.seq.request:
                 continue
             try:
                 hand_off.on_output(output, result.seconds)
             except Exception as error:  # the step's other sequences go on
                 _log.exception("a chunk could not be handed on", extra={"request_id": output.seq.request_id})
-                hand_off.on_failure(output, InternalError(f"{type(error).__name__}: {error}"))
+                hand_off.on_step_failed(output, InternalError(f"{type(error).__name__}: {error}"))
 
     @property
-    def active(self) -> int:
+    def num_active(self) -> int:
         """Requests that still hold something."""
-        return len(self._active)
+        return len(self._requests)
 
     @property
-    def sequences(self) -> int:
+    def num_sequences(self) -> int:
         """One per request: a prompt is computed once, whatever comes of it."""
-        return len(self._active)
+        return len(self._requests)
 
     @property
     def queued_tokens(self) -> int:
         """Prompt tokens that wait for compute."""
-        return sum(h.queued_tokens for h in self._active.values())
+        return sum(h.queued_tokens for h in self._requests.values())
 
-    async def idle(self) -> None:
+    async def wait_idle(self) -> None:
         """Returns once no request holds anything."""
-        await self._active.idle()
+        await self._requests.wait_idle()
 
     def abort_all(self, error: BatonError) -> None:
         """Ends every request (the pod stops)."""
-        for hand_off in self._active.values():
+        for hand_off in self._requests.values():
             hand_off.fail(error)
             hand_off.close()

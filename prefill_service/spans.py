@@ -21,27 +21,27 @@ from prefill_service.hand_off import HandOff
 
 def record_prefill(tracer: Tracer, parent: TraceContext, hand_off: HandOff) -> None:
     """parent: the caller's span."""
-    own, seq, end = parent.child(), hand_off.seq, hand_off.ended_with
-    over = next((entry.at for entry in hand_off.trace if entry.kind == "end"), time.monotonic())
-    chunks = [entry for entry in hand_off.trace if entry.kind == "chunk"]
-    queued = hand_off.arrived
-    if hand_off.fetched is not None:
-        pod, queued = hand_off.fetched
-        tracer.record("prefill.pull", own.child(), own, hand_off.arrived, queued, {"baton.pod": pod})
+    own, seq, end = parent.new_child(), hand_off.seq, hand_off.outcome
+    over = next((entry.at for entry in hand_off.history if entry.kind == "end"), time.monotonic())
+    chunks = [entry for entry in hand_off.history if entry.kind == "chunk"]
+    queued = hand_off.arrived_at
+    if hand_off.pulled_from is not None:
+        pod, queued = hand_off.pulled_from
+        tracer.record_span("prefill.pull", own.new_child(), own, hand_off.arrived_at, queued, {"baton.pod": pod})
     if chunks:
-        tracer.record("prefill.queue", own.child(), own, queued, chunks[0].start)
+        tracer.record_span("prefill.queue", own.new_child(), own, queued, chunks[0].start)
     done = seq.cached_tokens
     for chunk in chunks:
         counted = {"baton.tokens": chunk.value - done, "baton.computed_tokens": chunk.value}
-        tracer.record("prefill.chunk", own.child(), own, chunk.start, chunk.at, counted)
+        tracer.record_span("prefill.chunk", own.new_child(), own, chunk.start, chunk.at, counted)
         done = chunk.value
     if hand_off.pushes or isinstance(end, TransferReport):
         _record_transfer(tracer, own, hand_off, over)
-    tracer.record(
+    tracer.record_span(
         "prefill.request",
         own,
         parent,
-        hand_off.arrived,
+        hand_off.arrived_at,
         over,
         {
             "baton.request_id": seq.request_id,
@@ -55,17 +55,17 @@ def record_prefill(tracer: Tracer, parent: TraceContext, hand_off: HandOff) -> N
 
 
 def _record_transfer(tracer: Tracer, parent: TraceContext, hand_off: HandOff, over: float) -> None:
-    own, end = parent.child(), hand_off.ended_with
+    own, end = parent.new_child(), hand_off.outcome
     pushes = sorted(hand_off.pushes.items())
-    computed = max((entry.at for entry in hand_off.trace if entry.kind in ("chunk", "first_token")), default=over)
+    computed = max((entry.at for entry in hand_off.history if entry.kind in ("chunk", "first_token")), default=over)
     start = min([computed, *(push.start for _, push in pushes)])
     for first, push in pushes:
         blocks = {"baton.first_block": first, "baton.blocks": push.blocks}
-        tracer.record("transfer.push", own.child(), own, push.start, push.end or over, blocks)
+        tracer.record_span("transfer.push", own.new_child(), own, push.start, push.end or over, blocks)
     to = "" if hand_off.target is None else hand_off.target.pod
     found: dict[str, str | int | float] = {"baton.decode_pod": to}
     if isinstance(end, TransferReport):
         found |= {"baton.blocks": end.blocks, "baton.bytes": end.bytes, "baton.transport": end.transport}
         found |= {"baton.exposed_s": end.exposed_s, "baton.blocks_early": hand_off.delivered_before_last_chunk()}
     error = end.message if isinstance(end, BatonError) else None
-    tracer.record("transfer.hand_off", own, parent, start, over, found, kind="client", error=error)
+    tracer.record_span("transfer.hand_off", own, parent, start, over, found, kind="client", error=error)

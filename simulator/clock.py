@@ -22,13 +22,13 @@ class Clock:
         """`now`, as a function for code that takes a clock."""
         return self.now
 
-    def at(self, when: float, action: Callable[[], None]) -> None:
+    def call_at(self, when: float, action: Callable[[], None]) -> None:
         """Runs an action at a time; now if that time is past."""
         self._scheduled += 1
         heapq.heappush(self._due, (max(when, self.now), self._scheduled, action))
 
-    def after(self, seconds: float, action: Callable[[], None]) -> None:
-        self.at(self.now + seconds, action)
+    def call_after(self, seconds: float, action: Callable[[], None]) -> None:
+        self.call_at(self.now + seconds, action)
 
     def run(self, until: Callable[[], bool]) -> None:
         """Runs actions until the condition, evaluated before each action, holds or no action is left."""

@@ -144,7 +144,7 @@ class Cluster:
         summary = summarise(
             [outcome for outcome in outcomes if outcome.arrival_s >= self._spec.warm_s],
             [m.prompts for m in prefills],
-            computed_tokens=sum(m.all_computed_tokens for m in prefills),
+            computed_tokens=sum(m.total_computed_tokens for m in prefills),
             sim_s=self.clock.now,
             cpu_s=time.process_time() - began,
         )
@@ -155,7 +155,7 @@ class Cluster:
         """Every pool adds up, and no live pod holds blocks of requests that ended. Raises InternalError, or asserts."""
         for member in self.members:
             if member.alive:
-                member.pod.pool.check()
+                member.pod.pool.check_integrity()
                 assert member.pod.pool.counts().leased == 0, f"{member.name}: {member.pod.pool.counts()}"
 
     def _launch(self, ended: Callable[[Flight], None]) -> None:
@@ -167,29 +167,29 @@ class Cluster:
             gateway = self.gateways[i % len(self.gateways)]
             flight = Flight(self.clock, gateway, f"r{i}", request, self._spec.block_size, ended)
             self.flights.append(flight)
-            self.clock.at(self.clock.now, lambda: gateway.route(flight))
+            self.clock.call_at(self.clock.now, lambda: gateway.route(flight))
             if i + 1 < len(requests):
-                self.clock.at(requests[i + 1].arrival_s, lambda: arrive(i + 1))
+                self.clock.call_at(requests[i + 1].arrival_s, lambda: arrive(i + 1))
 
-        self.clock.at(requests[0].arrival_s, lambda: arrive(0))
+        self.clock.call_at(requests[0].arrival_s, lambda: arrive(0))
 
     def _poll(self, gateway: SimGateway, delay_s: float) -> None:
         def poll() -> None:
             gateway.poll()
-            self.clock.after(self._spec.report_s, poll)
+            self.clock.call_after(self._spec.report_s, poll)
 
-        self.clock.after(delay_s, poll)
+        self.clock.call_after(delay_s, poll)
 
     def _plan_fault(self, fault: Fault) -> None:
         if not fault.pod:
-            self.clock.at(fault.at_s, lambda: self._index_away(True))
-            self.clock.at(fault.at_s + fault.for_s, lambda: self._index_away(False))
+            self.clock.call_at(fault.at_s, lambda: self._index_away(True))
+            self.clock.call_at(fault.at_s + fault.for_s, lambda: self._index_away(False))
             return
         member = next((m for m in self.members if m.name == fault.pod), None)
         if member is None:
             raise ConfigError(f"there is no pod {fault.pod} that could fail", field="faults")
-        self.clock.at(fault.at_s, member.kill)
-        self.clock.at(fault.at_s + fault.for_s, member.restart)
+        self.clock.call_at(fault.at_s, member.kill)
+        self.clock.call_at(fault.at_s + fault.for_s, member.restart)
 
     def _index_away(self, away: bool) -> None:
         self.index.away = away

@@ -27,11 +27,11 @@ class Answer:
     """One reserved sequence. held_blocks: prompt blocks that the pod had already. left: tokens to decode."""
 
     lease: Lease
-    held_blocks: int
+    cached_blocks: int
     context: int
-    left: int
+    tokens_left: int
     on_end: Callable[[int], None]
-    chain: Sequence[bytes]
+    block_hashes: Sequence[bytes]
     end_step: float = 0.0
 
 
@@ -82,8 +82,8 @@ class DecodePod:
         """Its KV is complete: it decodes as soon as a slot is free."""
         if not self.alive or answer.lease.finished:
             return
-        answer.lease.publish(list(answer.chain[: answer.context // self._shape.block_size]))
-        if answer.left <= 0:
+        answer.lease.publish(list(answer.block_hashes[: answer.context // self._shape.block_size]))
+        if answer.tokens_left <= 0:
             answer.lease.finish("length")
             answer.on_end(0)
             return
@@ -102,7 +102,7 @@ class DecodePod:
         if answer.end_step == 0.0:
             return 0
         steps = self._steps + (self._clock.now - self._since) / self._step_s if self._step_s else self._steps
-        return max(0, min(answer.left, int(answer.left - (answer.end_step - steps))))
+        return max(0, min(answer.tokens_left, int(answer.tokens_left - (answer.end_step - steps))))
 
     def kill(self) -> None:
         """Nothing is computed or answered any more."""
@@ -115,7 +115,7 @@ class DecodePod:
         return PodLoad(
             running=len(self._running),
             waiting=len(self._waiting),
-            free_blocks=self.pool.available(),
+            free_blocks=self.pool.num_available(),
             step_s=flat,
             step_slope_s=self._slope(flat),
             transfer_rate=self._rates.link_byte_s / self._rates.kv_bytes,
@@ -141,7 +141,7 @@ class DecodePod:
         while self._waiting and len(self._running) < self._shape.max_seqs:
             answer = self._waiting.popleft()
             self._joined += 1
-            answer.end_step = self._steps + answer.left
+            answer.end_step = self._steps + answer.tokens_left
             self._running[self._joined] = answer
             self._context += answer.context
             heapq.heappush(self._ends, (answer.end_step, self._joined, answer))
@@ -155,7 +155,7 @@ class DecodePod:
         steps = min(REFRESH, max(0.0, self._ends[0][0] - self._steps))
         self._alarm += 1
         alarm = self._alarm
-        self._clock.after(steps * self._step_s, lambda: self._wake(alarm))
+        self._clock.call_after(steps * self._step_s, lambda: self._wake(alarm))
 
     def _wake(self, alarm: int) -> None:
         if not self.alive or alarm != self._alarm:
@@ -165,11 +165,11 @@ class DecodePod:
         while self._ends and self._ends[0][0] <= self._steps + 1e-6:
             _, number, answer = heapq.heappop(self._ends)
             del self._running[number]
-            self._context -= answer.context + answer.left
+            self._context -= answer.context + answer.tokens_left
             ended.append(answer)
         self._admit()
         self._schedule()
         for answer in ended:
-            self.tokens += answer.left
+            self.tokens += answer.tokens_left
             answer.lease.finish("length")
-            answer.on_end(answer.left)
+            answer.on_end(answer.tokens_left)

@@ -33,7 +33,7 @@ class Flight:
         on_end: Callable[[Flight], None],
     ) -> None:
         self.request_id = request_id
-        self.chain = request.chain
+        self.block_hashes = request.block_hashes
         self.prompt_len = request.prompt_len
         self.output_len = request.output_len
         self.outcome = Outcome(request.arrival_s, request.prompt_len, request.output_len)
@@ -45,23 +45,23 @@ class Flight:
         self._prompt: Prompt | None = None
         self._sent = 0  # prompt tokens whose KV is on its way to the decode pod or there
         self._first_at: float | None = None
-        self._gone = 0  # tokens of the answer that came before a decode pod died
+        self._resumed_tokens = 0  # tokens of the answer that came before a decode pod died
 
-    def begin(self, choice: Choice) -> None:
+    def start(self, choice: Choice) -> None:
         """Goes to the pods that were chosen."""
         self._choice = choice
-        self.outcome.tries += 1
-        self.outcome.promised_tokens = choice.promised
+        self.outcome.attempts += 1
+        self.outcome.expected_hit_tokens = choice.expected_hit_tokens
         prefill = choice.prefill
         prefill.prompts += 1
-        prefill.flights[self.request_id] = self
+        prefill.requests[self.request_id] = self
         if choice.decode is not None and choice.answer is not None:
-            choice.decode.flights[self.request_id] = self
-            self._sent = choice.answer.held_blocks * self._block_size
+            choice.decode.requests[self.request_id] = self
+            self._sent = choice.answer.cached_blocks * self._block_size
         self._prompt = Prompt(
-            f"{self.request_id}.{self.outcome.tries}",
+            f"{self.request_id}.{self.outcome.attempts}",
             self.prompt_len,
-            self.chain,
+            self.block_hashes,
             self._block_size,
             self._on_chunk,
             self._on_first,
@@ -75,28 +75,28 @@ class Flight:
         """The prompt is queued once what the holder really has of it is there."""
         prompt, pool, rates = self._prompt, choice.prefill.prefill.pool, holder.rates
         assert prompt is not None
-        chain = list(self.chain[: holder.pod.pool.match(self.chain[:blocks])])
-        missing = max(0, len(chain) - pool.match(chain)) * self._block_size
+        chain = list(self.block_hashes[: holder.pod.pool.match_prefix(self.block_hashes[:blocks])])
+        missing = max(0, len(chain) - pool.match_prefix(chain)) * self._block_size
         there = holder.link.send(self._clock.now, missing * rates.kv_bytes / rates.link_byte_s) + rates.link_latency_s
 
         def fetched() -> None:
             if self._choice is not choice:
                 return  # a pod died meanwhile
-            choice.prefill.prefill.fill(chain)
+            choice.prefill.prefill.add_prefix(chain)
             choice.prefill.prefill.add(prompt)
 
-        self._clock.at(there, fetched)
+        self._clock.call_at(there, fetched)
 
     def refuse(self) -> None:
         """Nobody takes it."""
         self.outcome.refused = True
         self._on_end(self)
 
-    def lost(self, member: Member) -> None:
+    def on_pod_lost(self, member: Member) -> None:
         """A pod that it needs has died."""
         choice, prompt = self._choice, self._prompt
         assert choice is not None
-        self._let_go()
+        self._release()
         if member is not choice.prefill and prompt is not None:
             choice.prefill.prefill.cancel(prompt)
         if choice.decode is not None and choice.answer is not None:
@@ -108,21 +108,21 @@ class Flight:
 
     def _resume(self, got: int) -> None:
         """What the dead decode pod had answered becomes a part of the prompt."""
-        first = 1 if self._first_at is not None and self._gone == 0 else 0
+        first = 1 if self._first_at is not None and self._resumed_tokens == 0 else 0
         got = min(self.output_len - 1, got + first)
-        self._gone += got
+        self._resumed_tokens += got
         self.prompt_len += got
         self.output_len -= got
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         """Leaves the pods and returns the bookings; idempotent."""
         choice, self._choice, self._prompt = self._choice, None, None
         if choice is None:
             return
-        choice.prefill.flights.pop(self.request_id, None)
+        choice.prefill.requests.pop(self.request_id, None)
         if choice.decode is not None:
-            choice.decode.flights.pop(self.request_id, None)
-        self._gateway.returned(self, choice)
+            choice.decode.requests.pop(self.request_id, None)
+        self._gateway.release_bookings(self, choice)
 
     def _on_chunk(self, left: int, _: int) -> None:
         choice, prompt = self._choice, self._prompt
@@ -152,26 +152,26 @@ class Flight:
             self._end()
             return
         there = self._send(choice, self.prompt_len) + choice.prefill.rates.link_latency_s
-        self._clock.at(there, lambda: self._handed_off(choice, prompt))
+        self._clock.call_at(there, lambda: self._handed_off(choice, prompt))
 
     def _handed_off(self, choice: Choice, prompt: Prompt) -> None:
         choice.prefill.prefill.release(prompt)
         if self._choice is not choice:
             return  # a pod died meanwhile
-        choice.prefill.flights.pop(self.request_id, None)
+        choice.prefill.requests.pop(self.request_id, None)
         assert choice.decode is not None
         assert choice.answer is not None
         choice.decode.decode.join(choice.answer)
 
-    def answered(self, _: int) -> None:
+    def on_decoded(self, _: int) -> None:
         """The decode pod has produced its last token."""
         self._end()
 
     def _end(self) -> None:
-        self._let_go()
+        self._release()
         assert self._first_at is not None
         tokens = self.outcome.output_len
         if tokens > 1 and self._clock.now > self._first_at:
-            self.outcome.gap_s = (self._clock.now - self._first_at) / (tokens - 1)
+            self.outcome.mean_itl_s = (self._clock.now - self._first_at) / (tokens - 1)
         self.outcome.done = True
         self._on_end(self)

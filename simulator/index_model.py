@@ -160,7 +160,10 @@ class BookingModel:
         now = self._time()
         units = [self._since(c.pod, now - min(c.age_s, BOOKING_S), request_id) for c in candidates]
         # Costs are rounded as they are on the way to Redis, so that equal costs stay equal.
-        costs = [round(c.cost_s, 9) + booked * round(c.unit_s, 12) for c, booked in zip(candidates, units, strict=True)]
+        costs = [
+            round(c.cost_s, 9) + booked * round(c.cost_per_unit_s, 12)
+            for c, booked in zip(candidates, units, strict=True)
+        ]
         chosen = costs.index(min(costs))
         bookings = self._booked.setdefault(candidates[chosen].pod, OrderedDict())
         while bookings and next(iter(bookings.values()))[0] <= now - BOOKING_S:

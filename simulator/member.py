@@ -24,7 +24,7 @@ class Member:
         self.shape = shape
         self.rates = rates
         self.generation = 0
-        self.flights: dict[str, Flight] = {}
+        self.requests: dict[str, Flight] = {}
         self.prompts = 0
         self._computed_before = 0
         self.link = Link()
@@ -61,17 +61,17 @@ class Member:
             return
         self.pod.kill()
         self._publisher.stop()
-        flights, self.flights = list(self.flights.values()), {}
+        flights, self.requests = list(self.requests.values()), {}
         for flight in flights:
-            flight.lost(self)
+            flight.on_pod_lost(self)
 
     @property
-    def all_computed_tokens(self) -> int:
+    def total_computed_tokens(self) -> int:
         """By this process and those before it."""
         return self._computed_before + (self.pod.computed_tokens if isinstance(self.pod, PrefillPod) else 0)
 
     def restart(self) -> None:
         """A new process under the same name."""
         assert not self.pod.alive
-        self._computed_before = self.all_computed_tokens
+        self._computed_before = self.total_computed_tokens
         self._publisher, self.pod = self._begin()

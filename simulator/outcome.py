@@ -20,10 +20,10 @@ class Outcome:
     prompt_len: int
     output_len: int
     ttft_s: float | None = None
-    gap_s: float | None = None
+    mean_itl_s: float | None = None
     hit_tokens: int = 0
-    promised_tokens: int = 0
-    tries: int = 0
+    expected_hit_tokens: int = 0
+    attempts: int = 0
     done: bool = False
     refused: bool = False
 
@@ -54,15 +54,15 @@ def summarise(
 ) -> Summary:
     """Over all requests of a run."""
     times = [o.ttft_s for o in outcomes if o.ttft_s is not None]
-    gaps = [o.gap_s for o in outcomes if o.gap_s is not None]
+    gaps = [o.mean_itl_s for o in outcomes if o.mean_itl_s is not None]
     tokens = sum(o.prompt_len for o in outcomes if o.ttft_s is not None)
     mean = sum(prompts_per_pod) / max(1, len(prompts_per_pod))
     return Summary(
         requests=len(outcomes),
         refused=sum(o.refused for o in outcomes),
-        retried=sum(o.tries > 1 for o in outcomes),
+        retried=sum(o.attempts > 1 for o in outcomes),
         hit_rate=sum(o.hit_tokens for o in outcomes) / max(1, tokens),
-        promised_rate=sum(o.promised_tokens for o in outcomes) / max(1, tokens),
+        promised_rate=sum(o.expected_hit_tokens for o in outcomes) / max(1, tokens),
         ttft_p50_s=percentile(times, 0.5),
         ttft_p90_s=percentile(times, 0.9),
         ttft_p99_s=percentile(times, 0.99),

@@ -148,7 +148,7 @@ class Planner:
         for gpus in range(total, min(MAX_PODS, 2 * total + 8) + 1):
             prefill = min(gpus - 1, max(1, round(gpus * share)))
             setup = Setup(prefill, gpus - prefill, best.setup.chunk_tokens)
-            kept = self._keeps(setup, self._trace.rate)
+            kept = self._meets_slo_at(setup, self._trace.rate)
             if kept is not None:
                 return kept
         return None
@@ -156,11 +156,11 @@ class Planner:
     def _measure(self, setup: Setup) -> Measured:
         if setup in self._known:
             return self._known[setup]
-        low, high = 0.0, _HEADROOM * self._bound(setup)
+        low, high = 0.0, _HEADROOM * self._max_rate(setup)
         found = Measured(setup, 0.0, None)
         for step in range(_STEPS):
             rate = (low + high) / 2
-            kept = self._keeps(setup, rate)
+            kept = self._meets_slo_at(setup, rate)
             if kept is not None:
                 low, found = rate, kept
             else:
@@ -171,16 +171,16 @@ class Planner:
         self._say(found)
         return found
 
-    def _keeps(self, setup: Setup, rate: float) -> Measured | None:
+    def _meets_slo_at(self, setup: Setup, rate: float) -> Measured | None:
         """How the setup does at a rate; None when it does not keep the SLO there."""
         self.runs += 1
-        trace = self._trace.faster(rate / self._trace.rate)
+        trace = self._trace.sped_up(rate / self._trace.rate)
         allowed = int(len(trace.requests) * (1 - self._slo.attainment) + 1e-9)
         bad = 0
 
         def stop(outcome: Outcome) -> bool:
             nonlocal bad
-            bad += not self._slo.good(outcome)
+            bad += not self._slo.is_met_by(outcome)
             return bad > allowed
 
         spec = ClusterSpec(
@@ -206,7 +206,7 @@ class Planner:
         prefill, decode = self._work_s(chunk)
         return prefill / (prefill + decode)
 
-    def _bound(self, setup: Setup) -> float:
+    def _max_rate(self, setup: Setup) -> float:
         """Requests per second that no such setup exceeds: all prefixes shared, all pods always busy."""
         prefill, decode = self._work_s(setup.chunk_tokens)
         return min(setup.prefill / prefill, setup.decode / decode)

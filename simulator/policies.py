@@ -14,48 +14,50 @@ from gateway.routing.view import PodView
 class RoundRobin:
     """Sends each request to the next pod."""
 
-    shares = False
+    uses_shared_bookings = False
 
     def __init__(self, rng: random.Random) -> None:
         self._turns = {"prefill": rng.randrange(1 << 16), "decode": rng.randrange(1 << 16)}
 
-    def prefill(self, demand: Demand, views: Sequence[PodView], now: float) -> list[Option]:
+    def rank_prefill_pods(self, demand: Demand, views: Sequence[PodView], now: float) -> list[Option]:
         """Returns the pods in their order, from the next one on."""
-        return self._next("prefill", demand, [v for v in views if v.capacity >= demand.prompt_len])
+        return self._next("prefill", demand, [v for v in views if v.max_request_tokens >= demand.prompt_len])
 
-    def decode(self, demand: Demand, views: Sequence[PodView], now: float) -> list[Option]:
+    def rank_decode_pods(self, demand: Demand, views: Sequence[PodView], now: float) -> list[Option]:
         """Returns the pods in their order, from the next one on."""
-        return self._next("decode", demand, [v for v in views if v.capacity >= demand.prompt_len + demand.max_tokens])
+        return self._next(
+            "decode", demand, [v for v in views if v.max_request_tokens >= demand.prompt_len + demand.max_tokens]
+        )
 
     def _next(self, side: str, demand: Demand, views: list[PodView]) -> list[Option]:
         if not views:
             return []
         turn = self._turns[side] % len(views)
         self._turns[side] += 1
-        promises = demand.promises()
+        promises = demand.expected_hits()
         return [make_option(demand, promises, view) for view in (views[turn:] + views[:turn])[:MIN_OPTIONS]]
 
 
 class LeastLoaded:
     """Prefers the shortest queue and the fewest sequences; cached prefixes do not count."""
 
-    shares = True
+    uses_shared_bookings = True
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
 
-    def prefill(self, demand: Demand, views: Sequence[PodView], now: float) -> list[Option]:
+    def rank_prefill_pods(self, demand: Demand, views: Sequence[PodView], now: float) -> list[Option]:
         """Returns the pods by their queues in seconds."""
-        fit = [view for view in views if view.capacity >= demand.prompt_len]
-        return self._order(demand, [(view.queue_s(now), view, None, view.seconds_per_token) for view in fit])
+        fit = [view for view in views if view.max_request_tokens >= demand.prompt_len]
+        return self._order(demand, [(view.queue_s(now), view, None, view.prefill_s_per_token) for view in fit])
 
-    def decode(self, demand: Demand, views: Sequence[PodView], now: float) -> list[Option]:
+    def rank_decode_pods(self, demand: Demand, views: Sequence[PodView], now: float) -> list[Option]:
         """Returns the pods by their numbers of sequences."""
-        fit = [view for view in views if view.capacity >= demand.prompt_len + demand.max_tokens]
-        return self._order(demand, [(float(view.sequences()), view, 1, 1.0) for view in fit])
+        fit = [view for view in views if view.max_request_tokens >= demand.prompt_len + demand.max_tokens]
+        return self._order(demand, [(float(view.num_sequences()), view, 1, 1.0) for view in fit])
 
     def _order(self, demand: Demand, scored: list[tuple[float, PodView, int | None, float]]) -> list[Option]:
-        promises = demand.promises()
+        promises = demand.expected_hits()
         self._rng.shuffle(scored)
         best = heapq.nsmallest(MIN_OPTIONS, scored, key=lambda entry: entry[0])
         return [
@@ -66,23 +68,23 @@ class LeastLoaded:
 class PrefixOnly:
     """Prefers the longest cached prefix; the load does not count."""
 
-    shares = False
+    uses_shared_bookings = False
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
 
-    def prefill(self, demand: Demand, views: Sequence[PodView], now: float) -> list[Option]:
+    def rank_prefill_pods(self, demand: Demand, views: Sequence[PodView], now: float) -> list[Option]:
         """Returns the pods by the length of the prefix that they hold."""
-        return self._order(demand, [view for view in views if view.capacity >= demand.prompt_len])
+        return self._order(demand, [view for view in views if view.max_request_tokens >= demand.prompt_len])
 
-    def decode(self, demand: Demand, views: Sequence[PodView], now: float) -> list[Option]:
+    def rank_decode_pods(self, demand: Demand, views: Sequence[PodView], now: float) -> list[Option]:
         """Returns the pods by the length of the prefix that they hold."""
         need = demand.prompt_len + demand.max_tokens
-        return self._order(demand, [view for view in views if view.capacity >= need])
+        return self._order(demand, [view for view in views if view.max_request_tokens >= need])
 
     def _order(self, demand: Demand, views: list[PodView]) -> list[Option]:
         self._rng.shuffle(views)
-        promises = demand.promises()
+        promises = demand.expected_hits()
         best = heapq.nlargest(MIN_OPTIONS, views, key=lambda view: promises.get(view.name, 0))
         return [make_option(demand, promises, view) for view in best]
 

@@ -41,28 +41,28 @@ class PodShape:
 class Prompt(EngineSequence):
     """A sequence whose block hashes come from a trace. on_chunk(tokens left, tokens of this chunk), on_first()."""
 
-    __slots__ = ("chain", "on_chunk", "on_first")
+    __slots__ = ("block_hashes", "on_chunk", "on_first")
 
     def __init__(
         self,
         request_id: str,
         prompt_len: int,
-        chain: Sequence[bytes],
+        block_hashes: Sequence[bytes],
         block_size: int,
         on_chunk: Callable[[int, int], None],
         on_first: Callable[[], None],
     ) -> None:
         request = ValidRequest(request_id, "", (0,) * prompt_len, _ONE_TOKEN)
         super().__init__(request, fingerprint=_FINGERPRINT, block_size=block_size, hand_off=True)
-        self.chain = list(chain)
+        self.block_hashes = list(block_hashes)
         self.on_chunk = on_chunk
         self.on_first = on_first
 
     def matchable_hashes(self) -> list[bytes]:
-        return self.chain[: matchable_blocks(self.prompt_len, self.block_size)]
+        return self.block_hashes[: matchable_blocks(self.prompt_len, self.block_size)]
 
     def publishable_hashes(self) -> list[bytes]:
-        return self.chain[: self.computed // self.block_size]
+        return self.block_hashes[: self.computed // self.block_size]
 
 
 class PrefillPod:
@@ -85,7 +85,7 @@ class PrefillPod:
         self._rates = rates
         self._shape = shape
         config = SchedulerConfig(
-            token_budget=shape.chunk_tokens, max_seqs=shape.max_seqs, max_model_len=shape.capacity + 1
+            chunk_tokens=shape.chunk_tokens, max_seqs=shape.max_seqs, max_model_len=shape.capacity + 1
         )
         self._scheduler = Scheduler(config, self.pool)
         self._stepping = False
@@ -96,7 +96,7 @@ class PrefillPod:
         self._scheduler.add(prompt)
         self._wake()
 
-    def fill(self, chain: Sequence[bytes]) -> None:
+    def add_prefix(self, chain: Sequence[bytes]) -> None:
         """The KV of these lead blocks came from another pod; without room for it nothing happens."""
         lease = self.pool.lease(chain, len(chain)) if self.alive else None
         if lease is not None:
@@ -125,7 +125,7 @@ class PrefillPod:
             queued_tokens=stats.queued_tokens,
             running=stats.running,
             waiting=stats.waiting,
-            free_blocks=self.pool.available(),
+            free_blocks=self.pool.num_available(),
             prefill_rate=self._rate,
             prefill_overhead_s=self._rates.prefill_overhead_s,
             transfer_rate=self._rates.link_byte_s / self._rates.kv_bytes,
@@ -134,18 +134,18 @@ class PrefillPod:
     def _wake(self) -> None:
         if self.alive and not self._stepping:
             self._stepping = True
-            self._clock.at(self._clock.now, self._step)
+            self._clock.call_at(self._clock.now, self._step)
 
     def _step(self) -> None:
         """Starts a step. Without work, or without blocks until a release, the pod sleeps."""
         if not self.alive:
             return
         batch = self._scheduler.schedule()
-        if not batch.items:
+        if not batch.scheduled:
             self._stepping = False
             return
-        seconds = self._rates.prefill_s([(item.start, item.num_new) for item in batch.items])
-        self._clock.after(seconds, lambda: self._done(batch, seconds))
+        seconds = self._rates.prefill_s([(item.start, item.num_new) for item in batch.scheduled])
+        self._clock.call_after(seconds, lambda: self._done(batch, seconds))
 
     def _done(self, batch: Batch, seconds: float) -> None:
         if not self.alive:
@@ -155,15 +155,15 @@ class PrefillPod:
         rate = batch.num_tokens / seconds
         self._rate = _RATE_MEMORY * self._rate + (1 - _RATE_MEMORY) * rate if self._rate else rate
         finished: list[Prompt] = []
-        for item in batch.items:
+        for item in batch.scheduled:
             prompt = item.seq
             assert isinstance(prompt, Prompt)
-            if prompt.finish is not None or prompt.lease is None or prompt.lease.finished:
+            if prompt.finish_reason is not None or prompt.lease is None or prompt.lease.finished:
                 continue  # cancelled during the step
             prompt.computed += item.num_new
             prompt.publish()
             prompt.on_chunk(prompt.remaining, item.num_new)
-            if item.sample:
+            if item.samples:
                 finished.append(prompt)
         for prompt in finished:
             self._scheduler.finish(prompt, FinishReason.LENGTH)

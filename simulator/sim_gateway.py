@@ -44,7 +44,7 @@ class Choice:
     decode: Member | None
     decode_view: PodView | None
     answer: Answer | None
-    promised: int
+    expected_hit_tokens: int
     holder: Member | None = None
     pull: Pull | None = None
 
@@ -82,7 +82,7 @@ class SimGateway:
         rng = random.Random(seed)
         self._policy = make_policy(policy, rng)
         self._informed = policy in INFORMED
-        self._home: Policy = Home(rng)
+        self._rendezvous: Policy = Home(rng)
         self._inflight = InFlight()
         self._known = {member.name: _Known(member, _view(member), member.generation) for member in members}
         self._decodes = any(member.role is Role.DECODE for member in members)
@@ -101,7 +101,7 @@ class SimGateway:
                 if member.alive and member.generation != known.generation:
                     known.view, known.generation = _view(member), member.generation
             if member.alive:
-                known.view.report(member.pod.load(), now)
+                known.view.apply_report(member.pod.load(), now)
         if changed:
             self._refresh()
         for views in self._usable.values():
@@ -116,31 +116,31 @@ class SimGateway:
         """Chooses, reserves and books; the pods see it overhead_s later."""
         demand, policy = self._demand(flight)
         now = self._clock.now
-        prefills = policy.prefill(demand, self._usable[Role.PREFILL], now)
+        prefills = policy.rank_prefill_pods(demand, self._usable[Role.PREFILL], now)
         if not prefills:
-            self._give_up(flight)
+            self._refuse_or_wait(flight)
             return
         decode: Member | None = None
         decode_view: PodView | None = None
         answer: Answer | None = None
         if self._decodes:
-            found = self._reserve(flight, policy.decode(demand, self._usable[Role.DECODE], now))
+            found = self._reserve(flight, policy.rank_decode_pods(demand, self._usable[Role.DECODE], now))
             if found is None:
-                self._give_up(flight)
+                self._refuse_or_wait(flight)
                 return
             decode, decode_view, answer = found
         option = self._book(flight, policy, prefills)
         member = self._known[option.view.name].member
-        option.view.prefilling.add(flight.request_id, option.tokens, now)
-        self._inflight.add(flight.request_id, option.view.name, flight.chain)
-        holder = self._known[option.pull.holder].member if option.pull else None
-        choice = Choice(member, option.view, decode, decode_view, answer, option.held, holder, option.pull)
-        self._clock.after(self._overhead_s, lambda: self._send(flight, choice))
+        option.view.prefill_bookings.add(flight.request_id, option.missing_tokens, now)
+        self._inflight.add(flight.request_id, option.view.name, flight.block_hashes)
+        holder = self._known[option.pull_offer.holder].member if option.pull_offer else None
+        choice = Choice(member, option.view, decode, decode_view, answer, option.hit_tokens, holder, option.pull_offer)
+        self._clock.call_after(self._overhead_s, lambda: self._send(flight, choice))
 
     def _demand(self, flight: Flight) -> tuple[Demand, Policy]:
         """What is known of the prompt, and the policy for that: the home of its first blocks when nothing is."""
         size = self._block_size
-        usable = flight.chain[: matchable_blocks(flight.prompt_len, size)]
+        usable = flight.block_hashes[: matchable_blocks(flight.prompt_len, size)]
         key = usable[min(len(usable), KEY_BLOCKS) - 1] if usable else b""
         policy, affinity = self._policy, ""
         try:
@@ -149,18 +149,18 @@ class SimGateway:
             found = self._approx.lookup(usable, self._pairs)
             affinity = key.hex()
             if self._informed and not any(found.values()):
-                policy = self._home
-        soon = self._inflight.match(usable)
+                policy = self._rendezvous
+        soon = self._inflight.match_blocks(usable)
         demand = Demand(
             prompt_len=flight.prompt_len,
             max_tokens=flight.output_len,
-            held={pod: blocks * size for pod, blocks in found.items() if blocks},
-            soon={pod: blocks * size for pod, blocks in soon.items()},
+            device_hits={pod: blocks * size for pod, blocks in found.items() if blocks},
+            inflight_hits={pod: blocks * size for pod, blocks in soon.items()},
             affinity=affinity,
-            key=key,
+            prefix_key=key,
         )
-        if self._pull and demand.held:
-            demand = replace(demand, pull=self._pulls(demand))
+        if self._pull and demand.device_hits:
+            demand = replace(demand, pull_offers=self._pulls(demand))
         return demand, policy
 
     def _pulls(self, demand: Demand) -> dict[str, Pull]:
@@ -172,20 +172,20 @@ class SimGateway:
             known.view.pulls, known.view.pair_rates = known.member.role is Role.PREFILL, pair_rates
             known.view.pull_s = rates.link_latency_s
         able, holders = self._usable[Role.PREFILL], [known.view for known in pods]
-        return pulls(demand.held, demand.promises(), able, holders, int(rates.kv_bytes * self._block_size))
+        return pulls(demand.device_hits, demand.expected_hits(), able, holders, int(rates.kv_bytes * self._block_size))
 
     def _book(self, flight: Flight, policy: Policy, options: Sequence[Option]) -> Option:
         """The option to take: the atomic choice among gateways, where the policy heeds what others booked."""
-        offered = options if policy.shares else options[:1]
+        offered = options if policy.uses_shared_bookings else options[:1]
         now = self._clock.now
         candidates = [
             Candidate(
                 o.view.name,
                 # The ledger adds what everybody booked since the report, this gateway included.
-                o.cost - (o.view.prefilling.fresh_booked + o.view.foreign) * o.unit_s,
-                o.unit_s,
-                o.units,
-                now - o.view.load_at + DISPATCH_S,
+                o.cost_s - (o.view.prefill_bookings.unreported_booked + o.view.foreign_tokens) * o.unit_cost_s,
+                o.unit_cost_s,
+                o.load_units,
+                now - o.view.reported_at + DISPATCH_S,
             )
             for o in offered
         ]
@@ -194,7 +194,7 @@ class SimGateway:
         except IndexUnavailable:
             return offered[0]
         for option, booked in zip(offered, reserved.booked, strict=True):
-            option.view.foreign = max(0, booked - option.view.prefilling.fresh_booked)
+            option.view.foreign_tokens = max(0, booked - option.view.prefill_bookings.unreported_booked)
         return offered[reserved.chosen]
 
     def _unbook(self, flight: Flight, choice: Choice) -> None:
@@ -207,29 +207,29 @@ class SimGateway:
         for option in options:
             member = self._known[option.view.name].member
             if not member.alive:
-                self._lost(member)
+                self._mark_lost(member)
                 continue
-            answer = member.decode.reserve(flight.prompt_len, flight.output_len, flight.chain, flight.answered)
+            answer = member.decode.reserve(flight.prompt_len, flight.output_len, flight.block_hashes, flight.on_decoded)
             if answer is not None:
-                option.view.decoding.add(flight.request_id, flight.prompt_len, self._clock.now)
+                option.view.decode_bookings.add(flight.request_id, flight.prompt_len, self._clock.now)
                 return member, option.view, answer
         return None
 
     def _send(self, flight: Flight, choice: Choice) -> None:
         decode = choice.decode
         if choice.prefill.alive and (decode is None or decode.alive):
-            flight.begin(choice)
+            flight.start(choice)
             return
-        flight.outcome.tries += 1
-        self.returned(flight, choice)
+        flight.outcome.attempts += 1
+        self.release_bookings(flight, choice)
         if decode is not None and choice.answer is not None and decode.alive:
             decode.decode.cancel(choice.answer)
         for member in (choice.prefill, decode):
             if member is not None and not member.alive:
-                self._lost(member)
+                self._mark_lost(member)
         self.retry(flight)
 
-    def _lost(self, member: Member) -> None:
+    def _mark_lost(self, member: Member) -> None:
         """A call failed: it is not used until a poll finds it again."""
         known = self._known[member.name]
         if known.alive:
@@ -240,35 +240,35 @@ class SimGateway:
         """Routes a request anew after a pod died under it."""
         for known in self._known.values():
             if known.alive and not known.member.alive:
-                self._lost(known.member)
-        self._clock.after(RETRY_S, lambda: self.route(flight))
+                self._mark_lost(known.member)
+        self._clock.call_after(RETRY_S, lambda: self.route(flight))
 
-    def _give_up(self, flight: Flight) -> None:
+    def _refuse_or_wait(self, flight: Flight) -> None:
         """429 while all decode pods are full; while there are no pods at all it waits for some."""
-        flight.outcome.tries += 1
-        if self._usable[Role.PREFILL] or flight.outcome.tries >= MAX_TRIES:
+        flight.outcome.attempts += 1
+        if self._usable[Role.PREFILL] or flight.outcome.attempts >= MAX_TRIES:
             flight.refuse()
         else:
-            self._clock.after(1.0, lambda: self.route(flight))
+            self._clock.call_after(1.0, lambda: self.route(flight))
 
     def progress(self, flight: Flight, choice: Choice, left: int) -> None:
         """A chunk is done."""
-        choice.prefill_view.prefilling.shrink(flight.request_id, left)
+        choice.prefill_view.prefill_bookings.shrink(flight.request_id, left)
 
     def first_token(self, flight: Flight, choice: Choice) -> None:
         """Its prompt is computed."""
-        choice.prefill_view.prefilling.remove(flight.request_id)
+        choice.prefill_view.prefill_bookings.remove(flight.request_id)
         self._unbook(flight, choice)
         for member in (choice.prefill, choice.decode):
             if member is not None:
-                self._approx.record(member.name, member.generation, flight.chain)
-        self._clock.after(LINGER_S, lambda: self._inflight.remove(flight.request_id))
+                self._approx.record(member.name, member.generation, flight.block_hashes)
+        self._clock.call_after(LINGER_S, lambda: self._inflight.remove(flight.request_id))
 
-    def returned(self, flight: Flight, choice: Choice) -> None:
+    def release_bookings(self, flight: Flight, choice: Choice) -> None:
         """The attempt is over, however it ended."""
-        choice.prefill_view.prefilling.remove(flight.request_id)
+        choice.prefill_view.prefill_bookings.remove(flight.request_id)
         if choice.decode_view is not None:
-            choice.decode_view.decoding.remove(flight.request_id)
+            choice.decode_view.decode_bookings.remove(flight.request_id)
         if flight.outcome.ttft_s is None:
             self._inflight.remove(flight.request_id)
             self._unbook(flight, choice)
@@ -279,7 +279,7 @@ def _view(member: Member) -> PodView:
     return PodView(
         member.name,
         block_size=shape.block_size,
-        capacity=shape.capacity,
+        max_request_tokens=shape.capacity,
         num_blocks=shape.num_blocks,
         role=member.role,
     )

@@ -63,7 +63,7 @@ class SimPublisher:
         `snapshot` returns the hashes of all blocks that the pod holds.
         """
         self._snapshot = snapshot
-        self._clock.at(self._clock.now, self._join)
+        self._clock.call_at(self._clock.now, self._join)
 
     def stop(self) -> None:
         """The process has died: nothing more is sent."""
@@ -82,7 +82,7 @@ class SimPublisher:
             self._pending[h[:PREFIX_BYTES]] = held
         if not self._flushing:
             self._flushing = True
-            self._clock.after(BATCH_S, self._flush)
+            self._clock.call_after(BATCH_S, self._flush)
 
     def _flush(self) -> None:
         self._flushing = False
@@ -97,7 +97,7 @@ class SimPublisher:
         self._held.update(stored)
         self._held.difference_update(evicted)
         number = self._number
-        self._clock.after(self._index.lag_s, lambda: self._deliver(number, stored, evicted))
+        self._clock.call_after(self._index.lag_s, lambda: self._deliver(number, stored, evicted))
 
     def _deliver(self, number: int, stored: list[bytes], evicted: list[bytes]) -> None:
         if self._stopped or not self._in_step:
@@ -115,12 +115,12 @@ class SimPublisher:
         if self._index.away or self._index.blocks.heartbeat(self._pod, self._generation) < 0:
             self._fall_out()
         else:
-            self._clock.after(HEARTBEAT_S, self._beat)
+            self._clock.call_after(HEARTBEAT_S, self._beat)
 
     def _fall_out(self) -> None:
         self._in_step = False
         self._pending.clear()
-        self._clock.after(self._backoff_s, self._join)
+        self._clock.call_after(self._backoff_s, self._join)
         self._backoff_s = min(2 * self._backoff_s, _MAX_BACKOFF_S)
 
     def _join(self) -> None:
@@ -138,7 +138,7 @@ class SimPublisher:
             self._fall_out()
             return
         self._held, self._in_step, self._backoff_s = held, True, _MIN_BACKOFF_S
-        self._clock.after(HEARTBEAT_S, self._beat)
+        self._clock.call_after(HEARTBEAT_S, self._beat)
 
 
 class SimReader:
@@ -157,7 +157,9 @@ class SimReader:
             return {}
         kept = self._cache.get(_SCOPE, chain[-1], pods)
         if kept is not None:
-            return {name: kept[name, generation].blocks for name, generation in pods if (name, generation) in kept}
+            return {
+                name: kept[name, generation].total_blocks for name, generation in pods if (name, generation) in kept
+            }
         self._require()
         found = self._index.blocks.lookup(chain, pods)
         matched = {pod: Held(blocks, blocks) for pod, blocks in found.items()}
@@ -168,7 +170,7 @@ class SimReader:
         """Books a request on the cheapest candidate, atomically among gateways. Raises IndexUnavailable."""
         self._require()
         reserved = self._index.bookings.reserve(request_id, candidates)
-        self._cache.forget(candidates[reserved.chosen].pod)
+        self._cache.invalidate_pod(candidates[reserved.chosen].pod)
         return reserved
 
     def unbook(self, pod: str, request_id: str) -> None:

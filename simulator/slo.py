@@ -24,11 +24,11 @@ class Slo:
         if not 0 < self.attainment <= 1:
             raise ConfigError(f"--attainment must be above 0 and at most 1, not {self.attainment}", field="attainment")
 
-    def good(self, outcome: Outcome) -> bool:
+    def is_met_by(self, outcome: Outcome) -> bool:
         """Whether one request was served in time; a refused one was not."""
         if not outcome.done or outcome.ttft_s is None or outcome.ttft_s > self.ttft_s:
             return False
-        return outcome.gap_s is None or outcome.gap_s <= self.itl_s
+        return outcome.mean_itl_s is None or outcome.mean_itl_s <= self.itl_s
 
     @classmethod
     def parse(cls, text: str, attainment: float = 0.9) -> Slo:

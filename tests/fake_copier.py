@@ -20,10 +20,10 @@ class FakeCopier:
     """size: tokens of a block. damage: slots whose next load comes back damaged."""
 
     def __init__(self, pool: BlockPool, kv: MutableMapping[tuple[int, int], int], size: int) -> None:
-        assert pool.tier is not None
+        assert pool.host_tier is not None
         self.damage: set[int] = set()
         self.host: dict[tuple[int, int], int] = {}
-        self._pool, self._tier, self._kv, self._size = pool, pool.tier, kv, size
+        self._pool, self._tier, self._kv, self._size = pool, pool.host_tier, kv, size
         self._copy: Copy | None = None
 
     def begin(self) -> bool:
@@ -31,10 +31,12 @@ class FakeCopier:
         if self._copy is not None:
             return False
         with self._pool.lock:
-            self._copy = self._tier.take_copy()
+            self._copy = self._tier.start_next_copy()
         if self._copy is None:
             return False
-        rubbish, targets = (self.host, self._copy.slots) if self._copy.load is None else (self._kv, self._copy.blocks)
+        rubbish, targets = (
+            (self.host, self._copy.host_blocks) if self._copy.host_load is None else (self._kv, self._copy.blocks)
+        )
         for target in targets:
             rubbish.update({(target, i): RUBBISH for i in range(self._size)})
         return True
@@ -44,14 +46,14 @@ class FakeCopier:
         copy, self._copy = self._copy, None
         if copy is None:
             return False
-        for block, slot in zip(copy.blocks, copy.slots, strict=True):
+        for block, slot in zip(copy.blocks, copy.host_blocks, strict=True):
             for i in range(self._size):
-                if copy.load is None:
+                if copy.host_load is None:
                     self.host[slot, i] = self._kv.get((block, i), 0)
                 else:
                     self._kv[block, i] = self.host[slot, i]
-        damaged = copy.load is not None and bool(self.damage.intersection(copy.slots))
-        self._tier.end(copy, BlockDamaged("damaged") if damaged else None)
+        damaged = copy.host_load is not None and bool(self.damage.intersection(copy.host_blocks))
+        self._tier.finish_copy(copy, BlockDamaged("damaged") if damaged else None)
         return True
 
     def run(self) -> int:

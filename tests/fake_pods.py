@@ -176,12 +176,12 @@ class FakePod(
 
     async def start(self) -> None:
         self._server = RpcServer("127.0.0.1", self.port)
-        self._server.add(decode_pb2_grpc.add_DecodeServicer_to_server, self, "baton.v1.Decode")
-        self._server.add(prefill_pb2_grpc.add_PrefillServicer_to_server, self, "baton.v1.Prefill")
+        self._server.add_servicer(decode_pb2_grpc.add_DecodeServicer_to_server, self, "baton.v1.Decode")
+        self._server.add_servicer(prefill_pb2_grpc.add_PrefillServicer_to_server, self, "baton.v1.Prefill")
         if self.role is not Role.DECODE and self.embeds:
-            self._server.add(embedding_pb2_grpc.add_EmbeddingServicer_to_server, self, "baton.v1.Embedding")
-        self._server.add(control_pb2_grpc.add_ControlServicer_to_server, self, "baton.v1.Control")
-        self._server.add(transfer_pb2_grpc.add_TransferServicer_to_server, self, "baton.v1.Transfer")
+            self._server.add_servicer(embedding_pb2_grpc.add_EmbeddingServicer_to_server, self, "baton.v1.Embedding")
+        self._server.add_servicer(control_pb2_grpc.add_ControlServicer_to_server, self, "baton.v1.Control")
+        self._server.add_servicer(transfer_pb2_grpc.add_TransferServicer_to_server, self, "baton.v1.Transfer")
         self.port = await self._server.start()
         self._cluster.pods[self.address] = self
 
@@ -264,9 +264,9 @@ class FakePod(
             self.faults.reject = max(0, self.faults.reject - 1)
             return decode_pb2.ReserveResponse(rejected=decode_pb2.Rejected(reason="full", retry_after_s=2.5))
         self._running[valid.request_id] = (valid, request.gateway_id)
-        self._children[valid.request_id] = set(valid.children)
+        self._children[valid.request_id] = set(valid.child_indices)
         if self.role is Role.BOTH:
-            for child in valid.children:
+            for child in valid.child_indices:
                 self._spawn(valid.request_id, child, self._generate(valid.request_id, child, 0))
             return decode_pb2.ReserveResponse(local=decode_pb2.LocalPrefill(), cached_tokens=self.cached_tokens)
         blocks = -(-valid.context_len // self.layout.block_size)
@@ -333,7 +333,7 @@ class FakePod(
         """The prompt's KV is here, with the first tokens."""
         if request_id not in self._running:
             return
-        for child, finish in zip(self._running[request_id][0].children, finishes, strict=True):
+        for child, finish in zip(self._running[request_id][0].child_indices, finishes, strict=True):
             if child not in self._children.get(request_id, ()):
                 continue
             if finish is not None:
@@ -418,7 +418,7 @@ class FakePod(
             if faults.prefill_error is not None and faults.prefill_errors > 0:
                 faults.prefill_errors -= 1
                 raise faults.prefill_error
-            outcomes = [outcome(valid, self._cluster.script, child) for child in valid.children]
+            outcomes = [outcome(valid, self._cluster.script, child) for child in valid.child_indices]
             begun = len(valid.output_ids)
             ends = [finish if len(tokens) == begun + 1 else None for tokens, finish in outcomes]
             progress = prefill_pb2.PrefillProgress(computed_tokens=valid.context_len, cached_tokens=self.cached_tokens)
@@ -426,7 +426,7 @@ class FakePod(
             if faults.decode_before_first:
                 self._cluster.pods[(await target).address].commit(valid.request_id, ends)
                 await asyncio.sleep(0.05)
-            for child, (tokens, _), end in zip(valid.children, outcomes, ends, strict=True):
+            for child, (tokens, _), end in zip(valid.child_indices, outcomes, ends, strict=True):
                 first = prefill_pb2.FirstToken(
                     token=token_to_pb(tokens[begun]),
                     finish_reason=finish_to_pb(end),

@@ -31,7 +31,7 @@ MAX_TOKENS = 100  # of a chat, unless a test says otherwise
 
 def booked(pod: Pod) -> int:
     """Bookings of this gateway that are open on a pod."""
-    return 0 if pod.view is None else len(pod.view.prefilling) + len(pod.view.decoding)
+    return 0 if pod.view is None else len(pod.view.prefill_bookings) + len(pod.view.decode_bookings)
 
 
 @dataclass
@@ -74,9 +74,9 @@ class Rig:
 
     async def settled(self) -> None:
         """Nothing is left of any request, here or on the pods."""
-        await until(lambda: not self.gateway._tickets)  # a request is counted and told of after its answer
+        await until(lambda: not self.gateway._requests)  # a request is counted and told of after its answer
         await until(lambda: self.cluster.all_idle())
-        await until(lambda: all(not booked(pod) and not pod._sinks for pod in self.gateway.table.pods.values()))
+        await until(lambda: all(not booked(pod) and not pod._sinks for pod in self.gateway.pod_table.pods.values()))
 
 
 def _short(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def _short(fields: Mapping[str, Any]) -> dict[str, Any]:
 def texts(model_dir: Path, tool_parser: str = "auto", reasoning_parser: str = "auto") -> tuple[TextTokenizer, Dialect]:
     """Tokenizer and dialect of a directory, loaded once."""
     text = ModelText.load("", model_dir, tool_parser=tool_parser, reasoning_parser=reasoning_parser)
-    return text.tokenizer, text.dialect
+    return text.tokenizer, text.chat_format
 
 
 @asynccontextmanager
@@ -125,7 +125,7 @@ async def rig(
             if wait:
                 await until(lambda: server.gateway.ready)
                 decodes = len(cluster.decodes)
-                await until(lambda: len(server.gateway.table.decodes()) == decodes)
+                await until(lambda: len(server.gateway.pod_table.decode_pods()) == decodes)
             yield Rig(server, http, cluster)
     finally:
         await server.stop()

@@ -18,7 +18,7 @@ class Guesses:
         self.answers = answers
         self._vocab, self._wrong = vocab, wrong
 
-    def begin(self, seq: EngineSequence) -> None:
+    def new_state(self, seq: EngineSequence) -> None:
         """It knows all."""
 
     def propose(self, seqs: Sequence[EngineSequence], kept: Sequence[Any], limits: Sequence[int]) -> Drafts:
@@ -31,9 +31,9 @@ class Guesses:
                 drafts.lengths[row] = i + 1
         return drafts
 
-    def observe(self, seq: EngineSequence, kept: Any) -> bool:
+    def expects_drafts(self, seq: EngineSequence, kept: Any) -> bool:
         """Nothing is new to it."""
         return True
 
-    def accept(self, seq: EngineSequence, kept: Any, drafts: int, accepted: int) -> None:
+    def on_verified(self, seq: EngineSequence, kept: Any, drafts: int, accepted: int) -> None:
         """Nothing to learn."""

@@ -128,7 +128,7 @@ class Pod(PodClient):
 
     def counted(self, metric: str) -> dict[tuple[str, ...], float]:
         """A counter's values by its labels' values, zeros left out."""
-        found = next(m for m in self.runtime.metrics.base.registry.collect() if m.name == f"baton_{metric}")
+        found = next(m for m in self.runtime.metrics.metrics.registry.collect() if m.name == f"baton_{metric}")
         return {tuple(s.labels.values()): s.value for s in found.samples if s.name.endswith("_total") and s.value}
 
     async def settled(self, timeout_s: float = TIMEOUT_S) -> None:
@@ -137,7 +137,7 @@ class Pod(PodClient):
         end = time.monotonic() + timeout_s
         while True:
             counts = pool.counts()
-            pool.check()
+            pool.check_integrity()
             if self.service.active == 0 and counts.free + counts.cached == counts.total:
                 return
             assert time.monotonic() < end, f"{self.runtime.name} still holds {counts}, {self.service.active} requests"

@@ -84,13 +84,13 @@ class Rig:
         pool.index = PodIndex(self.url, record, pool.snapshot, lambda: load or PodLoad(free_blocks=7))
         await pool.index.start()
         try:
-            await until(lambda: pool.index is not None and pool.index.connected)
+            await until(lambda: pool.index is not None and pool.index.registered)
             yield pool
         finally:
             await pool.index.stop()
 
     async def members(self, record: PodRecord = RECORD) -> set[bytes]:
-        found: set[bytes] = await self.raw.smembers(Keys(record.scope).own(record.pod, record.generation))
+        found: set[bytes] = await self.raw.smembers(Keys(record.scope).held_blocks(record.pod, record.generation))
         return found
 
     async def shows(self, hashes: set[bytes], record: PodRecord = RECORD) -> None:
@@ -108,7 +108,7 @@ class Rig:
         return self._readers[-1]
 
     async def postings(self, scope: str = SCOPE) -> set[bytes]:
-        return set(await self.raw.hkeys(Keys(scope).where))
+        return set(await self.raw.hkeys(Keys(scope).postings))
 
     async def live(self) -> dict[str, PodStatus]:
         return {s.record.pod: s for s in await self.reader.pods()}
@@ -128,7 +128,7 @@ class Rig:
 
 async def book(reader: IndexReader, pod: str, request: str, tokens: int) -> int:
     """Tokens booked on the pod, these included."""
-    (answer,) = await reader.reserve(SCOPE, request, [[Candidate(pod, 0.0, 1.0, tokens, 60.0)]])
+    (answer,) = await reader.book(SCOPE, request, [[Candidate(pod, 0.0, 1.0, tokens, 60.0)]])
     return answer.booked[0] + tokens
 
 

@@ -88,10 +88,10 @@ class Device:
         self.queue.append(step)
         return step
 
-    def constrain(self, launched: Step) -> Step:
+    def sample_deferred(self, launched: Step) -> Step:
         return launched
 
-    def ended(self, launched: Step) -> bool:
+    def is_done(self, launched: Step) -> bool:
         """What it is asked for is there; before that the time that a step takes has passed."""
         return True
 
@@ -99,11 +99,11 @@ class Device:
         assert self.queue[0] is launched, "steps are collected in order"
         self.queue.pop(0)
         for item in launched.items:
-            if item.copy is not None and item.copy.source != item.copy.target:
+            if item.block_copy is not None and item.block_copy.source != item.block_copy.target:
                 self.copies += 1
                 for offset in range(self.size):
-                    if (found := self.kv.get((item.copy.source, offset))) is not None:
-                        self.kv[item.copy.target, offset] = found
+                    if (found := self.kv.get((item.block_copy.source, offset))) is not None:
+                        self.kv[item.block_copy.target, offset] = found
         rows = zip(launched.items, launched.slots, launched.blocks, launched.known, strict=True)
         return [self._compute(*row) for row in rows]
 
@@ -113,7 +113,7 @@ class Device:
         for position, token in enumerate([*tokens, *drafts], item.start):
             before = self.kv[self._at(blocks, position - 1)] if position else 0
             self.kv[self._at(blocks, position)] = state([token], before)
-        if not item.sample:
+        if not item.samples:
             return ItemResult(seq.request_id not in self.poisoned)
         end = item.start + item.num_new
         found = [self.kv[self._at(blocks, position)] for position in range(end - 1 - len(drafts), end)]
@@ -121,9 +121,9 @@ class Device:
         self.last[slot] = run[-1]
         if seq.request_id in self.poisoned:
             return ItemResult(False)
-        others = tuple(Token(0, (found[-1] + child) % VOCAB, child=child) for child in range(1, seq.draws))
+        others = tuple(Token(0, (found[-1] + child) % VOCAB, child=child) for child in range(1, seq.num_samples))
         own = tuple(Token(seq.num_output + i, token, child=seq.child) for i, token in enumerate(run))
-        return ItemResult(True, own, others=others)
+        return ItemResult(True, own, child_tokens=others)
 
     def _touched(self, blocks: list[int], item: Item) -> list[int]:
         return blocks[item.start // self.size : (item.start + item.num_new - 1) // self.size + 1]
@@ -141,7 +141,7 @@ class Steps:
         self.size = size
         self.device = Device(size)
         self.pool = pool
-        self.scheduler = Scheduler(SchedulerConfig(token_budget=budget, max_seqs=seqs, max_model_len=MAX_LEN), pool)
+        self.scheduler = Scheduler(SchedulerConfig(chunk_tokens=budget, max_seqs=seqs, max_model_len=MAX_LEN), pool)
         self.speculator = speculator
         self.stepper = Stepper(
             self.scheduler, pool, self.device, max_model_len=MAX_LEN, overlap=overlap, speculator=speculator
@@ -158,7 +158,7 @@ class Steps:
 
     def step(self, mail: Mail | None = None) -> StepResult:
         result = self.stepper.step(self.hook, mail)
-        self.pool.check()
+        self.pool.check_integrity()
         return result
 
     def drain(self) -> None:
@@ -235,14 +235,14 @@ class World(Steps):
                 assert seq.lease is not None
                 assert not seq.lease.finished
                 assert output.computed == seq.computed <= len(seq.tokens)
-                assert seq.lease.published * self.size <= seq.computed, "others may read what is published"
+                assert seq.lease.num_published * self.size <= seq.computed, "others may read what is published"
                 for position in range(seq.computed):  # what the hook may hand on is there
                     at = (seq.lease.blocks[position // self.size], position % self.size)
                     assert self.device.kv[at] == state(seq.tokens[: position + 1])
             told = len(self.tokens.get(name, []))
             assert [t.index for t in output.tokens] == list(range(told, told + len(output.tokens)))
-            assert output.accepted == max(0, len(output.tokens) - 1) <= output.proposed
-            if output.proposed and seq.finish is None and not seq.drafted and seq.lease is not None:
+            assert output.num_accepted == max(0, len(output.tokens) - 1) <= output.num_drafts
+            if output.num_drafts and seq.finish_reason is None and not seq.num_drafted and seq.lease is not None:
                 assert len(seq.lease.blocks) <= -(-len(seq.tokens) // self.size), "blocks for wrong drafts came back"
             self.tokens.setdefault(name, []).extend(t.id for t in output.tokens)
             if output.ended:
@@ -252,4 +252,4 @@ class World(Steps):
         for seq in self.scheduler.abort(name):
             if seq.lease is not None:
                 seq.lease.finish("abort")
-            self.ends[name] = SequenceOutput(seq, seq.computed, finish=FinishReason.ABORT)
+            self.ends[name] = SequenceOutput(seq, seq.computed, finish_reason=FinishReason.ABORT)

@@ -243,7 +243,7 @@ def run_sync(config: LoadConfig, *, watch: Callable[[Run], Awaitable[None]] | No
         _stop_at_signals(runner)
         watching = None if watch is None else asyncio.ensure_future(watch(runner.run))
         try:
-            return await runner.go()
+            return await runner.execute()
         finally:
             if watching is not None:
                 watching.cancel()

@@ -75,7 +75,7 @@ def run(
     count = _whole("requests", requests or str(DEFAULT_REQUESTS), 10, 1_000_000)
     sizes = CHUNKS if chunks is None else tuple(_whole("chunks", part, 16, 65_536) for part in chunks.split(","))
     recorded = load_trace(Path(trace))
-    used = recorded.head(count)
+    used = recorded.first(count)
     if used.duration_s <= 0:
         raise ConfigError(f"--requests: the first {count} all come at once", field="requests")
     console = Console(stderr=True)

@@ -41,13 +41,13 @@ class AttentionBackend(Protocol[M]):
     """
 
     @property
-    def reads_unwritten(self) -> bool:
+    def reads_unwritten_slots(self) -> bool:
         """Slots past a row's end are read, and masked: they must be finite."""
 
     def prepare(self, step: StepShape) -> M:
         """Metadata of one step, on the device."""
 
-    def pick(self, metadata: M, rows: Tensor, positions: Tensor) -> M:
+    def select_rows(self, metadata: M, rows: Tensor, positions: Tensor) -> M:
         """Metadata of a step of the tokens `rows` (int64 [R]) of another one alone, whose keys and values are in the
         cache: it writes nothing.
 

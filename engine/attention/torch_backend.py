@@ -56,7 +56,7 @@ class TorchAttention:
     first token that is seen.
     """
 
-    reads_unwritten = True
+    reads_unwritten_slots = True
 
     def __init__(
         self,
@@ -67,13 +67,13 @@ class TorchAttention:
         *,
         scale: float | None = None,
         softcap: float | None = None,
-        first: int = 0,
+        first_position: int = 0,
     ) -> None:
         kv = layers[0].kv
         _, _, self._kv_heads, self._block_size, self._head_dim = kv.shape
         self._heads_per_kv = num_heads // self._kv_heads
         self._windows = tuple(dict.fromkeys(windows))
-        self._pad_block, self._first = pad_block, first
+        self._pad_block, self._first = pad_block, first_position
         self._scale = self._head_dim**-0.5 if scale is None else scale
         self._softcap = softcap
         quantised = layers[0].scales is not None
@@ -110,7 +110,7 @@ class TorchAttention:
             table=table,
         )
 
-    def pick(self, metadata: TorchMetadata, rows: Tensor, positions: Tensor) -> TorchMetadata:
+    def select_rows(self, metadata: TorchMetadata, rows: Tensor, positions: Tensor) -> TorchMetadata:
         row_of = np.searchsorted(metadata.ends, rows.tolist(), side="right")
         blocks = [metadata.table[row] for row in row_of]
         picked = self.prepare(StepShape(positions[rows].tolist(), [1] * len(blocks), blocks))

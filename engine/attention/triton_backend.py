@@ -57,7 +57,7 @@ class LongRow:
     first_token: int
     start: int
     num_new: int
-    whole: int
+    cudnn_tokens: int
     count: int
     tables: Tensor
     cu_q: Tensor
@@ -75,13 +75,13 @@ class TritonMetadata:
     cu_q: int32 [B + 1], where each row's tokens begin; tables: int32 [B, n], its blocks.
     """
 
-    slots: Tensor
+    slot_mapping: Tensor
     cu_q: Tensor
     tables: Tensor
     decode: Span | None
     plans: dict[int | None, DecodePlan]
     paged: tuple[Span, ...]
-    long: tuple[LongRow, ...]
+    dense_rows: tuple[LongRow, ...]
 
 
 class TritonAttention:
@@ -89,7 +89,7 @@ class TritonAttention:
     first token that is seen, which only rows of up to DECODE_TOKENS new tokens regard.
     """
 
-    reads_unwritten = False
+    reads_unwritten_slots = False
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class TritonAttention:
         *,
         scale: float | None = None,
         softcap: float | None = None,
-        first: int = 0,
+        first_position: int = 0,
     ) -> None:
         from engine.kernels import dense_prefill, kv_write, paged_decode, paged_prefill, prefix
 
@@ -108,7 +108,7 @@ class TritonAttention:
         self._prefix, self._kv_write = prefix, kv_write
         self._cache = cache = layers[0]
         self._kv_heads, self._block_size, self._head_dim = cache.num_kv_heads, cache.block_size, cache.head_dim
-        self._num_heads, self._pad_block, self._first = num_heads, pad_block, first
+        self._num_heads, self._pad_block, self._first = num_heads, pad_block, first_position
         self._windows = tuple(dict.fromkeys(windows))
         self._device, self._itemsize = cache.kv.device, cache.kv.element_size()
         self._scale = self._head_dim**-0.5 if scale is None else scale
@@ -147,7 +147,7 @@ class TritonAttention:
         for (low, high, kind), cu_q, seq_lens, table in zip(runs, there[::3], there[1::3], there[2::3], strict=True):
             first, start, new = int(firsts[low]), int(starts[low]), int(num_new[low])
             if kind == "long":
-                whole = self._whole(start, new)
+                whole = self._cudnn_tokens(start, new)
                 long.append(LongRow(first, start, new, whole, high - low, table, cu_q, seq_lens))
                 continue
             span = Span(first, int(firsts[high]) - first, int(num_new[low:high].max()), cu_q, seq_lens, table)
@@ -158,7 +158,7 @@ class TritonAttention:
         plans = {window: self._plan(decode, window) for window in self._windows} if decode else {}
         return TritonMetadata(slots_there, cu_q_there, tables_there, decode, plans, tuple(paged), tuple(long))
 
-    def pick(self, metadata: TritonMetadata, rows: Tensor, positions: Tensor) -> TritonMetadata:
+    def select_rows(self, metadata: TritonMetadata, rows: Tensor, positions: Tensor) -> TritonMetadata:
         row_of = torch.searchsorted(metadata.cu_q[1:], rows.int(), right=True)
         row_of.clamp_(max=len(metadata.tables) - 1)  # of a captured step's padding, which no row owns
         return self.decode_metadata(
@@ -188,9 +188,9 @@ class TritonAttention:
         span = Span(0, slots.shape[0], max_new, cu_q, seq_lens, tables)
         return TritonMetadata(slots, cu_q, tables, None, {}, (span,), ())
 
-    def planned(self, start: int, num_new: int) -> bool:
+    def has_cudnn_plan(self, start: int, num_new: int) -> bool:
         """A row of this shape is attended alone, and cuDNN takes all of it."""
-        return self._kind(start, num_new) == "long" and self._whole(start, num_new) == num_new
+        return self._kind(start, num_new) == "long" and self._cudnn_tokens(start, num_new) == num_new
 
     def chunk_metadata(
         self, slots: Tensor, cu_q: Tensor, seq_lens: Tensor, tables: Tensor, *, start: int
@@ -199,10 +199,10 @@ class TritonAttention:
         the kernels that `prepare` would choose.
         """
         new = slots.shape[0]
-        row = LongRow(0, start, new, self._whole(start, new), 1, tables, cu_q, seq_lens)
+        row = LongRow(0, start, new, self._cudnn_tokens(start, new), 1, tables, cu_q, seq_lens)
         return TritonMetadata(slots, cu_q, tables, None, {}, (), (row,))
 
-    def rehearse(self, step: StepShape) -> None:
+    def warm_up(self, step: StepShape) -> None:
         """The attention of one step of a Decoder, of one layer for each window, for the plans that it builds."""
         metadata = self.prepare(step)
         dtype = torch.bfloat16 if self._cache.scales is not None else self._cache.kv.dtype
@@ -213,7 +213,7 @@ class TritonAttention:
             self.attend_written(qkv[:, : self._num_heads], kv, self._cache, metadata, window)
 
     def write(self, kv: Tensor, cache: LayerKV, metadata: TritonMetadata) -> None:
-        self._kv_write.kv_write(kv, cache, metadata.slots)
+        self._kv_write.kv_write(kv, cache, metadata.slot_mapping)
 
     def attend(self, query: Tensor, kv: Tensor, cache: LayerKV, metadata: TritonMetadata, window: int | None) -> Tensor:
         self.write(kv, cache, metadata)
@@ -223,8 +223,8 @@ class TritonAttention:
         self, query: Tensor, kv: Tensor, cache: LayerKV, metadata: TritonMetadata, window: int | None
     ) -> Tensor:
         """`attend` when the new keys and values are in the cache already (rope_kv_write puts them there)."""
-        if metadata.decode is None and not metadata.paged and len(metadata.long) == 1:
-            return self._attend_long(query, kv, cache, metadata.long[0], window)
+        if metadata.decode is None and not metadata.paged and len(metadata.dense_rows) == 1:
+            return self._attend_dense(query, kv, cache, metadata.dense_rows[0], window)
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         if metadata.decode is not None:
             span = metadata.decode
@@ -257,12 +257,12 @@ class TritonAttention:
                 window=window or 0,
                 out=out[rows],
             )
-        for row in metadata.long:
+        for row in metadata.dense_rows:
             rows = row.tokens
-            self._attend_long(query[rows], kv[rows], cache, row, window, out[rows])
+            self._attend_dense(query[rows], kv[rows], cache, row, window, out[rows])
         return out
 
-    def _attend_long(
+    def _attend_dense(
         self, query: Tensor, kv: Tensor, cache: LayerKV, row: LongRow, window: int | None, out: Tensor | None = None
     ) -> Tensor:
         length = row.start + row.num_new
@@ -279,7 +279,7 @@ class TritonAttention:
                 window=window or 0,
                 out=out,
             )
-        whole, rest = row.whole, row.num_new - row.whole
+        whole, rest = row.cudnn_tokens, row.num_new - row.cudnn_tokens
         # New keys are read where the projection left them; an 8-bit cache has other numbers, so there from it.
         gathered = length if rest or cache.scales is not None else row.start
         keys, values = kv[:, 0], kv[:, 1]
@@ -315,7 +315,7 @@ class TritonAttention:
         dense = self._dense_ok and num_new * (start + num_new) >= DENSE_MIN_SCORES
         return "long" if dense else "paged"
 
-    def _whole(self, start: int, num_new: int) -> int:
+    def _cudnn_tokens(self, start: int, num_new: int) -> int:
         """Of a long row's new tokens those that cuDNN takes."""
         return 0 if start % CUDNN_QUANTUM or self._softcap else num_new // CUDNN_QUANTUM * CUDNN_QUANTUM
 
@@ -331,7 +331,7 @@ class TritonAttention:
             shapes = list(zip(starts[low:high], num_new[low:high], strict=True))
             for first, end, (start, new) in _equal(shapes):
                 at, stop = low + first, low + end
-                batched = not start and self._itemsize > 1 and self._whole(start, new) == new
+                batched = not start and self._itemsize > 1 and self._cudnn_tokens(start, new) == new
                 while at < stop:
                     count = min(MOST_BATCHED, 1 << (stop - at).bit_length() - 1) if batched else 1
                     runs.append((at, at + count, kind))

@@ -117,12 +117,12 @@ class DecodeInputs:
 
     tokens: torch.Tensor
     positions: torch.Tensor
-    kv_slots: torch.Tensor
+    slot_mapping: torch.Tensor
     cu_q: torch.Tensor
     seq_lens: torch.Tensor
     row_slots: torch.Tensor
     token_slots: torch.Tensor
-    sampled_at: torch.Tensor
+    sample_positions: torch.Tensor
     offsets: torch.Tensor
     tables: torch.Tensor
 
@@ -136,28 +136,28 @@ class DecodeInputs:
         return cls(
             tokens=ints(tokens, dtype=torch.int64),
             positions=ints(tokens),
-            kv_slots=ints(tokens),
+            slot_mapping=ints(tokens),
             cu_q=ints(rows + 1),
             seq_lens=ints(rows),
             row_slots=ints(rows, dtype=torch.int64),
             token_slots=ints(tokens, dtype=torch.int64),
-            sampled_at=ints(tokens),
+            sample_positions=ints(tokens),
             offsets=ints(tokens),
             tables=ints(rows, table_width),
         )
 
-    def lead(self, rows: int, query: int) -> DecodeInputs:
+    def slice_for(self, rows: int, query: int) -> DecodeInputs:
         """The part for a smaller step."""
         tokens = rows * query
         return DecodeInputs(
             tokens=self.tokens[:tokens],
             positions=self.positions[:tokens],
-            kv_slots=self.kv_slots[:tokens],
+            slot_mapping=self.slot_mapping[:tokens],
             cu_q=self.cu_q[: rows + 1],
             seq_lens=self.seq_lens[:rows],
             row_slots=self.row_slots[:rows],
             token_slots=self.token_slots[:tokens],
-            sampled_at=self.sampled_at[:tokens],
+            sample_positions=self.sample_positions[:tokens],
             offsets=self.offsets[:tokens],
             tables=self.tables[:rows],
         )
@@ -186,12 +186,12 @@ def decode_inputs(
         last_tokens,
         out.tokens,
         out.positions,
-        out.kv_slots,
+        out.slot_mapping,
         out.cu_q,
         out.seq_lens,
         out.row_slots,
         out.token_slots,
-        out.sampled_at,
+        out.sample_positions,
         out.offsets,
         out.tables,
         rows,

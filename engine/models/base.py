@@ -54,7 +54,7 @@ class Model(Protocol):
     def capturable(self) -> bool:
         """A CUDA graph can hold `hidden` and `logits`: neither waits for the host nor copies from it."""
 
-    def hidden(
+    def forward(
         self,
         tokens: Tensor,
         positions: Tensor,
@@ -71,7 +71,7 @@ class Model(Protocol):
         only of models whose layers are called one by one here.
         """
 
-    def fill(
+    def write_kv(
         self,
         tokens: Tensor,
         positions: Tensor,
@@ -81,7 +81,7 @@ class Model(Protocol):
     ) -> None:
         """`hidden` for the keys and values alone."""
 
-    def final(self, hidden: Tensor) -> Tensor:
+    def final_norm(self, hidden: Tensor) -> Tensor:
         """[R, hidden] of hidden[R, hidden], what `hidden` returned: the states that the head is applied to."""
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -90,7 +90,7 @@ class Layer(nn.Module):
         self.mlp_norm = Norm(spec.hidden_size, spec.norm_eps)
         self.mlp = Mlp(spec)
 
-    def compute(self, x: Tensor, cache: LayerKV, ops: Ops, attend: Attend, rows: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, cache: LayerKV, ops: Ops, attend: Attend, rows: Tensor | None) -> Tensor:
         """The residual stream after this layer, of all tokens or of `rows`; x is overwritten."""
         qkv = ops.norm_linear(x, self.attention_norm, self.attention.qkv)
         attended = attend(qkv, self.attention, cache)
@@ -100,7 +100,7 @@ class Layer(nn.Module):
         gated = ops.norm_swiglu(x, self.mlp_norm, self.mlp.gate_up)
         return ops.add_linear(x, gated, self.mlp.down)
 
-    def keep(self, x: Tensor, cache: LayerKV, ops: Ops, keep: Keep) -> None:
+    def write_kv(self, x: Tensor, cache: LayerKV, ops: Ops, keep: Keep) -> None:
         """Keys and values of all tokens, and nothing else."""
         keep(ops.norm_linear(x, self.attention_norm, self.attention.kv), self.attention, cache)
 
@@ -121,7 +121,7 @@ class Decoder(nn.Module):
         dtype: torch.dtype,
         *,
         fused: bool | None = None,
-        wrap: Callable[[Ops], Ops] | None = None,
+        wrap_ops: Callable[[Ops], Ops] | None = None,
     ) -> None:
         super().__init__()
         self.spec = spec
@@ -129,7 +129,9 @@ class Decoder(nn.Module):
             self.embedding = Embedding(spec.vocab_size, spec.hidden_size)
             self.layers = nn.ModuleList(Layer(spec, window) for window in spec.windows)
             self.norm = Norm(spec.hidden_size, spec.norm_eps)
-            self.head = self.embedding if spec.tied else Linear(spec.hidden_size, spec.vocab_size, bias=False)
+            self.head = (
+                self.embedding if spec.tie_word_embeddings else Linear(spec.hidden_size, spec.vocab_size, bias=False)
+            )
         # Not to_empty: what torch does for a copy of a meta tensor takes a second to import.
         made = self._apply(lambda p: torch.empty(p.shape, dtype=dtype, device=device))  # type: ignore[no-untyped-call]
         made.requires_grad_(False)
@@ -141,14 +143,14 @@ class Decoder(nn.Module):
             self._ops: Ops = FusedOps(cos.to(device), sin.to(device))
         else:
             self._ops = TorchOps(cos.to(device, dtype), sin.to(device, dtype))
-        if wrap is not None:
-            self._ops = wrap(self._ops)
+        if wrap_ops is not None:
+            self._ops = wrap_ops(self._ops)
 
     @property
-    def stack(self) -> list[Layer]:
+    def layer_list(self) -> list[Layer]:
         return cast(list[Layer], list(self.layers))
 
-    def hidden(
+    def forward(
         self,
         tokens: Tensor,
         positions: Tensor,
@@ -165,25 +167,25 @@ class Decoder(nn.Module):
         layer's attention is computed for `rows` only, and where these are few so is that attention. tap: sees the
         residual stream.
         """
-        attend = self._ops.step(positions, backend, metadata)
+        attend = self._ops.attention_for(positions, backend, metadata)
         x = F.embedding(tokens, self.embedding.weight)
-        *body, last = self.stack
+        *body, last = self.layer_list
         for index, layer in enumerate(body):
             if tap is not None:
                 tap(index, x)
-            x = layer.compute(x, cache[index], self._ops, attend, None)
+            x = layer.forward(x, cache[index], self._ops, attend, None)
         if tap is not None:
             tap(len(body), x)
         if rows is not None and len(rows) <= FEW_ROWS and len(rows) * LEAST_SHARE <= len(tokens):
-            picked = backend.pick(metadata, rows, positions)
-            last.keep(x, cache[len(body)], self._ops, self._ops.keeping(positions, backend, metadata))
-            x, attend, rows = x[rows], self._ops.step(positions[rows], backend, picked), None
-        x = last.compute(x, cache[len(body)], self._ops, attend, rows)
+            picked = backend.select_rows(metadata, rows, positions)
+            last.write_kv(x, cache[len(body)], self._ops, self._ops.kv_write_for(positions, backend, metadata))
+            x, attend, rows = x[rows], self._ops.attention_for(positions[rows], backend, picked), None
+        x = last.forward(x, cache[len(body)], self._ops, attend, rows)
         if tap is not None:
-            tap(len(self.stack), x)
+            tap(len(self.layer_list), x)
         return x
 
-    def fill(
+    def write_kv(
         self,
         tokens: Tensor,
         positions: Tensor,
@@ -192,15 +194,15 @@ class Decoder(nn.Module):
         metadata: Any,
     ) -> None:
         """`hidden` for the keys and values alone: the last layer ends with them."""
-        attend = self._ops.step(positions, backend, metadata)
-        keep = self._ops.keeping(positions, backend, metadata)
-        *body, last = self.stack
+        attend = self._ops.attention_for(positions, backend, metadata)
+        keep = self._ops.kv_write_for(positions, backend, metadata)
+        *body, last = self.layer_list
         x = F.embedding(tokens, self.embedding.weight)
         for index, layer in enumerate(body):
-            x = layer.compute(x, cache[index], self._ops, attend, None)
-        last.keep(x, cache[len(body)], self._ops, keep)
+            x = layer.forward(x, cache[index], self._ops, attend, None)
+        last.write_kv(x, cache[len(body)], self._ops, keep)
 
-    def final(self, hidden: Tensor) -> Tensor:
+    def final_norm(self, hidden: Tensor) -> Tensor:
         """[R, hidden] of hidden[R, hidden], what `hidden` returned: the states that the head is applied to."""
         return torch_norm(hidden, self.norm)
 

@@ -56,17 +56,19 @@ class EagleHead(nn.Module):
         super().__init__()
         self.spec = spec
         layer, hidden = spec.layer, spec.layer.hidden_size
-        self.num_taps = len(spec.taps_of(target.spec.num_layers))
-        joined = 2 * hidden if spec.fuses else hidden
+        self.num_aux_layers = len(spec.aux_layers_of(target.spec.num_layers))
+        joined = 2 * hidden if spec.is_eagle3 else hidden
         with torch.device("meta"):
-            self.fc = Linear(self.num_taps * spec.target_hidden if spec.fuses else joined * 2, hidden, bias=fc_bias)
+            self.fc = Linear(
+                self.num_aux_layers * spec.target_hidden if spec.is_eagle3 else joined * 2, hidden, bias=fc_bias
+            )
             self.attention = Attention(layer, layer.windows[0])
             self.attention.qkv = Linear(joined, layer.query_size + 2 * layer.kv_size, bias=layer.qkv_bias)
             self.mlp_norm = Norm(hidden, layer.norm_eps)
             self.mlp = Mlp(layer)
-            self.token_norm = Norm(hidden, layer.norm_eps) if spec.fuses else None
-            self.state_norm = Norm(hidden, layer.norm_eps) if spec.fuses else None
-            self.norm = Norm(hidden, layer.norm_eps) if spec.fuses else None
+            self.token_norm = Norm(hidden, layer.norm_eps) if spec.is_eagle3 else None
+            self.state_norm = Norm(hidden, layer.norm_eps) if spec.is_eagle3 else None
+            self.norm = Norm(hidden, layer.norm_eps) if spec.is_eagle3 else None
             self.own_embedding = Embedding(layer.vocab_size, hidden) if own_embedding else None
             self.own_head = Linear(hidden, spec.draft_vocab or layer.vocab_size, bias=False) if own_head else None
         # Not to_empty: see Decoder.
@@ -88,9 +90,9 @@ class EagleHead(nn.Module):
 
     def fuse(self, states: Tensor) -> Tensor:
         """[T, hidden], the states of pairs, of what was tapped: [T, taps * target_hidden], or EAGLE's [T, hidden]."""
-        return F.linear(states, self.fc.weight, self.fc.bias) if self.spec.fuses else states
+        return F.linear(states, self.fc.weight, self.fc.bias) if self.spec.is_eagle3 else states
 
-    def fill(
+    def write_kv(
         self,
         tokens: Tensor,
         before: Tensor,
@@ -100,10 +102,10 @@ class EagleHead(nn.Module):
         metadata: Any,
     ) -> None:
         """Keys and values of the pairs (tokens[T], before[T, hidden]). metadata: says where, see `write`."""
-        _, qkv = self._enter(tokens, before)
-        self._ops.keeping(positions, backend, metadata)(qkv[:, self.attention.kv_rows], self.attention, cache)
+        _, qkv = self._input_qkv(tokens, before)
+        self._ops.kv_write_for(positions, backend, metadata)(qkv[:, self.attention.kv_rows], self.attention, cache)
 
-    def step(
+    def draft_step(
         self,
         tokens: Tensor,
         before: Tensor,
@@ -113,8 +115,8 @@ class EagleHead(nn.Module):
         metadata: Any,
     ) -> Tensor:
         """States [T, hidden] that follow the pairs, whose keys and values are written; `before` is overwritten."""
-        x, qkv = self._enter(tokens, before)
-        attended = self._ops.step(positions, backend, metadata)(qkv, self.attention, cache)
+        x, qkv = self._input_qkv(tokens, before)
+        attended = self._ops.attention_for(positions, backend, metadata)(qkv, self.attention, cache)
         x = self._ops.add_linear(x, attended, self.attention.out)
         return self._ops.add_linear(x, self._ops.norm_swiglu(x, self.mlp_norm, self.mlp.gate_up), self.mlp.down)
 
@@ -131,7 +133,7 @@ class EagleHead(nn.Module):
             return own
         return own.new_full((len(own), self._vocab), NEVER).index_copy_(1, self.token_ids, own)
 
-    def _enter(self, tokens: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+    def _input_qkv(self, tokens: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
         """The residual stream [T, hidden], which may be overwritten, and qkv."""
         weight = self._target_embedding if self.own_embedding is None else self.own_embedding.weight
         embedded = F.embedding(tokens, weight)

@@ -28,20 +28,20 @@ class EagleSpec:
     """
 
     layer: ModelSpec
-    taps: tuple[int, ...] | None
+    aux_layers: tuple[int, ...] | None
     target_hidden: int
     draft_vocab: int
     norm_before_residual: bool
     fc_bias: bool | None
 
     @property
-    def fuses(self) -> bool:
+    def is_eagle3(self) -> bool:
         """EAGLE-3: it fuses several states of the target."""
-        return self.taps != ()
+        return self.aux_layers != ()
 
-    def taps_of(self, num_layers: int) -> tuple[int, ...]:
+    def aux_layers_of(self, num_layers: int) -> tuple[int, ...]:
         """For a target of so many layers. ConfigError when it has not that many."""
-        taps = (2, num_layers // 2, num_layers - 3) if self.taps is None else self.taps
+        taps = (2, num_layers // 2, num_layers - 3) if self.aux_layers is None else self.aux_layers
         if taps and not 0 <= min(taps) <= max(taps) <= num_layers:
             raise ConfigError(
                 f"the EAGLE-3 head takes states of layers {taps}, the model has {num_layers}", field=FIELD
@@ -77,7 +77,7 @@ def parse_eagle_spec(config: Mapping[str, Any]) -> EagleSpec:
     vocab = config.get("draft_vocab_size") or 0
     return EagleSpec(
         layer=layer,
-        taps=_taps(config) if fuses else (),
+        aux_layers=_taps(config) if fuses else (),
         target_hidden=int(config.get("target_hidden_size") or layer.hidden_size),
         draft_vocab=int(vocab) if fuses and vocab != layer.vocab_size else 0,
         norm_before_residual=bool(config.get("norm_before_residual", False)),

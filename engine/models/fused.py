@@ -33,10 +33,10 @@ class FusedOps:
     backend's.
     """
 
-    def __init__(self, cos: Tensor, sin: Tensor, few: int = MAX_ROWS) -> None:
-        self._cos, self._sin, self._few = cos, sin, few
+    def __init__(self, cos: Tensor, sin: Tensor, max_skinny_rows: int = MAX_ROWS) -> None:
+        self._cos, self._sin, self._few = cos, sin, max_skinny_rows
 
-    def step(self, positions: Tensor, backend: AttentionBackend[Any], metadata: TritonMetadata) -> Attend:
+    def attention_for(self, positions: Tensor, backend: AttentionBackend[Any], metadata: TritonMetadata) -> Attend:
         paged = cast(TritonAttention, backend)
 
         def attend(qkv: Tensor, attention: Attention, cache: LayerKV) -> Tensor:
@@ -49,7 +49,7 @@ class FusedOps:
 
         return attend
 
-    def keeping(self, positions: Tensor, backend: AttentionBackend[Any], metadata: TritonMetadata) -> Keep:
+    def kv_write_for(self, positions: Tensor, backend: AttentionBackend[Any], metadata: TritonMetadata) -> Keep:
         def keep(kv: Tensor, attention: Attention, cache: LayerKV) -> None:
             self._rotate_and_write(kv, attention, 0, cache, positions, metadata)
 
@@ -64,7 +64,7 @@ class FusedOps:
             qkv,
             cache,
             positions,
-            metadata.slots,
+            metadata.slot_mapping,
             self._cos,
             self._sin,
             num_heads=heads,

@@ -79,14 +79,14 @@ class HfModel:
         # Outside bf16 transformers computes experts one after the other, with their sizes read on the host.
         self.capturable = not spec.host_traffic and not (spec.grouped and dtype != torch.bfloat16)
         self._step = _Step()
-        self._base: Any = causal.get_submodule(spec.base)
+        self._base: Any = causal.get_submodule(spec.decoder_path)
         self._causal: Any = causal
-        for index, name in enumerate(spec.names):
+        for index, name in enumerate(spec.attention_paths):
             module: Any = causal.get_submodule(name)
-            module.paged = _PagedLayer(self._step, index, spec.windows[index], spec.factors[index])
-        seal(causal, spec.base, spec.output)
+            module.paged = _PagedLayer(self._step, index, spec.windows[index], spec.query_scales[index])
+        seal(causal, spec.decoder_path, spec.output_class)
 
-    def hidden(
+    def forward(
         self,
         tokens: Tensor,
         positions: Tensor,
@@ -102,7 +102,7 @@ class HfModel:
         states: Tensor = out.last_hidden_state[0]
         return states if rows is None else states[rows]
 
-    def fill(
+    def write_kv(
         self,
         tokens: Tensor,
         positions: Tensor,
@@ -111,9 +111,9 @@ class HfModel:
         metadata: Any,
     ) -> None:
         """No less than `hidden`."""
-        self.hidden(tokens, positions, cache, backend, metadata)
+        self.forward(tokens, positions, cache, backend, metadata)
 
-    def final(self, hidden: Tensor) -> Tensor:
+    def final_norm(self, hidden: Tensor) -> Tensor:
         """What `hidden` returns is that already."""
         return hidden
 
@@ -121,7 +121,7 @@ class HfModel:
         logits: Tensor = self._causal(inputs_embeds=hidden[None]).logits[0]
         return logits.float()
 
-    def own(self, tokens: Tensor) -> Tensor:
+    def reference_forward(self, tokens: Tensor) -> Tensor:
         """States [T, hidden] of one sequence tokens[T] as transformers alone computes them."""
         self._base.set_attn_implementation("eager")
         try:
@@ -192,7 +192,7 @@ def _prove(model: HfModel, device: torch.device, dtype: torch.dtype) -> None:
     cache = [LayerKV(torch.zeros(size, dtype=dtype, device=device)) for _ in range(spec.num_layers)]
     backend = TorchAttention(cache, spec.num_heads, spec.windows, 2 * blocks, scale=spec.scale, softcap=spec.softcap)
     ids = torch.randint(spec.vocab_size, (2, length), generator=torch.Generator().manual_seed(1)).to(device)
-    expected = [model.own(row) for row in ids]
+    expected = [model.reference_forward(row) for row in ids]
     tables = [list(range(0, 2 * blocks, 2)), list(range(1, 2 * blocks, 2))]
     errors: list[Tensor] = []
     for ranges in _pieces(length):
@@ -201,7 +201,7 @@ def _prove(model: HfModel, device: torch.device, dtype: torch.dtype) -> None:
         metadata = backend.prepare(StepShape(starts, counts, [tables[r] for r in rows]))
         tokens = torch.cat([ids[r, slice(*ranges[r])] for r in rows])
         positions = torch.cat([torch.arange(*ranges[r], device=device) for r in rows])
-        got = model.hidden(tokens, positions, cache, backend, metadata)
+        got = model.forward(tokens, positions, cache, backend, metadata)
         want = torch.cat([expected[r][slice(*ranges[r])] for r in rows]).float()
         errors.append((got.float() - want).norm(dim=-1) / want.norm(dim=-1).clamp_min(1e-20))
     error = float(torch.cat(errors).median())

@@ -34,12 +34,12 @@ class HfSpec(ModelShape):
     """
 
     config: str
-    base: str
-    names: tuple[str, ...]
-    factors: tuple[float, ...]
+    decoder_path: str
+    attention_paths: tuple[str, ...]
+    query_scales: tuple[float, ...]
     grouped: bool
     host_traffic: bool
-    output: type = field(repr=False, compare=False)
+    output_class: type = field(repr=False, compare=False)
 
 
 class _Given(nn.Module):

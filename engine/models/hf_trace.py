@@ -150,12 +150,12 @@ def trace(model_dir: Path, eos_token_ids: tuple[int, ...]) -> HfSpec:
         max_position=max_position,
         eos_token_ids=eos_token_ids,
         config=canonical(config),
-        base=names[base],
-        names=tuple(names[call.module] for call in calls),
-        factors=tuple(call.scale / first.scale for call in calls),
+        decoder_path=names[base],
+        attention_paths=tuple(names[call.module] for call in calls),
+        query_scales=tuple(call.scale / first.scale for call in calls),
         grouped=traffic.grouped,
         host_traffic=traffic.seen,
-        output=type(out),
+        output_class=type(out),
     )
 
 

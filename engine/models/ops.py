@@ -40,10 +40,10 @@ class Part:
 class Ops(Protocol):
     """Rows are tokens; every result depends on its own row alone, except through the pool."""
 
-    def step(self, positions: Tensor, backend: AttentionBackend[Any], metadata: Any) -> Attend:
+    def attention_for(self, positions: Tensor, backend: AttentionBackend[Any], metadata: Any) -> Attend:
         """The attention of one step, with everything that its layers share."""
 
-    def keeping(self, positions: Tensor, backend: AttentionBackend[Any], metadata: Any) -> Keep:
+    def kv_write_for(self, positions: Tensor, backend: AttentionBackend[Any], metadata: Any) -> Keep:
         """What `step` gives, for layers of which nothing but keys and values is wanted."""
 
     def norm_linear(self, x: Tensor, norm: Norm, linear: nn.Linear | Part) -> Tensor:
@@ -65,7 +65,7 @@ class TorchOps:
     def __init__(self, cos: Tensor, sin: Tensor) -> None:
         self._cos, self._sin = cos, sin
 
-    def step(self, positions: Tensor, backend: AttentionBackend[Any], metadata: Any) -> Attend:
+    def attention_for(self, positions: Tensor, backend: AttentionBackend[Any], metadata: Any) -> Attend:
         rotate = self._rotation(positions)
 
         def attend(qkv: Tensor, attention: Attention, cache: LayerKV) -> Tensor:
@@ -75,7 +75,7 @@ class TorchOps:
 
         return attend
 
-    def keeping(self, positions: Tensor, backend: AttentionBackend[Any], metadata: Any) -> Keep:
+    def kv_write_for(self, positions: Tensor, backend: AttentionBackend[Any], metadata: Any) -> Keep:
         rotate = self._rotation(positions)
 
         def keep(kv: Tensor, attention: Attention, cache: LayerKV) -> None:

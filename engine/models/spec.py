@@ -55,7 +55,7 @@ class ModelSpec(ModelShape):
     out_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    tied: bool
+    tie_word_embeddings: bool
     rope: RopeSpec
 
     @property
@@ -123,7 +123,7 @@ def parse_spec(config: Mapping[str, Any], generation: Mapping[str, Any] | None =
         out_bias=bias and name in ("LlamaForCausalLM", "Qwen3ForCausalLM"),
         mlp_bias=_flag(config, "mlp_bias") and name == "LlamaForCausalLM",
         qk_norm=name == "Qwen3ForCausalLM",
-        tied=_flag(config, "tie_word_embeddings"),
+        tie_word_embeddings=_flag(config, "tie_word_embeddings"),
         windows=_parse_windows(name, config, layers),
         rope=rope,
         max_position=_extended(rope, max_position),

@@ -53,11 +53,11 @@ class Collectives:
             self._group = dist.ProcessGroupGloo(store, rank, size, gloo)
         self._device = device
 
-    def sum(self, part: Tensor) -> None:
+    def all_reduce(self, part: Tensor) -> None:
         """Every rank's tensor becomes the sum of all; they have one shape."""
         self._group.allreduce([part]).wait()
 
-    def share(self, tensor: Tensor) -> None:
+    def broadcast(self, tensor: Tensor) -> None:
         """Rank 0's tensor goes to all others, which give one of the same shape and dtype."""
         self._group.broadcast([tensor], dist.BroadcastOptions()).wait()
 
@@ -72,11 +72,11 @@ class SummingOps:
 
     def __init__(self, own: Ops, collectives: Collectives) -> None:
         self._collectives = collectives
-        self.step, self.keeping = own.step, own.keeping
+        self.attention_for, self.kv_write_for = own.attention_for, own.kv_write_for
         self.norm_linear, self.norm_swiglu, self.logits = own.norm_linear, own.norm_swiglu, own.logits
 
     def add_linear(self, x: Tensor, y: Tensor, linear: torch.nn.Linear) -> Tensor:
         part = torch.nn.functional.linear(y, linear.weight)
-        self._collectives.sum(part)
+        self._collectives.all_reduce(part)
         x.add_(part)
         return x if linear.bias is None else x.add_(linear.bias)

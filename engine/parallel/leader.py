@@ -52,13 +52,13 @@ class MirroredAttention:
         self.own = own
 
     @property
-    def reads_unwritten(self) -> bool:
-        return self.own.reads_unwritten
+    def reads_unwritten_slots(self) -> bool:
+        return self.own.reads_unwritten_slots
 
     def prepare(self, step: StepShape) -> Planned:
         return Planned(step, self.own.prepare(step))
 
-    def pick(self, metadata: Planned, rows: Tensor, positions: Tensor) -> Planned:
+    def select_rows(self, metadata: Planned, rows: Tensor, positions: Tensor) -> Planned:
         raise InternalError("each rank picks from its own metadata")
 
     def write(self, kv: Tensor, cache: LayerKV, metadata: Planned) -> None:
@@ -76,7 +76,7 @@ class MirroredModel:
     def __init__(self, own: Decoder, members: Members, collectives: Collectives) -> None:
         self._own, self._members, self._collectives = own, members, collectives
 
-    def hidden(
+    def forward(
         self,
         tokens: Tensor,
         positions: Tensor,
@@ -89,19 +89,19 @@ class MirroredModel:
     ) -> Tensor:
         assert isinstance(backend, MirroredAttention)
         assert isinstance(metadata, Planned)
-        self._members.tell(
+        self._members.send(
             "step",
             step.pack(metadata.shape, cache[0].block_size),
             tokens=len(tokens),
             rows=None if rows is None else len(rows),
         )
         try:
-            self._collectives.share(step.join(tokens, positions, rows))
-            return self._own.hidden(tokens, positions, cache, backend.own, metadata.metadata, rows, tap=tap)
+            self._collectives.broadcast(step.join(tokens, positions, rows))
+            return self._own.forward(tokens, positions, cache, backend.own, metadata.metadata, rows, tap=tap)
         except Exception as error:
             raise self._members.fail(f"a step failed on rank 0: {error}") from error
 
-    def fill(
+    def write_kv(
         self,
         tokens: Tensor,
         positions: Tensor,
@@ -111,8 +111,8 @@ class MirroredModel:
     ) -> None:
         raise InternalError("a draft model is not computed by several ranks")
 
-    def final(self, hidden: Tensor) -> Tensor:
-        return self._own.final(hidden)
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        return self._own.final_norm(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._own.logits(hidden)
@@ -122,18 +122,18 @@ class MirroredPool(KVPool):
     """This rank's pool; the others' have as many blocks, and the same is done to them."""
 
     def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device, members: Members) -> None:
-        members.ask("pool", layout=dataclasses.asdict(layout), num_blocks=num_blocks)
+        members.call("pool", layout=dataclasses.asdict(layout), num_blocks=num_blocks)
         super().__init__(layout, num_blocks, device)
         self._members = members
 
     def zero(self, blocks: Sequence[int]) -> None:
         if blocks:
-            self._members.tell("zero", step.numbers(blocks))
+            self._members.send("zero", step.numbers(blocks))
         super().zero(blocks)
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         if copies:
-            self._members.tell("copy", step.numbers([block for pair in copies for block in pair]))
+            self._members.send("copy", step.numbers([block for pair in copies for block in pair]))
         super().copy(copies)
 
 
@@ -148,7 +148,7 @@ class Leader:
     @staticmethod
     def check(config: EngineConfig, source: ModelSource, device: torch.device) -> None:
         """ConfigError when the model cannot be cut so, or this machine lacks a device; before anybody is started."""
-        Shard(0, config.tensor_parallel_size).spec(source.spec)
+        Shard(0, config.tensor_parallel_size).shard_spec(source.spec)
         there = torch.cuda.device_count() - device.index if device.type == "cuda" else config.local_ranks
         if there < config.local_ranks:
             raise ConfigError(
@@ -167,11 +167,11 @@ class Leader:
                 revision=revision,
                 load_format=config.load_format,
                 weights_seed=config.weights_seed,
-                threads=config.threads_of_a_rank,
+                threads=config.threads_per_rank,
             )
-        members.answers()
+        members.receive()
         store, port = open_store(self._host)
-        members.tell(
+        members.send(
             "load",
             size=self.shard.size,
             dtype=dtype,
@@ -180,11 +180,11 @@ class Leader:
             host=self._host,
         )
         collectives = Collectives(store, 0, self.shard.size, device, self._host)
-        members.on_loss = collectives.abort
+        members.on_failure = collectives.abort
         own = load_part(
             self._source, self.shard, max_len, device, DTYPES[dtype], lambda ops: SummingOps(ops, collectives)
         )
-        members.answers()
+        members.receive()
         log.info("%d tensor-parallel ranks have their weights", members.size)
         return MirroredModel(own, members, collectives)
 

@@ -54,7 +54,7 @@ class Members:
     def __init__(self, size: int, kinds: Sequence[str]) -> None:
         self.size = size
         self.failure: str | None = None
-        self.on_loss: Callable[[], object] = lambda: None
+        self.on_failure: Callable[[], object] = lambda: None
         self._channels: dict[str, dict[int, Channel]] = {kind: {} for kind in kinds}
         self._children: dict[int, subprocess.Popen[bytes]] = {}
         self._started, self._closing = threading.Event(), threading.Event()
@@ -97,7 +97,7 @@ class Members:
             members._watch({rank: command(rank, at) for rank in local}, {SECRET: known})
             limit = JOIN_S if config.tensor_parallel_nodes == 1 else JOIN_NODES_S
             try:
-                members._gather(listener, known.encode(), time.monotonic() + limit)
+                members._accept_ranks(listener, known.encode(), time.monotonic() + limit)
             except BaseException:
                 members.close()
                 raise
@@ -117,21 +117,21 @@ class Members:
         """An address of ours that all other ranks reach."""
         return self.channels()[0].host
 
-    def tell(self, kind: str, payload: bytes | memoryview = b"", **fields: Any) -> None:
+    def send(self, kind: str, payload: bytes | memoryview = b"", **fields: Any) -> None:
         """To every rank, without an answer. Raises InternalError when the group has failed."""
-        self.require_whole()
+        self.check_alive()
         try:
             for channel in self.channels():
                 channel.send(kind, payload, **fields)
         except Unavailable as error:
             raise self.fail(error.message) from error
 
-    def ask(self, kind: str, **fields: Any) -> list[Message]:
+    def call(self, kind: str, **fields: Any) -> list[Message]:
         """Every rank's answer. Raises InternalError when one fails, or says nothing in ANSWER_S."""
-        self.tell(kind, **fields)
-        return self.answers()
+        self.send(kind, **fields)
+        return self.receive()
 
-    def answers(self) -> list[Message]:
+    def receive(self) -> list[Message]:
         """What every rank says next."""
         found: list[Message] = []
         for rank, channel in enumerate(self.channels(), 1):
@@ -144,7 +144,7 @@ class Members:
             found.append(message)
         return found
 
-    def require_whole(self) -> None:
+    def check_alive(self) -> None:
         """Raises InternalError when the group has failed."""
         if self.failure is not None:
             raise InternalError(self.failure)
@@ -154,7 +154,7 @@ class Members:
         fault where one is.
         """
         if self.failure is None:
-            self._lost(self._culprit(END_S / 10) or reason)
+            self._set_failed(self._find_failed(END_S / 10) or reason)
         for channel in self.channels():  # what the ranks computed may be of different steps
             channel.close()
         return InternalError(self.failure or reason)
@@ -172,7 +172,7 @@ class Members:
         if self._watcher is not None and self._watcher is not threading.current_thread():
             self._watcher.join(2 * END_S)
 
-    def _gather(self, listener: socket.socket, secret: bytes, until: float) -> None:
+    def _accept_ranks(self, listener: socket.socket, secret: bytes, until: float) -> None:
         """Accepts until every rank has opened every channel."""
         while missing := self._missing():
             if self.failure is not None:
@@ -211,8 +211,8 @@ class Members:
                 self._start_error = error
             self._started.set()
             while not self._closing.wait(WATCH_S):
-                if self.failure is None and (culprit := self._culprit(0.0)) is not None:
-                    self._lost(culprit)
+                if self.failure is None and (culprit := self._find_failed(0.0)) is not None:
+                    self._set_failed(culprit)
             self._end_children()
 
         self._watcher = threading.Thread(target=run, name="tensor-parallel", daemon=True)
@@ -222,14 +222,19 @@ class Members:
             self.close()
             raise InternalError(f"a tensor-parallel rank cannot be started: {self._start_error}")
 
-    def _culprit(self, wait_s: float) -> str | None:
+    def _find_failed(self, wait_s: float) -> str | None:
         """The rank that ended or failed, and how, if one did or does within wait_s."""
         until = time.monotonic() + wait_s
         while True:
             for rank, child in self._children.items():
                 if (code := child.poll()) is not None:
                     return f"tensor-parallel rank {rank} has ended ({_how(code)})"
-            gone = {rank: kind for kind, known in self._channels.items() for rank, c in list(known.items()) if c.gone()}
+            gone = {
+                rank: kind
+                for kind, known in self._channels.items()
+                for rank, c in list(known.items())
+                if c.peer_closed()
+            }
             for rank, kind in gone.items():
                 with contextlib.suppress(subprocess.TimeoutExpired):  # its sockets are closed before it is over
                     if rank in self._children:
@@ -239,13 +244,13 @@ class Members:
                 return None
             time.sleep(WATCH_S / 10)
 
-    def _lost(self, reason: str) -> None:
+    def _set_failed(self, reason: str) -> None:
         with self._lock:
             if self.failure is not None or self._closing.is_set():
                 return
             self.failure = reason
         log.error("the tensor-parallel group has failed: %s", reason)
-        self.on_loss()
+        self.on_failure()
 
     def _end_children(self) -> None:
         until = time.monotonic() + END_S

@@ -56,7 +56,7 @@ class Rank:
 
     def run(self) -> None:
         """Raises Unavailable when rank 0 is gone; any other error of this rank is told to it first."""
-        answers = {"open": self._open, "load": self._load, "pool": self._make_pool}
+        answers = {"open": self._open, "load": self._load, "pool": self._create_pool}
         follows = {"step": self._step, "zero": self._zero, "copy": self._copy}
         while (message := self._channel.receive()).kind != "stop":
             if message.kind in follows:
@@ -67,7 +67,7 @@ class Rank:
             except Exception as error:
                 said = error.message if isinstance(error, BatonError) else f"{type(error).__name__}: {error}"
                 self._channel.send("failed", error=said)
-                self._channel.ready(END_S)  # rank 0 reads this, and then closes
+                self._channel.wait_readable(END_S)  # rank 0 reads this, and then closes
                 raise
             self._channel.send("done")
 
@@ -99,7 +99,7 @@ class Rank:
             source, shard, told["max_len"], self._device, dtype, lambda ops: SummingOps(ops, collectives)
         )
 
-    def _make_pool(self, message: Message) -> None:
+    def _create_pool(self, message: Message) -> None:
         self._kv, self._cache, self._attention = None, (), None  # its memory is needed again
         assert self._model is not None
         self._kv = kv = KVPool(KVLayout(**message.fields["layout"]), message.fields["num_blocks"], self._device)
@@ -117,10 +117,10 @@ class Rank:
         assert self._attention is not None
         tokens, rows = message.fields["tokens"], message.fields["rows"]
         joined = torch.empty(2 * tokens + (rows or 0), dtype=torch.int64, device=self._device)
-        self._collectives.share(joined)
+        self._collectives.broadcast(joined)
         metadata = self._attention.prepare(step.unpack(message.payload))
         ids, positions, wanted = step.cut(joined, tokens, rows)
-        self._model.hidden(ids, positions, self._cache, self._attention, metadata, wanted)
+        self._model.forward(ids, positions, self._cache, self._attention, metadata, wanted)
 
     @torch.inference_mode()
     def _zero(self, message: Message) -> None:
@@ -155,7 +155,7 @@ def end_with(channel: Channel) -> None:
     """This process ends when rank 0 is gone, even where it waits for a device or another rank."""
 
     def watch() -> None:
-        while not channel.gone():
+        while not channel.peer_closed():
             time.sleep(WATCH_S)
         time.sleep(WATCH_S)  # for what it said last
         os._exit(EXIT_ABANDONED)

@@ -29,7 +29,7 @@ class Shard:
     rank: int = 0
     size: int = 1
 
-    def spec(self, spec: ModelShape) -> ModelShape:
+    def shard_spec(self, spec: ModelShape) -> ModelShape:
         """The shape of this rank's part; ConfigError when the model cannot be cut so."""
         if self.size == 1:
             return spec
@@ -49,12 +49,13 @@ class Shard:
             num_heads=spec.num_heads // self.size,
             num_kv_heads=spec.num_kv_heads // self.size,
             intermediate_size=spec.intermediate_size // self.size,
-            tied=spec.tied or self.rank > 0,  # logits are rank 0's: the others have no head of their own
+            tie_word_embeddings=spec.tie_word_embeddings
+            or self.rank > 0,  # logits are rank 0's: the others have no head of their own
         )
 
     def read(self, file: Any, name: str) -> Tensor:
         """This rank's part of a tensor of an open safetensors file; no more than that is read."""
-        dim = self._cut_of(name)
+        dim = self._shard_dim(name)
         if dim is None:
             tensor: Tensor = file.get_tensor(name)
             return tensor
@@ -67,7 +68,7 @@ class Shard:
         cut: Tensor = part[at] if dim == 0 else part[:, at]
         return cut
 
-    def _cut_of(self, name: str) -> int | None:
+    def _shard_dim(self, name: str) -> int | None:
         """The dimension along which a checkpoint's tensor is cut."""
         if self.size == 1:
             return None
@@ -76,7 +77,7 @@ class Shard:
             return 0
         return 1 if module in COLUMNS and kind == "weight" else None
 
-    def of(self, name: str, whole: Tensor, spec: ModelSpec) -> Tensor:
+    def slice_of(self, name: str, whole: Tensor, spec: ModelSpec) -> Tensor:
         """This rank's part of a parameter of the whole model, by its name in a Decoder; spec: the whole model's."""
         *_, module, kind = ("", *name.split("."))
         merged = {"qkv": [spec.query_size, spec.kv_size, spec.kv_size], "gate_up": [spec.intermediate_size] * 2}

@@ -91,19 +91,21 @@ class Control:
     of them takes a step of a draft model.
     """
 
-    def __init__(self, most: int, *, padded: bool, drawn: bool = False) -> None:
-        self.most = most
-        self._padded, self._drawn = padded, drawn
-        self._most_extra = MOST_EXTRA + (most if drawn else 0)  # a draft takes no longer than the target's token
+    def __init__(self, max_drafts: int, *, pads_steps: bool, has_model: bool = False) -> None:
+        self.max_drafts = max_drafts
+        self._padded, self._drawn = pads_steps, has_model
+        self._most_extra = MOST_EXTRA + (
+            max_drafts if has_model else 0
+        )  # a draft takes no longer than the target's token
         self._times: dict[int, _Times] = {}
-        self._right, self._tested = START_RATE * START_WEIGHT, START_WEIGHT
+        self._accepted, self._tested = START_RATE * START_WEIGHT, START_WEIGHT
         self._steps = 0
         self._pause, self._probe_at = 0, 0
-        self._savings, self._gained = FIRST_SAVINGS, 0
+        self._time_budget, self._accepted_in_step = FIRST_SAVINGS, 0
 
-    def begin(self, kept: object) -> Drafting:
+    def new_state(self, kept: object) -> Drafting:
         """A new sequence is expected to be like those before it, and may soon show that it is not."""
-        rate = max(self._right / self._tested, LEAST_START)
+        rate = max(self._accepted / self._tested, LEAST_START)
         return Drafting(kept, rate * START_WEIGHT, START_WEIGHT)
 
     def limits(self, states: Sequence[tuple[Drafting, int]]) -> list[int]:
@@ -111,29 +113,29 @@ class Control:
         if not states:
             return []
         times = self._times.setdefault(_size(len(states)), _Times())
-        if self._savings < 0 or times.withhold():
+        if self._time_budget < 0 or times.withhold():
             return [0] * len(states)
         if self._padded:
-            return [self.most if self._batch_pays(states, times) else 0] * len(states)
+            return [self.max_drafts if self._batch_pays(states, times) else 0] * len(states)
         extra = min(times.extra, self._most_extra)
         if self._drawn:
             # Of a batch the extra is for as many drafts as its longest chain, which is about the mean one.
             each = extra / max(1.0, times.drafts / len(states))
             return [self._limit(state, output, self._best(state, each)) for state, output in states]
-        share = extra / max(1.0, times.drafts / self.most)
-        return [self._limit(state, output, self.most * (self._gain(state) > share)) for state, output in states]
+        share = extra / max(1.0, times.drafts / self.max_drafts)
+        return [self._limit(state, output, self.max_drafts * (self._gain(state) > share)) for state, output in states]
 
     def _best(self, state: Drafting, each: float) -> int:
         """Drafts that give the most tokens a time, where each costs so much of a step."""
         best, most, tokens = 0, 1.0, 1.0
-        for count in range(1, self.most + 1):
-            tokens += state.rate**count
+        for count in range(1, self.max_drafts + 1):
+            tokens += state.acceptance_rate**count
             if tokens / (1 + each * count) > most:
                 best, most = count, tokens / (1 + each * count)
         return best
 
     def _batch_pays(self, states: Sequence[tuple[Drafting, int]], times: _Times) -> bool:
-        gain = sum(state.found * self._gain(state) for state, _ in states)
+        gain = sum(state.hit_rate * self._gain(state) for state, _ in states)
         if gain > min(times.extra, self._most_extra) * len(states):
             self._pause = 0
             return True
@@ -142,7 +144,7 @@ class Control:
             self._probe_at = self._steps + self._pause
         return self._steps >= self._probe_at
 
-    def tried(self) -> None:
+    def on_proposal_asked(self) -> None:
         """The batch was asked for drafts."""
         if self._pause:
             self._pause = min(LONGEST_PAUSE, 2 * self._pause)
@@ -150,43 +152,47 @@ class Control:
 
     def _limit(self, state: Drafting, output: int, paying: int) -> int:
         if paying:
-            state.pause = 0
+            state.probe_interval = 0
             return paying
-        if not state.pause:
-            state.pause = FIRST_PAUSE
-            state.probe_at = output + state.pause
-        return (1 if self._drawn else self.most) if output >= state.probe_at else 0
+        if not state.probe_interval:
+            state.probe_interval = FIRST_PAUSE
+            state.probe_at = output + state.probe_interval
+        return (1 if self._drawn else self.max_drafts) if output >= state.probe_at else 0
 
     def _gain(self, state: Drafting) -> float:
         """Accepted drafts of a whole chain."""
-        rate = state.rate
-        return rate * (1 - rate**self.most) / (1 - rate) if rate < 1 else self.most
+        rate = state.acceptance_rate
+        return rate * (1 - rate**self.max_drafts) / (1 - rate) if rate < 1 else self.max_drafts
 
-    def proposed(self, state: Drafting, drafts: int) -> None:
+    def on_proposed(self, state: Drafting, drafts: int) -> None:
         """The proposer had so many drafts for a sequence that was to have some."""
-        state.patience = PATIENCE if drafts else max(0, state.patience - 1)
-        state.found = KEEP * state.found + (1 - KEEP) * (drafts > 0)
+        state.waits_left = PATIENCE if drafts else max(0, state.waits_left - 1)
+        state.hit_rate = KEEP * state.hit_rate + (1 - KEEP) * (drafts > 0)
 
-    def verified(self, state: Drafting, output: int, drafts: int, accepted: int) -> None:
+    def on_verified(self, state: Drafting, output: int, drafts: int, accepted: int) -> None:
         """What became of a sequence's drafts."""
-        self._gained += accepted
+        self._accepted_in_step += accepted
         tested = min(drafts, accepted + 1)
-        state.right, state.tested = KEEP * state.right + accepted, KEEP * state.tested + tested
-        self._right, self._tested = KEEP_ALL * self._right + accepted, KEEP_ALL * self._tested + tested
-        trying = bool(state.pause or self._pause)
+        state.accepted, state.tested = KEEP * state.accepted + accepted, KEEP * state.tested + tested
+        self._accepted, self._tested = KEEP_ALL * self._accepted + accepted, KEEP_ALL * self._tested + tested
+        trying = bool(state.probe_interval or self._pause)
         if trying and accepted == drafts and not self._drawn:
             # The text has changed: it repeats something now. What was before says little.
-            state.right, state.tested, state.found = START_RATE * START_WEIGHT + accepted, START_WEIGHT + accepted, 1.0
-        elif state.pause:
+            state.accepted, state.tested, state.hit_rate = (
+                START_RATE * START_WEIGHT + accepted,
+                START_WEIGHT + accepted,
+                1.0,
+            )
+        elif state.probe_interval:
             # That a draft model is often right is no news: whether it pays is asked with every step.
             again = accepted and not self._drawn
-            state.pause = FIRST_PAUSE if again else min(LONGEST_PAUSE, 2 * state.pause)
-            state.probe_at = output + state.pause
+            state.probe_interval = FIRST_PAUSE if again else min(LONGEST_PAUSE, 2 * state.probe_interval)
+            state.probe_at = output + state.probe_interval
 
-    def stepped(self, rows: int, drafts: int, seconds: float, *, waited: bool = False) -> None:
+    def on_step(self, rows: int, drafts: int, seconds: float, *, waited: bool = False) -> None:
         """A step in which every one of `rows` sequences decoded. waited: it was launched late, to know of drafts."""
         self._steps += 1
-        gained, self._gained = self._gained, 0
+        gained, self._accepted_in_step = self._accepted_in_step, 0
         if not rows:
             return
         times = self._times.setdefault(_size(rows), _Times())
@@ -195,17 +201,17 @@ class Control:
         if drafts or waited:
             extra = times.extra if drafts else times.extra_in_vain
             change = gained / rows - min(max(extra, 0.0), self._most_extra)
-        self._savings = min(MOST_SAVINGS, self._savings + change)
+        self._time_budget = min(MOST_SAVINGS, self._time_budget + change)
 
 
 class Always(Control):
     """Every sequence drafts as much as it may, whatever that costs: for tests, and to measure what it costs."""
 
-    def __init__(self, most: int) -> None:
-        super().__init__(most, padded=False)
+    def __init__(self, max_drafts: int) -> None:
+        super().__init__(max_drafts, pads_steps=False)
 
     def limits(self, states: Sequence[tuple[Drafting, int]]) -> list[int]:
-        return [self.most] * len(states)
+        return [self.max_drafts] * len(states)
 
 
 def _size(rows: int) -> int:

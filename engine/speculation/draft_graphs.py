@@ -40,18 +40,18 @@ class DraftGraphs:
         stage: Callable[[Sequence[EngineSequence]], None],
         *,
         buckets: Sequence[int],
-        drafts: int,
-        width: int,
+        max_seq_drafts: int,
+        max_blocks: int,
         block_size: int,
         device: torch.device,
     ) -> None:
         self.shapes = tuple(sorted(buckets, reverse=True))
-        self._drafter, self._sampler, self._stage = drafter, sampler, stage
-        self._drafts, self._block_size, self._device = drafts, block_size, device
+        self._draft_model, self._sampler, self._stage = drafter, sampler, stage
+        self._drafts, self._block_size, self._device = max_seq_drafts, block_size, device
         most = self.shapes[0]
         self._header = torch.zeros(most, HEADER, dtype=torch.int32, device=device)
-        self._tables = torch.zeros(most, width, dtype=torch.int32, device=device)
-        self._tokens = torch.zeros(most, drafts, dtype=torch.int64, device=device)
+        self._tables = torch.zeros(most, max_blocks, dtype=torch.int32, device=device)
+        self._tokens = torch.zeros(most, max_seq_drafts, dtype=torch.int64, device=device)
         self._graphs = Graphs("draft", device, self._compute, keep=_nothing, describe="{} rows".format)
 
     def fits(self, rows: int) -> bool:
@@ -90,14 +90,14 @@ class DraftGraphs:
 
     def _compute(self, rows: int) -> None:
         """Fills the tokens of the first `rows` rows."""
-        size, backend = self._block_size, self._drafter.backend
+        size, backend = self._block_size, self._draft_model.backend
         assert isinstance(backend, TritonAttention)
         header, tables, drawn = self._header[:rows], self._tables[:rows], self._tokens[:rows]
         slots, start = header[:, SLOT].long(), header[:, START]
         # A model that lags computes its last draft as well: it may be right.
-        count = self._drafts + self._drafter.lags
+        count = self._drafts + self._draft_model.lags
         places = torch.arange(count, dtype=torch.int32, device=self._device)
-        live = places[:, None] < (header[:, STEPS] + (header[:, STEPS] > 0) * self._drafter.lags)[None, :]
+        live = places[:, None] < (header[:, STEPS] + (header[:, STEPS] > 0) * self._draft_model.lags)[None, :]
         # [count, rows]; 0 where nothing is drawn, for rope tables and block tables may end before such a place.
         positions = (start[None, :] + places[:, None]) * live
         block = tables.t().gather(0, (positions // size).long())
@@ -105,17 +105,17 @@ class DraftGraphs:
         seq_lens = (positions + 1) * live
         cu_q = torch.arange(rows + 1, dtype=torch.int32, device=self._device)
         behind = tables.gather(1, ((start - 1).clamp(min=0) // size)[:, None].long()).squeeze(1).long()
-        before: Any = self._drafter.first(behind)
+        before: Any = self._draft_model.initial_states(behind)
         offsets = places[:, None].expand(-1, rows).contiguous()
         tokens = header[:, TOKEN].long()
         for place in range(count):
             metadata = backend.decode_metadata(kv_slots[place], cu_q, seq_lens[place], tables, max_new=1)
             if place == self._drafts:
-                self._drafter.fill(tokens, positions[place], metadata)
+                self._draft_model.write_kv(tokens, positions[place], metadata)
                 break
-            logits, before = self._drafter.step(tokens, before, positions[place], metadata)
+            logits, before = self._draft_model.draft_step(tokens, before, positions[place], metadata)
             said = drawn[:, max(0, place - 1)]
-            tokens, _ = self._sampler.run(logits, slots, positions[place] + 1, drafts=(said, offsets[place]))
+            tokens, _ = self._sampler.sample(logits, slots, positions[place] + 1, drafts=(said, offsets[place]))
             drawn[:, place] = tokens
 
 

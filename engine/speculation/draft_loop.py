@@ -40,7 +40,7 @@ class DraftLoop:
         self, drafter: Drafter, kv: KVPool, tables: BlockTables, *, rejection: bool, graphs: DraftGraphs | None = None
     ) -> None:
         self.name = drafter.name
-        self._drafter, self._kv, self._tables = drafter, kv, tables
+        self._draft_model, self._kv, self._tables = drafter, kv, tables
         self._rejection, self.graphs = rejection, graphs
         self._device = kv.data.device
 
@@ -49,16 +49,16 @@ class DraftLoop:
         """steps[i] >= 1 drafts of each sequence, all of whose tokens are known and whose lease has room for the newest
         token and all drafts; fewer where the draft's output is not a number. Waits for the device.
         """
-        self.catch_up([seq for seq in seqs if seq.lagging])
+        self.catch_up([seq for seq in seqs if seq.draft_lag])
         if self.graphs is not None and self.graphs.fits(len(seqs)):
             return self.graphs.run(seqs, steps, [self._tables.row(seq) for seq in seqs])
-        self._clear(seqs, steps)
+        self._zero_new_blocks(seqs, steps)
         drafts = Drafts.empty(len(seqs), max(steps))
         probs: Tensor | None = None
         blocks = [self._tables.row(seq) for seq in seqs]
         starts = np.array([seq.start for seq in seqs])
         (behind,) = upload([_block_at(blocks, starts - 1, self._kv.layout.block_size)], self._device)
-        before = self._drafter.first(behind)
+        before = self._draft_model.initial_states(behind)
         rows, tokens = list(range(len(seqs))), np.array([seq.tokens[seq.start] for seq in seqs])
         for place in range(max(steps)):
             going = [i for i, row in enumerate(rows) if steps[row] > place and drafts.lengths[row] == place]
@@ -73,8 +73,8 @@ class DraftLoop:
             at_now = starts[rows] + place
             shape = StepShape(at_now.tolist(), [1] * len(rows), [blocks[row] for row in rows])
             ids, positions = upload([tokens, at_now], self._device)
-            metadata = self._drafter.backend.prepare(shape)
-            logits, before = self._drafter.step(ids, before, positions, metadata)
+            metadata = self._draft_model.backend.prepare(shape)
+            logits, before = self._draft_model.draft_step(ids, before, positions, metadata)
             sampled_as = [_row(seqs[r], drafts.tokens[r, :place]) for r in rows]
             drawn, finite, drawn_from = draw(logits, sampled_as, rejection=self._rejection)
             tokens = drawn.cpu().numpy()
@@ -84,10 +84,10 @@ class DraftLoop:
                 if probs is None:
                     probs = drawn_from.new_zeros(len(seqs), max(steps), drawn_from.shape[1])
                 probs[rows, place] = drawn_from
-        if self._drafter.lags:
+        if self._draft_model.lags:
             # The last draft of all may be right, and then it has KV like the others.
             rows = [row for row in range(len(seqs)) if drafts.lengths[row]]
-            self._fill(
+            self._write_kv(
                 [seqs[row] for row in rows],
                 starts[rows] + drafts.lengths[rows],
                 [drafts.tokens[row, drafts.lengths[row] - 1 : drafts.lengths[row]].tolist() for row in rows],
@@ -101,10 +101,10 @@ class DraftLoop:
         if not seqs:
             return
         for part in _parts(seqs):
-            starts = np.array([seq.complete for seq in part])
-            self._fill(part, starts, [seq.tokens[seq.complete : seq.computed] for seq in part])
+            starts = np.array([seq.complete_len for seq in part])
+            self._write_kv(part, starts, [seq.tokens[seq.complete_len : seq.computed] for seq in part])
             for seq in part:
-                seq.lagging = 0
+                seq.draft_lag = 0
         self._wait()
 
     def _wait(self) -> None:
@@ -112,7 +112,7 @@ class DraftLoop:
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
-    def _fill(self, seqs: Sequence[EngineSequence], starts: np.ndarray, tokens: Sequence[Sequence[int]]) -> None:
+    def _write_kv(self, seqs: Sequence[EngineSequence], starts: np.ndarray, tokens: Sequence[Sequence[int]]) -> None:
         """The draft model's layers for tokens of each sequence, from starts[i] on."""
         if not seqs:
             return
@@ -120,11 +120,11 @@ class DraftLoop:
         shape = StepShape(starts.tolist(), counts, [self._tables.row(seq) for seq in seqs])
         positions = np.concatenate([np.arange(s, s + n) for s, n in zip(starts.tolist(), counts, strict=True)])
         ids, at = upload([np.array([token for some in tokens for token in some]), positions], self._device)
-        self._drafter.fill(ids, at, self._drafter.backend.prepare(shape))
+        self._draft_model.write_kv(ids, at, self._draft_model.backend.prepare(shape))
 
-    def _clear(self, seqs: Sequence[EngineSequence], steps: Sequence[int]) -> None:
+    def _zero_new_blocks(self, seqs: Sequence[EngineSequence], steps: Sequence[int]) -> None:
         """Zeroes the blocks in which nothing is yet, where attention reads slots before they are written."""
-        if not self._drafter.backend.reads_unwritten:
+        if not self._draft_model.backend.reads_unwritten_slots:
             return
         size = self._kv.layout.block_size
         begun: list[int] = []
@@ -142,7 +142,7 @@ def draw(logits: Tensor, rows: Sequence[SampleRow], *, rejection: bool) -> tuple
         sampled = sample(logits, rows)
         return sampled.tokens, sampled.finite, None
     chances = distribution(logits, rows)
-    noise = Noise.of(rows, logits).everywhere(logits.shape[1], stream=DRAFT)
+    noise = Noise.for_rows(rows, logits).for_vocab(logits.shape[1], stream=DRAFT)
     return (chances.log() + noise).argmax(dim=-1), torch.isfinite(chances.sum(dim=-1)), chances
 
 
@@ -152,7 +152,7 @@ def _row(seq: EngineSequence, drafts: np.ndarray) -> SampleRow:
     if seq.constraint is not None:
         taken, masks = seq.constraint.masks(said)
         allowed = masks[-1] if len(taken) == len(said) else None  # else they are trimmed there anyway
-    return SampleRow(seq.request.sampling, seq.tokens, seq.prompt_len, seq.child, drafts=said, allowed=allowed)
+    return SampleRow(seq.request.sampling, seq.tokens, seq.prompt_len, seq.child, drafts=said, allowed_mask=allowed)
 
 
 def _parts(seqs: Sequence[EngineSequence]) -> list[list[EngineSequence]]:
@@ -160,10 +160,10 @@ def _parts(seqs: Sequence[EngineSequence]) -> list[list[EngineSequence]]:
     parts: list[list[EngineSequence]] = []
     tokens = 0
     for seq in seqs:
-        tokens += seq.lagging
+        tokens += seq.draft_lag
         if not parts or tokens > MADE_UP:
             parts.append([])
-            tokens = seq.lagging
+            tokens = seq.draft_lag
         parts[-1].append(seq)
     return parts
 

@@ -51,7 +51,7 @@ class Links:
     """
 
     firsts: Tensor
-    before: Tensor
+    blocks_before: Tensor
 
 
 class Drafter(Protocol):
@@ -65,23 +65,23 @@ class Drafter(Protocol):
     lags: bool
     backend: AttentionBackend[Any]
 
-    def fill(self, tokens: Tensor, positions: Tensor, metadata: Any) -> None:
+    def write_kv(self, tokens: Tensor, positions: Tensor, metadata: Any) -> None:
         """Keys and values of its layers for tokens that the target has computed. metadata: of backend."""
 
-    def follow(
+    def forward_with_target(
         self, target: Target, tokens: Tensor, positions: Tensor, metadata: Any, *, rows: Tensor | None, links: Links
     ) -> tuple[Tensor, Tensor]:
         """What target.model.hidden returns, and the states of all tokens [T, hidden]; its layers' keys and values for
         the same tokens are written.
         """
 
-    def note(self, states: Tensor, at: Tensor, blocks: Tensor) -> None:
+    def store_states(self, states: Tensor, at: Tensor, blocks: Tensor) -> None:
         """States of the tokens at[C] (int64) of a step go to these blocks, int64 [C]."""
 
-    def first(self, blocks: Tensor) -> Tensor | None:
+    def initial_states(self, blocks: Tensor) -> Tensor | None:
         """What `step` begins with, for rows whose last token with KV is in these blocks, int64 [R]."""
 
-    def step(self, tokens: Tensor, before: Tensor | None, positions: Tensor, metadata: Any) -> tuple[Tensor, Any]:
+    def draft_step(self, tokens: Tensor, before: Tensor | None, positions: Tensor, metadata: Any) -> tuple[Tensor, Any]:
         """float32 [R, vocab] logits after one more token of each row, and what the next step begins with."""
 
 
@@ -101,22 +101,22 @@ class ModelDrafter:
             self._cache, shape.num_heads, shape.windows, kv.dummy_block, scale=shape.scale, softcap=shape.softcap
         )
 
-    def fill(self, tokens: Tensor, positions: Tensor, metadata: Any) -> None:
-        self._model.fill(self._known(tokens), positions, self._cache, self.backend, metadata)
+    def write_kv(self, tokens: Tensor, positions: Tensor, metadata: Any) -> None:
+        self._model.write_kv(self._known(tokens), positions, self._cache, self.backend, metadata)
 
-    def follow(
+    def forward_with_target(
         self, target: Target, tokens: Tensor, positions: Tensor, metadata: Any, *, rows: Tensor | None, links: Links
     ) -> tuple[Tensor, Tensor]:
         raise AssertionError("it lags")
 
-    def note(self, states: Tensor, at: Tensor, blocks: Tensor) -> None:
+    def store_states(self, states: Tensor, at: Tensor, blocks: Tensor) -> None:
         raise AssertionError("it has no states")
 
-    def first(self, blocks: Tensor) -> None:
+    def initial_states(self, blocks: Tensor) -> None:
         return None
 
-    def step(self, tokens: Tensor, before: Tensor | None, positions: Tensor, metadata: Any) -> tuple[Tensor, Any]:
-        hidden = self._model.hidden(self._known(tokens), positions, self._cache, self.backend, metadata)
+    def draft_step(self, tokens: Tensor, before: Tensor | None, positions: Tensor, metadata: Any) -> tuple[Tensor, Any]:
+        hidden = self._model.forward(self._known(tokens), positions, self._cache, self.backend, metadata)
         logits = self._model.logits(hidden)
         if self._own_vocab < self._vocab:
             logits = F.pad(logits, (0, self._vocab - self._own_vocab), value=NEVER)
@@ -135,59 +135,59 @@ class EagleDrafter:
     def __init__(self, head: EagleHead, target: Decoder, kv: KVPool, attention: AttentionKind) -> None:
         self.capturable = head.capturable
         layer = head.spec.layer
-        self._head, self._taps = head, head.spec.taps_of(target.spec.num_layers)
+        self._head, self._aux_layers = head, head.spec.aux_layers_of(target.spec.num_layers)
         self._target_layers, self._width = target.spec.num_layers, head.spec.target_hidden
         (self._cache,) = kv.layers("draft_")
         self._state = kv.segment_view("draft_state")
         self._dtype = target.embedding.weight.dtype
         self.backend: AttentionBackend[Any] = attention(
-            (self._cache,), layer.num_heads, layer.windows, kv.dummy_block, first=1
+            (self._cache,), layer.num_heads, layer.windows, kv.dummy_block, first_position=1
         )
 
-    def fill(self, tokens: Tensor, positions: Tensor, metadata: Any) -> None:
+    def write_kv(self, tokens: Tensor, positions: Tensor, metadata: Any) -> None:
         raise AssertionError("it follows")
 
-    def follow(
+    def forward_with_target(
         self, target: Target, tokens: Tensor, positions: Tensor, metadata: Any, *, rows: Tensor | None, links: Links
     ) -> tuple[Tensor, Tensor]:
-        hidden, states = self._tapped(target, tokens, positions, metadata, rows)
+        hidden, states = self._forward_target(target, tokens, positions, metadata, rows)
         before = torch.cat([states[:1], states[:-1]])
-        before.index_copy_(0, links.firsts, self.first(links.before))
-        self._head.fill(tokens, before, positions, self._cache, target.backend, metadata)
+        before.index_copy_(0, links.firsts, self.initial_states(links.blocks_before))
+        self._head.write_kv(tokens, before, positions, self._cache, target.backend, metadata)
         return hidden, states
 
-    def _tapped(
+    def _forward_target(
         self, target: Target, tokens: Tensor, positions: Tensor, metadata: Any, rows: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """The target's hidden states of `rows`, and the states of pairs of all tokens."""
         model = target.model
         assert isinstance(model, Decoder)
-        if not self._taps:
-            hidden = model.hidden(tokens, positions, target.cache, target.backend, metadata)
-            return hidden if rows is None else hidden[rows], model.final(hidden)
+        if not self._aux_layers:
+            hidden = model.forward(tokens, positions, target.cache, target.backend, metadata)
+            return hidden if rows is None else hidden[rows], model.final_norm(hidden)
         width = self._width
-        joined = torch.empty(len(tokens), len(self._taps) * width, dtype=self._dtype, device=tokens.device)
+        joined = torch.empty(len(tokens), len(self._aux_layers) * width, dtype=self._dtype, device=tokens.device)
 
         def tap(index: int, x: Tensor) -> None:
-            for place, layer in enumerate(self._taps):
+            for place, layer in enumerate(self._aux_layers):
                 if layer == index:
                     joined[:, place * width : (place + 1) * width] = x
 
-        late = self._target_layers in self._taps  # then the last layer is wanted of all tokens
-        hidden = model.hidden(
+        late = self._target_layers in self._aux_layers  # then the last layer is wanted of all tokens
+        hidden = model.forward(
             tokens, positions, target.cache, target.backend, metadata, None if late else rows, tap=tap
         )
         return hidden[rows] if late and rows is not None else hidden, self._head.fuse(joined)
 
-    def note(self, states: Tensor, at: Tensor, blocks: Tensor) -> None:
+    def store_states(self, states: Tensor, at: Tensor, blocks: Tensor) -> None:
         self._state.index_copy_(0, blocks, states.index_select(0, at).to(self._state.dtype))
 
-    def first(self, blocks: Tensor) -> Tensor:
+    def initial_states(self, blocks: Tensor) -> Tensor:
         return self._state.index_select(0, blocks).to(self._dtype)
 
-    def step(self, tokens: Tensor, before: Tensor | None, positions: Tensor, metadata: Any) -> tuple[Tensor, Any]:
+    def draft_step(self, tokens: Tensor, before: Tensor | None, positions: Tensor, metadata: Any) -> tuple[Tensor, Any]:
         assert before is not None
-        states = self._head.step(tokens, before, positions, self._cache, self.backend, metadata)
+        states = self._head.draft_step(tokens, before, positions, self._cache, self.backend, metadata)
         return self._head.logits(states), states
 
 

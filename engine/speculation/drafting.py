@@ -14,15 +14,15 @@ class Drafting:
     proposals that were not, of late.
     """
 
-    kept: Any
-    right: float
+    proposer_state: Any
+    accepted: float
     tested: float
     probe_at: int = 0
-    pause: int = 0
-    patience: int = 0
-    found: float = 1.0
+    probe_interval: int = 0
+    waits_left: int = 0
+    hit_rate: float = 1.0
 
     @property
-    def rate(self) -> float:
+    def acceptance_rate(self) -> float:
         """Share of drafts that are right if those before them are."""
-        return self.right / self.tested
+        return self.accepted / self.tested

@@ -19,10 +19,10 @@ class DrawnProposer:
         self.name = loop.name
         self._loop, self._reserve = loop, reserve
 
-    def begin(self, seq: EngineSequence) -> None:
+    def new_state(self, seq: EngineSequence) -> None:
         """All it keeps is in the sequence's blocks."""
 
-    def keep_up(self, seqs: Sequence[EngineSequence]) -> None:
+    def catch_up(self, seqs: Sequence[EngineSequence]) -> None:
         """Computes what the draft model has not of these sequences, all of whose tokens are known."""
         self._loop.catch_up(seqs)
 
@@ -44,13 +44,13 @@ class DrawnProposer:
         """Drafts of the sequence; their tokens and the newest one have room in its lease, which nobody else reads."""
         assert seq.lease is not None
         most = min(limit, seq.max_len - seq.length - 1)
-        if most <= 0 or seq.lease.borrowed == seq.start // seq.block_size:
+        if most <= 0 or seq.lease.cow_index == seq.start // seq.block_size:
             return 0
         return max(0, min(most, self._reserve(seq, seq.start + 1 + most) - seq.start - 1))
 
-    def observe(self, seq: EngineSequence, kept: Any) -> bool:
+    def expects_drafts(self, seq: EngineSequence, kept: Any) -> bool:
         """Its model follows in the steps themselves, or by `keep_up`, and always has drafts."""
         return True
 
-    def accept(self, seq: EngineSequence, kept: Any, drafts: int, accepted: int) -> None:
+    def on_verified(self, seq: EngineSequence, kept: Any, drafts: int, accepted: int) -> None:
         """The step that verified the drafts has computed their layers."""

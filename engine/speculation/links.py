@@ -58,4 +58,4 @@ def note_states(
         counted, final = kept(sampled, ids.index_select(0, at[: len(last_of)]), there, query)
         here = into[: len(last_of)].masked_fill(~(final | (counted & (full_there > 0))), kv.dummy_block)
         into = torch.cat([here, into[len(last_of) :]])
-    draft.note(states, at, into)
+    draft.store_states(states, at, into)

@@ -109,7 +109,7 @@ class NgramProposer:
 
     name = "ngram"
 
-    def begin(self, seq: EngineSequence) -> History:
+    def new_state(self, seq: EngineSequence) -> History:
         return History(seq.tokens)
 
     def propose(self, seqs: Sequence[EngineSequence], kept: Sequence[Any], limits: Sequence[int]) -> Drafts:
@@ -121,9 +121,9 @@ class NgramProposer:
             drafts.lengths[row] = len(found)
         return drafts
 
-    def observe(self, seq: EngineSequence, kept: Any) -> bool:
+    def expects_drafts(self, seq: EngineSequence, kept: Any) -> bool:
         kept.extend(seq.tokens[kept.count :])
         return bool(kept.match(1)[0])
 
-    def accept(self, seq: EngineSequence, kept: Any, drafts: int, accepted: int) -> None:
+    def on_verified(self, seq: EngineSequence, kept: Any, drafts: int, accepted: int) -> None:
         """The history reads the sequence's tokens."""

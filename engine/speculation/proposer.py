@@ -41,7 +41,7 @@ class Proposer(Protocol):
 
     name: str
 
-    def begin(self, seq: EngineSequence) -> Any:
+    def new_state(self, seq: EngineSequence) -> Any:
         """What the proposer keeps of a sequence; called once, before its first proposal."""
 
     def propose(self, seqs: Sequence[EngineSequence], kept: Sequence[Any], limits: Sequence[int]) -> Drafts:
@@ -50,10 +50,10 @@ class Proposer(Protocol):
         kept: what `begin` made of each. All token ids are in the vocabulary, as those of the sequences are.
         """
 
-    def observe(self, seq: EngineSequence, kept: Any) -> bool:
+    def expects_drafts(self, seq: EngineSequence, kept: Any) -> bool:
         """Now and then, while the device computes the next token: there is time for what `propose` wants of those
         before it. Whether they lead to expect that there will be drafts once it is known.
         """
 
-    def accept(self, seq: EngineSequence, kept: Any, drafts: int, accepted: int) -> None:
+    def on_verified(self, seq: EngineSequence, kept: Any, drafts: int, accepted: int) -> None:
         """A step has verified so many drafts, and appended the accepted ones and the token after them."""

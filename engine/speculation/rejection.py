@@ -63,11 +63,11 @@ def _sample_part(raw: Tensor, rows: Sequence[SampleRow], chains: Sequence[Chain]
     target = distribution(raw[at], tested)
     drafts = torch.tensor([t for chain in chains for t in chain.tokens], dtype=torch.int64, device=raw.device)
     proposed = torch.cat([_proposed(chain, raw) for chain in chains if chain.tokens])
-    noise = Noise.of(tested, raw)
+    noise = Noise.for_rows(tested, raw)
     luck = uniform(noise.seed, noise.child, noise.position, stream=ACCEPT)
     chance = target.gather(1, drafts[:, None]) / proposed.gather(1, drafts[:, None])
     # Nothing is left where p equals q, and then every draft is accepted.
-    instead = (_left(target, proposed).log() + noise.everywhere(raw.shape[1], stream=RESIDUAL)).argmax(dim=-1)
+    instead = (_left(target, proposed).log() + noise.for_vocab(raw.shape[1], stream=RESIDUAL)).argmax(dim=-1)
     tokens = sampled.tokens.clone()
     tokens[at] = torch.where(luck < chance.squeeze(1), drafts, instead)
     return Sampled(tokens, sampled.finite)

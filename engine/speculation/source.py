@@ -31,7 +31,7 @@ MOST_PADDING = 1024  # tokens that one vocabulary of a family may have more than
 class DraftSource(Protocol):
     """What is known of a draft model before it is loaded."""
 
-    def layout(self, device: torch.device) -> dict[str, Any]:
+    def layout_fields(self, device: torch.device) -> dict[str, Any]:
         """The fields of KVLayout that are about the draft."""
 
     def load(self, target: Model, max_len: int, device: torch.device, dtype: torch.dtype) -> MakeDrafter:
@@ -45,7 +45,7 @@ class SecondModel:
     source: ModelSource
     target: ModelShape
 
-    def layout(self, device: torch.device) -> dict[str, Any]:
+    def layout_fields(self, device: torch.device) -> dict[str, Any]:
         shape = self.source.spec
         return {
             "draft_layers": shape.num_layers,
@@ -69,7 +69,7 @@ class Head:
     model_dir: Path
     seed: int | None
 
-    def layout(self, device: torch.device) -> dict[str, Any]:
+    def layout_fields(self, device: torch.device) -> dict[str, Any]:
         layer = self.spec.layer
         known = f"eagle dummy {self.seed} {device.type} {self.spec!r}"
         revision = eagle_weights.revision(self.spec, self.model_dir) if self.seed is None else weights.digest(known)
@@ -119,13 +119,13 @@ def _open_head(model_dir: Path, target: ModelShape, seed: int | None) -> Head:
     spec = load_eagle_spec(model_dir)
     if not isinstance(target, ModelSpec):
         raise ConfigError(f"EAGLE heads need a model with native code, {target.architecture} has none", field=FIELD)
-    spec.taps_of(target.num_layers)
+    spec.aux_layers_of(target.num_layers)
     if spec.target_hidden != target.hidden_size:
         raise ConfigError(
             f"the EAGLE head is of a model with hidden size {spec.target_hidden}, this one has {target.hidden_size}",
             field=FIELD,
         )
-    if not spec.fuses and spec.layer.hidden_size != target.hidden_size:
+    if not spec.is_eagle3 and spec.layer.hidden_size != target.hidden_size:
         raise ConfigError("an EAGLE head has the hidden size of its model", field=FIELD)
     if spec.layer.vocab_size != target.vocab_size:
         raise ConfigError(

@@ -30,99 +30,103 @@ NOBODY = object()  # is kept of a sequence that the proposer failed to begin wit
 class Speculator:
     """control: how many drafts who gets; max_seqs: nobody drafts where more sequences decode."""
 
-    def __init__(self, proposer: Proposer, control: Control, *, max_seqs: int) -> None:
-        self.stats = SpeculationStats(proposer.name, control.most)
+    def __init__(self, proposer: Proposer, controller: Control, *, max_seqs: int) -> None:
+        self.stats = SpeculationStats(proposer.name, controller.max_drafts)
         self._proposer = proposer
-        self._control = control
+        self._controller = controller
         self._max_seqs = max_seqs
         self._steps = 0
 
     def draft(self, seqs: Sequence[EngineSequence]) -> Mapping[EngineSequence, Chain]:
         """Drafts of those sequences for which they pay."""
-        if any(seq.lagging >= LAG for seq in seqs):
-            self._keep_up([seq for seq in seqs if seq.lagging])
+        if any(seq.draft_lag >= LAG for seq in seqs):
+            self._catch_up([seq for seq in seqs if seq.draft_lag])
         limits = self._limits(seqs)
         asked = [(seq, limit) for seq, limit in zip(seqs, limits, strict=True) if limit]
         if not asked:
             return NO_DRAFTS
-        self._control.tried()
+        self._controller.on_proposal_asked()
         chosen = [seq for seq, _ in asked]
-        kept = [seq.drafting.kept for seq in chosen if seq.drafting is not None]
+        kept = [seq.draft_state.proposer_state for seq in chosen if seq.draft_state is not None]
         drafts: Drafts | None = None
-        with self._surviving():
+        with self._tolerate_failure():
             drafts = self._proposer.propose(chosen, kept, [limit for _, limit in asked])
         if drafts is None:
             return NO_DRAFTS
         proposed: dict[EngineSequence, Chain] = {}
         rows = zip(chosen, drafts.tokens.tolist(), drafts.lengths.tolist(), strict=True)
         for row, (seq, tokens, length) in enumerate(rows):
-            assert seq.drafting is not None
+            assert seq.draft_state is not None
             count = length if seq.constraint is None else len(seq.constraint.masks(tokens[:length])[0])
-            self._control.proposed(seq.drafting, count)
+            self._controller.on_proposed(seq.draft_state, count)
             if count:
                 probs = None if drafts.probs is None else drafts.probs[row, :count]
                 proposed[seq] = Chain(tuple(tokens[:count]), probs)
         return proposed
 
-    def _keep_up(self, seqs: Sequence[EngineSequence]) -> None:
+    def _catch_up(self, seqs: Sequence[EngineSequence]) -> None:
         if isinstance(self._proposer, DrawnProposer):
-            with self._surviving():
-                self._proposer.keep_up(seqs)
+            with self._tolerate_failure():
+                self._proposer.catch_up(seqs)
 
-    def due(self, seqs: Sequence[EngineSequence]) -> bool:
+    def wants_drafts(self, seqs: Sequence[EngineSequence]) -> bool:
         """Some of these sequences, which are in the step in flight, should draft for the next one."""
         decoding = [seq for seq in seqs if seq.decoding and not seq.hand_off]
-        if any(seq.lagging >= LAG for seq in decoding):
+        if any(seq.draft_lag >= LAG for seq in decoding):
             return True
         limits = self._limits(decoding)
         self._observe(decoding)
-        states = [seq.drafting for seq in decoding]
-        return any(limit and state is not None and state.patience for limit, state in zip(limits, states, strict=True))
+        states = [seq.draft_state for seq in decoding]
+        return any(
+            limit and state is not None and state.waits_left for limit, state in zip(limits, states, strict=True)
+        )
 
     def _observe(self, seqs: Sequence[EngineSequence]) -> None:
         """The device computes, so looking costs no time: only who may have drafts by what is known makes steps wait."""
         first = self._steps * LOOKS
         for place in range(first, first + min(LOOKS, len(seqs))):
             seq = seqs[place % len(seqs)]
-            state = seq.drafting
-            if state is not None and state.kept is not NOBODY:
+            state = seq.draft_state
+            if state is not None and state.proposer_state is not NOBODY:
                 likely = False
-                with self._surviving():
-                    likely = self._proposer.observe(seq, state.kept)
-                state.patience = max(state.patience, int(likely))
+                with self._tolerate_failure():
+                    likely = self._proposer.expects_drafts(seq, state.proposer_state)
+                state.waits_left = max(state.waits_left, int(likely))
 
-    def verified(self, seq: EngineSequence, drafts: int, accepted: int) -> None:
+    def on_verified(self, seq: EngineSequence, drafts: int, accepted: int) -> None:
         """A step has tested the sequence's drafts."""
-        assert seq.drafting is not None
+        assert seq.draft_state is not None
         self.stats.add(drafts, accepted)
-        self._control.verified(seq.drafting, seq.num_output, drafts, accepted)
+        self._controller.on_verified(seq.draft_state, seq.num_output, drafts, accepted)
         try:
-            self._proposer.accept(seq, seq.drafting.kept, drafts, accepted)
+            self._proposer.on_verified(seq, seq.draft_state.proposer_state, drafts, accepted)
         except Exception:
             self._failed()
 
-    def stepped(self, items: Sequence[Item], seconds: float, *, waited: bool = False) -> None:
+    def on_step(self, items: Sequence[Item], seconds: float, *, waited: bool = False) -> None:
         """A step has ended after so many seconds. waited: it was launched after the result of the one before."""
         self._steps += 1
-        decodes = len(items) if all(item.decode for item in items) else 0
-        self._control.stepped(decodes, sum(len(item.drafts) for item in items), seconds, waited=waited)
+        decodes = len(items) if all(item.is_decode for item in items) else 0
+        self._controller.on_step(decodes, sum(len(item.drafts) for item in items), seconds, waited=waited)
 
     def _limits(self, seqs: Sequence[EngineSequence]) -> list[int]:
         if len(seqs) > self._max_seqs:
             return [0] * len(seqs)
-        states = [(seq.drafting or self._begin(seq), seq.num_output) for seq in seqs]
-        limits = self._control.limits(states)
-        return [0 if state.kept is NOBODY else limit for (state, _), limit in zip(states, limits, strict=True)]
+        states = [(seq.draft_state or self._begin(seq), seq.num_output) for seq in seqs]
+        limits = self._controller.limits(states)
+        return [
+            0 if state.proposer_state is NOBODY else limit for (state, _), limit in zip(states, limits, strict=True)
+        ]
 
     def _begin(self, seq: EngineSequence) -> Drafting:
         kept: object = NOBODY
-        with self._surviving():
-            kept = self._proposer.begin(seq)
-        seq.drafting = self._control.begin(kept)
-        return seq.drafting
+        with self._tolerate_failure():
+            kept = self._proposer.new_state(seq)
+        seq.draft_state = self._controller.new_state(kept)
+        return seq.draft_state
 
     @contextlib.contextmanager
-    def _surviving(self) -> Iterator[None]:
+    def _tolerate_failure(self) -> Iterator[None]:
         """The proposer may fail inside."""
         try:
             yield

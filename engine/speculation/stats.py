@@ -16,18 +16,18 @@ class SpeculationStats:
     """
 
     proposer: str
-    most: int
+    max_drafts: int
     chains: int = 0
     proposed: int = 0
     accepted: int = 0
     proposed_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
-    fruitless: int = 0
+    rejected_in_a_row: int = 0
     failures: int = 0
 
     def __post_init__(self) -> None:
-        self.proposed_at = [0] * self.most
-        self.accepted_at = [0] * self.most
+        self.proposed_at = [0] * self.max_drafts
+        self.accepted_at = [0] * self.max_drafts
 
     def add(self, proposed: int, accepted: int) -> None:
         """One chain."""
@@ -38,9 +38,9 @@ class SpeculationStats:
             self.proposed_at[place] += 1
         for place in range(accepted):
             self.accepted_at[place] += 1
-        self.fruitless = 0 if accepted else self.fruitless + 1
+        self.rejected_in_a_row = 0 if accepted else self.rejected_in_a_row + 1
 
     @property
-    def alarm(self) -> bool:
+    def is_useless(self) -> bool:
         """The acceptance length stays at 1.00: drafts cost time and give nothing."""
-        return self.fruitless >= ALARM_CHAINS
+        return self.rejected_in_a_row >= ALARM_CHAINS

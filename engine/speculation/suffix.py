@@ -46,7 +46,7 @@ class SuffixTable:
         if len(self._young) > self._most:
             self._old, self._young = self._young, {}
 
-    def follow(self, salt: str, tail: Sequence[int], most: int) -> tuple[int, list[int]]:
+    def predict(self, salt: str, tail: Sequence[int], most: int) -> tuple[int, list[int]]:
         """Length of the suffix that the first guess is from, 0 for none, and up to `most` guesses."""
         said, known = list(tail[-LENGTHS[0] :]), 0
         start = len(said)
@@ -104,7 +104,7 @@ class SuffixProposer:
     def __init__(self, most: int = MOST_SUFFIXES) -> None:
         self.table = SuffixTable(most)
 
-    def begin(self, seq: EngineSequence) -> _Own:
+    def new_state(self, seq: EngineSequence) -> _Own:
         own = _Own(History(seq.tokens), seq.prompt_len)
         self._learn(seq, own)
         return own
@@ -114,7 +114,7 @@ class SuffixProposer:
         for row, (seq, own, most) in enumerate(zip(seqs, kept, limits, strict=True)):
             self._note(seq, own)
             known, found = own.history.match(most)
-            shared, guesses = self.table.follow(seq.request.cache_salt, seq.tokens[-LENGTHS[0] :], most)
+            shared, guesses = self.table.predict(seq.request.cache_salt, seq.tokens[-LENGTHS[0] :], most)
             if shared > known:
                 drafts.tokens[row, : len(guesses)] = guesses
                 drafts.lengths[row] = len(guesses)
@@ -123,12 +123,12 @@ class SuffixProposer:
                 drafts.lengths[row] = len(found)
         return drafts
 
-    def observe(self, seq: EngineSequence, kept: Any) -> bool:
+    def expects_drafts(self, seq: EngineSequence, kept: Any) -> bool:
         self._note(seq, kept)
-        shared, _ = self.table.follow(seq.request.cache_salt, seq.tokens[-LENGTHS[0] :], 1)
+        shared, _ = self.table.predict(seq.request.cache_salt, seq.tokens[-LENGTHS[0] :], 1)
         return bool(shared or kept.history.match(1)[0])
 
-    def accept(self, seq: EngineSequence, kept: Any, drafts: int, accepted: int) -> None:
+    def on_verified(self, seq: EngineSequence, kept: Any, drafts: int, accepted: int) -> None:
         self._learn(seq, kept)
 
     def _note(self, seq: EngineSequence, own: _Own) -> None:

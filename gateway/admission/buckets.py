@@ -35,7 +35,7 @@ class _Bucket:
     level: float | None = None
     at: int = 0
 
-    def held(self, now: int, per_minute: int) -> float:
+    def level_at(self, now: int, per_minute: int) -> float:
         if self.level is None:
             return float(per_minute)
         return min(per_minute, self.level + max(0, now - self.at) * per_minute / MINUTE_MS)
@@ -52,14 +52,14 @@ class Buckets:
     _tokens: _Bucket = field(default_factory=_Bucket)
     _running: set[str] = field(default_factory=set)
     day: int = 0
-    spent: int = 0  # on that day
+    spent_today: int = 0  # on that day
 
-    def take(self, limits: KeyLimits, request: str, cost: int, now: int, *, granted: bool = False) -> Taken:
+    def reserve(self, limits: KeyLimits, request: str, cost: int, now: int, *, granted: bool = False) -> Taken:
         """All that the request needs, or nothing. granted: Redis gave it, so that it is only written down here."""
         rpm, tpm, tpd = limits.requests_per_minute, limits.tokens_per_minute, limits.tokens_per_day
-        requests, tokens = self._requests.held(now, rpm), self._tokens.held(now, tpm)
+        requests, tokens = self._requests.level_at(now, rpm), self._tokens.level_at(now, tpm)
         today = now // DAY_MS
-        spent = self.spent if self.day == today else 0
+        spent = self.spent_today if self.day == today else 0
         refused, wait = "", 0.0
         if request not in self._running:
             if granted:
@@ -76,7 +76,7 @@ class Buckets:
                 requests, tokens = requests - 1, tokens - cost
                 self._requests.put(requests, now)
                 self._tokens.put(tokens, now)
-                self.day, self.spent = today, spent + cost
+                self.day, self.spent_today = today, spent + cost
                 self._running.add(request)
         return Taken(
             refused,
@@ -95,9 +95,9 @@ class Buckets:
         self._running.remove(request)
         tpm = limits.tokens_per_minute
         if tpm:
-            self._tokens.put(min(tpm, self._tokens.held(now, tpm) + cost - used), now)
+            self._tokens.put(min(tpm, self._tokens.level_at(now, tpm) + cost - used), now)
         if day == self.day:
-            self.spent = max(0, self.spent - cost + used)
+            self.spent_today = max(0, self.spent_today - cost + used)
         return True
 
 

@@ -40,11 +40,11 @@ class Caller:
         """Whether a model that has these names, aliases included, may be used."""
         return not self.models or any(name in self.models for name in names)
 
-    def priority_of(self, wanted: int) -> int:
+    def effective_priority(self, wanted: int) -> int:
         """The priority of a request that asks for `wanted` (0: for none)."""
         return wanted if self.priority is None else min(wanted or self.priority, self.priority)
 
-    def salt_of(self, wanted: str) -> str:
+    def effective_salt(self, wanted: str) -> str:
         """The cache salt of a request that asks for `wanted`. No tenant can name the salt of an isolated one."""
         if self.isolated:
             return f"tenant:{self.tenant}:{wanted}"

@@ -27,30 +27,30 @@ class Waiting:
     tenant: str
     weight: float
     priority: int
-    work: int
-    cost: int
-    number: int = 0  # order of arrival
+    prompt_tokens: int
+    expected_tokens: int
+    arrival: int = 0  # order of arrival
 
 
 @dataclass(slots=True)
 class _Tenant:
     counter: float
     weight: float = 1.0
-    cost: int = 0
-    work: int = 0
+    expected_tokens: int = 0
+    prompt_tokens: int = 0
     levels: dict[int, dict[Waiting, None]] = field(default_factory=dict)
 
     def oldest(self) -> Waiting:
-        return min((next(iter(level)) for level in self.levels.values()), key=lambda entry: entry.number)
+        return min((next(iter(level)) for level in self.levels.values()), key=lambda entry: entry.arrival)
 
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
     """What would be served before a new request. own: of the same tenant; the rest is others'."""
 
-    cost: int
-    work: int
-    own_cost: int
+    expected_tokens: int
+    prompt_tokens: int
+    own_expected_tokens: int
 
 
 class FairQueue:
@@ -58,10 +58,10 @@ class FairQueue:
 
     def __init__(self) -> None:
         self._waiting: dict[str, _Tenant] = {}
-        self._idle: dict[str, float] = {}  # counters of tenants of whom nobody waits
+        self._idle_counters: dict[str, float] = {}  # counters of tenants of whom nobody waits
         self._numbers = itertools.count(1)
         self._turn = 0
-        self._floor = 0.0  # counter of the tenant that was served last, the least of those waiting
+        self._min_counter = 0.0  # counter of the tenant that was served last, the least of those waiting
         self._size = 0
 
     def __len__(self) -> int:
@@ -75,11 +75,11 @@ class FairQueue:
         tenant = self._waiting.get(entry.tenant)
         if tenant is None:
             tenant = self._waiting[entry.tenant] = _Tenant(self._counter(entry.tenant))
-            self._idle.pop(entry.tenant, None)
-        entry.number = next(self._numbers)
+            self._idle_counters.pop(entry.tenant, None)
+        entry.arrival = next(self._numbers)
         tenant.weight = entry.weight
-        tenant.cost += entry.cost
-        tenant.work += entry.work
+        tenant.expected_tokens += entry.expected_tokens
+        tenant.prompt_tokens += entry.prompt_tokens
         tenant.levels.setdefault(entry.priority, {})[entry] = None
         self._size += 1
 
@@ -92,8 +92,8 @@ class FairQueue:
         del level[entry]
         if not level:
             del tenant.levels[entry.priority]
-        tenant.cost -= entry.cost
-        tenant.work -= entry.work
+        tenant.expected_tokens -= entry.expected_tokens
+        tenant.prompt_tokens -= entry.prompt_tokens
         self._size -= 1
         if not tenant.levels:
             del self._waiting[entry.tenant]
@@ -106,32 +106,34 @@ class FairQueue:
             return None
         self._turn += 1
         if self._turn % AGING_TURNS == 0:
-            tenant = min(self._waiting.values(), key=lambda t: (t.counter, t.oldest().number))
+            tenant = min(self._waiting.values(), key=lambda t: (t.counter, t.oldest().arrival))
             entry = tenant.oldest()
         else:
             top = max(priority for t in self._waiting.values() for priority in t.levels)
             rivals = [t for t in self._waiting.values() if top in t.levels]
-            tenant = min(rivals, key=lambda t: (t.counter, next(iter(t.levels[top])).number))
+            tenant = min(rivals, key=lambda t: (t.counter, next(iter(t.levels[top])).arrival))
             entry = next(iter(tenant.levels[top]))
-        self._floor = max(self._floor, min(t.counter for t in self._waiting.values()))
-        tenant.counter += entry.cost / tenant.weight
+        self._min_counter = max(self._min_counter, min(t.counter for t in self._waiting.values()))
+        tenant.counter += entry.expected_tokens / tenant.weight
         self.remove(entry)
         return entry
 
-    def served(self, entry: Waiting) -> None:
+    def count_as_served(self, entry: Waiting) -> None:
         """It was served without waiting."""
-        self._idle[entry.tenant] = self._counter(entry.tenant)
-        self.correct(entry, entry.cost)
+        self._idle_counters[entry.tenant] = self._counter(entry.tenant)
+        self.correct_count(entry, entry.expected_tokens)
 
-    def correct(self, entry: Waiting, tokens: int) -> None:
+    def correct_count(self, entry: Waiting, tokens: int) -> None:
         """The tenant got so many tokens more than was counted for a request that was served (or less, below 0)."""
         tenant = self._waiting.get(entry.tenant)
         if tenant is not None:
             tenant.counter += tokens / entry.weight
         else:
-            self._remember(entry.tenant, self._idle.get(entry.tenant, self._floor) + tokens / entry.weight)
+            self._remember(
+                entry.tenant, self._idle_counters.get(entry.tenant, self._min_counter) + tokens / entry.weight
+            )
 
-    def ahead(self, entry: Waiting) -> Ahead:
+    def tokens_ahead(self, entry: Waiting) -> Ahead:
         """What would be served before this request if it came now, up to one request per tenant."""
         mine = self._waiting.get(entry.tenant)
         counter = self._counter(entry.tenant) if mine is None else mine.counter
@@ -148,35 +150,35 @@ class FairQueue:
             work += their_work * part / theirs
         return Ahead(int(cost), int(work), own_cost)
 
-    def spare(self, entry: Waiting) -> Waiting | None:
+    def find_victim(self, entry: Waiting) -> Waiting | None:
         """Who has to go so that `entry` finds room: the newest of the tenant that waits with most for its weight.
 
         None when that is the tenant of `entry`.
         """
         mine = self._waiting.get(entry.tenant)
-        least = ((mine.cost if mine is not None else 0) + entry.cost) / entry.weight
-        name, tenant = max(self._waiting.items(), key=lambda item: item[1].cost / item[1].weight)
-        if name == entry.tenant or tenant.cost / tenant.weight <= least:
+        least = ((mine.expected_tokens if mine is not None else 0) + entry.expected_tokens) / entry.weight
+        name, tenant = max(self._waiting.items(), key=lambda item: item[1].expected_tokens / item[1].weight)
+        if name == entry.tenant or tenant.expected_tokens / tenant.weight <= least:
             return None
         lowest = min(tenant.levels)
         return next(reversed(tenant.levels[lowest]))
 
     def _counter(self, tenant: str) -> float:
         """Of a tenant of whom nobody waits: what it had, but not less than those that wait have."""
-        floor = min((t.counter for t in self._waiting.values()), default=self._floor)
-        return max(self._idle.get(tenant, floor), floor)
+        floor = min((t.counter for t in self._waiting.values()), default=self._min_counter)
+        return max(self._idle_counters.get(tenant, floor), floor)
 
     def _remember(self, tenant: str, counter: float) -> None:
-        self._idle[tenant] = counter
-        if len(self._idle) > MAX_IDLE_TENANTS:
-            self._idle = {name: c for name, c in self._idle.items() if c > self._floor}
-            while len(self._idle) > MAX_IDLE_TENANTS:
-                self._idle.pop(next(iter(self._idle)))
+        self._idle_counters[tenant] = counter
+        if len(self._idle_counters) > MAX_IDLE_TENANTS:
+            self._idle_counters = {name: c for name, c in self._idle_counters.items() if c > self._min_counter}
+            while len(self._idle_counters) > MAX_IDLE_TENANTS:
+                self._idle_counters.pop(next(iter(self._idle_counters)))
 
 
 def _above(tenant: _Tenant, priority: int) -> tuple[int, int]:
     """Cost and work of what waits with this priority or a higher one."""
     if min(tenant.levels) >= priority:
-        return tenant.cost, tenant.work
+        return tenant.expected_tokens, tenant.prompt_tokens
     entries = [entry for level, entries in tenant.levels.items() if level >= priority for entry in entries]
-    return sum(entry.cost for entry in entries), sum(entry.work for entry in entries)
+    return sum(entry.expected_tokens for entry in entries), sum(entry.prompt_tokens for entry in entries)

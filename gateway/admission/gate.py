@@ -66,13 +66,13 @@ class _Speed:
         self._leavings = self._leavings * keep + 1
         self._at = now
 
-    def stuck_s(self, now: float) -> float:
+    def since_last_s(self, now: float) -> float:
         """Seconds since a request left, while requests wait."""
         return now - self._at
 
     def per_s(self, now: float) -> float | None:
         """None while not measured. A silence counts once it is longer than usual."""
-        silence = self.stuck_s(now)
+        silence = self.since_last_s(now)
         if self._seconds + silence < MEASURED_S or not self._leavings:
             return None
         usual = self._seconds / self._leavings
@@ -90,15 +90,15 @@ class Gate:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._limits = limits
-        self._outlook = outlook
+        self._forecast = outlook
         self._metrics = metrics
         self._clock = clock
         self._queue = FairQueue()
-        self._places: dict[Waiting, asyncio.Future[None]] = {}
+        self._waiters: dict[Waiting, asyncio.Future[None]] = {}
         self._running = 0
-        self._launched: deque[tuple[float, int]] = deque()
+        self._recently_passed: deque[tuple[float, int]] = deque()
         self._speed = _Speed()
-        self._moved = asyncio.Event()
+        self._changed = asyncio.Event()
         self._pump: asyncio.Task[None] | None = None
 
     @property
@@ -106,7 +106,7 @@ class Gate:
         """Requests in the queue."""
         return len(self._queue)
 
-    async def enter(
+    async def acquire(
         self, caller: Caller, priority: int, work: int, cost: int, deadline: float, held: Callable[[], Awaitable[int]]
     ) -> Waiting:
         """Returns when the request may go to the pods; give it back to leave.
@@ -116,39 +116,39 @@ class Gate:
         DeadlineExceeded when its time ends while it waits.
         """
         entry = Waiting(caller.tenant, caller.weight, priority, work, cost)
-        if self._goes(entry):
+        if self._try_pass(entry):
             return entry
         self._require_room(entry)
-        entry.work = max(1, work - await held())
-        if self._goes(entry):
+        entry.prompt_tokens = max(1, work - await held())
+        if self._try_pass(entry):
             return entry
-        self._require_hope(entry, deadline)
+        self._require_in_time(entry, deadline)
         if (spare := self._require_room(entry)) is not None:
             self._queue.remove(spare)
-            if not (place := self._places[spare]).done():  # else its client has gone, and it is about to leave itself
-                place.set_exception(self._full_up(spare))
+            if not (place := self._waiters[spare]).done():  # else its client has gone, and it is about to leave itself
+                place.set_exception(self._queue_full_error(spare))
         began = self._clock()
         self._wait(entry)
         try:
             async with asyncio.timeout(max(0.0, deadline - self._clock())):
-                await self._places[entry]
+                await self._waiters[entry]
         except TimeoutError as e:
             self._give_up(entry)
-            self._refused("deadline")
+            self._count_rejection("deadline")
             raise DeadlineExceeded("the request's time was over before it was its turn") from e
         except BaseException:
             self._give_up(entry)
             raise
         finally:
-            self._places.pop(entry, None)
+            self._waiters.pop(entry, None)
             self._metrics.admission_wait.observe(self._clock() - began)
         return entry
 
-    def leave(self, entry: Waiting, used: int) -> None:
+    def release(self, entry: Waiting, used: int) -> None:
         """The request has ended and took `used` tokens."""
         self._running -= 1
-        self._queue.correct(entry, used - entry.cost)
-        self._moved.set()
+        self._queue.correct_count(entry, used - entry.expected_tokens)
+        self._changed.set()
 
     def stop(self) -> None:
         """Nobody is let through any more; those that wait are told by their own ends."""
@@ -157,115 +157,115 @@ class Gate:
 
     # -- who goes through
 
-    def _goes(self, entry: Waiting) -> bool:
+    def _try_pass(self, entry: Waiting) -> bool:
         """Lets it through at once if nobody waits and the pods want one more."""
-        if self._queue or not self._open():
+        if self._queue or not self._pods_have_room():
             return False
-        self._queue.served(entry)
-        self._let_through(entry)
+        self._queue.count_as_served(entry)
+        self._pass(entry)
         return True
 
-    def _open(self) -> bool:
+    def _pods_have_room(self) -> bool:
         """The pods want one more."""
         if not self._running:
             return True
-        return not self._full and self._outlook.queue_s(self._unseen()) < AHEAD_S
+        return not self._full and self._forecast.queue_s(self._unreported_tokens()) < AHEAD_S
 
     @property
     def _full(self) -> bool:
         return 0 < self._limits.max_running <= self._running
 
-    def _unseen(self) -> int:
+    def _unreported_tokens(self) -> int:
         now = self._clock()
-        while self._launched and now - self._launched[0][0] > UNSEEN_S:
-            self._launched.popleft()
-        return sum(work for _, work in self._launched)
+        while self._recently_passed and now - self._recently_passed[0][0] > UNSEEN_S:
+            self._recently_passed.popleft()
+        return sum(work for _, work in self._recently_passed)
 
-    def _let_through(self, entry: Waiting) -> None:
+    def _pass(self, entry: Waiting) -> None:
         self._running += 1
-        self._launched.append((self._clock(), entry.work))
+        self._recently_passed.append((self._clock(), entry.prompt_tokens))
 
     def _wait(self, entry: Waiting) -> None:
         if not self._queue:
             self._speed.begin(self._clock())
         self._queue.add(entry)
-        self._places[entry] = asyncio.get_running_loop().create_future()
+        self._waiters[entry] = asyncio.get_running_loop().create_future()
         if self._pump is None or self._pump.done():
-            self._pump = asyncio.get_running_loop().create_task(self._work())
+            self._pump = asyncio.get_running_loop().create_task(self._serve_queue())
 
     def _give_up(self, entry: Waiting) -> None:
         """It will not go through; if it just was let through, its place is given back."""
-        place = self._places[entry]
+        place = self._waiters[entry]
         if self._queue.remove(entry) or not place.done() or place.cancelled() or place.exception() is not None:
             return
-        self.leave(entry, 0)
+        self.release(entry, 0)
 
-    async def _work(self) -> None:
+    async def _serve_queue(self) -> None:
         """Runs while requests wait."""
         while self._queue:
-            self._moved.clear()
-            while self._queue and self._open():
+            self._changed.clear()
+            while self._queue and self._pods_have_room():
                 entry = self._queue.pop()
                 assert entry is not None
-                self._speed.left(entry.cost, self._clock())
-                self._let_through(entry)
-                place = self._places[entry]
+                self._speed.left(entry.expected_tokens, self._clock())
+                self._pass(entry)
+                place = self._waiters[entry]
                 if place.cancelled():
-                    self.leave(entry, 0)
+                    self.release(entry, 0)
                 else:
                     place.set_result(None)
-            ahead_s = self._outlook.queue_s(self._unseen()) - AHEAD_S
+            ahead_s = self._forecast.queue_s(self._unreported_tokens()) - AHEAD_S
             try:
                 async with asyncio.timeout(min(TICK_S[1], max(TICK_S[0], ahead_s))):
-                    await self._moved.wait()
+                    await self._changed.wait()
             except TimeoutError:
                 continue
 
     # -- who may wait
 
-    def _require_hope(self, entry: Waiting, deadline: float) -> None:
+    def _require_in_time(self, entry: Waiting, deadline: float) -> None:
         """Raises when the request's first token is forecast too late, or there is no room to wait."""
         limit_s = deadline - self._clock()
         if self._limits.max_ttft_s:
             limit_s = min(limit_s, self._limits.max_ttft_s)
         wait_s = self._wait_s(entry)
-        first_s = LATE * (wait_s + (self._outlook.compute_s(entry.work) if self._outlook.measured else 0.0))
+        first_s = LATE * (wait_s + (self._forecast.compute_s(entry.prompt_tokens) if self._forecast.measured else 0.0))
         if wait_s > PATIENCE_S and first_s > limit_s:
-            self._refused("forecast")
+            self._count_rejection("forecast")
             raise self._refusal(entry, f"the first token would take about {first_s:.3g} s", first_s - limit_s)
 
     def _require_room(self, entry: Waiting) -> Waiting | None:
         """Who has to leave the queue for this one, None: nobody. Raises when it is full, and nobody has."""
         if len(self._queue) < self._limits.max_queue:
             return None
-        spare = self._queue.spare(entry)
+        spare = self._queue.find_victim(entry)
         if spare is None:
-            raise self._full_up(entry)
+            raise self._queue_full_error(entry)
         return spare
 
-    def _full_up(self, entry: Waiting) -> BatonError:
-        self._refused("queue")
+    def _queue_full_error(self, entry: Waiting) -> BatonError:
+        self._count_rejection("queue")
         return self._refusal(entry, f"{len(self._queue)} requests are waiting", self._wait_s(entry))
 
     def _wait_s(self, entry: Waiting) -> float:
         """Seconds until it would be this request's turn, and a pod ready for it; only what is measured counts."""
-        now, outlook = self._clock(), self._outlook
-        wait_s = outlook.queue_s(self._unseen()) if outlook.measured else 0.0
+        now, outlook = self._clock(), self._forecast
+        wait_s = outlook.queue_s(self._unreported_tokens()) if outlook.measured else 0.0
         if not self._queue:
             return wait_s
-        ahead, turns_s = self._queue.ahead(entry), self._speed.stuck_s(now)
+        ahead, turns_s = self._queue.tokens_ahead(entry), self._speed.since_last_s(now)
         if outlook.measured:
-            turns_s = max(turns_s, ahead.work / outlook.rate())
+            turns_s = max(turns_s, ahead.prompt_tokens / outlook.tokens_per_s())
         if self._full and (speed := self._speed.per_s(now)) is not None:
-            turns_s = max(turns_s, ahead.cost / speed)
+            turns_s = max(turns_s, ahead.expected_tokens / speed)
         return wait_s + turns_s
 
     def _refusal(self, entry: Waiting, why: str, retry_s: float) -> BatonError:
         """Whose fault it is decides: a tenant with requests of its own in the queue has to slow down."""
         retry_s = min(MAX_RETRY_S, max(1.0, retry_s))
-        if self._queue.ahead(entry).own_cost or not entry.tenant:
+        if self._queue.tokens_ahead(entry).own_expected_tokens or not entry.tenant:
             return Overloaded(f"too many requests at once: {why}", retry_after_s=retry_s)
         return Unavailable(f"the servers are overloaded: {why}", retry_after_s=retry_s)
 
-    def _refused(self, by: str) -> None:
+    def _count_rejection(self, by: str) -> None:
         self._metrics.rejections.labels(by).inc()

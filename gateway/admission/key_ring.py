@@ -43,7 +43,7 @@ class KeyRing:
         self._rebuild()
 
     @property
-    def open(self) -> bool:
+    def allows_anonymous(self) -> bool:
         """No keys are needed."""
         return not self._files and self._hash is None
 
@@ -70,7 +70,7 @@ class KeyRing:
 
         Raises Unavailable for a key that only Redis may know, as long as Redis has never answered.
         """
-        if self.open:
+        if self.allows_anonymous:
             return ANONYMOUS
         scheme, _, key = (authorization or "").strip().partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
@@ -92,10 +92,10 @@ class KeyRing:
                 try:
                     self._of_files[i] = file.read()
                 except ConfigError as e:
-                    self._complain(str(file.path), e)
+                    self._log_failure(str(file.path), e)
                     continue
                 self._versions[i] = version
-                self._content(str(file.path), self._of_files[i])
+                self._on_read(str(file.path), self._of_files[i])
 
     async def _watch_hash(self, source: KeyHash) -> None:
         while True:
@@ -106,19 +106,19 @@ class KeyRing:
         try:
             records = await source.read()
         except BatonError as e:
-            self._complain(IN_REDIS, e)
+            self._log_failure(IN_REDIS, e)
             return
         changed, self._of_hash = records != self._of_hash, records
         if changed or IN_REDIS in self._complaints:
-            self._content(IN_REDIS, records)
+            self._on_read(IN_REDIS, records)
 
-    def _complain(self, source: str, error: BatonError) -> None:
+    def _log_failure(self, source: str, error: BatonError) -> None:
         """Said once per change of mind, not per look."""
         if self._complaints.get(source) != error.message:
             self._complaints[source] = error.message
             _log.error("API keys of %s are not read again, those known go on to count: %s", source, error.message)
 
-    def _content(self, source: str, records: Sequence[ApiKey]) -> None:
+    def _on_read(self, source: str, records: Sequence[ApiKey]) -> None:
         self._complaints.pop(source, None)
         _log.info("%d API keys in %s", len(records), source)
         self._rebuild()

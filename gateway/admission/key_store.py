@@ -83,7 +83,7 @@ class KeyFile:
             raise ConfigError(f"api_keys: {self.path}: {e}", field="api_keys") from e
         if not isinstance(raw, dict) or not raw.keys() <= {"keys"} or not isinstance(raw.get("keys", []), list):
             raise ConfigError(f"api_keys: {self.path} must hold an array `keys` and nothing else", field="api_keys")
-        return [ApiKey.read(values, f"{self.path}, key {i + 1}") for i, values in enumerate(raw.get("keys", []))]
+        return [ApiKey.parse(values, f"{self.path}, key {i + 1}") for i, values in enumerate(raw.get("keys", []))]
 
     @contextlib.contextmanager
     def _locked(self, *, make: bool = False) -> Iterator[None]:
@@ -112,7 +112,7 @@ class KeyHash:
         """All records. Raises Unavailable when Redis does not answer, ConfigError when one is wrong."""
         with _redis():
             raw: dict[Any, Any] = await self._client.hgetall(KEYS_KEY)
-        return [ApiKey.read(_loads(value), f"Redis, key {_text(key)}") for key, value in sorted(raw.items())]
+        return [ApiKey.parse(_loads(value), f"Redis, key {_text(key)}") for key, value in sorted(raw.items())]
 
     async def add(self, record: ApiKey) -> None:
         """Writes a record. Raises Unavailable."""

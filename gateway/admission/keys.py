@@ -52,7 +52,7 @@ class ApiKey(BaseModel):
     admin: bool = False
 
     @classmethod
-    def read(cls, values: Any, where: str) -> ApiKey:
+    def parse(cls, values: Any, where: str) -> ApiKey:
         """A record that came from `where`. Raises ConfigError that names the field."""
         try:
             return cls.model_validate(values)
@@ -98,7 +98,7 @@ def mint(tenant: str, **fields: Any) -> tuple[str, ApiKey]:
     secret, salt = secrets.token_urlsafe(32), secrets.token_bytes(16)
     known = {"id": key_id, "salt": salt.hex(), "hash": _digest(secret, salt).hex()}
     created = datetime.now(UTC).replace(microsecond=0)
-    record = ApiKey.read({"tenant": tenant, "created": created, **known, **fields}, "a new key")
+    record = ApiKey.parse({"tenant": tenant, "created": created, **known, **fields}, "a new key")
     return f"sk-baton-{key_id}-{secret}", record
 
 

@@ -72,7 +72,7 @@ class Limiter:
     async def start(self) -> None:
         """Begins to keep running requests alive in Redis."""
         if self._client is not None:
-            self._renewing = asyncio.get_running_loop().create_task(self._keep())
+            self._renewing = asyncio.get_running_loop().create_task(self._renew_reservations())
 
     async def stop(self) -> None:
         """Waits for what is being settled, a moment at most, and closes the connections."""
@@ -87,7 +87,7 @@ class Limiter:
         if self._client is not None:
             await self._client.aclose()
 
-    async def take(self, caller: Caller, request: str, tokens: int, headers: dict[str, str]) -> Reservation | None:
+    async def reserve(self, caller: Caller, request: str, tokens: int, headers: dict[str, str]) -> Reservation | None:
         """Counts a request of about `tokens` tokens, prompt and answer; None when the caller has no limits.
 
         headers gets x-ratelimit-*, as OpenAI sends them, granted or not.
@@ -104,16 +104,18 @@ class Limiter:
         buckets = self._local.setdefault(caller.key_id, Buckets())
         now = int(self._clock() * 1000)
         try:
-            taken = await self._ask(lambda client: self._taken(client, caller, request, tokens, buckets))
+            taken = await self._call_redis(
+                lambda client: self._reserve_in_redis(client, caller, request, tokens, buckets)
+            )
             if not taken.refused:
-                buckets.take(limits, request, tokens, now, granted=True)
+                buckets.reserve(limits, request, tokens, now, granted=True)
         except IndexUnavailable as e:
             _log.debug("limits by this gateway's own counts: %s", e)
-            self._metrics.limits_alone.inc()
-            taken = buckets.take(limits, request, tokens, now)
+            self._metrics.limits_without_redis.inc()
+            taken = buckets.reserve(limits, request, tokens, now)
         except asyncio.CancelledError:  # Redis may grant it all the same
             if self._client is not None:
-                self._spawn(self._settled(Reservation(caller, request, tokens, now // DAY_MS), 0))
+                self._spawn(self._settle_in_redis(Reservation(caller, request, tokens, now // DAY_MS), 0))
             raise
         headers.update(_headers(caller, taken))
         if taken.refused:
@@ -132,22 +134,24 @@ class Limiter:
         now = int(self._clock() * 1000)
         self._local[caller.key_id].settle(caller.limits, request, reservation.tokens, used, reservation.day, now)
         if self._client is not None:
-            self._spawn(self._settled(reservation, used))
+            self._spawn(self._settle_in_redis(reservation, used))
 
-    async def _taken(self, client: Client, caller: Caller, request: str, tokens: int, buckets: Buckets) -> Taken:
+    async def _reserve_in_redis(
+        self, client: Client, caller: Caller, request: str, tokens: int, buckets: Buckets
+    ) -> Taken:
         limits = caller.limits
         per = (limits.requests_per_minute, limits.tokens_per_minute, limits.tokens_per_day, limits.concurrent)
-        args = (0, request, *per, tokens, int(LIFE_S * 1000), buckets.day, buckets.spent)
+        args = (0, request, *per, tokens, int(LIFE_S * 1000), buckets.day, buckets.spent_today)
         refused, *numbers = await self._take.run(client, _keys(caller), args)
         return Taken(refused.decode(), *map(int, numbers))
 
-    async def _settled(self, reservation: Reservation, used: int) -> None:
+    async def _settle_in_redis(self, reservation: Reservation, used: int) -> None:
         caller = reservation.caller
         args = (0, reservation.request, caller.limits.tokens_per_minute, reservation.tokens, used, reservation.day)
         with suppress(IndexUnavailable):  # then it is given up after LIFE_S
-            await self._ask(lambda client: self._settle.run(client, _keys(caller), args))
+            await self._call_redis(lambda client: self._settle.run(client, _keys(caller), args))
 
-    async def _keep(self) -> None:
+    async def _renew_reservations(self) -> None:
         while True:
             await asyncio.sleep(RENEW_S)
             for running in list(self._running.values()):
@@ -155,21 +159,21 @@ class Limiter:
                 args = (int(LIFE_S * 1000), *requests)
                 keys = _keys(caller)[1:]
                 with suppress(IndexUnavailable):
-                    await self._ask(lambda client, keys=keys, args=args: self._renew.run(client, keys, args))  # type: ignore[misc]
+                    await self._call_redis(lambda client, keys=keys, args=args: self._renew.run(client, keys, args))  # type: ignore[misc]
 
-    async def _ask(self, call: Callable[[Client], Awaitable[_T]]) -> _T:
+    async def _call_redis(self, call: Callable[[Client], Awaitable[_T]]) -> _T:
         if self._client is None:
             raise IndexUnavailable("there is no Redis")
         async with self._slots:
-            if not self._breaker.allow():
+            if not self._breaker.allow_call():
                 raise IndexUnavailable("Redis is away")
             try:
                 async with asyncio.timeout(self._timeout_s):
                     answer = await call(self._client)
             except FAILURES as e:
-                self._breaker.failure()
+                self._breaker.record_failure()
                 raise IndexUnavailable(f"Redis does not answer: {type(e).__name__}: {e}") from e
-            self._breaker.success()
+            self._breaker.record_success()
             return answer
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:

@@ -27,7 +27,7 @@ class Outlook(Protocol):
     def compute_s(self, tokens: int) -> float:
         """What the fastest pod needs for so many prompt tokens."""
 
-    def rate(self) -> float:
+    def tokens_per_s(self) -> float:
         """Prompt tokens per second of all pods together."""
 
 
@@ -40,7 +40,12 @@ class PodOutlook:
 
     def _views(self) -> list[PodView]:
         """Of pods that compute prompts."""
-        pods = [pod for layout in self._table.layouts().values() for pod in layout if pod.computes and pod.view]
+        pods = [
+            pod
+            for layout in self._table.pods_by_layout().values()
+            for pod in layout
+            if pod.can_compute_prompts and pod.view
+        ]
         return [pod.view for pod in pods if pod.view is not None]
 
     @property
@@ -54,12 +59,12 @@ class PodOutlook:
         if not views:
             return 0.0
         best = min(views, key=lambda view: view.queue_s(now))
-        return best.queue_s(now) + launched * best.seconds_per_token / len(views)
+        return best.queue_s(now) + launched * best.prefill_s_per_token / len(views)
 
     def compute_s(self, tokens: int) -> float:
         """See Outlook."""
-        return min((view.overhead_s + tokens * view.seconds_per_token for view in self._views()), default=0.0)
+        return min((view.prefill_overhead_s + tokens * view.prefill_s_per_token for view in self._views()), default=0.0)
 
-    def rate(self) -> float:
+    def tokens_per_s(self) -> float:
         """See Outlook."""
-        return sum(1 / view.seconds_per_token for view in self._views())
+        return sum(1 / view.prefill_s_per_token for view in self._views())

@@ -46,9 +46,9 @@ class Permit:
         self._limiter = limiter
         self._metrics = metrics
         self._reservation: Reservation | None = None
-        self._place: tuple[Gate, Waiting] | None = None
+        self._gate_entry: tuple[Gate, Waiting] | None = None
 
-    async def enter(
+    async def acquire(
         self,
         gate: Gate,
         size: Size,
@@ -58,23 +58,23 @@ class Permit:
         held: Callable[[], Awaitable[int]],
     ) -> None:
         """Returns when the request may go to the pods. See Limiter.take and Gate.enter for what it raises."""
-        assert self._place is None, "a request enters once"
+        assert self._gate_entry is None, "a request enters once"
         try:
-            self._reservation = await self._limiter.take(self._caller, self._request, size.reserved, headers)
+            self._reservation = await self._limiter.reserve(self._caller, self._request, size.reserved, headers)
         except Overloaded as e:
             self._metrics.rejections.labels(e.field or "limit").inc()
             raise
-        place = await gate.enter(self._caller, priority, size.prompt, size.expected, deadline, held)
-        self._place = gate, place
+        place = await gate.acquire(self._caller, priority, size.prompt, size.expected, deadline, held)
+        self._gate_entry = gate, place
 
     def release(self, prompt: int, output: int) -> None:
         """The request ended and took so many tokens."""
         used = prompt + output
         if self._reservation is not None:
             self._limiter.settle(self._reservation, used)
-        if self._place is not None:
-            gate, entry = self._place
-            gate.leave(entry, used)
+        if self._gate_entry is not None:
+            gate, entry = self._gate_entry
+            gate.release(entry, used)
         if used and self._caller.key_id:
             self._metrics.tenant_tokens.labels(self._caller.tenant, "prompt").inc(prompt)
             self._metrics.tenant_tokens.labels(self._caller.tenant, "output").inc(output)

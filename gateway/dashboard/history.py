@@ -33,7 +33,7 @@ class Sample:
 
     at: float
     counts: Mapping[str, float]
-    shapes: Mapping[str, Shape]
+    histograms: Mapping[str, Shape]
     pods: Mapping[PodKey, PodActivity]
 
     def kv_used(self) -> float | None:
@@ -91,7 +91,7 @@ class History:
             if pod.alive and pod.info is not None and pod.activity is not None
         }
         counts = {**metrics.totals(), "waiting": float(self._waiting())}
-        return Sample(self._clock(), counts, {k: Shape.of(m) for k, m in metrics.latencies().items()}, pods)
+        return Sample(self._clock(), counts, {k: Shape.from_metric(m) for k, m in metrics.latencies().items()}, pods)
 
     async def _forever(self) -> None:
         while True:

@@ -28,7 +28,7 @@ class Requests:
         found = [
             timeline
             for timeline in self._gateway.timelines.newest()
-            if _may_see(caller, timeline) and (timeline.changed > since or not timeline.ended)
+            if _may_see(caller, timeline) and (timeline.changed_at > since or not timeline.ended)
         ]
         return {"cursor": now, "requests": [self._json(timeline, now) for timeline in found[:limit]]}
 
@@ -48,7 +48,7 @@ class Requests:
         reserved, first, handed = last.get("reserved", {}), last.get("first_token", {}), last.get("handed_off", {})
         tokens = record.get("output_tokens", finished.get("output_tokens"))
         if tokens is None:
-            tokens = self._gateway.generated(timeline.request_id)
+            tokens = self._gateway.num_output_tokens(timeline.request_id)
         told = ("id", "client_request_id", "created", "endpoint", "model", "trace_id", "error")
         return {
             **{name: record.get(name) for name in (*told, "ttft_s", "prompt_tokens", "cached_tokens")},

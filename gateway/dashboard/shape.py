@@ -20,7 +20,7 @@ class Shape:
     total: float = 0.0
 
     @classmethod
-    def of(cls, metric: Metric) -> Self:
+    def from_metric(cls, metric: Metric) -> Self:
         """Of a collected histogram without labels."""
         bounds, counts, total = [], [], 0.0
         for sample in metric.samples:
@@ -31,7 +31,7 @@ class Shape:
                 total = sample.value
         return cls(tuple(bounds), tuple(counts), total)
 
-    def since(self, before: Shape) -> Shape:
+    def difference(self, before: Shape) -> Shape:
         """What was observed after `before`, which is an earlier state of the same histogram, or empty."""
         if not before.counts:
             return self

@@ -27,7 +27,7 @@ class State:
 
     def as_json(self) -> Json:
         """Of now."""
-        history = self._gateway.history
+        history = self._gateway.metrics_history
         samples = history.samples
         now = history.now()
         window = Window(samples[0] if samples else now, now)
@@ -47,14 +47,14 @@ class State:
                 "retries_per_s": window.rate("retries"),
             },
             "errors": _errors(window),
-            "latency": {name: window.shape(name).as_json() for name in now.shapes},
+            "latency": {name: window.histogram(name).as_json() for name in now.histograms},
             "cache": _cache(window),
             "speculation": _speculation(window),
             "series": _series((*samples, now)),
         }
 
     def _pods(self) -> list[tuple[str, Pod]]:
-        pairs = [(model.name, pod) for model in self._gateway.models for pod in model.table.pods.values()]
+        pairs = [(model.name, pod) for model in self._gateway.models for pod in model.pod_table.pods.values()]
         return sorted(pairs, key=lambda pair: (pair[0], _role(pair[1]) or "", pair[1].name))
 
     def _gateway_json(self, counts: Mapping[str, float]) -> Json:
@@ -67,7 +67,7 @@ class State:
             "draining": gateway.draining,
             "running": int(counts["running"]),
             "waiting": int(counts["waiting"]),
-            "index_mode": gateway.metrics.mode,
+            "index_mode": gateway.metrics.current_index_mode,
         }
 
     def _models(self) -> list[Json]:
@@ -76,9 +76,9 @@ class State:
             {
                 "name": model.name,
                 "aliases": [alias for alias, name in models.aliases.items() if name == model.name],
-                "ready": model.table.ready,
+                "ready": model.pod_table.ready,
                 "waiting": model.gate.waiting,
-                "max_model_len": model.limits().max_model_len if model.table.ready else None,
+                "max_model_len": model.limits().max_model_len if model.pod_table.ready else None,
             }
             for model in models
         ]
@@ -96,9 +96,9 @@ def _pod_json(pod: Pod, model: str, window: Window) -> Json:
         "model": model,
         "role": _role(pod),
         "state": pod.state,
-        "reason": pod.objection or None,
+        "reason": pod.refusal or None,
         "generation": None if info is None else info.generation,
-        "heard_s": time.monotonic() - pod.seen,
+        "heard_s": time.monotonic() - pod.last_answer_at,
         "block_size": None if info is None else info.block_size,
         "blocks": None if activity is None else _blocks(activity.blocks),
         "kv_used": None if activity is None else _used(activity.blocks),
@@ -165,7 +165,7 @@ def _speculation(window: Window) -> Json | None:
 def _series(samples: Sequence[Sample]) -> Json:
     """One point for each period, told at its end."""
     windows = [Window(start, end) for start, end in itertools.pairwise(samples)]
-    ttft, itl = [w.shape("ttft") for w in windows], [w.shape("itl") for w in windows]
+    ttft, itl = [w.histogram("ttft") for w in windows], [w.histogram("itl") for w in windows]
     return {
         "t": [w.end.at - samples[-1].at for w in windows],
         "requests_per_s": [w.rate("requests") for w in windows],

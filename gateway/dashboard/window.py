@@ -32,9 +32,9 @@ class Window:
         """Per second."""
         return self.count(name) / self.seconds
 
-    def shape(self, name: str) -> Shape:
+    def histogram(self, name: str) -> Shape:
         """Distribution of what was observed."""
-        return self.end.shapes.get(name, _NOTHING).since(self.start.shapes.get(name, _NOTHING))
+        return self.end.histograms.get(name, _NOTHING).difference(self.start.histograms.get(name, _NOTHING))
 
     def pod(self, key: PodKey) -> tuple[PodActivity | None, PodActivity | None]:
         """What a pod had done at the start and at the end."""

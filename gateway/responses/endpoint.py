@@ -41,13 +41,13 @@ class Responses:
     async def create(self, body: Any, response: Response, ticket: Ticket) -> None:
         """See http_endpoint.Endpoint."""
         asked = parse_response(body)
-        before = await self._before(ticket.caller.tenant, asked.previous_response_id)
-        chat = asked.alone if not before else asked.after(before)
+        before = await self._previous_items(ticket.caller.tenant, asked.previous_response_id)
+        chat = asked.chat_body if not before else asked.chat_body_after(before)
         try:
             [choice] = await self._gateway.chat(ticket, chat)
         except InvalidRequest as e:
             raise renamed(e) from e
-        writer = ResponseWriter(f"resp_{ticket.id}", asked.echo)
+        writer = ResponseWriter(f"resp_{ticket.id}", asked.echoed_fields)
         keep = asked.store and self._store is not None
         start = writer.start(store=keep)
         if chat.spec.stream:
@@ -61,14 +61,16 @@ class Responses:
         if keep:
             whole["store"] = await self._keep(ticket.caller.tenant, asked, before, whole)
         if chat.spec.stream:
-            await response.event(events + closing_events + writer.last(whole))
+            await response.send_event(events + closing_events + writer.final_event(whole))
             await response.end()
         else:
-            await response.json(200, whole)
+            await response.send_json(200, whole)
         usage = choice.usage
-        ticket.timeline.note(prompt_tokens=usage.prompt, output_tokens=usage.completion, cached_tokens=usage.cached)
+        ticket.timeline.set_facts(
+            prompt_tokens=usage.prompt, output_tokens=usage.completion, cached_tokens=usage.cached
+        )
 
-    async def _before(self, tenant: str, response_id: str | None) -> list[Item]:
+    async def _previous_items(self, tenant: str, response_id: str | None) -> list[Item]:
         """The conversation up to a previous response. Raises ObjectNotFound, Unavailable."""
         if response_id is None:
             return []
@@ -88,7 +90,7 @@ class Responses:
         assert self._store is not None
         conversation = [*before, *asked.input, *whole["output"]]
         try:
-            return await self._store.keep(tenant, Kept(whole, list(asked.input), conversation))
+            return await self._store.save(tenant, Kept(whole, list(asked.input), conversation))
         except Unavailable as e:
             _log.warning("a response is not kept: %s", e)
             return False
@@ -102,7 +104,7 @@ class Responses:
     async def delete(self, request: Request) -> Json:
         """DELETE /v1/responses/{response_id}. Raises BatonError."""
         response_id, tenant = request.path_params["response_id"], caller_of(request.scope).tenant
-        if self._store is None or not await self._store.forget(tenant, response_id):
+        if self._store is None or not await self._store.delete(tenant, response_id):
             raise _missing(response_id)
         return {"id": response_id, "object": "response", "deleted": True}
 
@@ -166,9 +168,9 @@ async def _stream(
                 last.append(piece)
                 break
             if events := start + _written(writer, choice, piece):
-                await response.event(events)
+                await response.send_event(events)
             start = b""
-            if (write := response.prompt) is not None:
+            if (write := response.fast_write) is not None:
                 await choice.relay(*onto(write))
     [piece] = last
     assert piece.finish is not None
@@ -177,7 +179,7 @@ async def _stream(
 
 def _written(writer: ResponseWriter, choice: Choice, piece: Piece) -> bytes:
     """The events for one piece. Log-probabilities go with content, those of other tokens are not shown."""
-    logprobs = _logprobs(choice, piece.shown)
+    logprobs = _logprobs(choice, piece.reported)
     if piece.deltas is None:
         return writer.text(piece.text, logprobs) if piece.text or logprobs else b""
     events = b""
@@ -191,13 +193,13 @@ def _written(writer: ResponseWriter, choice: Choice, piece: Piece) -> bytes:
             case CallDelta(arguments=arguments, id=call_id, name=name):
                 events += writer.call(call_id, name, arguments)
             case BrokenCall(text=text):
-                events += writer.broken(text)
+                events += writer.invalid_call(text)
     return events
 
 
 def _write_all(writer: ResponseWriter, choice: Choice, answer: Answer) -> None:
     """A complete answer's items."""
-    logprobs, message = _logprobs(choice, answer.shown), answer.message
+    logprobs, message = _logprobs(choice, answer.reported), answer.message
     if message is None:
         writer.text(answer.text, logprobs)
         return
@@ -205,7 +207,7 @@ def _write_all(writer: ResponseWriter, choice: Choice, answer: Answer) -> None:
         writer.reasoning(message.reasoning)
     if message.content is not None:
         writer.text(message.content, logprobs)
-    for call in message.calls:
+    for call in message.tool_calls:
         writer.call(call.id, call.name, call.arguments)
 
 

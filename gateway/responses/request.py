@@ -59,13 +59,13 @@ class ResponseBody:
     instructions: str | None
     previous_response_id: str | None
     store: bool
-    echo: Json
-    chat: Json
-    alone: ChatBody
+    echoed_fields: Json
+    chat_fields: Json
+    chat_body: ChatBody
 
-    def after(self, items: Sequence[Item]) -> ChatBody:
+    def chat_body_after(self, items: Sequence[Item]) -> ChatBody:
         """The chat to answer when these items came before. Raises InvalidRequest."""
-        return _chat(self.chat, self.instructions, [*items, *self.input])
+        return _chat(self.chat_fields, self.instructions, [*items, *self.input])
 
 
 def _chat(body: Json, instructions: str | None, items: Sequence[Item]) -> ChatBody:
@@ -132,9 +132,9 @@ def parse_response(body: object) -> ResponseBody:
         instructions=instructions,
         previous_response_id=echo["previous_response_id"],
         store=fields.boolean("store") is not False,
-        echo=echo,
-        chat=chat,
-        alone=_chat(chat, instructions, items),
+        echoed_fields=echo,
+        chat_fields=chat,
+        chat_body=_chat(chat, instructions, items),
     )
 
 

@@ -42,10 +42,10 @@ class ResponseStore:
     Every call raises Unavailable while Redis is away.
     """
 
-    def __init__(self, url: str, *, ttl_s: float, memory: int) -> None:
+    def __init__(self, url: str, *, ttl_s: float, max_bytes_per_tenant: int) -> None:
         self._client = connect(url, timeout_s=TIMEOUT_S)
         self._ttl_ms = max(1, int(1000 * ttl_s))
-        self._memory = memory
+        self._memory = max_bytes_per_tenant
         self._breaker = Breaker()
         self._keep = Script("response_keep")
         self._forget = Script("response_forget")
@@ -54,7 +54,7 @@ class ResponseStore:
         """Closes the connections."""
         await self._client.aclose()
 
-    async def keep(self, tenant: str, kept: Kept) -> bool:
+    async def save(self, tenant: str, kept: Kept) -> bool:
         """Keeps it; False when it is too large."""
         entry = orjson.dumps(asdict(kept))
         if len(entry) > min(MAX_ENTRY_BYTES, self._memory):
@@ -68,21 +68,21 @@ class ResponseStore:
         entry = await self._bounded(lambda: self._client.get(_keys(tenant)[0] + response_id))
         return None if entry is None else Kept(**orjson.loads(entry))
 
-    async def forget(self, tenant: str, response_id: str) -> bool:
+    async def delete(self, tenant: str, response_id: str) -> bool:
         """False when there was none."""
         prefix, keys = _keys(tenant)
         return bool(await self._bounded(lambda: self._forget.run(self._client, keys, (prefix, response_id))))
 
     async def _bounded(self, call: Callable[[], Awaitable[_T]]) -> _T:
         try:
-            if not self._breaker.allow():
+            if not self._breaker.allow_call():
                 raise ConnectionError("it has not answered lately")
             async with asyncio.timeout(TIMEOUT_S):
                 answer = await call()
         except FAILURES as e:
-            self._breaker.failure()
+            self._breaker.record_failure()
             raise Unavailable(f"kept responses cannot be reached: {type(e).__name__}", retry_after_s=1.0) from e
-        self._breaker.success()
+        self._breaker.record_success()
         return answer
 
 

@@ -52,7 +52,7 @@ class ResponseWriter:
         body = self.response("incomplete" if cut else "completed", usage)
         return body, events
 
-    def last(self, body: Json) -> bytes:
+    def final_event(self, body: Json) -> bytes:
         """The event that ends a stream."""
         return self._event(f"response.{body['status']}", response=body)
 
@@ -88,13 +88,13 @@ class ResponseWriter:
 
     def reasoning(self, text: str) -> bytes:
         """More of a reasoning section."""
-        events = self._need("reasoning", {"summary": [], "content": []})
+        events = self._ensure_item("reasoning", {"summary": [], "content": []})
         self._text.append(text)
         return events + self._event("response.reasoning_text.delta", **self._where(0), delta=text)
 
     def text(self, text: str, logprobs: Sequence[Json]) -> bytes:
         """More text, with the log-probabilities of its tokens where they are asked for."""
-        events = self._need("message", {"role": "assistant", "content": []})
+        events = self._ensure_item("message", {"role": "assistant", "content": []})
         self._text.append(text)
         self._logprobs.extend(logprobs)
         if not text and not logprobs:
@@ -106,17 +106,17 @@ class ResponseWriter:
         events = b""
         if name:
             events = self._close("completed")
-            events += self._need("function_call", {"call_id": call_id, "name": name, "arguments": ""})
+            events += self._ensure_item("function_call", {"call_id": call_id, "name": name, "arguments": ""})
         if not arguments:
             return events
         self._text.append(arguments)
         return events + self._event("response.function_call_arguments.delta", **self._where(), delta=arguments)
 
-    def broken(self, text: str) -> bytes:
+    def invalid_call(self, text: str) -> bytes:
         """The open call turned out to be none: it ends as it is, and its text is content."""
         return self._close("incomplete") + self.text(text, ())
 
-    def _need(self, kind: str, members: Json) -> bytes:
+    def _ensure_item(self, kind: str, members: Json) -> bytes:
         """An open item of this kind."""
         if self._open is not None and self._open["type"] == kind:
             return b""

@@ -9,15 +9,15 @@ class Bookings:
     fresh_booked: as fresh, of what was booked at first; that is what other gateways may know.
     """
 
-    __slots__ = ("_open", "_since", "fresh", "fresh_booked", "fresh_count", "tokens")
+    __slots__ = ("_open", "_since", "tokens", "unreported_booked", "unreported_count", "unreported_tokens")
 
     def __init__(self) -> None:
         self._open: dict[str, tuple[int, int, float]] = {}  # left, booked, when
         self._since = float("-inf")
         self.tokens = 0
-        self.fresh = 0
-        self.fresh_booked = 0
-        self.fresh_count = 0
+        self.unreported_tokens = 0
+        self.unreported_booked = 0
+        self.unreported_count = 0
 
     def __len__(self) -> int:
         return len(self._open)
@@ -28,9 +28,9 @@ class Bookings:
         self._open[request_id] = (tokens, tokens, now)
         self.tokens += tokens
         if now >= self._since:
-            self.fresh += tokens
-            self.fresh_booked += tokens
-            self.fresh_count += 1
+            self.unreported_tokens += tokens
+            self.unreported_booked += tokens
+            self.unreported_count += 1
 
     def shrink(self, request_id: str, tokens: int) -> None:
         """Only `tokens` of a booking are left to do; without effect when there is none, or when fewer are."""
@@ -39,7 +39,7 @@ class Bookings:
             self._open[request_id] = (tokens, booked, at)
             self.tokens -= left - tokens
             if at >= self._since:
-                self.fresh -= left - tokens
+                self.unreported_tokens -= left - tokens
 
     def remove(self, request_id: str) -> None:
         """Returns a booking; without effect when there is none."""
@@ -48,14 +48,14 @@ class Bookings:
             left, booked, at = entry
             self.tokens -= left
             if at >= self._since:
-                self.fresh -= left
-                self.fresh_booked -= booked
-                self.fresh_count -= 1
+                self.unreported_tokens -= left
+                self.unreported_booked -= booked
+                self.unreported_count -= 1
 
-    def mark(self, since: float) -> None:
+    def mark_reported(self, since: float) -> None:
         """What was booked before `since` is not fresh any more: the pod's own report includes it."""
         self._since = since
         fresh = [entry for entry in self._open.values() if entry[2] >= since]
-        self.fresh = sum(left for left, _, _ in fresh)
-        self.fresh_booked = sum(booked for _, booked, _ in fresh)
-        self.fresh_count = len(fresh)
+        self.unreported_tokens = sum(left for left, _, _ in fresh)
+        self.unreported_booked = sum(booked for _, booked, _ in fresh)
+        self.unreported_count = len(fresh)

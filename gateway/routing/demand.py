@@ -11,7 +11,7 @@ class Pull:
     """A pod could hold the prompt's first `tokens` tokens after pulling what it lacks from `holder` for `seconds`."""
 
     tokens: int
-    seconds: float
+    predicted_s: float
     holder: str = ""
 
 
@@ -28,20 +28,20 @@ class Demand:
 
     prompt_len: int
     max_tokens: int
-    held: Mapping[str, int] = field(default_factory=dict)
-    host: Mapping[str, int] = field(default_factory=dict)
-    soon: Mapping[str, int] = field(default_factory=dict)
-    pull: Mapping[str, Pull] = field(default_factory=dict)
+    device_hits: Mapping[str, int] = field(default_factory=dict)
+    host_hits: Mapping[str, int] = field(default_factory=dict)
+    inflight_hits: Mapping[str, int] = field(default_factory=dict)
+    pull_offers: Mapping[str, Pull] = field(default_factory=dict)
     affinity: str = ""
-    key: bytes = b""
+    prefix_key: bytes = b""
 
-    def promises(self) -> Mapping[str, int]:
+    def expected_hits(self) -> Mapping[str, int]:
         """Prompt tokens by pod that need no computing there when the request's turn comes."""
-        if not self.host and not self.soon:
-            return self.held
-        promises = dict(self.held)
-        for pod, tokens in self.host.items():
+        if not self.host_hits and not self.inflight_hits:
+            return self.device_hits
+        promises = dict(self.device_hits)
+        for pod, tokens in self.host_hits.items():
             promises[pod] = promises.get(pod, 0) + tokens
-        for pod, tokens in self.soon.items():
+        for pod, tokens in self.inflight_hits.items():
             promises[pod] = max(promises.get(pod, 0), tokens)
         return promises

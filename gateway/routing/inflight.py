@@ -18,7 +18,7 @@ class InFlight:
 
     def __init__(self) -> None:
         self._prompts: dict[str, tuple[str, Sequence[bytes]]] = {}
-        self._marks: dict[bytes, dict[str, None]] = {}
+        self._by_hash: dict[bytes, dict[str, None]] = {}
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -29,7 +29,7 @@ class InFlight:
         if hashes:
             self._prompts[request_id] = (pod, hashes)
             for at in _positions(len(hashes)):
-                self._marks.setdefault(hashes[at], {})[request_id] = None
+                self._by_hash.setdefault(hashes[at], {})[request_id] = None
 
     def remove(self, request_id: str) -> None:
         """It is computed or given up; without effect when it is not known."""
@@ -38,12 +38,12 @@ class InFlight:
             return
         hashes = entry[1]
         for at in _positions(len(hashes)):
-            marked = self._marks[hashes[at]]
+            marked = self._by_hash[hashes[at]]
             del marked[request_id]
             if not marked:
-                del self._marks[hashes[at]]
+                del self._by_hash[hashes[at]]
 
-    def match(self, hashes: Sequence[bytes]) -> dict[str, int]:
+    def match_blocks(self, hashes: Sequence[bytes]) -> dict[str, int]:
         """Pod -> blocks of this chain that it will have once it has computed what it computes now."""
         found: dict[str, int] = {}
         if not self._prompts or not hashes:
@@ -51,7 +51,7 @@ class InFlight:
         seen: set[str] = set()
         for at in reversed(_positions(len(hashes))):
             # The newest first: of equal prompts on one pod any will do.
-            for request_id in reversed(self._marks.get(hashes[at], {})):
+            for request_id in reversed(self._by_hash.get(hashes[at], {})):
                 if request_id in seen:
                     continue
                 seen.add(request_id)

@@ -40,7 +40,7 @@ class Chosen:
     """A pod and what routing thought of it."""
 
     pod: Pod
-    option: Option
+    pod_option: Option
 
 
 class Placement:
@@ -67,7 +67,7 @@ class Placement:
         self._inflight = inflight
         self._approx = approx
         self._unbook = unbook
-        self._computing = self._placed = False
+        self._computing = self._booked = False
 
     @property
     def decode(self) -> Pod:
@@ -78,104 +78,109 @@ class Placement:
         return None if self._prefill is None else self._prefill.pod
 
     @property
-    def predicted(self) -> int:
-        return self._computes.option.held
+    def predicted_hit_tokens(self) -> int:
+        return self._computing_pod.pod_option.hit_tokens
 
     @property
-    def pull(self) -> Pull | None:
+    def pull_offer(self) -> Pull | None:
         """What the prefill pod is to fetch from another one first."""
-        return None if self._prefill is None else self._prefill.option.pull
+        return None if self._prefill is None else self._prefill.pod_option.pull_offer
 
     @property
-    def foreseen(self) -> bool:
+    def expects_target(self) -> bool:
         """Reserve will have the prompt computed on the prefill pod, as far as can be told: the decode pod holds nothing
         of it and has room. Then that pod need not wait for the answer.
         """
-        if self._prefill is None or self._prefill.option.pull is not None:
+        if self._prefill is None or self._prefill.pod_option.pull_offer is not None:
             return False
-        view, load = self._decode.option.view, self._decode.option.view.load
-        if not self._prefill.option.view.late_targets or self._decode.option.held or load is None or load.waiting:
+        view, load = self._decode.pod_option.view, self._decode.pod_option.view.load
+        if (
+            not self._prefill.pod_option.view.late_targets
+            or self._decode.pod_option.hit_tokens
+            or load is None
+            or load.waiting
+        ):
             return False
         return view.free_blocks() >= ROOMY * view.num_blocks
 
-    def elsewhere(self) -> Elsewhere | None:
+    def remote_prefill_cost(self) -> Elsewhere | None:
         """What the decode pod may weigh computing the prompt itself against; None while nobody has measured it."""
-        if self._prefill is None or not self._prefill.option.view.rate_known:
+        if self._prefill is None or not self._prefill.pod_option.view.rate_known:
             return None
-        option, view = self._prefill.option, self._prefill.option.view
-        own_s = option.tokens * view.seconds_per_token if self._computing else 0.0
+        option, view = self._prefill.pod_option, self._prefill.pod_option.view
+        own_s = option.missing_tokens * view.prefill_s_per_token if self._computing else 0.0
         return Elsewhere(
             queue_s=max(0.0, view.queue_s(time.monotonic()) - own_s),
-            compute_s=view.overhead_s
-            + option.tokens * view.seconds_per_token
-            + (option.pull.seconds if option.pull else 0.0),
-            hand_off_s=view.hand_off_s + self._decode.option.tokens * view.seconds_per_moved,
-            tokens_per_s=1 / view.seconds_per_token,
+            compute_s=view.prefill_overhead_s
+            + option.missing_tokens * view.prefill_s_per_token
+            + (option.pull_offer.predicted_s if option.pull_offer else 0.0),
+            hand_off_s=view.hand_off_s + self._decode.pod_option.missing_tokens * view.transfer_s_per_token,
+            tokens_per_s=1 / view.prefill_s_per_token,
         )
 
     @property
-    def _computes(self) -> Chosen:
+    def _computing_pod(self) -> Chosen:
         return self._prefill or self._decode
 
     def book(self) -> None:
         """Counts it here, before anything is sent."""
-        now, chosen = time.monotonic(), self._computes
-        self._placed = self._computing = True
-        self._decode.option.view.decoding.add(self.request_id, self._decode.option.tokens, now)
-        chosen.option.view.prefilling.add(self.request_id, chosen.option.tokens, now)
-        self._inflight.add(self.request_id, chosen.option.view.name, self._hashes)
+        now, chosen = time.monotonic(), self._computing_pod
+        self._booked = self._computing = True
+        self._decode.pod_option.view.decode_bookings.add(self.request_id, self._decode.pod_option.missing_tokens, now)
+        chosen.pod_option.view.prefill_bookings.add(self.request_id, chosen.pod_option.missing_tokens, now)
+        self._inflight.add(self.request_id, chosen.pod_option.view.name, self._hashes)
 
-    def move(self, decode: Chosen, prefill: Chosen | None) -> None:
+    def rebook(self, decode: Chosen, prefill: Chosen | None) -> None:
         """Elsewhere, before anything was sent."""
-        self._uncount()
+        self._release_local()
         self._decode, self._prefill = decode, prefill
         self.book()
 
-    def local(self) -> None:
+    def on_local_prefill(self) -> None:
         """The decode pod computes the prompt itself."""
         if self._prefill is None:
             return
         prefill, self._prefill = self._prefill, None
-        prefill.option.view.prefilling.remove(self.request_id)
+        prefill.pod_option.view.prefill_bookings.remove(self.request_id)
         self._unbook(self.request_id, [prefill.pod])
-        view, left = self._decode.option.view, self._decode.option.tokens
-        view.prefilling.add(self.request_id, left, time.monotonic())
+        view, left = self._decode.pod_option.view, self._decode.pod_option.missing_tokens
+        view.prefill_bookings.add(self.request_id, left, time.monotonic())
         self._inflight.add(self.request_id, view.name, self._hashes)
 
-    def progress(self, tokens_left: int) -> None:
+    def on_progress(self, tokens_left: int) -> None:
         """So much of the prompt is still to be computed."""
-        self._computes.option.view.prefilling.shrink(self.request_id, tokens_left)
+        self._computing_pod.pod_option.view.prefill_bookings.shrink(self.request_id, tokens_left)
 
-    def computed(self) -> None:
+    def on_first_token(self) -> None:
         """The first token is here."""
         if not self._computing:
             return
         self._computing = False
-        self._computes.option.view.prefilling.remove(self.request_id)
-        if self._prefill is not None or self._decode.option.view.role is Role.BOTH:
-            self._unbook(self.request_id, [self._computes.pod])
+        self._computing_pod.pod_option.view.prefill_bookings.remove(self.request_id)
+        if self._prefill is not None or self._decode.pod_option.view.role is Role.BOTH:
+            self._unbook(self.request_id, [self._computing_pod.pod])
         asyncio.get_running_loop().call_later(LINGER_S, self._inflight.remove, self.request_id)
         self._approx.record(*ANY_POD, self._hashes)
         for pod in {
             self._decode.pod.address: self._decode.pod,
-            self._computes.pod.address: self._computes.pod,
+            self._computing_pod.pod.address: self._computing_pod.pod,
         }.values():
             if pod.info is not None:
                 self._approx.record(pod.info.name, pod.info.generation, self._hashes)
 
-    def end(self) -> None:
+    def release(self) -> None:
         """The attempt is over, however it ended. Idempotent."""
-        if not self._placed:
+        if not self._booked:
             return
         pods = [self._decode.pod]
         if self._prefill is not None and self._computing:
             pods.append(self._prefill.pod)
-        self._uncount()
+        self._release_local()
         self._unbook(self.request_id, pods)
 
-    def _uncount(self) -> None:
-        self._decode.option.view.decoding.remove(self.request_id)
+    def _release_local(self) -> None:
+        self._decode.pod_option.view.decode_bookings.remove(self.request_id)
         if self._computing:
-            self._computes.option.view.prefilling.remove(self.request_id)
+            self._computing_pod.pod_option.view.prefill_bookings.remove(self.request_id)
             self._inflight.remove(self.request_id)
-        self._placed = self._computing = False
+        self._booked = self._computing = False

@@ -29,11 +29,11 @@ class Prompt:
 
     hashes: Sequence[bytes] = ()
     block_size: int = 1
-    held: Mapping[str, int] = field(default_factory=dict)
-    host: Mapping[str, int] = field(default_factory=dict)
+    device_hits: Mapping[str, int] = field(default_factory=dict)
+    host_hits: Mapping[str, int] = field(default_factory=dict)
 
     @property
-    def key(self) -> bytes:
+    def prefix_key(self) -> bytes:
         """Hash of the first blocks; empty for a prompt without a full block."""
         return self.hashes[min(len(self.hashes), KEY_BLOCKS) - 1] if self.hashes else b""
 
@@ -43,16 +43,18 @@ class Ledger(Protocol):
 
     inflight: InFlight
 
-    def place(self, request_id: str, decode: Chosen, prefill: Chosen | None, hashes: Sequence[bytes]) -> Placement:
+    def new_placement(
+        self, request_id: str, decode: Chosen, prefill: Chosen | None, hashes: Sequence[bytes]
+    ) -> Placement:
         """A placement that is not booked yet."""
 
-    async def reserve(self, scope: str, request_id: str, groups: Sequence[Sequence[Candidate]]) -> list[Reserved]:
+    async def choose_shared(self, scope: str, request_id: str, groups: Sequence[Sequence[Candidate]]) -> list[Reserved]:
         """See IndexReader.reserve. Raises IndexUnavailable."""
 
-    def alone(self, scope: str) -> bool:
+    def only_gateway(self, scope: str) -> bool:
         """Only this gateway books, so what it knows itself is all there is to know."""
 
-    def book(self, scope: str, request_id: str, groups: Sequence[Sequence[Candidate]]) -> None:
+    def book_shared(self, scope: str, request_id: str, groups: Sequence[Sequence[Candidate]]) -> None:
         """The same in the background, for groups of one."""
 
 
@@ -73,23 +75,26 @@ class Plan:
         policy: Policy,
         shared: bool,
         affinity: str,
-        repeated: int = 0,
-        layout: str | None = None,
+        repeated_tokens: int = 0,
+        layout_fingerprint: str | None = None,
     ) -> None:
         self.request = request
-        self.repeated = repeated
+        self.repeated_tokens = repeated_tokens
         self._prompts = prompts
         self._table = table
-        self._ledger = ledger
+        self._bookings = ledger
         self._policy = policy
-        self._shared = shared
+        self._index_answered = shared
         self._affinity = affinity
-        self._layout = layout
+        self._layout = layout_fingerprint
 
     @property
-    def held(self) -> int:
+    def expected_hit_tokens(self) -> int:
         """Prompt tokens that need no computing on the pod that has most of them, or will have once it is free."""
-        most = max((max(self._demand(p).promises().values(), default=0) for p in self._prompts.values()), default=0)
+        most = max(
+            (max(self._routing_request(p).expected_hits().values(), default=0) for p in self._prompts.values()),
+            default=0,
+        )
         return min(most, self.request.context_len - 1)
 
     async def place(self, request_id: str, avoid: Collection[str], tried: Collection[str]) -> Placement | None:
@@ -99,38 +104,44 @@ class Plan:
         """
         now = time.monotonic()
         best: tuple[Prompt, str, list[Option], list[Option]] | None = None
-        for fingerprint in self._table.layouts():
+        for fingerprint in self._table.pods_by_layout():
             if self._layout not in (None, fingerprint):
                 continue
             prompt = self._prompts.get(fingerprint, Prompt())
             decodes, prefills = self._options(fingerprint, prompt, avoid, tried, now)
-            if decodes and (best is None or decodes[0].cost < best[2][0].cost):
+            if decodes and (best is None or decodes[0].cost_s < best[2][0].cost_s):
                 best = prompt, fingerprint[:8], decodes, prefills
         if best is None:
             return None
         prompt, scope, *sides = best
         groups = [options for options in sides if options]
-        settled = not self._policy.shares or all(len(options) == 1 for options in groups) or self._ledger.alone(scope)
+        settled = (
+            not self._policy.uses_shared_bookings
+            or all(len(options) == 1 for options in groups)
+            or self._bookings.only_gateway(scope)
+        )
         groups = [options[:1] for options in groups] if settled else groups
         pods = {option.view.address: self._table.pods[option.view.address] for group in groups for option in group}
-        placement = self._ledger.place(request_id, *_pair(pods, [group[0] for group in groups]), prompt.hashes)
+        placement = self._bookings.new_placement(
+            request_id, *_pair(pods, [group[0] for group in groups]), prompt.hashes
+        )
         candidates = [[_candidate(option, now) for option in options] for options in groups]
         placement.book()
-        if not self._shared:
+        if not self._index_answered:
             return placement
         if settled:
-            self._ledger.book(scope, request_id, candidates)
+            self._bookings.book_shared(scope, request_id, candidates)
             return placement
         try:
-            answers = await self._ledger.reserve(scope, request_id, candidates)
+            answers = await self._bookings.choose_shared(scope, request_id, candidates)
         except IndexUnavailable:
             return placement
         except BaseException:
-            placement.end()
+            placement.release()
             raise
         if any(answer.chosen for answer in answers):
             chosen = [group[answer.chosen] for group, answer in zip(groups, answers, strict=True)]
-            placement.move(*_pair(pods, chosen))
+            placement.rebook(*_pair(pods, chosen))
         for group, answer in zip(groups, answers, strict=True):
             _note_others(group, answer)
         return placement
@@ -139,42 +150,42 @@ class Plan:
         self, fingerprint: str, prompt: Prompt, avoid: Collection[str], tried: Collection[str], now: float
     ) -> tuple[list[Option], list[Option]]:
         """Decode pods of one layout and one role, and prefill pods for them; none of either when one is missing."""
-        demand = self._demand(prompt)
-        here = [p for p in self._table.decodes() if p.info and p.info.fingerprint == fingerprint]
-        decodes = self._policy.decode(demand, _views([p for p in here if p.address not in tried], avoid), now)
+        demand = self._routing_request(prompt)
+        here = [p for p in self._table.decode_pods() if p.info and p.info.fingerprint == fingerprint]
+        decodes = self._policy.rank_decode_pods(demand, _views([p for p in here if p.address not in tried], avoid), now)
         if not decodes or decodes[0].view.role is Role.BOTH:
             return [option for option in decodes if option.view.role is Role.BOTH], []
-        able = _views(self._table.prefills(fingerprint), avoid)
-        if self._shared and prompt.held and self.request.sampling.prompt_logprobs is None:
-            offers = self._pulls(fingerprint, prompt, demand.promises(), able)
-            demand = replace(demand, pull=offers) if offers else demand
-        prefills = self._policy.prefill(demand, able, now)
+        able = _views(self._table.prefill_pods(fingerprint), avoid)
+        if self._index_answered and prompt.device_hits and self.request.sampling.prompt_logprobs is None:
+            offers = self._offer_pulls(fingerprint, prompt, demand.expected_hits(), able)
+            demand = replace(demand, pull_offers=offers) if offers else demand
+        prefills = self._policy.rank_prefill_pods(demand, able, now)
         return ([option for option in decodes if option.view.role is Role.DECODE] if prefills else []), prefills
 
-    def _pulls(
+    def _offer_pulls(
         self, fingerprint: str, prompt: Prompt, promises: Mapping[str, int], able: Sequence[PodView]
     ) -> dict[str, Pull]:
         """What prefill pods could fetch from any pod of their layout."""
-        pods = self._table.layouts().get(fingerprint, [])
+        pods = self._table.pods_by_layout().get(fingerprint, [])
         holders = [pod.view for pod in pods if pod.view is not None]
         info = pods[0].info if pods else None
-        return {} if info is None else pulls(prompt.held, promises, able, holders, info.block_bytes)
+        return {} if info is None else pulls(prompt.device_hits, promises, able, holders, info.block_bytes)
 
-    def holder(self, name: str) -> PodInfo | None:
+    def find_holder(self, name: str) -> PodInfo | None:
         """The pod of this name, if it is still there."""
-        pods = (pod for found in self._table.layouts().values() for pod in found)
+        pods = (pod for found in self._table.pods_by_layout().values() for pod in found)
         return next((pod.info for pod in pods if pod.info is not None and pod.info.name == name), None)
 
-    def _demand(self, prompt: Prompt) -> Demand:
-        soon = self._ledger.inflight.match(prompt.hashes)
+    def _routing_request(self, prompt: Prompt) -> Demand:
+        soon = self._bookings.inflight.match_blocks(prompt.hashes)
         return Demand(
             prompt_len=self.request.context_len,
             max_tokens=self.request.sampling.max_tokens - len(self.request.output_ids),
-            held=prompt.held,
-            host=prompt.host,
-            soon={pod: blocks * prompt.block_size for pod, blocks in soon.items()},
-            affinity=self._affinity or ("" if self._shared else prompt.key.hex()),
-            key=prompt.key,
+            device_hits=prompt.device_hits,
+            host_hits=prompt.host_hits,
+            inflight_hits={pod: blocks * prompt.block_size for pod, blocks in soon.items()},
+            affinity=self._affinity or ("" if self._index_answered else prompt.prefix_key.hex()),
+            prefix_key=prompt.prefix_key,
         )
 
 
@@ -195,11 +206,15 @@ def _candidate(option: Option, now: float) -> Candidate:
     """Its cost without what was booked since its report: the index knows that better."""
     view = option.view
     if view.role is Role.DECODE:
-        known = view.decoding.fresh_count + view.foreign_count
+        known = view.decode_bookings.unreported_count + view.foreign_sequences
     else:
-        known = view.prefilling.fresh_booked + view.foreign
+        known = view.prefill_bookings.unreported_booked + view.foreign_tokens
     return Candidate(
-        view.name, option.cost - known * option.unit_s, option.unit_s, option.units, now - view.load_at + DISPATCH_S
+        view.name,
+        option.cost_s - known * option.unit_cost_s,
+        option.unit_cost_s,
+        option.load_units,
+        now - view.reported_at + DISPATCH_S,
     )
 
 
@@ -208,6 +223,6 @@ def _note_others(options: Sequence[Option], answer: Reserved) -> None:
     for option, booked in zip(options, answer.booked, strict=True):
         view = option.view
         if view.role is Role.DECODE:
-            view.foreign_count = max(0, booked - view.decoding.fresh_count)
+            view.foreign_sequences = max(0, booked - view.decode_bookings.unreported_count)
         else:
-            view.foreign = max(0, booked - view.prefilling.fresh_booked)
+            view.foreign_tokens = max(0, booked - view.prefill_bookings.unreported_booked)

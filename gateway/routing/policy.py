@@ -47,68 +47,72 @@ class Option(NamedTuple):
     """
 
     view: PodView
-    cost: float
-    tokens: int
-    held: int
-    units: int
-    unit_s: float
-    pull: Pull | None = None
+    cost_s: float
+    missing_tokens: int
+    hit_tokens: int
+    load_units: int
+    unit_cost_s: float
+    pull_offer: Pull | None = None
 
 
 class Policy(Protocol):
     """Both methods return the usable ones of `views` as options, the best first; none when none is large enough."""
 
     #: Other gateways' bookings may change the order: the index makes the choice among the options.
-    shares: bool
+    uses_shared_bookings: bool
 
-    def prefill(self, demand: Demand, views: Sequence[PodView], now: float) -> list[Option]: ...
+    def rank_prefill_pods(self, demand: Demand, views: Sequence[PodView], now: float) -> list[Option]: ...
 
-    def decode(self, demand: Demand, views: Sequence[PodView], now: float) -> list[Option]: ...
+    def rank_decode_pods(self, demand: Demand, views: Sequence[PodView], now: float) -> list[Option]: ...
 
 
 class CostPolicy:
     """Ranks pods by the estimated seconds that the request costs there."""
 
-    shares = True
+    uses_shared_bookings = True
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
 
-    def prefill(self, demand: Demand, views: Sequence[PodView], now: float) -> list[Option]:
+    def rank_prefill_pods(self, demand: Demand, views: Sequence[PodView], now: float) -> list[Option]:
         """The least seconds until the first token."""
-        length, promises, worth = demand.prompt_len, demand.promises(), 1 + OTHERS
+        length, promises, worth = demand.prompt_len, demand.expected_hits(), 1 + OTHERS
         scored = [
             (
                 view.queue_s(now)
-                + view.overhead_s
-                + (left if (left := length - promises.get(view.name, 0)) > 0 else 1) * view.seconds_per_token * worth,
+                + view.prefill_overhead_s
+                + (left if (left := length - promises.get(view.name, 0)) > 0 else 1) * view.prefill_s_per_token * worth,
                 view,
             )
             for view in views
-            if view.capacity >= length
+            if view.max_request_tokens >= length
         ]
-        if demand.host or demand.pull:
+        if demand.host_hits or demand.pull_offers:
             scored = [(cost + _fetch_s(demand, view, promises), view) for cost, view in scored]
-        best = self._best(demand, scored, promises if demand.pull else NOTHING)  # a pull is cheap, but not for nothing
+        best = self._best(
+            demand, scored, promises if demand.pull_offers else NOTHING
+        )  # a pull is cheap, but not for nothing
         return [
-            make_option(demand, promises, view, cost, unit_s=view.seconds_per_token, pull=demand.pull.get(view.name))
+            make_option(
+                demand, promises, view, cost, unit_s=view.prefill_s_per_token, pull=demand.pull_offers.get(view.name)
+            )
             for cost, view in best
         ]
 
-    def decode(self, demand: Demand, views: Sequence[PodView], now: float) -> list[Option]:
+    def rank_decode_pods(self, demand: Demand, views: Sequence[PodView], now: float) -> list[Option]:
         """The least seconds of moving KV there and decoding, for this sequence and by it for those beside it."""
         need = demand.prompt_len + demand.max_tokens
-        output, promises = min(demand.max_tokens, EXPECTED_OUTPUT), demand.promises()
+        output, promises = min(demand.max_tokens, EXPECTED_OUTPUT), demand.expected_hits()
         usual = _usual_step(views)
         scored = [
             (_decode_s(demand, promises, view, output, _step(view, usual), now), view)
             for view in views
-            if view.capacity >= need
+            if view.max_request_tokens >= need
         ]
         # Ties of whole answers are longer than moving a conversation takes: where its KV is, it stays.
         best = self._best(demand, scored, promises)
         return [
-            make_option(demand, promises, view, cost, unit_s=view.seconds_per_token)
+            make_option(demand, promises, view, cost, unit_s=view.prefill_s_per_token)
             if view.role is Role.BOTH
             else make_option(demand, promises, view, cost, units=1, unit_s=2 * output * _step(view, usual)[1])
             for cost, view in best
@@ -144,28 +148,28 @@ class CostPolicy:
 class Home:
     """Sends prompts with the same first blocks to the same pod, unless the pod has more than its share of requests."""
 
-    shares = False
+    uses_shared_bookings = False
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
 
-    def prefill(self, demand: Demand, views: Sequence[PodView], now: float) -> list[Option]:
+    def rank_prefill_pods(self, demand: Demand, views: Sequence[PodView], now: float) -> list[Option]:
         """By the prompts that this gateway sent to each."""
-        fit = [view for view in views if view.capacity >= demand.prompt_len]
-        return self._order(demand, [(len(view.prefilling), view) for view in fit])
+        fit = [view for view in views if view.max_request_tokens >= demand.prompt_len]
+        return self._order(demand, [(len(view.prefill_bookings), view) for view in fit])
 
-    def decode(self, demand: Demand, views: Sequence[PodView], now: float) -> list[Option]:
+    def rank_decode_pods(self, demand: Demand, views: Sequence[PodView], now: float) -> list[Option]:
         """By the sequences that this gateway sent to each."""
-        fit = [view for view in views if view.capacity >= demand.prompt_len + demand.max_tokens]
-        return self._order(demand, [(len(view.decoding), view) for view in fit])
+        fit = [view for view in views if view.max_request_tokens >= demand.prompt_len + demand.max_tokens]
+        return self._order(demand, [(len(view.decode_bookings), view) for view in fit])
 
     def _order(self, demand: Demand, loads: list[tuple[int, PodView]]) -> list[Option]:
         if not loads:
             return []
         total, least = sum(load for load, _ in loads), min(load for load, _ in loads)
         bound = max(least, int(LOAD_BOUND * (total + 1) / len(loads)))
-        key = demand.affinity.encode() or demand.key
-        promises = demand.promises()
+        key = demand.affinity.encode() or demand.prefix_key
+        promises = demand.expected_hits()
         self._rng.shuffle(loads)
         if key:
             loads.sort(key=lambda pair: (pair[0] > bound, -weight(key, pair[1].name)))
@@ -183,18 +187,20 @@ def weight(key: bytes, pod: str) -> int:
 def _fetch_s(demand: Demand, view: PodView, promises: Mapping[str, int]) -> float:
     """Seconds that fetching adds to a pod's cost: from its host memory, or from a peer where that saves time."""
     used = promises.get(view.name, 0)
-    from_host = min(demand.host.get(view.name, 0), max(0, demand.prompt_len - 1 - demand.held.get(view.name, 0)))
-    host_s = from_host * view.seconds_per_token / HOST_SPEEDUP
-    pull = demand.pull.get(view.name)
+    from_host = min(
+        demand.host_hits.get(view.name, 0), max(0, demand.prompt_len - 1 - demand.device_hits.get(view.name, 0))
+    )
+    host_s = from_host * view.prefill_s_per_token / HOST_SPEEDUP
+    pull = demand.pull_offers.get(view.name)
     if pull is None:
         return host_s
-    return min(host_s, pull.seconds - (pull.tokens - used) * view.seconds_per_token * (1 + OTHERS))
+    return min(host_s, pull.predicted_s - (pull.tokens - used) * view.prefill_s_per_token * (1 + OTHERS))
 
 
 def _usual_step(views: Sequence[PodView]) -> tuple[float, float]:
     """step_s and slope_s of the pods in the mean."""
     count = max(1, len(views))
-    return sum(view.step_s for view in views) / count, sum(view.slope_s for view in views) / count
+    return sum(view.step_s for view in views) / count, sum(view.step_slope_s for view in views) / count
 
 
 def _step(view: PodView, usual: tuple[float, float]) -> tuple[float, float]:
@@ -204,8 +210,8 @@ def _step(view: PodView, usual: tuple[float, float]) -> tuple[float, float]:
     KV that one of them holds. What is left out of small true differences comes back as load: who is slower keeps its
     sequences for longer.
     """
-    own, mean = view.step_s + view.slope_s, usual[0] + usual[1]
-    return usual if mean <= own * SAME_STEP and own <= mean * SAME_STEP else (view.step_s, view.slope_s)
+    own, mean = view.step_s + view.step_slope_s, usual[0] + usual[1]
+    return usual if mean <= own * SAME_STEP and own <= mean * SAME_STEP else (view.step_s, view.step_slope_s)
 
 
 def _decode_s(
@@ -219,11 +225,11 @@ def _decode_s(
     step_s, slope_s = step
     new = demand.prompt_len - promises.get(view.name, 0)
     # It slows down each of those beside it as much as each of them slows it down.
-    cost = output * (step_s + (2 * view.sequences() + 1) * slope_s)
+    cost = output * (step_s + (2 * view.num_sequences() + 1) * slope_s)
     if view.role is Role.BOTH:
-        cost += view.queue_s(now) + view.overhead_s + max(1, new) * view.seconds_per_token * (1 + OTHERS)
+        cost += view.queue_s(now) + view.prefill_overhead_s + max(1, new) * view.prefill_s_per_token * (1 + OTHERS)
     elif new > 0:
-        cost += new * view.seconds_per_moved
+        cost += new * view.transfer_s_per_token
     room = view.free_blocks() - (max(0, new) + output) // view.block_size
     scarce = LOW_FREE * view.num_blocks
     return cost if room >= scarce else cost + FULL_COST_S * min(1.0, 1 - room / scarce)

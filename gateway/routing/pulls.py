@@ -67,7 +67,7 @@ def _best(
         if rate <= 0:
             continue
         seconds = view.pull_s + extra + missing / view.block_size * block_bytes / rate
-        saves = missing * view.seconds_per_token - seconds
+        saves = missing * view.prefill_s_per_token - seconds
         if saves > saved:
             found, saved = Pull(tokens, seconds, holder.name), saves
     return found

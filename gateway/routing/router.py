@@ -41,15 +41,15 @@ class Router:
     def __init__(self, table: PodTable, metrics: GatewayMetrics, *, rng: random.Random | None = None) -> None:
         rng = rng or random.Random()
         self.inflight = InFlight()
-        self.approx = ApproxIndex()
+        self.approx_index = ApproxIndex()
         self._table = table
         self._metrics = metrics
         self._policy = CostPolicy(rng)
-        self._home = Home(rng)
+        self._rendezvous = Home(rng)
         self._tasks: set[asyncio.Task[None]] = set()
         self._booking: dict[str, asyncio.Task[None]] = {}
         table.on_change(self._show_mode)
-        table.on_forget(self.approx.forget)
+        table.on_forget(self.approx_index.forget)
 
     async def stop(self) -> None:
         """Ends what is under way in the background."""
@@ -62,7 +62,7 @@ class Router:
         index = self._index()
         prompts: dict[str, Prompt] = {}
         known, repeated = False, 0
-        for fingerprint, pods in list(self._table.layouts().items()):
+        for fingerprint, pods in list(self._table.pods_by_layout().items()):
             info = pods[0].info
             assert info is not None
             if layout not in (None, fingerprint):
@@ -70,13 +70,13 @@ class Router:
             hashes = await _hashes(request, info)
             names = [(p.info.name, p.info.generation) for p in pods if p.info]
             if not prompts:
-                repeated = self.approx.lookup(hashes, [ANY_POD])[ANY_POD[0]] * info.block_size
-            prompt = None if index is None else await self._ask(index, info, hashes, names)
+                repeated = self.approx_index.lookup(hashes, [ANY_POD])[ANY_POD[0]] * info.block_size
+            prompt = None if index is None else await self._lookup(index, info, hashes, names)
             if prompt is None:
                 index = None
-                held = self.approx.lookup(hashes, names)
+                held = self.approx_index.lookup(hashes, names)
                 prompt = Prompt(hashes, info.block_size, {pod: n * info.block_size for pod, n in held.items() if n})
-            known = known or bool(prompt.held)
+            known = known or bool(prompt.device_hits)
             prompts[fingerprint] = prompt
         lost = index is None and not known
         self._show_mode()
@@ -85,14 +85,14 @@ class Router:
             prompts,
             table=self._table,
             ledger=self,
-            policy=self._home if lost else self._policy,
+            policy=self._rendezvous if lost else self._policy,
             shared=index is not None,
             affinity=affinity,
-            repeated=repeated,
-            layout=layout,
+            repeated_tokens=repeated,
+            layout_fingerprint=layout,
         )
 
-    async def _ask(
+    async def _lookup(
         self, index: IndexReader, info: PodInfo, hashes: Sequence[bytes], pods: Sequence[tuple[str, int]]
     ) -> Prompt | None:
         """What the index knows; None when it does not answer."""
@@ -102,9 +102,11 @@ class Router:
         except IndexUnavailable:
             return None
         self._metrics.index_lookup.observe(time.monotonic() - start)
-        held = {pod: tiers.device * size for pod, tiers in found.items() if tiers.device}
+        held = {pod: tiers.device_blocks * size for pod, tiers in found.items() if tiers.device_blocks}
         host = {
-            pod: (tiers.blocks - tiers.device) * size for pod, tiers in found.items() if tiers.blocks > tiers.device
+            pod: (tiers.total_blocks - tiers.device_blocks) * size
+            for pod, tiers in found.items()
+            if tiers.total_blocks > tiers.device_blocks
         }
         return Prompt(hashes, size, held, host)
 
@@ -113,14 +115,16 @@ class Router:
 
     def _show_mode(self) -> None:
         index = self._index()
-        local = "local" if len(self.approx) else "hash"
+        local = "local" if len(self.approx_index) else "hash"
         mode = "redis" if index is not None and index.available else local
-        if mode != self._metrics.mode:
-            self._metrics.index_mode(mode)
+        if mode != self._metrics.current_index_mode:
+            self._metrics.set_index_mode(mode)
 
     # -- what placements share
 
-    def place(self, request_id: str, decode: Chosen, prefill: Chosen | None, hashes: Sequence[bytes]) -> Placement:
+    def new_placement(
+        self, request_id: str, decode: Chosen, prefill: Chosen | None, hashes: Sequence[bytes]
+    ) -> Placement:
         """A placement that is not booked yet."""
         return Placement(
             request_id,
@@ -128,39 +132,39 @@ class Router:
             prefill,
             hashes,
             inflight=self.inflight,
-            approx=self.approx,
+            approx=self.approx_index,
             unbook=self._unbook,
         )
 
-    async def reserve(self, scope: str, request_id: str, groups: Sequence[Sequence[Candidate]]) -> list[Reserved]:
+    async def choose_shared(self, scope: str, request_id: str, groups: Sequence[Sequence[Candidate]]) -> list[Reserved]:
         """See IndexReader.reserve. Raises IndexUnavailable."""
         index = self._index()
         if index is None:
             raise IndexUnavailable("the prefix index is away")
-        return await index.reserve(scope, request_id, groups)
+        return await index.book(scope, request_id, groups)
 
-    def alone(self, scope: str) -> bool:
+    def only_gateway(self, scope: str) -> bool:
         """See IndexReader.alone."""
         index = self._index()
-        return index is not None and index.alone(scope)
+        return index is not None and index.is_only_gateway(scope)
 
-    def book(self, scope: str, request_id: str, groups: Sequence[Sequence[Candidate]]) -> None:
+    def book_shared(self, scope: str, request_id: str, groups: Sequence[Sequence[Candidate]]) -> None:
         """The same in the background, for groups of one."""
         booking = self._booking[request_id] = self._spawn(self._book(scope, request_id, groups))
         booking.add_done_callback(lambda _: self._booking.pop(request_id, None))
 
     async def _book(self, scope: str, request_id: str, groups: Sequence[Sequence[Candidate]]) -> None:
         try:
-            await self.reserve(scope, request_id, groups)
+            await self.choose_shared(scope, request_id, groups)
         except IndexUnavailable as e:
             _log.debug("booking not shared: %s", e)
 
     def _unbook(self, request_id: str, pods: Sequence[Pod]) -> None:
         index = self._table.index
         if index is not None:
-            self._spawn(self._return(index, request_id, pods))
+            self._spawn(self._unbook_shared(index, request_id, pods))
 
-    async def _return(self, index: IndexReader, request_id: str, pods: Sequence[Pod]) -> None:
+    async def _unbook_shared(self, index: IndexReader, request_id: str, pods: Sequence[Pod]) -> None:
         if (booking := self._booking.get(request_id)) is not None:
             await asyncio.wait({booking})  # else it would come after its end
         for pause_s in (*RETURN_AGAIN_S, None):

@@ -36,28 +36,28 @@ class PodView:
     __slots__ = (
         "address",
         "block_size",
-        "capacity",
-        "decoding",
-        "foreign",
-        "foreign_count",
-        "free_at",
+        "decode_bookings",
+        "foreign_sequences",
+        "foreign_tokens",
         "hand_off_s",
         "late_targets",
         "load",
-        "load_at",
+        "max_request_tokens",
         "name",
         "num_blocks",
-        "overhead_s",
         "pair_rates",
-        "prefilling",
+        "prefill_bookings",
+        "prefill_overhead_s",
+        "prefill_s_per_token",
         "pull_s",
         "pulls",
+        "queue_empty_at",
         "rate_known",
+        "reported_at",
         "role",
-        "seconds_per_moved",
-        "seconds_per_token",
-        "slope_s",
         "step_s",
+        "step_slope_s",
+        "transfer_s_per_token",
     )
 
     def __init__(
@@ -65,7 +65,7 @@ class PodView:
         name: str,
         *,
         block_size: int,
-        capacity: int,
+        max_request_tokens: int,
         num_blocks: int,
         role: Role = Role.PREFILL,
         address: str = "",
@@ -74,19 +74,19 @@ class PodView:
         self.address = address
         self.role = role
         self.block_size = block_size
-        self.capacity = capacity
+        self.max_request_tokens = max_request_tokens
         self.num_blocks = num_blocks
         self.load: PodLoad | None = None
-        self.load_at = float("-inf")
-        self.free_at = float("-inf")
-        self.prefilling = Bookings()
-        self.decoding = Bookings()
-        self.foreign = 0
-        self.foreign_count = 0
-        self.seconds_per_token = 1 / START_RATE
-        self.overhead_s = 0.0
-        self.step_s, self.slope_s = START_STEP_S, START_SLOPE_S
-        self.seconds_per_moved = 1 / START_TRANSFER_RATE
+        self.reported_at = float("-inf")
+        self.queue_empty_at = float("-inf")
+        self.prefill_bookings = Bookings()
+        self.decode_bookings = Bookings()
+        self.foreign_tokens = 0
+        self.foreign_sequences = 0
+        self.prefill_s_per_token = 1 / START_RATE
+        self.prefill_overhead_s = 0.0
+        self.step_s, self.step_slope_s = START_STEP_S, START_SLOPE_S
+        self.transfer_s_per_token = 1 / START_TRANSFER_RATE
         self.hand_off_s = START_HAND_OFF_S
         self.pull_s = START_PULL_S
         self.rate_known = False
@@ -94,41 +94,47 @@ class PodView:
         self.late_targets = False
         self.pair_rates: Mapping[str, float] = {}
 
-    def report(self, load: PodLoad, now: float) -> None:
+    def apply_report(self, load: PodLoad, now: float) -> None:
         """Takes a load record that the pod made at `now`; an older one than the last is dropped."""
-        if now < self.load_at:
+        if now < self.reported_at:
             return
-        self.load, self.load_at = load, now
+        self.load, self.reported_at = load, now
         if load.prefill_rate > 0:
-            self.seconds_per_token, self.overhead_s = 1 / load.prefill_rate, load.prefill_overhead_s
+            self.prefill_s_per_token, self.prefill_overhead_s = 1 / load.prefill_rate, load.prefill_overhead_s
             self.rate_known = True
-        if load.measured_steps:
-            self.step_s, self.slope_s = load.step_s, load.step_slope_s
+        if load.has_decode_times:
+            self.step_s, self.step_slope_s = load.step_s, load.step_slope_s
         if load.transfer_rate > 0:
-            self.seconds_per_moved, self.hand_off_s = 1 / load.transfer_rate, load.hand_off_s
+            self.transfer_s_per_token, self.hand_off_s = 1 / load.transfer_rate, load.hand_off_s
         self.pull_s = load.pull_s or START_PULL_S
-        self.free_at = now + load.queued_tokens * self.seconds_per_token
-        self.foreign = self.foreign_count = 0
-        self.prefilling.mark(now - DISPATCH_S)
-        self.decoding.mark(now - DISPATCH_S)
+        self.queue_empty_at = now + load.queued_tokens * self.prefill_s_per_token
+        self.foreign_tokens = self.foreign_sequences = 0
+        self.prefill_bookings.mark_reported(now - DISPATCH_S)
+        self.decode_bookings.mark_reported(now - DISPATCH_S)
 
     def queue_s(self, now: float) -> float:
         """Seconds of prompts that are ahead of a new one."""
-        waiting = (self.prefilling.fresh + self.foreign) * self.seconds_per_token
-        return waiting + self.free_at - now if self.free_at > now else waiting
+        waiting = (self.prefill_bookings.unreported_tokens + self.foreign_tokens) * self.prefill_s_per_token
+        return waiting + self.queue_empty_at - now if self.queue_empty_at > now else waiting
 
-    def sequences(self) -> int:
+    def num_sequences(self) -> int:
         """Sequences that decode here or are about to."""
         load = self.load
         if load is None:
-            return len(self.decoding) + self.foreign_count
-        return load.running + load.waiting + load.reserved + self.decoding.fresh_count + self.foreign_count
+            return len(self.decode_bookings) + self.foreign_sequences
+        return (
+            load.running + load.waiting + load.reserved + self.decode_bookings.unreported_count + self.foreign_sequences
+        )
 
     def free_blocks(self) -> int:
         """Blocks that a new sequence may have; all of them while nothing is known."""
         if self.load is None:
             return self.num_blocks
-        return self.load.free_blocks - self.decoding.fresh // self.block_size - self.decoding.fresh_count
+        return (
+            self.load.free_blocks
+            - self.decode_bookings.unreported_tokens // self.block_size
+            - self.decode_bookings.unreported_count
+        )
 
 
 def assume_peers(views: Collection[PodView]) -> None:
@@ -139,12 +145,12 @@ def assume_peers(views: Collection[PodView]) -> None:
     loads = [view.load for view in views if view.load is not None]
     prefill = [1 / load.prefill_rate for load in loads if load.prefill_rate > 0]
     moved = [1 / load.transfer_rate for load in loads if load.transfer_rate > 0]
-    steps = [(load.step_s, load.step_slope_s) for load in loads if load.measured_steps]
+    steps = [(load.step_s, load.step_slope_s) for load in loads if load.has_decode_times]
     for view in views:
         load = view.load or PodLoad()
         if prefill and load.prefill_rate <= 0:
-            view.seconds_per_token, view.rate_known = fmean(prefill), True
+            view.prefill_s_per_token, view.rate_known = fmean(prefill), True
         if moved and load.transfer_rate <= 0:
-            view.seconds_per_moved = fmean(moved)
-        if steps and not load.measured_steps:
-            view.step_s, view.slope_s = (fmean(part) for part in zip(*steps, strict=True))
+            view.transfer_s_per_token = fmean(moved)
+        if steps and not load.has_decode_times:
+            view.step_s, view.step_slope_s = (fmean(part) for part in zip(*steps, strict=True))

@@ -16,28 +16,28 @@ class BufferedParser(ABC):
         self, names: frozenset[str], max_calls: int | None = None, new_id: Callable[[], str] = openai_id
     ) -> None:
         self._names = names
-        self._emit = Emitter(max_calls, new_id)
+        self._builder = Emitter(max_calls, new_id)
         self._buffer = ""
 
     @property
-    def completed(self) -> int:
-        return self._emit.completed
+    def num_completed(self) -> int:
+        return self._builder.num_completed
 
     def feed(self, text: str) -> list[Delta]:
         self._buffer += text
         while self._buffer and self._step():
             pass
-        return self._emit.take()
+        return self._builder.take_deltas()
 
     def finish(self) -> list[Delta]:
-        self._rest()
-        self._emit.finish()
-        return self._emit.take()
+        self._flush_rest()
+        self._builder.finish()
+        return self._builder.take_deltas()
 
     @abstractmethod
     def _step(self) -> bool:
         """One state's work; False when it needs more text."""
 
     @abstractmethod
-    def _rest(self) -> None:
+    def _flush_rest(self) -> None:
         """Gives out what no more text will complete."""

@@ -38,18 +38,18 @@ class Emitter:
         self._before = ""  # the same, of the call that is open
         self._next = 0
         self._named = False
-        self.completed = 0
+        self.num_completed = 0
 
     @property
     def _full(self) -> bool:
-        return self.completed == self._max_calls
+        return self.num_completed == self._max_calls
 
-    def take(self) -> list[Delta]:
+    def take_deltas(self) -> list[Delta]:
         """The deltas since the last take."""
         out, self._out = self._out, []
         return out
 
-    def content(self, text: str) -> None:
+    def add_content(self, text: str) -> None:
         """Text outside of calls."""
         if not text or self._full:
             return
@@ -59,37 +59,37 @@ class Emitter:
         if kept:
             self._out.append(ContentDelta(kept))
 
-    def open(self) -> None:
+    def begin_call(self) -> None:
         """A call begins, or what looks like one."""
         self._before, self._space = self._space, ""
         self._named = False
 
-    def named(self, name: str) -> None:
+    def set_function(self, name: str) -> None:
         """The function of the open call."""
         self._named = True
         if not self._full:
             self._out.append(CallDelta(self._next, "", self._new_id(), name))
 
-    def arguments(self, text: str) -> None:
+    def add_arguments(self, text: str) -> None:
         """More of the open call's arguments."""
         if text and not self._full:
             self._out.append(CallDelta(self._next, text))
 
-    def close(self) -> None:
+    def end_call(self) -> None:
         """The open call is complete."""
         assert self._named
         if self._full:
             return
-        self.completed += 1
+        self.num_completed += 1
         self._next += 1
 
-    def broken(self, text: str) -> None:
+    def reject_call(self, text: str) -> None:
         """The open call is none; text is all of it."""
         text, self._space = self._before + text, ""
         if self._full:
             return
         if not self._named:
-            self.content(text)
+            self.add_content(text)
             return
         kept = text.rstrip()
         self._space = text[len(kept) :]
@@ -98,7 +98,7 @@ class Emitter:
 
     def finish(self) -> None:
         """The text ends."""
-        if self._space and not self.completed:
+        if self._space and not self.num_completed:
             self._out.append(ContentDelta(self._space))
         self._space = ""
 

@@ -30,10 +30,10 @@ class Composer:
 
     def __init__(self, tokenizer: TextTokenizer, calls: ToolFormat, reasoning: ReasoningStyle | None) -> None:
         self._tokenizer = tokenizer
-        self._calls = calls
+        self._tool_format = calls
         self._reasoning = reasoning
 
-    def compose(
+    def build(
         self,
         text: Grammar | None,
         functions: Sequence[Function],
@@ -69,9 +69,9 @@ class Composer:
     def _with_calls(
         self, text: Grammar | None, functions: Sequence[Function], *, required: bool, parallel: bool
     ) -> list[str]:
-        calls, trigger = self._calls, self._calls.trigger
+        calls, trigger = self._tool_format, self._tool_format.trigger
         beside_json = text is not None and not required
-        rules = calls.rules(functions, self.literal, parallel=parallel, beside_json=beside_json)
+        rules = calls.lark_rules(functions, self.literal, parallel=parallel, beside_json=beside_json)
         begin = self.literal(trigger) if trigger else '""'
         if required:
             return ["body: calls", f"begin: {begin}", rules]
@@ -87,12 +87,12 @@ class Composer:
 
     def _plain(self, functions: Sequence[Function]) -> str:
         """Text in which no call begins."""
-        return f"PLAIN: {_ANY} & ~/{self._calls.opening(functions)}/"
+        return f"PLAIN: {_ANY} & ~/{self._tool_format.call_regex(functions)}/"
 
     def _section(self, begins: Section) -> tuple[str, list[str]] | None:
         """How an answer begins, and the rules that this needs."""
         style = self._reasoning
-        if style is None or begins is Section.BEHIND:
+        if style is None or begins is Section.AFTER:
             return None
         end = self.literal(style.end)
         if end.startswith("<["):

@@ -23,17 +23,17 @@ class HermesParser(BufferedParser):
         self._call: ObjectReader | None = None
         self._closing = False
 
-    def _rest(self) -> None:
+    def _flush_rest(self) -> None:
         if self._call is not None:
-            self._call.give_up()
+            self._call.reject()
         elif not self._closing:
-            self._emit.content(self._buffer)
+            self._builder.add_content(self._buffer)
 
     def _step(self) -> bool:
         """One state's work on the buffer; False when it needs more text."""
         if self._call is not None:
-            self._buffer = self._call.take(self._buffer)
-            if self._call.done or self._call.broken:
+            self._buffer = self._call.feed(self._buffer)
+            if self._call.done or self._call.invalid:
                 self._closing, self._call = self._call.done, None
             return True
         if self._closing:
@@ -45,9 +45,9 @@ class HermesParser(BufferedParser):
                 self._buffer = rest[len(END) :]
             return True
         before, marker, self._buffer = split_at(self._buffer, (BEGIN,))
-        self._emit.content(before)
+        self._builder.add_content(before)
         if marker:
-            self._call = ObjectReader(self._emit, self._names, marker)
+            self._call = ObjectReader(self._builder, self._names, marker)
         return bool(marker)
 
 
@@ -58,16 +58,16 @@ class Hermes:
     markers = (BEGIN, END)
     trigger = BEGIN
 
-    def parser(self, names: frozenset[str], max_calls: int | None = None) -> HermesParser:
+    def new_parser(self, names: frozenset[str], max_calls: int | None = None) -> HermesParser:
         return HermesParser(names, max_calls)
 
-    def opening(self, functions: Sequence[Function]) -> str:
+    def call_regex(self, functions: Sequence[Function]) -> str:
         return r"(.|\n)*<tool_call>(.|\n)*"
 
-    def rules(self, functions: Sequence[Function], literal: Literal, *, parallel: bool, beside_json: bool) -> str:
+    def lark_rules(self, functions: Sequence[Function], literal: Literal, *, parallel: bool, beside_json: bool) -> str:
         more = ' ("\\n" call)*' if parallel else ""
         call = f'call: begin "\\n" object "\\n" {literal(END)}'
         return f"calls: call{more}\n{call}\n{call_objects('object', functions, 'arguments')}"
 
-    def write(self, calls: Sequence[Call]) -> str:
+    def render_calls(self, calls: Sequence[Call]) -> str:
         return "\n".join(f'{BEGIN}\n{{"name": {json.dumps(c.name)}, "arguments": {c.arguments}}}\n{END}' for c in calls)

@@ -41,16 +41,16 @@ class JsonScanner:
 
     def __init__(self) -> None:
         self.done = False
-        self.broken = False
+        self.invalid = False
         self._stack: list[str] = []  # what closes the open containers
         self._at = _At.VALUE
         self._in_key = False
         self._atom = ""  # what is here of a number, a literal or an escape
 
-    def take(self, text: str, at: int) -> tuple[int, str]:
+    def feed(self, text: str, at: int) -> tuple[int, str]:
         """Reads text[at:], at most to the value's end. Returns where it stopped, and what it read in strict JSON."""
         out: list[str] = []
-        while at < len(text) and not (self.done or self.broken):
+        while at < len(text) and not (self.done or self.invalid):
             if self._at is _At.STRING:
                 at = self._string(text, at, out)
             elif self._at is _At.ESCAPE:
@@ -84,7 +84,7 @@ class JsonScanner:
                 if self._at in (_At.NUMBER, _At.LITERAL):
                     return at  # they take their first character themselves
             case _:
-                self.broken = True
+                self.invalid = True
                 return at
         out.append(char)
         return at + 1
@@ -130,7 +130,7 @@ class JsonScanner:
         char, size = text[at], len(self._atom)
         self._atom += char
         if char not in ('"\\/bfnrtu' if size == 1 else _HEX):
-            self.broken = True
+            self.invalid = True
             return at
         if len(self._atom) == (6 if self._atom[1] == "u" else 2):
             out.append(self._atom)
@@ -143,7 +143,7 @@ class JsonScanner:
             self._atom += run[0]
             return run.end()
         if _NUMBER.fullmatch(self._atom) is None:
-            self.broken = True
+            self.invalid = True
         else:
             out.append(self._atom)
             self._ended()
@@ -153,7 +153,7 @@ class JsonScanner:
         self._atom += text[at]
         whole = _LITERALS[self._atom[0]]
         if not whole.startswith(self._atom):
-            self.broken = True
+            self.invalid = True
             return at
         if self._atom == whole:
             out.append(whole)
@@ -164,7 +164,7 @@ class JsonScanner:
 def object_text(text: str) -> str | None:
     """A text that is a JSON object, in strict JSON; None when it is none."""
     scanner = JsonScanner()
-    at, clean = scanner.take(text, 0)
+    at, clean = scanner.feed(text, 0)
     if not scanner.done or text[at:].strip() or not clean.lstrip().startswith("{"):
         return None
     return clean.strip()
@@ -195,7 +195,7 @@ class CallObject:
 
     def __init__(self, names: Collection[str]) -> None:
         self.done = False
-        self.broken = False
+        self.invalid = False
         self.name: str | None = None
         self._names = names
         self._part = _Part.OPEN
@@ -206,9 +206,9 @@ class CallObject:
         self._has_arguments = False
         self._pending = ""  # arguments that are not taken yet
 
-    def take(self, text: str, at: int) -> int:
+    def feed(self, text: str, at: int) -> int:
         """Reads text[at:], at most to the object's end, and returns where it stopped."""
-        while at < len(text) and not (self.done or self.broken):
+        while at < len(text) and not (self.done or self.invalid):
             if self._part in (_Part.IN_KEY, _Part.IN_VALUE):
                 at = self._scan(text, at)
             elif text[at] in " \t\n\r":
@@ -217,7 +217,7 @@ class CallObject:
                 at = self._punctuation(text, at)
         return at
 
-    def arguments(self) -> str:
+    def take_arguments(self) -> str:
         """Arguments read since the last time, "" while the name is not known."""
         if self.name is None:
             return ""
@@ -239,7 +239,7 @@ class CallObject:
             case _Part.AFTER if char == "}":
                 self._close()
             case _:
-                self.broken = True
+                self.invalid = True
                 return at
         return at + 1
 
@@ -247,7 +247,7 @@ class CallObject:
         self._part, self._scanner, self._read, self._passing = part, JsonScanner(), "", False
 
     def _scan(self, text: str, at: int) -> int:
-        at, clean = self._scanner.take(text, at)
+        at, clean = self._scanner.feed(text, at)
         if not (self._read or self._passing):
             clean = clean.lstrip()
             self._passing = self._part is _Part.IN_VALUE and self._key in _ARGUMENT_KEYS and clean.startswith("{")
@@ -257,8 +257,8 @@ class CallObject:
             self._pending += clean
         else:
             self._read += clean
-        if self._scanner.broken:
-            self.broken = True
+        if self._scanner.invalid:
+            self.invalid = True
         elif self._scanner.done:
             self._part, ended = (_Part.COLON if self._part is _Part.IN_KEY else _Part.AFTER), self._part
             if ended is _Part.IN_KEY:
@@ -270,21 +270,21 @@ class CallObject:
     def _value_ended(self) -> None:
         value = json.loads(self._read)
         if self._key in _NAME_KEYS:
-            self.broken = self.name is not None or not isinstance(value, str) or value not in self._names
-            if not self.broken:
+            self.invalid = self.name is not None or not isinstance(value, str) or value not in self._names
+            if not self.invalid:
                 self.name = value
         elif self._key in _ARGUMENT_KEYS:
             self._claim_arguments()
             inner = "{}" if value is None else object_text(value) if isinstance(value, str) else None
-            self.broken = self.broken or inner is None
+            self.invalid = self.invalid or inner is None
             self._pending += inner or ""
 
     def _claim_arguments(self) -> None:
-        self.broken, self._has_arguments = self.broken or self._has_arguments, True
+        self.invalid, self._has_arguments = self.invalid or self._has_arguments, True
 
     def _close(self) -> None:
         if self.name is None:
-            self.broken = True
+            self.invalid = True
             return
         if not self._has_arguments:
             self._pending = "{}"

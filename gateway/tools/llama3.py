@@ -26,22 +26,22 @@ class Llama3Parser(BufferedParser):
         self._may_begin = True
         self._call: ObjectReader | None = None
 
-    def _rest(self) -> None:
+    def _flush_rest(self) -> None:
         if self._call is not None:
-            self._call.give_up()
+            self._call.reject()
         else:
-            self._emit.content(self._lead + self._buffer)
+            self._builder.add_content(self._lead + self._buffer)
 
     def _step(self) -> bool:
         if self._call is not None:
-            self._buffer = self._call.take(self._buffer)
-            if self._call.done or self._call.broken:
+            self._buffer = self._call.feed(self._buffer)
+            if self._call.done or self._call.invalid:
                 self._may_begin, self._call = self._call.done, None
             return True
         if self._may_begin:
             return self._look_for_call()
         before, tag, self._buffer = split_at(self._buffer, (TAG,))
-        self._emit.content(before)
+        self._builder.add_content(before)
         if tag:
             self._lead, self._may_begin = tag, True
         return bool(tag)
@@ -53,16 +53,16 @@ class Llama3Parser(BufferedParser):
         space = self._buffer[: len(self._buffer) - len(rest)]
         if rest.startswith("{"):
             if not self._lead.strip():
-                self._emit.content(self._lead + space)
+                self._builder.add_content(self._lead + space)
                 self._lead = space = ""
-            self._call = ObjectReader(self._emit, self._names, self._lead + space)
+            self._call = ObjectReader(self._builder, self._names, self._lead + space)
             self._lead, self._buffer = "", rest
         elif rest.startswith(TAG) and TAG not in self._lead:
             self._lead, self._buffer = self._lead + space + TAG, rest[len(TAG) :]
-        elif rest.startswith(";") and self._emit.completed and not self._lead:
+        elif rest.startswith(";") and self._builder.num_completed and not self._lead:
             self._lead, self._buffer = space + ";", rest[1:]
         else:
-            self._emit.content(self._lead)
+            self._builder.add_content(self._lead)
             self._lead, self._may_begin = "", False
         return True
 
@@ -74,16 +74,16 @@ class Llama3:
     markers = (TAG,)
     trigger = ""
 
-    def parser(self, names: frozenset[str], max_calls: int | None = None) -> Llama3Parser:
+    def new_parser(self, names: frozenset[str], max_calls: int | None = None) -> Llama3Parser:
         return Llama3Parser(names, max_calls)
 
-    def opening(self, functions: Sequence[Function]) -> str:
+    def call_regex(self, functions: Sequence[Function]) -> str:
         return r"\s*(;\s*)?\{\s*\"(name|type|function|parameters|arguments)\"(.|\n)*"
 
-    def rules(self, functions: Sequence[Function], literal: Literal, *, parallel: bool, beside_json: bool) -> str:
+    def lark_rules(self, functions: Sequence[Function], literal: Literal, *, parallel: bool, beside_json: bool) -> str:
         more = ' ("; " object)*' if parallel else ""
         make = whole_objects if beside_json else call_objects
         return f"calls: begin object{more}\n{make('object', functions, 'parameters')}"
 
-    def write(self, calls: Sequence[Call]) -> str:
+    def render_calls(self, calls: Sequence[Call]) -> str:
         return "; ".join(f'{{"name": {json.dumps(c.name)}, "parameters": {c.arguments}}}' for c in calls)

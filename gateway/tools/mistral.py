@@ -28,27 +28,27 @@ class _NamedCall:
 
     def __init__(self, emit: Emitter, name: str, lead: str) -> None:
         self.done = False
-        self.broken = False
+        self.invalid = False
         self._emit = emit
         self._raw = [lead]
         self._scanner = JsonScanner()
-        emit.open()
-        emit.named(name)
+        emit.begin_call()
+        emit.set_function(name)
 
-    def take(self, buffer: str) -> str:
-        at, clean = self._scanner.take(buffer, 0)
+    def feed(self, buffer: str) -> str:
+        at, clean = self._scanner.feed(buffer, 0)
         self._raw.append(buffer[:at])
-        self._emit.arguments(clean)
-        if self._scanner.broken:
-            self.give_up()
+        self._emit.add_arguments(clean)
+        if self._scanner.invalid:
+            self.reject()
         elif self._scanner.done:
             self.done = True
-            self._emit.close()
+            self._emit.end_call()
         return buffer[at:]
 
-    def give_up(self) -> None:
-        self.broken = True
-        self._emit.broken("".join(self._raw))
+    def reject(self) -> None:
+        self.invalid = True
+        self._emit.reject_call("".join(self._raw))
 
 
 class MistralParser(BufferedParser):
@@ -60,16 +60,16 @@ class MistralParser(BufferedParser):
         self._in_list = False
         self._call: ObjectReader | _NamedCall | None = None
 
-    def _rest(self) -> None:
+    def _flush_rest(self) -> None:
         if self._call is not None:
-            self._call.give_up()
+            self._call.reject()
         else:
-            self._emit.content(self._lead + self._buffer)
+            self._builder.add_content(self._lead + self._buffer)
 
     def _step(self) -> bool:
         if self._call is not None:
-            self._buffer = self._call.take(self._buffer)
-            if self._call.broken:
+            self._buffer = self._call.feed(self._buffer)
+            if self._call.invalid:
                 self._call, self._in_list = None, False
             elif self._call.done:
                 self._call = None
@@ -79,7 +79,7 @@ class MistralParser(BufferedParser):
         if self._lead:
             return self._head()
         before, marker, self._buffer = split_at(self._buffer, (BEGIN,))
-        self._emit.content(before)
+        self._builder.add_content(before)
         self._lead = marker
         return bool(marker)
 
@@ -92,7 +92,7 @@ class MistralParser(BufferedParser):
             self._in_list, self._lead, self._buffer = True, self._lead + space + "[", rest[1:]
             return True
         if rest[0] == "{":
-            self._call = ObjectReader(self._emit, self._names, self._lead + space)
+            self._call = ObjectReader(self._builder, self._names, self._lead + space)
             self._lead, self._buffer = "", rest
             return True
         arguments = rest.find("{", 0, _MAX_HEAD)
@@ -101,7 +101,7 @@ class MistralParser(BufferedParser):
         head = _HEAD.fullmatch(rest, 0, max(0, arguments))
         if head is None or head[1] not in self._names:
             return self._no_call()
-        self._call = _NamedCall(self._emit, head[1], self._lead + space + head[0])
+        self._call = _NamedCall(self._builder, head[1], self._lead + space + head[0])
         self._lead, self._buffer = "", rest[arguments:]
         return True
 
@@ -112,7 +112,7 @@ class MistralParser(BufferedParser):
         first = self._lead.endswith("[")
         if rest[0] == "{" and self._lead:
             space = self._buffer[: len(self._buffer) - len(rest)]
-            self._call = ObjectReader(self._emit, self._names, self._lead + space)
+            self._call = ObjectReader(self._builder, self._names, self._lead + space)
             self._lead, self._buffer = "", rest
         elif rest[0] == "," and not self._lead:
             self._lead, self._buffer = ",", rest[1:]
@@ -123,7 +123,7 @@ class MistralParser(BufferedParser):
         return True
 
     def _no_call(self) -> bool:
-        self._emit.content(self._lead)
+        self._builder.add_content(self._lead)
         self._lead, self._in_list = "", False
         return True
 
@@ -138,20 +138,20 @@ class Mistral:
     def __init__(self, *, named: bool = False) -> None:
         self._named = named
 
-    def parser(self, names: frozenset[str], max_calls: int | None = None) -> MistralParser:
+    def new_parser(self, names: frozenset[str], max_calls: int | None = None) -> MistralParser:
         return MistralParser(names, max_calls)
 
-    def opening(self, functions: Sequence[Function]) -> str:
+    def call_regex(self, functions: Sequence[Function]) -> str:
         return r"(.|\n)*\[TOOL_CALLS\](.|\n)*"
 
-    def rules(self, functions: Sequence[Function], literal: Literal, *, parallel: bool, beside_json: bool) -> str:
+    def lark_rules(self, functions: Sequence[Function], literal: Literal, *, parallel: bool, beside_json: bool) -> str:
         if self._named:
             more = "+" if parallel else ""
             return f"calls: call{more}\n{named_arguments('call', functions, 'begin', literal(ARGS))}"
         more = ' (", " object)*' if parallel else ""
         return f'calls: begin "[" object{more} "]"\n{call_objects("object", functions, "arguments")}'
 
-    def write(self, calls: Sequence[Call]) -> str:
+    def render_calls(self, calls: Sequence[Call]) -> str:
         if self._named:
             return "".join(f"{BEGIN}{c.name}{ARGS}{c.arguments}" for c in calls)
         inner = ", ".join(f'{{"name": {json.dumps(c.name)}, "arguments": {c.arguments}}}' for c in calls)

@@ -13,29 +13,29 @@ class ObjectReader:
 
     def __init__(self, emit: Emitter, names: Collection[str], lead: str = "") -> None:
         self.done = False
-        self.broken = False
+        self.invalid = False
         self._emit = emit
         self._object = CallObject(names)
         self._raw = [lead]
         self._named = False
-        emit.open()
+        emit.begin_call()
 
-    def take(self, buffer: str) -> str:
+    def feed(self, buffer: str) -> str:
         """Reads what belongs to the object and returns the rest."""
-        at = self._object.take(buffer, 0)
+        at = self._object.feed(buffer, 0)
         self._raw.append(buffer[:at])
         if not self._named and self._object.name is not None:
             self._named = True
-            self._emit.named(self._object.name)
-        self._emit.arguments(self._object.arguments())
-        if self._object.broken:
-            self.give_up()
+            self._emit.set_function(self._object.name)
+        self._emit.add_arguments(self._object.take_arguments())
+        if self._object.invalid:
+            self.reject()
         elif self._object.done:
             self.done = True
-            self._emit.close()
+            self._emit.end_call()
         return buffer[at:]
 
-    def give_up(self) -> None:
+    def reject(self) -> None:
         """It stays unfinished: content."""
-        self.broken = True
-        self._emit.broken("".join(self._raw))
+        self.invalid = True
+        self._emit.reject_call("".join(self._raw))

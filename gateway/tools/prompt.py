@@ -31,7 +31,7 @@ def with_tools(
         if not made:
             plain.append(dict(message))
             continue
-        written = calls.write([_call(call["function"]) for call in made])
+        written = calls.render_calls([_call(call["function"]) for call in made])
         plain.append({"role": message["role"], "content": "\n".join(filter(None, (message["content"], written)))})
     if not tools:
         return plain
@@ -47,7 +47,7 @@ def _call(function: Mapping[str, Any]) -> Call:
 
 def _described(tools: Sequence[Mapping[str, Any]], calls: ToolFormat) -> str:
     signatures = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-    example = calls.write([Call("", "function_name", '{"argument": "value"}')])
+    example = calls.render_calls([Call("", "function_name", '{"argument": "value"}')])
     return (
         "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
         "You are provided with function signatures within <tools></tools> XML tags:\n"

@@ -65,7 +65,7 @@ class Message:
 
     content: str | None
     reasoning: str | None
-    calls: tuple[Call, ...]
+    tool_calls: tuple[Call, ...]
 
 
 def assemble(deltas: Iterable[Delta]) -> Message:
@@ -110,7 +110,7 @@ class ToolParser(Protocol):
     """Reads one answer's text. completed: calls that are complete and well-formed."""
 
     @property
-    def completed(self) -> int:
+    def num_completed(self) -> int:
         """Calls complete so far."""
 
     def feed(self, text: str) -> list[Delta]:
@@ -140,18 +140,18 @@ class ToolFormat(Protocol):
     @property
     def trigger(self) -> str: ...
 
-    def parser(self, names: frozenset[str], max_calls: int | None = None) -> ToolParser:
+    def new_parser(self, names: frozenset[str], max_calls: int | None = None) -> ToolParser:
         """A parser for one answer, where these functions may be called, at most max_calls times."""
 
-    def opening(self, functions: Sequence[Function]) -> str:
+    def call_regex(self, functions: Sequence[Function]) -> str:
         """A regular expression of the texts that hold a call, or begin one: what plain text must not be."""
 
-    def rules(self, functions: Sequence[Function], literal: Literal, *, parallel: bool, beside_json: bool) -> str:
+    def lark_rules(self, functions: Sequence[Function], literal: Literal, *, parallel: bool, beside_json: bool) -> str:
         """Lark rules in which `calls` is one call, if parallel several; `begin`, not defined here, is the trigger.
 
         llguidance splits text into lexemes before it parses, longest first: what a call begins with, up to where
         `opening` tells it from other text, is one lexeme, or, beside_json, the lexemes of JSON.
         """
 
-    def write(self, calls: Sequence[Call]) -> str:
+    def render_calls(self, calls: Sequence[Call]) -> str:
         """Calls as the model would have written them."""

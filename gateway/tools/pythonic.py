@@ -30,7 +30,7 @@ class ValueScanner:
         self._depth = 0
         self._quote = ""
 
-    def end(self, text: str) -> int | None:
+    def find_end(self, text: str) -> int | None:
         """text: what there is so far, from the value's start. None: more is needed."""
         while self._at < len(text):
             char = text[self._at]
@@ -111,12 +111,12 @@ class PythonicParser(BufferedParser):
     def _step(self) -> bool:
         return self._state()
 
-    def _rest(self) -> None:
+    def _flush_rest(self) -> None:
         rest, self._buffer = self._raw + self._buffer, ""
         if self._open:
-            self._emit.broken(rest)
+            self._builder.reject_call(rest)
         elif rest.strip() != END:
-            self._emit.content(rest)
+            self._builder.add_content(rest)
 
     def _take(self, count: int) -> None:
         """Moves the buffer's first characters to what belongs to the call."""
@@ -125,9 +125,9 @@ class PythonicParser(BufferedParser):
 
     def _give_up(self) -> bool:
         if self._open:
-            self._emit.broken(self._raw)
+            self._builder.reject_call(self._raw)
         else:
-            self._emit.content(self._raw)
+            self._builder.add_content(self._raw)
         self._raw, self._open, self._state = "", False, self._text
         return True
 
@@ -157,19 +157,19 @@ class PythonicParser(BufferedParser):
         if call[1] not in self._names:
             return self._give_up()
         space = self._raw[: len(self._raw) - len(self._raw.lstrip())]
-        self._emit.content(space)
+        self._builder.add_content(space)
         self._raw = self._raw[len(space) :]
         self._take(call.end())
-        self._emit.open()
-        self._emit.named(call[1])
+        self._builder.begin_call()
+        self._builder.set_function(call[1])
         self._open, self._keywords, self._state = True, set(), self._next_keyword
         return True
 
     def _next_keyword(self) -> bool:
         rest = self._buffer.lstrip()
         if rest.startswith(")"):
-            self._emit.arguments("}" if self._keywords else "{}")
-            self._emit.close()
+            self._builder.add_arguments("}" if self._keywords else "{}")
+            self._builder.end_call()
             self._buffer, self._raw, self._open, self._state = rest[1:], "", False, self._after
             return True
         keyword = _KEYWORD.match(self._buffer)
@@ -184,14 +184,14 @@ class PythonicParser(BufferedParser):
         return True
 
     def _read_value(self) -> bool:
-        end = self._value.end(self._buffer)
+        end = self._value.find_end(self._buffer)
         if end is None:
             return False
         value = literal_json(self._buffer[:end])
         self._take(end)
         if value is None or self._buffer[0] not in ",)":
             return self._give_up()
-        self._emit.arguments(f"{', ' if self._keywords else '{'}{json.dumps(self._keyword)}: {value}")
+        self._builder.add_arguments(f"{', ' if self._keywords else '{'}{json.dumps(self._keyword)}: {value}")
         self._keywords.add(self._keyword)
         if self._buffer[0] == ",":
             self._take(1)
@@ -219,7 +219,7 @@ class PythonicParser(BufferedParser):
         return True
 
     def _text(self) -> bool:
-        self._emit.content(self._buffer)
+        self._builder.add_content(self._buffer)
         self._buffer = ""
         return False
 
@@ -231,21 +231,21 @@ class Pythonic:
     markers = (START, END)
     trigger = ""
 
-    def parser(self, names: frozenset[str], max_calls: int | None = None) -> PythonicParser:
+    def new_parser(self, names: frozenset[str], max_calls: int | None = None) -> PythonicParser:
         return PythonicParser(names, max_calls)
 
-    def opening(self, functions: Sequence[Function]) -> str:
+    def call_regex(self, functions: Sequence[Function]) -> str:
         names = "|".join(re.escape(f.name) for f in functions)
         return rf"\s*\[\s*({names})\((.|\n)*"
 
-    def rules(self, functions: Sequence[Function], literal: Literal, *, parallel: bool, beside_json: bool) -> str:
+    def lark_rules(self, functions: Sequence[Function], literal: Literal, *, parallel: bool, beside_json: bool) -> str:
         more = ' (", " call)*' if parallel else ""
         later = keyword_calls("call", functions)
         if beside_json:
             return f'calls: begin "[" call{more} "]"\n{later}'
         return f'calls: begin first{more} "]"\n{later}\n{keyword_calls("first", functions, lead="[")}'
 
-    def write(self, calls: Sequence[Call]) -> str:
+    def render_calls(self, calls: Sequence[Call]) -> str:
         written = []
         for call in calls:
             arguments = json.loads(call.arguments)

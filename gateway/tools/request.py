@@ -23,8 +23,8 @@ class ToolUse:
     field: what an error about the calls names.
     """
 
-    callable: tuple[Function, ...]
-    shown: tuple[dict[str, Any], ...]
+    callable_functions: tuple[Function, ...]
+    template_tools: tuple[dict[str, Any], ...]
     required: bool
     parallel: bool
     legacy: bool

@@ -206,7 +206,7 @@ async def test_five_hundred_requests(notes: bool, tmp_path: Path) -> None:
             await until(lambda: storm.ends.total() > 130, WAIT_S)
             victim = cluster.prefills.pop(0)
             killed.append(victim)
-            fabric.die(victim.agent)
+            fabric.kill(victim.agent)
             await victim.runtime.stop()
             await until(lambda: storm.ends.total() > 200, WAIT_S)
             fabric.thaw(cluster.decodes[1].agent)
@@ -225,13 +225,13 @@ async def test_five_hundred_requests(notes: bool, tmp_path: Path) -> None:
         assert all(storm.ends[stage] > 0 for stage in STAGES)
         for pod in cluster.pods:
             await pod.settled(WAIT_S)
-            tier = pod.runtime.engine.pool.tier
+            tier = pod.runtime.engine.pool.host_tier
             assert tier is not None
-            assert await asyncio.to_thread(tier.settle, WAIT_S)
-            pod.runtime.engine.pool.check()
+            assert await asyncio.to_thread(tier.wait_idle, WAIT_S)
+            pod.runtime.engine.pool.check_integrity()
             stats = pod.runtime.engine.pool.host_stats()
             assert stats is not None
-            assert stats.damaged == pod.runtime.node.stats().damaged_transfers == 0
+            assert stats.damaged == pod.runtime.transfer_node.stats().damaged_transfers == 0
         assert sum(_saved(pod) for pod in cluster.pods) > 0
         pulls = {outcome for pod in cluster.prefills for outcome in pod.counted("pulls")}
         assert pulls

@@ -61,7 +61,7 @@ class Stage:
 
     async def knows(self, pod: FakePod, blocks: int, prompt: list[int] = PROMPT) -> bool:
         """What the gateway's own reader finds of the prompt."""
-        layout, index = pod.layout, self.gw.gateway.table.index
+        layout, index = pod.layout, self.gw.gateway.pod_table.index
         assert index is not None
         hashes = block_hashes(prompt, fingerprint=layout.fingerprint, block_size=layout.block_size)
         try:
@@ -204,7 +204,7 @@ async def test_an_index_that_lies_costs_a_recompute_and_nothing_else(stage: Stag
     async with connect(stage.url, timeout_s=5.0) as raw:
         right = await stage.gw.complete(prompt=other, max_tokens=3, cache_salt="apart")
         for pod in stage.cluster.pods.values():
-            await raw.sadd(Keys(layout.scope).own(pod.name, pod.generation), *(h[:8] for h in hashes))
+            await raw.sadd(Keys(layout.scope).held_blocks(pod.name, pod.generation), *(h[:8] for h in hashes))
         wrong = await stage.gw.complete(prompt=other, max_tokens=3)
     assert wrong.status_code == 200
     assert wrong.json()["choices"] == right.json()["choices"]
@@ -221,12 +221,12 @@ async def test_a_restarted_pod_is_not_credited_with_what_its_predecessor_held(st
         stage.cluster.prefills[1] = reborn
         await stage.enter(reborn, PROMPT[:16])
         await until(lambda: stage.knows(reborn, 1))
-        await until(lambda: stage.gw.gateway.table.pods[reborn.address].info.generation == reborn.generation)  # type: ignore[union-attr]
+        await until(lambda: stage.gw.gateway.pod_table.pods[reborn.address].info.generation == reborn.generation)  # type: ignore[union-attr]
         (zombie,) = stage.zombies
-        await until(lambda: not zombie.index.connected)
+        await until(lambda: not zombie.index.registered)
         zombie.hold(PROMPT)
         await stage.routed_by_redis()
         await asyncio.sleep(0.5)  # it tries again and again, and is refused
-        assert not zombie.index.connected
+        assert not zombie.index.registered
         await until(lambda: stage.knows(holder, 0))
         await until(lambda: stage.knows(reborn, 1))

@@ -84,7 +84,7 @@ async def test_not_more_than_so_many_at_once(gw: Rig, cluster: FakeCluster, tmp_
 
     def script(request: Any) -> list[int]:
         nonlocal most
-        most = max(most, len(gw.gateway._tickets))
+        most = max(most, len(gw.gateway._requests))
         return [66] * request.sampling.max_tokens
 
     cluster.script = script

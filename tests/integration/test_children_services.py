@@ -89,12 +89,12 @@ async def test_one_prefill_and_one_transfer_for_all_children(model_dir: Path, al
         assert [got.ids(child) for child in range(3)] == expected(alone, sampled)
         assert got.firsts == [0, 1, 2]
         assert got.blocks == -(-length // BLOCK)
-        assert cluster.prefill.runtime.computed["prefill"] == length
-        assert cluster.prefill.runtime.node.stats().sent_transfers == 1
+        assert cluster.prefill.runtime.computed_tokens["prefill"] == length
+        assert cluster.prefill.runtime.transfer_node.stats().sent_transfers == 1
         greedy = await Family().run(cluster, request(prompt_of(length), 5, n=4))
         assert len({tuple(greedy.ids(child)) for child in range(4)}) == 1
         for kind in ("local", "recompute"):
-            assert cluster.decode.runtime.computed[kind] == 0
+            assert cluster.decode.runtime.computed_tokens[kind] == 0
 
 
 async def test_children_of_a_local_prompt_that_fills_most_of_the_context(model_dir: Path, alone: LLM) -> None:
@@ -170,6 +170,6 @@ async def test_room_is_counted_for_every_child(model_dir: Path) -> None:
         assert refused.value.field == "n"
         held = request(prompt_of(8), 6, n=12)
         assert (await cluster.reserve(held, remote_only=True)).HasField("target")
-        assert cluster.decode.runtime.engine.pool.available() == 20 - 2 - 12
+        assert cluster.decode.runtime.engine.pool.num_available() == 20 - 2 - 12
         assert (await cluster.reserve(request(prompt_of(8, 1), 6, n=5), remote_only=True)).HasField("rejected")
         await cluster.abort(held.request_id)

@@ -40,7 +40,7 @@ class World:
         sampling = SamplingParams(temperature=0.0, max_tokens=ANSWER)
         valid = ValidRequest(f"turn{self._asked}", "tiny", tuple(prompt), sampling)
         timeline = Timeline(valid.request_id, None, "test")
-        run = self._pipeline.run(valid, deadline=time.monotonic() + 30, timeline=timeline)
+        run = self._pipeline.dispatch(valid, deadline=time.monotonic() + 30, timeline=timeline)
         ids: list[int] = []
         try:
             while True:
@@ -57,17 +57,17 @@ class World:
 
     async def _all_is_known(self) -> None:
         indexes = [pod.runtime._index for pod in self.cluster.pods]
-        await until(lambda: all(index is not None and index.current for index in indexes))
+        await until(lambda: all(index is not None and index.up_to_date for index in indexes))
         pods = list(self._table.pods.values())
         for _ in range(2):  # the first answer may be to an earlier question
             asked = time.monotonic()
             for pod in pods:
-                pod.suspect()
-            await until(lambda asked=asked: all(pod.seen > asked for pod in pods))  # type: ignore[misc]
+                pod.recheck()
+            await until(lambda asked=asked: all(pod.last_answer_at > asked for pod in pods))  # type: ignore[misc]
 
     def moved(self) -> tuple[int, int]:
         """Blocks handed off, and pulled, since the start."""
-        pairs = [pair for pod in self.cluster.pods for pair in pod.runtime.node.pairs()]
+        pairs = [pair for pod in self.cluster.pods for pair in pod.runtime.transfer_node.pair_stats()]
         pulled = sum(pair.pulled_blocks for pair in pairs)
         return sum(pair.blocks for pair in pairs) - pulled, pulled
 
@@ -91,7 +91,9 @@ async def world(model_dir: Path, tmp_path: Path, local_prefill: str, pull: str) 
             pipeline = Pipeline(router, GatewayMetrics(), gateway_id="g")
             await table.start()
             try:
-                await until(lambda: len(table.decodes()) == 2 and sum(map(len, table.layouts().values())) == 4)
+                await until(
+                    lambda: len(table.decode_pods()) == 2 and sum(map(len, table.pods_by_layout().values())) == 4
+                )
                 yield World(cluster, table, pipeline)
             finally:
                 await pipeline.stop()

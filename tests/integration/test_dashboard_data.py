@@ -25,7 +25,7 @@ async def get(gw: Rig, path: str, **headers: str) -> Any:
 async def heard(gw: Rig) -> None:
     """Every pod has said anew what it did."""
     for _ in range(2):  # the first may be the answer to an earlier question
-        before = {pod: pod.seen for pod in gw.gateway.table.pods.values()}
+        before = {pod: pod.last_answer_at for pod in gw.gateway.pod_table.pods.values()}
         await until(lambda before=before: all(pod.seen > at for pod, at in before.items()))  # type: ignore[misc]
 
 
@@ -113,7 +113,7 @@ async def test_prompts_that_come_again_are_told_from_those_that_are_found(gw: Ri
 
 async def test_a_pod_that_dies_or_drains_is_shown_as_that(gw: Rig, cluster: FakeCluster) -> None:
     def states() -> dict[str, str]:
-        return {pod.name: pod.state for pod in gw.gateway.table.pods.values()}
+        return {pod.name: pod.state for pod in gw.gateway.pod_table.pods.values()}
 
     cluster.decodes[0].draining = True
     await until(lambda: states()["decode-0"] == "draining")
@@ -128,7 +128,7 @@ async def test_requests_have_waterfalls(gw: Rig) -> None:
     answer = await gw.http.post(
         "/v1/completions", json={"model": MODEL, "prompt": "x", "max_tokens": 5}, headers={"x-request-id": "mine"}
     )
-    await until(lambda: not gw.gateway._tickets)
+    await until(lambda: not gw.gateway._requests)
     listed = await get(gw, "/dashboard/requests")
     (shown,) = listed["requests"]
     assert shown == await get(gw, "/dashboard/requests/mine") | {"age_s": shown["age_s"]}
@@ -151,13 +151,15 @@ async def test_requests_have_waterfalls(gw: Rig) -> None:
 async def test_a_running_request_is_listed_until_it_ends(gw: Rig, cluster: FakeCluster) -> None:
     cluster.decodes[0].faults.stall_after = 2
     task = asyncio.create_task(gw.complete(max_tokens=8))
-    await until(lambda: bool(gw.gateway._tickets) and gw.gateway.generated(next(iter(gw.gateway._tickets))) == 3)
+    await until(
+        lambda: bool(gw.gateway._requests) and gw.gateway.num_output_tokens(next(iter(gw.gateway._requests))) == 3
+    )
     cursor = (await get(gw, "/dashboard/requests"))["cursor"]
     (shown,) = (await get(gw, f"/dashboard/requests?since={cursor}"))["requests"]
     assert (shown["state"], shown["end_s"], shown["output_tokens"]) == ("running", None, 3)
     assert shown["spans"][-1]["kind"] == "decode"
     task.cancel()
-    await until(lambda: not gw.gateway._tickets)
+    await until(lambda: not gw.gateway._requests)
     (shown,) = (await get(gw, f"/dashboard/requests?since={cursor}"))["requests"]
     assert shown["state"] == "aborted"
 

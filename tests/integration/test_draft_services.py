@@ -36,11 +36,11 @@ def drafting(kind: str, model_dir: Path, root: Path) -> dict[str, Any]:
 
 def always(pod: Pod) -> None:
     engine = pod.runtime.engine
-    engine.speculate(engine.own_proposer(), Always(DRAFTS))
+    engine.set_proposer(engine.configured_proposer(), Always(DRAFTS))
 
 
 def in_one_process(llm: LLM, requests: Sequence[ValidRequest]) -> tuple[list[list[int]], SpeculationStats]:
-    llm.engine.speculate(llm.engine.own_proposer(), Always(DRAFTS))
+    llm.engine.set_proposer(llm.engine.configured_proposer(), Always(DRAFTS))
     answers = [llm.generate([r.prompt_ids], r.sampling, ignore_eos=True, show_progress=False)[0] for r in requests]
     assert llm.engine.speculator is not None
     return [answer.ids for answer in answers], llm.engine.speculator.stats
@@ -76,7 +76,7 @@ async def test_drafts_after_a_hand_off_are_those_of_one_process(kind: str, model
         assert 0 < there.accepted < there.proposed
         counted = {
             (s.labels["proposer"], s.labels["outcome"])
-            for metric in cluster.decode.runtime.metrics.base.registry.collect()
+            for metric in cluster.decode.runtime.metrics.metrics.registry.collect()
             for s in metric.samples
             if s.name == "baton_speculation_tokens_total" and s.value
         }
@@ -186,7 +186,7 @@ async def test_fifty_requests_go_on_behind_any_of_their_tokens(
     assert len(cut) > 40
     async with Cluster.start(byte_dir, prefill_config=pods[0], decode_config=pods[1]) as cluster:
         always(cluster.decode)
-        answers = await ask_all(cluster, [r.going_on(0, ids[:at]) for r, ids, at in cut])
+        answers = await ask_all(cluster, [r.resumed(0, ids[:at]) for r, ids, at in cut])
         for answer, (_, ids, at) in zip(answers, cut, strict=True):
             assert [(t.index, t.id) for t in answer.tokens] == [*enumerate(ids)][at:]
 
@@ -195,7 +195,7 @@ async def test_pods_with_other_drafts_refuse_each_other(model_dir: Path, tmp_pat
     settings = drafting("draft_model", model_dir, tmp_path)
     async with Cluster.start(model_dir, decode_config=settings | {"kv_memory": 1 << 20}) as cluster:
         with pytest.raises(BatonError, match="draft_layers"):
-            await cluster.prefill.runtime.node.connect(cluster.decode.runtime.address)
+            await cluster.prefill.runtime.transfer_node.connect(cluster.decode.runtime.address)
 
 
 async def test_smollm2_without_two_layers_drafts_as_well_under_pd(smollm2_dir: Path, tmp_path: Path) -> None:

@@ -266,7 +266,7 @@ async def test_a_terminating_pod_gets_nothing_new_and_ends_what_it_has(
     assert leaver.seen.reserved
     async with Load(gw) as load:
         await place(kube, leaver, leaving=True)
-        await until(lambda: gw.gateway.table.pods[leaver.address].leaving)
+        await until(lambda: gw.gateway.pod_table.pods[leaver.address].terminating)
         reserved = len(leaver.seen.reserved)
         await load.more()
         assert len(leaver.seen.reserved) == reserved
@@ -286,11 +286,13 @@ async def test_a_rolling_upgrade_loses_nothing(gw: Rig, kube: FakeKube, cluster:
             new = await cluster.add(role, f"{old.name}-new")
             await place(kube, new)
             await until(
-                lambda new=new: new.address in gw.gateway.table.pods and gw.gateway.table.pods[new.address].serving
+                lambda new=new: (
+                    new.address in gw.gateway.pod_table.pods and gw.gateway.pod_table.pods[new.address].serving
+                )
             )
             await place(kube, old, leaving=True)
             old.draining = True
-            await until(lambda old=old: not gw.gateway.table.pods[old.address].serving)
+            await until(lambda old=old: not gw.gateway.pod_table.pods[old.address].serving)
             await until(lambda old=old: old.idle)
             await kube.remove(old.name)
             await old.stop()
@@ -303,12 +305,12 @@ async def test_pods_stay_while_the_api_server_is_away(gw: Rig, kube: FakeKube, c
         assert (await gw.complete(max_tokens=3)).status_code == 200
     gone, stays = cluster.decodes
     await gone.stop()
-    await until(lambda: not gw.gateway.table.pods[gone.address].alive)
+    await until(lambda: not gw.gateway.pod_table.pods[gone.address].alive)
     assert (await gw.complete(max_tokens=3)).status_code == 200
     await kube.remove(gone.name)
     await kube.start()
-    await until(lambda: gw.gateway.table.pods[gone.address].leaving)
-    assert gw.gateway.table.decodes()[0].address == stays.address
+    await until(lambda: gw.gateway.pod_table.pods[gone.address].terminating)
+    assert gw.gateway.pod_table.decode_pods()[0].address == stays.address
 
 
 async def test_a_pod_that_nobody_names_any_more_is_forgotten(
@@ -318,7 +320,7 @@ async def test_a_pod_that_nobody_names_any_more_is_forgotten(
     gone = cluster.decodes[0]
     await kube.remove(gone.name)
     await gone.stop()
-    await until(lambda: gone.address not in gw.gateway.table.pods)
+    await until(lambda: gone.address not in gw.gateway.pod_table.pods)
     await place(kube, cluster.decodes[1], leaving=True)
     await until(lambda: not gw.gateway.ready)
     await place(kube, cluster.decodes[1])

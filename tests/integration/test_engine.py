@@ -60,7 +60,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 def clean(engine: Engine) -> None:
     """No block is in use any more, and the pool adds up."""
-    engine.pool.check()
+    engine.pool.check_integrity()
     counts = engine.pool.counts()
     assert counts.leased == counts.quarantined == 0
 
@@ -159,7 +159,7 @@ def test_overlap_changes_nothing(tiny_dir: Path, llm: LLM, blocks: int) -> None:
     assert [c.finish for c in got] == [c.finish for c in expected]
     for a, b in zip(got, expected, strict=True):
         assert [t.logprob for t in a.tokens] == pytest.approx([t.logprob for t in b.tokens], abs=1e-4)
-    assert ahead.engine.counters.discarded > 0
+    assert ahead.engine.counters.discarded_sequences > 0
     assert (ahead.engine.scheduler.stats().preemptions > 0) == (blocks == 29)
     clean(ahead.engine)
 
@@ -204,7 +204,7 @@ def request(name: str, ids: list[int], params: SamplingParams = GREEDY) -> Valid
 
 def test_poisoned_kv_fails_its_sequence_alone_and_leaves_no_trace(llm: LLM) -> None:
     expected = llm.generate([prompt(10, 1), prompt(10, 2)], GREEDY)
-    llm.engine.pool.clear_cache()
+    llm.engine.pool.reset_prefix_cache()
     seqs = [llm.engine.new_sequence(request(f"r{i}", prompt(10, i))) for i in (1, 2)]
     for seq in seqs:
         llm.engine.add(seq)
@@ -215,17 +215,17 @@ def test_poisoned_kv_fails_its_sequence_alone_and_leaves_no_trace(llm: LLM) -> N
         outputs += llm.engine.step().outputs
     bad = [o for o in outputs if o.error is not None]
     assert [o.seq.request_id for o in bad] == ["r1"]
-    assert bad[0].finish is FinishReason.ERROR
+    assert bad[0].finish_reason is FinishReason.ERROR
     assert seqs[1].output == expected[1].ids
     assert llm.engine.counters.failed_sequences == 1
     # The poison stays in a cached block of that prompt only; once reused, blocks are clean.
-    llm.engine.pool.clear_cache()
+    llm.engine.pool.reset_prefix_cache()
     assert llm.generate([prompt(10, 1)], GREEDY)[0].ids == expected[0].ids
 
 
 def test_unwritten_slots_of_a_reused_block_do_not_leak(llm: LLM) -> None:
     expected = llm.generate([prompt(6)], GREEDY)[0].ids
-    llm.engine.pool.clear_cache()
+    llm.engine.pool.reset_prefix_cache()
     llm.engine.kv.segment_view("kv")[: llm.engine.kv.num_blocks] = float("nan")
     assert llm.generate([prompt(6)], GREEDY)[0].ids == expected
 
@@ -258,7 +258,7 @@ def test_hand_off_between_two_engines(tiny_dir: Path, llm: LLM) -> None:
         prefill.step(push)
     assert len(ends) == 4
     assert ends[-1].outputs[0].handed_off
-    assert ends[-1].outputs[0].finish is None
+    assert ends[-1].outputs[0].finish_reason is None
     clean(prefill)
     first = ends[-1].outputs[0].tokens[0]
     moved = decode.new_sequence(request("r", ids), lease=lease, computed=len(ids), output=[first.id])
@@ -285,9 +285,9 @@ class Recorder:
             for output in result.outputs:
                 name = output.seq.request_id
                 self.tokens.setdefault(name, []).extend(t.id for t in output.tokens)
-                if output.finish is not None:
+                if output.finish_reason is not None:
                     assert name not in self.finish
-                    self.finish[name] = output.finish
+                    self.finish[name] = output.finish_reason
             self.changed.notify_all()
 
     def wait(self, *names: str) -> None:

@@ -109,7 +109,7 @@ def test_tokens_and_logprobs_equal_transformers(family: str, tmp_path: Path) -> 
     again = llm.generate([prompts[0], [*prompts[0][:20], 5, 6]], GREEDY, ignore_eos=True)
     assert again[0].ids == done[0].ids
     assert [c.cached_tokens for c in again] == [36, 20]
-    llm.engine.pool.check()
+    llm.engine.pool.check_integrity()
     for completion in (*done, *again):
         text = [*completion.prompt_ids, *completion.ids]
         with torch.inference_mode():

@@ -43,7 +43,7 @@ async def test_the_gate_leaves_nothing_behind(smollm2_dir: Path) -> None:
         pod = await cluster.add(Role.PREFILL, "prefill-0", RatedPod)
         cluster.decodes[0].faults.token_delay_s = 0.01
         async with rig(cluster, smollm2_dir, max_running=6, max_queue=8, max_ttft_s=1.0) as gw:
-            gate, router = gw.gateway.models.first.gate, gw.gateway.models.first.pipeline.router
+            gate, router = gw.gateway.models.first.gate, gw.gateway.models.first.dispatcher.router
             end = time.monotonic() + SECONDS
 
             async def client() -> None:
@@ -53,8 +53,8 @@ async def test_the_gate_leaves_nothing_behind(smollm2_dir: Path) -> None:
             await asyncio.gather(*[client() for _ in range(CLIENTS)])
             assert {"200", "429", "left"} <= ends.keys() <= {"200", "429", "504", "left", "late"}, ends
             await gw.settled()
-            await until(lambda: not gw.gateway._tickets)
-            assert (gate._running, gate.waiting, len(gate._places)) == (0, 0, 0)
+            await until(lambda: not gw.gateway._requests)
+            assert (gate._running, gate.waiting, len(gate._waiters)) == (0, 0, 0)
             await until(lambda: not len(router.inflight))
             assert (await gw.complete()).status_code == 200
             assert isinstance(pod, RatedPod)

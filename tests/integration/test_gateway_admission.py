@@ -127,7 +127,7 @@ async def test_without_valkey_the_same_numbers_hold_and_nobody_gets_a_5xx(smollm
         assert set(statuses) == {200, 429}
         come_back = (time.monotonic() - began) / 6  # ten a minute
         assert 6 <= statuses.count(200) <= 7 + come_back  # those before it are remembered
-        assert gw.gateway.metrics.limits_alone._value.get() > 0
+        assert gw.gateway.metrics.limits_without_redis._value.get() > 0
         await gw.settled()
 
 
@@ -141,7 +141,7 @@ async def test_the_scripts_say_what_the_buckets_say(tmp_path: Path) -> None:
 
         async def both_take(name: str, cost: int, at: int) -> str:
             raw = await take.run(client, _keys(caller), (at, name, *per, cost, 10**9, 0, 0))
-            mine = buckets.take(limits, name, cost, at)
+            mine = buckets.reserve(limits, name, cost, at)
             lua = (raw[0].decode(), *map(int, raw[1:]))
             assert lua == (
                 mine.refused,
@@ -180,13 +180,13 @@ async def test_a_valkey_that_lost_a_days_spending_gets_it_back(tmp_path: Path) -
         limiter = Limiter(url, GatewayMetrics(), timeout_s=5.0)
         await limiter.start()
         try:
-            first = await limiter.take(caller, "a", 70, {})
+            first = await limiter.reserve(caller, "a", 70, {})
             assert first is not None
             limiter.settle(first, 60)
             await raw.flushall()
             with pytest.raises(Exception, match="do not last"):
-                await limiter.take(caller, "b", 50, {})
-            assert await limiter.take(caller, "c", 40, {}) is not None
+                await limiter.reserve(caller, "b", 50, {})
+            assert await limiter.reserve(caller, "c", 40, {}) is not None
         finally:
             await limiter.stop()
 
@@ -197,13 +197,13 @@ async def test_what_valkey_grants_to_a_client_that_has_left_is_given_back(tmp_pa
         limiter = Limiter(url, GatewayMetrics(), timeout_s=30.0)
         assert valkey.pid is not None
         try:
-            first = await limiter.take(caller, "connects", 5, {})
+            first = await limiter.reserve(caller, "connects", 5, {})
             assert first is not None
             limiter.settle(first, 5)
             await until(lambda: not limiter._tasks)
             os.kill(valkey.pid, signal.SIGSTOP)
             try:
-                left = asyncio.create_task(limiter.take(caller, "left", 60, {}))
+                left = asyncio.create_task(limiter.reserve(caller, "left", 60, {}))
                 await asyncio.sleep(0.1)  # it is asked meanwhile, and not answered
                 left.cancel()
                 with pytest.raises(asyncio.CancelledError):
@@ -212,7 +212,7 @@ async def test_what_valkey_grants_to_a_client_that_has_left_is_given_back(tmp_pa
                 os.kill(valkey.pid, signal.SIGCONT)
             await until(lambda: not limiter._tasks)
             assert await raw.hget(_keys(caller)[0], "spent") == b"5"
-            assert await limiter.take(caller, "next", 95, {}) is not None
+            assert await limiter.reserve(caller, "next", 95, {}) is not None
         finally:
             await limiter.stop()
 
@@ -261,7 +261,7 @@ async def test_a_deadline_that_cannot_be_kept_is_said_before_prefill(smollm2_dir
         pod = await cluster.add(Role.PREFILL, "prefill-0", RatedPod)
         async with rig(cluster, smollm2_dir) as gw:
             await gw.complete(max_tokens=1)
-            views = [p.view for p in gw.gateway.table.pods.values() if p.view is not None]
+            views = [p.view for p in gw.gateway.pod_table.pods.values() if p.view is not None]
             await until(lambda: any(view.rate_known for view in views))
             prompts = [[i + 1] * 1500 for i in range(12)]  # 0.75 s each
             tasks = [asyncio.create_task(gw.complete(prompt=p, max_tokens=1)) for p in prompts]

@@ -138,7 +138,7 @@ async def test_abort_ends_a_search_that_has_not_said_anything(
     assert error.value.code() is grpc.StatusCode.CANCELLED
     await gw.settled()
     asked = len(cluster.prefills[0].seen.prefilled)
-    assert not gw.gateway._tickets
+    assert not gw.gateway._requests
     await asyncio.sleep(0.2)  # some steps' time
     assert len(cluster.prefills[0].seen.prefilled) == asked
 
@@ -148,8 +148,8 @@ async def test_abort_ends_a_rest_request_by_either_id(gw: Rig, stub: Any, cluste
     body = {"model": MODEL, "prompt": "Hello", "max_tokens": 20}
     for headers in ({"x-request-id": "mine"}, {}):
         asking = asyncio.create_task(gw.http.post("/v1/completions", json=body, headers=headers))
-        await until(lambda: bool(gw.gateway._tickets))
-        request_id = headers.get("x-request-id") or next(iter(gw.gateway._tickets))
+        await until(lambda: bool(gw.gateway._requests))
+        request_id = headers.get("x-request-id") or next(iter(gw.gateway._requests))
         await stub.Abort(inference_pb2.AbortGenerateRequest(request_id=request_id))
         assert (await asking).status_code == 499
         await gw.settled()

@@ -28,7 +28,7 @@ async def cluster() -> AsyncIterator[FakeCluster]:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def gw(cluster: FakeCluster, smollm2_dir: Path) -> AsyncIterator[Rig]:
     async with rig(cluster, smollm2_dir) as r:
-        await until(lambda: sum(pod.serving for pod in r.gateway.table.pods.values()) == 3)
+        await until(lambda: sum(pod.serving for pod in r.gateway.pod_table.pods.values()) == 3)
         yield r
 
 

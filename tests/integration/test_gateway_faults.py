@@ -167,7 +167,7 @@ async def test_death_of_a_decode_pod_before_the_first_token_is_not_noticed(gw: R
     await until(lambda: any(pod.seen.prefilled[-1:] and not pod.idle for pod in cluster.prefills))
     (victim,) = (pod for pod, n in zip(cluster.decodes, before, strict=True) if len(pod.seen.reserved) > n)
     await victim.stop()
-    await until(lambda: not gw.gateway.table.pods[victim.address].stream_up)
+    await until(lambda: not gw.gateway.pod_table.pods[victim.address].token_stream_up)
     dead.set()
     status, events = await task
     assert status == 200
@@ -220,8 +220,8 @@ async def test_a_restarted_pod_on_the_same_port_is_learned_anew(gw: Rig, cluster
     expected = await right_text(gw)
     restarted = [await pod.restart() for pod in (*cluster.prefills, *cluster.decodes)]
     cluster.prefills, cluster.decodes = restarted[:2], restarted[2:]
-    await until(lambda: len(gw.gateway.table.decodes()) == 2 and len(gw.gateway.table.pods) == 4)
-    assert all(p.info and p.info.generation == 2 for p in gw.gateway.table.pods.values() if p.can_decode)
+    await until(lambda: len(gw.gateway.pod_table.decode_pods()) == 2 and len(gw.gateway.pod_table.pods) == 4)
+    assert all(p.info and p.info.generation == 2 for p in gw.gateway.pod_table.pods.values() if p.can_decode)
     assert await right_text(gw) == expected
 
 
@@ -244,7 +244,7 @@ async def test_pods_of_other_layouts_are_never_paired(smollm2_dir: Path) -> None
     async with fake_cluster(prefill=1, decode=1) as cluster:
         cluster.prefills[0].layout = replace(cluster.prefills[0].layout, revision="other")
         async with rig(cluster, smollm2_dir, wait=False) as gw:
-            await until(lambda: all(p.alive for p in gw.gateway.table.pods.values()))
+            await until(lambda: all(p.alive for p in gw.gateway.pod_table.pods.values()))
             await asyncio.sleep(0.3)
             assert not gw.gateway.ready
 
@@ -294,9 +294,9 @@ async def test_a_failed_hand_off_after_a_complete_answer_frees_the_decode_pod(
 
 
 async def make_leg(gw: Rig, max_tokens: int) -> Leg:
-    pipeline = gw.gateway.models.first.pipeline
+    pipeline = gw.gateway.models.first.dispatcher
     plan = await pipeline.router.plan(ValidRequest("r", MODEL, (1, 2, 3), SamplingParams(max_tokens=max_tokens)))
-    return pipeline.leg(plan, 1, frozenset(), time.monotonic() + 30, Timeline("id", None, "completions"))
+    return pipeline.new_attempt(plan, 1, frozenset(), time.monotonic() + 30, Timeline("id", None, "completions"))
 
 
 async def test_a_hand_off_that_fails_before_the_answer_is_taken_frees_the_decode_pod(
@@ -305,10 +305,12 @@ async def test_a_hand_off_that_fails_before_the_answer_is_taken_frees_the_decode
     for pod in cluster.prefills:
         pod.faults.hand_off_error = TransferFailed("blocks were lost")
     leg = await make_leg(gw, max_tokens=1)
-    await leg.open()
-    await until(lambda: not any(pod.view and len(pod.view.prefilling) for pod in gw.gateway.table.pods.values()))
-    await until(lambda: bool(leg.blamed))
-    assert (await leg.outlet.next()).finish is FinishReason.LENGTH
+    await leg.start()
+    await until(
+        lambda: not any(pod.view and len(pod.view.prefill_bookings) for pod in gw.gateway.pod_table.pods.values())
+    )
+    await until(lambda: bool(leg.blamed_pods))
+    assert (await leg.token_queue.next()).finish is FinishReason.LENGTH
     leg.close()
     await gw.settled()
     assert sum(len(pod.seen.decode_aborts) for pod in cluster.decodes) == 1
@@ -316,7 +318,7 @@ async def test_a_hand_off_that_fails_before_the_answer_is_taken_frees_the_decode
 
 async def test_a_prefill_that_is_cancelled_before_it_begins_leaves_no_booking(gw: Rig, cluster: FakeCluster) -> None:
     leg = await make_leg(gw, max_tokens=4)
-    await leg.open()
+    await leg.start()
     leg.close()
     await gw.settled()
     assert not any(pod.seen.prefilled for pod in cluster.prefills)
@@ -344,7 +346,7 @@ async def test_an_abort_ends_with_the_token_stream(gw: Rig, cluster: FakeCluster
         pod.faults.abort_errors = 1 << 30
     await leave_during_prefill(gw, cluster)
     await until(lambda: any(pod.faults.abort_errors < 1 << 30 for pod in cluster.decodes))
-    aborting = next(p for p in gw.gateway.table.pods.values() if p._aborted)
+    aborting = next(p for p in gw.gateway.pod_table.pods.values() if p._aborted)
     assert len(aborting._tasks) == 3
     for pod in cluster.decodes:
         pod.cut_streams()
@@ -354,10 +356,10 @@ async def test_an_abort_ends_with_the_token_stream(gw: Rig, cluster: FakeCluster
 
 async def test_stopping_ends_even_when_every_pod_is_being_looked_at(gw: Rig) -> None:
     await asyncio.sleep(0.1)
-    for pod in gw.gateway.table.pods.values():
-        pod.suspect()
+    for pod in gw.gateway.pod_table.pods.values():
+        pod.recheck()
     async with asyncio.timeout(30):
-        await gw.gateway.table.stop()
+        await gw.gateway.pod_table.stop()
 
 
 async def test_pods_of_another_model_or_protocol_are_left_out_with_one_line(
@@ -374,14 +376,14 @@ async def test_pods_of_another_model_or_protocol_are_left_out_with_one_line(
 
                 await until(lambda: gw.gateway.ready and len(lines()) >= 4)
                 await asyncio.sleep(1.2)  # several looks
-                assert [p.address for p in gw.gateway.table.decodes()] == [cluster.decodes[2].address]
+                assert [p.address for p in gw.gateway.pod_table.decode_pods()] == [cluster.decodes[2].address]
                 assert {(await gw.complete(prompt=f"p{i}")).status_code for i in range(5)} == {200}
                 said = lines()
                 assert len(said) == 4
                 assert sum("serves 'other', not 'smol'" in line for line in said) == 2
                 assert sum("protocol version is 2, not 1" in line for line in said) == 2
                 cluster.decodes[0].served_name = MODEL  # it came back as another
-                await until(lambda: len(gw.gateway.table.decodes()) == 2)
+                await until(lambda: len(gw.gateway.pod_table.decode_pods()) == 2)
                 await gw.settled()
 
 
@@ -415,7 +417,7 @@ async def test_a_pod_that_answers_late_for_a_while_is_busy_and_not_gone(
     gw: Rig, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pod = cluster.decodes[0]
-    known = gw.gateway.table.pods[pod.address]
+    known = gw.gateway.pod_table.pods[pod.address]
     monkeypatch.setattr(gateway_pod, "SILENCE_S", 1000.0)
     monkeypatch.setattr(gateway_pod, "INFO_TIMEOUT_S", 0.05)
     pod.faults.info_delay_s = 30.0
@@ -447,7 +449,7 @@ async def test_a_frozen_pod_is_found_out_by_its_channel(
             well = cluster.prefills[0]
             well.draining = True
             async with rig(cluster, smollm2_dir, pods=(address, *cluster.addresses), wait=False) as gw:
-                pods = gw.gateway.table.pods
+                pods = gw.gateway.pod_table.pods
                 await until(lambda: gw.gateway.ready)
                 task = asyncio.create_task(gw.complete())
                 # Half a second later the lone pod has said all that it ever will.

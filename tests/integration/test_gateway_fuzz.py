@@ -209,7 +209,7 @@ async def nothing_stays(gw: Rig, count: int, one: Callable[[int], Any]) -> None:
         for at in range(numbers.start, numbers.stop, AT_ONCE):
             await asyncio.gather(*[one(i) for i in range(at, min(at + AT_ONCE, numbers.stop))])
         await gw.settled()
-        await until(lambda: not gw.gateway._tickets)
+        await until(lambda: not gw.gateway._requests)
 
     await some(range(WARM))
     gc.collect()

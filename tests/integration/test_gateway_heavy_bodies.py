@@ -310,7 +310,7 @@ async def test_long_texts_to_tokenize_leave_threads_for_prompts(
     inside, most, go = 0, 0, threading.Event()
 
     async with fake_cluster() as c, rig(c, smollm2_dir) as gw:
-        encode = gw.gateway.tokenizer.encode_aside
+        encode = gw.gateway.tokenizer.encode_in_thread
 
         def slow(text: str, **kwargs: Any) -> list[int]:
             nonlocal inside, most
@@ -326,7 +326,7 @@ async def test_long_texts_to_tokenize_leave_threads_for_prompts(
         long = {"model": MODEL, "prompt": "a" * (LONG_CHARS + 1)}
         waiting = [asyncio.create_task(gw.http.post("/tokenize", json=long)) for _ in range(40)]
         try:
-            await until(lambda: inside == 1 and len(gw.gateway._tickets) == len(waiting))
+            await until(lambda: inside == 1 and len(gw.gateway._requests) == len(waiting))
             prompt = "Hello " * (INLINE_CHARS // 6 + 1)  # long enough for a thread
             assert (await gw.complete(prompt=prompt, max_tokens=2)).status_code == 200
         finally:

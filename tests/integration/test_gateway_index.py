@@ -36,10 +36,10 @@ async def test_pods_come_from_the_index_and_prefixes_decide(
         for entry in (*entries.values(), stranger):
             await entry.index.start()
         async with rig(cluster, smollm2_dir, pods=(), redis=url) as gw:
-            await until(lambda: len(gw.gateway.table.pods) == 4 and gw.gateway.table.index_up)
+            await until(lambda: len(gw.gateway.pod_table.pods) == 4 and gw.gateway.pod_table.index_up)
             await _prefers_holders(gw, cluster, entries)
             await valkey.stop()
-            await until(lambda: not gw.gateway.table.index_up)
+            await until(lambda: not gw.gateway.pod_table.index_up)
             assert (await gw.complete(prompt=PROMPT)).status_code == 200
             assert 'baton_kv_index_mode{mode="local"} 1.0' in (await gw.http.get("/metrics")).text
             assert gw.gateway.ready
@@ -92,7 +92,7 @@ async def test_pods_are_told_what_they_may_fetch_and_what_a_prefill_elsewhere_ta
         for entry in entries.values():
             await entry.index.start()
         async with rig(cluster, smollm2_dir, pods=(), redis=url) as gw:
-            await until(lambda: len(gw.gateway.table.pods) == 4 and gw.gateway.table.index_up)
+            await until(lambda: len(gw.gateway.pod_table.pods) == 4 and gw.gateway.pod_table.index_up)
             entries[decode.name].hold(PROMPT)
             await entries[decode.name].shown()
             hints: list[prefill_pb2.PullHint] = []
@@ -124,11 +124,11 @@ async def test_a_gateway_that_starts_without_redis_finds_it_later(
     url = f"redis://127.0.0.1:{unused_tcp_port}"
     async with rig(cluster, smollm2_dir, redis=url) as gw:
         assert (await gw.complete()).status_code == 200
-        assert not gw.gateway.table.index_up
+        assert not gw.gateway.pod_table.index_up
         valkey = EmbeddedValkey(port=unused_tcp_port, directory=tmp_path)
         await valkey.start()
         try:
-            await until(lambda: gw.gateway.table.index_up)
+            await until(lambda: gw.gateway.pod_table.index_up)
             assert (await gw.complete()).status_code == 200
         finally:
             await valkey.stop()

@@ -74,7 +74,7 @@ async def test_requests_meet_the_pods_of_their_model(smollm2_dir: Path, unused_t
 async def test_one_model_may_be_away_while_another_serves(smollm2_dir: Path) -> None:
     async with two_models(smollm2_dir) as (gw, cluster):
         await cluster.decodes[0].stop()
-        await until(lambda: not gw.gateway.models.find("one").table.ready)
+        await until(lambda: not gw.gateway.models.find("one").pod_table.ready)
         assert (await gw.http.get("/ready")).status_code == 200
         assert (await gw.complete(model="one", max_tokens=2)).status_code == 503
         assert (await gw.complete(model="two", max_tokens=2)).status_code == 200
@@ -85,7 +85,7 @@ async def test_a_pod_that_does_not_say_what_it_serves_is_no_pod_of_several_model
     async with two_models(smollm2_dir) as (gw, cluster):
         silent = await cluster.add(Role.DECODE, "silent")
         for model in gw.gateway.models:
-            pod = model.table._pod(silent.address, static=True)
+            pod = model.pod_table._pod(silent.address, static=True)
             await until(lambda pod=pod: bool(pod.objection))  # type: ignore[misc]
             assert not pod.alive
 
@@ -107,7 +107,7 @@ async def test_several_gateways_find_the_pods_of_several_models_in_one_redis(smo
             for gw in gateways:
                 for model in gw.gateway.models:
                     await until(lambda model=model: model.table.ready)  # type: ignore[misc]
-                    assert len(model.table.pods) == 2
+                    assert len(model.pod_table.pods) == 2
             for name, gw in zip(("one", "gpt", "two", "one"), (*gateways, *gateways), strict=True):
                 assert (await gw.complete(model=name, max_tokens=2)).status_code == 200
             assert asked(cluster) == [["one"] * 2, ["two"] * 2]

@@ -342,25 +342,25 @@ async def test_the_store_is_bounded_and_expires_and_tenants_are_strangers(redis:
     def kept(name: str, size: int = 0) -> Kept:
         return Kept({"id": name, "filler": "x" * size}, [], [])
 
-    store, brief = (ResponseStore(redis, ttl_s=ttl_s, memory=1000) for ttl_s in (60, 0.05))
+    store, brief = (ResponseStore(redis, ttl_s=ttl_s, max_bytes_per_tenant=1000) for ttl_s in (60, 0.05))
     try:
-        assert await store.keep("a", kept("r1", 300))
+        assert await store.save("a", kept("r1", 300))
         assert await store.find("b", "r1") is None
-        assert not await store.forget("b", "r1")
-        assert await store.keep("b", kept("r1"))
-        assert await store.keep("a", kept("r2", 300))
-        assert not await store.keep("a", kept("huge", 1001))
-        assert await store.keep("a", kept("r3", 300))  # the oldest makes room
+        assert not await store.delete("b", "r1")
+        assert await store.save("b", kept("r1"))
+        assert await store.save("a", kept("r2", 300))
+        assert not await store.save("a", kept("huge", 1001))
+        assert await store.save("a", kept("r3", 300))  # the oldest makes room
         assert [await store.find("a", name) is not None for name in ("r1", "r2", "r3")] == [False, True, True]
         assert await store.find("b", "r1") == kept("r1")
-        assert await store.forget("a", "r2")
-        assert await store.keep("a", kept("r4", 300))
+        assert await store.delete("a", "r2")
+        assert await store.save("a", kept("r4", 300))
         assert await store.find("a", "r3") is not None
-        assert await brief.keep("c", kept("old", 800))
+        assert await brief.save("c", kept("old", 800))
         while await brief.find("c", "old") is not None:
             await asyncio.sleep(0.05)
         for i in range(5):  # what has expired takes no room
-            assert await store.keep("c", kept(f"n{i}", 100))
+            assert await store.save("c", kept(f"n{i}", 100))
         assert await store.find("c", "n0") is not None
     finally:
         await store.close()

@@ -38,7 +38,7 @@ def counted(gw: Rig, outcome: str) -> float:
 
 def known(gw: Rig) -> int:
     """Tokens of the running request that were taken."""
-    return sum(choice.usage.completion for t in gw.gateway._tickets.values() for choice in t.choices)
+    return sum(choice.usage.completion for t in gw.gateway._requests.values() for choice in t.choices)
 
 
 def asked(cluster: FakeCluster) -> list[ValidRequest]:
@@ -186,8 +186,8 @@ async def test_then_it_ends_with_the_loss(gw: Rig, cluster: FakeCluster) -> None
 async def test_without_another_pod_it_ends_with_the_loss(gw: Rig, cluster: FakeCluster) -> None:
     for pod in cluster.decodes[1:]:
         pod.draining = True
-    table = gw.gateway.table
-    await until(lambda: len(table.decodes()) == 1)
+    table = gw.gateway.pod_table
+    await until(lambda: len(table.decode_pods()) == 1)
     stall(cluster, 3)
     task = asyncio.create_task(gw.stream("completions", max_tokens=TOKENS))
     await lose(gw, cluster, 4)
@@ -200,18 +200,18 @@ async def test_it_goes_on_only_where_the_same_weights_are(gw: Rig, cluster: Fake
     """Pods of another layout are there, and serve what begins."""
     expected, _ = await said(gw, True)
     other = replace(LAYOUT, revision="r1")
-    table = gw.gateway.table
+    table = gw.gateway.pod_table
     stall(cluster, 3)
     task = asyncio.create_task(gw.stream("completions", max_tokens=TOKENS))
     await until(lambda: known(gw) >= 4)
     for pod in cluster.pods.values():
         if pod.idle:
             pod.layout = other
-    await until(lambda: len(table.layouts().get(other.fingerprint, [])) >= 3)
+    await until(lambda: len(table.pods_by_layout().get(other.fingerprint, [])) >= 3)
     await lose(gw, cluster, 4)
     _, events = await task
     assert "ended" in events[-1]["error"]["message"]
-    await until(lambda: len(table.decodes()) == 2)
+    await until(lambda: len(table.decode_pods()) == 2)
     assert (await said(gw, True))[0] == expected
 
 
@@ -262,9 +262,9 @@ async def test_a_client_that_reads_too_slowly_gets_no_second_pod(
     monkeypatch.setattr(leg, "MAX_PENDING", 2)
     request = ValidRequest("slow", MODEL, (1, 2, 3), SamplingParams(max_tokens=TOKENS))
     timeline = Timeline("slow", None, "completions")
-    run = gw.gateway.models.first.pipeline.run(request, deadline=time.monotonic() + 30, timeline=timeline)
+    run = gw.gateway.models.first.dispatcher.dispatch(request, deadline=time.monotonic() + 30, timeline=timeline)
     await run.next()
-    await until(lambda: run._leg is not None and run._leg.outlet.error is not None)
+    await until(lambda: run._attempt is not None and run._attempt.token_queue.error is not None)
     await run.next()  # what waits
     with pytest.raises(Overloaded, match="too slowly"):
         await run.next()

@@ -156,12 +156,12 @@ def calls_of(work: Callable[[], None]) -> Counter[str]:
 
 
 async def opened(gw: Rig, tracer: Tracer | None) -> Leg:
-    pipeline = gw.gateway.models.first.pipeline
+    pipeline = gw.gateway.models.first.dispatcher
     request = ValidRequest("r", MODEL, (1, 2, 3), SamplingParams(max_tokens=500))
     trace = None if tracer is None else RequestTrace(tracer, TraceContext.new(sampled=True), None)
     plan, timeline = await pipeline.router.plan(request), Timeline("id", None, "completions", trace=trace)
-    leg = pipeline.leg(plan, 1, frozenset(), time.monotonic() + 30, timeline)
-    await leg.open()
+    leg = pipeline.new_attempt(plan, 1, frozenset(), time.monotonic() + 30, timeline)
+    await leg.start()
     return leg
 
 
@@ -176,14 +176,14 @@ async def test_nothing_is_added_to_a_token(gw: Rig, cluster: FakeCluster, tmp_pa
         deltas = [
             decode_pb2.SequenceDelta(request_id="r", tokens=[token_to_pb(Token(index, 66))]) for index in range(201)
         ]
-        leg.deliver(deltas[0])  # what happens once
+        leg.on_delta(deltas[0])  # what happens once
 
         def rest(leg: Leg = leg, deltas: list[decode_pb2.SequenceDelta] = deltas) -> None:
             for delta in deltas[1:]:
-                leg.deliver(delta)
+                leg.on_delta(delta)
 
         counted.append(calls_of(rest))
-        assert len((await leg.outlet.next()).tokens) == 201
+        assert len((await leg.token_queue.next()).tokens) == 201
         leg.close()
     assert counted[0]["Leg.deliver"] == 200
     assert counted[0] == counted[1]

@@ -25,7 +25,7 @@ def local_rest(prompt_len: int, held: int) -> int:
 
 
 def sent(pod: Pod) -> int:
-    return sum(pair.blocks for pair in pod.runtime.node.pairs())
+    return sum(pair.blocks for pair in pod.runtime.transfer_node.pair_stats())
 
 
 async def test_after_the_last_chunk_at_most_one_chunk_is_left_to_move(
@@ -45,7 +45,7 @@ async def test_after_the_last_chunk_at_most_one_chunk_is_left_to_move(
         await cluster.generate(request(prompt_of(3)))  # the pair is connected
         await cluster.decode.settled()
         before = sent(cluster.prefill)
-        node, engine = cluster.prefill.runtime.node, cluster.prefill.runtime.engine
+        node, engine = cluster.prefill.runtime.transfer_node, cluster.prefill.runtime.engine
         launch, chunks, remaining = engine.runner.launch, 0, -1
         all_blocks, pause = LONG // LONG_BLOCK, threading.Event()
 
@@ -140,13 +140,13 @@ class TestLocal:
             await cluster.generate(request(prompt, 2), remote_only=True)
             await cluster.decode.settled()
             runtime, gate = cluster.decode.runtime, threading.Event()
-            held = runtime.loop.call(lambda: gate.wait(60))
+            held = runtime.engine_loop.call(lambda: gate.wait(60))
             running = asyncio.create_task(cluster.generate(request([*prompt, 9], 2)))
             async with asyncio.timeout(30):
                 while not cluster.decode.service.active:
                     await asyncio.sleep(0.005)
             pool = runtime.engine.pool
-            others = pool.lease([], pool.available())  # evicts all that can be
+            others = pool.lease([], pool.num_available())  # evicts all that can be
             assert others is not None
             others.finish("enough")
             gate.set()

@@ -38,13 +38,13 @@ def make(model_dir: Path, *, num_blocks: int = 256, host_blocks: int = 0, **conf
 
 
 def settle(llm: LLM) -> None:
-    assert llm.engine.pool.tier is not None
-    assert llm.engine.pool.tier.settle(WAIT_S)
+    assert llm.engine.pool.host_tier is not None
+    assert llm.engine.pool.host_tier.wait_idle(WAIT_S)
 
 
 def clean(llm: LLM) -> None:
     settle(llm)
-    llm.engine.pool.check()
+    llm.engine.pool.check_integrity()
     counts = llm.engine.pool.counts()
     assert counts.leased == counts.quarantined == 0
 
@@ -84,7 +84,7 @@ def test_blocks_come_back_bit_for_bit(model_dir: Path, kv_dtype: str) -> None:
     engine, prompts = llm.engine, [prompt_of(60, seed=i) for i in range(3)]
 
     def contents() -> dict[bytes, bytes]:
-        return {h: engine.kv.read_block(b) for h, b in engine.pool._ledger.cache.index.items()}
+        return {h: engine.kv.read_block(b) for h, b in engine.pool._ledger.cache.block_by_hash.items()}
 
     llm.generate([prompts[0]], GREEDY, ignore_eos=True)
     before = contents()
@@ -106,7 +106,7 @@ def test_preempted_sequences_go_on_without_computing_anything_again(model_dir: P
     assert_same(llm.generate(prompts, LONG, ignore_eos=True), expected)
     stats = llm.engine.scheduler.stats()
     assert stats.preemptions > 0
-    assert (stats.resumed, stats.recomputed) == (stats.preemptions, 0)
+    assert (stats.fully_restored, stats.partly_recomputed) == (stats.preemptions, 0)
     assert llm.engine.counters.recomputed_tokens == 0
     clean(llm)
 
@@ -116,7 +116,7 @@ def test_a_host_that_is_too_small_costs_recomputing_and_nothing_else(model_dir: 
     expected = make(model_dir).generate(prompts, LONG, ignore_eos=True)
     llm = make(model_dir, num_blocks=28, host_blocks=3)
     assert_same(llm.generate(prompts, LONG, ignore_eos=True), expected)
-    assert llm.engine.scheduler.stats().recomputed > 0
+    assert llm.engine.scheduler.stats().partly_recomputed > 0
     assert llm.engine.counters.recomputed_tokens > 0
     clean(llm)
 
@@ -138,9 +138,9 @@ def test_with_drafts_the_tokens_are_the_same(model_dir: Path, speculation: str) 
     prompts = [[5, 6, 7, 8] * 6, prompt_of(21, seed=9), [9, 10] * 9]
     expected = make(model_dir).generate(prompts, LONG, ignore_eos=True)
     llm = make(model_dir, num_blocks=30, host_blocks=HOST_BLOCKS, speculation=speculation)
-    llm.engine.speculate(llm.engine.own_proposer(), Always(4))
+    llm.engine.set_proposer(llm.engine.configured_proposer(), Always(4))
     assert_same(llm.generate(prompts, LONG, ignore_eos=True), expected)
-    assert llm.engine.scheduler.stats().resumed > 0
+    assert llm.engine.scheduler.stats().fully_restored > 0
     assert llm.engine.speculator is not None
     stats = llm.engine.speculator.stats
     assert 0 < stats.accepted < stats.proposed
@@ -200,10 +200,10 @@ def test_a_copier_that_fails_leaves_a_pool_without_a_host(model_dir: Path, monke
             llm.generate([prompt], GREEDY, ignore_eos=True)[0].ids
             == plain.generate([prompt], GREEDY, ignore_eos=True)[0].ids
         )
-    assert llm.engine.pool.tier is not None
-    assert llm.engine.pool.tier.closed
+    assert llm.engine.pool.host_tier is not None
+    assert llm.engine.pool.host_tier.closed
     assert llm.engine.pool.host_hashes() == []
-    llm.engine.pool.check()
+    llm.engine.pool.check_integrity()
 
 
 def test_the_copier_ends_with_its_engine(model_dir: Path) -> None:

@@ -22,9 +22,9 @@ WAIT_S = 20.0
 
 async def at_rest(pod: Pod) -> None:
     await pod.settled()
-    tier = pod.runtime.engine.pool.tier
+    tier = pod.runtime.engine.pool.host_tier
     assert tier is not None
-    assert await asyncio.to_thread(tier.settle, WAIT_S)
+    assert await asyncio.to_thread(tier.wait_idle, WAIT_S)
 
 
 @pytest.mark.parametrize("role", [Role.DECODE, Role.BOTH])
@@ -48,7 +48,7 @@ async def test_what_a_pod_evicted_is_neither_computed_nor_moved_again(model_dir:
             assert len(answer.target.blocks) == 1
         for pod in cluster.pods:
             await at_rest(pod)
-            text = pod.runtime.metrics.base.exposition().decode()
+            text = pod.runtime.metrics.metrics.exposition().decode()
             lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if line and not line.startswith("#"))
             assert float(lines['baton_host_blocks{state="used"}']) > 0
             assert float(lines['baton_host_blocks{state="free"}']) > 0
@@ -65,11 +65,11 @@ async def test_preempted_sequences_of_a_decode_pod_are_not_recomputed(model_dir:
         for r, answer in zip(requests, answers, strict=True):
             assert answer.ids == expected(llm, r)
         stats = cluster.decode.runtime.engine.scheduler.stats()
-        assert stats.resumed == stats.preemptions > 0
+        assert stats.fully_restored == stats.preemptions > 0
         computed = (await cluster.decode.info()).computed
         assert (computed.prefill, computed.local, computed.recompute) == (0, 0, 0)
-        text = cluster.decode.runtime.metrics.base.exposition().decode()
-        assert f'baton_preempted_sequences_total{{outcome="resumed"}} {stats.resumed}.0' in text
+        text = cluster.decode.runtime.metrics.metrics.exposition().decode()
+        assert f'baton_preempted_sequences_total{{outcome="resumed"}} {stats.fully_restored}.0' in text
         assert 'baton_preempted_sequences_total{outcome="recomputed"} 0.0' in text
 
 
@@ -86,7 +86,7 @@ async def test_damage_in_host_memory_reaches_nobody(model_dir: Path, llm: LLM) -
         with pytest.raises(Exception, match="damaged"):
             await cluster.generate(request(prompts[0]))
         await at_rest(cluster.decode)
-        text = cluster.decode.runtime.metrics.base.exposition().decode()
+        text = cluster.decode.runtime.metrics.metrics.exposition().decode()
         assert 'baton_damaged_kv_total{where="host"} 1.0' in text
         again = request(prompts[0])
         assert (await cluster.generate(again)).ids == expected(llm, again)
@@ -111,7 +111,7 @@ async def test_what_a_pod_has_in_host_memory_is_not_pulled(
         pool = second.runtime.engine.pool
         hashes = second.runtime.engine.new_sequence(r).matchable_hashes()
         assert hashes[0] not in pool.cached_hashes()
-        assert pool.match(hashes) == 5
+        assert pool.match_prefix(hashes) == 5
         answer = await cluster.generate(r, prefill=second, pull=holder.holds(12))
         assert answer.ids == expected(llm, r)
         assert answer.cached_tokens == 12 * BLOCK
@@ -139,7 +139,7 @@ async def test_the_index_knows_the_tier(model_dir: Path, tmp_path: Path) -> None
                         reader = IndexReader(config["redis"], timeout_s=5.0)  # knows no earlier answer
                         held = (await reader.lookup_tiers(scope, hashes, [owner]))[runtime.name]
                         await reader.close()
-                        if (held.device, held.blocks) == (here, len(hashes)):
+                        if (held.device_blocks, held.total_blocks) == (here, len(hashes)):
                             break
                         await asyncio.sleep(0.02)
             assert here < len(hashes) or set(pool.host_hashes())
@@ -150,6 +150,6 @@ async def test_the_index_knows_the_tier(model_dir: Path, tmp_path: Path) -> None
             reader = IndexReader(config["redis"], timeout_s=5.0)
             held = (await reader.lookup_tiers(scope, hashes, [owner]))[runtime.name]
             await reader.close()
-            assert (held.device, held.blocks) == (0, 0)
+            assert (held.device_blocks, held.total_blocks) == (0, 0)
     finally:
         await valkey.stop()

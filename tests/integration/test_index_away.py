@@ -40,7 +40,7 @@ async def test_pods_return_after_the_server_was_replaced(tmp_path: Path, unused_
         index = pool.index
         await first.stop()
         pool.evict(blocks[8:])
-        await until(lambda: not index.connected)
+        await until(lambda: not index.registered)
         await second.start()
         await rig.shows(set(blocks[:8]))
         assert set(await rig.live()) == {"decode-0"}
@@ -53,7 +53,7 @@ async def test_a_pod_lives_without_redis_and_stops_in_time() -> None:
     await pool.index.start()
     pool.store(chain(13, 10))
     await asyncio.sleep(0.3)
-    assert not pool.index.connected
+    assert not pool.index.registered
     await asyncio.wait_for(pool.index.stop(), 30)
     pool.store(chain(14, 10))
     nothing = PodIndex(None, RECORD, pool.snapshot, PodLoad)

@@ -70,7 +70,9 @@ async def test_every_caller_gets_its_own_answer_though_others_go_away(server: st
     async with line(server) as found:
         for _ in range(20):
             calls = [
-                asyncio.create_task(found.call(echo.packed((f"k{i}",), (b"x" * rng.choice((1, 1_000)) + b"%d" % i,))))
+                asyncio.create_task(
+                    found.call(echo.pack_command((f"k{i}",), (b"x" * rng.choice((1, 1_000)) + b"%d" % i,)))
+                )
                 for i in range(30)
             ]
             await asyncio.sleep(0)
@@ -92,7 +94,7 @@ async def test_an_error_of_one_call_is_its_own(server: str, tmp_path: Path) -> N
     (tmp_path / "new.lua").write_text("return 1 -- nobody has loaded it")
     unknown = Script("new", directory=tmp_path)
     async with line(server) as found:
-        calls = (found.call(s.packed(("k",), ("a",))) for s in (echo, unknown, echo))
+        calls = (found.call(s.pack_command(("k",), ("a",))) for s in (echo, unknown, echo))
         first, second, third = await asyncio.gather(*calls, return_exceptions=True)
         assert first == third == [b"k", b"a"]
         assert isinstance(second, NoScriptError)
@@ -102,9 +104,9 @@ async def test_an_error_of_one_call_is_its_own(server: str, tmp_path: Path) -> N
 async def test_what_is_on_its_way_fails_at_once_when_the_connection_breaks(server: str, tmp_path: Path) -> None:
     echo = await echo_script(server, tmp_path)
     async with tcp_proxy(port_of(server)) as proxy, line(f"redis://127.0.0.1:{proxy.port}") as found:
-        assert await found.call(echo.packed(("k",), ("a",))) == [b"k", b"a"]
+        assert await found.call(echo.pack_command(("k",), ("a",))) == [b"k", b"a"]
         proxy.silence()
-        calls = [asyncio.create_task(found.call(echo.packed(("k",), ("a",)))) for _ in range(5)]
+        calls = [asyncio.create_task(found.call(echo.pack_command(("k",), ("a",)))) for _ in range(5)]
         await asyncio.sleep(0.05)
         assert not any(call.done() for call in calls)
         proxy.hang_up()
@@ -112,7 +114,7 @@ async def test_what_is_on_its_way_fails_at_once_when_the_connection_breaks(serve
             assert isinstance(answer, FAILURES)
         assert not found.open
         with pytest.raises(ConnectionError):
-            await found.call(echo.packed(("k",), ("a",)))
+            await found.call(echo.pack_command(("k",), ("a",)))
         proxy.heal()
 
 
@@ -137,7 +139,7 @@ async def strange_server(answers: list[bytes]) -> AsyncIterator[str]:
 
 async def test_an_answer_that_comes_in_pieces_is_put_together(tmp_path: Path) -> None:
     (tmp_path / "any.lua").write_text("return 1")
-    packed = Script("any", directory=tmp_path).packed(("k",), ())
+    packed = Script("any", directory=tmp_path).pack_command(("k",), ())
     async with strange_server([b"*2\r\n:1", b"7\r\n$4\r\na", b"b\r\n\r\n"]) as url, line(url) as found:
         answers = await asyncio.wait_for(asyncio.gather(*(found.call(packed) for _ in range(3))), 20)
         assert answers == [[17, b"ab\r\n"]] * 3
@@ -151,7 +153,7 @@ async def test_an_answer_that_comes_in_pieces_is_put_together(tmp_path: Path) ->
 )
 async def test_what_is_no_answer_closes_the_line(nonsense: bytes, good: list[int], tmp_path: Path) -> None:
     (tmp_path / "any.lua").write_text("return 1")
-    packed = Script("any", directory=tmp_path).packed(("k",), ())
+    packed = Script("any", directory=tmp_path).pack_command(("k",), ())
     async with strange_server([nonsense]) as url, line(url) as found:
         calls = (found.call(packed) for _ in range(2))
         answers = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 20)
@@ -167,7 +169,7 @@ async def pod(url: str) -> AsyncIterator[None]:
     index = PodIndex(url, record, lambda: BLOCKS, PodLoad)
     await index.start()
     try:
-        await until(lambda: index.connected)
+        await until(lambda: index.registered)
         yield
     finally:
         await index.stop()
@@ -207,14 +209,14 @@ async def test_a_reader_answers_with_a_line_without_one_and_when_it_breaks(serve
         for _ in range(3):
             await raw.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
             await finds_all(reader)
-            await reader.reserve(SCOPE, "r", [[Candidate("p", 0.0, 1.0, 5, 60.0)]])
+            await reader.book(SCOPE, "r", [[Candidate("p", 0.0, 1.0, 5, 60.0)]])
             proxy.hang_up()
             await finds_all(reader)
             await reader.unbook(SCOPE, "p", "r")
         await until_line(reader)
         assert reader.available
         await reader.close()
-        assert await raw.zcard(Keys(SCOPE).resv("p")) == 0
+        assert await raw.zcard(Keys(SCOPE).bookings("p")) == 0
 
 
 async def test_a_line_to_a_silent_server_costs_time_limits_and_is_given_up(server: str) -> None:
@@ -242,7 +244,7 @@ async def test_lines_of_scopes_that_are_gone_are_closed(server: str) -> None:
     a, b = lines.get("a"), lines.get("b")
     assert a is not None
     assert b is not None
-    lines.keep({"a"})
+    lines.close_other_scopes({"a"})
     assert (a.open, b.open) == (True, False)
     await lines.close()
     assert not a.open

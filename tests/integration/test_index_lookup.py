@@ -28,7 +28,7 @@ async def test_lookup_finds_the_longest_prefix_of_every_length(rig: Rig) -> None
         for n, (pod, generation) in enumerate(names):
             pipe.set(keys.lease(pod), generation)
             if n:
-                pipe.sadd(keys.own(pod, generation), *(h[:8] for h in blocks[:n]))
+                pipe.sadd(keys.held_blocks(pod, generation), *(h[:8] for h in blocks[:n]))
         await pipe.execute()
     for length in (1, 2, 7, 16, 32, 33):
         for first in (0, 16, 18):
@@ -106,18 +106,18 @@ async def test_postings_follow_snapshots_and_the_slots_of_gone_pods_are_swept(
         with pool.lock:  # what is not told becomes known by a snapshot
             pool.hashes = set(blocks[50:150])
         assert pool.index is not None
-        await rig.raw.srem(Keys(SCOPE).own("decode-0", 1_000), blocks[3][:8])
+        await rig.raw.srem(Keys(SCOPE).held_blocks("decode-0", 1_000), blocks[3][:8])
         kept = {h[:8] for h in blocks[50:150] if h[0] % 8 == 0}
 
         async def swept() -> bool:
             return await rig.postings() == kept and await rig.raw.hget(Keys(SCOPE).sweep, "pending") == b"0"
 
         await until(swept)
-        assert {len(p) for p in (await rig.raw.hgetall(Keys(SCOPE).where)).values()} == {2}
+        assert {len(p) for p in (await rig.raw.hgetall(Keys(SCOPE).postings)).values()} == {2}
         # One that was killed: its lease and its sets expire.
         slot = await rig.raw.hincrby(Keys(SCOPE).sweep, "next", 0)
         await rig.raw.hset(Keys(SCOPE).slots, slot + 2, "killed:7")
-        await rig.raw.hset(Keys(SCOPE).where, b"12345678", (slot + 2).to_bytes(2, "little"))
+        await rig.raw.hset(Keys(SCOPE).postings, b"12345678", (slot + 2).to_bytes(2, "little"))
         await until(swept)
         assert await rig.raw.hget(Keys(SCOPE).slots, slot + 2) is None
 
@@ -187,7 +187,7 @@ async def test_bookings_add_up_are_shared_and_end(rig: Rig, monkeypatch: pytest.
         return await book(rig.reader, "p", "c", 1) == 61
 
     await until(expired)
-    assert await rig.raw.hlen(Keys(SCOPE).resv_tokens("p")) == 2
+    assert await rig.raw.hlen(Keys(SCOPE).booking_units("p")) == 2
     await second.close()
 
 
@@ -206,7 +206,7 @@ async def test_the_cheapest_of_each_group_is_booked_and_what_is_older_than_a_pod
         return [Candidate(pod, cost, 0.001, 100, age_s) for pod, cost in costs.items()]
 
     async def reserve(request: str, *groups: list[Candidate]) -> list[Reserved]:
-        return await rig.reader.reserve(SCOPE, request, groups)
+        return await rig.reader.book(SCOPE, request, groups)
 
     assert await reserve("a", group(60, p=0.2, q=0.25), group(60, d=1.0)) == [Reserved(0, (0, 0)), Reserved(0, (0,))]
     assert await reserve("b", group(60, p=0.2, q=0.25)) == [Reserved(1, (100, 0))]

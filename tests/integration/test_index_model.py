@@ -145,7 +145,7 @@ class IndexMachine(RuleBasedStateMachine):
 
         async def lose() -> None:
             async with connect(self.url, timeout_s=5.0) as raw:
-                key = Keys(SCOPE).own(name, pod.record.generation)
+                key = Keys(SCOPE).held_blocks(name, pod.record.generation)
                 await raw.spop(key, 1 + seed % 3)
 
         self.run(self._wipe() if seed < 30 else lose())
@@ -192,12 +192,12 @@ class IndexMachine(RuleBasedStateMachine):
                 return False
             for tier in Tier:
                 hashes = {h[:PREFIX_BYTES] for h in pod.hashes(tier)}
-                if await raw.smembers(keys.own(name, generation, tier)) != hashes:
+                if await raw.smembers(keys.held_blocks(name, generation, tier)) != hashes:
                     return False
                 for h in hashes:
                     if h[0] % sampling(16) == 0:
                         want.setdefault(h, set()).add(slot)
-        got = await raw.hgetall(keys.where)
+        got = await raw.hgetall(keys.postings)
         return {h: _slots(posting) for h, posting in got.items()} == want
 
     def teardown(self) -> None:

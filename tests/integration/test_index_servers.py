@@ -54,7 +54,7 @@ async def finds(reader: IndexReader, names: set[str], scope: str = SCOPE) -> boo
             return False
         held = await reader.lookup(scope, BLOCKS, list(live.items()))
         for name in names:
-            await reader.reserve(scope, "r", [[Candidate(name, 0.0, 1.0, 5, 60.0)]])
+            await reader.book(scope, "r", [[Candidate(name, 0.0, 1.0, 5, 60.0)]])
             await reader.unbook(scope, name, "r")
     except IndexUnavailable:
         return False

@@ -72,7 +72,7 @@ def test_poison_stays_with_its_sequence(llm: LLM) -> None:
     """A NaN in another's block, and in all that nobody owns, reaches no one; in one's own it fails that one."""
     prompts = [prompt_of(10, seed=1), prompt_of(10, seed=2)]
     expected = [c.ids for c in llm.generate(prompts, GREEDY)]
-    llm.engine.pool.clear_cache()
+    llm.engine.pool.reset_prefix_cache()
     llm.engine.kv.data[: llm.engine.kv.num_blocks] = 0xFF
     seqs = [llm.engine.new_sequence(ValidRequest(f"r{i}", "tiny", tuple(ids), GREEDY)) for i, ids in enumerate(prompts)]
     for seq in seqs:
@@ -84,7 +84,7 @@ def test_poison_stays_with_its_sequence(llm: LLM) -> None:
         outputs += llm.engine.step().outputs
     assert [o.seq.request_id for o in outputs if o.error is not None] == ["r0"]
     assert seqs[1].output == expected[1]
-    llm.engine.pool.clear_cache()
+    llm.engine.pool.reset_prefix_cache()
     assert llm.generate(prompts, GREEDY)[0].ids == expected[0]
 
 

@@ -54,7 +54,7 @@ async def test_the_target_may_come_at_any_time(model_dir: Path, monkeypatch: pyt
                 kinds.append(event.WhichOneof("event") or "")
                 if kinds[-1] == after and kinds.count(after) == 1:
                     await asyncio.sleep(0.05)
-                    assert cluster.prefill.runtime.node.stats().open_outgoing == 0
+                    assert cluster.prefill.runtime.transfer_node.stats().open_outgoing == 0
                     await cluster.prefill.prefill.SetTarget(told)
                 if event.HasField("first_token"):
                     ids.append(token_from_pb(event.first_token.token).id)
@@ -260,7 +260,7 @@ async def test_a_decode_pod_that_may_have_no_room_is_asked_first(gw: Rig, late: 
     (prefill,) = late.prefills
     for pod in late.decodes:
         pod.load = transfer_pb2.Load(free_blocks=40 if scarce == "blocks" else 512, waiting=int(scarce == "waiting"))
-    views = [pod.view for pod in gw.gateway.table.pods.values()]
+    views = [pod.view for pod in gw.gateway.pod_table.pods.values()]
     await until(
         lambda: sum(v.load is not None and (v.load.free_blocks == 40 or v.load.waiting == 1) for v in views if v) == 2
     )

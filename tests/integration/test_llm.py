@@ -56,7 +56,7 @@ def at_rest(llm: LLM) -> None:
     assert not llm.engine.has_work
     counts = llm.engine.pool.counts()
     assert counts.leased == counts.quarantined == 0
-    llm.engine.pool.check()
+    llm.engine.pool.check_integrity()
     assert not [thread for thread in threading.enumerate() if thread.name == "engine"]
 
 

@@ -48,7 +48,7 @@ async def run(gw: Rig, protocol: str, **flags: Any) -> Run:
     asked = config(gw, protocol, **flags)
     client = RestClient(asked) if protocol == "rest" else GrpcClient(asked)
     try:
-        return await asyncio.wait_for(Runner(asked, client).go(), 120)
+        return await asyncio.wait_for(Runner(asked, client).execute(), 120)
     finally:
         await client.close()
 

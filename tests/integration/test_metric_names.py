@@ -62,15 +62,15 @@ def registries(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> d
             speculation="ngram",
         )
         pod = await PodRuntime.create(config, backend=lambda _config: LoopbackBackend(LoopbackFabric()))
-        add_gpu_metrics(pod.metrics.base, Gpu(lambda: GpuReading(1, 2, 0.5)))
-        return {"gateway": gateway.metrics.base, "pod": pod.metrics.base}
+        add_gpu_metrics(pod.metrics.metrics, Gpu(lambda: GpuReading(1, 2, 0.5)))
+        return {"gateway": gateway.metrics.base, "pod": pod.metrics.metrics}
 
     return asyncio.run(made())
 
 
 @pytest.fixture(scope="module")
 def declared(registries: dict[str, Metrics]) -> dict[str, Declaration]:
-    return {metric.name: metric for metrics in registries.values() for metric in metrics.declared}
+    return {metric.name: metric for metrics in registries.values() for metric in metrics.declarations}
 
 
 def test_what_is_declared_is_what_a_scrape_has(registries: dict[str, Metrics]) -> None:
@@ -79,7 +79,7 @@ def test_what_is_declared_is_what_a_scrape_has(registries: dict[str, Metrics]) -
             family.name + ("_total" if family.type == "counter" else ""): (family.type, family.documentation)
             for family in metrics.registry.collect()
         }
-        assert said == {metric.name: (metric.kind, metric.help) for metric in metrics.declared}
+        assert said == {metric.name: (metric.kind, metric.help) for metric in metrics.declarations}
 
 
 def test_scrapers_of_both_formats_can_read_it(registries: dict[str, Metrics]) -> None:
@@ -92,7 +92,7 @@ def test_scrapers_of_both_formats_can_read_it(registries: dict[str, Metrics]) ->
 
 def test_a_name_means_one_thing_everywhere(registries: dict[str, Metrics], declared: dict[str, Declaration]) -> None:
     for metrics in registries.values():
-        for metric in metrics.declared:
+        for metric in metrics.declarations:
             assert metric == declared[metric.name]
 
 

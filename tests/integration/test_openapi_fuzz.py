@@ -35,7 +35,7 @@ async def gw(cluster: FakeCluster, smollm2_dir: Path) -> AsyncIterator[Rig]:
 async def test_no_operation_of_the_document_fails_by_our_fault(gw: Rig) -> None:
     assert await asyncio.to_thread(try_all, gw.url) >= 10
     await gw.settled()
-    assert not gw.gateway._tickets
+    assert not gw.gateway._requests
 
 
 def try_all(url: str) -> int:

@@ -56,7 +56,7 @@ class TestAborts:
                 await cluster.abort(r.request_id)
                 return
             if when == "queued":
-                cluster.prefill.runtime.loop.call(lambda: gate.wait(60))
+                cluster.prefill.runtime.engine_loop.call(lambda: gate.wait(60))
                 aborting.set()
             if when == "untold":
                 cluster.fabric.freeze(cluster.decode.agent)
@@ -138,7 +138,7 @@ class TestPeers:
 
             def seen(kind: str) -> None:
                 if kind == "progress":
-                    cluster.fabric.die(cluster.decode.agent)
+                    cluster.fabric.kill(cluster.decode.agent)
 
             with pytest.raises(BatonError):
                 await cluster.generate(request(prompt_of(4 * CHUNK)), on_event=seen, timeout_s=5)
@@ -152,12 +152,12 @@ class TestPeers:
         async with Cluster.start(model_dir) as cluster:
             await cluster.generate(request(prompt_of(3)))
             old = cluster.prefill
-            await until(lambda: old.runtime.node.stats().pending_writes == 0)
+            await until(lambda: old.runtime.transfer_node.stats().pending_writes == 0)
             cluster.fabric.on_write = lambda *_: WriteFault(delay_s=600)
             r = request(prompt_of(4 * CHUNK))
             running = asyncio.create_task(cluster.generate(r))
-            await until(lambda: old.runtime.node.stats().pending_writes > 0)
-            cluster.fabric.die(old.agent)
+            await until(lambda: old.runtime.transfer_node.stats().pending_writes > 0)
+            cluster.fabric.kill(old.agent)
             running.cancel()
             await asyncio.wait([running])
             await cluster.abort(r.request_id)
@@ -234,7 +234,7 @@ class TestPeers:
                 cluster.fabric.on_write = write
                 prefill = await cluster.add(Role.PREFILL, **config)
                 assert early == {pod.agent for pod in cluster.decodes}
-                assert len(prefill.runtime.node.stats().peers) == 2
+                assert len(prefill.runtime.transfer_node.stats().peers) == 2
         finally:
             await reader.close()
             await valkey.stop()
@@ -357,7 +357,7 @@ class TestScarcity:
     async def test_deadlines_bound_decoding(self, model_dir: Path) -> None:
         async with Cluster.start(model_dir) as cluster:
             await cluster.generate(request(prompt_of(3)))
-            engine = cluster.decode.runtime.loop
+            engine = cluster.decode.runtime.engine_loop
             gate = threading.Event()
             stuck = []
 

@@ -130,7 +130,7 @@ async def test_decode_never_runs_on_kv_that_did_not_arrive_whole(
         await cluster.generate(r, remote_only=True, on_event=seen.append, timeout_s=20 if fault == "damage" else 2)
     if fault == "damage":
         assert "damaged" in caught.value.message or caught.value.kind == "TransferFailed"
-        text = cluster.decode.runtime.metrics.base.exposition().decode()
+        text = cluster.decode.runtime.metrics.metrics.exposition().decode()
         assert 'baton_damaged_kv_total{where="transfer"} 1.0' in text
     await cluster.abort(r.request_id)
     assert "tokens" not in seen

@@ -66,10 +66,10 @@ class TestLife:
     async def test_metrics_count_what_happened(self, model_dir: Path) -> None:
         async with Cluster.start(model_dir) as cluster:
             await cluster.generate(request(prompt_of(33)))
-            text = cluster.prefill.runtime.metrics.base.exposition().decode()
+            text = cluster.prefill.runtime.metrics.metrics.exposition().decode()
             assert 'baton_prompt_tokens_computed_total{reason="prefill"} 33.0' in text
             assert "baton_transfer_bytes_total" in text
-            text = cluster.decode.runtime.metrics.base.exposition().decode()
+            text = cluster.decode.runtime.metrics.metrics.exposition().decode()
             assert 'baton_reserve_total{outcome="remote"} 1.0' in text
             assert 'baton_kv_blocks{state="leased"}' in text
 
@@ -79,7 +79,7 @@ class TestLife:
         monkeypatch.setattr("pod.watch.WATCH_PERIOD_S", 0.02)
         async with Cluster.start(model_dir, check=False) as cluster:
             runtime = cluster.decode.runtime
-            watch = runtime._watch
+            watch = runtime._health
             check = watch._check_pool
 
             def fails_once() -> None:
@@ -91,7 +91,7 @@ class TestLife:
             await until(lambda: not cluster.decode.runtime.info().ready)
             with pytest.raises(Unavailable):
                 await cluster.reserve(request(prompt_of(5)))
-            assert "baton_kv_pool_intact 0.0" in cluster.decode.runtime.metrics.base.exposition().decode()
+            assert "baton_kv_pool_intact 0.0" in cluster.decode.runtime.metrics.metrics.exposition().decode()
 
     async def test_a_pod_whose_quarantine_lasts_drains_and_exits_with_3(
         self, model_dir: Path, monkeypatch: pytest.MonkeyPatch
@@ -100,11 +100,11 @@ class TestLife:
         monkeypatch.setattr("pod.watch.QuarantineWatch", lambda: QuarantineWatch(share=0.1, limit_s=0.1))
         async with Cluster.start(model_dir) as cluster:
             await cluster.generate(request(prompt_of(3)))
-            await until(lambda: cluster.prefill.runtime.node.stats().pending_writes == 0)
+            await until(lambda: cluster.prefill.runtime.transfer_node.stats().pending_writes == 0)
             cluster.fabric.freeze(cluster.decode.agent)
             r = request(prompt_of(40))
             running = asyncio.create_task(cluster.generate(r))
-            await until(lambda: cluster.prefill.runtime.node.stats().pending_writes > 0)
+            await until(lambda: cluster.prefill.runtime.transfer_node.stats().pending_writes > 0)
             running.cancel()
             await asyncio.wait([running])
             await cluster.abort(r.request_id)
@@ -120,9 +120,9 @@ class TestLife:
         async with Cluster.start(model_dir, prefill=0) as cluster:
             runtime = cluster.decode.runtime
             if thread == "engine":
-                await asyncio.to_thread(runtime.loop.stop, 60)
+                await asyncio.to_thread(runtime.engine_loop.stop, 60)
             else:
-                runtime.node._thread.stop()
+                runtime.transfer_node._thread.stop()
             await asyncio.wait_for(runtime.lifecycle.wait_stopped(), 60)
             assert runtime.exit_code == 4
             with pytest.raises(Unavailable):
@@ -146,9 +146,9 @@ class TestLife:
         reader = IndexReader(config["redis"], timeout_s=5.0)
         try:
             async with Cluster.start(model_dir, prefill_config=config, decode_config=config) as cluster:
-                await until(lambda: len(cluster.prefill.runtime.node.stats().peers) == 1)
+                await until(lambda: len(cluster.prefill.runtime.transfer_node.stats().peers) == 1)
                 late = await cluster.add(Role.DECODE, **config)
-                await until(lambda: len(cluster.prefill.runtime.node.stats().peers) == 2)
+                await until(lambda: len(cluster.prefill.runtime.transfer_node.stats().peers) == 2)
                 await cluster.streams.pop().close()
                 cluster.decodes.remove(late)
                 await late.close()

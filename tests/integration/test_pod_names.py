@@ -41,7 +41,7 @@ async def leased(redis: str, pod: FakePod) -> AsyncIterator[PodRecord]:
     index = PodIndex(redis, record, list, PodLoad)
     await index.start()
     try:
-        await until(lambda: index.connected)
+        await until(lambda: index.registered)
         yield record
     finally:
         await index.stop()

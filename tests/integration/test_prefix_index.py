@@ -87,7 +87,7 @@ async def test_a_large_set_travels_in_slices(rig: Rig) -> None:
 async def test_a_set_that_differs_is_replaced(rig: Rig) -> None:
     blocks = chain(6, 10)
     async with rig.pod(hashes=blocks):
-        await rig.raw.srem(Keys(SCOPE).own("decode-0", 1_000), blocks[3][:8])
+        await rig.raw.srem(Keys(SCOPE).held_blocks("decode-0", 1_000), blocks[3][:8])
         await rig.shows(set(blocks))
 
 
@@ -98,7 +98,7 @@ async def test_keys_of_a_killed_pod_expire(rig: Rig) -> None:
         ttls = {k: await rig.raw.pttl(k) for k in await rig.raw.keys("*") if k not in lasting}
     assert {k: t for k, t in ttls.items() if t <= 0} == {}
     assert ttls[Keys(SCOPE).lease("decode-0").encode()] <= 10_000
-    assert ttls[Keys(SCOPE).own("decode-0", 1_000).encode()] <= 60_000
+    assert ttls[Keys(SCOPE).held_blocks("decode-0", 1_000).encode()] <= 60_000
 
 
 async def test_a_restarted_pod_replaces_its_entries_and_the_old_process_is_fenced(
@@ -110,7 +110,7 @@ async def test_a_restarted_pod_replaces_its_entries_and_the_old_process_is_fence
         await book(rig.reader, "decode-0", "r", 5)
         async with rig.pod(young, new_blocks):
             old_pool.store(chain(10, 5))
-            await until(lambda: old_pool.index is not None and not old_pool.index.connected)
+            await until(lambda: old_pool.index is not None and not old_pool.index.registered)
             status = (await rig.live())["decode-0"]
             assert status.record == young
             assert await book(rig.reader, "decode-0", "new", 5) == 5
@@ -126,7 +126,14 @@ async def test_a_restarted_pod_replaces_its_entries_and_the_old_process_is_fence
 
 async def test_duplicates_gaps_and_zombies_are_refused(rig: Rig) -> None:
     keys, apply = Keys(SCOPE), Script("postings", "apply")
-    names = (keys.lease("p"), keys.seq("p", 7), keys.own("p", 7), keys.own("p", 7, Tier.HOST), keys.where, keys.slots)
+    names = (
+        keys.lease("p"),
+        keys.batch_number("p", 7),
+        keys.held_blocks("p", 7),
+        keys.held_blocks("p", 7, Tier.HOST),
+        keys.postings,
+        keys.slots,
+    )
     a, b, c = (os.urandom(8) for _ in range(3))
 
     async def send(generation: int, number: int, stored: bytes = b"", evicted: bytes = b"") -> Any:

@@ -24,7 +24,9 @@ from tests.until import until
 @pytest.fixture
 async def server() -> AsyncIterator[tuple[RpcServer, str]]:
     running = RpcServer("127.0.0.1", 0)
-    running.add(control_pb2_grpc.add_ControlServicer_to_server, control_pb2_grpc.ControlServicer(), "baton.v1.Control")
+    running.add_servicer(
+        control_pb2_grpc.add_ControlServicer_to_server, control_pb2_grpc.ControlServicer(), "baton.v1.Control"
+    )
     address = f"127.0.0.1:{await running.start()}"
     yield running, address
     await running.stop(0.1)

@@ -41,7 +41,7 @@ async def with_prefix(cluster: Cluster, holder: Pod) -> None:
 
 
 def computed(pod: Pod) -> int:
-    return pod.runtime.computed["prefill"]
+    return pod.runtime.computed_tokens["prefill"]
 
 
 def hand_offs(pod: Pod, monkeypatch: pytest.MonkeyPatch) -> list[HandOff]:
@@ -75,7 +75,7 @@ class TestHit:
             assert answer.cached_tokens == PREFIX
             assert computed(second) - before == r.prompt_len - PREFIX
             assert second.counted("pulls") == {("done", "all"): 1}
-            assert [one.fetched is not None and one.fetched[0] for one in begun] == [holder.runtime.name]
+            assert [one.pulled_from is not None and one.pulled_from[0] for one in begun] == [holder.runtime.name]
             assert second.counted("pulled_blocks") == {(): PREFIX // BLOCK}
             assert holder.counted("lent_blocks") == {(): PREFIX // BLOCK}
             pair = next(p for p in (await holder.info()).pairs if p.pod == second.runtime.name)
@@ -143,11 +143,11 @@ class TestMiss:
         async with Cluster.start(model_dir, prefill=2) as cluster:
             first, second = cluster.prefills
             await with_prefix(cluster, first)
-            await first.runtime.node.connect(second.runtime.address)
-            await second.runtime.node.connect(first.runtime.address)
+            await first.runtime.transfer_node.connect(second.runtime.address)
+            await second.runtime.transfer_node.connect(first.runtime.address)
             hint = first.holds(PREFIX // BLOCK)
             if what == "lost":
-                first.runtime.engine.pool.clear_cache()
+                first.runtime.engine.pool.reset_prefix_cache()
             elif what == "other generation":
                 hint.generation -= 1
             elif what == "gone":
@@ -196,7 +196,7 @@ class TestMiss:
             scored = follow_up(prompt_logprobs=0)
             assert (await cluster.generate(scored, prefill=second, pull=first.holds(12))).cached_tokens == 0
             assert second.counted("pulls") == {("skipped", "useless"): 1}
-            assert [one.fetched for one in begun] == [None]  # its trace has no pull
+            assert [one.pulled_from for one in begun] == [None]  # its trace has no pull
 
     async def test_a_full_pod_computes(self, model_dir: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         async with Cluster.start(model_dir, prefill=1) as cluster:
@@ -212,7 +212,7 @@ class TestMiss:
                     await asyncio.sleep(0.005)
             taken.finish("enough")
             assert (await running).ids == expected(llm, r)
-            assert [one.fetched for one in begun] == [None], "nobody was asked"
+            assert [one.pulled_from for one in begun] == [None], "nobody was asked"
 
 
 async def test_a_pull_gets_as_long_as_computing_would_take(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,7 +228,7 @@ async def test_a_pull_gets_as_long_as_computing_would_take(model_dir: Path, monk
             wanted.hold.release()
             raise DeadlineExceeded("too late")
 
-        monkeypatch.setattr(second.runtime.node, "pull", pull)
+        monkeypatch.setattr(second.runtime.transfer_node, "pull", pull)
         await cluster.generate(follow_up(), prefill=second, pull=first.holds(PREFIX // BLOCK))
         assert len(limits) == 1
         assert 0 < limits[0] <= PREFIX * 0.01

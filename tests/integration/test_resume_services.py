@@ -52,7 +52,7 @@ def requests() -> list[ValidRequest]:
 
 def again(valid: ValidRequest, child: int, output: list[int]) -> ValidRequest:
     """The rest of one of its sequences, under an id of its own."""
-    return replace(valid.going_on(child, output), request_id=request([1]).request_id)
+    return replace(valid.resumed(child, output), request_id=request([1]).request_id)
 
 
 def same(got: list[Token], expected: list[Token]) -> None:
@@ -92,7 +92,7 @@ async def test_on_other_pods_of_which_none_has_seen_it(model_dir: Path) -> None:
             assert rest.handed_off is not None
             assert rest.handed_off.blocks == -(-(valid.prompt_len + 6) // BLOCK)
         # All of it was computed once before, wherever; only the newest token of each never was.
-        computed = others["prefill"].runtime.computed
+        computed = others["prefill"].runtime.computed_tokens
         lengths = sum(valid.prompt_len + 6 - 1 for valid in kinds)
         assert (computed["prefill"], computed["recompute"]) == (0, lengths)
 

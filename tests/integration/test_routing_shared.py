@@ -38,7 +38,7 @@ def gateway(url: str, roles: list[Role], seed: int) -> tuple[Router, IndexReader
     table = PodTable((), index, gateway_id=f"g{seed}", model="m")
     table.index_up = True
     for i, role in enumerate(roles):
-        pod = Pod(f"127.0.0.1:{i + 1}", "g", model="m", static=True, on_change=table.changed)
+        pod = Pod(f"127.0.0.1:{i + 1}", "g", model="m", static=True, on_change=table.notify_changed)
         pod.info = PodInfo(
             name=f"{role}-{i}",
             generation=1,
@@ -56,9 +56,9 @@ def gateway(url: str, roles: list[Role], seed: int) -> tuple[Router, IndexReader
             draining=False,
         )
         pod.view = PodView(
-            pod.info.name, address=pod.address, role=role, block_size=16, capacity=4096, num_blocks=10_000
+            pod.info.name, address=pod.address, role=role, block_size=16, max_request_tokens=4096, num_blocks=10_000
         )
-        pod.alive, pod.stream_up = True, role is not Role.PREFILL
+        pod.alive, pod.token_stream_up = True, role is not Role.PREFILL
         table.pods[pod.address] = pod
     return Router(table, GatewayMetrics(), rng=random.Random(seed)), index
 
@@ -89,13 +89,13 @@ async def test_a_burst_over_two_gateways_is_shared_out(num_pods: int, both: bool
         booked = await _bookings(gateways[0][1])
         assert booked == BURST * (1 if both else 2)
         for placement in placed:
-            placement.end()
+            placement.release()
         async with asyncio.timeout(30):
             while await _bookings(gateways[0][1]):
                 await asyncio.sleep(0.02)
         for router, _ in gateways:
             views = [pod.view for pod in router._table.pods.values() if pod.view]
-            assert not any(len(view.prefilling) + len(view.decoding) for view in views)
+            assert not any(len(view.prefill_bookings) + len(view.decode_bookings) for view in views)
             assert len(router.inflight) == 0
             await until(lambda router=router: not router._tasks)  # type: ignore[misc]
     finally:
@@ -115,16 +115,16 @@ async def test_a_gateway_that_is_alone_does_not_wait_for_its_bookings(
     try:
         assert index._client is not None
         await index._client.hset(SCOPES_KEY, FP[:8], "m")
-        assert not index.alone(FP[:8])  # not asked yet
+        assert not index.is_only_gateway(FP[:8])  # not asked yet
         await index.pods()
-        assert index.alone(FP[:8])
+        assert index.is_only_gateway(FP[:8])
         pod = IndexReader(url, books=False, timeout_s=20.0)  # one looks for its peers in the index
         await pod.pods()
         await pod.close()
         await index.pods()
-        assert index.alone(FP[:8])
+        assert index.is_only_gateway(FP[:8])
         answered = asyncio.Event()
-        reserve = index.reserve
+        reserve = index.book
 
         async def late(*args: Any) -> Any:
             await answered.wait()
@@ -139,9 +139,9 @@ async def test_a_gateway_that_is_alone_does_not_wait_for_its_bookings(
             while await _bookings(index) < 2 * len(placed):
                 await asyncio.sleep(0.02)
         await other.pods()
-        assert not other.alone(FP[:8])
+        assert not other.is_only_gateway(FP[:8])
         await index.pods()
-        assert not index.alone(FP[:8])
+        assert not index.is_only_gateway(FP[:8])
         answered.clear()
         waiting = asyncio.create_task(place(router, 5))
         await until(lambda: len(router.inflight) == 5)
@@ -151,9 +151,9 @@ async def test_a_gateway_that_is_alone_does_not_wait_for_its_bookings(
         monkeypatch.setattr(index_reader, "PRESENT_MS", 1)  # the other one has been silent for longer
         await asyncio.sleep(0.01)
         await index.pods()
-        assert index.alone(FP[:8])
+        assert index.is_only_gateway(FP[:8])
         monkeypatch.setattr(index, "_clock", lambda: time.monotonic() + index_reader.ALONE_S)
-        assert not index.alone(FP[:8])
+        assert not index.is_only_gateway(FP[:8])
     finally:
         for r, i in gateways:
             await r.stop()
@@ -183,7 +183,7 @@ async def test_a_booking_comes_back_though_the_index_does_not_answer_at_once(
         monkeypatch.setattr(index, "unbook", at_first_not)
         router._table.index_up = False  # as the next poll may say
         for placement in placed:
-            placement.end()
+            placement.release()
         async with asyncio.timeout(30):
             while await _bookings(index):
                 await asyncio.sleep(0.02)
@@ -196,5 +196,5 @@ async def test_a_booking_comes_back_though_the_index_does_not_answer_at_once(
 
 async def _bookings(index: IndexReader) -> int:
     assert index._client is not None
-    keys = await index._client.keys(Keys(FP[:8]).resv("*"))
+    keys = await index._client.keys(Keys(FP[:8]).bookings("*"))
     return sum([await index._client.zcard(key) for key in keys])

@@ -70,7 +70,7 @@ class Pair:
         self.server = RpcServer("127.0.0.1", 0)
 
     async def __aenter__(self) -> Pair:
-        self.server.add(decode_pb2_grpc.add_DecodeServicer_to_server, self.servicer, SERVICE)
+        self.server.add_servicer(decode_pb2_grpc.add_DecodeServicer_to_server, self.servicer, SERVICE)
         self.port = await self.server.start()
         self.channel = channel(f"127.0.0.1:{self.port}")
         self.stub: Any = decode_pb2_grpc.DecodeStub(self.channel)

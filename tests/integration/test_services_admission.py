@@ -102,7 +102,7 @@ class TestAdmission:
             raise Unavailable("the node is leaving")
 
         async with Cluster.start(model_dir) as cluster:
-            monkeypatch.setattr(cluster.decode.runtime.node, "reserve", refuse)
+            monkeypatch.setattr(cluster.decode.runtime.transfer_node, "reserve", refuse)
             with pytest.raises(Unavailable):
                 await cluster.reserve(request(prompt_of(30)))
             await cluster.decode.settled()
@@ -139,7 +139,7 @@ class TestIsolation:
 
             monkeypatch.setattr(HandOff, "_push", broken)
             gate = threading.Event()
-            cluster.prefill.runtime.loop.call(lambda: gate.wait(60))
+            cluster.prefill.runtime.engine_loop.call(lambda: gate.wait(60))
             running = [asyncio.create_task(cluster.generate(r)) for r in (first, victim, last)]
             await until(lambda: cluster.prefill.service.active == 3)
             gate.set()

@@ -53,7 +53,7 @@ class TestEmbeddings:
             assert answer.ids == expected(llm, r)
             for one, other in zip(alone, await together, strict=True):
                 assert torch.allclose(torch.tensor(list(one.values)), torch.tensor(list(other.values)), atol=1e-4)
-            await until(lambda: not cluster.prefill.runtime._embedder.active)
+            await until(lambda: not cluster.prefill.runtime._embedder.num_active)
             await cluster.prefill.settled()
 
     async def test_what_cannot_be_computed_is_refused(self, model_dir: Path) -> None:

@@ -63,7 +63,16 @@ class LuaIndex:
     async def register(self, pod: str, generation: int) -> bool:
         k = self._keys
         record = record_of(pod, generation, self._scope)
-        names = (k.pods, k.info(pod), k.lease(pod), k.load(pod), k.resv(pod), k.resv_tokens(pod), k.slots, k.sweep)
+        names = (
+            k.pods,
+            k.info(pod),
+            k.lease(pod),
+            k.load(pod),
+            k.bookings(pod),
+            k.booking_units(pod),
+            k.slots,
+            k.sweep,
+        )
         args = (k.prefix, pod, generation, LEASE_MS, INFO_TTL_S, PODS_TTL_S, PodLoad().to_json(), *record.to_fields())
         slot = int(await Script("register").run(self._client, names, args))
         if slot:
@@ -73,8 +82,8 @@ class LuaIndex:
     async def heartbeat(self, pod: str, generation: int) -> int:
         k = self._keys
         names = (
-            *(k.pods, k.info(pod), k.lease(pod), k.load(pod), k.own(pod, generation)),
-            *(k.own(pod, generation, Tier.HOST), k.seq(pod, generation), k.where, k.slots, k.sweep),
+            *(k.pods, k.info(pod), k.lease(pod), k.load(pod), k.held_blocks(pod, generation)),
+            *(k.held_blocks(pod, generation, Tier.HOST), k.batch_number(pod, generation), k.postings, k.slots, k.sweep),
         )
         slot = self._slots.get((pod, generation), 0)
         args = (pod, generation, slot, LEASE_MS, PodLoad().to_json(), OWN_TTL_S, INFO_TTL_S, PODS_TTL_S)
@@ -83,8 +92,13 @@ class LuaIndex:
     async def apply(self, pod: str, generation: int, number: int, stored: list[bytes], evicted: list[bytes]) -> str:
         k = self._keys
         names = (
-            *(k.lease(pod), k.seq(pod, generation), k.own(pod, generation), k.own(pod, generation, Tier.HOST)),
-            *(k.where, k.slots),
+            *(
+                k.lease(pod),
+                k.batch_number(pod, generation),
+                k.held_blocks(pod, generation),
+                k.held_blocks(pod, generation, Tier.HOST),
+            ),
+            *(k.postings, k.slots),
         )
         slot = self._slots.get((pod, generation), 0).to_bytes(2, "little")
         args = (generation, number, OWN_TTL_S, slot, 1, _packed(stored), _packed(evicted), b"", b"")
@@ -96,13 +110,13 @@ class LuaIndex:
         slot = self._slots.get((pod, generation), 0).to_bytes(2, "little")
         if held:
             args: tuple[Any, ...] = (generation, OWN_TTL_S, slot, 1, _packed(held))
-            names: tuple[str, ...] = (k.lease(pod), shadow, k.where)
+            names: tuple[str, ...] = (k.lease(pod), shadow, k.postings)
             answer = await Script("postings", "snapshot_slice").run(self._client, names, args)
             if answer != b"ok":
                 return str(answer.decode())
         names = (
-            *(k.lease(pod), k.seq(pod, generation), shadow, k.own(pod, generation)),
-            *(host, k.own(pod, generation, Tier.HOST), k.slots),
+            *(k.lease(pod), k.batch_number(pod, generation), shadow, k.held_blocks(pod, generation)),
+            *(host, k.held_blocks(pod, generation, Tier.HOST), k.slots),
         )
         args = (generation, number, OWN_TTL_S, len(held), 0)
         return str((await Script("snapshot_commit").run(self._client, names, args)).decode())
@@ -110,9 +124,14 @@ class LuaIndex:
     async def leave(self, pod: str, generation: int) -> None:
         k = self._keys
         names = (
-            *(k.pods, k.info(pod), k.lease(pod), k.load(pod), k.own(pod, generation)),
-            *(k.own(pod, generation, Tier.HOST), k.seq(pod, generation), k.resv(pod), k.resv_tokens(pod)),
-            *(k.where, k.slots, k.sweep),
+            *(k.pods, k.info(pod), k.lease(pod), k.load(pod), k.held_blocks(pod, generation)),
+            *(
+                k.held_blocks(pod, generation, Tier.HOST),
+                k.batch_number(pod, generation),
+                k.bookings(pod),
+                k.booking_units(pod),
+            ),
+            *(k.postings, k.slots, k.sweep),
         )
         slot = self._slots.get((pod, generation), 0)
         await Script("leave").run(self._client, names, (pod, generation, slot))
@@ -241,7 +260,7 @@ def test_the_booking_model_chooses_as_the_script_does(url: str, calls: list[tupl
             for kind, request, options in calls:
                 candidates = [Candidate(*option) for option in options]
                 if kind == "reserve":
-                    (lua,) = await reader.reserve(scope, f"r{request}", [candidates])
+                    (lua,) = await reader.book(scope, f"r{request}", [candidates])
                     assert model.reserve(f"r{request}", candidates) == lua
                 else:
                     await reader.unbook(scope, candidates[0].pod, f"r{request}")
@@ -310,22 +329,22 @@ class ValkeyPublisher(SimPublisher):
     def start(self, snapshot: Callable[[], list[bytes]]) -> None:
         self._pod_index = SteppedPodIndex(self._valkey.url, self._record, snapshot, PodLoad)
         self._valkey.opened.append(self._pod_index)
-        self._clock.at(self._clock.now, self._join)
+        self._clock.call_at(self._clock.now, self._join)
 
     def _enqueue(self, hashes: list[bytes], held: bool) -> None:
         change = self._pod_index.stored if held else self._pod_index.evicted
         change(hashes)
         if not self._flushing:
             self._flushing = True
-            self._clock.after(BATCH_S, self._flush)
+            self._clock.call_after(BATCH_S, self._flush)
 
     def _join(self) -> None:
         self._valkey.wait(self._pod_index.join())
-        self._clock.after(HEARTBEAT_S, self._beat)
+        self._clock.call_after(HEARTBEAT_S, self._beat)
 
     def _beat(self) -> None:
         self._valkey.wait(self._pod_index.beat())
-        self._clock.after(HEARTBEAT_S, self._beat)
+        self._clock.call_after(HEARTBEAT_S, self._beat)
 
     def _flush(self) -> None:
         self._flushing = False
@@ -345,7 +364,7 @@ class ValkeyReader(SimReader):
 
     def reserve(self, request_id: str, candidates: Sequence[Candidate]) -> Reserved:
         reserved = self._valkey.bookings.reserve(request_id, candidates)
-        self._valkey.wait(self._reader.reserve(self._valkey.scope, request_id, [[candidates[reserved.chosen]]]))
+        self._valkey.wait(self._reader.book(self._valkey.scope, request_id, [[candidates[reserved.chosen]]]))
         return reserved
 
     def unbook(self, pod: str, request_id: str) -> None:

@@ -64,8 +64,8 @@ def read_to_the_end(sock: socket.socket) -> bytes:
 
 def pending(gw: Rig) -> list[int]:
     """Tokens that wait for each client."""
-    sinks = [sink for pod in gw.gateway.models.first.table.pods.values() for sink in pod._sinks.values()]
-    return [sink.outlet._orders[0].pending for sink in sinks if isinstance(sink, Leg)]
+    sinks = [sink for pod in gw.gateway.models.first.pod_table.pods.values() for sink in pod._sinks.values()]
+    return [sink.token_queue._orders[0].num_pending for sink in sinks if isinstance(sink, Leg)]
 
 
 async def test_a_client_that_does_not_read_is_ended_and_others_get_everything(
@@ -90,13 +90,13 @@ async def test_what_may_wait_for_a_client_is_bounded_by_what_it_weighs(
     monkeypatch.setattr(leg_module, "MAX_PENDING", 210)
     for logprobs, limit in ((None, 210), (20, 10)):
         cluster.decodes[0].faults.stall_after = 0
-        pipeline = gw.gateway.models.first.pipeline
+        pipeline = gw.gateway.models.first.dispatcher
         request = ValidRequest("r", MODEL, (1, 2, 3), SamplingParams(max_tokens=TOKENS, logprobs=logprobs))
         plan, timeline = await pipeline.router.plan(request), Timeline("id", None, "completions")
-        leg = pipeline.leg(plan, 1, frozenset(), time.monotonic() + 30, timeline)
-        await leg.open()
+        leg = pipeline.new_attempt(plan, 1, frozenset(), time.monotonic() + 30, timeline)
+        await leg.start()
         for index in range(1, limit + 2):
-            leg.deliver(decode_pb2.SequenceDelta(request_id="r", tokens=[types_pb2.Token(index=index, id=66)]))
-            assert (leg.outlet.error is None) == (index <= limit)
-        assert isinstance(leg.outlet.error, Overloaded)
+            leg.on_delta(decode_pb2.SequenceDelta(request_id="r", tokens=[types_pb2.Token(index=index, id=66)]))
+            assert (leg.token_queue.error is None) == (index <= limit)
+        assert isinstance(leg.token_queue.error, Overloaded)
         leg.close()

@@ -89,7 +89,7 @@ def equal(got: Sequence[Completion], wanted: Sequence[Completion]) -> None:
 
 def clean(engine: Engine) -> None:
     """No block is in use any more, and drafts were made, accepted and rejected."""
-    engine.pool.check()
+    engine.pool.check_integrity()
     counts = engine.pool.counts()
     assert counts.leased == counts.quarantined == 0
     assert engine.speculator is not None
@@ -132,7 +132,7 @@ def test_preemption_in_the_middle_changes_nothing(
     tiny_dir: Path, expected: list[Completion], drafting: dict[str, dict[str, Any]], proposer: str, overlap: bool
 ) -> None:
     llm = make(tiny_dir, **drafting[proposer], num_blocks=40, overlap=overlap)
-    llm.engine.speculate(llm.engine.own_proposer(), Always(4))
+    llm.engine.set_proposer(llm.engine.configured_proposer(), Always(4))
     equal(llm.generate(*mixed(), ignore_eos=True, show_progress=False), expected)
     assert llm.engine.scheduler.stats().preemptions > 0
     clean(llm.engine)
@@ -144,7 +144,7 @@ def test_rejection_sampling_of_greedy_requests_changes_nothing(
 ) -> None:
     """And sampled ones end as they should, with log-probabilities of all tokens."""
     llm = make(tiny_dir, **drafting[proposer], speculation_accept="rejection")
-    llm.engine.speculate(llm.engine.own_proposer(), Always(4))
+    llm.engine.set_proposer(llm.engine.configured_proposer(), Always(4))
     prompts, params = mixed()
     got = llm.generate(prompts, params, ignore_eos=True, show_progress=False)
     greedy = [i for i, p in enumerate(params) if p.greedy]
@@ -165,12 +165,12 @@ def test_children_eight_bits_and_host_memory(
     params = [dataclasses.replace(p, n=1 + i % 3) for i, p in enumerate(params)]
     wanted = make(tiny_dir, kv_dtype="fp8_e4m3").generate(prompts, params, ignore_eos=True, show_progress=False)
     llm = make(tiny_dir, **drafting[proposer], kv_dtype="fp8_e4m3", num_blocks=45, host_cache=4 << 20, checksums=True)
-    llm.engine.speculate(llm.engine.own_proposer(), Always(4))
+    llm.engine.set_proposer(llm.engine.configured_proposer(), Always(4))
     got = llm.generate(prompts, params, ignore_eos=True, show_progress=False)
     assert [c.ids for c in got] == [c.ids for c in wanted]
     stats = llm.engine.scheduler.stats()
     assert stats.preemptions > 0
-    assert stats.resumed > 0
+    assert stats.fully_restored > 0
     clean(llm.engine)
     llm.engine.close()
 
@@ -192,7 +192,11 @@ class Counting:
     def __init__(self, proposer: Proposer, answers: Mapping[tuple[int, ...], Sequence[int]]) -> None:
         self.name, self._proposer, self.cut = proposer.name, proposer, 0
         self._answers, self._proposals = answers, 0
-        self.begin, self.observe, self.accept = proposer.begin, proposer.observe, proposer.accept
+        self.new_state, self.expects_drafts, self.on_verified = (
+            proposer.new_state,
+            proposer.expects_drafts,
+            proposer.on_verified,
+        )
 
     def propose(self, seqs: Sequence[EngineSequence], kept: Sequence[Any], limits: Sequence[int]) -> Drafts:
         drafts = self._proposer.propose(seqs, kept, limits)
@@ -290,8 +294,8 @@ def test_a_schema_is_followed_whoever_drafts(
     llm = make(json_dir, **json_drafting[proposer])
     verified = verified_under_constraints(llm, monkeypatch)
     answers = {tuple(p): answer.ids for p, answer in zip(grammatical_prompts(), followed, strict=True)}
-    counting = Counting(llm.engine.own_proposer(), answers)
-    llm.engine.speculate(counting, Always(4))
+    counting = Counting(llm.engine.configured_proposer(), answers)
+    llm.engine.set_proposer(counting, Always(4))
     got = grammatical(llm)
     equal(got, followed)
     ended = [c for i, c in enumerate(got) if i % 4 != 3 and c.finish is FinishReason.STOP]
@@ -312,10 +316,10 @@ def test_drafts_are_trimmed_by_the_grammar(smollm2_dir: Path) -> None:
     grammar = from_json_schema(schema, field="response_format")
     params = [SamplingParams(temperature=t, max_tokens=60, seed=3) for t in (0.0, 0.9)]
     prompts = ["A list of spices:", "Two spices and their weight:"]
-    llm.engine.speculate(None)
+    llm.engine.set_proposer(None)
     wanted = llm.generate(prompts, params, grammar=grammar, show_progress=False)
     answers = {f"local-{3 + i}": completion.ids for i, completion in enumerate(wanted)}
-    llm.engine.speculate(Guesses(answers, vocab=llm.engine.vocab_size, wrong=3))
+    llm.engine.set_proposer(Guesses(answers, vocab=llm.engine.vocab_size, wrong=3))
     got = llm.generate(prompts, params, grammar=grammar, show_progress=False)
     equal(got, wanted)
     for completion in got:

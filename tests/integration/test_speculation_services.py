@@ -17,14 +17,14 @@ DRAFTS = 4
 
 def gauge(pod: Pod, name: str) -> float:
     """The value of the pod's one sample of that name."""
-    samples = [s for metric in pod.runtime.metrics.base.registry.collect() for s in metric.samples]
+    samples = [s for metric in pod.runtime.metrics.metrics.registry.collect() for s in metric.samples]
     (value,) = (sample.value for sample in samples if sample.name == name)
     return value
 
 
 def counted(pod: Pod, outcome: str) -> list[float]:
     """Drafts with that outcome by their places, as the pod's metrics tell them."""
-    samples = [s for metric in pod.runtime.metrics.base.registry.collect() for s in metric.samples]
+    samples = [s for metric in pod.runtime.metrics.metrics.registry.collect() for s in metric.samples]
     places = {
         s.labels["place"]: s.value
         for s in samples
@@ -45,7 +45,9 @@ async def test_tokens_of_a_hand_off_are_those_without_drafts(model_dir: Path, ro
     drafting = {"speculation": "ngram", "speculation_tokens": DRAFTS}
     async with Cluster.start(model_dir, role=role, decode_config=drafting, prefill_config=drafting) as cluster:
         engine = cluster.decode.runtime.engine
-        engine.speculate(Guesses({r.request_id: ids for r, ids in zip(requests, expected, strict=True)}, vocab=VOCAB))
+        engine.set_proposer(
+            Guesses({r.request_id: ids for r, ids in zip(requests, expected, strict=True)}, vocab=VOCAB)
+        )
         answers = await asyncio.gather(*(cluster.generate(r) for r in requests))
         assert [[t.id for t in answer.tokens] for answer in answers] == expected
         assert all([t.index for t in answer.tokens] == list(range(20)) for answer in answers)
@@ -72,7 +74,7 @@ async def test_drafts_that_are_never_right_raise_an_alarm(model_dir: Path) -> No
 
         async def ask(wrong: int) -> None:
             asked = request([5, 6, 7], max_tokens=60)
-            engine.speculate(Guesses({asked.request_id: answer.ids}, vocab=VOCAB, wrong=wrong), Always(2))
+            engine.set_proposer(Guesses({asked.request_id: answer.ids}, vocab=VOCAB, wrong=wrong), Always(2))
             assert [t.id for t in (await cluster.generate(asked)).tokens] == answer.ids
 
         await ask(wrong=1)

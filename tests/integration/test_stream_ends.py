@@ -20,18 +20,22 @@ async def test_the_end_comes_last(gw: Rig, tokens_first: bool, how: str) -> None
     reader, writer = await asyncio.open_connection("127.0.0.1", gw.server.port)
     raw = orjson.dumps({"model": MODEL, "prompt": "x", "max_tokens": 50, "stream": True})
     writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(raw) + raw)
-    pods = gw.gateway.models.first.table.pods.values()
+    pods = gw.gateway.models.first.pod_table.pods.values()
     legs = lambda: [sink for pod in pods for sink in pod._sinks.values() if isinstance(sink, Leg)]  # noqa: E731
-    await until(lambda: any(len(leg.outlet._orders[0].ids) == 3 and leg.outlet._take is not None for leg in legs()))
+    await until(
+        lambda: any(
+            len(leg.token_queue._orders[0].ids) == 3 and leg.token_queue._on_tokens is not None for leg in legs()
+        )
+    )
     [leg] = legs()
-    [ticket] = gw.gateway._tickets.values()
+    [ticket] = gw.gateway._requests.values()
 
     def come() -> None:
-        leg.deliver(decode_pb2.SequenceDelta(request_id="r", tokens=[types_pb2.Token(index=3, id=66)]))
+        leg.on_delta(decode_pb2.SequenceDelta(request_id="r", tokens=[types_pb2.Token(index=3, id=66)]))
 
     def end() -> None:
         if how == "ticket":
-            ticket.end(Cancelled("ended by a test"))
+            ticket.abort(Cancelled("ended by a test"))
         else:
             leg.fail(Overloaded("ended by a test"))
 

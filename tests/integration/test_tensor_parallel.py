@@ -28,8 +28,8 @@ SETTINGS: dict[str, Any] = {"device": "cpu", "threads": 1, "block_size": 4, "max
 def two(model_dir: Path) -> Iterator[LLM]:
     made = LLM(model_dir, num_blocks=24, tensor_parallel_size=2, **SETTINGS)
     yield made
-    assert made.engine.members is not None
-    (pid,) = made.engine.members.pids
+    assert made.engine.rank_group is not None
+    (pid,) = made.engine.rank_group.pids
     made.engine.close()
     with pytest.raises(ProcessLookupError):  # ranks end with their engine
         os.kill(pid, 0)
@@ -69,7 +69,7 @@ def test_a_prefix_is_used_again_and_preempted_sequences_go_on(llm: LLM, two: LLM
     before = two.engine.scheduler.stats().preemptions
     same(llm.generate(many, long, ignore_eos=True), two.generate(many, long, ignore_eos=True))
     assert two.engine.scheduler.stats().preemptions > before
-    two.engine.pool.check()
+    two.engine.pool.check_integrity()
 
 
 def test_samples_children_grammars_and_scored_prompts(llm: LLM, two: LLM) -> None:
@@ -94,8 +94,8 @@ def test_drafts_of_a_host_and_eight_bit_kv_with_random_weights(model_dir: Path) 
     assert 0 < speculator.stats.accepted < speculator.stats.proposed
 
     # A rank that is killed fails the call long before a collective gives up, and every later one.
-    assert llm.engine.members is not None
-    (pid,) = llm.engine.members.pids
+    assert llm.engine.rank_group is not None
+    (pid,) = llm.engine.rank_group.pids
     os.kill(pid, signal.SIGKILL)
     began = time.monotonic()
     for _ in range(2):
@@ -104,7 +104,7 @@ def test_drafts_of_a_host_and_eight_bit_kv_with_random_weights(model_dir: Path) 
         assert "tensor-parallel rank 1 has ended (SIGKILL)" in str(lost.error)
     assert time.monotonic() - began < 0.5 * TIMEOUT_S
     assert llm.engine.failure is not None
-    llm.engine.pool.check()
+    llm.engine.pool.check_integrity()
     llm.engine.close()
 
 

@@ -33,7 +33,7 @@ async def test_kv_of_all_ranks_moves_and_tokens_are_those_of_one_device(model_di
             assert answer.ids == llm.generate([r.prompt_ids], r.sampling, ignore_eos=True)[0].ids
         decode, prefill = cluster.decode, cluster.prefill
         assert (await decode.info()).computed.local == 0
-        assert prefill.runtime.node.stats().sent_transfers == len(requests)
+        assert prefill.runtime.transfer_node.stats().sent_transfers == len(requests)
         # A conversation goes on: what decode has is matched there, by block ids that all ranks share.
         longer = request([*requests[-1].prompt_ids, *given[-1].ids, 5, 6, 7], 6)
         again = await cluster.generate(longer, remote_only=True)
@@ -44,11 +44,11 @@ async def test_kv_of_all_ranks_moves_and_tokens_are_those_of_one_device(model_di
         # A pod of one device is refused at the handshake, by name.
         alone = await cluster.add(Role.PREFILL, checksums=False)
         with pytest.raises(LayoutMismatch, match="differ in tensor_parallel") as refused:
-            await alone.runtime.node.connect(decode.runtime.address)
+            await alone.runtime.transfer_node.connect(decode.runtime.address)
         assert refused.value.field == "tensor_parallel"
 
         # A rank that is lost is its pod's end, soon and with a reason; nothing waits for it.
-        members = prefill.runtime.engine.members
+        members = prefill.runtime.engine.rank_group
         assert members is not None
         os.kill(members.pids[0], signal.SIGKILL)
         with pytest.raises(BatonError):

@@ -39,7 +39,7 @@ async def test_sender_aborts(cluster: Cluster, stage: str) -> None:
     if stage == "while writing":
         prefill.backend.on_write = lambda _p, _l, _r: WriteFault(delay_s=600.0)
     incoming = decode.reserve("r", 0, range(8))
-    transfer = prefill.node.outgoing(incoming.target, "r", 8, 30.0)
+    transfer = prefill.node.start_transfer(incoming.target, "r", 8, 30.0)
     hold = FakeHold(list(range(8)))
     if stage != "before open":
         transfer.push(0, range(8), hold)
@@ -73,7 +73,7 @@ async def test_late_write_lands_in_quarantine_only(cluster: Cluster) -> None:
     await prefill.node.connect(decode.address)
     prefill.backend.on_write = lambda _p, local, _r: WriteFault(delay_s=600.0 if 20 in local else 0.0)
     incoming = decode.reserve("r", 0, [3, 4])
-    transfer = prefill.node.outgoing(incoming.target, "r", 2, 30.0)
+    transfer = prefill.node.start_transfer(incoming.target, "r", 2, 30.0)
     transfer.push(0, [10], FakeHold([10]))
     await until(lambda: transfer.delivered_blocks == 1)
     late = FakeHold([20])
@@ -101,7 +101,7 @@ async def test_reservation_that_nobody_opens_expires(cluster: Cluster) -> None:
     await until(lambda: incoming.over)
     assert isinstance(incoming.failed[0], DeadlineExceeded)
     await until(lambda: incoming.hold.free)
-    transfer = prefill.node.outgoing(incoming.target, "r", 2, 30.0)
+    transfer = prefill.node.start_transfer(incoming.target, "r", 2, 30.0)
     hold = FakeHold([1, 2])
     transfer.push(0, [1, 2], hold)
     with pytest.raises(TransferFailed):
@@ -113,7 +113,7 @@ async def test_reservation_that_nobody_opens_expires(cluster: Cluster) -> None:
 async def test_deadline_of_an_open_transfer(cluster: Cluster) -> None:
     prefill, decode = await cluster.pair()
     incoming = decode.reserve("r", 0, range(4), deadline_s=0.5)
-    transfer = prefill.node.outgoing(incoming.target, "r", 4, 30.0)
+    transfer = prefill.node.start_transfer(incoming.target, "r", 4, 30.0)
     transfer.push(0, [0, 1], FakeHold([0, 1]))
     await until(lambda: incoming.over)
     assert isinstance(incoming.failed[0], DeadlineExceeded)
@@ -125,7 +125,7 @@ async def test_deadline_of_an_open_transfer(cluster: Cluster) -> None:
 async def test_sender_deadline(cluster: Cluster) -> None:
     prefill, decode = await cluster.pair()
     incoming = decode.reserve("r", 0, range(4))
-    transfer = prefill.node.outgoing(incoming.target, "r", 4, 0.5)
+    transfer = prefill.node.start_transfer(incoming.target, "r", 4, 0.5)
     with pytest.raises(DeadlineExceeded):
         await transfer.done()
     decode.node.release(incoming.target.transfer_id)
@@ -139,7 +139,7 @@ async def test_drain_before_open_refuses_the_open(cluster: Cluster) -> None:
     answer = await decode.node._rpc.call(prefill.address, "Drain", request, transfer_pb2.DrainResponse, 5.0)
     assert answer.generation == prefill.generation
     with pytest.raises(TransferFailed):
-        await prefill.node.outgoing(incoming.target, "r", 1, 30.0).done()
+        await prefill.node.start_transfer(incoming.target, "r", 1, 30.0).done()
     decode.node.release(incoming.target.transfer_id)
     await until(lambda: incoming.hold.free)
 
@@ -152,7 +152,7 @@ async def test_decode_restarts_under_its_name(cluster: Cluster, unused_tcp_port:
     again = await cluster.start("decode-0", Role.DECODE, port=unused_tcp_port)
     assert again.address == decode.address
     with pytest.raises((TransferFailed, Unavailable)):
-        await prefill.node.outgoing(old.target, "old", 1, 10.0).done()
+        await prefill.node.start_transfer(old.target, "old", 1, 10.0).done()
     again.fill(3)
     await hand_over(prefill, again, 2)
     assert [peer.generation for peer in prefill.node.stats().peers] == [again.generation]
@@ -164,7 +164,7 @@ async def test_prefill_restarts_under_its_name(cluster: Cluster, unused_tcp_port
     await prefill.node.connect(decode.address)
     prefill.backend.on_write = lambda _p, _l, _r: WriteFault(delay_s=60.0)
     incoming = decode.reserve("r", 0, [1, 2])
-    transfer = prefill.node.outgoing(incoming.target, "r", 2, 60.0)
+    transfer = prefill.node.start_transfer(incoming.target, "r", 2, 60.0)
     transfer.push(0, [1, 2], FakeHold([1, 2]))
     await until(lambda: prefill.node.stats().pending_writes == 1)
     await prefill.crash()
@@ -195,10 +195,10 @@ async def test_a_writer_that_was_forgotten_for_others_shakes_hands_anew(
         await hand_over(prefill, decode, seed)
     await hand_over(busy, decode, 4)  # known still: it was heard of after the first one
     assert "unknown_pod" not in decode.node.stats().dropped
-    assert not decode.node._incoming.watches(first.agent)
+    assert not decode.node._incoming.is_watched(first.agent)
     incoming = decode.reserve("r", 0, [1, 2])
     with pytest.raises(TransferFailed, match="has not shaken hands, or was forgotten"):
-        await first.node.outgoing(incoming.target, "r", 2, 30.0).done()
+        await first.node.start_transfer(incoming.target, "r", 2, 30.0).done()
     assert decode.node.stats().dropped["unknown_pod"] == 1
     await hand_over(first, decode, 5)
     decode.node.release(incoming.target.transfer_id)
@@ -209,7 +209,7 @@ async def test_reservations_expire_in_the_order_of_their_deadlines(cluster: Clus
     _, decode = await cluster.pair()
     order: list[int] = []
     for number, deadline_s in enumerate((1.1, 0.1, 0.6)):
-        decode.node.reserve(
+        decode.node.expect_transfer(
             request_id=f"r{number}",
             first_block=0,
             blocks=[number],
@@ -237,7 +237,7 @@ async def test_blocks_are_not_reused_while_a_write_may_land(cluster: Cluster) ->
         home = [free.pop(rng.randrange(len(free))) for _ in range(count)]
         source = rng.sample(range(NUM_BLOCKS), count)
         incoming = decode.reserve(f"r{number}", 0, home)
-        transfer = prefill.node.outgoing(incoming.target, f"r{number}", count, 30.0)
+        transfer = prefill.node.start_transfer(incoming.target, f"r{number}", count, 30.0)
         for start, length in chunks(rng, 0, count):
             transfer.push(start, source[start : start + length], FakeHold(source[start : start + length]))
         transfer.finish([1], [None])
@@ -300,7 +300,7 @@ async def test_decode_is_gone(cluster: Cluster) -> None:
     target = decode.reserve("r", 0, [1]).target
     await decode.crash()
     hold = FakeHold([1])
-    transfer = prefill.node.outgoing(target, "r", 1, 5.0)
+    transfer = prefill.node.start_transfer(target, "r", 1, 5.0)
     transfer.push(0, [1], hold)
     with pytest.raises((Unavailable, TransferFailed)):
         await transfer.done()
@@ -312,11 +312,11 @@ async def test_stop_lets_running_transfers_end(cluster: Cluster) -> None:
     await prefill.node.connect(decode.address)
     prefill.backend.on_write = lambda _p, _l, _r: WriteFault(delay_s=0.3)
     incoming = decode.reserve("r", 0, [1])
-    transfer = prefill.node.outgoing(incoming.target, "r", 1, 30.0)
+    transfer = prefill.node.start_transfer(incoming.target, "r", 1, 30.0)
     transfer.push(0, [1], FakeHold([1]))
     transfer.finish([1], [None])
     await prefill.node.stop(30.0)
     assert (await transfer.done()).blocks == 1
     await until(lambda: len(incoming.ready) == 1)
     with pytest.raises(Unavailable):
-        prefill.node.outgoing(incoming.target, "again", 1, 30.0)
+        prefill.node.start_transfer(incoming.target, "again", 1, 30.0)

@@ -59,7 +59,7 @@ async def test_the_sender_is_not_done_before_every_range_arrived(cluster: Cluste
     prefill, decode = await cluster.pair()
     decode.backend.on_notification = lambda _n: (0.2,)
     incoming = decode.reserve("r", 0, range(4))
-    transfer = prefill.node.outgoing(incoming.target, "r", 4, 30.0)
+    transfer = prefill.node.start_transfer(incoming.target, "r", 4, 30.0)
     transfer.push(0, range(4), FakeHold(list(range(4))))
     transfer.finish([1], [None])
     await transfer.done()
@@ -71,7 +71,7 @@ async def test_without_notifications_neither_side_succeeds(cluster: Cluster) -> 
     prefill, decode = await cluster.pair()
     decode.backend.on_notification = lambda _n: ()
     incoming = decode.reserve("r", 0, range(4), deadline_s=1.0)
-    transfer = prefill.node.outgoing(incoming.target, "r", 4, 30.0)
+    transfer = prefill.node.start_transfer(incoming.target, "r", 4, 30.0)
     for block in range(4):
         transfer.push(block, [block], FakeHold([block]))
     transfer.finish([1], [None])
@@ -86,7 +86,7 @@ async def test_failed_write(cluster: Cluster) -> None:
     prefill, decode = await cluster.pair()
     prefill.backend.on_write = lambda _p, local, _r: WriteFault(fail="cable cut" if 2 in local else None)
     incoming = decode.reserve("r", 0, range(4))
-    transfer = prefill.node.outgoing(incoming.target, "r", 4, 30.0)
+    transfer = prefill.node.start_transfer(incoming.target, "r", 4, 30.0)
     holds = [FakeHold([block]) for block in range(4)]
     for block, hold in enumerate(holds):
         transfer.push(block, [block], hold)
@@ -103,7 +103,7 @@ async def test_damage_is_found_by_checksums(cluster: Cluster) -> None:
     prefill, decode = await cluster.pair()
     await prefill.node.connect(decode.address)
     incoming = decode.reserve("good", 0, range(4))
-    transfer = prefill.node.outgoing(incoming.target, "good", 4, 30.0)
+    transfer = prefill.node.start_transfer(incoming.target, "good", 4, 30.0)
     transfer.push(0, range(4), FakeHold(list(range(4))))
     transfer.finish([1], [None])
     await transfer.done()
@@ -111,7 +111,7 @@ async def test_damage_is_found_by_checksums(cluster: Cluster) -> None:
     assert len(incoming.ready[0].checksums) == 4
     prefill.backend.on_write = lambda _p, _l, _r: WriteFault(corrupt=1)
     incoming = decode.reserve("bad", 0, range(4))
-    transfer = prefill.node.outgoing(incoming.target, "bad", 4, 30.0)
+    transfer = prefill.node.start_transfer(incoming.target, "bad", 4, 30.0)
     transfer.push(0, range(4), FakeHold(list(range(4))))
     transfer.finish([1], [None])
     with pytest.raises(TransferFailed):
@@ -135,7 +135,7 @@ async def test_a_source_block_that_changes_before_it_is_written_is_damage(cluste
 
     prefill.backend.on_write = change
     incoming = decode.reserve("r", 1, [4, 5])
-    transfer = prefill.node.outgoing(incoming.target, "r", 3, 30.0)
+    transfer = prefill.node.start_transfer(incoming.target, "r", 3, 30.0)
     transfer.push(0, [6, 7, 8], FakeHold([6, 7, 8]))
     transfer.finish([1], [None])
     with pytest.raises(TransferFailed):
@@ -151,7 +151,7 @@ async def test_damage_goes_unnoticed_without_checksums(cluster: Cluster) -> None
     await prefill.node.connect(decode.address)
     prefill.backend.on_write = lambda _p, _l, _r: WriteFault(corrupt=0)
     incoming = decode.reserve("r", 0, [9])
-    transfer = prefill.node.outgoing(incoming.target, "r", 1, 30.0)
+    transfer = prefill.node.start_transfer(incoming.target, "r", 1, 30.0)
     transfer.push(0, [5], FakeHold([5]))
     transfer.finish([1], [None])
     await transfer.done()
@@ -180,7 +180,7 @@ async def test_a_poll_that_raises_fails_its_write_and_nothing_else() -> None:
         prefill, decode = await cluster.pair()
         await hand_over(prefill, decode, 1)
         incoming = decode.reserve("r", 0, range(4))
-        transfer = prefill.node.outgoing(incoming.target, "r", 4, 30.0)
+        transfer = prefill.node.start_transfer(incoming.target, "r", 4, 30.0)
         Broken.breaks = 1
         transfer.push(0, range(4), FakeHold(list(range(4))))
         with pytest.raises(TransferFailed, match="no such handle"):

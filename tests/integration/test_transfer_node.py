@@ -47,7 +47,7 @@ async def test_hand_over(cluster: Cluster) -> None:
     stats = prefill.node.stats()
     assert (stats.sent_transfers, stats.failed_transfers, stats.sent_blocks) == (2, 0, 67)
     assert stats.pending_writes == 0
-    assert stats.peers[0].gbps > 0
+    assert stats.peers[0].gb_s > 0
     assert decode.node.stats().open_incoming == 0
 
 
@@ -64,7 +64,7 @@ async def test_many_at_once(cluster: Cluster) -> None:
 async def test_blocks_are_delivered_before_the_prompt_is_computed(cluster: Cluster) -> None:
     prefill, decode = await cluster.pair()
     incoming = decode.reserve("r", 0, range(8))
-    transfer = prefill.node.outgoing(incoming.target, "r", 8, 30.0)
+    transfer = prefill.node.start_transfer(incoming.target, "r", 8, 30.0)
     progress: list[int] = []
     transfer.on_progress = progress.append
     for start in (0, 2, 4):
@@ -103,7 +103,7 @@ async def test_a_connection_that_broke_is_not_kept_for_good(cluster: Cluster) ->
     await prefill.node.connect(gone.address)
     connector = prefill.node._connector
     (connection,) = connector._connections.values()
-    prefill.node._thread.submit(lambda: connector.retire(connection))
+    prefill.node._thread.submit(lambda: connector.mark_broken(connection))
     await until(lambda: connection not in connector._attached)
     other = await cluster.start("decode-1", Role.DECODE)
     await prefill.node.connect(other.address)
@@ -113,7 +113,7 @@ async def test_a_connection_that_broke_is_not_kept_for_good(cluster: Cluster) ->
 async def test_nothing_to_push(cluster: Cluster) -> None:
     prefill, decode = await cluster.pair()
     incoming = decode.reserve("r", 4, [])
-    transfer = prefill.node.outgoing(incoming.target, "r", 4, 30.0)
+    transfer = prefill.node.start_transfer(incoming.target, "r", 4, 30.0)
     hold = FakeHold([1, 2, 3, 4])
     transfer.push(0, [1, 2, 3, 4], hold)
     transfer.finish([3], [None])
@@ -124,7 +124,7 @@ async def test_nothing_to_push(cluster: Cluster) -> None:
 
 async def test_a_push_outside_the_prompt_is_refused(cluster: Cluster) -> None:
     prefill, decode = await cluster.pair()
-    transfer = prefill.node.outgoing(decode.reserve("r", 0, [1, 2]).target, "r", 2, 30.0)
+    transfer = prefill.node.start_transfer(decode.reserve("r", 0, [1, 2]).target, "r", 2, 30.0)
     hold = FakeHold([5, 6])
     with pytest.raises(InvalidRequest):
         transfer.push(1, [5, 6], hold)
@@ -139,7 +139,7 @@ async def test_wrong_secret(cluster: Cluster) -> None:
         await stranger.node.connect(decode.address)
     incoming = decode.reserve("r", 0, [1])
     with pytest.raises(Unauthenticated):
-        await stranger.node.outgoing(incoming.target, "r", 1, 5.0).done()
+        await stranger.node.start_transfer(incoming.target, "r", 1, 5.0).done()
     assert decode.node.stats().dropped["unauthenticated"] >= 1
     await hand_over(prefill, decode, 1)
 
@@ -162,7 +162,7 @@ async def test_other_layouts_are_refused_by_name(field: str, layout: KVLayout) -
             await other.node.connect(decode.address)
         assert refusal.value.field == field
         with pytest.raises(LayoutMismatch):
-            await other.node.outgoing(decode.reserve("r", 0, [1]).target, "r", 1, 5.0).done()
+            await other.node.start_transfer(decode.reserve("r", 0, [1]).target, "r", 1, 5.0).done()
         await hand_over(await cluster.start("prefill-0", Role.PREFILL), decode, 1)  # which goes on with its own kind
         with pytest.raises(LayoutMismatch) as refusal:
             await decode.node.connect(other.address)
@@ -197,7 +197,7 @@ async def test_device_memory_never_travels_over_tcp_unnoticed(transport: str) ->
 async def test_commit_is_idempotent(cluster: Cluster) -> None:
     prefill, decode = await cluster.pair()
     incoming = decode.reserve("r", 0, [1])
-    transfer = prefill.node.outgoing(incoming.target, "r", 1, 30.0)
+    transfer = prefill.node.start_transfer(incoming.target, "r", 1, 30.0)
     transfer.push(0, [1], FakeHold([1]))
     transfer.finish([1], [None])
     await transfer.done()

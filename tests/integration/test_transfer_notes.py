@@ -79,7 +79,7 @@ async def send(
     prefill: Pod, decode: Pod, request_id: str = "r", tokens: Sequence[int] = (7,), blocks: int = 8
 ) -> Incoming:
     incoming = decode.reserve(request_id, 0, range(blocks))
-    transfer = prefill.node.outgoing(incoming.target, request_id, blocks, 30.0)
+    transfer = prefill.node.start_transfer(incoming.target, request_id, blocks, 30.0)
     hold = FakeHold(list(range(blocks)))
     transfer.push(0, range(blocks), hold)
     transfer.finish(tokens, [None] * (len(tokens) - 1) + [FinishReason.LENGTH])
@@ -110,7 +110,7 @@ async def test_nothing_is_sent_and_only_the_commit_goes(cluster: Cluster, monkey
     monkeypatch.setattr(outgoing, "NOTE_PATIENCE_S", 30.0)
     calls = Calls(prefill, monkeypatch)
     incoming = decode.reserve("r", 4, [])
-    transfer = prefill.node.outgoing(incoming.target, "r", 4, 30.0)
+    transfer = prefill.node.start_transfer(incoming.target, "r", 4, 30.0)
     transfer.finish([3], [None])
     assert (await transfer.done()).blocks == 0
     await until(lambda: bool(incoming.committed))  # told on the loop, the acknowledgement went from the thread
@@ -163,15 +163,15 @@ async def test_an_acknowledgement_of_what_was_not_committed_is_nobodys(cluster: 
     prefill, decode = await pair(cluster)
     prefill.backend.on_write = lambda _p, local, _r: WriteFault(delay_s=0.3 if 1 in local else 0.0)
     incoming = decode.reserve("r", 0, [1, 2])
-    transfer = prefill.node.outgoing(incoming.target, "r", 2, 30.0)
+    transfer = prefill.node.start_transfer(incoming.target, "r", 2, 30.0)
     transfer.push(0, [0], FakeHold([0]))
     await until(lambda: transfer.delivered_blocks == 1)
     said = Committed(incoming.target.transfer_id, 0)
-    await told(prefill, lambda: prefill.node._outgoing.noted(decode.agent, said))
+    await told(prefill, lambda: prefill.node._outgoing.on_committed(decode.agent, said))
     transfer.push(1, [1], FakeHold([1]))
     lose(decode, CommitNote)
     transfer.finish([7], [None])
-    await told(prefill, lambda: prefill.node._outgoing.noted("prefill-stranger-1", said))
+    await told(prefill, lambda: prefill.node._outgoing.on_committed("prefill-stranger-1", said))
     assert not transfer.ended
     await transfer.done()
     await until(lambda: incoming.over)
@@ -181,11 +181,11 @@ async def test_an_acknowledgement_of_what_was_not_committed_is_nobodys(cluster: 
 async def test_a_stranger_commits_nothing(cluster: Cluster) -> None:
     prefill, decode = await pair(cluster)
     incoming = decode.reserve("r", 0, [1])
-    transfer = prefill.node.outgoing(incoming.target, "r", 1, 30.0)
+    transfer = prefill.node.start_transfer(incoming.target, "r", 1, 30.0)
     transfer.push(0, [0], FakeHold([0]))
     await until(lambda: transfer.delivered_blocks == 1)
     note = CommitNote(incoming.target.transfer_id, Commit((9,), (None,)))
-    await told(decode, lambda: decode.node._incoming.notified("prefill-stranger-1", note))
+    await told(decode, lambda: decode.node._incoming.on_notification("prefill-stranger-1", note))
     assert decode.node.stats().dropped["notification_misfit"] == 1
     transfer.finish([7], [None])
     await transfer.done()
@@ -196,7 +196,7 @@ async def test_a_stranger_commits_nothing(cluster: Cluster) -> None:
 async def test_a_commit_of_what_was_given_up_is_told_so_by_the_call(cluster: Cluster) -> None:
     prefill, decode = await pair(cluster)
     incoming = decode.reserve("r", 0, [1, 2])
-    transfer = prefill.node.outgoing(incoming.target, "r", 2, 30.0)
+    transfer = prefill.node.start_transfer(incoming.target, "r", 2, 30.0)
     transfer.push(0, [0, 1], FakeHold([0, 1]))
     await until(lambda: transfer.delivered_blocks == 2)
     decode.node.release(incoming.target.transfer_id)
@@ -220,7 +220,7 @@ async def test_what_goes_both_ways_and_ends_one_way(cluster: Cluster, monkeypatc
         await hand_over(first, second, seed)
         await hand_over(second, first, 10 + seed)
     assert [made.made for made in calls] == [[], []]
-    await told(first, lambda: first.node._incoming.dismiss(second.agent))
+    await told(first, lambda: first.node._incoming.remove_peer(second.agent))
     monkeypatch.setattr(outgoing, "NOTE_PATIENCE_S", 0.02)
     await hand_over(first, second, 20)
     await hand_over(second, first, 21)
@@ -239,7 +239,7 @@ async def test_a_connection_that_breaks_leaves_the_other_way_its_notes(
         await hand_over(source, target, 1)
     connector = first.node._connector
     (connection,) = connector._connections.values()
-    await told(first, lambda: connector.retire(connection))
+    await told(first, lambda: connector.mark_broken(connection))
     await until(lambda: connection not in connector._attached)
     monkeypatch.setattr(outgoing, "NOTE_PATIENCE_S", 30.0)
     calls = Calls(second, monkeypatch)
@@ -252,7 +252,7 @@ async def test_a_writer_that_shakes_hands_again_is_answered_on_a_new_way(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefill, decode = await pair(cluster)
-    notify, dismiss, broken = decode.backend.notify, decode.backend.dismiss, [prefill.agent]
+    notify, dismiss, broken = decode.backend.notify, decode.backend.remove_peer, [prefill.agent]
 
     def fail(peer: str, payload: bytes) -> None:
         if peer in broken:
@@ -270,7 +270,7 @@ async def test_a_writer_that_shakes_hands_again_is_answered_on_a_new_way(
     assert len(calls.made) == 1
     connector = prefill.node._connector
     (connection,) = connector._connections.values()
-    await told(prefill, lambda: connector.retire(connection))
+    await told(prefill, lambda: connector.mark_broken(connection))
     monkeypatch.setattr(outgoing, "NOTE_PATIENCE_S", 30.0)
     await hand_over(prefill, decode, 2)
     assert len(calls.made) == 1
@@ -286,7 +286,7 @@ async def test_where_no_note_is_answered_all_is_called_for_a_while(
         await send(prefill, decode, f"r{i}")
     assert (len(noted), len(calls.made)) == (outgoing.MOST_UNHEARD, outgoing.MOST_UNHEARD + 2)
     (connection,) = prefill.node._connector._connections.values()
-    connection.notes_from = 0.0  # a while later, and they are answered again
+    connection.notifications_resume_at = 0.0  # a while later, and they are answered again
     prefill.backend.on_notification = lambda _: (0.0,)
     monkeypatch.setattr(outgoing, "NOTE_PATIENCE_S", 30.0)
     await send(prefill, decode, "again")
@@ -318,7 +318,7 @@ async def test_a_restarted_writer_is_introduced_anew(cluster: Cluster, monkeypat
     calls = Calls(again, monkeypatch)
     await hand_over(again, decode, 2)
     assert calls.made == []
-    assert set(decode.node._incoming._introduced) == {again.agent}
+    assert set(decode.node._incoming._notification_peers) == {again.agent}
 
 
 async def test_a_lost_range_is_told_again_after_the_note(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:

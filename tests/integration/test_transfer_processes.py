@@ -101,7 +101,7 @@ async def hosts() -> AsyncIterator[Hosts]:
 
 
 async def send(prefill: Pod, target: KvTarget, request_id: str, deadline_s: float = 30.0) -> OutgoingTransfer:
-    transfer = prefill.node.outgoing(target, request_id, len(target.blocks), deadline_s)
+    transfer = prefill.node.start_transfer(target, request_id, len(target.blocks), deadline_s)
     transfer.push(0, target.blocks, FakeHold(list(target.blocks)))
     transfer.finish([1], [None])
     return transfer
@@ -137,7 +137,7 @@ async def test_transport_is_known(hosts: Hosts) -> None:
     prefill = await hosts.start("prefill-0", Role.PREFILL)
     peer = await prefill.node.connect(decode.address)
     assert peer.transport == ("tcp" if os.environ.get("UCX_TLS") == "tcp" else "cma")
-    assert peer.gbps > 0
+    assert peer.gb_s > 0
     assert await outcome(await send(prefill, await decode.reserve("r", [1, 2, 3]), "r")) is None
     await decode.state_until(lambda state: state["ready"] == ["r"])  # the acknowledgement goes first
 
@@ -146,7 +146,7 @@ async def test_decode_is_killed(hosts: Hosts, unused_tcp_port: int) -> None:
     decode = await hosts.child(Role.DECODE, "decode-0", unused_tcp_port)
     prefill = await hosts.start("prefill-0", Role.PREFILL)
     target = await decode.reserve("r", list(range(8)))
-    transfer = prefill.node.outgoing(target, "r", 8, 60.0)
+    transfer = prefill.node.start_transfer(target, "r", 8, 60.0)
     holds = [FakeHold([block]) for block in range(8)]
     for block in range(4):
         transfer.push(block, [block], holds[block])
@@ -165,7 +165,7 @@ async def test_decode_is_killed_before_the_commit(hosts: Hosts) -> None:
     """Everything is delivered and nothing is pending: only the end of the process tells."""
     decode = await hosts.child(Role.DECODE, "decode-0")
     prefill = await hosts.start("prefill-0", Role.PREFILL)
-    transfer = prefill.node.outgoing(await decode.reserve("r", [1]), "r", 1, 60.0)
+    transfer = prefill.node.start_transfer(await decode.reserve("r", [1]), "r", 1, 60.0)
     transfer.push(0, [1], FakeHold([1]))
     await until(lambda: transfer.delivered_blocks == 1)
     await decode.end()
@@ -207,7 +207,7 @@ async def test_decode_is_frozen(hosts: Hosts) -> None:
     prefill = await hosts.start("prefill-0", Role.PREFILL)
     await prefill.node.connect(decode.address)
     target = await decode.reserve("r", [1, 2])
-    transfer = prefill.node.outgoing(target, "r", 2, 3.0)
+    transfer = prefill.node.start_transfer(target, "r", 2, 3.0)
     transfer.push(0, [1], FakeHold([1]))
     await until(lambda: transfer.delivered_blocks == 1)
     decode.send_signal(signal.SIGSTOP)

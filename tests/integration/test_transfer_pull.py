@@ -93,10 +93,10 @@ async def test_missing_blocks_arrive_and_nothing_else_changes(cluster: Cluster, 
     after = puller.digest(range(NUM_BLOCKS))
     assert all(after[b] == before[b] for b in range(NUM_BLOCKS) if b not in wanted.blocks)
     await at_rest(owner, puller)
-    (pair,) = (p for p in owner.node.pairs() if p.pod == "prefill-0")
+    (pair,) = (p for p in owner.node.pair_stats() if p.pod == "prefill-0")
     assert (pair.pulls, pair.transfers, pair.blocks, pair.failures) == (1, 0, 13, 0)
     assert pair.bytes == 13 * LAYOUT.block_bytes
-    assert pair.gbps > 0
+    assert pair.gb_s > 0
 
 
 async def test_a_holder_that_lost_the_end_gives_what_it_has(cluster: Cluster) -> None:
@@ -130,7 +130,7 @@ async def test_a_failed_move_fails_the_pull_and_frees_after_the_grace(cluster: C
     assert not wanted.hold.free  # bytes may trail behind an error
     await until(lambda: wanted.hold.free)  # type: ignore[attr-defined]
     await at_rest(owner, puller)
-    assert next(p for p in owner.node.pairs() if p.pod == "prefill-0").failures == 1
+    assert next(p for p in owner.node.pair_stats() if p.pod == "prefill-0").failures == 1
     assert puller.node.stats().pending_writes == 0
 
 
@@ -290,13 +290,13 @@ async def test_equal_ids_of_two_receivers_are_two_transfers() -> None:
         incoming = [home.reserve("r", 0, [4, 5]) for home in homes]
         assert incoming[0].target.transfer_id == incoming[1].target.transfer_id
         for i, one in enumerate(incoming):
-            transfer = source.node.outgoing(one.target, "r", 2, 20.0)
+            transfer = source.node.start_transfer(one.target, "r", 2, 20.0)
             transfer.push(0, [10 + i, 20 + i], FakeHold([10 + i, 20 + i]))
             transfer.finish([7], [None])
             await transfer.done()
         for i, home in enumerate(homes):
             assert home.digest([4, 5]) == source.digest([10 + i, 20 + i])
-        assert {p.pod: p.transfers for p in source.node.pairs()} == {"decode-0": 1, "decode-1": 1}
+        assert {p.pod: p.transfers for p in source.node.pair_stats()} == {"decode-0": 1, "decode-1": 1}
     finally:
         await cluster.stop()
 
@@ -310,25 +310,25 @@ async def test_every_pair_of_three_and_three_is_counted_by_itself() -> None:
         async def hand_over(i: int, j: int) -> None:
             blocks = list(range(10 * i, 10 * i + 1 + j))
             one = homes[j].reserve(f"r{i}{j}", 0, blocks)
-            transfer = sources[i].node.outgoing(one.target, f"r{i}{j}", len(blocks), 20.0)
+            transfer = sources[i].node.start_transfer(one.target, f"r{i}{j}", len(blocks), 20.0)
             transfer.push(0, blocks, FakeHold(blocks))
             transfer.finish([7], [None])
             await transfer.done()
 
         await asyncio.gather(*(hand_over(i, j) for i in range(3) for j in range(3)))
         for source in sources:
-            pairs = source.node.pairs()
+            pairs = source.node.pair_stats()
             assert [(p.pod, p.transfers, p.blocks) for p in pairs] == [(f"decode-{j}", 1, j + 1) for j in range(3)]
             assert all(p.exposed_s > 0 and p.transport == "loopback" and p.generation for p in pairs)
         # A transfer that its receiver gave up is a failure of that pair alone; one that was aborted is none.
         lost, aborted = homes[1].reserve("lost", 0, [3]), homes[2].reserve("aborted", 0, [3])
-        first = sources[0].node.outgoing(lost.target, "lost", 1, 20.0)
-        second = sources[0].node.outgoing(aborted.target, "aborted", 1, 20.0)
+        first = sources[0].node.start_transfer(lost.target, "lost", 1, 20.0)
+        second = sources[0].node.start_transfer(aborted.target, "aborted", 1, 20.0)
         homes[1].node.release(lost.target.transfer_id)
         second.abort("the client left")
         for transfer in (first, second):
             with pytest.raises(BatonError):
                 await transfer.done()
-        assert [p.failures for p in sources[0].node.pairs()] == [0, 1, 0]
+        assert [p.failures for p in sources[0].node.pair_stats()] == [0, 1, 0]
     finally:
         await cluster.stop()

@@ -48,7 +48,7 @@ async def main(role: Role, name: str, port: int) -> None:
         checksums=True,
     )
     pod = Pod(name, generation, node, server, memory, backend, LAYOUT, f"{role.value}-{name}-{generation}")
-    server.add(transfer_pb2_grpc.add_TransferServicer_to_server, node.servicer, "baton.v1.Transfer")
+    server.add_servicer(transfer_pb2_grpc.add_TransferServicer_to_server, node.servicer, "baton.v1.Transfer")
     await node.start()
     pod.address = f"127.0.0.1:{await server.start()}"
     pod.fill(9)
@@ -70,7 +70,7 @@ async def main(role: Role, name: str, port: int) -> None:
                 transfer_id = TransferId(order["generation"], order["number"])
                 blocks = tuple(order["blocks"])
                 target = KvTarget(transfer_id, order["pod"], order["address"], 0, blocks, LAYOUT.fingerprint)
-                transfer = node.outgoing(target, order["id"], len(blocks), 60.0)
+                transfer = node.start_transfer(target, order["id"], len(blocks), 60.0)
                 transfer.push(0, blocks, FakeHold(list(blocks)))
                 transfer.finish([1], [None])
                 sending[order["id"]] = asyncio.create_task(outcome(transfer.done()))

@@ -117,7 +117,7 @@ class Pod:
             incoming.hold_was_free.append(hold.free)
             incoming.ready.append(commit)
 
-        transfer_id = self.node.reserve(
+        transfer_id = self.node.expect_transfer(
             request_id=request_id,
             first_block=first,
             blocks=blocks,
@@ -189,7 +189,7 @@ class Cluster:
             allow_tcp=allow_tcp,
         )
         pod = Pod(name, generation, node, server, memory, backend, layout, f"{role.value}-{name}-{generation}", clock)
-        server.add(transfer_pb2_grpc.add_TransferServicer_to_server, node.servicer, "baton.v1.Transfer")
+        server.add_servicer(transfer_pb2_grpc.add_TransferServicer_to_server, node.servicer, "baton.v1.Transfer")
         await node.start()
         pod.address = f"127.0.0.1:{await server.start()}"
         self.pods.append(pod)
@@ -225,7 +225,7 @@ async def hand_over(
     source = rng.sample(range(NUM_BLOCKS), num_blocks)
     home = home or rng.sample(range(NUM_BLOCKS), num_blocks)
     incoming = decode.reserve(f"r{seed}", first, home[first:])
-    transfer = prefill.node.outgoing(incoming.target, f"r{seed}", num_blocks, 30.0)
+    transfer = prefill.node.start_transfer(incoming.target, f"r{seed}", num_blocks, 30.0)
     holds = []
     for start, count in chunks(rng, 0, num_blocks):
         holds.append(FakeHold(source[start : start + count]))

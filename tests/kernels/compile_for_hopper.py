@@ -123,11 +123,13 @@ def samples() -> None:
     sampler.flush()
     index = torch.zeros(4, dtype=torch.int32)
     for allowed in (None, torch.zeros(4, VOCAB // 32, dtype=torch.int32)):
-        sampler.run(torch.zeros(4, VOCAB), index, index, allowed)
+        sampler.sample(torch.zeros(4, VOCAB), index, index, allowed)
     long, finite = index.long(), torch.ones(4, dtype=torch.bool)
     for drafts in (None, (long, index)):
-        sampler.run(torch.zeros(4, VOCAB), long, index, drafts=drafts, results=long.clone())
-    sampler.accept(long, finite, long, torch.zeros(2, dtype=torch.int32), long[:1], torch.zeros(5).long(), query=5)
+        sampler.sample(torch.zeros(4, VOCAB), long, index, drafts=drafts, results=long.clone())
+    sampler.accept_drafts(
+        long, finite, long, torch.zeros(2, dtype=torch.int32), long[:1], torch.zeros(5).long(), query=5
+    )
 
 
 def main() -> None:

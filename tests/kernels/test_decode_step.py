@@ -90,21 +90,21 @@ class Rig:
             backend,
             max_seqs=SEQS,
             max_blocks=LIMIT // BLOCK + 1,
-            most_tokens=budget,
-            static=fused,
+            max_step_tokens=budget,
+            use_cuda_graphs=fused,
             sampler=DeviceSampler(SEQS, VOCAB, device, max_drafts=SEQS * DRAFTS) if fused else None,
-            drafts=DRAFTS,
+            max_seq_drafts=DRAFTS,
             max_drafts=SEQS * DRAFTS,
-            draft=None if make_draft is None else make_draft(kv, attention),
-            chunks=chunks,
+            draft_model=None if make_draft is None else make_draft(kv, attention),
+            chunk_graphs=chunks,
         )
         if graphs:
             self.runner.capture()
         self.pool = BlockPool(blocks, BLOCK)
-        self.scheduler = Scheduler(SchedulerConfig(token_budget=budget, max_seqs=SEQS, max_model_len=LIMIT), self.pool)
+        self.scheduler = Scheduler(SchedulerConfig(chunk_tokens=budget, max_seqs=SEQS, max_model_len=LIMIT), self.pool)
         self.speculator = None if guesses is None else Speculator(guesses, Always(DRAFTS), max_seqs=SEQS)
         if self.runner.draft_loop is not None:
-            drawn = DrawnProposer(self.runner.draft_loop, self.scheduler.reserve)
+            drawn = DrawnProposer(self.runner.draft_loop, self.scheduler.reserve_for_drafts)
             self.speculator = Speculator(drawn, Always(DRAFTS), max_seqs=SEQS)
         self.stepper = Stepper(
             self.scheduler,
@@ -113,7 +113,7 @@ class Rig:
             max_model_len=LIMIT,
             overlap=overlap,
             speculator=self.speculator,
-            drafts_lag=self.runner.drafts_lag,
+            draft_model_lags=self.runner.draft_model_lags,
         )
 
     def add(self, name: str, ids: tuple[int, ...], params: SamplingParams) -> Sequence:
@@ -127,7 +127,7 @@ class Rig:
             for output in self.stepper.step().outputs:
                 assert output.error is None
                 tokens.setdefault(output.seq.request_id, []).extend(output.tokens)
-        self.pool.check()
+        self.pool.check_integrity()
         assert self.pool.counts().leased == 0
         return tokens
 
@@ -182,11 +182,11 @@ def test_captured_chunks_give_the_tokens_of_plain_ones(device: torch.device, mon
     plain = Rig(torch.device("cpu"), fused=False, overlap=False)
     graphs = device.type == "cuda"
     static = Rig(device, fused=True, overlap=True, graphs=graphs, chunks=chunks, blocks=40)
-    assert static.runner.prompt is not None
+    assert static.runner.prompt_step is not None
     computed: list[Bucket] = []
-    replay = static.runner.prompt._graphs.run
+    replay = static.runner.prompt_step._graphs.run
     monkeypatch.setattr(
-        static.runner.prompt._graphs, "run", lambda bucket: (computed.append(bucket), replay(bucket))[1]
+        static.runner.prompt_step._graphs, "run", lambda bucket: (computed.append(bucket), replay(bucket))[1]
     )
     answers = []
     for rig in (plain, static):
@@ -225,9 +225,9 @@ def test_a_row_that_is_not_a_number_fails_alone(device: torch.device) -> None:
     while rig.stepper.has_work:
         outputs += rig.stepper.step().outputs
     assert [o.seq.request_id for o in outputs if o.error is not None] == ["b"]
-    assert seqs[1].finish is FinishReason.ERROR
+    assert seqs[1].finish_reason is FinishReason.ERROR
     assert len(seqs[0].output) == 5
-    rig.pool.check()
+    rig.pool.check_integrity()
 
 
 @pytest.mark.parametrize("budget", [12, 64])
@@ -271,19 +271,19 @@ def test_inputs_of_the_kernels(device: torch.device) -> None:
     tables = torch.full((5, 6), -7, dtype=torch.int32)
     tables[2, 0] = 3
     last = torch.tensor([21, 22, 23, 24, 25])
-    out = DecodeInputs.empty(6, 24, 6, device).lead(rows, query)
-    for tensor in (out.tokens, out.positions, out.kv_slots, out.cu_q, out.seq_lens, out.tables):
+    out = DecodeInputs.empty(6, 24, 6, device).slice_for(rows, query)
+    for tensor in (out.tokens, out.positions, out.slot_mapping, out.cu_q, out.seq_lens, out.tables):
         tensor.fill_(-99)
     there = tables.to(device)
     decode_inputs(packed.to(device), there, last.to(device), out, query=query, block_size=size)
     assert out.tokens.tolist() == [11, 12, 23, 21] + [0] * 8
     assert out.positions.tolist() == [7, 8, 9, 0] + [0] * 8
-    assert out.kv_slots.tolist() == [8 * 4 + 3, 9 * 4, 9 * 4 + 1, 5 * 4] + [-1] * 8
+    assert out.slot_mapping.tolist() == [8 * 4 + 3, 9 * 4, 9 * 4 + 1, 5 * 4] + [-1] * 8
     assert out.cu_q.tolist() == [0, 3, 4, 4, 4]
     assert out.seq_lens.tolist() == [10, 1, 0, 0]
     assert out.row_slots.tolist() == [2, 0, 4, 4]
     assert out.token_slots.tolist() == [2, 2, 2, 0] + [4] * 8
-    assert out.sampled_at.tolist() == [8, 9, 10, 1] + [0] * 8
+    assert out.sample_positions.tolist() == [8, 9, 10, 1] + [0] * 8
     assert out.offsets.tolist() == [0, 1, 2, 0] + [0] * 8
     assert out.tables[0, :3].tolist() == [3, 8, 9]
     assert out.tables[1, 0].item() == 5
@@ -314,16 +314,16 @@ def test_tables_follow_their_leases() -> None:
     for seq in seqs:
         assert seq.lease is not None
         assert tables.row(seq).tolist() == seq.lease.blocks
-        tables.copied[seq.slot] = 2
+        tables.num_on_device[seq.slot] = 2
         seq.lease.grow(3)
         assert tables.row(seq).tolist() == seq.lease.blocks
-        assert tables.copied[seq.slot] == 2
+        assert tables.num_on_device[seq.slot] == 2
     seqs[0].publish()
     seqs[1].publish()  # the same tokens: its blocks are swapped for the first one's
     for seq, copied in zip(seqs, (2, 0), strict=True):
         assert seq.lease is not None
         assert tables.row(seq).tolist() == seq.lease.blocks
-        assert tables.copied[seq.slot] == copied
+        assert tables.num_on_device[seq.slot] == copied
     seqs[0].slot, seqs[1].slot = 1, 0
     assert [tables.row(seq).tolist() for seq in seqs] == [seq.lease.blocks for seq in seqs if seq.lease]
 
@@ -338,11 +338,11 @@ def test_a_copy_of_blocks_that_drafts_needed_is_not_relied_on() -> None:
     seq.slot = 0
     lease.grow(3)
     tables.row(seq)
-    tables.copied[0] = 3
+    tables.num_on_device[0] = 3
     drafted = lease.blocks[2]
     lease.trim(2)
     pool.lease([], 30)
     lease.grow(3)
     assert lease.blocks[2] != drafted
     assert tables.row(seq).tolist() == lease.blocks
-    assert tables.copied[0] == 2
+    assert tables.num_on_device[0] == 2

@@ -48,7 +48,7 @@ def run(
     slots = torch.tensor([*rows, *[sampler.pad_slot] * pad], dtype=torch.int32, device=device)
     positions = torch.tensor([*(len(r.tokens) for r in rows.values()), *[0] * pad], dtype=torch.int32, device=device)
     sampler.flush()
-    tokens, finite = sampler.run(logits, slots, positions)
+    tokens, finite = sampler.sample(logits, slots, positions)
     return tokens.tolist()[: len(rows)], finite.tolist()[: len(rows)]
 
 
@@ -62,7 +62,7 @@ def test_equals_the_host_sampler(device: torch.device) -> None:
         for slot in rng.sample(range(ROWS), ROWS):
             if slot in running and rng.random() < 0.3:
                 del running[slot]
-                sampler.drop(slot)
+                sampler.clear_slot(slot)
             if slot not in running and rng.random() < 0.7:
                 running[slot] = request(rng)
                 sampler.stage(slot, running[slot])
@@ -114,7 +114,7 @@ def test_rows_after_drafts_equal_the_host_samplers(device: torch.device) -> None
             logits[at, row.drafts[-1]] = logits[at].max() + 1.5
     offsets = torch.tensor([len(row.drafts) for row in rows], dtype=torch.int32, device=device)
     positions = torch.tensor([row.position for row in rows], dtype=torch.int32, device=device)
-    tokens, finite = sampler.run(
+    tokens, finite = sampler.sample(
         logits.to(device),
         torch.tensor(slots, device=device),
         positions,
@@ -151,7 +151,7 @@ def test_a_preempted_request_goes_on_with_the_same_tokens(device: torch.device) 
         sampler.stage(0, row)
         for step in range(6):
             if preempted and step == 3:
-                sampler.drop(0)
+                sampler.clear_slot(0)
                 sampler.stage(1, row)
             (token,), _ = run(sampler, logits, {1 if preempted and step >= 3 else 0: row})
             row.tokens.append(token)  # type: ignore[attr-defined]
@@ -195,11 +195,11 @@ def test_one_graph_serves_every_mix(device: torch.device) -> None:
     logits = torch.zeros(ROWS, VOCAB, device=device)
     slots = torch.full((ROWS,), sampler.pad_slot, dtype=torch.int32, device=device)
     positions = torch.zeros(ROWS, dtype=torch.int32, device=device)
-    sampler.run(logits, slots, positions)
+    sampler.sample(logits, slots, positions)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        tokens, finite = sampler.run(logits, slots, positions)
+        tokens, finite = sampler.sample(logits, slots, positions)
     rows = {}
     for step in range(12):
         for slot in range(ROWS):
@@ -230,14 +230,16 @@ def test_a_token_that_is_drawn_again_under_a_mask_is_the_only_one_that_counts(de
     for _ in range(6):
         position = torch.tensor([len(row.tokens)], device=device)
         sampler.flush()
-        first, _ = sampler.run(there, slots, position)
-        sampler.uncount(slots, first)
-        again, _ = sampler.run(there, slots, position, words.to(device))
-        want = sample(logits, [SampleRow(params, list(row.tokens), 3, allowed=words[0].numpy())]).tokens
+        first, _ = sampler.sample(there, slots, position)
+        sampler.uncount_tokens(slots, first)
+        again, _ = sampler.sample(there, slots, position, words.to(device))
+        want = sample(logits, [SampleRow(params, list(row.tokens), 3, allowed_mask=words[0].numpy())]).tokens
         assert again.tolist() == want.tolist()
         assert int(again) in (4, 5, 6)
         row.tokens.append(int(again))  # type: ignore[attr-defined]
-    sampler.uncount(slots, torch.tensor([-1], device=device))  # a row that was not finite has nothing to take back
+    sampler.uncount_tokens(
+        slots, torch.tensor([-1], device=device)
+    )  # a row that was not finite has nothing to take back
     assert int((sampler._tensors.counts[1] & (IN_PROMPT - 1)).sum()) == 6
 
 
@@ -260,7 +262,7 @@ def test_what_a_verify_step_gives_is_counted(device: torch.device) -> None:
         sampled = torch.tensor([rng.randrange(3) for _ in range(sum(lengths))])
         finite = torch.tensor([rng.random() < 0.9 for _ in sampled], dtype=torch.bool)
         inputs = torch.tensor([rng.choice([int(sampled[i - 1]), 0]) for i in range(len(sampled))])
-        sampler.accept(
+        sampler.accept_drafts(
             sampled.to(device),
             finite.to(device),
             inputs.to(device),
@@ -292,7 +294,7 @@ def test_results_tell_rows_that_are_no_numbers(device: torch.device) -> None:
     logits[1, 7] = float("nan")
     pad = torch.full((3,), sampler.pad_slot, device=device)
     results = torch.full((3,), 99, device=device)
-    tokens, finite = sampler.run(logits, pad, pad, results=results)
+    tokens, finite = sampler.sample(logits, pad, pad, results=results)
     assert finite.tolist() == [True, False, True]
     assert results.tolist() == [int(tokens[0]), -1, int(tokens[2])]
     assert 0 <= int(tokens[1]) < VOCAB, "the next step may be launched with it"

@@ -108,7 +108,7 @@ def test_memory_is_free_when_the_last_reference_is_gone(device: torch.device) ->
     gc.disable()
     try:
         rig = Rig(device, fused=True, overlap=True, draft=KINDS["draft_model"])
-        there = [weakref.ref(rig.runner), weakref.ref(rig.runner.draft_graphs), weakref.ref(rig.runner.decode)]
+        there = [weakref.ref(rig.runner), weakref.ref(rig.runner.draft_graphs), weakref.ref(rig.runner.decode_step)]
         del rig
         assert [ref() for ref in there] == [None, None, None]
     finally:

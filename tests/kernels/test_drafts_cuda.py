@@ -84,7 +84,7 @@ def test_no_token_changes(
     proposer: str, blocks: int, graphs: bool, target_dir: Path, drafting: dict[str, Any], expected: list[list[int]]
 ) -> None:
     llm = make(target_dir, **drafting[proposer], num_blocks=blocks, cuda_graphs=graphs)
-    llm.engine.speculate(llm.engine.own_proposer(), Always(4))
+    llm.engine.set_proposer(llm.engine.configured_proposer(), Always(4))
     got = [answer.ids for answer in llm.generate(*load(), ignore_eos=True, show_progress=False)]
     assert got == expected
     assert llm.engine.speculator is not None
@@ -92,7 +92,7 @@ def test_no_token_changes(
     assert 0 < stats.accepted < stats.proposed
     assert stats.failures == 0
     assert blocks == 400 or llm.engine.scheduler.stats().preemptions > 0
-    llm.engine.pool.check()
+    llm.engine.pool.check_integrity()
     if llm.engine.runner.draft_loop is not None:
         assert (llm.engine.runner.draft_graphs is not None) == graphs
 
@@ -106,7 +106,7 @@ def handed_over(first: Engine, second: Engine) -> list[list[int]]:
         for output in result.outputs:
             seq = output.seq
             answers.setdefault(seq.request_id, []).extend(token.id for token in output.tokens)
-            if output.handed_off and output.finish is None:
+            if output.handed_off and output.finish_reason is None:
                 assert seq.lease is not None
                 blocks = seq.lease.blocks[: first.layout.blocks_for(seq.prompt_len)]
                 moved.append((seq.request, [first.kv.read_block(block) for block in blocks]))
@@ -137,7 +137,7 @@ def test_no_token_changes_after_a_hand_off(
     proposer: str, target_dir: Path, drafting: dict[str, Any], expected: list[list[int]]
 ) -> None:
     first, second = (make(target_dir, **drafting[proposer], num_blocks=blocks).engine for blocks in (400, 60))
-    second.speculate(second.own_proposer(), Always(4))
+    second.set_proposer(second.configured_proposer(), Always(4))
     assert handed_over(first, second) == expected
     assert second.counters.prompt_tokens == 0
     assert second.scheduler.stats().preemptions > 0
@@ -151,7 +151,7 @@ def test_rejection_sampling_of_greedy_requests_changes_nothing(
     proposer: str, target_dir: Path, drafting: dict[str, Any], expected: list[list[int]]
 ) -> None:
     llm = make(target_dir, **drafting[proposer], speculation_accept="rejection")
-    llm.engine.speculate(llm.engine.own_proposer(), Always(4))
+    llm.engine.set_proposer(llm.engine.configured_proposer(), Always(4))
     prompts, params = load()
     got = llm.generate(prompts, params, ignore_eos=True, show_progress=False)
     for answer, wanted, asked in zip(got, expected, params, strict=True):

@@ -79,7 +79,7 @@ def test_tokens_equal_those_of_the_cpu(family: str, sampling: str, tmp_path: Pat
         assert [c.ids for c in warm] == [c.ids for c in cold], device
         assert warm[-1].cached_tokens > 0
         got[device] = [[(t.id, t.logprob) for t in c.tokens] for c in cold]
-        llm.engine.pool.check()
+        llm.engine.pool.check_integrity()
     for length, a, b in zip(LENGTHS, got["cpu"], got["cuda"], strict=True):
         assert [t for t, _ in a] == [t for t, _ in b], f"prompt of {length}"
         assert [p for _, p in a] == pytest.approx([p for _, p in b], abs=1e-3)

@@ -88,7 +88,7 @@ class Rig:
         metadata = backend.prepare(StepShape(starts, counts, [TABLES[r] for r in rows]))
 
         def run() -> Tensor:
-            hidden = model.hidden(tokens, positions, pool, backend, metadata, last)
+            hidden = model.forward(tokens, positions, pool, backend, metadata, last)
             assert len(hidden) == len(rows)
             return model.logits(hidden)
 

@@ -67,15 +67,15 @@ def test_graphs_and_overlap_change_no_token(model_dir: Path) -> None:
     answers = []
     for graphs, overlap, blocks in [*itertools.product((False, True), (False, True), (200,)), (True, True, 40)]:
         llm = make(model_dir, cuda_graphs=graphs, overlap=overlap, num_blocks=blocks)
-        assert (llm.engine.runner.decode is not None) == graphs
+        assert (llm.engine.runner.decode_step is not None) == graphs
         done = llm.generate(prompts(16), params(16), ignore_eos=True)
         again = llm.generate(prompts(16)[::-1], params(16)[::-1], ignore_eos=True)[::-1]
         assert [c.ids for c in again] == [c.ids for c in done]
         answers.append([c.ids for c in done])
-        llm.engine.pool.check()
+        llm.engine.pool.check_integrity()
         assert llm.engine.pool.counts().leased == 0
         assert blocks == 200 or llm.engine.scheduler.stats().preemptions > 0
-        assert llm.engine.runner.replay(3) is None or graphs
+        assert llm.engine.runner.time_replay(3) is None or graphs
     for other in answers[1:]:
         assert other == answers[0]
 
@@ -85,7 +85,7 @@ def test_what_is_not_a_number_fails_its_request_alone(model_dir: Path) -> None:
     same = SamplingParams(temperature=0.0, max_tokens=30)
     expected = llm.generate(prompts(4), same, ignore_eos=True)
     engine = llm.engine
-    engine.pool.clear_cache()
+    engine.pool.reset_prefix_cache()
     seqs = []
     for completion in expected:
         request = engine.new_sequence(_request(completion.prompt_ids, same))

@@ -101,19 +101,19 @@ def test_a_captured_chunk_is_attended_as_any_other(start: int, new: int, device:
     pool = KVPool(layout, 4, device)
     backend = TritonAttention(pool.layers(), 4, (None,), pool.dummy_block)
     backend._dense_ok = True  # as on a Hopper
-    assert backend.planned(start, new)
+    assert backend.has_cudnn_plan(start, new)
     blocks = list(range(-(-(start + new) // 16)))
-    (row,) = backend.prepare(StepShape([start], [new], [blocks])).long
+    (row,) = backend.prepare(StepShape([start], [new], [blocks])).dense_rows
     slots = torch.zeros(new, dtype=torch.int32, device=device)
     tables = torch.zeros(1, len(blocks) + 5, dtype=torch.int32, device=device)
     tables[0, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
     made = backend.chunk_metadata(slots, row.cu_q.clone(), row.seq_lens.clone(), tables, start=start)
     assert made.decode is None
     assert made.paged == ()
-    (captured,) = made.long
+    (captured,) = made.dense_rows
     for name in ("first_token", "start", "num_new", "whole", "count"):
         assert getattr(captured, name) == getattr(row, name), name
-    assert row.whole == new
+    assert row.cudnn_tokens == new
     assert captured.tables[0, : len(blocks)].tolist() == row.tables[0].tolist()
 
 
@@ -121,12 +121,12 @@ def test_what_has_no_plan_is_not_captured(device: torch.device) -> None:
     pool = KVPool(KVLayout("m", "r", 1, 2, 64, 16, "bfloat16"), 4, device)
     backend = TritonAttention(pool.layers(), 4, (None,), pool.dummy_block)
     backend._dense_ok = True
-    assert not backend.planned(100, 2048)
-    assert not backend.planned(0, 2047)
-    assert not backend.planned(0, 8)
-    assert not TritonAttention(pool.layers(), 4, (None,), pool.dummy_block, softcap=3.0).planned(0, 2048)
+    assert not backend.has_cudnn_plan(100, 2048)
+    assert not backend.has_cudnn_plan(0, 2047)
+    assert not backend.has_cudnn_plan(0, 8)
+    assert not TritonAttention(pool.layers(), 4, (None,), pool.dummy_block, softcap=3.0).has_cudnn_plan(0, 2048)
     backend._dense_ok = False
-    assert not backend.planned(0, 2048)
+    assert not backend.has_cudnn_plan(0, 2048)
 
 
 @needs_cuda
@@ -136,7 +136,7 @@ def test_captured_chunks_compute_what_plain_ones_do(device, gen):
     pool = KVPool(layout, 260, device)
     backend = TritonAttention(pool.layers(), 8, (None,), pool.dummy_block)
     layer = pool.layers()[0]
-    if not backend.planned(1024, 1024):
+    if not backend.has_cudnn_plan(1024, 1024):
         pytest.skip("needs a Hopper GPU")
     tables = torch.zeros(1, 140, dtype=torch.int32, device=device)
     slots = torch.full((1024,), -1, dtype=torch.int32, device=device)
@@ -159,7 +159,7 @@ def test_captured_chunks_compute_what_plain_ones_do(device, gen):
         plain = backend.prepare(StepShape([1024], [1024], [blocks]))
         want = backend.attend(q.clone(), kv.clone(), layer, plain, None)
         tables[0, :128] = torch.tensor(blocks, dtype=torch.int32, device=device)
-        slots.copy_(plain.slots)
+        slots.copy_(plain.slot_mapping)
         graph.replay()
         assert error(out, want.double()) == 0.0
 

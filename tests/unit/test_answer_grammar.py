@@ -58,7 +58,7 @@ def compose(
     begins: Section = Section.BEFORE,
 ) -> Grammar | None:
     composer = Composer(tokenizer, fmt, reasoning)
-    return composer.compose(text, functions, required=required, parallel=parallel, begins=begins, field="tools")
+    return composer.build(text, functions, required=required, parallel=parallel, begins=begins, field="tools")
 
 
 def matches(compiler: GrammarCompiler, grammar: Grammar | None, text: str) -> bool:
@@ -70,7 +70,7 @@ def matches(compiler: GrammarCompiler, grammar: Grammar | None, text: str) -> bo
 
 
 def written(fmt: ToolFormat, *calls: tuple[str, dict[str, Any]]) -> str:
-    return fmt.write([Call("", name, json.dumps(arguments)) for name, arguments in calls])
+    return fmt.render_calls([Call("", name, json.dumps(arguments)) for name, arguments in calls])
 
 
 GOOD = ("get_weather", {"city": 'O"slo', "days": 2})
@@ -139,7 +139,7 @@ def test_what_has_to_match_stands_behind_the_reasoning_section(
     def grammar(begins: Section, style: ReasoningStyle | None = THINK) -> Grammar | None:
         return compose(tokenizer, Hermes(), text, (), required=False, reasoning=style, begins=begins)
 
-    assert grammar(Section.BEHIND) == text
+    assert grammar(Section.AFTER) == text
     assert grammar(Section.BEFORE, None) == text
     may = grammar(Section.BEFORE)
     for good in ("yes", "<think>yes or no?</think>no", "<think>\nhm < 1\n</think>\n\nno"):
@@ -215,7 +215,7 @@ def test_what_a_grammar_makes_is_what_the_parser_reads(
     assert grammar is not None
     vocab = compiler.tokenizer.get().vocab_size
     mask = allocate_token_bitmask(1, vocab)
-    closing = np.array([t < 2 or any(c in tokenizer.piece(t) for c in b'"}),') for t in range(vocab)])
+    closing = np.array([t < 2 or any(c in tokenizer.token_bytes(t) for c in b'"}),') for t in range(vocab)])
     for seed in range(6):
         rng, matcher, ids = np.random.default_rng(seed), compiler.compile(grammar).matcher(), []
         while not matcher.is_stopped() and len(ids) < 400:
@@ -228,8 +228,8 @@ def test_what_a_grammar_makes_is_what_the_parser_reads(
                 break
             ids.append(token)
         if len(ids) < 400:
-            parser = fmt.parser(frozenset({"get_weather", "stop"}))
+            parser = fmt.new_parser(frozenset({"get_weather", "stop"}))
             text = tokenizer.raw.decode(ids, skip_special_tokens=False)
             message = assemble([*parser.feed(text), *parser.finish()])
-            assert (message.content, len(message.calls)) == (None, 1), text
-            json.loads(message.calls[0].arguments)
+            assert (message.content, len(message.tool_calls)) == (None, 1), text
+            json.loads(message.tool_calls[0].arguments)

@@ -135,16 +135,16 @@ def test_without_sources_everybody_comes_in_and_with_an_empty_one_nobody(tmp_pat
 
 def test_priority_and_salt_of_a_key_bind_its_requests() -> None:
     low = Caller(tenant="a", key_id="1", priority=-2)
-    assert [low.priority_of(p) for p in (0, 5, -7)] == [-2, -2, -7]
-    assert Caller().priority_of(7) == 7
+    assert [low.effective_priority(p) for p in (0, 5, -7)] == [-2, -2, -7]
+    assert Caller().effective_priority(7) == 7
     salts = {
-        Caller(tenant="a", key_id="1", isolated=True).salt_of(""),
-        Caller(tenant="a", key_id="1", isolated=True).salt_of("x"),
-        Caller(tenant="b", key_id="2", isolated=True).salt_of("x"),
-        Caller(tenant="c", key_id="3").salt_of("tenant:a:x"),
-        Caller(tenant="c", key_id="3").salt_of("salt:x"),
-        Caller(tenant="c", key_id="3").salt_of("x"),
-        Caller(tenant="c", key_id="3").salt_of(""),
+        Caller(tenant="a", key_id="1", isolated=True).effective_salt(""),
+        Caller(tenant="a", key_id="1", isolated=True).effective_salt("x"),
+        Caller(tenant="b", key_id="2", isolated=True).effective_salt("x"),
+        Caller(tenant="c", key_id="3").effective_salt("tenant:a:x"),
+        Caller(tenant="c", key_id="3").effective_salt("salt:x"),
+        Caller(tenant="c", key_id="3").effective_salt("x"),
+        Caller(tenant="c", key_id="3").effective_salt(""),
     }
     assert len(salts) == 7
 

@@ -19,7 +19,7 @@ def signer(secret: bytes = b"s3cret", pod: str = "prefill-0") -> Signer:
 
 
 def test_a_peer_with_the_secret_is_known_by_pod_and_generation() -> None:
-    assert signer(pod="d").verify(METHOD, MESSAGE, signer(pod="prefill-ü").metadata(METHOD, MESSAGE)) == (
+    assert signer(pod="d").verify(METHOD, MESSAGE, signer(pod="prefill-ü").sign(METHOD, MESSAGE)) == (
         "prefill-ü",
         41,
     )
@@ -27,12 +27,12 @@ def test_a_peer_with_the_secret_is_known_by_pod_and_generation() -> None:
 
 def test_the_message_may_have_been_parsed_again() -> None:
     parsed = transfer_pb2.OpenRequest.FromString(MESSAGE.SerializeToString())
-    metadata = signer(pod="p").metadata(METHOD, MESSAGE)
+    metadata = signer(pod="p").sign(METHOD, MESSAGE)
     assert signer().verify(METHOD, parsed, [("other", "x"), *metadata]) == ("p", 41)
 
 
 def test_wrong_secret_method_or_message() -> None:
-    good = signer().metadata(METHOD, MESSAGE)
+    good = signer().sign(METHOD, MESSAGE)
     other = transfer_pb2.OpenRequest(transfer_id=types_pb2.TransferId(generation=7, number=2), request_id="r", pod="p")
     with pytest.raises(Unauthenticated):
         signer(b"other").verify(METHOD, MESSAGE, good)
@@ -43,7 +43,7 @@ def test_wrong_secret_method_or_message() -> None:
 
 
 def test_every_flipped_byte_is_noticed() -> None:
-    ((key, value),) = signer().metadata(METHOD, MESSAGE)
+    ((key, value),) = signer().sign(METHOD, MESSAGE)
     assert isinstance(value, bytes)
     receiver = signer()
     for i in range(len(value)):
@@ -60,17 +60,17 @@ def test_unsigned(metadata: tuple[tuple[str, str | bytes], ...] | None) -> None:
 
 def test_a_replay_is_refused_and_another_message_is_not() -> None:
     sender, receiver = signer(), signer()
-    first = sender.metadata(METHOD, MESSAGE)
+    first = sender.sign(METHOD, MESSAGE)
     receiver.verify(METHOD, MESSAGE, first)
     with pytest.raises(Unauthenticated, match="replayed"):
         receiver.verify(METHOD, MESSAGE, first)
-    receiver.verify(METHOD, MESSAGE, sender.metadata(METHOD, MESSAGE))
+    receiver.verify(METHOD, MESSAGE, sender.sign(METHOD, MESSAGE))
 
 
 @pytest.mark.parametrize("shift", [MAX_SKEW_S + 2, -MAX_SKEW_S - 2])
 def test_old_and_future_messages(shift: float) -> None:
     with pytest.raises(Unauthenticated, match="signed"):
-        signer().verify(METHOD, MESSAGE, signer().metadata(METHOD, MESSAGE), time.time() + shift)
+        signer().verify(METHOD, MESSAGE, signer().sign(METHOD, MESSAGE), time.time() + shift)
 
 
 def test_a_replay_is_refused_for_as_long_as_its_time_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +79,7 @@ def test_a_replay_is_refused_for_as_long_as_its_time_is_right(monkeypatch: pytes
     for step in range(400):
         now = start + step
         monkeypatch.setattr("common.auth.time.time", lambda now=now: now)
-        sent.append((now, sender.metadata(METHOD, MESSAGE)))
+        sent.append((now, sender.sign(METHOD, MESSAGE)))
         receiver.verify(METHOD, MESSAGE, sent[-1][1], now)
         for _, old in sent[-70:]:
             with pytest.raises(Unauthenticated):

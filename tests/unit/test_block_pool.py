@@ -52,8 +52,8 @@ def test_blocks_return_when_a_lease_finishes_whatever_is_called_twice() -> None:
     lease.finish("second")
     assert (lease.finished, lease.reason, lease.blocks) == (True, "first", [])
     assert pool.counts() == PoolCounts(free=8, cached=0, leased=0, quarantined=0)
-    pool.check()
-    for use in (lease.grow, lambda: lease.reader(0, 0), lambda: lease.publish([])):
+    pool.check_integrity()
+    for use in (lease.grow, lambda: lease.pin_for_read(0, 0), lambda: lease.publish([])):
         with pytest.raises(InternalError):
             use()
 
@@ -64,16 +64,16 @@ def test_a_prefix_is_matched_shared_and_outlives_its_requests() -> None:
     blocks = cache(pool, 1, 2, 3)
     assert stored == chain(1, 2, 3) == pool.cached_hashes()
     assert pool.counts() == PoolCounts(free=5, cached=3, leased=0, quarantined=0)
-    assert pool.match(chain(1, 2, 9)) == 2
+    assert pool.match_prefix(chain(1, 2, 9)) == 2
     a, b = leased(pool, chain(1, 2, 9), 4), leased(pool, chain(1, 2, 3), 3)
     assert a.blocks[:2] == b.blocks[:2] == blocks[:2]
     assert (a.cached_blocks, b.cached_blocks) == (2, 3)
     a.finish("done")
     assert pool.counts() == PoolCounts(free=5, cached=0, leased=3, quarantined=0)
     b.finish("done")
-    assert pool.clear_cache() == 3
+    assert pool.reset_prefix_cache() == 3
     assert pool.counts().free == 8
-    assert pool.match(chain(1)) == 0
+    assert pool.match_prefix(chain(1)) == 0
 
 
 def test_keep_free_counts_what_the_match_takes_from_the_evictable() -> None:
@@ -83,7 +83,7 @@ def test_keep_free_counts_what_the_match_takes_from_the_evictable() -> None:
     assert pool.counts().cached == 3
     lease = pool.lease(chain(1, 2), 4, keep_free=2)
     assert lease is not None
-    assert pool.available() == 2
+    assert pool.num_available() == 2
 
 
 def test_eviction_takes_the_least_recent_leaf_first() -> None:
@@ -94,29 +94,29 @@ def test_eviction_takes_the_least_recent_leaf_first() -> None:
     leased(pool, chain(1), 1).finish("used again")
     big = leased(pool, [], 4)
     assert evicted == [name((1, 2, 3)), name((1, 2)), name((7, 8))]
-    assert pool.match(chain(7)) == pool.match(chain(1)) == 1
+    assert pool.match_prefix(chain(7)) == pool.match_prefix(chain(1)) == 1
     big.finish("done")
-    pool.check()
+    pool.check_integrity()
 
 
 def test_a_read_leaf_keeps_its_parents_in_the_cache() -> None:
     pool = BlockPool(4, 4)
     lease = leased(pool, [], 3)
     lease.publish(chain(1, 2, 3))
-    reader = lease.reader(2, 1)
+    reader = lease.pin_for_read(2, 1)
     lease.finish("done")
     assert pool.counts() == PoolCounts(free=1, cached=2, leased=1, quarantined=0)
-    assert pool.available() == 1
-    assert pool.clear_cache() == 0
+    assert pool.num_available() == 1
+    assert pool.reset_prefix_cache() == 0
     reader.release()
-    assert pool.available() == 4
-    pool.check()
+    assert pool.num_available() == 4
+    pool.check_integrity()
 
 
 def test_quarantine_ends_block_by_block_with_the_writer() -> None:
     pool = BlockPool(3, 4)
     lease = leased(pool, [], 3)
-    hold = lease.writer(1, 2)
+    hold = lease.pin_for_write(1, 2)
     first, second = hold.blocks
     lease.finish("abort")
     assert pool.counts() == PoolCounts(free=1, cached=0, leased=0, quarantined=2)
@@ -136,7 +136,7 @@ def test_quarantine_ends_block_by_block_with_the_writer() -> None:
 def test_quarantine_lasts_until_the_last_of_several_writers() -> None:
     pool = BlockPool(1, 4)
     lease = leased(pool, [], 1)
-    writers = [lease.writer(0, 1), lease.writer(0, 1)]
+    writers = [lease.pin_for_write(0, 1), lease.pin_for_write(0, 1)]
     lease.finish("abort")
     for writer in writers:
         assert pool.counts() == PoolCounts(free=0, cached=0, leased=0, quarantined=1)
@@ -147,14 +147,14 @@ def test_quarantine_lasts_until_the_last_of_several_writers() -> None:
 def test_nothing_under_a_writer_is_published_and_nothing_published_gets_a_writer() -> None:
     pool = BlockPool(4, 4)
     lease = leased(pool, [], 3)
-    hold = lease.writer(1, 1)
+    hold = lease.pin_for_write(1, 1)
     lease.publish(chain(1, 2, 3))
-    assert pool.match(chain(1, 2, 3)) == lease.published == 1
+    assert pool.match_prefix(chain(1, 2, 3)) == lease.num_published == 1
     hold.release()
     lease.publish(chain(1, 2, 3))
-    assert pool.match(chain(1, 2, 3)) == 3
+    assert pool.match_prefix(chain(1, 2, 3)) == 3
     with pytest.raises(InternalError):
-        lease.writer(2, 1)
+        lease.pin_for_write(2, 1)
     with pytest.raises(InternalError):
         lease.publish(chain(1, 2, 3, 4))
 
@@ -165,7 +165,7 @@ def test_a_duplicate_is_swapped_and_comes_back_when_its_reader_ends() -> None:
     a, b = leased(pool, [], 2), leased(pool, [], 2)
     a.publish(chain(1, 2))
     duplicates = list(b.blocks)
-    reader = b.reader(0, 1)
+    reader = b.pin_for_read(0, 1)
     b.publish(chain(1, 2))
     assert b.blocks == a.blocks
     assert stored == chain(1, 2)
@@ -179,10 +179,10 @@ def test_blocks_not_computed_yet_are_adopted_from_the_cache() -> None:
     pool = BlockPool(8, 4)
     a, b = leased(pool, [], 3), leased(pool, [], 3)
     a.publish(chain(1, 2))
-    assert b.adopt(chain(1, 2, 3)) == b.cached_blocks == b.published == 2
+    assert b.rematch(chain(1, 2, 3)) == b.cached_blocks == b.num_published == 2
     assert b.blocks[:2] == a.blocks[:2]
     assert pool.counts().leased == 4
-    pool.check()
+    pool.check_integrity()
 
 
 def test_blocks_given_up_during_steps_come_back_after_all_of_them() -> None:
@@ -191,15 +191,15 @@ def test_blocks_given_up_during_steps_come_back_after_all_of_them() -> None:
     first, second = pool.begin_step(), pool.begin_step()
     lease.publish(chain(1))
     lease.finish("abort")
-    assert (pool.counts().leased, pool.deferred(), pool.available()) == (3, 3, 1)
+    assert (pool.counts().leased, pool.num_deferred(), pool.num_available()) == (3, 3, 1)
     second.end()
-    assert pool.available() == 1
+    assert pool.num_available() == 1
     third = pool.begin_step()
     first.end()
     first.end()
     assert pool.counts() == PoolCounts(free=3, cached=1, leased=0, quarantined=0)
     third.end()
-    pool.check()
+    pool.check_integrity()
 
 
 def test_threads_may_abort_and_release_while_others_lease() -> None:
@@ -211,7 +211,7 @@ def test_threads_may_abort_and_release_while_others_lease() -> None:
             lease = pool.lease(chain(*path)[:2], 4)
             if lease is None:
                 continue
-            hold = lease.writer(3, 1)
+            hold = lease.pin_for_write(3, 1)
             end = threading.Thread(target=hold.release)
             end.start()
             lease.publish(chain(*path))
@@ -223,7 +223,7 @@ def test_threads_may_abort_and_release_while_others_lease() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    pool.check()
+    pool.check_integrity()
     assert pool.counts().leased == pool.counts().quarantined == 0
 
 
@@ -348,9 +348,9 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data(), writes=st.booleans())
     def hold(self, data: Any, writes: bool) -> None:
         lease = self.pick(data)
-        first = data.draw(st.integers(lease.published if writes else 0, len(lease.blocks)))
+        first = data.draw(st.integers(lease.num_published if writes else 0, len(lease.blocks)))
         count = data.draw(st.integers(0, len(lease.blocks) - first))
-        hold = lease.writer(first, count) if writes else lease.reader(first, count)
+        hold = lease.pin_for_write(first, count) if writes else lease.pin_for_read(first, count)
         assert list(hold.blocks) == lease.blocks[first : first + count]
         self.holds.append((hold, set(hold.blocks), writes))
 
@@ -390,11 +390,11 @@ class PoolMachine(RuleBasedStateMachine):
     @rule()
     def clear_cache(self) -> None:
         expected = self.evictable()
-        assert self.pool.clear_cache() == expected
+        assert self.pool.reset_prefix_cache() == expected
 
     @invariant()
     def agrees_with_the_model(self) -> None:
-        self.pool.check()
+        self.pool.check_integrity()
         used = self.used()
         cached = {b for b in self.registered.values() if b not in used}
         writing: set[int] = set().union(*(held for _, held, writes in self.holds if writes))
@@ -405,7 +405,7 @@ class PoolMachine(RuleBasedStateMachine):
             free=self.num_free(), cached=len(cached), leased=len(used) - quarantined, quarantined=quarantined
         )
         assert set(self.pool.cached_hashes()) == set(self.registered)
-        assert self.pool.available() == self.num_free() + self.evictable()
+        assert self.pool.num_available() == self.num_free() + self.evictable()
         shared = [b for lease in self.paths for b in lease.blocks]
         assert all(shared.count(b) == 1 or b in self.registered.values() for b in shared)
 

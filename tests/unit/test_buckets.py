@@ -36,7 +36,7 @@ def test_no_limit_is_ever_exceeded(key: KeyLimits, arrivals: list[tuple[int, int
             assert buckets.settle(key, name, taken, used, day, now)
             assert not buckets.settle(key, name, taken, used, day, now)
             spent[day] += used - taken if day == buckets.day else 0
-        verdict = buckets.take(key, str(number), cost, now)
+        verdict = buckets.reserve(key, str(number), cost, now)
         if verdict.refused:
             assert verdict.wait_ms > 0
             continue
@@ -58,7 +58,7 @@ def test_tokens_that_are_all_used_keep_to_the_rate(tpm: int, arrivals: list[tupl
     granted: list[tuple[int, int]] = []
     for number, (gap, cost) in enumerate(arrivals):
         now += gap
-        if not buckets.take(key, str(number), cost, now).refused:
+        if not buckets.reserve(key, str(number), cost, now).refused:
             granted.append((now, cost))
             buckets.settle(key, str(number), cost, cost, now // DAY_MS, now)
     for i, (since, _) in enumerate(granted):
@@ -74,9 +74,9 @@ def test_after_the_time_that_a_refusal_names_a_retry_succeeds(key: KeyLimits, co
     if 0 < key.tokens_per_minute < cost or 0 < key.tokens_per_day < cost:
         return  # refused for good, see Limiter
     for number in range(40):
-        verdict = buckets.take(key, str(number), cost, now)
+        verdict = buckets.reserve(key, str(number), cost, now)
         if verdict.refused in ("requests", "tokens", "day"):
-            again = buckets.take(key, f"{number}-", cost, now + verdict.wait_ms)
+            again = buckets.reserve(key, f"{number}-", cost, now + verdict.wait_ms)
             assert again.refused != verdict.refused
             return
         if not verdict.refused:
@@ -85,21 +85,21 @@ def test_after_the_time_that_a_refusal_names_a_retry_succeeds(key: KeyLimits, co
 
 def test_what_was_not_used_comes_back_and_more_is_owed() -> None:
     key, buckets = KeyLimits(tokens_per_minute=100, tokens_per_day=150), Buckets()
-    assert buckets.take(key, "a", 100, START).tokens == 0
-    assert buckets.take(key, "b", 10, START).refused == "tokens"
+    assert buckets.reserve(key, "a", 100, START).tokens == 0
+    assert buckets.reserve(key, "b", 10, START).refused == "tokens"
     buckets.settle(key, "a", 100, 20, START // DAY_MS, START)
-    assert buckets.take(key, "b", 80, START).refused == ""
-    assert buckets.take(key, "c", 60, START + MINUTE_MS).refused == "day"
+    assert buckets.reserve(key, "b", 80, START).refused == ""
+    assert buckets.reserve(key, "c", 60, START + MINUTE_MS).refused == "day"
     buckets.settle(key, "b", 80, 120, START // DAY_MS, START + MINUTE_MS)
-    assert buckets.spent == 140
-    assert buckets.take(key, "c", 90, START + DAY_MS).refused == ""
+    assert buckets.spent_today == 140
+    assert buckets.reserve(key, "c", 90, START + DAY_MS).refused == ""
 
 
 def test_taking_a_request_again_changes_nothing() -> None:
     key, buckets = KeyLimits(requests_per_minute=2, concurrent=1), Buckets()
-    first = buckets.take(key, "a", 1, START)
-    assert buckets.take(key, "a", 1, START) == first
-    assert buckets.take(key, "b", 1, START).refused == "concurrent"
+    first = buckets.reserve(key, "a", 1, START)
+    assert buckets.reserve(key, "a", 1, START) == first
+    assert buckets.reserve(key, "b", 1, START).refused == "concurrent"
 
 
 def test_durations_are_written_as_openai_does() -> None:

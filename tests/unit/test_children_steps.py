@@ -37,7 +37,7 @@ class World(Steps):
             assert [t.index for t in output.tokens] == [len(self.tokens.get(name, []))] * len(output.tokens)
             self.tokens.setdefault(name, []).extend(t.id for t in output.tokens)
             if seq.lease is not None:
-                assert seq.lease.published * self.size <= max(seq.computed, seq.prompt_len)
+                assert seq.lease.num_published * self.size <= max(seq.computed, seq.prompt_len)
             if output.ended:
                 self.ends[name] = output
 
@@ -45,8 +45,8 @@ class World(Steps):
         for seq in self.scheduler.abort(name, child):
             if seq.lease is not None:
                 seq.lease.finish("abort")
-            for ended in range(seq.child, seq.child + seq.draws):
-                self.ends[name, ended] = SequenceOutput(seq, seq.computed, finish=FinishReason.ABORT)
+            for ended in range(seq.child, seq.child + seq.num_samples):
+                self.ends[name, ended] = SequenceOutput(seq, seq.computed, finish_reason=FinishReason.ABORT)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -79,7 +79,7 @@ def test_more_children_than_slots_and_one_that_stops_at_its_first_token() -> Non
     world.drain()
     for child in range(7):
         assert world.tokens["a", child] == answer(prompt, params, child)
-    assert world.ends["a", 3].finish is FinishReason.STOP
+    assert world.ends["a", 3].finish_reason is FinishReason.STOP
     assert len(world.tokens["a", 3]) == 1
 
 
@@ -93,7 +93,7 @@ def test_one_child_is_aborted_and_the_others_go_on() -> None:
         world.step()
     world.abort("a", 1)
     world.drain()
-    assert world.ends["a", 1].finish is FinishReason.ABORT
+    assert world.ends["a", 1].finish_reason is FinishReason.ABORT
     for child in (0, 2):
         assert world.tokens["a", child] == answer([1, 2, 3], params, child)
 
@@ -106,7 +106,7 @@ def test_a_prompt_that_hands_off_ends_with_the_first_tokens_of_all() -> None:
     world.drain()
     assert [world.tokens["a", child] for child in range(4)] == [answer([1, 2, 3], params, c)[:1] for c in range(4)]
     assert all(end.handed_off for end in world.ends.values())
-    assert [world.ends["a", c].finish for c in range(4)] == [None, None, FinishReason.STOP, None]
+    assert [world.ends["a", c].finish_reason for c in range(4)] == [None, None, FinishReason.STOP, None]
 
 
 def test_what_never_fits_is_refused_by_name() -> None:
@@ -182,7 +182,7 @@ def test_every_child_gets_the_tokens_that_it_gets_alone(
             if since < 0:
                 continue
             if arrival.pause is not None:
-                for seq in world.scheduler.family(name):
+                for seq in world.scheduler.sequences_of(name):
                     seq.paused = arrival.pause[0] <= since < sum(arrival.pause)
             if arrival.abort is not None and arrival.abort[0] == since:
                 world.abort(name, arrival.abort[1])
@@ -193,7 +193,7 @@ def test_every_child_gets_the_tokens_that_it_gets_alone(
         for child in range(arrival.n):
             name = str(number), child
             wanted, tokens, end = answer(arrival.prompt, arrival.params, child), world.tokens.get(name, []), world.ends
-            if end[name].finish is FinishReason.ABORT:
+            if end[name].finish_reason is FinishReason.ABORT:
                 assert arrival.abort is not None
                 assert arrival.abort[1] in (None, child)
                 assert tokens == wanted[: len(tokens)]

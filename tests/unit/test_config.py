@@ -196,14 +196,14 @@ def test_a_chunk_holds_a_block() -> None:
 
 
 def test_a_pod_has_a_usable_name_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert pod(name="decode-7").own_name() == "decode-7"
+    assert pod(name="decode-7").resolve_name() == "decode-7"
     with monkeypatch.context() as m:
         m.setattr(socket, "gethostname", lambda: "host_" + 80 * "x")
-        fixed = pod(port=7001).own_name()
-        assert fixed == pod(port=7001).own_name()  # stable over restarts
-        names = {fixed, pod(port=7002).own_name(), pod().own_name(), pod().own_name()}
+        fixed = pod(port=7001).resolve_name()
+        assert fixed == pod(port=7001).resolve_name()  # stable over restarts
+        names = {fixed, pod(port=7002).resolve_name(), pod().resolve_name(), pod().resolve_name()}
     assert len(names) == 4
-    assert all(pod(name=name).own_name().startswith("decode-host_x") for name in names)
+    assert all(pod(name=name).resolve_name().startswith("decode-host_x") for name in names)
 
 
 @pytest.mark.parametrize(("speculation", "model"), [("draft_model", None), ("eagle", None), ("ngram", "some-dir")])

@@ -66,7 +66,7 @@ def test_a_grammar_that_may_end_allows_stop_tokens(tokenizer: GrammarTokenizer) 
     assert not {EOS, 77} & allowed(found.mask())
     found.advance(a)
     assert {EOS, 77, a} <= allowed(found.mask())
-    assert not found.complete
+    assert not found.is_complete
     held = constraint(SamplingParams(stop_token_ids=(EOS,), min_tokens=2), grammar, (a,))
     assert EOS not in allowed(held.mask())
     held.advance(a)
@@ -81,9 +81,9 @@ def test_a_grammar_that_can_only_end_is_complete_whatever_else_is_asked(tokenize
     for params in (SamplingParams(stop_token_ids=(EOS,)), SamplingParams(min_tokens=9, stop_token_ids=(EOS,))):
         found = constraint(params, grammar)
         for token in ids:
-            assert not found.complete
+            assert not found.is_complete
             found.advance(token)
-        assert found.complete
+        assert found.is_complete
 
 
 def test_a_token_that_is_forbidden_fails_the_request_alone(tokenizer: GrammarTokenizer) -> None:
@@ -126,7 +126,7 @@ def test_drafts_are_trimmed_and_leave_no_trace(tokenizer: GrammarTokenizer, gram
         for _step in range(12):
             draft: list[int] = []
             ahead = plain.copy()
-            while len(draft) < 4 and not ahead.complete:
+            while len(draft) < 4 and not ahead.is_complete:
                 choices = sorted(allowed(ahead.mask()) - {EOS})
                 draft.append(rng.choice(choices))
                 ahead.advance(draft[-1])
@@ -135,10 +135,10 @@ def test_drafts_are_trimmed_and_leave_no_trace(tokenizer: GrammarTokenizer, gram
             for token, mask in zip(draft, masks, strict=False):
                 assert allowed(mask) == allowed(walk.mask())
                 walk.advance(token)
-            ends = not walk.complete and EOS in allowed(walk.mask())
+            ends = not walk.is_complete and EOS in allowed(walk.mask())
             assert taken == [*draft, *([EOS] if ends else [])], "a stop token is a draft like any, and the last one"
             assert len(masks) == len(taken) + 1
-            if not walk.complete:
+            if not walk.is_complete:
                 assert allowed(masks[len(draft)]) == allowed(walk.mask())
             ended += ends
             assert allowed(found.mask()) == allowed(plain.mask())
@@ -146,8 +146,8 @@ def test_drafts_are_trimmed_and_leave_no_trace(tokenizer: GrammarTokenizer, gram
                 break
             found.advance(draft[0])
             plain.advance(draft[0])
-            assert found.complete == plain.complete
-            if found.complete:
+            assert found.is_complete == plain.is_complete
+            if found.is_complete:
                 break
     assert ended > 0 or not ends_soon
 
@@ -169,5 +169,5 @@ def test_a_copy_goes_its_own_way(tokenizer: GrammarTokenizer) -> None:
     first.advance(b)
     assert {b, c} <= allowed(second.mask())
     second.advance(c)
-    assert first.complete
-    assert second.complete
+    assert first.is_complete
+    assert second.is_complete

@@ -21,7 +21,7 @@ VALUES = st.lists(st.floats(0, 4.9), max_size=40)
 
 
 def shape(tally: Tally) -> Shape:
-    return Shape.of(next(iter(tally.collect())))
+    return Shape.from_metric(next(iter(tally.collect())))
 
 
 def observed(values: Sequence[float]) -> Tally:
@@ -39,7 +39,7 @@ def test_a_difference_has_the_percentiles_of_what_came_between(
     start = shape(tally)
     for value in after:
         tally.observe(value)
-    between = shape(tally).since(start)
+    between = shape(tally).difference(start)
     assert between.count == len(after)
     assert between.total == pytest.approx(sum(after))
     found = between.quantile(q)

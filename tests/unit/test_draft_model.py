@@ -30,12 +30,12 @@ class Recorder(DrawnProposer):
 
     def __init__(self, engine: Engine) -> None:
         assert engine.runner.draft_loop is not None
-        super().__init__(engine.runner.draft_loop, engine.scheduler.reserve)
+        super().__init__(engine.runner.draft_loop, engine.scheduler.reserve_for_drafts)
         self.seen: list[tuple[list[int], list[int], int]] = []
         self.caught_up: list[int] = []
 
-    def keep_up(self, seqs: Sequence[EngineSequence]) -> None:
-        self.caught_up += [seq.lagging for seq in seqs]
+    def catch_up(self, seqs: Sequence[EngineSequence]) -> None:
+        self.caught_up += [seq.draft_lag for seq in seqs]
         super().keep_up(seqs)
 
     def propose(self, seqs: Sequence[EngineSequence], kept: Sequence[Any], limits: Sequence[int]) -> Drafts:
@@ -49,12 +49,12 @@ class Recorder(DrawnProposer):
 class Late(Control):
     """Nobody drafts before so many tokens of output."""
 
-    def __init__(self, most: int, after: int) -> None:
-        super().__init__(most, padded=False)
+    def __init__(self, max_drafts: int, after: int) -> None:
+        super().__init__(max_drafts, padded=False)
         self.after = after
 
     def limits(self, states: Sequence[tuple[Drafting, int]]) -> list[int]:
-        return [self.most if output >= self.after else 0 for _, output in states]
+        return [self.max_drafts if output >= self.after else 0 for _, output in states]
 
 
 class Alone:
@@ -106,7 +106,7 @@ def test_drafts_are_those_of_the_model_alone(control: Control, overlap: bool, di
     alone = Alone(dirs[1])
     llm = engine(dirs, overlap=overlap)
     recorder = Recorder(llm.engine)
-    llm.engine.speculate(recorder, control)
+    llm.engine.set_proposer(recorder, control)
     prompts = [[5], [9, 30, 7], [(7 * i) % 45 + 3 for i in range(21)]]
     greedy = SamplingParams(temperature=0.0, max_tokens=LAG + 40)
     answers = llm.generate(prompts, greedy, ignore_eos=True, show_progress=False)
@@ -125,14 +125,14 @@ def test_drafts_are_those_of_the_model_alone(control: Control, overlap: bool, di
         assert alone.drafts(tokens, len(drafts), greedy) == drafts
     assert llm.engine.speculator is not None
     assert llm.engine.speculator.stats.failures == 0
-    llm.engine.pool.check()
+    llm.engine.pool.check_integrity()
 
 
 def test_children_share_a_prompt_and_no_draft(dirs: tuple[Path, Path]) -> None:
     """The last block of the prompt is everyone's until they write there, drafts included."""
     llm = engine(dirs)
     recorder, alone = Recorder(llm.engine), Alone(dirs[1])
-    llm.engine.speculate(recorder, Always(3))
+    llm.engine.set_proposer(recorder, Always(3))
     prompt = [(5 * i) % 44 + 3 for i in range(2 * BLOCK + 1)]
     params = SamplingParams(temperature=0.8, seed=6, max_tokens=12, n=4)
     answers = llm.generate([prompt], params, ignore_eos=True, show_progress=False)
@@ -155,7 +155,7 @@ def test_a_padded_vocabulary_is_served(dirs: tuple[Path, Path], tmp_path: Path) 
     """Families pad their vocabularies by size: tokens that only one has are never drafted, and never fail."""
     for vocab in (40, 64):
         llm = engine((dirs[0], tiny_target(tmp_path / f"v{vocab}", vocab=vocab)))
-        llm.engine.speculate(llm.engine.own_proposer(), Always(3))
+        llm.engine.set_proposer(llm.engine.configured_proposer(), Always(3))
         params = SamplingParams(temperature=1.5, seed=4, max_tokens=24)
         plain = LLM(dirs[0], block_size=BLOCK, num_blocks=300, token_budget=64, threads=1)
         prompts = [[47, 46, 45], [3]]

@@ -65,7 +65,7 @@ def last_logits(directory: Path, prompts: list[list[int]]) -> Tensor:
     metadata = backend.prepare(StepShape([0] * count, [length] * count, [[row] for row in range(count)]))
     positions = torch.arange(length).repeat(count)
     ends = torch.arange(1, count + 1) * length - 1
-    return model.logits(model.hidden(torch.tensor(prompts).flatten(), positions, cache, backend, metadata, ends))
+    return model.logits(model.forward(torch.tensor(prompts).flatten(), positions, cache, backend, metadata, ends))
 
 
 class Pair:
@@ -216,7 +216,7 @@ def chances_of(tiny_dir: Path, **more: Any) -> dict[tuple[int, ...], float]:
     for _ in range(OUTPUT):
         said = list(found)
         logits = last_logits(tiny_dir, [[*REPEATS, *tokens] for tokens in said])
-        rows = [SampleRow(own, [*REPEATS, *tokens], len(REPEATS), allowed=words) for tokens in said]
+        rows = [SampleRow(own, [*REPEATS, *tokens], len(REPEATS), allowed_mask=words) for tokens in said]
         longer = {
             (*tokens, token): found[tokens] * float(row[token])
             for tokens, row in zip(said, distribution(logits, rows), strict=True)
@@ -266,7 +266,7 @@ def outputs(
         max_seqs=256,
         threads=1,
     )
-    llm.engine.speculate(llm.engine.own_proposer(), Always(2))
+    llm.engine.set_proposer(llm.engine.configured_proposer(), Always(2))
     overlap = Overlap()
     monkeypatch.setattr(step_sampler, "sample_rejecting", overlap)
     # The last token of all is never drafted.

@@ -134,7 +134,7 @@ class Recorder(DrawnProposer):
 
     def __init__(self, engine: Engine, answers: Mapping[tuple[int, ...], Sequence[int]]) -> None:
         assert engine.runner.draft_loop is not None
-        super().__init__(engine.runner.draft_loop, engine.scheduler.reserve)
+        super().__init__(engine.runner.draft_loop, engine.scheduler.reserve_for_drafts)
         self._answers = answers
         self.seen: list[tuple[list[int], list[int]]] = []
 
@@ -173,7 +173,7 @@ def test_drafts_are_those_of_the_papers(kind: str, target_dir: Path, tmp_path: P
     wanted = [answer.ids for answer in plain.generate(prompts, params, ignore_eos=True, show_progress=False)]
     llm = engine(target_dir, head_dir)
     recorder = Recorder(llm.engine, {tuple(p): ids for p, ids in zip(prompts, wanted, strict=True)})
-    llm.engine.speculate(recorder, Always(3))
+    llm.engine.set_proposer(recorder, Always(3))
     got = []
     for batch in (prompts[:3], prompts[3:]):  # the second one finds blocks of the first
         got += [answer.ids for answer in llm.generate(batch, params, ignore_eos=True, show_progress=False)]
@@ -188,7 +188,7 @@ def test_drafts_are_those_of_the_papers(kind: str, target_dir: Path, tmp_path: P
     assert {2, 3, 18, 41} <= lengths
     wrong = [(t, d) for t, d in recorder.seen if reference.drafts(t, len(d)) != d]
     assert not wrong, f"{len(wrong)} of {len(recorder.seen)}: {wrong[0]}"
-    llm.engine.pool.check()
+    llm.engine.pool.check_integrity()
 
 
 def test_layers_of_the_target_by_both_conventions() -> None:
@@ -201,16 +201,20 @@ def test_layers_of_the_target_by_both_conventions() -> None:
         "num_hidden_layers": 1,
         "max_position_embeddings": 64,
     }
-    assert parse_eagle_spec(base).taps_of(32) == (2, 16, 29)
+    assert parse_eagle_spec(base).aux_layers_of(32) == (2, 16, 29)
     outputs = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 15, 28]}}
     inputs = {"eagle_aux_hidden_state_layer_ids": [2, 16, 29]}
-    assert parse_eagle_spec(base | outputs).taps_of(32) == parse_eagle_spec(base | inputs).taps_of(32) == (2, 16, 29)
+    assert (
+        parse_eagle_spec(base | outputs).aux_layers_of(32)
+        == parse_eagle_spec(base | inputs).aux_layers_of(32)
+        == (2, 16, 29)
+    )
     nested = {"architectures": ["Eagle3Speculator"], "draft_vocab_size": 24, "transformer_layer_config": base}
     assert parse_eagle_spec(nested).draft_vocab == 24
     with pytest.raises(ConfigError, match="three layers"):
         parse_eagle_spec(base | {"eagle_aux_hidden_state_layer_ids": [2]})
     with pytest.raises(ConfigError, match="states of layers"):
-        parse_eagle_spec(base | {"eagle_aux_hidden_state_layer_ids": [2, 16, 29]}).taps_of(4)
+        parse_eagle_spec(base | {"eagle_aux_hidden_state_layer_ids": [2, 16, 29]}).aux_layers_of(4)
     with pytest.raises(ConfigError, match="2 layers"):
         parse_eagle_spec(base | {"num_hidden_layers": 2})
 

@@ -35,7 +35,7 @@ def test_tenants_that_wait_all_the_time_get_their_shares(weights: list[float], c
     for _ in range(200):
         out = queue.pop()
         assert out is not None
-        got[out.tenant] += out.cost
+        got[out.tenant] += out.expected_tokens
         queue.add(entry(out.tenant, weight=out.weight, cost=rng.choice(costs)))  # type: ignore[attr-defined]
     shares = [got[str(number)] / weight for number, weight in enumerate(weights)]
     assert max(shares) - min(shares) <= 2 * COST / min(weights)
@@ -92,12 +92,12 @@ def test_what_goes_in_comes_out_once(steps: list[tuple[str, str, int, int]]) -> 
             assert queue.remove(gone)
             assert not queue.remove(gone)
         elif what == "correct":
-            queue.correct(entry(tenant), cost)
+            queue.correct_count(entry(tenant), cost)
         assert len(queue) == len(inside)
         assert set(queue) == set(inside)
         probe = entry("a", cost=7)
-        ahead = queue.ahead(probe)
-        assert 0 <= ahead.own_cost <= ahead.cost <= sum(e.cost for e in inside)
+        ahead = queue.tokens_ahead(probe)
+        assert 0 <= ahead.own_expected_tokens <= ahead.expected_tokens <= sum(e.expected_tokens for e in inside)
     assert len({id(e) for e in out}) == len(out)
     assert set(popped(queue, len(inside))) == set(inside)
     assert queue.pop() is None
@@ -132,7 +132,7 @@ def test_what_a_request_really_took_counts() -> None:
         out = queue.pop()
         assert out is not None
         got[out.tenant] += 1
-        queue.correct(out, 20 if out.tenant == "long" else 0)  # thrice as many as was thought
+        queue.correct_count(out, 20 if out.tenant == "long" else 0)  # thrice as many as was thought
     assert got["short"] == 3 * got["long"]
 
 
@@ -140,16 +140,16 @@ def test_a_forecast_counts_own_requests_and_the_fair_part_of_others() -> None:
     queue = FairQueue()
     for _ in range(100):
         queue.add(entry("flood"))
-    assert queue.ahead(entry("small")).cost == 0
+    assert queue.tokens_ahead(entry("small")).expected_tokens == 0
     for _ in range(3):
         queue.add(entry("small"))
-    ahead = queue.ahead(entry("small"))
-    assert (ahead.own_cost, ahead.cost) == (30, 60)
-    assert queue.ahead(entry("flood")).own_cost == 1000
-    assert queue.ahead(entry("small", priority=1)).cost == 0
+    ahead = queue.tokens_ahead(entry("small"))
+    assert (ahead.own_expected_tokens, ahead.expected_tokens) == (30, 60)
+    assert queue.tokens_ahead(entry("flood")).own_expected_tokens == 1000
+    assert queue.tokens_ahead(entry("small", priority=1)).expected_tokens == 0
     for _ in range(4):
         queue.add(entry("vip", priority=5))
-    assert queue.ahead(entry("new")).cost == 40
+    assert queue.tokens_ahead(entry("new")).expected_tokens == 40
 
 
 def test_who_takes_most_of_a_full_queue_makes_room() -> None:
@@ -157,10 +157,10 @@ def test_who_takes_most_of_a_full_queue_makes_room() -> None:
     flood = [entry("flood") for _ in range(5)]
     for e in (*flood, entry("other")):
         queue.add(e)
-    assert queue.spare(entry("new")) is flood[-1]
-    assert queue.spare(entry("flood")) is None
-    assert queue.spare(entry("new", cost=50)) is None
-    assert queue.spare(entry("new", cost=60, weight=4.0)) is flood[-1]
+    assert queue.find_victim(entry("new")) is flood[-1]
+    assert queue.find_victim(entry("flood")) is None
+    assert queue.find_victim(entry("new", cost=50)) is None
+    assert queue.find_victim(entry("new", cost=60, weight=4.0)) is flood[-1]
 
 
 def test_counters_of_idle_tenants_are_bounded() -> None:
@@ -168,5 +168,5 @@ def test_counters_of_idle_tenants_are_bounded() -> None:
     for number in range(10_000):
         queue.add(entry(str(number)))
         queue.pop()
-    assert len(queue._idle) <= 4096
-    assert math.isfinite(queue._floor)
+    assert len(queue._idle_counters) <= 4096
+    assert math.isfinite(queue._min_counter)

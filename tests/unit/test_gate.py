@@ -31,7 +31,7 @@ class Pods:
     def compute_s(self, tokens: int) -> float:
         return tokens / self.per_s
 
-    def rate(self) -> float:
+    def tokens_per_s(self) -> float:
         return self.per_s
 
 
@@ -49,7 +49,7 @@ async def enter(
     async def cached() -> int:
         return held
 
-    return await g.enter(caller, priority, work, 2 * work, time.monotonic() + wait_s, cached)
+    return await g.acquire(caller, priority, work, 2 * work, time.monotonic() + wait_s, cached)
 
 
 async def soon(g: Gate, caller: Caller = ANONYMOUS, **kwargs: float) -> asyncio.Task[Waiting]:
@@ -65,7 +65,7 @@ async def test_those_that_the_pods_keep_up_with_do_not_wait() -> None:
     g = gate(Pods())
     entries = [await enter(g) for _ in range(50)]
     for entry in entries:
-        g.leave(entry, 20)
+        g.release(entry, 20)
     assert g._running == 0
 
 
@@ -77,13 +77,13 @@ async def test_max_running_lets_the_next_through_when_one_leaves_and_fairly() ->
     order: list[str] = []
     for task, name in zip(waiting, "aaab", strict=True):
         task.add_done_callback(lambda t, name=name: order.append(name))  # type: ignore[misc]
-    g.leave(first, 20)
+    g.release(first, 20)
     while g.waiting or not all(task.done() for task in waiting):
         await asyncio.sleep(0.005)
         for task in waiting:
             if task.done() and not getattr(task, "left", False):
                 task.left = True  # type: ignore[attr-defined]
-                g.leave(task.result(), 20)
+                g.release(task.result(), 20)
     assert order.index("b") <= 1
     g.stop()
 
@@ -97,8 +97,8 @@ async def test_while_pods_have_long_queues_requests_wait_here_but_never_all() ->
     assert not task.done()
     pods.queued_s = 0.0
     second = await asyncio.wait_for(task, 20)
-    g.leave(only, 0)
-    g.leave(second, 0)
+    g.release(only, 0)
+    g.release(second, 0)
 
 
 async def test_a_forecast_beyond_the_deadline_or_max_ttft_is_refused_at_once() -> None:
@@ -167,7 +167,7 @@ async def test_what_ends_every_so_often_is_forecast_by_that() -> None:
     tasks = [await soon(g) for _ in range(6)]
     for task in list(tasks[:3]):
         now[0] += 10.0
-        g.leave(running, 20)
+        g.release(running, 20)
         running = await task
         tasks.remove(task)
     for passed in (0.5, 9.0):
@@ -214,7 +214,7 @@ async def test_a_full_queue_refuses_whoever_takes_most_of_it() -> None:
     for task in (*flood, other):
         task.cancel()
     await asyncio.gather(*flood, other, return_exceptions=True)
-    assert (g.waiting, g._places) == (0, {})
+    assert (g.waiting, g._waiters) == (0, {})
     g.stop()
 
 
@@ -243,15 +243,15 @@ async def test_deadlines_and_clients_that_go_leave_nothing_behind() -> None:
     with pytest.raises(asyncio.CancelledError):
         await gone
     assert g.waiting == 1
-    g.leave(first, 0)
+    g.release(first, 0)
     entry = await asyncio.wait_for(stays, 20)
     # Let through and cancelled in the same turn of the loop: the place is given back.
     both = await soon(g)
-    g.leave(entry, 0)
-    while not next(iter(g._places.values())).done():
+    g.release(entry, 0)
+    while not next(iter(g._waiters.values())).done():
         await asyncio.sleep(0)
     both.cancel()
     with pytest.raises(asyncio.CancelledError):
         await both
-    assert (g.waiting, g._running, g._places) == (0, 0, {})
+    assert (g.waiting, g._running, g._waiters) == (0, 0, {})
     g.stop()

@@ -36,12 +36,12 @@ def test_any_order_and_repetition_gives_each_token_once(size: int, there: int, s
     rng.shuffle(arrivals)
     order, got, finish = TokenOrder([100 + i for i in range(begin)]), [], None
     for i in arrivals:
-        if rng.random() < 0.5 and order.pass_on(i, 100 + i):
+        if rng.random() < 0.5 and order.append_if_next(i, 100 + i):
             got.append(Token(i, 100 + i))
         else:
             order.put([Token(i, 100 + i)])
         if i == size - 1:
-            order.end(FinishReason.LENGTH)
+            order.set_finish(FinishReason.LENGTH)
         tokens, reason = order.take()
         got += tokens
         finish = reason or finish
@@ -50,28 +50,28 @@ def test_any_order_and_repetition_gives_each_token_once(size: int, there: int, s
     assert [t.index for t in got] == list(range(begin, size))
     assert list(order.ids) == [100 + i for i in range(size)]
     assert finish is FinishReason.LENGTH
-    assert order.duplicates == len(arrivals) - (size - begin)
+    assert order.num_duplicates == len(arrivals) - (size - begin)
 
 
 def test_only_what_is_next_is_passed_on() -> None:
     order = TokenOrder()
-    assert not order.pass_on(1, 5)
-    assert order.pass_on(0, 4)
-    assert order.pass_on(1, 5)
-    assert not order.pass_on(1, 5)
+    assert not order.append_if_next(1, 5)
+    assert order.append_if_next(0, 4)
+    assert order.append_if_next(1, 5)
+    assert not order.append_if_next(1, 5)
     order.put([Token(3, 7)])
-    assert not order.pass_on(2, 6)  # 3 would stay behind it
+    assert not order.append_if_next(2, 6)  # 3 would stay behind it
     order.put([Token(2, 6)])
-    assert not order.pass_on(4, 8)
+    assert not order.append_if_next(4, 8)
     assert order.take() == ([Token(2, 6), Token(3, 7)], None)
-    order.end(FinishReason.STOP)
-    assert not order.pass_on(4, 8)
+    order.set_finish(FinishReason.STOP)
+    assert not order.append_if_next(4, 8)
     assert list(order.ids) == [4, 5, 6, 7]
 
 
 def test_an_end_without_tokens_waits_for_the_first() -> None:
     order = TokenOrder()
-    order.end(FinishReason.STOP)
+    order.set_finish(FinishReason.STOP)
     assert order.take() == ([], None)
     order.put([Token(0, 5)])
     assert order.take() == ([Token(0, 5)], FinishReason.STOP)
@@ -110,7 +110,7 @@ class World:
         self.table.index_up = index is not None
         self.router = Router(self.table, GatewayMetrics(), rng=random.Random(1))
         for i, (name, role) in enumerate(roles.items()):
-            pod = Pod(f"127.0.0.1:{i + 1}", "g", model="m", static=True, on_change=self.table.changed)
+            pod = Pod(f"127.0.0.1:{i + 1}", "g", model="m", static=True, on_change=self.table.notify_changed)
             pod.info = PodInfo(
                 name=name,
                 generation=1,
@@ -127,9 +127,11 @@ class World:
                 ready=True,
                 draining=False,
             )
-            pod.view = PodView(name, address=pod.address, role=role, block_size=16, capacity=4096, num_blocks=1000)
+            pod.view = PodView(
+                name, address=pod.address, role=role, block_size=16, max_request_tokens=4096, num_blocks=1000
+            )
             pod.alive = True
-            pod.stream_up = role is not Role.PREFILL
+            pod.token_stream_up = role is not Role.PREFILL
             self.table.pods[pod.address] = pod
 
     def __getitem__(self, name: str) -> PodView:
@@ -149,7 +151,7 @@ class World:
         if placement is None:
             return None
         if not keep:
-            placement.end()
+            placement.release()
         return placement.decode.name, placement.prefill.name if placement.prefill else ""
 
     async def prefill(self, *args: Any, **kwargs: Any) -> str:
@@ -174,9 +176,9 @@ async def test_the_pod_that_holds_the_prefix_gets_the_request_until_it_is_busy()
     index.held = {"p1": 60, "d0": 60}
     assert {await world.prefill(1000) for _ in range(20)} == {"p1"}
     assert {await world.decode(1000) for _ in range(20)} == {"d0"}
-    world["p1"].prefilling.add("x", 8000, 1.0)
+    world["p1"].prefill_bookings.add("x", 8000, 1.0)
     assert {await world.prefill(1000) for _ in range(20)} == {"p0"}
-    world["p1"].prefilling.remove("x")
+    world["p1"].prefill_bookings.remove("x")
     assert await world.prefill(1000) == "p1"
 
 
@@ -207,18 +209,18 @@ async def test_what_ends_returns_its_bookings_whatever_it_was() -> None:
         assert placement is not None
         assert placement.prefill is not None
         booked = sorted([placement.prefill.name, placement.decode.name])
-        assert world[placement.prefill.name].prefilling.tokens == 300
-        assert len(world[placement.decode.name].decoding) == 1 == len(world.router.inflight)
+        assert world[placement.prefill.name].prefill_bookings.tokens == 300
+        assert len(world[placement.decode.name].decode_bookings) == 1 == len(world.router.inflight)
         if end == "computed":
-            placement.computed()
-            assert not any(len(world[name].prefilling) for name in TWO_BY_TWO)
+            placement.on_first_token()
+            assert not any(len(world[name].prefill_bookings) for name in TWO_BY_TWO)
         elif end == "local":
-            placement.local()
-            assert len(world[placement.decode.name].prefilling) == 1
-            assert not len(world["p0"].prefilling) + len(world["p1"].prefilling)
+            placement.on_local_prefill()
+            assert len(world[placement.decode.name].prefill_bookings) == 1
+            assert not len(world["p0"].prefill_bookings) + len(world["p1"].prefill_bookings)
         for _ in range(2):
-            placement.end()
-        assert not any(len(world[name].prefilling) + len(world[name].decoding) for name in TWO_BY_TWO)
+            placement.release()
+        assert not any(len(world[name].prefill_bookings) + len(world[name].decode_bookings) for name in TWO_BY_TWO)
         await until(lambda: not world.router._tasks)
         assert sorted(index.returned) == booked, "in the index, once"
     await world.router.stop()
@@ -247,8 +249,8 @@ async def test_without_an_index_the_gateway_remembers_where_it_sent_a_prompt() -
         assert placement is not None
         assert placement.prefill is not None
         homes[seed] = placement.prefill.name
-        placement.computed()
-        placement.end()
+        placement.on_first_token()
+        placement.release()
     assert {seed: await world.prefill(600, seed) for seed in range(8)} == homes
 
 
@@ -257,7 +259,7 @@ async def test_failed_pods_are_avoided_while_others_live() -> None:
     avoid = {world.pod("p0").address}
     assert {await world.prefill(100, s, avoid) for s in range(10)} == {"p1"}
     world.pod("p1").alive = False
-    world.table.changed()
+    world.table.notify_changed()
     assert await world.prefill(100, 0, avoid) == "p0"
 
 
@@ -272,7 +274,7 @@ async def test_of_two_addresses_with_one_name_the_later_generation_counts() -> N
     new = world.pod("d1")
     assert new.info is not None
     new.info = replace(new.info, name="d0", generation=9)
-    assert world.table.decodes() == [new]
+    assert world.table.decode_pods() == [new]
 
 
 async def test_of_one_name_with_two_layouts_the_later_counts_for_the_limits_too() -> None:
@@ -280,17 +282,17 @@ async def test_of_one_name_with_two_layouts_the_later_counts_for_the_limits_too(
     new = world.pod("p1")
     assert new.info is not None
     new.info = replace(new.info, name="p0", generation=9, fingerprint="cd" * 16)
-    assert world.table.decodes() == []
+    assert world.table.decode_pods() == []
     with pytest.raises(Unavailable):
         world.table.limits()
 
 
 async def test_pods_without_a_measure_are_taken_to_be_like_their_peers() -> None:
     world = World(TWO_BY_TWO)
-    world["p0"].report(PodLoad(prefill_rate=500.0, transfer_rate=1e6), 1.0)
-    world.table.changed()
-    world.table.decodes()
-    assert (world["p1"].seconds_per_token, world["d0"].seconds_per_moved) == (1 / 500, 1e-6)
+    world["p0"].apply_report(PodLoad(prefill_rate=500.0, transfer_rate=1e6), 1.0)
+    world.table.notify_changed()
+    world.table.decode_pods()
+    assert (world["p1"].prefill_s_per_token, world["d0"].transfer_s_per_token) == (1 / 500, 1e-6)
 
 
 def test_timelines_are_a_ring() -> None:
@@ -305,27 +307,31 @@ async def test_a_prefix_that_only_a_decode_pod_holds_is_fetched_from_there() -> 
     index = FakeIndex()
     world = World({"p0": Role.PREFILL, "d0": Role.DECODE, "d1": Role.DECODE}, index)
     index.held = {"d0": 60}
-    world["p0"].report(PodLoad(free_blocks=1000, prefill_rate=1000.0, pull_s=0.01), 1.0)
+    world["p0"].apply_report(PodLoad(free_blocks=1000, prefill_rate=1000.0, pull_s=0.01), 1.0)
     world["d0"].pair_rates = {"p0": 1e9}
     plan = await world.router.plan(prompt(1000))
     placement = await plan.place("r", (), ())
     assert placement is not None
-    assert placement.pull is None  # p0 does not say that it can
-    placement.end()
+    assert placement.pull_offer is None  # p0 does not say that it can
+    placement.release()
     world["p0"].pulls = True
     placement = await plan.place("r", (), ())
     assert placement is not None
-    assert placement.pull is not None
-    assert (placement.pull.holder, placement.pull.tokens, placement.predicted) == ("d0", 960, 960)
-    holder = plan.holder("d0")
+    assert placement.pull_offer is not None
+    assert (placement.pull_offer.holder, placement.pull_offer.tokens, placement.predicted_hit_tokens) == (
+        "d0",
+        960,
+        960,
+    )
+    holder = plan.find_holder("d0")
     assert holder is not None
     assert holder.address == world["d0"].address
-    elsewhere = placement.elsewhere()
+    elsewhere = placement.remote_prefill_cost()
     assert elsewhere is not None
-    assert elsewhere.compute_s == pytest.approx(0.04 + placement.pull.seconds)
+    assert elsewhere.compute_s == pytest.approx(0.04 + placement.pull_offer.predicted_s)
     assert elsewhere.queue_s == 0.0  # what it booked itself is not ahead of it
-    placement.end()
+    placement.release()
     scored = replace(prompt(1000), sampling=SamplingParams(max_tokens=16, prompt_logprobs=0))
     placement = await (await world.router.plan(scored)).place("r", (), ())
     assert placement is not None
-    assert placement.pull is None  # it takes nothing from a cache
+    assert placement.pull_offer is None  # it takes nothing from a cache

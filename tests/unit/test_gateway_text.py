@@ -97,11 +97,11 @@ def test_window_detokenizer_gives_the_full_decode(metaspace: TextTokenizer, text
 def test_token_pieces_join_to_the_text(smol: TextTokenizer, metaspace: TextTokenizer) -> None:
     for text in ("héllo 世界 🎉", "  two  spaces\n"):
         ids = smol.encode(text, add_special_tokens=False)
-        assert b"".join(smol.piece(i) for i in ids).decode() == text
+        assert b"".join(smol.token_bytes(i) for i in ids).decode() == text
     ids = metaspace.encode("the é 🎉", add_special_tokens=False)
-    assert b"".join(metaspace.piece(i) for i in ids).decode() == "the é 🎉"
-    assert smol.piece(2) == b"<|im_end|>"
-    assert smol.piece(10**6) == b""
+    assert b"".join(metaspace.token_bytes(i) for i in ids).decode() == "the é 🎉"
+    assert smol.token_bytes(2) == b"<|im_end|>"
+    assert smol.token_bytes(10**6) == b""
 
 
 @settings(max_examples=500, deadline=None)
@@ -116,15 +116,15 @@ def test_stop_scanner_equals_a_search_over_the_whole_text(parts: list[str], stop
         given_so_far += part
         out += scanner.feed(part)
         assert given_so_far.startswith(out)
-        if scanner.hit:
+        if scanner.found:
             break
         longest = max((k for s in stops for k in range(len(s)) if given_so_far.endswith(s[:k])), default=0)
         assert len(given_so_far) - len(out) == longest  # held back: only what may still become a stop string
     whole = "".join(parts)
     # A streamed scan ends at the first stop string that completes; among those that complete together, the first begun.
     ends = [whole.find(s) + len(s) for s in stops if s in whole]
-    assert scanner.hit == bool(ends)
-    if not scanner.hit:
+    assert scanner.found == bool(ends)
+    if not scanner.found:
         assert out + scanner.flush() == whole
     else:
         cut = min(given_so_far.find(s) for s in stops if s in given_so_far)
@@ -138,7 +138,7 @@ def test_output_counts_stop_tokens_and_hides_their_text(smol: TextTokenizer) -> 
     for i, token in enumerate(ids):
         piece = output.add([Token(i, token, -1.0)])
         text += piece.text
-        shown += [s.token.id for s in piece.shown]
+        shown += [s.token.id for s in piece.reported]
         if piece.finish:
             break
     assert (text, output.finish, output.num_tokens) == ("one two", FinishReason.STOP, 3)
@@ -151,7 +151,7 @@ def test_output_flushes_what_was_held_back(smol: TextTokenizer) -> None:
     pieces = [output.add([Token(i, t, -1.0)]) for i, t in enumerate(ids)]
     pieces.append(output.add([Token(len(ids), 2, -1.0)], FinishReason.STOP))
     assert "".join(p.text for p in pieces) == "one two"
-    assert [s.token.id for p in pieces for s in p.shown] == [*ids, 2]
+    assert [s.token.id for p in pieces for s in p.reported] == [*ids, 2]
 
 
 def test_template_and_ids_are_those_of_transformers(smollm2_dir: Path, smol: TextTokenizer) -> None:

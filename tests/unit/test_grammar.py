@@ -129,8 +129,8 @@ def test_the_cache_is_bounded_and_keeps_what_was_used_last(tokenizer: GrammarTok
     compiler.compile(second)
     assert compiler.compile(first) is compiled
     compiler.compile(third)
-    assert compiler.cached(first) is compiled
-    assert compiler.cached(second) is None
+    assert compiler.get_cached(first) is compiled
+    assert compiler.get_cached(second) is None
 
 
 def test_threads_that_ask_for_one_grammar_compile_it_once(

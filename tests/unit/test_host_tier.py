@@ -52,7 +52,7 @@ class Caches:
 
     def compute(self, lease: Lease, *path: int) -> None:
         """What a request does with its lease: all that it got is right, and the rest is written and published."""
-        assert not lease.loading
+        assert not lease.host_loading
         hashes = [hash(h) for h in chain(*path)]
         for i, block in enumerate(lease.blocks[: len(path)]):
             if i < lease.cached_blocks:
@@ -65,7 +65,7 @@ class Caches:
         for _ in range(100):
             if (lease := self.lease(*path)) is not None:
                 break
-            assert self.pool.copying(), "nothing would ever make room"
+            assert self.pool.copies_pending(), "nothing would ever make room"
             self.copier.run()
         else:
             raise AssertionError("no room")
@@ -75,7 +75,7 @@ class Caches:
         return lease.host_blocks
 
     def check(self) -> None:
-        self.pool.check()
+        self.pool.check_integrity()
         assert self.device == set(self.pool.cached_hashes())
         assert self.host == set(self.pool.host_hashes())
         held = self.device | self.host
@@ -89,7 +89,7 @@ def test_what_leaves_the_pool_comes_back_from_the_host() -> None:
     assert caches.use(1, 2, 3, 4, 5) == 0
     assert caches.use(6, 7, 8, 9, 10) == 0
     caches.check()
-    assert caches.pool.match(chain(1, 2, 3, 4, 5)) == 5
+    assert caches.pool.match_prefix(chain(1, 2, 3, 4, 5)) == 5
     assert caches.use(1, 2, 3, 4, 5) >= 2
     stats = caches.pool.host_stats()
     assert stats is not None
@@ -107,13 +107,13 @@ def test_a_match_goes_on_in_the_host_and_waits_for_its_blocks() -> None:
         assert caches.copier.run()
         lease = caches.lease(1, 2, 3, 4, total=5)
     assert lease.cached_blocks == 4
-    assert 0 < lease.host_blocks < 4 or lease.published == 0
-    assert lease.loading
+    assert 0 < lease.host_blocks < 4 or lease.num_published == 0
+    assert lease.host_loading
     assert caches.pool.counts().leased == 5
     assert caches.copier.begin()
-    assert lease.loading, "its blocks are being written"
+    assert lease.host_loading, "its blocks are being written"
     assert caches.copier.end()
-    assert not lease.loading
+    assert not lease.host_loading
     caches.compute(lease, 1, 2, 3, 4)
     lease.finish("done")
     caches.check()
@@ -144,13 +144,13 @@ def test_nothing_is_evicted_before_it_was_copied() -> None:
     caches.compute(lease, 1, 2, 3, 4)
     lease.finish("done")
     assert caches.lease(5, 6) is None
-    assert caches.pool.copying()
+    assert caches.pool.copies_pending()
     assert caches.copier.begin()
     assert caches.lease(5, 6) is None
     while caches.lease(5, 6) is None:
         assert caches.copier.end() or caches.copier.begin()
-    assert caches.pool.match(chain(1, 2, 3, 4)) == 4
-    caches.pool.check()
+    assert caches.pool.match_prefix(chain(1, 2, 3, 4)) == 4
+    caches.pool.check_integrity()
 
 
 def test_the_host_forgets_the_least_recent_leaf_first() -> None:
@@ -161,9 +161,9 @@ def test_the_host_forgets_the_least_recent_leaf_first() -> None:
         caches.check()
     stats = caches.pool.host_stats()
     assert stats is not None
-    assert stats.forgotten > 0
-    assert caches.pool.match(chain(1, 2, 3)) < 3
-    assert caches.pool.match(chain(7, 8, 9)) == 3
+    assert stats.dropped > 0
+    assert caches.pool.match_prefix(chain(1, 2, 3)) < 3
+    assert caches.pool.match_prefix(chain(7, 8, 9)) == 3
 
 
 def test_a_cleared_cache_is_empty_in_both_tiers() -> None:
@@ -171,7 +171,7 @@ def test_a_cleared_cache_is_empty_in_both_tiers() -> None:
     caches.use(1, 2, 3)
     caches.use(4, 5, 6)
     assert caches.host
-    caches.pool.clear_cache()
+    caches.pool.reset_prefix_cache()
     caches.check()
     assert not caches.device | caches.host
     assert caches.pool.counts().free == 4
@@ -185,18 +185,18 @@ def test_without_a_copier_the_pool_goes_on_without_a_host() -> None:
     while loading is None:
         caches.copier.run()
         loading = caches.lease(1, 2, 3)
-    assert caches.pool.tier is not None
-    caches.pool.tier.close(InternalError("the host is gone"))
-    assert loading.load is not None
-    assert loading.load.done
-    assert isinstance(loading.load.error, InternalError)
+    assert caches.pool.host_tier is not None
+    caches.pool.host_tier.close(InternalError("the host is gone"))
+    assert loading.host_load is not None
+    assert loading.host_load.done
+    assert isinstance(loading.host_load.error, InternalError)
     loading.publish(chain(1, 2, 3))
-    assert loading.published < 3, "what did not come back is not published"
+    assert loading.num_published < 3, "what did not come back is not published"
     loading.finish("failed")
     for path in ((1, 2), (6, 7, 8, 9), (3, 4)):
         lease = caches.lease(*path)
         assert lease is not None
-        assert not lease.loading
+        assert not lease.host_loading
         caches.compute(lease, *path)
         lease.finish("done")
     assert not caches.host
@@ -220,7 +220,7 @@ def test_random_use_of_both_tiers(blocks: int, host: int, batch: int, actions: l
             live.append((lease, path))
         elif action <= 5 and live:
             lease, its = live.pop(len(path) % len(live))
-            if not lease.loading and action == 5:
+            if not lease.host_loading and action == 5:
                 caches.compute(lease, *its)
             lease.finish("done")
         elif action <= 7:
@@ -230,7 +230,7 @@ def test_random_use_of_both_tiers(blocks: int, host: int, batch: int, actions: l
         else:
             caches.copier.run()
             if len(path) == 4:
-                caches.pool.clear_cache()
+                caches.pool.reset_prefix_cache()
         caches.check()
     caches.copier.run()
     for lease, its in live:
@@ -259,7 +259,7 @@ class HostedWorld(World):
                 self.copier.begin()
             else:
                 self.copier.end()
-        self.pool.check()
+        self.pool.check_integrity()
         return result
 
     def drain(self) -> None:
@@ -284,7 +284,7 @@ def test_a_preempted_sequence_goes_on_where_it_was(overlap: bool) -> None:
     assert world.tokens == {request_id: answer(prompt, LONG) for request_id, prompt in prompts.items()}
     stats = world.scheduler.stats()
     assert stats.preemptions > 0
-    assert (stats.resumed, stats.recomputed, stats.recomputed_tokens) == (stats.preemptions, 0, 0)
+    assert (stats.fully_restored, stats.partly_recomputed, stats.recomputed_tokens) == (stats.preemptions, 0, 0)
 
 
 def test_what_a_small_host_forgot_is_recomputed_and_counted() -> None:
@@ -295,7 +295,7 @@ def test_what_a_small_host_forgot_is_recomputed_and_counted() -> None:
     world.drain()
     assert world.tokens == {request_id: answer(prompt, LONG) for request_id, prompt in prompts.items()}
     stats = world.scheduler.stats()
-    assert stats.recomputed > 0
+    assert stats.partly_recomputed > 0
     assert stats.recomputed_tokens > 0
 
 
@@ -312,7 +312,7 @@ def test_damage_in_the_host_fails_the_request_and_no_other() -> None:
     world.add("again", [*shared, 3], SamplingParams(max_tokens=3))
     world.add("neighbour", [7, 7, 7, 7, 7], SamplingParams(max_tokens=3))
     world.drain()
-    assert world.ends["again"].finish is FinishReason.ERROR
+    assert world.ends["again"].finish_reason is FinishReason.ERROR
     assert world.ends["again"].error is not None
     assert world.ends["again"].error.kind == "BlockDamaged"
     assert world.tokens["neighbour"] == answer([7, 7, 7, 7, 7], SamplingParams(max_tokens=3))
@@ -365,7 +365,7 @@ def test_random_loads_with_a_host_tier(
     for request_id, tokens in expected.items():
         assert world.tokens[request_id] == tokens
     stats = world.scheduler.stats()
-    assert stats.resumed + stats.recomputed <= stats.preemptions
+    assert stats.fully_restored + stats.partly_recomputed <= stats.preemptions
 
 
 def test_paused_sequences_give_their_slots_up_although_idle_blocks_have_no_copy() -> None:

@@ -27,10 +27,10 @@ def test_a_booking_ends_it_for_a_pod_that_may_gain_by_it() -> None:
     now = 5.0
     cache = LookupCache(clock=lambda: now)
     cache.put("s", b"x", 10, [A, B], {A: Held(4, 4), B: Held(2, 10)}, asked=now)
-    cache.forget("b")  # it holds all of it
+    cache.invalidate_pod("b")  # it holds all of it
     assert cache.get("s", b"x", [A, B]) is not None
     now += 0.1
-    cache.forget("a")
+    cache.invalidate_pod("a")
     assert cache.get("s", b"x", [B]) is not None
     assert cache.get("s", b"x", [A, B]) is None
     for wait, kept in ((SETTLE_S / 2, False), (SETTLE_S, True)):  # the index may not have known yet

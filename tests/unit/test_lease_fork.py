@@ -34,20 +34,20 @@ def test_all_but_the_last_user_copy_the_last_block() -> None:
     first.publish(chain(2))
     second, third = first.fork(3), first.fork(3)
     assert first.blocks == second.blocks == third.blocks
-    assert (second.published, second.borrowed, pool.available()) == (2, 2, 9)
+    assert (second.num_published, second.cow_index, pool.num_available()) == (2, 2, 9)
     shared = first.blocks[2]
-    copies = [lease.own() for lease in (second, first)]
+    copies = [lease.copy_on_write() for lease in (second, first)]
     assert [copy.source for copy in copies if copy] == [shared, shared]
     assert len({shared, second.blocks[2], first.blocks[2]}) == 3
-    assert third.own() == BlockCopy(shared, shared), "its copies are taken before anything is written"
+    assert third.copy_on_write() == BlockCopy(shared, shared), "its copies are taken before anything is written"
     third.finish("done")
-    pool.check()
-    assert pool.available() == 7, "the step that copies from it is still to come"
+    pool.check_integrity()
+    assert pool.num_available() == 7, "the step that copies from it is still to come"
     pool.begin_step().end()
-    assert pool.available() == 8
+    assert pool.num_available() == 8
     for lease in (first, second):
         lease.finish("done")
-    pool.check()
+    pool.check_integrity()
     assert (pool.counts().leased, pool.counts().cached) == (0, 2)
 
 
@@ -56,11 +56,11 @@ def test_a_spare_block_is_what_the_copy_takes() -> None:
     first = leased(pool, 5)
     first.publish(chain(1))
     second = first.fork(2, spare=1)
-    assert (len(first.blocks), len(second.blocks), pool.available()) == (4, 3, 0)
+    assert (len(first.blocks), len(second.blocks), pool.num_available()) == (4, 3, 0)
     spare = second.blocks[2]
-    assert second.own() == BlockCopy(first.blocks[1], spare)
+    assert second.copy_on_write() == BlockCopy(first.blocks[1], spare)
     assert second.blocks == [first.blocks[0], spare]
-    assert first.own() == BlockCopy(first.blocks[1], first.blocks[1])
+    assert first.copy_on_write() == BlockCopy(first.blocks[1], first.blocks[1])
     with pytest.raises(InternalError):
         first.fork(4, spare=1)
 
@@ -70,19 +70,19 @@ def test_own_waits_for_a_block_and_a_reader_keeps_the_bytes() -> None:
     first = leased(pool, 1)
     second = first.fork(1)
     other = leased(pool, 1)
-    assert second.own() is None
-    assert second.borrowed == 0
-    reader = first.reader(0, 1)
+    assert second.copy_on_write() is None
+    assert second.cow_index == 0
+    reader = first.pin_for_read(0, 1)
     first.finish("done")
-    assert second.own() is None, "somebody else still reads it"
+    assert second.copy_on_write() is None, "somebody else still reads it"
     other.finish("done")
-    copy = second.own()
+    copy = second.copy_on_write()
     assert copy is not None
     assert copy.target != copy.source
     reader.release()
     second.finish("done")
     pool.begin_step().end()
-    pool.check()
+    pool.check_integrity()
     assert pool.counts().free == 2
 
 
@@ -94,10 +94,10 @@ def test_a_shared_block_is_hashed_once() -> None:
     second.publish(chain(2))
     first.publish(chain(2))
     assert stored == chain(2)
-    assert (first.swaps, first.blocks) == (0, second.blocks)
+    assert (first.num_replaced, first.blocks) == (0, second.blocks)
     first.finish("done")
     second.finish("done")
-    pool.check()
+    pool.check_integrity()
     assert (pool.counts().cached, pool.counts().free) == (2, 4)
 
 
@@ -151,10 +151,10 @@ class Forks(RuleBasedStateMachine):
         """One token more, as the scheduler has it written."""
         child = self.pick(data)
         lease, place = child.lease, len(child.tokens) // SIZE
-        if lease.borrowed == place:
-            copy = lease.own()
+        if lease.cow_index == place:
+            copy = lease.copy_on_write()
             if copy is None:
-                assert self.pool.available() == 0
+                assert self.pool.num_available() == 0
                 return
             if copy.source != copy.target:
                 assert copy.target not in self.copying, "it is copied from in the same step"
@@ -163,7 +163,7 @@ class Forks(RuleBasedStateMachine):
             return
         block = lease.blocks[place]
         assert block not in {b for c in self.children if c is not child for b in c.lease.blocks}, "two write one block"
-        assert place >= lease.published
+        assert place >= lease.num_published
         child.tokens.append(next(self.fresh))
 
     @precondition(lambda self: self.children)
@@ -192,7 +192,7 @@ class Forks(RuleBasedStateMachine):
 
     @invariant()
     def adds_up(self) -> None:
-        self.pool.check()
+        self.pool.check_integrity()
 
     def teardown(self) -> None:
         for child in self.children:
@@ -200,7 +200,7 @@ class Forks(RuleBasedStateMachine):
         self.pool.begin_step().end()
         for fence in self.fences:
             fence.end()
-        self.pool.check()
+        self.pool.check_integrity()
         counts = self.pool.counts()
         assert (counts.leased, counts.quarantined) == (0, 0)
 

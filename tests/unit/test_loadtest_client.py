@@ -125,7 +125,7 @@ def draft(turn: Turn = TURN, **answers: Answer) -> Draft:
 
 
 def blank(leave_after: int | None = None) -> Record:
-    return Record("id-1", 0, 0, 9, 5, time.perf_counter(), leave_after=leave_after)
+    return Record("id-1", 0, 0, 9, 5, time.perf_counter(), abort_after=leave_after)
 
 
 @asynccontextmanager
@@ -164,8 +164,8 @@ async def test_a_stream_is_timed_event_by_event(stamped: bool, monkeypatch: pyte
     record = await outcome(script)
     assert (record.error, record.finish, record.answer) == ("", "length", Answer("abc"))
     assert (record.tokens, record.prompt_tokens, record.cached_tokens) == (4, 7, 3)
-    assert len(record.at) == 3
-    first, second, third = record.at
+    assert len(record.event_times) == 3
+    first, second, third = record.event_times
     assert record.ttft_s is not None
     assert record.ttft_s >= 0.055
     assert second - first >= 0.055
@@ -320,7 +320,7 @@ async def test_a_client_that_leaves_hangs_up(after: int) -> None:
         assert record.aborted
         assert not record.ok
         assert record.error == ""
-        assert len(record.at) == after
+        assert len(record.event_times) == after
         if after:
             await asyncio.wait_for(gone.wait(), 20)
 
@@ -328,7 +328,7 @@ async def test_a_client_that_leaves_hangs_up(after: int) -> None:
 async def test_an_answer_in_one_piece() -> None:
     body = orjson.dumps({"choices": [{"message": {"content": "abc"}, "finish_reason": "stop"}], "usage": USAGE})
     record = await outcome(plain("200 OK", body), stream=False)
-    assert (record.error, record.answer, record.tokens, len(record.at)) == ("", Answer("abc"), 4, 0)
+    assert (record.error, record.answer, record.tokens, len(record.event_times)) == ("", Answer("abc"), 4, 0)
     assert record.ttft_s is None
     assert (await outcome(plain("200 OK", b"{}"), stream=False)).error == "protocol"
 
@@ -378,4 +378,4 @@ async def test_bytes_have_the_time_at_which_they_came_not_that_of_reading_them(k
 
     record = await outcome(script)
     assert record.error == ""
-    assert sent <= record.at[0] < sent + 0.4
+    assert sent <= record.event_times[0] < sent + 0.4

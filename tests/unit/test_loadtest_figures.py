@@ -34,7 +34,7 @@ def record(
     """A request whose events came `at` seconds after it was sent, and that ended with the last."""
     sent = BEGAN + intended + lag
     made = Record(f"r{number}", number, 0, 10, 3, BEGAN + intended, sent_s=sent, finish="length", **more)
-    made.at = array("d", [sent + t for t in at])
+    made.event_times = array("d", [sent + t for t in at])
     made.ended_s = sent + (at[-1] if at else 0.5)
     made.tokens = len(at) if tokens is None else tokens
     return made
@@ -150,7 +150,7 @@ def test_the_series_add_up(requests: list[tuple[float, list[float], bool]]) -> N
         records.append(record(number, at, *moments))
         if fails:
             records[-1].ended_s = 0.0
-            records[-1].fail("disconnected", "gone", records[-1].at[-1])
+            records[-1].fail("disconnected", "gone", records[-1].event_times[-1])
     found = told(run_of(*records))
     series = found["series"]
     assert sum(series["sent"]) == len(records) == sum(series["ended"]) + sum(series["failed"])
@@ -170,7 +170,7 @@ def test_an_empty_run_has_figures_too() -> None:
 def test_a_reader_is_warned() -> None:
     assert warnings(told(run_of(record(0, 0.0, 0.1, 0.2, 0.3)))) == []
     run = run_of(record(0, 0.0, 0.1, lag=0.3), max_concurrency="1")
-    run.stopped, run.unfinished, run.skipped, run.left_out, run.cpu_s = True, 4, 3, 2, 99.0
+    run.stopped, run.unfinished, run.skipped, run.skipped_too_long, run.cpu_s = True, 4, 3, 2, 99.0
     text = " ".join(warnings(told(run)))
     for part in ("4 requests were under way", "2 requests of the trace", "3 later turns", "used 247", "300 ms late"):
         assert part in text
@@ -200,7 +200,7 @@ def test_a_clear_difference_is_told_from_chance() -> None:
     comparison = compare(many(0.1, slo="ttft=1s"), many(0.2, slo="ttft=1s"))
     rows = {row.name: row for row in comparison.rows}
     assert rows["ttft p50"].change == pytest.approx(1.0)
-    assert rows["ttft p50"].clear is True
+    assert rows["ttft p50"].significant is True
     assert rows["ttft p50"].worse_by == pytest.approx(1.0)
     assert rows["goodput share"].worse_by == 0
     assert "ttft p50" in [row.name for row in comparison.worse(0.5)]
@@ -213,7 +213,7 @@ def test_a_clear_difference_is_told_from_chance() -> None:
 def test_few_requests_prove_nothing() -> None:
     comparison = compare(many(0.1, count=12), many(0.2, count=12))
     rows = {row.name: row for row in comparison.rows}
-    assert rows["ttft p99"].clear is False
+    assert rows["ttft p99"].significant is False
     assert "ttft p99" not in [row.name for row in comparison.worse(0.1)]
 
 

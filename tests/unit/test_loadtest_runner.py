@@ -63,7 +63,7 @@ class Stage:
 
 
 async def ran(stage: Stage, **flags: Any) -> Any:
-    return await asyncio.wait_for(Runner(LoadConfig.of(flags), stage).go(), 60)
+    return await asyncio.wait_for(Runner(LoadConfig.of(flags), stage).execute(), 60)
 
 
 async def test_an_open_loop_does_not_wait_for_answers() -> None:
@@ -132,7 +132,7 @@ async def test_warm_up_is_not_counted_and_asks_for_something_else() -> None:
 
 async def test_a_share_of_clients_leaves_the_same_ones_each_time() -> None:
     def leaving(stage: Stage) -> dict[int, int]:
-        return {r.session: r.leave_after for r in stage.records if r.leave_after is not None}
+        return {r.session: r.abort_after for r in stage.records if r.abort_after is not None}
 
     first, second = Stage(), Stage()
     for stage in (first, second):
@@ -151,7 +151,7 @@ async def test_sessions_take_the_keys_in_turn() -> None:
 async def test_a_stopped_run_tells_what_was_done() -> None:
     stage = Stage(seconds=30.0)
     runner = Runner(LoadConfig.of({"users": "3", "duration_s": "60"}), stage)
-    going = asyncio.create_task(runner.go())
+    going = asyncio.create_task(runner.execute())
     while stage.running < 3:
         await asyncio.sleep(0.01)
     runner.stop()

@@ -20,7 +20,7 @@ def test_an_idle_pod_keeps_a_short_rest_and_a_busy_one_does_not() -> None:
     assert AUTO.decide(100, 900, IDLE, THERE, remote_only=False).local
     busy = AUTO.decide(100, 900, replace(IDLE, running=32), THERE, remote_only=False)
     assert (busy.local, busy.reason) == (False, Reason.CHEAPER)
-    assert busy.here_s > 32 * IDLE.chunk_s(100)  # what all neighbours lose together
+    assert busy.local_s > 32 * IDLE.chunk_s(100)  # what all neighbours lose together
     # However busy, not for ever: a long queue elsewhere is worth it.
     assert AUTO.decide(100, 900, replace(IDLE, running=32), replace(THERE, queue_s=1.0), remote_only=False).local
 
@@ -46,7 +46,7 @@ def test_whole_prompts_and_guesses_never_stay(
 
 def test_what_this_pod_has_not_measured_is_taken_from_there() -> None:
     fresh = replace(IDLE, chunk_s=lambda _: 0.0)
-    assert AUTO.decide(100, 900, fresh, THERE, remote_only=False).here_s == pytest.approx(100 / 50_000)
+    assert AUTO.decide(100, 900, fresh, THERE, remote_only=False).local_s == pytest.approx(100 / 50_000)
     nobody = replace(THERE, tokens_per_s=0.0)
     assert AUTO.decide(100, 900, fresh, nobody, remote_only=False).reason is Reason.UNKNOWN
 

@@ -24,7 +24,9 @@ from engine.warm_up import compiled_steps, largest_step, planned_steps
 
 GIB = 1 << 30
 LAYOUT = KVLayout("m", "r", 32, 8, 128, 16, "bfloat16")  # 2 MiB a block
-H100 = MemoryUse(total=79 * GIB, others=GIB, share=0.9, weights=15 * GIB, activations=GIB // 2, graphs=GIB // 4)
+H100 = MemoryUse(
+    total=79 * GIB, other_processes=GIB, share=0.9, weights=15 * GIB, activations=GIB // 2, graphs=GIB // 4
+)
 
 
 def test_the_pool_gets_what_is_left_of_the_share() -> None:
@@ -34,11 +36,11 @@ def test_the_pool_gets_what_is_left_of_the_share() -> None:
 
 
 def test_a_second_process_takes_only_what_the_first_left() -> None:
-    second = replace(H100, others=50 * GIB)
+    second = replace(H100, other_processes=50 * GIB)
     taken = (blocks_that_fit(second, LAYOUT) + EXTRA_BLOCKS) * LAYOUT.block_bytes + second.weights
     assert taken + second.activations + second.graphs <= 29 * GIB - SLACK
     each = replace(H100, share=0.45)
-    assert blocks_that_fit(each, LAYOUT) == blocks_that_fit(replace(each, others=36 * GIB), LAYOUT)
+    assert blocks_that_fit(each, LAYOUT) == blocks_that_fit(replace(each, other_processes=36 * GIB), LAYOUT)
 
 
 @pytest.mark.parametrize("change", [{"share": 0.1}, {"others": 70 * GIB}, {"weights": 80 * GIB}])
@@ -175,7 +177,7 @@ def test_graphs_without_room_beside_the_weights_are_a_matter_of_their_size(monke
 
     build: Any = lambda _pool: Runner()  # noqa: E731
     one: Any = Pool
-    remedy = EngineConfig(model_dir=Path(), chunk_graphs=4096).graphs_remedy()
+    remedy = EngineConfig(model_dir=Path(), chunk_graphs=4096).cuda_graph_advice()
     with pytest.raises(ConfigError) as refused:
         measure(build, one, torch.device("cpu"), share=0.9, graphs=remedy, step=[(0, 1)])
     assert refused.value.field == "max_seqs"
@@ -203,10 +205,10 @@ def test_what_does_not_fit_beside_the_pool_names_the_option_that_sized_it(
     Card().patch(monkeypatch)
     monkeypatch.setattr(engine.runner, "capture", full)
     with pytest.raises(ConfigError) as refused:
-        engine._compile()
+        engine._compile_kernels()
     assert refused.value.field == option
     assert refused.value.message.endswith(f"{FULL[:-1]}; lower {option} or max_seqs, or do without cuda_graphs")
     monkeypatch.setattr(engine.runner, "rehearse", full)
     with pytest.raises(ConfigError, match=f"no room for the first steps: .*; lower {option}$") as refused:
-        engine._compile()
+        engine._compile_kernels()
     assert refused.value.field == option

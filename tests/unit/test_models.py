@@ -101,7 +101,7 @@ class Rig:
             metadata = self.backend.prepare(StepShape(starts, counts, blocks))
             positions = torch.cat([torch.arange(s, s + c) for s, c in zip(starts, counts, strict=True)])
             flat = torch.tensor([i for t in tokens for i in t])
-            hidden = self.model.hidden(flat, positions, self.cache, self.backend, metadata)
+            hidden = self.model.forward(flat, positions, self.cache, self.backend, metadata)
             return list(self.model.logits(hidden).split(counts))
 
 
@@ -126,7 +126,7 @@ def test_few_ends_of_a_long_step_are_computed_alone(name: str, tmp_path: Path, m
         with torch.inference_mode():
             metadata = rig.backend.prepare(StepShape(starts, counts, blocks))
             positions = torch.cat([torch.arange(s, s + c) for s, c in zip(starts, counts, strict=True)])
-            return rig.model.hidden(torch.cat(tokens), positions, rig.cache, rig.backend, metadata, rows)
+            return rig.model.forward(torch.cat(tokens), positions, rig.cache, rig.backend, metadata, rows)
 
     monkeypatch.setattr(few.backend, "attend", noted)
     for starts, counts, last in (([0, 0], [200, 70], 2), ([200, 70], [30, 8], 38), ([230, 78], [1, 63], 64)):

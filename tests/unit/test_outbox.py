@@ -37,9 +37,9 @@ def stream(outbox: Outbox) -> tuple[Wire, Response]:
 
 async def test_a_piece_comes_before_the_end_that_follows_it() -> None:
     wire, response = stream(Outbox())
-    await response.event(b"first")
-    assert response.prompt is not None
-    assert response.prompt(b"second")
+    await response.send_event(b"first")
+    assert response.fast_write is not None
+    assert response.fast_write(b"second")
     assert wire.sent == [b"first"]
     await response.end()
     assert wire.sent == [b"first", b"6\r\nsecond\r\n", b""]

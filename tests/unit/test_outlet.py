@@ -24,7 +24,7 @@ from gateway.timeline import Timeline
 
 def bring(outlet: Outlet, index: int) -> bool:
     """A token as a pod's message brings it: by the short way where that is open. Whether it was."""
-    if outlet.pass_on(index, 100 + index):
+    if outlet.relay_token_id(index, 100 + index):
         return True
     assert outlet.put(0, [Token(index, 100 + index)], None)
     return False
@@ -141,34 +141,34 @@ async def test_what_comes_with_a_token_counts_while_it_is_relayed() -> None:
         alone.append(token_id)
         return True
 
-    task = await relaying(leg.outlet, take_id, take)
+    task = await relaying(leg.token_queue, take_id, take)
     drafts = decode_pb2.Speculation(proposed=4, accepted=0)
     more: list[dict[str, Any]] = [{}, {"cached_tokens": 2}, {"speculation": drafts}, {}]
     for index, fields in enumerate(more):
         token = types_pb2.Token(index=index, id=100 + index)
-        leg.deliver(decode_pb2.SequenceDelta(request_id="r", tokens=[token], **fields))
+        leg.on_delta(decode_pb2.SequenceDelta(request_id="r", tokens=[token], **fields))
     assert (alone, others) == ([100, 103], [([101], None), ([102], None)])
-    assert (leg.cached_tokens, leg.proposed) == (2, 4)
+    assert (leg.cached_tokens, leg.drafts_proposed) == (2, 4)
     token = types_pb2.Token(index=4, id=104)
-    leg.deliver(decode_pb2.SequenceDelta(request_id="r", tokens=[token], finish_reason=types_pb2.FINISH_REASON_LENGTH))
+    leg.on_delta(decode_pb2.SequenceDelta(request_id="r", tokens=[token], finish_reason=types_pb2.FINISH_REASON_LENGTH))
     assert others[-1] == ([104], FinishReason.LENGTH)
-    assert leg.outlet.complete
+    assert leg.token_queue.complete
     await task
     leg.close()
 
 
 async def test_what_goes_on_has_the_number_and_the_tokens_that_it_had() -> None:
-    request = ValidRequest("r", "m", (1,), SamplingParams(max_tokens=8, n=3)).going_on(2, [100, 101])
-    assert (request.children, request.context_ids, request.sampling.n) == (range(2, 3), (1, 100, 101), 1)
+    request = ValidRequest("r", "m", (1,), SamplingParams(max_tokens=8, n=3)).resumed(2, [100, 101])
+    assert (request.child_indices, request.context_ids, request.sampling.n) == (range(2, 3), (1, 100, 101), 1)
     leg = leg_of(request)
-    assert leg.outlet.unfinished() == {0: array("I", [100, 101])}
+    assert leg.token_queue.unfinished() == {0: array("I", [100, 101])}
     for index in (1, 2):  # the first of them is there already
         token = types_pb2.Token(index=index, id=100 + index, child=2)
-        leg.deliver(decode_pb2.SequenceDelta(request_id="r", tokens=[token], child=2))
-    assert await leg.outlet.next() == ([Token(2, 102, child=2)], None, 0)
-    leg.deliver(decode_pb2.SequenceDelta(request_id="r", tokens=[types_pb2.Token(index=3, id=1)]))
+        leg.on_delta(decode_pb2.SequenceDelta(request_id="r", tokens=[token], child=2))
+    assert await leg.token_queue.next() == ([Token(2, 102, child=2)], None, 0)
+    leg.on_delta(decode_pb2.SequenceDelta(request_id="r", tokens=[types_pb2.Token(index=3, id=1)]))
     with pytest.raises(InternalError, match="sequence 0"):  # nobody asked for that one
-        await leg.outlet.next()
+        await leg.token_queue.next()
     leg.close()
 
 

@@ -32,7 +32,7 @@ def test_drafts_are_verified_several_at_a_time(overlap: bool) -> None:
     assert 60 < world.speculator.stats.accepted < world.speculator.stats.proposed
     assert world.device.launches < 25
     assert world.stepper.counters.decode_tokens == 4 * 29
-    assert world.stepper.counters.discarded == 0, "nothing was launched ahead of a result that it depends on"
+    assert world.stepper.counters.discarded_sequences == 0, "nothing was launched ahead of a result that it depends on"
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -52,8 +52,8 @@ def test_a_stop_token_within_an_accepted_run_ends_it(overlap: bool, held: bool) 
         world.drain()
         assert world.tokens["a"] == answer(prompt, params)
         end = world.ends["a"]
-        assert end.finish is (FinishReason.STOP if world.tokens["a"][-1] == stop else FinishReason.LENGTH)
-        inside += end.finish is FinishReason.STOP and 0 < end.accepted < end.proposed - 1
+        assert end.finish_reason is (FinishReason.STOP if world.tokens["a"][-1] == stop else FinishReason.LENGTH)
+        inside += end.finish_reason is FinishReason.STOP and 0 < end.num_accepted < end.num_drafts - 1
     assert inside > 3
 
 
@@ -62,19 +62,19 @@ def test_drafts_take_what_is_left_and_nobody_is_preempted_for_them() -> None:
     seqs = [world.add(name, range(4), SamplingParams(max_tokens=12)) for name in "ab"]
     while not all(seq.decoding for seq in seqs):
         world.step()
-    items = world.scheduler.schedule({seq: Chain((1, 2, 3, 4, 5)) for seq in seqs}).items
+    items = world.scheduler.schedule({seq: Chain((1, 2, 3, 4, 5)) for seq in seqs}).scheduled
     assert [len(item.drafts) for item in items] == [5, 1], "a budget of eight is two tokens and six drafts"
     assert all(item.start + item.num_new <= item.seq.allocated for item in items)
-    outside = world.pool.lease([], world.pool.available())
+    outside = world.pool.lease([], world.pool.num_available())
     assert outside is not None
     for item in items:
         item.seq.launch(item.num_new, sample=True, drafts=len(item.drafts))
-    assert world.scheduler.drafters() == []
-    assert world.scheduler.schedule().items == [], "what follows drafts is not known yet"
+    assert world.scheduler.draft_candidates() == []
+    assert world.scheduler.schedule().scheduled == [], "what follows drafts is not known yet"
     for item in items:
-        item.seq.settle(item.num_new, sample=True, drafts=len(item.drafts))
+        item.seq.finish_step(item.num_new, sample=True, drafts=len(item.drafts))
         item.seq.append(0)
-    (first, second) = world.scheduler.schedule({seq: Chain((1,) * 7) for seq in seqs}).items
+    (first, second) = world.scheduler.schedule({seq: Chain((1,) * 7) for seq in seqs}).scheduled
     assert first.start + first.num_new <= first.seq.allocated
     assert second.start + second.num_new <= second.seq.allocated
     assert [seq.preemptions for seq in seqs] == [0, 0]
@@ -85,15 +85,15 @@ def test_room_for_drafts_that_are_not_verified_comes_back() -> None:
     seqs = [world.add(name, range(4), SamplingParams(max_tokens=40)) for name in "abc"]
     while not all(seq.decoding for seq in seqs):
         world.step()
-    assert world.scheduler.drafters() == seqs
-    assert [world.scheduler.reserve(seq, seq.start + 14) >= seq.start + 14 for seq in seqs] == [True] * 3
+    assert world.scheduler.draft_candidates() == seqs
+    assert [world.scheduler.reserve_for_drafts(seq, seq.start + 14) >= seq.start + 14 for seq in seqs] == [True] * 3
     chains = {seqs[0]: Chain((1, 2, 3, 4, 5)), seqs[1]: Chain((1,))}
-    items = world.scheduler.schedule(chains).items
+    items = world.scheduler.schedule(chains).scheduled
     assert [len(item.drafts) for item in items] == [5, 1, 0]
     needed = [-(-len(seq.tokens) // 4) for seq in seqs]
     held = [len(seq.lease.blocks) for seq in seqs if seq.lease is not None]
     assert held[2] == needed[2], "nothing is verified of the last one"
-    assert world.scheduler.schedule().items
+    assert world.scheduler.schedule().scheduled
     assert [len(seq.lease.blocks) for seq in seqs if seq.lease is not None] == held
 
 
@@ -102,13 +102,15 @@ def test_room_for_drafts_leaves_a_block_for_each_that_grows() -> None:
     seqs = [world.add(name, range(4), SamplingParams(max_tokens=12)) for name in "ab"]
     while not all(seq.decoding for seq in seqs):
         world.step()
-    outside = world.pool.lease([], world.pool.available() - 3)
+    outside = world.pool.lease([], world.pool.num_available() - 3)
     assert outside is not None
     first, second = seqs
     room = first.allocated
-    assert world.scheduler.reserve(first, room + 1) == room + 4
-    assert world.scheduler.reserve(second, second.allocated + 1) == second.allocated, "two are left for two that grow"
-    assert world.pool.available() == 2
+    assert world.scheduler.reserve_for_drafts(first, room + 1) == room + 4
+    assert world.scheduler.reserve_for_drafts(second, second.allocated + 1) == second.allocated, (
+        "two are left for two that grow"
+    )
+    assert world.pool.num_available() == 2
 
 
 def test_drafts_leave_a_block_for_each_that_grows() -> None:
@@ -117,11 +119,11 @@ def test_drafts_leave_a_block_for_each_that_grows() -> None:
     while not all(seq.decoding for seq in seqs):
         world.step()
     assert [seq.allocated for seq in seqs] == [4, 4]
-    outside = world.pool.lease([], world.pool.available() - 5)
+    outside = world.pool.lease([], world.pool.num_available() - 5)
     assert outside is not None
-    items = world.scheduler.schedule({seq: Chain((1,) * 7) for seq in seqs}).items
+    items = world.scheduler.schedule({seq: Chain((1,) * 7) for seq in seqs}).scheduled
     assert [len(item.drafts) for item in items] == [7, 3], "a block for each token, one more for the first's drafts"
-    assert world.pool.available() == 2
+    assert world.pool.num_available() == 2
 
 
 def test_prompts_keep_their_share_of_a_step_with_drafts() -> None:
@@ -130,7 +132,7 @@ def test_prompts_keep_their_share_of_a_step_with_drafts() -> None:
     while not all(seq.decoding for seq in seqs):
         world.step()
     world.add("c", range(50, 80), GREEDY)
-    items = world.scheduler.schedule({seq: Chain((1,) * 7) for seq in seqs}).items
+    items = world.scheduler.schedule({seq: Chain((1,) * 7) for seq in seqs}).scheduled
     assert [len(item.drafts) for item in items] == [7, 3, 0], "a quarter of sixteen, and what two decodes leave"
     assert items[2].num_new == 4
 
@@ -144,7 +146,7 @@ def test_a_step_is_ahead_only_with_overlap(overlap: bool) -> None:
     assert (seq.computed, seq.launched, seq.pending) == (3, overlap, overlap)
     world.drain()
     assert world.tokens["a"] == answer([1, 2, 3], GREEDY)
-    assert world.stepper.counters.discarded == 0, "the end by length is known ahead"
+    assert world.stepper.counters.discarded_sequences == 0, "the end by length is known ahead"
     assert world.device.launches == 9
 
 
@@ -248,8 +250,8 @@ def test_what_follows_a_stop_token_is_dropped() -> None:
     world.add("a", [1, 2, 3], params)
     world.drain()
     assert world.tokens["a"] == output[: output.index(stop) + 1]
-    assert world.ends["a"].finish is FinishReason.STOP
-    assert world.stepper.counters.discarded == 1
+    assert world.ends["a"].finish_reason is FinishReason.STOP
+    assert world.stepper.counters.discarded_sequences == 1
 
 
 def test_blocks_of_the_step_in_flight_stay_where_they_are() -> None:
@@ -271,10 +273,10 @@ def test_nobody_is_preempted_for_blocks_that_are_about_to_come_back() -> None:
     world.add("ends", range(8), SamplingParams(max_tokens=1))
     grows = world.add("grows", range(10, 18), GREEDY)
     below = world.add("below", [3, 4, 5, 6], GREEDY)
-    for item in world.scheduler.schedule().items:
-        item.seq.launch(item.num_new, sample=item.sample)
-    outside = world.pool.lease([], world.pool.available())
-    assert world.scheduler.schedule().items == []
+    for item in world.scheduler.schedule().scheduled:
+        item.seq.launch(item.num_new, sample=item.samples)
+    outside = world.pool.lease([], world.pool.num_available())
+    assert world.scheduler.schedule().scheduled == []
     assert grows.preemptions == below.preemptions == 0
     assert outside is not None
 
@@ -283,7 +285,7 @@ def test_settle_ends_the_step_in_flight_and_tells_it() -> None:
     world = World(overlap=True)
     world.add("a", [1, 2, 3], GREEDY)
     world.step()
-    world.stepper.settle(world.hook)
+    world.stepper.finish_in_flight(world.hook)
     assert len(world.tokens["a"]) == 2
     world.abort("a")
     assert not world.stepper.has_work
@@ -297,7 +299,7 @@ def test_a_launch_that_fails_ends_its_sequences_and_no_others() -> None:
     world.add("b", range(20), GREEDY)
     world.drain()
     assert world.tokens["a"] == answer([1, 2, 3], SamplingParams(max_tokens=1))
-    assert world.ends["b"].finish is FinishReason.ERROR
+    assert world.ends["b"].finish_reason is FinishReason.ERROR
     world.add("c", [4], GREEDY)
     world.drain()
     assert world.tokens["c"] == answer([4], GREEDY)
@@ -315,7 +317,7 @@ def test_steps_without_memory_are_counted_apart(error: Exception, counted: int) 
     world.device.broken, world.device.error = {1}, error
     world.add("a", [1, 2, 3], GREEDY)
     world.drain()
-    assert world.ends["a"].finish is FinishReason.ERROR
+    assert world.ends["a"].finish_reason is FinishReason.ERROR
     assert world.stepper.counters.out_of_memory == counted
 
 
@@ -331,7 +333,7 @@ def test_a_failing_scheduler_ends_everything_and_the_step_in_flight(monkeypatch:
     with monkeypatch.context() as patch:
         patch.setattr(world.scheduler, "schedule", fail)
         world.step()
-    assert {output.finish for output in world.ends.values()} == {FinishReason.ERROR}
+    assert {output.finish_reason for output in world.ends.values()} == {FinishReason.ERROR}
     world.drain()
     world.add("c", [4], GREEDY)
     world.drain()
@@ -453,9 +455,9 @@ def test_every_load_gives_the_tokens_of_undisturbed_requests(
         end, tokens, wanted = world.ends[name], world.tokens.get(name, []), answer(arrival.prompt, arrival.params)
         assert arrival.seq.lease is None or arrival.seq.lease.finished
         assert arrival.seq.slot == -1
-        if end.finish in (FinishReason.ABORT, FinishReason.ERROR):
+        if end.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
             assert tokens == wanted[: len(tokens)] or arrival.kind == "received"
-            assert end.finish is FinishReason.ABORT or arrival.poison is not None
+            assert end.finish_reason is FinishReason.ABORT or arrival.poison is not None
         elif arrival.kind == "hand_off":
             assert end.handed_off
             assert tokens == wanted[:1]
@@ -463,6 +465,6 @@ def test_every_load_gives_the_tokens_of_undisturbed_requests(
             assert tokens[0] == wanted[0]  # its sender would have ended it there
         else:
             assert tokens == wanted
-            assert end.finish in (FinishReason.STOP, FinishReason.LENGTH)
+            assert end.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
     if not overlap:
-        assert world.stepper.counters.discarded == 0
+        assert world.stepper.counters.discarded_sequences == 0

@@ -36,18 +36,18 @@ def test_a_rate_stays_over_pauses_and_begins_afresh_after_a_long_one(clock: Cloc
     write(pair, clock, 2.0)
     clock.now += FRESH_S - 1
     write(pair, clock, 2.0)
-    assert pair.gbps == pytest.approx(0.5)
+    assert pair.gb_s == pytest.approx(0.5)
     clock.now += FRESH_S
-    assert pair.gbps == pytest.approx(0.5)
+    assert pair.gb_s == pytest.approx(0.5)
     write(pair, clock, 0.01)
-    assert pair.gbps == pytest.approx(100.0)
+    assert pair.gb_s == pytest.approx(100.0)
     assert (pair.bytes, pair.busy_s) == (3 * BYTES, pytest.approx(4.01))
 
 
 def test_the_probe_gives_the_rate_until_something_is_written(clock: Clock) -> None:
     pairs, peer = Pairs(clock), PeerStats("h", 1, "h:1", "cuda_ipc", "reported", 310.0)
     (pair,) = pairs.stats((peer,))
-    assert (pair.transport, pair.gbps) == ("cuda_ipc", 310.0)
-    write(pairs.of("h"), clock, 0.01)
+    assert (pair.transport, pair.gb_s) == ("cuda_ipc", 310.0)
+    write(pairs.get("h"), clock, 0.01)
     (pair,) = pairs.stats((peer,))
-    assert pair.gbps == pytest.approx(100.0)
+    assert pair.gb_s == pytest.approx(100.0)

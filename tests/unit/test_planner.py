@@ -47,10 +47,10 @@ def test_mooncake_traces_share_what_their_ids_say(tmp_path: Path) -> None:
     trace = load_trace(written(tmp_path, "t.jsonl", MOONCAKE))
     first, second = trace.requests
     assert (second.arrival_s, second.prompt_len, second.output_len) == (27.0, 1536, 1)
-    assert (len(first.chain), len(second.chain)) == (2, 3)
-    assert first.chain == second.chain[:2]
+    assert (len(first.block_hashes), len(second.block_hashes)) == (2, 3)
+    assert first.block_hashes == second.block_hashes[:2]
     assert trace.ideal_hit_rate() == pytest.approx(1024 / 2636)
-    assert trace.faster(2).duration_s == 13.5
+    assert trace.sped_up(2).duration_s == 13.5
 
 
 def test_azure_traces_share_nothing(tmp_path: Path) -> None:
@@ -140,11 +140,11 @@ def test_a_wrong_slo_is_refused(text: str) -> None:
 
 def test_a_request_keeps_an_slo_or_not() -> None:
     slo = Slo(1.0, 0.05)
-    good = Outcome(0.0, 10, 10, ttft_s=1.0, gap_s=0.05, done=True)
-    assert slo.good(good)
-    assert slo.good(replace(good, gap_s=None))
+    good = Outcome(0.0, 10, 10, ttft_s=1.0, mean_itl_s=0.05, done=True)
+    assert slo.is_met_by(good)
+    assert slo.is_met_by(replace(good, mean_itl_s=None))
     for wrong in ({"ttft_s": 1.1}, {"gap_s": 0.06}, {"done": False}, {"ttft_s": None}):
-        assert not slo.good(replace(good, **wrong))  # type: ignore[arg-type]
+        assert not slo.is_met_by(replace(good, **wrong))  # type: ignore[arg-type]
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1), st.floats(0.001, 1))
@@ -176,7 +176,7 @@ def test_a_looser_slo_never_gives_less(trace: Trace) -> None:
 
 def test_the_ratio_follows_the_work(trace: Trace) -> None:
     answers = replace(
-        trace, requests=tuple(replace(r, output_len=1200, prompt_len=200, chain=()) for r in trace.requests)
+        trace, requests=tuple(replace(r, output_len=1200, prompt_len=200, block_hashes=()) for r in trace.requests)
     )
     prompts = replace(trace, requests=tuple(replace(r, output_len=2) for r in trace.requests))
     slo = Slo(1.0, 0.02)
@@ -185,7 +185,7 @@ def test_the_ratio_follows_the_work(trace: Trace) -> None:
 
 
 def test_the_least_pods_keep_the_slo_at_the_traces_rate(trace: Trace) -> None:
-    busy = trace.faster(40.0)
+    busy = trace.sped_up(40.0)
     found = plan(busy, Slo(1.0, 0.05), None)
     assert found.needed is not None
     assert found.needed.goodput == busy.rate
@@ -224,8 +224,8 @@ def lines(trace: Trace) -> str:
                 "timestamp": int(r.arrival_s * 1e3),
                 "input_length": r.prompt_len,
                 "output_length": r.output_len,
-                "hash_ids": [ids.setdefault(h, len(ids)) for h in r.chain]
-                + [10**6 + i] * (len(r.chain) * 512 < r.prompt_len),
+                "hash_ids": [ids.setdefault(h, len(ids)) for h in r.block_hashes]
+                + [10**6 + i] * (len(r.block_hashes) * 512 < r.prompt_len),
             }
         )
         for i, r in enumerate(trace.requests)

@@ -11,65 +11,65 @@ from pod.rates import PULL_FRESH_S, PodRates
 
 def test_nothing_is_known_before_something_ran() -> None:
     rates = PodRates(256)
-    rates.step(0, 0, 1.0)
-    rates.step(8, 0, 0.0)
-    rates.moved(0, 1.0)
-    assert (rates.prefill(), rates.decode(), rates.transfer()) == ((0.0, 0.0),) * 3
+    rates.observe_step(0, 0, 1.0)
+    rates.observe_step(8, 0, 0.0)
+    rates.observe_hand_off(0, 1.0)
+    assert (rates.prefill_fit(), rates.decode_fit(), rates.transfer_fit()) == ((0.0, 0.0),) * 3
 
 
 @given(st.floats(0.0, 0.05), st.floats(1e-5, 1e-2), st.lists(st.integers(1, 256), min_size=5, max_size=60, unique=True))
 def test_a_fixed_part_and_a_rate_are_told_apart(base: float, slope: float, sizes: list[int]) -> None:
     rates = PodRates(256)
     for size in (1, *sizes, 256):  # spread enough to tell
-        rates.step(size, 0, base + slope * size)
-        rates.step(0, size, base + slope * size)
-        rates.moved(size, base + slope * size)
-    prefill_rate, overhead_s = rates.prefill()
+        rates.observe_step(size, 0, base + slope * size)
+        rates.observe_step(0, size, base + slope * size)
+        rates.observe_hand_off(size, base + slope * size)
+    prefill_rate, overhead_s = rates.prefill_fit()
     assert prefill_rate == pytest.approx(256 / (base + 256 * slope), rel=1e-3)
     assert overhead_s == pytest.approx(base, rel=1e-3, abs=1e-5)
-    assert rates.decode() == pytest.approx((base, slope), rel=1e-3, abs=1e-5)
-    assert rates.transfer() == pytest.approx((1 / slope, base), rel=1e-3, abs=1e-5)
+    assert rates.decode_fit() == pytest.approx((base, slope), rel=1e-3, abs=1e-5)
+    assert rates.transfer_fit() == pytest.approx((1 / slope, base), rel=1e-3, abs=1e-5)
 
 
 def test_equal_steps_give_a_rate_and_a_change_is_followed() -> None:
     rates = PodRates(256)
     for _ in range(10):
-        rates.step(256, 4, 0.26)
-    assert rates.prefill() == (pytest.approx(256 / 0.256), 0.0)
+        rates.observe_step(256, 4, 0.26)
+    assert rates.prefill_fit() == (pytest.approx(256 / 0.256), 0.0)
     for _ in range(200):
-        rates.step(256, 4, 0.52)
-    assert rates.prefill()[0] == pytest.approx(256 / 0.512, rel=0.01)
+        rates.observe_step(256, 4, 0.52)
+    assert rates.prefill_fit()[0] == pytest.approx(256 / 0.512, rel=0.01)
 
 
 def test_decode_steps_of_one_size_leave_half_to_the_batch() -> None:
     rates = PodRates(256)
     for _ in range(10):
-        rates.step(0, 16, 0.032)
-    assert rates.decode() == pytest.approx((0.016, 0.001))
+        rates.observe_step(0, 16, 0.032)
+    assert rates.decode_fit() == pytest.approx((0.016, 0.001))
 
 
 def test_what_a_chunk_costs_beside_decodes_is_what_the_step_takes_longer() -> None:
     rates = PodRates(256)
     assert rates.chunk_s(64) == 0.0
-    rates.step(64, 0, 0.2)
+    rates.observe_step(64, 0, 0.2)
     assert rates.chunk_s(64) == pytest.approx(0.2)  # as without decodes, until it is known
     for sequences in (2, 4, 8):
-        rates.step(0, sequences, 0.01 + 0.001 * sequences)
+        rates.observe_step(0, sequences, 0.01 + 0.001 * sequences)
     for tokens in (16, 32, 64, 128):
-        rates.step(tokens, 4, 0.014 + 0.001 + 0.0005 * tokens)
+        rates.observe_step(tokens, 4, 0.014 + 0.001 + 0.0005 * tokens)
     assert rates.chunk_s(64) == pytest.approx(0.001 + 0.032, rel=1e-3)
 
 
 def test_what_a_pull_takes_beyond_its_bytes_follows_the_last_ones() -> None:
     rates = PodRates(256)
     assert rates.pull_s() == 0.0
-    rates.pulled(0.05, 0.03)
+    rates.observe_pull(0.05, 0.03)
     assert rates.pull_s() == pytest.approx(0.02)
     for _ in range(60):
-        rates.pulled(0.05, 0.04)
+        rates.observe_pull(0.05, 0.04)
     assert rates.pull_s() == pytest.approx(0.01, rel=1e-2)
     for _ in range(60):
-        rates.pulled(0.05, 0.5)  # the pair's rate was measured under load
+        rates.observe_pull(0.05, 0.5)  # the pair's rate was measured under load
     assert 0 < rates.pull_s() < 1e-3
 
 
@@ -77,18 +77,18 @@ def test_what_pulls_took_is_forgotten_when_there_are_none() -> None:
     """A long one keeps prompts from being pulled, so nothing else would correct it."""
     now = [0.0]
     rates = PodRates(256, lambda: now[0])
-    rates.pulled(2.0, 0.0)
+    rates.observe_pull(2.0, 0.0)
     now[0] += PULL_FRESH_S - 1
     assert rates.pull_s() == pytest.approx(2.0)
     now[0] += 1
     assert rates.pull_s() == 0.0
-    rates.pulled(0.01, 0.0)
+    rates.observe_pull(0.01, 0.0)
     assert rates.pull_s() == pytest.approx(0.01)
 
 
 def test_short_prompts_alone_do_not_make_long_ones_endless() -> None:
     rates = PodRates(256)
     for tokens in (1, 1, 2, 1):
-        rates.step(tokens, 0, 0.1)
-    per_s, base_s = rates.prefill()
+        rates.observe_step(tokens, 0, 0.1)
+    per_s, base_s = rates.prefill_fit()
     assert base_s + 256 / per_s < 1.0

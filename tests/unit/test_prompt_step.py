@@ -29,7 +29,7 @@ def step(most_tokens: int, chunks: Sequence[tuple[int, int]] = ()) -> PromptStep
         planned=lambda start, new: start % 1024 == 0 == new % 1024,
     )
     model = SimpleNamespace(hidden=hidden)
-    return PromptStep(model, kv, backend, most_tokens=most_tokens, max_blocks=2000, chunks=chunks)  # type: ignore[arg-type]
+    return PromptStep(model, kv, backend, max_step_tokens=most_tokens, max_blocks=2000, chunk_graphs=chunks)  # type: ignore[arg-type]
 
 
 def shape(*rows: tuple[int, int]) -> StepShape:

@@ -14,7 +14,7 @@ STEP = 256
 def measured(base: float, per_token: float, *sizes: int) -> PodRates:
     rates = PodRates(STEP)
     for size in sizes:
-        rates.step(size, 0, base + per_token * size)
+        rates.observe_step(size, 0, base + per_token * size)
     return rates
 
 
@@ -40,14 +40,14 @@ def test_small_steps_alone_give_a_limit_that_follows_them(base: float, per_token
     assert rates.prefill_s(tokens) == 0.0
     limit = patience_s(rates, tokens)
     assert MIN_TIME_S <= limit <= UNKNOWN_TIME_S
-    assert limit <= max(MIN_TIME_S, 4 * rates.prefill_guess_s(tokens))
+    assert limit <= max(MIN_TIME_S, 4 * rates.prefill_estimate_s(tokens))
 
 
 def test_nobody_waits_a_second_for_what_an_h200_computes_in_98_ms() -> None:
     """A block of 8B: 36 ms for 1024 tokens, 98 for 4096, in steps of 2048."""
     rates = PodRates(2048)
     for _ in range(3):
-        rates.step(1024, 0, 0.0155 + 1024 * 2.016e-5)
-        rates.step(2048, 0, 0.0155 + 2048 * 2.016e-5)
+        rates.observe_step(1024, 0, 0.0155 + 1024 * 2.016e-5)
+        rates.observe_step(2048, 0, 0.0155 + 2048 * 2.016e-5)
     assert 0.05 <= patience_s(rates, 4096) <= 0.15
     assert patience_s(PodRates(2048), 4096) == UNKNOWN_TIME_S

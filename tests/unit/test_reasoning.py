@@ -42,7 +42,7 @@ def split(text: str, begins: Section, sizes: list[int]) -> tuple[str, str]:
         (Section.INSIDE, "hm </thin", "hm </thin", ""),
         (Section.INSIDE, "\n</think>\n", "", ""),
         (Section.INSIDE, "a</think>b</think>c", "a", "b</think>c"),
-        (Section.BEHIND, "<think>x</think>", "", "<think>x</think>"),
+        (Section.AFTER, "<think>x</think>", "", "<think>x</think>"),
     ],
 )
 @given(sizes=st.lists(st.integers(1, 5), max_size=20))
@@ -60,11 +60,11 @@ def test_any_text_cut_anyhow_is_split_the_same_way(text: str, begins: Section, s
 
 
 def test_the_prompt_says_where_the_answer_begins() -> None:
-    assert Section.of(THINK, "<|assistant|>\n") is Section.BEFORE
-    assert Section.of(THINK, "<|assistant|>\n<think>\n") is Section.INSIDE
-    assert Section.of(THINK, "<|assistant|>\n<think>\n\n</think>\n\n") is Section.BEHIND
-    implied = ReasoningStyle("x", "<think>", "</think>", implied=True)
-    assert Section.of(implied, "<|assistant|>\n") is Section.INSIDE
+    assert Section.from_prompt(THINK, "<|assistant|>\n") is Section.BEFORE
+    assert Section.from_prompt(THINK, "<|assistant|>\n<think>\n") is Section.INSIDE
+    assert Section.from_prompt(THINK, "<|assistant|>\n<think>\n\n</think>\n\n") is Section.AFTER
+    implied = ReasoningStyle("x", "<think>", "</think>", starts_inside=True)
+    assert Section.from_prompt(implied, "<|assistant|>\n") is Section.INSIDE
 
 
 def test_the_model_or_the_flag_decides_the_style() -> None:
@@ -84,7 +84,13 @@ TEXT = '<think>\nhm hm\n</think>\n\nSo: <tool_call>{"name": "f", "arguments": {}
 @pytest.mark.parametrize("show", [True, False])
 def test_an_answer_with_both(smollm2_dir: Path, step: int, show: bool) -> None:
     tokenizer = TextTokenizer(smollm2_dir)
-    reading = Reading(tokenizer=tokenizer, reasoning=THINK, show_reasoning=show, tools=Hermes(), names=frozenset({"f"}))
+    reading = Reading(
+        tokenizer=tokenizer,
+        reasoning_format=THINK,
+        show_reasoning=show,
+        tool_format=Hermes(),
+        function_names=frozenset({"f"}),
+    )
     output = ChoiceOutput(tokenizer, (), logprobs=False, reading=reading)
     ids = tokenizer.encode(TEXT, add_special_tokens=False)
     thinking = len(tokenizer.encode("<think>\nhm hm\n</think>", add_special_tokens=False))
@@ -94,14 +100,14 @@ def test_an_answer_with_both(smollm2_dir: Path, step: int, show: bool) -> None:
     message = assemble(delta for piece in pieces for delta in piece.deltas or ())
     assert message.reasoning == ("hm hm" if show else None)
     assert message.content == "So:"
-    assert [call.name for call in message.calls] == ["f"]
+    assert [call.name for call in message.tool_calls] == ["f"]
     assert pieces[-1].finish is FinishReason.TOOL_CALLS
     assert abs(output.reasoning_tokens - thinking) <= 1  # a token may hold the marker's end and more
 
 
 def test_an_answer_without_a_section_has_no_reasoning_tokens(smollm2_dir: Path) -> None:
     tokenizer = TextTokenizer(smollm2_dir)
-    output = ChoiceOutput(tokenizer, (), logprobs=False, reading=Reading(tokenizer=tokenizer, reasoning=THINK))
+    output = ChoiceOutput(tokenizer, (), logprobs=False, reading=Reading(tokenizer=tokenizer, reasoning_format=THINK))
     for i, token in enumerate(tokenizer.encode("< thinking is hard", add_special_tokens=False)):
         output.add([Token(i, token)])
     assert output.reasoning_tokens == 0

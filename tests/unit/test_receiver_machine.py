@@ -45,11 +45,11 @@ def test_ready_needs_ranges_and_commit_in_any_order() -> None:
     machine = receiver()
     machine.open(WRITER, 0.0)
     assert machine.commit(7, COMMIT, 0.0) == []  # kept
-    assert machine.awaits_ranges
-    assert machine.notified(WRITER.agent, 6, 3, 0.0) == []  # kept too: whoever gives them up may be heard of later
-    assert machine.missing == 3
-    assert machine.notified(WRITER.agent, 6, 3, 0.0) == []
-    actions = machine.notified(WRITER.agent, 3, 3, 0.0)
+    assert machine.commit_waits_for_ranges
+    assert machine.range_written(WRITER.agent, 6, 3, 0.0) == []  # kept too: whoever gives them up may be heard of later
+    assert machine.num_missing == 3
+    assert machine.range_written(WRITER.agent, 6, 3, 0.0) == []
+    actions = machine.range_written(WRITER.agent, 3, 3, 0.0)
     assert actions == [Free((3, 4, 5, 6, 7, 8)), Ready(COMMIT)]
     assert machine.release(1.0) == machine.tick(200.0) == []
     assert machine.state is ReceiverState.READY
@@ -57,16 +57,16 @@ def test_ready_needs_ranges_and_commit_in_any_order() -> None:
 
 def test_strangers_are_dropped() -> None:
     machine = receiver()
-    assert machine.notified(WRITER.agent, 3, 1, 0.0) is None
+    assert machine.range_written(WRITER.agent, 3, 1, 0.0) is None
     machine.open(WRITER, 0.0)
     machine.open(WRITER, 0.0)
     with pytest.raises(UnknownTransfer):
         machine.open(OTHER, 0.0)
     with pytest.raises(UnknownTransfer):
         machine.commit(8, COMMIT, 0.0)
-    assert machine.notified(OTHER.agent, 3, 1, 0.0) is None
-    assert machine.notified(WRITER.agent, 2, 1, 0.0) is None
-    assert machine.notified(WRITER.agent, 8, 2, 0.0) is None
+    assert machine.range_written(OTHER.agent, 3, 1, 0.0) is None
+    assert machine.range_written(WRITER.agent, 2, 1, 0.0) is None
+    assert machine.range_written(WRITER.agent, 8, 2, 0.0) is None
 
 
 def test_unopened_reservation_expires_freely() -> None:
@@ -80,29 +80,29 @@ def test_unopened_reservation_expires_freely() -> None:
 
 def test_a_writer_that_sends_less_gives_the_rest_back_and_is_ready_with_less() -> None:
     machine = receiver()
-    assert freed(machine.narrow(4)) == [7, 8]
+    assert freed(machine.shrink_to(4)) == [7, 8]
     machine.open(WRITER, 0.0)
-    assert machine.notified(WRITER.agent, 6, 2, 0.0) is None  # block 7 is not in it any more
-    assert machine.notified(WRITER.agent, 3, 4, 0.0) == []
-    assert machine.narrow(6) == []  # it never grows
+    assert machine.range_written(WRITER.agent, 6, 2, 0.0) is None  # block 7 is not in it any more
+    assert machine.range_written(WRITER.agent, 3, 4, 0.0) == []
+    assert machine.shrink_to(6) == []  # it never grows
     assert machine.commit(7, COMMIT, 0.0) == [Free((3, 4, 5, 6)), Ready(COMMIT)]
-    assert machine.narrow(1) == []
+    assert machine.shrink_to(1) == []
 
 
 def test_the_news_of_less_may_come_last() -> None:
     machine = receiver()
     machine.open(WRITER, 0.0)
-    assert machine.notified(WRITER.agent, 3, 2, 0.0) == []
+    assert machine.range_written(WRITER.agent, 3, 2, 0.0) == []
     assert machine.commit(7, COMMIT, 0.0) == []
-    assert machine.narrow(2) == [Free((5, 6, 7, 8)), Free((3, 4)), Ready(COMMIT)]
+    assert machine.shrink_to(2) == [Free((5, 6, 7, 8)), Free((3, 4)), Ready(COMMIT)]
 
 
 def test_what_a_writer_never_sends_is_not_quarantined() -> None:
     machine = receiver()
     machine.open(WRITER, 0.0)
-    machine.narrow(2)
+    machine.shrink_to(2)
     machine.release(0.0)
-    assert machine.quarantined == 2
+    assert machine.num_quarantined == 2
     assert freed(machine.drained(7, True, 0.0)) == [3, 4]
     assert machine.state is ReceiverState.CLOSED
 
@@ -110,16 +110,16 @@ def test_what_a_writer_never_sends_is_not_quarantined() -> None:
 def test_draining_frees_by_notification_and_by_drained() -> None:
     machine = receiver()
     machine.open(WRITER, 0.0)
-    assert machine.notified(WRITER.agent, 3, 1, 0.0) == []
+    assert machine.range_written(WRITER.agent, 3, 1, 0.0) == []
     actions = machine.release(1.0)
     assert kinds(actions) == ["Free", "Failed", "AskDrain"]
     assert freed(actions) == [3]
-    assert freed(machine.notified(WRITER.agent, 4, 2, 1.0) or []) == [4, 5]
-    assert machine.notified(WRITER.agent, 4, 2, 1.0) == []
+    assert freed(machine.range_written(WRITER.agent, 4, 2, 1.0) or []) == [4, 5]
+    assert machine.range_written(WRITER.agent, 4, 2, 1.0) == []
     with pytest.raises(UnknownTransfer):
         machine.commit(7, COMMIT, 1.0)
     assert machine.drained(8, True, 1.0) == []  # another generation's word is worth nothing
-    assert machine.quarantined == 3
+    assert machine.num_quarantined == 3
     assert kinds(machine.tick(2.0)) == ["AskDrain"]
     assert machine.tick(3.0) == []  # one question at a time
     assert freed(machine.drained(7, True, 3.0)) == [6, 7, 8]
@@ -132,9 +132,9 @@ def test_grace_counts_only_time_in_which_we_ran() -> None:
     machine.release(0.0)
     machine.writer_ended(1.0)
     assert machine.tick(100.0) == []  # we stood still for 99 s: what was on its way may still be
-    assert machine.quarantined == COUNT
+    assert machine.num_quarantined == COUNT
     now = 100.0
-    while machine.quarantined:
+    while machine.num_quarantined:
         now += 0.1
         actions = machine.tick(now)
         assert now < 103
@@ -147,7 +147,7 @@ def test_a_writer_with_failed_writes_needs_the_grace_too() -> None:
     machine.open(WRITER, 0.0)
     machine.release(0.0)
     assert machine.drained(7, False, 0.0) == []
-    assert machine.quarantined == COUNT
+    assert machine.num_quarantined == COUNT
 
 
 def test_dead_writer_fails_an_open_transfer() -> None:
@@ -164,7 +164,7 @@ def test_checksums_decide() -> None:
     for error, expected in ((None, ["Free", "Ready"]), ("damaged", ["Free", "Failed"])):
         machine = receiver()
         machine.open(WRITER, 0.0)
-        machine.notified(WRITER.agent, 3, 6, 0.0)
+        machine.range_written(WRITER.agent, 3, 6, 0.0)
         assert kinds(machine.commit(7, commit, 0.0)) == ["Check"]
         assert kinds(machine.checked(error, 0.0)) == expected
         assert machine.state is (ReceiverState.CLOSED if error else ReceiverState.READY)
@@ -220,16 +220,16 @@ class ReceiverMachineTest(RuleBasedStateMachine):
     def write_and_notify(self, data: st.DataObject) -> None:
         first = data.draw(st.sampled_from(sorted(self.unwritten)))
         self.unwritten.discard(first)
-        self.apply(self.machine.notified(WRITER.agent, first, 1, self.now))
+        self.apply(self.machine.range_written(WRITER.agent, first, 1, self.now))
 
     @rule(first=st.integers(0, 12), count=st.integers(1, 4))
     def stranger_notifies(self, first: int, count: int) -> None:
-        assert self.machine.notified(OTHER.agent, first, count, self.now) is None
+        assert self.machine.range_written(OTHER.agent, first, count, self.now) is None
 
     @rule(first=st.integers(FIRST, FIRST + COUNT - 1))
     def duplicate_notification(self, first: int) -> None:
         if self.opened and first not in self.unwritten and self.alive:
-            self.apply(self.machine.notified(WRITER.agent, first, 1, self.now))
+            self.apply(self.machine.range_written(WRITER.agent, first, 1, self.now))
 
     @precondition(lambda self: self.opened and self.alive and not self.ready)
     @rule()

@@ -42,7 +42,7 @@ def write(writer: ResponseWriter, steps: list[tuple[str, str]]) -> bytes:
         elif kind == "arguments" and in_call:
             raw += writer.call("", "", text)
         elif kind == "broken" and in_call:
-            raw += writer.broken(text)
+            raw += writer.invalid_call(text)
         elif kind == "text":
             raw += writer.text(text, ())
         elif kind == "reasoning":
@@ -58,7 +58,7 @@ def test_what_is_done_is_what_the_deltas_said(steps: list[tuple[str, str]], fini
     writer = ResponseWriter("resp_1", {"model": "m"})
     raw = writer.start(store=False) + write(writer, steps)
     whole, end = writer.end(finish, Usage(3, 4))
-    events = parsed(raw + end + writer.last(whole))
+    events = parsed(raw + end + writer.final_event(whole))
     assert [e["sequence_number"] for e in events] == list(range(len(events)))
     assert [e["type"] for e in events[:2]] == ["response.created", "response.in_progress"]
     assert events[-1]["type"] == f"response.{whole['status']}"

@@ -34,15 +34,17 @@ NOW = 100.0
 
 
 def view(name: str, *, capacity: int = 100_000, role: Role = Role.PREFILL, **load: float) -> PodView:
-    pod = PodView(name, block_size=16, capacity=capacity, num_blocks=6_000, role=role)
-    pod.report(PodLoad(**{"prefill_rate": 1000.0, "free_blocks": 5_000, **load}), NOW)  # type: ignore[arg-type]
+    pod = PodView(name, block_size=16, max_request_tokens=capacity, num_blocks=6_000, role=role)
+    pod.apply_report(PodLoad(**{"prefill_rate": 1000.0, "free_blocks": 5_000, **load}), NOW)  # type: ignore[arg-type]
     return pod
 
 
 def cost_of(pod: PodView, demand: Demand) -> float:
     """The formula, written down once more and without hurry."""
-    promised = max(demand.held.get(pod.name, 0) + demand.host.get(pod.name, 0), demand.soon.get(pod.name, 0))
-    return pod.queue_s(NOW) + max(1, demand.prompt_len - promised) * (1 + OTHERS) * pod.seconds_per_token
+    promised = max(
+        demand.device_hits.get(pod.name, 0) + demand.host_hits.get(pod.name, 0), demand.inflight_hits.get(pod.name, 0)
+    )
+    return pod.queue_s(NOW) + max(1, demand.prompt_len - promised) * (1 + OTHERS) * pod.prefill_s_per_token
 
 
 pods = st.lists(
@@ -61,18 +63,18 @@ def test_the_first_choice_is_about_the_cheapest_pod_that_is_large_enough(
         for i, (queued, rate, capacity) in enumerate(shapes)
     ]
     some = st.dictionaries(st.sampled_from([v.name for v in views]), st.integers(0, length - 1))
-    demand = Demand(prompt_len=length, max_tokens=8, held=data.draw(some), soon=data.draw(some))
-    options = CostPolicy(random.Random(0)).prefill(demand, views, NOW)
-    fit = [v for v in views if v.capacity >= length]
+    demand = Demand(prompt_len=length, max_tokens=8, device_hits=data.draw(some), inflight_hits=data.draw(some))
+    options = CostPolicy(random.Random(0)).rank_prefill_pods(demand, views, NOW)
+    fit = [v for v in views if v.max_request_tokens >= length]
     assert {option.view for option in options} <= set(fit)
     assert len({option.view.name for option in options}) == len(options) == min(len(fit), len(options))
     if not fit:
         assert options == []
         return
     least = min(cost_of(v, demand) for v in fit)
-    assert options[0].cost <= least * TIE_RATIO + TIE_S + 1e-9
-    assert all(option.tokens + option.held == length and option.tokens >= 1 for option in options)
-    assert [o.cost for o in options] == pytest.approx([cost_of(o.view, demand) for o in options])
+    assert options[0].cost_s <= least * TIE_RATIO + TIE_S + 1e-9
+    assert all(option.missing_tokens + option.hit_tokens == length and option.missing_tokens >= 1 for option in options)
+    assert [o.cost_s for o in options] == pytest.approx([cost_of(o.view, demand) for o in options])
 
 
 @given(st.integers(1, 4_000), st.integers(0, 4_000), st.integers(0, 20_000), st.integers(1, 5_000))
@@ -80,8 +82,12 @@ def test_a_pod_never_gets_dearer_by_holding_more_nor_cheaper_by_having_more_to_d
     length: int, held: int, queued: int, more: int
 ) -> None:
     def cost(queued_tokens: int, tokens: int, **others: dict[str, int]) -> float:
-        demand = Demand(prompt_len=length, max_tokens=8, held={"p": tokens}, **others)  # type: ignore[arg-type]
-        return CostPolicy(random.Random(0)).prefill(demand, [view("p", queued_tokens=queued_tokens)], NOW)[0].cost
+        demand = Demand(prompt_len=length, max_tokens=8, device_hits={"p": tokens}, **others)  # type: ignore[arg-type]
+        return (
+            CostPolicy(random.Random(0))
+            .rank_prefill_pods(demand, [view("p", queued_tokens=queued_tokens)], NOW)[0]
+            .cost_s
+        )
 
     base = cost(queued, held)
     assert cost(queued, held + more) <= base
@@ -97,13 +103,13 @@ def test_affinity_decides_among_equals_and_is_only_a_hint(side: str, affinity: s
     views = [view(f"p{i}", role=role, queued_tokens=queued) for i, queued in enumerate(queues)]
     demand = Demand(prompt_len=500, max_tokens=8, affinity=affinity)
     policy = CostPolicy(random.Random(len(affinity)))
-    choose = policy.prefill if side == "prefill" else policy.decode
+    choose = policy.rank_prefill_pods if side == "prefill" else policy.rank_decode_pods
     chosen = choose(demand, views, NOW)[0].view
-    plain = {o.view.name: o.cost for o in choose(replace(demand, affinity=""), views, NOW)}
+    plain = {o.view.name: o.cost_s for o in choose(replace(demand, affinity=""), views, NOW)}
     slack = TIE_RATIO / (1 - AFFINITY_RATIO)
     assert plain[chosen.name] <= min(plain.values()) * slack + (AFFINITY_S + TIE_S) * slack + 1e-9
     for pod in views:
-        pod.report(PodLoad(prefill_rate=1000.0, free_blocks=5_000), NOW)
+        pod.apply_report(PodLoad(prefill_rate=1000.0, free_blocks=5_000), NOW)
     assert len({choose(demand, views, NOW)[0].view.name for _ in range(10)}) == 1
 
 
@@ -111,7 +117,9 @@ def test_affinities_are_spread_over_pods() -> None:
     views = [view(f"p{i}") for i in range(4)]
     policy = CostPolicy(random.Random(1))
     demand = Demand(prompt_len=500, max_tokens=8)
-    homes = Counter(policy.prefill(replace(demand, affinity=f"s{i}"), views, NOW)[0].view.name for i in range(400))
+    homes = Counter(
+        policy.rank_prefill_pods(replace(demand, affinity=f"s{i}"), views, NOW)[0].view.name for i in range(400)
+    )
     assert min(homes.values()) > 60
 
 
@@ -120,9 +128,9 @@ def test_equal_requests_from_one_gateway_are_shared_out_evenly(num_pods: int, bu
     views = [view(f"p{i}") for i in range(num_pods)]
     policy = CostPolicy(random.Random(burst))
     for i in range(burst):
-        option = policy.prefill(Demand(prompt_len=900, max_tokens=8), views, NOW)[0]
-        option.view.prefilling.add(str(i), option.tokens, NOW)
-    assert max(len(v.prefilling) for v in views) - min(len(v.prefilling) for v in views) <= 1
+        option = policy.rank_prefill_pods(Demand(prompt_len=900, max_tokens=8), views, NOW)[0]
+        option.view.prefill_bookings.add(str(i), option.missing_tokens, NOW)
+    assert max(len(v.prefill_bookings) for v in views) - min(len(v.prefill_bookings) for v in views) <= 1
 
 
 def test_a_hot_prefix_is_computed_elsewhere_once_its_holder_has_too_much_to_do() -> None:
@@ -131,9 +139,11 @@ def test_a_hot_prefix_is_computed_elsewhere_once_its_holder_has_too_much_to_do()
     policy = CostPolicy(random.Random(2))
     for i in range(400):  # 6,000 tokens a second or more, for pods of 1,000 each
         now = NOW + i / 60
-        option = policy.prefill(Demand(prompt_len=400, max_tokens=8, held=held), list(views.values()), now)[0]
-        queued = option.view.queue_s(now) * 1000 + option.tokens
-        option.view.report(PodLoad(prefill_rate=1000.0, free_blocks=5_000, queued_tokens=int(queued)), now)
+        option = policy.rank_prefill_pods(
+            Demand(prompt_len=400, max_tokens=8, device_hits=held), list(views.values()), now
+        )[0]
+        queued = option.view.queue_s(now) * 1000 + option.missing_tokens
+        option.view.apply_report(PodLoad(prefill_rate=1000.0, free_blocks=5_000, queued_tokens=int(queued)), now)
         held[option.view.name] = 300
         got[option.view.name] += 1
     assert min(got[name] for name in views) > 50
@@ -146,9 +156,9 @@ def test_one_block_that_heads_every_prompt_draws_them_together_for_prefix_only_a
     views = [view(f"p{i}") for i in range(4)]
     policy = make_policy(name, random.Random(3))
     for i in range(80):
-        option = policy.prefill(Demand(prompt_len=900, max_tokens=8, held={"p2": 16}), views, NOW)[0]
-        option.view.prefilling.add(str(i), option.tokens, NOW)
-    most = max(len(v.prefilling) for v in views)
+        option = policy.rank_prefill_pods(Demand(prompt_len=900, max_tokens=8, device_hits={"p2": 16}), views, NOW)[0]
+        option.view.prefill_bookings.add(str(i), option.missing_tokens, NOW)
+    most = max(len(v.prefill_bookings) for v in views)
     assert most == 80 if name == "prefix_only" else most <= 22
 
 
@@ -157,10 +167,14 @@ def test_a_pull_is_used_where_it_beats_computing() -> None:
     policy = CostPolicy(random.Random(4))
 
     def best(pull: Pull) -> Option:
-        return policy.prefill(Demand(prompt_len=2_000, max_tokens=8, pull={"p1": pull}), views, NOW)[0]
+        return policy.rank_prefill_pods(Demand(prompt_len=2_000, max_tokens=8, pull_offers={"p1": pull}), views, NOW)[0]
 
     assert best(Pull(1_500, 0.05)).view.name == "p1"
-    slow = {policy.prefill(Demand(prompt_len=2_000, max_tokens=8, pull={"p1": Pull(1_500, 60.0)}), views, NOW)[0].cost}
+    slow = {
+        policy.rank_prefill_pods(
+            Demand(prompt_len=2_000, max_tokens=8, pull_offers={"p1": Pull(1_500, 60.0)}), views, NOW
+        )[0].cost_s
+    }
     assert slow == {cost_of(views[0], Demand(prompt_len=2_000, max_tokens=8))}
 
 
@@ -173,11 +187,13 @@ def test_a_conversation_stays_where_its_kv_is_while_costs_are_equal(pods: int) -
     policy = CostPolicy(random.Random(6))
     views = [view(f"d{i}", role=Role.DECODE) for i in range(pods)]
     for v in views:
-        v.report(PodLoad(free_blocks=1000, step_s=0.01, step_slope_s=1e-4, transfer_rate=1e6), NOW)
-    demand = Demand(prompt_len=500, max_tokens=256, held={"d1": 480})
-    assert {policy.decode(demand, views, NOW)[0].view.name for _ in range(20)} == {"d1"}
-    views[1].report(PodLoad(running=60, free_blocks=1000, step_s=0.01, step_slope_s=1e-4, transfer_rate=1e6), NOW + 1)
-    assert policy.decode(demand, views, NOW + 1)[0].view.name != "d1"
+        v.apply_report(PodLoad(free_blocks=1000, step_s=0.01, step_slope_s=1e-4, transfer_rate=1e6), NOW)
+    demand = Demand(prompt_len=500, max_tokens=256, device_hits={"d1": 480})
+    assert {policy.rank_decode_pods(demand, views, NOW)[0].view.name for _ in range(20)} == {"d1"}
+    views[1].apply_report(
+        PodLoad(running=60, free_blocks=1000, step_s=0.01, step_slope_s=1e-4, transfer_rate=1e6), NOW + 1
+    )
+    assert policy.rank_decode_pods(demand, views, NOW + 1)[0].view.name != "d1"
 
 
 def test_decode_pods_without_room_are_a_last_resort() -> None:
@@ -187,19 +203,19 @@ def test_decode_pods_without_room_are_a_last_resort() -> None:
         view("d1", role=Role.DECODE, free_blocks=4_000, running=50),
     )
     demand = Demand(prompt_len=1_000, max_tokens=64)
-    assert [o.view.name for o in policy.decode(demand, [full, busy], NOW)] == ["d1", "d0"]
-    busy.report(PodLoad(free_blocks=3, running=50), NOW)
-    assert policy.decode(demand, [full, busy], NOW)[0].view is full
+    assert [o.view.name for o in policy.rank_decode_pods(demand, [full, busy], NOW)] == ["d1", "d0"]
+    busy.apply_report(PodLoad(free_blocks=3, running=50), NOW)
+    assert policy.rank_decode_pods(demand, [full, busy], NOW)[0].view is full
 
 
 def test_a_held_prefix_and_few_neighbours_attract_a_sequence_by_what_they_save() -> None:
     policy = CostPolicy(random.Random(6))
     a, b = (view(name, role=Role.DECODE, step_s=0.01, step_slope_s=0.001, transfer_rate=1e5) for name in ("a", "b"))
-    demand = Demand(prompt_len=50_000, max_tokens=100, held={"a": 49_000})
-    assert policy.decode(demand, [a, b], NOW)[0].view is a
+    demand = Demand(prompt_len=50_000, max_tokens=100, device_hits={"a": 49_000})
+    assert policy.rank_decode_pods(demand, [a, b], NOW)[0].view is a
     for i in range(3):  # 0.49 s of moving saved, 0.2 s lost by each neighbour
-        a.decoding.add(str(i), 1_000, NOW)
-    assert policy.decode(demand, [a, b], NOW)[0].view is b
+        a.decode_bookings.add(str(i), 1_000, NOW)
+    assert policy.rank_decode_pods(demand, [a, b], NOW)[0].view is b
 
 
 def test_a_pod_that_has_not_decoded_yet_is_as_fast_as_its_peers() -> None:
@@ -207,27 +223,27 @@ def test_a_pod_that_has_not_decoded_yet_is_as_fast_as_its_peers() -> None:
     holds = view("a", role=Role.DECODE, step_s=0.05, step_slope_s=0.01, transfer_rate=1e5)
     new = view("b", role=Role.DECODE)
     assume_peers([holds, new])
-    demand = Demand(prompt_len=600, max_tokens=4, held={"a": 592})
-    assert {policy.decode(demand, [holds, new], NOW)[0].view.name for _ in range(20)} == {"a"}
-    new.report(PodLoad(free_blocks=4_000, step_s=0.01, step_slope_s=0.001), NOW)
+    demand = Demand(prompt_len=600, max_tokens=4, device_hits={"a": 592})
+    assert {policy.rank_decode_pods(demand, [holds, new], NOW)[0].view.name for _ in range(20)} == {"a"}
+    new.apply_report(PodLoad(free_blocks=4_000, step_s=0.01, step_slope_s=0.001), NOW)
     assume_peers([holds, new])
-    assert policy.decode(demand, [holds, new], NOW)[0].view is new
+    assert policy.rank_decode_pods(demand, [holds, new], NOW)[0].view is new
 
 
 def test_steps_of_equal_machines_measured_apart_do_not_outweigh_held_kv() -> None:
     policy = CostPolicy(random.Random(6))
     holds = view("a", role=Role.DECODE, step_s=0.03, step_slope_s=0.002, transfer_rate=1e5)
     faster = view("b", role=Role.DECODE, step_s=0.02, step_slope_s=0.002, transfer_rate=1e5)
-    demand = Demand(prompt_len=600, max_tokens=256, held={"a": 592})
-    costs = {option.view.name: option.cost for option in policy.decode(demand, [holds, faster], NOW)}
+    demand = Demand(prompt_len=600, max_tokens=256, device_hits={"a": 592})
+    costs = {option.view.name: option.cost_s for option in policy.rank_decode_pods(demand, [holds, faster], NOW)}
     assert costs["b"] - costs["a"] == pytest.approx(592 / 1e5)
 
 
 def test_a_pod_that_does_both_has_a_queue_too() -> None:
     policy = CostPolicy(random.Random(7))
     a, b = view("a", role=Role.BOTH, queued_tokens=9_000), view("b", role=Role.BOTH, running=20)
-    option = policy.decode(Demand(prompt_len=500, max_tokens=8), [a, b], NOW)[0]
-    assert (option.view, option.units) == (b, 500)
+    option = policy.rank_decode_pods(Demand(prompt_len=500, max_tokens=8), [a, b], NOW)[0]
+    assert (option.view, option.load_units) == (b, 500)
 
 
 # ---- the others
@@ -235,11 +251,11 @@ def test_a_pod_that_does_both_has_a_queue_too() -> None:
 
 def test_round_robin_takes_turns_and_least_loaded_the_shortest_queue() -> None:
     views = [view(f"p{i}", queued_tokens=900 * (i != 1)) for i in range(3)]
-    demand = Demand(prompt_len=100, max_tokens=8, held={"p0": 90})
+    demand = Demand(prompt_len=100, max_tokens=8, device_hits={"p0": 90})
     turns = make_policy("round_robin", random.Random(8))
-    assert len({turns.prefill(demand, views, NOW)[0].view.name for _ in range(3)}) == 3
+    assert len({turns.rank_prefill_pods(demand, views, NOW)[0].view.name for _ in range(3)}) == 3
     least = make_policy("least_loaded", random.Random(8))
-    assert {least.prefill(demand, views, NOW)[0].view.name for _ in range(9)} == {"p1"}
+    assert {least.rank_prefill_pods(demand, views, NOW)[0].view.name for _ in range(9)} == {"p1"}
 
 
 @given(st.lists(st.binary(min_size=16, max_size=16), min_size=20, max_size=60), st.integers(2, 7))
@@ -247,17 +263,20 @@ def test_a_prompt_has_one_home_and_no_pod_much_more_than_its_share(keys: list[by
     views = [view(f"p{i}") for i in range(num_pods)]
     first, second = Home(random.Random(1)), Home(random.Random(2))
     for i, key in enumerate(keys):
-        demand = Demand(prompt_len=100, max_tokens=8, key=key)
-        option = first.prefill(demand, views, NOW)[0]
-        assert option.view is second.prefill(demand, views, NOW)[0].view
-        option.view.prefilling.add(str(i), 100, NOW)
-        assert len(option.view.prefilling) <= 1.25 * (i + 1) / num_pods + 1
+        demand = Demand(prompt_len=100, max_tokens=8, prefix_key=key)
+        option = first.rank_prefill_pods(demand, views, NOW)[0]
+        assert option.view is second.rank_prefill_pods(demand, views, NOW)[0].view
+        option.view.prefill_bookings.add(str(i), 100, NOW)
+        assert len(option.view.prefill_bookings) <= 1.25 * (i + 1) / num_pods + 1
 
 
 def test_a_thousand_equal_pods_are_not_all_offered() -> None:
     views = [view(f"p{i}") for i in range(1000)]
     policy = CostPolicy(random.Random(9))
-    offers = [{o.view.name for o in policy.prefill(Demand(prompt_len=9, max_tokens=1), views, NOW)} for _ in range(2)]
+    offers = [
+        {o.view.name for o in policy.rank_prefill_pods(Demand(prompt_len=9, max_tokens=1), views, NOW)}
+        for _ in range(2)
+    ]
     assert [len(offer) for offer in offers] == [MAX_OPTIONS] * 2
     assert offers[0] != offers[1]
 
@@ -265,8 +284,8 @@ def test_a_thousand_equal_pods_are_not_all_offered() -> None:
 @pytest.mark.parametrize("name", POLICIES)
 def test_no_policy_makes_an_option_of_each_of_a_thousand_pods(name: str) -> None:
     views = [view(f"p{i}", queued_tokens=i) for i in range(1000)]
-    policy, demand = make_policy(name, random.Random(9)), Demand(prompt_len=9, max_tokens=1, held={"p7": 8})
-    for side in (policy.prefill, policy.decode):
+    policy, demand = make_policy(name, random.Random(9)), Demand(prompt_len=9, max_tokens=1, device_hits={"p7": 8})
+    for side in (policy.rank_prefill_pods, policy.rank_decode_pods):
         assert 1 <= len(side(demand, views, NOW)) <= MAX_OPTIONS + 1  # a sample, and who holds most
 
 
@@ -299,27 +318,27 @@ def test_bookings_are_the_sums_of_what_is_open(steps: list[tuple[str, int, int]]
             model.pop(key, None)
         else:
             since = key
-            bookings.mark(since)
+            bookings.mark_reported(since)
         fresh = [entry for entry in model.values() if entry[2] >= since]
         assert bookings.tokens == sum(left for left, _, _ in model.values())
-        assert bookings.fresh == sum(left for left, _, _ in fresh)
-        assert bookings.fresh_booked == sum(booked for _, booked, _ in fresh)
-        assert (bookings.fresh_count, len(bookings)) == (len(fresh), len(model))
+        assert bookings.unreported_tokens == sum(left for left, _, _ in fresh)
+        assert bookings.unreported_booked == sum(booked for _, booked, _ in fresh)
+        assert (bookings.unreported_count, len(bookings)) == (len(fresh), len(model))
 
 
 def test_a_queue_is_the_report_less_what_was_computed_since_plus_what_was_sent_since() -> None:
-    pod = PodView("p", block_size=16, capacity=10_000, num_blocks=1_000)
-    pod.prefilling.add("a", 500, 1.0)
-    pod.report(PodLoad(queued_tokens=500, prefill_rate=1000.0), 2.0)
+    pod = PodView("p", block_size=16, max_request_tokens=10_000, num_blocks=1_000)
+    pod.prefill_bookings.add("a", 500, 1.0)
+    pod.apply_report(PodLoad(queued_tokens=500, prefill_rate=1000.0), 2.0)
     assert pod.queue_s(2.0) == pytest.approx(0.5)
     assert pod.queue_s(2.4) == pytest.approx(0.1)
-    pod.prefilling.add("b", 300, 2.5)
+    pod.prefill_bookings.add("b", 300, 2.5)
     assert pod.queue_s(3.0) == pytest.approx(0.3)
-    pod.prefilling.shrink("b", 100)
+    pod.prefill_bookings.shrink("b", 100)
     assert pod.queue_s(3.0) == pytest.approx(0.1)
-    pod.report(PodLoad(queued_tokens=900, prefill_rate=1000.0), 1.5)  # overtaken on its way
+    pod.apply_report(PodLoad(queued_tokens=900, prefill_rate=1000.0), 1.5)  # overtaken on its way
     assert pod.queue_s(3.0) == pytest.approx(0.1)
-    pod.prefilling.remove("b")
+    pod.prefill_bookings.remove("b")
     assert pod.queue_s(3.0) == 0.0
 
 
@@ -346,7 +365,7 @@ def test_prompts_in_flight_are_matched_as_far_as_they_are_equal(
     for pod, other in model.values():
         if same := shared(path, other):
             expected[f"p{pod}"] = max(expected.get(f"p{pod}", 0), same)
-    assert inflight.match(chain(path)) == expected
+    assert inflight.match_blocks(chain(path)) == expected
     for i in range(len(prompts)):
         inflight.remove(str(i))
-    assert (len(inflight), inflight.match(chain(path))) == (0, {})
+    assert (len(inflight), inflight.match_blocks(chain(path))) == (0, {})

@@ -17,8 +17,8 @@ SIZE = 16
 
 
 def view(name: str, *, rate: float = 1_000.0, pulls: bool = True, **pair_rates: float) -> PodView:
-    made = PodView(name, block_size=SIZE, capacity=100_000, num_blocks=10_000)
-    made.report(PodLoad(free_blocks=10_000, prefill_rate=rate, pull_s=0.01), 0.0)
+    made = PodView(name, block_size=SIZE, max_request_tokens=100_000, num_blocks=10_000)
+    made.apply_report(PodLoad(free_blocks=10_000, prefill_rate=rate, pull_s=0.01), 0.0)
     made.pulls, made.pair_rates = pulls, pair_rates
     return made
 
@@ -49,28 +49,28 @@ def test_the_holder_from_which_most_is_saved_is_named() -> None:
 
 def test_an_unknown_pair_is_taken_for_a_usual_one_that_has_to_connect() -> None:
     holder, lacking = view("h", other=1e9), view("p")
-    seconds = pulls({"h": 1600}, {"h": 1600}, [lacking], [holder], BLOCK_BYTES)["p"].seconds
+    seconds = pulls({"h": 1600}, {"h": 1600}, [lacking], [holder], BLOCK_BYTES)["p"].predicted_s
     assert seconds == pytest.approx(0.01 + CONNECT_S + 100 * BLOCK_BYTES / 1e9)
     assert pulls({"h": 1600}, {"h": 1600}, [lacking], [view("h")], BLOCK_BYTES) == {}  # nobody has moved anything
 
 
 def test_a_pulled_prefix_is_not_booked_as_work() -> None:
     holder, idle = view("h", p=1e9), view("p")
-    holder.prefilling.add("queue", 50_000, 1.0)
+    holder.prefill_bookings.add("queue", 50_000, 1.0)
     held = {"h": 1600}
     found = pulls(held, held, [holder, idle], [holder, idle], BLOCK_BYTES)
-    demand = Demand(prompt_len=1700, max_tokens=8, held=held, pull=found)
-    best = CostPolicy(random.Random(0)).prefill(demand, [holder, idle], 1.0)[0]
-    assert (best.view.name, best.tokens, best.held, best.pull) == ("p", 100, 1600, found["p"])
+    demand = Demand(prompt_len=1700, max_tokens=8, device_hits=held, pull_offers=found)
+    best = CostPolicy(random.Random(0)).rank_prefill_pods(demand, [holder, idle], 1.0)[0]
+    assert (best.view.name, best.missing_tokens, best.hit_tokens, best.pull_offer) == ("p", 100, 1600, found["p"])
 
 
 def test_a_pod_that_has_to_fetch_less_goes_first_among_equals() -> None:
     holder = view("h", p=1e9, q=1e9)
-    holder.prefilling.add("queue", 50_000, 1.0)
+    holder.prefill_bookings.add("queue", 50_000, 1.0)
     some, none = view("p"), view("q")
     held = {"h": 64, "p": 48}
     found = pulls(held, held, [some, none], [holder, some, none], 1000)
     assert set(found) == {"p", "q"}
     policy = CostPolicy(random.Random(0))
-    demand = Demand(prompt_len=100, max_tokens=8, held=held, pull=found)
-    assert {policy.prefill(demand, [none, some], 1.0)[0].view.name for _ in range(20)} == {"p"}
+    demand = Demand(prompt_len=100, max_tokens=8, device_hits=held, pull_offers=found)
+    assert {policy.rank_prefill_pods(demand, [none, some], 1.0)[0].view.name for _ in range(20)} == {"p"}

@@ -270,7 +270,7 @@ def test_only_what_is_allowed_is_drawn_with_the_noise_of_always() -> None:
         allowed = torch.rand(vocab, generator=torch.Generator().manual_seed(r)) < 0.2
         allowed[11] = True
         words = np.packbits(np.pad(allowed.numpy(), (0, -vocab % 32)), bitorder="little").view(np.int32)
-        masked.append(dataclasses.replace(plain, allowed=words))
+        masked.append(dataclasses.replace(plain, allowed_mask=words))
         hidden[r, ~allowed] = -1e30
     got = sample(logits, masked).tokens.tolist()
     assert got == [reference(hidden[r], rows[r]) for r in range(16)]

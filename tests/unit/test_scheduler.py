@@ -43,7 +43,7 @@ class World:
         self.size = size
         self.pool = BlockPool(blocks, size)
         self.config = SchedulerConfig(
-            token_budget=budget, prompt_budget=prompt_budget, max_seqs=seqs, max_model_len=limit
+            chunk_tokens=budget, prompt_step_tokens=prompt_budget, max_seqs=seqs, max_model_len=limit
         )
         self.scheduler = Scheduler(self.config, self.pool)
         self.kv: dict[tuple[int, int], int] = {}
@@ -97,11 +97,11 @@ class World:
             assert self.kv[slot] == state, "the KV of a token was lost"
 
     def run(self, batch: Batch) -> None:
-        decodes = any(item.decode for item in batch.items)
-        assert batch.num_tokens <= (self.config.token_budget if decodes else self.config.most_tokens)
-        assert len({id(item.seq) for item in batch.items}) == len(batch.items)
+        decodes = any(item.is_decode for item in batch.scheduled)
+        assert batch.num_tokens <= (self.config.chunk_tokens if decodes else self.config.max_step_tokens)
+        assert len({id(item.seq) for item in batch.scheduled}) == len(batch.scheduled)
         assert self.scheduler.stats().running <= self.config.max_seqs
-        for seq, start, num_new, sample, *_ in batch.items:
+        for seq, start, num_new, sample, *_ in batch.scheduled:
             assert seq.lease is not None
             assert num_new > 0
             assert not seq.paused
@@ -122,13 +122,13 @@ class World:
         self.done.append(seq)
 
     def abort(self, name: str) -> None:
-        for seq in self.scheduler.family(name):
+        for seq in self.scheduler.sequences_of(name):
             self.end(seq, FinishReason.ABORT)
 
     def step(self) -> dict[str, int]:
         batch = self.scheduler.schedule()
         self.run(batch)
-        return {item.seq.request_id: item.num_new for item in batch.items}
+        return {item.seq.request_id: item.num_new for item in batch.scheduled}
 
 
 def test_chunks_end_with_blocks_and_the_last_with_the_prompt() -> None:
@@ -136,7 +136,7 @@ def test_chunks_end_with_blocks_and_the_last_with_the_prompt() -> None:
     world.add("a", 21, 2)
     assert [world.step() for _ in range(4)] == [{"a": 8}, {"a": 8}, {"a": 5}, {"a": 1}]
     assert not world.scheduler.has_work
-    world.pool.check()
+    world.pool.check_integrity()
 
 
 def test_decodes_come_first_and_prompts_share_the_rest() -> None:
@@ -188,7 +188,7 @@ def test_hand_off_needs_room_for_the_prompt_only() -> None:
     world = World(blocks=2, size=4)
     seq = world.add("a", 8, 500, hand_off=True)
     world.step()
-    assert (seq.num_output, seq.finish) == (1, FinishReason.LENGTH)
+    assert (seq.num_output, seq.finish_reason) == (1, FinishReason.LENGTH)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_what_never_fits_is_refused_at_once_naming_the_field(prompt: int, max_to
 
 def test_wrong_configuration_names_its_field() -> None:
     with pytest.raises(ConfigError) as refused:
-        SchedulerConfig(token_budget=1, max_seqs=0, max_model_len=1)
+        SchedulerConfig(chunk_tokens=1, max_seqs=0, max_model_len=1)
     assert refused.value.field == "max_seqs"
 
 
@@ -223,10 +223,10 @@ def test_the_newest_is_preempted_recomputed_in_chunks_and_counted_apart() -> Non
     while world.scheduler.has_work:
         assert all(n <= 8 for n in world.step().values())
         assert c.computed == 0 or not world.scheduler.waits_for_blocks
-    assert [seq.finish for seq in (a, b, c)] == [FinishReason.LENGTH] * 3
+    assert [seq.finish_reason for seq in (a, b, c)] == [FinishReason.LENGTH] * 3
     assert world.done[0] is a
     assert 0 < world.scheduler.stats().recomputed_tokens <= 16 + 24
-    world.pool.check()
+    world.pool.check_integrity()
     assert world.pool.counts().leased == 0
 
 
@@ -238,7 +238,7 @@ def test_a_full_pool_gives_empty_batches_until_the_outside_lease_ends() -> None:
     assert world.scheduler.has_work
     outside.finish("expired")
     assert world.step() == {"a": 5}
-    assert seq.finish is FinishReason.LENGTH
+    assert seq.finish_reason is FinishReason.LENGTH
 
 
 def test_a_paused_sequence_gives_way_when_nothing_else_can_run() -> None:
@@ -253,7 +253,7 @@ def test_a_paused_sequence_gives_way_when_nothing_else_can_run() -> None:
     slow.paused = False
     while world.scheduler.has_work:
         world.step()
-    assert slow.finish is FinishReason.LENGTH
+    assert slow.finish_reason is FinishReason.LENGTH
 
 
 def test_a_received_sequence_without_a_slot_does_not_block_the_pool() -> None:
@@ -286,7 +286,7 @@ def test_a_preempted_sequence_that_does_not_fit_lets_those_run_that_hold_the_blo
     world.step()
     assert second.preemptions == 1
     reserved = world.outside(2)
-    while first.finish is None:
+    while first.finish_reason is None:
         world.step()
     assert world.step() == {}
     world.scheduler.add(world.receive("third", [2] * 5, 3, reserved))
@@ -304,7 +304,7 @@ def test_a_step_in_flight_does_not_cost_more_preemptions() -> None:
     fence = world.pool.begin_step()
     batch = world.scheduler.schedule()
     assert [seq.preemptions for seq in seqs] == [0, 0, 1]
-    assert batch.items == []
+    assert batch.scheduled == []
     fence.end()
     assert set(world.step()) == {"a", "b"}
 
@@ -319,7 +319,7 @@ def test_the_oldest_prompt_gets_half_and_short_ones_pass_long_ones(lengths: list
     world = World(blocks=2000, size=size, budget=budget, seqs=8)
     seqs = [world.add(str(i), n, 1, hand_off=True) for i, n in enumerate(lengths)]
     for _ in range(5000):
-        left = {seq.request_id: seq.remaining for seq in seqs if seq.finish is None}
+        left = {seq.request_id: seq.remaining for seq in seqs if seq.finish_reason is None}
         if not left:
             break
         first, *others = left
@@ -329,7 +329,7 @@ def test_the_oldest_prompt_gets_half_and_short_ones_pass_long_ones(lengths: list
         for name in sorted(others, key=left.__getitem__):
             rest -= left[name]
             assert rest < 0 or given_to.get(name) == left[name]
-    assert all(seq.finish is FinishReason.LENGTH for seq in seqs)
+    assert all(seq.finish_reason is FinishReason.LENGTH for seq in seqs)
 
 
 @dataclass
@@ -404,7 +404,7 @@ def test_every_load_ends_with_the_right_tokens_and_all_blocks(
             accepted.append(arrival)
         for at, count, length, aborted in reservations:
             if at == now and (lease := world.pool.lease([], count)) is not None:
-                outside.append((now + length, lease, lease.writer(0, count)))
+                outside.append((now + length, lease, lease.pin_for_write(0, count)))
                 if aborted:
                     lease.finish("quarantined")
         for at, lease, hold in outside:
@@ -419,14 +419,14 @@ def test_every_load_ends_with_the_right_tokens_and_all_blocks(
             if arrival.abort is not None and now == arrival.step + arrival.abort:
                 world.abort(arrival.seq.request_id)
         world.step()
-        world.pool.check()
+        world.pool.check_integrity()
         now += 1
     for arrival in accepted:
         seq = arrival.seq
         assert seq is not None
         assert seq.lease is None or seq.lease.finished
-        assert arrival.abort is not None or seq.finish is FinishReason.LENGTH
-        assert len(seq.tokens) == seq.max_len or seq.finish is FinishReason.ABORT
+        assert arrival.abort is not None or seq.finish_reason is FinishReason.LENGTH
+        assert len(seq.tokens) == seq.max_len or seq.finish_reason is FinishReason.ABORT
         assert all(seq.tokens[i] == next_token(seq.tokens[:i]) for i in range(seq.prompt_len, len(seq.tokens)))
     counts = world.pool.counts()
     assert (counts.leased, counts.quarantined) == (0, 0)
@@ -465,4 +465,4 @@ def test_what_another_pod_goes_on_with_ends_in_a_chunk_within_the_token_budget(l
 
 def test_a_prompt_budget_is_no_less_than_the_token_budget() -> None:
     with pytest.raises(ConfigError, match="prompt_budget"):
-        SchedulerConfig(token_budget=8, prompt_budget=4, max_seqs=1, max_model_len=1)
+        SchedulerConfig(chunk_tokens=8, prompt_step_tokens=4, max_seqs=1, max_model_len=1)

@@ -49,13 +49,13 @@ def sender(blocks: int = 4, deadline: float = 100.0) -> SenderMachine:
 def test_nothing_is_posted_before_the_open_is_acknowledged() -> None:
     machine = sender()
     machine.push(1, 0, [10, 11, 12], 0.0)
-    assert machine.next_piece() is None
+    assert machine.next_write() is None
     assert machine.connected(0.0) == [SendOpen()]
-    assert machine.next_piece() is None
+    assert machine.next_write() is None
     machine.opened(0.0)
-    assert machine.next_piece() == Piece(0, 1, 0, (10, 11), (0, 1))
-    assert machine.next_piece() == Piece(1, 1, 2, (12,), (2,))
-    assert machine.next_piece() is None
+    assert machine.next_write() == Piece(0, 1, 0, (10, 11), (0, 1))
+    assert machine.next_write() == Piece(1, 1, 2, (12,), (2,))
+    assert machine.next_write() is None
 
 
 def test_a_block_is_pushed_once() -> None:
@@ -90,13 +90,13 @@ def test_the_commit_travels_while_the_last_bytes_do() -> None:
     machine.push(1, 0, [10, 11, 12, 13, 14, 15], 0.0)
     assert machine.finish(COMMIT, 0.0) == []
     for posted in range(3):
-        assert machine.next_piece() is not None
+        assert machine.next_write() is not None
         assert machine.posted() == ([SendCommit(COMMIT)] if posted == 2 else [])
-    assert machine.piece_ended(0, None, 0.0) == [Delivered(2)]
+    assert machine.write_ended(0, None, 0.0) == [Delivered(2)]
     assert machine.committed(0.0) == []  # the receiver has it all; our writes are not known to be over
-    assert kinds(machine.piece_ended(2, None, 0.0)) == ["Delivered"]
+    assert kinds(machine.write_ended(2, None, 0.0)) == ["Delivered"]
     assert machine.tick(1.0) == []
-    assert kinds(machine.piece_ended(1, None, 0.0)) == ["Release", "Delivered", "Done"]
+    assert kinds(machine.write_ended(1, None, 0.0)) == ["Release", "Delivered", "Done"]
 
 
 def test_a_commit_may_be_announced_with_some_pieces_left_to_post() -> None:
@@ -106,18 +106,18 @@ def test_a_commit_may_be_announced_with_some_pieces_left_to_post() -> None:
     machine.opened(0.0)
     machine.push(1, 0, [10, 11, 12, 13, 14, 15], 0.0)
     assert machine.finish(COMMIT, 0.0) == []
-    assert machine.next_piece() is not None
+    assert machine.next_write() is not None
     assert machine.posted() == [SendCommit(COMMIT)]
     now = 0.0
     for _ in range(9):  # "not yet" says nothing while writes are under way
         machine.call_failed(Unavailable("6 blocks have not arrived yet"), now)
         now += 0.003
         assert machine.tick(now) == [SendCommit(COMMIT)]
-    assert machine.next_piece() == Piece(1, 1, 2, (12, 13), (2, 3))
+    assert machine.next_write() == Piece(1, 1, 2, (12, 13), (2, 3))
     assert kinds(machine.fail(Cancelled("abort"), now)) == ["Failed"]
-    assert machine.next_piece() is None
-    assert machine.piece_ended(0, None, now) == [Delivered(2)]
-    assert kinds(machine.piece_ended(1, None, now)) == ["Release", "Delivered", "Stopped"]
+    assert machine.next_write() is None
+    assert machine.write_ended(0, None, now) == [Delivered(2)]
+    assert kinds(machine.write_ended(1, None, now)) == ["Release", "Delivered", "Stopped"]
 
 
 def test_a_commit_is_asked_again_soon_and_then_with_a_new_notification() -> None:
@@ -126,9 +126,9 @@ def test_a_commit_is_asked_again_soon_and_then_with_a_new_notification() -> None
     machine.opened(0.0)
     machine.push(1, 0, [10, 11], 0.0)
     machine.finish(COMMIT, 0.0)
-    assert machine.next_piece() is not None
+    assert machine.next_write() is not None
     assert machine.posted() == [SendCommit(COMMIT)]
-    machine.piece_ended(0, None, 0.0)
+    machine.write_ended(0, None, 0.0)
     now, asked = 0.0, []
     for _ in range(2500):
         if machine.call_failed(Unavailable("2 blocks have not arrived yet"), now) == []:
@@ -225,7 +225,7 @@ class SenderMachineTest(RuleBasedStateMachine):
 
     @rule()
     def post(self) -> None:
-        piece = self.machine.next_piece()
+        piece = self.machine.next_write()
         if piece is None:
             return
         assert self.machine.state in (SenderState.OPEN, SenderState.COMMITTING)
@@ -244,7 +244,7 @@ class SenderMachineTest(RuleBasedStateMachine):
         number = data.draw(st.sampled_from(sorted(self.posted)))
         piece = self.posted.pop(number)
         self.pushes.get(piece.push, set()).discard(number)
-        self.apply(self.machine.piece_ended(number, None if ok else "cut", self.now))
+        self.apply(self.machine.write_ended(number, None if ok else "cut", self.now))
 
     @precondition(lambda self: not self.finished)
     @rule()
@@ -279,7 +279,7 @@ class SenderMachineTest(RuleBasedStateMachine):
         for number in list(self.posted):
             piece = self.posted.pop(number)
             self.pushes.get(piece.push, set()).discard(number)
-            self.apply(self.machine.piece_ended(number, None, self.now))
+            self.apply(self.machine.write_ended(number, None, self.now))
         self.time_passes(60.0)
         assert self.done + self.failed == 1
         assert not self.pushes

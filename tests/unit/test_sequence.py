@@ -29,16 +29,16 @@ def test_output_that_is_handed_off_is_computed_in_chunks() -> None:
     pool = BlockPool(8, 4)
     given: dict[str, Any] = {"fingerprint": FINGERPRINT, "block_size": 4, "output": [40, 41, 42, 43]}
     seq = Sequence(request(9), hand_off=True, lease=pool.lease([], 4), **given)
-    assert (seq.given, seq.max_len, seq.num_output, seq.draws, seq.remaining) == (13, 14, 4, 1, 13)
+    assert (seq.prefill_len, seq.max_len, seq.num_output, seq.num_samples, seq.remaining) == (13, 14, 4, 1, 13)
     assert (seq.recompute_until, len(seq.matchable_hashes())) == (12, 3)
     seq.computed = 12
     assert not seq.decoding
     seq.launch(1, sample=True)
-    assert seq.exhausted
+    assert seq.reaches_limit
     moved = Sequence(request(9), **(given | {"output": [40, 41, 42, 43, 44]}), lease=pool.lease([], 4), computed=13)
     assert (moved.decoding, moved.recomputing, moved.max_len) == (True, False, 17)
     again = Sequence(request(9), **given)
-    assert (again.given, again.max_len, again.remaining, again.decoding) == (9, 17, 13, False)
+    assert (again.prefill_len, again.max_len, again.remaining, again.decoding) == (9, 17, 13, False)
 
 
 def test_a_cache_may_supply_all_but_the_last_token() -> None:
@@ -55,7 +55,7 @@ def test_only_full_computed_blocks_are_published_under_the_requests_salt() -> No
         seq.computed = computed
         seq.publish()
         assert seq.publishable_hashes() == expected[:published]
-        assert pool.match(expected) == published
+        assert pool.match_prefix(expected) == published
 
 
 def test_a_received_prompt_decodes_and_comes_back_from_a_preemption() -> None:

@@ -118,7 +118,7 @@ def test_every_request_ends_once_and_pools_come_to_rest(
         assert o.hit_tokens % BLOCK == 0
         if o.done:
             assert o.ttft_s is not None
-            if o.tries == 1:  # what was not cached was computed, no faster than the pod can
+            if o.attempts == 1:  # what was not cached was computed, no faster than the pod can
                 assert o.ttft_s >= (asked.prompt_len - o.hit_tokens) / 1000.0 - 1e-9
         if not planned and decode == 0:
             assert o.done
@@ -148,10 +148,10 @@ def test_time_never_goes_back_and_equal_times_keep_their_order(events: list[tupl
     def fire(i: int, again: float) -> None:
         seen.append((clock.now, i))
         if again:
-            clock.after(-again, lambda: seen.append((clock.now, i)))  # the past is now
+            clock.call_after(-again, lambda: seen.append((clock.now, i)))  # the past is now
 
     for i, (at, again) in enumerate(events):
-        clock.at(at, lambda i=i, again=again: fire(i, again))  # type: ignore[misc]
+        clock.call_at(at, lambda i=i, again=again: fire(i, again))  # type: ignore[misc]
     clock.run(lambda: False)
     assert all(a[0] <= b[0] for a, b in pairwise(seen))
     assert len(seen) == sum(2 if again else 1 for _, again in events)
@@ -174,15 +174,15 @@ def test_a_hand_off_and_a_decode_in_figures() -> None:
     result, _ = run(trace, prefill=1, decode=1, chunk_tokens=32)
     first, second = result.outcomes
     assert first.ttft_s == pytest.approx(0.033)
-    assert first.gap_s == pytest.approx((1 / 1e4 + 0.0032 - 0.001 + 0.005 + 10 * 0.01) / 10, rel=1e-3)
+    assert first.mean_itl_s == pytest.approx((1 / 1e4 + 0.0032 - 0.001 + 0.005 + 10 * 0.01) / 10, rel=1e-3)
     # The decode pod holds both blocks by then: a token travels, and the latency.
-    assert second.gap_s == pytest.approx((1 / 1e4 + 0.005 + 10 * 0.01) / 10, rel=1e-3)
+    assert second.mean_itl_s == pytest.approx((1 / 1e4 + 0.005 + 10 * 0.01) / 10, rel=1e-3)
 
 
 def test_decode_steps_take_longer_with_more_sequences() -> None:
     alone, _ = run(of(request(0.0, 1, output=30)), prefill=1, decode=1)
     crowd, _ = run(of(*[request(0.0, i, output=30) for i in range(8)]), prefill=8, decode=1)
-    assert alone.outcomes[0].gap_s == pytest.approx(0.01, abs=0.001)
+    assert alone.outcomes[0].mean_itl_s == pytest.approx(0.01, abs=0.001)
     assert crowd.summary.gap_p50_s == pytest.approx(0.03, rel=0.1)
 
 
@@ -205,7 +205,7 @@ def test_the_cache_is_limited_and_the_index_knows_what_is_evicted() -> None:
 def test_a_restarted_pod_is_not_credited_with_what_it_held_before() -> None:
     trace = of(request(0.0, 1, 2), request(1.0, 1, 2), request(6.0, 1, 2))
     result, _ = run(trace, prefill=1, faults=(Fault(2.0, 1.0, "prefill-0"),))
-    assert [o.promised_tokens for o in result.outcomes] == [0, 32, 0]
+    assert [o.expected_hit_tokens for o in result.outcomes] == [0, 32, 0]
     assert [o.hit_tokens for o in result.outcomes] == [0, 32, 0]
 
 
@@ -288,9 +288,9 @@ def test_the_made_trace_is_what_it_is_asked_for() -> None:
     assert 0.7 < trace.rate / 4.0 < 1.3
     assert 0.5 < trace.ideal_hit_rate() < 0.95
     for r in trace.requests:
-        assert len(r.chain) == r.prompt_len // trace.block_size
+        assert len(r.block_hashes) == r.prompt_len // trace.block_size
     # Every prompt of a tenant begins with its system prompt; and a session's next prompt with the last one.
-    assert len({r.chain[0] for r in trace.requests if r.chain}) <= 20
+    assert len({r.block_hashes[0] for r in trace.requests if r.block_hashes}) <= 20
 
 
 def test_a_real_shape_in_both_roles() -> None:
@@ -305,7 +305,7 @@ def test_a_real_shape_in_both_roles() -> None:
     assert 0.08 < (cold.ttft_s or 0) < 0.12
     assert warm.hit_tokens == 4096
     assert (warm.ttft_s or 0) < 0.01
-    assert cold.gap_s == pytest.approx(H100_8B.decode_s(1, 4160), rel=0.02)
+    assert cold.mean_itl_s == pytest.approx(H100_8B.decode_s(1, 4160), rel=0.02)
 
 
 def test_rates_add_up() -> None:

@@ -60,10 +60,10 @@ class Device:
         self.free_at = max(self.clock.now, self.free_at) + seconds
         return Step(list(items), self.free_at)
 
-    def constrain(self, launched: Step) -> Step:
+    def sample_deferred(self, launched: Step) -> Step:
         return launched
 
-    def ended(self, launched: Step) -> bool:
+    def is_done(self, launched: Step) -> bool:
         return self.clock.now >= launched.ends
 
     def collect(self, launched: Step) -> list[ItemResult]:
@@ -93,8 +93,8 @@ def run(texts: Texts, proposer: Proposer | None, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(stepper_module, "time", clock)
     named = {f"r{i}": text for i, text in enumerate(texts)}
     pool = BlockPool(len(texts) * (LENGTH // 16 + 4), 16)
-    scheduler = Scheduler(SchedulerConfig(token_budget=2048, max_seqs=64, max_model_len=2 * LENGTH), pool)
-    speculator = None if proposer is None else Speculator(proposer, Control(4, padded=True), max_seqs=64)
+    scheduler = Scheduler(SchedulerConfig(chunk_tokens=2048, max_seqs=64, max_model_len=2 * LENGTH), pool)
+    speculator = None if proposer is None else Speculator(proposer, Control(4, pads_steps=True), max_seqs=64)
     stepper = Stepper(
         scheduler, pool, Device(clock, named), max_model_len=2 * LENGTH, overlap=True, speculator=speculator
     )
@@ -104,9 +104,9 @@ def run(texts: Texts, proposer: Proposer | None, monkeypatch: pytest.MonkeyPatch
         seqs.append(Sequence(request, fingerprint="00" * 16, block_size=16))
         scheduler.add(seqs[-1])
     steps: list[tuple[int, int]] = []
-    while not any(seq.finish for seq in seqs):
+    while not any(seq.finish_reason for seq in seqs):
         result = stepper.step()
-        steps.append((sum(output.accepted for output in result.outputs), seqs[0].num_output))
+        steps.append((sum(output.num_accepted for output in result.outputs), seqs[0].num_output))
     return Ran(sum(seq.num_output for seq in seqs) / clock.now, steps, speculator)
 
 

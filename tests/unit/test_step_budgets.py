@@ -34,7 +34,7 @@ def test_a_library_takes_long_steps_on_a_gpu_unless_it_is_told(monkeypatch):
     monkeypatch.setattr(EngineConfig, "resolve_device", lambda self: GPU)
     plain = for_throughput(EngineConfig(model_dir=Path("nowhere")))
     assert plain.resolve_limits(GPU) == (8192, 8192, 256)
-    told = EngineConfig(model_dir=Path("nowhere"), token_budget=512)
+    told = EngineConfig(model_dir=Path("nowhere"), chunk_tokens=512)
     assert for_throughput(told) is told
     monkeypatch.setattr(EngineConfig, "resolve_device", lambda self: CPU)
     config = EngineConfig(model_dir=Path("nowhere"))

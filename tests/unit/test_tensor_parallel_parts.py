@@ -67,15 +67,17 @@ def test_parts_of_a_checkpoint_are_parts_of_the_whole(size: int, tmp_path: Path)
         fill(whole)
         for rank in range(size):
             shard = Shard(rank, size)
-            cut = shard.spec(spec)
+            cut = shard.shard_spec(spec)
             assert isinstance(cut, ModelSpec)
             part = Decoder(cut, 32, CPU, torch.float32)
             fill_part(part, shard)
             assert ("head.weight" in dict(part.named_parameters())) == (rank == 0)
             for name, parameter in part.named_parameters():
-                assert torch.equal(parameter, shard.of(name, whole.get_parameter(name), spec)), name
-        rows = whole.stack[0].attention.qkv.weight.split([32, 16, 16])
-        parts = [Shard(r, size).of("qkv.weight", whole.stack[0].attention.qkv.weight, spec) for r in range(size)]
+                assert torch.equal(parameter, shard.slice_of(name, whole.get_parameter(name), spec)), name
+        rows = whole.layer_list[0].attention.qkv.weight.split([32, 16, 16])
+        parts = [
+            Shard(r, size).slice_of("qkv.weight", whole.layer_list[0].attention.qkv.weight, spec) for r in range(size)
+        ]
         for at, kind in enumerate(rows):  # of queries, keys and values, heads follow each other over the ranks
             own = [32 // size, 16 // size, 16 // size]
             assert torch.equal(torch.cat([part.split(own)[at] for part in parts]), kind)
@@ -126,12 +128,12 @@ def test_a_channel_carries_messages_until_an_end_is_gone() -> None:
     first = right.receive(10.0)
     assert (first.kind, first.fields, len(first.payload)) == ("one", {"number": 5}, 300_000)
     assert right.receive(10.0).kind == "two"
-    assert not right.gone()
+    assert not right.peer_closed()
     with pytest.raises(Unavailable, match="says nothing"):
         right.receive(0.01)
     left.send("last")
     left.close()
-    assert right.gone()  # whatever is still to be read
+    assert right.peer_closed()  # whatever is still to be read
     assert right.receive(10.0).kind == "last"
     with pytest.raises(Unavailable, match="is gone"):
         right.receive(10.0)

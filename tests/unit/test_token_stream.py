@@ -31,17 +31,17 @@ class Gateway:
 async def test_batches_are_numbered_from_one_and_end_with_the_stream() -> None:
     stream = Gateway().stream
     for _ in range(3):
-        stream.put(delta())
-    stream.put([])
+        stream.put_batch(delta())
+    stream.put_batch([])
     stream.close()
-    stream.put(delta())
+    stream.put_batch(delta())
     assert [batch.number async for batch in stream.batches()] == [1, 2, 3]
 
 
 async def test_a_full_window_pauses_once_and_half_of_it_resumes() -> None:
     gateway = Gateway(window=4)
     for _ in range(6):
-        gateway.stream.put(delta())
+        gateway.stream.put_batch(delta())
     assert gateway.pauses == [True]
     gateway.stream.ack(3)
     assert gateway.pauses == [True]
@@ -59,7 +59,7 @@ async def test_a_pause_that_lasts_is_an_overrun_and_one_that_ends_is_not() -> No
 
     slow, quick = Gateway(window=1, pause_limit_s=0.01), Gateway(window=1, pause_limit_s=0.01)
     for gateway in (slow, quick):
-        gateway.stream.put(delta())
+        gateway.stream.put_batch(delta())
     quick.stream.ack(1)
     while not slow.overruns:
         await asyncio.sleep(0.01)

@@ -35,7 +35,7 @@ CALLS = st.lists(st.tuples(st.sampled_from(sorted(NAMES)), ARGUMENTS), min_size=
 
 
 def read(fmt: ToolFormat, parts: list[str], max_calls: int | None = None) -> list[Delta]:
-    parser = fmt.parser(NAMES, max_calls)
+    parser = fmt.new_parser(NAMES, max_calls)
     deltas = [delta for part in parts for delta in parser.feed(part)]
     return deltas + parser.finish()
 
@@ -49,7 +49,7 @@ def cut(text: str, sizes: list[int]) -> list[str]:
 
 
 def plain(message: Message) -> tuple[str | None, list[tuple[str, Any]]]:
-    return message.content, [(call.name, json.loads(call.arguments)) for call in message.calls]
+    return message.content, [(call.name, json.loads(call.arguments)) for call in message.tool_calls]
 
 
 def same(deltas: list[Delta]) -> list[Any]:
@@ -78,13 +78,13 @@ SIZES = st.lists(st.integers(1, 7), max_size=60)
 def test_what_was_written_is_read(
     fmt: ToolFormat, calls: list[tuple[str, dict[str, Any]]], sizes: list[int], before: str
 ) -> None:
-    text = fmt.write([Call("x", name, json.dumps(arguments)) for name, arguments in calls])
+    text = fmt.render_calls([Call("x", name, json.dumps(arguments)) for name, arguments in calls])
     if not fmt.trigger:
         before = before if not before.strip() else ""
     deltas = read(fmt, cut(before + text, sizes))
     message = assemble(deltas)
     assert plain(message) == (before.strip() or None, calls)
-    assert len({call.id for call in message.calls}) == len(calls)
+    assert len({call.id for call in message.tool_calls}) == len(calls)
     starts = [d for d in deltas if isinstance(d, CallDelta) and d.name]
     assert [d.index for d in starts] == list(range(len(calls)))  # named once each, in order
     assert not any(isinstance(d, BrokenCall) for d in deltas)
@@ -147,7 +147,7 @@ def test_any_text_cut_anyhow_gives_the_same_deltas(
     text = "".join(scraps)
     whole, parts = read(fmt, [text], max_calls), read(fmt, cut(text, sizes), max_calls)
     assert same(whole) == same(parts)
-    for call in assemble(parts).calls:
+    for call in assemble(parts).tool_calls:
         assert isinstance(json.loads(call.arguments), dict)
         assert call.name in NAMES
 
@@ -161,7 +161,7 @@ def test_text_without_calls_is_content_to_the_letter(fmt: ToolFormat, text: str,
 @pytest.mark.parametrize("fmt", FORMATS, ids=IDS)
 def test_arguments_come_in_several_deltas(fmt: ToolFormat) -> None:
     arguments = {"a": "x" * 40, "b": [1, 2, {"c": None}]}
-    text = fmt.write([Call("x", "f", json.dumps(arguments))])
+    text = fmt.render_calls([Call("x", "f", json.dumps(arguments))])
     deltas = [d for d in read(fmt, list(text)) if isinstance(d, CallDelta)]
     assert (deltas[0].name, deltas[0].arguments) == ("f", "")
     assert not any(d.name or d.id for d in deltas[1:])
@@ -229,15 +229,15 @@ def test_texts(fmt: ToolFormat, text: str, content: str | None, calls: list[tupl
 
 def test_calls_beyond_the_last_allowed_are_dropped_with_all_that_follows() -> None:
     for fmt in FORMATS:
-        text = fmt.write([Call("x", "f", '{"a": 1}'), Call("y", "get_weather", "{}")]) + " bye"
+        text = fmt.render_calls([Call("x", "f", '{"a": 1}'), Call("y", "get_weather", "{}")]) + " bye"
         for parts in ([text], list(text)):
             assert plain(assemble(read(fmt, parts, 1))) == (None, [("f", {"a": 1})])
 
 
 def test_ids_are_those_that_the_models_templates_take() -> None:
-    [call] = assemble(read(Hermes(), [f"<tool_call>{CALL}"])).calls
+    [call] = assemble(read(Hermes(), [f"<tool_call>{CALL}"])).tool_calls
     assert call.id.startswith("call_")
-    [call] = assemble(read(Mistral(), [f"[TOOL_CALLS][{CALL}]"])).calls
+    [call] = assemble(read(Mistral(), [f"[TOOL_CALLS][{CALL}]"])).tool_calls
     assert len(call.id) == 9
     assert call.id.isalnum()
 
@@ -255,9 +255,9 @@ def test_the_scanner_takes_exactly_one_value(value: Any, sizes: list[int], tail:
     text = json.dumps(value, ensure_ascii=False)
     scanner, out, taken = JsonScanner(), "", 0
     for part in cut(text + tail, sizes):
-        at, clean = scanner.take(part, 0)
+        at, clean = scanner.feed(part, 0)
         out, taken = out + clean, taken + at
-        assert not scanner.broken or (not isinstance(value, dict | list | str) and tail == "x")
+        assert not scanner.invalid or (not isinstance(value, dict | list | str) and tail == "x")
     if isinstance(value, dict | list | str):
         assert (scanner.done, taken) == (True, len(text))
     if scanner.done:
@@ -267,7 +267,7 @@ def test_the_scanner_takes_exactly_one_value(value: Any, sizes: list[int], tail:
 @given(text=st.lists(st.sampled_from(list('{}[]",:\\-.0123eEtrufalsn u\n\x01')), max_size=12).map("".join))
 def test_the_scanner_agrees_with_the_json_module(text: str) -> None:
     scanner = JsonScanner()
-    at, out = scanner.take(text + "\n", 0)
+    at, out = scanner.feed(text + "\n", 0)
     try:
         value = json.loads(text, strict=False, parse_constant=lambda _: pytest.fail("scanned"))
     except ValueError:

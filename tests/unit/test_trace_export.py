@@ -65,9 +65,9 @@ def grpc_collector(got: Got) -> Iterator[str]:
 def trace_to(target: str) -> TraceContext:
     tracer = Tracer.open(target, service="decode", instance="decode-0")
     assert tracer is not None
-    context = tracer.begin(None)
+    context = tracer.start_trace(None)
     assert context is not None
-    tracer.record("decode.run", context.child(), context, 1.0, 2.0, {"baton.output_tokens": 7})
+    tracer.record_span("decode.run", context.new_child(), context, 1.0, 2.0, {"baton.output_tokens": 7})
     tracer.close()
     return context
 

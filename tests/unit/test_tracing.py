@@ -59,7 +59,7 @@ def test_a_long_tracestate_is_dropped_alone() -> None:
 
 @given(st.booleans(), st.sampled_from(["", "vendor=1,other=2"]))
 def test_what_a_process_sends_the_next_one_reads(sampled: bool, state: str) -> None:
-    context = TraceContext(TRACE, SPAN, sampled, state).child()
+    context = TraceContext(TRACE, SPAN, sampled, state).new_child()
     assert context.trace_id == TRACE
     assert context.span_id != SPAN
     sent = dict(context.metadata)
@@ -79,9 +79,9 @@ def traced(path: Path, **options: Any) -> Tracer:
 def test_a_span_in_a_file_is_otlp(tmp_path: Path) -> None:
     tracer = traced(tmp_path / "spans.jsonl")
     parent = TraceContext(TRACE, SPAN, True, "vendor=1")
-    context = tracer.begin(parent)
+    context = tracer.start_trace(parent)
     assert context is not None
-    tracer.record(
+    tracer.record_span(
         "work",
         context,
         parent,
@@ -91,7 +91,7 @@ def test_a_span_in_a_file_is_otlp(tmp_path: Path) -> None:
         kind="server",
         error="it broke",
     )
-    tracer.record("inner", context.child(), context, 10.1, 10.05)  # never ends before it began
+    tracer.record_span("inner", context.new_child(), context, 10.1, 10.05)  # never ends before it began
     tracer.close()
     (line,) = lines(tmp_path / "spans.jsonl")
     (process,) = line["resourceSpans"]
@@ -115,7 +115,7 @@ def test_a_span_in_a_file_is_otlp(tmp_path: Path) -> None:
 def test_two_processes_may_share_a_file(tmp_path: Path) -> None:
     tracers = [traced(tmp_path / "spans.jsonl") for _ in range(2)]
     for tracer in tracers:
-        tracer.record("work", TraceContext.new(sampled=True), None, 0.0, 1.0)
+        tracer.record_span("work", TraceContext.new(sampled=True), None, 0.0, 1.0)
     for tracer in tracers:
         tracer.close()
     assert len(lines(tmp_path / "spans.jsonl")) == 2
@@ -123,10 +123,10 @@ def test_two_processes_may_share_a_file(tmp_path: Path) -> None:
 
 def test_the_client_decides_else_the_share_does(tmp_path: Path) -> None:
     never, half = (traced(tmp_path / "spans.jsonl", sample=share) for share in (0.0, 0.5))
-    assert never.begin(TraceContext(TRACE, SPAN, True)) is not None
-    assert half.begin(TraceContext(TRACE, SPAN, False)) is None
-    assert all(never.begin(None) is None for _ in range(50))
-    taken = sum(half.begin(None) is not None for _ in range(400))
+    assert never.start_trace(TraceContext(TRACE, SPAN, True)) is not None
+    assert half.start_trace(TraceContext(TRACE, SPAN, False)) is None
+    assert all(never.start_trace(None) is None for _ in range(50))
+    taken = sum(half.start_trace(None) is not None for _ in range(400))
     assert 130 < taken < 270
     for tracer in (never, half):
         tracer.close()

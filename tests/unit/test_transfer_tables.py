@@ -39,13 +39,13 @@ class Agents:
         self.known: list[str] = []
         self.told: list[str] = []
 
-    def introduce(self, peer: str, metadata: bytes) -> None:
+    def add_peer(self, peer: str, metadata: bytes) -> None:
         if metadata != b"good":
             raise TransferFailed("the metadata was refused")
         assert peer not in self.known
         self.known.append(peer)
 
-    def dismiss(self, peer: str) -> None:
+    def remove_peer(self, peer: str) -> None:
         self.known.remove(peer)
 
     def notify(self, peer: str, payload: bytes) -> None:
@@ -86,10 +86,10 @@ def test_a_commit_without_its_bytes_is_awaited_for_a_moment_only() -> None:
     table = receiving(now, Agents())
     table.add(ID, "r", 0, [3], Hold(), now() + 60.0, lambda _: None, lambda _: None)
     table.open_transfer(ID, "r", WRITER)
-    assert not table.awaited
+    assert not table.poll_hot
     answer: Future[float] = Future()
     table.commit(ID, 7, COMMIT, answer)
-    assert table.awaited
+    assert table.poll_hot
     now.s += AWAITED_FOR_S + 0.01
     table.commit(ID, 7, COMMIT, Future())  # asked again
     assert (table.awaited, table.attentive) == (False, True)
@@ -107,9 +107,9 @@ def test_an_acknowledgement_is_awaited_for_a_moment_only() -> None:
     peer = PeerMemory(0, 64, 4, 0, "DRAM")
     table._connected(entry, Connection("decode-0", 5, "127.0.0.1:1", "a", 3, 3, peer, b"", True, None))
     table._apply(entry, entry.machine.opened(now()))
-    assert not table.awaited
+    assert not table.poll_hot
     transfer.finish([1], [None])
-    assert table.awaited
+    assert table.poll_hot
     now.s += AWAITED_FOR_S + 0.01
     assert (table.awaited, table.attentive) == (False, True)
     table._apply(entry, entry.machine.committed(now()))
@@ -121,14 +121,14 @@ def test_of_many_writers_that_came_the_first_are_forgotten() -> None:
     agents = Agents()
     table = receiving(Now(), agents)
     for number in range(incoming.MOST_INTRODUCED + 5):
-        assert table.introduce(f"prefill-{number}", b"good")
+        assert table.add_peer(f"prefill-{number}", b"good")
         table.watch(f"prefill-{number}", None)
     assert agents.known == [f"prefill-{number}" for number in range(5, incoming.MOST_INTRODUCED + 5)]
-    assert not table.introduce("prefill-9", b"bad")
+    assert not table.add_peer("prefill-9", b"bad")
     assert "prefill-9" not in agents.known
-    table.forget("prefill-10")
+    table.forget_writer("prefill-10")
     assert "prefill-10" not in agents.known
-    assert not table.watches("prefill-10")
+    assert not table.is_watched("prefill-10")
 
 
 def test_a_forgotten_writer_gets_no_note() -> None:
@@ -137,13 +137,13 @@ def test_a_forgotten_writer_gets_no_note() -> None:
     table = receiving(Now(), agents)
     for number, forgotten in enumerate((False, True)):
         transfer_id = TransferId(5, number)
-        assert table.introduce(WRITER.agent, b"good")
+        assert table.add_peer(WRITER.agent, b"good")
         table.add(transfer_id, "r", 0, [3], Hold(), 200.0, lambda _: None, lambda _: None)
         table.open_transfer(transfer_id, "r", WRITER)
-        table.notified(WRITER.agent, CommitNote(transfer_id, COMMIT))
+        table.on_notification(WRITER.agent, CommitNote(transfer_id, COMMIT))
         if forgotten:
-            table.forget(WRITER.agent)
-        table.notified(WRITER.agent, RangeWritten(transfer_id, 0, 1))
+            table.forget_writer(WRITER.agent)
+        table.on_notification(WRITER.agent, RangeWritten(transfer_id, 0, 1))
         assert len(agents.told) == 1
         answer: Future[float] = Future()
         table.commit(transfer_id, 7, COMMIT, answer)
@@ -166,7 +166,7 @@ def test_a_forgotten_writer_whose_transfer_goes_on_is_watched_until_it_is_over()
     table.add(ID, "r", 0, [3], Hold(), now() + 60.0, lambda _: None, failed.append)
     table.watch(WRITER.agent, as_watch)  # type: ignore[arg-type]
     table.open_transfer(ID, "r", WRITER)
-    table.forget(WRITER.agent)
+    table.forget_writer(WRITER.agent)
     table.tick(now())
     assert not watch.closed
     watch.gone = True
@@ -174,5 +174,5 @@ def test_a_forgotten_writer_whose_transfer_goes_on_is_watched_until_it_is_over()
         now.s += 0.2
         table.tick(now())
     assert isinstance(failed[0], TransferFailed)
-    assert table.open == 0
+    assert table.num_open == 0
     assert watch.closed
