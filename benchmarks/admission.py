@@ -25,20 +25,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import httpx
 
-from benchmarks.report import write
+from benchmarks.support.report import write
 from cli.demo.model import demo_model
 from cli.stack.valkey import EmbeddedValkey
-from common.percentile import percentile
 from common.types import Role
-from gateway.admission.caller import ANONYMOUS, Caller, KeyLimits
-from gateway.admission.fair_queue import FairQueue, Waiting
+from gateway.admission.api_keys import ANONYMOUS, Caller, KeyLimits, KeySet, create_key
+from gateway.admission.fair_queue import FairQueue, QueueEntry
 from gateway.admission.gate import Gate, GateLimits
-from gateway.admission.keys import KeySet, mint
 from gateway.admission.limiter import Limiter
-from gateway.metrics import GatewayMetrics
-from tests.fake_pods import fake_cluster
-from tests.gateway_rig import MODEL, rig, until
-from tests.rated_pod import RatedPod
+from gateway.telemetry.metrics import GatewayMetrics
+from loadtest.slo import percentile
+from tests.rigs.gateway.gateway_rig import MODEL, rig, until
+from tests.rigs.pods.fake_pods import fake_cluster
+from tests.rigs.pods.rated_pod import RatedPod
 
 REFUSED_PER_S, REFUSED_S, RUNNING = 64, 10, 8
 RATE, PROMPT, LOAD_S, MAX_TTFT_S = 4000.0, 200, 15.0, 4.0
@@ -72,7 +71,7 @@ def each_us(call: Callable[[], object], times: int = 20_000) -> float:
 
 
 def key_us() -> float:
-    pairs = [mint(f"t{i}") for i in range(1000)]
+    pairs = [create_key(f"t{i}") for i in range(1000)]
     keys, key = KeySet(record for _, record in pairs), pairs[500][0]
     return each_us(lambda: keys.identify(key))
 
@@ -81,12 +80,12 @@ def turn_us() -> float:
     """One request in, the next one out, with 512 of 16 tenants and 3 priorities waiting."""
     queue = FairQueue()
     for i in range(512):
-        queue.add(Waiting(f"t{i % 16}", 1.0, i % 3, 100, 200))
+        queue.add(QueueEntry(f"t{i % 16}", 1.0, i % 3, 100, 200))
 
     def turn() -> None:
         out = queue.pop()
         assert out is not None
-        queue.add(Waiting(out.tenant, 1.0, out.priority, 100, 200))
+        queue.add(QueueEntry(out.tenant, 1.0, out.priority, 100, 200))
 
     return each_us(turn)
 

@@ -24,28 +24,28 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import local_stack, report
+from benchmarks.support import local_stack, report
 from cli.demo.model import demo_model
-from common.config import UpConfig
-from common.index_cache import CACHE_S
-from common.index_pod import PodIndex
-from common.index_reader import IndexReader
-from common.index_records import PodLoad, PodRecord
-from common.types import Role, SamplingParams
+from common.settings.configs import UpConfig
+from common.types import PodLoad, Role, SamplingParams
 from engine.llm import LLM  # before anything imports torch: engine/__init__.py sets how OpenMP waits
-from loadtest.client import Draft
+from loadtest.client.base import RequestDraft
+from loadtest.client.rest_client import RestClient
 from loadtest.config import LoadConfig
-from loadtest.prompts import Message, Piece, Turn
-from loadtest.record import Record
-from loadtest.rest_client import RestClient
+from loadtest.run import RequestRecord
+from loadtest.workload.prompts import PromptMessage, TextPiece, Turn
+from prefix_index.lookup_cache import CACHE_S
+from prefix_index.publisher import IndexPublisher
+from prefix_index.reader import IndexReader
+from prefix_index.records import PodRecord
 
 PROMPT, OUTPUT, CONCURRENT = 128, 64, 16
 VOCAB = (100, 49_000)  # token ids of prompts
 
 
-def prompts(count: int, seed: int) -> list[Piece]:
+def prompts(count: int, seed: int) -> list[TextPiece]:
     """Unique random prompts: no prefix is shared, so nothing is served from a cache."""
-    return [Piece(f"{seed}-{number}".encode(), PROMPT) for number in range(count)]
+    return [TextPiece(f"{seed}-{number}".encode(), PROMPT) for number in range(count)]
 
 
 def transformers_tokens_s(model_dir: Path, count: int) -> float:
@@ -80,29 +80,29 @@ class Relay:
     def __init__(self, client: RestClient) -> None:
         self._client = client
 
-    async def stream(self, prompt: Piece, output: int) -> Record:
+    async def stream(self, prompt: TextPiece, output: int) -> RequestRecord:
         """One greedy answer of so many tokens. Raises RuntimeError when it fails."""
-        turn = Turn((Message("user", (prompt,)),), output)
-        record = Record("", 0, 0, PROMPT, output, time.perf_counter())
-        await self._client.send(await self._client.build(Draft(turn, {}, "", "", "")), record)
+        turn = Turn((PromptMessage("user", (prompt,)),), output)
+        record = RequestRecord("", 0, 0, PROMPT, output, time.perf_counter())
+        await self._client.send(await self._client.build(RequestDraft(turn, {}, "", "", "")), record)
         if not record.ok or record.tokens != output:
             raise RuntimeError(f"{record.tokens} tokens, expected {output}: {record.error} {record.message}")
         return record
 
-    async def first_token_s(self, prompt: Piece) -> float:
+    async def first_token_s(self, prompt: TextPiece) -> float:
         """Seconds to the first token."""
         record = await self.stream(prompt, 1)
         assert record.ttft_s is not None
         return record.ttft_s
 
-    async def tokens_s(self, batch: list[Piece]) -> float:
+    async def tokens_s(self, batch: list[TextPiece]) -> float:
         """Output tokens/s of concurrent streams."""
         begin = time.perf_counter()
         answers = await asyncio.gather(*(self.stream(prompt, OUTPUT) for prompt in batch))
         return sum(answer.tokens for answer in answers) / (time.perf_counter() - begin)
 
 
-def engine_ttft(llm: LLM, prompt: Piece) -> float:
+def engine_ttft(llm: LLM, prompt: TextPiece) -> float:
     ids = prompt.ids(*VOCAB)
     begin = time.perf_counter()
     llm.generate([ids], SamplingParams(temperature=0.0, max_tokens=1))
@@ -112,7 +112,7 @@ def engine_ttft(llm: LLM, prompt: Piece) -> float:
 async def lookup_ms(redis: str, fingerprint_of: PodRecord, count: int = 500) -> float:
     """Median time of looking up a chain of 250 blocks that a pod holds, beside whatever else is in the index."""
     chain = [os.urandom(16) for _ in range(250)]
-    index = PodIndex(redis, fingerprint_of, lambda: chain, PodLoad)
+    index = IndexPublisher(redis, fingerprint_of, lambda: chain, PodLoad)
     await index.start()
     now = 0.0
     reader = IndexReader(redis, clock=lambda: now)

@@ -45,9 +45,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from benchmarks import report
-from benchmarks.limits import Ceilings, Cost, ceilings
-from benchmarks.shapes import GOALS, HOST_WAIT_BAR_MS, SAMPLING_BAR, SHAPES, Goal, Shape
+from benchmarks.support import report
+from benchmarks.support.limits import Ceilings, StepCost, ceilings
+from benchmarks.support.shapes import GOALS, HOST_WAIT_BAR_MS, SAMPLING_BAR, SHAPES, BenchmarkShape, Goal
 from common.errors import BatonError
 from common.types import SamplingParams, ValidRequest
 from engine.config import EngineConfig
@@ -268,7 +268,7 @@ def offline_s(driver: Driver, prompts: list[list[int]], output: int) -> float:
 
 
 @dataclass(slots=True)
-class Table:
+class GoalTable:
     """Prints each figure beside its goal and its limit, and keeps both for the result file."""
 
     goals: dict[str, Goal]
@@ -312,7 +312,9 @@ class Table:
         print(f"{name:<22}{value:>10.3f}{bar:>9}{'  BAR MISSED' if missed else ''}", flush=True)
 
 
-def measure_decode(shape: Shape, driver: Driver, prompts: Prompts, cost: Cost, ceiling: Ceilings, table: Table) -> None:
+def measure_decode(
+    shape: BenchmarkShape, driver: Driver, prompts: Prompts, cost: StepCost, ceiling: Ceilings, table: GoalTable
+) -> None:
     budget = driver.engine.scheduler.config.chunk_tokens
     waits: list[float] = []
     ratios: list[float] = []
@@ -344,7 +346,9 @@ def measure_decode(shape: Shape, driver: Driver, prompts: Prompts, cost: Cost, c
         table.worst("host_wait_ms", waits, HOST_WAIT_BAR_MS)
 
 
-def measure_ttft(shape: Shape, driver: Driver, prompts: Prompts, cost: Cost, ceiling: Ceilings, table: Table) -> None:
+def measure_ttft(
+    shape: BenchmarkShape, driver: Driver, prompts: Prompts, cost: StepCost, ceiling: Ceilings, table: GoalTable
+) -> None:
     for length in shape.ttft:
         batch = prompts.make(shape.repeats + 1, length)
         times = [ttft_s(driver, prompt) * 1e3 for prompt in batch][1:]
@@ -353,7 +357,9 @@ def measure_ttft(shape: Shape, driver: Driver, prompts: Prompts, cost: Cost, cei
         table.line(f"ttft_ms_{length}", statistics.median(times), limit, note, best=min(times), worst=max(times))
 
 
-def measure_handed(shape: Shape, driver: Driver, prompts: Prompts, cost: Cost, ceiling: Ceilings, table: Table) -> None:
+def measure_handed(
+    shape: BenchmarkShape, driver: Driver, prompts: Prompts, cost: StepCost, ceiling: Ceilings, table: GoalTable
+) -> None:
     suffix = "_graphs" if driver.engine.config.chunk_graphs else ""
     for length in shape.handed:
         limit = cost.prefill_s(length, ceiling) * 1e3
@@ -366,7 +372,7 @@ def measure_handed(shape: Shape, driver: Driver, prompts: Prompts, cost: Cost, c
 
 
 def measure_offline(
-    shape: Shape, driver: Driver, prompts: Prompts, cost: Cost, ceiling: Ceilings, table: Table
+    shape: BenchmarkShape, driver: Driver, prompts: Prompts, cost: StepCost, ceiling: Ceilings, table: GoalTable
 ) -> None:
     count, prompt, output = shape.offline
     took = offline_s(driver, prompts.make(count, prompt), output)
@@ -439,7 +445,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             f" {ceiling.matmul_tflop_s:.0f} TFLOP/s, attention {ceiling.attention_tflop_s:.0f} TFLOP/s",
             flush=True,
         )
-        table = Table(GOALS if args.shape == "llama-3.1-8b" else {})
+        table = GoalTable(GOALS if args.shape == "llama-3.1-8b" else {})
         prompts = Prompts(shape.config["vocab_size"])
         budgets: dict[str, int] = {}
         table.head()
@@ -461,7 +467,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 print(
                     f"ready after {ready_s:.1f} s, {limits.chunk_tokens} tokens a step, at most {limits.max_step_tokens}"
                 )
-                cost = Cost(shape.config, dtype.itemsize, layout.block_bytes // layout.block_size)
+                cost = StepCost(shape.config, dtype.itemsize, layout.block_bytes // layout.block_size)
                 for part in wanted:
                     PARTS[part](shape, driver, prompts, cost, ceiling, table)
             del driver, limits, layout

@@ -46,12 +46,12 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import report
+from benchmarks.support import report
 from cli import probes
 from cli.demo.model import demo_model
 from cli.stack.process import ChildProcess, PortLease
-from common.percentile import percentile
-from common.tether import tethered
+from common.process.tether import tether_command
+from loadtest.slo import percentile
 
 HERE = Path(__file__).resolve().parent
 MODEL = "bench"
@@ -65,7 +65,7 @@ PACKAGES = ("grpcio", "uvicorn", "uvloop", "httptools", "orjson", "fastapi", "pr
 
 
 @dataclass(frozen=True)
-class Stack:
+class GatewayUnderTest:
     """A running gateway over step pods. emitted: the file that the pods write at their end."""
 
     gateway: psutil.Process
@@ -87,12 +87,12 @@ class Stack:
 
 
 @contextmanager
-def stack(tmp: Path, *, decodes: int, step_ms: float, stall: bool = False) -> Iterator[Stack]:
+def stack(tmp: Path, *, decodes: int, step_ms: float, stall: bool = False) -> Iterator[GatewayUnderTest]:
     """Starts pods and gateway, and ends them."""
     model, emitted = demo_model(), tmp / "emitted.json"
     argv = [sys.executable, str(HERE / "step_pods.py"), "--decodes", str(decodes), "--step-ms", str(step_ms)]
     argv += ["--model", str(model), "--emitted", str(emitted), *(["--stall"] if stall else [])]
-    with subprocess.Popen(tethered(argv), stdout=subprocess.PIPE, text=True) as pods, PortLease() as lease:
+    with subprocess.Popen(tether_command(argv), stdout=subprocess.PIPE, text=True) as pods, PortLease() as lease:
         assert pods.stdout is not None
         flags = {
             "port": lease.port,
@@ -108,7 +108,7 @@ def stack(tmp: Path, *, decodes: int, step_ms: float, stall: bool = False) -> It
         try:
             _until_ready(gateway, lease.port, decodes)
             assert gateway.pid is not None
-            yield Stack(psutil.Process(gateway.pid), lease.port, pods, emitted)
+            yield GatewayUnderTest(psutil.Process(gateway.pid), lease.port, pods, emitted)
         finally:
             gateway.kill()
             pods.kill()
@@ -126,7 +126,7 @@ def _until_ready(gateway: ChildProcess, port: int, decodes: int) -> None:
 def client(port: int, *flags: str) -> subprocess.Popen[str]:
     """A client process; its stdin ends it when it is idle."""
     argv = [sys.executable, str(HERE / "sse_client.py"), "--port", str(port), "--model", MODEL, *flags]
-    return subprocess.Popen(tethered(argv), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(tether_command(argv), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 def streaming(*, streams: int, rate: float, decodes: int, seconds: float) -> dict[str, Any]:

@@ -40,12 +40,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import report
-from benchmarks.pd_stack import (
+from benchmarks.support import report
+from benchmarks.support.pd_stack import (
     CONFIGS,
     FLAGS,
-    Answer,
-    Client,
+    StackClient,
+    TimedAnswer,
     flags_of,
     ms,
     prompts,
@@ -57,17 +57,16 @@ from cli.gpus import visible_gpus
 from common.auth import Signer
 from common.errors import BatonError
 from common.kv_layout import KVLayout
-from common.lifecycle import host_boot_id
 from common.pb import transfer_pb2, transfer_pb2_grpc
+from common.process.lifecycle import host_boot_id
 from common.rpc import RpcServer
 from common.types import KvTarget, Role, TransferId
 from common.wire import PROTOCOL_VERSION, layout_to_pb, role_to_pb
-from kv_transfer.device_memory import device_memory
-from kv_transfer.memory import host_memory
+from kv_transfer.backend.nixl import NixlBackend
+from kv_transfer.memory import device_pool, host_pool
 from kv_transfer.messages import Commit, ExposedParts, TransferReport
-from kv_transfer.nixl_backend import NixlBackend
 from kv_transfer.node import TransferNode
-from kv_transfer.outgoing import PIECES, Pieces
+from kv_transfer.sender.transfers import DEFAULT_WRITE_LIMITS, WriteLimits
 
 SECRET = b"one benchmark"
 MIB = 1 << 20
@@ -75,7 +74,7 @@ END_REPEATS = 50
 
 
 @dataclass(frozen=True)
-class Plan:
+class HandoffSizes:
     """Sizes of one shape: prompts of the idle hand-overs, and what decodes while KV comes."""
 
     layout: KVLayout
@@ -95,12 +94,14 @@ def layout(layers: int, heads: int, dim: int, size: int, dtype: str) -> KVLayout
 
 
 PLANS = {
-    "llama-3.1-8b": Plan(layout(32, 8, 128, 16, "bfloat16"), 1024, (4096, 15000), 8192, 12, 16, 2048, 5.0, 4096, 3),
-    "tiny": Plan(layout(2, 2, 32, 16, "float32"), 32, (40, 90), 60, 2, 2, 32, 0.5, 48, 1),
+    "llama-3.1-8b": HandoffSizes(
+        layout(32, 8, 128, 16, "bfloat16"), 1024, (4096, 15000), 8192, 12, 16, 2048, 5.0, 4096, 3
+    ),
+    "tiny": HandoffSizes(layout(2, 2, 32, 16, "float32"), 32, (40, 90), 60, 2, 2, 32, 0.5, 48, 1),
 }
 
 
-class NoHold:
+class UnsharedBlocks:
     """Blocks that nobody else uses."""
 
     def __init__(self, blocks: Sequence[int]) -> None:
@@ -112,11 +113,17 @@ class NoHold:
 
 @asynccontextmanager
 async def node(
-    plan: Plan, role: Role, device: str, pieces: Pieces | None = None, *, allow_tcp: bool = False, notes: bool = True
+    plan: HandoffSizes,
+    role: Role,
+    device: str,
+    pieces: WriteLimits | None = None,
+    *,
+    allow_tcp: bool = False,
+    notes: bool = True,
 ) -> AsyncIterator[TransferNode]:
     """A transfer node with a pool of its own. Its address is in its KvTargets and in `info`."""
     total = 2 * plan.total_blocks + 2
-    make = host_memory if device == "cpu" else device_memory
+    make = host_pool if device == "cpu" else device_pool
     memory = make(total, plan.layout.block_bytes)
     generation = time.time_ns() // MIB
     server = RpcServer("127.0.0.1", 0)
@@ -153,7 +160,7 @@ async def node(
         await server.stop(0)
 
 
-async def receive(plan: Plan, device: str) -> None:
+async def receive(plan: HandoffSizes, device: str) -> None:
     """The other process: reserves the blocks that each line of stdin names and prints the target."""
     async with node(plan, Role.DECODE, device) as here:
         info = await here.servicer.Info(transfer_pb2.InfoRequest(), None)  # type: ignore[arg-type]
@@ -168,7 +175,7 @@ async def receive(plan: Plan, device: str) -> None:
                 request_id=asked["request"],
                 first_block=0,
                 blocks=asked["blocks"],
-                hold=NoHold(asked["blocks"]),
+                hold=UnsharedBlocks(asked["blocks"]),
                 deadline_s=60.0,
                 on_ready=ignore,
                 on_failed=ignore,
@@ -185,10 +192,10 @@ def scattered(total: int, run: int, rng: random.Random) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Child:
+class ReceiverProcess:
     """The process that receives."""
 
-    plan: Plan
+    plan: HandoffSizes
     stdin: asyncio.StreamWriter
     stdout: asyncio.StreamReader
 
@@ -200,7 +207,7 @@ class Child:
 
 
 @asynccontextmanager
-async def receiver(plan: Plan, device: str) -> AsyncIterator[Child]:
+async def receiver(plan: HandoffSizes, device: str) -> AsyncIterator[ReceiverProcess]:
     """On the last GPU; this process keeps the first."""
     gpus = visible_gpus() if device != "cpu" else ()
     env = dict(os.environ)
@@ -215,7 +222,7 @@ async def receiver(plan: Plan, device: str) -> AsyncIterator[Child]:
     try:
         if await child.stdout.readline() != b"ready\n":
             raise SystemExit("the receiving process did not start")
-        yield Child(plan, child.stdin, child.stdout)
+        yield ReceiverProcess(plan, child.stdin, child.stdout)
         child.stdin.close()
         await asyncio.wait_for(child.wait(), 30)
     finally:
@@ -223,11 +230,11 @@ async def receiver(plan: Plan, device: str) -> AsyncIterator[Child]:
             child.kill()
 
 
-async def payload(child: Child, device: str, *, allow_tcp: bool) -> list[dict[str, Any]]:
+async def payload(child: ReceiverProcess, device: str, *, allow_tcp: bool) -> list[dict[str, Any]]:
     """GB/s of each size of runs and of pieces."""
     plan = child.plan
-    usual = PIECES["DRAM" if device == "cpu" or not visible_gpus() else "VRAM"]
-    cuts = [usual, *(Pieces(size * MIB, size * MIB, usual.max_in_flight) for size in (32, 128))]
+    usual = DEFAULT_WRITE_LIMITS["DRAM" if device == "cpu" or not visible_gpus() else "VRAM"]
+    cuts = [usual, *(WriteLimits(size * MIB, size * MIB, usual.max_in_flight) for size in (32, 128))]
     rows: list[dict[str, Any]] = []
     rng = random.Random(0)
     for cut in cuts:
@@ -260,7 +267,7 @@ async def payload(child: Child, device: str, *, allow_tcp: bool) -> list[dict[st
     return rows
 
 
-async def ends(child: Child, device: str, *, allow_tcp: bool) -> list[dict[str, Any]]:
+async def ends(child: ReceiverProcess, device: str, *, allow_tcp: bool) -> list[dict[str, Any]]:
     """What the end of a hand-over of one block takes, with commits as notes and as calls: all but the bytes."""
     rows: list[dict[str, Any]] = []
     for notes in (True, False):
@@ -292,18 +299,20 @@ async def move(
     transfer.on_progress = lambda _: ended.append(time.perf_counter())
     await asyncio.sleep(0.05)  # opened by then, as it is under the first chunk of a prompt
     began = time.perf_counter()
-    transfer.push(0, local, NoHold(local))
+    transfer.push(0, local, UnsharedBlocks(local))
     transfer.finish([1], [None])
     done = await transfer.done()
     assert done.blocks == len(local)
     return ended[-1] - began, time.perf_counter() - ended[-1], done
 
 
-def plan_name(plan: Plan) -> str:
+def plan_name(plan: HandoffSizes) -> str:
     return next(name for name, known in PLANS.items() if known is plan)
 
 
-async def handovers(client: Client, shape: str, length: int, repeats: int) -> tuple[list[Answer], list[dict[str, Any]]]:
+async def handovers(
+    client: StackClient, shape: str, length: int, repeats: int
+) -> tuple[list[TimedAnswer], list[dict[str, Any]]]:
     """Idle requests one after another, with what the gateway noted; two more than that come first and do not count."""
     answers, notes = [], []
     for prompt in prompts(shape, repeats + 2, length, seed=1):
@@ -313,7 +322,7 @@ async def handovers(client: Client, shape: str, length: int, repeats: int) -> tu
     return answers[2:], notes[2:]
 
 
-async def receiving(client: Client, shape: str, plan: Plan, block_bytes: int) -> dict[str, Any]:
+async def receiving(client: StackClient, shape: str, plan: HandoffSizes, block_bytes: int) -> dict[str, Any]:
     """Step times of a decoding batch before, while and after KV arrives."""
     steps = min(CONFIGS[shape]["max_position_embeddings"] - plan.context - 1, 12000)
     streams = [asyncio.create_task(client.ask(p, steps)) for p in prompts(shape, plan.rows, plan.context, seed=2)]

@@ -24,24 +24,22 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import report as report_file
-from benchmarks.limits import copy_seconds, median_seconds
+from benchmarks.support import report as report_file
+from benchmarks.support.limits import copy_seconds, median_seconds
 from common.kv_layout import FP8_DTYPE, KVLayout
 from common.types import SamplingParams
-from engine.device_sampler import DeviceSampler
-from engine.kernels.dense_prefill import cudnn_prefill, dense_prefill
+from engine.kernels.dense_prefill import cudnn_prefill, dense_prefill, gather_kv
+from engine.kernels.gemm_swiglu import MIN_ROWS, gemm_swiglu
 from engine.kernels.gemv import gemv
-from engine.kernels.kv_write import kv_write
+from engine.kernels.kv_write import kv_write, rope_kv_write
 from engine.kernels.norm import rms_norm, silu_mul
-from engine.kernels.paged_decode import decode_workspace, num_shares, paged_decode, plan_decode
+from engine.kernels.paged_decode import concurrent_programs, decode_workspace, paged_decode, plan_decode
 from engine.kernels.paged_prefill import paged_prefill
-from engine.kernels.prefix import gather_kv
-from engine.kernels.rope_kv import rope_kv_write
-from engine.kernels.skinny import skinny
-from engine.kernels.swiglu import MIN_ROWS, swiglu
-from engine.kv_pool import KVPool
-from engine.layer_kv import LayerKV, decode, encode
-from engine.sampler import SampleRow
+from engine.kernels.skinny_gemm import skinny_gemm
+from engine.kv.kv_pool import KVPool
+from engine.kv.layer_kv import LayerKV, dequantize_e4m3, quantize_e4m3
+from engine.sampling.device_sampler import DeviceSampler
+from engine.sampling.sampler import SampleRow
 
 HEADS, KV_HEADS, DIM, BLOCK, HIDDEN, INNER, VOCAB = 32, 8, 128, 16, 4096, 14336, 128256
 LAYERS = 4
@@ -145,7 +143,7 @@ class Pool:
                 if layer.scales is None:
                     layer.kv[part] = kv
                 else:
-                    layer.kv[part], scales = encode(kv)
+                    layer.kv[part], scales = quantize_e4m3(kv)
                     layer.scales[part] = scales.permute(0, 2, 3, 1)
         self._order = torch.randperm(blocks, device=DEVICE).int()
 
@@ -168,7 +166,7 @@ class Pool:
         both = layer.kv[blocks].permute(1, 2, 0, 3, 4).flatten(2, 3)
         if layer.scales is None:
             return both
-        return decode(both, layer.scales[blocks].permute(3, 1, 0, 2).flatten(2, 3), torch.float32)
+        return dequantize_e4m3(both, layer.scales[blocks].permute(3, 1, 0, 2).flatten(2, 3), torch.float32)
 
     def tables(self, seqs: int, length: int) -> Tensor:
         count = -(-length // BLOCK)
@@ -188,7 +186,7 @@ class Pool:
 
 
 def decode_attention(report: Report, pool: Pool, seqs: int, length: int, new: int) -> None:
-    programs = num_shares(DEVICE)
+    programs = concurrent_programs(DEVICE)
     tables = pool.tables(seqs, length)
     cu_q = torch.arange(seqs + 1, device=DEVICE, dtype=torch.int32) * new
     lens = torch.full((seqs,), length, device=DEVICE, dtype=torch.int32)
@@ -270,11 +268,13 @@ def small(report: Report, pool: Pool, rows: int) -> None:
     if rows >= MIN_ROWS:
         x, weight = normal(rows, HIDDEN), normal(2 * INNER, HIDDEN) / 64
         gate, up = (x[-256:].double() @ weight.double().T).chunk(2, -1)
-        worst = error(swiglu(x, weight)[-256:], torch.nn.functional.silu(gate) * up)
+        worst = error(gemm_swiglu(x, weight)[-256:], torch.nn.functional.silu(gate) * up)
         flop, shape = 4 * rows * HIDDEN * INNER, f"{rows} rows"
         apart = seconds(lambda i: silu_mul(torch.nn.functional.linear(x, weight)), 4)
         report.flops("cuBLAS, SiLU x mul", shape, apart, flop, None, f"swiglu_apart_{rows}")
-        report.flops("SwiGLU product", shape, seconds(lambda i: swiglu(x, weight), 4), flop, worst, f"swiglu_{rows}")
+        report.flops(
+            "SwiGLU product", shape, seconds(lambda i: gemm_swiglu(x, weight), 4), flop, worst, f"swiglu_{rows}"
+        )
 
     qkv = normal(rows, (HEADS + 2 * KV_HEADS) * DIM)
     keys = qkv.view(rows, -1, DIM)[:, HEADS : HEADS + KV_HEADS].double()
@@ -349,7 +349,7 @@ def few(report: Report, rows: int, n: int, k: int, end: str) -> None:
 
         def launch(i: int, shape: tuple[int, int, int] | None = shape) -> Tensor:
             added = residual if end == "residual" else None
-            return skinny(x, weights[i % copies], residual=added, gated=gated, shape=shape)
+            return skinny_gemm(x, weights[i % copies], residual=added, gated=gated, shape=shape)
 
         worst = error(launch(0), want)
         key = f"skinny_{rows}_{n}x{k}" if shape is None else None

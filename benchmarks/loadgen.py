@@ -32,13 +32,13 @@ import orjson
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import report
+from benchmarks.support import report
 from cli.commands.loadtest import run_sync
-from common.percentile import percentile
-from common.tether import tethered
+from common.process.tether import tether_command
 from loadtest import progress
 from loadtest.config import LoadConfig
-from loadtest.run import Run
+from loadtest.run import LoadRun
+from loadtest.slo import percentile
 
 HERE = Path(__file__).resolve().parent
 STREAMS, RATE, TOKENS = 500, 20.0, 400
@@ -63,7 +63,7 @@ def timing_server(core: int, *, beat: bool) -> Iterator[tuple[int, dict[str, Any
     """Its port, and what it tells at its end, which is there when the block is left."""
     argv = [sys.executable, str(HERE / "timing_server.py"), "--rate", str(RATE), *(["--beat"] if beat else [])]
     told: dict[str, Any] = {}
-    with subprocess.Popen(tethered(argv), stdout=subprocess.PIPE) as server:
+    with subprocess.Popen(tether_command(argv), stdout=subprocess.PIPE) as server:
         assert server.stdout is not None
         os.sched_setaffinity(server.pid, {core})
         try:
@@ -84,7 +84,7 @@ def measure(cores: Cores, streams: int, tokens: int, *, beat: bool) -> dict[str,
     return {"mode": "in step" if beat else "apart", **errors(run, told), "load_average": round(load, 2)}
 
 
-def errors(run: Run, told: dict[str, Any]) -> dict[str, Any]:
+def errors(run: LoadRun, told: dict[str, Any]) -> dict[str, Any]:
     """What the generator's times are off by, in ms."""
     failed = [r for r in run.records if not r.ok]
     assert not failed, f"{len(failed)} streams failed: {failed[0].error} {failed[0].message}"

@@ -39,9 +39,19 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import report
-from benchmarks.pd_stack import FLAGS, Answer, Client, flags_of, ms, prompts, running, spread, transport_of
-from common.percentile import percentile
+from benchmarks.support import report
+from benchmarks.support.pd_stack import (
+    FLAGS,
+    StackClient,
+    TimedAnswer,
+    flags_of,
+    ms,
+    prompts,
+    running,
+    spread,
+    transport_of,
+)
+from loadtest.slo import percentile
 
 SEED = 7
 IDLE_WARM_UP, IDLE_REQUESTS = 8, 16
@@ -53,7 +63,7 @@ TAIL_S, SHORTEST_S = 15.0, 5.0  # a load's last answers and the end of the pods;
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class OnlineLoad:
     """Ends with `requests` or with the arrivals of `seconds`, whichever comes first."""
 
     name: str
@@ -74,16 +84,16 @@ class Load:
 
 LOADS = {
     "llama-3.1-8b": (
-        Load("r2", 2.0, 4096, 128, 300, 300.0),
-        Load("r5", 5.0, 4096, 128, 300, 300.0),
-        Load("r8", 8.0, 4096, 128, 300, 300.0),
-        Load("r07_15000", 0.7, 15000, 64, 300, 300.0),
+        OnlineLoad("r2", 2.0, 4096, 128, 300, 300.0),
+        OnlineLoad("r5", 5.0, 4096, 128, 300, 300.0),
+        OnlineLoad("r8", 8.0, 4096, 128, 300, 300.0),
+        OnlineLoad("r07_15000", 0.7, 15000, 64, 300, 300.0),
     ),
     "tiny": (
-        Load("r2", 2.0, 60, 6, 3, 10.0),
-        Load("r5", 5.0, 60, 6, 6, 10.0),
-        Load("r8", 8.0, 60, 6, 8, 10.0),
-        Load("r07_15000", 0.7, 150, 4, 2, 10.0),
+        OnlineLoad("r2", 2.0, 60, 6, 3, 10.0),
+        OnlineLoad("r5", 5.0, 60, 6, 6, 10.0),
+        OnlineLoad("r8", 8.0, 60, 6, 8, 10.0),
+        OnlineLoad("r07_15000", 0.7, 150, 4, 2, 10.0),
     ),
 }
 # What a load's row gives to the metrics.
@@ -106,7 +116,7 @@ def replay(arrivals: Sequence[float], services_s: Sequence[float], servers: int)
     return found
 
 
-async def idle(client: Client, shape: str, load: Load) -> dict[str, Any]:
+async def idle(client: StackClient, shape: str, load: OnlineLoad) -> dict[str, Any]:
     """Requests of this length one after another while nothing else runs; the first ones warm up and do not count."""
     answers = [
         await client.ask(prompt, 4)
@@ -124,7 +134,7 @@ async def idle(client: Client, shape: str, load: Load) -> dict[str, Any]:
 Timeline = dict[str, dict[str, Any]]
 
 
-async def timelines(client: Client, answers: Sequence[Answer]) -> list[Timeline]:
+async def timelines(client: StackClient, answers: Sequence[TimedAnswer]) -> list[Timeline]:
     """What the gateway noted of these requests; {} of those that it keeps no more."""
     await asyncio.sleep(0.1)  # a hand-off's report may come after the last token
     late = max(0, len(answers) - TIMELINES)
@@ -137,7 +147,7 @@ def call_s(events: Timeline) -> float:
     return first["t"] - events["prefill"]["t"] - first["queue_s"] - first["compute_s"] if "queue_s" in first else 0.0
 
 
-def parts(answers: Sequence[Answer], told: Sequence[Timeline]) -> dict[str, dict[str, float]]:
+def parts(answers: Sequence[TimedAnswer], told: Sequence[Timeline]) -> dict[str, dict[str, float]]:
     """What gateway and pods noted. queue and compute: at the prefill pod; compute_queued: of those that waited for
     others there; exposed: of the hand-off, and its parts. And what else the time to the first token was: admit, at the
     gateway; reserve, routing and the decode pod; call, to the prefill pod and back; client, from when it was due to the
@@ -162,7 +172,7 @@ def parts(answers: Sequence[Answer], told: Sequence[Timeline]) -> dict[str, dict
     return {name: spread(seconds) for name, seconds in found.items()}
 
 
-async def play(client: Client, shape: str, load: Load) -> tuple[list[float], list[Answer], list[str]]:
+async def play(client: StackClient, shape: str, load: OnlineLoad) -> tuple[list[float], list[TimedAnswer], list[str]]:
     """Sends everything when it is due; arrivals and answers in their order, and what failed."""
     arrivals = load.arrivals()
     made = prompts(shape, len(arrivals), load.prompt, seed=f"{SEED}-{load.name}")
@@ -177,14 +187,14 @@ async def play(client: Client, shape: str, load: Load) -> tuple[list[float], lis
     finally:
         gc.unfreeze()
     failed = [repr(answer) for answer in ended if isinstance(answer, BaseException)]
-    kept = [(at, a) for at, a in zip(arrivals, ended, strict=True) if isinstance(a, Answer)]
+    kept = [(at, a) for at, a in zip(arrivals, ended, strict=True) if isinstance(a, TimedAnswer)]
     return [at for at, _ in kept], [a for _, a in kept], failed
 
 
 def row(
-    load: Load,
+    load: OnlineLoad,
     arrivals: Sequence[float],
-    answers: Sequence[Answer],
+    answers: Sequence[TimedAnswer],
     told: Sequence[Timeline],
     service_s: float,
     servers: int,

@@ -44,20 +44,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import grpc
 
-from benchmarks import bare_pods, report
-from benchmarks.pd_stack import CONFIGS, make_model, prompts, spread
+from benchmarks.support import bare_pods, report
+from benchmarks.support.pd_stack import CONFIGS, make_model, prompts, spread
 from cli.gpus import shared_out, visible_gpus
 from common.auth import Signer
 from common.kv_layout import KVLayout
-from common.lifecycle import die_with_parent, host_boot_id
 from common.pb import prefill_pb2, prefill_pb2_grpc, transfer_pb2, transfer_pb2_grpc
-from common.rpc import RpcServer, channel
+from common.process.lifecycle import die_with_parent, host_boot_id
+from common.rpc import RpcServer, open_channel
 from common.types import Role, SamplingParams, ValidRequest
 from common.wire import PROTOCOL_VERSION, layout_to_pb, request_to_pb, role_to_pb
-from kv_transfer.device_memory import device_memory
-from kv_transfer.memory import PoolMemory, host_memory
-from kv_transfer.messages import Holder, Wanted
-from kv_transfer.nixl_backend import NixlBackend
+from kv_transfer.backend.nixl import NixlBackend
+from kv_transfer.memory import PoolMemory, device_pool, host_pool
+from kv_transfer.messages import PrefixHolder, WantedBlocks
 from kv_transfer.node import TransferNode
 
 SECRET = b"one benchmark"
@@ -68,7 +67,7 @@ TCP = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
 
 
 @dataclass(frozen=True)
-class Plan:
+class PullSizes:
     """What moves on one kind of device. The first layout and transport are those of the metrics."""
 
     layouts: tuple[KVLayout, ...]
@@ -79,8 +78,8 @@ class Plan:
 
 
 PLANS = {
-    "cpu": Plan((SMOLLM2, SMALL), (1, 8, 64, 256), {"default": {}, "tcp": TCP}, "tiny", "64M"),
-    "cuda": Plan((LLAMA_8B, SMALL), (1, 8, 64, 256, 512), {"default": {}}, "llama-3.1-8b", "6G"),
+    "cpu": PullSizes((SMOLLM2, SMALL), (1, 8, 64, 256), {"default": {}, "tcp": TCP}, "tiny", "64M"),
+    "cuda": PullSizes((LLAMA_8B, SMALL), (1, 8, 64, 256, 512), {"default": {}}, "llama-3.1-8b", "6G"),
 }
 PREFIXES = {"llama-3.1-8b": (1024, 4096, 8192), "tiny": (64, 512)}
 SUFFIX = 16  # tokens after the prefix
@@ -89,7 +88,7 @@ CONNECTS = 10  # a first pull may take longer to connect than the pod gives it
 
 
 @dataclass(eq=False)
-class Blocks:
+class FreePin:
     """A hold that nobody else looks at."""
 
     blocks: Sequence[int]
@@ -99,7 +98,7 @@ class Blocks:
 
 
 @dataclass
-class Side:
+class PullPeer:
     """One pod's transfers."""
 
     node: TransferNode
@@ -108,20 +107,20 @@ class Side:
     address: str = ""
     places: list[int] = field(default_factory=list)
 
-    def lend(self, hashes: Sequence[bytes], first: int) -> Blocks | None:
+    def lend(self, hashes: Sequence[bytes], first: int) -> FreePin | None:
         """Whoever asks for a chain of n hashes gets the first n places."""
-        return Blocks(self.places[first : len(hashes)])
+        return FreePin(self.places[first : len(hashes)])
 
     async def stop(self) -> None:
         await self.node.stop(1.0)
         await self.server.stop(0)
 
 
-async def begin(name: str, role: Role, layout: KVLayout, device: str) -> Side:
+async def begin(name: str, role: Role, layout: KVLayout, device: str) -> PullPeer:
     """Starts a side with scattered blocks, the i-th of which says i: a puller need not know where the holder has it."""
     most = max(PLANS[device].counts)
     count = 2 * most + 8
-    make = host_memory if device == "cpu" else device_memory
+    make = host_pool if device == "cpu" else device_pool
     memory, generation = make(count, layout.block_bytes), time.time_ns() // 1_000_000
     info = transfer_pb2.InfoResponse(
         protocol_version=PROTOCOL_VERSION,
@@ -144,7 +143,7 @@ async def begin(name: str, role: Role, layout: KVLayout, device: str) -> Side:
         lend=lambda hashes, first: side.lend(hashes, first),  # noqa: PLW0108 - side comes after the node
         allow_tcp=True,  # a slow transport is a result
     )
-    side = Side(node, server, memory)
+    side = PullPeer(node, server, memory)
     side.places = random.Random(1).sample(range(0, count, 2), most)
     for number, block in enumerate(side.places):
         memory.write_block(block, content(number) * (layout.block_bytes // len(content(number))))
@@ -169,17 +168,17 @@ async def hold(layout: KVLayout, device: str) -> None:
     await side.stop()
 
 
-async def pull(side: Side, holder: Holder, count: int) -> float:
+async def pull(side: PullPeer, holder: PrefixHolder, count: int) -> float:
     """Seconds of one pull of `count` blocks; their content is checked."""
     places = [block + 1 for block in side.places[:count]]
     for place in (places[0], places[-1]):
         side.memory.write_block(place, bytes(side.memory.block_bytes))
-    wanted = Wanted(
+    wanted = WantedBlocks(
         request_id="r",
         hashes=[i.to_bytes(16, "big") for i in range(1, count + 1)],
         first_block=0,
         blocks=places,
-        hold=Blocks(places),
+        hold=FreePin(places),
         timeout_s=60.0,
     )
     began = time.perf_counter()
@@ -202,7 +201,7 @@ async def measure(layout: KVLayout, device: str, repeats: int, gpu: str | None) 
     assert child.stdin is not None
     assert child.stdout is not None
     address = json.loads(await child.stdout.readline())["address"]
-    side, holder = await begin("puller", Role.PREFILL, layout, device), Holder("holder", 0, address)
+    side, holder = await begin("puller", Role.PREFILL, layout, device), PrefixHolder("holder", 0, address)
     try:
         first_s = await pull(side, holder, 1)
         for count in PLANS[device].counts:
@@ -250,7 +249,7 @@ class PodCaller:
 
     def __init__(self, pod: bare_pods.BarePod) -> None:
         self.pod = pod
-        self._channel = channel(pod.address)
+        self._channel = open_channel(pod.address)
         self._calls = 0
 
     async def holds(self, tokens: int) -> prefill_pb2.PullHint:

@@ -37,16 +37,17 @@ import uvloop
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import report
+from benchmarks.support import report
 from cli.stack.valkey import EmbeddedValkey
-from common import index_pod
-from common.index_line import Lines
-from common.index_pod import PodIndex
-from common.index_reader import NAMED_PODS, IndexReader
-from common.index_records import PodLoad, PodRecord
-from common.index_store import Keys, Script, connect, pack
-from common.percentile import percentile
-from common.types import Role
+from common.redis.client import LuaScript, connect_redis
+from common.types import PodLoad, Role
+from loadtest.slo import percentile
+from prefix_index import publisher
+from prefix_index.pipelined_connection import PipelinedConnections
+from prefix_index.publisher import IndexPublisher
+from prefix_index.reader import MAX_EXACT_PODS, IndexReader
+from prefix_index.records import PodRecord
+from prefix_index.store import IndexKeys, pack_hashes
 
 SCOPE = "0badcafe"
 BLOCK = 16
@@ -59,14 +60,14 @@ KEPT_S = 36_000  # nothing expires and no heartbeat comes between while we measu
 
 
 @dataclass(frozen=True)
-class Sample:
+class LatencySample:
     """Milliseconds."""
 
     p50: float
     p99: float
 
     @classmethod
-    def of(cls, seconds: Sequence[float]) -> Sample:
+    def of(cls, seconds: Sequence[float]) -> LatencySample:
         return cls(*(round(1e3 * percentile(seconds, share), 3) for share in (0.5, 0.99)))
 
 
@@ -88,7 +89,7 @@ class Fleet:
         self._url = url
         self._cached: list[list[bytes]] = [[] for _ in self.names]
         self._pods = [
-            PodIndex(url, self._record(*name), functools.partial(self._cached.__getitem__, i), PodLoad)
+            IndexPublisher(url, self._record(*name), functools.partial(self._cached.__getitem__, i), PodLoad)
             for i, name in enumerate(self.names)
         ]
 
@@ -138,7 +139,7 @@ class Fleet:
 
     async def _told(self, wave: Iterable[int]) -> None:
         """Returns once the sets of these pods are as large as they should be."""
-        client, keys = connect(self._url, timeout_s=30), Keys(SCOPE)
+        client, keys = connect_redis(self._url, timeout_s=30), IndexKeys(SCOPE)
         for i in wave:
             while await client.scard(keys.held_blocks(*self.names[i])) != len(self._blocks[i]):  # noqa: ASYNC110
                 await asyncio.sleep(0.002)
@@ -160,9 +161,9 @@ async def timed(call: Callable[[], Awaitable[object]], times: int) -> list[float
 
 async def look_up(fleet: Fleet, url: str, raw: Any, count: int, times: int) -> list[dict[str, object]]:
     """One row per prompt length and way."""
-    reader, script, keys = IndexReader(url, timeout_s=10), Script("lookup"), Keys(SCOPE)
+    reader, script, keys = IndexReader(url, timeout_s=10), LuaScript("lookup"), IndexKeys(SCOPE)
     await reader.pods()
-    lines = Lines(url)
+    lines = PipelinedConnections(url)
     while (line := lines.get(SCOPE)) is None:  # noqa: ASYNC110 - nothing tells
         await asyncio.sleep(0.01)
     rows: list[dict[str, object]] = []
@@ -177,11 +178,11 @@ async def look_up(fleet: Fleet, url: str, raw: Any, count: int, times: int) -> l
 
         async def every_set() -> object:
             named = [x for pod in fleet.names for x in pod]
-            args = (keys.prefix, pack(prompt()), b"", *named)
+            args = (keys.prefix, pack_hashes(prompt()), b"", *named)
             return await line.call(script.pack_command((keys.postings, keys.slots), args))
 
         async def cell() -> object:
-            return await reader.lookup(SCOPE, prompt(), fleet.names[:NAMED_PODS])
+            return await reader.lookup(SCOPE, prompt(), fleet.names[:MAX_EXACT_PODS])
 
         best = await reader.lookup(SCOPE, prompt(), fleet.names)
         await asyncio.sleep(0.2)  # its own line is there by then
@@ -189,7 +190,7 @@ async def look_up(fleet: Fleet, url: str, raw: Any, count: int, times: int) -> l
         for way, call in (("product", product), ("every_set", every_set), ("cell", cell)):
             await timed(call, 10)
             await raw.config_resetstat()
-            sample = Sample.of(await timed(call, times))
+            sample = LatencySample.of(await timed(call, times))
             spent = (await raw.info("commandstats"))["cmdstat_evalsha"]["usec_per_call"]
             row = {"pods": count, "blocks": length, "way": way, "p50_ms": sample.p50, "p99_ms": sample.p99}
             rows.append({**row, "server_us": round(spent, 1)})
@@ -204,7 +205,7 @@ async def measure(count: int, entries: int, times: int) -> tuple[dict[str, objec
         valkey = EmbeddedValkey(0, Path(directory))
         url = await valkey.start()
         fleet = Fleet(url, count, entries, seed=count)
-        raw = connect(url, timeout_s=30)
+        raw = connect_redis(url, timeout_s=30)
         try:
             await fleet.start()
             before = (await raw.info("memory"))["used_memory"]
@@ -258,7 +259,7 @@ class Cache:
 def replay(trace: Sequence[dict[str, Any]], pods: int, way: str, *, per_pod: int, rate: float) -> dict[str, object]:
     """Every request goes to the pod with the least queue + uncached / rate, among those that the way shows."""
     caches, rng = [Cache(per_pod) for _ in range(pods)], random.Random(1)
-    cells = [list(range(first, min(first + NAMED_PODS, pods))) for first in range(0, pods, NAMED_PODS)]
+    cells = [list(range(first, min(first + MAX_EXACT_PODS, pods))) for first in range(0, pods, MAX_EXACT_PODS)]
     speed_up, hits, tokens, waits, looked = pods / 8, 0, 0, [], 0
     for request in trace:
         now = request["timestamp"] / 1e3 / speed_up
@@ -333,9 +334,9 @@ def main() -> None:
     args = parser.parse_args()
     if 16 not in args.pods:
         parser.error("the metrics are those of 16 pods")
-    index_pod.HEARTBEAT_S = KEPT_S
-    index_pod.LEASE_MS = 1_000 * KEPT_S
-    index_pod.OWN_TTL_S = index_pod.INFO_TTL_S = KEPT_S
+    publisher.HEARTBEAT_S = KEPT_S
+    publisher.LEASE_MS = 1_000 * KEPT_S
+    publisher.OWN_TTL_S = publisher.INFO_TTL_S = KEPT_S
     uvloop.run(run(args))
 
 

@@ -42,19 +42,19 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import report
-from benchmarks.draft_pair import SMOLLM2_LAYERS, without_layers
 from benchmarks.engine import WAIT_S, Driver, Prompts, engine_settings, running
-from benchmarks.shapes import SHAPES
+from benchmarks.support import report
+from benchmarks.support.draft_pair import SMOLLM2_LAYERS, without_layers
+from benchmarks.support.shapes import SHAPES
 from cli.demo.model import demo_model
 from common.types import SamplingParams
 from engine.config import EngineConfig
 from engine.llm import LLM
-from engine.sequence import Sequence as EngineSequence
-from engine.speculation.control import Always
+from engine.schedule.outputs import StepResult
+from engine.schedule.sequence import Sequence as EngineSequence
+from engine.speculation.controller import AlwaysDraft
 from engine.speculation.ngram import NgramProposer
-from engine.speculation.proposer import Drafts, Proposer
-from engine.step_result import StepResult
+from engine.speculation.proposer import DraftBatch, Proposer
 
 RATE = 0.8
 ANSWER = 7  # the token that a bias makes the only one
@@ -157,7 +157,7 @@ TASKS: dict[str, tuple[tuple[str, ...], int]] = {
 
 
 @dataclass(slots=True)
-class Table:
+class BarTable:
     """Figures beside their bars."""
 
     metrics: dict[str, float]
@@ -177,7 +177,7 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
+class TimedAnswers:
     """ids and seconds of each prompt's answer; steps of all, those of first tokens left out."""
 
     ids: list[list[int]]
@@ -185,7 +185,7 @@ class Answers:
     steps: int
 
 
-def answer(llm: LLM, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> Answers:
+def answer(llm: LLM, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> TimedAnswers:
     engine, steps = llm.engine, 0
     ids: list[list[int]] = []
     seconds: list[float] = []
@@ -195,10 +195,10 @@ def answer(llm: LLM, prompts: Sequence[tuple[int, ...]], params: SamplingParams)
         seconds.append(time.perf_counter() - began)
         steps += engine.counters.steps - before - 1
         ids.append(completion.ids)
-    return Answers(ids, seconds, steps)
+    return TimedAnswers(ids, seconds, steps)
 
 
-def measure_tasks(table: Table, drafts: int, runs: int, settings: dict[str, Any]) -> None:
+def measure_tasks(table: BarTable, drafts: int, runs: int, settings: dict[str, Any]) -> None:
     options = {"kv_memory": 128 << 20, "max_model_len": 1024, "token_budget": 512} | settings
     llm = LLM(demo_model(), speculation="ngram", speculation_tokens=drafts, **options)
     for task, (texts, tokens) in TASKS.items():
@@ -206,9 +206,9 @@ def measure_tasks(table: Table, drafts: int, runs: int, settings: dict[str, Any]
         prompts = [llm.encode(text, special_tokens=False) for text in rendered]
         params = SamplingParams(temperature=0.0, max_tokens=tokens)
         llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=1), show_progress=False)
-        plain: list[Answers] = []
-        drafted: list[Answers] = []
-        llm.engine.set_proposer(NgramProposer(), Always(drafts))
+        plain: list[TimedAnswers] = []
+        drafted: list[TimedAnswers] = []
+        llm.engine.set_proposer(NgramProposer(), AlwaysDraft(drafts))
         always = answer(llm, prompts, params)
         assert llm.engine.speculator is not None
         stats = llm.engine.speculator.stats
@@ -226,7 +226,7 @@ def measure_tasks(table: Table, drafts: int, runs: int, settings: dict[str, Any]
         table.line(f"speedup_{task}", best[0] / best[1], plain_s=round(best[0], 3), drafted_s=round(best[1], 3))
 
 
-def measure_draft_model(table: Table, drafts: int, runs: int, settings: dict[str, Any]) -> None:
+def measure_draft_model(table: BarTable, drafts: int, runs: int, settings: dict[str, Any]) -> None:
     options = {"kv_memory": 128 << 20, "max_model_len": 512, "token_budget": 512} | settings
     texts, tokens = TASKS["chat"]
     params = SamplingParams(temperature=0.0, max_tokens=tokens // 2)
@@ -240,7 +240,7 @@ def measure_draft_model(table: Table, drafts: int, runs: int, settings: dict[str
         prompts = [llm.encode(text, special_tokens=False) for text in rendered]
         for engine in (plain, llm):
             engine.generate(prompts, SamplingParams(temperature=0.0, max_tokens=1), show_progress=False)
-        llm.engine.set_proposer(llm.engine.configured_proposer(), Always(drafts))
+        llm.engine.set_proposer(llm.engine.configured_proposer(), AlwaysDraft(drafts))
         always = answer(llm, prompts, params)
         assert llm.engine.speculator is not None
         stats = llm.engine.speculator.stats
@@ -274,8 +274,8 @@ class Coin:
     def new_state(self, seq: EngineSequence) -> random.Random:
         return random.Random(seq.request_id)
 
-    def propose(self, seqs: Sequence[EngineSequence], kept: Sequence[Any], limits: Sequence[int]) -> Drafts:
-        drafts = Drafts.empty(len(seqs), max(limits))
+    def propose(self, seqs: Sequence[EngineSequence], kept: Sequence[Any], limits: Sequence[int]) -> DraftBatch:
+        drafts = DraftBatch.empty(len(seqs), max(limits))
         drafts.lengths[:] = limits
         for row, rng in enumerate(kept):
             drafts.tokens[row] = [ANSWER + (rng.random() >= self._rate) for _ in range(drafts.tokens.shape[1])]
@@ -290,7 +290,7 @@ class Coin:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class SpeculationRun:
     """tokens_s: of all rows; step_s: median between results; replay_s: of one step's graph, None without graphs;
     proposed, accepted: drafts of a row's step; of the last one for proposed.
     """
@@ -311,13 +311,13 @@ def decode(
     *,
     skip: int = AROUND,
     always: bool = False,
-) -> Run:
+) -> SpeculationRun:
     """Decodes all rows together for `steps` steps after `skip` ones; the replays come after those.
 
     always: drafts are made whether they pay or not.
     """
     rows = len(prompts)
-    control = Always(driver.engine.config.speculation_tokens) if always else None
+    control = AlwaysDraft(driver.engine.config.speculation_tokens) if always else None
     driver.loop.call(functools.partial(driver.engine.set_proposer, proposer, control)).result(WAIT_S)
 
     def full(result: StepResult) -> bool:
@@ -339,7 +339,7 @@ def decode(
     times = [b - a for (a, _), (b, _) in itertools.pairwise(window)]
     tokens = sum(len(output.tokens) for _, result in window[1:] for output in result.outputs)
     accepted = sum(output.num_accepted for _, result in window[1:] for output in result.outputs)
-    return Run(
+    return SpeculationRun(
         tokens_s=tokens / (window[-1][0] - window[0][0]),
         step_s=statistics.median(times),
         replay_s=replay_s,
@@ -348,7 +348,7 @@ def decode(
     )
 
 
-def measure_cost(table: Table, driver: Driver, prompts: Prompts, context: int) -> None:
+def measure_cost(table: BarTable, driver: Driver, prompts: Prompts, context: int) -> None:
     """Of requests without a bias, just after their prompts: drafts are wrong then, which changes nothing."""
     for rows in (1, 16, 64):
         batch = prompts.make(rows, context)
@@ -363,7 +363,7 @@ def measure_cost(table: Table, driver: Driver, prompts: Prompts, context: int) -
             table.line(f"verify_cost_{rows}", cost, **more)
 
 
-def measure_verify(table: Table, driver: Driver, prompts: Prompts, context: int, steps: int) -> None:
+def measure_verify(table: BarTable, driver: Driver, prompts: Prompts, context: int, steps: int) -> None:
     for rows in (1, 16, 64):
         batch = prompts.make(rows, context - steps)
         params = [
@@ -388,7 +388,7 @@ def measure_verify(table: Table, driver: Driver, prompts: Prompts, context: int,
         )
 
 
-def measure_useless(table: Table, driver: Driver, prompts: Prompts, context: int, steps: int) -> None:
+def measure_useless(table: BarTable, driver: Driver, prompts: Prompts, context: int, steps: int) -> None:
     losses: list[float] = []
     more: dict[str, float] = {}
     for rows in (1, 16):
@@ -402,7 +402,7 @@ def measure_useless(table: Table, driver: Driver, prompts: Prompts, context: int
     table.line("loss_when_useless", max(losses), **more)
 
 
-def measure_gpu(table: Table, shape_name: str, drafts: int, settings: dict[str, Any]) -> dict[str, Any]:
+def measure_gpu(table: BarTable, shape_name: str, drafts: int, settings: dict[str, Any]) -> dict[str, Any]:
     shape = SHAPES[shape_name]
     big = shape_name != "tiny"
     context, steps = (1024, 96) if big else (48, 12)
@@ -437,7 +437,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     settings = {"device": args.device} | engine_settings(args.engine)
     shape = args.shape or ("llama-3.1-8b" if args.device == "cuda" else None)
-    table = Table({}, [], bars=args.drafts == 4 and shape != "tiny")
+    table = BarTable({}, [], bars=args.drafts == 4 and shape != "tiny")
     if shape is None:
         measure_tasks(table, args.drafts, args.runs, settings)
         measure_draft_model(table, args.drafts, args.runs, settings)

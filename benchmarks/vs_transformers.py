@@ -37,8 +37,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks import report
-from benchmarks.shapes import SHAPES
+from benchmarks.support import report
+from benchmarks.support.shapes import SHAPES
 from common.types import SamplingParams
 from engine.config import EngineConfig
 from engine.llm import LLM
@@ -49,7 +49,7 @@ Prompts = list[list[int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class OfflineBatch:
     """Requests that are all there at once: prompts, and how many tokens each wants."""
 
     name: str
@@ -62,7 +62,7 @@ class Batch:
 
 
 @dataclass(slots=True)
-class Row:
+class BatchTimes:
     """Seconds for a batch on either side; theirs_measured_s: of --static-batches, before the scaling."""
 
     name: str
@@ -75,12 +75,12 @@ class Row:
 
 
 @dataclass(slots=True)
-class Result:
+class ComparisonResult:
     """What was measured so far; save() writes it."""
 
     out: Path | None
     settings: dict[str, Any]
-    rows: list[Row] = field(default_factory=list)
+    rows: list[BatchTimes] = field(default_factory=list)
 
     def save(self) -> None:
         metrics = {f"ratio_{row.name}": round(row.ratio, 3) for row in self.rows if row.ratio is not None}
@@ -105,9 +105,9 @@ class Workload:
         mixed = [self._rng.randint(min(SHORTEST, args.longest), args.longest) for _ in range(args.requests)]
         self.mixed = self._batch(f"continuous{args.requests}", mixed)
 
-    def _batch(self, name: str, wanted: list[int]) -> Batch:
+    def _batch(self, name: str, wanted: list[int]) -> OfflineBatch:
         length = self._args.prompt
-        return Batch(name, [self._rng.choices(range(self._vocab_size), k=length) for _ in wanted], wanted)
+        return OfflineBatch(name, [self._rng.choices(range(self._vocab_size), k=length) for _ in wanted], wanted)
 
 
 def timed(work: Callable[[], Any]) -> float:
@@ -119,7 +119,7 @@ def timed(work: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 
-def ours(llm: LLM, batch: Batch) -> float:
+def ours(llm: LLM, batch: OfflineBatch) -> float:
     params = [SamplingParams(temperature=0.0, max_tokens=wanted) for wanted in batch.wanted]
     done: list[Any] = []
     seconds = timed(lambda: done.extend(llm.generate(batch.prompts, params, ignore_eos=True, show_progress=False)))
@@ -129,7 +129,7 @@ def ours(llm: LLM, batch: Batch) -> float:
     return seconds
 
 
-def theirs(model: Any, batch: Batch) -> float:
+def theirs(model: Any, batch: OfflineBatch) -> float:
     """One static batch: every row runs as long as the longest."""
     longest = max(batch.wanted)
     ids = torch.tensor(batch.prompts, device=model.device)
@@ -142,26 +142,26 @@ def theirs(model: Any, batch: Batch) -> float:
         return timed(work)
 
 
-def measure_ours(llm: LLM, work: Workload, result: Result) -> None:
+def measure_ours(llm: LLM, work: Workload, result: ComparisonResult) -> None:
     ours(llm, work.warm_up)
     for batches in work.fixed.values():
         add(result, batches[0], statistics.median(ours(llm, batch) for batch in batches))
     add(result, work.mixed, ours(llm, work.mixed))
 
 
-def add(result: Result, batch: Batch, seconds: float) -> None:
-    result.rows.append(Row(batch.name, len(batch.prompts), batch.tokens, seconds))
+def add(result: ComparisonResult, batch: OfflineBatch, seconds: float) -> None:
+    result.rows.append(BatchTimes(batch.name, len(batch.prompts), batch.tokens, seconds))
     result.save()
     print(f"ours          {batch.name:<14} {seconds:8.2f} s {batch.tokens / seconds:9.1f} tokens/s", flush=True)
 
 
-def measure_theirs(model: Any, work: Workload, result: Result, args: argparse.Namespace) -> None:
+def measure_theirs(model: Any, work: Workload, result: ComparisonResult, args: argparse.Namespace) -> None:
     theirs(model, work.warm_up)
     *fixed, mixed = result.rows
     for row, batches in zip(fixed, work.fixed.values(), strict=True):
         finish(result, row, statistics.median(theirs(model, batch) for batch in batches))
     static = [
-        Batch(f"static {start}", work.mixed.prompts[start:end], work.mixed.wanted[start:end])
+        OfflineBatch(f"static {start}", work.mixed.prompts[start:end], work.mixed.wanted[start:end])
         for start, end in ((start, start + args.rows) for start in range(0, args.requests, args.rows))
     ]
     chosen = static[: args.static_batches or len(static)]
@@ -178,7 +178,7 @@ def measure_theirs(model: Any, work: Workload, result: Result, args: argparse.Na
     finish(result, mixed, measured * all_steps / steps)
 
 
-def finish(result: Result, row: Row, seconds: float) -> None:
+def finish(result: ComparisonResult, row: BatchTimes, seconds: float) -> None:
     row.theirs_s = seconds
     row.ratio = seconds / row.ours_s
     result.save()
@@ -196,7 +196,7 @@ def load_theirs(model_dir: Path, dummy: bool, device: torch.device, dtype: torch
     return model.eval()
 
 
-def table(result: Result) -> None:
+def table(result: ComparisonResult) -> None:
     print(f"\n{'':<16}{'requests':>9}{'tokens':>9}{'ours':>12}{'transformers':>14}{'ratio':>8}{'bar':>6}")
     for row in result.rows:
         assert row.theirs_s is not None
@@ -243,7 +243,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         dtype = EngineConfig(model_dir=model_dir, **config).resolve_dtype(device)
         settings = {k: v for k, v in vars(args).items() if k not in ("out", "model")}
         model_name = args.shape if args.model is None else args.model.resolve().name
-        result = Result(args.out, {"model": model_name, "dtype": dtype, "random_weights": dummy, "settings": settings})
+        result = ComparisonResult(
+            args.out, {"model": model_name, "dtype": dtype, "random_weights": dummy, "settings": settings}
+        )
         llm = LLM(model_dir, **config)
         work = Workload(llm.engine.vocab_size, args)
         measure_ours(llm, work, result)

@@ -1,6 +1,6 @@
 """The `baton` command. Only reads the command line: what a command does is imported when it runs, so help is quick.
 
-Values of flags arrive here as text: common/config.py, with config_kinds.py, alone says what they may be, and in which
+Values of flags arrive here as text: common/settings/configs.py, with kinds.py, alone says what they may be, and in which
 words it refuses them.
 A new command is a function in a file of commands/ that app.py lists; a flag of several commands stands in options.py.
 This package is the top floor: it may import every other one, and no other one imports it.

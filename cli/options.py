@@ -8,7 +8,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from common.config import GatewayConfig, PodConfig, UpConfig, WorkerConfig
+from common.settings.configs import GatewayConfig, PodConfig, UpConfig, WorkerConfig
 
 Settings = TypeVar("Settings", UpConfig, PodConfig, WorkerConfig, GatewayConfig)
 

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeVar
 
 from cli import exits
 from cli.gpus import run_on
-from common.config import GatewayConfig, PodConfig, WorkerConfig
+from common.settings.configs import GatewayConfig, PodConfig, WorkerConfig
 
 _Settings = TypeVar("_Settings", PodConfig, WorkerConfig, GatewayConfig)
 

@@ -51,7 +51,7 @@ class BlockHasher:
         return hashes
 
 
-def block_hashes(
+def hash_blocks(
     tokens: Sequence[int], *, fingerprint: str, block_size: int, salt: str = "", adapter: str = ""
 ) -> list[bytes]:
     """Hashes of all full blocks of `tokens`, 16 bytes each."""

@@ -259,6 +259,6 @@ def error_class(kind: str) -> type[BatonError]:
     return _BY_KIND.get(kind, InternalError)
 
 
-def from_status(code: str, message: str) -> BatonError:
+def error_from_grpc_status(code: str, message: str) -> BatonError:
     """The error that stands for a gRPC status whose details carry no kind (a foreign or broken peer)."""
     return _BY_CODE.get(code, InternalError)(message)

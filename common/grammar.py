@@ -87,7 +87,7 @@ def from_lark(text: str, *, field: str) -> Grammar:
     return _grammar(LLMatcher.grammar_from_lark(text), field)
 
 
-def from_grammar(text: str, *, field: str) -> Grammar:
+def from_lark_or_gbnf(text: str, *, field: str) -> Grammar:
     """A grammar as clients write it: Lark, or llama.cpp's GBNF. Raises InvalidRequest when it is neither."""
     _require_short(text, field, MAX_GBNF_CHARS if "::=" in text else MAX_GRAMMAR_CHARS)
     try:

@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 import structlog
 
-_QUIET = ("grpc", "httpx", "httpcore", "asyncio", "uvicorn.access")
+_QUIET_LOGGERS = ("grpc", "httpx", "httpcore", "asyncio", "uvicorn.access")
 
 
 def setup_logs(level: str = "info", format: str = "auto") -> None:
@@ -44,7 +44,7 @@ def setup_logs(level: str = "info", format: str = "auto") -> None:
         root.removeHandler(old)
     root.addHandler(handler)
     root.setLevel(level.upper())
-    for name in _QUIET:
+    for name in _QUIET_LOGGERS:
         logging.getLogger(name).setLevel(max(logging.WARNING, root.level))
 
     structlog.configure(
@@ -80,7 +80,7 @@ def get_logger(name: str) -> structlog.stdlib.BoundLogger:
 
 
 @contextmanager
-def bind(**values: str | int) -> Iterator[None]:
+def log_context(**values: str | int) -> Iterator[None]:
     """Puts values (request_id="...") on every line logged inside the block."""
     with structlog.contextvars.bound_contextvars(**values):
         yield

@@ -23,9 +23,9 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from common.errors import BatonError, ConfigError, DeadlineExceeded, InternalError, Unavailable, from_status
+from common.errors import BatonError, ConfigError, DeadlineExceeded, InternalError, Unavailable, error_from_grpc_status
 from common.pb import types_pb2
-from common.trace_context import TRACEPARENT, TRACESTATE, TraceContext
+from common.tracing.context import TRACEPARENT, TRACESTATE, TraceContext
 from common.wire import error_from_pb, error_to_pb
 
 ERROR_KEY = "baton-error-bin"
@@ -46,8 +46,8 @@ _COMMON_OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.http2.max_pings_without_data", 0),
 )
 # What a servicer's send raises when the caller cancelled, or its deadline passed, and nobody has told the servicer yet.
-CALLER_GONE = grpc.aio.InternalError
-LIVE = "live"  # what health calls the process: a restart helps only when it does not answer
+CALLER_DISCONNECTED = grpc.aio.InternalError
+LIVENESS_SERVICE = "live"  # what health calls the process: a restart helps only when it does not answer
 _CHANNEL_OPTIONS = (
     *_COMMON_OPTIONS,
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -65,7 +65,7 @@ _SERVER_OPTIONS = (
 )
 
 
-def channel(address: str) -> grpc.aio.Channel:
+def open_channel(address: str) -> grpc.aio.Channel:
     """A channel to host:port; the caller closes it.
 
     Calls under way to a dead or frozen peer end with UNAVAILABLE within 15 s; a peer that is back is found within 2 s.
@@ -73,7 +73,7 @@ def channel(address: str) -> grpc.aio.Channel:
     return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
 
 
-def trace_of(metadata: Mapping[str, str | bytes]) -> TraceContext | None:
+def trace_context_of(metadata: Mapping[str, str | bytes]) -> TraceContext | None:
     """The caller's span, if its metadata names one that makes sense."""
     traceparent, state = metadata.get(TRACEPARENT), metadata.get(TRACESTATE)
     if not isinstance(traceparent, str):
@@ -105,11 +105,15 @@ def error_from_rpc(error: grpc.aio.AioRpcError) -> BatonError:
         if key == ERROR_KEY and isinstance(value, bytes):
             return error_from_pb(types_pb2.Error.FromString(value))
     code, details = error.code().name, error.details() or error.code().name
-    return Unavailable(f"the peer ended the call: {details}") if code == "CANCELLED" else from_status(code, details)
+    return (
+        Unavailable(f"the peer ended the call: {details}")
+        if code == "CANCELLED"
+        else error_from_grpc_status(code, details)
+    )
 
 
 @contextmanager
-def rpc_errors() -> Iterator[None]:
+def translate_rpc_errors() -> Iterator[None]:
     """Turns AioRpcError inside the block into the BatonError that it carries."""
     try:
         yield
@@ -149,7 +153,7 @@ class RpcServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection((*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
-        await self._health.set(LIVE, health_pb2.HealthCheckResponse.SERVING)
+        await self._health.set(LIVENESS_SERVICE, health_pb2.HealthCheckResponse.SERVING)
         try:
             port = server.add_insecure_port(f"{self._host}:{self._port}")
         except RuntimeError as e:
@@ -236,7 +240,7 @@ async def _fail(error: Exception, context: Any, method: str) -> NoReturn:
     """Ends the call with the status of `error`; raises always: CancelledError where the caller has gone already."""
     if isinstance(error, grpc.aio.AbortError):
         raise error
-    if isinstance(error, CALLER_GONE):
+    if isinstance(error, CALLER_DISCONNECTED):
         raise asyncio.CancelledError from error
     if not isinstance(error, BatonError):
         _log.error("unexpected error in %s", method, exc_info=error)
@@ -247,7 +251,7 @@ async def _fail(error: Exception, context: Any, method: str) -> NoReturn:
     trailer = ((ERROR_KEY, pb.SerializeToString()), (STATUS_KEY, _details(code, pb).SerializeToString()))
     try:
         await context.abort(code, pb.message, trailing_metadata=trailer)
-    except CALLER_GONE as e:
+    except CALLER_DISCONNECTED as e:
         raise asyncio.CancelledError from e
     raise AssertionError("abort returned")
 

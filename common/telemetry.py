@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, start_http_server
@@ -20,7 +21,6 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from common.errors import ConfigError
-from common.host_memory import host_memory
 
 PREFIX = "baton_"
 
@@ -49,7 +49,7 @@ LATENCY_BUCKETS = (
 )
 COUNT_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
-Sample = tuple[tuple[str, ...], float]
+MetricSample = tuple[tuple[str, ...], float]
 
 
 class MetricsServer:
@@ -68,7 +68,7 @@ class MetricsServer:
 
 
 @dataclass(frozen=True, slots=True)
-class Declaration:
+class MetricDeclaration:
     """What scrapers see: its whole name, its kind (counter, gauge or histogram), what it means, its labels."""
 
     name: str
@@ -82,7 +82,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.declarations: list[Declaration] = []
+        self.declarations: list[MetricDeclaration] = []
 
     def counter(self, name: str, help: str, labels: Sequence[str] = ()) -> Counter:
         """A count that only grows; Prometheus adds `_total` to its name."""
@@ -101,32 +101,34 @@ class Metrics:
         self._declare(name, "histogram", help, labels)
         return Histogram(PREFIX + name, help, labels, registry=self.registry, buckets=buckets)
 
-    def unlabeled_histogram(self, name: str, help: str, buckets: Sequence[float] = LATENCY_BUCKETS) -> Tally:
+    def unlabeled_histogram(
+        self, name: str, help: str, buckets: Sequence[float] = LATENCY_BUCKETS
+    ) -> UnlabeledHistogram:
         """A distribution that is observed by one thread, for every token: without labels and locks."""
         self._declare(name, "histogram", help, ())
-        tally = Tally(PREFIX + name, help, buckets)
+        tally = UnlabeledHistogram(PREFIX + name, help, buckets)
         self.registry.register(tally)
         return tally
 
     def sampled_gauge(
-        self, name: str, help: str, read: Callable[[], Iterable[Sample]], labels: Sequence[str] = ()
+        self, name: str, help: str, read: Callable[[], Iterable[MetricSample]], labels: Sequence[str] = ()
     ) -> None:
         """A gauge read only when scraped: `read` gives (label values, value) pairs, from the scraping thread."""
         self._declare(name, "gauge", help, labels)
         self._sampled(lambda: GaugeMetricFamily(PREFIX + name, help, labels=labels), read)
 
     def sampled_counter(
-        self, name: str, help: str, read: Callable[[], Iterable[Sample]], labels: Sequence[str] = ()
+        self, name: str, help: str, read: Callable[[], Iterable[MetricSample]], labels: Sequence[str] = ()
     ) -> None:
         """A counter whose owner keeps the count: `read` gives (label values, count) pairs, from the scraping thread."""
         self._declare(f"{name}_total", "counter", help, labels)
         self._sampled(lambda: CounterMetricFamily(PREFIX + name, help, labels=labels), read)
 
     def _declare(self, name: str, kind: str, help: str, labels: Sequence[str]) -> None:
-        self.declarations.append(Declaration(PREFIX + name, kind, help, tuple(labels)))
+        self.declarations.append(MetricDeclaration(PREFIX + name, kind, help, tuple(labels)))
 
     def _sampled(
-        self, family: Callable[[], GaugeMetricFamily | CounterMetricFamily], read: Callable[[], Iterable[Sample]]
+        self, family: Callable[[], GaugeMetricFamily | CounterMetricFamily], read: Callable[[], Iterable[MetricSample]]
     ) -> None:
         self.registry.register(_Sampled(family, read))
 
@@ -139,12 +141,12 @@ class Metrics:
         self.sampled_gauge(
             "host_memory_used_bytes",
             "Memory in use in this process's container, or on the machine where it has no limit.",
-            lambda: [((), host_memory().used)],
+            lambda: [((), memory_usage().used)],
         )
         self.sampled_gauge(
             "host_memory_limit_bytes",
             "Memory that this process's container, or the machine, has.",
-            lambda: [((), host_memory().limit)],
+            lambda: [((), memory_usage().limit)],
         )
 
     def exposition(self, accept: str = "") -> bytes:
@@ -168,7 +170,7 @@ class Metrics:
         return MetricsServer(server, thread)
 
 
-class Tally(Collector):
+class UnlabeledHistogram(Collector):
     """A histogram whose `observe` costs a tenth of prometheus_client's."""
 
     def __init__(self, name: str, help: str, buckets: Sequence[float]) -> None:
@@ -197,7 +199,7 @@ class _Sampled(Collector):
     """Reads its values at scrape time."""
 
     def __init__(
-        self, family: Callable[[], GaugeMetricFamily | CounterMetricFamily], read: Callable[[], Iterable[Sample]]
+        self, family: Callable[[], GaugeMetricFamily | CounterMetricFamily], read: Callable[[], Iterable[MetricSample]]
     ) -> None:
         self._family = family
         self._read = read
@@ -210,3 +212,31 @@ class _Sampled(Collector):
         for labels, value in self._read():
             family.add_metric(labels, value)
         return [family]
+
+
+CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUsage:
+    """Bytes. used: what cannot be given back at once. free: what may still be taken, by the limit and the machine."""
+
+    used: int
+    limit: int
+    free: int
+
+
+def memory_usage(cgroup: Path = CGROUP) -> MemoryUsage:
+    """Of now. Files that the kernel caches do not count as used, as in Kubernetes' working set."""
+    import psutil
+
+    machine = psutil.virtual_memory()
+    try:
+        limit = (cgroup / "memory.max").read_text().strip()
+        if limit != "max" and int(limit) <= machine.total:
+            stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+            used = max(0, int((cgroup / "memory.current").read_text()) - int(stat["inactive_file"]))
+            return MemoryUsage(used, int(limit), max(0, min(int(limit) - used, machine.available)))
+    except (OSError, ValueError, KeyError):
+        pass  # not in a control group of version 2 with a limit of its own
+    return MemoryUsage(machine.total - machine.available, machine.total, machine.available)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
+import json
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 
 MAX_N = 128  # sequences of one request
 
@@ -198,3 +199,57 @@ class PoolCounts:
     @property
     def total(self) -> int:
         return self.free + self.cached + self.leased + self.quarantined
+
+
+@dataclass(frozen=True, slots=True)
+class PodLoad:
+    """How busy a pod says it is, and how fast it measured itself to be; a rate or time of 0 is not known yet.
+
+    queued_tokens: prompt tokens that wait for computing. running, waiting, reserved: sequences in the engine, and those
+    whose KV is still to come. free_blocks: free or evictable.
+    prefill_rate: prompt tokens per second of full steps; prefill_overhead_s: what a prompt takes beyond that.
+    step_s + step_slope_s * sequences: a decode step. transfer_rate: prompt tokens per second whose KV moves;
+    hand_off_s: what the end of a hand-off takes beyond that. pull_s: what pulling takes beyond moving bytes.
+    """
+
+    queued_tokens: int = 0
+    running: int = 0
+    waiting: int = 0
+    reserved: int = 0
+    free_blocks: int = 0
+    draining: bool = False
+    prefill_rate: float = 0.0
+    prefill_overhead_s: float = 0.0
+    step_s: float = 0.0
+    step_slope_s: float = 0.0
+    transfer_rate: float = 0.0
+    hand_off_s: float = 0.0
+    pull_s: float = 0.0
+
+    @property
+    def has_decode_times(self) -> bool:
+        """It has decoded."""
+        return self.step_s > 0 or self.step_slope_s > 0
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, raw: str) -> PodLoad:
+        """Reads what to_json wrote; fields of a newer pod are ignored. Raises ValueError, TypeError."""
+        values = json.loads(raw)
+        return cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
+
+
+@dataclass(frozen=True, slots=True)
+class RemotePrefillCost:
+    """What having it computed elsewhere takes, see RemotePrefill in decode.proto."""
+
+    queue_s: float
+    compute_s: float
+    hand_off_s: float
+    tokens_per_s: float
+
+    @property
+    def seconds(self) -> float:
+        return self.queue_s + self.compute_s + self.hand_off_s

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from common.errors import BatonError, InvalidRequest, error_class
-from common.index_records import PodLoad
 from common.kv_layout import KVLayout
 from common.pb import transfer_pb2, types_pb2
 from common.types import (
     FinishReason,
     Grammar,
     KvTarget,
+    PodLoad,
     PoolCounts,
     PromptLogprobs,
     Role,
@@ -128,12 +128,12 @@ def _sampling_from_pb(pb: types_pb2.SamplingParams) -> SamplingParams:
     )
 
 
-def finish_to_pb(reason: FinishReason | None) -> types_pb2.FinishReason.ValueType:
+def finish_reason_to_pb(reason: FinishReason | None) -> types_pb2.FinishReason.ValueType:
     """A finish reason for the wire; None means that the sequence goes on."""
     return _FINISH_TO_PB[reason]
 
 
-def finish_from_pb(pb: types_pb2.FinishReason.ValueType) -> FinishReason | None:
+def finish_reason_from_pb(pb: types_pb2.FinishReason.ValueType) -> FinishReason | None:
     """A finish reason from the wire; one that only a newer peer knows still ends the sequence, as STOP."""
     return _FINISH_FROM_PB.get(pb, FinishReason.STOP)
 
@@ -173,7 +173,7 @@ def tokens_from_pb(pbs: Sequence[types_pb2.Token]) -> list[Token]:
     return [token_from_pb(pb) for pb in pbs]
 
 
-def plain_tokens_from_pb(pbs: Sequence[types_pb2.Token]) -> list[Token]:
+def tokens_without_logprobs_from_pb(pbs: Sequence[types_pb2.Token]) -> list[Token]:
     """Generated tokens from the wire, of a request that asked for one answer without log-probabilities."""
     if len(pbs) == 1:  # nearly always; a repeated field is iterated until an IndexError, which costs more than a token
         pb = pbs[0]
@@ -207,7 +207,7 @@ def transfer_id_from_pb(pb: types_pb2.TransferId) -> TransferId:
     return TransferId(generation=pb.generation, number=pb.number)
 
 
-def target_to_pb(target: KvTarget) -> types_pb2.KvTarget:
+def kv_target_to_pb(target: KvTarget) -> types_pb2.KvTarget:
     """The home of a prompt's KV for the wire."""
     return types_pb2.KvTarget(
         transfer_id=transfer_id_to_pb(target.transfer_id),
@@ -219,7 +219,7 @@ def target_to_pb(target: KvTarget) -> types_pb2.KvTarget:
     )
 
 
-def target_from_pb(pb: types_pb2.KvTarget) -> KvTarget:
+def kv_target_from_pb(pb: types_pb2.KvTarget) -> KvTarget:
     """The home of a prompt's KV from the wire. Raises InvalidRequest when it names no transfer."""
     if not pb.HasField("transfer_id"):
         raise InvalidRequest("transfer_id is missing", field="target.transfer_id")
@@ -290,7 +290,7 @@ def layout_from_pb(pb: transfer_pb2.Layout) -> KVLayout:
     )
 
 
-def counts_to_pb(counts: PoolCounts) -> transfer_pb2.PoolCounts:
+def pool_counts_to_pb(counts: PoolCounts) -> transfer_pb2.PoolCounts:
     """Blocks by state for the wire, one way. An inconsistent pool may count below zero: from outside that is zero."""
     return transfer_pb2.PoolCounts(
         free=max(0, counts.free),

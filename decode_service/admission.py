@@ -13,27 +13,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from common.block_hash import block_hashes, matchable_blocks
-from common.types import Role, ValidRequest
-from decode_service.local_prefill import Elsewhere, Here, LocalPrefill, Reason, Verdict
-from engine.block_pool import Lease
+from common.block_hash import hash_blocks, matchable_blocks
+from common.types import RemotePrefillCost, Role, ValidRequest
+from decode_service.local_prefill import DecodePodState, LocalPrefillPolicy, PrefillDecision, PrefillReason
+from engine.kv.blocks import Lease
 from pod.runtime import PodRuntime
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class Admitted:
     """There is room. lease holds the prompt's blocks, None when the scheduler is to take them. hashes: of the blocks
     that a cache may supply.
     """
 
     lease: Lease | None
     cached_tokens: int
-    decision: Verdict
+    decision: PrefillDecision
     hashes: Sequence[bytes] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class NoRoom:
+class Rejected:
     """There is none now; reason is one sentence for a person. passing: there will be once the host has copies."""
 
     reason: str
@@ -47,22 +47,28 @@ class Admission:
         config = pod.config
         self._pod = pod
         self._always_local = config.role is Role.BOTH
-        self._local = LocalPrefill(config.local_prefill)
+        self._local = LocalPrefillPolicy(config.local_prefill)
         max_seqs = pod.engine.scheduler.config.max_seqs
         self._max_held = max_seqs + max(1, max_seqs // 2)
 
     def decide(
-        self, request: ValidRequest, *, held: int, queued_tokens: int, there: Elsewhere | None, remote_only: bool
-    ) -> Room | NoRoom:
+        self,
+        request: ValidRequest,
+        *,
+        held: int,
+        queued_tokens: int,
+        there: RemotePrefillCost | None,
+        remote_only: bool,
+    ) -> Admitted | Rejected:
         """Room (blocks leased) or NoRoom. held: sequences that this pod reserved or runs already; queued_tokens: of
         prompts that it computes; there: what another pod would take for this one, None while not known.
         """
         if held and held + request.sampling.n > self._max_held:
-            return NoRoom(f"{held} sequences are reserved or running already")
+            return Rejected(f"{held} sequences are reserved or running already")
         layout, pool = self._pod.engine.layout, self._pod.engine.pool
         size = layout.block_size
         matchable = matchable_blocks(request.context_len, size)
-        hashes = block_hashes(
+        hashes = hash_blocks(
             request.context_ids[: matchable * size],
             fingerprint=layout.fingerprint,
             block_size=size,
@@ -70,19 +76,21 @@ class Admission:
         )
         scored = request.sampling.prompt_logprobs is not None  # such a prompt takes nothing from the cache
         if self._always_local and not remote_only:
-            return Room(None, 0 if scored else pool.match_prefix(hashes) * size, Verdict(True, Reason.AGGREGATED))
+            return Admitted(
+                None, 0 if scored else pool.match_prefix(hashes) * size, PrefillDecision(True, PrefillReason.AGGREGATED)
+            )
         scheduler = self._pod.engine.scheduler
         if scheduler.waits_for_blocks:
-            return NoRoom("requests that came before wait for KV blocks")
+            return Rejected("requests that came before wait for KV blocks")
         stats, rates = scheduler.stats(), self._pod.rates
         blocks = self._pod.limits.initial_blocks(request)
         lease = pool.lease(hashes, blocks, keep_free=stats.running, host=True)
         if lease is None:
-            return NoRoom("the KV pool is full", temporary=pool.copies_pending())
+            return Rejected("the KV pool is full", temporary=pool.copies_pending())
         cached = lease.cached_blocks * size
         step_s, slope_s = rates.decode_fit()
         config = scheduler.config
-        here = Here(
+        here = DecodePodState(
             running=stats.running,
             queued_tokens=queued_tokens,
             chunk_tokens=config.local_chunk_tokens or config.chunk_tokens,
@@ -95,6 +103,6 @@ class Admission:
             lease.finish("all of it is computed")
             lease = pool.lease([], blocks, keep_free=stats.running)
             if lease is None:
-                return NoRoom("the KV pool is full", temporary=pool.copies_pending())
+                return Rejected("the KV pool is full", temporary=pool.copies_pending())
             cached = 0
-        return Room(lease, cached, verdict, hashes)
+        return Admitted(lease, cached, verdict, hashes)

@@ -29,20 +29,20 @@ from common.block_hash import BlockHasher
 from common.errors import BatonError, TransferFailed
 from common.grammar import CompiledGrammar
 from common.pb import decode_pb2, types_pb2
-from common.trace_context import TraceContext
+from common.tracing.context import TraceContext
 from common.types import KvTarget, TransferId, ValidRequest
-from common.wire import error_to_pb, finish_to_pb, prompt_logprobs_to_pb, token_to_pb
+from common.wire import error_to_pb, finish_reason_to_pb, prompt_logprobs_to_pb, token_to_pb
 from decode_service.token_stream import TokenStream
-from engine.block_pool import Lease
 from engine.engine import SequenceOutput
-from engine.sequence import Sequence
+from engine.kv.blocks import Lease
+from engine.schedule.sequence import Sequence
 from kv_transfer.messages import Commit
 from pod.runtime import PodRuntime
 
 _log = logging.getLogger(__name__)
 
 
-class State(enum.Enum):
+class HandOffState(enum.Enum):
     """Where the request is."""
 
     RESERVED = "reserved"
@@ -50,7 +50,7 @@ class State(enum.Enum):
     ENDED = "ended"
 
 
-class Reservation:
+class DecodeHandOff:
     """The life of one request on this pod.
 
     tell(reservation, delta) passes news to the gateway's stream, gone(reservation) says that nothing is held any more;
@@ -69,8 +69,8 @@ class Reservation:
         hashes: abc.Sequence[bytes] = (),
         grammar: CompiledGrammar | None = None,
         caller_span: TraceContext | None = None,
-        tell: Callable[[Reservation, decode_pb2.SequenceDelta], None],
-        gone: Callable[[Reservation], None],
+        tell: Callable[[DecodeHandOff, decode_pb2.SequenceDelta], None],
+        gone: Callable[[DecodeHandOff], None],
     ) -> None:
         self.request = request
         self.stream = stream
@@ -87,14 +87,14 @@ class Reservation:
         self._send_delta = tell
         self._on_drained = gone
         self._lock = threading.RLock()
-        self._state = State.RESERVED
+        self._state = HandOffState.RESERVED
         self._first_output = False  # of a local prefill is still to come
         self._transfer_id: TransferId | None = None
         self._ended_children: set[int] = set()  # children whose end the gateway knows
         self._in_engine = 0  # children
 
     @property
-    def state(self) -> State:
+    def state(self) -> HandOffState:
         return self._state
 
     @property
@@ -143,7 +143,7 @@ class Reservation:
     def on_transfer_ready(self, commit: Commit) -> None:
         """Every block and the first tokens are here: what does not end with its first token joins the running batch."""
         with self._lock:
-            if self._state is not State.RESERVED:
+            if self._state is not HandOffState.RESERVED:
                 return
             assert self.lease is not None
             children, vocab_size = self.request.child_indices, self._pod.engine.vocab_size
@@ -167,7 +167,7 @@ class Reservation:
                     return
                 self._run(seqs)
                 return
-            self._state = State.ENDED
+            self._state = HandOffState.ENDED
             self.lease.finish("finished at its first token")
         self._on_drained(self)
 
@@ -209,7 +209,7 @@ class Reservation:
         lease.publish(self._hashes)
 
     def _run(self, seqs: abc.Sequence[Sequence]) -> None:
-        self._state = State.RUNNING
+        self._state = HandOffState.RUNNING
         self.running_since = time.monotonic()
         self.seqs = tuple(seqs)
         self._in_engine = sum(seq.num_samples for seq in seqs)
@@ -220,7 +220,7 @@ class Reservation:
 
     def on_transfer_failed(self, error: BatonError) -> None:
         """The hand-off broke (or the request otherwise cannot go on): the gateway is told."""
-        if self._state is not State.ENDED:  # what follows an abort is no news
+        if self._state is not HandOffState.ENDED:  # what follows an abort is no news
             _log.info("hand-off failed: %s", error.message, extra={"request_id": self.request.request_id})
         self.end(error)
 
@@ -239,10 +239,10 @@ class Reservation:
     def end(self, error: BatonError | None) -> None:
         """Ends the request whatever its state; idempotent. error: what the gateway is told, None for nothing."""
         with self._lock:
-            if self._state is State.ENDED:
+            if self._state is HandOffState.ENDED:
                 return
-            running = self._state is State.RUNNING
-            self._state = State.ENDED
+            running = self._state is HandOffState.RUNNING
+            self._state = HandOffState.ENDED
             if running:
                 self._pod.engine_loop.abort(self.request.request_id)
             elif self.lease is not None:
@@ -257,18 +257,22 @@ class Reservation:
     def close_child(self, child: int) -> None:
         """Ends one child, of which the gateway needs no more, and the request with the last; idempotent."""
         with self._lock:
-            if self._state is State.ENDED or child in self._ended_children or child not in self.request.child_indices:
+            if (
+                self._state is HandOffState.ENDED
+                or child in self._ended_children
+                or child not in self.request.child_indices
+            ):
                 return
             self._ended_children.add(child)
             if not self.num_sequences:
                 self.end(None)
-            elif self._state is State.RUNNING:
+            elif self._state is HandOffState.RUNNING:
                 self._pod.engine_loop.abort(self.request.request_id, child)
 
     def set_paused(self, paused: bool) -> None:
         """Follows the stream: a paused sequence is not scheduled."""
         with self._lock:
-            if self._state is State.RUNNING:
+            if self._state is HandOffState.RUNNING:
                 self._pod.engine_loop.set_paused([self.request.request_id], paused)
 
     def on_output(self, output: SequenceOutput) -> decode_pb2.SequenceDelta | None:
@@ -276,14 +280,14 @@ class Reservation:
         delta = self._delta(output)
         child = output.seq.child
         with self._lock:
-            if self._state is State.ENDED or child in self._ended_children:
+            if self._state is HandOffState.ENDED or child in self._ended_children:
                 return None
             if output.finish_reason is not None:
                 self._ended_children.update(range(child, child + output.seq.num_samples))
             if output.error is not None and self.num_sequences:
                 self._pod.engine_loop.abort(self.request.request_id)
             if output.error is not None or not self.num_sequences:
-                self._state = State.ENDED
+                self._state = HandOffState.ENDED
         return delta
 
     def _delta(self, output: SequenceOutput) -> decode_pb2.SequenceDelta | None:
@@ -292,7 +296,7 @@ class Reservation:
         delta = decode_pb2.SequenceDelta(
             request_id=self.request.request_id,
             tokens=[token_to_pb(token) for token in output.tokens],
-            finish_reason=finish_to_pb(output.finish_reason),
+            finish_reason=finish_reason_to_pb(output.finish_reason),
             child=output.seq.child,
         )
         if output.error is not None:

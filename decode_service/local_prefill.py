@@ -18,10 +18,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-MOST_STEPS = 4
+from common.types import RemotePrefillCost
+
+MAX_LOCAL_STEPS = 4
 
 
-class Reason(enum.StrEnum):
+class PrefillReason(enum.StrEnum):
     """Why a prompt is computed here (local) or elsewhere (remote); labels of a metric."""
 
     AGGREGATED = "aggregated"  # local: this pod does everything
@@ -35,21 +37,7 @@ class Reason(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Elsewhere:
-    """What having it computed elsewhere takes, see RemotePrefill in decode.proto."""
-
-    queue_s: float
-    compute_s: float
-    hand_off_s: float
-    tokens_per_s: float
-
-    @property
-    def seconds(self) -> float:
-        return self.queue_s + self.compute_s + self.hand_off_s
-
-
-@dataclass(frozen=True, slots=True)
-class Here:
+class DecodePodState:
     """This pod now.
 
     running: sequences that decode. queued_tokens: of local prompts, not computed yet. chunk_tokens: most prompt tokens
@@ -64,42 +52,44 @@ class Here:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class PrefillDecision:
     """local: this pod computes it. here_s, there_s: the costs that were compared, 0 where none were."""
 
     local: bool
-    reason: Reason
+    reason: PrefillReason
     local_s: float = 0.0
     remote_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class LocalPrefill:
+class LocalPrefillPolicy:
     """The knob: mode is off, auto or a number of tokens (rests of up to so many are computed here)."""
 
     mode: str
 
-    def decide(self, uncached: int, cached: int, here: Here, there: Elsewhere | None, *, remote_only: bool) -> Verdict:
+    def decide(
+        self, uncached: int, cached: int, here: DecodePodState, there: RemotePrefillCost | None, *, remote_only: bool
+    ) -> PrefillDecision:
         """uncached, cached: prompt tokens that this pod would compute, and that it holds."""
         if self.mode == "off":
-            return Verdict(False, Reason.OFF)
+            return PrefillDecision(False, PrefillReason.OFF)
         if remote_only:
-            return Verdict(False, Reason.ASKED)
+            return PrefillDecision(False, PrefillReason.ASKED)
         if self.mode != "auto":
-            return Verdict(uncached <= int(self.mode), Reason.THRESHOLD)
+            return PrefillDecision(uncached <= int(self.mode), PrefillReason.THRESHOLD)
         if not cached:
-            return Verdict(False, Reason.NOTHING_CACHED)
-        if uncached > MOST_STEPS * here.chunk_tokens:
-            return Verdict(False, Reason.TOO_LONG)
+            return PrefillDecision(False, PrefillReason.NOTHING_CACHED)
+        if uncached > MAX_LOCAL_STEPS * here.chunk_tokens:
+            return PrefillDecision(False, PrefillReason.TOO_LONG)
         if there is None:
-            return Verdict(False, Reason.UNKNOWN)
-        here_s = _here_s(uncached, here, there)
+            return PrefillDecision(False, PrefillReason.UNKNOWN)
+        here_s = _local_cost_s(uncached, here, there)
         if here_s is None:
-            return Verdict(False, Reason.UNKNOWN)
-        return Verdict(here_s <= there.seconds, Reason.CHEAPER, here_s, there.seconds)
+            return PrefillDecision(False, PrefillReason.UNKNOWN)
+        return PrefillDecision(here_s <= there.seconds, PrefillReason.CHEAPER, here_s, there.seconds)
 
 
-def _here_s(uncached: int, here: Here, there: Elsewhere) -> float | None:
+def _local_cost_s(uncached: int, here: DecodePodState, there: RemotePrefillCost) -> float | None:
     """Seconds; None when no pod has measured what a chunk takes."""
 
     def lengthened_s(tokens: int) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from common.config import PodConfig
+from common.settings.configs import PodConfig
 from common.types import Role
 from decode_service.servicer import DecodeServicer
 from pod.runtime import PodRuntime

@@ -18,22 +18,20 @@ import grpc
 from common.errors import BatonError, DeadlineExceeded, InternalError, InvalidRequest, Overloaded, Unavailable
 from common.pb import decode_pb2, decode_pb2_grpc
 from common.rpc import remaining_s
-from common.types import ValidRequest
-from common.wire import request_from_pb, target_to_pb
-from decode_service.admission import Admission, NoRoom, Room
-from decode_service.hand_off import Reservation, State
-from decode_service.local_prefill import Elsewhere
-from decode_service.spans import record_decode
-from decode_service.token_stream import PAUSE_LIMIT_S, WINDOW, TokenStream
+from common.types import RemotePrefillCost, ValidRequest
+from common.wire import kv_target_to_pb, request_from_pb
+from decode_service.admission import Admission, Admitted, Rejected
+from decode_service.hand_off import DecodeHandOff, HandOffState
+from decode_service.spans import record_spans
+from decode_service.token_stream import MAX_UNACKED_BATCHES, PAUSE_LIMIT_S, TokenStream
 from engine.engine import SequenceOutput, StepResult
-from pod.patience import patiently
-from pod.registry import Registry
+from pod.requests import RequestRegistry, retry_until
 from pod.runtime import PodRuntime
 
 _log = logging.getLogger(__name__)
 
 DEFAULT_DEADLINE_S = 600.0  # for callers without a gRPC timeout
-HELLO_LIMIT_S = 10.0
+HELLO_TIMEOUT_S = 10.0
 RETRY_MIN_S, RETRY_MAX_S = 0.5, 10.0
 
 
@@ -42,14 +40,16 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
 
     full_name = "baton.v1.Decode"
 
-    def __init__(self, pod: PodRuntime, *, window: int = WINDOW, pause_limit_s: float = PAUSE_LIMIT_S) -> None:
+    def __init__(
+        self, pod: PodRuntime, *, window: int = MAX_UNACKED_BATCHES, pause_limit_s: float = PAUSE_LIMIT_S
+    ) -> None:
         """window: unacknowledged batches after which a gateway is paused, for pause_limit_s seconds at most."""
         self._pod = pod
         self._window = window
         self._pause_limit_s = pause_limit_s
         self._aio = asyncio.get_running_loop()
         self._admission = Admission(pod)
-        self._requests: Registry[Reservation] = Registry()
+        self._requests: RequestRegistry[DecodeHandOff] = RequestRegistry()
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._streams: dict[str, TokenStream] = {}
         self._residency_s = 1.0  # moving average of how long a request stays
@@ -74,7 +74,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             what = "reads its token stream too slowly" if stream else "has no token stream here"
             raise Unavailable(f"gateway {request.gateway_id!r} {what}")
 
-        def decide() -> Room | NoRoom:
+        def decide() -> Admitted | Rejected:
             pod.require_ready()
             if stream.closed:
                 raise Unavailable(f"the token stream of gateway {request.gateway_id!r} has ended")
@@ -82,8 +82,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                 raise InvalidRequest(f"request {valid.request_id} is already here", field="request_id")
             return self._decide(valid, request)
 
-        room = await patiently(decide, lambda room: isinstance(room, NoRoom) and room.temporary)
-        if isinstance(room, NoRoom):
+        room = await retry_until(decide, lambda room: isinstance(room, Rejected) and room.temporary)
+        if isinstance(room, Rejected):
             return self._rejected(room.reason)
         local = room.decision.local
         if local:
@@ -93,7 +93,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                 if room.lease is not None:
                     room.lease.finish("no time")
                 return self._rejected(error.message)
-        reservation = Reservation(
+        reservation = DecodeHandOff(
             pod,
             valid,
             stream,
@@ -111,7 +111,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         pod.metrics.count_decision(local=local, reason=room.decision.reason)
         try:
             if not local:
-                target = target_to_pb(reservation.start_remote(deadline_s))
+                target = kv_target_to_pb(reservation.start_remote(deadline_s))
                 reservation.reserved_at = time.monotonic()
                 return decode_pb2.ReserveResponse(target=target, cached_tokens=room.cached_tokens)
             reservation.reserved_at = time.monotonic()
@@ -121,9 +121,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             reservation.end(None)
             raise
 
-    def _decide(self, valid: ValidRequest, request: decode_pb2.ReserveRequest) -> Room | NoRoom:
+    def _decide(self, valid: ValidRequest, request: decode_pb2.ReserveRequest) -> Admitted | Rejected:
         remote = request.remote
-        elsewhere = Elsewhere(remote.queue_s, remote.compute_s, remote.hand_off_s, remote.tokens_per_s)
+        elsewhere = RemotePrefillCost(remote.queue_s, remote.compute_s, remote.hand_off_s, remote.tokens_per_s)
         return self._admission.decide(
             valid,
             held=self.num_sequences,
@@ -150,10 +150,10 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
     ) -> AsyncIterator[decode_pb2.TokenBatch]:
         """See decode.proto. The response headers go out once the hello was taken: from then on Reserve works."""
         try:
-            async with asyncio.timeout(HELLO_LIMIT_S):
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
                 hello = await anext(request_iterator, None)
         except TimeoutError:
-            raise DeadlineExceeded(f"no hello within {HELLO_LIMIT_S:.0f} s") from None
+            raise DeadlineExceeded(f"no hello within {HELLO_TIMEOUT_S:.0f} s") from None
         if hello is None or not hello.gateway_id:
             raise InvalidRequest("the first message has to name the gateway", field="gateway_id")
         stream = self._open(hello.gateway_id)
@@ -195,7 +195,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         for reservation in self._requests_of(stream):
             reservation.end(None)
 
-    def _requests_of(self, stream: TokenStream) -> list[Reservation]:
+    def _requests_of(self, stream: TokenStream) -> list[DecodeHandOff]:
         return [r for r in self._requests.values() if r.stream is stream]
 
     def _on_pause(self, stream: TokenStream, paused: bool) -> None:
@@ -213,19 +213,19 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         retry_s = min(RETRY_MAX_S, max(RETRY_MIN_S, self._residency_s / max(1, len(self._requests))))
         return decode_pb2.ReserveResponse(rejected=decode_pb2.Rejected(reason=reason, retry_after_s=retry_s))
 
-    def _send_delta(self, reservation: Reservation, delta: decode_pb2.SequenceDelta) -> None:
+    def _send_delta(self, reservation: DecodeHandOff, delta: decode_pb2.SequenceDelta) -> None:
         self._aio.call_soon_threadsafe(reservation.stream.put_batch, [delta])
 
-    def _on_drained(self, reservation: Reservation) -> None:
+    def _on_drained(self, reservation: DecodeHandOff) -> None:
         self._aio.call_soon_threadsafe(self._remove, reservation)
 
-    def _remove(self, reservation: Reservation) -> None:
+    def _remove(self, reservation: DecodeHandOff) -> None:
         request_id = reservation.request.request_id
         if self._requests.remove(request_id, reservation):
             self._timers.pop(request_id).cancel()
             self._residency_s += 0.1 * (time.monotonic() - reservation.arrived_at - self._residency_s)
             if reservation.caller_span is not None and self._pod.tracer is not None:
-                record_decode(self._pod.tracer, reservation.caller_span, reservation)
+                record_spans(self._pod.tracer, reservation.caller_span, reservation)
 
     def on_step(self, result: StepResult) -> None:
         """Engine thread, after each step: one call to the event loop for all of the step's news."""
@@ -237,7 +237,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         if news:
             self._aio.call_soon_threadsafe(self._on_outputs, news)
 
-    def _on_outputs(self, news: list[tuple[Reservation, SequenceOutput]]) -> None:
+    def _on_outputs(self, news: list[tuple[DecodeHandOff, SequenceOutput]]) -> None:
         deltas: dict[TokenStream, list[decode_pb2.SequenceDelta]] = defaultdict(list)
         for reservation, output in news:  # one that fails must not take the others' news along
             try:
@@ -275,7 +275,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         return sum(
             r.request.context_len - seq.computed
             for r in self._requests.values()
-            if r.state is State.RUNNING
+            if r.state is HandOffState.RUNNING
             for seq in r.seqs
             if seq.finish_reason is None and seq.computed < r.request.context_len
         )

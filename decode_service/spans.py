@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import time
 
-from common.trace_context import TraceContext
-from common.tracing import Attributes, Tracer
-from decode_service.hand_off import Reservation
+from common.tracing.context import TraceContext
+from common.tracing.tracer import Attributes, Tracer
+from decode_service.hand_off import DecodeHandOff
 
 
-def record_decode(tracer: Tracer, parent: TraceContext, reservation: Reservation) -> None:
+def record_spans(tracer: Tracer, parent: TraceContext, reservation: DecodeHandOff) -> None:
     """parent: the caller's span."""
     now = time.monotonic()
     request, running = reservation.request, reservation.running_since

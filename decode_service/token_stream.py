@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 from common.pb import decode_pb2
 
-WINDOW = 256  # batches; at 10 ms a step 2.5 s of output
+MAX_UNACKED_BATCHES = 256  # batches; at 10 ms a step 2.5 s of output
 PAUSE_LIMIT_S = 10.0
 
 

@@ -12,10 +12,10 @@ from common.errors import ConfigError
 from common.kv_layout import FP8_DTYPE
 
 PROPOSERS = ("none", "ngram", "suffix", "draft_model", "eagle")
-DRAWING = ("draft_model", "eagle")  # of these, those that have a model
+MODEL_PROPOSERS = ("draft_model", "eagle")  # of these, those that have a model
 MAX_DRAFTS = 7  # with the token before them as many as a row of the decode kernel has
-GPU_TOKEN_BUDGET = 2048  # rows that decode wait for 50 ms of an 8B model at most
-GPU_PROMPT_BUDGET = 8192  # attention of long chunks is faster, and there are fewer steps
+GPU_CHUNK_TOKENS = 2048  # rows that decode wait for 50 ms of an 8B model at most
+GPU_PROMPT_STEP_TOKENS = 8192  # attention of long chunks is faster, and there are fewer steps
 DEFAULT_KV_MEMORY = 512 << 20  # bytes; where neither num_blocks nor kv_memory is given and the device is a CPU
 
 
@@ -84,8 +84,8 @@ class EngineConfig:
         if self.speculation not in PROPOSERS:
             known = ", ".join(PROPOSERS)
             raise ConfigError(f"speculation {self.speculation!r} is not served: {known}", field="speculation")
-        if (self.speculation in DRAWING) != (self.speculation_model is not None):
-            need = "needs" if self.speculation in DRAWING else "has no use for"
+        if (self.speculation in MODEL_PROPOSERS) != (self.speculation_model is not None):
+            need = "needs" if self.speculation in MODEL_PROPOSERS else "has no use for"
             raise ConfigError(f"speculation {self.speculation} {need} a speculation_model", field="speculation_model")
         if self.speculation_accept not in ("coupled", "rejection"):
             raise ConfigError(
@@ -140,7 +140,7 @@ class EngineConfig:
         if size == 1:
             return
         for name, asked, why in (
-            ("speculation", self.speculation in DRAWING, "a draft model is computed by one device"),
+            ("speculation", self.speculation in MODEL_PROPOSERS, "a draft model is computed by one device"),
             ("host_cache", self.host_cache > 0, "blocks are kept on their devices"),
             ("checksums", self.checksums, "one rank sees its own part of a block only"),
         ):
@@ -194,8 +194,8 @@ class EngineConfig:
     def resolve_limits(self, device: torch.device) -> tuple[int, int | None, int]:
         """token_budget, prompt_budget and max_seqs."""
         on_gpu = device.type == "cuda"
-        default = GPU_PROMPT_BUDGET if on_gpu and not self.chunk_tokens else None
-        budget = self.chunk_tokens or (GPU_TOKEN_BUDGET if on_gpu else 256)
+        default = GPU_PROMPT_STEP_TOKENS if on_gpu and not self.chunk_tokens else None
+        budget = self.chunk_tokens or (GPU_CHUNK_TOKENS if on_gpu else 256)
         return budget, self.prompt_step_tokens or default, self.max_seqs or (256 if on_gpu else 64)
 
     @property

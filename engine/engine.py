@@ -27,48 +27,48 @@ from common.kv_layout import KVLayout
 from common.types import ValidRequest
 from engine.attention.torch_backend import TorchAttention
 from engine.attention.triton_backend import TritonAttention
-from engine.block_pool import BlockPool
 from engine.config import DEFAULT_KV_MEMORY, EngineConfig
-from engine.constraint import Constraint, constrains
-from engine.device import card_turn, make_current, room_for
-from engine.host_copier import HostCopier
-from engine.host_memory import HostMemory
-from engine.kv_pool import DTYPES, KVPool
-from engine.loader import open_model
-from engine.memory import EXTRA_BLOCKS, blocks_that_fit, measure
+from engine.device import gpu_start_lock, make_current, require_memory
+from engine.kv.blocks import BlockPool
+from engine.kv.host_copier import HostCopier
+from engine.kv.host_pool import HostKVPool
+from engine.kv.kv_pool import TORCH_DTYPES, KVPool
 from engine.models.base import Model, ModelShape
-from engine.parallel.alone import Alone, Parts
-from engine.parallel.leader import Leader
-from engine.parallel.members import Members
-from engine.runner import Runner
-from engine.scheduler import Scheduler, SchedulerConfig
-from engine.sequence import Sequence
-from engine.speculation.control import Control
-from engine.speculation.drafter import AttentionKind, MakeDrafter
-from engine.speculation.drawn import DrawnProposer
+from engine.models.loader import open_model
+from engine.parallel.builder import EngineBuilder, SingleDeviceBuilder
+from engine.parallel.leader import TensorParallelBuilder
+from engine.parallel.rank_group import RankGroup
+from engine.sampling.constraint import Constraint, needs_constraint
+from engine.schedule.outputs import EngineCounters, Inbox, OnStep, SequenceOutput, StepResult
+from engine.schedule.scheduler import Scheduler, SchedulerConfig
+from engine.schedule.sequence import Sequence
+from engine.schedule.stepper import Stepper
+from engine.speculation.controller import DraftController
+from engine.speculation.draft_model import AttentionClass, BuildDraftModel
+from engine.speculation.draft_source import DraftSource, open_draft
+from engine.speculation.model_proposer import ModelProposer
 from engine.speculation.ngram import NgramProposer
 from engine.speculation.proposer import Proposer
-from engine.speculation.source import DraftSource, open_draft
 from engine.speculation.speculator import Speculator
 from engine.speculation.suffix import SuffixProposer
-from engine.step_result import EngineCounters, Mail, SequenceOutput, StepHook, StepResult
-from engine.stepper import Stepper
-from engine.warm_up import Rows, captured_chunks, compiled_steps, largest_step, planned_steps
+from engine.step.memory import EXTRA_BLOCKS, blocks_that_fit, measure_memory
+from engine.step.runner import ModelRunner
+from engine.step.warm_up import StepRows, chunk_graph_shapes, cudnn_plan_steps, kernel_steps, largest_step
 
 if TYPE_CHECKING:
-    from engine.device_sampler import DeviceSampler
+    from engine.sampling.device_sampler import DeviceSampler
 
-__all__ = ["Engine", "EngineCounters", "SequenceOutput", "StepHook", "StepResult"]
+__all__ = ["Engine", "EngineCounters", "OnStep", "SequenceOutput", "StepResult"]
 
 log = logging.getLogger(__name__)
 
 HOST_COPY_BYTES = 32 << 20  # of one copy to the host: 0.6 ms over PCIe, which what comes back may wait for
-DRAFTING_SEQS = 128  # that verify drafts in one step on a GPU: more would be bound by compute, and drafts cost
+MAX_DRAFTING_SEQS = 128  # that verify drafts in one step on a GPU: more would be bound by compute, and drafts cost
 
 assert HASH_BYTES == 16, "the pool's hashes are 128 bits"
 
 
-def _ignore(hashes: list[bytes]) -> None:
+def _no_callback(hashes: list[bytes]) -> None:
     """Nobody listens."""
 
 
@@ -84,11 +84,11 @@ class Engine:
         self,
         config: EngineConfig,
         *,
-        start_ranks: Callable[[EngineConfig], Members] = Members.start,
-        on_stored: Callable[[list[bytes]], None] = _ignore,
-        on_evicted: Callable[[list[bytes]], None] = _ignore,
-        on_host_stored: Callable[[list[bytes]], None] = _ignore,
-        on_host_evicted: Callable[[list[bytes]], None] = _ignore,
+        start_ranks: Callable[[EngineConfig], RankGroup] = RankGroup.start,
+        on_stored: Callable[[list[bytes]], None] = _no_callback,
+        on_evicted: Callable[[list[bytes]], None] = _no_callback,
+        on_host_stored: Callable[[list[bytes]], None] = _no_callback,
+        on_host_evicted: Callable[[list[bytes]], None] = _no_callback,
     ) -> None:
         self.config = config
         source = open_model(config.model_dir, config.load_format, config.weights_seed)
@@ -96,14 +96,14 @@ class Engine:
         self.device = device = config.resolve_device()
         make_current(device)
         torch.set_num_threads(config.threads_per_rank)
-        self.rank_group: Members | None = None
+        self.rank_group: RankGroup | None = None
         self._close_ranks: Callable[[], object] = lambda: None
-        self._builder: Parts = Alone(source, device)
+        self._builder: EngineBuilder = SingleDeviceBuilder(source, device)
         if config.tensor_parallel_size > 1:
-            Leader.check(config, source, device)
+            TensorParallelBuilder.check(config, source, device)
             self.rank_group = start_ranks(config)
             self._close_ranks = weakref.finalize(self, self.rank_group.close)
-            self._builder = Leader(self.rank_group, config, source, device)
+            self._builder = TensorParallelBuilder(self.rank_group, config, source, device)
         dtype = config.resolve_dtype(device)
         wanted_len = min(config.max_model_len or spec.max_position, spec.max_position)
         draft = self._open_draft(spec, wanted_len)
@@ -125,7 +125,7 @@ class Engine:
         self.grammar_compiler = GrammarCompiler(
             GrammarTokenizer(config.model_dir, eos_ids=spec.eos_token_ids, vocab_size=spec.vocab_size)
         )
-        with card_turn(device):
+        with gpu_start_lock(device):
             self._allocate(
                 draft,
                 dtype,
@@ -146,10 +146,10 @@ class Engine:
         )
         if config.speculation != "none":
             self.set_proposer(self.configured_proposer())
-        self.host_memory: HostMemory | None = None
+        self.host_memory: HostKVPool | None = None
         self._stop_copier: Callable[[], object] = lambda: None
         if self.pool.host_tier is not None:
-            self.host_memory = HostMemory(self.kv, self._host_blocks)
+            self.host_memory = HostKVPool(self.kv, self._host_blocks)
             copier = HostCopier(self.pool.host_tier, self.host_memory, checksums=config.checksums)
             self._stop_copier = weakref.finalize(self, copier.stop)
 
@@ -167,11 +167,11 @@ class Engine:
         """Weights, a pool of as many blocks as there is memory for, and what runs over it. dtype: of the model."""
         config, device, spec = self.config, self.device, self.spec
         model = self._builder.load(wanted_len, dtype)
-        make_draft = None if draft is None else draft.load(model, wanted_len, device, DTYPES[dtype])
+        make_draft = None if draft is None else draft.load(model, wanted_len, device, TORCH_DTYPES[dtype])
         token_budget, prompt_budget, max_seqs = config.resolve_limits(device)
         self._sampler: DeviceSampler | None = None
         if device.type == "cuda":
-            from engine.device_sampler import DeviceSampler
+            from engine.sampling.device_sampler import DeviceSampler
 
             torch.set_float32_matmul_precision("highest")
             self._sampler = DeviceSampler(max_seqs, spec.vocab_size, device, max_drafts=self._draft_limits()[1])
@@ -227,11 +227,11 @@ class Engine:
         """A new one of the kind that the configuration names."""
         kind = self.config.speculation
         if self.runner.draft_loop is not None:
-            return DrawnProposer(self.runner.draft_loop, self.scheduler.reserve_for_drafts)
+            return ModelProposer(self.runner.draft_loop, self.scheduler.reserve_for_drafts)
         assert kind in ("ngram", "suffix")
         return NgramProposer() if kind == "ngram" else SuffixProposer()
 
-    def set_proposer(self, proposer: Proposer | None, control: Control | None = None) -> None:
+    def set_proposer(self, proposer: Proposer | None, control: DraftController | None = None) -> None:
         """Drafts come from this proposer from now on; None: there are none. control: who drafts how much; None: who
         gains by it. Call while no sequence is here, of an engine whose configuration names a proposer: graphs and
         buffers are made for it.
@@ -241,8 +241,8 @@ class Engine:
         assert not self.has_work
         self._stepper.speculator = None
         if proposer is not None:
-            drawn = isinstance(proposer, DrawnProposer)
-            control = control or Control(drafts, pads_steps=self._pads_steps, has_model=drawn)
+            drawn = isinstance(proposer, ModelProposer)
+            control = control or DraftController(drafts, pads_steps=self._pads_steps, has_model=drawn)
             self._stepper.speculator = Speculator(proposer, control, max_seqs=max_drafts // drafts)
 
     @property
@@ -264,7 +264,7 @@ class Engine:
         it cannot be compiled, BatonError when the output does not follow it.
         """
         constraint = None
-        if constrains(request):
+        if needs_constraint(request):
             self._check_ids(request, output)
             if grammar is None and request.grammar is not None:
                 grammar = self.grammar_compiler.compile(request.grammar)
@@ -298,7 +298,7 @@ class Engine:
                 seq.lease.finish("abort")
         return ended
 
-    def step(self, hook: StepHook | None = None, mail: Mail | None = None) -> StepResult:
+    def step(self, hook: OnStep | None = None, mail: Inbox | None = None) -> StepResult:
         """The result of one step; empty when nothing can run now. With overlap the next one is launched by then.
 
         hook sees the result while the leases of sequences that ended in this step are still alive: it may take holds
@@ -307,7 +307,7 @@ class Engine:
         """
         return self._stepper.step(hook, mail)
 
-    def finish_in_flight(self, hook: StepHook | None = None) -> None:
+    def finish_in_flight(self, hook: OnStep | None = None) -> None:
         """Ends the step that overlap has on the device, if there is one, and launches nothing."""
         self._stepper.finish_in_flight(hook)
 
@@ -332,7 +332,7 @@ class Engine:
             limits = self.scheduler.config
             shared = limits.prompt_step_tokens or limits.chunk_tokens
             last = min(limits.chunk_tokens, shared)
-            for rows in planned_steps(limits.max_step_tokens, shared, limits.max_seqs, limits.max_model_len, last):
+            for rows in cudnn_plan_steps(limits.max_step_tokens, shared, limits.max_seqs, limits.max_model_len, last):
                 self.runner.warm_up_attention(rows, self.kv.dummy_block)
             torch.cuda.synchronize(self.device)
 
@@ -340,23 +340,23 @@ class Engine:
         """Compiles and captures what would otherwise keep the first requests waiting."""
         began = time.monotonic()
         limits = self.scheduler.config
-        steps = compiled_steps(limits.max_step_tokens, limits.max_seqs, limits.max_model_len, self._draft_limits()[0])
+        steps = kernel_steps(limits.max_step_tokens, limits.max_seqs, limits.max_model_len, self._draft_limits()[0])
         pool = self.config.kv_pool_setting
-        with room_for("the first steps", pool, f"lower {pool}"):
+        with require_memory("the first steps", pool, f"lower {pool}"):
             self._warm_up_steps(steps)
         log.info("kernels are ready after %.0f s", time.monotonic() - began)
-        with room_for("CUDA graphs", pool, self.config.cuda_graph_advice(pool)):
+        with require_memory("CUDA graphs", pool, self.config.cuda_graph_advice(pool)):
             self.runner.capture()
         # What exists now stays: a full collection that visits all of it would take as long as several steps.
         gc.collect()
         gc.freeze()
 
-    def _warm_up_steps(self, steps: list[Rows]) -> None:
+    def _warm_up_steps(self, steps: list[StepRows]) -> None:
         for rows in steps:
             self.runner.warm_up(rows, self.kv.dummy_block)
         torch.cuda.synchronize(self.device)
 
-    def _num_blocks(self, build: Callable[[KVPool], Runner], limits: SchedulerConfig, *, graphs: bool) -> int:
+    def _num_blocks(self, build: Callable[[KVPool], ModelRunner], limits: SchedulerConfig, *, graphs: bool) -> int:
         """Blocks of the pool; called once the weights are loaded. build: a runner over a pool, to measure it."""
         config, layout = self.config, self.layout
         if config.num_blocks:
@@ -366,7 +366,7 @@ class Engine:
             share = config.gpu_memory_utilization
             trial = functools.partial(self._builder.pool, layout, 1, self.device)
             remedy = config.cuda_graph_advice() if graphs else None
-            use = measure(build, trial, self.device, share=share, graphs=remedy, step=step)
+            use = measure_memory(build, trial, self.device, share=share, graphs=remedy, step=step)
             blocks = blocks_that_fit(use, layout)
             log.info("%d KV blocks of %d tokens: %s", blocks, layout.block_size, use.summary())
             return blocks
@@ -397,14 +397,14 @@ class Engine:
     def _build_runner(
         self,
         model: Model,
-        make_draft: MakeDrafter | None,
+        make_draft: BuildDraftModel | None,
         sampler: DeviceSampler | None,
         max_len: int,
         kv: KVPool,
         *,
         graphs: bool,
-    ) -> Runner:
-        attention: AttentionKind = TritonAttention if self.device.type == "cuda" else TorchAttention
+    ) -> ModelRunner:
+        attention: AttentionClass = TritonAttention if self.device.type == "cuda" else TorchAttention
         spec = self._builder.shard.shard_spec(self.spec)
         backend = self._builder.attention(
             attention(kv.layers(), spec.num_heads, spec.windows, kv.dummy_block, scale=spec.scale, softcap=spec.softcap)
@@ -413,7 +413,7 @@ class Engine:
         token_budget, prompt_budget, max_seqs = self.config.resolve_limits(self.device)
         drafts, max_drafts = self._draft_limits()
         draft = None if make_draft is None else make_draft(kv, attention)
-        return Runner(
+        return ModelRunner(
             model,
             kv,
             backend,
@@ -426,7 +426,7 @@ class Engine:
             max_drafts=max_drafts,
             rejection=self.config.speculation_accept == "rejection",
             draft_model=draft,
-            chunk_graphs=captured_chunks(min(self.config.chunk_graphs, max_len), token_budget),
+            chunk_graphs=chunk_graph_shapes(min(self.config.chunk_graphs, max_len), token_budget),
         )
 
     def _draft_limits(self) -> tuple[int, int]:
@@ -435,5 +435,5 @@ class Engine:
         if config.speculation == "none":
             return 0, 0
         *_, max_seqs = config.resolve_limits(self.device)
-        most_seqs = min(max_seqs, DRAFTING_SEQS) if self.device.type == "cuda" else max_seqs
+        most_seqs = min(max_seqs, MAX_DRAFTING_SEQS) if self.device.type == "cuda" else max_seqs
         return config.speculation_tokens, config.speculation_tokens * most_seqs

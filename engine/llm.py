@@ -17,21 +17,21 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.chat_template import ChatTemplate
 from common.errors import BatonError, ConfigError, InternalError, InvalidRequest
-from common.models import resolve_model
+from common.model.chat_template import ChatTemplate
+from common.model.directory import resolve_model
 from common.types import FinishReason, Grammar, SamplingParams, Token, ValidRequest
 from engine.config import EngineConfig
 from engine.engine import Engine, StepResult
 from engine.loop import EngineLoop
 from engine.models.spec import read_json
 from engine.progress import Progress, progress
-from engine.sequence import Sequence as EngineSequence
+from engine.schedule.sequence import Sequence as EngineSequence
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-ALIVE_S = 1.0  # how often the loop's thread is looked after
+LIVENESS_POLL_S = 1.0  # how often the loop's thread is looked after
 STOP_S = 60.0
 
 
@@ -183,7 +183,7 @@ class LLM:
         cache_salt: str,
         show_progress: bool,
     ) -> list[Completion]:
-        run = _Run()
+        run = _GenerateCall()
         for (text, ids), sampling, rules in zip(prompts, each, follow, strict=True):
             self._requests += 1
             request = ValidRequest(
@@ -208,7 +208,7 @@ def for_throughput(config: EngineConfig) -> EngineConfig:
 
 
 @dataclass(slots=True)
-class _Run:
+class _GenerateCall:
     """One call's sequences and what has become of them; the loop's thread writes, the caller waits for `over`."""
 
     completions: dict[tuple[str, int], Completion] = field(default_factory=dict)
@@ -223,7 +223,7 @@ class _Run:
         loop.start()
         try:
             loop.call(functools.partial(self._add, engine)).result()
-            while not self.finished.wait(ALIVE_S):
+            while not self.finished.wait(LIVENESS_POLL_S):
                 if not loop.alive:
                     raise InternalError("the engine's thread has ended; its log says why")
         finally:

@@ -21,14 +21,14 @@ from typing import TypeVar
 from common.errors import BatonError, InternalError, Unavailable
 from common.types import FinishReason
 from engine.device import make_current
-from engine.engine import Engine, SequenceOutput, StepHook, StepResult
-from engine.sequence import Sequence
+from engine.engine import Engine, OnStep, SequenceOutput, StepResult
+from engine.schedule.sequence import Sequence
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 IDLE_S = 1.0  # longest sleep without a message
-STARVED_S = 0.002  # sleep while all work waits for blocks that are held outside
+NO_BLOCKS_SLEEP_S = 0.002  # sleep while all work waits for blocks that are held outside
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +39,14 @@ class _Message:
     refuse: Callable[[BatonError], None]
 
 
-def _forget(error: BatonError) -> None:
+def _ignore_refusal(error: BatonError) -> None:
     """Nobody waits for this message."""
 
 
 class EngineLoop:
     """Runs `engine` on a thread of its own; on_step is called there after every step, and once per abort."""
 
-    def __init__(self, engine: Engine, on_step: StepHook) -> None:
+    def __init__(self, engine: Engine, on_step: OnStep) -> None:
         self._engine = engine
         self._on_step = on_step
         self._inbox: SimpleQueue[_Message] = SimpleQueue()
@@ -101,7 +101,7 @@ class EngineLoop:
 
     def abort(self, request_id: str, child: int | None = None) -> None:
         """Ends a request's sequences, or one child; the hook sees finish=ABORT of those that had not ended before."""
-        self._send(_Message(lambda: self._abort(request_id, child), _forget))
+        self._send(_Message(lambda: self._abort(request_id, child), _ignore_refusal))
 
     def set_paused(self, request_ids: Iterable[str], paused: bool) -> None:
         """Keeps requests' sequences out of steps, or lets them in again; unknown ids are skipped."""
@@ -112,7 +112,7 @@ class EngineLoop:
                 for seq in self._engine.scheduler.sequences_of(request_id):
                     seq.paused = paused
 
-        self._send(_Message(run, _forget))
+        self._send(_Message(run, _ignore_refusal))
 
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Runs function between steps; the future has its result, its exception, or Unavailable after the end."""
@@ -150,7 +150,7 @@ class EngineLoop:
                 if not self._engine.has_work:
                     self._wake.wait(IDLE_S)
                 elif not self._step():
-                    self._wake.wait(STARVED_S)
+                    self._wake.wait(NO_BLOCKS_SLEEP_S)
         except Exception:
             log.exception("the engine's thread ends")
         finally:

@@ -1,4 +1,4 @@
-"""The HTTP surface: which paths exist. The generating routes are raw ASGI (streaming.py), the rest is small."""
+"""The HTTP surface: which paths exist. The generating routes are raw ASGI (generate.py), the rest is small."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from common.errors import BatonError, InvalidRequest, Unavailable
-from gateway.admission.http_auth import Authenticated, caller_of
-from gateway.api_doc.document import openapi_document
-from gateway.dashboard.page import page_routes
+from gateway.api.docs.document import openapi_document
+from gateway.api.http.auth import AuthMiddleware, caller_of
+from gateway.api.http.endpoint import Endpoint, RequestHandler
+from gateway.api.http.errors import error_body, error_headers
+from gateway.api.openai.embeddings import EmbeddingsHandler
+from gateway.api.openai.generate import GenerateHandler
+from gateway.api.openai.responses.endpoint import ResponsesHandler
+from gateway.api.openai.responses.store import ResponseStore
+from gateway.api.openai.tokenize import TokenizeHandler
+from gateway.dashboard.routes import page_routes
 from gateway.dashboard.routes import routes as dashboard_routes
-from gateway.embeddings import Embeddings
-from gateway.http_endpoint import Endpoint, Serve
-from gateway.models import ServedModel
-from gateway.openai_schema import error_body, error_headers
-from gateway.responses.endpoint import Responses
-from gateway.responses.store import ResponseStore
-from gateway.service import Gateway
-from gateway.streaming import Generate
-from gateway.tokenize import Tokenize
+from gateway.serving.gateway import Gateway
+from gateway.serving.models import ServedModel
 
 
 def package_version() -> str:
@@ -75,9 +75,9 @@ def build_app(gateway: Gateway, store: ResponseStore | None = None) -> FastAPI:
     app = _App(title="Baton", docs_url=None, redoc_url=None, redirect_slashes=False)
     app.models = tuple(gateway.models.names())
     app.add_exception_handler(HTTPException, _http_error)
-    app.add_middleware(Authenticated, keys=gateway.keys, refuse=_error, open_metrics=gateway.settings.open_metrics)
+    app.add_middleware(AuthMiddleware, keys=gateway.keys, refuse=_error, open_metrics=gateway.settings.open_metrics)
 
-    def post(path: str, name: str, serve: Serve) -> Route:
+    def post(path: str, name: str, serve: RequestHandler) -> Route:
         return Route(path, Endpoint(gateway, name, serve), methods=["POST"])
 
     def model_json(name: str, model: ServedModel) -> dict[str, Any]:
@@ -136,12 +136,12 @@ def build_app(gateway: Gateway, store: ResponseStore | None = None) -> FastAPI:
 
         return route
 
-    texts, responses = Tokenize(gateway), Responses(gateway, store)
+    texts, responses = TokenizeHandler(gateway), ResponsesHandler(gateway, store)
     app.router.routes.extend(
         [
-            post("/v1/completions", "completions", Generate(gateway, chat=False).serve),
-            post("/v1/chat/completions", "chat", Generate(gateway, chat=True).serve),
-            post("/v1/embeddings", "embeddings", Embeddings(gateway).serve),
+            post("/v1/completions", "completions", GenerateHandler(gateway, chat=False).serve),
+            post("/v1/chat/completions", "chat", GenerateHandler(gateway, chat=True).serve),
+            post("/v1/embeddings", "embeddings", EmbeddingsHandler(gateway).serve),
             post("/v1/responses", "responses", responses.create),
             Route("/v1/responses/{response_id}", kept(responses.read), methods=["GET"]),
             Route("/v1/responses/{response_id}", kept(responses.delete), methods=["DELETE"]),

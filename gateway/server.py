@@ -18,34 +18,34 @@ from collections.abc import Iterator, Mapping
 
 import uvicorn
 
-from common.config import GatewayConfig
 from common.errors import ConfigError
-from common.lifecycle import Lifecycle
 from common.logs import setup_logs
-from common.models import resolve_model, served_name
+from common.model.directory import default_served_name, resolve_model
 from common.pb import inference_pb2_grpc
-from common.prefix_index import IndexReader
+from common.process.lifecycle import Lifecycle
 from common.rpc import RpcServer
-from common.tracing import Tracer
+from common.settings.configs import GatewayConfig
+from common.tracing.tracer import Tracer
 from gateway.admission.gate import GateLimits
 from gateway.admission.key_ring import KeyRing
+from gateway.api.grpc.servicer import InferenceServicer
+from gateway.api.http.protocol import BoundedHttpProtocol, WriteBatcher
+from gateway.api.openai.responses.store import ResponseStore
 from gateway.app import build_app
-from gateway.endpoint_slices import ApiServer, EndpointWatch
-from gateway.grpc_service import InferenceServicer
-from gateway.http_protocol import BoundedHttp, Outbox
-from gateway.models import ModelText
-from gateway.responses.store import ResponseStore
-from gateway.service import Gateway, Settings
+from gateway.pods.endpoint_slices import EndpointSliceWatcher, KubernetesApi
+from gateway.serving.gateway import Gateway, GatewaySettings
+from gateway.serving.models import TextProcessor
+from prefix_index.reader import IndexReader
 
 STOP_S = 15.0
-LAST_CALLS_S = 0.25  # calls on their way when clients are told to go are served
+GRPC_DRAIN_DELAY_S = 0.25  # calls on their way when clients are told to go are served
 GRPC_STOP_S = 0.5  # for the last words of calls that were ended
 GC_THRESHOLD = 20_000  # objects that may gather before the youngest are looked through
 
 _log = logging.getLogger(__name__)
 
 
-class _Uvicorn(uvicorn.Server):
+class _UvicornServer(uvicorn.Server):
     """uvicorn that leaves signals to Lifecycle and says when it accepts connections."""
 
     def __init__(self, config: uvicorn.Config) -> None:
@@ -88,9 +88,9 @@ def listening_socket(host: str, port: int) -> socket.socket:
     return sock
 
 
-def settings_of(config: GatewayConfig) -> Settings:
+def gateway_settings(config: GatewayConfig) -> GatewaySettings:
     """What the core needs of a configuration."""
-    return Settings(
+    return GatewaySettings(
         aliases=config.aliases(),
         pods=config.pods,
         request_timeout_s=config.request_timeout_s,
@@ -116,29 +116,31 @@ def make_gateway(config: GatewayConfig) -> Gateway:
     for name, model in config.served_models().items():
         model_dir = resolve_model(model, weights=False)
         parsers = {"tool_parser": config.tool_parser, "reasoning_parser": config.reasoning_parser}
-        texts.append(ModelText.load(name or served_name(model), model_dir, **parsers))
+        texts.append(TextProcessor.load(name or default_served_name(model), model_dir, **parsers))
     index = None if config.redis is None else IndexReader(config.redis)
     instance = f"{socket.gethostname()}:{config.port}"
     tracer = Tracer.open(config.traces, service="gateway", instance=instance, sample=config.trace_sample)
-    return Gateway(settings_of(config), texts, index, KeyRing(config.api_keys, config.redis), tracer)
+    return Gateway(gateway_settings(config), texts, index, KeyRing(config.api_keys, config.redis), tracer)
 
 
 class GatewayServer:
     """A gateway that listens; port and grpc_port are the bound ones, grpc_port None when off."""
 
-    def __init__(self, config: GatewayConfig, gateway: Gateway, *, api: ApiServer | None = None) -> None:
+    def __init__(self, config: GatewayConfig, gateway: Gateway, *, api: KubernetesApi | None = None) -> None:
         """api: of Kubernetes, where config.discovery wants it; None: the one that this process's cluster has."""
         self._config = config
         self.gateway = gateway
         self.port = 0
         self.grpc_port: int | None = None
-        self._http: _Uvicorn | None = None
+        self._http: _UvicornServer | None = None
         self._http_task: asyncio.Task[None] | None = None
         self._grpc: RpcServer | None = None
         self._grpc_leaving: asyncio.Task[None] | None = None
-        self._endpoints: EndpointWatch | None = None
+        self._endpoints: EndpointSliceWatcher | None = None
         if config.discovery == "k8s":
-            self._endpoints = EndpointWatch(api or ApiServer.in_cluster(), config.k8s_services, self._set_endpoints)
+            self._endpoints = EndpointSliceWatcher(
+                api or KubernetesApi.in_cluster(), config.k8s_services, self._set_endpoints
+            )
         self._responses: ResponseStore | None = None
         if config.redis is not None and config.response_ttl_s and config.response_memory:
             self._responses = ResponseStore(
@@ -169,7 +171,7 @@ class GatewayServer:
             await self._endpoints.start()
         options = uvicorn.Config(
             build_app(self.gateway, self._responses),
-            http=functools.partial(BoundedHttp, outbox=Outbox()),  # type: ignore[arg-type]  # it is called, no more
+            http=functools.partial(BoundedHttpProtocol, outbox=WriteBatcher()),  # type: ignore[arg-type]  # it is called, no more
             lifespan="off",
             log_config=None,
             access_log=False,
@@ -177,7 +179,7 @@ class GatewayServer:
             timeout_keep_alive=75,
             timeout_graceful_shutdown=5,
         )
-        self._http = _Uvicorn(options)
+        self._http = _UvicornServer(options)
         self._http_task = asyncio.get_running_loop().create_task(self._http.serve(sockets=[sock]))
         accepting = asyncio.ensure_future(self._http.accepting.wait())
         await asyncio.wait({accepting, self._http_task}, return_when=asyncio.FIRST_COMPLETED)
@@ -207,7 +209,7 @@ class GatewayServer:
                 self._http.close_idle()
             if self._grpc is not None:  # clients are told to go; calls that come after that go elsewhere by themselves
                 self._grpc_leaving = asyncio.get_running_loop().create_task(self._grpc.stop(self._config.drain_s))
-                await asyncio.sleep(LAST_CALLS_S)
+                await asyncio.sleep(GRPC_DRAIN_DELAY_S)
         drained = asyncio.ensure_future(self.gateway.drain())
         await asyncio.sleep(0)
         self._on_change()
@@ -242,7 +244,7 @@ class GatewayServer:
             await asyncio.to_thread(self.gateway.tracer.close)
 
 
-def _calm_collector() -> None:
+def _tune_gc() -> None:
     """What was loaded at start is never garbage, and streams leave no cycles: Python's defaults spend 5% on looking."""
     gc.collect()
     gc.freeze()
@@ -257,7 +259,7 @@ async def serve(config: GatewayConfig) -> None:
     lifecycle.install_signals()
     try:
         await server.start()
-        _calm_collector()
+        _tune_gc()
         lifecycle.ready()
         await lifecycle.wait_stopped()
     finally:

@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 MemoryKind = Literal["DRAM", "VRAM"]
 
 
-class Hold(Protocol):
+class PinnedBlocks(Protocol):
     """References on physical blocks that keep them from reuse; owned by whoever was given it, released exactly once."""
 
     @property
@@ -28,7 +28,7 @@ class Hold(Protocol):
         """Gives up the named physical blocks (None: all that are left). Idempotent."""
 
 
-def let_go(hold: Hold, blocks: Sequence[int] | None = None) -> None:
+def release_pin(hold: PinnedBlocks, blocks: Sequence[int] | None = None) -> None:
     """Releases; an owner that fails is logged, because the transfer still has others to tell."""
     try:
         hold.release(blocks)
@@ -65,7 +65,7 @@ class PeerMemory:
     kind: MemoryKind
 
 
-def host_memory(num_blocks: int, block_bytes: int) -> PoolMemory:
+def host_pool(num_blocks: int, block_bytes: int) -> PoolMemory:
     """A zeroed pool of num_blocks + 1 blocks in host memory, the last one for probes: for tests and machine checks."""
     total = num_blocks + 1
     area = mmap.mmap(-1, total * block_bytes)
@@ -80,3 +80,23 @@ def host_memory(num_blocks: int, block_bytes: int) -> PoolMemory:
         area[block * block_bytes : (block + 1) * block_bytes] = data
 
     return PoolMemory(base, block_bytes, total, 0, "DRAM", num_blocks, read_block, write_block)
+
+
+def device_pool(num_blocks: int, block_bytes: int) -> PoolMemory:
+    """num_blocks + 1 zeroed blocks on the first visible GPU, the last one for probes. Raises RuntimeError."""
+    import torch  # not with this package
+
+    data = torch.zeros((num_blocks + 1, block_bytes), dtype=torch.uint8, device="cuda:0")
+    torch.cuda.synchronize()
+
+    def read_block(block: int) -> bytes:
+        content: bytes = data[block].cpu().numpy().tobytes()
+        return content
+
+    def write_block(block: int, content: bytes) -> None:
+        if len(content) != block_bytes:
+            raise ValueError(f"a block has {block_bytes} bytes, got {len(content)}")
+        data[block].copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+        torch.cuda.synchronize()
+
+    return PoolMemory(data.data_ptr(), block_bytes, num_blocks + 1, 0, "VRAM", num_blocks, read_block, write_block)

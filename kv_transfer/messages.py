@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.types import FinishReason
-from kv_transfer.memory import Hold
+from kv_transfer.memory import PinnedBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,7 @@ class Writer:
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class PrefixHolder:
     """A pod that is thought to hold a prefix; generation 0: whichever lives there."""
 
     pod: str
@@ -77,19 +79,19 @@ class Holder:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class WantedBlocks:
     """Logical blocks first_block... of the chain of `hashes` (from its start), to go to these physical blocks."""
 
     request_id: str
     hashes: Sequence[bytes]
     first_block: int
     blocks: Sequence[int]
-    hold: Hold
+    hold: PinnedBlocks
     timeout_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class Pulled:
+class PullResult:
     """blocks: so many of the wanted ones, from the first on, are complete. reason: none, or why not all. gbps: at
     which the holder lately wrote here; 0 while unknown.
     """
@@ -158,3 +160,19 @@ class TransferStats:
     iterations: int
     dropped: dict[str, int]
     peers: tuple[PeerStats, ...]
+
+
+class DroppedMessages:
+    """A thread-safe counter per reason."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+
+    def count(self, reason: str) -> None:
+        with self._lock:
+            self._counts[reason] += 1
+
+    def snapshot(self) -> dict[str, int]:
+        with self._lock:
+            return dict(self._counts)

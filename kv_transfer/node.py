@@ -16,29 +16,28 @@ from common.auth import Signer
 from common.errors import BatonError, TransferFailed, Unavailable
 from common.pb import transfer_pb2
 from common.types import KvTarget, TransferId
-from kv_transfer.backend import Backend, Notification
-from kv_transfer.connector import Connection, Connector
-from kv_transfer.counters import Drops
-from kv_transfer.identity import agent_name
-from kv_transfer.incoming import Incoming
-from kv_transfer.lending import Lend, Lending
-from kv_transfer.memory import Hold, PoolMemory, let_go
+from kv_transfer.backend.interface import Backend, Notification
+from kv_transfer.memory import PinnedBlocks, PoolMemory, release_pin
 from kv_transfer.messages import (
     Commit,
-    Holder,
+    DroppedMessages,
     PairStats,
     PeerStats,
-    Pulled,
+    PrefixHolder,
+    PullResult,
     TransferStats,
-    Wanted,
+    WantedBlocks,
     Writer,
 )
-from kv_transfer.notification import Committed, parse
-from kv_transfer.outgoing import Outgoing, OutgoingTransfer, Pieces
-from kv_transfer.pairs import Pairs
-from kv_transfer.peer_calls import PeerCalls
-from kv_transfer.peer_rpc import PeerRpc
-from kv_transfer.pulling import Pulling
+from kv_transfer.notifications import CommittedNotification, parse_notification
+from kv_transfer.peers.connections import PeerConnection, PeerConnector, agent_name
+from kv_transfer.peers.rpc_client import PeerRpcClient
+from kv_transfer.peers.traffic import PairTrafficTable
+from kv_transfer.peers.transfer_calls import TransferCalls
+from kv_transfer.receiver.pulling import PullReceiver
+from kv_transfer.receiver.transfers import TransferReceiver
+from kv_transfer.sender.lending import LendCallback, PrefixLender
+from kv_transfer.sender.transfers import OutgoingTransfer, TransferSender, WriteLimits
 from kv_transfer.servicer import TransferServicer
 from kv_transfer.transfer_thread import TransferThread
 
@@ -50,7 +49,7 @@ JOIN_S = 5.0
 STOP_POLL_S = 0.01
 
 
-def _lend_nothing(hashes: Sequence[bytes], first: int) -> Hold | None:
+def _lend_nothing(hashes: Sequence[bytes], first: int) -> PinnedBlocks | None:
     """This pod has no cache."""
     return None
 
@@ -73,10 +72,10 @@ class TransferNode:
         info: Callable[[], transfer_pb2.InfoResponse],
         signer: Signer,
         address: Callable[[], str],
-        lend: Lend = _lend_nothing,
+        lend: LendCallback = _lend_nothing,
         checksums: bool = False,
         allow_tcp: bool = False,
-        pieces: Pieces | None = None,
+        pieces: WriteLimits | None = None,
         notes: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -85,10 +84,10 @@ class TransferNode:
         self._clock = clock
         self._generation = 0
         self._closing = False
-        self._drops = Drops()
-        self._pairs = Pairs(clock)
-        self._rpc = PeerRpc(signer)
-        self._incoming = Incoming(memory, self._drops, clock, self._ask_drain, lambda: backend)
+        self._drops = DroppedMessages()
+        self._pairs = PairTrafficTable(clock)
+        self._rpc = PeerRpcClient(signer)
+        self._incoming = TransferReceiver(memory, self._drops, clock, self._ask_drain, lambda: backend)
         self._thread = TransferThread(
             backend,
             clock,
@@ -98,9 +97,11 @@ class TransferNode:
             attentive=self._poll_fast,
             awaited=lambda: self._incoming.poll_hot or self._outgoing.poll_hot,
         )
-        self._connector = Connector(self._thread, self._rpc, memory, info, clock, self._peer_ended, allow_tcp=allow_tcp)
-        self._calls = PeerCalls(self._rpc, self._connector, info, address)
-        self._outgoing = Outgoing(
+        self._connector = PeerConnector(
+            self._thread, self._rpc, memory, info, clock, self._peer_ended, allow_tcp=allow_tcp
+        )
+        self._calls = TransferCalls(self._rpc, self._connector, info, address)
+        self._outgoing = TransferSender(
             self._thread,
             self._calls,
             memory,
@@ -111,8 +112,8 @@ class TransferNode:
             pieces=pieces,
             notes=notes,
         )
-        self._lending = Lending(self._outgoing, lend)
-        self._pulling = Pulling(
+        self._lending = PrefixLender(self._outgoing, lend)
+        self._pulling = PullReceiver(
             self._thread,
             self._incoming,
             self._calls,
@@ -204,7 +205,7 @@ class TransferNode:
         request_id: str,
         first_block: int,
         blocks: Sequence[int],
-        hold: Hold,
+        hold: PinnedBlocks,
         deadline_s: float,
         on_ready: Callable[[Commit], None],
         on_failed: Callable[[BatonError], None],
@@ -232,7 +233,7 @@ class TransferNode:
 
     # Pulling.
 
-    def pull(self, holder: Holder, wanted: Wanted) -> asyncio.Task[Pulled]:
+    def pull(self, holder: PrefixHolder, wanted: WantedBlocks) -> asyncio.Task[PullResult]:
         """Gets cached blocks from another pod, which pushes them. On the event loop.
 
         The node owns wanted.hold from this call on and releases it once no byte can land any more, also if the task is
@@ -243,7 +244,7 @@ class TransferNode:
             self._require_running()
             return self._pulling.pull(holder, wanted)
         except BaseException:
-            let_go(wanted.hold)
+            release_pin(wanted.hold)
             raise
 
     def _target(self, address: str, first_block: int, blocks: Sequence[int]) -> KvTarget:
@@ -282,10 +283,10 @@ class TransferNode:
     # The transfer thread's hooks.
 
     def _on_notification(self, notification: Notification) -> None:
-        message = parse(notification.payload)
+        message = parse_notification(notification.payload)
         if message is None:
             self._drops.count("notification_malformed")
-        elif isinstance(message, Committed):
+        elif isinstance(message, CommittedNotification):
             self._outgoing.on_committed(notification.peer, message)
         else:
             self._incoming.on_notification(notification.peer, message)
@@ -306,7 +307,7 @@ class TransferNode:
             or self.servicer.expects_writes
         )
 
-    def _peer_ended(self, connection: Connection) -> None:
+    def _peer_ended(self, connection: PeerConnection) -> None:
         self._outgoing.peer_ended(connection)
 
     def _ask_drain(self, transfer_id: TransferId, writer: Writer) -> None:

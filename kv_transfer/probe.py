@@ -18,10 +18,9 @@ import time
 from typing import Any
 
 from common.errors import BatonError, TransferFailed
-from kv_transfer.backend import WriteState
-from kv_transfer.device_memory import device_memory
-from kv_transfer.memory import PeerMemory, PoolMemory, host_memory
-from kv_transfer.nixl_backend import NixlBackend
+from kv_transfer.backend.interface import WriteState
+from kv_transfer.backend.nixl import NixlBackend
+from kv_transfer.memory import PeerMemory, PoolMemory, device_pool, host_pool
 
 HOST = "cpu"
 BLOCK_BYTES = 1 << 20  # on a GPU twice that, a block of an 8B model
@@ -76,10 +75,10 @@ def send(source: str = HOST, target: str = HOST) -> dict[str, Any]:
 def _pool(where: str) -> PoolMemory:
     """Blocks in the memory of the host, or of that GPU, which is the only one of this process from now on."""
     if where == HOST:
-        return host_memory(NUM_BLOCKS, BLOCK_BYTES)
+        return host_pool(NUM_BLOCKS, BLOCK_BYTES)
     os.environ["CUDA_VISIBLE_DEVICES"] = where
     try:
-        return device_memory(NUM_BLOCKS, 2 * BLOCK_BYTES)
+        return device_pool(NUM_BLOCKS, 2 * BLOCK_BYTES)
     except (ImportError, RuntimeError) as e:
         raise TransferFailed(f"GPU {where} has no memory for the test: {e}") from e
 

@@ -26,22 +26,20 @@ from common.errors import (
 )
 from common.pb import transfer_pb2, transfer_pb2_grpc
 from common.rpc import remaining_s
-from common.wire import finish_from_pb, target_from_pb, transfer_id_from_pb
-from kv_transfer.connector import probe_digest
-from kv_transfer.counters import Drops
-from kv_transfer.identity import agent_name, require_compatible
-from kv_transfer.incoming import Incoming
-from kv_transfer.lending import Lending
+from common.wire import finish_reason_from_pb, kv_target_from_pb, transfer_id_from_pb
 from kv_transfer.memory import PoolMemory
-from kv_transfer.messages import Commit, Writer
-from kv_transfer.outgoing import Outgoing
-from kv_transfer.pairs import Pairs
-from kv_transfer.peer_rpc import method
-from kv_transfer.process_watch import watch_process
+from kv_transfer.messages import Commit, DroppedMessages, Writer
+from kv_transfer.peers.connections import agent_name, probe_digest, require_compatible
+from kv_transfer.peers.process_watch import watch_process
+from kv_transfer.peers.rpc_client import method_path
+from kv_transfer.peers.traffic import PairTrafficTable
+from kv_transfer.receiver.transfers import TransferReceiver
+from kv_transfer.sender.lending import PrefixLender
+from kv_transfer.sender.transfers import TransferSender
 from kv_transfer.transfer_thread import TransferThread
 
-MOST_WRITERS = 1024  # pods come and go under new names, on other hosts unseen: beyond, the longest unheard is forgotten
-EXPECT_S = 5.0  # after a handshake bytes are expected for so long
+MAX_WRITERS = 1024  # pods come and go under new names, on other hosts unseen: beyond, the longest unheard is forgotten
+EXPECT_WRITES_S = 5.0  # after a handshake bytes are expected for so long
 _CALL_S = 10.0  # for callers without a deadline
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -54,14 +52,14 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
     def __init__(
         self,
         thread: TransferThread,
-        incoming: Incoming,
-        outgoing: Outgoing,
-        lending: Lending,
-        pairs: Pairs,
+        incoming: TransferReceiver,
+        outgoing: TransferSender,
+        lending: PrefixLender,
+        pairs: PairTrafficTable,
         memory: PoolMemory,
         info: Callable[[], transfer_pb2.InfoResponse],
         signer: Signer,
-        drops: Drops,
+        drops: DroppedMessages,
         clock: Callable[[], float],
     ) -> None:
         self._thread = thread
@@ -99,9 +97,9 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
             raise TransferFailed(f"a newer generation of {pod} was here")
         gone = [] if known is None or known.generation == request.info.generation else [agent_name(known)]
         self._mark_recent(pod, request.info)
-        while len(self._writers) > MOST_WRITERS:
+        while len(self._writers) > MAX_WRITERS:
             gone.append(agent_name(self._writers.pop(next(iter(self._writers)))))
-        self._expecting_until = self._clock() + EXPECT_S
+        self._expecting_until = self._clock() + EXPECT_WRITES_S
 
         def introduce() -> tuple[bytes, bool]:
             for agent in gone:
@@ -123,7 +121,7 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
     async def Probe(self, request: transfer_pb2.ProbeRequest, context: Context) -> transfer_pb2.ProbeResponse:
         caller = self._verify("Probe", request, context)
         self._require(caller == (request.pod, request.generation), "Probe is in another pod's name")
-        self._expecting_until = self._clock() + EXPECT_S
+        self._expecting_until = self._clock() + EXPECT_WRITES_S
         block = await self._on_thread(lambda: self._memory.read_block(self._memory.probe_block), context)
         intact = block.startswith(request.nonce) and probe_digest(request.nonce, block) == request.digest
         return transfer_pb2.ProbeResponse(intact=intact)
@@ -152,7 +150,7 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
         transfer_id = transfer_id_from_pb(request.transfer_id)
         commit = Commit(
             tuple(request.first_tokens),
-            tuple(finish_from_pb(reason) for reason in request.finish_reasons),
+            tuple(finish_reason_from_pb(reason) for reason in request.finish_reasons),
             tuple(request.checksums),
         )
         answer: Future[float] = Future()
@@ -171,7 +169,7 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
 
     async def Pull(self, request: transfer_pb2.PullRequest, context: Context) -> transfer_pb2.PullResponse:
         pod, generation = self._verify("Pull", request, context)
-        target = target_from_pb(request.target)
+        target = kv_target_from_pb(request.target)
         mine = (target.pod, target.transfer_id.generation) == (pod, generation)
         self._require(mine, "Pull is in another pod's name")
         info = self._info()
@@ -186,7 +184,7 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
 
     def _verify(self, name: str, request: Message, context: Context) -> tuple[str, int]:
         try:
-            return self._signer.verify(method(name), request, context.invocation_metadata(), time.time())
+            return self._signer.verify(method_path(name), request, context.invocation_metadata(), time.time())
         except Unauthenticated:
             self._drops.count("unauthenticated")
             raise

@@ -13,6 +13,7 @@ which the engine's thread needs as well. Most frequent they are while a commit i
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import threading
 from collections import deque
@@ -22,29 +23,28 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from common.errors import TransferFailed
-from kv_transfer.backend import Backend, Notification, WriteState
+from kv_transfer.backend.interface import Backend, Notification, WriteState
 from kv_transfer.memory import MemoryKind, PoolMemory
-from kv_transfer.timer_slack import sleep_exactly
 
 _log = logging.getLogger(__name__)
 
-POLL_S: dict[MemoryKind, float] = {"DRAM": 0.001, "VRAM": 0.0003}
-AWAITED_S: dict[MemoryKind, float] = {"DRAM": 0.001, "VRAM": 0.00003}
-AWAITED_FOR_S = 0.25  # who has not answered by then may be frozen, and costs all others no more than a write does
+FAST_POLL_S: dict[MemoryKind, float] = {"DRAM": 0.001, "VRAM": 0.0003}
+HOT_POLL_S: dict[MemoryKind, float] = {"DRAM": 0.001, "VRAM": 0.00003}
+HOT_POLL_LIMIT_S = 0.25  # who has not answered by then may be frozen, and costs all others no more than a write does
 IDLE_S = 0.02
 TICK_S = 0.002
 _FIRST_WAIT_S = 0.0001
 _COMMANDS_A_TURN = 256
 
 T = TypeVar("T")
-Ended = Callable[[str | None], None]
+WriteCallback = Callable[[str | None], None]
 
 
 @dataclass(slots=True)
-class _Pending:
+class _PendingWrite:
     agent: str
     handle: int
-    ended: Ended
+    ended: WriteCallback
 
 
 class TransferThread:
@@ -75,7 +75,7 @@ class TransferThread:
         self._poll_hot = awaited
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
-        self._pending: list[_Pending] = []
+        self._pending: list[_PendingWrite] = []
         self._stopping = False
         self._next_tick = 0.0
         self._thread: threading.Thread | None = None
@@ -124,10 +124,12 @@ class TransferThread:
 
     # On the thread itself.
 
-    def write(self, agent: str, local: Sequence[int], remote: Sequence[int], notification: bytes, ended: Ended) -> None:
+    def write(
+        self, agent: str, local: Sequence[int], remote: Sequence[int], notification: bytes, ended: WriteCallback
+    ) -> None:
         """Posts a write; `ended` is called once it is terminal, with None or the reason of its failure."""
         handle = self.backend.write(agent, local, remote, notification)
-        self._pending.append(_Pending(agent, handle, ended))
+        self._pending.append(_PendingWrite(agent, handle, ended))
 
     def num_pending(self, agent: str | None = None) -> int:
         """Writes that are not terminal (to one agent)."""
@@ -143,8 +145,8 @@ class TransferThread:
             started.set_exception(e)
             return
         started.set_result(None)
-        sleep_exactly()
-        wait, poll, soon = _FIRST_WAIT_S, POLL_S[memory.kind], AWAITED_S[memory.kind]
+        reduce_timer_slack()
+        wait, poll, soon = _FIRST_WAIT_S, FAST_POLL_S[memory.kind], HOT_POLL_S[memory.kind]
         while not self._stopping:
             self.iterations += 1
             worked = self._guard(self._turn)
@@ -184,7 +186,7 @@ class TransferThread:
         return worked
 
     def _poll(self) -> bool:
-        ended: list[tuple[_Pending, str | None]] = []
+        ended: list[tuple[_PendingWrite, str | None]] = []
         for write in self._pending:
             try:
                 state = self.backend.poll(write.handle)
@@ -212,3 +214,14 @@ class TransferThread:
         except Exception:
             _log.exception("unexpected error on the transfer thread")
         return None
+
+
+_PR_SET_TIMERSLACK = 29
+_SLACK_NS = 1000
+
+
+def reduce_timer_slack() -> None:
+    """Of the calling thread; without effect where there is no prctl."""
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is not None:
+        prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(_SLACK_NS), 0, 0, 0)

@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from common.errors import ConfigError
-from common.objectives import parse_objectives
-from loadtest import arrivals
-from loadtest.lengths import Lengths
+from loadtest.slo import parse_slo
+from loadtest.workload import arrivals
+from loadtest.workload.lengths import LengthDistribution
 
 OBJECTIVES = ("ttft", "itl", "gap", "e2e")
 DEFAULT_SECONDS = 30.0
 
 Protocol = Literal["rest", "grpc"]
 Endpoint = Literal["chat", "completions"]
-Form = Literal["text", "ids"]
+PromptForm = Literal["text", "ids"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class LoadConfig:
     model: str = ""
     api_keys: tuple[str, ...] = ()
     stream: bool = True
-    form: Form = "text"
+    form: PromptForm = "text"
     vocab: tuple[int, int] = (1_000, 30_000)
     ignore_eos: bool = True
     temperature: float = 0.0
@@ -45,11 +45,11 @@ class LoadConfig:
     length_scale: float = 1.0
     max_input_tokens: int | None = None
     max_output_tokens: int | None = None
-    input_tokens: Lengths = Lengths(256, 256)  # noqa: RUF009
-    output_tokens: Lengths = Lengths(64, 64)  # noqa: RUF009
+    input_tokens: LengthDistribution = LengthDistribution(256, 256)  # noqa: RUF009
+    output_tokens: LengthDistribution = LengthDistribution(64, 64)  # noqa: RUF009
     prefix_tokens: int = 0
     prefixes: int = 1
-    turns: Lengths = Lengths(1, 1)  # noqa: RUF009
+    turns: LengthDistribution = LengthDistribution(1, 1)  # noqa: RUF009
     think_s: float = 0.0
     rate: float | None = None
     arrivals: str = "poisson"
@@ -77,7 +77,7 @@ class LoadConfig:
     def described(self) -> dict[str, Any]:
         """For a report: what was asked, as JSON values; no secrets."""
         told = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "api_keys"}
-        plain = {k: str(v) if isinstance(v, Lengths | Path) else v for k, v in told.items()}
+        plain = {k: str(v) if isinstance(v, LengthDistribution | Path) else v for k, v in told.items()}
         return {**plain, "slo": dict(self.slo), "vocab": list(self.vocab), "api_keys": len(self.api_keys)}
 
     @classmethod
@@ -104,7 +104,7 @@ def _checked(cls: type[LoadConfig], typed: Mapping[str, Any]) -> LoadConfig:
     fields["api_keys"] = _keys(typed.get("api_key"))
     for name in ("input_tokens", "output_tokens", "turns"):
         if name in typed:
-            fields[name] = Lengths.parse(_flag(name), typed[name])
+            fields[name] = LengthDistribution.parse(_flag(name), typed[name])
     if "trace" in typed:
         fields["trace"] = Path(typed["trace"])
     if "vocab" in typed:
@@ -124,7 +124,7 @@ def _checked(cls: type[LoadConfig], typed: Mapping[str, Any]) -> LoadConfig:
     for name in ("prefixes", "requests", "max_concurrency", "max_input_tokens", "max_output_tokens"):
         whole(name, 1)
     if "slo" in typed:
-        fields["slo"] = parse_objectives(typed["slo"], OBJECTIVES)
+        fields["slo"] = parse_slo(typed["slo"], OBJECTIVES)
     return _consistent(cls(**fields), typed)
 
 
@@ -159,7 +159,7 @@ def _consistent(config: LoadConfig, typed: Mapping[str, Any]) -> LoadConfig:
             refuse(name, "is not for a trace, which says what its prompts are")
     if config.prefix_tokens == 0:
         refuse("prefixes", "needs --prefix-tokens")
-    if not config.closed_loop and config.turns == Lengths(1, 1):
+    if not config.closed_loop and config.turns == LengthDistribution(1, 1):
         refuse("think_s", "needs --users, or --turns")
     if config.protocol == "grpc" and not config.stream:
         raise ConfigError("--no-stream: the gRPC API always streams", field="stream")
@@ -183,12 +183,12 @@ def _one_of(name: str, typed: Mapping[str, Any], known: Sequence[str]) -> str:
     return value
 
 
-def _form(prompts: str, endpoint: str) -> Form:
+def _form(prompts: str, endpoint: str) -> PromptForm:
     if prompts == "ids" and endpoint == "chat":
         raise ConfigError("--prompts: conversations are text; ids need --endpoint completions", field="prompts")
     if prompts == "auto":
         return "text" if endpoint == "chat" else "ids"
-    return cast(Form, prompts)
+    return cast(PromptForm, prompts)
 
 
 def _url(text: str, protocol: str) -> str:

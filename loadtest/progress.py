@@ -10,13 +10,13 @@ import asyncio
 import time
 from typing import TextIO
 
-from loadtest.run import Run
+from loadtest.run import LoadRun
 
 REDRAW_S, REPRINT_S = 0.25, 10.0
 WIDTH = 28
 
 
-def line(run: Run, now: float) -> str:
+def line(run: LoadRun, now: float) -> str:
     """Share of the run, and what is going on."""
     config, elapsed = run.config, max(0.0, now - run.began)
     shares = []
@@ -33,7 +33,7 @@ def line(run: Run, now: float) -> str:
     )
 
 
-async def show(run: Run, out: TextIO) -> None:
+async def show(run: LoadRun, out: TextIO) -> None:
     """Until it is cancelled."""
     terminal = out.isatty()
     try:

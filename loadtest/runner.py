@@ -22,14 +22,13 @@ from itertools import islice
 from types import MappingProxyType
 from typing import Any
 
-from common.trace import Trace
-from loadtest import arrivals
-from loadtest.client import Client, Draft
+from loadtest.client.base import LoadClient, RequestDraft
 from loadtest.config import LoadConfig
-from loadtest.prompts import Answer, Session
-from loadtest.record import Record
-from loadtest.run import Run
-from loadtest.workload import Made, Recorded, fitted
+from loadtest.run import LoadRun, RequestRecord
+from loadtest.workload import arrivals
+from loadtest.workload.prompts import ModelAnswer, Session
+from loadtest.workload.sessions import SyntheticWorkload, TraceWorkload, fit_trace
+from loadtest.workload.trace import WorkloadTrace
 
 SPIN_S = 0.0015  # timers of event loops count whole milliseconds; the rest is waited out turn by turn
 AHEAD = 128  # requests that are built before their time
@@ -39,24 +38,24 @@ AFTER_ERROR_S = 0.5  # a user who was refused does not try again at once
 
 
 @dataclass(frozen=True, slots=True)
-class _Ready:
+class _PreparedRequest:
     """A request that only waits for its time."""
 
     session: Session
-    record: Record
+    record: RequestRecord
     request: Any
 
 
-class Runner:
+class LoadRunner:
     """One load test by one client. `run` grows while it goes on, for who wants to watch."""
 
-    def __init__(self, config: LoadConfig, client: Client, trace: Trace | None = None) -> None:
+    def __init__(self, config: LoadConfig, client: LoadClient, trace: WorkloadTrace | None = None) -> None:
         self._config = config
         self._client = client
         self._trace = trace
-        self.run = Run(config, "")
+        self.run = LoadRun(config, "")
         if trace is not None:
-            self._trace = fitted(
+            self._trace = fit_trace(
                 trace,
                 length_scale=config.length_scale,
                 most_input=config.max_input_tokens,
@@ -76,7 +75,7 @@ class Runner:
         """Ends the run early."""
         self._stopped.set()
 
-    async def execute(self) -> Run:
+    async def execute(self) -> LoadRun:
         """Raises Unavailable when there is no server, ConfigError."""
         self._begin()
         self.run.model = await self._client.model()
@@ -99,12 +98,12 @@ class Runner:
 
     def _sessions(self) -> Iterator[Session]:
         if self._trace is not None:
-            return Recorded(self._trace, self._config.seed, self._config.length_scale).sessions()
+            return TraceWorkload(self._trace, self._config.seed, self._config.length_scale).sessions()
         return self._made().sessions()
 
-    def _made(self) -> Made:
+    def _made(self) -> SyntheticWorkload:
         config = self._config
-        return Made(
+        return SyntheticWorkload(
             seed=config.seed,
             input_tokens=config.input_tokens,
             output_tokens=config.output_tokens,
@@ -159,7 +158,7 @@ class Runner:
         await (self._closed() if self._config.closed_loop else self._open())
 
     async def _open(self) -> None:
-        ready: asyncio.Queue[_Ready | None] = asyncio.Queue(AHEAD)
+        ready: asyncio.Queue[_PreparedRequest | None] = asyncio.Queue(AHEAD)
         begin = asyncio.Event()
         async with asyncio.TaskGroup() as group:
             builder = group.create_task(self._build_ahead(ready, begin))
@@ -174,7 +173,7 @@ class Runner:
                 group.create_task(self._session(item))
             builder.cancel()
 
-    async def _build_ahead(self, ready: asyncio.Queue[_Ready | None], begin: asyncio.Event) -> None:
+    async def _build_ahead(self, ready: asyncio.Queue[_PreparedRequest | None], begin: asyncio.Event) -> None:
         for session in islice(self._sessions(), self._config.requests):
             await ready.put(await self._ready(session))
             if ready.full():
@@ -204,9 +203,9 @@ class Runner:
             if item.record.error:
                 due += AFTER_ERROR_S
 
-    async def _session(self, item: _Ready) -> None:
+    async def _session(self, item: _PreparedRequest) -> None:
         """Turn by turn, until one fails or the run is over."""
-        turns, answers = item.session.turns, dict[int, Answer]()
+        turns, answers = item.session.turns, dict[int, ModelAnswer]()
         for number in range(len(turns)):
             if number:
                 due = time.perf_counter() + turns[number].pause_s
@@ -228,7 +227,7 @@ class Runner:
         """Whether requests may still be sent at that time."""
         return self._config.duration_s is None or at < self.run.began + self._config.duration_s
 
-    async def _send(self, request: Any, record: Record) -> None:
+    async def _send(self, request: Any, record: RequestRecord) -> None:
         run = self.run
         async with self._room:
             record.counted = record.intended_s - run.began >= self._config.settle_s
@@ -252,13 +251,13 @@ class Runner:
         self.run.cpu_s = time.process_time()
 
     async def _ready(
-        self, session: Session, number: int = 0, answers: Mapping[int, Answer] = MappingProxyType({})
-    ) -> _Ready:
+        self, session: Session, number: int = 0, answers: Mapping[int, ModelAnswer] = MappingProxyType({})
+    ) -> _PreparedRequest:
         """One turn's request, built, and its record; who sends it says when it is due."""
         turn, config = session.turns[number], self._config
         leaving = random.Random(f"{config.seed} leaving {session.number} {number}")
         leaves = leaving.random() < config.abort_share
-        record = Record(
+        record = RequestRecord(
             request_id=f"load-{self._tag}-{session.number}-{number}",
             session=session.number,
             turn=number,
@@ -268,8 +267,8 @@ class Runner:
             abort_after=leaving.randrange(turn.output_tokens) if leaves else None,
         )
         key = config.api_keys[session.number % len(config.api_keys)] if config.api_keys else ""
-        draft = Draft(turn, answers, record.request_id, f"load-{self._tag}-{session.number}", key)
-        return _Ready(session, record, await self._client.build(draft))
+        draft = RequestDraft(turn, answers, record.request_id, f"load-{self._tag}-{session.number}", key)
+        return _PreparedRequest(session, record, await self._client.build(draft))
 
 
 async def _wait_until(at: float) -> None:

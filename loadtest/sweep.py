@@ -14,7 +14,7 @@ from loadtest.config import LoadConfig
 
 ATTAINMENT = 0.9
 
-Told = Mapping[str, Any]
+RunDocument = Mapping[str, Any]
 
 
 def parse_rates(text: str) -> tuple[float, ...]:
@@ -28,15 +28,17 @@ def parse_rates(text: str) -> tuple[float, ...]:
     return rates
 
 
-def sweep(config: LoadConfig, rates: tuple[float, ...], measure: Callable[[LoadConfig], Told]) -> Iterator[Told]:
+def sweep(
+    config: LoadConfig, rates: tuple[float, ...], measure: Callable[[LoadConfig], RunDocument]
+) -> Iterator[RunDocument]:
     """What `measure` tells of each rate, the first that fails included. config has an slo."""
     for number, rate in enumerate(rates):
         told = measure(dataclasses.replace(config, rate=rate, seed=config.seed + number))
         yield told
-        if told["stopped"] or not kept(told, config):
+        if told["stopped"] or not slo_kept(told, config):
             return
 
 
-def kept(told: Told, config: LoadConfig) -> bool:
+def slo_kept(told: RunDocument, config: LoadConfig) -> bool:
     """Whether enough requests were good."""
     return bool(told["goodput"]["share"] >= (config.attainment or ATTAINMENT))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from common.config import PodConfig
 from common.errors import ConfigError
-from common.models import resolve_model
+from common.model.directory import resolve_model
+from common.settings.configs import PodConfig
 from common.types import Role
 from engine.config import EngineConfig
 

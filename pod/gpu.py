@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
-from common.config import PodConfig
+import torch
+
 from common.errors import ConfigError
+from common.settings.configs import PodConfig
+from common.telemetry import Metrics, MetricSample
 from common.types import Role
 
 # How long a thread that computes keeps the interpreter from one that waits for it: Python's 5 ms are most of a decode
 # step, and the engine's thread has to launch the next one in time. The end of a hand-over passes through three threads
 # on either pod, and each may wait so long.
-SWITCH_S = 0.0001
+GIL_SWITCH_INTERVAL_S = 0.0001
 
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
-def require_shared_memory(config: PodConfig, env: Mapping[str, str] = os.environ) -> None:
+def require_mappable_kv(config: PodConfig, env: Mapping[str, str] = os.environ) -> None:
     """Other processes have to be able to map the KV pool. Raises ConfigError where torch would allocate it in a way
     that they cannot: KV would silently travel over TCP.
     """
@@ -29,3 +37,107 @@ def require_shared_memory(config: PodConfig, env: Mapping[str, str] = os.environ
                 f"{name}: memory in expandable segments cannot be mapped by other pods; unset it, or give --allow-tcp",
                 field="allow_tcp",
             )
+
+
+_log = logging.getLogger(__name__)
+
+READING_TTL_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class GpuReading:
+    """utilization: 0 to 1, of the last second or so; None where nobody tells. Memory in bytes."""
+
+    memory_used: int
+    memory_total: int
+    utilization: float | None = None
+
+
+ReadGpu = Callable[[], GpuReading]
+
+
+class GpuMonitor:
+    """One GPU; read may raise, then there is no reading for a while. Any thread."""
+
+    def __init__(self, read: ReadGpu, clock: Callable[[], float] = time.monotonic) -> None:
+        self._read = read
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._kept: GpuReading | None = None
+        self._at = float("-inf")
+        self._failing = False
+
+    def reading(self) -> GpuReading | None:
+        """Of the last second; None while the driver does not answer."""
+        with self._lock:
+            if self._clock() - self._at >= READING_TTL_S:
+                self._kept, self._at = self._try(), self._clock()
+            return self._kept
+
+    def _try(self) -> GpuReading | None:
+        try:
+            found = self._read()
+        except Exception as error:
+            if not self._failing:
+                _log.warning("the GPU's driver does not answer: %s", error)
+            self._failing = True
+            return None
+        self._failing = False
+        return found
+
+
+def gpu_monitor(device: torch.device) -> GpuMonitor | None:
+    """The watch of a torch device; None for one that is no GPU."""
+    if device.type != "cuda":
+        return None
+    index = device.index
+    try:
+        import pynvml
+    except ImportError:
+        return GpuMonitor(lambda: _by_torch(index))
+    try:
+        pynvml.nvmlInit()
+        uuid = f"GPU-{torch.cuda.get_device_properties(index).uuid}"  # an index would count hidden devices too
+        handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+    except pynvml.NVMLError as error:
+        _log.info("NVML does not know the GPU, torch tells its memory alone: %s", error)
+        return GpuMonitor(lambda: _by_torch(index))
+    return GpuMonitor(lambda: _by_nvml(pynvml, handle))
+
+
+def _by_torch(index: int) -> GpuReading:
+    free, total = torch.cuda.mem_get_info(index)
+    return GpuReading(total - free, total)
+
+
+def _by_nvml(nvml: Any, handle: Any) -> GpuReading:
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    try:
+        busy: float | None = nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
+    except nvml.NVMLError:  # a slice of a GPU (MIG) has no figure of its own
+        busy = None
+    return GpuReading(memory.used, memory.total, busy)
+
+
+def add_gpu_metrics(metrics: Metrics, gpu: GpuMonitor) -> None:
+    """Declares what the driver tells; read when scraped, and left out where it says nothing."""
+
+    def read(value: Callable[[GpuReading], float | None]) -> Callable[[], list[MetricSample]]:
+        def samples() -> list[MetricSample]:
+            reading = gpu.reading()
+            found = None if reading is None else value(reading)
+            return [] if found is None else [((), found)]
+
+        return samples
+
+    metrics.sampled_gauge(
+        "gpu_utilization_ratio",
+        "Share of the last second in which the GPU was busy, from 0 to 1.",
+        read(lambda reading: reading.utilization),
+    )
+    metrics.sampled_gauge(
+        "gpu_memory_used_bytes", "GPU memory in use, by all processes.", read(lambda reading: reading.memory_used)
+    )
+    metrics.sampled_gauge(
+        "gpu_memory_total_bytes", "GPU memory that there is.", read(lambda reading: reading.memory_total)
+    )

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from common.prefix_index import PodLoad
-from common.telemetry import COUNT_BUCKETS, Metrics, Sample
-from common.types import PoolCounts
+from common.pb import transfer_pb2
+from common.telemetry import COUNT_BUCKETS, Metrics, MetricSample
+from common.types import PodLoad, PoolCounts
 from engine.config import MAX_DRAFTS
 from engine.engine import Engine, SequenceOutput, StepResult
+from engine.kv.blocks import HostTierStats
+from engine.schedule.scheduler import SchedulerStats
 from engine.speculation.stats import SpeculationStats
 from kv_transfer.messages import PairStats, PeerStats, TransferReport, TransferStats
+from pod.gpu import GpuReading
 
 # Seconds; KV that streams under the prefill leaves a few milliseconds to wait for.
 HAND_OFF_BUCKETS = (
@@ -44,7 +47,7 @@ class PodMetrics:
     def __init__(
         self,
         blocks: Callable[[], PoolCounts],
-        tokens: Callable[[], Iterable[Sample]],
+        tokens: Callable[[], Iterable[MetricSample]],
         speculation: Callable[[], SpeculationStats | None],
         peers: Callable[[], Iterable[PeerStats]],
     ) -> None:
@@ -231,30 +234,98 @@ class PodMetrics:
         self._exposed_seconds.observe(report.exposed_s, exemplar)
 
 
-def _queued(load: PodLoad) -> list[Sample]:
+def _queued(load: PodLoad) -> list[MetricSample]:
     return [((), load.queued_tokens)]
 
 
-def _sequences(load: PodLoad) -> list[Sample]:
+def _sequences(load: PodLoad) -> list[MetricSample]:
     return [(("running",), load.running), (("waiting",), load.waiting), (("reserved",), load.reserved)]
 
 
-def _open(stats: TransferStats) -> list[Sample]:
+def _open(stats: TransferStats) -> list[MetricSample]:
     return [(("out",), stats.open_outgoing), (("in",), stats.open_incoming)]
 
 
-def _failed(stats: SpeculationStats | None) -> list[Sample]:
+def _failed(stats: SpeculationStats | None) -> list[MetricSample]:
     return [] if stats is None else [((stats.proposer,), stats.failures)]
 
 
-def _alarm(stats: SpeculationStats | None) -> list[Sample]:
+def _alarm(stats: SpeculationStats | None) -> list[MetricSample]:
     return [] if stats is None else [((stats.proposer,), float(stats.is_useless))]
 
 
-def _by_state(counts: PoolCounts) -> list[Sample]:
+def _by_state(counts: PoolCounts) -> list[MetricSample]:
     return [
         (("free",), counts.free),
         (("cached",), counts.cached),
         (("leased",), counts.leased),
         (("quarantined",), counts.quarantined),
     ]
+
+
+def activity_to_pb(
+    generated_tokens: int, preemptions: int, drafts: SpeculationStats | None, gpu: GpuReading | None
+) -> transfer_pb2.Activity:
+    """For the answer to Info. drafts None: nobody makes any; gpu None: nothing is known of one."""
+    activity = transfer_pb2.Activity(generated_tokens=generated_tokens, preemptions=preemptions)
+    if drafts is not None:
+        activity.drafts.CopyFrom(
+            transfer_pb2.Drafts(
+                proposer=drafts.proposer,
+                chains=drafts.chains,
+                proposed=drafts.proposed,
+                accepted=drafts.accepted,
+                useless=drafts.is_useless,
+            )
+        )
+    if gpu is not None:
+        activity.gpu.CopyFrom(
+            transfer_pb2.Gpu(utilization=gpu.utilization, memory_used=gpu.memory_used, memory_total=gpu.memory_total)
+        )
+    return activity
+
+
+def add_host_tier_metrics(
+    metrics: Metrics,
+    host: Callable[[], HostTierStats | None],
+    scheduler: Callable[[], SchedulerStats],
+    block_bytes: int,
+    *,
+    damaged_transfers: Callable[[], int],
+) -> None:
+    """Declares them. host: None where the pod has no host tier."""
+
+    def blocks() -> list[MetricSample]:
+        stats = host()
+        return [] if stats is None else [(("used",), stats.used), (("free",), stats.host_blocks - stats.used)]
+
+    def moved() -> list[MetricSample]:
+        stats = host()
+        if stats is None:
+            return []
+        return [(("to_host",), stats.saved * block_bytes), (("to_device",), stats.loaded * block_bytes)]
+
+    def forgotten() -> list[MetricSample]:
+        stats = host()
+        return [] if stats is None else [((), stats.dropped)]
+
+    def preempted() -> list[MetricSample]:
+        stats = scheduler()
+        return [(("resumed",), stats.fully_restored), (("recomputed",), stats.partly_recomputed)]
+
+    def damaged() -> list[MetricSample]:
+        stats = host()
+        return [(("transfer",), damaged_transfers()), (("host",), 0 if stats is None else stats.damaged)]
+
+    metrics.sampled_gauge("host_blocks", "KV blocks in host memory, and room for more.", blocks, ["state"])
+    metrics.sampled_counter("host_moved_bytes", "KV bytes copied to host memory and back.", moved, ["direction"])
+    metrics.sampled_counter("host_forgotten_blocks", "KV blocks that host memory had no room for any more.", forgotten)
+    metrics.sampled_counter(
+        "preempted_sequences",
+        "Preempted sequences that went on, with all the KV that they had or not.",
+        preempted,
+        ["outcome"],
+    )
+    metrics.sampled_counter(
+        "damaged_kv", "Batches of KV blocks that failed their checksums (with --checksums).", damaged, ["where"]
+    )

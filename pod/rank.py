@@ -15,21 +15,21 @@ import sys
 import threading
 from collections.abc import Callable
 
-from common.channel import Channel
 from common.errors import InternalError, Unavailable
 from common.logs import setup_logs
-from engine.kv_pool import KVPool
-from engine.parallel.members import ENGINE, JOIN_NODES_S, JOIN_S
-from engine.parallel.rank import EXIT_ABANDONED, EXIT_FAILED, Rank, end_with, join, serve
-from kv_transfer.backend import Backend
+from common.process.rank_channel import RankChannel
+from engine.kv.kv_pool import KVPool
+from engine.parallel.rank import EXIT_ABANDONED, EXIT_FAILED, Rank, exit_with, join, serve
+from engine.parallel.rank_group import ENGINE_CHANNEL, JOIN_NODES_S, JOIN_S
+from kv_transfer.backend.interface import Backend
+from kv_transfer.backend.rank_backend import serve_rank_backend
 from kv_transfer.memory import PoolMemory
-from kv_transfer.rank_agent import serve as serve_agent
-from pod.transfers import TRANSFERS, make_backend, pool_memory
+from pod.transfer_backend import TRANSFER_CHANNEL, make_backend, pool_memory
 
 _log = logging.getLogger(__name__)
 
 
-class _Pool:
+class _RankPool:
     """The newest pool of the rank: the last one made is the one that stays. ready_fd: a byte goes there when there is
     one: the rank has all that it needs.
     """
@@ -49,11 +49,11 @@ class _Pool:
         return pool_memory(self._kv)
 
 
-def _transfer(channel: Channel, make: Callable[[], Backend], pool: _Pool) -> None:
+def _run_transfer_backend(channel: RankChannel, make: Callable[[], Backend], pool: _RankPool) -> None:
     """The agent's thread. A rank without an agent is of no use."""
     code = EXIT_ABANDONED
     try:
-        serve_agent(channel, make, pool.memory)
+        serve_rank_backend(channel, make, pool.memory)
         return  # the main thread hears it as well
     except Unavailable as error:
         _log.info("%s", error.message)
@@ -67,11 +67,11 @@ def main(argv: list[str]) -> int:
     rank, master, settings = int(argv[0]), argv[1], json.loads(argv[2])
     setup_logs(settings["log_level"], settings["log_format"])
     limit = JOIN_S if settings["ready_fd"] is None else JOIN_NODES_S  # the pod of another machine may start later
-    engine, transfers = (join(rank, master, kind, limit) for kind in (ENGINE, TRANSFERS))
-    end_with(engine)
-    pool = _Pool(settings["ready_fd"])
+    engine, transfers = (join(rank, master, kind, limit) for kind in (ENGINE_CHANNEL, TRANSFER_CHANNEL))
+    exit_with(engine)
+    pool = _RankPool(settings["ready_fd"])
     make = functools.partial(make_backend, settings["transport"], settings["net_devices"])
-    threading.Thread(target=_transfer, args=(transfers, make, pool), name="agent", daemon=True).start()
+    threading.Thread(target=_run_transfer_backend, args=(transfers, make, pool), name="agent", daemon=True).start()
     return serve(Rank(rank, engine, pool.made))
 
 

@@ -11,15 +11,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-KEEP = 0.97  # weight of a point after one more
+DECAY = 0.97  # weight of a point after one more
 # A decode step reads all weights whatever the batch, so steps of one size say little about smaller ones; yet a
 # neighbour is never free.
-DECODE_FIXED = 0.5
+DECODE_FIXED_SHARE = 0.5
 PULL_SHARE = 0.2  # of the newest pull in the mean
-PULL_FRESH_S = 120.0  # then what pulls took says nothing: where it is long nobody pulls, and none would correct it
+PULL_TTL_S = 120.0  # then what pulls took says nothing: where it is long nobody pulls, and none would correct it
 
 
-class Line:
+class LinearFit:
     """y = base + slope * x, both never negative, through recent points."""
 
     __slots__ = ("_n", "_x", "_xx", "_xy", "_y")
@@ -29,11 +29,11 @@ class Line:
 
     def add_point(self, x: float, y: float) -> None:
         """One more point."""
-        self._n = KEEP * self._n + 1
-        self._x = KEEP * self._x + x
-        self._y = KEEP * self._y + y
-        self._xx = KEEP * self._xx + x * x
-        self._xy = KEEP * self._xy + x * y
+        self._n = DECAY * self._n + 1
+        self._x = DECAY * self._x + x
+        self._y = DECAY * self._y + y
+        self._xx = DECAY * self._xx + x * x
+        self._xy = DECAY * self._xy + x * y
 
     @property
     def known(self) -> bool:
@@ -70,10 +70,10 @@ class PodRates:
         self._clock = clock
         self._full_step = full_step
         self._filled = False
-        self._prefill = Line()
-        self._decode = Line()
-        self._chunk = Line()
-        self._transfer = Line()
+        self._prefill = LinearFit()
+        self._decode = LinearFit()
+        self._chunk = LinearFit()
+        self._transfer = LinearFit()
         self._pull_s = 0.0
         self._pulled_at = float("-inf")
 
@@ -116,7 +116,7 @@ class PodRates:
 
     def decode_fit(self) -> tuple[float, float]:
         """Seconds of a decode step: the fixed part, and what a sequence adds; zeros while unknown."""
-        return self._decode.fit(DECODE_FIXED) if self._decode.known else (0.0, 0.0)
+        return self._decode.fit(DECODE_FIXED_SHARE) if self._decode.known else (0.0, 0.0)
 
     def chunk_s(self, tokens: int) -> float:
         """Seconds by which so many prompt tokens lengthen a step that decodes; measured without decodes, as long as
@@ -145,4 +145,4 @@ class PodRates:
 
     def pull_s(self) -> float:
         """What a pull takes beyond moving its bytes, lately; 0 while unknown."""
-        return self._pull_s if self._clock() - self._pulled_at < PULL_FRESH_S else 0.0
+        return self._pull_s if self._clock() - self._pulled_at < PULL_TTL_S else 0.0

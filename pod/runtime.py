@@ -17,47 +17,44 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import metadata
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 
 from common.auth import Signer
-from common.config import PodConfig
-from common.errors import InternalError, Overloaded, Unavailable
+from common.errors import BatonError, InternalError, Overloaded, Unavailable
 from common.grammar import CompiledGrammar
-from common.lifecycle import Lifecycle, State, host_boot_id
-from common.models import served_name
+from common.model.directory import default_served_name
 from common.pb import control_pb2_grpc, embedding_pb2_grpc, transfer_pb2, transfer_pb2_grpc
-from common.prefix_index import IndexReader, PodIndex, PodLoad, PodRecord, mint_generation
-from common.rpc import RpcServer, trace_of
+from common.process.lifecycle import Lifecycle, LifecycleState, host_boot_id
+from common.rpc import RpcServer, trace_context_of
+from common.settings.configs import PodConfig
 from common.telemetry import MetricsServer
-from common.trace_context import TraceContext
-from common.tracing import Tracer
-from common.types import Role, SamplingParams, ValidRequest
-from common.wire import PROTOCOL_VERSION, counts_to_pb, layout_to_pb, load_to_pb, role_to_pb
-from engine.block_pool import Hold
+from common.tracing.context import TraceContext
+from common.tracing.tracer import Tracer
+from common.types import PodLoad, Role, SamplingParams, ValidRequest
+from common.wire import PROTOCOL_VERSION, layout_to_pb, load_to_pb, pool_counts_to_pb, role_to_pb
 from engine.engine import Engine, StepResult
+from engine.kv.blocks import BlockPin
 from engine.loop import EngineLoop
 from engine.speculation.stats import SpeculationStats
 from kv_transfer.messages import TransferReport
 from kv_transfer.node import TransferNode
-from kv_transfer.pairs import pair_to_pb
-from pod.activity import activity_to_pb
-from pod.cache_news import CacheNews
-from pod.checks import Limits
-from pod.control import ControlServicer
-from pod.embedder import Embedder
+from kv_transfer.peers.traffic import pair_to_pb
 from pod.engine_config import engine_config
-from pod.gpu import SWITCH_S, require_shared_memory
-from pod.gpu_driver import add_gpu_metrics, gpu_of
-from pod.host_metrics import add_host_metrics
-from pod.identity import require_free_name
-from pod.metrics import PodMetrics
-from pod.peers import PeerWatch
+from pod.gpu import GIL_SWITCH_INTERVAL_S, add_gpu_metrics, gpu_monitor, require_mappable_kv
+from pod.health import PodHealth
+from pod.index_entry import CacheEventRelay, require_free_name
+from pod.limits import PodLimits
+from pod.metrics import PodMetrics, activity_to_pb, add_host_tier_metrics
+from pod.peer_discovery import PeerDiscovery
 from pod.rates import PodRates
-from pod.service import PodService
-from pod.transfers import BackendFactory, backend_of, gather_ranks, pool_memory
-from pod.watch import PodWatch
+from pod.services import ControlServicer, Embedder
+from pod.transfer_backend import BackendFactory, pod_backend, pool_memory, start_ranks
+from prefix_index.generation import mint_generation
+from prefix_index.publisher import IndexPublisher
+from prefix_index.reader import IndexReader
+from prefix_index.records import PodRecord
 
 _log = logging.getLogger(__name__)
 
@@ -68,14 +65,14 @@ class PodRuntime:
     """Everything of a pod that does not depend on its role. Built by `create`, on the event loop."""
 
     def __init__(
-        self, config: PodConfig, engine: Engine, cache_news: CacheNews, generation: int, backend: BackendFactory
+        self, config: PodConfig, engine: Engine, cache_news: CacheEventRelay, generation: int, backend: BackendFactory
     ) -> None:
         self.config = config
         self.engine = engine
         self._cache_news = cache_news
         assert config.name is not None, "create() settles the name"
         self.name = config.name
-        self.served_name = config.served_name or served_name(config.model)
+        self.served_name = config.served_name or default_served_name(config.model)
         self.generation = generation
         self.address = ""
         self.computed_tokens = {"prefill": 0, "local": 0, "recompute": 0}
@@ -85,14 +82,14 @@ class PodRuntime:
             self._speculation,
             lambda: self.transfer_node.stats().peers,
         )
-        add_host_metrics(
+        add_host_tier_metrics(
             self.metrics.metrics,
             engine.pool.host_stats,
             engine.scheduler.stats,
             engine.layout.block_bytes,
             damaged_transfers=lambda: self.transfer_node.stats().damaged_transfers,
         )
-        self.limits = Limits(
+        self.limits = PodLimits(
             served_name=self.served_name,
             vocab_size=engine.vocab_size,
             max_model_len=engine.max_model_len,
@@ -112,7 +109,7 @@ class PodRuntime:
             checksums=config.checksums,
             allow_tcp=config.allow_tcp,
         )
-        self._gpu = gpu_of(engine.device)
+        self._gpu = gpu_monitor(engine.device)
         self.metrics.set_pod_info(config.role.value, self.served_name, metadata.version("baton-serving"))
         self.metrics.add_work_metrics(self.load, engine)
         self.metrics.add_transfer_metrics(self.transfer_node.stats)
@@ -121,10 +118,10 @@ class PodRuntime:
         self.metrics.add_pair_metrics(self.transfer_node.pair_stats)
         self._server = RpcServer(config.host, config.port)
         self._service: PodService | None = None
-        self._index: PodIndex | None = None
-        self._peers: PeerWatch | None = None
+        self._index: IndexPublisher | None = None
+        self._peers: PeerDiscovery | None = None
         self._metrics_server: MetricsServer | None = None
-        self._health = PodWatch(
+        self._health = PodHealth(
             engine.pool,
             self.engine_loop,
             self.transfer_node,
@@ -144,15 +141,15 @@ class PodRuntime:
         """
         settings = engine_config(config)
         if settings.resolve_device().type == "cuda":
-            require_shared_memory(config)
-        news = CacheNews()
+            require_mappable_kv(config)
+        news = CacheEventRelay()
         load = functools.partial(
             Engine,
             on_stored=news.stored,
             on_evicted=news.evicted,
             on_host_stored=news.host_stored,
             on_host_evicted=news.host_evicted,
-            start_ranks=functools.partial(gather_ranks, config),
+            start_ranks=functools.partial(start_ranks, config),
         )
         engine = await asyncio.to_thread(load, settings)
         name, scope = config.resolve_name(), engine.layout.scope
@@ -161,7 +158,7 @@ class PodRuntime:
             await require_free_name(config.redis, scope, name, config.advertise or f"{config.host}:{config.port}")
         generation = await mint_generation(config.redis, scope, name)
         return cls(
-            config, engine, news, generation, backend or functools.partial(backend_of, members=engine.rank_group)
+            config, engine, news, generation, backend or functools.partial(pod_backend, members=engine.rank_group)
         )
 
     # -- life ---------------------------------------------------------------------------------------------------------
@@ -195,7 +192,7 @@ class PodRuntime:
     async def _join_index(self, redis: str) -> None:
         layout = self.engine.layout
         if self.config.role is Role.PREFILL:
-            self._peers = PeerWatch(
+            self._peers = PeerDiscovery(
                 IndexReader(redis, books=False),
                 layout.scope,
                 lambda address, generation: self.transfer_node.connect(address, generation=generation),
@@ -214,7 +211,7 @@ class PodRuntime:
             num_blocks=self.limits.num_blocks,
         )
         pool = self.engine.pool
-        self._index = self._cache_news.index = PodIndex(
+        self._index = self._cache_news.index = IndexPublisher(
             redis, record, pool.cached_hashes, self.load, host_snapshot=pool.host_hashes
         )
         await self._index.start()
@@ -239,7 +236,7 @@ class PodRuntime:
         """
         self.lifecycle.install_signals()
         if self.engine.device.type == "cuda":
-            sys.setswitchinterval(SWITCH_S)
+            sys.setswitchinterval(GIL_SWITCH_INTERVAL_S)
         try:
             await self.start(service)
             await self.lifecycle.wait_stopped()
@@ -306,12 +303,12 @@ class PodRuntime:
         """The caller's span, if this pod and the caller record spans."""
         if self.tracer is None:
             return None
-        found = trace_of(dict(context.invocation_metadata() or ()))
+        found = trace_context_of(dict(context.invocation_metadata() or ()))
         return found if found is not None and found.sampled else None
 
     def require_ready(self) -> None:
         """Raises Unavailable unless the pod takes new work."""
-        if self.lifecycle.state is not State.READY:
+        if self.lifecycle.state is not LifecycleState.READY:
             raise Unavailable(f"pod {self.name} is {self.lifecycle.state.name.lower()}")
         if not self._health.intact:
             raise Unavailable(f"pod {self.name} found its KV pool inconsistent")
@@ -356,10 +353,10 @@ class PodRuntime:
             vocab_size=self.engine.vocab_size,
             pid=os.getpid(),
             boot_id=host_boot_id(),
-            ready=state is State.READY and self._health.intact,
-            draining=state is State.DRAINING,
+            ready=state is LifecycleState.READY and self._health.intact,
+            draining=state is LifecycleState.DRAINING,
             version=metadata.version("baton-serving"),
-            blocks=counts_to_pb(self.engine.pool.counts()),
+            blocks=pool_counts_to_pb(self.engine.pool.counts()),
             computed=transfer_pb2.ComputedTokens(**self.computed_tokens),
             served_name=self.served_name,
             load=load_to_pb(self.load()),
@@ -402,7 +399,7 @@ class PodRuntime:
         left = report.blocks - report.delivered_before_finish
         self.rates.observe_hand_off(left * self.engine.layout.block_size, report.exposed_s)
 
-    def _lend(self, hashes: Sequence[bytes], first: int) -> Hold | None:
+    def _lend(self, hashes: Sequence[bytes], first: int) -> BlockPin | None:
         """What a pod that pulls this chain may read of the cache."""
         hold = None if self.lifecycle.draining else self.engine.pool.pin_prefix(hashes, first)
         if hold is not None:
@@ -426,3 +423,26 @@ class PodRuntime:
         prompt = result.num_prompt_tokens + result.num_recomputed_tokens
         self.rates.observe_step(prompt, result.num_decode_tokens, result.seconds)
         self.metrics.observe_step(result)
+
+
+class PodService(Protocol):
+    """What a pod needs of the role it plays. on_step runs on the engine thread, everything else on the event loop."""
+
+    full_name: str
+
+    def register(self, server: grpc.aio.Server) -> None: ...
+
+    def on_step(self, result: StepResult) -> None: ...
+
+    @property
+    def num_active(self) -> int: ...
+
+    @property
+    def num_sequences(self) -> int: ...
+
+    @property
+    def queued_tokens(self) -> int: ...
+
+    async def wait_idle(self) -> None: ...
+
+    def abort_all(self, error: BatonError) -> None: ...

@@ -12,13 +12,13 @@ import asyncio
 import logging
 import os
 
-from common.config import WorkerConfig
 from common.errors import ConfigError
-from common.lifecycle import Lifecycle
+from common.process.lifecycle import Lifecycle
+from common.process.tether import tether_command
 from common.rpc import RpcServer
-from common.tether import tethered
-from engine.parallel.members import END_S, SECRET
-from pod.transfers import rank_command
+from common.settings.configs import WorkerConfig
+from engine.parallel.rank_group import SECRET_VARIABLE, STOP_S
+from pod.transfer_backend import rank_command
 
 _log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class Worker:
                     _log.info("rank %d has ended with exit code %d", rank, task.result())
             self._server.set_serving(False)
             if not told.done():  # the others end with rank 0, which has noticed
-                await asyncio.wait(ends, timeout=END_S)
+                await asyncio.wait(ends, timeout=STOP_S)
         finally:
             ready.cancel()
             for process, _ in ranks:
@@ -73,9 +73,9 @@ class Worker:
         reads, writes = os.pipe()
         try:
             process = await asyncio.create_subprocess_exec(
-                *tethered(rank_command(config, rank, config.tensor_parallel_master, writes)),
+                *tether_command(rank_command(config, rank, config.tensor_parallel_master, writes)),
                 stdin=asyncio.subprocess.DEVNULL,
-                env={**os.environ, SECRET: config.secret},
+                env={**os.environ, SECRET_VARIABLE: config.secret},
                 start_new_session=True,
                 pass_fds=(writes,),
             )

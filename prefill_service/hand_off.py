@@ -23,19 +23,19 @@ from dataclasses import dataclass
 from common.errors import BatonError, Cancelled, DeadlineExceeded
 from common.pb import prefill_pb2
 from common.types import FinishReason, KvTarget, PromptLogprobs, Token
-from common.wire import error_to_pb, finish_to_pb, prompt_logprobs_to_pb, token_to_pb
-from engine.block_pool import Hold
+from common.wire import error_to_pb, finish_reason_to_pb, prompt_logprobs_to_pb, token_to_pb
 from engine.engine import SequenceOutput
-from engine.sequence import Sequence
+from engine.kv.blocks import BlockPin
+from engine.schedule.sequence import Sequence
 from kv_transfer.messages import TransferReport
-from kv_transfer.outgoing import OutgoingTransfer
+from kv_transfer.sender.transfers import OutgoingTransfer
 
 Event = prefill_pb2.PrefillEvent
-MOST_PUSHES = 256  # that are told one by one
+MAX_REPORTED_PUSHES = 256  # that are told one by one
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
+class HandOffEvent:
     """One entry: kind is chunk (value: computed tokens), delivered (blocks so far), first_token (its id) or end.
 
     start, at: a time.monotonic() each; only a chunk has a start.
@@ -47,10 +47,10 @@ class Trace:
     start: float = 0.0
 
 
-class _Reading:
+class _PushPin:
     """A reader hold that tells when it is over."""
 
-    def __init__(self, hold: Hold, over: Callable[[], None]) -> None:
+    def __init__(self, hold: BlockPin, over: Callable[[], None]) -> None:
         self._hold = hold
         self._over = over
 
@@ -74,7 +74,7 @@ class Push:
     end: float = 0.0
 
 
-class HandOff:
+class PrefillHandOff:
     """The life of one prefill request, whose n sequences end here with their first tokens. Built, iterated and closed
     on the event loop.
 
@@ -91,10 +91,10 @@ class HandOff:
     ) -> None:
         self.seq = seq
         self.target: KvTarget | None = None
-        self.history: list[Trace] = []
+        self.history: list[HandOffEvent] = []
         self._lock = threading.Lock()  # of the four below
         self._transfer: OutgoingTransfer | None = None
-        self._held_pushes: list[tuple[int, _Reading]] = []  # pushes that wait for a target
+        self._held_pushes: list[tuple[int, _PushPin]] = []  # pushes that wait for a target
         self._finished: tuple[list[int], list[FinishReason | None]] | None = None
         self._abandoned = False  # there will be no target
         self._abort_sequence = abort_sequence
@@ -152,7 +152,7 @@ class HandOff:
             self._first_chunk_at = now - seconds
         chunk = output.seq is self.seq  # else it only tells the first token of another child
         if chunk:
-            self.history.append(Trace("chunk", min(output.computed, self.seq.prefill_len), now, now - seconds))
+            self.history.append(HandOffEvent("chunk", min(output.computed, self.seq.prefill_len), now, now - seconds))
         # What the gateway waits for goes first: posting writes takes the interpreter from the loop that sends it. For
         # the last chunk's news nobody waits: they go when the hand-off is over.
         if chunk and (output.prompt_logprobs is not None or not output.tokens):
@@ -160,7 +160,7 @@ class HandOff:
         if output.tokens:
             token = output.tokens[0]
             self._first_tokens.append((token.id, output.finish_reason))
-            self.history.append(Trace("first_token", token.id, now))
+            self.history.append(HandOffEvent("first_token", token.id, now))
             self._post(Event(first_token=self._first_token(token, output.finish_reason, now)))
         if chunk:
             self._push(output.computed, output.computed >= self.seq.prefill_len)
@@ -189,7 +189,7 @@ class HandOff:
             now = time.monotonic()
             self._first_push_at = self._first_push_at or now
             self.pushes[first] = Push(end - first, now)
-            reading = _Reading(lease.pin_for_read(first, end - first), lambda: self._reading_ended(first))
+            reading = _PushPin(lease.pin_for_read(first, end - first), lambda: self._reading_ended(first))
             self._open_pushes.add(first)
             with self._lock:
                 if self._transfer is not None:
@@ -212,7 +212,7 @@ class HandOff:
 
     def on_progress(self, delivered: int) -> None:
         """`delivered` blocks have reached the target so far."""
-        self.history.append(Trace("delivered", delivered, time.monotonic()))
+        self.history.append(HandOffEvent("delivered", delivered, time.monotonic()))
 
     def _reading_ended(self, first: int) -> None:
         self.pushes[first].end = time.monotonic()
@@ -234,7 +234,7 @@ class HandOff:
             item = await self._next()
             if isinstance(item, TransferReport):
                 self.outcome = item
-                self.history.append(Trace("end", item.blocks, time.monotonic()))
+                self.history.append(HandOffEvent("end", item.blocks, time.monotonic()))
                 yield Event(handed_off=self._handed_off(item))
                 return
             if isinstance(item, BatonError):
@@ -320,7 +320,7 @@ class HandOff:
         return prefill_pb2.FirstToken(
             token=token_to_pb(token),
             child=token.child,
-            finish_reason=finish_to_pb(finish),
+            finish_reason=finish_reason_to_pb(finish),
             cached_tokens=self.seq.cached_tokens,
             queue_s=max(0.0, started - self.arrived_at),
             compute_s=now - started,
@@ -338,7 +338,7 @@ class HandOff:
             seconds=self._transfer_s,
             pushes=[
                 prefill_pb2.Push(first_block=first, blocks=push.blocks, start_s=push.start - since, end_s=end - since)
-                for first, push in sorted(self.pushes.items())[:MOST_PUSHES]
+                for first, push in sorted(self.pushes.items())[:MAX_REPORTED_PUSHES]
                 if (end := push.end or now)
             ],
             parts=prefill_pb2.ExposedParts(**dataclasses.asdict(report.parts)),

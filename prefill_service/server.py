@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from common.config import PodConfig
+from common.settings.configs import PodConfig
 from common.types import Role
 from pod.runtime import PodRuntime
 from prefill_service.servicer import PrefillServicer

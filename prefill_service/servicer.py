@@ -18,21 +18,20 @@ from common.errors import BatonError, Cancelled, InternalError, InvalidRequest, 
 from common.grammar import CompiledGrammar
 from common.pb import prefill_pb2, prefill_pb2_grpc
 from common.rpc import remaining_s
-from common.trace_context import TraceContext
+from common.tracing.context import TraceContext
 from common.types import KvTarget, ValidRequest
-from common.wire import request_from_pb, target_from_pb
+from common.wire import kv_target_from_pb, request_from_pb
 from engine.engine import StepResult
-from pod.patience import patiently
-from pod.registry import Registry
+from pod.requests import RequestRegistry, retry_until
 from pod.runtime import PodRuntime
-from prefill_service.hand_off import HandOff
-from prefill_service.puller import Puller
-from prefill_service.spans import record_prefill
+from prefill_service.hand_off import PrefillHandOff
+from prefill_service.prefix_pull import PrefixPuller
+from prefill_service.spans import record_spans
 
 _log = logging.getLogger(__name__)
 
 DEFAULT_DEADLINE_S = 600.0  # for callers without a gRPC timeout
-TARGET_WAIT_S = 10.0  # a decode pod answers at once, or another one is asked
+SET_TARGET_TIMEOUT_S = 10.0  # a decode pod answers at once, or another one is asked
 
 
 class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
@@ -42,8 +41,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
 
     def __init__(self, pod: PodRuntime) -> None:
         self._pod = pod
-        self._requests: Registry[HandOff] = Registry()
-        self._puller = Puller(pod)
+        self._requests: RequestRegistry[PrefillHandOff] = RequestRegistry()
+        self._puller = PrefixPuller(pod)
         self._tasks: set[asyncio.Task[None]] = set()
 
     def register(self, server: grpc.aio.Server) -> None:
@@ -57,7 +56,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         grammar = await self._pod.compile_grammar(valid)
         hint = request.pull if request.HasField("pull") else None
         deadline_s, asked_by = remaining_s(context, DEFAULT_DEADLINE_S), self._pod.caller_span(context)
-        target = target_from_pb(request.target) if request.HasField("target") else None
+        target = kv_target_from_pb(request.target) if request.HasField("target") else None
         hand_off = self._start(valid, target, deadline_s, grammar, hint, asked_by)
         try:
             async for event in hand_off.events():
@@ -71,8 +70,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         self, request: prefill_pb2.SetTargetRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> prefill_pb2.SetTargetResponse:
         """See prefill.proto. It may overtake the Prefill that it belongs to."""
-        target = target_from_pb(request.target)
-        hand_off = await patiently(lambda: self._requests.get(request.request_id), lambda found: found is None)
+        target = kv_target_from_pb(request.target)
+        hand_off = await retry_until(lambda: self._requests.get(request.request_id), lambda found: found is None)
         if hand_off is None or hand_off.closed.is_set():
             raise Unavailable(f"request {request.request_id} is not here (any more)")
         if hand_off.target is None:
@@ -99,7 +98,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         grammar: CompiledGrammar | None,
         hint: prefill_pb2.PullHint | None,
         asked_by: TraceContext | None,
-    ) -> HandOff:
+    ) -> PrefillHandOff:
         """Starts the hand-off and queues the prompt, once what a hint promises is here. Raises what makes either
         impossible.
         """
@@ -115,7 +114,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             request, hand_off=True, grammar=grammar, output=request.output_ids, child=request.child
         )
         exemplar = None if asked_by is None else {"trace_id": asked_by.trace_id}
-        hand_off = HandOff(
+        hand_off = PrefillHandOff(
             seq,
             deadline_s,
             lambda: pod.engine_loop.abort(request.request_id),
@@ -133,22 +132,22 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         self._spawn(self._remove_when_drained(request.request_id, hand_off, asked_by))
         return hand_off
 
-    def _set_target(self, hand_off: HandOff, target: KvTarget) -> None:
+    def _set_target(self, hand_off: PrefillHandOff, target: KvTarget) -> None:
         pod, request = self._pod, hand_off.seq.request
         num_blocks = pod.engine.layout.blocks_for(request.context_len)
         left_s = hand_off.deadline - time.monotonic()
         hand_off.set_target(target, pod.transfer_node.start_transfer(target, request.request_id, num_blocks, left_s))
 
-    async def _await_target(self, hand_off: HandOff) -> None:
+    async def _await_target(self, hand_off: PrefillHandOff) -> None:
         """A prompt without a home holds blocks for nobody."""
         decided = asyncio.get_running_loop().create_task(hand_off.target_decided())
-        await asyncio.wait({decided}, timeout=TARGET_WAIT_S)
+        await asyncio.wait({decided}, timeout=SET_TARGET_TIMEOUT_S)
         if not decided.done():
             decided.cancel()
             hand_off.fail(Unavailable("nobody said where the KV goes"))
             hand_off.close()
 
-    async def _pull_then_add(self, hand_off: HandOff, hint: prefill_pb2.PullHint, deadline_s: float) -> None:
+    async def _pull_then_add(self, hand_off: PrefillHandOff, hint: prefill_pb2.PullHint, deadline_s: float) -> None:
         aio = asyncio.get_running_loop()
         fetch = aio.create_task(self._puller.pull(hand_off.seq.request, hint, deadline_s))
         closed = aio.create_task(hand_off.closed.wait())
@@ -176,11 +175,13 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         if target.first_block + len(target.blocks) != layout.blocks_for(request.context_len):
             raise InvalidRequest("the target does not cover the prompt's blocks", field="target")
 
-    async def _remove_when_drained(self, request_id: str, hand_off: HandOff, asked_by: TraceContext | None) -> None:
+    async def _remove_when_drained(
+        self, request_id: str, hand_off: PrefillHandOff, asked_by: TraceContext | None
+    ) -> None:
         await hand_off.drained()
         self._requests.remove(request_id, hand_off)
         if asked_by is not None and self._pod.tracer is not None:
-            record_prefill(self._pod.tracer, asked_by, hand_off)
+            record_spans(self._pod.tracer, asked_by, hand_off)
 
     # -- what the pod asks of its service -----------------------------------------------------------------------------
 

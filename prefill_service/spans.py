@@ -13,13 +13,13 @@ from __future__ import annotations
 import time
 
 from common.errors import BatonError
-from common.trace_context import TraceContext
-from common.tracing import Tracer
+from common.tracing.context import TraceContext
+from common.tracing.tracer import Tracer
 from kv_transfer.messages import TransferReport
-from prefill_service.hand_off import HandOff
+from prefill_service.hand_off import PrefillHandOff
 
 
-def record_prefill(tracer: Tracer, parent: TraceContext, hand_off: HandOff) -> None:
+def record_spans(tracer: Tracer, parent: TraceContext, hand_off: PrefillHandOff) -> None:
     """parent: the caller's span."""
     own, seq, end = parent.new_child(), hand_off.seq, hand_off.outcome
     over = next((entry.at for entry in hand_off.history if entry.kind == "end"), time.monotonic())
@@ -54,7 +54,7 @@ def record_prefill(tracer: Tracer, parent: TraceContext, hand_off: HandOff) -> N
     )
 
 
-def _record_transfer(tracer: Tracer, parent: TraceContext, hand_off: HandOff, over: float) -> None:
+def _record_transfer(tracer: Tracer, parent: TraceContext, hand_off: PrefillHandOff, over: float) -> None:
     own, end = parent.new_child(), hand_off.outcome
     pushes = sorted(hand_off.pushes.items())
     computed = max((entry.at for entry in hand_off.history if entry.kind in ("chunk", "first_token")), default=over)

@@ -9,7 +9,7 @@ import heapq
 from collections.abc import Callable
 
 
-class Clock:
+class VirtualClock:
     """now: seconds since the start of the simulation."""
 
     def __init__(self) -> None:

@@ -10,23 +10,23 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from common.errors import ConfigError
-from common.trace import Trace
 from common.types import Role
-from simulator.clock import Clock
-from simulator.flight import Flight
-from simulator.member import Member
-from simulator.outcome import Outcome, Summary, summarise
+from loadtest.workload.trace import WorkloadTrace
+from simulator.clock import VirtualClock
+from simulator.gateway import SimulatedGateway
+from simulator.hardware_rates import HardwareRates
+from simulator.index import SimIndex
+from simulator.outcome import RequestOutcome, RunSummary, summarise
+from simulator.pod import SimulatedPod
 from simulator.policies import POLICIES
 from simulator.prefill_pod import PodShape
-from simulator.rates import Rates
-from simulator.sim_gateway import SimGateway
-from simulator.sim_index import SimIndex
+from simulator.request import SimulatedRequest
 
 MAX_PODS = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class SimulatedFault:
     """At a time, for a while: a pod is dead (and then starts under its name with nothing), or, without a pod, the index
     is away.
     """
@@ -45,7 +45,7 @@ class ClusterSpec:
     arrives earlier is left out of the summary's times and rates.
     """
 
-    rates: Rates
+    rates: HardwareRates
     prefill: int
     decode: int = 0
     gateways: int = 1
@@ -62,7 +62,7 @@ class ClusterSpec:
     overhead_s: float = 0.001
     warm_s: float = 0.0
     seed: int = 0
-    faults: tuple[Fault, ...] = field(default=())
+    faults: tuple[SimulatedFault, ...] = field(default=())
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
@@ -83,33 +83,33 @@ class ClusterSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class RunResult:
+class SimulationResult:
     """outcomes: in order of arrival. busy: share of the run that each pod computed, by name."""
 
-    summary: Summary
-    outcomes: tuple[Outcome, ...]
+    summary: RunSummary
+    outcomes: tuple[RequestOutcome, ...]
     busy: dict[str, float]
     events: int
 
 
-class Cluster:
+class SimulatedCluster:
     """One run."""
 
-    def __init__(self, spec: ClusterSpec, trace: Trace, index: SimIndex | None = None) -> None:
+    def __init__(self, spec: ClusterSpec, trace: WorkloadTrace, index: SimIndex | None = None) -> None:
         """The cluster runs on the index's clock; None makes an index with a clock of its own."""
         if trace.block_size != spec.block_size:
             raise ConfigError(f"the trace has blocks of {trace.block_size} tokens", field="block_size")
-        self.index = SimIndex(Clock(), lag_s=spec.lag_s) if index is None else index
+        self.index = SimIndex(VirtualClock(), lag_s=spec.lag_s) if index is None else index
         self.clock = self.index.clock
         self._spec = spec
         self._trace = trace
         names = [("prefill", Role.PREFILL, i) for i in range(spec.prefill)]
         names += [("decode", Role.DECODE, i) for i in range(spec.decode)]
         self.members = [
-            Member(self.index, f"{kind}-{i}", role, spec.rates, spec.shape(role)) for kind, role, i in names
+            SimulatedPod(self.index, f"{kind}-{i}", role, spec.rates, spec.shape(role)) for kind, role, i in names
         ]
         self.gateways = [
-            SimGateway(
+            SimulatedGateway(
                 self.index,
                 self.members,
                 policy=spec.policy,
@@ -120,15 +120,15 @@ class Cluster:
             )
             for i in range(spec.gateways)
         ]
-        self.flights: list[Flight] = []
+        self.flights: list[SimulatedRequest] = []
         self._left = len(trace.requests)
 
-    def run(self, stop: Callable[[Outcome], bool] | None = None) -> RunResult:
+    def run(self, stop: Callable[[RequestOutcome], bool] | None = None) -> SimulationResult:
         """Runs until every request has ended, or `stop` returns True for a request that has just ended."""
         began = time.process_time()
         stopped = False
 
-        def ended(flight: Flight) -> None:
+        def ended(flight: SimulatedRequest) -> None:
             nonlocal stopped
             self._left -= 1
             stopped = stopped or (stop is not None and stop(flight.outcome))
@@ -149,7 +149,7 @@ class Cluster:
             cpu_s=time.process_time() - began,
         )
         busy = {m.name: m.pod.busy_s / max(self.clock.now, 1e-9) for m in self.members}
-        return RunResult(summary, outcomes, busy, self.clock.events)
+        return SimulationResult(summary, outcomes, busy, self.clock.events)
 
     def check(self) -> None:
         """Every pool adds up, and no live pod holds blocks of requests that ended. Raises InternalError, or asserts."""
@@ -158,14 +158,14 @@ class Cluster:
                 member.pod.pool.check_integrity()
                 assert member.pod.pool.counts().leased == 0, f"{member.name}: {member.pod.pool.counts()}"
 
-    def _launch(self, ended: Callable[[Flight], None]) -> None:
+    def _launch(self, ended: Callable[[SimulatedRequest], None]) -> None:
         """Arrivals schedule one another, so that the heap stays small."""
         requests = self._trace.requests
 
         def arrive(i: int) -> None:
             request = requests[i]
             gateway = self.gateways[i % len(self.gateways)]
-            flight = Flight(self.clock, gateway, f"r{i}", request, self._spec.block_size, ended)
+            flight = SimulatedRequest(self.clock, gateway, f"r{i}", request, self._spec.block_size, ended)
             self.flights.append(flight)
             self.clock.call_at(self.clock.now, lambda: gateway.route(flight))
             if i + 1 < len(requests):
@@ -173,14 +173,14 @@ class Cluster:
 
         self.clock.call_at(requests[0].arrival_s, lambda: arrive(0))
 
-    def _poll(self, gateway: SimGateway, delay_s: float) -> None:
+    def _poll(self, gateway: SimulatedGateway, delay_s: float) -> None:
         def poll() -> None:
             gateway.poll()
             self.clock.call_after(self._spec.report_s, poll)
 
         self.clock.call_after(delay_s, poll)
 
-    def _plan_fault(self, fault: Fault) -> None:
+    def _plan_fault(self, fault: SimulatedFault) -> None:
         if not fault.pod:
             self.clock.call_at(fault.at_s, lambda: self._index_away(True))
             self.clock.call_at(fault.at_s + fault.for_s, lambda: self._index_away(False))

@@ -12,18 +12,18 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from common.index_records import PodLoad
-from engine.block_pool import BlockPool, Lease
-from simulator.clock import Clock
+from common.types import PodLoad
+from engine.kv.blocks import BlockPool, Lease
+from simulator.clock import VirtualClock
+from simulator.hardware_rates import HardwareRates
 from simulator.prefill_pod import PodShape
-from simulator.rates import Rates
 
-REFRESH = 32
+REFRESH_STEPS = 32
 _SLOPE_BATCH = 64
 
 
 @dataclass(slots=True, eq=False)
-class Answer:
+class DecodeSequence:
     """One reserved sequence. held_blocks: prompt blocks that the pod had already. left: tokens to decode."""
 
     lease: Lease
@@ -35,13 +35,13 @@ class Answer:
     end_step: float = 0.0
 
 
-class DecodePod:
+class SimulatedDecodePod:
     """One process; a restart is another object."""
 
     def __init__(
         self,
-        clock: Clock,
-        rates: Rates,
+        clock: VirtualClock,
+        rates: HardwareRates,
         shape: PodShape,
         *,
         stored: Callable[[list[bytes]], None],
@@ -54,9 +54,9 @@ class DecodePod:
         self._clock = clock
         self._rates = rates
         self._shape = shape
-        self._running: dict[int, Answer] = {}
-        self._ends: list[tuple[float, int, Answer]] = []
-        self._waiting: deque[Answer] = deque()
+        self._running: dict[int, DecodeSequence] = {}
+        self._ends: list[tuple[float, int, DecodeSequence]] = []
+        self._waiting: deque[DecodeSequence] = deque()
         self._joined = 0
         self._context = 0.0  # tokens of all running contexts
         self._steps = 0.0
@@ -66,7 +66,7 @@ class DecodePod:
 
     def reserve(
         self, prompt_len: int, output_len: int, chain: Sequence[bytes], on_end: Callable[[int], None]
-    ) -> Answer | None:
+    ) -> DecodeSequence | None:
         """Room for the prompt and all of its answer; None when there is not enough now.
 
         on_end gets the tokens that this pod produced, when the last one is there.
@@ -76,9 +76,9 @@ class DecodePod:
         lease = self.pool.lease(list(chain[: (prompt_len - 1) // size]), total)
         if lease is None:
             return None
-        return Answer(lease, lease.cached_blocks, prompt_len, output_len - 1, on_end, chain)
+        return DecodeSequence(lease, lease.cached_blocks, prompt_len, output_len - 1, on_end, chain)
 
-    def join(self, answer: Answer) -> None:
+    def join(self, answer: DecodeSequence) -> None:
         """Its KV is complete: it decodes as soon as a slot is free."""
         if not self.alive or answer.lease.finished:
             return
@@ -92,12 +92,12 @@ class DecodePod:
         self._admit()
         self._schedule()
 
-    def cancel(self, answer: Answer) -> None:
+    def cancel(self, answer: DecodeSequence) -> None:
         """Gives up a reservation that has not joined; idempotent."""
         if self.alive:
             answer.lease.finish("cancelled")
 
-    def progress(self, answer: Answer) -> int:
+    def progress(self, answer: DecodeSequence) -> int:
         """Tokens that a running answer has got from this pod so far."""
         if answer.end_step == 0.0:
             return 0
@@ -152,7 +152,7 @@ class DecodePod:
             self._context = 0.0
             return
         self._step_s = self._rates.decode_s(running, self._context)
-        steps = min(REFRESH, max(0.0, self._ends[0][0] - self._steps))
+        steps = min(REFRESH_STEPS, max(0.0, self._ends[0][0] - self._steps))
         self._alarm += 1
         alarm = self._alarm
         self._clock.call_after(steps * self._step_s, lambda: self._wake(alarm))
@@ -161,7 +161,7 @@ class DecodePod:
         if not self.alive or alarm != self._alarm:
             return
         self._advance()
-        ended: list[Answer] = []
+        ended: list[DecodeSequence] = []
         while self._ends and self._ends[0][0] <= self._steps + 1e-6:
             _, number, answer = heapq.heappop(self._ends)
             del self._running[number]

@@ -9,9 +9,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from common.index_reader import BOOKING_S
-from common.index_records import Candidate, Reserved
-from common.index_store import LEASE_MS, OWN_TTL_S, PREFIX_BYTES
+from prefix_index.reader import BOOKING_TTL_S
+from prefix_index.records import BookingCandidate, BookingResult
+from prefix_index.store import HELD_TTL_S, LEASE_MS, STORED_HASH_BYTES
 
 LEASE_S = LEASE_MS / 1e3
 
@@ -49,7 +49,7 @@ class IndexModel:
         if known is not None and known.generation > generation:
             return False
         if known is None or known.generation != generation:
-            known = self._pods[pod] = _Entry(generation, 0.0, now + OWN_TTL_S)
+            known = self._pods[pod] = _Entry(generation, 0.0, now + HELD_TTL_S)
         known.lease_until = now + LEASE_S
         return True
 
@@ -59,7 +59,7 @@ class IndexModel:
         now = self._time()
         if entry is None or entry.generation != generation or entry.number is None or not self._fresh(entry):
             return -1
-        entry.lease_until, entry.set_until = now + LEASE_S, now + OWN_TTL_S
+        entry.lease_until, entry.set_until = now + LEASE_S, now + HELD_TTL_S
         return len(entry.own)
 
     def apply(self, pod: str, generation: int, number: int, stored: Iterable[bytes], evicted: Iterable[bytes]) -> str:
@@ -74,9 +74,9 @@ class IndexModel:
             return "gap"
         if number <= entry.number:
             return "duplicate"
-        entry.own.difference_update(h[:PREFIX_BYTES] for h in evicted)
-        entry.own.update(h[:PREFIX_BYTES] for h in stored)
-        entry.number, entry.set_until = number, self._time() + OWN_TTL_S
+        entry.own.difference_update(h[:STORED_HASH_BYTES] for h in evicted)
+        entry.own.update(h[:STORED_HASH_BYTES] for h in stored)
+        entry.number, entry.set_until = number, self._time() + HELD_TTL_S
         return "ok"
 
     def snapshot(self, pod: str, generation: int, number: int, held: Collection[bytes]) -> str:
@@ -86,8 +86,8 @@ class IndexModel:
             return "fenced"
         if self._fresh(entry) and entry.number is not None and entry.number >= number:
             return "gap"
-        entry.own = {h[:PREFIX_BYTES] for h in held}
-        entry.number, entry.set_until = number, self._time() + OWN_TTL_S
+        entry.own = {h[:STORED_HASH_BYTES] for h in held}
+        entry.number, entry.set_until = number, self._time() + HELD_TTL_S
         return "ok"
 
     def expire(self, pod: str) -> None:
@@ -106,7 +106,7 @@ class IndexModel:
         found: dict[tuple[str, int], int] = {}
         if not chain:
             return found
-        names = [h[:PREFIX_BYTES] for h in chain]
+        names = [h[:STORED_HASH_BYTES] for h in chain]
         first, now = names[0], self._time()
         for pod, generation in pods:
             entry = self._pods.get(pod)
@@ -148,17 +148,17 @@ def _matched(names: Sequence[bytes], own: set[bytes]) -> int:
 
 
 class BookingModel:
-    """The bookings that all gateways share, by pod, oldest first; common/lua/reserve.lua in memory."""
+    """The bookings that all gateways share, by pod, oldest first; prefix_index/lua/reserve.lua in memory."""
 
     def __init__(self, time: Callable[[], float]) -> None:
         """`time` returns seconds of any clock."""
         self._time = time
         self._booked: dict[str, OrderedDict[str, tuple[float, int]]] = {}
 
-    def reserve(self, request_id: str, candidates: Sequence[Candidate]) -> Reserved:
+    def reserve(self, request_id: str, candidates: Sequence[BookingCandidate]) -> BookingResult:
         """Books the request on the cheapest candidate, recent bookings included; on the first of equal ones."""
         now = self._time()
-        units = [self._since(c.pod, now - min(c.age_s, BOOKING_S), request_id) for c in candidates]
+        units = [self._since(c.pod, now - min(c.age_s, BOOKING_TTL_S), request_id) for c in candidates]
         # Costs are rounded as they are on the way to Redis, so that equal costs stay equal.
         costs = [
             round(c.cost_s, 9) + booked * round(c.cost_per_unit_s, 12)
@@ -166,11 +166,11 @@ class BookingModel:
         ]
         chosen = costs.index(min(costs))
         bookings = self._booked.setdefault(candidates[chosen].pod, OrderedDict())
-        while bookings and next(iter(bookings.values()))[0] <= now - BOOKING_S:
+        while bookings and next(iter(bookings.values()))[0] <= now - BOOKING_TTL_S:
             bookings.popitem(last=False)
         bookings[request_id] = now, candidates[chosen].units
         bookings.move_to_end(request_id)
-        return Reserved(chosen, tuple(units))
+        return BookingResult(chosen, tuple(units))
 
     def unbook(self, pod: str, request_id: str) -> None:
         """Ends a booking. Has no effect if there is none."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from common.percentile import percentile
+from common.errors import ConfigError
+from loadtest.slo import parse_slo, percentile
 
 
 @dataclass(slots=True)
-class Outcome:
+class RequestOutcome:
     """One request. Seconds; ttft_s None: it never got a token. gap_s: mean time between its tokens, None without two.
 
     hit_tokens: prompt tokens that prefill did not compute; promised_tokens: what the gateway expected. tries: attempts
@@ -29,7 +30,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Summary:
+class RunSummary:
     """A run in figures. Rates are shares of tokens, times are seconds, percentiles of requests that got a token."""
 
     requests: int
@@ -50,14 +51,19 @@ class Summary:
 
 
 def summarise(
-    outcomes: Sequence[Outcome], prompts_per_pod: Sequence[int], *, computed_tokens: int, sim_s: float, cpu_s: float
-) -> Summary:
+    outcomes: Sequence[RequestOutcome],
+    prompts_per_pod: Sequence[int],
+    *,
+    computed_tokens: int,
+    sim_s: float,
+    cpu_s: float,
+) -> RunSummary:
     """Over all requests of a run."""
     times = [o.ttft_s for o in outcomes if o.ttft_s is not None]
     gaps = [o.mean_itl_s for o in outcomes if o.mean_itl_s is not None]
     tokens = sum(o.prompt_len for o in outcomes if o.ttft_s is not None)
     mean = sum(prompts_per_pod) / max(1, len(prompts_per_pod))
-    return Summary(
+    return RunSummary(
         requests=len(outcomes),
         refused=sum(o.refused for o in outcomes),
         retried=sum(o.attempts > 1 for o in outcomes),
@@ -74,3 +80,33 @@ def summarise(
         sim_s=sim_s,
         cpu_s=cpu_s,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """A request is good when its first token came within ttft_s and its tokens, in the mean, itl_s apart.
+
+    attainment: share of all requests that must be good.
+    """
+
+    ttft_s: float
+    itl_s: float
+    attainment: float = 0.9
+
+    def __post_init__(self) -> None:
+        if not 0 < self.attainment <= 1:
+            raise ConfigError(f"--attainment must be above 0 and at most 1, not {self.attainment}", field="attainment")
+
+    def is_met_by(self, outcome: RequestOutcome) -> bool:
+        """Whether one request was served in time; a refused one was not."""
+        if not outcome.done or outcome.ttft_s is None or outcome.ttft_s > self.ttft_s:
+            return False
+        return outcome.mean_itl_s is None or outcome.mean_itl_s <= self.itl_s
+
+    @classmethod
+    def parse(cls, text: str, attainment: float = 0.9) -> Slo:
+        """`ttft=2s,itl=50ms`. Raises ConfigError."""
+        found = parse_slo(text, ("ttft", "itl"))
+        if missing := [name for name in ("ttft", "itl") if name not in found]:
+            raise ConfigError(f"--slo: {missing[0]} is missing; expected both, as in ttft=2s,itl=50ms", field="slo")
+        return cls(found["ttft"], found["itl"], attainment)

@@ -11,21 +11,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from common.errors import ConfigError
-from common.trace import Trace
-from simulator.cluster import MAX_PODS, Cluster, ClusterSpec
-from simulator.outcome import Outcome, Summary
-from simulator.rates import Rates
-from simulator.slo import Slo
+from loadtest.workload.trace import WorkloadTrace
+from simulator.cluster import MAX_PODS, ClusterSpec, SimulatedCluster
+from simulator.hardware_rates import HardwareRates
+from simulator.outcome import RequestOutcome, RunSummary, Slo
 
 CHUNKS = (512, 1024, 2048, 4096, 8192)
-START_CHUNK = 2048
+INITIAL_CHUNK_TOKENS = 2048
 RATIO_GPUS = 8  # pods with which the ratio is searched when their number is not given
 _STEPS = 6  # bisections: the rate is found within 1/64 of the upper bound
 _HEADROOM = 1.3
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
+class ClusterSetup:
     """Pods of one GPU each."""
 
     prefill: int
@@ -38,12 +37,12 @@ class Setup:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredSetup:
     """A setup at its goodput: requests per second, and how it did there. summary None: it never kept the SLO."""
 
-    setup: Setup
+    setup: ClusterSetup
     goodput: float
-    summary: Summary | None
+    summary: RunSummary | None
     prefill_busy: float = 0.0
     decode_busy: float = 0.0
 
@@ -53,33 +52,33 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class CapacityPlan:
     """measured: every setup that was tried, best goodput per GPU first. needed: the least pods, at the best ratio and
     chunk, that serve the trace at its own rate; None when MAX_PODS do not, or the SLO cannot be kept at all.
     """
 
-    measured: tuple[Measured, ...]
-    needed: Measured | None
+    measured: tuple[MeasuredSetup, ...]
+    needed: MeasuredSetup | None
     runs: int
 
     @property
-    def best(self) -> Measured:
+    def best(self) -> MeasuredSetup:
         return self.measured[0]
 
 
-class Planner:
+class CapacityPlanner:
     """say: told of every setup once it is measured."""
 
     def __init__(
         self,
-        trace: Trace,
+        trace: WorkloadTrace,
         slo: Slo,
-        rates: Rates,
+        rates: HardwareRates,
         *,
         chunks: tuple[int, ...] = CHUNKS,
         decode_seqs: int = 256,
         seed: int = 0,
-        say: Callable[[Measured], None] = lambda measured: None,
+        say: Callable[[MeasuredSetup], None] = lambda measured: None,
     ) -> None:
         if not rates.decode_row_s[0][1] and not rates.decode_overhead_s:
             raise ConfigError(f"--rates: {rates.name} has no decode times", field="rates")
@@ -97,16 +96,16 @@ class Planner:
         self._decode_seqs = decode_seqs
         self._seed = seed
         self._say = say
-        self._known: dict[Setup, Measured] = {}
+        self._known: dict[ClusterSetup, MeasuredSetup] = {}
         self._hit_rate = trace.ideal_hit_rate()
         self.runs = 0
 
-    def plan(self, gpus: int | None = None) -> Plan:
+    def plan(self, gpus: int | None = None) -> CapacityPlan:
         """With so many GPUs; with any number when None. Raises ConfigError."""
         total = gpus or RATIO_GPUS
         if not 2 <= total <= MAX_PODS:
             raise ConfigError(f"--gpus must be from 2 to {MAX_PODS}, not {total}", field="gpus")
-        chunk = min(self._chunks, key=lambda tokens: abs(tokens - START_CHUNK))
+        chunk = min(self._chunks, key=lambda tokens: abs(tokens - INITIAL_CHUNK_TOKENS))
         best = self._climb_ratio(total, chunk)
         best = self._climb_chunk(best)
         if best.setup.chunk_tokens != chunk:
@@ -117,22 +116,22 @@ class Planner:
         ranked = sorted(self._known.values(), key=lambda m: (-m.per_gpu, m.setup.gpus, m.setup.chunk_tokens))
         if gpus is None:  # the least pods are another question's answer
             ranked = [m for m in ranked if m.setup.gpus == total]
-        return Plan(tuple(ranked), needed, self.runs)
+        return CapacityPlan(tuple(ranked), needed, self.runs)
 
-    def _climb_ratio(self, total: int, chunk: int, start: int = 0) -> Measured:
+    def _climb_ratio(self, total: int, chunk: int, start: int = 0) -> MeasuredSetup:
         """Along the number of prefill pods, uphill from where the work balances."""
         prefill = min(total - 1, max(1, start or round(total * self._prefill_share(chunk))))
-        best = self._measure(Setup(prefill, total - prefill, chunk))
+        best = self._measure(ClusterSetup(prefill, total - prefill, chunk))
         for step in (1, -1):
             while 1 <= best.setup.prefill + step < total:
                 at = best.setup.prefill + step
-                other = self._measure(Setup(at, total - at, chunk))
+                other = self._measure(ClusterSetup(at, total - at, chunk))
                 if other.goodput <= best.goodput:
                     break
                 best = other
         return best
 
-    def _climb_chunk(self, best: Measured) -> Measured:
+    def _climb_chunk(self, best: MeasuredSetup) -> MeasuredSetup:
         for step in (1, -1):
             while 0 <= (at := self._chunks.index(best.setup.chunk_tokens) + step) < len(self._chunks):
                 other = self._measure(replace(best.setup, chunk_tokens=self._chunks[at]))
@@ -141,23 +140,23 @@ class Planner:
                 best = other
         return best
 
-    def _smallest(self, best: Measured) -> Measured | None:
+    def _smallest(self, best: MeasuredSetup) -> MeasuredSetup | None:
         """The least pods at about this ratio that take the trace as fast as it was recorded."""
         share = best.setup.prefill / best.setup.gpus
         total = max(2, int(self._trace.rate / best.per_gpu))
         for gpus in range(total, min(MAX_PODS, 2 * total + 8) + 1):
             prefill = min(gpus - 1, max(1, round(gpus * share)))
-            setup = Setup(prefill, gpus - prefill, best.setup.chunk_tokens)
+            setup = ClusterSetup(prefill, gpus - prefill, best.setup.chunk_tokens)
             kept = self._meets_slo_at(setup, self._trace.rate)
             if kept is not None:
                 return kept
         return None
 
-    def _measure(self, setup: Setup) -> Measured:
+    def _measure(self, setup: ClusterSetup) -> MeasuredSetup:
         if setup in self._known:
             return self._known[setup]
         low, high = 0.0, _HEADROOM * self._max_rate(setup)
-        found = Measured(setup, 0.0, None)
+        found = MeasuredSetup(setup, 0.0, None)
         for step in range(_STEPS):
             rate = (low + high) / 2
             kept = self._meets_slo_at(setup, rate)
@@ -171,14 +170,14 @@ class Planner:
         self._say(found)
         return found
 
-    def _meets_slo_at(self, setup: Setup, rate: float) -> Measured | None:
+    def _meets_slo_at(self, setup: ClusterSetup, rate: float) -> MeasuredSetup | None:
         """How the setup does at a rate; None when it does not keep the SLO there."""
         self.runs += 1
         trace = self._trace.sped_up(rate / self._trace.rate)
         allowed = int(len(trace.requests) * (1 - self._slo.attainment) + 1e-9)
         bad = 0
 
-        def stop(outcome: Outcome) -> bool:
+        def stop(outcome: RequestOutcome) -> bool:
             nonlocal bad
             bad += not self._slo.is_met_by(outcome)
             return bad > allowed
@@ -192,21 +191,21 @@ class Planner:
             decode_seqs=self._decode_seqs,
             seed=self._seed,
         )
-        result = Cluster(spec, trace).run(stop)
+        result = SimulatedCluster(spec, trace).run(stop)
         if bad > allowed:
             return None
         busy = {
             kind: sum(share for name, share in result.busy.items() if name.startswith(kind)) / count
             for kind, count in (("prefill", setup.prefill), ("decode", setup.decode))
         }
-        return Measured(setup, rate, result.summary, busy["prefill"], busy["decode"])
+        return MeasuredSetup(setup, rate, result.summary, busy["prefill"], busy["decode"])
 
     def _prefill_share(self, chunk: int) -> float:
         """The share of all pod seconds that prompts need."""
         prefill, decode = self._work_s(chunk)
         return prefill / (prefill + decode)
 
-    def _max_rate(self, setup: Setup) -> float:
+    def _max_rate(self, setup: ClusterSetup) -> float:
         """Requests per second that no such setup exceeds: all prefixes shared, all pods always busy."""
         prefill, decode = self._work_s(setup.chunk_tokens)
         return min(setup.prefill / prefill, setup.decode / decode)

@@ -6,9 +6,8 @@ import heapq
 import random
 from collections.abc import Callable, Sequence
 
-from gateway.routing.demand import Demand
-from gateway.routing.policy import MIN_OPTIONS, CostPolicy, Option, Policy, make_option
-from gateway.routing.view import PodView
+from gateway.pods.view import PodView
+from gateway.routing.policy import MIN_OPTIONS, CostPolicy, PodOption, RoutingPolicy, RoutingRequest, make_option
 
 
 class RoundRobin:
@@ -19,17 +18,17 @@ class RoundRobin:
     def __init__(self, rng: random.Random) -> None:
         self._turns = {"prefill": rng.randrange(1 << 16), "decode": rng.randrange(1 << 16)}
 
-    def rank_prefill_pods(self, demand: Demand, views: Sequence[PodView], now: float) -> list[Option]:
+    def rank_prefill_pods(self, demand: RoutingRequest, views: Sequence[PodView], now: float) -> list[PodOption]:
         """Returns the pods in their order, from the next one on."""
         return self._next("prefill", demand, [v for v in views if v.max_request_tokens >= demand.prompt_len])
 
-    def rank_decode_pods(self, demand: Demand, views: Sequence[PodView], now: float) -> list[Option]:
+    def rank_decode_pods(self, demand: RoutingRequest, views: Sequence[PodView], now: float) -> list[PodOption]:
         """Returns the pods in their order, from the next one on."""
         return self._next(
             "decode", demand, [v for v in views if v.max_request_tokens >= demand.prompt_len + demand.max_tokens]
         )
 
-    def _next(self, side: str, demand: Demand, views: list[PodView]) -> list[Option]:
+    def _next(self, side: str, demand: RoutingRequest, views: list[PodView]) -> list[PodOption]:
         if not views:
             return []
         turn = self._turns[side] % len(views)
@@ -46,17 +45,17 @@ class LeastLoaded:
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
 
-    def rank_prefill_pods(self, demand: Demand, views: Sequence[PodView], now: float) -> list[Option]:
+    def rank_prefill_pods(self, demand: RoutingRequest, views: Sequence[PodView], now: float) -> list[PodOption]:
         """Returns the pods by their queues in seconds."""
         fit = [view for view in views if view.max_request_tokens >= demand.prompt_len]
         return self._order(demand, [(view.queue_s(now), view, None, view.prefill_s_per_token) for view in fit])
 
-    def rank_decode_pods(self, demand: Demand, views: Sequence[PodView], now: float) -> list[Option]:
+    def rank_decode_pods(self, demand: RoutingRequest, views: Sequence[PodView], now: float) -> list[PodOption]:
         """Returns the pods by their numbers of sequences."""
         fit = [view for view in views if view.max_request_tokens >= demand.prompt_len + demand.max_tokens]
         return self._order(demand, [(float(view.num_sequences()), view, 1, 1.0) for view in fit])
 
-    def _order(self, demand: Demand, scored: list[tuple[float, PodView, int | None, float]]) -> list[Option]:
+    def _order(self, demand: RoutingRequest, scored: list[tuple[float, PodView, int | None, float]]) -> list[PodOption]:
         promises = demand.expected_hits()
         self._rng.shuffle(scored)
         best = heapq.nsmallest(MIN_OPTIONS, scored, key=lambda entry: entry[0])
@@ -73,23 +72,23 @@ class PrefixOnly:
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
 
-    def rank_prefill_pods(self, demand: Demand, views: Sequence[PodView], now: float) -> list[Option]:
+    def rank_prefill_pods(self, demand: RoutingRequest, views: Sequence[PodView], now: float) -> list[PodOption]:
         """Returns the pods by the length of the prefix that they hold."""
         return self._order(demand, [view for view in views if view.max_request_tokens >= demand.prompt_len])
 
-    def rank_decode_pods(self, demand: Demand, views: Sequence[PodView], now: float) -> list[Option]:
+    def rank_decode_pods(self, demand: RoutingRequest, views: Sequence[PodView], now: float) -> list[PodOption]:
         """Returns the pods by the length of the prefix that they hold."""
         need = demand.prompt_len + demand.max_tokens
         return self._order(demand, [view for view in views if view.max_request_tokens >= need])
 
-    def _order(self, demand: Demand, views: list[PodView]) -> list[Option]:
+    def _order(self, demand: RoutingRequest, views: list[PodView]) -> list[PodOption]:
         self._rng.shuffle(views)
         promises = demand.expected_hits()
         best = heapq.nlargest(MIN_OPTIONS, views, key=lambda view: promises.get(view.name, 0))
         return [make_option(demand, promises, view) for view in best]
 
 
-_POLICIES: dict[str, Callable[[random.Random], Policy]] = {
+_POLICIES: dict[str, Callable[[random.Random], RoutingPolicy]] = {
     "cost": CostPolicy,
     "round_robin": RoundRobin,
     "least_loaded": LeastLoaded,
@@ -102,6 +101,6 @@ POLICIES = tuple(_POLICIES)
 INFORMED = ("cost", "prefix_only")
 
 
-def make_policy(name: str, rng: random.Random) -> Policy:
+def make_policy(name: str, rng: random.Random) -> RoutingPolicy:
     """Returns a new policy; `name` is one of POLICIES."""
     return _POLICIES[name](rng)

@@ -10,13 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from common.block_hash import matchable_blocks
-from common.index_records import PodLoad
-from common.types import FinishReason, SamplingParams, ValidRequest
-from engine.block_pool import BlockPool
-from engine.scheduler import Batch, Scheduler, SchedulerConfig
-from engine.sequence import Sequence as EngineSequence
-from simulator.clock import Clock
-from simulator.rates import Rates
+from common.types import FinishReason, PodLoad, SamplingParams, ValidRequest
+from engine.kv.blocks import BlockPool
+from engine.schedule.scheduler import ScheduledBatch, Scheduler, SchedulerConfig
+from engine.schedule.sequence import Sequence as EngineSequence
+from simulator.clock import VirtualClock
+from simulator.hardware_rates import HardwareRates
 
 _FINGERPRINT = "00" * 16  # nothing is hashed: a trace names its blocks
 _ONE_TOKEN = SamplingParams(max_tokens=1)
@@ -38,7 +37,7 @@ class PodShape:
         return self.block_size * self.num_blocks
 
 
-class Prompt(EngineSequence):
+class PromptSequence(EngineSequence):
     """A sequence whose block hashes come from a trace. on_chunk(tokens left, tokens of this chunk), on_first()."""
 
     __slots__ = ("block_hashes", "on_chunk", "on_first")
@@ -65,13 +64,13 @@ class Prompt(EngineSequence):
         return self.block_hashes[: self.computed // self.block_size]
 
 
-class PrefillPod:
+class SimulatedPrefillPod:
     """One process; a restart is another object. stored and evicted get the pool's changes, as an engine's would."""
 
     def __init__(
         self,
-        clock: Clock,
-        rates: Rates,
+        clock: VirtualClock,
+        rates: HardwareRates,
         shape: PodShape,
         *,
         stored: Callable[[list[bytes]], None],
@@ -91,7 +90,7 @@ class PrefillPod:
         self._stepping = False
         self._rate = 0.0
 
-    def add(self, prompt: Prompt) -> None:
+    def add(self, prompt: PromptSequence) -> None:
         """Queues a prompt. Raises InvalidRequest when it can never fit."""
         self._scheduler.add(prompt)
         self._wake()
@@ -103,13 +102,13 @@ class PrefillPod:
             lease.publish(chain)
             lease.finish("pulled")
 
-    def release(self, prompt: Prompt) -> None:
+    def release(self, prompt: PromptSequence) -> None:
         """Its KV has left: the blocks stay cached and may be evicted."""
         if self.alive and prompt.lease is not None:
             prompt.lease.finish("handed off")
             self._wake()
 
-    def cancel(self, prompt: Prompt) -> None:
+    def cancel(self, prompt: PromptSequence) -> None:
         """Takes a prompt out wherever it is; idempotent."""
         self._scheduler.abort(prompt.request_id)
         self.release(prompt)
@@ -147,17 +146,17 @@ class PrefillPod:
         seconds = self._rates.prefill_s([(item.start, item.num_new) for item in batch.scheduled])
         self._clock.call_after(seconds, lambda: self._done(batch, seconds))
 
-    def _done(self, batch: Batch, seconds: float) -> None:
+    def _done(self, batch: ScheduledBatch, seconds: float) -> None:
         if not self.alive:
             return
         self.busy_s += seconds
         self.computed_tokens += batch.num_tokens
         rate = batch.num_tokens / seconds
         self._rate = _RATE_MEMORY * self._rate + (1 - _RATE_MEMORY) * rate if self._rate else rate
-        finished: list[Prompt] = []
+        finished: list[PromptSequence] = []
         for item in batch.scheduled:
             prompt = item.seq
-            assert isinstance(prompt, Prompt)
+            assert isinstance(prompt, PromptSequence)
             if prompt.finish_reason is not None or prompt.lease is None or prompt.lease.finished:
                 continue  # cancelled during the step
             prompt.computed += item.num_new

@@ -19,8 +19,8 @@ from typing import Any, Self
 
 import orjson
 
-from common.atomic_file import replace_file
 from common.errors import ConfigError
+from common.process.atomic_file import write_file_atomically
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 ANSWERED = 200
@@ -231,7 +231,9 @@ class Answers:
                 self.done[custom_id] = status != ANSWERED
                 kept.append(line)
         if torn or len(kept) < len(lines):
-            replace_file(self._path, b"".join(line + b"\n" for line in kept), self._path.stat().st_mode & 0o777)
+            write_file_atomically(
+                self._path, b"".join(line + b"\n" for line in kept), self._path.stat().st_mode & 0o777
+            )
 
 
 def _of_answer(line: bytes, where: str) -> tuple[str, int]:

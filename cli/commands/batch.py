@@ -26,8 +26,8 @@ from cli.options import (
     load,
     opt,
 )
-from common.config import UpConfig
 from common.errors import ConfigError
+from common.settings.configs import UpConfig
 
 if TYPE_CHECKING:  # only imported when the command runs
     from rich.console import Console

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from cli.options import Redis, opt
-from common import config_kinds as kinds
 from common.errors import ConfigError
+from common.settings import kinds
 
 
 def doctor(

@@ -25,7 +25,7 @@ from cli.options import (
     load,
     opt,
 )
-from common.config import GatewayConfig
+from common.settings.configs import GatewayConfig
 
 
 def gateway(
@@ -94,7 +94,7 @@ def gateway(
 
 async def _serve(settings: GatewayConfig) -> None:
     from cli.demo.model import demo_model
-    from common.models import SMOLLM2
+    from common.model.directory import SMOLLM2
     from gateway.server import serve
 
     if SMOLLM2 in settings.served_models().values():

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from cli.options import Redis, opt
-from common import config_kinds as kinds
 from common.errors import ConfigError
+from common.settings import kinds
 
 if TYPE_CHECKING:  # only imported when a command runs
-    from gateway.admission.key_store import KeyFile, KeyHash
-    from gateway.admission.keys import ApiKey
+    from gateway.admission.api_keys import ApiKey
+    from gateway.admission.key_store import KeyFile, RedisKeyStore
 
 _T = TypeVar("_T")
 
@@ -60,7 +60,7 @@ def keys_create(
     fields = {k: v for k, v in locals().items() if k not in ("tenant", "api_keys", "redis", "model", "days")}
     from rich.console import Console
 
-    from gateway.admission.keys import mint
+    from gateway.admission.api_keys import create_key
 
     store = _Store(api_keys, redis)
     try:
@@ -69,7 +69,7 @@ def keys_create(
         raise ConfigError(f"tenant: {tenant!r} will not do; expected {kinds.NAME.expected}", field="tenant") from e
     if days:
         fields["expires"] = datetime.now(UTC).replace(microsecond=0) + timedelta(days=days)
-    key, record = mint(tenant, models=tuple(model or ()), **fields)
+    key, record = create_key(tenant, models=tuple(model or ()), **fields)
     store.add(record)
     Console().print(key, markup=False, highlight=False, soft_wrap=True)
     Console(stderr=True).print(
@@ -121,15 +121,15 @@ class _Store:
 
     def __init__(self, api_keys: str | None, redis: str | None) -> None:
         """The two options; an option that is not given comes from the environment."""
-        from gateway.admission.key_ring import IN_REDIS
+        from gateway.admission.key_ring import REDIS_SOURCE
 
         source, redis = api_keys or os.environ.get("BATON_API_KEYS"), redis or os.environ.get("BATON_REDIS")
         if not source:
             raise ConfigError("--api-keys: missing; expected a file, or redis", field="api_keys")
-        if source == IN_REDIS and redis is None:
+        if source == REDIS_SOURCE and redis is None:
             raise ConfigError("--api-keys: redis needs --redis, where the keys are", field="api_keys")
         self.name = source
-        self._redis = redis if source == IN_REDIS else None
+        self._redis = redis if source == REDIS_SOURCE else None
 
     def read(self) -> list[ApiKey]:
         if self._redis is not None:
@@ -152,14 +152,14 @@ class _Store:
 
         return KeyFile(Path(self.name))
 
-    def _ask(self, call: Callable[[KeyHash], Awaitable[_T]]) -> _T:
+    def _ask(self, call: Callable[[RedisKeyStore], Awaitable[_T]]) -> _T:
         assert self._redis is not None
         url = self._redis
 
         async def work() -> _T:
-            from gateway.admission.key_store import KeyHash
+            from gateway.admission.key_store import RedisKeyStore
 
-            store = KeyHash(url)
+            store = RedisKeyStore(url)
             try:
                 return await call(store)
             finally:

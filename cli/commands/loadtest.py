@@ -25,10 +25,10 @@ from cli.service import fast_loop
 from common.errors import ConfigError
 
 if TYPE_CHECKING:  # load tests are only imported when the command runs
-    from loadtest.client import Client
+    from loadtest.client.base import LoadClient
     from loadtest.config import LoadConfig
-    from loadtest.run import Run
-    from loadtest.runner import Runner
+    from loadtest.run import LoadRun
+    from loadtest.runner import LoadRunner
 
 
 def loadtest(
@@ -179,15 +179,15 @@ class Output:
         """Files, and the figures on stdout."""
         from rich.console import Console
 
-        from loadtest import report, run_file, tables
+        from loadtest.report import files, html, tables
 
         if self.out is not None:
-            run_file.write(self.out, told)
+            files.write(self.out, told)
         if self.html is not None:
-            run_file.write_text(self.html, report.page([told], ["run"]))
+            files.write_text(self.html, html.page([told], ["run"]))
         if self.as_json:
             figures_only = {k: v for k, v in told.items() if k not in ("records", "curves_ms", "series")}
-            print(run_file.dumps(figures_only))  # noqa: T201
+            print(files.dumps(figures_only))  # noqa: T201
         else:
             tables.show(Console(), told)
 
@@ -200,18 +200,19 @@ class Output:
 def _measure(config: LoadConfig, shown: Output) -> dict[str, Any]:
     from importlib import metadata
 
-    from loadtest import figures, progress
+    from loadtest import progress
+    from loadtest.report import figures
 
     watch = None if shown.quiet else functools.partial(progress.show, out=sys.stderr)
-    return figures.document(run_sync(config, watch=watch), metadata.version("baton-serving"))
+    return figures.build_document(run_sync(config, watch=watch), metadata.version("baton-serving"))
 
 
 def _sweep(rates: tuple[float, ...], flags: Mapping[str, Any], shown: Output) -> int:
     from rich.console import Console
 
-    from loadtest import tables
     from loadtest.config import LoadConfig
-    from loadtest.sweep import kept, sweep
+    from loadtest.report import tables
+    from loadtest.sweep import slo_kept, sweep
 
     if flags.get("rate") is not None:
         raise ConfigError("--rate and --rates exclude each other", field="rates")
@@ -224,22 +225,22 @@ def _sweep(rates: tuple[float, ...], flags: Mapping[str, Any], shown: Output) ->
         done.append(told)
     if done[-1]["stopped"]:
         return exits.INTERRUPTED
-    best = [told for told in done if kept(told, config)]
+    best = [told for told in done if slo_kept(told, config)]
     if not shown.as_json:
         tables.show_sweep(Console(), done, best[-1] if best else None)
     return 0 if best else exits.FAILED
 
 
-def run_sync(config: LoadConfig, *, watch: Callable[[Run], Awaitable[None]] | None = None) -> Run:
+def run_sync(config: LoadConfig, *, watch: Callable[[LoadRun], Awaitable[None]] | None = None) -> LoadRun:
     """One run in an event loop of its own; Ctrl-C ends it early. Raises ConfigError, Unavailable."""
-    from common.trace import load_trace
-    from loadtest.runner import Runner
+    from loadtest.runner import LoadRunner
+    from loadtest.workload.trace import load_trace
 
     trace = None if config.trace is None else load_trace(config.trace)
 
-    async def work() -> Run:
+    async def work() -> LoadRun:
         client = _client(config)
-        runner = Runner(config, client, trace)
+        runner = LoadRunner(config, client, trace)
         _stop_at_signals(runner)
         watching = None if watch is None else asyncio.ensure_future(watch(runner.run))
         try:
@@ -255,7 +256,7 @@ def run_sync(config: LoadConfig, *, watch: Callable[[Run], Awaitable[None]] | No
         return loop.run(work())
 
 
-def _stop_at_signals(runner: Runner) -> None:
+def _stop_at_signals(runner: LoadRunner) -> None:
     """The first Ctrl-C, or the end that a cluster orders, stops the run; the second ends the process."""
     loop = asyncio.get_running_loop()
 
@@ -276,13 +277,13 @@ def _allow_connections() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def _client(config: LoadConfig) -> Client:
+def _client(config: LoadConfig) -> LoadClient:
     """The client of the protocol; gRPC is only imported where it is used."""
     if config.protocol == "grpc":
-        from loadtest.grpc_client import GrpcClient
+        from loadtest.client.grpc_client import GrpcClient
 
         return GrpcClient(config)
-    from loadtest.rest_client import RestClient
+    from loadtest.client.rest_client import RestClient
 
     return RestClient(config)
 
@@ -299,15 +300,16 @@ def _fine(told: Mapping[str, Any], config: LoadConfig, most_failed: float | None
 def _compare(a: Path, b: Path, html: Path | None, tolerance: float | None) -> int:
     from rich.console import Console
 
-    from loadtest import report, run_file, tables
-    from loadtest.comparison import compare
+    from loadtest.report import files, tables
+    from loadtest.report import html as html_report
+    from loadtest.report.comparison import compare_runs
 
-    runs = [run_file.read(path) for path in (a, b)]
+    runs = [files.read(path) for path in (a, b)]
     names = [a.stem, b.stem] if a.stem != b.stem else [str(a), str(b)]
-    comparison = compare(*runs)
+    comparison = compare_runs(*runs)
     tables.show_comparison(Console(), comparison, names)
     if html is not None:
-        run_file.write_text(html, report.page(runs, names, comparison))
+        files.write_text(html, html_report.page(runs, names, comparison))
     worse = [] if tolerance is None else comparison.worse(tolerance)
     for row in worse:
         print(f"worse by {row.worse_by:.1%}: {row.name}", file=sys.stderr)  # noqa: T201

@@ -13,10 +13,10 @@ from cli.options import opt
 from common.errors import ConfigError
 
 if TYPE_CHECKING:  # the simulator is only imported when the command runs
-    from common.trace import Trace
-    from simulator.planner import Measured, Plan
-    from simulator.rates import Rates
-    from simulator.slo import Slo
+    from loadtest.workload.trace import WorkloadTrace
+    from simulator.hardware_rates import HardwareRates
+    from simulator.outcome import Slo
+    from simulator.planner import CapacityPlan, MeasuredSetup
 
 DEFAULT_RATES = "h100-8b"
 DEFAULT_REQUESTS = 1500
@@ -61,11 +61,11 @@ def run(
     """Values are as typed. The exit code: 0, or 1 when no setup keeps the SLO. Raises ConfigError."""
     from rich.console import Console
 
-    from common.trace import load_trace
+    from loadtest.workload.trace import load_trace
     from simulator.cluster import MAX_PODS
-    from simulator.planner import CHUNKS, Planner
-    from simulator.rates import load_rates
-    from simulator.slo import Slo
+    from simulator.hardware_rates import load_rates
+    from simulator.outcome import Slo
+    from simulator.planner import CHUNKS, CapacityPlanner
 
     if trace is None or slo is None:
         raise ConfigError("--trace FILE and --slo ttft=TIME,itl=TIME are needed", field="trace" if slo else "slo")
@@ -81,11 +81,11 @@ def run(
     console = Console(stderr=True)
     status = console.status("simulating") if console.is_terminal and not as_json else None
 
-    def say(measured: Measured) -> None:
+    def say(measured: MeasuredSetup) -> None:
         if status is not None:
             status.update(f"simulating; {_short(measured)}")
 
-    planner = Planner(used, wanted, model, chunks=sizes, say=say)
+    planner = CapacityPlanner(used, wanted, model, chunks=sizes, say=say)
     if status is not None:
         with status:
             plan = planner.plan(pods)
@@ -104,7 +104,9 @@ def run(
     return 0 if plan.best.goodput > 0 else 1
 
 
-def assumptions(recorded: Trace, used: Trace, slo: Slo, rates: Rates, gpus: int | None) -> list[str]:
+def assumptions(
+    recorded: WorkloadTrace, used: WorkloadTrace, slo: Slo, rates: HardwareRates, gpus: int | None
+) -> list[str]:
     """What the figures rest on, a sentence each."""
     from simulator.planner import RATIO_GPUS
 
@@ -136,7 +138,7 @@ def assumptions(recorded: Trace, used: Trace, slo: Slo, rates: Rates, gpus: int 
     ]
 
 
-def _show(plan: Plan, trace: Trace, slo: Slo, gpus: int | None, notes: list[str]) -> None:
+def _show(plan: CapacityPlan, trace: WorkloadTrace, slo: Slo, gpus: int | None, notes: list[str]) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -164,7 +166,7 @@ def _show(plan: Plan, trace: Trace, slo: Slo, gpus: int | None, notes: list[str]
         console.print(f"- {note}")
 
 
-def _cells(measured: Measured) -> list[str]:
+def _cells(measured: MeasuredSetup) -> list[str]:
     setup, summary = measured.setup, measured.summary
     cells = [f"{setup.prefill}:{setup.decode}", str(setup.chunk_tokens)]
     if summary is None:
@@ -180,13 +182,13 @@ def _cells(measured: Measured) -> list[str]:
     ]
 
 
-def _short(measured: Measured) -> str:
+def _short(measured: MeasuredSetup) -> str:
     setup = measured.setup
     return f"{setup.prefill}:{setup.decode}, chunks of {setup.chunk_tokens}: {measured.per_gpu:.3f} requests/s per GPU"
 
 
-def _document(plan: Plan, trace: Trace, notes: list[str]) -> dict[str, Any]:
-    def row(measured: Measured) -> dict[str, Any]:
+def _document(plan: CapacityPlan, trace: WorkloadTrace, notes: list[str]) -> dict[str, Any]:
+    def row(measured: MeasuredSetup) -> dict[str, Any]:
         return {
             **asdict(measured.setup),
             "gpus": measured.setup.gpus,

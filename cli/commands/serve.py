@@ -44,7 +44,7 @@ from cli.options import (
     load,
     opt,
 )
-from common.config import PodConfig
+from common.settings.configs import PodConfig
 from common.types import Role
 
 
@@ -130,9 +130,9 @@ async def _serve(settings: PodConfig) -> None:
 def _resolved(settings: PodConfig) -> PodConfig:
     """The same with the model's directory, and the name that clients use for it. Raises ConfigError."""
     from cli.demo.model import prepared
-    from common.models import SMOLLM2, served_name
+    from common.model.directory import SMOLLM2, default_served_name
 
-    known_as = settings.served_name or served_name(settings.model)
+    known_as = settings.served_name or default_served_name(settings.model)
     weights = settings.load_format == "auto"
     say = functools.partial(typer.echo, err=True)
     model = prepared(settings.model, tokenizer=False, weights=weights, say=say)

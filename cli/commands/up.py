@@ -41,7 +41,7 @@ from cli.options import (
     load,
     opt,
 )
-from common.config import UpConfig
+from common.settings.configs import UpConfig
 
 
 def up(

@@ -16,7 +16,7 @@ from cli.options import (
     load,
     opt,
 )
-from common.config import WorkerConfig
+from common.settings.configs import WorkerConfig
 
 
 def worker(

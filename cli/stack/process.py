@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Self
 
 from common.errors import ConfigError
-from common.tether import tethered
+from common.process.tether import tether_command
 
 
 class PortLease:
@@ -87,7 +87,7 @@ class ChildProcess:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as out:
             self._popen = subprocess.Popen(
-                tethered(self.argv),
+                tether_command(self.argv),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,

@@ -19,10 +19,10 @@ from cli import probes
 from cli.gpus import Gpu, grouped, joined, shared_out, visible_gpus
 from cli.stack.process import ChildProcess, PortLease
 from cli.stack.supervisor import Probe, ServiceSpec
-from common.config import DEFAULT_PORT, DEFAULT_SECRET, UpConfig
 from common.errors import ConfigError
-from common.host_memory import host_memory
-from common.models import model_path, served_name
+from common.model.directory import default_served_name, expected_model_path
+from common.settings.configs import DEFAULT_PORT, DEFAULT_SECRET, UpConfig
+from common.telemetry import memory_usage
 from common.types import Role
 
 # (start, stop): the store first and last; the gateway leaves before the pods, so that what runs can end.
@@ -81,7 +81,7 @@ class Stack:
             grpc = lease(config.grpc_port, "grpc_port")
             secret = config.secret if config.secret != DEFAULT_SECRET else secrets.token_hex(16)
             child_env = _child_env(env, secret)
-            model = config.served_name or served_name(config.model)
+            model = config.served_name or default_served_name(config.model)
             specs: list[ServiceSpec] = []
             if config.redis is None:
                 store = lease()
@@ -159,7 +159,7 @@ def _host_cache(config: UpConfig, *, on_gpus: bool) -> int:
         return config.host_cache
     if not on_gpus or config.tensor_parallel_size > 1:
         return 0
-    part = int(host_memory().free * HOST_SHARE) // (config.prefill + config.decode)
+    part = int(memory_usage().free * HOST_SHARE) // (config.prefill + config.decode)
     return min(part, MOST_HOST_CACHE)
 
 
@@ -228,7 +228,7 @@ def _spec(
 
 
 def _draft(model: str | None) -> dict[str, str]:
-    return {} if model is None else {"speculation-model": str(model_path(model))}
+    return {} if model is None else {"speculation-model": str(expected_model_path(model))}
 
 
 def _default_port(leases: list[PortLease], say: Callable[[str], None]) -> PortLease:

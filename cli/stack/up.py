@@ -27,8 +27,8 @@ from cli.demo.model import prepared
 from cli.stack.display import Board
 from cli.stack.stack import Stack
 from cli.stack.supervisor import Supervisor
-from common.config import UpConfig
-from common.models import model_path
+from common.model.directory import expected_model_path
+from common.settings.configs import UpConfig
 
 READY_TIMEOUT_S = 600.0
 TEARDOWN_GRACE_S = 25.0  # what a service may take after its drain, more than the 15 s it gives itself
@@ -59,7 +59,7 @@ async def run_stack(config: UpConfig, work: Work | None) -> int:
     board = Board(Console(highlight=False))
     log_dir = Path(config.log_dir) if config.log_dir else _new_log_dir()
     # Ports first: that one is taken shall not be told after a minute of converting a model.
-    stack = Stack.plan(config, model_path(config.model), log_dir, say=board.say)
+    stack = Stack.plan(config, expected_model_path(config.model), log_dir, say=board.say)
     try:
         weights = config.load_format == "auto"
         await asyncio.to_thread(prepared, config.model, weights=weights, say=board.say)

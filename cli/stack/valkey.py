@@ -18,7 +18,7 @@ from pathlib import Path
 import redis.asyncio as redis
 
 from common.errors import ConfigError, Unavailable
-from common.tether import tethered
+from common.process.tether import tether_command
 
 START_TIMEOUT_S = 10.0
 PORTS_TRIED = 4
@@ -60,7 +60,7 @@ class EmbeddedValkey:
     async def _start(self, binary: Path, port: int) -> str:
         log = self._directory / "valkey.log"
         self._process = await asyncio.create_subprocess_exec(
-            *tethered([str(binary)]),
+            *tether_command([str(binary)]),
             *("--port", str(port), "--bind", "127.0.0.1", "--dir", str(self._directory), "--logfile", str(log)),
             *("--save", "", "--appendonly", "no", "--daemonize", "no", "--maxmemory-policy", "noeviction"),
             *self._arguments,

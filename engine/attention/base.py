@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 from torch import Tensor
 
-from engine.layer_kv import LayerKV
+from engine.kv.layer_kv import LayerKV
 
 M = TypeVar("M")
 

@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.attention.base import StepShape
-from engine.layer_kv import LayerKV, decode, encode
+from engine.kv.layer_kv import LayerKV, dequantize_e4m3, quantize_e4m3
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class RowGroup:
     """Rows padded to `width` new tokens and a common context.
 
     gather: int64 indices of the blocks to read, see TorchAttention._gather. tokens[rows * width]: flat token of each
@@ -46,7 +46,7 @@ class TorchMetadata:
 
     block: Tensor | None
     slot: Tensor
-    groups: tuple[Group, ...]
+    groups: tuple[RowGroup, ...]
     ends: np.ndarray
     table: np.ndarray
 
@@ -122,7 +122,7 @@ class TorchAttention:
         if cache.scales is None:
             cache.kv[metadata.block, :, :, metadata.slot] = kv
         else:
-            cache.kv[metadata.block, :, :, metadata.slot], scales = encode(kv)
+            cache.kv[metadata.block, :, :, metadata.slot], scales = quantize_e4m3(kv)
             cache.scales[metadata.block, :, metadata.slot] = scales.transpose(1, 2)
 
     def attend(self, query: Tensor, kv: Tensor, cache: LayerKV, metadata: TorchMetadata, window: int | None) -> Tensor:
@@ -139,7 +139,7 @@ class TorchAttention:
                 out.index_copy_(0, group.tokens[group.valid], result[group.valid])
         return out
 
-    def _attend_group(self, query: Tensor, cache: LayerKV, group: Group, window: int | None) -> Tensor:
+    def _attend_group(self, query: Tensor, cache: LayerKV, group: RowGroup, window: int | None) -> Tensor:
         """Attention of query[rows * width, heads, head_dim], same shape out."""
         rows, width, fold, dim = group.rows, group.width, self._heads_per_kv, self._head_dim
         keys, values = self._gather(cache, group, query.dtype)
@@ -154,7 +154,7 @@ class TorchAttention:
         out = out.reshape(rows, self._kv_heads, fold, width, dim).permute(0, 3, 1, 2, 4)
         return out.reshape(rows * width, self._kv_heads * fold, dim)
 
-    def _gather(self, cache: LayerKV, group: Group, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _gather(self, cache: LayerKV, group: RowGroup, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Keys and values of a group, [rows, kv_heads, context, head_dim] each."""
         heads, size, dim = self._kv_heads, self._block_size, self._head_dim
         if self._rows_per_block is None:
@@ -166,7 +166,7 @@ class TorchAttention:
             both = table.index_select(0, group.gather).view(2, group.rows, heads, -1, dim)
         if cache.scales is not None:
             scales = cache.scales[group.gather].permute(4, 0, 2, 1, 3).reshape(2, group.rows, heads, -1)
-            both = decode(both, scales, dtype)
+            both = dequantize_e4m3(both, scales, dtype)
         keys, values = both.unbind(0)
         return keys, values
 
@@ -179,7 +179,7 @@ class TorchAttention:
         table: np.ndarray,
         *,
         alone: bool,
-    ) -> Group:
+    ) -> RowGroup:
         width = int(num_new[rows].max())
         ends = starts[rows] + num_new[rows]
         blocks = table[rows, : -(-int(ends.max()) // self._block_size)]
@@ -187,7 +187,7 @@ class TorchAttention:
         padded = bool((num_new[rows] != width).any())
         position = starts[rows][:, None] + offset
         valid = np.flatnonzero(np.arange(width)[None, :] < num_new[rows][:, None]) if padded else None
-        return Group(
+        return RowGroup(
             rows=len(rows),
             width=width,
             gather=self._tensor(self._gather_index(blocks)),

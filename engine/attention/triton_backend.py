@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import StepShape
-from engine.layer_kv import LayerKV
-from engine.upload import upload
+from engine.device import upload
+from engine.kv.layer_kv import LayerKV
 
 if TYPE_CHECKING:
     from engine.kernels.paged_decode import DecodePlan, DecodeWorkspace
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 DECODE_TOKENS = 8  # rows up to this many new tokens take the split-KV kernel
 CUDNN_QUANTUM = 1024
 DENSE_MIN_SCORES = 1 << 20  # new tokens x keys from which gathering pays
-MOST_BATCHED = 8  # whole prompts of one length in one call of cuDNN
+MAX_BATCHED = 8  # whole prompts of one length in one call of cuDNN
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class RowSpan:
     """Consecutive rows of a step that share a kernel. cu_q counts from the span's first token; tables: int32 [rows,
     n].
     """
@@ -47,7 +47,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class LongRow:
+class DensePrefillRow:
     """A row that is attended alone, over contiguous keys: tokens first_token.. of the step, after `start` cached ones.
 
     whole: of its new tokens those, from the first, that cuDNN takes. count: so many rows of that shape behind each
@@ -78,10 +78,10 @@ class TritonMetadata:
     slot_mapping: Tensor
     cu_q: Tensor
     tables: Tensor
-    decode: Span | None
+    decode: RowSpan | None
     plans: dict[int | None, DecodePlan]
-    paged: tuple[Span, ...]
-    dense_rows: tuple[LongRow, ...]
+    paged: tuple[RowSpan, ...]
+    dense_rows: tuple[DensePrefillRow, ...]
 
 
 class TritonAttention:
@@ -102,10 +102,10 @@ class TritonAttention:
         softcap: float | None = None,
         first_position: int = 0,
     ) -> None:
-        from engine.kernels import dense_prefill, kv_write, paged_decode, paged_prefill, prefix
+        from engine.kernels import dense_prefill, kv_write, paged_decode, paged_prefill
 
         self._decode, self._prefill, self._dense = paged_decode, paged_prefill, dense_prefill
-        self._prefix, self._kv_write = prefix, kv_write
+        self._prefix, self._kv_write = dense_prefill, kv_write
         self._cache = cache = layers[0]
         self._kv_heads, self._block_size, self._head_dim = cache.num_kv_heads, cache.block_size, cache.head_dim
         self._num_heads, self._pad_block, self._first = num_heads, pad_block, first_position
@@ -113,7 +113,7 @@ class TritonAttention:
         self._device, self._itemsize = cache.kv.device, cache.kv.element_size()
         self._scale = self._head_dim**-0.5 if scale is None else scale
         self._softcap = softcap or 0.0
-        self._programs = paged_decode.num_shares(self._device)
+        self._programs = paged_decode.concurrent_programs(self._device)
         self._workspaces: dict[int, DecodeWorkspace] = {}
         hopper = self._device.type == "cuda" and torch.cuda.get_device_capability(self._device) >= (9, 0)
         self._dense_ok = cache.kv.dtype != torch.float32 and hopper and self._head_dim in dense_prefill.DENSE_DIMS
@@ -141,16 +141,16 @@ class TritonAttention:
         slots_there, *there = upload([array.astype(np.int32, copy=False) for array in arrays], self._device)
         *there, cu_q_there, tables_there = there if len(runs) > 1 else [*there, there[0], there[2]]
 
-        decode: Span | None = None
-        paged: list[Span] = []
-        long: list[LongRow] = []
+        decode: RowSpan | None = None
+        paged: list[RowSpan] = []
+        long: list[DensePrefillRow] = []
         for (low, high, kind), cu_q, seq_lens, table in zip(runs, there[::3], there[1::3], there[2::3], strict=True):
             first, start, new = int(firsts[low]), int(starts[low]), int(num_new[low])
             if kind == "long":
                 whole = self._cudnn_tokens(start, new)
-                long.append(LongRow(first, start, new, whole, high - low, table, cu_q, seq_lens))
+                long.append(DensePrefillRow(first, start, new, whole, high - low, table, cu_q, seq_lens))
                 continue
-            span = Span(first, int(firsts[high]) - first, int(num_new[low:high].max()), cu_q, seq_lens, table)
+            span = RowSpan(first, int(firsts[high]) - first, int(num_new[low:high].max()), cu_q, seq_lens, table)
             if kind == "decode" and decode is None:
                 decode = span
             else:
@@ -177,7 +177,7 @@ class TritonAttention:
         slots: int [T], -1 for tokens that no row owns; cu_q: int32 [B + 1], cu_q[B] <= T; seq_lens: int32 [B], with the
         new tokens, 0 for a row without any; tables: int32 [B, n], which starts with the blocks of each row.
         """
-        span = Span(0, slots.shape[0], max_new, cu_q, seq_lens, tables)
+        span = RowSpan(0, slots.shape[0], max_new, cu_q, seq_lens, tables)
         plans = {window: self._plan(span, window) for window in self._windows}
         return TritonMetadata(slots, cu_q, tables, span, plans, (), ())
 
@@ -185,7 +185,7 @@ class TritonAttention:
         self, slots: Tensor, cu_q: Tensor, seq_lens: Tensor, tables: Tensor, *, max_new: int
     ) -> TritonMetadata:
         """`decode_metadata` for rows of any length up to max_new, all by the paged kernel."""
-        span = Span(0, slots.shape[0], max_new, cu_q, seq_lens, tables)
+        span = RowSpan(0, slots.shape[0], max_new, cu_q, seq_lens, tables)
         return TritonMetadata(slots, cu_q, tables, None, {}, (span,), ())
 
     def has_cudnn_plan(self, start: int, num_new: int) -> bool:
@@ -199,7 +199,7 @@ class TritonAttention:
         the kernels that `prepare` would choose.
         """
         new = slots.shape[0]
-        row = LongRow(0, start, new, self._cudnn_tokens(start, new), 1, tables, cu_q, seq_lens)
+        row = DensePrefillRow(0, start, new, self._cudnn_tokens(start, new), 1, tables, cu_q, seq_lens)
         return TritonMetadata(slots, cu_q, tables, None, {}, (), (row,))
 
     def warm_up(self, step: StepShape) -> None:
@@ -263,7 +263,13 @@ class TritonAttention:
         return out
 
     def _attend_dense(
-        self, query: Tensor, kv: Tensor, cache: LayerKV, row: LongRow, window: int | None, out: Tensor | None = None
+        self,
+        query: Tensor,
+        kv: Tensor,
+        cache: LayerKV,
+        row: DensePrefillRow,
+        window: int | None,
+        out: Tensor | None = None,
     ) -> Tensor:
         length = row.start + row.num_new
         if (window is not None and window < length) or query.dtype == torch.float32:
@@ -303,11 +309,13 @@ class TritonAttention:
         keys: Tensor,
         values: Tensor,
         there: tuple[Tensor, Tensor] | None,
-        row: LongRow,
+        row: DensePrefillRow,
         out: Tensor | None,
     ) -> Tensor:
-        prefix = (there[0][: row.start], there[1][: row.start]) if there is not None and row.start else None
-        return self._dense.cudnn_prefill(query, keys, values, prefix, scale=self._scale, count=row.count, out=out)
+        dense_prefill = (there[0][: row.start], there[1][: row.start]) if there is not None and row.start else None
+        return self._dense.cudnn_prefill(
+            query, keys, values, dense_prefill, scale=self._scale, count=row.count, out=out
+        )
 
     def _kind(self, start: int, num_new: int) -> str:
         if num_new <= DECODE_TOKENS:
@@ -324,21 +332,21 @@ class TritonAttention:
         of one length and whole, and a power of two of them: each number of them is a plan of cuDNN.
         """
         runs: list[tuple[int, int, str]] = []
-        for low, high, kind in _equal([self._kind(s, n) for s, n in zip(starts, num_new, strict=True)]):
+        for low, high, kind in _equal_runs([self._kind(s, n) for s, n in zip(starts, num_new, strict=True)]):
             if kind != "long":
                 runs.append((low, high, kind))
                 continue
             shapes = list(zip(starts[low:high], num_new[low:high], strict=True))
-            for first, end, (start, new) in _equal(shapes):
+            for first, end, (start, new) in _equal_runs(shapes):
                 at, stop = low + first, low + end
                 batched = not start and self._itemsize > 1 and self._cudnn_tokens(start, new) == new
                 while at < stop:
-                    count = min(MOST_BATCHED, 1 << (stop - at).bit_length() - 1) if batched else 1
+                    count = min(MAX_BATCHED, 1 << (stop - at).bit_length() - 1) if batched else 1
                     runs.append((at, at + count, kind))
                     at += count
         return runs
 
-    def _plan(self, span: Span, window: int | None) -> DecodePlan:
+    def _plan(self, span: RowSpan, window: int | None) -> DecodePlan:
         return self._decode.plan_decode(
             span.cu_q,
             span.seq_lens,
@@ -357,7 +365,7 @@ class TritonAttention:
         return self._workspaces[max_new]
 
 
-def _equal(values: Sequence[T]) -> list[tuple[int, int, T]]:
+def _equal_runs(values: Sequence[T]) -> list[tuple[int, int, T]]:
     """Maximal runs of equal values, as (first, end, value)."""
     runs: list[tuple[int, int, T]] = []
     for i, value in enumerate(values):

@@ -1,4 +1,4 @@
-"""The 8-bit numbers of the KV cache inside kernels. The format, and the same bits in torch: `engine/layer_kv.py`.
+"""The 8-bit numbers of the KV cache inside kernels. The format, and the same bits in torch: `engine/kv/layer_kv.py`.
 
 Encoding is integer arithmetic: it rounds to nearest even on every device and in the interpreter. Decoding is the
 hardware's conversion, without the scale, which callers fold into what they multiply anyway.
@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.layer_kv import NAN_BITS, LayerKV
+from engine.kv.layer_kv import NAN_BITS, LayerKV
 
 NAN = tl.constexpr(NAN_BITS)
 

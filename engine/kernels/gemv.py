@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.launch import launch_flags, overlaps_launches
+from engine.kernels.pdl import pdl_flags, supports_pdl
 
 BLOCK_K = 2048
 
@@ -115,7 +115,7 @@ def gemv(
     assert not (gated and residual is not None)
     out = torch.empty(1, n, dtype=x.dtype, device=x.device) if out is None else out
     rows, warps = (2, 8) if norm is not None and not gated else (4, 4)
-    pdl = overlaps_launches(x.device)
+    pdl = supports_pdl(x.device)
     block_k = min(BLOCK_K, triton.next_power_of_2(k))
     _gemv_kernel[(triton.cdiv(n, rows),)](
         x,
@@ -137,6 +137,6 @@ def gemv(
         GATED=gated,
         PDL=pdl,
         num_warps=warps,
-        **launch_flags(pdl),
+        **pdl_flags(pdl),
     )
     return out

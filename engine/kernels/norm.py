@@ -1,6 +1,6 @@
 """RMSNorm with the residual add in the same pass, and SiLU x mul. Arithmetic in fp32, one rounding at each store.
 
-In a decode step either is as short as a launch: they start while the product before them drains (see launch.py).
+In a decode step either is as short as a launch: they start while the product before them drains (see pdl.py).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.launch import launch_flags, overlaps_launches
+from engine.kernels.pdl import pdl_flags, supports_pdl
 
 
 @triton.jit
@@ -64,7 +64,7 @@ def rms_norm(
     out = torch.empty_like(x) if out is None else out
     padded = triton.next_power_of_2(n)
     target = x if residual is None else residual
-    pdl = overlaps_launches(x.device)
+    pdl = supports_pdl(x.device)
     _rms_norm_kernel[(rows,)](
         x,
         target,
@@ -80,7 +80,7 @@ def rms_norm(
         NP=padded,
         PDL=pdl,
         num_warps=min(16, max(1, padded // 512)),
-        **launch_flags(pdl),
+        **pdl_flags(pdl),
     )
     return out
 
@@ -104,8 +104,8 @@ def silu_mul(gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torch.Te
     assert gate_up.stride(1) == 1
     out = torch.empty(rows, n, dtype=gate_up.dtype, device=gate_up.device) if out is None else out
     grid = (triton.cdiv(n, 1024), rows)
-    pdl = overlaps_launches(gate_up.device)
+    pdl = supports_pdl(gate_up.device)
     _silu_mul_kernel[grid](
-        gate_up, out, gate_up.stride(0), out.stride(0), N=n, BN=1024, PDL=pdl, num_warps=4, **launch_flags(pdl)
+        gate_up, out, gate_up.stride(0), out.stride(0), N=n, BN=1024, PDL=pdl, num_warps=4, **pdl_flags(pdl)
     )
     return out

@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 
 from engine.kernels.e4m3 import key_scale, scale_pairs, unpack, value_scale
-from engine.kernels.launch import has_native_e4m3, launch_flags, overlaps_launches
-from engine.layer_kv import LayerKV
+from engine.kernels.pdl import has_native_e4m3, pdl_flags, supports_pdl
+from engine.kv.layer_kv import LayerKV
 
 MAX_QUERY = 8
 MAX_ROWS = 64  # of a tile of queries; half with head dims past 128
@@ -33,13 +33,13 @@ EMPTY = tl.constexpr(-1e30)  # log-sum-exp of no keys; finite, so that differenc
 
 
 @triton.jit
-def capped(s, cap):
+def scaled_tanh(s, cap):
     """tanh(s * cap). Its error is absolute, 1e-7, and the softcap multiplies it to that of a score."""
     return 1.0 - 2.0 / (1.0 + tl.exp2(s * (cap * 2.8853900817779268)))
 
 
-def cap_args(scale: float, softcap: float) -> tuple[float, float]:
-    """What turns q . k into a score in units of log2: its factor, and the factor inside the tanh of `capped` before."""
+def softcap_args(scale: float, softcap: float) -> tuple[float, float]:
+    """What turns q . k into a score in units of log2: its factor, and the factor inside the tanh of `scaled_tanh` before."""
     return (softcap * LOG2E, scale / softcap) if softcap > 0 else (scale * LOG2E, 0.0)
 
 
@@ -95,7 +95,7 @@ def _tiles(
         k = tl.load(base_k + off[:, None] + d[None, :], mask=mask, other=0.0)
         s = tl.dot(qs, tl.trans(k), input_precision="ieee")
         if CAP:
-            s = capped(s, cap)
+            s = scaled_tanh(s, cap)
         s *= scale_log2
         seen = (pos[None, :] <= position[:, None]) & (pos[None, :] > floor[:, None])
         p, best, total, shrink = _softmax(tl.where(seen, s, -float("inf")), best, total)
@@ -146,7 +146,7 @@ def _tiles_e4m3(
         s = tl.dot(q_odd, tl.trans(k_odd.to(math)), s, input_precision="ieee")
         s *= q_scale[:, None] * key_scale(pair)[None, :]
         if CAP:
-            s = capped(s, cap)
+            s = scaled_tanh(s, cap)
         s *= scale_log2
         seen = (pos[None, :] <= position[:, None]) & (pos[None, :] > floor[:, None])
         p, best, total, shrink = _softmax(tl.where(seen, s, -float("inf")), best, total)
@@ -336,7 +336,7 @@ def tile_shape(rows: int, head_dim: int, itemsize: int) -> tuple[int, int]:
     return block_n, 3 + max(1, min(3, SHARED_BYTES // tile_bytes(block_n)))
 
 
-def num_shares(device: torch.device) -> int:
+def concurrent_programs(device: torch.device) -> int:
     """Programs of a launch: as many as run at once, down to a power of two.
 
     The power of two is worth more than the last SMs: shares of a uniform batch then end where a pair ends.
@@ -408,21 +408,21 @@ def paged_decode(
     assert group * max_query <= rows
     assert workspace.part.shape[2] == dim_padded
     out = torch.empty_like(q) if out is None else out
-    pdl = overlaps_launches(q.device)
+    pdl = supports_pdl(q.device)
     _decode_kernel[(rows // row_tile, programs)](
         q, kv, scales, block_tables, cu_q, seq_lens, plan.cum, plan.first_seq, out, workspace.part, workspace.part_lse,
         q.stride(0), q.stride(1), kv.stride(0), kv.stride(1), kv.stride(2), kv.stride(3), *scale_strides,
         block_tables.stride(0), out.stride(0), out.stride(1), num_seqs, programs, plan.window, first,
-        *cap_args(scale, softcap),
+        *softcap_args(scale, softcap),
         HEADS=num_kv_heads, GROUP=group, M=row_tile, D=dim, DP=dim_padded, BS=layer.block_size, BN=plan.block_n,
         STAGES=plan.stages, FP8=fp8, CAP=softcap > 0, NATIVE=has_native_e4m3(), PDL=pdl,
-        num_warps=4, **launch_flags(pdl),
+        num_warps=4, **pdl_flags(pdl),
     )  # fmt: skip
     splits, merged, dims = _merge_shape(programs, num_seqs * num_kv_heads, group * max_query, dim_padded)
     _merge_kernel[(num_seqs, num_kv_heads, triton.cdiv(group * max_query, merged) * (dim_padded // dims))](
         plan.cum, cu_q, out, workspace.part, workspace.part_lse, out.stride(0), out.stride(1), num_seqs, programs,
         HEADS=num_kv_heads, GROUP=group, M=rows, ROWS=merged, DIMS=dims, SPLITS=splits, D=dim, DP=dim_padded, PDL=pdl,
-        num_warps=1 if splits * merged * dims <= MERGE_TILE else 4, **launch_flags(pdl),
+        num_warps=1 if splits * merged * dims <= MERGE_TILE else 4, **pdl_flags(pdl),
     )  # fmt: skip
     return out
 

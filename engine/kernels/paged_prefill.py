@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 
 from engine.kernels.e4m3 import decode, key_scale, scale_pairs, value_scale
-from engine.kernels.paged_decode import cap_args, capped
-from engine.layer_kv import LayerKV
+from engine.kernels.paged_decode import scaled_tanh, softcap_args
+from engine.kv.layer_kv import LayerKV
 
 
 @triton.jit
@@ -47,7 +47,7 @@ def _tiles(
         if FP8:
             s *= key_scale(pair)[None, :]
         if CAP:
-            s = capped(s, cap)
+            s = scaled_tanh(s, cap)
         if MASKED:
             seen = (pos[None, :] <= position[:, None]) & (pos[None, :] > floor[:, None])
             s = tl.where(seen, s, -float("inf"))
@@ -173,7 +173,7 @@ def paged_prefill(
     _prefill_kernel[(num_kv_heads, triton.cdiv(rows, block_m), num_seqs)](
         q, kv, scales, block_tables, cu_q, seq_lens, out,
         q.stride(0), q.stride(1), kv.stride(0), kv.stride(1), kv.stride(2), kv.stride(3), *scale_strides,
-        block_tables.stride(0), out.stride(0), out.stride(1), window, *cap_args(scale, softcap),
+        block_tables.stride(0), out.stride(0), out.stride(1), window, *softcap_args(scale, softcap),
         GROUP=group, FP8=layer.scales is not None, CAP=softcap > 0, BM=block_m, D=dim, DP=padded, BS=layer.block_size,
         BN=block_n, STAGES=2, num_warps=warps,
     )  # fmt: skip

@@ -12,7 +12,7 @@ so is what min-p cuts. top-k with top-p needs the mass of the top k: its last lo
 How a row is sampled is read on the device, from the slot it names, so one captured graph serves any mix of requests,
 and a row pays for what it asks for: a greedy one for the maximum of its logits alone.
 
-Noise is Philox4x32-10 with the words of `engine/philox.py`, bit for bit; its logarithms may differ in the last bits.
+Noise is Philox4x32-10 with the words of `engine/sampling/philox.py`, bit for bit; its logarithms may differ in the last bits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.launch import launch_flags, overlaps_launches
+from engine.kernels.pdl import pdl_flags, supports_pdl
 
 TILE = 2048
 SCAN = 8192
@@ -34,7 +34,7 @@ MAX_ENTRIES = 2048  # of one slot
 
 TEMPERATURE, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY, NUM_FLOATS = range(7)
 TOP_K, SEED, CHILD, BAN_UNTIL, NUM_ENTRIES, PENALISED, NUM_INTS = range(7)
-WORDS = NUM_FLOATS // 2 + NUM_INTS  # int64 words of a slot: its floats, two in a word, then its integers
+SLOT_WORDS = NUM_FLOATS // 2 + NUM_INTS  # int64 words of a slot: its floats, two in a word, then its integers
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ def _kth_maximum(segment_max, n, k, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _pick_kernel(
+def _select_kernel(
     slots,
     words,
     counts,
@@ -328,7 +328,7 @@ def _pick_kernel(
             tl.store(seen, tl.load(seen) + 1)
 
 
-class Sampler:
+class SamplingKernels:
     """Scratch of the two launches for up to max_rows rows; one per stream that samples, shared by its graphs."""
 
     def __init__(self, max_rows: int, vocab: int, device: torch.device) -> None:
@@ -356,7 +356,7 @@ class Sampler:
         has its parameters, and the position of its token. A slot with penalties counts the token; it may occur once.
         allowed: int32 [R, ceil(vocab / 32)], bit i % 32 of word i // 32 allows token i (None: all). drafts: the token
         before each row's, int64 [R], and int32 [R], how many tokens, that one and those before it in memory, are drafts
-        that it takes for said. A slot may occur in several rows then, and no token is counted: `accept` does that.
+        that it takes for said. A slot may occur in several rows then, and no token is counted: `accept_drafts` does that.
         results: int64 [R], gets each row's token, -1 where that means nothing.
         """
         rows = logits.shape[0]
@@ -365,7 +365,7 @@ class Sampler:
         assert logits.stride(1) == 1
         assert slots.shape == positions.shape == (rows,)
         assert params.words.is_contiguous()
-        assert params.words.shape[1] == WORDS
+        assert params.words.shape[1] == SLOT_WORDS
         assert params.entries.is_contiguous()
         assert params.entries.shape[1:] == (2, MAX_ENTRIES)
         assert allowed is None or allowed.shape == (rows, triton.cdiv(self._vocab, 32))
@@ -376,7 +376,7 @@ class Sampler:
         token, tile_finite = self._partial_ints
         mask = params.words if allowed is None else allowed
         inputs, offsets = drafts or (slots, slots)
-        pdl = overlaps_launches(logits.device)
+        pdl = supports_pdl(logits.device)
         _score_kernel[(self._tiles, rows)](
             logits,
             slots,
@@ -404,7 +404,7 @@ class Sampler:
             self._tiles,
             BV=TILE,
             SEGMENTS=SEGMENTS,
-            NW=WORDS,
+            NW=SLOT_WORDS,
             NF=NUM_FLOATS,
             ENTRIES=MAX_ENTRIES,
             PROMPT=IN_PROMPT,
@@ -413,10 +413,10 @@ class Sampler:
             DRAFTS=drafts is not None,
             PDL=pdl,
             num_warps=4,
-            **launch_flags(pdl),
+            **pdl_flags(pdl),
         )
         scan = min(SCAN, triton.next_power_of_2(self._vocab))
-        _pick_kernel[(rows,)](
+        _select_kernel[(rows,)](
             slots,
             params.words,
             params.counts,
@@ -438,13 +438,13 @@ class Sampler:
             TILES=triton.next_power_of_2(self._tiles),
             SEGMENTS=SEGMENTS,
             SCAN=scan,
-            NW=WORDS,
+            NW=SLOT_WORDS,
             NF=NUM_FLOATS,
             COUNT=drafts is None,
             RESULTS=results is not None,
             PDL=pdl,
             num_warps=scan // 256 or 1,
-            **launch_flags(pdl),
+            **pdl_flags(pdl),
         )
         return tokens, finite.view(torch.bool)
 
@@ -507,7 +507,7 @@ def _accept_kernel(
     tl.store(last_tokens + slot, tl.sum(tl.where(j == count - 1, token, 0), 0), mask=count > 0)
 
 
-def accept(
+def accept_drafts(
     sampled: torch.Tensor,
     finite: torch.Tensor,
     inputs: torch.Tensor,
@@ -525,7 +525,7 @@ def accept(
     int64 [slots]. A draft is accepted while it equals what was sampled in its place.
     """
     assert params.words.is_contiguous()
-    pdl = overlaps_launches(sampled.device)
+    pdl = supports_pdl(sampled.device)
     _accept_kernel[(row_slots.shape[0],)](
         sampled,
         finite.view(torch.int8),
@@ -537,9 +537,9 @@ def accept(
         last_tokens,
         params.counts.stride(0),
         QP=triton.next_power_of_2(query),
-        NW=WORDS,
+        NW=SLOT_WORDS,
         NF=NUM_FLOATS,
         PDL=pdl,
         num_warps=1,
-        **launch_flags(pdl),
+        **pdl_flags(pdl),
     )

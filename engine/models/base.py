@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from engine.attention.base import AttentionBackend
-    from engine.layer_kv import LayerKV
+    from engine.kv.layer_kv import LayerKV
 
 
 # Of one pass: (i, the residual stream [T, hidden] before layer i); i is the number of layers after the last. It may be
 # read during the call.
-Tap = Callable[[int, Tensor], None]
+LayerHook = Callable[[int, Tensor], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ class Model(Protocol):
         metadata: Any,
         rows: Tensor | None = None,
         *,
-        tap: Tap | None = None,
+        tap: LayerHook | None = None,
     ) -> Tensor:
         """States [R, hidden] of the tokens `rows` (int64[R]; None: all T), for `logits`.
 

@@ -15,14 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.attention.base import AttentionBackend
-from engine.layer_kv import LayerKV
-from engine.models.base import Tap
-from engine.models.ops import Attend, Keep, Ops, Part, TorchOps, torch_norm
+from engine.kv.layer_kv import LayerKV
+from engine.models.base import LayerHook
+from engine.models.ops import AttentionFn, DecoderOps, LinearSlice, TorchOps, WriteKVFn, rms_norm_torch
 from engine.models.rope import rope_tables
 from engine.models.spec import ModelSpec
 
-FEW_ROWS = 8  # that the last layer attends for one by one
-LEAST_SHARE = 128  # tokens of a step for each of them, from which that is worth its launches
+MAX_SINGLE_ROWS = 8  # that the last layer attends for one by one
+MIN_TOKENS_PER_ROW = 128  # tokens of a step for each of them, from which that is worth its launches
 
 
 class Linear(nn.Linear):
@@ -39,7 +39,7 @@ class Embedding(nn.Embedding):
         """They are loaded."""
 
 
-class Norm(nn.Module):
+class RMSNorm(nn.Module):
     """Root mean square norm over the last dimension."""
 
     def __init__(self, size: int, eps: float) -> None:
@@ -57,8 +57,8 @@ class Attention(nn.Module):
         self.window = window
         self.qkv = Linear(spec.hidden_size, spec.query_size + 2 * spec.kv_size, bias=spec.qkv_bias)
         self.out = Linear(spec.query_size, spec.hidden_size, bias=spec.out_bias)
-        self.q_norm = Norm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
-        self.k_norm = Norm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
+        self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
+        self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
 
     @property
     def kv_rows(self) -> slice:
@@ -66,12 +66,12 @@ class Attention(nn.Module):
         return slice(self.heads * self.head_dim, None)
 
     @property
-    def kv(self) -> Part:
+    def kv(self) -> LinearSlice:
         rows, bias = self.kv_rows, self.qkv.bias
-        return Part(self.qkv.weight[rows], None if bias is None else bias[rows])
+        return LinearSlice(self.qkv.weight[rows], None if bias is None else bias[rows])
 
 
-class Mlp(nn.Module):
+class MLP(nn.Module):
     """SwiGLU."""
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -85,12 +85,12 @@ class Layer(nn.Module):
 
     def __init__(self, spec: ModelSpec, window: int | None) -> None:
         super().__init__()
-        self.attention_norm = Norm(spec.hidden_size, spec.norm_eps)
+        self.attention_norm = RMSNorm(spec.hidden_size, spec.norm_eps)
         self.attention = Attention(spec, window)
-        self.mlp_norm = Norm(spec.hidden_size, spec.norm_eps)
-        self.mlp = Mlp(spec)
+        self.mlp_norm = RMSNorm(spec.hidden_size, spec.norm_eps)
+        self.mlp = MLP(spec)
 
-    def forward(self, x: Tensor, cache: LayerKV, ops: Ops, attend: Attend, rows: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, cache: LayerKV, ops: DecoderOps, attend: AttentionFn, rows: Tensor | None) -> Tensor:
         """The residual stream after this layer, of all tokens or of `rows`; x is overwritten."""
         qkv = ops.norm_linear(x, self.attention_norm, self.attention.qkv)
         attended = attend(qkv, self.attention, cache)
@@ -100,7 +100,7 @@ class Layer(nn.Module):
         gated = ops.norm_swiglu(x, self.mlp_norm, self.mlp.gate_up)
         return ops.add_linear(x, gated, self.mlp.down)
 
-    def write_kv(self, x: Tensor, cache: LayerKV, ops: Ops, keep: Keep) -> None:
+    def write_kv(self, x: Tensor, cache: LayerKV, ops: DecoderOps, keep: WriteKVFn) -> None:
         """Keys and values of all tokens, and nothing else."""
         keep(ops.norm_linear(x, self.attention_norm, self.attention.kv), self.attention, cache)
 
@@ -121,14 +121,14 @@ class Decoder(nn.Module):
         dtype: torch.dtype,
         *,
         fused: bool | None = None,
-        wrap_ops: Callable[[Ops], Ops] | None = None,
+        wrap_ops: Callable[[DecoderOps], DecoderOps] | None = None,
     ) -> None:
         super().__init__()
         self.spec = spec
         with torch.device("meta"):
             self.embedding = Embedding(spec.vocab_size, spec.hidden_size)
             self.layers = nn.ModuleList(Layer(spec, window) for window in spec.windows)
-            self.norm = Norm(spec.hidden_size, spec.norm_eps)
+            self.norm = RMSNorm(spec.hidden_size, spec.norm_eps)
             self.head = (
                 self.embedding if spec.tie_word_embeddings else Linear(spec.hidden_size, spec.vocab_size, bias=False)
             )
@@ -140,7 +140,7 @@ class Decoder(nn.Module):
         if self.capturable:
             from engine.models.fused import FusedOps
 
-            self._ops: Ops = FusedOps(cos.to(device), sin.to(device))
+            self._ops: DecoderOps = FusedOps(cos.to(device), sin.to(device))
         else:
             self._ops = TorchOps(cos.to(device, dtype), sin.to(device, dtype))
         if wrap_ops is not None:
@@ -159,7 +159,7 @@ class Decoder(nn.Module):
         metadata: Any,
         rows: Tensor | None = None,
         *,
-        tap: Tap | None = None,
+        tap: LayerHook | None = None,
     ) -> Tensor:
         """Hidden states [R, hidden], before the final norm, of the tokens `rows` (int64[R]; None: all T).
 
@@ -176,7 +176,7 @@ class Decoder(nn.Module):
             x = layer.forward(x, cache[index], self._ops, attend, None)
         if tap is not None:
             tap(len(body), x)
-        if rows is not None and len(rows) <= FEW_ROWS and len(rows) * LEAST_SHARE <= len(tokens):
+        if rows is not None and len(rows) <= MAX_SINGLE_ROWS and len(rows) * MIN_TOKENS_PER_ROW <= len(tokens):
             picked = backend.select_rows(metadata, rows, positions)
             last.write_kv(x, cache[len(body)], self._ops, self._ops.kv_write_for(positions, backend, metadata))
             x, attend, rows = x[rows], self._ops.attention_for(positions[rows], backend, picked), None
@@ -204,7 +204,7 @@ class Decoder(nn.Module):
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         """[R, hidden] of hidden[R, hidden], what `hidden` returned: the states that the head is applied to."""
-        return torch_norm(hidden, self.norm)
+        return rms_norm_torch(hidden, self.norm)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32[R, vocab] of hidden[R, hidden], what `hidden` returned."""

@@ -24,13 +24,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.attention.base import AttentionBackend
-from engine.layer_kv import LayerKV
-from engine.models.decoder import Attention, Decoder, Embedding, Linear, Mlp, Norm
+from engine.kv.layer_kv import LayerKV
+from engine.models.decoder import MLP, Attention, Decoder, Embedding, Linear, RMSNorm
 from engine.models.eagle_spec import EagleSpec
-from engine.models.ops import Ops, TorchOps, torch_norm
+from engine.models.ops import DecoderOps, TorchOps, rms_norm_torch
 from engine.models.rope import rope_tables
 
-NEVER = -1e30  # logit of a token that the head does not know; finite, so that a row is not taken for a failure
+UNKNOWN_LOGIT = -1e30  # logit of a token that the head does not know; finite, so that a row is not taken for a failure
 
 
 class EagleHead(nn.Module):
@@ -64,11 +64,11 @@ class EagleHead(nn.Module):
             )
             self.attention = Attention(layer, layer.windows[0])
             self.attention.qkv = Linear(joined, layer.query_size + 2 * layer.kv_size, bias=layer.qkv_bias)
-            self.mlp_norm = Norm(hidden, layer.norm_eps)
-            self.mlp = Mlp(layer)
-            self.token_norm = Norm(hidden, layer.norm_eps) if spec.is_eagle3 else None
-            self.state_norm = Norm(hidden, layer.norm_eps) if spec.is_eagle3 else None
-            self.norm = Norm(hidden, layer.norm_eps) if spec.is_eagle3 else None
+            self.mlp_norm = RMSNorm(hidden, layer.norm_eps)
+            self.mlp = MLP(layer)
+            self.token_norm = RMSNorm(hidden, layer.norm_eps) if spec.is_eagle3 else None
+            self.state_norm = RMSNorm(hidden, layer.norm_eps) if spec.is_eagle3 else None
+            self.norm = RMSNorm(hidden, layer.norm_eps) if spec.is_eagle3 else None
             self.own_embedding = Embedding(layer.vocab_size, hidden) if own_embedding else None
             self.own_head = Linear(hidden, spec.draft_vocab or layer.vocab_size, bias=False) if own_head else None
         # Not to_empty: see Decoder.
@@ -84,7 +84,7 @@ class EagleHead(nn.Module):
         if self.capturable:
             from engine.models.fused import FusedOps
 
-            self._ops: Ops = FusedOps(cos.to(device), sin.to(device))
+            self._ops: DecoderOps = FusedOps(cos.to(device), sin.to(device))
         else:
             self._ops = TorchOps(cos.to(device, dtype), sin.to(device, dtype))
 
@@ -131,7 +131,7 @@ class EagleHead(nn.Module):
             own = torch.mm(states, weight.t(), out_dtype=torch.float32)
         if self.token_ids is None:
             return own
-        return own.new_full((len(own), self._vocab), NEVER).index_copy_(1, self.token_ids, own)
+        return own.new_full((len(own), self._vocab), UNKNOWN_LOGIT).index_copy_(1, self.token_ids, own)
 
     def _input_qkv(self, tokens: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
         """The residual stream [T, hidden], which may be overwritten, and qkv."""
@@ -140,7 +140,7 @@ class EagleHead(nn.Module):
         if self.token_norm is None or self.state_norm is None:
             x = joined = F.linear(torch.cat([embedded, before], dim=-1), self.fc.weight, self.fc.bias)
         else:
-            normed = torch_norm(before, self.state_norm)
-            joined = torch.cat([torch_norm(embedded, self.token_norm), normed], dim=-1)
+            normed = rms_norm_torch(before, self.state_norm)
+            joined = torch.cat([rms_norm_torch(embedded, self.token_norm), normed], dim=-1)
             x = normed if self.spec.norm_before_residual else before
         return x, F.linear(joined, self.attention.qkv.weight, self.attention.qkv.bias)

@@ -15,7 +15,7 @@ from typing import Any
 from common.errors import ConfigError
 from engine.models.spec import ARCHITECTURES, ModelSpec, NotNative, parse_spec, read_json
 
-FIELD = "speculation_model"
+SPECULATION_FIELD = "speculation_model"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class EagleSpec:
         taps = (2, num_layers // 2, num_layers - 3) if self.aux_layers is None else self.aux_layers
         if taps and not 0 <= min(taps) <= max(taps) <= num_layers:
             raise ConfigError(
-                f"the EAGLE-3 head takes states of layers {taps}, the model has {num_layers}", field=FIELD
+                f"the EAGLE-3 head takes states of layers {taps}, the model has {num_layers}", field=SPECULATION_FIELD
             )
         return taps
 
@@ -54,7 +54,7 @@ def load_eagle_spec(model_dir: Path) -> EagleSpec:
     try:
         return parse_eagle_spec(read_json(model_dir / "config.json", required=True))
     except ConfigError as error:
-        raise ConfigError(f"{model_dir}: {error.message}", field=FIELD) from error
+        raise ConfigError(f"{model_dir}: {error.message}", field=SPECULATION_FIELD) from error
 
 
 def parse_eagle_spec(config: Mapping[str, Any]) -> EagleSpec:
@@ -68,16 +68,18 @@ def parse_eagle_spec(config: Mapping[str, Any]) -> EagleSpec:
     try:
         layer = parse_spec({**config, "architectures": [known]})
     except NotNative as error:
-        raise ConfigError(f"an EAGLE head with {error.message}", field=FIELD) from error
+        raise ConfigError(f"an EAGLE head with {error.message}", field=SPECULATION_FIELD) from error
     if layer.num_layers != 1:
-        raise ConfigError(f"an EAGLE head of {layer.num_layers} layers is not served: it has one", field=FIELD)
+        raise ConfigError(
+            f"an EAGLE head of {layer.num_layers} layers is not served: it has one", field=SPECULATION_FIELD
+        )
     if layer.qk_norm:
-        raise ConfigError("an EAGLE head that norms queries and keys is not served", field=FIELD)
+        raise ConfigError("an EAGLE head that norms queries and keys is not served", field=SPECULATION_FIELD)
     bias = config.get("eagle_fc_bias", config.get("bias"))
     vocab = config.get("draft_vocab_size") or 0
     return EagleSpec(
         layer=layer,
-        aux_layers=_taps(config) if fuses else (),
+        aux_layers=_aux_layers(config) if fuses else (),
         target_hidden=int(config.get("target_hidden_size") or layer.hidden_size),
         draft_vocab=int(vocab) if fuses and vocab != layer.vocab_size else 0,
         norm_before_residual=bool(config.get("norm_before_residual", False)),
@@ -85,7 +87,7 @@ def parse_eagle_spec(config: Mapping[str, Any]) -> EagleSpec:
     )
 
 
-def _taps(config: Mapping[str, Any]) -> tuple[int, ...] | None:
+def _aux_layers(config: Mapping[str, Any]) -> tuple[int, ...] | None:
     """Named at the top, a layer is one whose input is taken (vLLM, speculators); in `eagle_config`, one whose output is
     (SGLang, ModelOpt).
     """
@@ -95,5 +97,5 @@ def _taps(config: Mapping[str, Any]) -> tuple[int, ...] | None:
     if ids is None:
         return None
     if not isinstance(ids, list) or len(ids) != 3 or not all(isinstance(i, int) for i in ids):
-        raise ConfigError(f"eagle_aux_hidden_state_layer_ids {ids!r} are not three layers", field=FIELD)
+        raise ConfigError(f"eagle_aux_hidden_state_layer_ids {ids!r} are not three layers", field=SPECULATION_FIELD)
     return tuple(i if above is not None else i + 1 for i in ids)

@@ -16,16 +16,16 @@ from torch import Tensor, nn
 
 from engine.attention.base import AttentionBackend
 from engine.attention.triton_backend import TritonAttention, TritonMetadata
+from engine.kernels.gemm_swiglu import MIN_ROWS, gemm_swiglu, supports_gemm_swiglu
 from engine.kernels.gemv import gemv
+from engine.kernels.kv_write import rope_kv_write
 from engine.kernels.norm import rms_norm, silu_mul
-from engine.kernels.rope_kv import rope_kv_write
-from engine.kernels.skinny import MAX_ROWS, skinny
-from engine.kernels.swiglu import MIN_ROWS, fuses_swiglu, swiglu
-from engine.layer_kv import LayerKV
-from engine.models.ops import Attend, Keep, Part
+from engine.kernels.skinny_gemm import MAX_ROWS, skinny_gemm
+from engine.kv.layer_kv import LayerKV
+from engine.models.ops import AttentionFn, LinearSlice, WriteKVFn
 
 if TYPE_CHECKING:
-    from engine.models.decoder import Attention, Norm
+    from engine.models.decoder import Attention, RMSNorm
 
 
 class FusedOps:
@@ -36,7 +36,7 @@ class FusedOps:
     def __init__(self, cos: Tensor, sin: Tensor, max_skinny_rows: int = MAX_ROWS) -> None:
         self._cos, self._sin, self._few = cos, sin, max_skinny_rows
 
-    def attention_for(self, positions: Tensor, backend: AttentionBackend[Any], metadata: TritonMetadata) -> Attend:
+    def attention_for(self, positions: Tensor, backend: AttentionBackend[Any], metadata: TritonMetadata) -> AttentionFn:
         paged = cast(TritonAttention, backend)
 
         def attend(qkv: Tensor, attention: Attention, cache: LayerKV) -> Tensor:
@@ -49,7 +49,7 @@ class FusedOps:
 
         return attend
 
-    def kv_write_for(self, positions: Tensor, backend: AttentionBackend[Any], metadata: TritonMetadata) -> Keep:
+    def kv_write_for(self, positions: Tensor, backend: AttentionBackend[Any], metadata: TritonMetadata) -> WriteKVFn:
         def keep(kv: Tensor, attention: Attention, cache: LayerKV) -> None:
             self._rotate_and_write(kv, attention, 0, cache, positions, metadata)
 
@@ -73,34 +73,34 @@ class FusedOps:
             eps=0.0 if q_norm is None else q_norm.eps,
         )
 
-    def norm_linear(self, x: Tensor, norm: Norm, linear: nn.Linear | Part) -> Tensor:
+    def norm_linear(self, x: Tensor, norm: RMSNorm, linear: nn.Linear | LinearSlice) -> Tensor:
         if len(x) == 1:
             return gemv(x, linear.weight, bias=linear.bias, norm=norm.weight, eps=norm.eps)
         normed = rms_norm(x, norm.weight, norm.eps)
         if len(x) <= self._few:
-            return skinny(normed, linear.weight, bias=linear.bias)
+            return skinny_gemm(normed, linear.weight, bias=linear.bias)
         return F.linear(normed, linear.weight, linear.bias)
 
-    def norm_swiglu(self, x: Tensor, norm: Norm, gate_up: nn.Linear) -> Tensor:
+    def norm_swiglu(self, x: Tensor, norm: RMSNorm, gate_up: nn.Linear) -> Tensor:
         if len(x) == 1:
             return gemv(x, gate_up.weight, bias=gate_up.bias, norm=norm.weight, eps=norm.eps, gated=True)
         normed = rms_norm(x, norm.weight, norm.eps)
         if len(x) <= self._few:
-            return skinny(normed, gate_up.weight, bias=gate_up.bias, gated=True)
+            return skinny_gemm(normed, gate_up.weight, bias=gate_up.bias, gated=True)
         whole = gate_up.weight.dtype == torch.bfloat16 and gate_up.bias is None and gate_up.out_features % 16 == 0
-        if len(x) >= MIN_ROWS and whole and gate_up.in_features % 8 == 0 and fuses_swiglu(x.device):
-            return swiglu(normed, gate_up.weight)
+        if len(x) >= MIN_ROWS and whole and gate_up.in_features % 8 == 0 and supports_gemm_swiglu(x.device):
+            return gemm_swiglu(normed, gate_up.weight)
         return silu_mul(F.linear(normed, gate_up.weight, gate_up.bias))
 
     def add_linear(self, x: Tensor, y: Tensor, linear: nn.Linear) -> Tensor:
         if len(x) == 1:
             return gemv(y, linear.weight, bias=linear.bias, residual=x, out=x)
         if len(x) <= self._few:
-            return skinny(y, linear.weight, bias=linear.bias, residual=x, out=x)
+            return skinny_gemm(y, linear.weight, bias=linear.bias, residual=x, out=x)
         x.addmm_(y, linear.weight.t())
         return x if linear.bias is None else x.add_(linear.bias)
 
-    def logits(self, x: Tensor, norm: Norm, weight: Tensor) -> Tensor:
+    def logits(self, x: Tensor, norm: RMSNorm, weight: Tensor) -> Tensor:
         if len(x) > self._few:
             normed = rms_norm(x, norm.weight, norm.eps)
             half = x.dtype != torch.float32
@@ -108,4 +108,4 @@ class FusedOps:
         out = torch.empty(len(x), len(weight), dtype=torch.float32, device=x.device)
         if len(x) == 1:
             return gemv(x, weight, norm=norm.weight, eps=norm.eps, out=out)
-        return skinny(rms_norm(x, norm.weight, norm.eps), weight, out=out)
+        return skinny_gemm(rms_norm(x, norm.weight, norm.eps), weight, out=out)

@@ -16,46 +16,46 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.attention.base import AttentionBackend
-from engine.layer_kv import LayerKV
+from engine.kv.layer_kv import LayerKV
 from engine.models.rope import rotate_
 
 if TYPE_CHECKING:
-    from engine.models.decoder import Attention, Norm
+    from engine.models.decoder import Attention, RMSNorm
 
 # Of one step: (qkv [T, (heads + 2 * kv_heads) * D], parameters, one layer of the pool) to [T, heads * D]. Norms queries
 # and keys, rotates them, writes keys and values to the pool and attends; qkv is scratch afterwards.
-Attend = Callable[[Tensor, "Attention", LayerKV], Tensor]
+AttentionFn = Callable[[Tensor, "Attention", LayerKV], Tensor]
 # The same of keys and values alone, [T, 2 * kv_heads * D], as far as it writes to the pool.
-Keep = Callable[[Tensor, "Attention", LayerKV], None]
+WriteKVFn = Callable[[Tensor, "Attention", LayerKV], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LinearSlice:
     """Some of the outputs of a linear layer: weight [out, in], bias [out]."""
 
     weight: Tensor
     bias: Tensor | None
 
 
-class Ops(Protocol):
+class DecoderOps(Protocol):
     """Rows are tokens; every result depends on its own row alone, except through the pool."""
 
-    def attention_for(self, positions: Tensor, backend: AttentionBackend[Any], metadata: Any) -> Attend:
+    def attention_for(self, positions: Tensor, backend: AttentionBackend[Any], metadata: Any) -> AttentionFn:
         """The attention of one step, with everything that its layers share."""
 
-    def kv_write_for(self, positions: Tensor, backend: AttentionBackend[Any], metadata: Any) -> Keep:
+    def kv_write_for(self, positions: Tensor, backend: AttentionBackend[Any], metadata: Any) -> WriteKVFn:
         """What `step` gives, for layers of which nothing but keys and values is wanted."""
 
-    def norm_linear(self, x: Tensor, norm: Norm, linear: nn.Linear | Part) -> Tensor:
+    def norm_linear(self, x: Tensor, norm: RMSNorm, linear: nn.Linear | LinearSlice) -> Tensor:
         """linear(norm(x)), [T, out]."""
 
-    def norm_swiglu(self, x: Tensor, norm: Norm, gate_up: nn.Linear) -> Tensor:
+    def norm_swiglu(self, x: Tensor, norm: RMSNorm, gate_up: nn.Linear) -> Tensor:
         """silu(gate) * up of norm(x), [T, intermediate]; gate_up's first half of rows is the gate."""
 
     def add_linear(self, x: Tensor, y: Tensor, linear: nn.Linear) -> Tensor:
         """x + linear(y), written over x and returned."""
 
-    def logits(self, x: Tensor, norm: Norm, weight: Tensor) -> Tensor:
+    def logits(self, x: Tensor, norm: RMSNorm, weight: Tensor) -> Tensor:
         """norm(x) @ weight.T as float32[T, vocab]."""
 
 
@@ -65,7 +65,7 @@ class TorchOps:
     def __init__(self, cos: Tensor, sin: Tensor) -> None:
         self._cos, self._sin = cos, sin
 
-    def attention_for(self, positions: Tensor, backend: AttentionBackend[Any], metadata: Any) -> Attend:
+    def attention_for(self, positions: Tensor, backend: AttentionBackend[Any], metadata: Any) -> AttentionFn:
         rotate = self._rotation(positions)
 
         def attend(qkv: Tensor, attention: Attention, cache: LayerKV) -> Tensor:
@@ -75,7 +75,7 @@ class TorchOps:
 
         return attend
 
-    def kv_write_for(self, positions: Tensor, backend: AttentionBackend[Any], metadata: Any) -> Keep:
+    def kv_write_for(self, positions: Tensor, backend: AttentionBackend[Any], metadata: Any) -> WriteKVFn:
         rotate = self._rotation(positions)
 
         def keep(kv: Tensor, attention: Attention, cache: LayerKV) -> None:
@@ -94,28 +94,28 @@ class TorchOps:
             split = qkv.view(-1, heads + 2 * kv_heads, dim)
             query, keys = split[:, :heads], split[:, heads : heads + kv_heads]
             if attention.q_norm is not None and attention.k_norm is not None:
-                query.copy_(torch_norm(query, attention.q_norm))
-                keys.copy_(torch_norm(keys, attention.k_norm))
+                query.copy_(rms_norm_torch(query, attention.q_norm))
+                keys.copy_(rms_norm_torch(keys, attention.k_norm))
             rotate_(split[:, : heads + kv_heads], cos, sin)
             return query, split[:, heads:].view(-1, 2, kv_heads, dim)
 
         return rotate
 
-    def norm_linear(self, x: Tensor, norm: Norm, linear: nn.Linear | Part) -> Tensor:
-        return F.linear(torch_norm(x, norm), linear.weight, linear.bias)
+    def norm_linear(self, x: Tensor, norm: RMSNorm, linear: nn.Linear | LinearSlice) -> Tensor:
+        return F.linear(rms_norm_torch(x, norm), linear.weight, linear.bias)
 
-    def norm_swiglu(self, x: Tensor, norm: Norm, gate_up: nn.Linear) -> Tensor:
+    def norm_swiglu(self, x: Tensor, norm: RMSNorm, gate_up: nn.Linear) -> Tensor:
         gate, up = self.norm_linear(x, norm, gate_up).chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
     def add_linear(self, x: Tensor, y: Tensor, linear: nn.Linear) -> Tensor:
         return x.add_(F.linear(y, linear.weight, linear.bias))
 
-    def logits(self, x: Tensor, norm: Norm, weight: Tensor) -> Tensor:
-        return F.linear(torch_norm(x, norm), weight).float()
+    def logits(self, x: Tensor, norm: RMSNorm, weight: Tensor) -> Tensor:
+        return F.linear(rms_norm_torch(x, norm), weight).float()
 
 
-def torch_norm(x: Tensor, norm: Norm) -> Tensor:
+def rms_norm_torch(x: Tensor, norm: RMSNorm) -> Tensor:
     """Root mean square norm over the last dimension, computed in float32."""
     if x.dtype == torch.float32:
         return F.rms_norm(x, norm.weight.shape, norm.weight, norm.eps)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError
-from common.models import architecture
+from common.model.directory import decoder_architecture
 from engine.models.base import ModelShape
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -89,7 +89,7 @@ def eos_token_ids(config: Mapping[str, Any], generation: Mapping[str, Any]) -> t
 
 def parse_spec(config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelSpec:
     """The spec of a config, with the end-of-sequence tokens of both files."""
-    name = architecture(config)
+    name = decoder_architecture(config)
     if config.get("quantization_config"):
         raise ConfigError(f"quantised weights are not served ({name} with quantization_config)")
     if name not in ARCHITECTURES:
@@ -126,7 +126,7 @@ def parse_spec(config: Mapping[str, Any], generation: Mapping[str, Any] | None =
         tie_word_embeddings=_flag(config, "tie_word_embeddings"),
         windows=_parse_windows(name, config, layers),
         rope=rope,
-        max_position=_extended(rope, max_position),
+        max_position=_scaled_max_position(rope, max_position),
         eos_token_ids=eos_token_ids(config, generation or {}),
     )
 
@@ -191,14 +191,14 @@ def _rope_of(raw: Any, config: Mapping[str, Any], max_position: int) -> RopeSpec
         high_freq_factor=_number(raw, "high_freq_factor", 4.0),
         beta_fast=_number(raw, "beta_fast", 32.0),
         beta_slow=_number(raw, "beta_slow", 1.0),
-        attention_factor=_optional(raw, "attention_factor"),
-        mscale=_optional(raw, "mscale"),
-        mscale_all_dim=_optional(raw, "mscale_all_dim"),
+        attention_factor=_optional_number(raw, "attention_factor"),
+        mscale=_optional_number(raw, "mscale"),
+        mscale_all_dim=_optional_number(raw, "mscale_all_dim"),
         truncate=_flag(raw, "truncate", True),
     )
 
 
-def _extended(rope: RopeSpec, max_position: int) -> int:
+def _scaled_max_position(rope: RopeSpec, max_position: int) -> int:
     """Context that the scaling makes of the trained one; llama3 configurations already state the extended length."""
     if rope.kind == "yarn":
         return max(max_position, int(rope.original_max_position * rope.factor))
@@ -207,7 +207,7 @@ def _extended(rope: RopeSpec, max_position: int) -> int:
     return max_position
 
 
-def _optional(raw: Mapping[str, Any], key: str) -> float | None:
+def _optional_number(raw: Mapping[str, Any], key: str) -> float | None:
     return None if raw.get(key) is None else _number(raw, key, 0.0, above=-math.inf)
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
-from engine.models.ops import Ops
+from engine.models.ops import DecoderOps
 
 TIMEOUT_S = 300.0  # of one collective: how much later than this one another rank may come to it
 
@@ -67,10 +67,10 @@ class Collectives:
             self._group.abort()
 
 
-class SummingOps:
+class AllReduceOps:
     """A rank's operations: `own` on its part of the weights, with the sum over all ranks in each row-cut product."""
 
-    def __init__(self, own: Ops, collectives: Collectives) -> None:
+    def __init__(self, own: DecoderOps, collectives: Collectives) -> None:
         self._collectives = collectives
         self.attention_for, self.kv_write_for = own.attention_for, own.kv_write_for
         self.norm_linear, self.norm_swiglu, self.logits = own.norm_linear, own.norm_swiglu, own.logits

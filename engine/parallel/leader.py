@@ -23,22 +23,22 @@ from common.errors import ConfigError, InternalError
 from common.kv_layout import KVLayout
 from engine.attention.base import AttentionBackend, StepShape
 from engine.config import EngineConfig
-from engine.kv_pool import DTYPES, KVPool
-from engine.layer_kv import LayerKV
-from engine.lease import BlockCopy
-from engine.loader import ModelSource, load_part
-from engine.models.base import Model, Tap
+from engine.kv.blocks import BlockCopy
+from engine.kv.kv_pool import TORCH_DTYPES, KVPool
+from engine.kv.layer_kv import LayerKV
+from engine.models.base import LayerHook, Model
 from engine.models.decoder import Decoder
-from engine.parallel import step
-from engine.parallel.collectives import Collectives, SummingOps, open_store
-from engine.parallel.members import Members
-from engine.parallel.shard import FIELD, Shard
+from engine.models.loader import ModelSource, load_shard
+from engine.models.shard import SHARD_FIELD, Shard
+from engine.parallel import step_messages
+from engine.parallel.collectives import AllReduceOps, Collectives, open_store
+from engine.parallel.rank_group import RankGroup
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class MirroredMetadata:
     """A step's shape, and what the backend made of it."""
 
     shape: StepShape
@@ -55,16 +55,18 @@ class MirroredAttention:
     def reads_unwritten_slots(self) -> bool:
         return self.own.reads_unwritten_slots
 
-    def prepare(self, step: StepShape) -> Planned:
-        return Planned(step, self.own.prepare(step))
+    def prepare(self, step_messages: StepShape) -> MirroredMetadata:
+        return MirroredMetadata(step_messages, self.own.prepare(step_messages))
 
-    def select_rows(self, metadata: Planned, rows: Tensor, positions: Tensor) -> Planned:
+    def select_rows(self, metadata: MirroredMetadata, rows: Tensor, positions: Tensor) -> MirroredMetadata:
         raise InternalError("each rank picks from its own metadata")
 
-    def write(self, kv: Tensor, cache: LayerKV, metadata: Planned) -> None:
+    def write(self, kv: Tensor, cache: LayerKV, metadata: MirroredMetadata) -> None:
         self.own.write(kv, cache, metadata.metadata)
 
-    def attend(self, query: Tensor, kv: Tensor, cache: LayerKV, metadata: Planned, window: int | None) -> Tensor:
+    def attend(
+        self, query: Tensor, kv: Tensor, cache: LayerKV, metadata: MirroredMetadata, window: int | None
+    ) -> Tensor:
         return self.own.attend(query, kv, cache, metadata.metadata, window)
 
 
@@ -73,7 +75,7 @@ class MirroredModel:
 
     capturable = False
 
-    def __init__(self, own: Decoder, members: Members, collectives: Collectives) -> None:
+    def __init__(self, own: Decoder, members: RankGroup, collectives: Collectives) -> None:
         self._own, self._members, self._collectives = own, members, collectives
 
     def forward(
@@ -85,18 +87,18 @@ class MirroredModel:
         metadata: Any,
         rows: Tensor | None = None,
         *,
-        tap: Tap | None = None,
+        tap: LayerHook | None = None,
     ) -> Tensor:
         assert isinstance(backend, MirroredAttention)
-        assert isinstance(metadata, Planned)
+        assert isinstance(metadata, MirroredMetadata)
         self._members.send(
             "step",
-            step.pack(metadata.shape, cache[0].block_size),
+            step_messages.pack_step(metadata.shape, cache[0].block_size),
             tokens=len(tokens),
             rows=None if rows is None else len(rows),
         )
         try:
-            self._collectives.broadcast(step.join(tokens, positions, rows))
+            self._collectives.broadcast(step_messages.join_ids(tokens, positions, rows))
             return self._own.forward(tokens, positions, cache, backend.own, metadata.metadata, rows, tap=tap)
         except Exception as error:
             raise self._members.fail(f"a step failed on rank 0: {error}") from error
@@ -121,26 +123,26 @@ class MirroredModel:
 class MirroredPool(KVPool):
     """This rank's pool; the others' have as many blocks, and the same is done to them."""
 
-    def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device, members: Members) -> None:
+    def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device, members: RankGroup) -> None:
         members.call("pool", layout=dataclasses.asdict(layout), num_blocks=num_blocks)
         super().__init__(layout, num_blocks, device)
         self._members = members
 
     def zero(self, blocks: Sequence[int]) -> None:
         if blocks:
-            self._members.send("zero", step.numbers(blocks))
+            self._members.send("zero", step_messages.pack_ints(blocks))
         super().zero(blocks)
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         if copies:
-            self._members.send("copy", step.numbers([block for pair in copies for block in pair]))
+            self._members.send("copy", step_messages.pack_ints([block for pair in copies for block in pair]))
         super().copy(copies)
 
 
-class Leader:
+class TensorParallelBuilder:
     """Makes the stand-ins. The ranks have joined; they load while this one does."""
 
-    def __init__(self, members: Members, config: EngineConfig, source: ModelSource, device: torch.device) -> None:
+    def __init__(self, members: RankGroup, config: EngineConfig, source: ModelSource, device: torch.device) -> None:
         self._members, self._config, self._source, self._device = members, config, source, device
         self.shard = Shard(0, config.tensor_parallel_size)
         self._host = members.host
@@ -152,7 +154,8 @@ class Leader:
         there = torch.cuda.device_count() - device.index if device.type == "cuda" else config.local_ranks
         if there < config.local_ranks:
             raise ConfigError(
-                f"{FIELD}: {config.local_ranks} devices of this machine are needed, there are {there}", field=FIELD
+                f"{SHARD_FIELD}: {config.local_ranks} devices of this machine are needed, there are {there}",
+                field=SHARD_FIELD,
             )
 
     def load(self, max_len: int, dtype: str) -> Model:
@@ -181,8 +184,8 @@ class Leader:
         )
         collectives = Collectives(store, 0, self.shard.size, device, self._host)
         members.on_failure = collectives.abort
-        own = load_part(
-            self._source, self.shard, max_len, device, DTYPES[dtype], lambda ops: SummingOps(ops, collectives)
+        own = load_shard(
+            self._source, self.shard, max_len, device, TORCH_DTYPES[dtype], lambda ops: AllReduceOps(ops, collectives)
         )
         members.receive()
         log.info("%d tensor-parallel ranks have their weights", members.size)

@@ -19,22 +19,22 @@ from typing import Any
 
 import torch
 
-from common.channel import Channel, Message
 from common.errors import BatonError, ConfigError, InternalError, Unavailable
 from common.kv_layout import KVLayout
+from common.process.rank_channel import RankChannel, RankMessage
 from engine.attention.base import AttentionBackend
 from engine.attention.torch_backend import TorchAttention
 from engine.attention.triton_backend import TritonAttention
 from engine.device import make_current
-from engine.kv_pool import DTYPES, KVPool
-from engine.layer_kv import LayerKV
-from engine.lease import BlockCopy
-from engine.loader import ModelSource, load_part, open_model
+from engine.kv.blocks import BlockCopy
+from engine.kv.kv_pool import TORCH_DTYPES, KVPool
+from engine.kv.layer_kv import LayerKV
 from engine.models.decoder import Decoder
-from engine.parallel import step
-from engine.parallel.collectives import Collectives, SummingOps, join_store
-from engine.parallel.members import END_S, ENGINE, JOIN_S, SECRET, WATCH_S, split_address
-from engine.parallel.shard import Shard
+from engine.models.loader import ModelSource, load_shard, open_model
+from engine.models.shard import Shard
+from engine.parallel import step_messages
+from engine.parallel.collectives import AllReduceOps, Collectives, join_store
+from engine.parallel.rank_group import ENGINE_CHANNEL, JOIN_S, POLL_S, SECRET_VARIABLE, STOP_S, split_address
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ EXIT_FAILED, EXIT_ABANDONED = 1, 5
 class Rank:
     """One rank. `run` returns when rank 0 says so. on_pool: called with each new pool."""
 
-    def __init__(self, rank: int, channel: Channel, on_pool: Callable[[KVPool], None] = lambda _: None) -> None:
+    def __init__(self, rank: int, channel: RankChannel, on_pool: Callable[[KVPool], None] = lambda _: None) -> None:
         self._rank, self._channel, self._on_pool = rank, channel, on_pool
         self._source: ModelSource | None = None
         self._model: Decoder | None = None
@@ -67,11 +67,11 @@ class Rank:
             except Exception as error:
                 said = error.message if isinstance(error, BatonError) else f"{type(error).__name__}: {error}"
                 self._channel.send("failed", error=said)
-                self._channel.wait_readable(END_S)  # rank 0 reads this, and then closes
+                self._channel.wait_readable(STOP_S)  # rank 0 reads this, and then closes
                 raise
             self._channel.send("done")
 
-    def _open(self, message: Message) -> None:
+    def _open(self, message: RankMessage) -> None:
         """What may be wrong with this rank alone is found before all ranks wait for each other."""
         told = message.fields
         torch.set_num_threads(told["threads"])
@@ -88,18 +88,18 @@ class Rank:
             )
 
     @torch.inference_mode()
-    def _load(self, message: Message) -> None:
+    def _load(self, message: RankMessage) -> None:
         told, source = message.fields, self._source
         assert source is not None
         store = join_store(told["host"], told["store"])
         collectives = Collectives(store, self._rank, told["size"], self._device, self._channel.host)
-        shard, dtype = Shard(self._rank, told["size"]), DTYPES[told["dtype"]]
+        shard, dtype = Shard(self._rank, told["size"]), TORCH_DTYPES[told["dtype"]]
         self._collectives = collectives
-        self._model = load_part(
-            source, shard, told["max_len"], self._device, dtype, lambda ops: SummingOps(ops, collectives)
+        self._model = load_shard(
+            source, shard, told["max_len"], self._device, dtype, lambda ops: AllReduceOps(ops, collectives)
         )
 
-    def _create_pool(self, message: Message) -> None:
+    def _create_pool(self, message: RankMessage) -> None:
         self._kv, self._cache, self._attention = None, (), None  # its memory is needed again
         assert self._model is not None
         self._kv = kv = KVPool(KVLayout(**message.fields["layout"]), message.fields["num_blocks"], self._device)
@@ -111,24 +111,24 @@ class Rank:
         self._on_pool(kv)
 
     @torch.inference_mode()
-    def _step(self, message: Message) -> None:
+    def _step(self, message: RankMessage) -> None:
         assert self._model is not None
         assert self._collectives is not None
         assert self._attention is not None
         tokens, rows = message.fields["tokens"], message.fields["rows"]
         joined = torch.empty(2 * tokens + (rows or 0), dtype=torch.int64, device=self._device)
         self._collectives.broadcast(joined)
-        metadata = self._attention.prepare(step.unpack(message.payload))
-        ids, positions, wanted = step.cut(joined, tokens, rows)
+        metadata = self._attention.prepare(step_messages.unpack_step(message.payload))
+        ids, positions, wanted = step_messages.split_ids(joined, tokens, rows)
         self._model.forward(ids, positions, self._cache, self._attention, metadata, wanted)
 
     @torch.inference_mode()
-    def _zero(self, message: Message) -> None:
-        self._pool.zero(step.values(message.payload))
+    def _zero(self, message: RankMessage) -> None:
+        self._pool.zero(step_messages.unpack_ints(message.payload))
 
     @torch.inference_mode()
-    def _copy(self, message: Message) -> None:
-        blocks = step.values(message.payload)
+    def _copy(self, message: RankMessage) -> None:
+        blocks = step_messages.unpack_ints(message.payload)
         self._pool.copy([BlockCopy(*pair) for pair in zip(blocks[::2], blocks[1::2], strict=True)])
 
     @property
@@ -138,26 +138,26 @@ class Rank:
         return self._kv
 
 
-def join(rank: int, master: str, kind: str = ENGINE, timeout_s: float = JOIN_S) -> Channel:
+def join(rank: int, master: str, kind: str = ENGINE_CHANNEL, timeout_s: float = JOIN_S) -> RankChannel:
     """A channel to rank 0. Raises Unavailable when it does not listen in time."""
     host, port = split_address(master)
     until = time.monotonic() + timeout_s
     while True:
         try:
-            return Channel.connect(host, port, os.environ[SECRET].encode(), "rank 0", kind, rank=rank)
+            return RankChannel.connect(host, port, os.environ[SECRET_VARIABLE].encode(), "rank 0", kind, rank=rank)
         except Unavailable:
             if time.monotonic() > until:
                 raise
-            time.sleep(WATCH_S)
+            time.sleep(POLL_S)
 
 
-def end_with(channel: Channel) -> None:
+def exit_with(channel: RankChannel) -> None:
     """This process ends when rank 0 is gone, even where it waits for a device or another rank."""
 
     def watch() -> None:
         while not channel.peer_closed():
-            time.sleep(WATCH_S)
-        time.sleep(WATCH_S)  # for what it said last
+            time.sleep(POLL_S)
+        time.sleep(POLL_S)  # for what it said last
         os._exit(EXIT_ABANDONED)
 
     threading.Thread(target=watch, name="rank-0", daemon=True).start()
@@ -180,7 +180,7 @@ def main(argv: list[str]) -> int:
     number, master = int(argv[0]), argv[1]
     logging.basicConfig(level=logging.WARNING, format=f"rank {number}: %(levelname)s %(name)s: %(message)s")
     channel = join(number, master)
-    end_with(channel)
+    exit_with(channel)
     return serve(Rank(number, channel))
 
 

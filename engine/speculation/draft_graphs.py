@@ -14,16 +14,16 @@ import numpy as np
 import torch
 
 from engine.attention.triton_backend import TritonAttention
-from engine.graphs import Graphs
-from engine.sequence import Sequence as EngineSequence
-from engine.speculation.drafter import Drafter
-from engine.speculation.proposer import Drafts
-from engine.upload import pinned
+from engine.cuda_graphs import CudaGraphs
+from engine.device import pinned_copy
+from engine.schedule.sequence import Sequence as EngineSequence
+from engine.speculation.draft_model import DraftModel
+from engine.speculation.proposer import DraftBatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from engine.device_sampler import DeviceSampler
+    from engine.sampling.device_sampler import DeviceSampler
 
 SLOT, START, STEPS, TOKEN, HEADER = range(5)
 
@@ -35,7 +35,7 @@ class DraftGraphs:
 
     def __init__(
         self,
-        drafter: Drafter,
+        drafter: DraftModel,
         sampler: DeviceSampler,
         stage: Callable[[Sequence[EngineSequence]], None],
         *,
@@ -52,12 +52,12 @@ class DraftGraphs:
         self._header = torch.zeros(most, HEADER, dtype=torch.int32, device=device)
         self._tables = torch.zeros(most, max_blocks, dtype=torch.int32, device=device)
         self._tokens = torch.zeros(most, max_seq_drafts, dtype=torch.int64, device=device)
-        self._graphs = Graphs("draft", device, self._compute, keep=_nothing, describe="{} rows".format)
+        self._graphs = CudaGraphs("draft", device, self._compute, keep=_nothing, describe="{} rows".format)
 
     def fits(self, rows: int) -> bool:
         return rows <= self.shapes[0]
 
-    def run(self, seqs: Sequence[EngineSequence], steps: Sequence[int], blocks: Sequence[np.ndarray]) -> Drafts:
+    def run(self, seqs: Sequence[EngineSequence], steps: Sequence[int], blocks: Sequence[np.ndarray]) -> DraftBatch:
         """See DraftLoop.run; waits for the device."""
         self._stage(seqs)
         rows = min(size for size in self.shapes if size >= len(seqs))
@@ -69,19 +69,19 @@ class DraftGraphs:
         tables = np.zeros((len(seqs), max(len(row) for row in blocks)), dtype=np.int32)
         for line, row in zip(tables, blocks, strict=True):
             line[: len(row)] = row
-        self._header[:rows].copy_(pinned(header, self._device), non_blocking=True)
-        there = pinned(tables, self._device).to(self._device, non_blocking=True)
+        self._header[:rows].copy_(pinned_copy(header, self._device), non_blocking=True)
+        there = pinned_copy(tables, self._device).to(self._device, non_blocking=True)
         self._tables[: len(seqs), : tables.shape[1]].copy_(there)
         self._graphs.run(rows)
         drawn = self._tokens[: len(seqs)].cpu().numpy()
-        return Drafts(drawn[:, : max(steps)], np.array(steps, dtype=np.int64))
+        return DraftBatch(drawn[:, : max(steps)], np.array(steps, dtype=np.int64))
 
     def capture(self, shapes: Sequence[int] | None = None) -> None:
         """Records the graphs of all numbers of rows, or of some, the largest first."""
         self._graphs.capture(shapes or self.shapes, self._empty)
 
     def _empty(self, rows: int) -> None:
-        self._header[:rows].copy_(pinned(self._padding(rows), self._device), non_blocking=True)
+        self._header[:rows].copy_(pinned_copy(self._padding(rows), self._device), non_blocking=True)
 
     def _padding(self, rows: int) -> np.ndarray:
         header = np.zeros((rows, HEADER), dtype=np.int32)

@@ -18,17 +18,17 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import StepShape
-from engine.block_tables import BlockTables
-from engine.kv_pool import KVPool
-from engine.sampler import Noise, SampleRow, distribution, sample
-from engine.sequence import Sequence as EngineSequence
+from engine.device import upload
+from engine.kv.block_tables import BlockTables
+from engine.kv.kv_pool import KVPool
+from engine.sampling.sampler import NoiseKeys, SampleRow, sample, token_probs
+from engine.schedule.sequence import Sequence as EngineSequence
 from engine.speculation.draft_graphs import DraftGraphs
-from engine.speculation.drafter import Drafter
-from engine.speculation.proposer import Drafts
-from engine.upload import upload
+from engine.speculation.draft_model import DraftModel
+from engine.speculation.proposer import DraftBatch
 
-MADE_UP = 1024  # tokens that are made up for at a time
-DRAFT = 3  # stream of noise of drafts that are accepted by rejection sampling
+CATCH_UP_TOKENS = 1024  # tokens that are made up for at a time
+DRAFT_STREAM = 3  # stream of noise of drafts that are accepted by rejection sampling
 
 
 class DraftLoop:
@@ -37,7 +37,13 @@ class DraftLoop:
     """
 
     def __init__(
-        self, drafter: Drafter, kv: KVPool, tables: BlockTables, *, rejection: bool, graphs: DraftGraphs | None = None
+        self,
+        drafter: DraftModel,
+        kv: KVPool,
+        tables: BlockTables,
+        *,
+        rejection: bool,
+        graphs: DraftGraphs | None = None,
     ) -> None:
         self.name = drafter.name
         self._draft_model, self._kv, self._tables = drafter, kv, tables
@@ -45,7 +51,7 @@ class DraftLoop:
         self._device = kv.data.device
 
     @torch.inference_mode()
-    def run(self, seqs: Sequence[EngineSequence], steps: Sequence[int]) -> Drafts:
+    def run(self, seqs: Sequence[EngineSequence], steps: Sequence[int]) -> DraftBatch:
         """steps[i] >= 1 drafts of each sequence, all of whose tokens are known and whose lease has room for the newest
         token and all drafts; fewer where the draft's output is not a number. Waits for the device.
         """
@@ -53,7 +59,7 @@ class DraftLoop:
         if self.graphs is not None and self.graphs.fits(len(seqs)):
             return self.graphs.run(seqs, steps, [self._tables.row(seq) for seq in seqs])
         self._zero_new_blocks(seqs, steps)
-        drafts = Drafts.empty(len(seqs), max(steps))
+        drafts = DraftBatch.empty(len(seqs), max(steps))
         probs: Tensor | None = None
         blocks = [self._tables.row(seq) for seq in seqs]
         starts = np.array([seq.start for seq in seqs])
@@ -76,7 +82,7 @@ class DraftLoop:
             metadata = self._draft_model.backend.prepare(shape)
             logits, before = self._draft_model.draft_step(ids, before, positions, metadata)
             sampled_as = [_row(seqs[r], drafts.tokens[r, :place]) for r in rows]
-            drawn, finite, drawn_from = draw(logits, sampled_as, rejection=self._rejection)
+            drawn, finite, drawn_from = draw_drafts(logits, sampled_as, rejection=self._rejection)
             tokens = drawn.cpu().numpy()
             drafts.tokens[rows, place] = tokens
             drafts.lengths[rows] += finite.cpu().numpy()
@@ -93,7 +99,7 @@ class DraftLoop:
                 [drafts.tokens[row, drafts.lengths[row] - 1 : drafts.lengths[row]].tolist() for row in rows],
             )
             self._wait()
-        return Drafts(drafts.tokens, drafts.lengths, probs)
+        return DraftBatch(drafts.tokens, drafts.lengths, probs)
 
     @torch.inference_mode()
     def catch_up(self, seqs: Sequence[EngineSequence]) -> None:
@@ -134,15 +140,15 @@ class DraftLoop:
         self._kv.zero(begun)
 
 
-def draw(logits: Tensor, rows: Sequence[SampleRow], *, rejection: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+def draw_drafts(logits: Tensor, rows: Sequence[SampleRow], *, rejection: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     """A draft of each row of float32 [R, vocab] logits of the draft, int64 [R]; whether it means something, bool [R];
     and for rejection sampling what it was drawn from, float32 [R, vocab].
     """
     if not rejection:
         sampled = sample(logits, rows)
         return sampled.tokens, sampled.finite, None
-    chances = distribution(logits, rows)
-    noise = Noise.for_rows(rows, logits).for_vocab(logits.shape[1], stream=DRAFT)
+    chances = token_probs(logits, rows)
+    noise = NoiseKeys.for_rows(rows, logits).for_vocab(logits.shape[1], stream=DRAFT_STREAM)
     return (chances.log() + noise).argmax(dim=-1), torch.isfinite(chances.sum(dim=-1)), chances
 
 
@@ -161,7 +167,7 @@ def _parts(seqs: Sequence[EngineSequence]) -> list[list[EngineSequence]]:
     tokens = 0
     for seq in seqs:
         tokens += seq.draft_lag
-        if not parts or tokens > MADE_UP:
+        if not parts or tokens > CATCH_UP_TOKENS:
             parts.append([])
             tokens = seq.draft_lag
         parts[-1].append(seq)

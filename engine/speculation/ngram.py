@@ -14,21 +14,21 @@ from typing import Any
 
 import numpy as np
 
-from engine.sequence import Sequence as EngineSequence
-from engine.speculation.proposer import Drafts
+from engine.schedule.sequence import Sequence as EngineSequence
+from engine.speculation.proposer import DraftBatch
 
 LENGTHS = (5, 3, 2)  # of n-grams, the best guess first
-LONGEST = LENGTHS[0]
+MAX_LENGTH = LENGTHS[0]
 FACTOR = 0x9E3779B97F4A7C15  # odd: of a polynomial hash modulo 2**64
 # The codes of the n-grams at the end of LONGEST tokens are these times that, a column for each n.
 POWERS = np.array(
-    [[pow(FACTOR, LONGEST - 1 - i, 1 << 64) * (i >= LONGEST - n) for n in LENGTHS] for i in range(LONGEST)],
+    [[pow(FACTOR, MAX_LENGTH - 1 - i, 1 << 64) * (i >= MAX_LENGTH - n) for n in LENGTHS] for i in range(MAX_LENGTH)],
     dtype=np.uint64,
 )
 
 
 @dataclass(slots=True)
-class _Grams:
+class _NgramTable:
     """n-grams of one length. hashes: the prompt's, ascending; ends: the positions after them. later: the output's."""
 
     length: int
@@ -37,14 +37,14 @@ class _Grams:
     later: dict[int, int]
 
 
-class History:
+class NgramIndex:
     """One sequence's tokens and the places of their n-grams."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self.count = len(tokens)
         # LONGEST places of no token come first, so that every place has as many before it.
-        self._padded = np.full(max(256, 2 * self.count) + LONGEST, -1, dtype=np.int64)
-        self._padded[LONGEST : LONGEST + self.count] = tokens
+        self._padded = np.full(max(256, 2 * self.count) + MAX_LENGTH, -1, dtype=np.int64)
+        self._padded[MAX_LENGTH : MAX_LENGTH + self.count] = tokens
         codes = self._codes(0)
         self._newest: list[int] = codes[-1].tolist()
         self._grams = [_index(n, codes[n:-1, column]) for column, n in enumerate(LENGTHS)]
@@ -52,16 +52,16 @@ class History:
     @property
     def tokens(self) -> np.ndarray:
         """int64 [count]"""
-        return self._padded[LONGEST : LONGEST + self.count]
+        return self._padded[MAX_LENGTH : MAX_LENGTH + self.count]
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Tokens that follow."""
         if not tokens:
             return
         first, self.count = self.count, self.count + len(tokens)
-        if self.count + LONGEST > len(self._padded):
+        if self.count + MAX_LENGTH > len(self._padded):
             self._padded = np.concatenate([self._padded, np.empty(self.count, dtype=np.int64)])
-        self._padded[LONGEST + first : LONGEST + self.count] = tokens
+        self._padded[MAX_LENGTH + first : MAX_LENGTH + self.count] = tokens
         *followed, self._newest = self._codes(first).tolist()
         for grams, codes in zip(self._grams, zip(*followed, strict=True), strict=True):
             begin = max(first, grams.length)
@@ -79,7 +79,7 @@ class History:
                 return grams.length, tokens[at + np.arange(most) % (self.count - at)]
         return 0, tokens[:0]
 
-    def _find(self, grams: _Grams, code: int) -> int | None:
+    def _find(self, grams: _NgramTable, code: int) -> int | None:
         at, n, tokens = grams.later.get(code), grams.length, self.tokens
         if at is None:
             place = int(np.searchsorted(grams.hashes, np.uint64(code), side="right")) - 1
@@ -93,15 +93,15 @@ class History:
 
         Of a place with fewer than n tokens before it the code means nothing.
         """
-        places = np.arange(first, self.count + 1)[:, None] + np.arange(LONGEST)
+        places = np.arange(first, self.count + 1)[:, None] + np.arange(MAX_LENGTH)
         codes: np.ndarray = (self._padded[places] + 1).astype(np.uint64) @ POWERS
         return codes
 
 
-def _index(length: int, codes: np.ndarray) -> _Grams:
+def _index(length: int, codes: np.ndarray) -> _NgramTable:
     """codes: of n-grams that some token follows, from place `length` on."""
     order = np.argsort(codes, kind="stable")
-    return _Grams(length, codes[order], order + length, {})
+    return _NgramTable(length, codes[order], order + length, {})
 
 
 class NgramProposer:
@@ -109,11 +109,11 @@ class NgramProposer:
 
     name = "ngram"
 
-    def new_state(self, seq: EngineSequence) -> History:
-        return History(seq.tokens)
+    def new_state(self, seq: EngineSequence) -> NgramIndex:
+        return NgramIndex(seq.tokens)
 
-    def propose(self, seqs: Sequence[EngineSequence], kept: Sequence[Any], limits: Sequence[int]) -> Drafts:
-        drafts = Drafts.empty(len(seqs), max(limits))
+    def propose(self, seqs: Sequence[EngineSequence], kept: Sequence[Any], limits: Sequence[int]) -> DraftBatch:
+        drafts = DraftBatch.empty(len(seqs), max(limits))
         for row, (seq, history, most) in enumerate(zip(seqs, kept, limits, strict=True)):
             history.extend(seq.tokens[history.count :])
             _, found = history.match(most)

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from engine.sequence import Sequence as EngineSequence
+from engine.schedule.sequence import Sequence as EngineSequence
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Drafts:
+class DraftBatch:
     """tokens: int64 [B, K], of which each row's first lengths[row] count; lengths: int64 [B].
 
     probs: float32 [B, K, vocab] on the device, what each draft was drawn from; None where nothing was drawn. Drafts
@@ -32,7 +32,7 @@ class Drafts:
     probs: Tensor | None = None
 
     @classmethod
-    def empty(cls, rows: int, most: int) -> Drafts:
+    def empty(cls, rows: int, most: int) -> DraftBatch:
         return cls(np.zeros((rows, most), dtype=np.int64), np.zeros(rows, dtype=np.int64))
 
 
@@ -44,7 +44,7 @@ class Proposer(Protocol):
     def new_state(self, seq: EngineSequence) -> Any:
         """What the proposer keeps of a sequence; called once, before its first proposal."""
 
-    def propose(self, seqs: Sequence[EngineSequence], kept: Sequence[Any], limits: Sequence[int]) -> Drafts:
+    def propose(self, seqs: Sequence[EngineSequence], kept: Sequence[Any], limits: Sequence[int]) -> DraftBatch:
         """Up to limits[i] >= 1 drafts for each sequence, none where there is no good guess.
 
         kept: what `begin` made of each. All token ids are in the vocabulary, as those of the sequences are.

@@ -14,15 +14,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.philox import uniform
-from engine.sampler import Noise, Sampled, SampleRow, distribution, sample
-from engine.speculation.chain import Chain
+from engine.sampling.philox import uniform
+from engine.sampling.sampler import NoiseKeys, Sampled, SampleRow, sample, token_probs
+from engine.schedule.drafts import DraftTokens
 
-ACCEPT, RESIDUAL = 1, 2  # streams of noise beside the target's own
-AT_ONCE = 8 << 20  # logits; noise for each takes some 50 bytes while it is made
+ACCEPT_STREAM, RESIDUAL_STREAM = 1, 2  # streams of noise beside the target's own
+LOGITS_AT_ONCE = 8 << 20  # logits; noise for each takes some 50 bytes while it is made
 
 
-def sample_rejecting(raw: Tensor, rows: Sequence[SampleRow], chains: Sequence[Chain]) -> Sampled:
+def rejection_sample(raw: Tensor, rows: Sequence[SampleRow], chains: Sequence[DraftTokens]) -> Sampled:
     """`sample` of float32[R, vocab] logits, where the rows of each chain, one more than it has drafts, follow another.
 
     tokens[row] is the row's draft where that is accepted.
@@ -30,16 +30,16 @@ def sample_rejecting(raw: Tensor, rows: Sequence[SampleRow], chains: Sequence[Ch
     assert sum(len(chain.tokens) + 1 for chain in chains) == len(rows)
     parts: list[Sampled] = []
     first = 0
-    for some in _parts(chains, AT_ONCE // raw.shape[1]):
+    for some in _parts(chains, LOGITS_AT_ONCE // raw.shape[1]):
         end = first + sum(len(chain.tokens) + 1 for chain in some)
         parts.append(_sample_part(raw[first:end], rows[first:end], some))
         first = end
     return Sampled(torch.cat([part.tokens for part in parts]), torch.cat([part.finite for part in parts]))
 
 
-def _parts(chains: Sequence[Chain], most: int) -> list[list[Chain]]:
+def _parts(chains: Sequence[DraftTokens], most: int) -> list[list[DraftTokens]]:
     """Chains that have no more than `most` rows together, or more alone."""
-    parts: list[list[Chain]] = []
+    parts: list[list[DraftTokens]] = []
     rows = 0
     for chain in chains:
         rows += len(chain.tokens) + 1
@@ -50,7 +50,7 @@ def _parts(chains: Sequence[Chain], most: int) -> list[list[Chain]]:
     return parts
 
 
-def _sample_part(raw: Tensor, rows: Sequence[SampleRow], chains: Sequence[Chain]) -> Sampled:
+def _sample_part(raw: Tensor, rows: Sequence[SampleRow], chains: Sequence[DraftTokens]) -> Sampled:
     sampled = sample(raw, rows)
     at: list[int] = []  # rows that test a draft
     first = 0
@@ -60,25 +60,25 @@ def _sample_part(raw: Tensor, rows: Sequence[SampleRow], chains: Sequence[Chain]
     if not at:
         return sampled
     tested = [rows[r] for r in at]
-    target = distribution(raw[at], tested)
+    target = token_probs(raw[at], tested)
     drafts = torch.tensor([t for chain in chains for t in chain.tokens], dtype=torch.int64, device=raw.device)
     proposed = torch.cat([_proposed(chain, raw) for chain in chains if chain.tokens])
-    noise = Noise.for_rows(tested, raw)
-    luck = uniform(noise.seed, noise.child, noise.position, stream=ACCEPT)
+    noise = NoiseKeys.for_rows(tested, raw)
+    luck = uniform(noise.seed, noise.child, noise.position, stream=ACCEPT_STREAM)
     chance = target.gather(1, drafts[:, None]) / proposed.gather(1, drafts[:, None])
     # Nothing is left where p equals q, and then every draft is accepted.
-    instead = (_left(target, proposed).log() + noise.for_vocab(raw.shape[1], stream=RESIDUAL)).argmax(dim=-1)
+    instead = (_residual(target, proposed).log() + noise.for_vocab(raw.shape[1], stream=RESIDUAL_STREAM)).argmax(dim=-1)
     tokens = sampled.tokens.clone()
     tokens[at] = torch.where(luck < chance.squeeze(1), drafts, instead)
     return Sampled(tokens, sampled.finite)
 
 
-def _left(target: Tensor, proposed: Tensor) -> Tensor:
+def _residual(target: Tensor, proposed: Tensor) -> Tensor:
     """What a rejected draft is replaced from, not normalised."""
     return (target - proposed).clamp_(min=0)
 
 
-def _proposed(chain: Chain, like: Tensor) -> Tensor:
+def _proposed(chain: DraftTokens, like: Tensor) -> Tensor:
     """float32 [drafts, vocab]: what each draft was drawn from."""
     if chain.probs is not None:
         return chain.probs[: len(chain.tokens)]

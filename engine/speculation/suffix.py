@@ -16,20 +16,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine.sequence import Sequence as EngineSequence
-from engine.speculation.ngram import History
-from engine.speculation.proposer import Drafts
+from engine.schedule.sequence import Sequence as EngineSequence
+from engine.speculation.ngram import NgramIndex
+from engine.speculation.proposer import DraftBatch
 
 LENGTHS = (12, 6, 3)  # of suffixes, the best guess first
-MOST_SUFFIXES = 1 << 18  # of a generation; about 170 bytes each
-MOST_VOTES = 15
-CLEAR = 2  # votes of a shortest suffix before it is believed; longer ones need one
+MAX_SUFFIXES = 1 << 18  # of a generation; about 170 bytes each
+MAX_VOTES = 15
+MIN_VOTES = 2  # votes of a shortest suffix before it is believed; longer ones need one
 
 
 class SuffixTable:
     """Votes by suffix: candidate token * (MOST_VOTES + 1) + votes."""
 
-    def __init__(self, most: int = MOST_SUFFIXES) -> None:
+    def __init__(self, most: int = MAX_SUFFIXES) -> None:
         self._most = most
         self._young: dict[int, int] = {}
         self._old: dict[int, int] = {}
@@ -64,23 +64,23 @@ class SuffixTable:
                 key = _key(salt, said[-length:])
                 voted = self._young.get(key) or self._old.get(key)
                 if voted is not None:
-                    token, votes = divmod(voted, MOST_VOTES + 1)
-                    if votes >= (CLEAR if length == LENGTHS[-1] else 1):
+                    token, votes = divmod(voted, MAX_VOTES + 1)
+                    if votes >= (MIN_VOTES if length == LENGTHS[-1] else 1):
                         return length, token
         return 0, -1
 
     def _vote(self, key: int, token: int) -> None:
         voted = self._young.get(key)
         if voted is None:
-            voted = self._old.get(key, token * (MOST_VOTES + 1))
-        candidate, votes = divmod(voted, MOST_VOTES + 1)
+            voted = self._old.get(key, token * (MAX_VOTES + 1))
+        candidate, votes = divmod(voted, MAX_VOTES + 1)
         if candidate == token:
-            votes = min(votes + 1, MOST_VOTES)
+            votes = min(votes + 1, MAX_VOTES)
         elif votes > 1:
             votes -= 1
         else:
             candidate, votes = token, 1
-        self._young[key] = candidate * (MOST_VOTES + 1) + votes
+        self._young[key] = candidate * (MAX_VOTES + 1) + votes
 
 
 def _key(salt: str, suffix: Sequence[int]) -> int:
@@ -89,10 +89,10 @@ def _key(salt: str, suffix: Sequence[int]) -> int:
 
 
 @dataclass(slots=True)
-class _Own:
+class _SuffixState:
     """A sequence's own history; learnt: its tokens that the table knows."""
 
-    history: History
+    history: NgramIndex
     learnt: int
 
 
@@ -101,16 +101,16 @@ class SuffixProposer:
 
     name = "suffix"
 
-    def __init__(self, most: int = MOST_SUFFIXES) -> None:
+    def __init__(self, most: int = MAX_SUFFIXES) -> None:
         self.table = SuffixTable(most)
 
-    def new_state(self, seq: EngineSequence) -> _Own:
-        own = _Own(History(seq.tokens), seq.prompt_len)
+    def new_state(self, seq: EngineSequence) -> _SuffixState:
+        own = _SuffixState(NgramIndex(seq.tokens), seq.prompt_len)
         self._learn(seq, own)
         return own
 
-    def propose(self, seqs: Sequence[EngineSequence], kept: Sequence[Any], limits: Sequence[int]) -> Drafts:
-        drafts = Drafts.empty(len(seqs), max(limits))
+    def propose(self, seqs: Sequence[EngineSequence], kept: Sequence[Any], limits: Sequence[int]) -> DraftBatch:
+        drafts = DraftBatch.empty(len(seqs), max(limits))
         for row, (seq, own, most) in enumerate(zip(seqs, kept, limits, strict=True)):
             self._note(seq, own)
             known, found = own.history.match(most)
@@ -131,11 +131,11 @@ class SuffixProposer:
     def on_verified(self, seq: EngineSequence, kept: Any, drafts: int, accepted: int) -> None:
         self._learn(seq, kept)
 
-    def _note(self, seq: EngineSequence, own: _Own) -> None:
+    def _note(self, seq: EngineSequence, own: _SuffixState) -> None:
         self._learn(seq, own)
         own.history.extend(seq.tokens[own.history.count :])
 
-    def _learn(self, seq: EngineSequence, own: _Own) -> None:
+    def _learn(self, seq: EngineSequence, own: _SuffixState) -> None:
         """The output that is new, in the context of the prompt's end."""
         count = len(seq.tokens)
         if own.learnt < count:

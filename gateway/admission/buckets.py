@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from gateway.admission.caller import KeyLimits
+from gateway.admission.api_keys import KeyLimits
 
 DAY_MS, MINUTE_MS = 86_400_000, 60_000
 CONCURRENT_WAIT_MS = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class LimitDecision:
     """refused: requests, tokens, day or concurrent; empty when it was taken. wait_ms: until a retry may succeed.
 
     requests, tokens: what is left; *_full_ms: until all of it is back. day: since the epoch.
@@ -31,7 +31,7 @@ class Taken:
 
 
 @dataclass(slots=True)
-class _Bucket:
+class _TokenBucket:
     level: float | None = None
     at: int = 0
 
@@ -45,16 +45,16 @@ class _Bucket:
 
 
 @dataclass(slots=True)
-class Buckets:
+class KeyBuckets:
     """One key's. Times are ms since the epoch."""
 
-    _requests: _Bucket = field(default_factory=_Bucket)
-    _tokens: _Bucket = field(default_factory=_Bucket)
+    _requests: _TokenBucket = field(default_factory=_TokenBucket)
+    _tokens: _TokenBucket = field(default_factory=_TokenBucket)
     _running: set[str] = field(default_factory=set)
     day: int = 0
     spent_today: int = 0  # on that day
 
-    def reserve(self, limits: KeyLimits, request: str, cost: int, now: int, *, granted: bool = False) -> Taken:
+    def reserve(self, limits: KeyLimits, request: str, cost: int, now: int, *, granted: bool = False) -> LimitDecision:
         """All that the request needs, or nothing. granted: Redis gave it, so that it is only written down here."""
         rpm, tpm, tpd = limits.requests_per_minute, limits.tokens_per_minute, limits.tokens_per_day
         requests, tokens = self._requests.level_at(now, rpm), self._tokens.level_at(now, tpm)
@@ -78,7 +78,7 @@ class Buckets:
                 self._tokens.put(tokens, now)
                 self.day, self.spent_today = today, spent + cost
                 self._running.add(request)
-        return Taken(
+        return LimitDecision(
             refused,
             _up(wait),
             int(max(0.0, requests)),

@@ -21,7 +21,7 @@ MAX_IDLE_TENANTS = 4096  # whose counters are remembered
 
 
 @dataclass(eq=False, slots=True)
-class Waiting:
+class QueueEntry:
     """One request. work: prompt tokens; cost: tokens that it will probably take, prompt and answer."""
 
     tenant: str
@@ -38,14 +38,14 @@ class _Tenant:
     weight: float = 1.0
     expected_tokens: int = 0
     prompt_tokens: int = 0
-    levels: dict[int, dict[Waiting, None]] = field(default_factory=dict)
+    levels: dict[int, dict[QueueEntry, None]] = field(default_factory=dict)
 
-    def oldest(self) -> Waiting:
+    def oldest(self) -> QueueEntry:
         return min((next(iter(level)) for level in self.levels.values()), key=lambda entry: entry.arrival)
 
 
 @dataclass(frozen=True, slots=True)
-class Ahead:
+class TokensAhead:
     """What would be served before a new request. own: of the same tenant; the rest is others'."""
 
     expected_tokens: int
@@ -67,10 +67,10 @@ class FairQueue:
     def __len__(self) -> int:
         return self._size
 
-    def __iter__(self) -> Iterator[Waiting]:
+    def __iter__(self) -> Iterator[QueueEntry]:
         return (e for tenant in self._waiting.values() for level in tenant.levels.values() for e in level)
 
-    def add(self, entry: Waiting) -> None:
+    def add(self, entry: QueueEntry) -> None:
         """The request waits from now on."""
         tenant = self._waiting.get(entry.tenant)
         if tenant is None:
@@ -83,7 +83,7 @@ class FairQueue:
         tenant.levels.setdefault(entry.priority, {})[entry] = None
         self._size += 1
 
-    def remove(self, entry: Waiting) -> bool:
+    def remove(self, entry: QueueEntry) -> bool:
         """It waits no more, and was not served; False when it did not wait."""
         tenant = self._waiting.get(entry.tenant)
         level = tenant.levels.get(entry.priority) if tenant is not None else None
@@ -100,7 +100,7 @@ class FairQueue:
             self._remember(entry.tenant, tenant.counter)
         return True
 
-    def pop(self) -> Waiting | None:
+    def pop(self) -> QueueEntry | None:
         """The next request, which counts as served."""
         if not self._waiting:
             return None
@@ -118,12 +118,12 @@ class FairQueue:
         self.remove(entry)
         return entry
 
-    def count_as_served(self, entry: Waiting) -> None:
+    def count_as_served(self, entry: QueueEntry) -> None:
         """It was served without waiting."""
         self._idle_counters[entry.tenant] = self._counter(entry.tenant)
         self.correct_count(entry, entry.expected_tokens)
 
-    def correct_count(self, entry: Waiting, tokens: int) -> None:
+    def correct_count(self, entry: QueueEntry, tokens: int) -> None:
         """The tenant got so many tokens more than was counted for a request that was served (or less, below 0)."""
         tenant = self._waiting.get(entry.tenant)
         if tenant is not None:
@@ -133,7 +133,7 @@ class FairQueue:
                 entry.tenant, self._idle_counters.get(entry.tenant, self._min_counter) + tokens / entry.weight
             )
 
-    def tokens_ahead(self, entry: Waiting) -> Ahead:
+    def tokens_ahead(self, entry: QueueEntry) -> TokensAhead:
         """What would be served before this request if it came now, up to one request per tenant."""
         mine = self._waiting.get(entry.tenant)
         counter = self._counter(entry.tenant) if mine is None else mine.counter
@@ -148,9 +148,9 @@ class FairQueue:
             part = min(theirs, max(higher, tenant.weight * max(0.0, turn - tenant.counter)))
             cost += part
             work += their_work * part / theirs
-        return Ahead(int(cost), int(work), own_cost)
+        return TokensAhead(int(cost), int(work), own_cost)
 
-    def find_victim(self, entry: Waiting) -> Waiting | None:
+    def find_victim(self, entry: QueueEntry) -> QueueEntry | None:
         """Who has to go so that `entry` finds room: the newest of the tenant that waits with most for its weight.
 
         None when that is the tenant of `entry`.

@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import BatonError, ConfigError, InvalidApiKey, Unavailable
-from gateway.admission.caller import ANONYMOUS, Caller
-from gateway.admission.key_store import KeyFile, KeyHash
-from gateway.admission.keys import ApiKey, KeySet
+from gateway.admission.api_keys import ANONYMOUS, ApiKey, Caller, KeySet
+from gateway.admission.key_store import KeyFile, RedisKeyStore
 
 FILE_PERIOD_S, REDIS_PERIOD_S = 0.5, 1.0
-IN_REDIS = "redis"  # as a source: the hash in the Redis of the index
+REDIS_SOURCE = "redis"  # as a source: the hash in the Redis of the index
 
 _log = logging.getLogger(__name__)
 
@@ -28,15 +27,15 @@ class KeyRing:
     """Keys of any number of sources; with none everybody may come in. Raises ConfigError when a file is wrong."""
 
     def __init__(self, sources: Sequence[str] = (), redis: str | None = None) -> None:
-        self._files = [KeyFile(Path(source)) for source in sources if source != IN_REDIS]
+        self._files = [KeyFile(Path(source)) for source in sources if source != REDIS_SOURCE]
         self._versions = [file.version() for file in self._files]
         self._of_files = [file.read() for file in self._files]
-        self._hash: KeyHash | None = None
+        self._hash: RedisKeyStore | None = None
         self._of_hash: list[ApiKey] | None = None
-        if IN_REDIS in sources:
+        if REDIS_SOURCE in sources:
             if redis is None:
                 raise ConfigError("api_keys: redis needs --redis, where the keys are", field="api_keys")
-            self._hash = KeyHash(redis)
+            self._hash = RedisKeyStore(redis)
         self._keys = KeySet()
         self._tasks: list[asyncio.Task[None]] = []
         self._complaints: dict[str, str] = {}
@@ -97,20 +96,20 @@ class KeyRing:
                 self._versions[i] = version
                 self._on_read(str(file.path), self._of_files[i])
 
-    async def _watch_hash(self, source: KeyHash) -> None:
+    async def _watch_hash(self, source: RedisKeyStore) -> None:
         while True:
             await asyncio.sleep(REDIS_PERIOD_S)
             await self._ask(source)
 
-    async def _ask(self, source: KeyHash) -> None:
+    async def _ask(self, source: RedisKeyStore) -> None:
         try:
             records = await source.read()
         except BatonError as e:
-            self._log_failure(IN_REDIS, e)
+            self._log_failure(REDIS_SOURCE, e)
             return
         changed, self._of_hash = records != self._of_hash, records
-        if changed or IN_REDIS in self._complaints:
-            self._on_read(IN_REDIS, records)
+        if changed or REDIS_SOURCE in self._complaints:
+            self._on_read(REDIS_SOURCE, records)
 
     def _log_failure(self, source: str, error: BatonError) -> None:
         """Said once per change of mind, not per look."""

@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common.atomic_file import replace_file
 from common.errors import ConfigError, Unavailable
-from common.index_store import FAILURES, Client, connect
-from gateway.admission.keys import ApiKey
+from common.process.atomic_file import write_file_atomically
+from common.redis.client import REDIS_FAILURES, RedisClient, connect_redis
+from gateway.admission.api_keys import ApiKey
 
 KEYS_KEY = "kv:api-keys"  # HASH id -> JSON; within the names that the index's user may touch
 REDIS_TIMEOUT_S = 2.0
@@ -99,14 +99,14 @@ class KeyFile:
 
     def _replace(self, text: str) -> None:
         mode = self.path.stat().st_mode & 0o777 if self.path.exists() else 0o600
-        replace_file(self.path, text.encode(), mode)
+        write_file_atomically(self.path, text.encode(), mode)
 
 
-class KeyHash:
+class RedisKeyStore:
     """Records in the Redis of the index."""
 
     def __init__(self, url: str) -> None:
-        self._client: Client = connect(url, timeout_s=REDIS_TIMEOUT_S)
+        self._client: RedisClient = connect_redis(url, timeout_s=REDIS_TIMEOUT_S)
 
     async def read(self) -> list[ApiKey]:
         """All records. Raises Unavailable when Redis does not answer, ConfigError when one is wrong."""
@@ -133,7 +133,7 @@ class KeyHash:
 def _redis() -> Iterator[None]:
     try:
         yield
-    except FAILURES as e:
+    except REDIS_FAILURES as e:
         raise Unavailable(f"Redis does not answer: {type(e).__name__}: {e}") from e
 
 

@@ -18,15 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from common.breaker import Breaker
 from common.errors import IndexUnavailable, InvalidRequest, QuotaExceeded, RateLimited
-from common.index_store import FAILURES, Client, Script, connect
-from gateway.admission.buckets import DAY_MS, Buckets, Taken
-from gateway.admission.caller import Caller
-from gateway.metrics import GatewayMetrics
+from common.redis.breaker import CircuitBreaker
+from common.redis.client import REDIS_FAILURES, LuaScript, RedisClient, connect_redis
+from gateway.admission.api_keys import Caller
+from gateway.admission.buckets import DAY_MS, KeyBuckets, LimitDecision
+from gateway.telemetry.metrics import GatewayMetrics
 
 TIMEOUT_S = 0.05
-LIFE_S, RENEW_S = 60.0, 15.0
+RESERVATION_TTL_S, RENEW_S = 60.0, 15.0
 MAX_CALLS = 8  # at a time, as of the index
 
 _LUA = Path(__file__).parent / "lua"
@@ -35,7 +35,7 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
-class Reservation:
+class LimitReservation:
     """Tokens that a running request took."""
 
     caller: Caller
@@ -55,16 +55,16 @@ class Limiter:
         timeout_s: float = TIMEOUT_S,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._client: Client | None = None if url is None else connect(url, timeout_s=max(1.0, timeout_s))
+        self._client: RedisClient | None = None if url is None else connect_redis(url, timeout_s=max(1.0, timeout_s))
         self._metrics = metrics
         self._timeout_s = timeout_s
         self._clock = clock
-        self._breaker = Breaker()
+        self._breaker = CircuitBreaker()
         self._slots = asyncio.Semaphore(MAX_CALLS)
-        self._take = Script("take", directory=_LUA)
-        self._settle = Script("settle", directory=_LUA)
-        self._renew = Script("renew", directory=_LUA)
-        self._local: dict[str, Buckets] = {}
+        self._take = LuaScript("take", directory=_LUA)
+        self._settle = LuaScript("settle", directory=_LUA)
+        self._renew = LuaScript("renew", directory=_LUA)
+        self._local: dict[str, KeyBuckets] = {}
         self._running: dict[str, dict[str, Caller]] = {}  # by key, then request
         self._tasks: set[asyncio.Task[None]] = set()
         self._renewing: asyncio.Task[None] | None = None
@@ -87,7 +87,9 @@ class Limiter:
         if self._client is not None:
             await self._client.aclose()
 
-    async def reserve(self, caller: Caller, request: str, tokens: int, headers: dict[str, str]) -> Reservation | None:
+    async def reserve(
+        self, caller: Caller, request: str, tokens: int, headers: dict[str, str]
+    ) -> LimitReservation | None:
         """Counts a request of about `tokens` tokens, prompt and answer; None when the caller has no limits.
 
         headers gets x-ratelimit-*, as OpenAI sends them, granted or not.
@@ -101,7 +103,7 @@ class Limiter:
             if limit and tokens > limit:
                 text = f"the request may need {tokens} tokens, and this API key has {limit} tokens a {name}"
                 raise InvalidRequest(f"{text}; a smaller max_tokens may help", field="max_tokens")
-        buckets = self._local.setdefault(caller.key_id, Buckets())
+        buckets = self._local.setdefault(caller.key_id, KeyBuckets())
         now = int(self._clock() * 1000)
         try:
             taken = await self._call_redis(
@@ -115,15 +117,15 @@ class Limiter:
             taken = buckets.reserve(limits, request, tokens, now)
         except asyncio.CancelledError:  # Redis may grant it all the same
             if self._client is not None:
-                self._spawn(self._settle_in_redis(Reservation(caller, request, tokens, now // DAY_MS), 0))
+                self._spawn(self._settle_in_redis(LimitReservation(caller, request, tokens, now // DAY_MS), 0))
             raise
         headers.update(_headers(caller, taken))
         if taken.refused:
             raise _refusal(caller, taken)
         self._running.setdefault(caller.key_id, {})[request] = caller
-        return Reservation(caller, request, tokens, taken.day)
+        return LimitReservation(caller, request, tokens, taken.day)
 
-    def settle(self, reservation: Reservation, used: int) -> None:
+    def settle(self, reservation: LimitReservation, used: int) -> None:
         """The request has ended and used so many tokens. Redis hears it in the background."""
         caller, request = reservation.caller, reservation.request
         running = self._running.get(caller.key_id, {})
@@ -137,15 +139,15 @@ class Limiter:
             self._spawn(self._settle_in_redis(reservation, used))
 
     async def _reserve_in_redis(
-        self, client: Client, caller: Caller, request: str, tokens: int, buckets: Buckets
-    ) -> Taken:
+        self, client: RedisClient, caller: Caller, request: str, tokens: int, buckets: KeyBuckets
+    ) -> LimitDecision:
         limits = caller.limits
         per = (limits.requests_per_minute, limits.tokens_per_minute, limits.tokens_per_day, limits.concurrent)
-        args = (0, request, *per, tokens, int(LIFE_S * 1000), buckets.day, buckets.spent_today)
+        args = (0, request, *per, tokens, int(RESERVATION_TTL_S * 1000), buckets.day, buckets.spent_today)
         refused, *numbers = await self._take.run(client, _keys(caller), args)
-        return Taken(refused.decode(), *map(int, numbers))
+        return LimitDecision(refused.decode(), *map(int, numbers))
 
-    async def _settle_in_redis(self, reservation: Reservation, used: int) -> None:
+    async def _settle_in_redis(self, reservation: LimitReservation, used: int) -> None:
         caller = reservation.caller
         args = (0, reservation.request, caller.limits.tokens_per_minute, reservation.tokens, used, reservation.day)
         with suppress(IndexUnavailable):  # then it is given up after LIFE_S
@@ -156,12 +158,12 @@ class Limiter:
             await asyncio.sleep(RENEW_S)
             for running in list(self._running.values()):
                 caller, requests = next(iter(running.values())), tuple(running)
-                args = (int(LIFE_S * 1000), *requests)
+                args = (int(RESERVATION_TTL_S * 1000), *requests)
                 keys = _keys(caller)[1:]
                 with suppress(IndexUnavailable):
                     await self._call_redis(lambda client, keys=keys, args=args: self._renew.run(client, keys, args))  # type: ignore[misc]
 
-    async def _call_redis(self, call: Callable[[Client], Awaitable[_T]]) -> _T:
+    async def _call_redis(self, call: Callable[[RedisClient], Awaitable[_T]]) -> _T:
         if self._client is None:
             raise IndexUnavailable("there is no Redis")
         async with self._slots:
@@ -170,7 +172,7 @@ class Limiter:
             try:
                 async with asyncio.timeout(self._timeout_s):
                     answer = await call(self._client)
-            except FAILURES as e:
+            except REDIS_FAILURES as e:
                 self._breaker.record_failure()
                 raise IndexUnavailable(f"Redis does not answer: {type(e).__name__}: {e}") from e
             self._breaker.record_success()
@@ -188,7 +190,7 @@ def _keys(caller: Caller) -> tuple[str, str]:
     return f"{tag}:limit:{caller.key_id}", f"{tag}:open:{caller.key_id}"
 
 
-def _headers(caller: Caller, taken: Taken) -> dict[str, str]:
+def _headers(caller: Caller, taken: LimitDecision) -> dict[str, str]:
     headers: dict[str, str] = {}
     for name, limit, left, full_ms in (
         ("requests", caller.limits.requests_per_minute, taken.requests, taken.requests_full_ms),
@@ -212,7 +214,7 @@ def duration(ms: int) -> str:
     return f"{hours}h{minutes}m{seconds}s" if hours else f"{minutes}m{seconds}s"
 
 
-def _refusal(caller: Caller, taken: Taken) -> RateLimited | QuotaExceeded:
+def _refusal(caller: Caller, taken: LimitDecision) -> RateLimited | QuotaExceeded:
     limits, wait_s = caller.limits, taken.wait_ms / 1000
     if taken.refused == "day":
         text = f"the {limits.tokens_per_day} tokens a day of this API key do not last for this request"

@@ -9,17 +9,17 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from common.errors import Overloaded
-from gateway.admission.caller import Caller
-from gateway.admission.fair_queue import Waiting
+from gateway.admission.api_keys import Caller
+from gateway.admission.fair_queue import QueueEntry
 from gateway.admission.gate import Gate
-from gateway.admission.limiter import Limiter, Reservation
-from gateway.metrics import GatewayMetrics
+from gateway.admission.limiter import Limiter, LimitReservation
+from gateway.telemetry.metrics import GatewayMetrics
 
-EXPECTED_OUTPUT = 256  # tokens of an answer whose length nobody knows
+EXPECTED_OUTPUT_TOKENS = 256  # tokens of an answer whose length nobody knows
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
+class RequestSize:
     """Tokens of a request: its prompts, the most that may be generated, and what the client left to us of that."""
 
     prompt: int
@@ -29,7 +29,7 @@ class Size:
     @property
     def expected(self) -> int:
         """What it will probably take."""
-        return self.prompt + min(self.output, EXPECTED_OUTPUT)
+        return self.prompt + min(self.output, EXPECTED_OUTPUT_TOKENS)
 
     @property
     def reserved(self) -> int:
@@ -45,13 +45,13 @@ class Permit:
         self._request = request
         self._limiter = limiter
         self._metrics = metrics
-        self._reservation: Reservation | None = None
-        self._gate_entry: tuple[Gate, Waiting] | None = None
+        self._reservation: LimitReservation | None = None
+        self._gate_entry: tuple[Gate, QueueEntry] | None = None
 
     async def acquire(
         self,
         gate: Gate,
-        size: Size,
+        size: RequestSize,
         priority: int,
         deadline: float,
         headers: dict[str, str],

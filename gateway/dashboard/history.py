@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any, Self
 
-from gateway.dashboard.shape import Shape
-from gateway.metrics import GatewayMetrics
-from gateway.pod import Pod
-from gateway.pod_activity import PodActivity
+from prometheus_client.core import Metric
+
+from gateway.pods.info import DraftCounts, PeerTraffic, PodActivity
+from gateway.pods.pod import Pod
+from gateway.telemetry.metrics import GatewayMetrics
 
 PERIOD_S = 5.0
 WINDOW_S = 300.0
@@ -28,12 +32,12 @@ PodKey = tuple[str, int]  # name and generation: a restarted pod counts from zer
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class MetricsSample:
     """at: monotonic seconds. counts: of counters, and running and waiting, which are of the moment."""
 
     at: float
     counts: Mapping[str, float]
-    histograms: Mapping[str, Shape]
+    histograms: Mapping[str, HistogramSnapshot]
     pods: Mapping[PodKey, PodActivity]
 
     def kv_used(self) -> float | None:
@@ -43,7 +47,7 @@ class Sample:
         return sum(b.leased + b.quarantined for b in blocks) / total if total else None
 
 
-class History:
+class MetricsHistory:
     """pods: those that are known now; waiting: requests in the gateway's queues."""
 
     def __init__(
@@ -57,7 +61,7 @@ class History:
         self._pods = pods
         self._waiting = waiting
         self._clock = clock
-        self._samples: deque[Sample] = deque(maxlen=round(WINDOW_S / PERIOD_S) + 1)
+        self._samples: deque[MetricsSample] = deque(maxlen=round(WINDOW_S / PERIOD_S) + 1)
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -78,11 +82,11 @@ class History:
         self._samples.append(self.now())
 
     @property
-    def samples(self) -> tuple[Sample, ...]:
+    def samples(self) -> tuple[MetricsSample, ...]:
         """What is kept, the oldest first."""
         return tuple(self._samples)
 
-    def now(self) -> Sample:
+    def now(self) -> MetricsSample:
         """A sample that is not kept."""
         metrics = self._metrics
         pods = {
@@ -91,7 +95,9 @@ class History:
             if pod.alive and pod.info is not None and pod.activity is not None
         }
         counts = {**metrics.totals(), "waiting": float(self._waiting())}
-        return Sample(self._clock(), counts, {k: Shape.from_metric(m) for k, m in metrics.latencies().items()}, pods)
+        return MetricsSample(
+            self._clock(), counts, {k: HistogramSnapshot.from_metric(m) for k, m in metrics.latencies().items()}, pods
+        )
 
     async def _forever(self) -> None:
         while True:
@@ -100,3 +106,146 @@ class History:
                 self.take()
             except Exception:
                 _log.exception("a sample for the dashboard could not be taken")
+
+
+@dataclass(frozen=True, slots=True)
+class HistogramSnapshot:
+    """bounds: upper ones of the buckets, the last infinite; counts: observations up to each; total: their sum."""
+
+    bounds: tuple[float, ...] = ()
+    counts: tuple[float, ...] = ()
+    total: float = 0.0
+
+    @classmethod
+    def from_metric(cls, metric: Metric) -> Self:
+        """Of a collected histogram without labels."""
+        bounds, counts, total = [], [], 0.0
+        for sample in metric.samples:
+            if sample.name.endswith("_bucket"):
+                bounds.append(float(sample.labels["le"]))
+                counts.append(sample.value)
+            elif sample.name.endswith("_sum"):
+                total = sample.value
+        return cls(tuple(bounds), tuple(counts), total)
+
+    def difference(self, before: HistogramSnapshot) -> HistogramSnapshot:
+        """What was observed after `before`, which is an earlier state of the same histogram, or empty."""
+        if not before.counts:
+            return self
+        counts = tuple(now - then for now, then in zip(self.counts, before.counts, strict=True))
+        return HistogramSnapshot(self.bounds, counts, self.total - before.total)
+
+    @property
+    def count(self) -> float:
+        return self.counts[-1] if self.counts else 0.0
+
+    def quantile(self, q: float) -> float | None:
+        """As PromQL's histogram_quantile: linear inside a bucket, the last finite bound beyond it. None when empty."""
+        if not self.count:
+            return None
+        rank = q * self.count
+        at = bisect_left(self.counts, rank)
+        if math.isinf(self.bounds[at]):
+            return self.bounds[at - 1] if at else None
+        below, start = (self.counts[at - 1], self.bounds[at - 1]) if at else (0.0, 0.0)
+        inside = self.counts[at] - below
+        return start + (self.bounds[at] - start) * ((rank - below) / inside if inside else 1.0)
+
+    def as_json(self) -> Mapping[str, float | None] | None:
+        """count, mean and percentiles; None when nothing was observed."""
+        if not self.count:
+            return None
+        quantiles = {f"p{percent}": self.quantile(percent / 100) for percent in (50, 90, 99)}
+        return {"count": int(self.count), "mean": self.total / self.count, **quantiles}
+
+
+_NOTHING = HistogramSnapshot()
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsWindow:
+    """From `start` to `end`; a pod that came in between is counted from its own start."""
+
+    start: MetricsSample
+    end: MetricsSample
+
+    @property
+    def seconds(self) -> float:
+        return max(self.end.at - self.start.at, 1e-9)
+
+    def count(self, name: str) -> float:
+        """How much a counter grew."""
+        return self.end.counts.get(name, 0.0) - self.start.counts.get(name, 0.0)
+
+    def rate(self, name: str) -> float:
+        """Per second."""
+        return self.count(name) / self.seconds
+
+    def histogram(self, name: str) -> HistogramSnapshot:
+        """Distribution of what was observed."""
+        return self.end.histograms.get(name, _NOTHING).difference(self.start.histograms.get(name, _NOTHING))
+
+    def pod(self, key: PodKey) -> tuple[PodActivity | None, PodActivity | None]:
+        """What a pod had done at the start and at the end."""
+        return self.start.pods.get(key), self.end.pods.get(key)
+
+    def pod_rate(self, key: PodKey, count: str) -> float:
+        """Per second; count is prefilled or generated."""
+        before, after = self.pod(key)
+        grew = {"prefilled": 0, "generated": 0}
+        for sign, activity in ((-1, before), (1, after)):
+            if activity is not None:
+                grew["prefilled"] += sign * activity.prefilled
+                grew["generated"] += sign * activity.generated
+        return max(0, grew[count]) / self.seconds if after is not None else 0.0
+
+    def preemptions(self, key: PodKey) -> int:
+        before, after = self.pod(key)
+        return (0 if after is None else after.preemptions) - (0 if before is None else before.preemptions)
+
+    def drafts(self, key: PodKey) -> DraftCounts | None:
+        """Of the window alone; None for a pod that does not speculate."""
+        before, after = self.pod(key)
+        if after is None or after.drafts is None:
+            return None
+        now, then = after.drafts, None if before is None else before.drafts
+        if then is None:
+            return now
+        grown = (now.chains - then.chains, now.proposed - then.proposed, now.accepted - then.accepted)
+        return DraftCounts(now.proposer, *grown, now.useless)
+
+    def links(self) -> Iterator[tuple[str, PeerTraffic]]:
+        """Of the window alone: the pod that wrote, and the link. A connection that was made anew counts from zero."""
+        for key, after in self.end.pods.items():
+            before = self.start.pods.get(key)
+            then = {} if before is None else {(link.pod, link.transport): link for link in before.links}
+            for link in after.links:
+                was = then.get((link.pod, link.transport))
+                if was is not None and was.bytes <= link.bytes:
+                    grown = link.bytes - was.bytes, max(0.0, link.busy_s - was.busy_s)
+                    yield key[0], PeerTraffic(link.pod, link.transport, *grown, link.gb_s)
+                else:
+                    yield key[0], link
+
+
+def speculation_json(drafts: DraftCounts) -> dict[str, Any]:
+    """acceptance_length: tokens of a step with drafts, its own included; None when there was none."""
+    return {
+        "proposer": drafts.proposer,
+        "acceptance_length": 1 + drafts.accepted / drafts.chains if drafts.chains else None,
+        "accepted": drafts.accepted,
+        "proposed": drafts.proposed,
+        "useless": drafts.useless,
+    }
+
+
+def link_json(source: str, link: PeerTraffic) -> dict[str, Any]:
+    """See the top of the package."""
+    return {
+        "from": source,
+        "to": link.pod,
+        "transport": link.transport,
+        "bytes": link.bytes,
+        "busy_s": link.busy_s,
+        "gb_per_s": link.bytes / link.busy_s / 1e9 if link.busy_s else link.gb_s or None,
+    }

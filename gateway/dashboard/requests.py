@@ -6,17 +6,17 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gateway.admission.caller import Caller
+from gateway.admission.api_keys import Caller
 from gateway.dashboard.spans import Span, spans_of
-from gateway.service import Gateway
-from gateway.timeline import Timeline
+from gateway.serving.gateway import Gateway
+from gateway.telemetry.timeline import Timeline
 
 Json = dict[str, Any]
 
-MOST = 256
+MAX_REQUESTS = 256
 
 
-class Requests:
+class DashboardRequests:
     """Reads the gateway's ring of timelines."""
 
     def __init__(self, gateway: Gateway) -> None:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any, TypeVar
 
 import orjson
 from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
+from starlette.responses import FileResponse, Response
+from starlette.routing import BaseRoute, Mount, Route
+from starlette.staticfiles import StaticFiles
 
 from common.errors import BatonError, InvalidRequest, ObjectNotFound
-from gateway.admission.http_auth import caller_of
-from gateway.dashboard.requests import MOST, Requests
-from gateway.dashboard.state import State
-from gateway.openai_schema import error_body
-from gateway.service import Gateway
+from gateway.api.http.auth import caller_of
+from gateway.api.http.errors import error_body
+from gateway.dashboard.requests import MAX_REQUESTS, DashboardRequests
+from gateway.dashboard.state import DashboardState
+from gateway.serving.gateway import Gateway
 
 DEFAULT_LIMIT = 50
 N = TypeVar("N", int, float)
@@ -24,14 +26,14 @@ _HEADERS = {"cache-control": "no-store"}
 
 def routes(gateway: Gateway, version: str) -> list[Route]:
     """All of them."""
-    state, requests = State(gateway, version), Requests(gateway)
+    state, requests = DashboardState(gateway, version), DashboardRequests(gateway)
 
     async def whole(_request: Request) -> Response:
         return _json(state.as_json())
 
     async def recent(request: Request) -> Response:
         try:
-            limit = _number(request, "limit", DEFAULT_LIMIT, kind=int, low=1, high=MOST)
+            limit = _number(request, "limit", DEFAULT_LIMIT, kind=int, low=1, high=MAX_REQUESTS)
             since = _number(request, "since", 0.0, kind=float, low=0.0, high=math.inf)
         except InvalidRequest as e:
             return _error(e)
@@ -70,3 +72,30 @@ def _json(body: Any, status: int = 200) -> Response:
 
 def _error(error: BatonError) -> Response:
     return _json(error_body(error), error.http_status)
+
+
+FILES = Path(__file__).parent / "page"
+FILES_PATH = "/dashboard/page"
+HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+
+
+class _PageFiles(StaticFiles):
+    def file_response(self, *args: object, **kwargs: object) -> Response:
+        response = super().file_response(*args, **kwargs)  # type: ignore[arg-type]
+        response.headers.update(HEADERS)
+        return response
+
+
+def page_routes() -> list[BaseRoute]:
+    """The page and what it is made of."""
+
+    async def index(_request: Request) -> Response:
+        return FileResponse(FILES / "index.html", headers=HEADERS)
+
+    return [Route("/", index), Mount(FILES_PATH, _PageFiles(directory=FILES))]

@@ -8,16 +8,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from common.types import PoolCounts
-from gateway.dashboard.history import Sample
-from gateway.dashboard.window import Window, link_json, speculation_json
-from gateway.pod import Pod
-from gateway.pod_activity import Drafts
-from gateway.service import Gateway
+from gateway.dashboard.history import MetricsSample, MetricsWindow, link_json, speculation_json
+from gateway.pods.info import DraftCounts
+from gateway.pods.pod import Pod
+from gateway.serving.gateway import Gateway
 
 Json = dict[str, Any]
 
 
-class State:
+class DashboardState:
     """Makes the JSON of one gateway. Nothing is computed unless somebody looks."""
 
     def __init__(self, gateway: Gateway, version: str) -> None:
@@ -30,7 +29,7 @@ class State:
         history = self._gateway.metrics_history
         samples = history.samples
         now = history.now()
-        window = Window(samples[0] if samples else now, now)
+        window = MetricsWindow(samples[0] if samples else now, now)
         counts = window.end.counts
         return {
             "now": time.time(),
@@ -88,7 +87,7 @@ def _role(pod: Pod) -> str | None:
     return None if pod.info is None else pod.info.role.value
 
 
-def _pod_json(pod: Pod, model: str, window: Window) -> Json:
+def _pod_json(pod: Pod, model: str, window: MetricsWindow) -> Json:
     info, load, activity = pod.info, None if pod.view is None else pod.view.load, pod.activity
     out: Json = {
         "name": pod.name,
@@ -133,12 +132,12 @@ def _used(counts: PoolCounts) -> float | None:
     return (counts.leased + counts.quarantined) / counts.total if counts.total else None
 
 
-def _errors(window: Window) -> Json:
+def _errors(window: MetricsWindow) -> Json:
     requests, failed = window.count("requests"), window.count("failed")
     return {"requests": int(requests), "failed": int(failed), "ratio": failed / requests if requests else None}
 
 
-def _cache(window: Window) -> Json:
+def _cache(window: MetricsWindow) -> Json:
     hits, prompts = window.count("actual_hits"), window.count("routed_tokens")
     return {
         "hit_rate": hits / prompts if prompts else None,
@@ -148,11 +147,11 @@ def _cache(window: Window) -> Json:
     }
 
 
-def _speculation(window: Window) -> Json | None:
+def _speculation(window: MetricsWindow) -> Json | None:
     found = [(key[0], drafts) for key in window.end.pods if (drafts := window.drafts(key)) is not None]
     if not found:
         return None
-    total = Drafts(
+    total = DraftCounts(
         ",".join(sorted({drafts.proposer for _, drafts in found})),
         sum(drafts.chains for _, drafts in found),
         sum(drafts.proposed for _, drafts in found),
@@ -162,9 +161,9 @@ def _speculation(window: Window) -> Json | None:
     return {**speculation_json(total), "useless": [pod for pod, drafts in found if drafts.useless]}
 
 
-def _series(samples: Sequence[Sample]) -> Json:
+def _series(samples: Sequence[MetricsSample]) -> Json:
     """One point for each period, told at its end."""
-    windows = [Window(start, end) for start, end in itertools.pairwise(samples)]
+    windows = [MetricsWindow(start, end) for start, end in itertools.pairwise(samples)]
     ttft, itl = [w.histogram("ttft") for w in windows], [w.histogram("itl") for w in windows]
     return {
         "t": [w.end.at - samples[-1].at for w in windows],

@@ -15,18 +15,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from common.types import Role
-from gateway.approx_index import ANY_POD, ApproxIndex
-from gateway.pod import Pod
-from gateway.routing.demand import Pull
-from gateway.routing.inflight import InFlight
-from gateway.routing.policy import Option
+from gateway.pods.pod import Pod
+from gateway.routing.local_index import ANY_POD, ApproxIndex, InFlightPrompts
+from gateway.routing.policy import PodOption, PullOffer
 
-ROOMY = 0.125  # share of its pool that a decode pod has free for sure to have room for a prompt
-LINGER_S = 0.2  # from the first token until the index knows the prompt's blocks, and kept answers of it are old
+AMPLE_FREE_SHARE = 0.125  # share of its pool that a decode pod has free for sure to have room for a prompt
+INFLIGHT_LINGER_S = (
+    0.2  # from the first token until the index knows the prompt's blocks, and kept answers of it are old
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Elsewhere:
+class RemotePrefillCost:
     """What computing the prompt on the prefill pod is thought to take; seconds, see RemotePrefill in decode.proto."""
 
     queue_s: float
@@ -36,11 +36,11 @@ class Elsewhere:
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class ChosenPod:
     """A pod and what routing thought of it."""
 
     pod: Pod
-    pod_option: Option
+    pod_option: PodOption
 
 
 class Placement:
@@ -52,11 +52,11 @@ class Placement:
     def __init__(
         self,
         request_id: str,
-        decode: Chosen,
-        prefill: Chosen | None,
+        decode: ChosenPod,
+        prefill: ChosenPod | None,
         hashes: Sequence[bytes],
         *,
-        inflight: InFlight,
+        inflight: InFlightPrompts,
         approx: ApproxIndex,
         unbook: Callable[[str, Sequence[Pod]], None],
     ) -> None:
@@ -82,7 +82,7 @@ class Placement:
         return self._computing_pod.pod_option.hit_tokens
 
     @property
-    def pull_offer(self) -> Pull | None:
+    def pull_offer(self) -> PullOffer | None:
         """What the prefill pod is to fetch from another one first."""
         return None if self._prefill is None else self._prefill.pod_option.pull_offer
 
@@ -101,15 +101,15 @@ class Placement:
             or load.waiting
         ):
             return False
-        return view.free_blocks() >= ROOMY * view.num_blocks
+        return view.free_blocks() >= AMPLE_FREE_SHARE * view.num_blocks
 
-    def remote_prefill_cost(self) -> Elsewhere | None:
+    def remote_prefill_cost(self) -> RemotePrefillCost | None:
         """What the decode pod may weigh computing the prompt itself against; None while nobody has measured it."""
         if self._prefill is None or not self._prefill.pod_option.view.rate_known:
             return None
         option, view = self._prefill.pod_option, self._prefill.pod_option.view
         own_s = option.missing_tokens * view.prefill_s_per_token if self._computing else 0.0
-        return Elsewhere(
+        return RemotePrefillCost(
             queue_s=max(0.0, view.queue_s(time.monotonic()) - own_s),
             compute_s=view.prefill_overhead_s
             + option.missing_tokens * view.prefill_s_per_token
@@ -119,7 +119,7 @@ class Placement:
         )
 
     @property
-    def _computing_pod(self) -> Chosen:
+    def _computing_pod(self) -> ChosenPod:
         return self._prefill or self._decode
 
     def book(self) -> None:
@@ -130,7 +130,7 @@ class Placement:
         chosen.pod_option.view.prefill_bookings.add(self.request_id, chosen.pod_option.missing_tokens, now)
         self._inflight.add(self.request_id, chosen.pod_option.view.name, self._hashes)
 
-    def rebook(self, decode: Chosen, prefill: Chosen | None) -> None:
+    def rebook(self, decode: ChosenPod, prefill: ChosenPod | None) -> None:
         """Elsewhere, before anything was sent."""
         self._release_local()
         self._decode, self._prefill = decode, prefill
@@ -159,7 +159,7 @@ class Placement:
         self._computing_pod.pod_option.view.prefill_bookings.remove(self.request_id)
         if self._prefill is not None or self._decode.pod_option.view.role is Role.BOTH:
             self._unbook(self.request_id, [self._computing_pod.pod])
-        asyncio.get_running_loop().call_later(LINGER_S, self._inflight.remove, self.request_id)
+        asyncio.get_running_loop().call_later(INFLIGHT_LINGER_S, self._inflight.remove, self.request_id)
         self._approx.record(*ANY_POD, self._hashes)
         for pod in {
             self._decode.pod.address: self._decode.pod,

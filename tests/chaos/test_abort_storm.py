@@ -27,10 +27,10 @@ from common.errors import BatonError, Overloaded
 from common.pb import decode_pb2, prefill_pb2
 from common.types import Role, ValidRequest
 from engine.llm import LLM
-from kv_transfer.loopback import WriteFault
-from kv_transfer.notification import CommitNote, Committed, parse
-from tests.harness import BLOCK, Cluster, Pod, oracle, prompt_of, request, tiny_llama
-from tests.until import until
+from kv_transfer.backend.loopback import LoopbackFault
+from kv_transfer.notifications import CommitNotification, CommittedNotification, parse_notification
+from tests.rigs.pods.harness import BLOCK, Cluster, Pod, oracle, prompt_of, request, tiny_llama
+from tests.rigs.waiting import until
 
 REQUESTS = 500
 AT_ONCE = 20
@@ -188,7 +188,7 @@ async def test_five_hundred_requests(notes: bool, tmp_path: Path) -> None:
     config, noted = HOSTED | {"checksums": not notes}, Counter[type]()
 
     def late_or_twice(_source: str, _peer: str, payload: bytes) -> Sequence[float]:
-        noted[type(parse(payload))] += 1
+        noted[type(parse_notification(payload))] += 1
         return rng.choice(((0.0,), (0.0,), (0.0, 0.02), (0.03,), (0.05, 0.01)))
 
     async with Cluster.start(model_dir, prefill=3, decode=3, prefill_config=config, decode_config=config) as cluster:
@@ -197,7 +197,7 @@ async def test_five_hundred_requests(notes: bool, tmp_path: Path) -> None:
         fabric.on_notify = late_or_twice
         if notes:
             fabric.transport = "tcp"
-        fabric.on_write = lambda *_: WriteFault(delay_s=rng.choice((0.0, 0.0, 0.0, 0.02, 0.1)))
+        fabric.on_write = lambda *_: LoopbackFault(delay_s=rng.choice((0.0, 0.0, 0.0, 0.02, 0.1)))
         killed: list[Pod] = []
 
         async def strike() -> None:
@@ -218,9 +218,9 @@ async def test_five_hundred_requests(notes: bool, tmp_path: Path) -> None:
         await storm.run()
         await strikes
         print(f"{time.monotonic() - began:.1f} s: {dict(storm.ends)}, errors {dict(storm.errors)}")
-        fabric.on_notify, fabric.on_write = (lambda *_: (0.0,)), (lambda *_: WriteFault())
+        fabric.on_notify, fabric.on_write = (lambda *_: (0.0,)), (lambda *_: LoopbackFault())
         assert storm.ends.total() == REQUESTS
-        assert (noted[CommitNote] > 0) == (noted[Committed] > 0) == notes
+        assert (noted[CommitNotification] > 0) == (noted[CommittedNotification] > 0) == notes
         assert storm.ends["answered"] == storm.calm > 0.2 * REQUESTS
         assert all(storm.ends[stage] > 0 for stage in STAGES)
         for pod in cluster.pods:

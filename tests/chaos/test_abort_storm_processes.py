@@ -11,7 +11,7 @@ import pytest
 
 from tests.chaos.load import Load
 from tests.e2e.cluster import Cluster
-from tests.until import until
+from tests.rigs.waiting import until
 
 pytestmark = pytest.mark.parametrize("cluster", ["1P+1D"], indirect=True)
 WAIT_S = 120.0

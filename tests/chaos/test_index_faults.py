@@ -17,16 +17,17 @@ import pytest
 import pytest_asyncio
 
 from cli.stack.valkey import EmbeddedValkey
-from common import index_pod
-from common.block_hash import block_hashes
+from common.block_hash import hash_blocks
 from common.errors import IndexUnavailable
-from common.index_store import Keys, connect
-from gateway import pod as gateway_pod
-from tests.fake_pods import FakeCluster, FakePod, fake_cluster
-from tests.gateway_rig import Rig, rig
-from tests.index_entry import IndexEntry
-from tests.tcp_proxy import TcpProxy, tcp_proxy
-from tests.until import until
+from common.redis.client import connect_redis
+from gateway.pods import pod as gateway_pod
+from prefix_index import publisher
+from prefix_index.store import IndexKeys
+from tests.rigs.gateway.gateway_rig import Rig, rig
+from tests.rigs.index.index_entry import IndexEntry
+from tests.rigs.index.tcp_proxy import TcpProxy, tcp_proxy
+from tests.rigs.pods.fake_pods import FakeCluster, FakePod, fake_cluster
+from tests.rigs.waiting import until
 
 PROMPT = list(range(100, 400))
 
@@ -63,7 +64,7 @@ class Stage:
         """What the gateway's own reader finds of the prompt."""
         layout, index = pod.layout, self.gw.gateway.pod_table.index
         assert index is not None
-        hashes = block_hashes(prompt, fingerprint=layout.fingerprint, block_size=layout.block_size)
+        hashes = hash_blocks(prompt, fingerprint=layout.fingerprint, block_size=layout.block_size)
         try:
             found = await index.lookup(layout.scope, hashes, [(pod.name, pod.generation)])
         except IndexUnavailable:
@@ -111,9 +112,9 @@ class Stage:
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index_pod, "HEARTBEAT_S", 0.2)
-    monkeypatch.setattr(index_pod, "_MAX_BACKOFF_S", 0.2)
-    monkeypatch.setattr(index_pod, "_COMMAND_S", 0.5)
+    monkeypatch.setattr(publisher, "HEARTBEAT_S", 0.2)
+    monkeypatch.setattr(publisher, "_MAX_BACKOFF_S", 0.2)
+    monkeypatch.setattr(publisher, "_COMMAND_S", 0.5)
     monkeypatch.setattr(gateway_pod, "INFO_TIMEOUT_S", 10.0)  # a busy machine is no fault of the pods
 
 
@@ -162,7 +163,7 @@ async def test_requests_go_on_while_redis_is_killed_wiped_and_frozen(stage: Stag
         await stage.valkey.start()
         await stage.routed_by_redis()
 
-        async with connect(stage.url, timeout_s=5.0) as raw:
+        async with connect_redis(stage.url, timeout_s=5.0) as raw:
             await raw.flushall()
         await stage.routed_by_redis()
 
@@ -190,7 +191,7 @@ async def test_requests_go_on_while_gateway_or_pods_are_cut_off(stage: Stage) ->
         for proxy in stage.proxies:
             proxy.hang_up()
         await stage.routed_by_redis()
-        async with connect(stage.url, timeout_s=5.0) as raw:
+        async with connect_redis(stage.url, timeout_s=5.0) as raw:
             await raw.execute_command("CLIENT", "PAUSE", 2_000, "ALL")
         await until(lambda: stage.mode() in ("local", "hash"))
         await stage.routed_by_redis()
@@ -200,11 +201,11 @@ async def test_an_index_that_lies_costs_a_recompute_and_nothing_else(stage: Stag
     """Every pod is said to hold everything: pods get whole prompts all the same, and answer right."""
     other = list(range(2000, 2300))
     layout = stage.cluster.prefills[0].layout
-    hashes = block_hashes(other, fingerprint=layout.fingerprint, block_size=layout.block_size)
-    async with connect(stage.url, timeout_s=5.0) as raw:
+    hashes = hash_blocks(other, fingerprint=layout.fingerprint, block_size=layout.block_size)
+    async with connect_redis(stage.url, timeout_s=5.0) as raw:
         right = await stage.gw.complete(prompt=other, max_tokens=3, cache_salt="apart")
         for pod in stage.cluster.pods.values():
-            await raw.sadd(Keys(layout.scope).held_blocks(pod.name, pod.generation), *(h[:8] for h in hashes))
+            await raw.sadd(IndexKeys(layout.scope).held_blocks(pod.name, pod.generation), *(h[:8] for h in hashes))
         wrong = await stage.gw.complete(prompt=other, max_tokens=3)
     assert wrong.status_code == 200
     assert wrong.json()["choices"] == right.json()["choices"]

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import pytest
 import pytest_asyncio
 
-from tests.fake_pods import FakeCluster, fake_cluster
-from tests.gateway_rig import Rig, rig
+from tests.rigs.gateway.gateway_rig import Rig, rig
+from tests.rigs.pods.fake_pods import FakeCluster, fake_cluster
 
 if TYPE_CHECKING:
     from playwright.async_api import Browser, Page

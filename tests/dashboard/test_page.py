@@ -13,12 +13,12 @@ pytest.importorskip("playwright", reason="Playwright is not installed: make dash
 from playwright.async_api import Browser, expect
 
 from common.pb import transfer_pb2
+from gateway.admission.api_keys import create_key
 from gateway.admission.key_store import KeyFile
-from gateway.admission.keys import mint
 from tests.dashboard.conftest import View
-from tests.fake_pods import FakeCluster, counting
-from tests.gateway_rig import MODEL, Rig, rig
-from tests.until import until
+from tests.rigs.gateway.gateway_rig import MODEL, Rig, rig
+from tests.rigs.pods.fake_pods import FakeCluster, counting
+from tests.rigs.waiting import until
 
 KINDS = ["gateway", "queue", "chunk 1", "pushes", "hand-off", "decode"]
 VIEWS = ["Cluster", "Requests", "Playground"]
@@ -130,7 +130,7 @@ async def test_stop_ends_the_request_and_refusals_are_told(view: View, gw: Rig, 
 async def test_a_key_is_asked_for_and_kept_in_the_tab(
     view: View, cluster: FakeCluster, smollm2_dir: Path, tmp_path: Path
 ) -> None:
-    secret, record = mint("mine")
+    secret, record = create_key("mine")
     KeyFile(tmp_path / "keys.json").add(record)
     async with rig(cluster, smollm2_dir, api_keys=(str(tmp_path / "keys.json"),)) as gw:
         await view.page.goto(gw.url)

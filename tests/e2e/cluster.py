@@ -26,8 +26,8 @@ import grpc
 
 from cli.stack.stack import Stack
 from cli.stack.supervisor import ServiceSpec
-from common.config import UpConfig
 from common.pb import transfer_pb2, transfer_pb2_grpc
+from common.settings.configs import UpConfig
 from common.types import Role
 
 READY_S = 240.0

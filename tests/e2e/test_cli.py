@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.forked_cli import forked
+from tests.rigs.forked_cli import forked
 
 BATON = [sys.executable, "-P", "-m", "cli"]
 START_S = 240.0

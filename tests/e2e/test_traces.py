@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from common.pb import inference_pb2, inference_pb2_grpc
-from common.trace_context import TraceContext
+from common.tracing.context import TraceContext
 from tests.e2e.cluster import Cluster
 from tests.e2e.shape import CHUNK, SPANS
 
@@ -88,7 +88,7 @@ def test_one_request_is_one_trace_over_gateway_prefill_transfer_and_decode(clust
         by_name[span.name].append(span)
     parents = {
         "gateway.request": None,
-        "gateway.tokenize": "gateway.request",
+        "gateway.api.openai.tokenize": "gateway.request",
         "gateway.wait": "gateway.request",
         "gateway.attempt": "gateway.request",
         "gateway.route": "gateway.attempt",
@@ -122,7 +122,14 @@ def test_one_request_is_one_trace_over_gateway_prefill_transfer_and_decode(clust
 
     # Prefill begins while the decode pod is asked, so the two meet only where KV is written: see Leg.open.
     for order in (
-        ("gateway.request", "gateway.tokenize", "gateway.wait", "gateway.attempt", "gateway.route", "gateway.reserve"),
+        (
+            "gateway.request",
+            "gateway.api.openai.tokenize",
+            "gateway.wait",
+            "gateway.attempt",
+            "gateway.route",
+            "gateway.reserve",
+        ),
         ("gateway.reserve", "decode.reserve", "decode.receive", "decode.run"),
         ("gateway.reserve", "prefill.request", "prefill.queue", "prefill.chunk", "transfer.hand_off", "transfer.push"),
         ("transfer.push", "decode.run"),

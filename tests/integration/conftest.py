@@ -14,13 +14,14 @@ import pytest_asyncio
 
 from cli.stack.process import PortLease
 from cli.stack.valkey import EmbeddedValkey
-from common import index_pod, rpc
+from common import rpc
 from common.pb import inference_pb2_grpc
-from gateway import pod as gateway_pod
-from tests.fake_pods import FakeCluster, fake_cluster
-from tests.gateway_rig import Rig, rig
-from tests.index_rig import Rig as IndexRig
-from tests.index_rig import one_node_cluster
+from gateway.pods import pod as gateway_pod
+from prefix_index import publisher
+from tests.rigs.gateway.gateway_rig import Rig, rig
+from tests.rigs.index.index_rig import Rig as IndexRig
+from tests.rigs.index.index_rig import one_node_cluster
+from tests.rigs.pods.fake_pods import FakeCluster, fake_cluster
 
 if TYPE_CHECKING:
     from engine.llm import LLM
@@ -51,15 +52,15 @@ async def gw(cluster: FakeCluster, smollm2_dir: Path) -> AsyncIterator[Rig]:
 @pytest_asyncio.fixture
 async def stub(gw: Rig) -> AsyncIterator[inference_pb2_grpc.InferenceAsyncStub]:
     """A gRPC client of it."""
-    async with rpc.channel(f"127.0.0.1:{gw.server.grpc_port}") as channel:
+    async with rpc.open_channel(f"127.0.0.1:{gw.server.grpc_port}") as channel:
         made: inference_pb2_grpc.InferenceAsyncStub = inference_pb2_grpc.InferenceStub(channel)
         yield made
 
 
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama of two layers, see tests/harness.py; nobody writes to it."""
-    from tests.harness import tiny_llama
+    """A random Llama of two layers, see tests/rigs/pods/harness.py; nobody writes to it."""
+    from tests.rigs.pods.harness import tiny_llama
 
     return tiny_llama(tmp_path_factory.mktemp("tiny"))
 
@@ -67,7 +68,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def llm(model_dir: Path) -> LLM:
     """The engine alone: what its tokens should be."""
-    from tests.harness import oracle
+    from tests.rigs.pods.harness import oracle
 
     return oracle(model_dir)
 
@@ -88,5 +89,5 @@ async def index_rig(redis_cluster: tuple[EmbeddedValkey, str]) -> AsyncIterator[
 @pytest.fixture
 def quick_index(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pods come back to an index soon."""
-    monkeypatch.setattr(index_pod, "HEARTBEAT_S", 0.2)
-    monkeypatch.setattr(index_pod, "_MAX_BACKOFF_S", 0.2)
+    monkeypatch.setattr(publisher, "HEARTBEAT_S", 0.2)
+    monkeypatch.setattr(publisher, "_MAX_BACKOFF_S", 0.2)

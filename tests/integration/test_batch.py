@@ -18,8 +18,8 @@ from cli.batch.records import MOST_WRONG, Answers, check, requests
 from cli.batch.sender import Sending
 from cli.commands.batch import run
 from common.errors import ConfigError, Overloaded, Unavailable
-from tests.fake_pods import FakeCluster
-from tests.gateway_rig import MODEL, Rig, rig
+from tests.rigs.gateway.gateway_rig import MODEL, Rig, rig
+from tests.rigs.pods.fake_pods import FakeCluster
 
 
 @pytest.fixture(autouse=True)

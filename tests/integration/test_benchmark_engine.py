@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.shapes import SHAPES
+from benchmarks.support.shapes import SHAPES
 
 ROOT = Path(__file__).parents[2]
 HANDED = ("handed_ms", "busy_ms", "launch_ms")

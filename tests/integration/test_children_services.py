@@ -14,11 +14,11 @@ import torch
 
 from common.errors import InvalidRequest
 from common.pb import decode_pb2, prefill_pb2
-from common.rpc import rpc_errors
+from common.rpc import translate_rpc_errors
 from common.types import FinishReason, Role, ValidRequest
-from common.wire import finish_from_pb, request_to_pb
+from common.wire import finish_reason_from_pb, request_to_pb
 from engine.llm import LLM
-from tests.harness import BLOCK, CHUNK, MAX_LEN, TIMEOUT_S, Cluster, oracle, prompt_of, request
+from tests.rigs.pods.harness import BLOCK, CHUNK, MAX_LEN, TIMEOUT_S, Cluster, oracle, prompt_of, request
 
 torch.set_num_threads(1)
 
@@ -48,7 +48,7 @@ class Family:
             assert token.child == child
             assert token.index not in self.tokens[child]
             self.tokens[child][token.index] = token.id
-        if (reason := finish_from_pb(finish)) is not None:
+        if (reason := finish_reason_from_pb(finish)) is not None:
             assert child not in self.finish
             self.finish[child] = reason
 
@@ -60,7 +60,7 @@ class Family:
         self.local = reply.HasField("local")
         if not self.local:
             message = prefill_pb2.PrefillRequest(request=request_to_pb(valid), target=reply.target)
-            with rpc_errors():
+            with translate_rpc_errors():
                 async for event in cluster.prefill.prefill.Prefill(message, timeout=TIMEOUT_S):
                     if event.HasField("first_token"):
                         self.firsts.append(event.first_token.child)

@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 
 from cli.stack.valkey import EmbeddedValkey
-from common.prefix_index import IndexReader
 from common.types import SamplingParams, ValidRequest
 from engine.llm import LLM
-from gateway.metrics import GatewayMetrics
-from gateway.pipeline import Pipeline
-from gateway.pods import PodTable
+from gateway.dispatch.dispatch import Dispatcher
+from gateway.pods.table import PodTable
 from gateway.routing.router import Router
-from gateway.timeline import Timeline
-from tests.harness import BLOCK, Cluster, prompt_of
-from tests.until import until
+from gateway.telemetry.metrics import GatewayMetrics
+from gateway.telemetry.timeline import Timeline
+from prefix_index.reader import IndexReader
+from tests.rigs.pods.harness import BLOCK, Cluster, prompt_of
+from tests.rigs.waiting import until
 
 TURNS, SAID, ANSWER = 10, BLOCK + 1, BLOCK + 1  # an answer fills the block in which its prompt ended
 
@@ -28,7 +28,7 @@ TURNS, SAID, ANSWER = 10, BLOCK + 1, BLOCK + 1  # an answer fills the block in w
 class World:
     """Pods and a gateway's pipeline over them; the index is a real one."""
 
-    def __init__(self, cluster: Cluster, table: PodTable, pipeline: Pipeline) -> None:
+    def __init__(self, cluster: Cluster, table: PodTable, pipeline: Dispatcher) -> None:
         self.cluster = cluster
         self._table = table
         self._pipeline = pipeline
@@ -88,7 +88,7 @@ async def world(model_dir: Path, tmp_path: Path, local_prefill: str, pull: str) 
             reader = IndexReader(url, timeout_s=20.0, clock=lambda: time.monotonic() * 1e6)
             table = PodTable((), reader, gateway_id="g", model="tiny")
             router = Router(table, GatewayMetrics(), rng=random.Random(1))
-            pipeline = Pipeline(router, GatewayMetrics(), gateway_id="g")
+            pipeline = Dispatcher(router, GatewayMetrics(), gateway_id="g")
             await table.start()
             try:
                 await until(

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from common.pb import transfer_pb2
+from gateway.admission.api_keys import create_key
 from gateway.admission.key_store import KeyFile
-from gateway.admission.keys import mint
-from tests.fake_pods import FakeCluster, fake_cluster
-from tests.gateway_rig import MODEL, Rig, rig
-from tests.until import until
+from tests.rigs.gateway.gateway_rig import MODEL, Rig, rig
+from tests.rigs.pods.fake_pods import FakeCluster, fake_cluster
+from tests.rigs.waiting import until
 
 
 async def get(gw: Rig, path: str, **headers: str) -> Any:
@@ -187,7 +187,7 @@ async def test_keys_are_asked_for_and_tenants_see_their_own(smollm2_dir: Path, t
     path = tmp_path / "keys.toml"
     keys = {}
     for tenant, admin in (("acme", False), ("other", False), ("ops", True)):
-        key, record = mint(tenant, admin=admin)
+        key, record = create_key(tenant, admin=admin)
         KeyFile(path).add(record)
         keys[tenant] = f"Bearer {key}"
     async with fake_cluster() as cluster, rig(cluster, smollm2_dir, api_keys=(str(path),)) as gw:

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from gateway.admission.api_keys import create_key
 from gateway.admission.key_store import KeyFile
-from gateway.admission.keys import mint
-from gateway.dashboard.page import FILES
-from tests.fake_pods import FakeCluster
-from tests.gateway_rig import Rig, rig
+from gateway.dashboard.routes import FILES
+from tests.rigs.gateway.gateway_rig import Rig, rig
+from tests.rigs.pods.fake_pods import FakeCluster
 
 TYPES = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml", ".html": "text/html"}
 
@@ -36,7 +36,7 @@ async def test_the_page_and_its_files(gw: Rig) -> None:
 async def test_the_page_is_open_and_its_figures_are_not(
     cluster: FakeCluster, smollm2_dir: Path, tmp_path: Path
 ) -> None:
-    KeyFile(tmp_path / "keys.json").add(mint("mine")[1])
+    KeyFile(tmp_path / "keys.json").add(create_key("mine")[1])
     async with rig(cluster, smollm2_dir, api_keys=(str(tmp_path / "keys.json"),)) as gw:
         assert (await gw.http.get("/")).status_code == 200
         assert (await gw.http.get("/dashboard/page/main.js")).status_code == 200

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from cli.doctor.finding import Level
 from cli.doctor.pods import check_pods
-from tests.harness import Cluster, prompt_of, request, tiny_llama
+from tests.rigs.pods.harness import Cluster, prompt_of, request, tiny_llama
 
 
 async def test_pods_and_pairs_are_told_by_what_they_counted(tmp_path: Path, unused_tcp_port: int) -> None:

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from benchmarks.draft_pair import SMOLLM2_LAYERS, without_layers
+from benchmarks.support.draft_pair import SMOLLM2_LAYERS, without_layers
 from common.errors import BatonError, Overloaded
 from common.grammar import from_regex
 from common.types import ValidRequest
 from engine.llm import LLM
-from engine.speculation.control import Always
+from engine.speculation.controller import AlwaysDraft
 from engine.speculation.stats import SpeculationStats
-from tests.draft_models import BYTES, byte_tokenizer, disturbed, draft_settings, eagle_head, tiny_target
-from tests.harness import MAX_LEN, VOCAB, Answer, Cluster, Pod, oracle, prompt_of, request
+from tests.rigs.engine.draft_models import BYTES, byte_tokenizer, disturbed, draft_settings, eagle_head, tiny_target
+from tests.rigs.pods.harness import MAX_LEN, VOCAB, Answer, Cluster, Pod, oracle, prompt_of, request
 
 DRAFTS = 4
 
@@ -36,11 +36,11 @@ def drafting(kind: str, model_dir: Path, root: Path) -> dict[str, Any]:
 
 def always(pod: Pod) -> None:
     engine = pod.runtime.engine
-    engine.set_proposer(engine.configured_proposer(), Always(DRAFTS))
+    engine.set_proposer(engine.configured_proposer(), AlwaysDraft(DRAFTS))
 
 
 def in_one_process(llm: LLM, requests: Sequence[ValidRequest]) -> tuple[list[list[int]], SpeculationStats]:
-    llm.engine.set_proposer(llm.engine.configured_proposer(), Always(DRAFTS))
+    llm.engine.set_proposer(llm.engine.configured_proposer(), AlwaysDraft(DRAFTS))
     answers = [llm.generate([r.prompt_ids], r.sampling, ignore_eos=True, show_progress=False)[0] for r in requests]
     assert llm.engine.speculator is not None
     return [answer.ids for answer in answers], llm.engine.speculator.stats

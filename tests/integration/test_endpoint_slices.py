@@ -12,12 +12,12 @@ import pytest
 
 from common.errors import ConfigError
 from common.types import Role
-from gateway.endpoint_slices import ApiServer, EndpointWatch
-from gateway.pod import INFO_PERIOD_S
-from tests.fake_kube import FakeKube, fake_kube, make_account
-from tests.fake_pods import FakeCluster, FakePod, fake_cluster
-from tests.gateway_rig import Rig, rig
-from tests.until import until
+from gateway.pods.endpoint_slices import EndpointSliceWatcher, KubernetesApi
+from gateway.pods.pod import INFO_PERIOD_S
+from tests.rigs.gateway.fake_kube import FakeKube, fake_kube, make_account
+from tests.rigs.gateway.gateway_rig import Rig, rig
+from tests.rigs.pods.fake_pods import FakeCluster, FakePod, fake_cluster
+from tests.rigs.waiting import until
 
 SERVICES = ("baton-prefill", "baton-decode")
 
@@ -37,9 +37,9 @@ class Seen:
 
 
 @asynccontextmanager
-async def watching(kube: FakeKube, **options: Any) -> AsyncIterator[tuple[EndpointWatch, Seen]]:
+async def watching(kube: FakeKube, **options: Any) -> AsyncIterator[tuple[EndpointSliceWatcher, Seen]]:
     seen = Seen()
-    watch = EndpointWatch(kube.api, SERVICES, seen, **{"backoff_s": (0.05, 0.2), **options})
+    watch = EndpointSliceWatcher(kube.api, SERVICES, seen, **{"backoff_s": (0.05, 0.2), **options})
     await watch.start()
     try:
         yield watch, seen
@@ -139,7 +139,7 @@ async def test_a_server_that_was_away_is_found_again(kube: FakeKube) -> None:
 
 
 async def test_a_connection_that_died_silently_is_given_up(kube: FakeKube, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.endpoint_slices.SILENCE_S", 0.0)
+    monkeypatch.setattr("gateway.pods.endpoint_slices.SILENCE_S", 0.0)
     await kube.put("baton-decode", {"10.0.0.1": False})
     async with watching(kube, watch_s=1) as (_, seen):
         await until(lambda: len(kube.watches) >= 2)
@@ -159,7 +159,7 @@ async def test_a_renewed_token_is_read(kube: FakeKube) -> None:
 async def test_a_server_of_another_authority_gets_nothing(kube: FakeKube, tmp_path: Path) -> None:
     make_account(tmp_path / "other")
     seen = Seen()
-    watch = EndpointWatch(ApiServer(kube.api.url, tmp_path / "other"), SERVICES, seen, backoff_s=(0.05, 0.1))
+    watch = EndpointSliceWatcher(KubernetesApi(kube.api.url, tmp_path / "other"), SERVICES, seen, backoff_s=(0.05, 0.1))
     await watch.start()
     await asyncio.sleep(0.5)
     await watch.stop()
@@ -178,13 +178,13 @@ async def test_nonsense_does_not_end_the_watch(kube: FakeKube, raw: str) -> None
 
 def test_outside_of_a_cluster_it_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="inside a cluster"):
-        ApiServer.in_cluster({})
+        KubernetesApi.in_cluster({})
     with pytest.raises(ConfigError, match="service account"):
-        ApiServer.in_cluster({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, tmp_path)
+        KubernetesApi.in_cluster({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, tmp_path)
     (tmp_path / "token").write_text("t")
     env = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "KUBERNETES_SERVICE_PORT": "6443"}
-    assert ApiServer.in_cluster(env, tmp_path).url == "https://10.0.0.1:6443"
-    assert ApiServer.in_cluster({"KUBERNETES_SERVICE_HOST": "fd00::1"}, tmp_path).url == "https://[fd00::1]:443"
+    assert KubernetesApi.in_cluster(env, tmp_path).url == "https://10.0.0.1:6443"
+    assert KubernetesApi.in_cluster({"KUBERNETES_SERVICE_HOST": "fd00::1"}, tmp_path).url == "https://[fd00::1]:443"
 
 
 # -- the gateway ------------------------------------------------------------------------------------------------------
@@ -316,7 +316,7 @@ async def test_pods_stay_while_the_api_server_is_away(gw: Rig, kube: FakeKube, c
 async def test_a_pod_that_nobody_names_any_more_is_forgotten(
     gw: Rig, kube: FakeKube, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.pods.FORGET_S", 0.5)
+    monkeypatch.setattr("gateway.pods.table.FORGET_S", 0.5)
     gone = cluster.decodes[0]
     await kube.remove(gone.name)
     await gone.stop()

@@ -14,9 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from common.errors import ConfigError
 from common.types import SamplingParams
 from engine.llm import LLM
-from engine.loader import open_model
-from engine.models import hf_trace
-from engine.models.hf import HfModel
+from engine.models.hf.model import HfModel, trace
+from engine.models.loader import open_model
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
@@ -149,13 +148,13 @@ def test_the_shape_is_read_from_the_model(tmp_path: Path) -> None:
 def test_a_window_is_read_from_the_mask_or_the_mask_is_refused(
     visible: Callable[[Any, Any], Any], said: int | None, window: int | str | None
 ) -> None:
-    mask = hf_trace._Mask(lambda _batch, _head, query, key: visible(query, key))
-    call = hf_trace._Call(torch.nn.Identity(), 1, 1, 8, 1.0, None, said, mask)
+    mask = trace._Mask(lambda _batch, _head, query, key: visible(query, key))
+    call = trace._Call(torch.nn.Identity(), 1, 1, 8, 1.0, None, said, mask)
     if isinstance(window, str):
         with pytest.raises(ConfigError, match=window):
-            hf_trace._window(call, 100)
+            trace._window(call, 100)
     else:
-        assert hf_trace._window(call, 100) == window
+        assert trace._window(call, 100) == window
 
 
 def test_long_rope_ends_at_its_original_length(tmp_path: Path) -> None:
@@ -232,7 +231,7 @@ def test_a_model_that_pieces_change_does_not_load(breach: str, tmp_path: Path, m
 def test_a_forward_pass_that_needs_the_host_is_not_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, "gpt2")
     assert open_model(tmp_path).load(64, CPU, torch.float32).capturable
-    build = hf_trace.build
+    build = trace.build
 
     def with_a_copy(*args: Any) -> Any:
         model = build(*args)
@@ -241,7 +240,7 @@ def test_a_forward_pass_that_needs_the_host_is_not_captured(tmp_path: Path, monk
         )
         return model
 
-    monkeypatch.setattr(hf_trace, "build", with_a_copy)
+    monkeypatch.setattr(trace, "build", with_a_copy)
     assert not open_model(tmp_path).load(64, CPU, torch.float32).capturable
 
 

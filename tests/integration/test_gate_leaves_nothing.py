@@ -11,10 +11,10 @@ from pathlib import Path
 import httpx
 
 from common.types import Role
-from tests.fake_pods import fake_cluster
-from tests.gateway_rig import MODEL, Rig, rig
-from tests.rated_pod import RatedPod
-from tests.until import until
+from tests.rigs.gateway.gateway_rig import MODEL, Rig, rig
+from tests.rigs.pods.fake_pods import fake_cluster
+from tests.rigs.pods.rated_pod import RatedPod
+from tests.rigs.waiting import until
 
 CLIENTS, SECONDS = 24, 3.0
 

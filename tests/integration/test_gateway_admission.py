@@ -15,18 +15,17 @@ import httpx
 import pytest
 
 from cli.stack.valkey import EmbeddedValkey
-from common.index_store import Script, connect
+from common.redis.client import LuaScript, connect_redis
 from common.types import Role
-from gateway.admission.buckets import DAY_MS, Buckets
-from gateway.admission.caller import Caller, KeyLimits
+from gateway.admission.api_keys import Caller, KeyLimits, create_key
+from gateway.admission.buckets import DAY_MS, KeyBuckets
 from gateway.admission.key_store import KeyFile
-from gateway.admission.keys import mint
 from gateway.admission.limiter import _LUA, Limiter, _keys
-from gateway.metrics import GatewayMetrics
-from tests.fake_pods import fake_cluster
-from tests.gateway_rig import MODEL, Rig, rig
-from tests.rated_pod import RatedPod
-from tests.until import until
+from gateway.telemetry.metrics import GatewayMetrics
+from tests.rigs.gateway.gateway_rig import MODEL, Rig, rig
+from tests.rigs.pods.fake_pods import fake_cluster
+from tests.rigs.pods.rated_pod import RatedPod
+from tests.rigs.waiting import until
 
 
 @asynccontextmanager
@@ -43,7 +42,7 @@ def key_file(path: Path, **tenants: dict[str, Any]) -> dict[str, dict[str, str]]
     """A file with one key per tenant; the headers of each."""
     headers = {}
     for tenant, fields in tenants.items():
-        key, record = mint(tenant, **fields)
+        key, record = create_key(tenant, **fields)
         KeyFile(path).add(record)
         headers[tenant] = {"authorization": f"Bearer {key}"}
     return headers
@@ -134,10 +133,10 @@ async def test_without_valkey_the_same_numbers_hold_and_nobody_gets_a_5xx(smollm
 async def test_the_scripts_say_what_the_buckets_say(tmp_path: Path) -> None:
     """The same requests at the same times, in Lua and in Python."""
     limits = KeyLimits(requests_per_minute=3, tokens_per_minute=100, tokens_per_day=260, concurrent=2)
-    caller, buckets, start = Caller(tenant="t", key_id="k", limits=limits), Buckets(), 20_000 * DAY_MS + 1
-    take, settle = Script("take", directory=_LUA), Script("settle", directory=_LUA)
+    caller, buckets, start = Caller(tenant="t", key_id="k", limits=limits), KeyBuckets(), 20_000 * DAY_MS + 1
+    take, settle = LuaScript("take", directory=_LUA), LuaScript("settle", directory=_LUA)
     per = (limits.requests_per_minute, limits.tokens_per_minute, limits.tokens_per_day, limits.concurrent)
-    async with valkey_at(tmp_path) as (_, url), connect(url, timeout_s=5.0) as client:
+    async with valkey_at(tmp_path) as (_, url), connect_redis(url, timeout_s=5.0) as client:
 
         async def both_take(name: str, cost: int, at: int) -> str:
             raw = await take.run(client, _keys(caller), (at, name, *per, cost, 10**9, 0, 0))
@@ -176,7 +175,7 @@ async def test_the_scripts_say_what_the_buckets_say(tmp_path: Path) -> None:
 
 async def test_a_valkey_that_lost_a_days_spending_gets_it_back(tmp_path: Path) -> None:
     caller = Caller(tenant="t", key_id="k", limits=KeyLimits(tokens_per_day=100))
-    async with valkey_at(tmp_path) as (_, url), connect(url, timeout_s=5.0) as raw:
+    async with valkey_at(tmp_path) as (_, url), connect_redis(url, timeout_s=5.0) as raw:
         limiter = Limiter(url, GatewayMetrics(), timeout_s=5.0)
         await limiter.start()
         try:
@@ -193,7 +192,7 @@ async def test_a_valkey_that_lost_a_days_spending_gets_it_back(tmp_path: Path) -
 
 async def test_what_valkey_grants_to_a_client_that_has_left_is_given_back(tmp_path: Path) -> None:
     caller = Caller(tenant="t", key_id="k", limits=KeyLimits(concurrent=1, tokens_per_day=100))
-    async with valkey_at(tmp_path) as (valkey, url), connect(url, timeout_s=30.0) as raw:
+    async with valkey_at(tmp_path) as (valkey, url), connect_redis(url, timeout_s=30.0) as raw:
         limiter = Limiter(url, GatewayMetrics(), timeout_s=30.0)
         assert valkey.pid is not None
         try:

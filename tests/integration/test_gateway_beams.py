@@ -13,13 +13,13 @@ import pytest_asyncio
 
 from common.pb import inference_pb2, inference_pb2_grpc
 from common.types import SamplingParams, TokenLogprob, ValidRequest
+from gateway.admission.api_keys import create_key
 from gateway.admission.key_store import KeyFile
-from gateway.admission.keys import mint
-from gateway.beam import Beam, BeamParams, EarlyStopping, search
-from gateway.tokenizer import TextTokenizer
-from tests.fake_pods import FakeCluster, fake_cluster, outcome
-from tests.gateway_rig import MODEL, Rig, rig, texts
-from tests.until import until
+from gateway.serving.beam_search import Beam, BeamSearchParams, EarlyStopping, beam_search
+from gateway.text.tokenizer import TextTokenizer
+from tests.rigs.gateway.gateway_rig import MODEL, Rig, rig, texts
+from tests.rigs.pods.fake_pods import FakeCluster, fake_cluster, outcome
+from tests.rigs.waiting import until
 
 EOS = 2
 WIDTH = 3
@@ -53,7 +53,9 @@ async def expected(
         rows = [(*prompt, *(token.id for token in beam.tokens)) for beam in beams]
         return [outcome(ValidRequest("r", MODEL, row, asked), script)[0][0].top for row in rows]
 
-    return await search(expand, BeamParams(WIDTH, penalty, early), max_tokens=max_tokens, stops=(EOS,), num_top=1)
+    return await beam_search(
+        expand, BeamSearchParams(WIDTH, penalty, early), max_tokens=max_tokens, stops=(EOS,), num_top=1
+    )
 
 
 def text_of(tokenizer: TextTokenizer, beam: Beam) -> str:
@@ -129,7 +131,7 @@ async def test_a_key_is_charged_for_every_token_that_was_generated(
     cluster: FakeCluster, smollm2_dir: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "keys.toml"
-    key, record = mint("acme", tokens_per_day=1000)
+    key, record = create_key("acme", tokens_per_day=1000)
     KeyFile(path).add(record)
     async with rig(cluster, smollm2_dir, api_keys=(str(path),)) as gw:
         gw.http.headers["authorization"] = f"Bearer {key}"

@@ -11,10 +11,10 @@ import pytest
 
 from common.errors import InvalidRequest, Unavailable
 from common.pb import inference_pb2, inference_pb2_grpc
-from gateway.tokenizer import TextTokenizer
-from tests.fake_pods import FakeCluster
-from tests.gateway_rig import MODEL, Rig, rig, texts
-from tests.until import until
+from gateway.text.tokenizer import TextTokenizer
+from tests.rigs.gateway.gateway_rig import MODEL, Rig, rig, texts
+from tests.rigs.pods.fake_pods import FakeCluster
+from tests.rigs.waiting import until
 
 
 @pytest.fixture(scope="module")

@@ -14,10 +14,10 @@ import pytest
 import pytest_asyncio
 
 from common.pb import inference_pb2, inference_pb2_grpc, types_pb2
-from gateway import grpc_service
-from tests.fake_pods import FakeCluster, fake_cluster
-from tests.gateway_rig import MODEL, Rig, texts
-from tests.until import until
+from gateway.api.grpc import servicer
+from tests.rigs.gateway.gateway_rig import MODEL, Rig, texts
+from tests.rigs.pods.fake_pods import FakeCluster, fake_cluster
+from tests.rigs.waiting import until
 
 SAID = "Héllo 世界, how are you?"
 
@@ -148,7 +148,7 @@ async def test_grpc_abort_deadline_and_cancel_free_everything(gw: Rig, stub: Any
 async def test_grpc_client_that_does_not_read_is_given_up_after_the_deadline(
     gw: Rig, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grpc_service, "SEND_GRACE_S", 0.1)
+    monkeypatch.setattr(servicer, "SEND_GRACE_S", 0.1)
     monkeypatch.setattr(gw.gateway, "settings", replace(gw.gateway.settings, request_timeout_s=2.0))
     cluster.script = lambda request: [66] * request.sampling.max_tokens
     sent = gw.gateway.metrics.output_tokens

@@ -14,14 +14,14 @@ import pytest_asyncio
 
 from common.errors import Cancelled
 from common.pb import inference_pb2
-from gateway import http_endpoint
-from gateway.admission.caller import ANONYMOUS
-from gateway.grpc_service import InferenceServicer
-from gateway.service import Gateway, Settings
-from gateway.streaming import Generate
-from tests.fake_pods import FakeCluster, fake_cluster
-from tests.gateway_rig import MODEL, Rig
-from tests.until import until
+from gateway.admission.api_keys import ANONYMOUS
+from gateway.api.grpc.servicer import InferenceServicer
+from gateway.api.http import endpoint
+from gateway.api.openai.generate import GenerateHandler
+from gateway.serving.gateway import Gateway, GatewaySettings
+from tests.rigs.gateway.gateway_rig import MODEL, Rig
+from tests.rigs.pods.fake_pods import FakeCluster, fake_cluster
+from tests.rigs.waiting import until
 
 LATE_S = 2.0
 BEAMS: dict[str, Any] = {"use_beam_search": True, "n": 2}
@@ -114,7 +114,7 @@ async def test_a_client_that_has_gone_before_the_headers_is_no_failure(gw: Rig) 
 
 
 def test_time_that_is_over_at_arrival_is_not_all_there_is() -> None:
-    gateway = Gateway(Settings(), [], None)
+    gateway = Gateway(GatewaySettings(), [], None)
     for given, least, most in ((0.0, -1.0, 0.0), (3.0, 0.0, 3.0), (None, 3.0, 600.0), (1e9, 3.0, 600.0)):
         with gateway.admit("generate", None, given, caller=ANONYMOUS) as ticket:
             assert least < ticket.deadline - time.monotonic() <= most
@@ -159,7 +159,7 @@ async def test_abort_ends_a_rest_request_by_either_id(gw: Rig, stub: Any, cluste
 async def test_a_body_that_does_not_come_is_408(gw: Rig, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
     header = b"x-request-timeout: 0.2\r\n" if by == "the request's deadline" else b""
     if not header:
-        monkeypatch.setattr(http_endpoint, "BODY_TIMEOUT_S", 0.2)
+        monkeypatch.setattr(endpoint, "BODY_TIMEOUT_S", 0.2)
     reader, writer = await asyncio.open_connection("127.0.0.1", gw.server.port)
     writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99\r\n" + header + b"\r\n{")
     answer = await reader.read()  # to the end: the connection is closed
@@ -174,7 +174,7 @@ async def test_a_body_that_does_not_come_is_408(gw: Rig, monkeypatch: pytest.Mon
 async def test_a_client_that_does_not_read_is_given_up_after_the_deadline(
     gw: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_endpoint, "SEND_GRACE_S", 0.1)
+    monkeypatch.setattr(endpoint, "SEND_GRACE_S", 0.1)
     never = asyncio.Event()
     body = orjson.dumps({"model": MODEL, "prompt": "x", "stream": True})
     messages = [{"type": "http.request", "body": body, "more_body": False}]
@@ -188,8 +188,8 @@ async def test_a_client_that_does_not_read_is_given_up_after_the_deadline(
         if message["type"] == "http.response.body":
             await never.wait()
 
-    endpoint = http_endpoint.Endpoint(gw.gateway, "completions", Generate(gw.gateway, chat=False).serve)
+    served = endpoint.Endpoint(gw.gateway, "completions", GenerateHandler(gw.gateway, chat=False).serve)
     scope = {"type": "http", "headers": [(b"x-request-timeout", b"0.3")], "baton.caller": ANONYMOUS}
     async with asyncio.timeout(30):
-        await endpoint(scope, receive, send)
+        await served(scope, receive, send)
         await gw.gateway.drain()  # returns once no permit is out

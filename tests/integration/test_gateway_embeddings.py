@@ -12,9 +12,9 @@ import pytest_asyncio
 
 from common.errors import InternalError, Unavailable
 from common.types import Role
-from tests.fake_pods import FakeCluster, FakePod, fake_cluster
-from tests.gateway_rig import MODEL, Rig, rig
-from tests.until import until
+from tests.rigs.gateway.gateway_rig import MODEL, Rig, rig
+from tests.rigs.pods.fake_pods import FakeCluster, FakePod, fake_cluster
+from tests.rigs.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -27,12 +27,12 @@ from common.errors import (
     Unavailable,
 )
 from common.types import FinishReason, Role, SamplingParams, ValidRequest
-from gateway import pod as gateway_pod
-from gateway.leg import Leg
-from gateway.timeline import Timeline
-from tests.fake_pods import FakeCluster, FakePod, fake_cluster
-from tests.gateway_rig import MODEL, Rig, booked, rig
-from tests.until import until
+from gateway.dispatch.attempt import Attempt
+from gateway.pods import pod as gateway_pod
+from gateway.telemetry.timeline import Timeline
+from tests.rigs.gateway.gateway_rig import MODEL, Rig, booked, rig
+from tests.rigs.pods.fake_pods import FakeCluster, FakePod, fake_cluster
+from tests.rigs.waiting import until
 
 ROOT = Path(__file__).parents[2]
 
@@ -293,7 +293,7 @@ async def test_a_failed_hand_off_after_a_complete_answer_frees_the_decode_pod(
     assert sum(len(pod.seen.decode_aborts) for pod in cluster.decodes) == 1
 
 
-async def make_leg(gw: Rig, max_tokens: int) -> Leg:
+async def make_leg(gw: Rig, max_tokens: int) -> Attempt:
     pipeline = gw.gateway.models.first.dispatcher
     plan = await pipeline.router.plan(ValidRequest("r", MODEL, (1, 2, 3), SamplingParams(max_tokens=max_tokens)))
     return pipeline.new_attempt(plan, 1, frozenset(), time.monotonic() + 30, Timeline("id", None, "completions"))
@@ -368,7 +368,7 @@ async def test_pods_of_another_model_or_protocol_are_left_out_with_one_line(
     async with fake_cluster(prefill=3, decode=3) as cluster:
         for pods in (cluster.prefills, cluster.decodes):
             pods[0].served_name, pods[1].protocol_version, pods[2].served_name = "other", 2, MODEL
-        with caplog.at_level(logging.WARNING, "gateway.pod"):
+        with caplog.at_level(logging.WARNING, "gateway.pods.pod"):
             async with rig(cluster, smollm2_dir, wait=False) as gw:
 
                 def lines() -> list[str]:
@@ -440,7 +440,7 @@ async def test_a_frozen_pod_is_found_out_by_its_channel(
     options = tuple((key, times.get(key, value)) for key, value in rpc._CHANNEL_OPTIONS)
     monkeypatch.setattr(rpc, "_CHANNEL_OPTIONS", options)
     lone = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tests.lone_pod", role.value), cwd=ROOT, stdout=asyncio.subprocess.PIPE
+        *(sys.executable, "-m", "tests.rigs.pods.lone_pod", role.value), cwd=ROOT, stdout=asyncio.subprocess.PIPE
     )
     try:
         assert lone.stdout is not None

@@ -21,9 +21,9 @@ import pytest_asyncio
 
 from common import rpc
 from common.pb import inference_pb2, inference_pb2_grpc
-from tests.fake_pods import FakeCluster, fake_cluster
-from tests.gateway_rig import MODEL, Rig, rig
-from tests.until import until
+from tests.rigs.gateway.gateway_rig import MODEL, Rig, rig
+from tests.rigs.pods.fake_pods import FakeCluster, fake_cluster
+from tests.rigs.waiting import until
 
 COUNT = int(os.environ.get("BATON_FUZZ", "300"))
 WARM = min(COUNT // 2, 3000)  # bodies after which caches have their size; a short run says nothing of memory
@@ -245,7 +245,7 @@ async def test_malformed_bodies_over_rest(gw: Rig) -> None:
 
 
 async def test_malformed_messages_over_grpc(gw: Rig) -> None:
-    channel = rpc.channel(f"127.0.0.1:{gw.server.grpc_port}")
+    channel = rpc.open_channel(f"127.0.0.1:{gw.server.grpc_port}")
     stub: Any = inference_pb2_grpc.InferenceStub(channel)
     raw_call: Any = channel.unary_stream("/baton.v1.Inference/Generate")
     codes: dict[grpc.StatusCode, int] = {}

@@ -17,18 +17,19 @@ from starlette.types import Message
 
 from common.errors import InvalidRequest, RequestTooLarge
 from common.pb import inference_pb2, inference_pb2_grpc
-from common.rpc import channel
-from gateway.body import MAX_PARTS, read_json_body
-from gateway.dialect import INLINE_PARTS
-from gateway.fields import MAX_DEPTH, deeper_than
-from gateway.grpc_service import InferenceServicer
-from gateway.service import PROMPTS_PER_TURN
-from gateway.tokenize import LONG_CHARS
-from gateway.tokenizer import INLINE_CHARS
-from gateway.validation import MAX_IDS, parse_token_ids
-from tests.fake_pods import fake_cluster
-from tests.gateway_rig import MODEL, Rig, rig, texts
-from tests.until import until
+from common.rpc import open_channel
+from gateway.api.grpc.servicer import InferenceServicer
+from gateway.api.http.body import read_json_body
+from gateway.api.http.json_fields import MAX_DEPTH, deeper_than
+from gateway.api.openai.requests import MAX_IDS, parse_token_ids
+from gateway.api.openai.tokenize import LONG_CHARS
+from gateway.serving.gateway import PROMPTS_PER_LOOP_TURN
+from gateway.serving.request import MAX_JSON_PARTS
+from gateway.text.chat_format import INLINE_PARTS
+from gateway.text.tokenizer import INLINE_CHARS
+from tests.rigs.gateway.gateway_rig import MODEL, Rig, rig, texts
+from tests.rigs.pods.fake_pods import fake_cluster
+from tests.rigs.waiting import until
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 Pb = inference_pb2.GenerateRequest
@@ -62,7 +63,7 @@ async def turns_while(work: Awaitable[Any]) -> tuple[Any, int]:
         counter.cancel()
 
 
-async def read(raw: bytes, most: int = MAX_PARTS) -> Any:
+async def read(raw: bytes, most: int = MAX_JSON_PARTS) -> Any:
     async def receive() -> Message:
         return {"type": "http.request", "body": raw, "more_body": False}
 
@@ -77,8 +78,8 @@ async def read(raw: bytes, most: int = MAX_PARTS) -> Any:
 async def test_a_body_of_countless_parts_is_refused_before_it_is_parsed(
     shared: Rig, part: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    raw = b'{"model": "x", "messages": [' + b",".join([part] * (MAX_PARTS + 3000)) + b"]}"
-    monkeypatch.setattr("gateway.body.orjson.loads", lambda _raw: pytest.fail("parsed"))
+    raw = b'{"model": "x", "messages": [' + b",".join([part] * (MAX_JSON_PARTS + 3000)) + b"]}"
+    monkeypatch.setattr("gateway.api.http.body.orjson.loads", lambda _raw: pytest.fail("parsed"))
     status, error = await posted(shared, "/v1/chat/completions", raw)
     assert (status, error["code"]) == (413, "request_too_large")
     assert "arrays, objects, members and entries" in error["message"]
@@ -87,16 +88,16 @@ async def test_a_body_of_countless_parts_is_refused_before_it_is_parsed(
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_prompt_of_as_many_tokens_as_the_longest_context_is_not_too_many_parts(shared: Rig) -> None:
     context = shared.gateway.models.first.limits().max_model_len
-    raw = orjson.dumps({"model": MODEL, "prompt": [1] * (MAX_PARTS + context - 10)})
+    raw = orjson.dumps({"model": MODEL, "prompt": [1] * (MAX_JSON_PARTS + context - 10)})
     status, error = await posted(shared, "/v1/completions", raw)
     assert (status, error["param"]) == (400, "prompt")
-    raw = orjson.dumps({"model": MODEL, "prompt": [1] * (MAX_PARTS + context + 10)})
+    raw = orjson.dumps({"model": MODEL, "prompt": [1] * (MAX_JSON_PARTS + context + 10)})
     assert (await posted(shared, "/v1/completions", raw))[0] == 413
 
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_what_a_text_is_made_of_does_not_count_as_parts(shared: Rig) -> None:
-    text = '{"a": [1, \\"b\\"], "c": {}}\n' * (MAX_PARTS // 4)
+    text = '{"a": [1, \\"b\\"], "c": {}}\n' * (MAX_JSON_PARTS // 4)
     response = await shared.http.post("/detokenize", json={"tokens": [1], "unknown": [text, '"', text]})
     assert response.status_code == 200
 
@@ -110,16 +111,16 @@ def test_more_token_ids_than_any_prompt_has_are_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("text", "refused"),
     [
-        ('{"a": "%s"}' % ("[," * MAX_PARTS), None),
-        ('{"a": "%s"}' % ('\\",' * MAX_PARTS), None),
-        ('{"a": "%s"}' % ("\\\\" * 1000 + "[" * (MAX_PARTS + 1)), None),
-        ('["%s"]' % ('","' * (MAX_PARTS + 1)), RequestTooLarge),
-        ("[%s]" % ('"[,"' * (MAX_PARTS + 1)), RequestTooLarge),  # no JSON, and strings without end
-        ("[" + "," * (MAX_PARTS + 1), RequestTooLarge),
-        ('{"a": "' + "[" * (MAX_PARTS + 1), InvalidRequest),
-        ('{"a": "' + "[" * (MAX_PARTS + 1) + "\\", InvalidRequest),
-        ('{"a": "' + "[" * (MAX_PARTS + 1) + '\\"', InvalidRequest),
-        ("[" * (MAX_PARTS + 1) + '"', RequestTooLarge),
+        ('{"a": "%s"}' % ("[," * MAX_JSON_PARTS), None),
+        ('{"a": "%s"}' % ('\\",' * MAX_JSON_PARTS), None),
+        ('{"a": "%s"}' % ("\\\\" * 1000 + "[" * (MAX_JSON_PARTS + 1)), None),
+        ('["%s"]' % ('","' * (MAX_JSON_PARTS + 1)), RequestTooLarge),
+        ("[%s]" % ('"[,"' * (MAX_JSON_PARTS + 1)), RequestTooLarge),  # no JSON, and strings without end
+        ("[" + "," * (MAX_JSON_PARTS + 1), RequestTooLarge),
+        ('{"a": "' + "[" * (MAX_JSON_PARTS + 1), InvalidRequest),
+        ('{"a": "' + "[" * (MAX_JSON_PARTS + 1) + "\\", InvalidRequest),
+        ('{"a": "' + "[" * (MAX_JSON_PARTS + 1) + '\\"', InvalidRequest),
+        ("[" * (MAX_JSON_PARTS + 1) + '"', RequestTooLarge),
     ],
 )
 async def test_strings_are_told_from_what_is_between_them(text: str, refused: type[Exception] | None) -> None:
@@ -133,7 +134,7 @@ async def test_strings_are_told_from_what_is_between_them(text: str, refused: ty
 
 
 async def test_a_grpc_request_of_countless_parts_is_refused(smollm2_dir: Path, unused_tcp_port: int) -> None:
-    many = MAX_PARTS + 3000
+    many = MAX_JSON_PARTS + 3000
     chat = inference_pb2.ChatPrompt(messages=[inference_pb2.ChatMessage()] * (many // 8))
     calls = inference_pb2.ChatMessage(tool_calls=[inference_pb2.ToolCall()] * (many // 8))
     requests = {
@@ -145,7 +146,7 @@ async def test_a_grpc_request_of_countless_parts_is_refused(smollm2_dir: Path, u
     async with (
         fake_cluster() as c,
         rig(c, smollm2_dir, grpc_port=unused_tcp_port) as gw,
-        channel(f"127.0.0.1:{unused_tcp_port}") as connection,
+        open_channel(f"127.0.0.1:{unused_tcp_port}") as connection,
     ):
         stub = inference_pb2_grpc.InferenceStub(connection)
         for name, request in requests.items():
@@ -257,11 +258,11 @@ async def read_grpc(gw: Rig, request: Pb) -> None:
 
 
 async def test_others_have_their_turn_while_strings_are_looked_through() -> None:
-    found, turns = await turns_while(read(b"[" + b",".join([b'",,,,"'] * (MAX_PARTS // 2)) + b"]"))
-    assert len(found) == MAX_PARTS // 2
+    found, turns = await turns_while(read(b"[" + b",".join([b'",,,,"'] * (MAX_JSON_PARTS // 2)) + b"]"))
+    assert len(found) == MAX_JSON_PARTS // 2
     assert turns > 100
-    found, turns = await turns_while(read(b'["' + b',\\"' * MAX_PARTS + b'"]'))
-    assert len(found[0]) == 2 * MAX_PARTS
+    found, turns = await turns_while(read(b'["' + b',\\"' * MAX_JSON_PARTS + b'"]'))
+    assert len(found[0]) == 2 * MAX_JSON_PARTS
     assert turns > 2
 
 
@@ -301,7 +302,7 @@ async def test_others_have_their_turn_between_the_prompts_of_one_request(
         body = {"model": MODEL, "input": ["Hello"] * 100}
         assert (await gw.http.post("/v1/embeddings", json=body)).status_code == 200
     assert sum(made) == 100
-    assert max(made) <= PROMPTS_PER_TURN
+    assert max(made) <= PROMPTS_PER_LOOP_TURN
 
 
 async def test_long_texts_to_tokenize_leave_threads_for_prompts(

@@ -11,10 +11,10 @@ import pytest_asyncio
 
 from cli.stack.valkey import EmbeddedValkey
 from common.pb import prefill_pb2, transfer_pb2
-from tests.fake_pods import FakeCluster, FakePod, fake_cluster
-from tests.gateway_rig import Rig, rig
-from tests.index_entry import IndexEntry
-from tests.until import until
+from tests.rigs.gateway.gateway_rig import Rig, rig
+from tests.rigs.index.index_entry import IndexEntry
+from tests.rigs.pods.fake_pods import FakeCluster, FakePod, fake_cluster
+from tests.rigs.waiting import until
 
 PROMPT = list(range(100, 400))
 

@@ -12,13 +12,13 @@ import pytest
 from cli.stack.valkey import EmbeddedValkey
 from common.errors import InvalidApiKey
 from common.pb import inference_pb2, inference_pb2_grpc
-from common.rpc import channel
+from common.rpc import open_channel
 from gateway.admission import key_ring
-from gateway.admission.key_store import KeyFile, KeyHash
-from gateway.admission.keys import mint
-from tests.fake_pods import fake_cluster
-from tests.gateway_rig import MODEL, rig
-from tests.until import until
+from gateway.admission.api_keys import create_key
+from gateway.admission.key_store import KeyFile, RedisKeyStore
+from tests.rigs.gateway.gateway_rig import MODEL, rig
+from tests.rigs.pods.fake_pods import fake_cluster
+from tests.rigs.waiting import until
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def new_key(path: Path, tenant: str, **fields: Any) -> tuple[str, str]:
     """Adds a key to the file; the header's value, and the id."""
-    key, record = mint(tenant, **fields)
+    key, record = create_key(tenant, **fields)
     KeyFile(path).add(record)
     return f"Bearer {key}", record.id
 
@@ -73,7 +73,7 @@ async def test_grpc_needs_a_key_too(smollm2_dir: Path, tmp_path: Path, unused_tc
     async with (
         fake_cluster() as cluster,
         rig(cluster, smollm2_dir, **settings) as gw,
-        channel(f"127.0.0.1:{gw.server.grpc_port}") as connection,
+        open_channel(f"127.0.0.1:{gw.server.grpc_port}") as connection,
     ):
         stub: Any = inference_pb2_grpc.InferenceStub(connection)
         request = inference_pb2.GenerateRequest(model=MODEL, text="x", max_tokens=2)
@@ -142,8 +142,8 @@ async def test_keys_come_and_go_in_a_file_and_a_broken_file_changes_nothing(smol
 async def test_keys_in_redis_outlive_its_absence(smollm2_dir: Path, tmp_path: Path) -> None:
     valkey = EmbeddedValkey(0, tmp_path)
     url = await valkey.start()
-    store = KeyHash(url)
-    key, record = mint("a", tokens_per_minute=7)
+    store = RedisKeyStore(url)
+    key, record = create_key("a", tokens_per_minute=7)
     try:
         async with fake_cluster() as cluster, rig(cluster, smollm2_dir, api_keys=("redis",), redis=url) as gw:
             keys = gw.gateway.keys
@@ -171,6 +171,6 @@ async def test_a_gateway_that_never_saw_redis_cannot_tell(tmp_path: Path, unused
     await ring.start()
     try:
         with pytest.raises(Exception, match="cannot be checked"):
-            ring.identify(f"Bearer {mint('t')[0]}")
+            ring.identify(f"Bearer {create_key('t')[0]}")
     finally:
         await ring.stop()

@@ -12,12 +12,12 @@ import pytest
 
 from cli.stack.process import PortLease
 from common import rpc
-from common.lifecycle import Lifecycle
 from common.pb import inference_pb2, inference_pb2_grpc
+from common.process.lifecycle import Lifecycle
 from gateway import server as gateway_server
-from tests.fake_pods import FakeCluster, fake_cluster
-from tests.gateway_rig import MODEL, Rig, rig
-from tests.until import until
+from tests.rigs.gateway.gateway_rig import MODEL, Rig, rig
+from tests.rigs.pods.fake_pods import FakeCluster, fake_cluster
+from tests.rigs.waiting import until
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ async def test_what_outlives_the_drain_ends_with_an_error_that_its_client_sees(
         pod.faults.stall_after = 2
     async with (
         rig(cluster, smollm2_dir, grpc_port=unused_tcp_port) as gw,
-        rpc.channel(f"127.0.0.1:{unused_tcp_port}") as channel,
+        rpc.open_channel(f"127.0.0.1:{unused_tcp_port}") as channel,
     ):
         streams = [asyncio.create_task(gw.stream(path)) for path in ("completions", "chat")]
         whole = asyncio.create_task(gw.complete())

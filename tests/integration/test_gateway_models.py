@@ -10,18 +10,18 @@ import pytest
 
 from cli.app import app
 from cli.stack.valkey import EmbeddedValkey
-from common.config import GatewayConfig
 from common.errors import ConfigError
 from common.pb import inference_pb2, inference_pb2_grpc
-from common.rpc import channel
+from common.rpc import open_channel
+from common.settings.configs import GatewayConfig
 from common.types import Role
-from gateway.models import ModelText
-from gateway.server import settings_of
-from gateway.service import Gateway
-from tests.fake_pods import FakeCluster, FakePod, fake_cluster
-from tests.gateway_rig import Rig, rig, texts
-from tests.index_entry import IndexEntry
-from tests.until import until
+from gateway.server import gateway_settings
+from gateway.serving.gateway import Gateway
+from gateway.serving.models import TextProcessor
+from tests.rigs.gateway.gateway_rig import Rig, rig, texts
+from tests.rigs.index.index_entry import IndexEntry
+from tests.rigs.pods.fake_pods import FakeCluster, FakePod, fake_cluster
+from tests.rigs.waiting import until
 
 
 @asynccontextmanager
@@ -63,7 +63,7 @@ async def test_requests_meet_the_pods_of_their_model(smollm2_dir: Path, unused_t
         assert (await gw.http.post("/tokenize", json={"model": "gpt", "prompt": "x"})).json()["count"] == 1
         assert (await gw.http.post("/tokenize", json={"prompt": "x"})).json()["error"]["param"] == "model"
         assert (await gw.http.get("/v1/models/three")).status_code == 404
-        async with channel(f"127.0.0.1:{unused_tcp_port}") as connection:
+        async with open_channel(f"127.0.0.1:{unused_tcp_port}") as connection:
             stub = inference_pb2_grpc.InferenceStub(connection)
             assert [m.id for m in (await stub.ListModels(inference_pb2.ListModelsRequest())).models] == sorted(listed)
             request = inference_pb2.GenerateRequest(model="gpt", text="x", max_tokens=2)
@@ -139,7 +139,9 @@ def test_names_that_mean_two_things_or_none_are_refused(
 ) -> None:
     def make() -> Gateway:
         config = GatewayConfig(models=models, alias=alias)
-        return Gateway(settings_of(config), [ModelText(m, *texts(smollm2_dir)) for m in config.served_models()], None)
+        return Gateway(
+            gateway_settings(config), [TextProcessor(m, *texts(smollm2_dir)) for m in config.served_models()], None
+        )
 
     with pytest.raises(ConfigError) as error:
         make()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.fake_pods import FakeCluster
-from tests.gateway_rig import rig
-from tests.tool_rig import CALL, TOOLS, asked, both_ways, fits, says, with_template
+from tests.rigs.gateway.gateway_rig import rig
+from tests.rigs.gateway.tool_rig import CALL, TOOLS, asked, both_ways, fits, says, with_template
+from tests.rigs.pods.fake_pods import FakeCluster
 
 
 async def test_reasoning_is_split_shown_counted_and_kept_out(cluster: FakeCluster, smollm2_dir: Path) -> None:

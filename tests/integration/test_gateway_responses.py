@@ -15,13 +15,13 @@ import pytest_asyncio
 from cli.stack.valkey import EmbeddedValkey
 from common.errors import Overloaded
 from common.types import ValidRequest
+from gateway.admission.api_keys import create_key
 from gateway.admission.key_store import KeyFile
-from gateway.admission.keys import mint
-from gateway.responses.store import Kept, ResponseStore
-from gateway.tokenizer import TextTokenizer
-from tests.fake_pods import FakeCluster, fake_cluster
-from tests.gateway_rig import MODEL, Rig, rig, texts
-from tests.until import until
+from gateway.api.openai.responses.store import ResponseStore, StoredResponse
+from gateway.text.tokenizer import TextTokenizer
+from tests.rigs.gateway.gateway_rig import MODEL, Rig, rig, texts
+from tests.rigs.pods.fake_pods import FakeCluster, fake_cluster
+from tests.rigs.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -339,8 +339,8 @@ async def test_input_items_come_in_pages(keeping: Rig, keeper: openai.AsyncOpenA
 
 
 async def test_the_store_is_bounded_and_expires_and_tenants_are_strangers(redis: str) -> None:
-    def kept(name: str, size: int = 0) -> Kept:
-        return Kept({"id": name, "filler": "x" * size}, [], [])
+    def kept(name: str, size: int = 0) -> StoredResponse:
+        return StoredResponse({"id": name, "filler": "x" * size}, [], [])
 
     store, brief = (ResponseStore(redis, ttl_s=ttl_s, max_bytes_per_tenant=1000) for ttl_s in (60, 0.05))
     try:
@@ -372,7 +372,7 @@ async def test_what_one_key_keeps_another_does_not_find(
 ) -> None:
     keys = []
     for tenant in ("acme", "other"):
-        key, record = mint(tenant)
+        key, record = create_key(tenant)
         KeyFile(tmp_path / "keys.toml").add(record)
         keys.append({"authorization": f"Bearer {key}"})
     async with rig(cluster, smollm2_dir, redis=redis, api_keys=(str(tmp_path / "keys.toml"),)) as gw:

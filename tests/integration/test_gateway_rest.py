@@ -13,12 +13,12 @@ import pytest
 import pytest_asyncio
 
 from common.errors import InvalidRequest
-from gateway import http_protocol
-from gateway.tokenizer import TextTokenizer
-from gateway.validation import parse_chat
-from tests.fake_pods import FakeCluster, fake_cluster
-from tests.gateway_rig import MODEL, Rig, rig, texts
-from tests.until import until
+from gateway.api.http import protocol
+from gateway.api.openai.requests import parse_chat
+from gateway.text.tokenizer import TextTokenizer
+from tests.rigs.gateway.gateway_rig import MODEL, Rig, rig, texts
+from tests.rigs.pods.fake_pods import FakeCluster, fake_cluster
+from tests.rigs.waiting import until
 
 
 @pytest.fixture(scope="module")
@@ -488,7 +488,7 @@ async def test_heads_that_are_endless_or_no_http(gw: Rig, raw: bytes, status: in
 
 
 async def test_a_head_that_does_not_come(gw: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_protocol, "HEAD_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(protocol, "HEAD_TIMEOUT_S", 0.2)
     for raw in (b"", HEAD):
         status, error = await said_to(gw, raw)
         assert (status, error["type"]) == (408, "invalid_request_error")
@@ -507,7 +507,7 @@ def posted(**fields: Any) -> bytes:
 async def test_what_is_wrong_behind_whole_requests_does_not_cut_their_answers(
     gw: Rig, cluster: FakeCluster, behind: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_protocol, "HEAD_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(protocol, "HEAD_TIMEOUT_S", 0.2)
     cluster.decodes[0].faults.token_delay_s = 0.1
     reader, writer = await asyncio.open_connection("127.0.0.1", gw.server.port)
     writer.write(posted(stream=True) + posted() + behind)
@@ -541,7 +541,7 @@ async def test_a_head_that_waits_to_be_read_is_not_late(
     gw: Rig, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What follows requests in line stays with the kernel until they are answered, however long that takes."""
-    monkeypatch.setattr(http_protocol, "HEAD_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(protocol, "HEAD_TIMEOUT_S", 0.2)
     cluster.decodes[0].faults.token_delay_s = 0.15
     reader, writer = await asyncio.open_connection("127.0.0.1", gw.server.port)
     writer.write(posted())

@@ -17,11 +17,11 @@ import pytest_asyncio
 from common.errors import BatonError, DeadlineExceeded, InternalError, InvalidRequest, Overloaded, Unavailable
 from common.pb import inference_pb2, inference_pb2_grpc
 from common.types import FinishReason, Role, SamplingParams, ValidRequest
-from gateway import leg, pipeline
-from gateway.timeline import Timeline
-from tests.fake_pods import LAYOUT, FakeCluster, FakePod, fake_cluster
-from tests.gateway_rig import MODEL, Rig, rig
-from tests.until import until
+from gateway.dispatch import attempt, dispatch
+from gateway.telemetry.timeline import Timeline
+from tests.rigs.gateway.gateway_rig import MODEL, Rig, rig
+from tests.rigs.pods.fake_pods import LAYOUT, FakeCluster, FakePod, fake_cluster
+from tests.rigs.waiting import until
 
 TOKENS = 12
 
@@ -216,7 +216,7 @@ async def test_it_goes_on_only_where_the_same_weights_are(gw: Rig, cluster: Fake
 
 
 async def test_a_full_pod_is_asked_again(gw: Rig, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "FULL_PAUSE_S", 0.1)
+    monkeypatch.setattr(dispatch, "FULL_PAUSE_S", 0.1)
     expected, _ = await said(gw, True)
     stall(cluster, 3)
     task = asyncio.create_task(said(gw, True))
@@ -259,7 +259,7 @@ async def test_what_is_the_requests_own_end_is_not_tried_again(
 async def test_a_client_that_reads_too_slowly_gets_no_second_pod(
     gw: Rig, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(leg, "MAX_PENDING", 2)
+    monkeypatch.setattr(attempt, "MAX_PENDING", 2)
     request = ValidRequest("slow", MODEL, (1, 2, 3), SamplingParams(max_tokens=TOKENS))
     timeline = Timeline("slow", None, "completions")
     run = gw.gateway.models.first.dispatcher.dispatch(request, deadline=time.monotonic() + 30, timeline=timeline)

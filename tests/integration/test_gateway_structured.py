@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from tests.gateway_rig import MODEL, Rig
-from tests.tool_rig import SCHEMA, TOOLS, asked, client_of, fits, says, tool
+from tests.rigs.gateway.gateway_rig import MODEL, Rig
+from tests.rigs.gateway.tool_rig import SCHEMA, TOOLS, asked, client_of, fits, says, tool
 
 
 async def test_the_sdk_parses_a_model(gw: Rig, smollm2_dir: Path) -> None:

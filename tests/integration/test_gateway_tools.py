@@ -10,12 +10,24 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from common.config_kinds import REASONING_PARSERS, TOOL_PARSERS
-from gateway.reasoning import STYLES
-from gateway.tools.choose import choose_format
-from tests.fake_pods import FakeCluster
-from tests.gateway_rig import MODEL, Rig, rig
-from tests.tool_rig import CALL, STOP, TOOLS, asked, both_ways, client_of, fits, prompt_of, says, tool, with_template
+from common.settings.kinds import REASONING_PARSERS, TOOL_PARSERS
+from gateway.text.reasoning import REASONING_FORMATS
+from gateway.text.tools.choose import choose_tool_format
+from tests.rigs.gateway.gateway_rig import MODEL, Rig, rig
+from tests.rigs.gateway.tool_rig import (
+    CALL,
+    STOP,
+    TOOLS,
+    asked,
+    both_ways,
+    client_of,
+    fits,
+    prompt_of,
+    says,
+    tool,
+    with_template,
+)
+from tests.rigs.pods.fake_pods import FakeCluster
 
 
 async def test_auto_gives_calls_or_content(gw: Rig) -> None:
@@ -256,8 +268,8 @@ async def test_special_tokens_reach_the_parsers_and_the_client_only_if_asked(
 
 def test_the_settings_and_the_gateway_know_the_same_parsers() -> None:
     for name in TOOL_PARSERS:
-        assert name in ("auto", choose_format(name, "", ()).name)
-    assert set(REASONING_PARSERS) == {"auto", "none", *(style.name for style in STYLES)}
+        assert name in ("auto", choose_tool_format(name, "", ()).name)
+    assert set(REASONING_PARSERS) == {"auto", "none", *(style.name for style in REASONING_FORMATS)}
 
 
 async def test_each_of_several_answers_is_read_by_itself(gw: Rig) -> None:

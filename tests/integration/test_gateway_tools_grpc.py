@@ -11,9 +11,9 @@ import pytest
 
 from common import rpc
 from common.pb import inference_pb2, inference_pb2_grpc, types_pb2
-from tests.fake_pods import FakeCluster
-from tests.gateway_rig import MODEL, Rig, rig
-from tests.tool_rig import CALL, CITY, SCHEMA, STOP, asked, fits, prompt_of, says, tool, with_template
+from tests.rigs.gateway.gateway_rig import MODEL, Rig, rig
+from tests.rigs.gateway.tool_rig import CALL, CITY, SCHEMA, STOP, asked, fits, prompt_of, says, tool, with_template
+from tests.rigs.pods.fake_pods import FakeCluster
 
 
 async def generate(stub: Any, **fields: Any) -> list[inference_pb2.GenerateResponse]:
@@ -108,7 +108,7 @@ async def test_grpc_splits_reasoning_and_passes_template_variables(
     model = with_template(tmp_path, smollm2_dir, "{{ x }}{{ '<think>' if on }}{% for m in messages %}{% endfor %}")
     async with rig(cluster, model, reasoning_parser="think", grpc_port=unused_tcp_port) as gw:
         says(gw, "<think>hm</think>yes")
-        channel = rpc.channel(f"127.0.0.1:{gw.server.grpc_port}")
+        channel = rpc.open_channel(f"127.0.0.1:{gw.server.grpc_port}")
         stub = inference_pb2_grpc.InferenceStub(channel)
         got = await generate(stub, chat=chat_prompt(), chat_template_kwargs='{"x": "seen"}')
         assert ("".join(m.reasoning for m in got), "".join(m.text for m in got)) == ("hm", "yes")

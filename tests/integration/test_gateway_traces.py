@@ -18,15 +18,14 @@ import pytest
 import pytest_asyncio
 
 from common.pb import decode_pb2
-from common.trace_context import TraceContext
-from common.tracing import Tracer
+from common.tracing.context import TraceContext
+from common.tracing.tracer import Tracer
 from common.types import SamplingParams, Token, ValidRequest
 from common.wire import token_to_pb
-from gateway.leg import Leg
-from gateway.request_trace import RequestTrace
-from gateway.timeline import Timeline
-from tests.fake_pods import FakeCluster
-from tests.gateway_rig import MODEL, Rig
+from gateway.dispatch.attempt import Attempt
+from gateway.telemetry.timeline import RequestTrace, Timeline
+from tests.rigs.gateway.gateway_rig import MODEL, Rig
+from tests.rigs.pods.fake_pods import FakeCluster
 
 OPENMETRICS = {"accept": "application/openmetrics-text; version=1.0.0"}
 
@@ -119,7 +118,7 @@ async def test_a_pod_that_refuses_is_in_the_trace(
 
 async def test_without_a_tracer_the_clients_trace_is_still_told(gw: Rig, caplog: pytest.LogCaptureFixture) -> None:
     asked_by = TraceContext.new(sampled=True)
-    with caplog.at_level(logging.INFO, logger="gateway.service"):
+    with caplog.at_level(logging.INFO, logger="gateway.serving.gateway"):
         await gw.http.post(
             "/v1/completions", json={"model": MODEL, "prompt": "x", "max_tokens": 2}, headers=dict(asked_by.metadata)
         )
@@ -155,7 +154,7 @@ def calls_of(work: Callable[[], None]) -> Counter[str]:
     return seen
 
 
-async def opened(gw: Rig, tracer: Tracer | None) -> Leg:
+async def opened(gw: Rig, tracer: Tracer | None) -> Attempt:
     pipeline = gw.gateway.models.first.dispatcher
     request = ValidRequest("r", MODEL, (1, 2, 3), SamplingParams(max_tokens=500))
     trace = None if tracer is None else RequestTrace(tracer, TraceContext.new(sampled=True), None)
@@ -178,7 +177,7 @@ async def test_nothing_is_added_to_a_token(gw: Rig, cluster: FakeCluster, tmp_pa
         ]
         leg.on_delta(deltas[0])  # what happens once
 
-        def rest(leg: Leg = leg, deltas: list[decode_pb2.SequenceDelta] = deltas) -> None:
+        def rest(leg: Attempt = leg, deltas: list[decode_pb2.SequenceDelta] = deltas) -> None:
             for delta in deltas[1:]:
                 leg.on_delta(delta)
 

@@ -16,8 +16,8 @@ from tokenizers.processors import TemplateProcessing
 
 from common.errors import Unavailable
 from gateway.app import build_app
-from tests.fake_pods import FakeCluster, fake_cluster
-from tests.gateway_rig import MODEL, Rig, rig
+from tests.rigs.gateway.gateway_rig import MODEL, Rig, rig
+from tests.rigs.pods.fake_pods import FakeCluster, fake_cluster
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from cli.stack.valkey import EmbeddedValkey
-from common import index_pod
-from common.index_store import connect
+from common.redis.client import connect_redis
 from common.types import ValidRequest
-from gateway import pods as gateway_pods
-from tests.fake_pods import FakeCluster, fake_cluster
-from tests.gateway_rig import Rig, rig
-from tests.index_entry import IndexEntry
-from tests.until import until
+from gateway.pods import table as gateway_pods
+from prefix_index import publisher
+from tests.rigs.gateway.gateway_rig import Rig, rig
+from tests.rigs.index.index_entry import IndexEntry
+from tests.rigs.pods.fake_pods import FakeCluster, fake_cluster
+from tests.rigs.waiting import until
 
 BURST, PODS = 64, 4
 HEAD = list(range(100, 164))  # four blocks that head every prompt
@@ -25,7 +25,7 @@ HEAD = list(range(100, 164))  # four blocks that head every prompt
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index_pod, "HEARTBEAT_S", 0.2)
+    monkeypatch.setattr(publisher, "HEARTBEAT_S", 0.2)
 
 
 @asynccontextmanager
@@ -50,7 +50,7 @@ async def two_gateways(
                     yield cluster, (one, two), entries
                     for gw in (one, two):
                         await gw.settled()
-                    async with connect(url, timeout_s=5.0) as raw:
+                    async with connect_redis(url, timeout_s=5.0) as raw:
                         async with asyncio.timeout(30):  # every booking is returned
                             while await raw.keys("*resv*"):
                                 await asyncio.sleep(0.02)
@@ -98,15 +98,15 @@ async def test_pods_that_leave_or_die_are_forgotten_by_every_gateway(
     smollm2_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gateway_pods, "FORGET_S", 0.5)
-    monkeypatch.setattr(index_pod, "LEASE_MS", 2_000)
+    monkeypatch.setattr(publisher, "LEASE_MS", 2_000)
     async with two_gateways(smollm2_dir, tmp_path) as (cluster, gateways, entries):
         leaves, dies = cluster.prefills[0], cluster.prefills[1]
         await entries[leaves.name].index.stop()
         for pod in (leaves, dies):
             await pod.stop()
-        publisher = entries[dies.name].index._task
-        assert publisher is not None
-        publisher.cancel()  # no more heartbeats, and no word that it leaves
+        task = entries[dies.name].index._task
+        assert task is not None
+        task.cancel()  # no more heartbeats, and no word that it leaves
         for gw in gateways:
             await until(lambda gw=gw: len(gw.gateway.table.pods) == 2 * PODS - 2)  # type: ignore[misc]
             assert (await gw.complete(max_tokens=2)).status_code == 200

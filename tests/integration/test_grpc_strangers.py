@@ -13,8 +13,8 @@ import pytest
 import pytest_asyncio
 
 from common.errors import Overloaded
-from tests.fake_pods import counting, fake_cluster
-from tests.gateway_rig import MODEL, Rig, rig, texts
+from tests.rigs.gateway.gateway_rig import MODEL, Rig, rig, texts
+from tests.rigs.pods.fake_pods import counting, fake_cluster
 
 ROOT = Path(__file__).parents[2]
 CLIENT = Path(__file__).with_name("grpc_stranger.py")

@@ -12,7 +12,7 @@ import pytest
 
 from common.pb import decode_pb2
 from engine.llm import LLM
-from tests.harness import BLOCK, CHUNK, Cluster, Pod, prompt_of, request, tiny_llama
+from tests.rigs.pods.harness import BLOCK, CHUNK, Cluster, Pod, prompt_of, request, tiny_llama
 
 LONG, LONG_CHUNK, LONG_BLOCK = 2048, 256, 16
 QUEUE = decode_pb2.RemotePrefill(queue_s=60.0, compute_s=0.1, hand_off_s=0.1, tokens_per_s=1000.0)

@@ -12,8 +12,8 @@ import torch
 
 from common.types import FinishReason, SamplingParams
 from engine.llm import LLM, Completion
-from engine.speculation.control import Always
-from tests.harness import BLOCK, CHUNK, MAX_LEN, prompt_of
+from engine.speculation.controller import AlwaysDraft
+from tests.rigs.pods.harness import BLOCK, CHUNK, MAX_LEN, prompt_of
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10)
 LONG = SamplingParams(temperature=0.7, seed=3, max_tokens=40, logprobs=1)
@@ -138,7 +138,7 @@ def test_with_drafts_the_tokens_are_the_same(model_dir: Path, speculation: str) 
     prompts = [[5, 6, 7, 8] * 6, prompt_of(21, seed=9), [9, 10] * 9]
     expected = make(model_dir).generate(prompts, LONG, ignore_eos=True)
     llm = make(model_dir, num_blocks=30, host_blocks=HOST_BLOCKS, speculation=speculation)
-    llm.engine.set_proposer(llm.engine.configured_proposer(), Always(4))
+    llm.engine.set_proposer(llm.engine.configured_proposer(), AlwaysDraft(4))
     assert_same(llm.generate(prompts, LONG, ignore_eos=True), expected)
     assert llm.engine.scheduler.stats().fully_restored > 0
     assert llm.engine.speculator is not None

@@ -9,11 +9,11 @@ import pytest
 
 from cli.stack.valkey import EmbeddedValkey
 from common.pb import control_pb2, control_pb2_grpc
-from common.prefix_index import IndexReader
 from common.types import Role
 from engine.llm import LLM
-from prefill_service import puller
-from tests.harness import BLOCK, Cluster, Pod, expected, prompt_of, request
+from prefill_service import prefix_pull
+from prefix_index.reader import IndexReader
+from tests.rigs.pods.harness import BLOCK, Cluster, Pod, expected, prompt_of, request
 
 BLOCK_BYTES = 2 * 2 * 2 * BLOCK * 16 * 4
 HOSTED = {"num_blocks": 24, "host_cache": 200 * BLOCK_BYTES}
@@ -96,9 +96,9 @@ async def test_what_a_pod_has_in_host_memory_is_not_pulled(
     model_dir: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A prefill pod has five blocks of a prefix in host memory and fetches the rest from another pod."""
-    monkeypatch.setattr(puller, "UNKNOWN_TIME_S", WAIT_S)
-    monkeypatch.setattr(puller, "MIN_TIME_S", WAIT_S)
-    monkeypatch.setattr(puller, "MAX_TIME_S", WAIT_S)
+    monkeypatch.setattr(prefix_pull, "UNKNOWN_TIME_S", WAIT_S)
+    monkeypatch.setattr(prefix_pull, "MIN_TIME_S", WAIT_S)
+    monkeypatch.setattr(prefix_pull, "MAX_TIME_S", WAIT_S)
     async with Cluster.start(model_dir, prefill=2, prefill_config=HOSTED | {"pull": "push"}) as cluster:
         holder, second = cluster.prefills
         prefix = prompt_of(12 * BLOCK, seed=9)

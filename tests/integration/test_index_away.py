@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 
 from cli.stack.valkey import EmbeddedValkey
-from common.breaker import Breaker
 from common.errors import BatonError, IndexUnavailable, error_class
-from common.prefix_index import IndexReader, PodIndex, PodLoad
-from tests.index_rig import RECORD, SCOPE, FakePool, Rig, book, chain
-from tests.until import until
+from common.redis.breaker import CircuitBreaker
+from common.types import PodLoad
+from prefix_index.publisher import IndexPublisher
+from prefix_index.reader import IndexReader
+from tests.rigs.index.index_rig import RECORD, SCOPE, FakePool, Rig, book, chain
+from tests.rigs.waiting import until
 
 pytestmark = pytest.mark.usefixtures("quick_index")
 
@@ -49,14 +51,14 @@ async def test_pods_return_after_the_server_was_replaced(tmp_path: Path, unused_
 
 async def test_a_pod_lives_without_redis_and_stops_in_time() -> None:
     pool = FakePool()
-    pool.index = PodIndex("redis://127.0.0.1:1/0", RECORD, pool.snapshot, PodLoad)
+    pool.index = IndexPublisher("redis://127.0.0.1:1/0", RECORD, pool.snapshot, PodLoad)
     await pool.index.start()
     pool.store(chain(13, 10))
     await asyncio.sleep(0.3)
     assert not pool.index.registered
     await asyncio.wait_for(pool.index.stop(), 30)
     pool.store(chain(14, 10))
-    nothing = PodIndex(None, RECORD, pool.snapshot, PodLoad)
+    nothing = IndexPublisher(None, RECORD, pool.snapshot, PodLoad)
     await nothing.start()
     nothing.stored(chain(15, 3))
     await nothing.stop()
@@ -72,7 +74,7 @@ async def test_a_callback_that_fails_does_not_end_publishing(rig: Rig) -> None:
             raise KeyError("not now")
         return chain(16, 3)
 
-    index = PodIndex(rig.url, RECORD, snapshot, PodLoad)
+    index = IndexPublisher(rig.url, RECORD, snapshot, PodLoad)
     await index.start()
     await rig.shows(set(chain(16, 3)))
     await index.stop()
@@ -80,7 +82,7 @@ async def test_a_callback_that_fails_does_not_end_publishing(rig: Rig) -> None:
 
 async def test_a_dead_index_costs_a_few_timeouts_then_nothing_and_is_tried_again(rig: Rig) -> None:
     now = 100.0
-    reader = IndexReader(rig.url, timeout_s=0.8, breaker=Breaker(clock=lambda: now))
+    reader = IndexReader(rig.url, timeout_s=0.8, breaker=CircuitBreaker(clock=lambda: now))
     await reader.pods()
     with rig.frozen():
         for _ in range(3):

@@ -17,19 +17,23 @@ import pytest_asyncio
 from redis.exceptions import ConnectionError, NoScriptError
 
 from cli.stack.valkey import EmbeddedValkey
-from common.block_hash import block_hashes
-from common.breaker import Breaker
+from common.block_hash import hash_blocks
 from common.errors import IndexUnavailable
-from common.index_line import Line, Lines
-from common.index_store import FAILURES, Keys, Script, connect
-from common.prefix_index import Candidate, IndexReader, PodIndex, PodLoad, PodRecord, mint_generation
-from common.types import Role
-from tests.tcp_proxy import tcp_proxy
-from tests.until import until
+from common.redis.breaker import CircuitBreaker
+from common.redis.client import REDIS_FAILURES, LuaScript, connect_redis
+from common.types import PodLoad, Role
+from prefix_index.generation import mint_generation
+from prefix_index.pipelined_connection import PipelinedConnection, PipelinedConnections
+from prefix_index.publisher import IndexPublisher
+from prefix_index.reader import IndexReader
+from prefix_index.records import BookingCandidate, PodRecord
+from prefix_index.store import IndexKeys
+from tests.rigs.index.tcp_proxy import tcp_proxy
+from tests.rigs.waiting import until
 
 SCOPE = "00112233"
-BLOCKS = block_hashes(list(range(1600)), fingerprint=SCOPE * 4, block_size=16)
-UNASKED = block_hashes(list(range(480)), fingerprint=SCOPE * 4, block_size=16, salt="other")
+BLOCKS = hash_blocks(list(range(1600)), fingerprint=SCOPE * 4, block_size=16)
+UNASKED = hash_blocks(list(range(480)), fingerprint=SCOPE * 4, block_size=16, salt="other")
 PODS = [("p", 7)]
 ECHO = "return {KEYS[1], ARGV[1]}"
 
@@ -42,9 +46,9 @@ async def server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[str]
 
 
 @asynccontextmanager
-async def line(url: str) -> AsyncIterator[Line]:
+async def line(url: str) -> AsyncIterator[PipelinedConnection]:
     """An open one, and the script that echoes is known."""
-    lines = Lines(url)
+    lines = PipelinedConnections(url)
     try:
         await until(lambda: lines.get(SCOPE) is not None)
         found = lines.get(SCOPE)
@@ -58,11 +62,11 @@ def port_of(url: str) -> int:
     return int(url.rpartition(":")[2].partition("/")[0])
 
 
-async def echo_script(url: str, directory: Path) -> Script:
+async def echo_script(url: str, directory: Path) -> LuaScript:
     (directory / "echo.lua").write_text(ECHO)
-    async with connect(url, timeout_s=5.0) as client:
+    async with connect_redis(url, timeout_s=5.0) as client:
         await client.script_load(ECHO)
-    return Script("echo", directory=directory)
+    return LuaScript("echo", directory=directory)
 
 
 async def test_every_caller_gets_its_own_answer_though_others_go_away(server: str, tmp_path: Path) -> None:
@@ -92,7 +96,7 @@ async def test_every_caller_gets_its_own_answer_though_others_go_away(server: st
 async def test_an_error_of_one_call_is_its_own(server: str, tmp_path: Path) -> None:
     echo = await echo_script(server, tmp_path)
     (tmp_path / "new.lua").write_text("return 1 -- nobody has loaded it")
-    unknown = Script("new", directory=tmp_path)
+    unknown = LuaScript("new", directory=tmp_path)
     async with line(server) as found:
         calls = (found.call(s.pack_command(("k",), ("a",))) for s in (echo, unknown, echo))
         first, second, third = await asyncio.gather(*calls, return_exceptions=True)
@@ -111,7 +115,7 @@ async def test_what_is_on_its_way_fails_at_once_when_the_connection_breaks(serve
         assert not any(call.done() for call in calls)
         proxy.hang_up()
         for answer in await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 30):
-            assert isinstance(answer, FAILURES)
+            assert isinstance(answer, REDIS_FAILURES)
         assert not found.open
         with pytest.raises(ConnectionError):
             await found.call(echo.pack_command(("k",), ("a",)))
@@ -139,7 +143,7 @@ async def strange_server(answers: list[bytes]) -> AsyncIterator[str]:
 
 async def test_an_answer_that_comes_in_pieces_is_put_together(tmp_path: Path) -> None:
     (tmp_path / "any.lua").write_text("return 1")
-    packed = Script("any", directory=tmp_path).pack_command(("k",), ())
+    packed = LuaScript("any", directory=tmp_path).pack_command(("k",), ())
     async with strange_server([b"*2\r\n:1", b"7\r\n$4\r\na", b"b\r\n\r\n"]) as url, line(url) as found:
         answers = await asyncio.wait_for(asyncio.gather(*(found.call(packed) for _ in range(3))), 20)
         assert answers == [[17, b"ab\r\n"]] * 3
@@ -153,11 +157,11 @@ async def test_an_answer_that_comes_in_pieces_is_put_together(tmp_path: Path) ->
 )
 async def test_what_is_no_answer_closes_the_line(nonsense: bytes, good: list[int], tmp_path: Path) -> None:
     (tmp_path / "any.lua").write_text("return 1")
-    packed = Script("any", directory=tmp_path).pack_command(("k",), ())
+    packed = LuaScript("any", directory=tmp_path).pack_command(("k",), ())
     async with strange_server([nonsense]) as url, line(url) as found:
         calls = (found.call(packed) for _ in range(2))
         answers = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 20)
-        assert [a for a in answers if not isinstance(a, FAILURES)] == good
+        assert [a for a in answers if not isinstance(a, REDIS_FAILURES)] == good
         await until(lambda: not found.open)
         with pytest.raises(ConnectionError):
             await found.call(packed)
@@ -166,7 +170,7 @@ async def test_what_is_no_answer_closes_the_line(nonsense: bytes, good: list[int
 @asynccontextmanager
 async def pod(url: str) -> AsyncIterator[None]:
     record = PodRecord("p", 7, "127.0.0.1:5", Role.DECODE, "m", SCOPE, SCOPE * 4, 16, 2048, 99)
-    index = PodIndex(url, record, lambda: BLOCKS, PodLoad)
+    index = IndexPublisher(url, record, lambda: BLOCKS, PodLoad)
     await index.start()
     try:
         await until(lambda: index.registered)
@@ -175,7 +179,7 @@ async def pod(url: str) -> AsyncIterator[None]:
         await index.stop()
 
 
-def reader_of(url: str, timeout_s: float = 5.0, breaker: Breaker | None = None) -> IndexReader:
+def reader_of(url: str, timeout_s: float = 5.0, breaker: CircuitBreaker | None = None) -> IndexReader:
     """One that keeps no answer: every look-up is a call."""
     return IndexReader(url, timeout_s=timeout_s, breaker=breaker, clock=lambda: time.monotonic() * 1e6)
 
@@ -199,7 +203,7 @@ async def until_line(reader: IndexReader) -> None:
 
 
 async def test_a_reader_answers_with_a_line_without_one_and_when_it_breaks(server: str) -> None:
-    async with tcp_proxy(port_of(server)) as proxy, connect(server, timeout_s=5.0) as raw, pod(server):
+    async with tcp_proxy(port_of(server)) as proxy, connect_redis(server, timeout_s=5.0) as raw, pod(server):
         reader = reader_of(f"redis://127.0.0.1:{proxy.port}")
         await finds_all(reader)  # while it connects
         await until_line(reader)
@@ -209,20 +213,20 @@ async def test_a_reader_answers_with_a_line_without_one_and_when_it_breaks(serve
         for _ in range(3):
             await raw.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
             await finds_all(reader)
-            await reader.book(SCOPE, "r", [[Candidate("p", 0.0, 1.0, 5, 60.0)]])
+            await reader.book(SCOPE, "r", [[BookingCandidate("p", 0.0, 1.0, 5, 60.0)]])
             proxy.hang_up()
             await finds_all(reader)
             await reader.unbook(SCOPE, "p", "r")
         await until_line(reader)
         assert reader.available
         await reader.close()
-        assert await raw.zcard(Keys(SCOPE).bookings("p")) == 0
+        assert await raw.zcard(IndexKeys(SCOPE).bookings("p")) == 0
 
 
 async def test_a_line_to_a_silent_server_costs_time_limits_and_is_given_up(server: str) -> None:
     async with tcp_proxy(port_of(server)) as proxy, pod(server):
         now = 100.0
-        reader = reader_of(f"redis://127.0.0.1:{proxy.port}", 1.0, Breaker(failures=3, clock=lambda: now))
+        reader = reader_of(f"redis://127.0.0.1:{proxy.port}", 1.0, CircuitBreaker(failures=3, clock=lambda: now))
         await until_line(reader)
         proxy.silence()
         answers = await asyncio.gather(
@@ -239,7 +243,7 @@ async def test_a_line_to_a_silent_server_costs_time_limits_and_is_given_up(serve
 
 
 async def test_lines_of_scopes_that_are_gone_are_closed(server: str) -> None:
-    lines = Lines(server)
+    lines = PipelinedConnections(server)
     await until(lambda: lines.get("a") is not None and lines.get("b") is not None)
     a, b = lines.get("a"), lines.get("b")
     assert a is not None
@@ -263,9 +267,9 @@ async def node(directory: Path) -> tuple[EmbeddedValkey, str]:
 
 async def test_a_line_follows_its_scope_to_another_node_of_a_cluster(tmp_path: Path) -> None:
     nodes = [await node(tmp_path / name) for name in "ab"]
-    clients: list[Any] = [connect(url, timeout_s=5.0) for _, url in nodes]
+    clients: list[Any] = [connect_redis(url, timeout_s=5.0) for _, url in nodes]
     try:
-        slot = int(await clients[0].execute_command("CLUSTER", "KEYSLOT", Keys(SCOPE).pods))
+        slot = int(await clients[0].execute_command("CLUSTER", "KEYSLOT", IndexKeys(SCOPE).pods))
         await clients[0].execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
         bus = (await clients[1].execute_command("CLUSTER", "NODES")).decode().split("@")[1].split()[0].split(",")[0]
         await clients[0].execute_command("CLUSTER", "MEET", "127.0.0.1", port_of(nodes[1][1]), bus)

@@ -9,13 +9,14 @@ from dataclasses import replace
 
 import pytest
 
-from common import index_pod, index_reader
-from common.index_store import Keys
-from common.prefix_index import Candidate, Held, IndexReader, Reserved, Tier
 from common.types import Role
-from tests.index_rig import RECORD, SCOPE, Rig, book, chain
-from tests.prefix import shared
-from tests.until import until
+from prefix_index import publisher, reader
+from prefix_index.reader import IndexReader
+from prefix_index.records import BookingCandidate, BookingResult, CacheTier, PrefixHits
+from prefix_index.store import IndexKeys
+from tests.rigs.engine.comparisons import shared
+from tests.rigs.index.index_rig import RECORD, SCOPE, Rig, book, chain
+from tests.rigs.waiting import until
 
 pytestmark = pytest.mark.usefixtures("quick_index")
 
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("quick_index")
 async def test_lookup_finds_the_longest_prefix_of_every_length(rig: Rig) -> None:
     blocks = chain(11, 33)
     names = [(f"p{n}", 5) for n in range(34)]
-    keys = Keys(SCOPE)
+    keys = IndexKeys(SCOPE)
     async with rig.raw.pipeline(transaction=False) as pipe:
         for n, (pod, generation) in enumerate(names):
             pipe.set(keys.lease(pod), generation)
@@ -74,20 +75,20 @@ async def test_a_pod_that_moved_blocks_to_its_host_tier_still_holds_them(rig: Ri
     names = [("decode-0", 1_000)]
     async with rig.pod(hashes=blocks) as pool:
         assert pool.index is not None
-        pool.index.stored(blocks[20:40], Tier.HOST)
-        pool.index.stored(other, Tier.HOST)
+        pool.index.stored(blocks[20:40], CacheTier.HOST)
+        pool.index.stored(other, CacheTier.HOST)
         pool.evict(blocks[30:])
 
         async def moved() -> bool:
-            return (await rig.fresh().lookup_tiers(SCOPE, blocks, names))["decode-0"] == Held(30, 40)
+            return (await rig.fresh().lookup_tiers(SCOPE, blocks, names))["decode-0"] == PrefixHits(30, 40)
 
         await until(moved)
-        assert (await rig.fresh().lookup_tiers(SCOPE, other, names))["decode-0"] == Held(0, 10)
+        assert (await rig.fresh().lookup_tiers(SCOPE, other, names))["decode-0"] == PrefixHits(0, 10)
         assert await rig.postings() == {h[:8] for h in [*blocks[:40], *other] if h[0] % 8 == 0}
-        pool.index.evicted([*blocks[20:40], *other], Tier.HOST)
+        pool.index.evicted([*blocks[20:40], *other], CacheTier.HOST)
 
         async def gone() -> bool:
-            return (await rig.fresh().lookup_tiers(SCOPE, blocks, names))["decode-0"] == Held(30, 30)
+            return (await rig.fresh().lookup_tiers(SCOPE, blocks, names))["decode-0"] == PrefixHits(30, 30)
 
         await until(gone)
         assert await rig.postings() == {h[:8] for h in blocks[:30] if h[0] % 8 == 0}
@@ -96,8 +97,8 @@ async def test_a_pod_that_moved_blocks_to_its_host_tier_still_holds_them(rig: Ri
 async def test_postings_follow_snapshots_and_the_slots_of_gone_pods_are_swept(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(index_pod, "SWEEP_S", 0)
-    monkeypatch.setattr(index_pod, "SWEEP_POSTINGS", 10)
+    monkeypatch.setattr(publisher, "SWEEP_S", 0)
+    monkeypatch.setattr(publisher, "SWEEP_POSTINGS", 10)
     blocks, others = chain(62, 200), chain(63, 900)
     async with rig.pod(hashes=blocks) as pool:
         gone = replace(RECORD, pod="decode-1")
@@ -106,20 +107,20 @@ async def test_postings_follow_snapshots_and_the_slots_of_gone_pods_are_swept(
         with pool.lock:  # what is not told becomes known by a snapshot
             pool.hashes = set(blocks[50:150])
         assert pool.index is not None
-        await rig.raw.srem(Keys(SCOPE).held_blocks("decode-0", 1_000), blocks[3][:8])
+        await rig.raw.srem(IndexKeys(SCOPE).held_blocks("decode-0", 1_000), blocks[3][:8])
         kept = {h[:8] for h in blocks[50:150] if h[0] % 8 == 0}
 
         async def swept() -> bool:
-            return await rig.postings() == kept and await rig.raw.hget(Keys(SCOPE).sweep, "pending") == b"0"
+            return await rig.postings() == kept and await rig.raw.hget(IndexKeys(SCOPE).sweep, "pending") == b"0"
 
         await until(swept)
-        assert {len(p) for p in (await rig.raw.hgetall(Keys(SCOPE).postings)).values()} == {2}
+        assert {len(p) for p in (await rig.raw.hgetall(IndexKeys(SCOPE).postings)).values()} == {2}
         # One that was killed: its lease and its sets expire.
-        slot = await rig.raw.hincrby(Keys(SCOPE).sweep, "next", 0)
-        await rig.raw.hset(Keys(SCOPE).slots, slot + 2, "killed:7")
-        await rig.raw.hset(Keys(SCOPE).postings, b"12345678", (slot + 2).to_bytes(2, "little"))
+        slot = await rig.raw.hincrby(IndexKeys(SCOPE).sweep, "next", 0)
+        await rig.raw.hset(IndexKeys(SCOPE).slots, slot + 2, "killed:7")
+        await rig.raw.hset(IndexKeys(SCOPE).postings, b"12345678", (slot + 2).to_bytes(2, "little"))
         await until(swept)
-        assert await rig.raw.hget(Keys(SCOPE).slots, slot + 2) is None
+        assert await rig.raw.hget(IndexKeys(SCOPE).slots, slot + 2) is None
 
 
 async def test_answers_are_kept_for_a_moment_unless_something_is_booked(rig: Rig) -> None:
@@ -143,7 +144,7 @@ async def test_answers_are_kept_for_a_moment_unless_something_is_booked(rig: Rig
 async def test_pods_of_all_scopes_are_read_and_broken_records_left_out(rig: Rig) -> None:
     other = replace(RECORD, pod="prefill-0", scope="ffffffff", fingerprint="f" * 32, role=Role.PREFILL, model="big")
     async with rig.pod(), rig.pod(other):
-        broken = Keys(SCOPE)
+        broken = IndexKeys(SCOPE)
         await rig.raw.hset(broken.pods, "x", 1)
         await rig.raw.set(broken.lease("x"), 1)
         await rig.raw.hset("kv:scopes", "abandoned", "m")
@@ -156,7 +157,7 @@ async def test_a_reader_that_missed_a_pod_learns_who_it_is_when_it_is_back(
 ) -> None:
     other = replace(RECORD, pod="decode-1")
     async with rig.pod(), rig.pod(other):
-        await rig.raw.delete(Keys(SCOPE).lease("decode-1"))
+        await rig.raw.delete(IndexKeys(SCOPE).lease("decode-1"))
         assert set(await rig.live()) == {"decode-0"}
 
         async def both() -> bool:
@@ -164,8 +165,8 @@ async def test_a_reader_that_missed_a_pod_learns_who_it_is_when_it_is_back(
 
         await until(both)
         assert await both()
-        await rig.raw.hset(Keys(SCOPE).info("decode-1"), "role", "chef")
-        await rig.raw.hincrby(Keys(SCOPE).slots, "version", 1)
+        await rig.raw.hset(IndexKeys(SCOPE).info("decode-1"), "role", "chef")
+        await rig.raw.hincrby(IndexKeys(SCOPE).slots, "version", 1)
         for _ in range(3):
             assert set(await rig.live()) == {"decode-0"}
         assert caplog.text.count("unreadable") == 1
@@ -179,7 +180,7 @@ async def test_bookings_add_up_are_shared_and_end(rig: Rig, monkeypatch: pytest.
     await second.unbook(SCOPE, "p", "a")
     await second.unbook(SCOPE, "p", "never")
     assert await book(rig.reader, "p", "b", 60) == 60
-    monkeypatch.setattr(index_reader, "BOOKING_S", 0.05)
+    monkeypatch.setattr(reader, "BOOKING_S", 0.05)
     await book(rig.reader, "p", "short", 1_000)
     monkeypatch.undo()
 
@@ -187,7 +188,7 @@ async def test_bookings_add_up_are_shared_and_end(rig: Rig, monkeypatch: pytest.
         return await book(rig.reader, "p", "c", 1) == 61
 
     await until(expired)
-    assert await rig.raw.hlen(Keys(SCOPE).booking_units("p")) == 2
+    assert await rig.raw.hlen(IndexKeys(SCOPE).booking_units("p")) == 2
     await second.close()
 
 
@@ -202,18 +203,21 @@ async def test_a_burst_over_two_gateways_sees_every_booking_once(rig: Rig) -> No
 async def test_the_cheapest_of_each_group_is_booked_and_what_is_older_than_a_pods_report_does_not_count(
     rig: Rig,
 ) -> None:
-    def group(age_s: float, **costs: float) -> list[Candidate]:
-        return [Candidate(pod, cost, 0.001, 100, age_s) for pod, cost in costs.items()]
+    def group(age_s: float, **costs: float) -> list[BookingCandidate]:
+        return [BookingCandidate(pod, cost, 0.001, 100, age_s) for pod, cost in costs.items()]
 
-    async def reserve(request: str, *groups: list[Candidate]) -> list[Reserved]:
+    async def reserve(request: str, *groups: list[BookingCandidate]) -> list[BookingResult]:
         return await rig.reader.book(SCOPE, request, groups)
 
-    assert await reserve("a", group(60, p=0.2, q=0.25), group(60, d=1.0)) == [Reserved(0, (0, 0)), Reserved(0, (0,))]
-    assert await reserve("b", group(60, p=0.2, q=0.25)) == [Reserved(1, (100, 0))]
+    assert await reserve("a", group(60, p=0.2, q=0.25), group(60, d=1.0)) == [
+        BookingResult(0, (0, 0)),
+        BookingResult(0, (0,)),
+    ]
+    assert await reserve("b", group(60, p=0.2, q=0.25)) == [BookingResult(1, (100, 0))]
     assert await reserve("c", group(60, p=0.2, q=0.25), group(60, d=1.0, e=1.05)) == [
-        Reserved(0, (100, 100)),
-        Reserved(1, (100, 0)),
+        BookingResult(0, (100, 100)),
+        BookingResult(1, (100, 0)),
     ]
     await asyncio.sleep(0.05)
-    assert await reserve("d", group(0.04, p=0.2, q=0.25)) == [Reserved(0, (0, 0))]
-    assert await reserve("d", group(60, p=0.2, q=0.25)) == [Reserved(1, (200, 100))]
+    assert await reserve("d", group(0.04, p=0.2, q=0.25)) == [BookingResult(0, (0, 0))]
+    assert await reserve("d", group(60, p=0.2, q=0.25)) == [BookingResult(1, (200, 100))]

@@ -15,14 +15,17 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from redis.exceptions import ConnectionError
 
 from cli.stack.valkey import EmbeddedValkey
-from common import index_pod
-from common.block_hash import block_hashes
-from common.index_store import PREFIX_BYTES, Keys, connect, sampling
-from common.prefix_index import Held, IndexReader, PodIndex, PodLoad, PodRecord, Tier
-from common.types import Role
+from common.block_hash import hash_blocks
+from common.redis.client import connect_redis
+from common.types import PodLoad, Role
+from prefix_index import publisher
+from prefix_index.publisher import IndexPublisher
+from prefix_index.reader import IndexReader
+from prefix_index.records import CacheTier, PodRecord, PrefixHits
+from prefix_index.store import STORED_HASH_BYTES, IndexKeys, sampling_interval
 
 SCOPE = "00112233"
-CHAINS = [block_hashes([seed] * 8 + list(range(24)), fingerprint=SCOPE * 4, block_size=1) for seed in range(3)]
+CHAINS = [hash_blocks([seed] * 8 + list(range(24)), fingerprint=SCOPE * 4, block_size=1) for seed in range(3)]
 PODS = ("a", "b")
 
 
@@ -58,17 +61,21 @@ class Pod:
         self.record = PodRecord(
             name, generation, f"127.0.0.1:{generation}", Role.DECODE, "m", SCOPE, SCOPE * 4, 16, 1, 1
         )
-        self.held: dict[Tier, list[int]] = {tier: [0] * len(CHAINS) for tier in Tier}  # depth of each chain
-        self.index = PodIndex(
-            url, self.record, lambda: self.hashes(Tier.DEVICE), PodLoad, host_snapshot=lambda: self.hashes(Tier.HOST)
+        self.held: dict[CacheTier, list[int]] = {tier: [0] * len(CHAINS) for tier in CacheTier}  # depth of each chain
+        self.index = IndexPublisher(
+            url,
+            self.record,
+            lambda: self.hashes(CacheTier.DEVICE),
+            PodLoad,
+            host_snapshot=lambda: self.hashes(CacheTier.HOST),
         )
         self.wire = Wire(self.index._client)
         self.index._client = self.wire  # type: ignore[assignment]
 
-    def hashes(self, tier: Tier) -> list[bytes]:
+    def hashes(self, tier: CacheTier) -> list[bytes]:
         return [h for chain, depth in zip(CHAINS, self.held[tier], strict=True) for h in chain[:depth]]
 
-    def move(self, tier: Tier, chain: int, depth: int) -> None:
+    def move(self, tier: CacheTier, chain: int, depth: int) -> None:
         """Stores or evicts until the tier holds so much of the chain, from its start."""
         before, self.held[tier][chain] = self.held[tier][chain], depth
         if depth > before:
@@ -76,9 +83,9 @@ class Pod:
         else:
             self.index.evicted(CHAINS[chain][depth:before][::-1], tier)
 
-    def truth(self, chain: int) -> Held:
-        device, host = (self.held[tier][chain] for tier in Tier)
-        return Held(device, max(device, host))
+    def truth(self, chain: int) -> PrefixHits:
+        device, host = (self.held[tier][chain] for tier in CacheTier)
+        return PrefixHits(device, max(device, host))
 
 
 class IndexMachine(RuleBasedStateMachine):
@@ -100,7 +107,7 @@ class IndexMachine(RuleBasedStateMachine):
         return self.loop.run_until_complete(coroutine)
 
     async def _wipe(self) -> None:
-        async with connect(self.url, timeout_s=5.0) as raw:
+        async with connect_redis(self.url, timeout_s=5.0) as raw:
             await raw.flushall()
 
     @rule(name=st.sampled_from(PODS))
@@ -115,17 +122,17 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(
         name=st.sampled_from(PODS),
-        tier=st.sampled_from(Tier),
+        tier=st.sampled_from(CacheTier),
         chain=st.integers(0, len(CHAINS) - 1),
         depth=st.integers(0, 32),
     )
-    def move(self, name: str, tier: Tier, chain: int, depth: int) -> None:
+    def move(self, name: str, tier: CacheTier, chain: int, depth: int) -> None:
         self.pods[name].move(tier, chain, depth)
 
     @precondition(lambda self: self.dead)
     @rule(chain=st.integers(0, len(CHAINS) - 1), depth=st.integers(0, 32))
     def a_zombie_goes_on(self, chain: int, depth: int) -> None:
-        self.dead[-1].move(Tier.DEVICE, chain, depth)
+        self.dead[-1].move(CacheTier.DEVICE, chain, depth)
 
     @rule(name=st.sampled_from(PODS), faults=st.lists(st.sampled_from(("", "lost", "answer lost", "twice", "kept"))))
     def disturb(self, name: str, faults: list[str]) -> None:
@@ -144,8 +151,8 @@ class IndexMachine(RuleBasedStateMachine):
         pod = self.pods[name]
 
         async def lose() -> None:
-            async with connect(self.url, timeout_s=5.0) as raw:
-                key = Keys(SCOPE).held_blocks(name, pod.record.generation)
+            async with connect_redis(self.url, timeout_s=5.0) as raw:
+                key = IndexKeys(SCOPE).held_blocks(name, pod.record.generation)
                 await raw.spop(key, 1 + seed % 3)
 
         self.run(self._wipe() if seed < 30 else lose())
@@ -161,7 +168,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.run(self._converge())
 
     async def _converge(self) -> None:
-        raw, keys = connect(self.url, timeout_s=5.0), Keys(SCOPE)
+        raw, keys = connect_redis(self.url, timeout_s=5.0), IndexKeys(SCOPE)
         try:
             for _ in range(3_000):
                 if await self._right(raw, keys):
@@ -181,7 +188,7 @@ class IndexMachine(RuleBasedStateMachine):
         finally:
             await raw.aclose()
 
-    async def _right(self, raw: Any, keys: Keys) -> bool:
+    async def _right(self, raw: Any, keys: IndexKeys) -> bool:
         """Sets are the caches, and postings are the sampled part of them."""
         slots = {owner: int(slot) for slot, owner in (await raw.hgetall(keys.slots)).items() if slot.isdigit()}
         want: dict[bytes, set[int]] = {}
@@ -190,12 +197,12 @@ class IndexMachine(RuleBasedStateMachine):
             slot = slots.get(f"{name}:{generation}".encode())
             if slot is None:
                 return False
-            for tier in Tier:
-                hashes = {h[:PREFIX_BYTES] for h in pod.hashes(tier)}
+            for tier in CacheTier:
+                hashes = {h[:STORED_HASH_BYTES] for h in pod.hashes(tier)}
                 if await raw.smembers(keys.held_blocks(name, generation, tier)) != hashes:
                     return False
                 for h in hashes:
-                    if h[0] % sampling(16) == 0:
+                    if h[0] % sampling_interval(16) == 0:
                         want.setdefault(h, set()).add(slot)
         got = await raw.hgetall(keys.postings)
         return {h: _slots(posting) for h, posting in got.items()} == want
@@ -223,7 +230,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[In
         "_MIN_BACKOFF_S": 0.01,
         "_MAX_BACKOFF_S": 0.02,
     }.items():
-        monkeypatch.setattr(index_pod, name, value)
+        monkeypatch.setattr(publisher, name, value)
     loop = asyncio.new_event_loop()
     valkey = EmbeddedValkey(0, tmp_path)
     IndexMachine.url, IndexMachine.loop = loop.run_until_complete(valkey.start()), loop

@@ -15,18 +15,21 @@ import pytest
 from redis.exceptions import RedisError
 
 from cli.stack.valkey import EmbeddedValkey, valkey_binary
-from common import index_pod
-from common.block_hash import block_hashes
+from common.block_hash import hash_blocks
 from common.errors import ConfigError, IndexUnavailable
-from common.index_store import connect
-from common.prefix_index import Candidate, IndexReader, PodIndex, PodLoad, PodRecord, mint_generation
-from common.types import Role
-from tests.index_rig import one_node_cluster
-from tests.tcp_proxy import tcp_proxy
-from tests.until import until
+from common.redis.client import connect_redis
+from common.types import PodLoad, Role
+from prefix_index import publisher
+from prefix_index.generation import mint_generation
+from prefix_index.publisher import IndexPublisher
+from prefix_index.reader import IndexReader
+from prefix_index.records import BookingCandidate, PodRecord
+from tests.rigs.index.index_rig import one_node_cluster
+from tests.rigs.index.tcp_proxy import tcp_proxy
+from tests.rigs.waiting import until
 
 SCOPE = "00112233"
-BLOCKS = block_hashes(list(range(160)), fingerprint=SCOPE * 4, block_size=16)
+BLOCKS = hash_blocks(list(range(160)), fingerprint=SCOPE * 4, block_size=16)
 
 
 def port_of(url: str) -> int:
@@ -34,11 +37,11 @@ def port_of(url: str) -> int:
 
 
 @asynccontextmanager
-async def pod(url: str, name: str = "p", scope: str = SCOPE) -> AsyncIterator[PodIndex]:
+async def pod(url: str, name: str = "p", scope: str = SCOPE) -> AsyncIterator[IndexPublisher]:
     """A pod with all blocks, in the index once it is."""
     generation = await mint_generation(url, scope, name)
     record = PodRecord(name, generation, "127.0.0.1:5", Role.DECODE, "m", scope, scope * 4, 16, 2048, 99)
-    index = PodIndex(url, record, lambda: BLOCKS, PodLoad)
+    index = IndexPublisher(url, record, lambda: BLOCKS, PodLoad)
     await index.start()
     try:
         yield index
@@ -54,7 +57,7 @@ async def finds(reader: IndexReader, names: set[str], scope: str = SCOPE) -> boo
             return False
         held = await reader.lookup(scope, BLOCKS, list(live.items()))
         for name in names:
-            await reader.book(scope, "r", [[Candidate(name, 0.0, 1.0, 5, 60.0)]])
+            await reader.book(scope, "r", [[BookingCandidate(name, 0.0, 1.0, 5, 60.0)]])
             await reader.unbook(scope, name, "r")
     except IndexUnavailable:
         return False
@@ -84,7 +87,7 @@ async def test_a_cluster(tmp_path: Path) -> None:
     async with one_node_cluster(tmp_path) as (_, plain):
         url = f"redis+cluster://127.0.0.1:{port_of(plain)}"
         await serves(url)
-        async with connect(plain, timeout_s=5.0) as client:
+        async with connect_redis(plain, timeout_s=5.0) as client:
             await client.execute_command("SCRIPT", "FLUSH")
         reader = IndexReader(url, timeout_s=2.0)
         async with pod(url), pod(url, "q", "ffee0011"):  # scopes are on different slots
@@ -97,7 +100,7 @@ async def test_a_user_with_no_more_rights_than_it_needs(tmp_path: Path) -> None:
     valkey = EmbeddedValkey(0, tmp_path)
     plain = await valkey.start()
     try:
-        async with connect(plain, timeout_s=5.0) as client:
+        async with connect_redis(plain, timeout_s=5.0) as client:
             rules = "on >p@ss ~kv:* -@all +@read +@write +@scripting +@connection +time"
             await client.execute_command("ACL", "SETUSER", "baton", *rules.split())
             await client.execute_command("ACL", "SETUSER", "default", "off")
@@ -147,19 +150,19 @@ async def test_tls_verifies_unless_told_otherwise(tmp_path: Path) -> None:
                     await reader.pods()
                 await reader.close()
         with pytest.raises(ConfigError, match="there is no file"):
-            connect("rediss://127.0.0.1?ssl_ca_certs=/nowhere.pem", timeout_s=1.0)
+            connect_redis("rediss://127.0.0.1?ssl_ca_certs=/nowhere.pem", timeout_s=1.0)
     finally:
         await valkey.stop()
 
 
 async def test_sentinels_lead_to_the_new_primary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index_pod, "HEARTBEAT_S", 0.2)
-    monkeypatch.setattr(index_pod, "_MAX_BACKOFF_S", 0.2)
+    monkeypatch.setattr(publisher, "HEARTBEAT_S", 0.2)
+    monkeypatch.setattr(publisher, "_MAX_BACKOFF_S", 0.2)
     primary = EmbeddedValkey(0, tmp_path / "primary")
     port = port_of(await primary.start())
     replica = EmbeddedValkey(0, tmp_path / "replica", ["--replicaof", "127.0.0.1", str(port)])
     await replica.start()
-    async with connect(f"redis://127.0.0.1:{port}", timeout_s=5.0) as client:
+    async with connect_redis(f"redis://127.0.0.1:{port}", timeout_s=5.0) as client:
 
         async def follows() -> bool:
             return (await client.info("replication"))["connected_slaves"] == 1
@@ -179,7 +182,7 @@ async def test_sentinels_lead_to_the_new_primary(tmp_path: Path, monkeypatch: py
     url = f"redis+sentinel://127.0.0.1:1,127.0.0.1:{sentinel_port}/main"
     reader = IndexReader(url, timeout_s=2.0)
     try:
-        async with connect(f"redis://127.0.0.1:{sentinel_port}", timeout_s=5.0) as client:
+        async with connect_redis(f"redis://127.0.0.1:{sentinel_port}", timeout_s=5.0) as client:
 
             async def knows_both() -> bool:
                 try:

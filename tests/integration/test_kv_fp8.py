@@ -12,7 +12,7 @@ import torch
 from common.errors import ConfigError, LayoutMismatch
 from common.types import SamplingParams, ValidRequest
 from engine.llm import LLM
-from tests.harness import BLOCK, CHUNK, MAX_LEN, Cluster, oracle, prompt_of, request
+from tests.rigs.pods.harness import BLOCK, CHUNK, MAX_LEN, Cluster, oracle, prompt_of, request
 
 FP8 = {"kv_dtype": "fp8_e4m3"}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)

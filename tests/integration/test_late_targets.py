@@ -13,16 +13,16 @@ import pytest_asyncio
 
 from common.errors import DeadlineExceeded, InvalidRequest, LayoutMismatch, Unavailable
 from common.pb import prefill_pb2, transfer_pb2
-from common.rpc import rpc_errors
+from common.rpc import translate_rpc_errors
 from common.types import ValidRequest
-from common.wire import request_to_pb, target_from_pb, target_to_pb, token_from_pb
-from gateway import leg as leg_module
-from pod import patience
+from common.wire import kv_target_from_pb, kv_target_to_pb, request_to_pb, token_from_pb
+from gateway.dispatch import attempt as leg_module
+from pod import requests
 from prefill_service import servicer
-from tests.fake_pods import FakeCluster, fake_cluster
-from tests.gateway_rig import MODEL, Rig, rig
-from tests.harness import CHUNK, Cluster, oracle, prompt_of, request, tiny_llama
-from tests.until import until
+from tests.rigs.gateway.gateway_rig import MODEL, Rig, rig
+from tests.rigs.pods.fake_pods import FakeCluster, fake_cluster
+from tests.rigs.pods.harness import CHUNK, Cluster, oracle, prompt_of, request, tiny_llama
+from tests.rigs.waiting import until
 
 PROMPT = prompt_of(3 * CHUNK + 5)
 
@@ -34,7 +34,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("after", ["before", "", "progress", "first_token"])
 async def test_the_target_may_come_at_any_time(model_dir: Path, monkeypatch: pytest.MonkeyPatch, after: str) -> None:
-    monkeypatch.setattr(patience, "PATIENCE_S", 30.0)
+    monkeypatch.setattr(requests, "PATIENCE_S", 30.0)
     async with Cluster.start(model_dir) as cluster:
         asked = request(PROMPT, 6)
         inbox = cluster.stream_of(cluster.decode).expect(asked.request_id)
@@ -45,7 +45,7 @@ async def test_the_target_may_come_at_any_time(model_dir: Path, monkeypatch: pyt
         call = cluster.prefill.prefill.Prefill(prefill_pb2.PrefillRequest(request=request_to_pb(asked)))
         ids: list[int] = []
         kinds: list[str] = []
-        with rpc_errors():
+        with translate_rpc_errors():
             if not after:
                 await until(lambda: cluster.prefill.service.active > 0)
                 await cluster.prefill.prefill.SetTarget(told)
@@ -111,11 +111,11 @@ async def test_only_the_first_target_counts_and_it_has_to_fit(model_dir: Path) -
         stub = cluster.prefill.prefill
         asked = request(PROMPT, 2)
         reply = await cluster.reserve(asked, remote_only=True)
-        target = target_from_pb(reply.target)
+        target = kv_target_from_pb(reply.target)
 
         async def tell(**fields: object) -> None:
-            changed = target_to_pb(replace(target, **fields))  # type: ignore[arg-type]
-            with rpc_errors():
+            changed = kv_target_to_pb(replace(target, **fields))  # type: ignore[arg-type]
+            with translate_rpc_errors():
                 await stub.SetTarget(prefill_pb2.SetTargetRequest(request_id=asked.request_id, target=changed))
 
         with pytest.raises(Unavailable):

@@ -17,10 +17,10 @@ import pytest
 import torch
 
 import engine.engine
-import engine.host_copier
+import engine.kv.host_copier
 import engine.loop
 from common.errors import ConfigError, InvalidRequest
-from common.models import smollm2_dir as known_dir
+from common.model.directory import smollm2_dir as known_dir
 from common.types import FinishReason, SamplingParams
 from engine.llm import LLM
 from engine.loop import EngineLoop

@@ -15,18 +15,18 @@ import pytest_asyncio
 
 from common.errors import ConfigError, Overloaded, Unavailable
 from common.types import ValidRequest
+from gateway.admission.api_keys import create_key
 from gateway.admission.key_store import KeyFile
-from gateway.admission.keys import mint
-from loadtest import run_file
+from loadtest.client.grpc_client import GrpcClient
+from loadtest.client.rest_client import RestClient
 from loadtest.config import LoadConfig
-from loadtest.figures import document
-from loadtest.grpc_client import GrpcClient
-from loadtest.rest_client import RestClient
-from loadtest.run import Run
-from loadtest.runner import Runner
-from tests.fake_pods import FakeCluster
-from tests.gateway_rig import MODEL, Rig, rig
-from tests.until import until
+from loadtest.report import files
+from loadtest.report.figures import build_document
+from loadtest.run import LoadRun
+from loadtest.runner import LoadRunner
+from tests.rigs.gateway.gateway_rig import MODEL, Rig, rig
+from tests.rigs.pods.fake_pods import FakeCluster
+from tests.rigs.waiting import until
 
 PROTOCOLS = ("rest", "grpc")
 
@@ -44,11 +44,11 @@ def config(gw: Rig, protocol: str, **flags: Any) -> LoadConfig:
     return LoadConfig.of({"url": url, "protocol": protocol, "output_tokens": "8", "input_tokens": "20", **flags})
 
 
-async def run(gw: Rig, protocol: str, **flags: Any) -> Run:
+async def run(gw: Rig, protocol: str, **flags: Any) -> LoadRun:
     asked = config(gw, protocol, **flags)
     client = RestClient(asked) if protocol == "rest" else GrpcClient(asked)
     try:
-        return await asyncio.wait_for(Runner(asked, client).execute(), 120)
+        return await asyncio.wait_for(LoadRunner(asked, client).execute(), 120)
     finally:
         await client.close()
 
@@ -62,7 +62,7 @@ def prompts(cluster: FakeCluster) -> list[ValidRequest]:
 async def test_an_open_loop_measures_every_token(gw: Rig, cluster: FakeCluster, protocol: str, endpoint: str) -> None:
     cluster.decodes[0].faults.token_delay_s = 0.01
     done = await run(gw, protocol, endpoint=endpoint, rate="60", requests="12", slo="ttft=20s,itl=20s", warmup="2")
-    told = document(done, "1")
+    told = build_document(done, "1")
     assert told["model"] == MODEL
     assert told["requests"] | {"sent": 12, "answered": 12, "failed": 0} == told["requests"], told["errors"]
     assert told["tokens"]["finish"] == {"length": 12}
@@ -115,7 +115,7 @@ async def test_conversations_go_on_from_what_was_answered(
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 async def test_refusals_are_counted_by_kind(gw: Rig, cluster: FakeCluster, protocol: str) -> None:
     cluster.prefills[0].faults.prefill_error = Overloaded("full", retry_after_s=1.0)
-    told = document(await run(gw, protocol, rate="100", requests="4"), "1")
+    told = build_document(await run(gw, protocol, rate="100", requests="4"), "1")
     assert told["requests"]["failed"] == 4
     (error,) = told["errors"]
     assert error["count"] == 4
@@ -128,7 +128,7 @@ async def test_refusals_are_counted_by_kind(gw: Rig, cluster: FakeCluster, proto
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 async def test_deadlines_end_requests(gw: Rig, cluster: FakeCluster, protocol: str) -> None:
     cluster.decodes[0].faults.stall_after = 2
-    told = document(await run(gw, protocol, rate="100", requests="2", deadline_s="2"), "1")
+    told = build_document(await run(gw, protocol, rate="100", requests="2", deadline_s="2"), "1")
     assert told["requests"]["failed"] == 2
     assert told["errors"][0]["kind"].startswith("grpc DEADLINE_EXCEEDED" if protocol == "grpc" else "stream ")
 
@@ -136,7 +136,7 @@ async def test_deadlines_end_requests(gw: Rig, cluster: FakeCluster, protocol: s
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 async def test_clients_that_leave_leave_nothing_behind(gw: Rig, cluster: FakeCluster, protocol: str) -> None:
     cluster.decodes[0].faults.token_delay_s = 0.02
-    told = document(await run(gw, protocol, rate="100", requests="10", abort_share="1", output_tokens="50"), "1")
+    told = build_document(await run(gw, protocol, rate="100", requests="10", abort_share="1", output_tokens="50"), "1")
     assert told["requests"] | {"aborted": 10, "failed": 0, "answered": 0} == told["requests"]
     await gw.settled()
 
@@ -145,7 +145,7 @@ async def test_clients_that_leave_leave_nothing_behind(gw: Rig, cluster: FakeClu
 async def test_a_key_is_sent_where_one_is_wanted(
     cluster: FakeCluster, smollm2_dir: Path, unused_tcp_port: int, tmp_path: Path, protocol: str
 ) -> None:
-    key, record = mint("team")
+    key, record = create_key("team")
     keys = tmp_path / "keys.toml"
     KeyFile(keys).add(record)
     async with rig(cluster, smollm2_dir, api_keys=(str(keys),), grpc_port=unused_tcp_port) as gw:
@@ -189,9 +189,9 @@ async def test_rates_rise_until_the_objective_is_missed(gw: Rig, cluster: FakeCl
     assert (code, err) == (0, "")
     assert "Kept up with 1 requests/s" in out
     kept, missed, never = (tmp_path / f"s-{rate}.json" for rate in (1, 200, 400))
-    assert [run_file.read(path)["config"]["seed"] for path in (kept, missed)] == [0, 1]
+    assert [files.read(path)["config"]["seed"] for path in (kept, missed)] == [0, 1]
     with pytest.raises(ConfigError, match="cannot be read"):
-        run_file.read(never)
+        files.read(never)
     code, out, _ = await command(*shared, *limits, "--rates", "300,400")
     assert code == 1
     assert "Not even the first" in out

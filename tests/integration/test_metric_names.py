@@ -21,17 +21,17 @@ import yaml
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families as plain
 
-from common.config import PodConfig
-from common.telemetry import Declaration, Metrics
+from common.settings.configs import PodConfig
+from common.telemetry import MetricDeclaration, Metrics
 from common.types import Role
-from gateway.models import ModelText
-from gateway.service import Gateway, Settings
-from kv_transfer.loopback import LoopbackBackend, LoopbackFabric
-from pod.gpu_driver import Gpu, GpuReading, add_gpu_metrics
+from gateway.serving.gateway import Gateway, GatewaySettings
+from gateway.serving.models import TextProcessor
+from kv_transfer.backend.loopback import LoopbackBackend, LoopbackFabric
+from pod.gpu import GpuMonitor, GpuReading, add_gpu_metrics
 from pod.runtime import PodRuntime
-from tests.gateway_rig import MODEL, texts
-from tests.harness import tiny_llama
-from tests.promql import label_names, selectors
+from tests.rigs.gateway.gateway_rig import MODEL, texts
+from tests.rigs.pods.harness import tiny_llama
+from tests.rigs.promql import label_names, selectors
 
 ROOT = Path(__file__).parents[2]
 MONITORING = ROOT / "k8s/components/monitoring"
@@ -51,7 +51,7 @@ def registries(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> d
     torch.set_num_threads(1)
 
     async def made() -> dict[str, Metrics]:
-        gateway = Gateway(Settings(), [ModelText(MODEL, *texts(smollm2_dir))], None)
+        gateway = Gateway(GatewaySettings(), [TextProcessor(MODEL, *texts(smollm2_dir))], None)
         config = PodConfig(
             role=Role.PREFILL,
             model=str(tiny_llama(tmp_path_factory.mktemp("tiny"))),
@@ -62,14 +62,14 @@ def registries(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> d
             speculation="ngram",
         )
         pod = await PodRuntime.create(config, backend=lambda _config: LoopbackBackend(LoopbackFabric()))
-        add_gpu_metrics(pod.metrics.metrics, Gpu(lambda: GpuReading(1, 2, 0.5)))
+        add_gpu_metrics(pod.metrics.metrics, GpuMonitor(lambda: GpuReading(1, 2, 0.5)))
         return {"gateway": gateway.metrics.base, "pod": pod.metrics.metrics}
 
     return asyncio.run(made())
 
 
 @pytest.fixture(scope="module")
-def declared(registries: dict[str, Metrics]) -> dict[str, Declaration]:
+def declared(registries: dict[str, Metrics]) -> dict[str, MetricDeclaration]:
     return {metric.name: metric for metrics in registries.values() for metric in metrics.declarations}
 
 
@@ -90,13 +90,15 @@ def test_scrapers_of_both_formats_can_read_it(registries: dict[str, Metrics]) ->
         assert list(plain(metrics.exposition().decode()))
 
 
-def test_a_name_means_one_thing_everywhere(registries: dict[str, Metrics], declared: dict[str, Declaration]) -> None:
+def test_a_name_means_one_thing_everywhere(
+    registries: dict[str, Metrics], declared: dict[str, MetricDeclaration]
+) -> None:
     for metrics in registries.values():
         for metric in metrics.declarations:
             assert metric == declared[metric.name]
 
 
-def test_names_are_as_promtool_wants_them(declared: dict[str, Declaration]) -> None:
+def test_names_are_as_promtool_wants_them(declared: dict[str, MetricDeclaration]) -> None:
     assert len(declared) > 60
     for name, metric in declared.items():
         words = name.split("_")
@@ -170,7 +172,7 @@ def adapted() -> dict[str, Any]:
     }
 
 
-def test_autoscalers_ask_for_what_exists(declared: dict[str, Declaration]) -> None:
+def test_autoscalers_ask_for_what_exists(declared: dict[str, MetricDeclaration]) -> None:
     asked = list(scaled())
     assert len(asked) == 9
     for who, expr in asked:
@@ -186,7 +188,7 @@ def test_autoscalers_ask_for_what_exists(declared: dict[str, Declaration]) -> No
     assert set(named) == set(adapted())
 
 
-def base_of(name: str, declared: dict[str, Declaration]) -> Declaration | None:
+def base_of(name: str, declared: dict[str, MetricDeclaration]) -> MetricDeclaration | None:
     """The metric that a series belongs to."""
     if name in declared and declared[name].kind != "histogram":
         return declared[name]
@@ -194,14 +196,14 @@ def base_of(name: str, declared: dict[str, Declaration]) -> Declaration | None:
     return found if found is not None and found.kind == "histogram" and found.name != name else None
 
 
-def test_alerts_and_dashboards_ask_for_what_exists(declared: dict[str, Declaration]) -> None:
+def test_alerts_and_dashboards_ask_for_what_exists(declared: dict[str, MetricDeclaration]) -> None:
     asked = list(expressions())
     assert len(asked) > 80
     for who, expr in asked:
         require_known(who, expr, declared)
 
 
-def test_what_does_not_exist_is_found(declared: dict[str, Declaration]) -> None:
+def test_what_does_not_exist_is_found(declared: dict[str, MetricDeclaration]) -> None:
     for expr in (
         "baton_nothing",
         "baton_ttft_seconds",  # a histogram has no series of its own name
@@ -214,7 +216,7 @@ def test_what_does_not_exist_is_found(declared: dict[str, Declaration]) -> None:
             require_known("somebody", expr, declared)
 
 
-def require_known(who: str, expr: str, declared: dict[str, Declaration]) -> None:
+def require_known(who: str, expr: str, declared: dict[str, MetricDeclaration]) -> None:
     parsed = promql_parser.parse(expr)
     known = set(SCRAPED)
     for selector in selectors(parsed):
@@ -233,12 +235,12 @@ def require_known(who: str, expr: str, declared: dict[str, Declaration]) -> None
 
 
 def test_the_errors_that_alert_are_the_servers_own() -> None:
-    from gateway.metrics import FAILED
+    from gateway.telemetry.metrics import SERVER_FAULT_OUTCOMES
 
     (rule,) = (rule for rule in rules() if rule.get("alert") == "BatonErrors")
     found = re.search(r'outcome=~"([^"]+)"', rule["expr"])
     assert found is not None
-    assert set(found[1].split("|")) == FAILED
+    assert set(found[1].split("|")) == SERVER_FAULT_OUTCOMES
 
 
 def test_the_dashboard_is_what_its_source_makes() -> None:
@@ -253,7 +255,7 @@ def test_the_dashboard_is_what_its_source_makes() -> None:
     assert len(set(ids)) == len(ids)
 
 
-def test_what_operators_read_names_every_metric_and_every_alert(declared: dict[str, Declaration]) -> None:
+def test_what_operators_read_names_every_metric_and_every_alert(declared: dict[str, MetricDeclaration]) -> None:
     page = (ROOT / "docs/operations.md").read_text()
     rows = dict(re.findall(r"^\| `(baton_[a-z0-9_]+)` \| ([^|]*) \|", page, re.MULTILINE))
     assert set(rows) == set(declared)

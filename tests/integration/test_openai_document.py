@@ -12,9 +12,9 @@ import pytest_asyncio
 
 from common.errors import InternalError
 from common.types import ValidRequest
-from tests.fake_pods import FakeCluster, counting, fake_cluster
-from tests.gateway_rig import MODEL, Rig, rig
-from tests.openai_document import check
+from tests.rigs.gateway.gateway_rig import MODEL, Rig, rig
+from tests.rigs.gateway.openai_document import check
+from tests.rigs.pods.fake_pods import FakeCluster, counting, fake_cluster
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -12,8 +12,8 @@ import pytest_asyncio
 import schemathesis
 from hypothesis import HealthCheck, given, settings
 
-from tests.fake_pods import FakeCluster, fake_cluster
-from tests.gateway_rig import Rig, rig
+from tests.rigs.gateway.gateway_rig import Rig, rig
+from tests.rigs.pods.fake_pods import FakeCluster, fake_cluster
 
 EXAMPLES = int(os.environ.get("BATON_SCHEMA_EXAMPLES", "12"))  # for each operation
 REFUSED = (501, 503)  # what this gateway does not do, as documented: no Redis for responses that are kept

@@ -18,19 +18,19 @@ import pytest
 from cli.stack.valkey import EmbeddedValkey
 from common.errors import BatonError, DeadlineExceeded, InternalError, InvalidRequest, Overloaded, Unavailable
 from common.pb import types_pb2
-from common.prefix_index import IndexReader
 from common.types import Role, ValidRequest
-from common.wire import target_from_pb
+from common.wire import kv_target_from_pb
 from engine.llm import LLM
-from kv_transfer.loopback import WriteFault
-from tests.aborts import abort_storm, left_alone
-from tests.harness import BLOCK, CHUNK, MAX_LEN, Answer, Cluster, expected, prompt_of, request
-from tests.until import until
+from kv_transfer.backend.loopback import LoopbackFault
+from prefix_index.reader import IndexReader
+from tests.rigs.pods.aborts import abort_storm, left_alone
+from tests.rigs.pods.harness import BLOCK, CHUNK, MAX_LEN, Answer, Cluster, expected, prompt_of, request
+from tests.rigs.waiting import until
 
 
 async def prefill_alone(cluster: Cluster, r: ValidRequest, target: types_pb2.KvTarget) -> None:
     """A Prefill call for a given target; raises what ends it, before or after the first token."""
-    answer = Answer(target=target_from_pb(target))
+    answer = Answer(target=kv_target_from_pb(target))
     await cluster.run_prefill(r, answer, cluster.prefill, 20, lambda _kind: None)
 
 
@@ -61,7 +61,7 @@ class TestAborts:
             if when == "untold":
                 cluster.fabric.freeze(cluster.decode.agent)
             if when == "in_transfer":
-                cluster.fabric.on_write = lambda *_: WriteFault(delay_s=0.3)
+                cluster.fabric.on_write = lambda *_: LoopbackFault(delay_s=0.3)
             running = asyncio.create_task(cluster.generate(r, on_event=seen))
             await asyncio.wait_for(aborting.wait(), 30)
             await asyncio.sleep(0.05 if when == "queued" else 0)
@@ -126,7 +126,7 @@ class TestAborts:
     async def test_random_aborts_and_late_writes_leave_neighbours_right(self, model_dir: Path, llm: LLM) -> None:
         rng = random.Random(4)
         async with Cluster.start(model_dir, decode_config={"num_blocks": 40}) as cluster:
-            cluster.fabric.on_write = lambda *_: WriteFault(delay_s=rng.choice((0.0, 0.0, 0.02, 0.15)))
+            cluster.fabric.on_write = lambda *_: LoopbackFault(delay_s=rng.choice((0.0, 0.0, 0.02, 0.15)))
             cluster.fabric.on_notify = lambda *_: rng.choice(((0.0,), (0.0, 0.01), (0.03,)))
             await abort_storm(cluster, llm, rng, rounds=5)
 
@@ -153,7 +153,7 @@ class TestPeers:
             await cluster.generate(request(prompt_of(3)))
             old = cluster.prefill
             await until(lambda: old.runtime.transfer_node.stats().pending_writes == 0)
-            cluster.fabric.on_write = lambda *_: WriteFault(delay_s=600)
+            cluster.fabric.on_write = lambda *_: LoopbackFault(delay_s=600)
             r = request(prompt_of(4 * CHUNK))
             running = asyncio.create_task(cluster.generate(r))
             await until(lambda: old.runtime.transfer_node.stats().pending_writes > 0)
@@ -164,7 +164,7 @@ class TestPeers:
             cluster.prefills.clear()
             await old.close()
             assert (await cluster.decode.info()).blocks.quarantined > 0
-            cluster.fabric.on_write = lambda *_: WriteFault()
+            cluster.fabric.on_write = lambda *_: LoopbackFault()
             port = int(old.runtime.address.rpartition(":")[2])
             await cluster.add(Role.PREFILL, name=old.runtime.name, port=port)
             assert len((await cluster.generate(request(prompt_of(20, seed=3)))).ids) == 8
@@ -175,10 +175,10 @@ class TestPeers:
             await cluster.generate(request(prompt_of(3)))
             posted = 0
 
-            def write(_source: str, _peer: str, count: int) -> WriteFault:
+            def write(_source: str, _peer: str, count: int) -> LoopbackFault:
                 nonlocal posted
                 posted += count
-                return WriteFault()
+                return LoopbackFault()
 
             cluster.fabric.on_write = write
             cluster.fabric.freeze(cluster.decode.agent)
@@ -226,10 +226,10 @@ class TestPeers:
                         await asyncio.sleep(0.02)
                 early: set[str] = set()  # peers to which a block went before the pod said that it was ready
 
-                def write(_source: str, peer: str, _count: int) -> WriteFault:
+                def write(_source: str, peer: str, _count: int) -> LoopbackFault:
                     if not cluster.prefills:
                         early.add(peer)
-                    return WriteFault(delay_s=0.05)
+                    return LoopbackFault(delay_s=0.05)
 
                 cluster.fabric.on_write = write
                 prefill = await cluster.add(Role.PREFILL, **config)
@@ -274,7 +274,7 @@ class TestStaleTransfers:
             if fault == "lost_notification":
                 cluster.fabric.on_notify = lambda *_: ()
             else:
-                cluster.fabric.on_write = lambda *_: WriteFault(fail="remote access error")
+                cluster.fabric.on_write = lambda *_: LoopbackFault(fail="remote access error")
             seen: list[str] = []
             r = request(prompt_of(40))
             with pytest.raises(BatonError):
@@ -282,7 +282,7 @@ class TestStaleTransfers:
             await cluster.abort(r.request_id)
             assert "tokens" not in seen
             cluster.fabric.on_notify = lambda *_: (0.0,)
-            cluster.fabric.on_write = lambda *_: WriteFault()
+            cluster.fabric.on_write = lambda *_: LoopbackFault()
             again = request(prompt_of(40, seed=2))
             assert (await cluster.generate(again)).ids == expected(llm, again)
 

@@ -16,13 +16,13 @@ import pytest_asyncio
 
 from common.errors import BatonError
 from common.types import Role
-from common.wire import target_from_pb
+from common.wire import kv_target_from_pb
 from engine.llm import LLM
-from kv_transfer.backend import Backend
-from kv_transfer.faults import FaultyBackend, WriteFault
-from kv_transfer.nixl_backend import NixlBackend
-from tests.aborts import abort_storm, left_alone
-from tests.harness import BLOCK, CHUNK, Answer, Cluster, expected, prompt_of, request
+from kv_transfer.backend.interface import Backend
+from kv_transfer.backend.nixl import NixlBackend
+from tests.rigs.faulty_backend import FaultyBackend, WriteFaultPlan
+from tests.rigs.pods.aborts import abort_storm, left_alone
+from tests.rigs.pods.harness import BLOCK, CHUNK, Answer, Cluster, expected, prompt_of, request
 
 STAGES = ("reserved", "progress", "first_token", "in_transfer", "tokens")
 
@@ -41,7 +41,7 @@ class Wire:
 
     def heal(self) -> None:
         for backend in (*self.senders, *self.receivers):
-            backend.on_write = lambda _p, _l, _r: WriteFault()
+            backend.on_write = lambda _p, _l, _r: WriteFaultPlan()
             backend.on_notification = lambda _n: (0.0,)
 
 
@@ -68,7 +68,7 @@ async def test_an_abort_at_any_stage_gives_all_blocks_back(cluster: Cluster, wir
             await cluster.abort(r.request_id)
             continue
         if stage == "in_transfer":
-            wire.senders[0].on_write = lambda _p, _l, _r: WriteFault(delay_s=0.3)
+            wire.senders[0].on_write = lambda _p, _l, _r: WriteFaultPlan(delay_s=0.3)
         there = asyncio.Event()
         at = "progress" if stage == "in_transfer" else stage
 
@@ -89,7 +89,7 @@ async def test_an_abort_at_any_stage_gives_all_blocks_back(cluster: Cluster, wir
 
 async def test_random_aborts_late_writes_and_doubled_notifications(cluster: Cluster, wire: Wire, llm: LLM) -> None:
     rng = random.Random(4)
-    wire.senders[0].on_write = lambda _p, _l, _r: WriteFault(delay_s=rng.choice((0.0, 0.0, 0.02, 0.15)))
+    wire.senders[0].on_write = lambda _p, _l, _r: WriteFaultPlan(delay_s=rng.choice((0.0, 0.0, 0.02, 0.15)))
     wire.receivers[0].on_notification = lambda _n: rng.choice(((0.0,), (0.0, 0.01), (0.03,)))
     await abort_storm(cluster, llm, rng, rounds=3)
 
@@ -100,7 +100,7 @@ async def test_a_stale_target_never_gives_an_answer(cluster: Cluster, llm: LLM) 
     await cluster.abort(r.request_id)
     other = request(prompt_of(40, seed=1))
     inbox = cluster.stream_of(cluster.decode).expect(r.request_id)
-    late = Answer(target=target_from_pb(stale.target))
+    late = Answer(target=kv_target_from_pb(stale.target))
     answer, stale_run = await asyncio.gather(
         cluster.generate(other, remote_only=True),
         cluster.run_prefill(r, late, cluster.prefill, 20, lambda _kind: None),
@@ -121,9 +121,11 @@ async def test_decode_never_runs_on_kv_that_did_not_arrive_whole(
     if fault == "lost_notification":
         wire.receivers[0].on_notification = lambda _n: ()
     elif fault == "failed_write":
-        wire.senders[0].on_write = lambda _p, _l, _r: WriteFault(fail="remote access error")
+        wire.senders[0].on_write = lambda _p, _l, _r: WriteFaultPlan(fail="remote access error")
     else:
-        wire.senders[0].on_write = lambda _p, _l, _r: WriteFault(corrupt=0 if not wire.senders[0].corrupted else None)
+        wire.senders[0].on_write = lambda _p, _l, _r: WriteFaultPlan(
+            corrupt=0 if not wire.senders[0].corrupted else None
+        )
     seen: list[str] = []
     r = request(prompt_of(10 * BLOCK))
     with pytest.raises(BatonError) as caught:

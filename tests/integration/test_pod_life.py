@@ -12,15 +12,15 @@ import pytest
 from cli.stack.valkey import EmbeddedValkey
 from common.errors import ConfigError, InternalError, Unavailable
 from common.pb import control_pb2, control_pb2_grpc
-from common.prefix_index import IndexReader
 from common.types import PoolCounts, Role
 from engine.llm import LLM
-from engine.runner import Runner
+from engine.step.runner import ModelRunner
 from kv_transfer.node import TransferNode
-from pod.control import ControlServicer
-from pod.watch import QuarantineWatch
-from tests.harness import BLOCK, MAX_LEN, Cluster, expected, prompt_of, request
-from tests.until import until
+from pod.health import QuarantineWatch
+from pod.services import ControlServicer
+from prefix_index.reader import IndexReader
+from tests.rigs.pods.harness import BLOCK, MAX_LEN, Cluster, expected, prompt_of, request
+from tests.rigs.waiting import until
 
 
 class TestLife:
@@ -41,10 +41,10 @@ class TestLife:
     async def test_one_that_cannot_compute_never_becomes_ready(
         self, model_dir: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def broken(self: Runner, *_: object) -> None:
+        def broken(self: ModelRunner, *_: object) -> None:
             raise RuntimeError("the device is on fire")
 
-        monkeypatch.setattr(Runner, "launch", broken)
+        monkeypatch.setattr(ModelRunner, "launch", broken)
         with pytest.raises(InternalError, match="the device is on fire"):
             async with Cluster.start(model_dir):
                 pytest.fail("it serves")
@@ -76,7 +76,7 @@ class TestLife:
     async def test_an_inconsistent_pool_takes_the_pod_out_of_service(
         self, model_dir: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("pod.watch.WATCH_PERIOD_S", 0.02)
+        monkeypatch.setattr("pod.health.CHECK_PERIOD_S", 0.02)
         async with Cluster.start(model_dir, check=False) as cluster:
             runtime = cluster.decode.runtime
             watch = runtime._health
@@ -96,8 +96,8 @@ class TestLife:
     async def test_a_pod_whose_quarantine_lasts_drains_and_exits_with_3(
         self, model_dir: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("pod.watch.WATCH_PERIOD_S", 0.02)
-        monkeypatch.setattr("pod.watch.QuarantineWatch", lambda: QuarantineWatch(share=0.1, limit_s=0.1))
+        monkeypatch.setattr("pod.health.CHECK_PERIOD_S", 0.02)
+        monkeypatch.setattr("pod.health.QuarantineWatch", lambda: QuarantineWatch(share=0.1, limit_s=0.1))
         async with Cluster.start(model_dir) as cluster:
             await cluster.generate(request(prompt_of(3)))
             await until(lambda: cluster.prefill.runtime.transfer_node.stats().pending_writes == 0)
@@ -116,7 +116,7 @@ class TestLife:
     async def test_a_pod_that_lost_a_thread_drains_and_exits_with_4(
         self, model_dir: Path, monkeypatch: pytest.MonkeyPatch, thread: str
     ) -> None:
-        monkeypatch.setattr("pod.watch.WATCH_PERIOD_S", 0.02)
+        monkeypatch.setattr("pod.health.CHECK_PERIOD_S", 0.02)
         async with Cluster.start(model_dir, prefill=0) as cluster:
             runtime = cluster.decode.runtime
             if thread == "engine":

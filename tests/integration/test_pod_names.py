@@ -11,11 +11,12 @@ import pytest_asyncio
 
 from cli.stack.valkey import EmbeddedValkey
 from common.errors import ConfigError
-from common.prefix_index import PodIndex, PodLoad, PodRecord
-from common.types import Role
-from pod.identity import require_free_name
-from tests.fake_pods import LAYOUT, FakePod, fake_cluster
-from tests.until import until
+from common.types import PodLoad, Role
+from pod.index_entry import require_free_name
+from prefix_index.publisher import IndexPublisher
+from prefix_index.records import PodRecord
+from tests.rigs.pods.fake_pods import LAYOUT, FakePod, fake_cluster
+from tests.rigs.waiting import until
 
 NAME = "decode-0"
 
@@ -38,7 +39,7 @@ async def leased(redis: str, pod: FakePod) -> AsyncIterator[PodRecord]:
     record = PodRecord(
         pod.name, pod.generation, pod.address, Role.DECODE, "m", LAYOUT.scope, LAYOUT.fingerprint, 16, 2048, 99
     )
-    index = PodIndex(redis, record, list, PodLoad)
+    index = IndexPublisher(redis, record, list, PodLoad)
     await index.start()
     try:
         await until(lambda: index.registered)

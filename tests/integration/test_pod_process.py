@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import tiny_llama
+from tests.rigs.pods.harness import tiny_llama
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

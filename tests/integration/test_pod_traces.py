@@ -11,13 +11,13 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from common.errors import BatonError
-from common.trace_context import TraceContext
-from common.tracing import Tracer
+from common.tracing.context import TraceContext
+from common.tracing.tracer import Tracer
 from common.types import Role
 from kv_transfer.messages import TransferReport
-from prefill_service.hand_off import Event, HandOff
-from tests.harness import BLOCK, CHUNK, Cluster, prompt_of, request
-from tests.until import until
+from prefill_service.hand_off import Event, PrefillHandOff
+from tests.rigs.pods.harness import BLOCK, CHUNK, Cluster, prompt_of, request
+from tests.rigs.waiting import until
 
 ATTEMPT = TraceContext.new(sampled=True)
 
@@ -68,15 +68,15 @@ async def test_a_hand_off_is_recorded_whole_before_its_end_is_read(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The caller takes its time; nothing is left of the request on the pod meanwhile."""
-    recorded, take = asyncio.Event(), HandOff._next
+    recorded, take = asyncio.Event(), PrefillHandOff._next
 
-    async def late(hand_off: HandOff) -> Event | TransferReport | BatonError:
+    async def late(hand_off: PrefillHandOff) -> Event | TransferReport | BatonError:
         item = await take(hand_off)
         if isinstance(item, TransferReport):
             await asyncio.wait_for(recorded.wait(), 30)
         return item
 
-    monkeypatch.setattr(HandOff, "_next", late)
+    monkeypatch.setattr(PrefillHandOff, "_next", late)
     async with Cluster.start(model_dir) as cluster:
         memory = trace_all(cluster, monkeypatch)
         running = asyncio.create_task(cluster.generate(request(prompt_of(CHUNK + 3), max_tokens=4)))

@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 
-from common import index_pod
-from common.index_store import Keys, Script, pack
-from common.prefix_index import PodLoad, Tier, mint_generation
-from tests.index_rig import RECORD, SCOPE, FakePool, Rig, book, chain
-from tests.until import until
+from common.redis.client import LuaScript
+from common.types import PodLoad
+from prefix_index import publisher
+from prefix_index.generation import mint_generation
+from prefix_index.records import CacheTier
+from prefix_index.store import IndexKeys, pack_hashes
+from tests.rigs.index.index_rig import RECORD, SCOPE, FakePool, Rig, book, chain
+from tests.rigs.waiting import until
 
 pytestmark = pytest.mark.usefixtures("quick_index")
 
@@ -29,7 +32,7 @@ async def test_a_pod_is_seen_with_its_record_load_and_blocks_and_leaves_without_
         assert await rig.reader.lookup(SCOPE, blocks, [("decode-0", 1_000)]) == {"decode-0": 40}
         await book(rig.reader, "decode-0", "r", 5)
     assert await rig.live() == {}
-    readers = Keys(SCOPE).gateways.encode()  # whoever asked for pods
+    readers = IndexKeys(SCOPE).gateways.encode()  # whoever asked for pods
     assert [k for k in await rig.raw.keys("*") if b"gen:" not in k and k != readers] == []
 
 
@@ -64,8 +67,8 @@ async def test_stores_and_evictions_from_an_engine_thread_converge(rig: Rig) -> 
 
 
 async def test_more_changes_than_are_kept_become_a_snapshot(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index_pod, "MAX_PENDING", 50)
-    monkeypatch.setattr(index_pod, "SLICE", 30)
+    monkeypatch.setattr(publisher, "MAX_PENDING", 50)
+    monkeypatch.setattr(publisher, "SLICE", 30)
     blocks = chain(4, 120)
     async with rig.pod() as pool:
         pool.store(blocks)
@@ -87,7 +90,7 @@ async def test_a_large_set_travels_in_slices(rig: Rig) -> None:
 async def test_a_set_that_differs_is_replaced(rig: Rig) -> None:
     blocks = chain(6, 10)
     async with rig.pod(hashes=blocks):
-        await rig.raw.srem(Keys(SCOPE).held_blocks("decode-0", 1_000), blocks[3][:8])
+        await rig.raw.srem(IndexKeys(SCOPE).held_blocks("decode-0", 1_000), blocks[3][:8])
         await rig.shows(set(blocks))
 
 
@@ -97,8 +100,8 @@ async def test_keys_of_a_killed_pod_expire(rig: Rig) -> None:
         lasting = {b"kv:scopes"}
         ttls = {k: await rig.raw.pttl(k) for k in await rig.raw.keys("*") if k not in lasting}
     assert {k: t for k, t in ttls.items() if t <= 0} == {}
-    assert ttls[Keys(SCOPE).lease("decode-0").encode()] <= 10_000
-    assert ttls[Keys(SCOPE).held_blocks("decode-0", 1_000).encode()] <= 60_000
+    assert ttls[IndexKeys(SCOPE).lease("decode-0").encode()] <= 10_000
+    assert ttls[IndexKeys(SCOPE).held_blocks("decode-0", 1_000).encode()] <= 60_000
 
 
 async def test_a_restarted_pod_replaces_its_entries_and_the_old_process_is_fenced(
@@ -125,12 +128,12 @@ async def test_a_restarted_pod_replaces_its_entries_and_the_old_process_is_fence
 
 
 async def test_duplicates_gaps_and_zombies_are_refused(rig: Rig) -> None:
-    keys, apply = Keys(SCOPE), Script("postings", "apply")
+    keys, apply = IndexKeys(SCOPE), LuaScript("postings", "apply")
     names = (
         keys.lease("p"),
         keys.batch_number("p", 7),
         keys.held_blocks("p", 7),
-        keys.held_blocks("p", 7, Tier.HOST),
+        keys.held_blocks("p", 7, CacheTier.HOST),
         keys.postings,
         keys.slots,
     )
@@ -161,7 +164,7 @@ async def test_generations_only_grow(rig: Rig) -> None:
     assert len(set(minted)) == 5
     assert min(minted) >= before
     future = max(minted) + 10**7
-    await rig.raw.hset(Keys(SCOPE).pods, "p", future)
+    await rig.raw.hset(IndexKeys(SCOPE).pods, "p", future)
     assert await mint_generation(rig.url, SCOPE, "p") == future + 1
 
 
@@ -176,4 +179,4 @@ async def test_a_generation_is_minted_without_redis_too(rig: Rig) -> None:
 
 def test_a_chain_is_packed_by_its_first_eight_bytes() -> None:
     blocks = chain(19, 3)
-    assert pack(blocks) == blocks[0][:8] + blocks[1][:8] + blocks[2][:8]
+    assert pack_hashes(blocks) == blocks[0][:8] + blocks[1][:8] + blocks[2][:8]

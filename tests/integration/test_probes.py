@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from cli import probes
-from common.config import GatewayConfig
 from common.errors import ConfigError
 from common.pb import control_pb2_grpc
-from common.rpc import LIVE, RpcServer
-from tests.fake_pods import fake_cluster
-from tests.gateway_rig import rig
-from tests.until import until
+from common.rpc import LIVENESS_SERVICE, RpcServer
+from common.settings.configs import GatewayConfig
+from tests.rigs.gateway.gateway_rig import rig
+from tests.rigs.pods.fake_pods import fake_cluster
+from tests.rigs.waiting import until
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ async def test_a_process_lives_whether_its_services_are_ready_or_not(server: tup
     rpc, address = server
 
     async def state() -> tuple[bool, ...]:
-        urls = (f"grpc://{address}/{LIVE}", f"grpc://{address}", f"grpc://{address}/baton.v1.Control")
+        urls = (f"grpc://{address}/{LIVENESS_SERVICE}", f"grpc://{address}", f"grpc://{address}/baton.v1.Control")
         told = [await probes.trouble(url, 30.0) for url in urls]
         assert set(told) <= {None, "it says NOT_SERVING"}
         return tuple(trouble is None for trouble in told)

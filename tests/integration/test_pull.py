@@ -11,12 +11,12 @@ import pytest
 from common.errors import BatonError, DeadlineExceeded
 from common.types import Role, ValidRequest
 from engine.llm import LLM
-from kv_transfer.loopback import WriteFault
-from kv_transfer.messages import Holder, Pulled, Wanted
-from prefill_service import puller
-from prefill_service.hand_off import HandOff
-from tests.harness import BLOCK, CHUNK, Cluster, Pod, expected, prompt_of, request
-from tests.until import until
+from kv_transfer.backend.loopback import LoopbackFault
+from kv_transfer.messages import PrefixHolder, PullResult, WantedBlocks
+from prefill_service import prefix_pull
+from prefill_service.hand_off import PrefillHandOff
+from tests.rigs.pods.harness import BLOCK, CHUNK, Cluster, Pod, expected, prompt_of, request
+from tests.rigs.waiting import until
 
 PREFIX = 12 * BLOCK  # tokens that two prompts share
 
@@ -24,9 +24,9 @@ PREFIX = 12 * BLOCK  # tokens that two prompts share
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine is no reason to compute instead."""
-    monkeypatch.setattr(puller, "UNKNOWN_TIME_S", 20.0)
-    monkeypatch.setattr(puller, "MIN_TIME_S", 20.0)
-    monkeypatch.setattr(puller, "MAX_TIME_S", 20.0)
+    monkeypatch.setattr(prefix_pull, "UNKNOWN_TIME_S", 20.0)
+    monkeypatch.setattr(prefix_pull, "MIN_TIME_S", 20.0)
+    monkeypatch.setattr(prefix_pull, "MAX_TIME_S", 20.0)
 
 
 def follow_up(tokens: int = 2 * BLOCK + 1, **more: object) -> ValidRequest:
@@ -44,16 +44,16 @@ def computed(pod: Pod) -> int:
     return pod.runtime.computed_tokens["prefill"]
 
 
-def hand_offs(pod: Pod, monkeypatch: pytest.MonkeyPatch) -> list[HandOff]:
+def hand_offs(pod: Pod, monkeypatch: pytest.MonkeyPatch) -> list[PrefillHandOff]:
     """Those that begin there from now on."""
-    begun: list[HandOff] = []
-    begin = pod.service._begin
+    begun: list[PrefillHandOff] = []
+    begin = pod.runtime._begin
 
-    def noted(*args: Any) -> HandOff:
+    def noted(*args: Any) -> PrefillHandOff:
         begun.append(begin(*args))
         return begun[-1]
 
-    monkeypatch.setattr(pod.service, "_begin", noted)
+    monkeypatch.setattr(pod.runtime, "_begin", noted)
     return begun
 
 
@@ -138,7 +138,7 @@ class TestMiss:
         self, model_dir: Path, llm: LLM, what: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(
-            puller, "UNKNOWN_TIME_S", 0.5 if what in ("frozen", "late", "gone", "broken link") else 20.0
+            prefix_pull, "UNKNOWN_TIME_S", 0.5 if what in ("frozen", "late", "gone", "broken link") else 20.0
         )
         async with Cluster.start(model_dir, prefill=2) as cluster:
             first, second = cluster.prefills
@@ -154,13 +154,13 @@ class TestMiss:
                 cluster.prefills.remove(first)
                 await first.close()
             elif what == "broken link":
-                cluster.fabric.on_write = lambda source, _p, n: WriteFault(
+                cluster.fabric.on_write = lambda source, _p, n: LoopbackFault(
                     fail="broken" if source == first.agent and n == PREFIX // BLOCK else None
                 )
             elif what == "frozen":
                 cluster.fabric.freeze(second.agent)
             elif what == "late":
-                cluster.fabric.on_write = lambda source, _p, n: WriteFault(
+                cluster.fabric.on_write = lambda source, _p, n: LoopbackFault(
                     delay_s=2.0 if source == first.agent and n == PREFIX // BLOCK else 0.0
                 )
             r = follow_up()
@@ -216,14 +216,14 @@ class TestMiss:
 
 
 async def test_a_pull_gets_as_long_as_computing_would_take(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(puller, "MIN_TIME_S", 0.0)
+    monkeypatch.setattr(prefix_pull, "MIN_TIME_S", 0.0)
     async with Cluster.start(model_dir, prefill=2) as cluster:
         first, second = cluster.prefills
         await with_prefix(cluster, first)
         monkeypatch.setattr(second.runtime.rates, "prefill_s", lambda tokens: tokens * 0.01)
         limits: list[float] = []
 
-        async def pull(_holder: Holder, wanted: Wanted) -> Pulled:
+        async def pull(_holder: PrefixHolder, wanted: WantedBlocks) -> PullResult:
             limits.append(wanted.timeout_s)
             wanted.hold.release()
             raise DeadlineExceeded("too late")
@@ -243,11 +243,11 @@ async def test_an_abort_during_a_pull_ends_the_request_and_gives_all_back(model_
         started = asyncio.Event()
         loop = asyncio.get_running_loop()
 
-        def slow(source: str, _peer: str, blocks: int) -> WriteFault:
+        def slow(source: str, _peer: str, blocks: int) -> LoopbackFault:
             if source == first.agent and blocks == PREFIX // BLOCK:
                 loop.call_soon_threadsafe(started.set)
-                return WriteFault(delay_s=600.0)
-            return WriteFault()
+                return LoopbackFault(delay_s=600.0)
+            return LoopbackFault()
 
         cluster.fabric.on_write = slow
         r = follow_up()
@@ -257,7 +257,7 @@ async def test_an_abort_during_a_pull_ends_the_request_and_gives_all_back(model_
         await cluster.abort(r.request_id)
         with pytest.raises(BatonError):
             await running
-        cluster.fabric.on_write = lambda *_: WriteFault()
+        cluster.fabric.on_write = lambda *_: LoopbackFault()
         cluster.clock.ahead_s = 600.0
         await second.settled()
         assert computed(second) == before  # the engine has never heard of it

@@ -12,8 +12,8 @@ import pytest
 
 from common import grammar as grammars
 from common.types import FinishReason, SamplingParams
-from engine.constraint import Constraint
 from engine.llm import LLM, Completion
+from engine.sampling.constraint import Constraint
 
 COUNT = 100
 MAX_TOKENS = 24

@@ -12,10 +12,10 @@ import torch
 
 from common.errors import InvalidRequest
 from common.pb import prefill_pb2
-from common.rpc import rpc_errors
+from common.rpc import translate_rpc_errors
 from common.types import FinishReason, Role, Token, ValidRequest
 from common.wire import request_to_pb
-from tests.harness import BLOCK, CHUNK, Cluster, oracle, prompt_of, request
+from tests.rigs.pods.harness import BLOCK, CHUNK, Cluster, oracle, prompt_of, request
 
 torch.set_num_threads(1)
 
@@ -128,6 +128,6 @@ async def test_what_cannot_go_on_is_refused_by_name(model_dir: Path) -> None:
                 await cluster.reserve(wrong)
             assert error.value.field == field
             call = cluster.prefill.prefill.Prefill(prefill_pb2.PrefillRequest(request=request_to_pb(wrong)))
-            with pytest.raises(InvalidRequest) as error, rpc_errors():
+            with pytest.raises(InvalidRequest) as error, translate_rpc_errors():
                 await call.read()
             assert error.value.field == field

@@ -13,20 +13,20 @@ from typing import Any
 import pytest
 
 from cli.stack.valkey import EmbeddedValkey
-from common import index_reader
 from common.errors import IndexUnavailable
-from common.index_store import SCOPES_KEY, Keys
-from common.prefix_index import IndexReader
 from common.types import Role, SamplingParams, ValidRequest
-from gateway.metrics import GatewayMetrics
-from gateway.pod import Pod
-from gateway.pod_info import PodInfo
-from gateway.pods import PodTable
+from gateway.pods.info import PodInfo
+from gateway.pods.pod import Pod
+from gateway.pods.table import PodTable
+from gateway.pods.view import PodView
 from gateway.routing import router as router_module
 from gateway.routing.placement import Placement
 from gateway.routing.router import Router
-from gateway.routing.view import PodView
-from tests.until import until
+from gateway.telemetry.metrics import GatewayMetrics
+from prefix_index import reader
+from prefix_index.reader import IndexReader
+from prefix_index.store import SCOPES_KEY, IndexKeys
+from tests.rigs.waiting import until
 
 FP = "cd" * 16
 BURST = 64
@@ -148,11 +148,11 @@ async def test_a_gateway_that_is_alone_does_not_wait_for_its_bookings(
         assert not waiting.done()
         answered.set()
         await waiting
-        monkeypatch.setattr(index_reader, "PRESENT_MS", 1)  # the other one has been silent for longer
+        monkeypatch.setattr(reader, "PRESENT_MS", 1)  # the other one has been silent for longer
         await asyncio.sleep(0.01)
         await index.pods()
         assert index.is_only_gateway(FP[:8])
-        monkeypatch.setattr(index, "_clock", lambda: time.monotonic() + index_reader.ALONE_S)
+        monkeypatch.setattr(index, "_clock", lambda: time.monotonic() + reader.ONLY_GATEWAY_S)
         assert not index.is_only_gateway(FP[:8])
     finally:
         for r, i in gateways:
@@ -196,5 +196,5 @@ async def test_a_booking_comes_back_though_the_index_does_not_answer_at_once(
 
 async def _bookings(index: IndexReader) -> int:
     assert index._client is not None
-    keys = await index._client.keys(Keys(FP[:8]).bookings("*"))
+    keys = await index._client.keys(IndexKeys(FP[:8]).bookings("*"))
     return sum([await index._client.zcard(key) for key in keys])

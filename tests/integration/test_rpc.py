@@ -24,7 +24,7 @@ from common.errors import (
     Unavailable,
 )
 from common.pb import decode_pb2, decode_pb2_grpc
-from common.rpc import RpcServer, channel, error_from_rpc, remaining_s, rpc_errors, timeout_until
+from common.rpc import RpcServer, error_from_rpc, open_channel, remaining_s, timeout_until, translate_rpc_errors
 
 SERVICE = "baton.v1.Decode"
 
@@ -72,7 +72,7 @@ class Pair:
     async def __aenter__(self) -> Pair:
         self.server.add_servicer(decode_pb2_grpc.add_DecodeServicer_to_server, self.servicer, SERVICE)
         self.port = await self.server.start()
-        self.channel = channel(f"127.0.0.1:{self.port}")
+        self.channel = open_channel(f"127.0.0.1:{self.port}")
         self.stub: Any = decode_pb2_grpc.DecodeStub(self.channel)
         return self
 
@@ -92,11 +92,11 @@ class Pair:
 )
 async def test_an_error_keeps_class_field_and_time_to_wait(error: BatonError) -> None:
     async with Pair(Servicer(error)) as pair:
-        with pytest.raises(BatonError) as unary, rpc_errors():
+        with pytest.raises(BatonError) as unary, translate_rpc_errors():
             await pair.stub.Reserve(decode_pb2.ReserveRequest(), timeout=30)
         call = pair.stub.Tokens(iter([decode_pb2.TokensRequest(acked=5)]), timeout=30)
         got = [(await call.read()).number]
-        with pytest.raises(BatonError) as stream, rpc_errors():
+        with pytest.raises(BatonError) as stream, translate_rpc_errors():
             await call.read()
     assert got == [5]
     for e in (unary.value, stream.value):
@@ -146,7 +146,7 @@ async def test_a_caller_that_has_gone_unseen_is_no_failure(
 
 async def test_a_long_message_still_arrives_as_its_class() -> None:
     async with Pair(Servicer(InvalidRequest("x" * 100_000, field="prompt"))) as pair:
-        with pytest.raises(InvalidRequest) as e, rpc_errors():
+        with pytest.raises(InvalidRequest) as e, translate_rpc_errors():
             await pair.stub.Reserve(decode_pb2.ReserveRequest(), timeout=30)
     assert e.value.field == "prompt"
 
@@ -165,7 +165,7 @@ async def test_deadlines_travel_and_expire() -> None:
     async with Pair(Servicer()) as pair:
         await pair.stub.Reserve(decode_pb2.ReserveRequest(), timeout=40)
         await pair.stub.Reserve(decode_pb2.ReserveRequest())
-        with pytest.raises(DeadlineExceeded), rpc_errors():
+        with pytest.raises(DeadlineExceeded), translate_rpc_errors():
             await pair.stub.Abort(decode_pb2.DecodeAbortRequest(), timeout=0.2)
     assert 0 < pair.servicer.seen[0] < 41  # on the wire it is rounded up, to a tenth of a second from ten on
     assert pair.servicer.seen[1] == 77.0
@@ -174,8 +174,8 @@ async def test_deadlines_travel_and_expire() -> None:
 
 
 async def test_a_server_that_is_not_there_is_unavailable(unused_tcp_port: int) -> None:
-    async with channel(f"127.0.0.1:{unused_tcp_port}") as ch:
-        with pytest.raises(Unavailable), rpc_errors():
+    async with open_channel(f"127.0.0.1:{unused_tcp_port}") as ch:
+        with pytest.raises(Unavailable), translate_rpc_errors():
             await decode_pb2_grpc.DecodeStub(ch).Reserve(decode_pb2.ReserveRequest(), timeout=30)  # type: ignore[misc]
 
 
@@ -184,7 +184,7 @@ async def test_stop_cancels_what_outlives_its_grace() -> None:
         call = pair.stub.Abort(decode_pb2.DecodeAbortRequest(), timeout=60)
         await asyncio.wait_for(pair.servicer.aborting.wait(), 30)
         await pair.server.stop(0.1)
-        with pytest.raises(Unavailable), rpc_errors():
+        with pytest.raises(Unavailable), translate_rpc_errors():
             await call
 
 

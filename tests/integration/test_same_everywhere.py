@@ -13,8 +13,8 @@ import pytest
 import pytest_asyncio
 
 from common.types import ValidRequest
-from tests.fake_pods import FakeCluster, counting, fake_cluster
-from tests.gateway_rig import MODEL, Rig, rig
+from tests.rigs.gateway.gateway_rig import MODEL, Rig, rig
+from tests.rigs.pods.fake_pods import FakeCluster, counting, fake_cluster
 
 HELLO = [{"role": "user", "content": "Hello"}]
 FUNCTION = {"name": "pick", "parameters": {"type": "object", "properties": {}, "additionalProperties": False}}

@@ -11,7 +11,7 @@ from common.pb import prefill_pb2
 from common.types import FinishReason, Role
 from common.wire import request_to_pb
 from engine.llm import LLM
-from tests.harness import BLOCK, CHUNK, MAX_LEN, Cluster, expected, prompt_of, request
+from tests.rigs.pods.harness import BLOCK, CHUNK, MAX_LEN, Cluster, expected, prompt_of, request
 
 LENGTHS = [1, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK, 5 * BLOCK + 1, CHUNK, CHUNK + 1, 3 * CHUNK, MAX_LEN - 1]
 

@@ -20,13 +20,13 @@ from common.errors import (
     Unavailable,
 )
 from common.pb import decode_pb2, prefill_pb2, types_pb2
-from common.rpc import rpc_errors
+from common.rpc import translate_rpc_errors
 from common.types import FinishReason, Role, Token, ValidRequest
 from common.wire import request_to_pb, token_to_pb
 from engine.llm import LLM
-from prefill_service.hand_off import HandOff
-from tests.harness import MAX_LEN, VOCAB, Answer, Cluster, expected, prompt_of, request
-from tests.until import until
+from prefill_service.hand_off import PrefillHandOff
+from tests.rigs.pods.harness import MAX_LEN, VOCAB, Answer, Cluster, expected, prompt_of, request
+from tests.rigs.waiting import until
 
 
 class TestAdmission:
@@ -52,7 +52,7 @@ class TestAdmission:
                 await cluster.reserve(r)
             assert caught.value.field == field
             message = prefill_pb2.PrefillRequest(request=request_to_pb(r), target=good.target)
-            with pytest.raises(error) as caught, rpc_errors():
+            with pytest.raises(error) as caught, translate_rpc_errors():
                 async for _ in cluster.prefill.prefill.Prefill(message, timeout=30):
                     pass
             assert caught.value.field == field
@@ -66,7 +66,7 @@ class TestAdmission:
             good = await cluster.reserve(r)
             good.target.fingerprint = "0" * 32
             message = prefill_pb2.PrefillRequest(request=request_to_pb(r), target=good.target)
-            with pytest.raises(LayoutMismatch), rpc_errors():
+            with pytest.raises(LayoutMismatch), translate_rpc_errors():
                 await cluster.prefill.prefill.Prefill(message, timeout=30).read()
             await cluster.abort(r.request_id)
 
@@ -120,7 +120,7 @@ class TestAdmission:
     async def test_reserve_needs_the_gateways_stream(self, model_dir: Path) -> None:
         async with Cluster.start(model_dir) as cluster:
             message = decode_pb2.ReserveRequest(request=request_to_pb(request([5])), gateway_id="nobody")
-            with pytest.raises(Unavailable), rpc_errors():
+            with pytest.raises(Unavailable), translate_rpc_errors():
                 await cluster.decode.decode.Reserve(message, timeout=30)
 
 
@@ -130,14 +130,14 @@ class TestIsolation:
     async def test_in_a_prefill_step(self, model_dir: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         async with Cluster.start(model_dir) as cluster:
             first, victim, last = (request(prompt_of(5, seed=i)) for i in range(3))
-            push = HandOff._push
+            push = PrefillHandOff._push
 
-            def broken(self: HandOff, computed: int, done: bool) -> None:
+            def broken(self: PrefillHandOff, computed: int, done: bool) -> None:
                 if self.seq.request_id == victim.request_id:
                     raise RuntimeError("no push today")
                 push(self, computed, done)
 
-            monkeypatch.setattr(HandOff, "_push", broken)
+            monkeypatch.setattr(PrefillHandOff, "_push", broken)
             gate = threading.Event()
             cluster.prefill.runtime.engine_loop.call(lambda: gate.wait(60))
             running = [asyncio.create_task(cluster.generate(r)) for r in (first, victim, last)]

@@ -11,18 +11,18 @@ from transformers import LlamaForCausalLM
 
 from common.errors import InvalidRequest, NotServed
 from common.pb import embedding_pb2, embedding_pb2_grpc
-from common.rpc import rpc_errors
+from common.rpc import translate_rpc_errors
 from common.types import ValidRequest
 from common.wire import request_to_pb
 from engine.llm import LLM
-from tests.harness import BLOCK, CHUNK, MAX_LEN, VOCAB, Cluster, expected, prompt_of, request
-from tests.until import until
+from tests.rigs.pods.harness import BLOCK, CHUNK, MAX_LEN, VOCAB, Cluster, expected, prompt_of, request
+from tests.rigs.waiting import until
 
 
 class TestEmbeddings:
     async def embed(self, cluster: Cluster, r: ValidRequest, timeout: float = 60.0) -> embedding_pb2.EmbedResponse:
         stub = embedding_pb2_grpc.EmbeddingStub(cluster.prefill.channel)
-        with rpc_errors():
+        with translate_rpc_errors():
             return await stub.Embed(embedding_pb2.EmbedRequest(request=request_to_pb(r)), timeout=timeout)
 
     @pytest.mark.parametrize("length", [1, BLOCK, CHUNK + 3, MAX_LEN - 1])
@@ -62,5 +62,5 @@ class TestEmbeddings:
                 with pytest.raises(error):
                     await self.embed(cluster, request(prompt))
             stub = embedding_pb2_grpc.EmbeddingStub(cluster.decode.channel)
-            with pytest.raises(NotServed), rpc_errors():
+            with pytest.raises(NotServed), translate_rpc_errors():
                 await stub.Embed(embedding_pb2.EmbedRequest(request=request_to_pb(request([1]))))

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from common.types import Role
 from engine.llm import LLM
-from kv_transfer.backend import Backend
-from kv_transfer.faults import FaultyBackend, WriteFault
-from kv_transfer.nixl_backend import NixlBackend
-from tests.harness import BLOCK, CHUNK, Cluster, prompt_of, request
+from kv_transfer.backend.interface import Backend
+from kv_transfer.backend.nixl import NixlBackend
+from tests.rigs.faulty_backend import FaultyBackend, WriteFaultPlan
+from tests.rigs.pods.harness import BLOCK, CHUNK, Cluster, prompt_of, request
 
 
 class Wire:
@@ -56,7 +56,7 @@ async def test_a_block_damaged_on_the_wire_changes_the_output(model_dir: Path, l
         r = request(prompt_of(3 * CHUNK), 12)
         right = llm.generate([r.prompt_ids], r.sampling, ignore_eos=True)[0].ids
         faulty = wire.faulty[0]
-        faulty.on_write = lambda _peer, _local, _remote: WriteFault(corrupt=0 if not faulty.corrupted else None)
+        faulty.on_write = lambda _peer, _local, _remote: WriteFaultPlan(corrupt=0 if not faulty.corrupted else None)
         answer = await cluster.generate(r, remote_only=True)
         assert faulty.corrupted == 1
         assert answer.ids[0] == right[0], "the first token comes from prefill, whose own KV is whole"

@@ -15,24 +15,26 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cli.stack.valkey import EmbeddedValkey
-from common.index_pod import BATCH_S, HEARTBEAT_S, PodIndex
-from common.index_reader import IndexReader
-from common.index_records import Candidate, PodLoad, PodRecord, Reserved, Tier
-from common.index_store import INFO_TTL_S, LEASE_MS, OWN_TTL_S, PODS_TTL_S, PREFIX_BYTES, Client, Keys, Script, connect
-from common.trace import block_name
-from common.types import Role
-from simulator.clock import Clock
-from simulator.cluster import Cluster, ClusterSpec
+from common.redis.client import LuaScript, RedisClient, connect_redis
+from common.types import PodLoad, Role
+from loadtest.workload.trace import synthetic_block_hash
+from prefix_index.publisher import BATCH_S, HEARTBEAT_S, IndexPublisher
+from prefix_index.reader import IndexReader
+from prefix_index.records import BookingCandidate, BookingResult, CacheTier, PodRecord
+from prefix_index.store import HELD_TTL_S, INFO_TTL_S, LEASE_MS, PODS_TTL_S, STORED_HASH_BYTES, IndexKeys
+from simulator.agent_workload import AgentWorkload
+from simulator.clock import VirtualClock
+from simulator.cluster import ClusterSpec, SimulatedCluster
+from simulator.hardware_rates import FLAT_8K
+from simulator.index import SimIndex, SimPublisher, SimReader
 from simulator.index_model import BookingModel, IndexModel
-from simulator.rates import FLAT_8K
-from simulator.sim_index import SimIndex, SimPublisher, SimReader
-from simulator.workload import Agents
 
 PODS = ("a", "b", "c")
 BLOCK = 512  # as in traces: every block has a posting
 # A tree of blocks: chains share their first blocks, in several depths.
 CHAINS = [
-    [block_name(branch[: (i // 4) + 1], i) for i in range(12)] for branch in itertools.product(range(2), repeat=3)
+    [synthetic_block_hash(branch[: (i // 4) + 1], i) for i in range(12)]
+    for branch in itertools.product(range(2), repeat=3)
 ]
 SCOPES = itertools.count()
 T = TypeVar("T")
@@ -51,13 +53,13 @@ def record_of(pod: str, generation: int, scope: str) -> PodRecord:
 
 
 class LuaIndex:
-    """IndexModel's methods as commands of one scope, as common/index_pod.py sends them."""
+    """IndexModel's methods as commands of one scope, as prefix_index/publisher.py sends them."""
 
-    def __init__(self, client: Client, reader: IndexReader, scope: str) -> None:
+    def __init__(self, client: RedisClient, reader: IndexReader, scope: str) -> None:
         self._client = client
         self._reader = reader
         self._scope = scope
-        self._keys = Keys(scope)
+        self._keys = IndexKeys(scope)
         self._slots: dict[tuple[str, int], int] = {}
 
     async def register(self, pod: str, generation: int) -> bool:
@@ -74,7 +76,7 @@ class LuaIndex:
             k.sweep,
         )
         args = (k.prefix, pod, generation, LEASE_MS, INFO_TTL_S, PODS_TTL_S, PodLoad().to_json(), *record.to_fields())
-        slot = int(await Script("register").run(self._client, names, args))
+        slot = int(await LuaScript("register").run(self._client, names, args))
         if slot:
             self._slots[pod, generation] = slot
         return slot > 0
@@ -83,11 +85,17 @@ class LuaIndex:
         k = self._keys
         names = (
             *(k.pods, k.info(pod), k.lease(pod), k.load(pod), k.held_blocks(pod, generation)),
-            *(k.held_blocks(pod, generation, Tier.HOST), k.batch_number(pod, generation), k.postings, k.slots, k.sweep),
+            *(
+                k.held_blocks(pod, generation, CacheTier.HOST),
+                k.batch_number(pod, generation),
+                k.postings,
+                k.slots,
+                k.sweep,
+            ),
         )
         slot = self._slots.get((pod, generation), 0)
-        args = (pod, generation, slot, LEASE_MS, PodLoad().to_json(), OWN_TTL_S, INFO_TTL_S, PODS_TTL_S)
-        return int((await Script("heartbeat").run(self._client, names, args))[0])
+        args = (pod, generation, slot, LEASE_MS, PodLoad().to_json(), HELD_TTL_S, INFO_TTL_S, PODS_TTL_S)
+        return int((await LuaScript("heartbeat").run(self._client, names, args))[0])
 
     async def apply(self, pod: str, generation: int, number: int, stored: list[bytes], evicted: list[bytes]) -> str:
         k = self._keys
@@ -96,37 +104,37 @@ class LuaIndex:
                 k.lease(pod),
                 k.batch_number(pod, generation),
                 k.held_blocks(pod, generation),
-                k.held_blocks(pod, generation, Tier.HOST),
+                k.held_blocks(pod, generation, CacheTier.HOST),
             ),
             *(k.postings, k.slots),
         )
         slot = self._slots.get((pod, generation), 0).to_bytes(2, "little")
-        args = (generation, number, OWN_TTL_S, slot, 1, _packed(stored), _packed(evicted), b"", b"")
-        return str((await Script("postings", "apply").run(self._client, names, args)).decode())
+        args = (generation, number, HELD_TTL_S, slot, 1, _packed(stored), _packed(evicted), b"", b"")
+        return str((await LuaScript("postings", "apply").run(self._client, names, args)).decode())
 
     async def snapshot(self, pod: str, generation: int, number: int, held: list[bytes]) -> str:
         k = self._keys
-        shadow, host = k.shadow(pod, generation, number), k.shadow(pod, generation, number, Tier.HOST)
+        shadow, host = k.shadow(pod, generation, number), k.shadow(pod, generation, number, CacheTier.HOST)
         slot = self._slots.get((pod, generation), 0).to_bytes(2, "little")
         if held:
-            args: tuple[Any, ...] = (generation, OWN_TTL_S, slot, 1, _packed(held))
+            args: tuple[Any, ...] = (generation, HELD_TTL_S, slot, 1, _packed(held))
             names: tuple[str, ...] = (k.lease(pod), shadow, k.postings)
-            answer = await Script("postings", "snapshot_slice").run(self._client, names, args)
+            answer = await LuaScript("postings", "snapshot_slice").run(self._client, names, args)
             if answer != b"ok":
                 return str(answer.decode())
         names = (
             *(k.lease(pod), k.batch_number(pod, generation), shadow, k.held_blocks(pod, generation)),
-            *(host, k.held_blocks(pod, generation, Tier.HOST), k.slots),
+            *(host, k.held_blocks(pod, generation, CacheTier.HOST), k.slots),
         )
-        args = (generation, number, OWN_TTL_S, len(held), 0)
-        return str((await Script("snapshot_commit").run(self._client, names, args)).decode())
+        args = (generation, number, HELD_TTL_S, len(held), 0)
+        return str((await LuaScript("snapshot_commit").run(self._client, names, args)).decode())
 
     async def leave(self, pod: str, generation: int) -> None:
         k = self._keys
         names = (
             *(k.pods, k.info(pod), k.lease(pod), k.load(pod), k.held_blocks(pod, generation)),
             *(
-                k.held_blocks(pod, generation, Tier.HOST),
+                k.held_blocks(pod, generation, CacheTier.HOST),
                 k.batch_number(pod, generation),
                 k.bookings(pod),
                 k.booking_units(pod),
@@ -134,7 +142,7 @@ class LuaIndex:
             *(k.postings, k.slots, k.sweep),
         )
         slot = self._slots.get((pod, generation), 0)
-        await Script("leave").run(self._client, names, (pod, generation, slot))
+        await LuaScript("leave").run(self._client, names, (pod, generation, slot))
 
     async def expire(self, pod: str) -> None:
         """The lease runs out."""
@@ -150,7 +158,7 @@ class LuaIndex:
 
 
 def _packed(hashes: list[bytes]) -> bytes:
-    return b"".join(h[:PREFIX_BYTES] for h in hashes)
+    return b"".join(h[:STORED_HASH_BYTES] for h in hashes)
 
 
 pod_names = st.sampled_from(PODS)
@@ -173,8 +181,8 @@ steps = st.one_of(
 @given(st.lists(steps, min_size=5, max_size=40))
 def test_the_index_model_answers_what_the_scripts_answer(url: str, script: list[tuple[Any, ...]]) -> None:
     async def compare() -> None:
-        model = IndexModel(Clock().time)
-        client, scope = connect(url, timeout_s=5.0), f"{next(SCOPES):08x}"
+        model = IndexModel(VirtualClock().time)
+        client, scope = connect_redis(url, timeout_s=5.0), f"{next(SCOPES):08x}"
         reader = IndexReader(url, timeout_s=5.0, clock=lambda: time.monotonic() * 1e6)  # nothing is kept
         lua = LuaIndex(client, reader, scope)
         held: dict[tuple[str, int], list[bytes]] = {}  # what the pod believes, in an order in which it may be stored
@@ -258,7 +266,7 @@ def test_the_booking_model_chooses_as_the_script_does(url: str, calls: list[tupl
         reader, model = IndexReader(url, timeout_s=5.0), BookingModel(time.monotonic)
         try:
             for kind, request, options in calls:
-                candidates = [Candidate(*option) for option in options]
+                candidates = [BookingCandidate(*option) for option in options]
                 if kind == "reserve":
                     (lua,) = await reader.book(scope, f"r{request}", [candidates])
                     assert model.reserve(f"r{request}", candidates) == lua
@@ -271,7 +279,7 @@ def test_the_booking_model_chooses_as_the_script_does(url: str, calls: list[tupl
     asyncio.run(compare())
 
 
-class SteppedPodIndex(PodIndex):
+class SteppedPodIndex(IndexPublisher):
     """PodIndex without its task: the caller decides when it registers, sends a heartbeat and sends changes."""
 
     async def join(self) -> None:
@@ -299,7 +307,7 @@ class ValkeyIndex(SimIndex):
     instant for the server: it gets the bookings, but BookingModel makes the choice.
     """
 
-    def __init__(self, clock: Clock, url: str, runner: asyncio.Runner) -> None:
+    def __init__(self, clock: VirtualClock, url: str, runner: asyncio.Runner) -> None:
         super().__init__(clock)
         self.url = url
         self.scope = f"{next(SCOPES):08x}"
@@ -362,7 +370,7 @@ class ValkeyReader(SimReader):
         self._valkey.wait(self._reader.pods())  # slots of pods that have registered since the last call
         return self._valkey.wait(self._reader.lookup(self._valkey.scope, chain, pods))
 
-    def reserve(self, request_id: str, candidates: Sequence[Candidate]) -> Reserved:
+    def reserve(self, request_id: str, candidates: Sequence[BookingCandidate]) -> BookingResult:
         reserved = self._valkey.bookings.reserve(request_id, candidates)
         self._valkey.wait(self._reader.book(self._valkey.scope, request_id, [[candidates[reserved.chosen]]]))
         return reserved
@@ -374,15 +382,15 @@ class ValkeyReader(SimReader):
 
 @pytest.mark.parametrize("policy", ["cost", "least_loaded"])
 def test_a_run_over_valkey_is_the_run_over_the_models(url: str, policy: str) -> None:
-    trace = Agents(rate=5.0, seconds=40.0, tenants=6).trace()
+    trace = AgentWorkload(rate=5.0, seconds=40.0, tenants=6).trace()
     spec = ClusterSpec(rates=FLAT_8K, prefill=4, policy=policy, prefill_blocks=120)
     with asyncio.Runner() as runner:
-        index = ValkeyIndex(Clock(), url, runner)
+        index = ValkeyIndex(VirtualClock(), url, runner)
         try:
-            real = Cluster(spec, trace, index).run()
+            real = SimulatedCluster(spec, trace, index).run()
         finally:
             runner.run(index.close())
-    modelled = Cluster(spec, trace).run()
+    modelled = SimulatedCluster(spec, trace).run()
     assert sum(o.hit_tokens for o in modelled.outcomes) > 0
     assert real.outcomes == modelled.outcomes
     assert repr(replace(real.summary, cpu_s=0.0)) == repr(replace(modelled.summary, cpu_s=0.0))

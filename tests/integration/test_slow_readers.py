@@ -14,14 +14,14 @@ import pytest_asyncio
 from common.errors import Overloaded
 from common.pb import decode_pb2, types_pb2
 from common.types import SamplingParams, ValidRequest
-from gateway import leg as leg_module
 from gateway import server as server_module
-from gateway.leg import Leg
+from gateway.dispatch import attempt as leg_module
+from gateway.dispatch.attempt import Attempt
 from gateway.server import listening_socket
-from gateway.timeline import Timeline
-from tests.fake_pods import FakeCluster, fake_cluster
-from tests.gateway_rig import MODEL, Rig
-from tests.until import until
+from gateway.telemetry.timeline import Timeline
+from tests.rigs.gateway.gateway_rig import MODEL, Rig
+from tests.rigs.pods.fake_pods import FakeCluster, fake_cluster
+from tests.rigs.waiting import until
 
 TOKENS = 1500
 
@@ -65,7 +65,7 @@ def read_to_the_end(sock: socket.socket) -> bytes:
 def pending(gw: Rig) -> list[int]:
     """Tokens that wait for each client."""
     sinks = [sink for pod in gw.gateway.models.first.pod_table.pods.values() for sink in pod._sinks.values()]
-    return [sink.token_queue._orders[0].num_pending for sink in sinks if isinstance(sink, Leg)]
+    return [sink.token_queue._orders[0].num_pending for sink in sinks if isinstance(sink, Attempt)]
 
 
 async def test_a_client_that_does_not_read_is_ended_and_others_get_everything(

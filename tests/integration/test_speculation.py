@@ -15,17 +15,17 @@ import pytest
 from common.grammar import from_json_schema
 from common.types import FinishReason, SamplingParams
 from engine.engine import Engine
-from engine.launched import Launched
 from engine.llm import LLM, Completion
-from engine.sampler import SampleRow
-from engine.scheduler import Item
-from engine.sequence import Sequence as EngineSequence
+from engine.sampling.sampler import SampleRow
+from engine.schedule.scheduler import ScheduledSequence
+from engine.schedule.sequence import Sequence as EngineSequence
+from engine.schedule.stepper import LaunchCallback
 from engine.speculation import draft_loop
-from engine.speculation.control import Always
-from engine.speculation.proposer import Drafts, Proposer
-from engine.stepper import Between
-from tests.draft_models import BYTES, byte_tokenizer, draft_settings, tiny_target
-from tests.guesses import Guesses
+from engine.speculation.controller import AlwaysDraft
+from engine.speculation.proposer import DraftBatch, Proposer
+from engine.step.launched_step import LaunchedStep
+from tests.rigs.engine.draft_models import BYTES, byte_tokenizer, draft_settings, tiny_target
+from tests.rigs.engine.known_answer_proposer import Guesses
 
 BLOCK, VOCAB = 4, 48
 PROMPTS = 50
@@ -132,7 +132,7 @@ def test_preemption_in_the_middle_changes_nothing(
     tiny_dir: Path, expected: list[Completion], drafting: dict[str, dict[str, Any]], proposer: str, overlap: bool
 ) -> None:
     llm = make(tiny_dir, **drafting[proposer], num_blocks=40, overlap=overlap)
-    llm.engine.set_proposer(llm.engine.configured_proposer(), Always(4))
+    llm.engine.set_proposer(llm.engine.configured_proposer(), AlwaysDraft(4))
     equal(llm.generate(*mixed(), ignore_eos=True, show_progress=False), expected)
     assert llm.engine.scheduler.stats().preemptions > 0
     clean(llm.engine)
@@ -144,7 +144,7 @@ def test_rejection_sampling_of_greedy_requests_changes_nothing(
 ) -> None:
     """And sampled ones end as they should, with log-probabilities of all tokens."""
     llm = make(tiny_dir, **drafting[proposer], speculation_accept="rejection")
-    llm.engine.set_proposer(llm.engine.configured_proposer(), Always(4))
+    llm.engine.set_proposer(llm.engine.configured_proposer(), AlwaysDraft(4))
     prompts, params = mixed()
     got = llm.generate(prompts, params, ignore_eos=True, show_progress=False)
     greedy = [i for i, p in enumerate(params) if p.greedy]
@@ -165,7 +165,7 @@ def test_children_eight_bits_and_host_memory(
     params = [dataclasses.replace(p, n=1 + i % 3) for i, p in enumerate(params)]
     wanted = make(tiny_dir, kv_dtype="fp8_e4m3").generate(prompts, params, ignore_eos=True, show_progress=False)
     llm = make(tiny_dir, **drafting[proposer], kv_dtype="fp8_e4m3", num_blocks=45, host_cache=4 << 20, checksums=True)
-    llm.engine.set_proposer(llm.engine.configured_proposer(), Always(4))
+    llm.engine.set_proposer(llm.engine.configured_proposer(), AlwaysDraft(4))
     got = llm.generate(prompts, params, ignore_eos=True, show_progress=False)
     assert [c.ids for c in got] == [c.ids for c in wanted]
     stats = llm.engine.scheduler.stats()
@@ -198,7 +198,7 @@ class Counting:
             proposer.on_verified,
         )
 
-    def propose(self, seqs: Sequence[EngineSequence], kept: Sequence[Any], limits: Sequence[int]) -> Drafts:
+    def propose(self, seqs: Sequence[EngineSequence], kept: Sequence[Any], limits: Sequence[int]) -> DraftBatch:
         drafts = self._proposer.propose(seqs, kept, limits)
         for seq, row, length in zip(seqs, drafts.tokens, drafts.lengths.tolist(), strict=True):
             self._proposals += 1
@@ -227,7 +227,7 @@ def verified_under_constraints(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> lis
     verified: list[bool] = []
     launch = llm.engine.runner.launch
 
-    def watched(items: Sequence[Item], between: Between | None = None) -> Launched:
+    def watched(items: Sequence[ScheduledSequence], between: LaunchCallback | None = None) -> LaunchedStep:
         for item in items:
             if item.drafts and item.seq.constraint is not None:
                 verified.append(item.seq.constraint.masks(item.drafts)[0] == list(item.drafts))
@@ -295,7 +295,7 @@ def test_a_schema_is_followed_whoever_drafts(
     verified = verified_under_constraints(llm, monkeypatch)
     answers = {tuple(p): answer.ids for p, answer in zip(grammatical_prompts(), followed, strict=True)}
     counting = Counting(llm.engine.configured_proposer(), answers)
-    llm.engine.set_proposer(counting, Always(4))
+    llm.engine.set_proposer(counting, AlwaysDraft(4))
     got = grammatical(llm)
     equal(got, followed)
     ended = [c for i, c in enumerate(got) if i % 4 != 3 and c.finish is FinishReason.STOP]

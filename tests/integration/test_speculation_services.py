@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from common.types import Role
-from engine.speculation.control import Always
-from tests.guesses import Guesses
-from tests.harness import VOCAB, Cluster, Pod, oracle, prompt_of, request
+from engine.speculation.controller import AlwaysDraft
+from tests.rigs.engine.known_answer_proposer import Guesses
+from tests.rigs.pods.harness import VOCAB, Cluster, Pod, oracle, prompt_of, request
 
 DRAFTS = 4
 
@@ -74,7 +74,7 @@ async def test_drafts_that_are_never_right_raise_an_alarm(model_dir: Path) -> No
 
         async def ask(wrong: int) -> None:
             asked = request([5, 6, 7], max_tokens=60)
-            engine.set_proposer(Guesses({asked.request_id: answer.ids}, vocab=VOCAB, wrong=wrong), Always(2))
+            engine.set_proposer(Guesses({asked.request_id: answer.ids}, vocab=VOCAB, wrong=wrong), AlwaysDraft(2))
             assert [t.id for t in (await cluster.generate(asked)).tokens] == answer.ids
 
         await ask(wrong=1)

@@ -9,8 +9,8 @@ import pytest
 
 from common.errors import Cancelled, Overloaded
 from common.pb import decode_pb2, types_pb2
-from gateway.leg import Leg
-from tests.gateway_rig import MODEL, Rig, until
+from gateway.dispatch.attempt import Attempt
+from tests.rigs.gateway.gateway_rig import MODEL, Rig, until
 
 
 @pytest.mark.parametrize("tokens_first", [False, True])
@@ -21,7 +21,7 @@ async def test_the_end_comes_last(gw: Rig, tokens_first: bool, how: str) -> None
     raw = orjson.dumps({"model": MODEL, "prompt": "x", "max_tokens": 50, "stream": True})
     writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(raw) + raw)
     pods = gw.gateway.models.first.pod_table.pods.values()
-    legs = lambda: [sink for pod in pods for sink in pod._sinks.values() if isinstance(sink, Leg)]  # noqa: E731
+    legs = lambda: [sink for pod in pods for sink in pod._sinks.values() if isinstance(sink, Attempt)]  # noqa: E731
     await until(
         lambda: any(
             len(leg.token_queue._orders[0].ids) == 3 and leg.token_queue._on_tokens is not None for leg in legs()

@@ -17,7 +17,7 @@ from common.errors import ConfigError, InternalError
 from common.types import FinishReason, SamplingParams
 from engine.llm import LLM, Completion
 from engine.parallel.collectives import TIMEOUT_S
-from tests.harness import prompt_of
+from tests.rigs.pods.harness import prompt_of
 
 torch.set_num_threads(1)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, logprobs=3)
@@ -109,7 +109,7 @@ def test_drafts_of_a_host_and_eight_bit_kv_with_random_weights(model_dir: Path) 
 
 
 def test_a_rank_with_another_model_says_so(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.loader.ModelSource.revision", lambda _self, _device: "another")
+    monkeypatch.setattr("engine.models.loader.ModelSource.revision", lambda _self, _device: "another")
     with pytest.raises(InternalError, match="rank 1 failed: rank 1 has another model"):
         LLM(model_dir, num_blocks=16, tensor_parallel_size=2, **SETTINGS)
 

@@ -16,8 +16,8 @@ from cli.stack.process import ChildProcess, PortLease
 from common.errors import BatonError, LayoutMismatch
 from common.types import Role
 from engine.llm import LLM
-from tests.harness import BLOCK, CHUNK, Cluster, prompt_of, request
-from tests.until import until
+from tests.rigs.pods.harness import BLOCK, CHUNK, Cluster, prompt_of, request
+from tests.rigs.waiting import until
 
 TWO: dict[str, Any] = {"tensor_parallel_size": 2, "checksums": False}
 

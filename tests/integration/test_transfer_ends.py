@@ -18,11 +18,11 @@ from common.pb import transfer_pb2
 from common.types import Role
 from common.wire import transfer_id_to_pb
 from kv_transfer import servicer
-from kv_transfer.faults import WriteFault
 from kv_transfer.memory import PeerMemory
-from kv_transfer.process_watch import ProcessWatch
+from kv_transfer.peers.process_watch import ProcessWatch
 from tests.integration.transfer_pods import NUM_BLOCKS, Cluster, FakeHold, chunks, hand_over
-from tests.until import until
+from tests.rigs.faulty_backend import WriteFaultPlan
+from tests.rigs.waiting import until
 
 
 @pytest_asyncio.fixture(params=["loopback", "nixl"])
@@ -37,7 +37,7 @@ async def test_sender_aborts(cluster: Cluster, stage: str) -> None:
     prefill, decode = await cluster.pair()
     await prefill.node.connect(decode.address)
     if stage == "while writing":
-        prefill.backend.on_write = lambda _p, _l, _r: WriteFault(delay_s=600.0)
+        prefill.backend.on_write = lambda _p, _l, _r: WriteFaultPlan(delay_s=600.0)
     incoming = decode.reserve("r", 0, range(8))
     transfer = prefill.node.start_transfer(incoming.target, "r", 8, 30.0)
     hold = FakeHold(list(range(8)))
@@ -63,7 +63,7 @@ async def test_sender_aborts(cluster: Cluster, stage: str) -> None:
     assert isinstance(incoming.failed[0], Cancelled)
     await until(lambda: prefill.node.stats().open_outgoing == 0)
     assert prefill.node.stats().failed_transfers == 0  # a client that leaves is nobody's failure
-    prefill.backend.on_write = lambda _p, _l, _r: WriteFault()
+    prefill.backend.on_write = lambda _p, _l, _r: WriteFaultPlan()
     await hand_over(prefill, decode, 3)
 
 
@@ -71,7 +71,7 @@ async def test_late_write_lands_in_quarantine_only(cluster: Cluster) -> None:
     """Decode aborts while a write is under way: its block stays held until the writer confirms the end."""
     prefill, decode = await cluster.pair()
     await prefill.node.connect(decode.address)
-    prefill.backend.on_write = lambda _p, local, _r: WriteFault(delay_s=600.0 if 20 in local else 0.0)
+    prefill.backend.on_write = lambda _p, local, _r: WriteFaultPlan(delay_s=600.0 if 20 in local else 0.0)
     incoming = decode.reserve("r", 0, [3, 4])
     transfer = prefill.node.start_transfer(incoming.target, "r", 2, 30.0)
     transfer.push(0, [10], FakeHold([10]))
@@ -162,7 +162,7 @@ async def test_prefill_restarts_under_its_name(cluster: Cluster, unused_tcp_port
     """Blocks that the dead process may still write come back once a newer generation answers at its address."""
     prefill, decode = await cluster.pair(prefill_port=unused_tcp_port)
     await prefill.node.connect(decode.address)
-    prefill.backend.on_write = lambda _p, _l, _r: WriteFault(delay_s=60.0)
+    prefill.backend.on_write = lambda _p, _l, _r: WriteFaultPlan(delay_s=60.0)
     incoming = decode.reserve("r", 0, [1, 2])
     transfer = prefill.node.start_transfer(incoming.target, "r", 2, 60.0)
     transfer.push(0, [1, 2], FakeHold([1, 2]))
@@ -226,7 +226,7 @@ async def test_blocks_are_not_reused_while_a_write_may_land(cluster: Cluster) ->
     prefill, decode = await cluster.pair()
     await prefill.node.connect(decode.address)
     rng = random.Random(11)
-    prefill.backend.on_write = lambda _p, _l, _r: WriteFault(delay_s=rng.choice((0, 0, 0.02, 0.1, 0.4)))
+    prefill.backend.on_write = lambda _p, _l, _r: WriteFaultPlan(delay_s=rng.choice((0, 0, 0.02, 0.1, 0.4)))
     decode.backend.on_notification = lambda _n: rng.choice(((0.0,), (0.0,), (0.1,), (0.0, 0.2)))
     free = list(range(24))
     outcomes = {"ready": 0, "failed": 0}
@@ -272,7 +272,7 @@ async def test_watches_are_closed_whatever_becomes_of_the_connection(monkeypatch
         opened.append(ProcessWatch(os.pidfd_open(os.getpid())))
         return opened[-1]
 
-    monkeypatch.setattr("kv_transfer.connector.watch_process", watch)
+    monkeypatch.setattr("kv_transfer.peers.connections.watch_process", watch)
     monkeypatch.setattr("kv_transfer.servicer.watch_process", watch)
     cluster = Cluster("loopback")
     try:
@@ -310,7 +310,7 @@ async def test_decode_is_gone(cluster: Cluster) -> None:
 async def test_stop_lets_running_transfers_end(cluster: Cluster) -> None:
     prefill, decode = await cluster.pair()
     await prefill.node.connect(decode.address)
-    prefill.backend.on_write = lambda _p, _l, _r: WriteFault(delay_s=0.3)
+    prefill.backend.on_write = lambda _p, _l, _r: WriteFaultPlan(delay_s=0.3)
     incoming = decode.reserve("r", 0, [1])
     transfer = prefill.node.start_transfer(incoming.target, "r", 1, 30.0)
     transfer.push(0, [1], FakeHold([1]))

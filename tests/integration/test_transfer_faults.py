@@ -13,13 +13,13 @@ import pytest
 import pytest_asyncio
 
 from common.errors import BlockDamaged, DeadlineExceeded, TransferFailed
-from kv_transfer.backend import Backend, Notification, WriteState
-from kv_transfer.faults import WriteFault
-from kv_transfer.loopback import LoopbackBackend
+from kv_transfer.backend.interface import Backend, Notification, WriteState
+from kv_transfer.backend.loopback import LoopbackBackend
 from kv_transfer.messages import Commit
-from kv_transfer.notification import RangeWritten, parse
+from kv_transfer.notifications import RangeWritten, parse_notification
 from tests.integration.transfer_pods import Cluster, FakeHold, hand_over
-from tests.until import until
+from tests.rigs.faulty_backend import WriteFaultPlan
+from tests.rigs.waiting import until
 
 
 @pytest_asyncio.fixture(params=["loopback", "nixl"])
@@ -45,7 +45,7 @@ async def test_a_lost_notification_is_sent_again(cluster: Cluster) -> None:
     lost: list[int] = []
 
     def lose_each_once(notification: Notification) -> tuple[float, ...]:
-        written = parse(notification.payload)
+        written = parse_notification(notification.payload)
         assert isinstance(written, RangeWritten)
         lost.append(written.first)
         return (0.0,) if lost.count(written.first) > 1 else ()
@@ -84,7 +84,7 @@ async def test_without_notifications_neither_side_succeeds(cluster: Cluster) -> 
 
 async def test_failed_write(cluster: Cluster) -> None:
     prefill, decode = await cluster.pair()
-    prefill.backend.on_write = lambda _p, local, _r: WriteFault(fail="cable cut" if 2 in local else None)
+    prefill.backend.on_write = lambda _p, local, _r: WriteFaultPlan(fail="cable cut" if 2 in local else None)
     incoming = decode.reserve("r", 0, range(4))
     transfer = prefill.node.start_transfer(incoming.target, "r", 4, 30.0)
     holds = [FakeHold([block]) for block in range(4)]
@@ -95,7 +95,7 @@ async def test_failed_write(cluster: Cluster) -> None:
     await until(lambda: all(hold.free for hold in holds))
     decode.node.release(incoming.target.transfer_id)
     await until(lambda: incoming.hold.free)
-    prefill.backend.on_write = lambda _p, _l, _r: WriteFault()
+    prefill.backend.on_write = lambda _p, _l, _r: WriteFaultPlan()
     await hand_over(prefill, decode, 4)
 
 
@@ -109,7 +109,7 @@ async def test_damage_is_found_by_checksums(cluster: Cluster) -> None:
     await transfer.done()
     await until(lambda: bool(incoming.ready))  # the acknowledgement goes first
     assert len(incoming.ready[0].checksums) == 4
-    prefill.backend.on_write = lambda _p, _l, _r: WriteFault(corrupt=1)
+    prefill.backend.on_write = lambda _p, _l, _r: WriteFaultPlan(corrupt=1)
     incoming = decode.reserve("bad", 0, range(4))
     transfer = prefill.node.start_transfer(incoming.target, "bad", 4, 30.0)
     transfer.push(0, range(4), FakeHold(list(range(4))))
@@ -128,10 +128,10 @@ async def test_a_source_block_that_changes_before_it_is_written_is_damage(cluste
     prefill, decode = await cluster.pair()
     await prefill.node.connect(decode.address)
 
-    def change(*_blocks: object) -> WriteFault:
+    def change(*_blocks: object) -> WriteFaultPlan:
         """The block was finished, and is not written yet."""
         prefill.memory.write_block(8, bytes(prefill.memory.block_bytes))
-        return WriteFault()
+        return WriteFaultPlan()
 
     prefill.backend.on_write = change
     incoming = decode.reserve("r", 1, [4, 5])
@@ -149,7 +149,7 @@ async def test_damage_goes_unnoticed_without_checksums(cluster: Cluster) -> None
     """The fault is real: without checksums the damaged block is taken over."""
     prefill, decode = await cluster.pair(checksums=False)
     await prefill.node.connect(decode.address)
-    prefill.backend.on_write = lambda _p, _l, _r: WriteFault(corrupt=0)
+    prefill.backend.on_write = lambda _p, _l, _r: WriteFaultPlan(corrupt=0)
     incoming = decode.reserve("r", 0, [9])
     transfer = prefill.node.start_transfer(incoming.target, "r", 1, 30.0)
     transfer.push(0, [5], FakeHold([5]))

@@ -17,11 +17,11 @@ from common.kv_layout import KVLayout
 from common.pb import transfer_pb2
 from common.types import FinishReason, Role
 from common.wire import transfer_id_to_pb
-from kv_transfer.backend import Backend, Transport
-from kv_transfer.loopback import LoopbackBackend
+from kv_transfer.backend.interface import Backend, Transport
+from kv_transfer.backend.loopback import LoopbackBackend
 from kv_transfer.messages import Commit
 from tests.integration.transfer_pods import NUM_BLOCKS, Cluster, FakeHold, hand_over
-from tests.until import until
+from tests.rigs.waiting import until
 
 
 @pytest_asyncio.fixture(params=["loopback", "nixl"])

@@ -13,14 +13,14 @@ import pytest_asyncio
 
 from common.errors import TransferFailed
 from common.types import FinishReason, KvTarget, Role
-from kv_transfer import outgoing
-from kv_transfer.backend import Backend, Notification, Transport
-from kv_transfer.faults import WriteFault
+from kv_transfer.backend.interface import Backend, Notification, Transport
+from kv_transfer.backend.nixl import NixlBackend
 from kv_transfer.messages import Commit
-from kv_transfer.nixl_backend import NixlBackend
-from kv_transfer.notification import CommitNote, Committed, RangeWritten, parse
+from kv_transfer.notifications import CommitNotification, CommittedNotification, RangeWritten, parse_notification
+from kv_transfer.sender import transfers
 from tests.integration.transfer_pods import Cluster, FakeHold, Incoming, Pod, hand_over
-from tests.until import until
+from tests.rigs.faulty_backend import WriteFaultPlan
+from tests.rigs.waiting import until
 
 
 class PolledNixl(NixlBackend):
@@ -60,7 +60,7 @@ def lose(pod: Pod, kind: type, *, copies: Sequence[float] = ()) -> list[Notifica
     lost: list[Notification] = []
 
     def plan(notification: Notification) -> Sequence[float]:
-        if isinstance(parse(notification.payload), kind):
+        if isinstance(parse_notification(notification.payload), kind):
             lost.append(notification)
             return copies
         return (0.0,)
@@ -96,7 +96,7 @@ async def send(
 @pytest.mark.parametrize("tokens", [(5,), (1, 2, 3)])
 async def test_no_call_is_made(cluster: Cluster, tokens: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     prefill, decode = await pair(cluster)
-    monkeypatch.setattr(outgoing, "NOTE_PATIENCE_S", 30.0)
+    monkeypatch.setattr(transfers, "NOTE_PATIENCE_S", 30.0)
     calls = Calls(prefill, monkeypatch)
     incoming = await send(prefill, decode, tokens=tokens)
     assert incoming.ready == [Commit(tokens, (None,) * (len(tokens) - 1) + (FinishReason.LENGTH,))]
@@ -107,7 +107,7 @@ async def test_no_call_is_made(cluster: Cluster, tokens: tuple[int, ...], monkey
 
 async def test_nothing_is_sent_and_only_the_commit_goes(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     prefill, decode = await pair(cluster)
-    monkeypatch.setattr(outgoing, "NOTE_PATIENCE_S", 30.0)
+    monkeypatch.setattr(transfers, "NOTE_PATIENCE_S", 30.0)
     calls = Calls(prefill, monkeypatch)
     incoming = decode.reserve("r", 4, [])
     transfer = prefill.node.start_transfer(incoming.target, "r", 4, 30.0)
@@ -140,7 +140,7 @@ async def test_where_the_target_polls_rarely_it_is_called(monkeypatch: pytest.Mo
 async def test_the_call_follows_a_lost_note(cluster: Cluster, which: str, monkeypatch: pytest.MonkeyPatch) -> None:
     prefill, decode = await pair(cluster)
     calls = Calls(prefill, monkeypatch)
-    lost = lose(decode, CommitNote) if which == "commit" else lose(prefill, Committed)
+    lost = lose(decode, CommitNotification) if which == "commit" else lose(prefill, CommittedNotification)
     incoming = await send(prefill, decode)
     assert incoming.ready == [Commit((7,), (FinishReason.LENGTH,))]
     assert len(lost) == len(calls.made) == 1
@@ -148,8 +148,8 @@ async def test_the_call_follows_a_lost_note(cluster: Cluster, which: str, monkey
 
 async def test_notes_that_come_late_and_twice_end_nothing_else(cluster: Cluster) -> None:
     prefill, decode = await pair(cluster)
-    lose(decode, CommitNote, copies=(0.0, 0.0, 0.05))
-    lose(prefill, Committed, copies=(0.05, 0.1, 0.0))
+    lose(decode, CommitNotification, copies=(0.0, 0.0, 0.05))
+    lose(prefill, CommittedNotification, copies=(0.05, 0.1, 0.0))
     received = [await send(prefill, decode, f"r{i}", tokens=(i,)) for i in range(6)]
     await asyncio.sleep(0.15)  # every copy is due
     await until(lambda: decode.node.stats().dropped.get("notification_late", 0) >= 6)
@@ -161,15 +161,15 @@ async def test_notes_that_come_late_and_twice_end_nothing_else(cluster: Cluster)
 async def test_an_acknowledgement_of_what_was_not_committed_is_nobodys(cluster: Cluster) -> None:
     """Nor does a stranger's end anything."""
     prefill, decode = await pair(cluster)
-    prefill.backend.on_write = lambda _p, local, _r: WriteFault(delay_s=0.3 if 1 in local else 0.0)
+    prefill.backend.on_write = lambda _p, local, _r: WriteFaultPlan(delay_s=0.3 if 1 in local else 0.0)
     incoming = decode.reserve("r", 0, [1, 2])
     transfer = prefill.node.start_transfer(incoming.target, "r", 2, 30.0)
     transfer.push(0, [0], FakeHold([0]))
     await until(lambda: transfer.delivered_blocks == 1)
-    said = Committed(incoming.target.transfer_id, 0)
+    said = CommittedNotification(incoming.target.transfer_id, 0)
     await told(prefill, lambda: prefill.node._outgoing.on_committed(decode.agent, said))
     transfer.push(1, [1], FakeHold([1]))
-    lose(decode, CommitNote)
+    lose(decode, CommitNotification)
     transfer.finish([7], [None])
     await told(prefill, lambda: prefill.node._outgoing.on_committed("prefill-stranger-1", said))
     assert not transfer.ended
@@ -184,7 +184,7 @@ async def test_a_stranger_commits_nothing(cluster: Cluster) -> None:
     transfer = prefill.node.start_transfer(incoming.target, "r", 1, 30.0)
     transfer.push(0, [0], FakeHold([0]))
     await until(lambda: transfer.delivered_blocks == 1)
-    note = CommitNote(incoming.target.transfer_id, Commit((9,), (None,)))
+    note = CommitNotification(incoming.target.transfer_id, Commit((9,), (None,)))
     await told(decode, lambda: decode.node._incoming.on_notification("prefill-stranger-1", note))
     assert decode.node.stats().dropped["notification_misfit"] == 1
     transfer.finish([7], [None])
@@ -214,14 +214,14 @@ async def test_what_goes_both_ways_and_ends_one_way(cluster: Cluster, monkeypatc
     second = await cluster.start("pod-1", Role.PREFILL, checksums=False)
     first.fill(1)
     second.fill(2)
-    monkeypatch.setattr(outgoing, "NOTE_PATIENCE_S", 30.0)
+    monkeypatch.setattr(transfers, "NOTE_PATIENCE_S", 30.0)
     calls = Calls(first, monkeypatch), Calls(second, monkeypatch)
     for seed in range(3):
         await hand_over(first, second, seed)
         await hand_over(second, first, 10 + seed)
     assert [made.made for made in calls] == [[], []]
     await told(first, lambda: first.node._incoming.remove_peer(second.agent))
-    monkeypatch.setattr(outgoing, "NOTE_PATIENCE_S", 0.02)
+    monkeypatch.setattr(transfers, "NOTE_PATIENCE_S", 0.02)
     await hand_over(first, second, 20)
     await hand_over(second, first, 21)
 
@@ -241,7 +241,7 @@ async def test_a_connection_that_breaks_leaves_the_other_way_its_notes(
     (connection,) = connector._connections.values()
     await told(first, lambda: connector.mark_broken(connection))
     await until(lambda: connection not in connector._attached)
-    monkeypatch.setattr(outgoing, "NOTE_PATIENCE_S", 30.0)
+    monkeypatch.setattr(transfers, "NOTE_PATIENCE_S", 30.0)
     calls = Calls(second, monkeypatch)
     await hand_over(second, first, 2)
     assert calls.made == []
@@ -271,7 +271,7 @@ async def test_a_writer_that_shakes_hands_again_is_answered_on_a_new_way(
     connector = prefill.node._connector
     (connection,) = connector._connections.values()
     await told(prefill, lambda: connector.mark_broken(connection))
-    monkeypatch.setattr(outgoing, "NOTE_PATIENCE_S", 30.0)
+    monkeypatch.setattr(transfers, "NOTE_PATIENCE_S", 30.0)
     await hand_over(prefill, decode, 2)
     assert len(calls.made) == 1
 
@@ -280,30 +280,30 @@ async def test_where_no_note_is_answered_all_is_called_for_a_while(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefill, decode = await pair(cluster)
-    calls, noted = Calls(prefill, monkeypatch), lose(decode, CommitNote, copies=(0.0,))
-    lose(prefill, Committed)
-    for i in range(outgoing.MOST_UNHEARD + 2):
+    calls, noted = Calls(prefill, monkeypatch), lose(decode, CommitNotification, copies=(0.0,))
+    lose(prefill, CommittedNotification)
+    for i in range(transfers.MAX_MISSED_ACKS + 2):
         await send(prefill, decode, f"r{i}")
-    assert (len(noted), len(calls.made)) == (outgoing.MOST_UNHEARD, outgoing.MOST_UNHEARD + 2)
+    assert (len(noted), len(calls.made)) == (transfers.MAX_MISSED_ACKS, transfers.MAX_MISSED_ACKS + 2)
     (connection,) = prefill.node._connector._connections.values()
     connection.notifications_resume_at = 0.0  # a while later, and they are answered again
     prefill.backend.on_notification = lambda _: (0.0,)
-    monkeypatch.setattr(outgoing, "NOTE_PATIENCE_S", 30.0)
+    monkeypatch.setattr(transfers, "NOTE_PATIENCE_S", 30.0)
     await send(prefill, decode, "again")
-    assert (len(noted), len(calls.made)) == (outgoing.MOST_UNHEARD + 1, outgoing.MOST_UNHEARD + 2)
+    assert (len(noted), len(calls.made)) == (transfers.MAX_MISSED_ACKS + 1, transfers.MAX_MISSED_ACKS + 2)
 
 
 async def test_notes_go_on_where_some_are_answered(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     prefill, decode = await pair(cluster)
-    calls, noted = Calls(prefill, monkeypatch), lose(decode, CommitNote, copies=(0.0,))
-    lost = outgoing.MOST_UNHEARD - 1
+    calls, noted = Calls(prefill, monkeypatch), lose(decode, CommitNotification, copies=(0.0,))
+    lost = transfers.MAX_MISSED_ACKS - 1
     for _ in range(2):
-        lose(prefill, Committed)
+        lose(prefill, CommittedNotification)
         for i in range(lost):
             await send(prefill, decode, f"r{i}")
         prefill.backend.on_notification = lambda _: (0.0,)
         with monkeypatch.context() as patient:
-            patient.setattr(outgoing, "NOTE_PATIENCE_S", 30.0)
+            patient.setattr(transfers, "NOTE_PATIENCE_S", 30.0)
             await send(prefill, decode, "heard")
     assert (len(noted), len(calls.made)) == (2 * lost + 2, 2 * lost)
 
@@ -314,7 +314,7 @@ async def test_a_restarted_writer_is_introduced_anew(cluster: Cluster, monkeypat
     await prefill.crash()
     again = await cluster.start("prefill-0", Role.PREFILL, checksums=False)
     again.fill(3)
-    monkeypatch.setattr(outgoing, "NOTE_PATIENCE_S", 30.0)
+    monkeypatch.setattr(transfers, "NOTE_PATIENCE_S", 30.0)
     calls = Calls(again, monkeypatch)
     await hand_over(again, decode, 2)
     assert calls.made == []
@@ -326,7 +326,7 @@ async def test_a_lost_range_is_told_again_after_the_note(cluster: Cluster, monke
     calls, lost = Calls(prefill, monkeypatch), []
 
     def plan(notification: Notification) -> Sequence[float]:
-        if isinstance(parse(notification.payload), RangeWritten) and not lost:
+        if isinstance(parse_notification(notification.payload), RangeWritten) and not lost:
             lost.append(notification)
             return ()
         return (0.0,)

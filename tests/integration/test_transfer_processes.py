@@ -15,13 +15,13 @@ import pytest
 import pytest_asyncio
 
 from common.errors import BatonError, DeadlineExceeded, TransferFailed
-from common.lifecycle import host_boot_id
+from common.process.lifecycle import host_boot_id
 from common.types import KvTarget, Role, TransferId
-from kv_transfer import receiver_machine
-from kv_transfer.outgoing import OutgoingTransfer
-from kv_transfer.process_watch import watch_process
+from kv_transfer.peers.process_watch import watch_process
+from kv_transfer.receiver import state_machine
+from kv_transfer.sender.transfers import OutgoingTransfer
 from tests.integration.transfer_pods import LAYOUT, Cluster, FakeHold, Pod
-from tests.until import until
+from tests.rigs.waiting import until
 
 
 class Child:
@@ -195,7 +195,7 @@ async def test_prefill_is_frozen(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) 
     writer.send_signal(signal.SIGSTOP)
     decode.node.release(incoming.target.transfer_id)
     await until(lambda: incoming.over)
-    monkeypatch.setattr(receiver_machine, "GRACE_S", 0.2)
+    monkeypatch.setattr(state_machine, "GRACE_S", 0.2)
     await asyncio.sleep(1.0)  # longer than the grace after a proof
     assert incoming.hold.left == {1, 2, 3}
     writer.send_signal(signal.SIGKILL)

@@ -20,11 +20,11 @@ from common.errors import (
 )
 from common.kv_layout import KVLayout
 from common.types import Role
-from kv_transfer.faults import WriteFault
-from kv_transfer.lending import MAX_LOANS
-from kv_transfer.messages import Holder, Pulled, Wanted
+from kv_transfer.messages import PrefixHolder, PullResult, WantedBlocks
+from kv_transfer.sender.lending import MAX_LOANS
 from tests.integration.transfer_pods import LAYOUT, NUM_BLOCKS, Cluster, FakeHold, Pod
-from tests.until import until
+from tests.rigs.faulty_backend import WriteFaultPlan
+from tests.rigs.waiting import until
 
 
 @pytest_asyncio.fixture(params=["loopback", "nixl"])
@@ -38,8 +38,8 @@ def chain(count: int) -> list[bytes]:
     return [bytes([i]) * 16 for i in range(1, count + 1)]
 
 
-def holder(pod: Pod) -> Holder:
-    return Holder(pod.name, pod.generation, pod.address)
+def holder(pod: Pod) -> PrefixHolder:
+    return PrefixHolder(pod.name, pod.generation, pod.address)
 
 
 async def two(cluster: Cluster, *, blocks: int = 20, checksums: bool = False) -> tuple[Pod, Pod]:
@@ -54,19 +54,21 @@ async def two(cluster: Cluster, *, blocks: int = 20, checksums: bool = False) ->
 
 async def pull(
     owner: Pod, puller: Pod, *, first: int = 0, total: int = 20, timeout_s: float = 20.0
-) -> tuple[Pulled, FakeHold, Wanted]:
+) -> tuple[PullResult, FakeHold, WantedBlocks]:
     wanted = ask(first, total, timeout_s)
     assert isinstance(wanted.hold, FakeHold)
     return await puller.node.pull(holder(owner), wanted), wanted.hold, wanted
 
 
-def ask(first: int, total: int, timeout_s: float = 20.0) -> Wanted:
+def ask(first: int, total: int, timeout_s: float = 20.0) -> WantedBlocks:
     blocks = tuple(random.Random(first).sample(range(NUM_BLOCKS), total - first))
     hold = FakeHold(list(blocks))
-    return Wanted(request_id="r", hashes=chain(total), first_block=first, blocks=blocks, hold=hold, timeout_s=timeout_s)
+    return WantedBlocks(
+        request_id="r", hashes=chain(total), first_block=first, blocks=blocks, hold=hold, timeout_s=timeout_s
+    )
 
 
-def assert_same(owner: Pod, puller: Pod, wanted: Wanted, count: int) -> None:
+def assert_same(owner: Pod, puller: Pod, wanted: WantedBlocks, count: int) -> None:
     theirs = [owner.cache[h] for h in wanted.hashes[wanted.first_block :][:count]]
     assert puller.digest(wanted.blocks[:count]) == owner.digest(theirs)
 
@@ -122,7 +124,7 @@ async def test_a_holder_that_lost_everything_refuses(cluster: Cluster) -> None:
 async def test_a_failed_move_fails_the_pull_and_frees_after_the_grace(cluster: Cluster) -> None:
     owner, puller = await two(cluster)
     await pull(owner, puller, total=1)  # connected
-    owner.backend.on_write = lambda _p, _l, _r: WriteFault(fail="the link broke")
+    owner.backend.on_write = lambda _p, _l, _r: WriteFaultPlan(fail="the link broke")
     wanted = ask(1, 20, 1.5)
     with pytest.raises(BatonError):
         await puller.node.pull(holder(owner), wanted)
@@ -137,7 +139,7 @@ async def test_a_failed_move_fails_the_pull_and_frees_after_the_grace(cluster: C
 async def test_damage_fails_the_pull(cluster: Cluster) -> None:
     owner, puller = await two(cluster, checksums=True)
     await pull(owner, puller, total=1)  # connected
-    owner.backend.on_write = lambda _p, _l, _r: WriteFault(corrupt=0)
+    owner.backend.on_write = lambda _p, _l, _r: WriteFaultPlan(corrupt=0)
     wanted = ask(2, 6)
     with pytest.raises(TransferFailed, match=r"damaged|gave the transfer up"):
         await puller.node.pull(holder(owner), wanted)
@@ -150,7 +152,7 @@ async def test_a_move_that_comes_late_finds_its_blocks_still_held(cluster: Clust
     """The puller gives up; what lands afterwards lands where nobody else can be."""
     owner, puller = await two(cluster)
     await pull(owner, puller, total=1)  # connected
-    owner.backend.on_write = lambda _p, _l, _r: WriteFault(delay_s=600.0)
+    owner.backend.on_write = lambda _p, _l, _r: WriteFaultPlan(delay_s=600.0)
     wanted = ask(2, 6, 1.0)
     before = puller.digest(wanted.blocks)
     with pytest.raises(DeadlineExceeded):
@@ -167,7 +169,7 @@ async def test_a_caller_that_goes_away_leaves_nothing_behind(cluster: Cluster) -
     owner, puller = await two(cluster)
     await pull(owner, puller, total=1)
     await at_rest(owner, puller)
-    owner.backend.on_write = lambda _p, _l, _r: WriteFault(delay_s=600.0)
+    owner.backend.on_write = lambda _p, _l, _r: WriteFaultPlan(delay_s=600.0)
     wanted = ask(0, 8)
     pulling = puller.node.pull(holder(owner), wanted)
     await until(lambda: owner.node.stats().pending_writes > 0)
@@ -246,7 +248,7 @@ async def test_a_holder_that_leaves_or_is_gone(cluster: Cluster) -> None:
 async def test_a_holder_lends_to_so_many_at_once(cluster: Cluster) -> None:
     owner, puller = await two(cluster)
     await pull(owner, puller, total=1)
-    owner.backend.on_write = lambda _p, _l, _r: WriteFault(delay_s=600.0)
+    owner.backend.on_write = lambda _p, _l, _r: WriteFaultPlan(delay_s=600.0)
     asked = [ask(0, 4) for _ in range(MAX_LOANS + 4)]
     for i, one in enumerate(asked):  # every one into blocks of its own
         blocks = tuple(range(4 * i, 4 * i + 4))

@@ -13,7 +13,7 @@ import pytest
 from cli.stack import valkey as valkey_module
 from cli.stack.valkey import EmbeddedValkey
 from common.errors import Unavailable
-from common.index_store import connect
+from common.redis.client import connect_redis
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,7 +23,7 @@ async def test_it_answers_until_it_is_stopped(tmp_path: Path) -> None:
     url = await valkey.start()
     pid = valkey.pid
     assert pid is not None
-    async with connect(url, timeout_s=5.0) as client:
+    async with connect_redis(url, timeout_s=5.0) as client:
         assert await client.ping()
     await valkey.stop()
     await valkey.stop()
@@ -38,7 +38,7 @@ async def test_a_taken_port_is_an_error_and_the_other_server_is_left_alone(tmp_p
         port = int(url.split(":")[-1].split("/")[0])
         with pytest.raises(Unavailable):
             await EmbeddedValkey(port, tmp_path / "b").start()
-        async with connect(url, timeout_s=5.0) as client:
+        async with connect_redis(url, timeout_s=5.0) as client:
             assert await client.ping()
     finally:
         await first.stop()

@@ -11,21 +11,21 @@ from typing import Any
 
 from common.auth import Signer
 from common.errors import BatonError
-from common.lifecycle import die_with_parent, host_boot_id
 from common.pb import transfer_pb2, transfer_pb2_grpc
+from common.process.lifecycle import die_with_parent, host_boot_id
 from common.rpc import RpcServer
 from common.types import KvTarget, Role, TransferId
 from common.wire import layout_to_pb, role_to_pb
-from kv_transfer.faults import FaultyBackend, WriteFault
-from kv_transfer.memory import host_memory
-from kv_transfer.nixl_backend import NixlBackend
+from kv_transfer.backend.nixl import NixlBackend
+from kv_transfer.memory import host_pool
 from kv_transfer.node import TransferNode
 from tests.integration.transfer_pods import LAYOUT, NUM_BLOCKS, SECRET, FakeHold, Incoming, Pod
+from tests.rigs.faulty_backend import FaultyBackend, WriteFaultPlan
 
 
 async def main(role: Role, name: str, port: int) -> None:
     generation = time.time_ns() // 1_000_000
-    memory = host_memory(NUM_BLOCKS, LAYOUT.block_bytes)
+    memory = host_pool(NUM_BLOCKS, LAYOUT.block_bytes)
     backend = FaultyBackend(NixlBackend())
     server = RpcServer("127.0.0.1", port)
     info = transfer_pb2.InfoResponse(
@@ -66,7 +66,7 @@ async def main(role: Role, name: str, port: int) -> None:
                 say({"number": number, "digests": [d.hex() for d in pod.digest(order["blocks"])]})
             case "send":
                 await node.connect(order["address"])  # from now on a pending write is one of the transfer
-                backend.on_write = lambda _p, _l, _r, d=order["delay_s"]: WriteFault(delay_s=d)
+                backend.on_write = lambda _p, _l, _r, d=order["delay_s"]: WriteFaultPlan(delay_s=d)
                 transfer_id = TransferId(order["generation"], order["number"])
                 blocks = tuple(order["blocks"])
                 target = KvTarget(transfer_id, order["pod"], order["address"], 0, blocks, LAYOUT.fingerprint)

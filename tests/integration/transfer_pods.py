@@ -17,15 +17,14 @@ from common.pb import transfer_pb2, transfer_pb2_grpc
 from common.rpc import RpcServer
 from common.types import KvTarget, Role, TransferId
 from common.wire import layout_to_pb, role_to_pb
-from kv_transfer.backend import Backend
-from kv_transfer.faults import FaultyBackend, WriteFault
-from kv_transfer.loopback import LoopbackBackend, LoopbackFabric
-from kv_transfer.memory import MemoryKind, PoolMemory, host_memory
+from kv_transfer.backend.interface import Backend
+from kv_transfer.backend.loopback import LoopbackBackend, LoopbackFabric
+from kv_transfer.backend.nixl import NixlBackend
+from kv_transfer.memory import MemoryKind, PoolMemory, host_pool
 from kv_transfer.messages import Commit
-from kv_transfer.nixl_backend import NixlBackend
 from kv_transfer.node import TransferNode
-from tests.clock import Clock
-from tests.until import until
+from tests.rigs.faulty_backend import FaultyBackend, WriteFaultPlan
+from tests.rigs.waiting import Clock, until
 
 LAYOUT = KVLayout("test", "r1", num_layers=2, num_kv_heads=2, head_dim=32, block_size=16, dtype="float32")
 SECRET = b"the cluster's secret"
@@ -97,7 +96,7 @@ class Pod:
 
     def let_go(self) -> None:
         """Whatever `backend` held back is due now, and what is posted from now on goes at once."""
-        self.backend.on_write = lambda _p, _l, _r: WriteFault()
+        self.backend.on_write = lambda _p, _l, _r: WriteFaultPlan()
         self.clock.ahead_s += 3600.0
 
     def fill(self, seed: int) -> None:
@@ -165,7 +164,7 @@ class Cluster:
     ) -> Pod:
         self.generation += 1
         generation = self.generation
-        memory = replace(host_memory(NUM_BLOCKS, layout.block_bytes), kind=kind)
+        memory = replace(host_pool(NUM_BLOCKS, layout.block_bytes), kind=kind)
         clock = Clock()
         backend = FaultyBackend(self.backend(), clock)
         server = RpcServer("127.0.0.1", port)

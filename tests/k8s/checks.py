@@ -15,12 +15,12 @@ from urllib.parse import urlsplit
 import typer
 
 from cli.app import CommandLineError, app
-from common.config import GatewayConfig, PodConfig, WorkerConfig
 from common.errors import ConfigError
-from common.index_url import IndexUrl
-from common.rpc import LIVE
-from gateway.api_doc.operations import OPERATIONS
-from gateway.endpoint_slices import PORT_NAME
+from common.redis.url import RedisUrl
+from common.rpc import LIVENESS_SERVICE
+from common.settings.configs import GatewayConfig, PodConfig, WorkerConfig
+from gateway.api.docs.operations import OPERATIONS
+from gateway.pods.endpoint_slices import PORT_NAME
 from gateway.server import STOP_S
 from tests.k8s.manifests import (
     ROOT,
@@ -173,7 +173,7 @@ def ports(objects: list[Object]) -> Problems:
                 if found is None or PORT_NAME not in [port.get("name") for port in found["spec"]["ports"]]:
                     yield f"{where}: there is no Service {service} with a port {PORT_NAME}"
         if isinstance(settings, PodConfig | GatewayConfig) and settings.redis:
-            for host, port in IndexUrl.parse(settings.redis).nodes:
+            for host, port in RedisUrl.parse(settings.redis).nodes:
                 found = named(objects, "Service", host)
                 if found is None or port not in [entry["port"] for entry in found["spec"]["ports"]]:
                     yield f"{where}: there is no Service {host} with port {port}"
@@ -210,14 +210,16 @@ def probes(objects: list[Object]) -> Problems:
         for name, probe in found.items():
             if "httpGet" in probe and probe["httpGet"]["path"] not in paths:
                 yield f"{where}: {name} asks {probe['httpGet']['path']}, which is no path of the gateway"
-            if "grpc" in probe and probe["grpc"].get("service", "") not in ("", LIVE):
+            if "grpc" in probe and probe["grpc"].get("service", "") not in ("", LIVENESS_SERVICE):
                 yield f"{where}: {name} asks for the health of {probe['grpc']['service']}, which nobody serves"
         asks = {
             name: probe.get("httpGet", {}).get("path", probe.get("grpc", {}).get("service", ""))
             for name, probe in found.items()
         }
         engines = [*ENGINES, *map(worker_of, ENGINES)]
-        expected = {"gateway": ("/ready", "/live"), **dict.fromkeys(engines, ("", LIVE))}.get(component(workload))
+        expected = {"gateway": ("/ready", "/live"), **dict.fromkeys(engines, ("", LIVENESS_SERVICE))}.get(
+            component(workload)
+        )
         if expected and (asks.get("readinessProbe"), asks.get("livenessProbe")) != expected:
             yield f"{where}: readiness and liveness ask {asks}"
 

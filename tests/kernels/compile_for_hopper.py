@@ -13,21 +13,20 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from common.types import SamplingParams
-from engine.device_sampler import DeviceSampler
 from engine.kernels import (
     decode_inputs,
+    dense_prefill,
     gemv,
     kv_write,
     norm,
     paged_decode,
     paged_prefill,
-    prefix,
-    rope_kv,
     sampling,
-    skinny,
+    skinny_gemm,
 )
-from engine.layer_kv import LayerKV
-from engine.sampler import SampleRow
+from engine.kv.layer_kv import LayerKV
+from engine.sampling.device_sampler import DeviceSampler
+from engine.sampling.sampler import SampleRow
 
 HEADS, KV_HEADS, DIM, BLOCK, HIDDEN, INNER, VOCAB = 32, 8, 128, 16, 4096, 14336, 128256
 CPU = torch.device("cpu")
@@ -70,9 +69,9 @@ def products() -> None:
     gemv.gemv(x, half(HIDDEN, HIDDEN), residual=x, bias=half(HIDDEN))
     gemv.gemv(x, half(2 * INNER, HIDDEN), norm=scale, gated=True)
     rows = half(16, HIDDEN)
-    skinny.skinny(rows, half(6144, HIDDEN), bias=half(6144))
-    skinny.skinny(rows, half(HIDDEN, HIDDEN), residual=rows, out=rows)
-    skinny.skinny(rows, half(2 * INNER, HIDDEN), gated=True)
+    skinny_gemm.skinny_gemm(rows, half(6144, HIDDEN), bias=half(6144))
+    skinny_gemm.skinny_gemm(rows, half(HIDDEN, HIDDEN), residual=rows, out=rows)
+    skinny_gemm.skinny_gemm(rows, half(2 * INNER, HIDDEN), gated=True)
     norm.rms_norm(rows, scale, 1e-5)
     norm.rms_norm(rows, scale, 1e-5, residual=rows)
     norm.silu_mul(half(16, 2 * INNER))
@@ -85,11 +84,11 @@ def cache(fp8: bool) -> None:
         torch.zeros(1024, 64),
     )
     for weight in (None, half(DIM)):
-        rope_kv.rope_kv_write(
+        kv_write.rope_kv_write(
             qkv, layer(fp8), slots, slots, table, table, num_heads=HEADS, q_norm=weight, k_norm=weight
         )
     kv_write.kv_write(half(24, 2, KV_HEADS, DIM), layer(fp8), slots)
-    prefix.gather_kv(layer(fp8), torch.zeros(64, dtype=torch.int32), 100, dtype=torch.bfloat16)
+    dense_prefill.gather_kv(layer(fp8), torch.zeros(64, dtype=torch.int32), 100, dtype=torch.bfloat16)
 
 
 def attention(fp8: bool, new: int, window: int, softcap: float) -> None:
@@ -135,13 +134,13 @@ def samples() -> None:
 def main() -> None:
     triton.runtime.driver.set_active(Hopper())
     triton.runtime.jit.JITFunction.run = compile_only(triton.runtime.jit.JITFunction.run)
-    for module in (gemv, norm, paged_decode, rope_kv, sampling, skinny):
+    for module in (gemv, norm, paged_decode, kv_write, sampling, skinny_gemm):
         module.overlaps_launches = lambda device: True
     products()
     inputs()
     samples()
     part = torch.zeros(64, HEADS, DIM)
-    prefix.merge_parts(part, part[..., 0], part, part[..., 0], part)
+    dense_prefill.merge_attention(part, part[..., 0], part, part[..., 0], part)
     for fp8 in (False, True):
         cache(fp8)
     attention(False, 1, 0, 0.0)

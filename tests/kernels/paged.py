@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from engine.layer_kv import LayerKV, decode, encode
+from engine.kv.layer_kv import LayerKV, dequantize_e4m3, quantize_e4m3
 
 NAN_BYTE = 0xFF  # NaN as e4m3, and two of them as the bfloat16 of a scale
 
@@ -64,7 +64,7 @@ class PagedCase:
                 if self.layer.scales is None:
                     self.layer.kv[block, :, :, :used] = new
                 else:
-                    self.layer.kv[block, :, :, :used], scales = encode(new)
+                    self.layer.kv[block, :, :, :used], scales = quantize_e4m3(new)
                     self.layer.scales[block, :, :used] = scales.permute(1, 2, 0)
         ends = torch.tensor([0, *queries]).cumsum(0)
         self.cu_q = ends.to(torch.int32).to(device)
@@ -78,7 +78,7 @@ class PagedCase:
         both = self.layer.kv[ids].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :n]
         if self.layer.scales is not None:
             scales = self.layer.scales[ids].permute(3, 1, 0, 2).flatten(2, 3)[:, :, :n]
-            both = decode(both, scales, torch.float32)
+            both = dequantize_e4m3(both, scales, torch.float32)
         return both[0], both[1]
 
     def reference(self, window: int = 0, softcap: float = 0.0) -> torch.Tensor:

@@ -10,9 +10,9 @@ import torch
 
 pytest.importorskip("triton")
 
+from engine.kernels.dense_prefill import gather_kv, merge_attention
 from engine.kernels.paged_decode import DecodeWorkspace, decode_workspace, paged_decode, plan_decode
 from engine.kernels.paged_prefill import paged_prefill
-from engine.kernels.prefix import gather_kv, merge_parts
 
 from .paged import TOLERANCE, PagedCase, error
 
@@ -279,5 +279,5 @@ def test_merge_of_two_parts_is_the_whole(device, gen):
 
     (a, la), (b, lb) = part(0, 25), part(25, keys)
     out = torch.full((rows, heads, dim), float("nan"), device=device)
-    merge_parts(a, la, b, lb, out)
+    merge_attention(a, la, b, lb, out)
     assert error(out, torch.einsum("rhk,hkd->rhd", scores.softmax(-1), values)) < TOLERANCE[torch.float32]

@@ -17,24 +17,24 @@ from common.kv_layout import KVLayout
 from common.types import FinishReason, SamplingParams, Token, ValidRequest
 from engine.attention.torch_backend import TorchAttention
 from engine.attention.triton_backend import TritonAttention
-from engine.block_pool import BlockPool
-from engine.block_tables import BlockTables
-from engine.decode_step import batch_buckets
-from engine.device_sampler import DeviceSampler
 from engine.kernels.decode_inputs import DecodeInputs, blocks_touched, decode_inputs, packed_width
-from engine.kv_pool import KVPool
+from engine.kv.block_tables import BlockTables
+from engine.kv.blocks import BlockPool
+from engine.kv.kv_pool import KVPool
 from engine.models.decoder import Decoder
 from engine.models.spec import parse_spec
-from engine.prompt_step import Bucket
-from engine.runner import Runner
-from engine.scheduler import Scheduler, SchedulerConfig
-from engine.sequence import Sequence
-from engine.speculation.control import Always
-from engine.speculation.drafter import AttentionKind, MakeDrafter
-from engine.speculation.drawn import DrawnProposer
+from engine.sampling.device_sampler import DeviceSampler
+from engine.schedule.scheduler import Scheduler, SchedulerConfig
+from engine.schedule.sequence import Sequence
+from engine.schedule.stepper import Stepper
+from engine.speculation.controller import AlwaysDraft
+from engine.speculation.draft_model import AttentionClass, BuildDraftModel
+from engine.speculation.model_proposer import ModelProposer
 from engine.speculation.speculator import Speculator
-from engine.stepper import Stepper
-from tests.guesses import Guesses
+from engine.step.decode_step import batch_buckets
+from engine.step.prompt_step import PromptBucket
+from engine.step.runner import ModelRunner
+from tests.rigs.engine.known_answer_proposer import Guesses
 
 VOCAB, BLOCK, SEQS, LIMIT, DRAFTS = 48, 4, 4, 32, 3
 SPEC = parse_spec(
@@ -71,7 +71,7 @@ class Rig:
         blocks: int = 60,
         budget: int = 12,
         guesses: Guesses | None = None,
-        draft: Callable[[Decoder], tuple[dict[str, int], MakeDrafter]] | None = None,
+        draft: Callable[[Decoder], tuple[dict[str, int], BuildDraftModel]] | None = None,
         chunks: tuple[tuple[int, int], ...] = (),
     ):
         model = Decoder(SPEC, 64, device, torch.float32, fused=fused)
@@ -82,9 +82,9 @@ class Rig:
         kv = KVPool(layout, blocks, device)
         if fused:
             kv.data[:blocks] = 0xFF  # NaN where nobody has written
-        attention: AttentionKind = TritonAttention if fused else TorchAttention
+        attention: AttentionClass = TritonAttention if fused else TorchAttention
         backend = attention(kv.layers(), SPEC.num_heads, SPEC.windows, kv.dummy_block)
-        self.runner = Runner(
+        self.runner = ModelRunner(
             model,
             kv,
             backend,
@@ -102,10 +102,10 @@ class Rig:
             self.runner.capture()
         self.pool = BlockPool(blocks, BLOCK)
         self.scheduler = Scheduler(SchedulerConfig(chunk_tokens=budget, max_seqs=SEQS, max_model_len=LIMIT), self.pool)
-        self.speculator = None if guesses is None else Speculator(guesses, Always(DRAFTS), max_seqs=SEQS)
+        self.speculator = None if guesses is None else Speculator(guesses, AlwaysDraft(DRAFTS), max_seqs=SEQS)
         if self.runner.draft_loop is not None:
-            drawn = DrawnProposer(self.runner.draft_loop, self.scheduler.reserve_for_drafts)
-            self.speculator = Speculator(drawn, Always(DRAFTS), max_seqs=SEQS)
+            drawn = ModelProposer(self.runner.draft_loop, self.scheduler.reserve_for_drafts)
+            self.speculator = Speculator(drawn, AlwaysDraft(DRAFTS), max_seqs=SEQS)
         self.stepper = Stepper(
             self.scheduler,
             self.pool,
@@ -183,7 +183,7 @@ def test_captured_chunks_give_the_tokens_of_plain_ones(device: torch.device, mon
     graphs = device.type == "cuda"
     static = Rig(device, fused=True, overlap=True, graphs=graphs, chunks=chunks, blocks=40)
     assert static.runner.prompt_step is not None
-    computed: list[Bucket] = []
+    computed: list[PromptBucket] = []
     replay = static.runner.prompt_step._graphs.run
     monkeypatch.setattr(
         static.runner.prompt_step._graphs, "run", lambda bucket: (computed.append(bucket), replay(bucket))[1]
@@ -195,7 +195,7 @@ def test_captured_chunks_give_the_tokens_of_plain_ones(device: torch.device, mon
             rig.add(f"r{i}", ids, SamplingParams(temperature=0.8, seed=i, max_tokens=3))
             answers.append([t.id for t in rig.run()[f"r{i}"]])  # alone, so that chunks are whole
     assert answers[:2] == answers[2:]
-    assert {Bucket(12, 0), Bucket(12, 12)} <= set(computed)
+    assert {PromptBucket(12, 0), PromptBucket(12, 12)} <= set(computed)
 
 
 @torch.inference_mode()

@@ -1,4 +1,4 @@
-"""The device's sampler against `engine/sampler.py`: random requests that come, go and grow over many steps."""
+"""The device's sampler against `engine/sampling/sampler.py`: random requests that come, go and grow over many steps."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ pytest.importorskip("triton")
 
 from common.errors import InvalidRequest
 from common.types import SamplingParams
-from engine.device_sampler import DeviceSampler
 from engine.kernels.sampling import IN_PROMPT, MAX_ENTRIES
-from engine.sampler import SampleRow, sample
+from engine.sampling.device_sampler import DeviceSampler
+from engine.sampling.sampler import SampleRow, sample
 
 VOCAB, ROWS = 2101, 4
 

@@ -17,7 +17,7 @@ from common.types import SamplingParams
 from engine.models.decoder import Decoder
 from engine.models.eagle import EagleHead
 from engine.models.eagle_spec import parse_eagle_spec
-from engine.speculation.drafter import EagleDrafter, MakeDrafter, ModelDrafter
+from engine.speculation.draft_model import BuildDraftModel, EagleDraftModel, SeparateDraftModel
 
 from .test_attention_kernels import PagedCase, decode
 from .test_decode_step import SPEC, VOCAB, Rig, load, weights
@@ -36,7 +36,7 @@ HEAD: dict[str, Any] = {
 FUSES = {"draft_vocab_size": 24, "eagle_aux_hidden_state_layer_ids": [0, 0, 1]}
 
 
-def disturbed(target: Decoder) -> tuple[dict[str, int], MakeDrafter]:
+def disturbed(target: Decoder) -> tuple[dict[str, int], BuildDraftModel]:
     """The target with noise on its weights."""
     device = target.embedding.weight.device
     model = Decoder(SPEC, 64, device, torch.float32, fused=target.capturable)
@@ -44,10 +44,10 @@ def disturbed(target: Decoder) -> tuple[dict[str, int], MakeDrafter]:
     for parameter, values in zip(model.parameters(), weights(), strict=True):
         parameter.copy_(values + 0.03 * torch.randn(values.shape, generator=generator))
     kept = {"draft_layers": SPEC.num_layers, "draft_kv_heads": SPEC.num_kv_heads, "draft_head_dim": SPEC.head_dim}
-    return kept, lambda kv, attention: ModelDrafter(model, SPEC, VOCAB, kv, attention)
+    return kept, lambda kv, attention: SeparateDraftModel(model, SPEC, VOCAB, kv, attention)
 
 
-def random_head(target: Decoder, *, fuses: bool) -> tuple[dict[str, int], MakeDrafter]:
+def random_head(target: Decoder, *, fuses: bool) -> tuple[dict[str, int], BuildDraftModel]:
     spec = parse_eagle_spec(HEAD | (FUSES if fuses else {}))
     head = EagleHead(
         spec,
@@ -66,7 +66,7 @@ def random_head(target: Decoder, *, fuses: bool) -> tuple[dict[str, int], MakeDr
     if head.token_ids is not None:
         head.token_ids = head.token_ids * 2
     kept = {"draft_layers": 1, "draft_kv_heads": 1, "draft_head_dim": 16, "draft_state": 32}
-    return kept, lambda kv, attention: EagleDrafter(head, target, kv, attention)
+    return kept, lambda kv, attention: EagleDraftModel(head, target, kv, attention)
 
 
 KINDS = {

@@ -13,9 +13,9 @@ import torch
 from common.types import SamplingParams, ValidRequest
 from engine.engine import Engine
 from engine.llm import LLM
-from engine.speculation.control import Always
-from engine.step_result import StepResult
-from tests.draft_models import disturbed, eagle_head, tiny_target
+from engine.schedule.outputs import StepResult
+from engine.speculation.controller import AlwaysDraft
+from tests.rigs.engine.draft_models import disturbed, eagle_head, tiny_target
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -84,7 +84,7 @@ def test_no_token_changes(
     proposer: str, blocks: int, graphs: bool, target_dir: Path, drafting: dict[str, Any], expected: list[list[int]]
 ) -> None:
     llm = make(target_dir, **drafting[proposer], num_blocks=blocks, cuda_graphs=graphs)
-    llm.engine.set_proposer(llm.engine.configured_proposer(), Always(4))
+    llm.engine.set_proposer(llm.engine.configured_proposer(), AlwaysDraft(4))
     got = [answer.ids for answer in llm.generate(*load(), ignore_eos=True, show_progress=False)]
     assert got == expected
     assert llm.engine.speculator is not None
@@ -137,7 +137,7 @@ def test_no_token_changes_after_a_hand_off(
     proposer: str, target_dir: Path, drafting: dict[str, Any], expected: list[list[int]]
 ) -> None:
     first, second = (make(target_dir, **drafting[proposer], num_blocks=blocks).engine for blocks in (400, 60))
-    second.set_proposer(second.configured_proposer(), Always(4))
+    second.set_proposer(second.configured_proposer(), AlwaysDraft(4))
     assert handed_over(first, second) == expected
     assert second.counters.prompt_tokens == 0
     assert second.scheduler.stats().preemptions > 0
@@ -151,7 +151,7 @@ def test_rejection_sampling_of_greedy_requests_changes_nothing(
     proposer: str, target_dir: Path, drafting: dict[str, Any], expected: list[list[int]]
 ) -> None:
     llm = make(target_dir, **drafting[proposer], speculation_accept="rejection")
-    llm.engine.set_proposer(llm.engine.configured_proposer(), Always(4))
+    llm.engine.set_proposer(llm.engine.configured_proposer(), AlwaysDraft(4))
     prompts, params = load()
     got = llm.generate(prompts, params, ignore_eos=True, show_progress=False)
     for answer, wanted, asked in zip(got, expected, params, strict=True):

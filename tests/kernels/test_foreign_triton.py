@@ -9,8 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma2Config
 
 from engine.attention.triton_backend import TritonAttention
-from engine.loader import open_model
-from engine.models import hf
+from engine.models.loader import open_model
 
 
 def test_a_model_is_proven_over_the_triton_backend(
@@ -43,6 +42,6 @@ def test_a_model_is_proven_over_the_triton_backend(
         made.append(TritonAttention(*args, **kwargs))  # type: ignore[arg-type]
         return made[-1]
 
-    monkeypatch.setattr(hf, "TorchAttention", triton)
+    monkeypatch.setattr(model, "TorchAttention", triton)
     open_model(tmp_path).load(64, device, torch.float32)
     assert len(made) == 1

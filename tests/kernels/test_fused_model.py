@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 from engine.attention.base import StepShape
 from engine.attention.torch_backend import TorchAttention
 from engine.attention.triton_backend import TritonAttention
-from engine.layer_kv import LayerKV
+from engine.kv.layer_kv import LayerKV
 from engine.models import decoder
 from engine.models.decoder import Decoder
 from engine.models.spec import ModelSpec, parse_spec

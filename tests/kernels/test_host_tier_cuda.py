@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from common.kv_layout import KVLayout
 from common.types import SamplingParams
-from engine.host_memory import HostMemory
-from engine.kv_pool import KVPool
+from engine.kv.host_pool import HostKVPool
+from engine.kv.kv_pool import KVPool
 from engine.llm import LLM
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -23,7 +23,7 @@ LAYOUT = KVLayout("m", "r", num_layers=4, num_kv_heads=2, head_dim=64, block_siz
 def test_blocks_come_back_as_they_were_while_the_gpu_computes() -> None:
     device = torch.device("cuda")
     kv, slots = KVPool(LAYOUT, 300, device), 200
-    memory = HostMemory(kv, slots)
+    memory = HostKVPool(kv, slots)
     try:
         kv.data.random_(0, 256)
         before = kv.data.cpu()

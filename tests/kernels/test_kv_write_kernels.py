@@ -11,9 +11,8 @@ import triton
 import triton.language as tl
 
 from engine.kernels import e4m3
-from engine.kernels.kv_write import kv_write
-from engine.kernels.rope_kv import rope_kv_write
-from engine.layer_kv import LayerKV, encode
+from engine.kernels.kv_write import kv_write, rope_kv_write
+from engine.kv.layer_kv import LayerKV, quantize_e4m3
 
 from .paged import NAN_BYTE, poisoned_layer
 
@@ -53,7 +52,7 @@ def hostile(tokens: int, heads: int, dim: int, device: torch.device, gen: torch.
 def check(layer: LayerKV, want: torch.Tensor, slots: list[int]) -> None:
     """The written slots hold encode(want), bit for bit; all others are poison still."""
     assert layer.scales is not None
-    codes, scales = encode(want)
+    codes, scales = quantize_e4m3(want)
     size = layer.block_size
     written = {slot for slot in slots if slot >= 0}
     for t, slot in enumerate(slots):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.pd_stack import FLAGS, make_model, prompts, running, transport_of
+from benchmarks.support.pd_stack import FLAGS, make_model, prompts, running, transport_of
 from common.types import SamplingParams
 from engine.llm import LLM
 

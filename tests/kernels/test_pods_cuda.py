@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.bare_pods import BarePod, running
-from benchmarks.pd_stack import make_model
+from benchmarks.support.bare_pods import BarePod, running
+from benchmarks.support.pd_stack import make_model
 from common.pb import prefill_pb2
-from common.rpc import channel
+from common.rpc import open_channel
 from common.types import ValidRequest
 from engine.llm import LLM
-from tests.harness import Answer, GatewayStream, PlayedGateway, PodClient, prompt_of, request
+from tests.rigs.pods.harness import Answer, GatewayStream, PlayedGateway, PodClient, prompt_of, request
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -89,7 +89,7 @@ async def driving(processes: dict[str, BarePod]) -> AsyncIterator[Pods]:
     pods = Pods()
     try:
         for name, bare in processes.items():
-            pod = ProcessPod(channel(bare.address), bare, 0)
+            pod = ProcessPod(open_channel(bare.address), bare, 0)
             pod.generation = (await pod.info()).generation
             (pods.decodes if name.startswith("decode") else pods.prefills).append(pod)
             if name.startswith("decode"):

@@ -1,4 +1,4 @@
-"""Sampling kernels against the same choice made by sorting, in float64, with the noise of engine/philox.py."""
+"""Sampling kernels against the same choice made by sorting, in float64, with the noise of engine/sampling/philox.py."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from engine.kernels.sampling import (
     IN_PROMPT,
     MAX_ENTRIES,
     NUM_FLOATS,
-    WORDS,
-    Sampler,
+    SLOT_WORDS,
+    SamplingKernels,
     SamplingTensors,
     count_tokens,
 )
-from engine.philox import gumbel
+from engine.sampling.philox import gumbel
 
 VOCAB = 3001
 OFF = (1.0, 1.0, 0.0, 1.0, 0.0, 0.0)
@@ -29,7 +29,7 @@ class Case:
 
     def __init__(self, rows, device, bias=None, ban_until=0) -> None:
         n = len(rows)
-        words = torch.zeros(n, WORDS, dtype=torch.int64)
+        words = torch.zeros(n, SLOT_WORDS, dtype=torch.int64)
         entries = torch.full((n, 2, MAX_ENTRIES), 2**31 - 1, dtype=torch.int32)
         for r, ((k, seed, child, _, penalised), floats) in enumerate(rows):
             words[r].view(torch.float32)[:NUM_FLOATS] = torch.tensor(floats)
@@ -44,7 +44,7 @@ class Case:
         self.slots = torch.arange(n - 1, -1, -1, dtype=torch.int32, device=device)
         self.rows, self.bias, self.ban_until = rows, bias or {}, ban_until
         self.positions = torch.tensor([i[3] for i, _ in rows], dtype=torch.int32, device=device)
-        self.sampler = Sampler(n, VOCAB, device)
+        self.sampler = SamplingKernels(n, VOCAB, device)
 
     def counts(self, r: int) -> torch.Tensor:
         return self.params.counts[len(self.rows) - 1 - r]

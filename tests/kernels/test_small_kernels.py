@@ -7,12 +7,12 @@ import torch
 
 pytest.importorskip("triton")
 
+from engine.kernels.gemm_swiglu import gemm_swiglu, supports_gemm_swiglu
 from engine.kernels.gemv import gemv
+from engine.kernels.kv_write import rope_kv_write
 from engine.kernels.norm import rms_norm, silu_mul
-from engine.kernels.rope_kv import rope_kv_write
-from engine.kernels.skinny import MAX_ROWS, skinny
-from engine.kernels.swiglu import fuses_swiglu, swiglu
-from engine.layer_kv import LayerKV
+from engine.kernels.skinny_gemm import MAX_ROWS, skinny_gemm
+from engine.kv.layer_kv import LayerKV
 
 from .paged import error
 
@@ -122,10 +122,10 @@ def test_skinny(rows, n, k, end, device, gen):
     if end == "residual":
         residual = out.normal_(generator=gen)
         want = want + residual.double()
-    assert skinny(x, weight, bias=bias, residual=residual, gated=gated, out=out) is out
+    assert skinny_gemm(x, weight, bias=bias, residual=residual, gated=gated, out=out) is out
     assert error(out, want) < 2e-6
-    alone = skinny(x[1:2], weight, bias=bias, gated=gated)
-    assert torch.equal(alone, skinny(x, weight, bias=bias, gated=gated)[1:2])
+    alone = skinny_gemm(x[1:2], weight, bias=bias, gated=gated)
+    assert torch.equal(alone, skinny_gemm(x, weight, bias=bias, gated=gated)[1:2])
 
 
 @pytest.mark.parametrize(("rows", "n", "k"), [(70, 48, 40), (16, 16, 64), (1, 8, 8)])
@@ -133,14 +133,16 @@ def test_swiglu(rows, n, k, device, gen):
     x = torch.randn(rows, k + 8, generator=gen, device=device)[:, :k]
     weight = torch.randn(2 * n, k, generator=gen, device=device)
     gate, up = (x.double() @ weight.double().T).chunk(2, -1)
-    got = swiglu(x, weight, tile=(16, 16, 16), group=2)
+    got = gemm_swiglu(x, weight, tile=(16, 16, 16), group=2)
     assert error(got, torch.nn.functional.silu(gate) * up) < 2e-6
 
 
-@pytest.mark.skipif(not (torch.cuda.is_available() and fuses_swiglu(torch.device("cuda"))), reason="needs a Hopper GPU")
+@pytest.mark.skipif(
+    not (torch.cuda.is_available() and supports_gemm_swiglu(torch.device("cuda"))), reason="needs a Hopper GPU"
+)
 @pytest.mark.parametrize("rows", [2048, 2500])
 def test_swiglu_as_a_prompt_has_it(rows, device, gen):
     x = torch.randn(rows, 1024, generator=gen, device=device).bfloat16()
     weight = (torch.randn(2 * 1416, 1024, generator=gen, device=device) / 32).bfloat16()
     gate, up = (x.double() @ weight.double().T).chunk(2, -1)
-    assert error(swiglu(x, weight), torch.nn.functional.silu(gate) * up) < 4e-3
+    assert error(gemm_swiglu(x, weight), torch.nn.functional.silu(gate) * up) < 4e-3

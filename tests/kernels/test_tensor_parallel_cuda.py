@@ -10,7 +10,7 @@ import torch
 
 from common.types import SamplingParams
 from engine.llm import LLM
-from tests.harness import prompt_of, tiny_llama
+from tests.rigs.pods.harness import prompt_of, tiny_llama
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 

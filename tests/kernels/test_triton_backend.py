@@ -11,9 +11,8 @@ from common.kv_layout import FP8_DTYPE, KVLayout
 from engine.attention.base import StepShape
 from engine.attention.torch_backend import TorchAttention
 from engine.attention.triton_backend import TritonAttention
-from engine.kernels.dense_prefill import cudnn_prefill, dense_prefill
-from engine.kernels.prefix import gather_kv
-from engine.kv_pool import KVPool
+from engine.kernels.dense_prefill import cudnn_prefill, dense_prefill, gather_kv
+from engine.kv.kv_pool import KVPool
 
 from .paged import TOLERANCE, PagedCase, error
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from cli import probes
-from tests.fake_kube import FakeKube
 from tests.k8s.manifests import (
     Object,
     Peer,
@@ -33,6 +32,7 @@ from tests.k8s.manifests import (
 )
 from tests.netns.container import Container
 from tests.netns.hosts import NODE, Hosts
+from tests.rigs.gateway.fake_kube import FakeKube
 
 HERE: Mapping[str, str] = {"kubernetes.io/metadata.name": "baton"}
 

@@ -19,11 +19,11 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from tests.fake_kube import FakeKube, make_account
 from tests.k8s.checks import ENGINES, NEEDED, OURS, kv_ports
 from tests.k8s.manifests import K8S, ROOT, Peer, Policies, component, environment, main_container, named, render
 from tests.netns.hosts import NODE, Hosts, run
 from tests.netns.kubelet import Kubelet
+from tests.rigs.gateway.fake_kube import FakeKube, make_account
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 MODEL_DIR = "/srv/models/smollm2"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.api_doc.parameters import CHAT, COMMON, COMPLETION
-from gateway.validation import parse_chat, parse_completion
+from gateway.api.docs.parameters import CHAT, COMMON, COMPLETION
+from gateway.api.openai.requests import parse_chat, parse_completion
 
 NEEDED = {"model", "messages", "prompt"}
 CHATS = sorted({p.name for p in (*COMMON, *CHAT)} - NEEDED)

@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from common.telemetry import LATENCY_BUCKETS
-from tests.promql import Series, evaluate
+from tests.rigs.promql import Series, evaluate
 
 RULES = Path(__file__).parents[2] / "k8s/components/monitoring/rules.yaml"
 PROMTOOL = os.environ.get("PROMTOOL") or shutil.which("promtool")

@@ -13,16 +13,22 @@ from common import grammar as g
 from common.errors import InvalidRequest
 from common.grammar import GrammarCompiler, GrammarTokenizer
 from common.types import Grammar
-from gateway.reasoning import STYLES, ReasoningStyle, Section
-from gateway.tokenizer import TextTokenizer
-from gateway.tools.grammar import Composer
-from gateway.tools.hermes import Hermes
-from gateway.tools.llama3 import Llama3
-from gateway.tools.mistral import Mistral
-from gateway.tools.protocol import Call, Function, ToolFormat, assemble
-from gateway.tools.pythonic import Pythonic
+from gateway.text.answer_grammar import AnswerGrammarBuilder
+from gateway.text.reasoning import REASONING_FORMATS, ReasoningFormat, ReasoningSection
+from gateway.text.tokenizer import TextTokenizer
+from gateway.text.tools.format import Function, ToolCall, ToolFormat, assemble
+from gateway.text.tools.hermes import HermesFormat
+from gateway.text.tools.llama3 import Llama3Format
+from gateway.text.tools.mistral import MistralFormat
+from gateway.text.tools.pythonic import PythonicFormat
 
-FORMATS: list[ToolFormat] = [Hermes(), Llama3(), Mistral(), Mistral(named=True), Pythonic()]
+FORMATS: list[ToolFormat] = [
+    HermesFormat(),
+    Llama3Format(),
+    MistralFormat(),
+    MistralFormat(named=True),
+    PythonicFormat(),
+]
 IDS = ["hermes", "llama3", "mistral", "mistral-named", "pythonic"]
 CITY: dict[str, Any] = {
     "type": "object",
@@ -33,7 +39,7 @@ CITY: dict[str, Any] = {
 }
 FUNCTIONS = (Function("get_weather", CITY), Function("stop", {}))
 STRICT = (Function("get_weather", CITY, strict=True), Function("stop", {}))
-THINK = STYLES[0]
+THINK = REASONING_FORMATS[0]
 
 
 @pytest.fixture(scope="module")
@@ -52,12 +58,12 @@ def compose(
     text: Grammar | None = None,
     functions: tuple[Function, ...] = FUNCTIONS,
     *,
-    reasoning: ReasoningStyle | None = None,
+    reasoning: ReasoningFormat | None = None,
     required: bool = True,
     parallel: bool = True,
-    begins: Section = Section.BEFORE,
+    begins: ReasoningSection = ReasoningSection.BEFORE,
 ) -> Grammar | None:
-    composer = Composer(tokenizer, fmt, reasoning)
+    composer = AnswerGrammarBuilder(tokenizer, fmt, reasoning)
     return composer.build(text, functions, required=required, parallel=parallel, begins=begins, field="tools")
 
 
@@ -70,7 +76,7 @@ def matches(compiler: GrammarCompiler, grammar: Grammar | None, text: str) -> bo
 
 
 def written(fmt: ToolFormat, *calls: tuple[str, dict[str, Any]]) -> str:
-    return fmt.render_calls([Call("", name, json.dumps(arguments)) for name, arguments in calls])
+    return fmt.render_calls([ToolCall("", name, json.dumps(arguments)) for name, arguments in calls])
 
 
 GOOD = ("get_weather", {"city": 'O"slo', "days": 2})
@@ -83,7 +89,7 @@ def test_required_is_one_call_or_several_and_nothing_else(
     grammar, single = compose(tokenizer, fmt), compose(tokenizer, fmt, parallel=False)
     # A model of Pythonic calls writes JSON's literals under a grammar: they are the same but for true, false and null.
     for text in (written(fmt, GOOD), written(fmt, ("stop", {}))):
-        text = text.replace("'", '"').replace('O"slo', 'O\\"slo') if isinstance(fmt, Pythonic) else text
+        text = text.replace("'", '"').replace('O"slo', 'O\\"slo') if isinstance(fmt, PythonicFormat) else text
         assert matches(compiler, grammar, text)
         assert matches(compiler, single, text)
     two = written(fmt, ("stop", {}), ("stop", {}))
@@ -105,7 +111,7 @@ def test_auto_with_strict_functions_is_text_or_well_formed_calls(
     for text in ("", "Hello {there} [x].\n\n", good, f"So:\n{good}" if fmt.trigger else good):
         assert matches(compiler, grammar, text)
     for bad in (written(fmt, ("other", {})), written(fmt, ("get_weather", {"city": 1})).replace("'", '"')):
-        known = isinstance(fmt, Pythonic) and bad.startswith("[other")  # begins no call that is known
+        known = isinstance(fmt, PythonicFormat) and bad.startswith("[other")  # begins no call that is known
         assert matches(compiler, grammar, bad) == known
     if fmt.trigger:
         assert not matches(compiler, grammar, f"So: {fmt.trigger}oops")
@@ -119,8 +125,8 @@ def test_auto_with_a_text_to_match_is_either(
         (g.from_json_schema({"const": {"a": 1}}, field="f"), '{"a":1}', '{"a":2}'),
         (g.from_regex("[0-9]+", field="f"), "17", "17a"),
         (g.from_choice(["yes", "no"], field="f"), "no", "maybe"),
-        (g.from_grammar('root ::= "a" | "b" root', field="f"), "bba", "ab"),
-        (g.from_grammar('start: "x" rest\nrest: /y+/', field="f"), "xyy", "yx"),
+        (g.from_lark_or_gbnf('root ::= "a" | "b" root', field="f"), "bba", "ab"),
+        (g.from_lark_or_gbnf('start: "x" rest\nrest: /y+/', field="f"), "xyy", "yx"),
     ):
         grammar = compose(tokenizer, fmt, text, required=False)
         assert matches(compiler, grammar, good)
@@ -136,21 +142,21 @@ def test_what_has_to_match_stands_behind_the_reasoning_section(
 ) -> None:
     text = g.from_choice(["yes", "no"], field="f")
 
-    def grammar(begins: Section, style: ReasoningStyle | None = THINK) -> Grammar | None:
-        return compose(tokenizer, Hermes(), text, (), required=False, reasoning=style, begins=begins)
+    def grammar(begins: ReasoningSection, style: ReasoningFormat | None = THINK) -> Grammar | None:
+        return compose(tokenizer, HermesFormat(), text, (), required=False, reasoning=style, begins=begins)
 
-    assert grammar(Section.AFTER) == text
-    assert grammar(Section.BEFORE, None) == text
-    may = grammar(Section.BEFORE)
+    assert grammar(ReasoningSection.AFTER) == text
+    assert grammar(ReasoningSection.BEFORE, None) == text
+    may = grammar(ReasoningSection.BEFORE)
     for good in ("yes", "<think>yes or no?</think>no", "<think>\nhm < 1\n</think>\n\nno"):
         assert matches(compiler, may, good)
     for bad in ("<think>yes", "<think>x</think>maybe", "x</think>no"):
         assert not matches(compiler, may, bad)
-    inside = grammar(Section.INSIDE)
+    inside = grammar(ReasoningSection.INSIDE)
     assert matches(compiler, inside, "hm</think>no")
     assert not matches(compiler, inside, "no")
-    called = compose(tokenizer, Hermes(), None, FUNCTIONS, reasoning=THINK)
-    assert matches(compiler, called, f"<think>hm</think>\n{written(Hermes(), ('stop', {}))}")
+    called = compose(tokenizer, HermesFormat(), None, FUNCTIONS, reasoning=THINK)
+    assert matches(compiler, called, f"<think>hm</think>\n{written(HermesFormat(), ('stop', {}))}")
     assert not matches(compiler, called, "<think>hm</think>\nno")
 
 
@@ -162,7 +168,7 @@ def test_special_tokens_stand_in_grammars_by_id(tmp_path: Path, smollm2_dir: Pat
     (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
     tokenizer = TextTokenizer(tmp_path)
     compiler = GrammarCompiler(GrammarTokenizer(tmp_path, eos_ids=(2,)))
-    fmt, style = Mistral(named=True), STYLES[2]
+    fmt, style = MistralFormat(named=True), REASONING_FORMATS[2]
     call = [
         3,
         *tokenizer.encode("stop", add_special_tokens=False),
@@ -194,10 +200,10 @@ def test_special_tokens_stand_in_grammars_by_id(tmp_path: Path, smollm2_dir: Pat
 
 def test_functions_without_strict_take_any_schema(compiler: GrammarCompiler, tokenizer: TextTokenizer) -> None:
     odd = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}, "not": {"required": ["b"]}}
-    lenient = compose(tokenizer, Hermes(), functions=(Function("f", odd),))
-    assert matches(compiler, lenient, written(Hermes(), ("f", {"a": [1]})))
-    assert not matches(compiler, lenient, written(Hermes(), ("f", {"a": 1})))
-    strict = compose(tokenizer, Hermes(), functions=(Function("f", odd, strict=True),))
+    lenient = compose(tokenizer, HermesFormat(), functions=(Function("f", odd),))
+    assert matches(compiler, lenient, written(HermesFormat(), ("f", {"a": [1]})))
+    assert not matches(compiler, lenient, written(HermesFormat(), ("f", {"a": 1})))
+    strict = compose(tokenizer, HermesFormat(), functions=(Function("f", odd, strict=True),))
     assert strict is not None
     with pytest.raises(InvalidRequest):
         compiler.compile(strict)

@@ -15,17 +15,17 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import ValidationError
 
 from common.errors import InvalidRequest
-from gateway.api_doc.document import openapi_document
-from gateway.api_doc.parameter import Parameter, Support
-from gateway.api_doc.parameters import BODIES, CHAT, COMMON, COMPLETION
-from gateway.api_doc.tables import GRPC_FIELDS, grpc_fields, with_tables
-from gateway.embeddings import parse_embeddings
-from gateway.fields import Fields
-from gateway.responses import request
-from gateway.responses.request import ResponseBody, parse_response
-from gateway.tokenize import parse_detokenize, parse_tokenize
-from gateway.validation import parse_chat, parse_completion
-from tests.openai_document import property_names
+from gateway.api.docs.document import openapi_document
+from gateway.api.docs.parameter import Parameter, Support
+from gateway.api.docs.parameters import BODIES, CHAT, COMMON, COMPLETION
+from gateway.api.docs.tables import GRPC_FIELDS, grpc_fields, with_tables
+from gateway.api.http.json_fields import JsonFields
+from gateway.api.openai.embeddings import parse_embeddings
+from gateway.api.openai.requests import parse_chat, parse_completion
+from gateway.api.openai.responses import request
+from gateway.api.openai.responses.request import ResponseBody, parse_response
+from gateway.api.openai.tokenize import parse_detokenize, parse_tokenize
+from tests.rigs.gateway.openai_document import property_names
 
 ROOT = Path(__file__).parents[2]
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -154,13 +154,13 @@ def test_every_name_that_a_validator_reads_is_in_the_table_and_the_other_way_rou
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: set[str] = set()
-    raw = Fields.raw
+    raw = JsonFields.raw
 
-    def recording(self: Fields, name: str) -> Any:
+    def recording(self: JsonFields, name: str) -> Any:
         read.add(self._prefix + name)
         return raw(self, name)
 
-    monkeypatch.setattr(Fields, "raw", recording)
+    monkeypatch.setattr(JsonFields, "raw", recording)
     parse, smallest = PARSERS[path]
     monkeypatch.setattr(request, "_chat", lambda *_: None)  # a chat's own names are not those of a response
     parse(smallest)
@@ -223,7 +223,7 @@ def test_every_field_of_generate_has_its_parameter() -> None:
 
 def test_the_page_has_the_tables() -> None:
     page = (ROOT / "docs/api.md").read_text("utf-8")
-    assert page == with_tables(page), "run python -m gateway.api_doc"
+    assert page == with_tables(page), "run python -m gateway.api.docs"
 
 
 def test_the_document_is_openapi_whose_references_all_lead_somewhere() -> None:

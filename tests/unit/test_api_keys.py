@@ -12,10 +12,9 @@ from typer.testing import CliRunner
 
 from cli.app import app
 from common.errors import BatonError, ConfigError, InvalidApiKey
-from gateway.admission.caller import Caller
+from gateway.admission.api_keys import Caller, KeySet, create_key
 from gateway.admission.key_ring import KeyRing
 from gateway.admission.key_store import KeyFile
-from gateway.admission.keys import KeySet, mint
 
 FIELDS = {"requests_per_minute": 5, "weight": 2.5, "models": ("a", "b"), "note": 'quo"te\x7f ü', "isolated": True}
 
@@ -26,8 +25,8 @@ def refused(call: object) -> None:
 
 
 def test_only_the_very_key_identifies_its_owner() -> None:
-    key, record = mint("acme", **FIELDS)
-    other, _ = mint("acme")
+    key, record = create_key("acme", **FIELDS)
+    other, _ = create_key("acme")
     keys = KeySet([record])
     caller = keys.identify(key)
     assert (caller.tenant, caller.key_id, caller.weight) == ("acme", record.id, 2.5)
@@ -46,14 +45,14 @@ def test_only_the_very_key_identifies_its_owner() -> None:
     ):
         refused(lambda wrong=wrong: keys.identify(wrong))
     assert secret not in record.model_dump_json()
-    assert record.hash != mint("acme")[1].hash
+    assert record.hash != create_key("acme")[1].hash
 
 
 def test_a_key_is_over_at_its_time() -> None:
     now = datetime.now(UTC)
-    key, record = mint("t", expires=now + timedelta(hours=1))
+    key, record = create_key("t", expires=now + timedelta(hours=1))
     assert KeySet([record]).identify(key).tenant == "t"
-    key, record = mint("t", expires=now - timedelta(seconds=1))
+    key, record = create_key("t", expires=now - timedelta(seconds=1))
     refused(lambda: KeySet([record]).identify(key))
 
 
@@ -68,13 +67,13 @@ def test_a_key_is_over_at_its_time() -> None:
 )
 def test_a_wrong_record_is_refused_by_field(fields: dict[str, object], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
-        mint(**{"tenant": "t", **fields})  # type: ignore[arg-type]
+        create_key(**{"tenant": "t", **fields})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["keys.toml", "keys.json"])
 def test_a_file_gets_and_loses_records_and_is_for_its_owner(name: str, tmp_path: Path) -> None:
     file = KeyFile(tmp_path / name)
-    records = [mint("acme", **FIELDS)[1], mint("b", priority=-3, admin=True)[1], mint("c")[1]]
+    records = [create_key("acme", **FIELDS)[1], create_key("b", priority=-3, admin=True)[1], create_key("c")[1]]
     for record in records:
         file.add(record)
     assert file.read() == records
@@ -91,7 +90,7 @@ def test_what_a_person_wrote_into_the_file_stays(tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
     path.write_text("# the keys of team A\n")
     file = KeyFile(path)
-    one, two = mint("one")[1], mint("two")[1]
+    one, two = create_key("one")[1], create_key("two")[1]
     file.add(one)
     path.write_text(path.read_text() + "# the second\n")
     file.add(two)

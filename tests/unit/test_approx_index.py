@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.block_hash import block_hashes
-from gateway.approx_index import STRIDE, ApproxIndex
-from tests.prefix import shared
+from common.block_hash import hash_blocks
+from gateway.routing.local_index import POINT_STRIDE, ApproxIndex
+from tests.rigs.engine.comparisons import shared
 
 FP = "ab" * 16
 
@@ -15,7 +15,7 @@ FP = "ab" * 16
 def chain(*parts: tuple[int, int]) -> list[bytes]:
     """Blocks of one token: parts of (token, how often)."""
     tokens = [token for token, count in parts for _ in range(count)]
-    return block_hashes(tokens, fingerprint=FP, block_size=1)
+    return hash_blocks(tokens, fingerprint=FP, block_size=1)
 
 
 chains = st.lists(st.tuples(st.integers(0, 1), st.integers(1, 30)), min_size=1, max_size=4).map(lambda p: chain(*p))
@@ -37,7 +37,7 @@ def test_it_says_at_most_what_was_recorded_for_the_generation_and_little_less(
         for generation in (1, 2, 3):
             said = index.lookup(prompt, [(pod, generation)])[pod]
             truth = held.get((pod, generation), 0) if newest.get(pod) == generation else 0
-            assert truth - STRIDE < said <= truth
+            assert truth - POINT_STRIDE < said <= truth
     assert index.lookup([], [("a", 1)]) == {"a": 0}
 
 
@@ -63,7 +63,7 @@ def test_it_is_bounded_and_forgets_leaves_first(past: list[tuple[str, int, list[
             full = [large.lookup(other[:n], [(name, number)])[name] for n in range(1, len(other) + 1)]
             assert all(a <= b for a, b in zip(found, full, strict=True))
             best = max(found)
-            assert all(found[n] == n + 1 for n in range(min(best, STRIDE)))
+            assert all(found[n] == n + 1 for n in range(min(best, POINT_STRIDE)))
 
 
 def test_entries_go_with_their_age_their_pod_and_its_generation() -> None:

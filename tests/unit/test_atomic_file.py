@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from common.atomic_file import replace_file
+from common.process.atomic_file import write_file_atomically
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o644])
@@ -16,7 +16,7 @@ def test_it_has_the_content_and_the_permissions(mode: int, there: bool, tmp_path
     path = tmp_path / "file"
     if there:
         path.write_bytes(b"a longer one before")
-    replace_file(path, b"new", mode)
+    write_file_atomically(path, b"new", mode)
     assert (path.read_bytes(), stat.S_IMODE(path.stat().st_mode)) == (b"new", mode)
     assert list(tmp_path.iterdir()) == [path]
 
@@ -33,6 +33,6 @@ def test_a_failure_leaves_what_was_there_and_nothing_else(
     path.write_bytes(b"before")
     monkeypatch.setattr(call, full)
     with pytest.raises(type(error)):
-        replace_file(path, b"new", 0o644)
+        write_file_atomically(path, b"new", 0o644)
     assert path.read_bytes() == b"before"
     assert list(tmp_path.iterdir()) == [path]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from common.types import FinishReason, TokenLogprob
-from gateway.beam import Beam, BeamParams, EarlyStopping, search
+from gateway.serving.beam_search import Beam, BeamSearchParams, EarlyStopping, beam_search
 
 VOCAB = 24
 PROMPT = [3, 5, 7, 11]
@@ -60,9 +60,9 @@ def by_model(model: Any, count: int) -> Any:
 async def test_the_same_as_transformers(
     model: Any, width: int, min_tokens: int, penalty: float, early: EarlyStopping
 ) -> None:
-    params = BeamParams(width, penalty, early)
+    params = BeamSearchParams(width, penalty, early)
     expand = by_model(model, width + len(STOPS))
-    found = await search(expand, params, max_tokens=10, min_tokens=min_tokens, stops=STOPS)
+    found = await beam_search(expand, params, max_tokens=10, min_tokens=min_tokens, stops=STOPS)
     out = model.generate(
         torch.tensor([PROMPT]),
         attention_mask=torch.ones(1, len(PROMPT), dtype=torch.long),
@@ -89,7 +89,7 @@ async def test_the_same_as_transformers(
 
 
 async def test_some_of_the_cases_end_with_a_stop_token_and_some_do_not(model: Any) -> None:
-    found = await search(by_model(model, 8), BeamParams(6), max_tokens=10, stops=STOPS)
+    found = await beam_search(by_model(model, 8), BeamSearchParams(6), max_tokens=10, stops=STOPS)
     assert {beam.finish for beam in found} == {FinishReason.STOP, FinishReason.LENGTH}
 
 
@@ -113,12 +113,12 @@ async def test_wide_enough_it_finds_the_best_of_all(seed: int) -> None:
         sequence[: sequence.index(stop) + 1] if stop in sequence else sequence
         for sequence in itertools.product(ids, repeat=length)
     }
-    params = BeamParams(300, 1.0, "never")
+    params = BeamSearchParams(300, 1.0, "never")
 
     def score(sequence: tuple[int, ...]) -> float:
         return params.score(sum(logprobs(sequence[:i])[t] for i, t in enumerate(sequence)), len(sequence))
 
-    found = await search(expand, params, max_tokens=length, stops=(stop,), num_top=2)
+    found = await beam_search(expand, params, max_tokens=length, stops=(stop,), num_top=2)
     assert [tuple(t.id for t in beam.tokens) for beam in found] == sorted(every, key=score, reverse=True)
     for beam in found:
         for i, token in enumerate(beam.tokens):
@@ -134,6 +134,6 @@ async def test_early_stopping_ends_with_as_many_as_beams() -> None:
         steps.append(len(beams))
         return [[TokenLogprob(0, -0.4), TokenLogprob(1, -1.0), TokenLogprob(2, -9.0)] for _ in beams]
 
-    found = await search(expand, BeamParams(2, 1.0, True), max_tokens=50, stops=(0,))
+    found = await beam_search(expand, BeamSearchParams(2, 1.0, True), max_tokens=50, stops=(0,))
     assert [[t.id for t in beam.tokens] for beam in found] == [[0], [1, 0]]
     assert steps == [1, 2]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.limits import Ceilings, Cost
-from benchmarks.shapes import GOALS, SHAPES
+from benchmarks.support.limits import Ceilings, StepCost
+from benchmarks.support.shapes import GOALS, SHAPES
 
 LLAMA = SHAPES["llama-3.1-8b"]
 H100 = Ceilings(copy_gb_s=3028, matmul_tflop_s=707, attention_tflop_s=600)
-COST = Cost(LLAMA.config, itemsize=2, kv_bytes_per_token=131072)
+COST = StepCost(LLAMA.config, itemsize=2, kv_bytes_per_token=131072)
 
 
 @pytest.mark.parametrize(("rows", "context", "ms"), [(1, 128, 4.96), (16, 1024, 5.67), (64, 2048, 10.6)])

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.block_hash import BlockHasher, block_hashes, matchable_blocks
+from common.block_hash import BlockHasher, hash_blocks, matchable_blocks
 
 FINGERPRINT = "00112233445566778899aabbccddeeff"
 TOKENS = list(range(40))
 
 
 def hexes(tokens: list[int], size: int = 16, fingerprint: str = FINGERPRINT, salt: str = "") -> list[str]:
-    return [h.hex() for h in block_hashes(tokens, fingerprint=fingerprint, block_size=size, salt=salt)]
+    return [h.hex() for h in hash_blocks(tokens, fingerprint=fingerprint, block_size=size, salt=salt)]
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_golden_vectors(tokens: list[int], size: int, salt: str, expected: list[
 
 def test_an_adapter_is_part_of_the_name() -> None:
     def named(salt: str, adapter: str) -> list[str]:
-        hashes = block_hashes(TOKENS, fingerprint=FINGERPRINT, block_size=16, salt=salt, adapter=adapter)
+        hashes = hash_blocks(TOKENS, fingerprint=FINGERPRINT, block_size=16, salt=salt, adapter=adapter)
         return [h.hex() for h in hashes]
 
     assert named("", "") == hexes(TOKENS)
@@ -66,7 +66,7 @@ def test_incremental_equals_at_once(tokens: list[int], cuts: list[int]) -> None:
     hasher = BlockHasher(FINGERPRINT, 4, "s")
     for cut in sorted(cuts):
         hasher.extend(tokens[:cut])
-    assert hasher.extend(tokens) == block_hashes(tokens, fingerprint=FINGERPRINT, block_size=4, salt="s")
+    assert hasher.extend(tokens) == hash_blocks(tokens, fingerprint=FINGERPRINT, block_size=4, salt="s")
 
 
 def test_equal_in_every_process_whatever_the_hash_seed() -> None:
@@ -94,7 +94,7 @@ def test_one_token_is_always_left_to_compute(tokens: int, blocks: int) -> None:
 
 def test_a_chain_goes_on_from_what_is_known() -> None:
     tokens = list(range(100))
-    whole = block_hashes(tokens, fingerprint="ab" * 16, block_size=16, salt="s")
+    whole = hash_blocks(tokens, fingerprint="ab" * 16, block_size=16, salt="s")
     for known in range(len(whole) + 1):
         hasher = BlockHasher("ab" * 16, 16, "s", known=whole[:known])
         assert hasher.extend(tokens) == whole

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from common.errors import InternalError
 from common.types import PoolCounts
-from engine.block_pool import BlockPool, Hold, Lease, StepFence
+from engine.kv.blocks import BlockPin, BlockPool, Lease, StepFence
 
 Path = tuple[int, ...]
 
@@ -236,7 +236,7 @@ class PoolMachine(RuleBasedStateMachine):
         super().__init__()
         self.pool = BlockPool(self.SIZE, 4, on_stored=self.stored, on_evicted=self.evicted)
         self.paths: dict[Lease, Path] = {}
-        self.holds: list[tuple[Hold, set[int], bool]] = []
+        self.holds: list[tuple[BlockPin, set[int], bool]] = []
         self.steps: list[StepFence] = []
         self.late: list[tuple[int, set[StepFence]]] = []
         self.registered: dict[bytes, int] = {}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.admission.buckets import DAY_MS, MINUTE_MS, Buckets
-from gateway.admission.caller import KeyLimits
+from gateway.admission.api_keys import KeyLimits
+from gateway.admission.buckets import DAY_MS, MINUTE_MS, KeyBuckets
 from gateway.admission.limiter import duration
 
 START = 20_000 * DAY_MS + 12 * 3_600_000
@@ -25,7 +25,7 @@ arrivals = st.lists(
 
 @given(limits, arrivals)
 def test_no_limit_is_ever_exceeded(key: KeyLimits, arrivals: list[tuple[int, int, int, float]]) -> None:
-    buckets, now = Buckets(), START
+    buckets, now = KeyBuckets(), START
     running: dict[str, tuple[int, int, int, int]] = {}  # end, cost, used, day
     granted: list[tuple[int, int]] = []  # when, tokens
     spent: dict[int, int] = {}
@@ -54,7 +54,7 @@ def test_no_limit_is_ever_exceeded(key: KeyLimits, arrivals: list[tuple[int, int
 
 @given(st.integers(10, 500), st.lists(st.tuples(st.integers(0, 30_000), st.integers(1, 300)), max_size=60))
 def test_tokens_that_are_all_used_keep_to_the_rate(tpm: int, arrivals: list[tuple[int, int]]) -> None:
-    key, buckets, now = KeyLimits(tokens_per_minute=tpm), Buckets(), START
+    key, buckets, now = KeyLimits(tokens_per_minute=tpm), KeyBuckets(), START
     granted: list[tuple[int, int]] = []
     for number, (gap, cost) in enumerate(arrivals):
         now += gap
@@ -70,7 +70,7 @@ def test_tokens_that_are_all_used_keep_to_the_rate(tpm: int, arrivals: list[tupl
 
 @given(limits, st.integers(1, 300))
 def test_after_the_time_that_a_refusal_names_a_retry_succeeds(key: KeyLimits, cost: int) -> None:
-    buckets, now = Buckets(), START
+    buckets, now = KeyBuckets(), START
     if 0 < key.tokens_per_minute < cost or 0 < key.tokens_per_day < cost:
         return  # refused for good, see Limiter
     for number in range(40):
@@ -84,7 +84,7 @@ def test_after_the_time_that_a_refusal_names_a_retry_succeeds(key: KeyLimits, co
 
 
 def test_what_was_not_used_comes_back_and_more_is_owed() -> None:
-    key, buckets = KeyLimits(tokens_per_minute=100, tokens_per_day=150), Buckets()
+    key, buckets = KeyLimits(tokens_per_minute=100, tokens_per_day=150), KeyBuckets()
     assert buckets.reserve(key, "a", 100, START).tokens == 0
     assert buckets.reserve(key, "b", 10, START).refused == "tokens"
     buckets.settle(key, "a", 100, 20, START // DAY_MS, START)
@@ -96,7 +96,7 @@ def test_what_was_not_used_comes_back_and_more_is_owed() -> None:
 
 
 def test_taking_a_request_again_changes_nothing() -> None:
-    key, buckets = KeyLimits(requests_per_minute=2, concurrent=1), Buckets()
+    key, buckets = KeyLimits(requests_per_minute=2, concurrent=1), KeyBuckets()
     first = buckets.reserve(key, "a", 1, START)
     assert buckets.reserve(key, "a", 1, START) == first
     assert buckets.reserve(key, "b", 1, START).refused == "concurrent"

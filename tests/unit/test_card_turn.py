@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.device import card_turn, file_turn
-from engine.memory import _captured
+from engine.device import file_lock, gpu_start_lock
+from engine.step.memory import _graph_bytes
 
 
 def test_one_at_a_time(tmp_path: Path) -> None:
@@ -22,10 +22,10 @@ def test_one_at_a_time(tmp_path: Path) -> None:
     order: list[str] = []
 
     def second() -> None:
-        with file_turn(path, 30.0):
+        with file_lock(path, 30.0):
             order.append("second")
 
-    with file_turn(path, 30.0):
+    with file_lock(path, 30.0):
         other = threading.Thread(target=second)
         other.start()
         time.sleep(0.3)
@@ -36,12 +36,12 @@ def test_one_at_a_time(tmp_path: Path) -> None:
 
 def test_nobody_waits_for_ever(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "card"
-    with file_turn(path, 30.0), caplog.at_level(logging.WARNING), file_turn(path, 0.0):
+    with file_lock(path, 30.0), caplog.at_level(logging.WARNING), file_lock(path, 0.0):
         assert "not waiting longer" in caplog.text
 
 
 def test_where_no_lock_can_be_made_nobody_waits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING), file_turn(tmp_path / "no such" / "card", 30.0):
+    with caplog.at_level(logging.WARNING), file_lock(tmp_path / "no such" / "card", 30.0):
         assert "does not wait" in caplog.text
 
 
@@ -52,12 +52,12 @@ def test_where_there_are_no_locks_nobody_waits(
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr("fcntl.flock", none)
-    with caplog.at_level(logging.WARNING), file_turn(tmp_path / "card", 30.0):
+    with caplog.at_level(logging.WARNING), file_lock(tmp_path / "card", 30.0):
         assert "No locks available" in caplog.text
 
 
 def _hold(path: Path, held: multiprocessing.synchronize.Event) -> None:
-    with file_turn(path, 30.0):
+    with file_lock(path, 30.0):
         held.set()
         time.sleep(60.0)
 
@@ -71,7 +71,7 @@ def test_the_dead_hold_nothing(tmp_path: Path) -> None:
         assert held.wait(60.0)
         holder.kill()
         began = time.monotonic()
-        with file_turn(path, 30.0):
+        with file_lock(path, 30.0):
             assert time.monotonic() - began < 20.0
     finally:
         holder.kill()
@@ -79,16 +79,16 @@ def test_the_dead_hold_nothing(tmp_path: Path) -> None:
 
 
 def test_a_cpu_is_nobodys_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.device.file_turn", None)
-    with card_turn(torch.device("cpu")):
+    monkeypatch.setattr("engine.device.file_lock", None)
+    with gpu_start_lock(torch.device("cpu")):
         pass
 
 
 def test_what_somebody_else_takes_meanwhile_is_not_counted_for_every_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     free = iter([1000, 900, 400, 390])  # the second graph took 10, somebody else 490
-    monkeypatch.setattr("engine.memory._free", lambda _: next(free))
+    monkeypatch.setattr("engine.step.memory._free", lambda _: next(free))
     captured: list[int] = []
-    assert _captured([8, 4, 2, 1], captured.extend, torch.device("cuda:0")) == 100 + 3 * 10
+    assert _graph_bytes([8, 4, 2, 1], captured.extend, torch.device("cuda:0")) == 100 + 3 * 10
     assert captured == [8, 4, 2]
     free = iter([1000, 900, 890, 880])
-    assert _captured([8], captured.extend, torch.device("cuda:0")) == 100
+    assert _graph_bytes([8], captured.extend, torch.device("cuda:0")) == 100

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from common.errors import InvalidRequest
 from common.types import FinishReason, SamplingParams
-from engine.block_pool import BlockPool
-from engine.sequence import Sequence
-from engine.step_result import SequenceOutput, StepResult
-from tests.late_device import Steps, answer
+from engine.kv.blocks import BlockPool
+from engine.schedule.outputs import SequenceOutput, StepResult
+from engine.schedule.sequence import Sequence
+from tests.rigs.engine.late_device import Steps, answer
 
 Name = tuple[str, int]
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from common.config import DEFAULT_SECRET, GatewayConfig, PodConfig, UpConfig
 from common.errors import ConfigError
+from common.settings.configs import DEFAULT_SECRET, GatewayConfig, PodConfig, UpConfig
 from common.types import Role
 
 

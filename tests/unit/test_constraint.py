@@ -14,7 +14,7 @@ from common import grammar as grammars
 from common.errors import InvalidRequest
 from common.grammar import CompiledGrammar, GrammarTokenizer, compile_grammar
 from common.types import Grammar, SamplingParams, ValidRequest
-from engine.constraint import Constraint, constrains
+from engine.sampling.constraint import Constraint, needs_constraint
 
 VOCAB, EOS = 49152, 2
 
@@ -34,7 +34,7 @@ def constraint(
 ) -> Constraint:
     rules = None if grammar is None else grammar.grammar
     request = ValidRequest("r", "m", (3, 4), params, grammar=rules)
-    assert constrains(request)
+    assert needs_constraint(request)
     return Constraint(request, vocab, grammar=grammar, output=output)
 
 
@@ -98,7 +98,7 @@ def test_a_token_that_is_forbidden_fails_the_request_alone(tokenizer: GrammarTok
 
 
 def test_a_grammar_whose_states_outgrow_the_matcher_is_its_authors_fault(tokenizer: GrammarTokenizer) -> None:
-    grammar = compile_grammar(tokenizer, grammars.from_grammar('start: "a" start', field="f"))
+    grammar = compile_grammar(tokenizer, grammars.from_lark_or_gbnf('start: "a" start', field="f"))
     found = constraint(SamplingParams(), grammar)
 
     def follow() -> None:

@@ -8,24 +8,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.telemetry import Tally
+from common.telemetry import UnlabeledHistogram
 from common.types import PoolCounts
-from gateway.dashboard.history import PERIOD_S, WINDOW_S, History, Sample
-from gateway.dashboard.shape import Shape
-from gateway.dashboard.window import Window
-from gateway.metrics import GatewayMetrics
-from gateway.pod_activity import Drafts, Link, PodActivity
+from gateway.dashboard.history import (
+    PERIOD_S,
+    WINDOW_S,
+    HistogramSnapshot,
+    MetricsHistory,
+    MetricsSample,
+    MetricsWindow,
+)
+from gateway.pods.info import DraftCounts, PeerTraffic, PodActivity
+from gateway.telemetry.metrics import GatewayMetrics
 
 BOUNDS = (0.1, 0.5, 1.0, 5.0)
 VALUES = st.lists(st.floats(0, 4.9), max_size=40)
 
 
-def shape(tally: Tally) -> Shape:
-    return Shape.from_metric(next(iter(tally.collect())))
+def shape(tally: UnlabeledHistogram) -> HistogramSnapshot:
+    return HistogramSnapshot.from_metric(next(iter(tally.collect())))
 
 
-def observed(values: Sequence[float]) -> Tally:
-    tally = Tally("t", "T.", BOUNDS)
+def observed(values: Sequence[float]) -> UnlabeledHistogram:
+    tally = UnlabeledHistogram("t", "T.", BOUNDS)
     for value in values:
         tally.observe(value)
     return tally
@@ -62,24 +67,24 @@ def activity(**fields: object) -> PodActivity:
 
 
 def test_pods_that_restart_and_links_that_are_made_anew_count_from_zero() -> None:
-    drafts = Drafts("ngram", 10, 20, 5, False)
-    old = activity(prefilled=100, generated=50, drafts=drafts, links=(Link("d", "tcp", 900, 9.0, 1.0),))
+    drafts = DraftCounts("ngram", 10, 20, 5, False)
+    old = activity(prefilled=100, generated=50, drafts=drafts, links=(PeerTraffic("d", "tcp", 900, 9.0, 1.0),))
     new = activity(
         prefilled=300,
         generated=90,
         preemptions=2,
-        drafts=Drafts("ngram", 30, 60, 35, True),
-        links=(Link("d", "tcp", 1000, 10.0, 1.0), Link("d", "cma", 7, 1.0, 2.0)),
+        drafts=DraftCounts("ngram", 30, 60, 35, True),
+        links=(PeerTraffic("d", "tcp", 1000, 10.0, 1.0), PeerTraffic("d", "cma", 7, 1.0, 2.0)),
     )
-    born = activity(prefilled=40, links=(Link("d", "tcp", 5, 0.5, 1.0),))
-    start = Sample(0.0, {}, {}, {("p", 1): old, ("q", 1): old})
-    window = Window(start, Sample(10.0, {}, {}, {("p", 1): new, ("q", 2): born}))
+    born = activity(prefilled=40, links=(PeerTraffic("d", "tcp", 5, 0.5, 1.0),))
+    start = MetricsSample(0.0, {}, {}, {("p", 1): old, ("q", 1): old})
+    window = MetricsWindow(start, MetricsSample(10.0, {}, {}, {("p", 1): new, ("q", 2): born}))
     assert window.pod_rate(("p", 1), "prefilled") == 20
     assert window.pod_rate(("p", 1), "generated") == 4
     assert window.pod_rate(("q", 2), "prefilled") == 4
     assert window.pod_rate(("q", 1), "prefilled") == 0
     assert window.preemptions(("p", 1)) == 2
-    assert window.drafts(("p", 1)) == Drafts("ngram", 20, 40, 30, True)
+    assert window.drafts(("p", 1)) == DraftCounts("ngram", 20, 40, 30, True)
     assert window.drafts(("q", 2)) is None
     assert [(pod, link.transport, link.bytes, link.busy_s) for pod, link in window.links()] == [
         ("p", "tcp", 100, 1.0),
@@ -92,14 +97,14 @@ def test_pods_that_restart_and_links_that_are_made_anew_count_from_zero() -> Non
 def test_the_ring_keeps_the_last_minutes() -> None:
     now = [0.0]
     metrics = GatewayMetrics()
-    history = History(metrics, lambda: (), lambda: 3, lambda: now[0])
+    history = MetricsHistory(metrics, lambda: (), lambda: 3, lambda: now[0])
     for number in range(100):
         metrics.output_tokens.inc(number)
         history.take()
         now[0] += PERIOD_S
     kept = history.samples
     assert kept[-1].at - kept[0].at == WINDOW_S
-    assert Window(kept[-2], kept[-1]).rate("output_tokens") == 99 / PERIOD_S
+    assert MetricsWindow(kept[-2], kept[-1]).rate("output_tokens") == 99 / PERIOD_S
     assert kept[-1].counts["waiting"] == 3
 
 

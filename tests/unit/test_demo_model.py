@@ -10,7 +10,7 @@ import pytest
 
 from cli.demo import model as demo
 from common.errors import ConfigError
-from common.models import resolve_model, smollm2_dir
+from common.model.directory import resolve_model, smollm2_dir
 
 
 @pytest.fixture(autouse=True)

@@ -13,19 +13,19 @@ from common.errors import ConfigError
 from common.types import SamplingParams
 from engine.engine import Engine
 from engine.llm import LLM
-from engine.sampler import SampleRow, sample
-from engine.sequence import Sequence as EngineSequence
-from engine.speculation.control import Always, Control
-from engine.speculation.drafting import Drafting
-from engine.speculation.drawn import DrawnProposer
-from engine.speculation.proposer import Drafts
-from engine.speculation.speculator import LAG
-from tests.draft_models import disturbed, tiny_target
+from engine.sampling.sampler import SampleRow, sample
+from engine.schedule.drafts import DraftState
+from engine.schedule.sequence import Sequence as EngineSequence
+from engine.speculation.controller import AlwaysDraft, DraftController
+from engine.speculation.model_proposer import ModelProposer
+from engine.speculation.proposer import DraftBatch
+from engine.speculation.speculator import MAX_DRAFT_LAG
+from tests.rigs.engine.draft_models import disturbed, tiny_target
 
 BLOCK = 4
 
 
-class Recorder(DrawnProposer):
+class Recorder(ModelProposer):
     """Keeps what was proposed after which tokens of which child, and how far behind the model ever was."""
 
     def __init__(self, engine: Engine) -> None:
@@ -38,7 +38,7 @@ class Recorder(DrawnProposer):
         self.caught_up += [seq.draft_lag for seq in seqs]
         super().keep_up(seqs)
 
-    def propose(self, seqs: Sequence[EngineSequence], kept: Sequence[Any], limits: Sequence[int]) -> Drafts:
+    def propose(self, seqs: Sequence[EngineSequence], kept: Sequence[Any], limits: Sequence[int]) -> DraftBatch:
         drafts = super().propose(seqs, kept, limits)
         for seq, row, length in zip(seqs, drafts.tokens.tolist(), drafts.lengths.tolist(), strict=True):
             if length:
@@ -46,14 +46,14 @@ class Recorder(DrawnProposer):
         return drafts
 
 
-class Late(Control):
+class Late(DraftController):
     """Nobody drafts before so many tokens of output."""
 
     def __init__(self, max_drafts: int, after: int) -> None:
         super().__init__(max_drafts, padded=False)
         self.after = after
 
-    def limits(self, states: Sequence[tuple[Drafting, int]]) -> list[int]:
+    def limits(self, states: Sequence[tuple[DraftState, int]]) -> list[int]:
         return [self.max_drafts if output >= self.after else 0 for _, output in states]
 
 
@@ -100,27 +100,32 @@ def engine(dirs: tuple[Path, Path], **config: Any) -> LLM:
 
 @pytest.mark.parametrize(
     ("control", "overlap"),
-    [(Always(3), False), (Late(3, 5), True), (Late(3, LAG + 20), False), (Late(3, LAG + 20), True)],
+    [
+        (AlwaysDraft(3), False),
+        (Late(3, 5), True),
+        (Late(3, MAX_DRAFT_LAG + 20), False),
+        (Late(3, MAX_DRAFT_LAG + 20), True),
+    ],
 )
-def test_drafts_are_those_of_the_model_alone(control: Control, overlap: bool, dirs: tuple[Path, Path]) -> None:
+def test_drafts_are_those_of_the_model_alone(control: DraftController, overlap: bool, dirs: tuple[Path, Path]) -> None:
     alone = Alone(dirs[1])
     llm = engine(dirs, overlap=overlap)
     recorder = Recorder(llm.engine)
     llm.engine.set_proposer(recorder, control)
     prompts = [[5], [9, 30, 7], [(7 * i) % 45 + 3 for i in range(21)]]
-    greedy = SamplingParams(temperature=0.0, max_tokens=LAG + 40)
+    greedy = SamplingParams(temperature=0.0, max_tokens=MAX_DRAFT_LAG + 40)
     answers = llm.generate(prompts, greedy, ignore_eos=True, show_progress=False)
     assert len(recorder.seen) > 12
     for tokens, drafts, _ in recorder.seen:
         assert alone.drafts(tokens, len(drafts), greedy) == drafts
     if isinstance(control, Late):
-        assert (max(recorder.caught_up, default=0) >= LAG) == (control.after > LAG)
+        assert (max(recorder.caught_up, default=0) >= MAX_DRAFT_LAG) == (control.after > MAX_DRAFT_LAG)
     # What is published is complete, and nearly all is.
     for prompt, answer in zip(prompts, answers, strict=True):
         said = [*prompt, *answer.ids]
         recorder.seen.clear()
         (again,) = llm.generate([said], greedy, ignore_eos=True, show_progress=False)
-        assert again.cached_tokens > len(said) - LAG - 2 * BLOCK
+        assert again.cached_tokens > len(said) - MAX_DRAFT_LAG - 2 * BLOCK
         tokens, drafts, _ = recorder.seen[0]
         assert alone.drafts(tokens, len(drafts), greedy) == drafts
     assert llm.engine.speculator is not None
@@ -132,7 +137,7 @@ def test_children_share_a_prompt_and_no_draft(dirs: tuple[Path, Path]) -> None:
     """The last block of the prompt is everyone's until they write there, drafts included."""
     llm = engine(dirs)
     recorder, alone = Recorder(llm.engine), Alone(dirs[1])
-    llm.engine.set_proposer(recorder, Always(3))
+    llm.engine.set_proposer(recorder, AlwaysDraft(3))
     prompt = [(5 * i) % 44 + 3 for i in range(2 * BLOCK + 1)]
     params = SamplingParams(temperature=0.8, seed=6, max_tokens=12, n=4)
     answers = llm.generate([prompt], params, ignore_eos=True, show_progress=False)
@@ -155,7 +160,7 @@ def test_a_padded_vocabulary_is_served(dirs: tuple[Path, Path], tmp_path: Path) 
     """Families pad their vocabularies by size: tokens that only one has are never drafted, and never fail."""
     for vocab in (40, 64):
         llm = engine((dirs[0], tiny_target(tmp_path / f"v{vocab}", vocab=vocab)))
-        llm.engine.set_proposer(llm.engine.configured_proposer(), Always(3))
+        llm.engine.set_proposer(llm.engine.configured_proposer(), AlwaysDraft(3))
         params = SamplingParams(temperature=1.5, seed=4, max_tokens=24)
         plain = LLM(dirs[0], block_size=BLOCK, num_blocks=300, token_budget=64, threads=1)
         prompts = [[47, 46, 45], [3]]

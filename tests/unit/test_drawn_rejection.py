@@ -16,24 +16,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.draft_pair import SMOLLM2_LAYERS, without_layers
+from benchmarks.support.draft_pair import SMOLLM2_LAYERS, without_layers
 from common.types import SamplingParams
-from engine import step_sampler
 from engine.attention.base import StepShape
 from engine.attention.torch_backend import TorchAttention
-from engine.layer_kv import LayerKV
+from engine.kv.layer_kv import LayerKV
 from engine.llm import LLM
-from engine.loader import open_model
 from engine.models.decoder import Decoder
-from engine.sampler import Sampled, SampleRow, distribution, sample
+from engine.models.loader import open_model
+from engine.sampling.sampler import Sampled, SampleRow, sample, token_probs
+from engine.schedule.drafts import DraftTokens
 from engine.speculation import rejection
-from engine.speculation.chain import Chain
-from engine.speculation.control import Always
-from engine.speculation.draft_loop import draw
-from engine.speculation.rejection import sample_rejecting
-from engine.speculation.verify import accepted_run
-from tests.chi_square import chi_square_p
-from tests.draft_models import draft_settings, tiny_target
+from engine.speculation.acceptance import accepted_tokens
+from engine.speculation.controller import AlwaysDraft
+from engine.speculation.draft_loop import draw_drafts
+from engine.speculation.rejection import rejection_sample
+from engine.step import step_sampler
+from tests.rigs.engine.comparisons import chi_square_p
+from tests.rigs.engine.draft_models import draft_settings, tiny_target
 
 DRAWS, AT_ONCE = 20_000, 1_000
 KNOWN = 192  # tokens of SmolLM2 that may come: the likeliest of target and draft
@@ -79,7 +79,7 @@ class Pair:
         likely = torch.stack(firsts).softmax(-1).sum(0).topk(KNOWN).indices
         self.ids = likely
         row = SampleRow(params(0), [], 0)
-        reach = [int(t) for t in sum(distribution(first[likely][None], [row])[0] for first in firsts).nonzero()]
+        reach = [int(t) for t in sum(token_probs(first[likely][None], [row])[0] for first in firsts).nonzero()]
         self.second = {}
         seconds = [
             last_logits(directory, [[*PROMPT, int(likely[t])] for t in reach]) for directory in (target_dir, draft_dir)
@@ -102,7 +102,7 @@ def pair(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Pair:
 def looked_up(pair: Pair, said: tuple[int, ...]) -> int:
     """What a look-up has for a guess, the same whenever the same was said: here the target's second choice."""
     row = SampleRow(params(0), [], 0, drafts=said)
-    return int(distribution(pair.logits(0, said)[None], [row])[0].topk(2).indices[1])
+    return int(token_probs(pair.logits(0, said)[None], [row])[0].topk(2).indices[1])
 
 
 def run(pair: Pair, draws: int, *, drawn: bool) -> tuple[Counter[tuple[int, int]], float, int]:
@@ -120,20 +120,20 @@ def run(pair: Pair, draws: int, *, drawn: bool) -> tuple[Counter[tuple[int, int]
             said = [(first, looked_up(pair, (first,)))] * AT_ONCE
         for _ in range(2 if drawn else 0):
             rows = [SampleRow(params(s), [], 0, drafts=d) for s, d in zip(seeds, said, strict=True)]
-            tokens, finite, chances = draw(torch.stack([pair.logits(1, d) for d in said]), rows, rejection=True)
+            tokens, finite, chances = draw_drafts(torch.stack([pair.logits(1, d) for d in said]), rows, rejection=True)
             assert chances is not None
             assert bool(finite.all())
             probs.append(chances)
             said = [(*d, int(t)) for d, t in zip(said, tokens, strict=True)]
         drawn_from = torch.stack(probs, dim=1) if drawn else [None] * AT_ONCE
-        chains = [Chain(d, p) for d, p in zip(said, drawn_from, strict=True)]
+        chains = [DraftTokens(d, p) for d, p in zip(said, drawn_from, strict=True)]
         rows = [SampleRow(params(s), [], 0, drafts=d[:n]) for s, d in zip(seeds, said, strict=True) for n in range(3)]
         # What follows the second draft is not looked at.
         raw = torch.stack([pair.logits(0, d[:n]) for d in said for n in (0, 1, 1)])
-        sampled = sample_rejecting(raw, rows, chains).tokens.tolist()
+        sampled = rejection_sample(raw, rows, chains).tokens.tolist()
         short: list[tuple[int, int]] = []
         for row, (seed, draft) in enumerate(zip(seeds, said, strict=True)):
-            got = accepted_run(draft, sampled[3 * row : 3 * row + 3])
+            got = accepted_tokens(draft, sampled[3 * row : 3 * row + 3])
             right, accepted = right + (len(got) > 1), accepted + len(got) - 1
             if len(got) == 1:
                 short.append((seed, got[0]))
@@ -149,13 +149,13 @@ def run(pair: Pair, draws: int, *, drawn: bool) -> tuple[Counter[tuple[int, int]
 
 def expected(pair: Pair, *, drawn: bool) -> tuple[dict[tuple[int, int], float], float]:
     """Chance of each pair, and how much the distributions of the first token overlap."""
-    first, guess = (distribution(pair.logits(m, ())[None], [SampleRow(params(0), [], 0)])[0] for m in (0, 1))
+    first, guess = (token_probs(pair.logits(m, ())[None], [SampleRow(params(0), [], 0)])[0] for m in (0, 1))
     if not drawn:
         guess = torch.zeros(KNOWN).index_fill_(0, torch.tensor(looked_up(pair, ())), 1.0)
     chances = {}
     for token in first.nonzero().flatten().tolist():
         row = SampleRow(params(0), [], 0, drafts=(token,))
-        second = distribution(pair.logits(0, (token,))[None], [row])[0]
+        second = token_probs(pair.logits(0, (token,))[None], [row])[0]
         chances |= {(token, t): float(first[token] * second[t]) for t in second.nonzero().flatten().tolist()}
     return chances, float(torch.minimum(first, guess).sum())
 
@@ -219,7 +219,7 @@ def chances_of(tiny_dir: Path, **more: Any) -> dict[tuple[int, ...], float]:
         rows = [SampleRow(own, [*REPEATS, *tokens], len(REPEATS), allowed_mask=words) for tokens in said]
         longer = {
             (*tokens, token): found[tokens] * float(row[token])
-            for tokens, row in zip(said, distribution(logits, rows), strict=True)
+            for tokens, row in zip(said, token_probs(logits, rows), strict=True)
             for token in row.nonzero().flatten().tolist()
         }
         ended |= {tokens: chance for tokens, chance in longer.items() if tokens[-1] in own.stop_token_ids}
@@ -233,16 +233,16 @@ def chances(tiny_dir: Path) -> dict[tuple[int, ...], float]:
 
 
 class Overlap:
-    """`sample_rejecting`, and how often it accepts a chain's first draft, and how often it should."""
+    """`rejection_sample`, and how often it accepts a chain's first draft, and how often it should."""
 
     def __init__(self) -> None:
         self.chains, self.right, self.due = 0, 0, 0.0
 
-    def __call__(self, raw: Tensor, rows: Sequence[SampleRow], chains: Sequence[Chain]) -> Sampled:
-        sampled = sample_rejecting(raw, rows, chains)
+    def __call__(self, raw: Tensor, rows: Sequence[SampleRow], chains: Sequence[DraftTokens]) -> Sampled:
+        sampled = rejection_sample(raw, rows, chains)
         ends = list(itertools.accumulate(len(chain.tokens) + 1 for chain in chains))
         tested = [(end - len(c.tokens) - 1, c) for end, c in zip(ends, chains, strict=True) if c.tokens]
-        target = distribution(raw[[at for at, _ in tested]], [rows[at] for at, _ in tested])
+        target = token_probs(raw[[at for at, _ in tested]], [rows[at] for at, _ in tested])
         for (at, chain), chance in zip(tested, target, strict=True):
             draft = chain.tokens[0]
             self.due += float(chance[draft] if chain.probs is None else torch.minimum(chance, chain.probs[0]).sum())
@@ -266,7 +266,7 @@ def outputs(
         max_seqs=256,
         threads=1,
     )
-    llm.engine.set_proposer(llm.engine.configured_proposer(), Always(2))
+    llm.engine.set_proposer(llm.engine.configured_proposer(), AlwaysDraft(2))
     overlap = Overlap()
     monkeypatch.setattr(step_sampler, "sample_rejecting", overlap)
     # The last token of all is never drafted.

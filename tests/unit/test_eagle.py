@@ -22,11 +22,11 @@ from common.types import SamplingParams
 from engine.engine import Engine
 from engine.llm import LLM
 from engine.models.eagle_spec import parse_eagle_spec
-from engine.sequence import Sequence as EngineSequence
-from engine.speculation.control import Always
-from engine.speculation.drawn import DrawnProposer
-from engine.speculation.proposer import Drafts
-from tests.draft_models import eagle_head, tiny_target
+from engine.schedule.sequence import Sequence as EngineSequence
+from engine.speculation.controller import AlwaysDraft
+from engine.speculation.model_proposer import ModelProposer
+from engine.speculation.proposer import DraftBatch
+from tests.rigs.engine.draft_models import eagle_head, tiny_target
 
 VOCAB, HIDDEN, LAYERS = 48, 32, 6
 KINDS: dict[str, dict[str, Any]] = {
@@ -127,7 +127,7 @@ class Reference:
         return torch.cat([low * angles.cos() - high * angles.sin(), high * angles.cos() + low * angles.sin()], dim=-1)
 
 
-class Recorder(DrawnProposer):
+class Recorder(ModelProposer):
     """Keeps what was proposed after which tokens. answers: by prompts; of two proposals in three their tokens take the
     place of the head's, so that runs of all lengths are accepted however poor the head is.
     """
@@ -138,7 +138,7 @@ class Recorder(DrawnProposer):
         self._answers = answers
         self.seen: list[tuple[list[int], list[int]]] = []
 
-    def propose(self, seqs: Sequence[EngineSequence], kept: Sequence[Any], limits: Sequence[int]) -> Drafts:
+    def propose(self, seqs: Sequence[EngineSequence], kept: Sequence[Any], limits: Sequence[int]) -> DraftBatch:
         drafts = super().propose(seqs, kept, limits)
         for seq, row, length in zip(seqs, drafts.tokens, drafts.lengths.tolist(), strict=True):
             if length:
@@ -173,7 +173,7 @@ def test_drafts_are_those_of_the_papers(kind: str, target_dir: Path, tmp_path: P
     wanted = [answer.ids for answer in plain.generate(prompts, params, ignore_eos=True, show_progress=False)]
     llm = engine(target_dir, head_dir)
     recorder = Recorder(llm.engine, {tuple(p): ids for p, ids in zip(prompts, wanted, strict=True)})
-    llm.engine.set_proposer(recorder, Always(3))
+    llm.engine.set_proposer(recorder, AlwaysDraft(3))
     got = []
     for batch in (prompts[:3], prompts[3:]):  # the second one finds blocks of the first
         got += [answer.ids for answer in llm.generate(batch, params, ignore_eos=True, show_progress=False)]

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from gateway.api_doc.parameter import Parameter, Support
-from gateway.api_doc.parameters import BODIES, CHAT, COMMON, COMPLETION
-from gateway.api_doc.tables import GRPC_FIELDS, grpc_fields
+from gateway.api.docs.parameter import Parameter, Support
+from gateway.api.docs.parameters import BODIES, CHAT, COMMON, COMPLETION
+from gateway.api.docs.tables import GRPC_FIELDS, grpc_fields
 from tests.e2e.effects import CHATS, COMPLETIONS, ELSEWHERE, Effect
 from tests.integration.test_same_everywhere import EVERYWHERE
 

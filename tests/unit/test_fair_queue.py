@@ -8,16 +8,16 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.admission.fair_queue import AGING_TURNS, FairQueue, Waiting
+from gateway.admission.fair_queue import AGING_TURNS, FairQueue, QueueEntry
 
 COST = 100  # the largest
 
 
-def entry(tenant: str, *, weight: float = 1.0, priority: int = 0, cost: int = 10) -> Waiting:
-    return Waiting(tenant, weight, priority, cost, cost)
+def entry(tenant: str, *, weight: float = 1.0, priority: int = 0, cost: int = 10) -> QueueEntry:
+    return QueueEntry(tenant, weight, priority, cost, cost)
 
 
-def popped(queue: FairQueue, count: int) -> list[Waiting]:
+def popped(queue: FairQueue, count: int) -> list[QueueEntry]:
     return [e for e in (queue.pop() for _ in range(count)) if e is not None]
 
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import pytest
 
 from common.errors import DeadlineExceeded, Overloaded, Unavailable
-from gateway.admission.caller import ANONYMOUS, Caller
-from gateway.admission.fair_queue import Waiting
+from gateway.admission.api_keys import ANONYMOUS, Caller
+from gateway.admission.fair_queue import QueueEntry
 from gateway.admission.gate import Gate, GateLimits
-from gateway.metrics import GatewayMetrics
+from gateway.telemetry.metrics import GatewayMetrics
 
 A, B = (Caller(tenant=name, key_id=name) for name in "ab")
 
@@ -45,14 +45,14 @@ async def nothing() -> int:
 
 async def enter(
     g: Gate, caller: Caller = ANONYMOUS, *, work: int = 10, wait_s: float = 60.0, priority: int = 0, held: int = 0
-) -> Waiting:
+) -> QueueEntry:
     async def cached() -> int:
         return held
 
     return await g.acquire(caller, priority, work, 2 * work, time.monotonic() + wait_s, cached)
 
 
-async def soon(g: Gate, caller: Caller = ANONYMOUS, **kwargs: float) -> asyncio.Task[Waiting]:
+async def soon(g: Gate, caller: Caller = ANONYMOUS, **kwargs: float) -> asyncio.Task[QueueEntry]:
     """One that has to wait."""
     before = g.waiting
     task = asyncio.create_task(enter(g, caller, **kwargs))  # type: ignore[arg-type]
@@ -136,7 +136,7 @@ async def test_a_forecast_close_to_the_limit_is_taken_to_be_beyond_it() -> None:
     await drop(g, waiting)
 
 
-async def drop(g: Gate, *tasks: asyncio.Task[Waiting]) -> None:
+async def drop(g: Gate, *tasks: asyncio.Task[QueueEntry]) -> None:
     """Those that wait give up."""
     for task in tasks:
         task.cancel()

@@ -12,17 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import IndexUnavailable, Unavailable
-from common.prefix_index import Held, PodLoad
-from common.types import FinishReason, Role, SamplingParams, Token, ValidRequest
-from gateway.metrics import GatewayMetrics
-from gateway.pod import Pod
-from gateway.pod_info import PodInfo
-from gateway.pods import PodTable
+from common.types import FinishReason, PodLoad, Role, SamplingParams, Token, ValidRequest
+from gateway.dispatch.token_queue import TokenOrder
+from gateway.pods.info import PodInfo
+from gateway.pods.pod import Pod
+from gateway.pods.table import PodTable
+from gateway.pods.view import PodView
 from gateway.routing.router import Router
-from gateway.routing.view import PodView
-from gateway.timeline import Timeline, Timelines
-from gateway.token_order import TokenOrder
-from tests.until import until
+from gateway.telemetry.metrics import GatewayMetrics
+from gateway.telemetry.timeline import RecentTimelines, Timeline
+from prefix_index.records import PrefixHits
+from tests.rigs.waiting import until
 
 FP = "ab" * 16
 
@@ -87,11 +87,11 @@ class FakeIndex:
         self.up = True
         self.returned: list[str] = []  # pods
 
-    async def lookup_tiers(self, scope: str, hashes: list[bytes], pods: list[tuple[str, int]]) -> dict[str, Held]:
+    async def lookup_tiers(self, scope: str, hashes: list[bytes], pods: list[tuple[str, int]]) -> dict[str, PrefixHits]:
         if not self.up:
             raise IndexUnavailable("away")
         blocks = {name: min(self.held.get(name, 0), len(hashes)) for name, _ in pods}
-        return {name: Held(n, n) for name, n in blocks.items()}
+        return {name: PrefixHits(n, n) for name, n in blocks.items()}
 
     async def reserve(self, scope: str, request_id: str, groups: Any) -> Any:
         raise IndexUnavailable("away")
@@ -296,7 +296,7 @@ async def test_pods_without_a_measure_are_taken_to_be_like_their_peers() -> None
 
 
 def test_timelines_are_a_ring() -> None:
-    ring = Timelines(size=3)
+    ring = RecentTimelines(size=3)
     for i in range(5):
         ring.add(Timeline(f"id{i}", "same", "chat"))
     assert ring.find("id1") is None

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers
 
-from common.chat_template import ChatTemplate
 from common.errors import InvalidRequest
+from common.model.chat_template import ChatTemplate
 from common.types import FinishReason, Token
-from gateway.detokenizer import ByteLevelDetokenizer, WindowDetokenizer, detokenizer
-from gateway.output import ChoiceOutput
-from gateway.stop_strings import StopScanner
-from gateway.tokenizer import TextTokenizer
+from gateway.text.detokenizer import ByteLevelDetokenizer, WindowDetokenizer, make_detokenizer
+from gateway.text.output import ChoiceOutput
+from gateway.text.stop_strings import StopStringScanner
+from gateway.text.tokenizer import TextTokenizer
 
 TEXT = st.text(max_size=60)
 
@@ -46,13 +46,13 @@ def metaspace(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
 
 
 def pieces_of(tokenizer: TextTokenizer, ids: list[int]) -> list[str]:
-    detok = detokenizer(tokenizer)
+    detok = make_detokenizer(tokenizer)
     return [*(detok.feed(i) for i in ids), detok.flush()]
 
 
 def test_the_vocabulary_decides_the_detokenizer(smol: TextTokenizer, metaspace: TextTokenizer) -> None:
-    assert isinstance(detokenizer(smol), ByteLevelDetokenizer)
-    assert isinstance(detokenizer(metaspace), WindowDetokenizer)
+    assert isinstance(make_detokenizer(smol), ByteLevelDetokenizer)
+    assert isinstance(make_detokenizer(metaspace), WindowDetokenizer)
     assert (smol.eos_ids, metaspace.eos_ids) == ((2,), (2,))
 
 
@@ -110,7 +110,7 @@ def test_token_pieces_join_to_the_text(smol: TextTokenizer, metaspace: TextToken
     stops=st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
 )
 def test_stop_scanner_equals_a_search_over_the_whole_text(parts: list[str], stops: list[str]) -> None:
-    scanner, out = StopScanner(stops), ""
+    scanner, out = StopStringScanner(stops), ""
     given_so_far = ""
     for part in parts:
         given_so_far += part

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from cli.doctor.report import _rounds
 from cli.gpus import Gpu, run_on, shared_out, visible_gpus
-from common.config import PodConfig
 from common.errors import ConfigError
+from common.settings.configs import PodConfig
 from common.types import Role
-from pod.gpu import require_shared_memory
+from pod.gpu import require_mappable_kv
 
 LISTED = """GPU-aa1, NVIDIA H100 80GB HBM3, 81559, 00000000:1A:00.0
 GPU-bb2, NVIDIA H100 80GB HBM3, 81559, 00000000:9B:00.0
@@ -109,7 +109,7 @@ def test_cpus_that_are_not_there_are_named() -> None:
 def test_memory_that_others_cannot_map_is_refused_where_they_have_to() -> None:
     env = {"PYTORCH_CUDA_ALLOC_CONF": "backend:native, expandable_segments: True"}
     with pytest.raises(ConfigError, match="PYTORCH_CUDA_ALLOC_CONF"):
-        require_shared_memory(PodConfig(role=Role.DECODE), env)
-    require_shared_memory(PodConfig(role=Role.BOTH), env)
-    require_shared_memory(PodConfig(role=Role.DECODE, allow_tcp=True), env)
-    require_shared_memory(PodConfig(role=Role.DECODE), {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"})
+        require_mappable_kv(PodConfig(role=Role.DECODE), env)
+    require_mappable_kv(PodConfig(role=Role.BOTH), env)
+    require_mappable_kv(PodConfig(role=Role.DECODE, allow_tcp=True), env)
+    require_mappable_kv(PodConfig(role=Role.DECODE), {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"})

@@ -62,8 +62,8 @@ def test_a_keyword_that_is_not_enforced_is_refused_by_name(
         lambda: grammars.from_choice([], field="f"),
         lambda: grammars.from_choice(["a", ""], field="f"),
         lambda: grammars.from_lark("start: missing", field="f"),
-        lambda: grammars.from_grammar("%nonsense", field="f"),
-        lambda: grammars.from_grammar('root ::= "a" missing', field="f"),
+        lambda: grammars.from_lark_or_gbnf("%nonsense", field="f"),
+        lambda: grammars.from_lark_or_gbnf('root ::= "a" missing', field="f"),
     ],
 )
 def test_what_cannot_be_compiled_names_its_field(tokenizer: GrammarTokenizer, make: Any) -> None:
@@ -83,8 +83,8 @@ LONG = grammars.MAX_GRAMMAR_CHARS + 1
         lambda: grammars.from_regex("a" * LONG, field="f"),
         lambda: grammars.from_choice(["a" * LONG], field="f"),
         lambda: grammars.from_lark('start: "a"' + " " * LONG, field="f"),
-        lambda: grammars.from_grammar('start: "a"' + " " * LONG, field="f"),
-        lambda: grammars.from_grammar('root ::= "a"' + " " * grammars.MAX_GBNF_CHARS, field="f"),
+        lambda: grammars.from_lark_or_gbnf('start: "a"' + " " * LONG, field="f"),
+        lambda: grammars.from_lark_or_gbnf('root ::= "a"' + " " * grammars.MAX_GBNF_CHARS, field="f"),
     ],
 )
 def test_what_is_too_long_is_refused_before_anything_is_made_of_it(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +108,7 @@ def test_the_length_of_a_schema_is_that_of_its_text() -> None:
         (grammars.from_regex("[a-c]{2}/d", field="f"), "ab/d", "abc/d"),
         (grammars.from_choice(['say "hé"', "a\nb"], field="f"), 'say "hé"', "say"),
         (grammars.from_lark('start: "a"+ b\nb: %json {"type": "integer"}', field="f"), "aa12", "aa"),
-        (grammars.from_grammar('root ::= "x" num\nnum ::= [0-9]+', field="f"), "x42", "x"),
+        (grammars.from_lark_or_gbnf('root ::= "x" num\nnum ::= [0-9]+', field="f"), "x42", "x"),
     ],
 )
 def test_each_form_accepts_what_it_says(tokenizer: GrammarTokenizer, grammar: Grammar, good: str, bad: str) -> None:

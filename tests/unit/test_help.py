@@ -11,7 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from cli.app import app, main
-from common.config import GatewayConfig, PodConfig, UpConfig, WorkerConfig
+from common.settings.configs import GatewayConfig, PodConfig, UpConfig, WorkerConfig
 
 
 def _paths(command: Any, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:

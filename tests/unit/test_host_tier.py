@@ -1,5 +1,5 @@
 """The host tier: what leaves the pool is kept and comes back as it was, leaf-first over both tiers; what is preempted
-goes on where it was. Copies are made by a copier that is as late as can be (tests/fake_copier.py).
+goes on where it was. Copies are made by a copier that is as late as can be (tests/rigs/engine/fake_copier.py).
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from common.errors import InternalError
 from common.types import FinishReason, SamplingParams
-from engine.block_pool import BlockPool, Lease
-from engine.step_result import StepResult
-from tests.fake_copier import FakeCopier
-from tests.late_device import World, answer
+from engine.kv.blocks import BlockPool, Lease
+from engine.schedule.outputs import StepResult
+from tests.rigs.engine.fake_copier import FakeCopier
+from tests.rigs.engine.late_device import World, answer
 
 Path = tuple[int, ...]
 

@@ -39,7 +39,7 @@ FORBIDDEN = {
 }
 
 # They load when a CUDA device is used; everything else has to do without triton.
-NEEDS_TRITON = ["engine.kernels.", "engine.decode_step", "engine.device_sampler", "engine.models.fused"]
+NEEDS_TRITON = ["engine.kernels.", "engine.step.decode_step", "engine.sampling.device_sampler", "engine.models.fused"]
 
 # One process forks a child for each package, so that torch is read once: of what a package may load, the children of
 # the second half find torch loaded. Prints {package: names of the top-level modules that are loaded, or an error}.

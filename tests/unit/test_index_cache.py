@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from common.index_cache import CACHE_S, MAX_ANSWERS, SETTLE_S, LookupCache
-from common.index_records import Held
+from prefix_index.lookup_cache import CACHE_S, MAX_ANSWERS, SETTLE_S, LookupCache
+from prefix_index.records import PrefixHits
 
 A, B = ("a", 1), ("b", 1)
 
@@ -11,8 +11,8 @@ A, B = ("a", 1), ("b", 1)
 def test_an_answer_is_good_for_its_pods_and_a_moment() -> None:
     now = 5.0
     cache = LookupCache(clock=lambda: now)
-    cache.put("s", b"x", 10, [A, B], {A: Held(4, 4)}, asked=now)
-    assert cache.get("s", b"x", [A]) == {A: Held(4, 4)}
+    cache.put("s", b"x", 10, [A, B], {A: PrefixHits(4, 4)}, asked=now)
+    assert cache.get("s", b"x", [A]) == {A: PrefixHits(4, 4)}
     assert cache.get("s", b"y", [A]) is None
     assert cache.get("t", b"x", [A]) is None
     assert cache.get("s", b"x", [A, ("c", 1)]) is None
@@ -26,7 +26,7 @@ def test_an_answer_is_good_for_its_pods_and_a_moment() -> None:
 def test_a_booking_ends_it_for_a_pod_that_may_gain_by_it() -> None:
     now = 5.0
     cache = LookupCache(clock=lambda: now)
-    cache.put("s", b"x", 10, [A, B], {A: Held(4, 4), B: Held(2, 10)}, asked=now)
+    cache.put("s", b"x", 10, [A, B], {A: PrefixHits(4, 4), B: PrefixHits(2, 10)}, asked=now)
     cache.invalidate_pod("b")  # it holds all of it
     assert cache.get("s", b"x", [A, B]) is not None
     now += 0.1
@@ -35,7 +35,7 @@ def test_a_booking_ends_it_for_a_pod_that_may_gain_by_it() -> None:
     assert cache.get("s", b"x", [A, B]) is None
     for wait, kept in ((SETTLE_S / 2, False), (SETTLE_S, True)):  # the index may not have known yet
         now += wait
-        cache.put("s", b"x", 10, [A, B], {A: Held(4, 4)}, asked=now)
+        cache.put("s", b"x", 10, [A, B], {A: PrefixHits(4, 4)}, asked=now)
         assert (cache.get("s", b"x", [A]) is not None) is kept
 
 

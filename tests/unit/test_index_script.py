@@ -8,9 +8,9 @@ from typing import Any, cast
 
 import pytest
 
-from common.index_store import FAILURES, Client, Script
+from common.redis.client import REDIS_FAILURES, LuaScript, RedisClient
 
-SCRIPT = Script("unbook")
+SCRIPT = LuaScript("unbook")
 
 
 class Forgetful:
@@ -31,10 +31,10 @@ class Forgetful:
 
 
 def run(client: object) -> asyncio.Task[Any]:
-    return asyncio.get_running_loop().create_task(SCRIPT.run(cast(Client, client), (), ()))
+    return asyncio.get_running_loop().create_task(SCRIPT.run(cast(RedisClient, client), (), ()))
 
 
-@pytest.mark.parametrize("outcome", [b"an answer", FAILURES[0]("the connection broke")])
+@pytest.mark.parametrize("outcome", [b"an answer", REDIS_FAILURES[0]("the connection broke")])
 async def test_a_cancel_that_redis_py_loses_ends_the_task(outcome: object) -> None:
     client = Forgetful(outcome)
     task = run(client)
@@ -47,7 +47,7 @@ async def test_a_cancel_that_redis_py_loses_ends_the_task(outcome: object) -> No
 async def test_its_own_time_limit_is_still_one() -> None:
     async def limited() -> None:
         async with asyncio.timeout(0.01):
-            await SCRIPT.run(cast(Client, Forgetful(b"an answer")), (), ())
+            await SCRIPT.run(cast(RedisClient, Forgetful(b"an answer")), (), ())
 
     with pytest.raises(TimeoutError):
         await limited()
@@ -62,7 +62,7 @@ async def test_a_task_that_was_cancelled_before_may_still_tidy_up() -> None:
     async def work() -> object:
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.sleep(30)
-        return await SCRIPT.run(cast(Client, Prompt()), (), ())
+        return await SCRIPT.run(cast(RedisClient, Prompt()), (), ())
 
     task = asyncio.get_running_loop().create_task(work())
     await asyncio.sleep(0)

@@ -5,28 +5,28 @@ from __future__ import annotations
 import pytest
 
 from common.errors import ConfigError
-from common.index_url import IndexUrl, Tls
+from common.redis.url import RedisUrl, TlsOptions
 
 
 @pytest.mark.parametrize(
     ("url", "parts"),
     [
-        ("redis://h", IndexUrl((("h", 6379),))),
-        ("redis://h:7/3", IndexUrl((("h", 7),), db=3)),
-        ("redis://[::1]:7/0", IndexUrl((("::1", 7),))),
-        ("redis://:pw@h/", IndexUrl((("h", 6379),), password="pw")),
-        ("redis://bob:p%40%3A%2Fw@h", IndexUrl((("h", 6379),), username="bob", password="p@:/w")),
-        ("unix:///run/a%20b.sock?db=2", IndexUrl(path="/run/a b.sock", db=2)),
-        ("unix://bob:pw@/run/r.sock", IndexUrl(path="/run/r.sock", username="bob", password="pw")),
-        ("rediss://h", IndexUrl((("h", 6379),), tls=Tls())),
+        ("redis://h", RedisUrl((("h", 6379),))),
+        ("redis://h:7/3", RedisUrl((("h", 7),), db=3)),
+        ("redis://[::1]:7/0", RedisUrl((("::1", 7),))),
+        ("redis://:pw@h/", RedisUrl((("h", 6379),), password="pw")),
+        ("redis://bob:p%40%3A%2Fw@h", RedisUrl((("h", 6379),), username="bob", password="p@:/w")),
+        ("unix:///run/a%20b.sock?db=2", RedisUrl(path="/run/a b.sock", db=2)),
+        ("unix://bob:pw@/run/r.sock", RedisUrl(path="/run/r.sock", username="bob", password="pw")),
+        ("rediss://h", RedisUrl((("h", 6379),), tls=TlsOptions())),
         (
             "rediss://h?ssl_ca_certs=/ca.pem&ssl_certfile=/c.pem&ssl_keyfile=/k.pem&ssl_check_hostname=false",
-            IndexUrl((("h", 6379),), tls=Tls("/ca.pem", "/c.pem", "/k.pem", True, False)),
+            RedisUrl((("h", 6379),), tls=TlsOptions("/ca.pem", "/c.pem", "/k.pem", True, False)),
         ),
-        ("rediss://h?ssl_cert_reqs=none", IndexUrl((("h", 6379),), tls=Tls(verify=False, check_hostname=False))),
+        ("rediss://h?ssl_cert_reqs=none", RedisUrl((("h", 6379),), tls=TlsOptions(verify=False, check_hostname=False))),
         (
             "redis+sentinel://bob:pw@a:1,b/main/4?sentinel_username=s&sentinel_password=q",
-            IndexUrl(
+            RedisUrl(
                 (("a", 1), ("b", 26379)),
                 username="bob",
                 password="pw",
@@ -36,13 +36,13 @@ from common.index_url import IndexUrl, Tls
                 sentinel_password="q",
             ),
         ),
-        ("rediss+sentinel://a/main", IndexUrl((("a", 26379),), tls=Tls(), service="main")),
-        ("redis+cluster://a:1,[fe80::1]:2", IndexUrl((("a", 1), ("fe80::1", 2)), cluster=True)),
-        ("rediss+cluster://a/0", IndexUrl((("a", 6379),), tls=Tls(), cluster=True)),
+        ("rediss+sentinel://a/main", RedisUrl((("a", 26379),), tls=TlsOptions(), service="main")),
+        ("redis+cluster://a:1,[fe80::1]:2", RedisUrl((("a", 1), ("fe80::1", 2)), cluster=True)),
+        ("rediss+cluster://a/0", RedisUrl((("a", 6379),), tls=TlsOptions(), cluster=True)),
     ],
 )
-def test_urls_are_taken_apart(url: str, parts: IndexUrl) -> None:
-    assert IndexUrl.parse(url) == parts
+def test_urls_are_taken_apart(url: str, parts: RedisUrl) -> None:
+    assert RedisUrl.parse(url) == parts
     assert "pw" not in f"{parts} {parts!r}"
 
 
@@ -72,7 +72,7 @@ def test_urls_are_taken_apart(url: str, parts: IndexUrl) -> None:
 )
 def test_wrong_urls_are_refused_in_words(url: str, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        IndexUrl.parse(url)
+        RedisUrl.parse(url)
     assert said in caught.value.message
     assert caught.value.field == "redis"
     assert "pw" not in caught.value.message
@@ -80,9 +80,9 @@ def test_wrong_urls_are_refused_in_words(url: str, said: str) -> None:
 
 def test_people_see_where_it_is_and_no_more() -> None:
     shown = {
-        url: str(IndexUrl.parse(url))
+        url: str(RedisUrl.parse(url))
         for url in ("rediss://u:p@h/2", "redis+sentinel://:p@a,[::1]:3/m/1?sentinel_password=q")
     }
     assert list(shown.values()) == ["rediss://h:6379/2", "redis+sentinel://a:26379,[::1]:3/m/1"]
-    assert str(IndexUrl.parse("redis+cluster://a,b")) == "redis+cluster://a:6379,b:6379"
-    assert str(IndexUrl.parse("unix://u:p@/r.sock")) == "unix:///r.sock"
+    assert str(RedisUrl.parse("redis+cluster://a,b")) == "redis+cluster://a:6379,b:6379"
+    assert str(RedisUrl.parse("unix://u:p@/r.sock")) == "unix:///r.sock"

@@ -6,8 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.speculation.kept import kept
-from engine.speculation.verify import accepted_run
+from engine.speculation.acceptance import accepted_mask, accepted_tokens
 
 row = st.integers(0, 4).flatmap(
     lambda drafts: st.tuples(
@@ -26,9 +25,9 @@ def test_a_device_and_the_host_agree(rows: list[tuple[list[int], list[int]]]) ->
         inputs += [9, *drafts]
         sampled += drawn
         offsets += range(len(drawn))
-        right = len(accepted_run(drafts, drawn))
+        right = len(accepted_tokens(drafts, drawn))
         counts += [place < right for place in range(len(drawn))]
         final += [place == right - 1 for place in range(len(drawn))]
-    got = kept(torch.tensor(sampled), torch.tensor(inputs), torch.tensor(offsets), 5)
+    got = accepted_mask(torch.tensor(sampled), torch.tensor(inputs), torch.tensor(offsets), 5)
     assert got[0].tolist() == counts
     assert got[1].tolist() == final

@@ -11,8 +11,8 @@ from common.errors import LayoutMismatch
 from common.kv_layout import FP8_DTYPE, SEGMENT_ALIGN, KVLayout
 from engine.attention.base import StepShape
 from engine.attention.torch_backend import TorchAttention
-from engine.kv_pool import KVPool
-from engine.layer_kv import LayerKV, decode, encode
+from engine.kv.kv_pool import KVPool
+from engine.kv.layer_kv import LayerKV, dequantize_e4m3, quantize_e4m3
 
 CPU = torch.device("cpu")
 
@@ -55,7 +55,7 @@ def test_layers_and_scales_share_the_block() -> None:
     assert torch.equal(second.kv[2], second.kv[1])
     assert (second.scales[2] == 2.0).all()
     pool.zero([1])
-    assert not decode(second.kv[1], second.scales[1].permute(2, 0, 1), torch.float32).any()
+    assert not dequantize_e4m3(second.kv[1], second.scales[1].permute(2, 0, 1), torch.float32).any()
     assert first.scales is not None
     assert not first.scales.any()
 
@@ -63,22 +63,22 @@ def test_layers_and_scales_share_the_block() -> None:
 @pytest.mark.parametrize("spread", [1e-30, 1e-3, 1.0, 1e4, 1e30])
 def test_numbers_keep_four_bits(spread: float) -> None:
     x = torch.randn(200, 64, generator=torch.Generator().manual_seed(1)) * spread
-    code, scales = encode(x)
-    got = decode(code, scales, torch.float32)
+    code, scales = quantize_e4m3(x)
+    got = dequantize_e4m3(code, scales, torch.float32)
     largest = x.abs().amax(-1, keepdim=True)
     # Half a step of the mantissa, and below the smallest normal number half of the smallest step.
     assert ((got - x).abs() <= torch.maximum(x.abs() / 16, largest * 2.0**-17)).all()
-    assert torch.equal(decode(code, scales, torch.bfloat16).float(), got), "bfloat16 holds them exactly"
+    assert torch.equal(dequantize_e4m3(code, scales, torch.bfloat16).float(), got), "bfloat16 holds them exactly"
     assert torch.equal(scales.float().log2() % 1, torch.zeros(200))
-    again, same = encode(got)
-    assert torch.equal(decode(again, same, torch.float32), got)
+    again, same = quantize_e4m3(got)
+    assert torch.equal(dequantize_e4m3(again, same, torch.float32), got)
 
 
 def test_what_is_no_number_stays_none() -> None:
     x = torch.ones(5, 8)
     x[1, 3], x[2, 0], x[3] = float("nan"), float("inf"), 0.0
-    code, scales = encode(x)
-    got = decode(code, scales, torch.float32)
+    code, scales = quantize_e4m3(x)
+    got = dequantize_e4m3(code, scales, torch.float32)
     assert got[1:3].isnan().all()
     assert torch.equal(got[[0, 3, 4]], x[[0, 3, 4]])
 
@@ -110,7 +110,7 @@ def test_attention_over_eight_bits() -> None:
         return (scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v).transpose(0, 1)
 
     whole = attend([18], q, kv)
-    rounded = exact(decode(*encode(kv), torch.float32))
+    rounded = exact(dequantize_e4m3(*quantize_e4m3(kv), torch.float32))
     assert (whole - rounded).norm() / rounded.norm() < 1e-6
     assert 1e-3 < (whole - exact(kv)).norm() / exact(kv).norm() < 0.05
     for chunks in ([5, 13], [4, 4, 4, 4, 2], [1] * 18):

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from common.errors import InternalError
-from engine.block_pool import BlockPool, Lease, StepFence
-from engine.lease import BlockCopy
+from engine.kv.blocks import BlockCopy, BlockPool, Lease, StepFence
 
 SIZE = 4
 

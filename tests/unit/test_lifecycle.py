@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from common.lifecycle import Lifecycle, State, host_boot_id
+from common.process.lifecycle import Lifecycle, LifecycleState, host_boot_id
 
 ROOT = Path(__file__).parents[2]
 SERVICE = """
 import asyncio, sys
-from common.lifecycle import Lifecycle
+from common.process.lifecycle import Lifecycle
 
 async def main():
     async def drain():
@@ -84,15 +84,15 @@ async def test_the_drain_runs_once_and_states_only_move_forward() -> None:
         assert life.draining
 
     life = Lifecycle(drain, drain_s=5)
-    assert life.state is State.STARTING
+    assert life.state is LifecycleState.STARTING
     life.ready()
-    assert (life.state, life.draining) == (State.READY, False)
+    assert (life.state, life.draining) == (LifecycleState.READY, False)
     life.begin_drain("test")
     life.begin_drain("again")
     life.ready()
-    assert life.state is State.DRAINING
+    assert life.state is LifecycleState.DRAINING
     await asyncio.wait_for(life.wait_stopped(), 30)
-    assert (life.state, drains) == (State.STOPPED, 1)
+    assert (life.state, drains) == (LifecycleState.STOPPED, 1)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ async def test_a_drain_that_fails_or_hangs_still_ends(
     life = Lifecycle(drain, drain_s=drain_s)
     life.begin_drain("test")
     await asyncio.wait_for(life.wait_stopped(), 30)
-    assert life.state is State.STOPPED
+    assert life.state is LifecycleState.STOPPED
     (record,) = caplog.records
     assert record.getMessage() == f"{said}; stopping anyway"
     assert (record.exc_info is not None) == (said == "drain failed")
@@ -121,7 +121,7 @@ async def test_a_drain_that_fails_or_hangs_still_ends(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs PR_SET_PDEATHSIG")
 def test_a_child_dies_with_its_killed_parent() -> None:
-    child = "import os, sys, time; from common.lifecycle import die_with_parent; die_with_parent(int(sys.argv[1])); "
+    child = "import os, sys, time; from common.process.lifecycle import die_with_parent; die_with_parent(int(sys.argv[1])); "
     child += "print(os.getpid(), flush=True); time.sleep(60)"
     parent = f"import os, subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}, str(os.getpid())])"
     process = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True, cwd=ROOT)
@@ -135,7 +135,7 @@ def test_a_child_dies_with_its_killed_parent() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs PR_SET_PDEATHSIG")
 def test_a_child_whose_parent_is_gone_already_ends() -> None:
-    code = "from common.lifecycle import die_with_parent; die_with_parent(999999999)"
+    code = "from common.process.lifecycle import die_with_parent; die_with_parent(999999999)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=120, check=False).returncode == 1
 
 

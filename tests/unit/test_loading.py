@@ -16,14 +16,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from common.errors import ConfigError
-from common.models import check_model_dir
+from common.model.directory import check_model_dir
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.loader import load_part, open_model
 from engine.models.decoder import Decoder
-from engine.parallel.shard import Shard
+from engine.models.loader import load_shard, open_model
+from engine.models.shard import Shard
+from engine.models.weights import EMBEDDING, HEAD
 from engine.progress import progress
-from engine.weights import EMBEDDING, HEAD
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
@@ -143,8 +143,8 @@ def test_what_a_device_has_no_room_for_is_said(tmp_path: Path, monkeypatch: pyte
     def full(*_args: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore")
 
-    monkeypatch.setattr("engine.weights.invent", full)
-    monkeypatch.setattr("engine.models.hf.build", full)
+    monkeypatch.setattr("engine.models.weights.randomize", full)
+    monkeypatch.setattr("engine.models.hf.model.build", full)
     for config in (LLAMA, GPT2):
         with pytest.raises(ConfigError) as refused:
             engine(bare(tmp_path, config))
@@ -154,7 +154,7 @@ def test_what_a_device_has_no_room_for_is_said(tmp_path: Path, monkeypatch: pyte
 WITHOUT = """
 import sys, pathlib
 sys.modules["transformers"] = None
-from engine.loader import open_model
+from engine.models.loader import open_model
 for name in sys.argv[1:]:
     try:
         print(type(open_model(pathlib.Path(name), "dummy").spec).__name__)
@@ -248,7 +248,7 @@ def parts(directory: Path) -> Iterator[Decoder]:
     """The whole model, and each rank's part of it where two compute it together."""
     source = open_model(directory)
     for shard in (Shard(0, 1), Shard(0, 2), Shard(1, 2)):
-        yield load_part(source, shard, 64, CPU, torch.float32, lambda ops: ops)
+        yield load_shard(source, shard, 64, CPU, torch.float32, lambda ops: ops)
 
 
 @pytest.mark.parametrize("shard", [Shard(0, 1), Shard(0, 2), Shard(1, 2)])
@@ -258,7 +258,7 @@ def test_a_head_of_its_own_is_not_dropped_for_the_embedding(shard: Shard, tmp_pa
     tensors[HEAD] = tensors[EMBEDDING] + 1
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match="tie_word_embeddings"):
-        load_part(open_model(tmp_path), shard, 64, CPU, torch.float32, lambda ops: ops)
+        load_shard(open_model(tmp_path), shard, 64, CPU, torch.float32, lambda ops: ops)
 
 
 def test_a_tensor_that_is_there_twice_has_one_content(tmp_path: Path) -> None:

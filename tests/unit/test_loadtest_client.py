@@ -17,14 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import ConfigError, Unavailable
-from loadtest.client import Draft
+from loadtest.client.base import RequestDraft
+from loadtest.client.http_connection import HttpConnection
+from loadtest.client.rest_client import RestClient, SseParser
+from loadtest.client.timestamped_reader import SO_TIMESTAMPNS
 from loadtest.config import LoadConfig
-from loadtest.http_connection import Connection
-from loadtest.prompts import Answer, Message, Piece, Turn
-from loadtest.record import Record
-from loadtest.rest_client import RestClient
-from loadtest.sse import SseParser
-from loadtest.stamped_reader import SO_TIMESTAMPNS
+from loadtest.run import RequestRecord
+from loadtest.workload.prompts import ModelAnswer, PromptMessage, TextPiece, Turn
 
 # -- server-sent events
 
@@ -117,15 +116,17 @@ def config(server: Server, **flags: Any) -> LoadConfig:
     return LoadConfig.of({"rate": "1", "url": f"http://127.0.0.1:{server.port}", **flags})
 
 
-TURN = Turn((Message("system", (Piece(b"s", 3),)), Message("user", (Piece(b"u", 4), Piece(b"v", 2)))), 5)
+TURN = Turn(
+    (PromptMessage("system", (TextPiece(b"s", 3),)), PromptMessage("user", (TextPiece(b"u", 4), TextPiece(b"v", 2)))), 5
+)
 
 
-def draft(turn: Turn = TURN, **answers: Answer) -> Draft:
-    return Draft(turn, {int(k[1:]): v for k, v in answers.items()}, "id-1", "session-1", "key")
+def draft(turn: Turn = TURN, **answers: ModelAnswer) -> RequestDraft:
+    return RequestDraft(turn, {int(k[1:]): v for k, v in answers.items()}, "id-1", "session-1", "key")
 
 
-def blank(leave_after: int | None = None) -> Record:
-    return Record("id-1", 0, 0, 9, 5, time.perf_counter(), abort_after=leave_after)
+def blank(leave_after: int | None = None) -> RequestRecord:
+    return RequestRecord("id-1", 0, 0, 9, 5, time.perf_counter(), abort_after=leave_after)
 
 
 @asynccontextmanager
@@ -138,7 +139,7 @@ async def asked(*scripts: Script | bytes, **flags: Any) -> AsyncIterator[tuple[S
             await client.close()
 
 
-async def outcome(*scripts: Script | bytes, leave_after: int | None = None, **flags: Any) -> Record:
+async def outcome(*scripts: Script | bytes, leave_after: int | None = None, **flags: Any) -> RequestRecord:
     async with asked(*scripts, **flags) as (_, client):
         record = blank(leave_after)
         await asyncio.wait_for(client.send(await client.build(draft()), record), 20)
@@ -149,7 +150,7 @@ async def outcome(*scripts: Script | bytes, leave_after: int | None = None, **fl
 @pytest.mark.parametrize("stamped", [True, False])
 async def test_a_stream_is_timed_event_by_event(stamped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not stamped:  # as through TLS, and on other systems
-        monkeypatch.setattr(Connection, "stamp", lambda _: None)
+        monkeypatch.setattr(HttpConnection, "stamp", lambda _: None)
 
     async def script(_body: bytes, writer: asyncio.StreamWriter) -> None:
         writer.write(OK + chunk(event(choices=[{"index": 0, "delta": {"role": "assistant", "content": ""}}])))
@@ -162,7 +163,7 @@ async def test_a_stream_is_timed_event_by_event(stamped: bool, monkeypatch: pyte
         writer.write(chunk(said("c", "length") + event(choices=[], usage=USAGE)) + END)
 
     record = await outcome(script)
-    assert (record.error, record.finish, record.answer) == ("", "length", Answer("abc"))
+    assert (record.error, record.finish, record.answer) == ("", "length", ModelAnswer("abc"))
     assert (record.tokens, record.prompt_tokens, record.cached_tokens) == (4, 7, 3)
     assert len(record.event_times) == 3
     first, second, third = record.event_times
@@ -186,26 +187,32 @@ async def test_what_is_sent_is_what_was_drafted() -> None:
     ):
         assert f"\r\n{part}\r\n" in head
     assert body["messages"] == [
-        {"role": "system", "content": Piece(b"s", 3).text()},
-        {"role": "user", "content": f"{Piece(b'u', 4).text()} {Piece(b'v', 2).text()}"},
+        {"role": "system", "content": TextPiece(b"s", 3).text()},
+        {"role": "user", "content": f"{TextPiece(b'u', 4).text()} {TextPiece(b'v', 2).text()}"},
     ]
     assert (body["max_tokens"], body["stream"], body["ignore_eos"], body["temperature"]) == (5, True, True, 0.0)
     async with asked(good, endpoint="completions", vocab="5:90", ignore_eos=False) as (server, client):
         await client.send(await client.build(draft()), blank())
         body = server.bodies[0]
-    assert body["prompt"] == [*Piece(b"s", 3).ids(5, 90), *Piece(b"u", 4).ids(5, 90), *Piece(b"v", 2).ids(5, 90)]
+    assert body["prompt"] == [
+        *TextPiece(b"s", 3).ids(5, 90),
+        *TextPiece(b"u", 4).ids(5, 90),
+        *TextPiece(b"v", 2).ids(5, 90),
+    ]
     assert "ignore_eos" not in body
 
 
 async def test_the_real_answer_goes_into_the_next_turn() -> None:
-    turn = Turn((Message("user", (Piece(b"u", 2),)), Message("assistant", (Piece(b"a", 5),), answer=0)), 5)
+    turn = Turn(
+        (PromptMessage("user", (TextPiece(b"u", 2),)), PromptMessage("assistant", (TextPiece(b"a", 5),), answer=0)), 5
+    )
     async with asked(b"") as (_, client):
         said_before = orjson.loads(
-            (await client.build(draft(turn, _0=Answer('so "it"\nis')))).partition(b"\r\n\r\n")[2]
+            (await client.build(draft(turn, _0=ModelAnswer('so "it"\nis')))).partition(b"\r\n\r\n")[2]
         )
         unknown = orjson.loads((await client.build(draft(turn))).partition(b"\r\n\r\n")[2])
     assert said_before["messages"][1] == {"role": "assistant", "content": 'so "it"\nis'}
-    assert unknown["messages"][1]["content"] == Piece(b"a", 5).text()
+    assert unknown["messages"][1]["content"] == TextPiece(b"a", 5).text()
 
 
 async def _cut(_body: bytes, writer: asyncio.StreamWriter) -> None:
@@ -245,7 +252,7 @@ async def test_every_failure_has_a_kind(script: Script | bytes, kind: str, messa
 
 
 async def test_a_server_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("loadtest.rest_client.GRACE_S", 0.2)
+    monkeypatch.setattr("loadtest.client.rest_client.GRACE_S", 0.2)
     record = await outcome(_silent, deadline_s="0.1")
     assert (record.error, record.message) == ("timeout", "no answer in time")
     assert 0.25 < record.e2e_s < 15
@@ -267,7 +274,7 @@ async def test_connections_are_kept_and_a_closed_one_is_replaced(
     stamped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not stamped:
-        monkeypatch.setattr(Connection, "stamp", lambda _: None)
+        monkeypatch.setattr(HttpConnection, "stamp", lambda _: None)
     good = OK + chunk(said("x", "stop")) + END
 
     async def close_after(_body: bytes, writer: asyncio.StreamWriter) -> None:
@@ -328,7 +335,7 @@ async def test_a_client_that_leaves_hangs_up(after: int) -> None:
 async def test_an_answer_in_one_piece() -> None:
     body = orjson.dumps({"choices": [{"message": {"content": "abc"}, "finish_reason": "stop"}], "usage": USAGE})
     record = await outcome(plain("200 OK", body), stream=False)
-    assert (record.error, record.answer, record.tokens, len(record.event_times)) == ("", Answer("abc"), 4, 0)
+    assert (record.error, record.answer, record.tokens, len(record.event_times)) == ("", ModelAnswer("abc"), 4, 0)
     assert record.ttft_s is None
     assert (await outcome(plain("200 OK", b"{}"), stream=False)).error == "protocol"
 

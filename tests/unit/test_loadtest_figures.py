@@ -15,42 +15,43 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import ConfigError
-from loadtest import run_file
-from loadtest.charts import Axis, Mark, Series, chart
-from loadtest.comparison import compare, interval
 from loadtest.config import LoadConfig
-from loadtest.figures import document, warnings
 from loadtest.progress import line
-from loadtest.record import Record
-from loadtest.report import page
-from loadtest.run import Run
+from loadtest.report import files
+from loadtest.report.charts import Axis, Mark, Series, chart
+from loadtest.report.comparison import compare_runs, confidence_interval
+from loadtest.report.figures import build_document, warnings
+from loadtest.report.html import page
+from loadtest.run import LoadRun, RequestRecord
 
 BEGAN = 1000.0
 
 
 def record(
     number: int, intended: float, *at: float, lag: float = 0.0, tokens: int | None = None, **more: Any
-) -> Record:
+) -> RequestRecord:
     """A request whose events came `at` seconds after it was sent, and that ended with the last."""
     sent = BEGAN + intended + lag
-    made = Record(f"r{number}", number, 0, 10, 3, BEGAN + intended, sent_s=sent, finish="length", **more)
+    made = RequestRecord(f"r{number}", number, 0, 10, 3, BEGAN + intended, sent_s=sent, finish="length", **more)
     made.event_times = array("d", [sent + t for t in at])
     made.ended_s = sent + (at[-1] if at else 0.5)
     made.tokens = len(at) if tokens is None else tokens
     return made
 
 
-def run_of(*records: Record, **flags: Any) -> Run:
+def run_of(*records: RequestRecord, **flags: Any) -> LoadRun:
     config = LoadConfig.of({"rate": "1", **flags})
     for r in records:
         r.counted = r.intended_s - BEGAN >= config.settle_s
     ended = max((r.ended_s for r in records), default=BEGAN)
-    return Run(
+    return LoadRun(
         config, "m", began=BEGAN, began_at=1.7e9, ended=ended, cpu_s=0.1, records=list(records), sent=len(records)
     )
 
 
-def failed(number: int, intended: float, kind: str = "http 429 rate_limit_exceeded", message: str = "busy") -> Record:
+def failed(
+    number: int, intended: float, kind: str = "http 429 rate_limit_exceeded", message: str = "busy"
+) -> RequestRecord:
     made = record(number, intended)
     made.finish = ""
     made.ended_s = 0.0
@@ -58,9 +59,9 @@ def failed(number: int, intended: float, kind: str = "http 429 rate_limit_exceed
     return made
 
 
-def told(run: Run) -> dict[str, Any]:
+def told(run: LoadRun) -> dict[str, Any]:
     """As it is read from the file."""
-    found: dict[str, Any] = json.loads(run_file.dumps(document(run, "1.0")))
+    found: dict[str, Any] = json.loads(files.dumps(build_document(run, "1.0")))
     return found
 
 
@@ -197,7 +198,7 @@ def many(ttft_s: float, count: int = 400, **flags: Any) -> dict[str, Any]:
 
 
 def test_a_clear_difference_is_told_from_chance() -> None:
-    comparison = compare(many(0.1, slo="ttft=1s"), many(0.2, slo="ttft=1s"))
+    comparison = compare_runs(many(0.1, slo="ttft=1s"), many(0.2, slo="ttft=1s"))
     rows = {row.name: row for row in comparison.rows}
     assert rows["ttft p50"].change == pytest.approx(1.0)
     assert rows["ttft p50"].significant is True
@@ -205,26 +206,26 @@ def test_a_clear_difference_is_told_from_chance() -> None:
     assert rows["goodput share"].worse_by == 0
     assert "ttft p50" in [row.name for row in comparison.worse(0.5)]
     assert comparison.worse(2.0) == []
-    backwards = {row.name: row for row in compare(many(0.2), many(0.1)).rows}
+    backwards = {row.name: row for row in compare_runs(many(0.2), many(0.1)).rows}
     assert backwards["ttft p50"].worse_by == 0
-    assert not compare(many(0.1), many(0.1)).worse(0.0)
+    assert not compare_runs(many(0.1), many(0.1)).worse(0.0)
 
 
 def test_few_requests_prove_nothing() -> None:
-    comparison = compare(many(0.1, count=12), many(0.2, count=12))
+    comparison = compare_runs(many(0.1, count=12), many(0.2, count=12))
     rows = {row.name: row for row in comparison.rows}
     assert rows["ttft p99"].significant is False
     assert "ttft p99" not in [row.name for row in comparison.worse(0.1)]
 
 
 def test_differences_of_the_settings_are_named() -> None:
-    assert compare(many(0.1), many(0.1, seed="5")).differences == (("seed", 0, 5),)
+    assert compare_runs(many(0.1), many(0.1, seed="5")).differences == (("seed", 0, 5),)
 
 
 @pytest.mark.parametrize(("n", "share", "bounds"), [(100, 0.5, (39, 59)), (1000, 0.9, (880, 918))])
 def test_intervals_are_order_statistics(n: int, share: float, bounds: tuple[int, int]) -> None:
-    assert interval([float(i) for i in range(n)], share) == bounds
-    assert interval([1.0, 2.0], 0.99) is None
+    assert confidence_interval([float(i) for i in range(n)], share) == bounds
+    assert confidence_interval([1.0, 2.0], 0.99) is None
 
 
 # -- files
@@ -233,14 +234,14 @@ def test_intervals_are_order_statistics(n: int, share: float, bounds: tuple[int,
 def test_results_read_back_and_others_are_refused(tmp_path: Path) -> None:
     found = many(0.1, count=3)
     path = tmp_path / "new" / "a.json"
-    run_file.write(path, found)
-    assert run_file.read(path) == found
+    files.write(path, found)
+    assert files.read(path) == found
     (tmp_path / "x.json").write_text("[")
     (tmp_path / "y.json").write_text('{"kind": "baton loadtest", "format": 99}')
     (tmp_path / "z.json").write_text('{"kind": "else"}')
     for name, says in {"x": "not JSON", "y": "format 99", "z": "not the result", "none": "cannot be read"}.items():
         with pytest.raises(ConfigError, match=says):
-            run_file.read(tmp_path / f"{name}.json")
+            files.read(tmp_path / f"{name}.json")
 
 
 # -- the report
@@ -312,7 +313,7 @@ def test_the_report_is_whole_and_alone() -> None:
 
 def test_the_report_of_two_runs_shows_both() -> None:
     a, b = many(0.1), many(0.2)
-    checker = checked(page([a, b], ["before", "a<b"], compare(a, b)))
+    checker = checked(page([a, b], ["before", "a<b"], compare_runs(a, b)))
     text = " ".join(checker.text)
     for part in ("before", "a<b", "Compared", "+100.0%", "clear"):
         assert part in text

@@ -9,23 +9,23 @@ from typing import Any
 
 import pytest
 
-from loadtest.client import Draft
+from loadtest.client.base import RequestDraft
 from loadtest.config import LoadConfig
-from loadtest.prompts import Answer
-from loadtest.record import Record
-from loadtest.runner import Runner
+from loadtest.run import RequestRecord
+from loadtest.runner import LoadRunner
+from loadtest.workload.prompts import ModelAnswer
 
 
 class Stage:
     """A client without a server: each request takes `seconds`, and ends when `together` requests have run at once."""
 
     def __init__(
-        self, seconds: float = 0.02, *, together: int = 0, fails: Callable[[Record], bool] = lambda _: False
+        self, seconds: float = 0.02, *, together: int = 0, fails: Callable[[RequestRecord], bool] = lambda _: False
     ) -> None:
         self.seconds = seconds
         self.together = together
-        self.drafts: list[Draft] = []
-        self.records: list[Record] = []
+        self.drafts: list[RequestDraft] = []
+        self.records: list[RequestRecord] = []
         self.running = 0
         self.most = 0
         self.cancelled = 0
@@ -34,10 +34,10 @@ class Stage:
     async def model(self) -> str:
         return "stage"
 
-    async def build(self, draft: Draft) -> Draft:
+    async def build(self, draft: RequestDraft) -> RequestDraft:
         return draft
 
-    async def send(self, request: Draft, record: Record) -> None:
+    async def send(self, request: RequestDraft, record: RequestRecord) -> None:
         record.sent_s = time.perf_counter()
         self.drafts.append(request)
         self.records.append(record)
@@ -56,14 +56,14 @@ class Stage:
         if self._fails(record):
             record.fail("http 500", "no", record.ended_s)
         else:
-            record.answer = Answer(f"answer to {record.request_id}")
+            record.answer = ModelAnswer(f"answer to {record.request_id}")
 
     async def close(self) -> None:
         pass
 
 
 async def ran(stage: Stage, **flags: Any) -> Any:
-    return await asyncio.wait_for(Runner(LoadConfig.of(flags), stage).execute(), 60)
+    return await asyncio.wait_for(LoadRunner(LoadConfig.of(flags), stage).execute(), 60)
 
 
 async def test_an_open_loop_does_not_wait_for_answers() -> None:
@@ -106,7 +106,7 @@ async def test_a_refused_user_pauses() -> None:
 async def test_conversations_carry_the_answers_on_and_stop_at_an_error() -> None:
     stage = Stage()
     run = await ran(stage, rate="200", requests="9", turns="3")
-    by_session: dict[int, list[tuple[Record, Draft]]] = {}
+    by_session: dict[int, list[tuple[RequestRecord, RequestDraft]]] = {}
     for record, built in zip(stage.records, stage.drafts, strict=True):
         by_session.setdefault(record.session, []).append((record, built))
     assert len(run.records) == 9
@@ -116,7 +116,7 @@ async def test_conversations_carry_the_answers_on_and_stop_at_an_error() -> None
             assert sorted(built.answers) == list(range(number))
             assert built.affinity == turns[0][1].affinity
         if len(turns) > 1:
-            assert turns[1][1].answers[0] == Answer(f"answer to {turns[0][0].request_id}")
+            assert turns[1][1].answers[0] == ModelAnswer(f"answer to {turns[0][0].request_id}")
     broken = await ran(Stage(fails=lambda r: r.turn == 1), users="1", requests="6", turns="4")
     assert [r.turn for r in broken.records] == [0, 1, 0, 1, 0, 1]
     assert broken.skipped == 6
@@ -150,7 +150,7 @@ async def test_sessions_take_the_keys_in_turn() -> None:
 
 async def test_a_stopped_run_tells_what_was_done() -> None:
     stage = Stage(seconds=30.0)
-    runner = Runner(LoadConfig.of({"users": "3", "duration_s": "60"}), stage)
+    runner = LoadRunner(LoadConfig.of({"users": "3", "duration_s": "60"}), stage)
     going = asyncio.create_task(runner.execute())
     while stage.running < 3:
         await asyncio.sleep(0.01)

@@ -16,14 +16,20 @@ from hypothesis import strategies as st
 
 from cli.commands.loadtest import run
 from common.errors import ConfigError
-from common.trace import MOONCAKE_BLOCK, Trace, TraceRequest, block_name, load_trace
-from loadtest import arrivals
 from loadtest.config import LoadConfig
-from loadtest.lengths import Lengths
-from loadtest.prompts import WORDS, Piece, Session
 from loadtest.sweep import parse_rates
-from loadtest.workload import Made, Recorded, fitted
-from tests.prefix import shared
+from loadtest.workload import arrivals
+from loadtest.workload.lengths import LengthDistribution
+from loadtest.workload.prompts import WORDS, Session, TextPiece
+from loadtest.workload.sessions import SyntheticWorkload, TraceWorkload, fit_trace
+from loadtest.workload.trace import (
+    MOONCAKE_BLOCK_SIZE,
+    WorkloadRequest,
+    WorkloadTrace,
+    load_trace,
+    synthetic_block_hash,
+)
+from tests.rigs.engine.comparisons import shared
 
 
 def first_turns(sessions: Iterator[Session], count: int) -> list[Session]:
@@ -76,23 +82,23 @@ def test_arrivals_end_and_repeat() -> None:
 
 def test_lengths_are_what_they_say() -> None:
     rng = random.Random(0)
-    assert {Lengths.parse("x", "7").draw(rng) for _ in range(10)} == {7}
-    uniform = {Lengths.parse("x", "3:5").draw(rng) for _ in range(200)}
+    assert {LengthDistribution.parse("x", "7").draw(rng) for _ in range(10)} == {7}
+    uniform = {LengthDistribution.parse("x", "3:5").draw(rng) for _ in range(200)}
     assert uniform == {3, 4, 5}
-    around = [Lengths.parse("x", "~100").draw(rng) for _ in range(20_000)]
+    around = [LengthDistribution.parse("x", "~100").draw(rng) for _ in range(20_000)]
     assert statistics.median(around) == pytest.approx(100, rel=0.03)
     assert statistics.quantiles(around, n=10)[-1] == pytest.approx(279, rel=0.08)
 
 
 @pytest.mark.parametrize("text", ["7", "3:5", "~100"])
 def test_lengths_read_back(text: str) -> None:
-    assert str(Lengths.parse("x", text)) == text
+    assert str(LengthDistribution.parse("x", text)) == text
 
 
 @pytest.mark.parametrize("text", ["", "0", "5:3", "~1:2", "-4", "many", "1e3", "99999999"])
 def test_other_lengths_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"^--input-tokens: "):
-        Lengths.parse("input-tokens", text)
+        LengthDistribution.parse("input-tokens", text)
 
 
 # -- pieces
@@ -100,7 +106,7 @@ def test_other_lengths_are_refused(text: str) -> None:
 
 @given(seed=st.binary(max_size=20), short=st.integers(1, 60), longer=st.integers(0, 60))
 def test_pieces_of_one_seed_are_equal_as_far_as_the_shorter_goes(seed: bytes, short: int, longer: int) -> None:
-    a, b = Piece(seed, short), Piece(seed, short + longer)
+    a, b = TextPiece(seed, short), TextPiece(seed, short + longer)
     assert b.ids(5, 900)[:short] == a.ids(5, 900)
     assert len(b.ids(5, 900)) == short + longer
     assert b.text().split(" ")[:short] == a.text().split(" ")
@@ -110,20 +116,22 @@ def test_pieces_of_one_seed_are_equal_as_far_as_the_shorter_goes(seed: bytes, sh
 def test_pieces_are_the_same_in_every_process() -> None:
     assert len(set(WORDS)) == len(WORDS) == 256
     assert all(word.isascii() and word.isalpha() and word.islower() for word in WORDS)
-    assert Piece(b"golden", 4).ids(1000, 30000) == [4401, 26679, 15305, 26676]
-    assert Piece(b"golden", 4).text() == "one home again at"
+    assert TextPiece(b"golden", 4).ids(1000, 30000) == [4401, 26679, 15305, 26676]
+    assert TextPiece(b"golden", 4).text() == "one home again at"
 
 
 # -- made sessions
 
 
-def made(**fields: object) -> Made:
-    return Made(**{"seed": 3, "input_tokens": Lengths(20, 40), "output_tokens": Lengths(5, 9), **fields})  # type: ignore[arg-type]
+def made(**fields: object) -> SyntheticWorkload:
+    return SyntheticWorkload(
+        **{"seed": 3, "input_tokens": LengthDistribution(20, 40), "output_tokens": LengthDistribution(5, 9), **fields}
+    )  # type: ignore[arg-type]
 
 
 def test_the_same_seed_asks_the_same() -> None:
-    assert first_turns(made(turns=Lengths(1, 4), pause_s=2.0).sessions(), 30) == first_turns(
-        made(turns=Lengths(1, 4), pause_s=2.0).sessions(), 30
+    assert first_turns(made(turns=LengthDistribution(1, 4), pause_s=2.0).sessions(), 30) == first_turns(
+        made(turns=LengthDistribution(1, 4), pause_s=2.0).sessions(), 30
     )
 
 
@@ -145,7 +153,7 @@ def test_users_of_one_system_prompt_share_it_and_no_more() -> None:
 
 
 def test_a_turn_begins_with_the_whole_conversation_before_it() -> None:
-    (session,) = first_turns(made(turns=Lengths(4, 4), prefix_tokens=10, pause_s=1.0).sessions(), 1)
+    (session,) = first_turns(made(turns=LengthDistribution(4, 4), prefix_tokens=10, pause_s=1.0).sessions(), 1)
     roles = [message.role for message in session.turns[-1].messages]
     assert roles == ["system", *["user", "assistant"] * 3, "user"]
     for earlier, later in pairwise(session.turns):
@@ -159,13 +167,15 @@ def test_a_turn_begins_with_the_whole_conversation_before_it() -> None:
 
 # -- recorded sessions
 
-NAMES = [block_name("n", i) for i in range(6)]
+NAMES = [synthetic_block_hash("n", i) for i in range(6)]
 
 
-def recorded(*requests: tuple[float, int, int, str, bytes]) -> Trace:
+def recorded(*requests: tuple[float, int, int, str, bytes]) -> WorkloadTrace:
     """(at, prompt, output, digits of block names, tail)."""
-    made = [TraceRequest(at, n, out, tuple(NAMES[int(c)] for c in chain), tail) for at, n, out, chain, tail in requests]
-    return Trace("t", MOONCAKE_BLOCK, tuple(made))
+    made = [
+        WorkloadRequest(at, n, out, tuple(NAMES[int(c)] for c in chain), tail) for at, n, out, chain, tail in requests
+    ]
+    return WorkloadTrace("t", MOONCAKE_BLOCK_SIZE, tuple(made))
 
 
 TRACE = recorded(
@@ -179,7 +189,7 @@ TRACE = recorded(
 
 @pytest.mark.parametrize("scale", [1.0, 1 / 32, 0.1])
 def test_a_trace_shares_the_blocks_that_its_ids_share(scale: float) -> None:
-    sessions = first_turns(Recorded(TRACE, 0, scale).sessions(), 9)
+    sessions = first_turns(TraceWorkload(TRACE, 0, scale).sessions(), 9)
     block, tail = max(1, round(512 * scale)), max(1, round(100 * scale))
     a, twin, longer, lone, last = (ids_of(s) for s in sessions)
     assert len(a) == 2 * block + tail
@@ -192,25 +202,25 @@ def test_a_trace_shares_the_blocks_that_its_ids_share(scale: float) -> None:
 
 
 def test_another_seed_replays_the_same_shape_with_other_content() -> None:
-    a, b = (first_turns(Recorded(TRACE, seed, 1.0).sessions(), 9) for seed in (0, 1))
+    a, b = (first_turns(TraceWorkload(TRACE, seed, 1.0).sessions(), 9) for seed in (0, 1))
     assert [len(ids_of(s)) for s in a] == [len(ids_of(s)) for s in b]
     assert all(shared(ids_of(x), ids_of(y)) == 0 for x, y in zip(a, b, strict=True))
 
 
 def test_long_requests_are_left_out_and_long_answers_cut() -> None:
-    kept = fitted(TRACE, length_scale=0.1, most_input=120, most_output=5)
+    kept = fit_trace(TRACE, length_scale=0.1, most_input=120, most_output=5)
     assert [r.prompt_len for r in kept.requests] == [1124, 1124, 100, 100]
     assert [r.arrival_s for r in kept.requests] == [0.0, 0.5, 1.5, 2.0]
-    assert max(s.turns[0].output_tokens for s in Recorded(kept, 0, 0.1).sessions()) == 5
+    assert max(s.turns[0].output_tokens for s in TraceWorkload(kept, 0, 0.1).sessions()) == 5
     with pytest.raises(ConfigError, match="no request of t is that short"):
-        fitted(TRACE, length_scale=1.0, most_input=99, most_output=None)
+        fit_trace(TRACE, length_scale=1.0, most_input=99, most_output=None)
 
 
 def test_mooncake_tails_are_shared_by_name(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     line = '{{"timestamp": {}, "input_length": 700, "output_length": 5, "hash_ids": [1, {}]}}\n'
     path.write_text(line.format(0, 2) + line.format(5, 2) + line.format(9, 3))
-    a, twin, other = (ids_of(s) for s in Recorded(load_trace(path), 0, 1.0).sessions())
+    a, twin, other = (ids_of(s) for s in TraceWorkload(load_trace(path), 0, 1.0).sessions())
     assert a == twin
     assert (len(a), shared(a, other)) == (700, 512)
 

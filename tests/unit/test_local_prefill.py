@@ -8,18 +8,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decode_service.local_prefill import MOST_STEPS, Elsewhere, Here, LocalPrefill, Reason
+from common.types import RemotePrefillCost
+from decode_service.local_prefill import MAX_LOCAL_STEPS, DecodePodState, LocalPrefillPolicy, PrefillReason
 
 CHUNK = 256
-IDLE = Here(running=0, queued_tokens=0, chunk_tokens=CHUNK, step_s=0.006, chunk_s=lambda tokens: 0.001 + tokens * 2e-5)
-THERE = Elsewhere(queue_s=0.0, compute_s=0.006, hand_off_s=0.005, tokens_per_s=50_000)
-AUTO = LocalPrefill("auto")
+IDLE = DecodePodState(
+    running=0, queued_tokens=0, chunk_tokens=CHUNK, step_s=0.006, chunk_s=lambda tokens: 0.001 + tokens * 2e-5
+)
+THERE = RemotePrefillCost(queue_s=0.0, compute_s=0.006, hand_off_s=0.005, tokens_per_s=50_000)
+AUTO = LocalPrefillPolicy("auto")
 
 
 def test_an_idle_pod_keeps_a_short_rest_and_a_busy_one_does_not() -> None:
     assert AUTO.decide(100, 900, IDLE, THERE, remote_only=False).local
     busy = AUTO.decide(100, 900, replace(IDLE, running=32), THERE, remote_only=False)
-    assert (busy.local, busy.reason) == (False, Reason.CHEAPER)
+    assert (busy.local, busy.reason) == (False, PrefillReason.CHEAPER)
     assert busy.local_s > 32 * IDLE.chunk_s(100)  # what all neighbours lose together
     # However busy, not for ever: a long queue elsewhere is worth it.
     assert AUTO.decide(100, 900, replace(IDLE, running=32), replace(THERE, queue_s=1.0), remote_only=False).local
@@ -32,13 +35,13 @@ def test_local_prompts_that_are_ahead_count() -> None:
 @pytest.mark.parametrize(
     ("uncached", "cached", "there", "reason"),
     [
-        (5, 0, replace(THERE, queue_s=100.0), Reason.NOTHING_CACHED),
-        (MOST_STEPS * CHUNK + 1, 5000, replace(THERE, queue_s=100.0), Reason.TOO_LONG),
-        (100, 900, None, Reason.UNKNOWN),
+        (5, 0, replace(THERE, queue_s=100.0), PrefillReason.NOTHING_CACHED),
+        (MAX_LOCAL_STEPS * CHUNK + 1, 5000, replace(THERE, queue_s=100.0), PrefillReason.TOO_LONG),
+        (100, 900, None, PrefillReason.UNKNOWN),
     ],
 )
 def test_whole_prompts_and_guesses_never_stay(
-    uncached: int, cached: int, there: Elsewhere | None, reason: Reason
+    uncached: int, cached: int, there: RemotePrefillCost | None, reason: PrefillReason
 ) -> None:
     verdict = AUTO.decide(uncached, cached, IDLE, there, remote_only=False)
     assert (verdict.local, verdict.reason) == (False, reason)
@@ -48,19 +51,19 @@ def test_what_this_pod_has_not_measured_is_taken_from_there() -> None:
     fresh = replace(IDLE, chunk_s=lambda _: 0.0)
     assert AUTO.decide(100, 900, fresh, THERE, remote_only=False).local_s == pytest.approx(100 / 50_000)
     nobody = replace(THERE, tokens_per_s=0.0)
-    assert AUTO.decide(100, 900, fresh, nobody, remote_only=False).reason is Reason.UNKNOWN
+    assert AUTO.decide(100, 900, fresh, nobody, remote_only=False).reason is PrefillReason.UNKNOWN
 
 
 @pytest.mark.parametrize("mode", ["off", "auto", "64"])
 def test_the_knob_and_a_request_that_forbids_it(mode: str) -> None:
-    knob = LocalPrefill(mode)
+    knob = LocalPrefillPolicy(mode)
     expensive = replace(THERE, queue_s=100.0)
     assert not knob.decide(10, 90, IDLE, expensive, remote_only=True).local
     verdict = knob.decide(64, 0, IDLE, None, remote_only=False)
     assert verdict.local == (mode == "64")
     assert not knob.decide(65, 0, IDLE, None, remote_only=False).local
     if mode == "off":
-        assert knob.decide(1, 99, IDLE, expensive, remote_only=False).reason is Reason.OFF
+        assert knob.decide(1, 99, IDLE, expensive, remote_only=False).reason is PrefillReason.OFF
 
 
 @given(
@@ -85,4 +88,4 @@ def test_a_longer_queue_there_never_sends_a_prompt_there(
     )
     if first.local:
         assert cached > 0
-        assert uncached <= MOST_STEPS * CHUNK
+        assert uncached <= MAX_LOCAL_STEPS * CHUNK

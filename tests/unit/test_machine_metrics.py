@@ -11,9 +11,8 @@ import psutil
 import pytest
 import torch
 
-from common.host_memory import host_memory
-from common.telemetry import Metrics
-from pod.gpu_driver import KEPT_S, Gpu, GpuReading, add_gpu_metrics, gpu_of
+from common.telemetry import Metrics, memory_usage
+from pod.gpu import READING_TTL_S, GpuMonitor, GpuReading, add_gpu_metrics, gpu_monitor
 
 
 def cgroup(directory: Path, limit: str, current: int = 900, inactive: int = 300) -> Path:
@@ -24,26 +23,26 @@ def cgroup(directory: Path, limit: str, current: int = 900, inactive: int = 300)
 
 
 def test_a_container_counts_what_the_kernel_cannot_take_back(tmp_path: Path) -> None:
-    memory = host_memory(cgroup(tmp_path, "1000"))
+    memory = memory_usage(cgroup(tmp_path, "1000"))
     assert (memory.used, memory.limit, memory.free) == (600, 1000, 400)
 
 
 def test_a_container_has_no_more_than_the_machine_has_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=2000, available=150))
-    assert host_memory(cgroup(tmp_path, "1000")).free == 150
-    assert host_memory(cgroup(tmp_path, "1000", current=1400)).free == 0
-    assert host_memory(tmp_path / "none").free == 150
+    assert memory_usage(cgroup(tmp_path, "1000")).free == 150
+    assert memory_usage(cgroup(tmp_path, "1000", current=1400)).free == 0
+    assert memory_usage(tmp_path / "none").free == 150
 
 
 @pytest.mark.parametrize("limit", ["max", str(1 << 62)])
 def test_without_a_limit_it_is_the_machine(tmp_path: Path, limit: str) -> None:
-    memory = host_memory(cgroup(tmp_path, limit))
+    memory = memory_usage(cgroup(tmp_path, limit))
     assert memory.limit == psutil.virtual_memory().total
     assert 0 < memory.used < memory.limit
 
 
 def test_without_control_groups_it_is_the_machine(tmp_path: Path) -> None:
-    assert host_memory(tmp_path / "none").limit == psutil.virtual_memory().total
+    assert memory_usage(tmp_path / "none").limit == psutil.virtual_memory().total
 
 
 class Driver:
@@ -62,17 +61,17 @@ class Driver:
 
 def test_a_reading_is_kept_for_a_second_and_a_driver_may_come_back() -> None:
     driver, now = Driver(), [100.0]
-    gpu = Gpu(driver.read, lambda: now[0])
+    gpu = GpuMonitor(driver.read, lambda: now[0])
     assert gpu.reading() == gpu.reading() == GpuReading(40, 80, 0.5)
     assert driver.asked == 1
-    driver.away, now[0] = True, now[0] + KEPT_S
+    driver.away, now[0] = True, now[0] + READING_TTL_S
     assert gpu.reading() is None
-    driver.away, now[0] = False, now[0] + KEPT_S
+    driver.away, now[0] = False, now[0] + READING_TTL_S
     assert gpu.reading() == GpuReading(40, 80, 0.5)
 
 
 def test_a_cpu_has_no_gpu() -> None:
-    assert gpu_of(torch.device("cpu")) is None
+    assert gpu_monitor(torch.device("cpu")) is None
 
 
 class FakeNvml:
@@ -118,7 +117,7 @@ def test_nvml_tells_what_it_can_and_torch_the_rest(
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="1234"))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (70, 100))
-    gpu = gpu_of(torch.device("cuda:1"))
+    gpu = gpu_monitor(torch.device("cuda:1"))
     assert gpu is not None
     assert gpu.reading() == reading
 
@@ -126,9 +125,9 @@ def test_nvml_tells_what_it_can_and_torch_the_rest(
 def test_gpu_metrics_are_there_only_while_something_is_known() -> None:
     driver, now = Driver(), [0.0]
     metrics = Metrics()
-    add_gpu_metrics(metrics, Gpu(driver.read, lambda: now[0]))
+    add_gpu_metrics(metrics, GpuMonitor(driver.read, lambda: now[0]))
     text = metrics.exposition().decode()
     assert "baton_gpu_utilization_ratio 0.5" in text
     assert "baton_gpu_memory_used_bytes 40.0" in text
-    driver.away, now[0] = True, now[0] + KEPT_S
+    driver.away, now[0] = True, now[0] + READING_TTL_S
     assert "baton_gpu_memory_used_bytes 40.0" not in metrics.exposition().decode()

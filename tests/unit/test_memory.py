@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from common.errors import ConfigError
 from common.kv_layout import KVLayout
 from engine.config import EngineConfig
+from engine.cuda_graphs import CudaGraphs
 from engine.engine import Engine
-from engine.graphs import Graphs
-from engine.memory import EXTRA_BLOCKS, SLACK, MemoryUse, blocks_that_fit, measure
-from engine.warm_up import compiled_steps, largest_step, planned_steps
+from engine.step.memory import EXTRA_BLOCKS, RESERVED_BYTES, MemoryUse, blocks_that_fit, measure_memory
+from engine.step.warm_up import cudnn_plan_steps, kernel_steps, largest_step
 
 GIB = 1 << 30
 LAYOUT = KVLayout("m", "r", 32, 8, 128, 16, "bfloat16")  # 2 MiB a block
@@ -38,7 +38,7 @@ def test_the_pool_gets_what_is_left_of_the_share() -> None:
 def test_a_second_process_takes_only_what_the_first_left() -> None:
     second = replace(H100, other_processes=50 * GIB)
     taken = (blocks_that_fit(second, LAYOUT) + EXTRA_BLOCKS) * LAYOUT.block_bytes + second.weights
-    assert taken + second.activations + second.graphs <= 29 * GIB - SLACK
+    assert taken + second.activations + second.graphs <= 29 * GIB - RESERVED_BYTES
     each = replace(H100, share=0.45)
     assert blocks_that_fit(each, LAYOUT) == blocks_that_fit(replace(each, other_processes=36 * GIB), LAYOUT)
 
@@ -59,8 +59,8 @@ def test_rehearsed_steps_keep_to_the_limits(budget: int, seqs: int, length: int,
     assert max(start + new for start, new in largest) == length
     for rows in (
         largest,
-        *compiled_steps(budget, seqs, length, drafts),
-        *planned_steps(budget, max(1, budget // 2), seqs, length),
+        *kernel_steps(budget, seqs, length, drafts),
+        *cudnn_plan_steps(budget, max(1, budget // 2), seqs, length),
     ):
         assert len(rows) <= seqs
         assert sum(new for _, new in rows) <= budget
@@ -120,7 +120,7 @@ class Computation:
 
     def __init__(self, error: Exception | None, *, failing: int = 8, after: int = 0) -> None:
         self._error, self._failing, self._left = error, failing, after
-        self.graphs = Graphs(
+        self.graphs = CudaGraphs(
             "decode", torch.device("cpu"), self.compute, keep=lambda out: out, describe="{} rows".format
         )
         self.shapes = (32, 16, 8, 4)
@@ -179,7 +179,7 @@ def test_graphs_without_room_beside_the_weights_are_a_matter_of_their_size(monke
     one: Any = Pool
     remedy = EngineConfig(model_dir=Path(), chunk_graphs=4096).cuda_graph_advice()
     with pytest.raises(ConfigError) as refused:
-        measure(build, one, torch.device("cpu"), share=0.9, graphs=remedy, step=[(0, 1)])
+        measure_memory(build, one, torch.device("cpu"), share=0.9, graphs=remedy, step=[(0, 1)])
     assert refused.value.field == "max_seqs"
     assert refused.value.message == (
         "no room for CUDA graphs: the decode graph of 16 rows (1 of 1) found 0.29 GiB of 80.00 GiB free: "

@@ -12,10 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from common.errors import ConfigError
 from common.kv_layout import KVLayout
-from engine import weights
 from engine.attention.base import StepShape
 from engine.attention.torch_backend import TorchAttention
-from engine.kv_pool import KVPool
+from engine.kv.kv_pool import KVPool
+from engine.models import weights
 from engine.models.decoder import Decoder
 from engine.models.spec import eos_token_ids, parse_spec, read_config
 
@@ -93,7 +93,7 @@ class Rig:
         self.cache = self.kv.layers()
         self.backend = TorchAttention(self.cache, spec.num_heads, spec.windows, self.kv.dummy_block)
         self.model = Decoder(spec, 256, CPU, torch.float32)
-        weights.load(self.model, directory, self.model.spec)
+        weights.load_weights(self.model, directory, self.model.spec)
 
     def logits(self, tokens: list[list[int]], starts: list[int], blocks: list[list[int]]) -> list[torch.Tensor]:
         counts = [len(t) for t in tokens]
@@ -188,11 +188,11 @@ def test_revision_follows_the_content(tmp_path: Path) -> None:
     model = save_reference(tmp_path / "a", CASES["llama"])
     model.save_pretrained(tmp_path / "b")
     spec = parse_spec(*read_config(tmp_path / "a"))
-    assert weights.revision(spec, tmp_path / "a") == weights.revision(spec, tmp_path / "b")
+    assert weights.weights_revision(spec, tmp_path / "a") == weights.weights_revision(spec, tmp_path / "b")
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight.add_(0.01)
     model.save_pretrained(tmp_path / "c")
-    assert weights.revision(spec, tmp_path / "a") != weights.revision(spec, tmp_path / "c")
+    assert weights.weights_revision(spec, tmp_path / "a") != weights.weights_revision(spec, tmp_path / "c")
 
 
 def test_old_and_new_rope_spelling_mean_the_same(tmp_path: Path) -> None:
@@ -264,4 +264,4 @@ def test_checkpoint_that_does_not_fit_is_refused(tmp_path: Path) -> None:
             Rig(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match="neither"):
-        weights.revision(parse_spec(*read_config(tmp_path)), tmp_path)
+        weights.weights_revision(parse_spec(*read_config(tmp_path)), tmp_path)

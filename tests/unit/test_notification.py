@@ -6,26 +6,32 @@ import pytest
 
 from common.types import FinishReason, TransferId
 from kv_transfer.messages import Commit
-from kv_transfer.notification import CommitNote, Committed, Message, RangeWritten, parse
+from kv_transfer.notifications import (
+    CommitNotification,
+    CommittedNotification,
+    RangeWritten,
+    TransferNotification,
+    parse_notification,
+)
 
 ID = TransferId(5, 1)
 LAST = TransferId(2**63, 2**64 - 1)
-TOLD: list[Message] = [
+TOLD: list[TransferNotification] = [
     RangeWritten(LAST, 0, 17),
-    CommitNote(LAST, Commit((2**32 - 1, 0, 7), (None, FinishReason.LENGTH, FinishReason.STOP))),
-    CommitNote(ID, Commit((), ())),
-    Committed(LAST, 1234),
+    CommitNotification(LAST, Commit((2**32 - 1, 0, 7), (None, FinishReason.LENGTH, FinishReason.STOP))),
+    CommitNotification(ID, Commit((), ())),
+    CommittedNotification(LAST, 1234),
 ]
 
 
 @pytest.mark.parametrize("message", TOLD)
-def test_notification_round_trip(message: Message) -> None:
+def test_notification_round_trip(message: TransferNotification) -> None:
     packed = message.pack()
-    assert parse(packed) == message
+    assert parse_notification(packed) == message
     for damaged in (packed + b"x", packed[:-1], packed[:4], b"", b"XXXX" + packed[4:], packed + bytes(5)):
-        assert parse(damaged) is None
+        assert parse_notification(damaged) is None
 
 
 def test_notifications_that_say_too_much_or_nothing() -> None:
-    assert parse(RangeWritten(ID, 0, 0).pack()) is None
-    assert parse(Committed(ID, 2**40).pack()) == Committed(ID, 2**32 - 1)
+    assert parse_notification(RangeWritten(ID, 0, 0).pack()) is None
+    assert parse_notification(CommittedNotification(ID, 2**40).pack()) == CommittedNotification(ID, 2**32 - 1)

@@ -6,8 +6,8 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-from gateway.http_endpoint import Response
-from gateway.http_protocol import BURST, BodyWriter, Outbox
+from gateway.api.http.endpoint import HttpResponse
+from gateway.api.http.protocol import MAX_BATCHED_WRITES, BodyWriter, WriteBatcher
 
 
 class Wire:
@@ -28,15 +28,15 @@ class Wire:
             self.sent.append(message["body"])
 
 
-def stream(outbox: Outbox) -> tuple[Wire, Response]:
+def stream(outbox: WriteBatcher) -> tuple[Wire, HttpResponse]:
     wire = Wire()
     flow = SimpleNamespace(write_paused=False)
     cycle: Any = SimpleNamespace(chunked_encoding=True, disconnected=False, flow=flow, transport=wire)
-    return wire, Response(wire.send, BodyWriter(cycle, outbox))
+    return wire, HttpResponse(wire.send, BodyWriter(cycle, outbox))
 
 
 async def test_a_piece_comes_before_the_end_that_follows_it() -> None:
-    wire, response = stream(Outbox())
+    wire, response = stream(WriteBatcher())
     await response.send_event(b"first")
     assert response.fast_write is not None
     assert response.fast_write(b"second")
@@ -46,8 +46,8 @@ async def test_a_piece_comes_before_the_end_that_follows_it() -> None:
 
 
 async def test_pieces_wait_for_the_end_of_the_turn_or_for_a_burst() -> None:
-    outbox = Outbox()
-    wires = [Wire() for _ in range(BURST)]
+    outbox = WriteBatcher()
+    wires = [Wire() for _ in range(MAX_BATCHED_WRITES)]
     for wire in wires[:-1]:
         outbox.put(wire, b"x")  # type: ignore[arg-type]
     assert not any(wire.sent for wire in wires)

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from common.errors import InternalError
 from common.pb import decode_pb2, types_pb2
 from common.types import FinishReason, SamplingParams, Token, ValidRequest
-from gateway.leg import Leg
-from gateway.metrics import GatewayMetrics
-from gateway.outlet import Outlet
-from gateway.timeline import Timeline
+from gateway.dispatch.attempt import Attempt
+from gateway.dispatch.token_queue import TokenQueue
+from gateway.telemetry.metrics import GatewayMetrics
+from gateway.telemetry.timeline import Timeline
 
 
-def bring(outlet: Outlet, index: int) -> bool:
+def bring(outlet: TokenQueue, index: int) -> bool:
     """A token as a pod's message brings it: by the short way where that is open. Whether it was."""
     if outlet.relay_token_id(index, 100 + index):
         return True
@@ -31,7 +31,7 @@ def bring(outlet: Outlet, index: int) -> bool:
 
 
 async def relaying(
-    outlet: Outlet, take_id: Callable[[int], bool], take: Callable[[Sequence[Token], FinishReason | None], bool]
+    outlet: TokenQueue, take_id: Callable[[int], bool], take: Callable[[Sequence[Token], FinishReason | None], bool]
 ) -> asyncio.Task[None]:
     """Who relays, and waits for tokens."""
     task = asyncio.create_task(outlet.relay(take, take_id))
@@ -58,7 +58,7 @@ def test_each_token_once_in_order_by_either_way(arrivals: list[tuple[list[int], 
         got.append(token_id)
         return True
 
-    async def read(outlet: Outlet) -> None:
+    async def read(outlet: TokenQueue) -> None:
         while not outlet.complete:
             delta = await outlet.next()
             take(delta.tokens, delta.finish)
@@ -66,7 +66,7 @@ def test_each_token_once_in_order_by_either_way(arrivals: list[tuple[list[int], 
                 await outlet.relay(take, take_id)
 
     async def run() -> None:
-        outlet = Outlet(1, 100)
+        outlet = TokenQueue(1, 100)
         reader = asyncio.create_task(read(outlet))
         for indices, pause in [*arrivals, *(([i], not at_once) for i in range(10))]:
             if len(indices) == 1:
@@ -84,7 +84,7 @@ def test_each_token_once_in_order_by_either_way(arrivals: list[tuple[list[int], 
 
 
 async def test_the_short_way_is_open_while_somebody_relays() -> None:
-    outlet, got = Outlet(1, 100), list[int]()
+    outlet, got = TokenQueue(1, 100), list[int]()
     assert not bring(outlet, 0)
     assert (await outlet.next()).tokens == [Token(0, 100)]
 
@@ -101,7 +101,7 @@ async def test_the_short_way_is_open_while_somebody_relays() -> None:
 
 
 async def test_a_failure_is_of_who_relays_not_of_who_brings() -> None:
-    outlet = Outlet(1, 100)
+    outlet = TokenQueue(1, 100)
 
     def broken(token_id: int) -> bool:
         raise ZeroDivisionError
@@ -114,9 +114,9 @@ async def test_a_failure_is_of_who_relays_not_of_who_brings() -> None:
     assert (await outlet.next()).tokens == [Token(1, 101)]
 
 
-def leg_of(request: ValidRequest) -> Leg:
+def leg_of(request: ValidRequest) -> Attempt:
     plan: Any = SimpleNamespace(request=request)
-    return Leg(
+    return Attempt(
         plan,
         attempt=1,
         avoid=frozenset(),
@@ -174,7 +174,7 @@ async def test_what_goes_on_has_the_number_and_the_tokens_that_it_had() -> None:
 
 async def test_a_reader_that_came_late_relays_all_the_same() -> None:
     """What came before it asked is one delta, and nothing stays behind that would end its relay at once."""
-    outlet, got = Outlet(1, 100), list[int]()
+    outlet, got = TokenQueue(1, 100), list[int]()
     for index in range(3):
         assert not bring(outlet, index)
     assert [token.index for token in (await outlet.next()).tokens] == [0, 1, 2]

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.types import FinishReason, SamplingParams
-from engine.scheduler import Item
-from engine.sequence import Sequence
-from engine.speculation.chain import Chain
-from engine.step_result import StepResult
-from engine.stepper import Between
-from tests.late_device import Step, World, answer
+from engine.schedule.drafts import DraftTokens
+from engine.schedule.outputs import StepResult
+from engine.schedule.scheduler import ScheduledSequence
+from engine.schedule.sequence import Sequence
+from engine.schedule.stepper import LaunchCallback
+from tests.rigs.engine.late_device import Step, World, answer
 
 GREEDY = SamplingParams(max_tokens=9)
 
@@ -62,7 +62,7 @@ def test_drafts_take_what_is_left_and_nobody_is_preempted_for_them() -> None:
     seqs = [world.add(name, range(4), SamplingParams(max_tokens=12)) for name in "ab"]
     while not all(seq.decoding for seq in seqs):
         world.step()
-    items = world.scheduler.schedule({seq: Chain((1, 2, 3, 4, 5)) for seq in seqs}).scheduled
+    items = world.scheduler.schedule({seq: DraftTokens((1, 2, 3, 4, 5)) for seq in seqs}).scheduled
     assert [len(item.drafts) for item in items] == [5, 1], "a budget of eight is two tokens and six drafts"
     assert all(item.start + item.num_new <= item.seq.allocated for item in items)
     outside = world.pool.lease([], world.pool.num_available())
@@ -74,7 +74,7 @@ def test_drafts_take_what_is_left_and_nobody_is_preempted_for_them() -> None:
     for item in items:
         item.seq.finish_step(item.num_new, sample=True, drafts=len(item.drafts))
         item.seq.append(0)
-    (first, second) = world.scheduler.schedule({seq: Chain((1,) * 7) for seq in seqs}).scheduled
+    (first, second) = world.scheduler.schedule({seq: DraftTokens((1,) * 7) for seq in seqs}).scheduled
     assert first.start + first.num_new <= first.seq.allocated
     assert second.start + second.num_new <= second.seq.allocated
     assert [seq.preemptions for seq in seqs] == [0, 0]
@@ -87,7 +87,7 @@ def test_room_for_drafts_that_are_not_verified_comes_back() -> None:
         world.step()
     assert world.scheduler.draft_candidates() == seqs
     assert [world.scheduler.reserve_for_drafts(seq, seq.start + 14) >= seq.start + 14 for seq in seqs] == [True] * 3
-    chains = {seqs[0]: Chain((1, 2, 3, 4, 5)), seqs[1]: Chain((1,))}
+    chains = {seqs[0]: DraftTokens((1, 2, 3, 4, 5)), seqs[1]: DraftTokens((1,))}
     items = world.scheduler.schedule(chains).scheduled
     assert [len(item.drafts) for item in items] == [5, 1, 0]
     needed = [-(-len(seq.tokens) // 4) for seq in seqs]
@@ -121,7 +121,7 @@ def test_drafts_leave_a_block_for_each_that_grows() -> None:
     assert [seq.allocated for seq in seqs] == [4, 4]
     outside = world.pool.lease([], world.pool.num_available() - 5)
     assert outside is not None
-    items = world.scheduler.schedule({seq: Chain((1,) * 7) for seq in seqs}).scheduled
+    items = world.scheduler.schedule({seq: DraftTokens((1,) * 7) for seq in seqs}).scheduled
     assert [len(item.drafts) for item in items] == [7, 3], "a block for each token, one more for the first's drafts"
     assert world.pool.num_available() == 2
 
@@ -132,7 +132,7 @@ def test_prompts_keep_their_share_of_a_step_with_drafts() -> None:
     while not all(seq.decoding for seq in seqs):
         world.step()
     world.add("c", range(50, 80), GREEDY)
-    items = world.scheduler.schedule({seq: Chain((1,) * 7) for seq in seqs}).scheduled
+    items = world.scheduler.schedule({seq: DraftTokens((1,) * 7) for seq in seqs}).scheduled
     assert [len(item.drafts) for item in items] == [7, 3, 0], "a quarter of sixteen, and what two decodes leave"
     assert items[2].num_new == 4
 
@@ -198,7 +198,7 @@ def test_who_waits_for_a_token_is_told_while_the_next_prompt_is_being_launched(m
     world.add("a", [1, 2, 3], SamplingParams(max_tokens=5), hand_off=True)
     launch = world.device.launch
 
-    def slow(items: abc.Sequence[Item], between: Between | None = None) -> Step:
+    def slow(items: abc.Sequence[ScheduledSequence], between: LaunchCallback | None = None) -> Step:
         events.append(f"launch {items[0].seq.request_id}")
         step = launch(items, between)
         events.append("launched")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from kv_transfer.messages import PeerStats
-from kv_transfer.pairs import FRESH_S, Pair, Pairs
+from kv_transfer.peers.traffic import RATE_TTL_S, PairTraffic, PairTrafficTable
 
 BYTES = 1_000_000_000
 
@@ -25,19 +25,19 @@ def clock() -> Clock:
     return Clock()
 
 
-def write(pair: Pair, clock: Clock, seconds: float) -> None:
+def write(pair: PairTraffic, clock: Clock, seconds: float) -> None:
     pair.begin()
     clock.now += seconds
     pair.end(1, BYTES, pulled=False)
 
 
 def test_a_rate_stays_over_pauses_and_begins_afresh_after_a_long_one(clock: Clock) -> None:
-    pair = Pair(clock)
+    pair = PairTraffic(clock)
     write(pair, clock, 2.0)
-    clock.now += FRESH_S - 1
+    clock.now += RATE_TTL_S - 1
     write(pair, clock, 2.0)
     assert pair.gb_s == pytest.approx(0.5)
-    clock.now += FRESH_S
+    clock.now += RATE_TTL_S
     assert pair.gb_s == pytest.approx(0.5)
     write(pair, clock, 0.01)
     assert pair.gb_s == pytest.approx(100.0)
@@ -45,7 +45,7 @@ def test_a_rate_stays_over_pauses_and_begins_afresh_after_a_long_one(clock: Cloc
 
 
 def test_the_probe_gives_the_rate_until_something_is_written(clock: Clock) -> None:
-    pairs, peer = Pairs(clock), PeerStats("h", 1, "h:1", "cuda_ipc", "reported", 310.0)
+    pairs, peer = PairTrafficTable(clock), PeerStats("h", 1, "h:1", "cuda_ipc", "reported", 310.0)
     (pair,) = pairs.stats((peer,))
     assert (pair.transport, pair.gb_s) == ("cuda_ipc", 310.0)
     write(pairs.get("h"), clock, 0.01)

@@ -9,8 +9,8 @@ import pytest
 
 from common.auth import Signer
 from common.pb import transfer_pb2
-from kv_transfer import peer_rpc
-from kv_transfer.peer_rpc import PeerRpc
+from kv_transfer.peers import rpc_client
+from kv_transfer.peers.rpc_client import PeerRpcClient
 
 
 class Channel:
@@ -36,12 +36,12 @@ async def test_channels_that_nobody_uses_are_closed(monkeypatch: pytest.MonkeyPa
         made.append(Channel(address))
         return made[-1]
 
-    monkeypatch.setattr(peer_rpc, "channel", channel)
-    rpc = PeerRpc(Signer(b"secret", "prefill-0", 1))
+    monkeypatch.setattr(rpc_client, "channel", channel)
+    rpc = PeerRpcClient(Signer(b"secret", "prefill-0", 1))
     for address in ("gone", "used", "used"):
         assert (await rpc.info(address, 1.0)).pod == address
     for address in ("gone", "used"):
-        rpc._used[address] -= peer_rpc.UNUSED_S + 1.0
+        rpc._used[address] -= rpc_client.UNUSED_S + 1.0
     await rpc.info("used", 1.0)
     await rpc.info("new", 1.0)
     assert [(one.address, one.closed) for one in made] == [("gone", True), ("used", False), ("new", False)]

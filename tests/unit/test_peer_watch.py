@@ -7,10 +7,10 @@ import asyncio
 import pytest
 
 from common.errors import IndexUnavailable, Unavailable
-from common.prefix_index import PodLoad, PodRecord, PodStatus
-from common.types import Role
-from pod.peers import PeerWatch
-from tests.until import until
+from common.types import PodLoad, Role
+from pod.peer_discovery import PeerDiscovery
+from prefix_index.records import PodRecord, PodStatus
+from tests.rigs.waiting import until
 
 
 class Index:
@@ -40,7 +40,7 @@ def pod(name: str, role: Role = Role.DECODE, scope: str = "s", generation: int =
 
 
 async def test_joining_failing_and_restarted_pods(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pod.peers.POLL_S", 0.01)
+    monkeypatch.setattr("pod.peer_discovery.POLL_S", 0.01)
     index = Index(pod("d0"), pod("p0", Role.PREFILL), pod("x", scope="other"))
     tried: list[tuple[str, int]] = []
     errors: dict[str, Exception] = {}
@@ -52,7 +52,7 @@ async def test_joining_failing_and_restarted_pods(monkeypatch: pytest.MonkeyPatc
         if error := errors.pop(address, None):
             raise error
 
-    watch = PeerWatch(index, "s", connect)  # type: ignore[arg-type]
+    watch = PeerDiscovery(index, "s", connect)  # type: ignore[arg-type]
     await watch.start()
     try:
         assert set(tried) == {("d0:1", 1)}
@@ -71,7 +71,7 @@ async def test_joining_failing_and_restarted_pods(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_start_waits_for_a_while_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pod.peers.FIRST_ROUND_S", 0.05)
+    monkeypatch.setattr("pod.peer_discovery.FIRST_ROUND_S", 0.05)
     ended = asyncio.Event()
 
     async def connect(_address: str, _generation: int) -> None:
@@ -80,7 +80,7 @@ async def test_start_waits_for_a_while_only(monkeypatch: pytest.MonkeyPatch) -> 
         finally:
             ended.set()
 
-    watch = PeerWatch(Index(pod("d0")), "s", connect)  # type: ignore[arg-type]
+    watch = PeerDiscovery(Index(pod("d0")), "s", connect)  # type: ignore[arg-type]
     await asyncio.wait_for(watch.start(), 30)
     await watch.stop()
     assert ended.is_set()
@@ -90,8 +90,8 @@ async def test_start_waits_for_a_while_only(monkeypatch: pytest.MonkeyPatch) -> 
 async def test_start_asks_an_index_that_is_late_until_it_answers(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
 ) -> None:
-    monkeypatch.setattr("pod.peers.RETRY_S", 0.001)
-    monkeypatch.setattr("pod.peers.FIRST_ROUND_S", 60.0)
+    monkeypatch.setattr("pod.peer_discovery.RETRY_S", 0.001)
+    monkeypatch.setattr("pod.peer_discovery.FIRST_ROUND_S", 60.0)
     index = Index(pod("d0"), pod("d1"))
     index.away = error
     proven: set[str] = set()
@@ -100,7 +100,7 @@ async def test_start_asks_an_index_that_is_late_until_it_answers(
         await asyncio.sleep(0)
         proven.add(address)
 
-    watch = PeerWatch(index, "s", connect)  # type: ignore[arg-type]
+    watch = PeerDiscovery(index, "s", connect)  # type: ignore[arg-type]
     starting = asyncio.create_task(watch.start())
     await until(lambda: index.asked > 3)
     assert not starting.done()
@@ -114,9 +114,9 @@ async def test_start_asks_an_index_that_is_late_until_it_answers(
 async def test_start_goes_on_without_an_index_that_never_answers(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("pod.peers.RETRY_S", 0.001)
-    monkeypatch.setattr("pod.peers.POLL_S", 0.001)
-    monkeypatch.setattr("pod.peers.FIRST_ROUND_S", 0.05)
+    monkeypatch.setattr("pod.peer_discovery.RETRY_S", 0.001)
+    monkeypatch.setattr("pod.peer_discovery.POLL_S", 0.001)
+    monkeypatch.setattr("pod.peer_discovery.FIRST_ROUND_S", 0.05)
     index = Index(pod("d0"))
     index.away = IndexUnavailable("away")
     proven: set[str] = set()
@@ -124,7 +124,7 @@ async def test_start_goes_on_without_an_index_that_never_answers(
     async def connect(address: str, _generation: int) -> None:
         proven.add(address)
 
-    watch = PeerWatch(index, "s", connect)  # type: ignore[arg-type]
+    watch = PeerDiscovery(index, "s", connect)  # type: ignore[arg-type]
     await asyncio.wait_for(watch.start(), 30)
     assert index.asked > 1
     assert not proven

@@ -14,14 +14,13 @@ from hypothesis import strategies as st
 
 from cli.commands.plan import run
 from common.errors import ConfigError
-from common.percentile import percentile
-from common.trace import Trace, load_trace
-from simulator.outcome import Outcome
-from simulator.planner import Planner, Setup
-from simulator.rates import H100_8B, fitted, load_rates
-from simulator.slo import Slo
-from simulator.workload import Agents
-from tests.forked_cli import forked
+from loadtest.slo import percentile
+from loadtest.workload.trace import WorkloadTrace, load_trace
+from simulator.agent_workload import AgentWorkload
+from simulator.hardware_rates import H100_8B, fit_rates, load_rates
+from simulator.outcome import RequestOutcome, Slo
+from simulator.planner import CapacityPlanner, ClusterSetup
+from tests.rigs.forked_cli import forked
 
 MOONCAKE = (
     '{"timestamp": 0, "input_length": 1100, "output_length": 5, "hash_ids": [1, 2, 3]}\n'
@@ -92,7 +91,7 @@ def test_rates_bend_to_measured_points() -> None:
     metrics |= {
         f"decode_ms_{b}x{n}": 1e3 * H100_8B.decode_s(b, b * n) + 1 for b, n in ((1, 128), (64, 1024), (64, 2048))
     }
-    rates = fitted(H100_8B, metrics | {"copy_gb_s": 3000}, name="measured", card="a card")
+    rates = fit_rates(H100_8B, metrics | {"copy_gb_s": 3000}, name="measured", card="a card")
     assert rates.prompt_s(8192, 2048) == pytest.approx(1.2 * H100_8B.prompt_s(8192, 2048), rel=0.02)
     assert rates.decode_s(32, 32 * 1500) == pytest.approx(H100_8B.decode_s(32, 32 * 1500) + 0.001, rel=0.02)
     assert "a card" in rates.source
@@ -140,7 +139,7 @@ def test_a_wrong_slo_is_refused(text: str) -> None:
 
 def test_a_request_keeps_an_slo_or_not() -> None:
     slo = Slo(1.0, 0.05)
-    good = Outcome(0.0, 10, 10, ttft_s=1.0, mean_itl_s=0.05, done=True)
+    good = RequestOutcome(0.0, 10, 10, ttft_s=1.0, mean_itl_s=0.05, done=True)
     assert slo.is_met_by(good)
     assert slo.is_met_by(replace(good, mean_itl_s=None))
     for wrong in ({"ttft_s": 1.1}, {"gap_s": 0.06}, {"done": False}, {"ttft_s": None}):
@@ -158,15 +157,15 @@ def test_a_percentile_is_the_least_value_that_covers_its_share(values: list[floa
 
 
 @pytest.fixture(scope="module")
-def trace() -> Trace:
-    return Agents(rate=2.0, seconds=60.0, tenants=5, turns=3.0, system_tokens=(1000, 3000)).trace()
+def trace() -> WorkloadTrace:
+    return AgentWorkload(rate=2.0, seconds=60.0, tenants=5, turns=3.0, system_tokens=(1000, 3000)).trace()
 
 
-def plan(trace: Trace, slo: Slo, gpus: int | None, **options: Any) -> Any:
-    return Planner(trace, slo, H100_8B, chunks=(2048,), **options).plan(gpus)
+def plan(trace: WorkloadTrace, slo: Slo, gpus: int | None, **options: Any) -> Any:
+    return CapacityPlanner(trace, slo, H100_8B, chunks=(2048,), **options).plan(gpus)
 
 
-def test_a_looser_slo_never_gives_less(trace: Trace) -> None:
+def test_a_looser_slo_never_gives_less(trace: WorkloadTrace) -> None:
     slos = (Slo(0.15, 0.008), Slo(0.3, 0.012), Slo(2.0, 0.05))
     goodputs = [plan(trace, slo, 3).best.goodput for slo in slos]
     assert goodputs == sorted(goodputs)
@@ -174,7 +173,7 @@ def test_a_looser_slo_never_gives_less(trace: Trace) -> None:
     assert plan(trace, Slo(0.3, 0.012, 0.99), 3).best.goodput <= goodputs[1]
 
 
-def test_the_ratio_follows_the_work(trace: Trace) -> None:
+def test_the_ratio_follows_the_work(trace: WorkloadTrace) -> None:
     answers = replace(
         trace, requests=tuple(replace(r, output_len=1200, prompt_len=200, block_hashes=()) for r in trace.requests)
     )
@@ -184,7 +183,7 @@ def test_the_ratio_follows_the_work(trace: Trace) -> None:
     assert plan(prompts, slo, 4).best.setup.prefill == 3
 
 
-def test_the_least_pods_keep_the_slo_at_the_traces_rate(trace: Trace) -> None:
+def test_the_least_pods_keep_the_slo_at_the_traces_rate(trace: WorkloadTrace) -> None:
     busy = trace.sped_up(40.0)
     found = plan(busy, Slo(1.0, 0.05), None)
     assert found.needed is not None
@@ -195,28 +194,28 @@ def test_the_least_pods_keep_the_slo_at_the_traces_rate(trace: Trace) -> None:
     assert {m.setup.gpus for m in found.measured} == {8}
 
 
-def test_what_cannot_be_kept_is_not_promised(trace: Trace) -> None:
+def test_what_cannot_be_kept_is_not_promised(trace: WorkloadTrace) -> None:
     found = plan(trace, Slo(0.001, 0.05), 2)
     assert found.best.goodput == 0.0
     assert found.best.summary is None
     assert found.needed is None
 
 
-def test_requests_that_never_fit_are_said(trace: Trace) -> None:
+def test_requests_that_never_fit_are_said(trace: WorkloadTrace) -> None:
     with pytest.raises(ConfigError, match="KV memory"):
-        Planner(trace, Slo(1, 1), replace(H100_8B, kv_pool_bytes=1e9))
+        CapacityPlanner(trace, Slo(1, 1), replace(H100_8B, kv_pool_bytes=1e9))
     with pytest.raises(ConfigError, match="decode times"):
-        Planner(trace, Slo(1, 1), load_rates("flat-8k"))
+        CapacityPlanner(trace, Slo(1, 1), load_rates("flat-8k"))
 
 
 def test_setups_are_counted_in_gpus() -> None:
-    assert Setup(3, 5, 2048).gpus == 8
+    assert ClusterSetup(3, 5, 2048).gpus == 8
 
 
 # -- the command
 
 
-def lines(trace: Trace) -> str:
+def lines(trace: WorkloadTrace) -> str:
     ids: dict[bytes, int] = {}
     return "\n".join(
         json.dumps(
@@ -238,7 +237,7 @@ def asked(**flags: Any) -> dict[str, Any]:
 
 
 def test_the_command_prints_a_table_and_what_it_assumed(
-    trace: Trace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trace: WorkloadTrace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = str(written(tmp_path, "agents.jsonl", lines(trace)))
     assert run(**asked(trace=path, slo="ttft=1s,itl=50ms", gpus="2", chunks="2048", requests="60")) == 0
@@ -249,7 +248,7 @@ def test_the_command_prints_a_table_and_what_it_assumed(
     assert "No setup keeps this SLO" in capsys.readouterr().out
 
 
-def test_the_command_prints_json(trace: Trace, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_json(trace: WorkloadTrace, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(written(tmp_path, "agents.jsonl", lines(trace)))
     assert run(**asked(trace=path, slo="ttft=1s,itl=50ms", gpus="3", chunks="2048", requests="60", as_json=True)) == 0
     said = json.loads(capsys.readouterr().out)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pod.rates import PULL_FRESH_S, PodRates
+from pod.rates import PULL_TTL_S, PodRates
 
 
 def test_nothing_is_known_before_something_ran() -> None:
@@ -78,7 +78,7 @@ def test_what_pulls_took_is_forgotten_when_there_are_none() -> None:
     now = [0.0]
     rates = PodRates(256, lambda: now[0])
     rates.observe_pull(2.0, 0.0)
-    now[0] += PULL_FRESH_S - 1
+    now[0] += PULL_TTL_S - 1
     assert rates.pull_s() == pytest.approx(2.0)
     now[0] += 1
     assert rates.pull_s() == 0.0

@@ -10,11 +10,11 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from common.errors import TransferFailed
-from common.trace_context import TraceContext
-from common.tracing import Tracer
+from common.tracing.context import TraceContext
+from common.tracing.tracer import Tracer
 from kv_transfer.messages import TransferReport
-from prefill_service.hand_off import Push, Trace
-from prefill_service.spans import record_prefill
+from prefill_service.hand_off import HandOffEvent, Push
+from prefill_service.spans import record_spans
 
 PARENT = TraceContext.new(sampled=True)
 
@@ -32,7 +32,7 @@ def recorded(**fields: Any) -> list[ReadableSpan]:
         "target": SimpleNamespace(pod="decode-0"),
         "delivered_before_last_chunk": lambda: 1,
     }
-    record_prefill(tracer, PARENT, SimpleNamespace(seq=seq, **{**noted, **fields}))  # type: ignore[arg-type]
+    record_spans(tracer, PARENT, SimpleNamespace(seq=seq, **{**noted, **fields}))  # type: ignore[arg-type]
     return list(memory.get_finished_spans())
 
 
@@ -49,11 +49,11 @@ def test_a_prefill_that_pulled_computed_and_handed_over() -> None:
     spans = recorded(
         fetched=("prefill-1", 10.25),
         trace=[
-            Trace("chunk", 24, 11.0, 10.5),
-            Trace("delivered", 1, 11.2),
-            Trace("chunk", 40, 11.5, 11.0),
-            Trace("first_token", 7, 11.5),
-            Trace("end", 2, 12.0),
+            HandOffEvent("chunk", 24, 11.0, 10.5),
+            HandOffEvent("delivered", 1, 11.2),
+            HandOffEvent("chunk", 40, 11.5, 11.0),
+            HandOffEvent("first_token", 7, 11.5),
+            HandOffEvent("end", 2, 12.0),
         ],
         pushes={0: Push(1, 11.0, 11.2), 1: Push(1, 11.5, 11.9)},
         ended_with=TransferReport(2, 4096, 1, 0.5, "cma"),
@@ -80,7 +80,7 @@ def test_a_prefill_that_pulled_computed_and_handed_over() -> None:
 
 def test_one_that_failed_in_between_says_so_and_its_push_ends_with_it() -> None:
     spans = recorded(
-        trace=[Trace("chunk", 24, 11.0, 10.5), Trace("end", 0, 12.0)],
+        trace=[HandOffEvent("chunk", 24, 11.0, 10.5), HandOffEvent("end", 0, 12.0)],
         pushes={0: Push(1, 11.0)},
         ended_with=TransferFailed("the peer is gone"),
     )
@@ -90,4 +90,4 @@ def test_one_that_failed_in_between_says_so_and_its_push_ends_with_it() -> None:
 
 
 def test_one_that_never_ran_is_one_span() -> None:
-    assert [span.name for span in recorded(trace=[Trace("end", 0, 12.0)])] == ["prefill.request"]
+    assert [span.name for span in recorded(trace=[HandOffEvent("end", 0, 12.0)])] == ["prefill.request"]

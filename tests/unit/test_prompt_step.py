@@ -11,9 +11,9 @@ from torch import Tensor
 
 from common.kv_layout import KVLayout
 from engine.attention.base import StepShape
-from engine.kv_pool import KVPool
-from engine.prompt_step import MOST_ROWS, SIZES, Bucket, PromptStep
-from engine.warm_up import captured_chunks
+from engine.kv.kv_pool import KVPool
+from engine.step.prompt_step import MAX_ROWS, TOKEN_BUCKETS, PromptBucket, PromptStep
+from engine.step.warm_up import chunk_graph_shapes
 
 
 def hidden(tokens: Tensor, *_: Any, rows: Tensor) -> Tensor:
@@ -37,14 +37,14 @@ def shape(*rows: tuple[int, int]) -> StepShape:
 
 
 def test_sizes_end_where_steps_do() -> None:
-    assert step(5000).shapes == tuple(Bucket(size) for size in reversed(SIZES))
-    assert step(100).shapes == tuple(map(Bucket, (100, 96, 64, 32)))
-    assert step(12).shapes == (Bucket(12),)
+    assert step(5000).shapes == tuple(PromptBucket(size) for size in reversed(TOKEN_BUCKETS))
+    assert step(100).shapes == tuple(map(PromptBucket, (100, 96, 64, 32)))
+    assert step(12).shapes == (PromptBucket(12),)
 
 
 def test_chunks_that_are_captured_fit_whatever_they_attend_to_and_others_do_not() -> None:
     some = step(4096, [(0, 2048), (2048, 2048), (2048, 1024), (100, 2048)])
-    assert some.shapes[:3] == (Bucket(2048, 2048), Bucket(2048, 0), Bucket(1024, 2048))
+    assert some.shapes[:3] == (PromptBucket(2048, 2048), PromptBucket(2048, 0), PromptBucket(1024, 2048))
     assert some.shapes[3:] == step(4096).shapes  # one has no plan
     assert some.fits(shape((2048, 2048)), 1)
     assert some.fits(shape((2048, 1024)), 1)
@@ -52,7 +52,7 @@ def test_chunks_that_are_captured_fit_whatever_they_attend_to_and_others_do_not(
     assert not some.fits(shape((1024, 2048)), 1)
     assert not some.fits(shape((0, 2048), (5, 1)), 1)  # beside a row that decodes
     assert not some.fits(shape((100, 2048)), 1)
-    assert not some.fits(shape((0, 2048)), MOST_ROWS + 1)
+    assert not some.fits(shape((0, 2048)), MAX_ROWS + 1)
     for start, new, wanted in ((2048, 2048, 2047), (0, 20, 19), (2048, 1024, 1023)):
         hidden_of, _ = some.run(
             StepShape([start], [new], [list(range(1024))]),
@@ -65,22 +65,22 @@ def test_chunks_that_are_captured_fit_whatever_they_attend_to_and_others_do_not(
 
 
 def test_which_chunks_are_captured() -> None:
-    assert captured_chunks(0, 2048) == captured_chunks(1023, 2048) == []
-    assert captured_chunks(4096, 2048) == [
+    assert chunk_graph_shapes(0, 2048) == chunk_graph_shapes(1023, 2048) == []
+    assert chunk_graph_shapes(4096, 2048) == [
         *((start, 1024) for start in (0, 1024, 2048, 3072)),
         *((start, 2048) for start in (0, 1024, 2048)),
     ]
-    assert captured_chunks(2048, 1024) == [(0, 1024), (1024, 1024)]
-    assert captured_chunks(8192, 1000) == []  # no chunk of that length has a plan
+    assert chunk_graph_shapes(2048, 1024) == [(0, 1024), (1024, 1024)]
+    assert chunk_graph_shapes(8192, 1000) == []  # no chunk of that length has a plan
 
 
 def test_long_wide_and_far_steps_keep_their_own_size() -> None:
     some = step(4096)
     assert some.fits(shape((0, 1024)), 1)
     assert not some.fits(shape((0, 1025)), 1)
-    assert some.fits(shape(*[(0, 5)] * MOST_ROWS), MOST_ROWS)
-    assert not some.fits(shape(*[(0, 5)] * (MOST_ROWS + 1)), 1)
-    assert not some.fits(shape((0, 40)), MOST_ROWS + 1)
+    assert some.fits(shape(*[(0, 5)] * MAX_ROWS), MAX_ROWS)
+    assert not some.fits(shape(*[(0, 5)] * (MAX_ROWS + 1)), 1)
+    assert not some.fits(shape((0, 40)), MAX_ROWS + 1)
     assert some.fits(shape((1024, 1024)), 1)
     assert not some.fits(shape((1025, 1024)), 1)
     assert some.fits(shape((100_000, 1), (0, 30)), 2)

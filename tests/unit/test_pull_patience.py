@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pod.rates import PodRates
-from prefill_service.puller import MAX_TIME_S, MIN_TIME_S, UNKNOWN_TIME_S, patience_s
+from prefill_service.prefix_pull import MAX_TIME_S, MIN_TIME_S, UNKNOWN_TIME_S, pull_time_limit_s
 
 STEP = 256
 
@@ -25,7 +25,7 @@ def measured(base: float, per_token: float, *sizes: int) -> PodRates:
 )
 def test_a_pull_may_take_as_long_as_computing_and_no_longer(base: float, per_token: float, tokens: list[int]) -> None:
     rates = measured(base, per_token, STEP, STEP // 4, STEP)
-    few, many = (patience_s(rates, count) for count in tokens)
+    few, many = (pull_time_limit_s(rates, count) for count in tokens)
     for count, limit in zip(tokens, (few, many), strict=True):
         compute_s = rates.prefill_s(count)
         assert compute_s > 0
@@ -38,7 +38,7 @@ def test_a_pull_may_take_as_long_as_computing_and_no_longer(base: float, per_tok
 def test_small_steps_alone_give_a_limit_that_follows_them(base: float, per_token: float, tokens: int) -> None:
     rates = measured(base, per_token, 2, 16, 32)
     assert rates.prefill_s(tokens) == 0.0
-    limit = patience_s(rates, tokens)
+    limit = pull_time_limit_s(rates, tokens)
     assert MIN_TIME_S <= limit <= UNKNOWN_TIME_S
     assert limit <= max(MIN_TIME_S, 4 * rates.prefill_estimate_s(tokens))
 
@@ -49,5 +49,5 @@ def test_nobody_waits_a_second_for_what_an_h200_computes_in_98_ms() -> None:
     for _ in range(3):
         rates.observe_step(1024, 0, 0.0155 + 1024 * 2.016e-5)
         rates.observe_step(2048, 0, 0.0155 + 2048 * 2.016e-5)
-    assert 0.05 <= patience_s(rates, 4096) <= 0.15
-    assert patience_s(PodRates(2048), 4096) == UNKNOWN_TIME_S
+    assert 0.05 <= pull_time_limit_s(rates, 4096) <= 0.15
+    assert pull_time_limit_s(PodRates(2048), 4096) == UNKNOWN_TIME_S

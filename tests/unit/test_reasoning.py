@@ -10,18 +10,24 @@ from hypothesis import strategies as st
 
 from common.errors import ConfigError
 from common.types import FinishReason, Token
-from gateway.output import ChoiceOutput
-from gateway.reader import Reading
-from gateway.reasoning import STYLES, ReasoningReader, ReasoningStyle, Section, choose_reasoning
-from gateway.tokenizer import TextTokenizer
-from gateway.tools.hermes import Hermes
-from gateway.tools.protocol import assemble
+from gateway.text.output import ChoiceOutput
+from gateway.text.output_parser import OutputParserConfig
+from gateway.text.reasoning import (
+    REASONING_FORMATS,
+    ReasoningFormat,
+    ReasoningParser,
+    ReasoningSection,
+    choose_reasoning_format,
+)
+from gateway.text.tokenizer import TextTokenizer
+from gateway.text.tools.format import assemble
+from gateway.text.tools.hermes import HermesFormat
 
-THINK = ReasoningStyle("think", "<think>", "</think>")
+THINK = ReasoningFormat("think", "<think>", "</think>")
 
 
-def split(text: str, begins: Section, sizes: list[int]) -> tuple[str, str]:
-    reader, thought, answer, at = ReasoningReader(THINK, begins), "", "", 0
+def split(text: str, begins: ReasoningSection, sizes: list[int]) -> tuple[str, str]:
+    reader, thought, answer, at = ReasoningParser(THINK, begins), "", "", 0
     for size in [*sizes, len(text)]:
         more = reader.feed(text[at : at + size])
         thought, answer, at = thought + more[0], answer + more[1], at + size
@@ -32,49 +38,49 @@ def split(text: str, begins: Section, sizes: list[int]) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("begins", "text", "thought", "answer"),
     [
-        (Section.BEFORE, "<think>\nhm, 1 < 2\n</think>\n\nHi.\n", "hm, 1 < 2", "Hi.\n"),
-        (Section.BEFORE, "\n <think>hm</think>Hi", "hm", "Hi"),
-        (Section.BEFORE, "Hi <think>x</think>", "", "Hi <think>x</think>"),
-        (Section.BEFORE, "<thin", "", "<thin"),
-        (Section.BEFORE, " ", "", " "),
-        (Section.INSIDE, "hm\n\nhm</think>Hi", "hm\n\nhm", "Hi"),
-        (Section.INSIDE, "<think>hm</think>Hi", "hm", "Hi"),  # the model repeats what the template said
-        (Section.INSIDE, "hm </thin", "hm </thin", ""),
-        (Section.INSIDE, "\n</think>\n", "", ""),
-        (Section.INSIDE, "a</think>b</think>c", "a", "b</think>c"),
-        (Section.AFTER, "<think>x</think>", "", "<think>x</think>"),
+        (ReasoningSection.BEFORE, "<think>\nhm, 1 < 2\n</think>\n\nHi.\n", "hm, 1 < 2", "Hi.\n"),
+        (ReasoningSection.BEFORE, "\n <think>hm</think>Hi", "hm", "Hi"),
+        (ReasoningSection.BEFORE, "Hi <think>x</think>", "", "Hi <think>x</think>"),
+        (ReasoningSection.BEFORE, "<thin", "", "<thin"),
+        (ReasoningSection.BEFORE, " ", "", " "),
+        (ReasoningSection.INSIDE, "hm\n\nhm</think>Hi", "hm\n\nhm", "Hi"),
+        (ReasoningSection.INSIDE, "<think>hm</think>Hi", "hm", "Hi"),  # the model repeats what the template said
+        (ReasoningSection.INSIDE, "hm </thin", "hm </thin", ""),
+        (ReasoningSection.INSIDE, "\n</think>\n", "", ""),
+        (ReasoningSection.INSIDE, "a</think>b</think>c", "a", "b</think>c"),
+        (ReasoningSection.AFTER, "<think>x</think>", "", "<think>x</think>"),
     ],
 )
 @given(sizes=st.lists(st.integers(1, 5), max_size=20))
-def test_sections(begins: Section, text: str, thought: str, answer: str, sizes: list[int]) -> None:
+def test_sections(begins: ReasoningSection, text: str, thought: str, answer: str, sizes: list[int]) -> None:
     assert split(text, begins, sizes) == (thought, answer)
 
 
 @given(
     text=st.lists(st.sampled_from(["<think>", "</think>", "<", "th", " ", "\n", "x"]), max_size=8).map("".join),
-    begins=st.sampled_from(Section),
+    begins=st.sampled_from(ReasoningSection),
     sizes=st.lists(st.integers(1, 5), max_size=20),
 )
-def test_any_text_cut_anyhow_is_split_the_same_way(text: str, begins: Section, sizes: list[int]) -> None:
+def test_any_text_cut_anyhow_is_split_the_same_way(text: str, begins: ReasoningSection, sizes: list[int]) -> None:
     assert split(text, begins, sizes) == split(text, begins, [])
 
 
 def test_the_prompt_says_where_the_answer_begins() -> None:
-    assert Section.from_prompt(THINK, "<|assistant|>\n") is Section.BEFORE
-    assert Section.from_prompt(THINK, "<|assistant|>\n<think>\n") is Section.INSIDE
-    assert Section.from_prompt(THINK, "<|assistant|>\n<think>\n\n</think>\n\n") is Section.AFTER
-    implied = ReasoningStyle("x", "<think>", "</think>", starts_inside=True)
-    assert Section.from_prompt(implied, "<|assistant|>\n") is Section.INSIDE
+    assert ReasoningSection.from_prompt(THINK, "<|assistant|>\n") is ReasoningSection.BEFORE
+    assert ReasoningSection.from_prompt(THINK, "<|assistant|>\n<think>\n") is ReasoningSection.INSIDE
+    assert ReasoningSection.from_prompt(THINK, "<|assistant|>\n<think>\n\n</think>\n\n") is ReasoningSection.AFTER
+    implied = ReasoningFormat("x", "<think>", "</think>", starts_inside=True)
+    assert ReasoningSection.from_prompt(implied, "<|assistant|>\n") is ReasoningSection.INSIDE
 
 
 def test_the_model_or_the_flag_decides_the_style() -> None:
-    assert choose_reasoning("auto", "{% if '</think>' in content %}", ()) == STYLES[0]
-    assert choose_reasoning("auto", "", {"[THINK]", "[/THINK]"}) == STYLES[2]
-    assert choose_reasoning("auto", "plain", {"<|im_end|>"}) is None
-    assert choose_reasoning("none", "</think>", ()) is None
-    assert all(choose_reasoning(style.name, "", ()) == style for style in STYLES)
+    assert choose_reasoning_format("auto", "{% if '</think>' in content %}", ()) == REASONING_FORMATS[0]
+    assert choose_reasoning_format("auto", "", {"[THINK]", "[/THINK]"}) == REASONING_FORMATS[2]
+    assert choose_reasoning_format("auto", "plain", {"<|im_end|>"}) is None
+    assert choose_reasoning_format("none", "</think>", ()) is None
+    assert all(choose_reasoning_format(style.name, "", ()) == style for style in REASONING_FORMATS)
     with pytest.raises(ConfigError, match="reasoning_parser: 'x' is not one of"):
-        choose_reasoning("x", "", ())
+        choose_reasoning_format("x", "", ())
 
 
 TEXT = '<think>\nhm hm\n</think>\n\nSo: <tool_call>{"name": "f", "arguments": {}}</tool_call>'
@@ -84,11 +90,11 @@ TEXT = '<think>\nhm hm\n</think>\n\nSo: <tool_call>{"name": "f", "arguments": {}
 @pytest.mark.parametrize("show", [True, False])
 def test_an_answer_with_both(smollm2_dir: Path, step: int, show: bool) -> None:
     tokenizer = TextTokenizer(smollm2_dir)
-    reading = Reading(
+    reading = OutputParserConfig(
         tokenizer=tokenizer,
         reasoning_format=THINK,
         show_reasoning=show,
-        tool_format=Hermes(),
+        tool_format=HermesFormat(),
         function_names=frozenset({"f"}),
     )
     output = ChoiceOutput(tokenizer, (), logprobs=False, reading=reading)
@@ -107,7 +113,9 @@ def test_an_answer_with_both(smollm2_dir: Path, step: int, show: bool) -> None:
 
 def test_an_answer_without_a_section_has_no_reasoning_tokens(smollm2_dir: Path) -> None:
     tokenizer = TextTokenizer(smollm2_dir)
-    output = ChoiceOutput(tokenizer, (), logprobs=False, reading=Reading(tokenizer=tokenizer, reasoning_format=THINK))
+    output = ChoiceOutput(
+        tokenizer, (), logprobs=False, reading=OutputParserConfig(tokenizer=tokenizer, reasoning_format=THINK)
+    )
     for i, token in enumerate(tokenizer.encode("< thinking is hard", add_special_tokens=False)):
         output.add([Token(i, token)])
     assert output.reasoning_tokens == 0

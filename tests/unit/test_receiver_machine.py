@@ -10,16 +10,16 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from common.errors import TransferFailed, UnknownTransfer
 from common.types import TransferId
 from kv_transfer.messages import Commit, Writer
-from kv_transfer.receiver_machine import (
+from kv_transfer.receiver.state_machine import (
     GRACE_S,
-    AskDrain,
-    Check,
-    Failed,
-    Free,
-    Ready,
+    CheckChecksums,
+    FreeBlocks,
+    ReceiveFailed,
     ReceiverAction,
     ReceiverMachine,
     ReceiverState,
+    RequestDrain,
+    TransferReady,
 )
 
 ID = TransferId(5, 1)
@@ -34,7 +34,7 @@ def receiver(deadline: float = 100.0) -> ReceiverMachine:
 
 
 def freed(actions: list[ReceiverAction]) -> list[int]:
-    return [block for action in actions if isinstance(action, Free) for block in action.blocks]
+    return [block for action in actions if isinstance(action, FreeBlocks) for block in action.blocks]
 
 
 def kinds(actions: list[ReceiverAction]) -> list[str]:
@@ -50,7 +50,7 @@ def test_ready_needs_ranges_and_commit_in_any_order() -> None:
     assert machine.num_missing == 3
     assert machine.range_written(WRITER.agent, 6, 3, 0.0) == []
     actions = machine.range_written(WRITER.agent, 3, 3, 0.0)
-    assert actions == [Free((3, 4, 5, 6, 7, 8)), Ready(COMMIT)]
+    assert actions == [FreeBlocks((3, 4, 5, 6, 7, 8)), TransferReady(COMMIT)]
     assert machine.release(1.0) == machine.tick(200.0) == []
     assert machine.state is ReceiverState.READY
 
@@ -72,7 +72,7 @@ def test_strangers_are_dropped() -> None:
 def test_unopened_reservation_expires_freely() -> None:
     machine = receiver(deadline=1.0)
     actions = machine.tick(1.0)
-    assert kinds(actions) == ["Free", "Failed"]
+    assert kinds(actions) == ["FreeBlocks", "ReceiveFailed"]
     assert machine.state is ReceiverState.CLOSED
     with pytest.raises(UnknownTransfer):
         machine.open(WRITER, 1.0)
@@ -85,7 +85,7 @@ def test_a_writer_that_sends_less_gives_the_rest_back_and_is_ready_with_less() -
     assert machine.range_written(WRITER.agent, 6, 2, 0.0) is None  # block 7 is not in it any more
     assert machine.range_written(WRITER.agent, 3, 4, 0.0) == []
     assert machine.shrink_to(6) == []  # it never grows
-    assert machine.commit(7, COMMIT, 0.0) == [Free((3, 4, 5, 6)), Ready(COMMIT)]
+    assert machine.commit(7, COMMIT, 0.0) == [FreeBlocks((3, 4, 5, 6)), TransferReady(COMMIT)]
     assert machine.shrink_to(1) == []
 
 
@@ -94,7 +94,7 @@ def test_the_news_of_less_may_come_last() -> None:
     machine.open(WRITER, 0.0)
     assert machine.range_written(WRITER.agent, 3, 2, 0.0) == []
     assert machine.commit(7, COMMIT, 0.0) == []
-    assert machine.shrink_to(2) == [Free((5, 6, 7, 8)), Free((3, 4)), Ready(COMMIT)]
+    assert machine.shrink_to(2) == [FreeBlocks((5, 6, 7, 8)), FreeBlocks((3, 4)), TransferReady(COMMIT)]
 
 
 def test_what_a_writer_never_sends_is_not_quarantined() -> None:
@@ -112,7 +112,7 @@ def test_draining_frees_by_notification_and_by_drained() -> None:
     machine.open(WRITER, 0.0)
     assert machine.range_written(WRITER.agent, 3, 1, 0.0) == []
     actions = machine.release(1.0)
-    assert kinds(actions) == ["Free", "Failed", "AskDrain"]
+    assert kinds(actions) == ["FreeBlocks", "ReceiveFailed", "RequestDrain"]
     assert freed(actions) == [3]
     assert freed(machine.range_written(WRITER.agent, 4, 2, 1.0) or []) == [4, 5]
     assert machine.range_written(WRITER.agent, 4, 2, 1.0) == []
@@ -120,7 +120,7 @@ def test_draining_frees_by_notification_and_by_drained() -> None:
         machine.commit(7, COMMIT, 1.0)
     assert machine.drained(8, True, 1.0) == []  # another generation's word is worth nothing
     assert machine.num_quarantined == 3
-    assert kinds(machine.tick(2.0)) == ["AskDrain"]
+    assert kinds(machine.tick(2.0)) == ["RequestDrain"]
     assert machine.tick(3.0) == []  # one question at a time
     assert freed(machine.drained(7, True, 3.0)) == [6, 7, 8]
     assert machine.state is ReceiverState.CLOSED
@@ -154,18 +154,18 @@ def test_dead_writer_fails_an_open_transfer() -> None:
     machine = receiver()
     machine.open(WRITER, 0.0)
     actions = machine.writer_ended(0.0)
-    assert kinds(actions) == ["Failed"]
-    assert isinstance(actions[0], Failed)
+    assert kinds(actions) == ["ReceiveFailed"]
+    assert isinstance(actions[0], ReceiveFailed)
     assert isinstance(actions[0].error, TransferFailed)
 
 
 def test_checksums_decide() -> None:
     commit = Commit((1,), (None,), (1, 2, 3, 4, 5, 6))
-    for error, expected in ((None, ["Free", "Ready"]), ("damaged", ["Free", "Failed"])):
+    for error, expected in ((None, ["FreeBlocks", "TransferReady"]), ("damaged", ["FreeBlocks", "ReceiveFailed"])):
         machine = receiver()
         machine.open(WRITER, 0.0)
         machine.range_written(WRITER.agent, 3, 6, 0.0)
-        assert kinds(machine.commit(7, commit, 0.0)) == ["Check"]
+        assert kinds(machine.commit(7, commit, 0.0)) == ["CheckChecksums"]
         assert kinds(machine.checked(error, 0.0)) == expected
         assert machine.state is (ReceiverState.CLOSED if error else ReceiverState.READY)
 
@@ -188,19 +188,19 @@ class ReceiverMachineTest(RuleBasedStateMachine):
     def apply(self, actions: list[ReceiverAction] | None) -> None:
         for action in actions or ():
             match action:
-                case Free(blocks):
+                case FreeBlocks(blocks):
                     assert not set(blocks) & set(self.freed)
                     grace_over = self.proven_at is not None and self.now - self.proven_at >= GRACE_S - 0.001
                     assert grace_over or not set(blocks) & self.unwritten, "freed while it may still be written"
                     self.freed += blocks
-                case Ready():
+                case TransferReady():
                     assert len(self.freed) == COUNT
                     self.ready += 1
-                case Failed():
+                case ReceiveFailed():
                     self.failed += 1
-                case AskDrain():
+                case RequestDrain():
                     self.asked = True
-                case Check():
+                case CheckChecksums():
                     raise AssertionError("no checksums were sent")
         assert self.ready + self.failed <= 1
 

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from common.types import SamplingParams
-from engine.sampler import SampleRow, distribution, sample
+from engine.sampling.sampler import SampleRow, sample, token_probs
+from engine.schedule.drafts import DraftTokens
 from engine.speculation import rejection
-from engine.speculation.chain import Chain
-from engine.speculation.rejection import sample_rejecting
-from engine.speculation.verify import accepted_run
-from tests.chi_square import chi_square_p
+from engine.speculation.acceptance import accepted_tokens
+from engine.speculation.rejection import rejection_sample
+from tests.rigs.engine.comparisons import chi_square_p
 
 VOCAB, DRAWS, DRAFTS = 10, 20_000, 2
 ROWS = range(DRAFTS + 1)  # of a chain
@@ -47,18 +47,18 @@ def logits_after(tokens: tuple[int, ...]) -> Tensor:
 
 def target(tokens: tuple[int, ...], params: SamplingParams) -> Tensor:
     row = SampleRow(params, [*SAID, *tokens], 2)
-    return distribution(logits_after(tokens)[None], [row])[0]
+    return token_probs(logits_after(tokens)[None], [row])[0]
 
 
-def point() -> Chain:
+def point() -> DraftTokens:
     """Often right, and never the target's only choice."""
     tokens: tuple[int, ...] = ()
     for _ in range(DRAFTS):
         tokens = (*tokens, int(logits_after(tokens).topk(2).indices[1]))
-    return Chain(tokens, None)
+    return DraftTokens(tokens, None)
 
 
-def drawn(flat: bool) -> list[Chain]:
+def drawn(flat: bool) -> list[DraftTokens]:
     """DRAWS chains of a draft model that is not far from the target, or of one that knows nothing."""
     coins = torch.Generator().manual_seed(1)
     begun: dict[tuple[int, ...], tuple[int, list[Tensor]]] = {(): (DRAWS, [])}
@@ -71,16 +71,16 @@ def drawn(flat: bool) -> list[Chain]:
                 if times:
                     longer[*tokens, draft] = (times, [*before, probs])
         begun = longer
-    return [chain for t, (count, p) in begun.items() for chain in [Chain(t, torch.stack(p))] * count]
+    return [chain for t, (count, p) in begun.items() for chain in [DraftTokens(t, torch.stack(p))] * count]
 
 
 @pytest.fixture(scope="module")
-def chains() -> dict[str, list[Chain]]:
+def chains() -> dict[str, list[DraftTokens]]:
     """For each kind of proposer DRAWS chains."""
     return {"point": [point()] * DRAWS, "drawn": drawn(flat=False), "flat": drawn(flat=True)}
 
 
-def draw(chains: list[Chain], params: SamplingParams) -> tuple[dict[tuple[int, int], int], list[int]]:
+def draw(chains: list[DraftTokens], params: SamplingParams) -> tuple[dict[tuple[int, int], int], list[int]]:
     """How often each pair of first tokens came, and of each chain how many drafts were accepted.
 
     A chain that gave one token goes on by itself, as the next step would.
@@ -89,12 +89,12 @@ def draw(chains: list[Chain], params: SamplingParams) -> tuple[dict[tuple[int, i
     before = [(chain.tokens[:n], own) for chain, own in zip(chains, seeds, strict=True) for n in ROWS]
     raw = torch.stack([logits_after(tokens) for tokens, _ in before])
     rows = [SampleRow(own, SAID, 2, drafts=tokens) for tokens, own in before]
-    sampled = sample_rejecting(raw, rows, chains).tokens.tolist()
+    sampled = rejection_sample(raw, rows, chains).tokens.tolist()
     counts: Counter[tuple[int, int]] = Counter()
     accepted, short = [], []
     for number, chain in enumerate(chains):
         first = number * len(ROWS)
-        run = accepted_run(chain.tokens, sampled[first : first + len(ROWS)])
+        run = accepted_tokens(chain.tokens, sampled[first : first + len(ROWS)])
         accepted.append(len(run) - 1)
         if len(run) == 1:
             short.append((number, run[0]))
@@ -121,7 +121,7 @@ def pairs(params: SamplingParams) -> dict[tuple[int, int], float]:
 
 @pytest.mark.parametrize("sampling", PARAMS)
 @pytest.mark.parametrize("kind", ["point", "drawn", "flat"])
-def test_the_distribution_is_the_targets(kind: str, sampling: str, chains: dict[str, list[Chain]]) -> None:
+def test_the_distribution_is_the_targets(kind: str, sampling: str, chains: dict[str, list[DraftTokens]]) -> None:
     params = SamplingParams(**PARAMS[sampling])  # type: ignore[arg-type]
     counts, accepted = draw(chains[kind], params)
     expected = pairs(params)
@@ -136,22 +136,22 @@ def test_the_distribution_is_the_targets(kind: str, sampling: str, chains: dict[
     assert right == pytest.approx(float(torch.minimum(target((), params), q).sum()), abs=0.02)
 
 
-def test_a_step_in_parts_draws_the_same(chains: dict[str, list[Chain]], monkeypatch: pytest.MonkeyPatch) -> None:
-    some = [*chains["drawn"][::800], Chain(()), chains["point"][0]]
+def test_a_step_in_parts_draws_the_same(chains: dict[str, list[DraftTokens]], monkeypatch: pytest.MonkeyPatch) -> None:
+    some = [*chains["drawn"][::800], DraftTokens(()), chains["point"][0]]
     before = [chain.tokens[:n] for chain in some for n in range(len(chain.tokens) + 1)]
     raw = torch.stack([logits_after(tokens) for tokens in before])
     rows = [SampleRow(SamplingParams(seed=i), SAID, 2, drafts=tokens) for i, tokens in enumerate(before)]
-    whole = sample_rejecting(raw, rows, some)
+    whole = rejection_sample(raw, rows, some)
     for most in (1, 4, 7):
         monkeypatch.setattr(rejection, "AT_ONCE", most * VOCAB)
-        assert torch.equal(sample_rejecting(raw, rows, some).tokens, whole.tokens)
+        assert torch.equal(rejection_sample(raw, rows, some).tokens, whole.tokens)
 
 
 @pytest.mark.parametrize("broken", ["always accepts", "never looks at q", "replaces from p"])
 def test_a_broken_rule_is_found_out(
     broken: str,
     monkeypatch: pytest.MonkeyPatch,
-    chains: dict[str, list[Chain]],
+    chains: dict[str, list[DraftTokens]],
 ) -> None:
     params = SamplingParams(**PARAMS["plain"])  # type: ignore[arg-type]
     if broken == "always accepts":
@@ -166,9 +166,9 @@ def test_a_broken_rule_is_found_out(
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_the_distribution_that_is_drawn_from(temperature: float) -> None:
-    """`distribution` against the frequency of `sample`."""
+    """`token_probs` against the frequency of `sample`."""
     params = SamplingParams(temperature=temperature, top_p=0.9, frequency_penalty=0.5)
     rows = [SampleRow(replace(params, seed=i), SAID, 2) for i in range(DRAWS)]
     raw = logits_after((5,))[None].expand(DRAWS, VOCAB)
     seen = torch.bincount(sample(raw, rows).tokens, minlength=VOCAB) / DRAWS
-    assert torch.allclose(seen, distribution(raw[:1], rows[:1])[0], atol=0.015)
+    assert torch.allclose(seen, token_probs(raw[:1], rows[:1])[0], atol=0.015)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from common.errors import InternalError
 from common.types import FinishReason
-from gateway.choice import Usage
-from gateway.responses.writer import ResponseWriter
+from gateway.api.openai.responses.writer import ResponseWriter
+from gateway.serving.request_context import Usage
 
 TEXT = st.text(max_size=3)
 STEP = st.one_of(

@@ -10,25 +10,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.index_records import PodLoad
-from common.types import Role
-from gateway.routing.bookings import Bookings
-from gateway.routing.demand import Demand, Pull
-from gateway.routing.inflight import InFlight
+from common.types import PodLoad, Role
+from gateway.pods.view import Bookings, PodView, fill_in_from_peers
+from gateway.routing.local_index import InFlightPrompts
 from gateway.routing.policy import (
     AFFINITY_RATIO,
     AFFINITY_S,
     MAX_OPTIONS,
-    OTHERS,
+    QUEUE_EXTERNALITY,
     TIE_RATIO,
     TIE_S,
     CostPolicy,
-    Home,
-    Option,
+    PodOption,
+    PullOffer,
+    RendezvousHash,
+    RoutingRequest,
 )
-from gateway.routing.view import PodView, assume_peers
 from simulator.policies import POLICIES, make_policy
-from tests.prefix import shared
+from tests.rigs.engine.comparisons import shared
 
 NOW = 100.0
 
@@ -39,12 +38,12 @@ def view(name: str, *, capacity: int = 100_000, role: Role = Role.PREFILL, **loa
     return pod
 
 
-def cost_of(pod: PodView, demand: Demand) -> float:
+def cost_of(pod: PodView, demand: RoutingRequest) -> float:
     """The formula, written down once more and without hurry."""
     promised = max(
         demand.device_hits.get(pod.name, 0) + demand.host_hits.get(pod.name, 0), demand.inflight_hits.get(pod.name, 0)
     )
-    return pod.queue_s(NOW) + max(1, demand.prompt_len - promised) * (1 + OTHERS) * pod.prefill_s_per_token
+    return pod.queue_s(NOW) + max(1, demand.prompt_len - promised) * (1 + QUEUE_EXTERNALITY) * pod.prefill_s_per_token
 
 
 pods = st.lists(
@@ -63,7 +62,7 @@ def test_the_first_choice_is_about_the_cheapest_pod_that_is_large_enough(
         for i, (queued, rate, capacity) in enumerate(shapes)
     ]
     some = st.dictionaries(st.sampled_from([v.name for v in views]), st.integers(0, length - 1))
-    demand = Demand(prompt_len=length, max_tokens=8, device_hits=data.draw(some), inflight_hits=data.draw(some))
+    demand = RoutingRequest(prompt_len=length, max_tokens=8, device_hits=data.draw(some), inflight_hits=data.draw(some))
     options = CostPolicy(random.Random(0)).rank_prefill_pods(demand, views, NOW)
     fit = [v for v in views if v.max_request_tokens >= length]
     assert {option.view for option in options} <= set(fit)
@@ -82,7 +81,7 @@ def test_a_pod_never_gets_dearer_by_holding_more_nor_cheaper_by_having_more_to_d
     length: int, held: int, queued: int, more: int
 ) -> None:
     def cost(queued_tokens: int, tokens: int, **others: dict[str, int]) -> float:
-        demand = Demand(prompt_len=length, max_tokens=8, device_hits={"p": tokens}, **others)  # type: ignore[arg-type]
+        demand = RoutingRequest(prompt_len=length, max_tokens=8, device_hits={"p": tokens}, **others)  # type: ignore[arg-type]
         return (
             CostPolicy(random.Random(0))
             .rank_prefill_pods(demand, [view("p", queued_tokens=queued_tokens)], NOW)[0]
@@ -101,7 +100,7 @@ def test_a_pod_never_gets_dearer_by_holding_more_nor_cheaper_by_having_more_to_d
 def test_affinity_decides_among_equals_and_is_only_a_hint(side: str, affinity: str, queues: list[int]) -> None:
     role = Role.PREFILL if side == "prefill" else Role.BOTH
     views = [view(f"p{i}", role=role, queued_tokens=queued) for i, queued in enumerate(queues)]
-    demand = Demand(prompt_len=500, max_tokens=8, affinity=affinity)
+    demand = RoutingRequest(prompt_len=500, max_tokens=8, affinity=affinity)
     policy = CostPolicy(random.Random(len(affinity)))
     choose = policy.rank_prefill_pods if side == "prefill" else policy.rank_decode_pods
     chosen = choose(demand, views, NOW)[0].view
@@ -116,7 +115,7 @@ def test_affinity_decides_among_equals_and_is_only_a_hint(side: str, affinity: s
 def test_affinities_are_spread_over_pods() -> None:
     views = [view(f"p{i}") for i in range(4)]
     policy = CostPolicy(random.Random(1))
-    demand = Demand(prompt_len=500, max_tokens=8)
+    demand = RoutingRequest(prompt_len=500, max_tokens=8)
     homes = Counter(
         policy.rank_prefill_pods(replace(demand, affinity=f"s{i}"), views, NOW)[0].view.name for i in range(400)
     )
@@ -128,7 +127,7 @@ def test_equal_requests_from_one_gateway_are_shared_out_evenly(num_pods: int, bu
     views = [view(f"p{i}") for i in range(num_pods)]
     policy = CostPolicy(random.Random(burst))
     for i in range(burst):
-        option = policy.rank_prefill_pods(Demand(prompt_len=900, max_tokens=8), views, NOW)[0]
+        option = policy.rank_prefill_pods(RoutingRequest(prompt_len=900, max_tokens=8), views, NOW)[0]
         option.view.prefill_bookings.add(str(i), option.missing_tokens, NOW)
     assert max(len(v.prefill_bookings) for v in views) - min(len(v.prefill_bookings) for v in views) <= 1
 
@@ -140,7 +139,7 @@ def test_a_hot_prefix_is_computed_elsewhere_once_its_holder_has_too_much_to_do()
     for i in range(400):  # 6,000 tokens a second or more, for pods of 1,000 each
         now = NOW + i / 60
         option = policy.rank_prefill_pods(
-            Demand(prompt_len=400, max_tokens=8, device_hits=held), list(views.values()), now
+            RoutingRequest(prompt_len=400, max_tokens=8, device_hits=held), list(views.values()), now
         )[0]
         queued = option.view.queue_s(now) * 1000 + option.missing_tokens
         option.view.apply_report(PodLoad(prefill_rate=1000.0, free_blocks=5_000, queued_tokens=int(queued)), now)
@@ -148,7 +147,9 @@ def test_a_hot_prefix_is_computed_elsewhere_once_its_holder_has_too_much_to_do()
         got[option.view.name] += 1
     assert min(got[name] for name in views) > 50
     queues = [v.queue_s(NOW + 400 / 60) for v in views.values()]
-    assert max(queues) - min(queues) < 0.3 * (1 + OTHERS)  # never behind by more than computing it anew is worth
+    assert max(queues) - min(queues) < 0.3 * (
+        1 + QUEUE_EXTERNALITY
+    )  # never behind by more than computing it anew is worth
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -156,7 +157,9 @@ def test_one_block_that_heads_every_prompt_draws_them_together_for_prefix_only_a
     views = [view(f"p{i}") for i in range(4)]
     policy = make_policy(name, random.Random(3))
     for i in range(80):
-        option = policy.rank_prefill_pods(Demand(prompt_len=900, max_tokens=8, device_hits={"p2": 16}), views, NOW)[0]
+        option = policy.rank_prefill_pods(
+            RoutingRequest(prompt_len=900, max_tokens=8, device_hits={"p2": 16}), views, NOW
+        )[0]
         option.view.prefill_bookings.add(str(i), option.missing_tokens, NOW)
     most = max(len(v.prefill_bookings) for v in views)
     assert most == 80 if name == "prefix_only" else most <= 22
@@ -166,16 +169,18 @@ def test_a_pull_is_used_where_it_beats_computing() -> None:
     views = [view("p0"), view("p1")]
     policy = CostPolicy(random.Random(4))
 
-    def best(pull: Pull) -> Option:
-        return policy.rank_prefill_pods(Demand(prompt_len=2_000, max_tokens=8, pull_offers={"p1": pull}), views, NOW)[0]
+    def best(pull: PullOffer) -> PodOption:
+        return policy.rank_prefill_pods(
+            RoutingRequest(prompt_len=2_000, max_tokens=8, pull_offers={"p1": pull}), views, NOW
+        )[0]
 
-    assert best(Pull(1_500, 0.05)).view.name == "p1"
+    assert best(PullOffer(1_500, 0.05)).view.name == "p1"
     slow = {
         policy.rank_prefill_pods(
-            Demand(prompt_len=2_000, max_tokens=8, pull_offers={"p1": Pull(1_500, 60.0)}), views, NOW
+            RoutingRequest(prompt_len=2_000, max_tokens=8, pull_offers={"p1": PullOffer(1_500, 60.0)}), views, NOW
         )[0].cost_s
     }
-    assert slow == {cost_of(views[0], Demand(prompt_len=2_000, max_tokens=8))}
+    assert slow == {cost_of(views[0], RoutingRequest(prompt_len=2_000, max_tokens=8))}
 
 
 # ---- decode
@@ -188,7 +193,7 @@ def test_a_conversation_stays_where_its_kv_is_while_costs_are_equal(pods: int) -
     views = [view(f"d{i}", role=Role.DECODE) for i in range(pods)]
     for v in views:
         v.apply_report(PodLoad(free_blocks=1000, step_s=0.01, step_slope_s=1e-4, transfer_rate=1e6), NOW)
-    demand = Demand(prompt_len=500, max_tokens=256, device_hits={"d1": 480})
+    demand = RoutingRequest(prompt_len=500, max_tokens=256, device_hits={"d1": 480})
     assert {policy.rank_decode_pods(demand, views, NOW)[0].view.name for _ in range(20)} == {"d1"}
     views[1].apply_report(
         PodLoad(running=60, free_blocks=1000, step_s=0.01, step_slope_s=1e-4, transfer_rate=1e6), NOW + 1
@@ -202,7 +207,7 @@ def test_decode_pods_without_room_are_a_last_resort() -> None:
         view("d0", role=Role.DECODE, free_blocks=2),
         view("d1", role=Role.DECODE, free_blocks=4_000, running=50),
     )
-    demand = Demand(prompt_len=1_000, max_tokens=64)
+    demand = RoutingRequest(prompt_len=1_000, max_tokens=64)
     assert [o.view.name for o in policy.rank_decode_pods(demand, [full, busy], NOW)] == ["d1", "d0"]
     busy.apply_report(PodLoad(free_blocks=3, running=50), NOW)
     assert policy.rank_decode_pods(demand, [full, busy], NOW)[0].view is full
@@ -211,7 +216,7 @@ def test_decode_pods_without_room_are_a_last_resort() -> None:
 def test_a_held_prefix_and_few_neighbours_attract_a_sequence_by_what_they_save() -> None:
     policy = CostPolicy(random.Random(6))
     a, b = (view(name, role=Role.DECODE, step_s=0.01, step_slope_s=0.001, transfer_rate=1e5) for name in ("a", "b"))
-    demand = Demand(prompt_len=50_000, max_tokens=100, device_hits={"a": 49_000})
+    demand = RoutingRequest(prompt_len=50_000, max_tokens=100, device_hits={"a": 49_000})
     assert policy.rank_decode_pods(demand, [a, b], NOW)[0].view is a
     for i in range(3):  # 0.49 s of moving saved, 0.2 s lost by each neighbour
         a.decode_bookings.add(str(i), 1_000, NOW)
@@ -222,11 +227,11 @@ def test_a_pod_that_has_not_decoded_yet_is_as_fast_as_its_peers() -> None:
     policy = CostPolicy(random.Random(6))
     holds = view("a", role=Role.DECODE, step_s=0.05, step_slope_s=0.01, transfer_rate=1e5)
     new = view("b", role=Role.DECODE)
-    assume_peers([holds, new])
-    demand = Demand(prompt_len=600, max_tokens=4, device_hits={"a": 592})
+    fill_in_from_peers([holds, new])
+    demand = RoutingRequest(prompt_len=600, max_tokens=4, device_hits={"a": 592})
     assert {policy.rank_decode_pods(demand, [holds, new], NOW)[0].view.name for _ in range(20)} == {"a"}
     new.apply_report(PodLoad(free_blocks=4_000, step_s=0.01, step_slope_s=0.001), NOW)
-    assume_peers([holds, new])
+    fill_in_from_peers([holds, new])
     assert policy.rank_decode_pods(demand, [holds, new], NOW)[0].view is new
 
 
@@ -234,7 +239,7 @@ def test_steps_of_equal_machines_measured_apart_do_not_outweigh_held_kv() -> Non
     policy = CostPolicy(random.Random(6))
     holds = view("a", role=Role.DECODE, step_s=0.03, step_slope_s=0.002, transfer_rate=1e5)
     faster = view("b", role=Role.DECODE, step_s=0.02, step_slope_s=0.002, transfer_rate=1e5)
-    demand = Demand(prompt_len=600, max_tokens=256, device_hits={"a": 592})
+    demand = RoutingRequest(prompt_len=600, max_tokens=256, device_hits={"a": 592})
     costs = {option.view.name: option.cost_s for option in policy.rank_decode_pods(demand, [holds, faster], NOW)}
     assert costs["b"] - costs["a"] == pytest.approx(592 / 1e5)
 
@@ -242,7 +247,7 @@ def test_steps_of_equal_machines_measured_apart_do_not_outweigh_held_kv() -> Non
 def test_a_pod_that_does_both_has_a_queue_too() -> None:
     policy = CostPolicy(random.Random(7))
     a, b = view("a", role=Role.BOTH, queued_tokens=9_000), view("b", role=Role.BOTH, running=20)
-    option = policy.rank_decode_pods(Demand(prompt_len=500, max_tokens=8), [a, b], NOW)[0]
+    option = policy.rank_decode_pods(RoutingRequest(prompt_len=500, max_tokens=8), [a, b], NOW)[0]
     assert (option.view, option.load_units) == (b, 500)
 
 
@@ -251,7 +256,7 @@ def test_a_pod_that_does_both_has_a_queue_too() -> None:
 
 def test_round_robin_takes_turns_and_least_loaded_the_shortest_queue() -> None:
     views = [view(f"p{i}", queued_tokens=900 * (i != 1)) for i in range(3)]
-    demand = Demand(prompt_len=100, max_tokens=8, device_hits={"p0": 90})
+    demand = RoutingRequest(prompt_len=100, max_tokens=8, device_hits={"p0": 90})
     turns = make_policy("round_robin", random.Random(8))
     assert len({turns.rank_prefill_pods(demand, views, NOW)[0].view.name for _ in range(3)}) == 3
     least = make_policy("least_loaded", random.Random(8))
@@ -261,9 +266,9 @@ def test_round_robin_takes_turns_and_least_loaded_the_shortest_queue() -> None:
 @given(st.lists(st.binary(min_size=16, max_size=16), min_size=20, max_size=60), st.integers(2, 7))
 def test_a_prompt_has_one_home_and_no_pod_much_more_than_its_share(keys: list[bytes], num_pods: int) -> None:
     views = [view(f"p{i}") for i in range(num_pods)]
-    first, second = Home(random.Random(1)), Home(random.Random(2))
+    first, second = RendezvousHash(random.Random(1)), RendezvousHash(random.Random(2))
     for i, key in enumerate(keys):
-        demand = Demand(prompt_len=100, max_tokens=8, prefix_key=key)
+        demand = RoutingRequest(prompt_len=100, max_tokens=8, prefix_key=key)
         option = first.rank_prefill_pods(demand, views, NOW)[0]
         assert option.view is second.rank_prefill_pods(demand, views, NOW)[0].view
         option.view.prefill_bookings.add(str(i), 100, NOW)
@@ -274,7 +279,7 @@ def test_a_thousand_equal_pods_are_not_all_offered() -> None:
     views = [view(f"p{i}") for i in range(1000)]
     policy = CostPolicy(random.Random(9))
     offers = [
-        {o.view.name for o in policy.rank_prefill_pods(Demand(prompt_len=9, max_tokens=1), views, NOW)}
+        {o.view.name for o in policy.rank_prefill_pods(RoutingRequest(prompt_len=9, max_tokens=1), views, NOW)}
         for _ in range(2)
     ]
     assert [len(offer) for offer in offers] == [MAX_OPTIONS] * 2
@@ -284,7 +289,10 @@ def test_a_thousand_equal_pods_are_not_all_offered() -> None:
 @pytest.mark.parametrize("name", POLICIES)
 def test_no_policy_makes_an_option_of_each_of_a_thousand_pods(name: str) -> None:
     views = [view(f"p{i}", queued_tokens=i) for i in range(1000)]
-    policy, demand = make_policy(name, random.Random(9)), Demand(prompt_len=9, max_tokens=1, device_hits={"p7": 8})
+    policy, demand = (
+        make_policy(name, random.Random(9)),
+        RoutingRequest(prompt_len=9, max_tokens=1, device_hits={"p7": 8}),
+    )
     for side in (policy.rank_prefill_pods, policy.rank_decode_pods):
         assert 1 <= len(side(demand, views, NOW)) <= MAX_OPTIONS + 1  # a sample, and who holds most
 
@@ -354,7 +362,7 @@ def chain(path: list[int]) -> list[bytes]:
 def test_prompts_in_flight_are_matched_as_far_as_they_are_equal(
     prompts: list[tuple[int, list[int]]], done: set[int], path: list[int]
 ) -> None:
-    inflight, model = InFlight(), dict[int, tuple[int, list[int]]]()
+    inflight, model = InFlightPrompts(), dict[int, tuple[int, list[int]]]()
     for i, (pod, other) in enumerate(prompts):
         inflight.add(str(i), f"p{pod}", chain(other))
         model[i] = (pod, other)

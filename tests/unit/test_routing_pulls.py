@@ -6,11 +6,10 @@ import random
 
 import pytest
 
-from common.index_records import PodLoad
-from gateway.routing.demand import Demand, Pull
-from gateway.routing.policy import CostPolicy
-from gateway.routing.pulls import CONNECT_S, pulls
-from gateway.routing.view import PodView
+from common.types import PodLoad
+from gateway.pods.view import PodView
+from gateway.routing.policy import CostPolicy, PullOffer, RoutingRequest
+from gateway.routing.pull_offers import CONNECT_S, offer_pulls
 
 BLOCK_BYTES = 1 << 20
 SIZE = 16
@@ -25,41 +24,41 @@ def view(name: str, *, rate: float = 1_000.0, pulls: bool = True, **pair_rates: 
 
 def test_a_pull_costs_its_latency_and_the_missing_bytes_at_the_pairs_rate() -> None:
     holder, lacking = view("h", p=1e9), view("p")
-    found = pulls({"h": 1600, "p": 800}, {"h": 1600, "p": 800}, [holder, lacking], [holder, lacking], BLOCK_BYTES)
-    assert found == {"p": Pull(1600, pytest.approx(0.01 + 50 * BLOCK_BYTES / 1e9), "h")}
+    found = offer_pulls({"h": 1600, "p": 800}, {"h": 1600, "p": 800}, [holder, lacking], [holder, lacking], BLOCK_BYTES)
+    assert found == {"p": PullOffer(1600, pytest.approx(0.01 + 50 * BLOCK_BYTES / 1e9), "h")}
 
 
 def test_computing_that_is_faster_is_not_replaced() -> None:
     holder, lacking = view("h", p=1e9), view("p", rate=100_000.0)
-    assert pulls({"h": 1600}, {"h": 1600}, [lacking], [holder], BLOCK_BYTES) == {}
+    assert offer_pulls({"h": 1600}, {"h": 1600}, [lacking], [holder], BLOCK_BYTES) == {}
 
 
 def test_pods_that_do_not_pull_or_will_have_it_anyway_are_left_out() -> None:
     holder = view("h", p=1e9, q=1e9)
     pods = [view("p", pulls=False), view("q")]
-    assert pulls({"h": 1600}, {"h": 1600, "q": 1600}, pods, [holder], BLOCK_BYTES) == {}
-    assert pulls({}, {}, pods, [holder], BLOCK_BYTES) == {}
+    assert offer_pulls({"h": 1600}, {"h": 1600, "q": 1600}, pods, [holder], BLOCK_BYTES) == {}
+    assert offer_pulls({}, {}, pods, [holder], BLOCK_BYTES) == {}
 
 
 def test_the_holder_from_which_most_is_saved_is_named() -> None:
     far, near = view("far", p=2e7), view("near", p=1e9)
     held = {"far": 1600, "near": 1440}
-    assert pulls(held, held, [view("p")], [far, near], BLOCK_BYTES)["p"].holder == "near"
+    assert offer_pulls(held, held, [view("p")], [far, near], BLOCK_BYTES)["p"].holder == "near"
 
 
 def test_an_unknown_pair_is_taken_for_a_usual_one_that_has_to_connect() -> None:
     holder, lacking = view("h", other=1e9), view("p")
-    seconds = pulls({"h": 1600}, {"h": 1600}, [lacking], [holder], BLOCK_BYTES)["p"].predicted_s
+    seconds = offer_pulls({"h": 1600}, {"h": 1600}, [lacking], [holder], BLOCK_BYTES)["p"].predicted_s
     assert seconds == pytest.approx(0.01 + CONNECT_S + 100 * BLOCK_BYTES / 1e9)
-    assert pulls({"h": 1600}, {"h": 1600}, [lacking], [view("h")], BLOCK_BYTES) == {}  # nobody has moved anything
+    assert offer_pulls({"h": 1600}, {"h": 1600}, [lacking], [view("h")], BLOCK_BYTES) == {}  # nobody has moved anything
 
 
 def test_a_pulled_prefix_is_not_booked_as_work() -> None:
     holder, idle = view("h", p=1e9), view("p")
     holder.prefill_bookings.add("queue", 50_000, 1.0)
     held = {"h": 1600}
-    found = pulls(held, held, [holder, idle], [holder, idle], BLOCK_BYTES)
-    demand = Demand(prompt_len=1700, max_tokens=8, device_hits=held, pull_offers=found)
+    found = offer_pulls(held, held, [holder, idle], [holder, idle], BLOCK_BYTES)
+    demand = RoutingRequest(prompt_len=1700, max_tokens=8, device_hits=held, pull_offers=found)
     best = CostPolicy(random.Random(0)).rank_prefill_pods(demand, [holder, idle], 1.0)[0]
     assert (best.view.name, best.missing_tokens, best.hit_tokens, best.pull_offer) == ("p", 100, 1600, found["p"])
 
@@ -69,8 +68,8 @@ def test_a_pod_that_has_to_fetch_less_goes_first_among_equals() -> None:
     holder.prefill_bookings.add("queue", 50_000, 1.0)
     some, none = view("p"), view("q")
     held = {"h": 64, "p": 48}
-    found = pulls(held, held, [some, none], [holder, some, none], 1000)
+    found = offer_pulls(held, held, [some, none], [holder, some, none], 1000)
     assert set(found) == {"p", "q"}
     policy = CostPolicy(random.Random(0))
-    demand = Demand(prompt_len=100, max_tokens=8, device_hits=held, pull_offers=found)
+    demand = RoutingRequest(prompt_len=100, max_tokens=8, device_hits=held, pull_offers=found)
     assert {policy.rank_prefill_pods(demand, [none, some], 1.0)[0].view.name for _ in range(20)} == {"p"}

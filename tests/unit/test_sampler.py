@@ -20,8 +20,8 @@ from transformers import (
 )
 
 from common.types import SamplingParams
-from engine.philox import gumbel, gumbel_at, philox
-from engine.sampler import SampleRow, distribution, sample, token_logprobs
+from engine.sampling.philox import gumbel, gumbel_at, philox
+from engine.sampling.sampler import SampleRow, sample, token_logprobs, token_probs
 
 torch.set_num_threads(1)
 
@@ -133,7 +133,7 @@ def test_drafts_count_as_if_they_had_been_said() -> None:
         )
         logits = make_logits(16, vocab, trial)
         assert sample(logits, drafted).tokens.tolist() == sample(logits, said).tokens.tolist()
-        assert torch.equal(distribution(logits, drafted), distribution(logits, said))
+        assert torch.equal(token_probs(logits, drafted), token_probs(logits, said))
     assert banned > 10, "min_tokens ends within drafts"
 
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from common.errors import BatonError, ConfigError, InvalidRequest
 from common.types import FinishReason, SamplingParams, ValidRequest
-from engine.block_pool import BlockPool, Hold, Lease
-from engine.scheduler import Batch, Scheduler, SchedulerConfig
-from engine.sequence import Sequence
+from engine.kv.blocks import BlockPin, BlockPool, Lease
+from engine.schedule.scheduler import ScheduledBatch, Scheduler, SchedulerConfig
+from engine.schedule.sequence import Sequence
 
 FINGERPRINT = "00" * 16
 
@@ -96,7 +96,7 @@ class World:
                 self.kv[slot] = state
             assert self.kv[slot] == state, "the KV of a token was lost"
 
-    def run(self, batch: Batch) -> None:
+    def run(self, batch: ScheduledBatch) -> None:
         decodes = any(item.is_decode for item in batch.scheduled)
         assert batch.num_tokens <= (self.config.chunk_tokens if decodes else self.config.max_step_tokens)
         assert len({id(item.seq) for item in batch.scheduled}) == len(batch.scheduled)
@@ -375,7 +375,7 @@ def test_every_load_ends_with_the_right_tokens_and_all_blocks(
 ) -> None:
     world = World(blocks=blocks, size=size, budget=budget, seqs=seqs, limit=40)
     accepted: list[Arrival] = []
-    outside: list[tuple[int, Lease, Hold]] = []
+    outside: list[tuple[int, Lease, BlockPin]] = []
     now = 0
     while now < 80 or world.scheduler.has_work:
         assert now < 3000, "starved"

@@ -17,20 +17,20 @@ from common.errors import (
 )
 from common.types import KvTarget, TransferId
 from kv_transfer.messages import Commit
-from kv_transfer.sender_machine import (
+from kv_transfer.sender.state_machine import (
     GRACE_S,
-    Delivered,
-    Done,
-    Failed,
-    Piece,
-    Release,
-    Renotify,
+    BlocksDelivered,
+    BlockWrite,
+    ReleasePush,
+    RenotifyRanges,
     SendCommit,
+    SendDone,
     SenderAction,
     SenderMachine,
     SenderState,
+    SendFailed,
     SendOpen,
-    Stopped,
+    WritesStopped,
 )
 
 ID = TransferId(5, 1)
@@ -53,8 +53,8 @@ def test_nothing_is_posted_before_the_open_is_acknowledged() -> None:
     assert machine.connected(0.0) == [SendOpen()]
     assert machine.next_write() is None
     machine.opened(0.0)
-    assert machine.next_write() == Piece(0, 1, 0, (10, 11), (0, 1))
-    assert machine.next_write() == Piece(1, 1, 2, (12,), (2,))
+    assert machine.next_write() == BlockWrite(0, 1, 0, (10, 11), (0, 1))
+    assert machine.next_write() == BlockWrite(1, 1, 2, (12,), (2,))
     assert machine.next_write() is None
 
 
@@ -62,8 +62,8 @@ def test_a_block_is_pushed_once() -> None:
     machine = sender()
     machine.push(1, 0, [10, 11], 0.0)
     actions = machine.push(2, 1, [11], 0.0)
-    assert kinds(actions) == ["Release", "Release", "Failed", "Stopped"]
-    assert isinstance(actions[2], Failed)
+    assert kinds(actions) == ["ReleasePush", "ReleasePush", "SendFailed", "WritesStopped"]
+    assert isinstance(actions[2], SendFailed)
     assert isinstance(actions[2].error, InternalError)
 
 
@@ -92,11 +92,11 @@ def test_the_commit_travels_while_the_last_bytes_do() -> None:
     for posted in range(3):
         assert machine.next_write() is not None
         assert machine.posted() == ([SendCommit(COMMIT)] if posted == 2 else [])
-    assert machine.write_ended(0, None, 0.0) == [Delivered(2)]
+    assert machine.write_ended(0, None, 0.0) == [BlocksDelivered(2)]
     assert machine.committed(0.0) == []  # the receiver has it all; our writes are not known to be over
-    assert kinds(machine.write_ended(2, None, 0.0)) == ["Delivered"]
+    assert kinds(machine.write_ended(2, None, 0.0)) == ["BlocksDelivered"]
     assert machine.tick(1.0) == []
-    assert kinds(machine.write_ended(1, None, 0.0)) == ["Release", "Delivered", "Done"]
+    assert kinds(machine.write_ended(1, None, 0.0)) == ["ReleasePush", "BlocksDelivered", "SendDone"]
 
 
 def test_a_commit_may_be_announced_with_some_pieces_left_to_post() -> None:
@@ -113,11 +113,11 @@ def test_a_commit_may_be_announced_with_some_pieces_left_to_post() -> None:
         machine.call_failed(Unavailable("6 blocks have not arrived yet"), now)
         now += 0.003
         assert machine.tick(now) == [SendCommit(COMMIT)]
-    assert machine.next_write() == Piece(1, 1, 2, (12, 13), (2, 3))
-    assert kinds(machine.fail(Cancelled("abort"), now)) == ["Failed"]
+    assert machine.next_write() == BlockWrite(1, 1, 2, (12, 13), (2, 3))
+    assert kinds(machine.fail(Cancelled("abort"), now)) == ["SendFailed"]
     assert machine.next_write() is None
-    assert machine.write_ended(0, None, now) == [Delivered(2)]
-    assert kinds(machine.write_ended(1, None, now)) == ["Release", "Delivered", "Stopped"]
+    assert machine.write_ended(0, None, now) == [BlocksDelivered(2)]
+    assert kinds(machine.write_ended(1, None, now)) == ["ReleasePush", "BlocksDelivered", "WritesStopped"]
 
 
 def test_a_commit_is_asked_again_soon_and_then_with_a_new_notification() -> None:
@@ -138,9 +138,9 @@ def test_a_commit_is_asked_again_soon_and_then_with_a_new_notification() -> None
         if now > 5:
             break
     assert asked[0][0] <= 0.003
-    assert [kind for _, kind in asked[:4]] == [["SendCommit"]] + [["Renotify", "SendCommit"]] * 3
+    assert [kind for _, kind in asked[:4]] == [["SendCommit"]] + [["RenotifyRanges", "SendCommit"]] * 3
     assert asked[-1][0] - asked[-2][0] == pytest.approx(1.0, abs=0.01)
-    assert machine.committed(now) == [Done()]
+    assert machine.committed(now) == [SendDone()]
 
 
 class SenderMachineTest(RuleBasedStateMachine):
@@ -157,7 +157,7 @@ class SenderMachineTest(RuleBasedStateMachine):
         self.next_block = 0
         self.end = 2 + blocks
         self.pushes: dict[int, set[int]] = {}  # push -> pieces under way
-        self.posted: dict[int, Piece] = {}
+        self.posted: dict[int, BlockWrite] = {}
         self.written: dict[int, int] = {}
         self.done = self.failed = self.stopped = 0
         self.call: str | None = None
@@ -177,23 +177,23 @@ class SenderMachineTest(RuleBasedStateMachine):
                     assert self.end - 2 - len(self.written) <= self.ahead * 4, "announced long before it can be had"
                     assert self.ahead or len(self.written) == self.end - 2
                     self.call = "commit"
-                case Renotify():
+                case RenotifyRanges():
                     assert self.machine.state is SenderState.COMMITTING
                     assert len(self.written) == self.end - 2 > 0
                     assert not self.posted
-                case Release(push):
+                case ReleasePush(push):
                     grace_over = self.peer_gone_at is not None and self.now - self.peer_gone_at >= GRACE_S - 0.001
                     assert grace_over or not self.pushes[push], "released while a write reads it"
                     del self.pushes[push]
-                case Done():
+                case SendDone():
                     assert not self.pushes
                     self.done += 1
-                case Failed():
+                case SendFailed():
                     self.failed += 1
-                case Stopped():
+                case WritesStopped():
                     assert self.failed
                     self.stopped += 1
-                case Delivered():
+                case BlocksDelivered():
                     pass
         assert self.done + self.failed <= 1
         assert self.stopped <= 1

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from common.block_hash import block_hashes
+from common.block_hash import hash_blocks
 from common.types import SamplingParams, ValidRequest
-from engine.block_pool import BlockPool
-from engine.sequence import Sequence
+from engine.kv.blocks import BlockPool
+from engine.schedule.sequence import Sequence
 
 FINGERPRINT = "ab" * 16
 
@@ -50,7 +50,7 @@ def test_a_cache_may_supply_all_but_the_last_token() -> None:
 def test_only_full_computed_blocks_are_published_under_the_requests_salt() -> None:
     pool = BlockPool(8, 4)
     seq = Sequence(request(9, salt="tenant"), fingerprint=FINGERPRINT, block_size=4, lease=pool.lease([], 3))
-    expected = block_hashes(range(9), fingerprint=FINGERPRINT, block_size=4, salt="tenant")
+    expected = hash_blocks(range(9), fingerprint=FINGERPRINT, block_size=4, salt="tenant")
     for computed, published in ((3, 0), (4, 1), (7, 1), (9, 2)):
         seq.computed = computed
         seq.publish()

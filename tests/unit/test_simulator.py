@@ -11,13 +11,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from common.errors import ConfigError, IndexUnavailable
-from common.trace import Trace, TraceRequest, block_name
-from simulator.clock import Clock
-from simulator.cluster import Cluster, ClusterSpec, Fault, RunResult
+from loadtest.workload.trace import WorkloadRequest, WorkloadTrace, synthetic_block_hash
+from simulator.agent_workload import AgentWorkload
+from simulator.clock import VirtualClock
+from simulator.cluster import ClusterSpec, SimulatedCluster, SimulatedFault, SimulationResult
+from simulator.hardware_rates import FLAT_8K, H100_8B, HardwareRates
+from simulator.index import SimIndex
 from simulator.policies import POLICIES
-from simulator.rates import FLAT_8K, H100_8B, Rates
-from simulator.sim_index import SimIndex
-from simulator.workload import Agents
 
 BLOCK = 16
 RATES = replace(
@@ -33,19 +33,19 @@ RATES = replace(
 )
 
 
-def request(at: float, *branches: int, tail: int = 1, output: int = 1) -> TraceRequest:
+def request(at: float, *branches: int, tail: int = 1, output: int = 1) -> WorkloadRequest:
     """A prompt of one full block per branch and `tail` tokens more; equal branches from the start share blocks."""
-    chain = tuple(block_name(branches[: i + 1]) for i in range(len(branches)))
-    return TraceRequest(at, len(branches) * BLOCK + tail, output, chain)
+    chain = tuple(synthetic_block_hash(branches[: i + 1]) for i in range(len(branches)))
+    return WorkloadRequest(at, len(branches) * BLOCK + tail, output, chain)
 
 
-def run(trace: Trace, **spec: Any) -> tuple[RunResult, Cluster]:
-    cluster = Cluster(ClusterSpec(**{"rates": RATES, "block_size": BLOCK, "overhead_s": 0.0, **spec}), trace)
+def run(trace: WorkloadTrace, **spec: Any) -> tuple[SimulationResult, SimulatedCluster]:
+    cluster = SimulatedCluster(ClusterSpec(**{"rates": RATES, "block_size": BLOCK, "overhead_s": 0.0, **spec}), trace)
     return cluster.run(), cluster
 
 
-def of(*requests: TraceRequest) -> Trace:
-    return Trace("test", BLOCK, requests)
+def of(*requests: WorkloadRequest) -> WorkloadTrace:
+    return WorkloadTrace("test", BLOCK, requests)
 
 
 requests = st.builds(
@@ -58,7 +58,7 @@ requests = st.builds(
 traces = st.lists(requests, min_size=2, max_size=30).map(lambda r: of(*sorted(r, key=lambda r: r.arrival_s)))
 faults = st.lists(
     st.builds(
-        Fault,
+        SimulatedFault,
         st.floats(0.01, 4),
         st.floats(0.01, 3),
         st.sampled_from(["", "prefill-0", "prefill-1", "decode-0"]),
@@ -82,8 +82,8 @@ faults = st.lists(
     pull=st.booleans(),
 )
 def test_every_request_ends_once_and_pools_come_to_rest(
-    trace: Trace,
-    faults: list[Fault],
+    trace: WorkloadTrace,
+    faults: list[SimulatedFault],
     decode: int,
     gateways: int,
     policy: str,
@@ -132,9 +132,9 @@ def test_every_request_ends_once_and_pools_come_to_rest(
 
 @settings(max_examples=25, deadline=None)
 @given(trace=traces, seed=st.integers(0, 5))
-def test_the_same_seed_gives_the_same_run(trace: Trace, seed: int) -> None:
+def test_the_same_seed_gives_the_same_run(trace: WorkloadTrace, seed: int) -> None:
     first, second = (
-        run(trace, prefill=3, decode=1, gateways=2, seed=seed, faults=(Fault(1.0, 1.0, "prefill-1"),))[0]
+        run(trace, prefill=3, decode=1, gateways=2, seed=seed, faults=(SimulatedFault(1.0, 1.0, "prefill-1"),))[0]
         for _ in range(2)
     )
     assert first.outcomes == second.outcomes
@@ -143,7 +143,7 @@ def test_the_same_seed_gives_the_same_run(trace: Trace, seed: int) -> None:
 
 @given(st.lists(st.tuples(st.floats(0, 10), st.floats(0, 3)), max_size=20))
 def test_time_never_goes_back_and_equal_times_keep_their_order(events: list[tuple[float, float]]) -> None:
-    clock, seen = Clock(), []
+    clock, seen = VirtualClock(), []
 
     def fire(i: int, again: float) -> None:
         seen.append((clock.now, i))
@@ -204,7 +204,7 @@ def test_the_cache_is_limited_and_the_index_knows_what_is_evicted() -> None:
 
 def test_a_restarted_pod_is_not_credited_with_what_it_held_before() -> None:
     trace = of(request(0.0, 1, 2), request(1.0, 1, 2), request(6.0, 1, 2))
-    result, _ = run(trace, prefill=1, faults=(Fault(2.0, 1.0, "prefill-0"),))
+    result, _ = run(trace, prefill=1, faults=(SimulatedFault(2.0, 1.0, "prefill-0"),))
     assert [o.expected_hit_tokens for o in result.outcomes] == [0, 32, 0]
     assert [o.hit_tokens for o in result.outcomes] == [0, 32, 0]
 
@@ -216,7 +216,7 @@ def test_a_dead_pod_does_not_lose_requests() -> None:
         prefill=2,
         decode=2,
         decode_blocks=400,
-        faults=(Fault(0.2, 50.0, "prefill-0"), Fault(0.3, 50.0, "decode-1")),
+        faults=(SimulatedFault(0.2, 50.0, "prefill-0"), SimulatedFault(0.3, 50.0, "decode-1")),
     )
     cluster.check()
     assert all(o.done for o in result.outcomes)
@@ -226,7 +226,7 @@ def test_a_dead_pod_does_not_lose_requests() -> None:
 def test_without_an_index_the_gateway_goes_by_its_own_memory() -> None:
     trace = of(*[request(float(i), i % 7, i % 7, i % 7, tail=64) for i in range(60)])
     with_index, _ = run(trace, prefill=3)
-    without, _ = run(trace, prefill=3, faults=(Fault(0.0, 1e9),))
+    without, _ = run(trace, prefill=3, faults=(SimulatedFault(0.0, 1e9),))
     blind, _ = run(trace, prefill=3, policy="round_robin")
     assert all(o.done for o in without.outcomes)
     assert blind.summary.hit_rate < without.summary.hit_rate <= with_index.summary.hit_rate + 1e-9
@@ -239,16 +239,16 @@ def test_a_late_index_promises_less_than_there_is() -> None:
 
 
 def test_an_index_that_was_away_is_filled_again() -> None:
-    clock = Clock()
+    clock = VirtualClock()
     index = SimIndex(clock)
     publisher = index.publisher("p", 1)
-    held = [block_name(i) for i in range(3)]
+    held = [synthetic_block_hash(i) for i in range(3)]
     publisher.start(lambda: list(held))
     clock.run(lambda: clock.now > 1)
     assert index.reader().lookup(held, [("p", 1)]) == {"p": 3}
     index.away = True
     clock.run(lambda: clock.now > 5)
-    held.append(block_name(3))
+    held.append(synthetic_block_hash(3))
     publisher.stored(held[3:])
     with pytest.raises(IndexUnavailable):
         index.reader().lookup(held, [("p", 1)])
@@ -270,7 +270,7 @@ def test_two_gateways_do_not_herd() -> None:
         ({"prefill": 1000, "decode": 25}, "prefill"),
         ({"policy": "best"}, "policy"),
         ({"chunk_tokens": 0}, "chunk_tokens"),
-        ({"faults": (Fault(0.0, 1.0, "nobody"),)}, "faults"),
+        ({"faults": (SimulatedFault(0.0, 1.0, "nobody"),)}, "faults"),
         ({"block_size": 32}, "block_size"),
     ],
 )
@@ -281,7 +281,7 @@ def test_what_cannot_be_simulated_is_said(wrong: dict[str, Any], field: str) -> 
 
 
 def test_the_made_trace_is_what_it_is_asked_for() -> None:
-    agents = Agents(rate=4.0, seconds=300.0, seed=3, tenants=20)
+    agents = AgentWorkload(rate=4.0, seconds=300.0, seed=3, tenants=20)
     trace = agents.trace()
     assert trace == agents.trace()
     assert trace != replace(agents, seed=4).trace()
@@ -296,9 +296,11 @@ def test_the_made_trace_is_what_it_is_asked_for() -> None:
 def test_a_real_shape_in_both_roles() -> None:
     """4,096 tokens on the preset: the idle TTFT is the model's, decode steps too."""
     size = 512
-    chain = tuple(block_name(i) for i in range(8))
-    trace = Trace("one", size, (TraceRequest(0.0, 4096, 128, chain), TraceRequest(60.0, 4097, 128, chain)))
-    cluster = Cluster(ClusterSpec(rates=H100_8B, prefill=1, decode=1), trace)
+    chain = tuple(synthetic_block_hash(i) for i in range(8))
+    trace = WorkloadTrace(
+        "one", size, (WorkloadRequest(0.0, 4096, 128, chain), WorkloadRequest(60.0, 4097, 128, chain))
+    )
+    cluster = SimulatedCluster(ClusterSpec(rates=H100_8B, prefill=1, decode=1), trace)
     result = cluster.run()
     cold, warm = result.outcomes
     assert cold.ttft_s == pytest.approx(H100_8B.prompt_s(4096, 2048) + 0.001, rel=1e-6)
@@ -315,4 +317,4 @@ def test_rates_add_up() -> None:
     assert H100_8B.prefill_s([(4096, 2048)]) > H100_8B.prefill_s([(0, 2048)])
     assert H100_8B.decode_s(64, 64 * 2048) == pytest.approx(0.0121, rel=0.05)
     assert asdict(H100_8B)["kv_bytes"] == 131072
-    assert isinstance(H100_8B, Rates)
+    assert isinstance(H100_8B, HardwareRates)

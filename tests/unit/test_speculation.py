@@ -9,15 +9,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.types import SamplingParams, ValidRequest
-from engine.block_pool import BlockPool
-from engine.scheduler import Item
-from engine.sequence import Sequence
-from engine.speculation.control import FIRST_PAUSE, FIRST_SAVINGS, INCOME, LONGEST_PAUSE, Always, Control
-from engine.speculation.ngram import LENGTHS, History, NgramProposer
+from engine.kv.blocks import BlockPool
+from engine.schedule.scheduler import ScheduledSequence
+from engine.schedule.sequence import Sequence
+from engine.speculation.acceptance import accepted_tokens
+from engine.speculation.controller import (
+    FIRST_PROBE_INTERVAL,
+    FIRST_TIME_BUDGET,
+    MAX_PROBE_INTERVAL,
+    TIME_BUDGET_RATE,
+    AlwaysDraft,
+    DraftController,
+)
+from engine.speculation.ngram import LENGTHS, NgramIndex, NgramProposer
 from engine.speculation.speculator import Speculator
 from engine.speculation.stats import ALARM_CHAINS, SpeculationStats
 from engine.speculation.suffix import SuffixProposer, SuffixTable
-from engine.speculation.verify import accepted_run
 
 
 def sequence(prompt: abc.Sequence[int], output: abc.Sequence[int] = (), *, salt: str = "") -> Sequence:
@@ -40,7 +47,7 @@ def look_up(tokens: list[int], most: int) -> tuple[int, list[int]]:
     most=st.integers(1, 6),
 )
 def test_an_index_finds_what_a_search_finds(prompt: list[int], output: list[list[int]], most: int) -> None:
-    history, tokens = History(prompt), list(prompt)
+    history, tokens = NgramIndex(prompt), list(prompt)
     for new in output:
         known, found = history.match(most)
         assert (known, found.tolist()) == look_up(tokens, most)
@@ -51,7 +58,7 @@ def test_an_index_finds_what_a_search_finds(prompt: list[int], output: list[list
 
 
 def test_histories_outgrow_their_first_buffer() -> None:
-    history = History([1, 2, 3])
+    history = NgramIndex([1, 2, 3])
     history.extend(list(range(2000)))
     history.extend([500, 501, 502, 503, 504])
     assert history.match(3)[1].tolist() == [505, 506, 507]
@@ -107,14 +114,14 @@ def test_a_majority_decides_and_the_table_is_bounded() -> None:
 
 @given(drafts=st.lists(st.integers(0, 2), max_size=6), sampled=st.lists(st.integers(-1, 2), min_size=7, max_size=7))
 def test_a_run_ends_with_the_first_token_that_is_no_draft(drafts: list[int], sampled: list[int]) -> None:
-    run = accepted_run(drafts, sampled[: len(drafts) + 1])
+    run = accepted_tokens(drafts, sampled[: len(drafts) + 1])
     assert 1 <= len(run) <= len(drafts) + 1
     assert list(run) == sampled[: len(run)]
     assert list(run[:-1]) == drafts[: len(run) - 1]
     assert len(run) == len(drafts) + 1 or run[-1] != drafts[len(run) - 1]
 
 
-def steps(control: Control, rate: float, count: int, *, cost: float, fixed: float = 0.0) -> list[int]:
+def steps(control: DraftController, rate: float, count: int, *, cost: float, fixed: float = 0.0) -> list[int]:
     """Drafts of the steps of one sequence whose drafts are right with probability `rate`."""
     state, output, made, luck = control.new_state(None), 1, [], 0.5
     for _ in range(count):
@@ -136,31 +143,31 @@ def steps(control: Control, rate: float, count: int, *, cost: float, fixed: floa
 @pytest.mark.parametrize("padded", [False, True])
 def test_drafts_that_are_right_are_made_and_others_rarely(padded: bool) -> None:
     costs = {"cost": 0.0, "fixed": 0.2} if padded else {"cost": 0.16}
-    assert sum(steps(Control(4, pads_steps=padded), 0.9, 200, **costs)) > 4 * 190
-    useless = steps(Control(4, pads_steps=padded), 0.0, 600, **costs)[100:]
+    assert sum(steps(DraftController(4, pads_steps=padded), 0.9, 200, **costs)) > 4 * 190
+    useless = steps(DraftController(4, pads_steps=padded), 0.0, 600, **costs)[100:]
     tried, extra = sum(limit > 0 for limit in useless), 0.2 if padded else 0.64
-    assert min(500 // LONGEST_PAUSE, 500 * INCOME / extra) - 3 <= tried <= 500 // FIRST_PAUSE
-    assert tried * extra <= 600 * INCOME + FIRST_SAVINGS + extra
+    assert min(500 // MAX_PROBE_INTERVAL, 500 * TIME_BUDGET_RATE / extra) - 3 <= tried <= 500 // FIRST_PROBE_INTERVAL
+    assert tried * extra <= 600 * TIME_BUDGET_RATE + FIRST_TIME_BUDGET + extra
 
 
 def test_a_draft_model_is_asked_as_often_as_it_pays() -> None:
-    dear = steps(Control(4, pads_steps=False, has_model=True), 0.65, 600, cost=1.1)[100:]
+    dear = steps(DraftController(4, pads_steps=False, has_model=True), 0.65, 600, cost=1.1)[100:]
     assert 0 < sum(dear) < 40
-    fair = steps(Control(4, pads_steps=False, has_model=True), 0.65, 300, cost=0.3)[100:]
-    cheap = steps(Control(4, pads_steps=False, has_model=True), 0.65, 300, cost=0.02)[100:]
+    fair = steps(DraftController(4, pads_steps=False, has_model=True), 0.65, 300, cost=0.3)[100:]
+    cheap = steps(DraftController(4, pads_steps=False, has_model=True), 0.65, 300, cost=0.02)[100:]
     assert sum(dear) < sum(fair) < sum(cheap)
     assert sum(cheap) > 4 * 180
 
 
 def test_cheap_drafts_are_made_where_dear_ones_are_not() -> None:
-    cheap = steps(Control(4, pads_steps=False), 0.5, 300, cost=0.02)[100:]
-    dear = steps(Control(4, pads_steps=False), 0.5, 300, cost=0.02, fixed=0.9)[100:]
+    cheap = steps(DraftController(4, pads_steps=False), 0.5, 300, cost=0.02)[100:]
+    dear = steps(DraftController(4, pads_steps=False), 0.5, 300, cost=0.02, fixed=0.9)[100:]
     assert sum(cheap) > 3 * sum(dear) > 0
 
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_sequence_that_begins_to_repeat_itself_is_found_out(padded: bool) -> None:
-    control = Control(4, pads_steps=padded)
+    control = DraftController(4, pads_steps=padded)
     state, output = control.new_state(None), 1
     made = []
     for step in range(500):
@@ -185,13 +192,13 @@ def test_texts_that_repeat_nothing_make_no_step_wait() -> None:
         request = ValidRequest(f"r{i}", "m", tuple(range(1000 * i, 1000 * i + 32)), SamplingParams(max_tokens=500))
         lease = pool.lease([], 34)
         seqs.append(Sequence(request, fingerprint="00" * 16, block_size=16, lease=lease, computed=32, output=[-i]))
-    speculator = Speculator(NgramProposer(), Control(4, pads_steps=True), max_seqs=64)
+    speculator = Speculator(NgramProposer(), DraftController(4, pads_steps=True), max_seqs=64)
     for step in range(400):
         assert not speculator.wants_drafts(seqs)
         for seq in seqs:
             seq.append(20_000 + 1000 * step + seq.output[0])
             seq.computed += 1
-        speculator.on_step([Item(seq, seq.start, 1, samples=True, is_decode=True) for seq in seqs], 0.01)
+        speculator.on_step([ScheduledSequence(seq, seq.start, 1, samples=True, is_decode=True) for seq in seqs], 0.01)
     for seq in seqs[:1]:
         seq.tokens += [3, 4]
         seq.computed += 2
@@ -205,7 +212,7 @@ def test_nobody_drafts_where_more_sequences_decode_than_a_step_verifies() -> Non
     pool, seqs = BlockPool(60, 4), [sequence([1, 2, 3, 1, 2, 3], [1]) for _ in range(3)]
     for slot, seq in enumerate(seqs):
         seq.lease, seq.computed, seq.slot = pool.lease([], 10), 6, slot
-    speculator = Speculator(NgramProposer(), Always(2), max_seqs=2)
+    speculator = Speculator(NgramProposer(), AlwaysDraft(2), max_seqs=2)
     assert not speculator.wants_drafts(seqs)
     assert not speculator.draft(seqs)
     assert speculator.wants_drafts(seqs[:2])
@@ -217,7 +224,7 @@ def test_a_proposer_that_fails_costs_its_drafts_and_no_more(at: str, monkeypatch
     pool, proposer = BlockPool(60, 4), NgramProposer()
     seq = sequence([1, 2, 3, 1, 2, 3], [1])
     seq.lease, seq.computed, seq.slot = pool.lease([], 10), 6, 0
-    broken = Speculator(proposer, Always(2), max_seqs=4)
+    broken = Speculator(proposer, AlwaysDraft(2), max_seqs=4)
 
     def fail(*_: object) -> None:
         raise RuntimeError("broken")
@@ -228,7 +235,7 @@ def test_a_proposer_that_fails_costs_its_drafts_and_no_more(at: str, monkeypatch
     assert bool(drafts) == (at in ("observe", "accept"))
     if drafts:
         broken.on_verified(seq, 2, 1)
-    broken.on_step([Item(seq, 6, 1, samples=True, is_decode=True)], 0.01)
+    broken.on_step([ScheduledSequence(seq, 6, 1, samples=True, is_decode=True)], 0.01)
     assert broken.stats.failures > 0
 
 
@@ -237,7 +244,7 @@ def test_a_proposer_that_fails_in_every_step_does_not_fill_the_log(
 ) -> None:
     proposer, seq = NgramProposer(), sequence([1, 2, 3, 1, 2, 3], [1])
     seq.lease, seq.computed, seq.slot = BlockPool(60, 4).lease([], 10), 6, 0
-    broken = Speculator(proposer, Always(2), max_seqs=4)
+    broken = Speculator(proposer, AlwaysDraft(2), max_seqs=4)
 
     def fail(*_: object) -> None:
         raise RuntimeError("broken")

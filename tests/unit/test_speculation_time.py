@@ -13,17 +13,17 @@ from dataclasses import dataclass
 import pytest
 
 from common.types import SamplingParams, Token, ValidRequest
-from engine import stepper as stepper_module
-from engine.block_pool import BlockPool
-from engine.scheduler import Item, Scheduler, SchedulerConfig
-from engine.sequence import Sequence
-from engine.speculation.control import FIRST_SAVINGS, INCOME, Control
+from engine.kv.blocks import BlockPool
+from engine.schedule import stepper as stepper_module
+from engine.schedule.scheduler import ScheduledSequence, Scheduler, SchedulerConfig
+from engine.schedule.sequence import Sequence
+from engine.schedule.stepper import LaunchCallback, RunnerOutput, Stepper
+from engine.speculation.acceptance import accepted_tokens
+from engine.speculation.controller import FIRST_TIME_BUDGET, TIME_BUDGET_RATE, DraftController
 from engine.speculation.ngram import NgramProposer
 from engine.speculation.proposer import Proposer
 from engine.speculation.speculator import Speculator
 from engine.speculation.suffix import SuffixProposer
-from engine.speculation.verify import accepted_run
-from engine.stepper import Between, ItemResult, Stepper
 
 MS = {1: (5.287, 5.834, 0.55), 16: (6.641, 7.534, 1.81), 64: (9.429, 12.711, 2.51)}  # rows: plain, verify, host
 PROMPT, LENGTH = 32, 1200
@@ -42,7 +42,7 @@ class Clock:
 
 @dataclass
 class Step:
-    items: list[Item]
+    items: list[ScheduledSequence]
     ends: float
 
 
@@ -54,7 +54,7 @@ class Device:
         self.plain_s, self.verify_s, self.host_s = (ms * 1e-3 for ms in MS[len(texts)])
         self.free_at = 0.0
 
-    def launch(self, items: abc.Sequence[Item], between: Between | None = None) -> Step:
+    def launch(self, items: abc.Sequence[ScheduledSequence], between: LaunchCallback | None = None) -> Step:
         self.clock.now += self.host_s / 2
         seconds = self.verify_s if any(item.drafts for item in items) else self.plain_s
         self.free_at = max(self.clock.now, self.free_at) + seconds
@@ -66,15 +66,15 @@ class Device:
     def is_done(self, launched: Step) -> bool:
         return self.clock.now >= launched.ends
 
-    def collect(self, launched: Step) -> list[ItemResult]:
+    def collect(self, launched: Step) -> list[RunnerOutput]:
         self.clock.now = max(self.clock.now, launched.ends) + self.host_s / 2
         return [self._said(item) for item in launched.items]
 
-    def _said(self, item: Item) -> ItemResult:
+    def _said(self, item: ScheduledSequence) -> RunnerOutput:
         after = item.start + item.num_new - len(item.drafts)
         said = self.texts[item.seq.request_id][after : after + 1 + len(item.drafts)]
-        run = accepted_run(item.drafts, said)
-        return ItemResult(True, tuple(Token(item.seq.num_output + i, token) for i, token in enumerate(run)))
+        run = accepted_tokens(item.drafts, said)
+        return RunnerOutput(True, tuple(Token(item.seq.num_output + i, token) for i, token in enumerate(run)))
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def run(texts: Texts, proposer: Proposer | None, monkeypatch: pytest.MonkeyPatch
     named = {f"r{i}": text for i, text in enumerate(texts)}
     pool = BlockPool(len(texts) * (LENGTH // 16 + 4), 16)
     scheduler = Scheduler(SchedulerConfig(chunk_tokens=2048, max_seqs=64, max_model_len=2 * LENGTH), pool)
-    speculator = None if proposer is None else Speculator(proposer, Control(4, pads_steps=True), max_seqs=64)
+    speculator = None if proposer is None else Speculator(proposer, DraftController(4, pads_steps=True), max_seqs=64)
     stepper = Stepper(
         scheduler, pool, Device(clock, named), max_model_len=2 * LENGTH, overlap=True, speculator=speculator
     )
@@ -155,7 +155,7 @@ def test_drafts_that_are_never_right_cost_what_is_allowed(
     assert stats.accepted < 0.1 * stats.proposed
     plain, verify, host = MS[rows]
     overdrawn = (verify + host) / plain - 1
-    allowed = INCOME + (FIRST_SAVINGS + overdrawn) / (LENGTH - PROMPT)
+    allowed = TIME_BUDGET_RATE + (FIRST_TIME_BUDGET + overdrawn) / (LENGTH - PROMPT)
     assert 0 < loss(ran, texts, monkeypatch) < allowed < 0.015
 
 

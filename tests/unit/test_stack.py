@@ -14,9 +14,9 @@ from cli.gpus import Gpu
 from cli.stack import stack as stack_module
 from cli.stack.process import PortLease
 from cli.stack.stack import Stack
-from common.config import UpConfig
 from common.errors import ConfigError
-from common.host_memory import HostMemory
+from common.settings.configs import UpConfig
+from common.telemetry import MemoryUsage
 
 REDIS = "redis://127.0.0.1:6379/0"
 
@@ -140,7 +140,7 @@ def test_pods_on_gpus_have_a_host_tier_of_their_part_of_the_free_memory(monkeypa
     with planned({"port": 0}, gpus=GPUS) as stack:
         first, second = sizes(stack)
     assert 0 < first == second <= psutil.virtual_memory().total // 4
-    monkeypatch.setattr(stack_module, "host_memory", lambda: HostMemory(used=0, limit=10 << 30, free=8 << 30))
+    monkeypatch.setattr(stack_module, "host_memory", lambda: MemoryUsage(used=0, limit=10 << 30, free=8 << 30))
     with planned({"port": 0}, gpus=GPUS) as stack:
         assert sizes(stack) == [2 << 30] * 2
     with planned({"port": 0, "host_cache": "1GiB"}, gpus=GPUS) as stack:

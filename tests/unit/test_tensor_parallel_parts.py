@@ -15,21 +15,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.channel import Channel, Message
 from common.errors import TransferFailed, Unauthenticated, Unavailable
-from engine import weights
+from common.process.rank_channel import RankChannel, RankMessage
 from engine.attention.base import StepShape
-from engine.loader import open_model
+from engine.models import weights
 from engine.models.decoder import Decoder
+from engine.models.loader import open_model
+from engine.models.shard import Shard
 from engine.models.spec import ModelSpec
-from engine.parallel import step
-from engine.parallel.shard import Shard
-from kv_transfer.backend import Notification, WriteState
-from kv_transfer.loopback import LoopbackBackend, LoopbackFabric, WriteFault
-from kv_transfer.memory import PeerMemory, PoolMemory, host_memory
-from kv_transfer.rank_agent import RankAgent, serve
-from kv_transfer.sharded_backend import ShardedBackend
-from tests.clock import Clock
+from engine.parallel import step_messages
+from kv_transfer.backend.interface import Notification, WriteState
+from kv_transfer.backend.loopback import LoopbackBackend, LoopbackFabric, LoopbackFault
+from kv_transfer.backend.rank_backend import RankBackendClient, serve_rank_backend
+from kv_transfer.backend.sharded import ShardedBackend
+from kv_transfer.memory import PeerMemory, PoolMemory, host_pool
+from tests.rigs.waiting import Clock
 
 CPU = torch.device("cpu")
 SECRET = b"secret of a group"
@@ -60,8 +60,11 @@ def test_parts_of_a_checkpoint_are_parts_of_the_whole(size: int, tmp_path: Path)
     spec = open_model(tmp_path).spec
     assert isinstance(spec, ModelSpec)
     for fill, fill_part in (
-        (lambda m: weights.load(m, tmp_path, spec), lambda m, shard: weights.load(m, tmp_path, spec, shard)),
-        (lambda m: weights.invent(m, 7), lambda m, shard: weights.invent_part(m, 7, spec, shard)),
+        (
+            lambda m: weights.load_weights(m, tmp_path, spec),
+            lambda m, shard: weights.load_weights(m, tmp_path, spec, shard),
+        ),
+        (lambda m: weights.randomize(m, 7), lambda m, shard: weights.randomize_shard(m, 7, spec, shard)),
     ):
         whole = Decoder(spec, 32, CPU, torch.float32)
         fill(whole)
@@ -89,27 +92,27 @@ def test_a_told_step_is_the_step(rows: list[tuple[int, int]], block_size: int) -
     needed = [-(-(start + new) // block_size) for start, new in rows]
     blocks = [np.arange(count + 3, dtype=np.int32) * 7 + i for i, count in enumerate(needed)]
     shape = StepShape([start for start, _ in rows], [new for _, new in rows], blocks)
-    told = step.unpack(step.pack(shape, block_size))
+    told = step_messages.unpack_step(step_messages.pack_step(shape, block_size))
     assert (list(told.starts), list(told.num_new)) == (list(shape.starts), list(shape.num_new))
     assert [list(b) for b in told.blocks] == [list(b[:n]) for b, n in zip(blocks, needed, strict=True)]
 
 
-def pair(secret: bytes = SECRET) -> tuple[Channel, Channel]:
+def pair(secret: bytes = SECRET) -> tuple[RankChannel, RankChannel]:
     """Both ends of a channel: rank 0's first."""
-    accepted: list[tuple[Channel, Message] | None] = []
+    accepted: list[tuple[RankChannel, RankMessage] | None] = []
     refused: list[Exception] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def accept() -> None:
             try:
-                accepted.append(Channel.accept(listener, SECRET, 10.0))
+                accepted.append(RankChannel.accept(listener, SECRET, 10.0))
             except (Unauthenticated, Unavailable) as error:
                 refused.append(error)
 
         thread = threading.Thread(target=accept)
         thread.start()
         try:
-            other = Channel.connect("127.0.0.1", listener.getsockname()[1], secret, "rank 0", "hello", rank=1)
+            other = RankChannel.connect("127.0.0.1", listener.getsockname()[1], secret, "rank 0", "hello", rank=1)
         finally:
             thread.join()
     if refused:
@@ -151,19 +154,19 @@ class Group:
 
     fabric: LoopbackFabric
     name: str
-    memories: list[PoolMemory] = field(default_factory=lambda: [host_memory(BLOCKS, BLOCK_BYTES) for _ in range(2)])
+    memories: list[PoolMemory] = field(default_factory=lambda: [host_pool(BLOCKS, BLOCK_BYTES) for _ in range(2)])
 
     def __post_init__(self) -> None:
         mine, theirs = pair()
         self._ends = mine, theirs
         self._thread = threading.Thread(target=self._serve, args=(theirs,))
         self._thread.start()
-        self.backend = ShardedBackend(LoopbackBackend(self.fabric), [RankAgent(1, mine)])
+        self.backend = ShardedBackend(LoopbackBackend(self.fabric), [RankBackendClient(1, mine)])
         self.backend.start(self.name, self.memories[0])
 
-    def _serve(self, channel: Channel) -> None:
+    def _serve(self, channel: RankChannel) -> None:
         try:
-            serve(channel, lambda: LoopbackBackend(self.fabric), lambda: self.memories[1])
+            serve_rank_backend(channel, lambda: LoopbackBackend(self.fabric), lambda: self.memories[1])
         except Unavailable:
             channel.close()
 
@@ -221,8 +224,8 @@ def test_a_write_is_done_and_told_once_every_rank_has_written(
 ) -> None:
     sender, receiver = groups
 
-    def on_write(source: str, _peer: str, _count: int) -> WriteFault:
-        return WriteFault(delay_s=600.0 if source.endswith("rank1") and not clock.ahead_s else 0.0)
+    def on_write(source: str, _peer: str, _count: int) -> LoopbackFault:
+        return LoopbackFault(delay_s=600.0 if source.endswith("rank1") and not clock.ahead_s else 0.0)
 
     fabric.on_write = on_write
     handle = sender.backend.write("receiver", [1, 2], [4, 5], b"here")
@@ -247,7 +250,7 @@ def test_a_write_that_one_rank_fails_has_failed_and_is_not_told(
     fabric: LoopbackFabric, groups: tuple[Group, Group]
 ) -> None:
     sender, receiver = groups
-    fabric.on_write = lambda source, _p, _n: WriteFault(fail="no" if source.endswith("rank1") else None)
+    fabric.on_write = lambda source, _p, _n: LoopbackFault(fail="no" if source.endswith("rank1") else None)
     handle = sender.backend.write("receiver", [1], [1], b"here")
     assert settle(sender.backend, handle) is WriteState.FAILED
     assert sender.backend.error(handle) == "rank 1: no"
@@ -258,7 +261,7 @@ def test_a_rank_that_is_gone_fails_what_it_had_and_what_comes(
     fabric: LoopbackFabric, groups: tuple[Group, Group]
 ) -> None:
     sender, receiver = groups
-    fabric.on_write = lambda source, _p, _n: WriteFault(delay_s=60.0 if source.endswith("rank1") else 0.0)
+    fabric.on_write = lambda source, _p, _n: LoopbackFault(delay_s=60.0 if source.endswith("rank1") else 0.0)
     handles = [sender.backend.write("receiver", [1], [1], b"here")]
     sender.lose_rank()
     assert settle(sender.backend, handles[0]) is WriteState.FAILED
@@ -273,7 +276,7 @@ def test_a_rank_that_is_gone_fails_what_it_had_and_what_comes(
 def test_groups_of_another_size_are_refused(fabric: LoopbackFabric, groups: tuple[Group, Group]) -> None:
     sender, receiver = groups
     alone = ShardedBackend(LoopbackBackend(fabric), [])
-    alone.start("alone", host_memory(BLOCKS, BLOCK_BYTES))
+    alone.start("alone", host_pool(BLOCKS, BLOCK_BYTES))
     with pytest.raises(TransferFailed, match="a tensor_parallel of 1, this pod of 2"):
         sender.backend.connect("alone", alone.metadata(), receiver.memory)
     with pytest.raises(TransferFailed, match="no metadata of a tensor-parallel group"):

@@ -9,15 +9,30 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.tools.hermes import Hermes
-from gateway.tools.json_stream import JsonScanner
-from gateway.tools.llama3 import Llama3
-from gateway.tools.mistral import Mistral
-from gateway.tools.protocol import BrokenCall, Call, CallDelta, ContentDelta, Delta, Message, ToolFormat, assemble
-from gateway.tools.pythonic import Pythonic
+from gateway.text.tools.format import (
+    ContentDelta,
+    InvalidToolCall,
+    MessageDelta,
+    ParsedMessage,
+    ToolCall,
+    ToolCallDelta,
+    ToolFormat,
+    assemble,
+)
+from gateway.text.tools.hermes import HermesFormat
+from gateway.text.tools.json_scanner import JsonScanner
+from gateway.text.tools.llama3 import Llama3Format
+from gateway.text.tools.mistral import MistralFormat
+from gateway.text.tools.pythonic import PythonicFormat
 
 NAMES = frozenset({"f", "get_weather", "ns.do-it"})
-FORMATS: list[ToolFormat] = [Hermes(), Llama3(), Mistral(), Mistral(named=True), Pythonic()]
+FORMATS: list[ToolFormat] = [
+    HermesFormat(),
+    Llama3Format(),
+    MistralFormat(),
+    MistralFormat(named=True),
+    PythonicFormat(),
+]
 IDS = ["hermes", "llama3", "mistral", "mistral-named", "pythonic"]
 
 VALUES = st.recursive(
@@ -34,7 +49,7 @@ ARGUMENTS = st.dictionaries(st.sampled_from(["a", "city", "_x1", "été"]), VALU
 CALLS = st.lists(st.tuples(st.sampled_from(sorted(NAMES)), ARGUMENTS), min_size=1, max_size=3)
 
 
-def read(fmt: ToolFormat, parts: list[str], max_calls: int | None = None) -> list[Delta]:
+def read(fmt: ToolFormat, parts: list[str], max_calls: int | None = None) -> list[MessageDelta]:
     parser = fmt.new_parser(NAMES, max_calls)
     deltas = [delta for part in parts for delta in parser.feed(part)]
     return deltas + parser.finish()
@@ -48,24 +63,24 @@ def cut(text: str, sizes: list[int]) -> list[str]:
     return [*parts, text[at:]]
 
 
-def plain(message: Message) -> tuple[str | None, list[tuple[str, Any]]]:
+def plain(message: ParsedMessage) -> tuple[str | None, list[tuple[str, Any]]]:
     return message.content, [(call.name, json.loads(call.arguments)) for call in message.tool_calls]
 
 
-def same(deltas: list[Delta]) -> list[Any]:
+def same(deltas: list[MessageDelta]) -> list[Any]:
     """Deltas with neighbours joined and without ids, which are random."""
     out: list[list[Any]] = []
     for delta in deltas:
         kind: Any = type(delta)
-        if isinstance(delta, CallDelta):
-            kind, text = (CallDelta, delta.index), delta.arguments
+        if isinstance(delta, ToolCallDelta):
+            kind, text = (ToolCallDelta, delta.index), delta.arguments
             if delta.name:
                 out.append([(kind, delta.name), ""])
         else:
             text = delta.text
-        if out and out[-1][0] == kind and not isinstance(delta, BrokenCall):
+        if out and out[-1][0] == kind and not isinstance(delta, InvalidToolCall):
             out[-1][1] += text
-        elif text or isinstance(delta, BrokenCall):
+        elif text or isinstance(delta, InvalidToolCall):
             out.append([kind, text])
     return out
 
@@ -78,16 +93,16 @@ SIZES = st.lists(st.integers(1, 7), max_size=60)
 def test_what_was_written_is_read(
     fmt: ToolFormat, calls: list[tuple[str, dict[str, Any]]], sizes: list[int], before: str
 ) -> None:
-    text = fmt.render_calls([Call("x", name, json.dumps(arguments)) for name, arguments in calls])
+    text = fmt.render_calls([ToolCall("x", name, json.dumps(arguments)) for name, arguments in calls])
     if not fmt.trigger:
         before = before if not before.strip() else ""
     deltas = read(fmt, cut(before + text, sizes))
     message = assemble(deltas)
     assert plain(message) == (before.strip() or None, calls)
     assert len({call.id for call in message.tool_calls}) == len(calls)
-    starts = [d for d in deltas if isinstance(d, CallDelta) and d.name]
+    starts = [d for d in deltas if isinstance(d, ToolCallDelta) and d.name]
     assert [d.index for d in starts] == list(range(len(calls)))  # named once each, in order
-    assert not any(isinstance(d, BrokenCall) for d in deltas)
+    assert not any(isinstance(d, InvalidToolCall) for d in deltas)
 
 
 SCRAPS = st.sampled_from(
@@ -155,14 +170,14 @@ def test_any_text_cut_anyhow_gives_the_same_deltas(
 @pytest.mark.parametrize("fmt", FORMATS, ids=IDS)
 @given(text=st.text(st.characters(exclude_characters="<[{"), max_size=30), sizes=SIZES)
 def test_text_without_calls_is_content_to_the_letter(fmt: ToolFormat, text: str, sizes: list[int]) -> None:
-    assert assemble(read(fmt, cut(text, sizes))) == Message(text or None, None, ())
+    assert assemble(read(fmt, cut(text, sizes))) == ParsedMessage(text or None, None, ())
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=IDS)
 def test_arguments_come_in_several_deltas(fmt: ToolFormat) -> None:
     arguments = {"a": "x" * 40, "b": [1, 2, {"c": None}]}
-    text = fmt.render_calls([Call("x", "f", json.dumps(arguments))])
-    deltas = [d for d in read(fmt, list(text)) if isinstance(d, CallDelta)]
+    text = fmt.render_calls([ToolCall("x", "f", json.dumps(arguments))])
+    deltas = [d for d in read(fmt, list(text)) if isinstance(d, ToolCallDelta)]
     assert (deltas[0].name, deltas[0].arguments) == ("f", "")
     assert not any(d.name or d.id for d in deltas[1:])
     assert len(deltas) > 3
@@ -172,52 +187,67 @@ def test_arguments_come_in_several_deltas(fmt: ToolFormat) -> None:
 CALL = '{"name": "f", "arguments": {"a": 1}}'
 TWICE = '{"name": "f", "arguments": {}, "arguments": {}}'
 TEXTS: list[tuple[ToolFormat, str, str | None, list[tuple[str, Any]]]] = [
-    (Hermes(), f"<tool_call>{CALL}</tool_call>", None, [("f", {"a": 1})]),
-    (Hermes(), f"<tool_call>\n{CALL}", None, [("f", {"a": 1})]),  # the end marker never came
-    (Hermes(), f"A <tool_call>{CALL}</tool_call> B", "A B", [("f", {"a": 1})]),
-    (Hermes(), f"<tool_call>{CALL}}}</tool_call>", "}</tool_call>", [("f", {"a": 1})]),
-    (Hermes(), '<tool_call>{"name": "g"}</tool_call>', '<tool_call>{"name": "g"}</tool_call>', []),
-    (Hermes(), '<tool_call>{"name": "f", "arguments": {"a": 1', '<tool_call>{"name": "f", "arguments": {"a": 1', []),
-    (Hermes(), "<tool_call>no", "<tool_call>no", []),
-    (Hermes(), "a <tool", "a <tool", []),
-    (Hermes(), f"<tool_call>x</tool_call><tool_call>{CALL}", "<tool_call>x</tool_call>", [("f", {"a": 1})]),
-    (Hermes(), '<tool_call>{"name": "f", "arguments": [1]}', '<tool_call>{"name": "f", "arguments": [1]}', []),
-    (Hermes(), '<tool_call>{"name": "f"}</tool_call>', None, [("f", {})]),
-    (Hermes(), '<tool_call>{"name": "f", "arguments": null}', None, [("f", {})]),
-    (Hermes(), '<tool_call>{"id": [{}], "arguments": "{\\"a\\": 1}", "name": "f"}', None, [("f", {"a": 1})]),
-    (Hermes(), '<tool_call>{"name": "f", "arguments": {"a": "x\ny"}}', None, [("f", {"a": "x\ny"})]),
-    (Hermes(), '<tool_call>{"name": "f", "arguments": {"a": "\\ud83c\\udf89 🎉"}}', None, [("f", {"a": "🎉 🎉"})]),
-    (Hermes(), f"<tool_call>{TWICE}", f"<tool_call>{TWICE}", []),
-    (Llama3(), f'{CALL}; {{"name": "f", "parameters": {{}}}}', None, [("f", {"a": 1}), ("f", {})]),
-    (Llama3(), '<|python_tag|>{"type": "function", "name": "f", "parameters": {"a": 1}}', None, [("f", {"a": 1})]),
-    (Llama3(), '{"function": "f", "parameters": {}}', None, [("f", {})]),
-    (Llama3(), '{"answer": 42}', '{"answer": 42}', []),
-    (Llama3(), 'see {"name": "f", "parameters": {}}', 'see {"name": "f", "parameters": {}}', []),
-    (Llama3(), 'see <|python_tag|>{"name": "f", "parameters": {}}', "see", [("f", {})]),
-    (Llama3(), "<|python_tag|>print(1)", "<|python_tag|>print(1)", []),
-    (Mistral(), f"[TOOL_CALLS] [{CALL}, {CALL}]", None, [("f", {"a": 1})] * 2),
-    (Mistral(), f"Hi [TOOL_CALLS]{CALL}", "Hi", [("f", {"a": 1})]),
-    (Mistral(), '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]f{"b": []}', None, [("f", {"a": 1}), ("f", {"b": []})]),
-    (Mistral(), '[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{"a": 1}', None, [("f", {"a": 1})]),
-    (Mistral(), "[TOOL_CALLS]g[ARGS]{}", "[TOOL_CALLS]g[ARGS]{}", []),
-    (Mistral(), f"[TOOL_CALLS][{CALL}, oops]", ", oops]", [("f", {"a": 1})]),
-    (Mistral(), "[TOOL_CALLS][]", "[TOOL_CALLS][]", []),
+    (HermesFormat(), f"<tool_call>{CALL}</tool_call>", None, [("f", {"a": 1})]),
+    (HermesFormat(), f"<tool_call>\n{CALL}", None, [("f", {"a": 1})]),  # the end marker never came
+    (HermesFormat(), f"A <tool_call>{CALL}</tool_call> B", "A B", [("f", {"a": 1})]),
+    (HermesFormat(), f"<tool_call>{CALL}}}</tool_call>", "}</tool_call>", [("f", {"a": 1})]),
+    (HermesFormat(), '<tool_call>{"name": "g"}</tool_call>', '<tool_call>{"name": "g"}</tool_call>', []),
     (
-        Pythonic(),
+        HermesFormat(),
+        '<tool_call>{"name": "f", "arguments": {"a": 1',
+        '<tool_call>{"name": "f", "arguments": {"a": 1',
+        [],
+    ),
+    (HermesFormat(), "<tool_call>no", "<tool_call>no", []),
+    (HermesFormat(), "a <tool", "a <tool", []),
+    (HermesFormat(), f"<tool_call>x</tool_call><tool_call>{CALL}", "<tool_call>x</tool_call>", [("f", {"a": 1})]),
+    (HermesFormat(), '<tool_call>{"name": "f", "arguments": [1]}', '<tool_call>{"name": "f", "arguments": [1]}', []),
+    (HermesFormat(), '<tool_call>{"name": "f"}</tool_call>', None, [("f", {})]),
+    (HermesFormat(), '<tool_call>{"name": "f", "arguments": null}', None, [("f", {})]),
+    (HermesFormat(), '<tool_call>{"id": [{}], "arguments": "{\\"a\\": 1}", "name": "f"}', None, [("f", {"a": 1})]),
+    (HermesFormat(), '<tool_call>{"name": "f", "arguments": {"a": "x\ny"}}', None, [("f", {"a": "x\ny"})]),
+    (
+        HermesFormat(),
+        '<tool_call>{"name": "f", "arguments": {"a": "\\ud83c\\udf89 🎉"}}',
+        None,
+        [("f", {"a": "🎉 🎉"})],
+    ),
+    (HermesFormat(), f"<tool_call>{TWICE}", f"<tool_call>{TWICE}", []),
+    (Llama3Format(), f'{CALL}; {{"name": "f", "parameters": {{}}}}', None, [("f", {"a": 1}), ("f", {})]),
+    (
+        Llama3Format(),
+        '<|python_tag|>{"type": "function", "name": "f", "parameters": {"a": 1}}',
+        None,
+        [("f", {"a": 1})],
+    ),
+    (Llama3Format(), '{"function": "f", "parameters": {}}', None, [("f", {})]),
+    (Llama3Format(), '{"answer": 42}', '{"answer": 42}', []),
+    (Llama3Format(), 'see {"name": "f", "parameters": {}}', 'see {"name": "f", "parameters": {}}', []),
+    (Llama3Format(), 'see <|python_tag|>{"name": "f", "parameters": {}}', "see", [("f", {})]),
+    (Llama3Format(), "<|python_tag|>print(1)", "<|python_tag|>print(1)", []),
+    (MistralFormat(), f"[TOOL_CALLS] [{CALL}, {CALL}]", None, [("f", {"a": 1})] * 2),
+    (MistralFormat(), f"Hi [TOOL_CALLS]{CALL}", "Hi", [("f", {"a": 1})]),
+    (MistralFormat(), '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]f{"b": []}', None, [("f", {"a": 1}), ("f", {"b": []})]),
+    (MistralFormat(), '[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{"a": 1}', None, [("f", {"a": 1})]),
+    (MistralFormat(), "[TOOL_CALLS]g[ARGS]{}", "[TOOL_CALLS]g[ARGS]{}", []),
+    (MistralFormat(), f"[TOOL_CALLS][{CALL}, oops]", ", oops]", [("f", {"a": 1})]),
+    (MistralFormat(), "[TOOL_CALLS][]", "[TOOL_CALLS][]", []),
+    (
+        PythonicFormat(),
         "[f(a=1, b='it\\'s', c=[True, None, (1, -2.5)], d={'k': \"v\"}), f()]",
         None,
         [("f", {"a": 1, "b": "it's", "c": [True, None, [1, -2.5]], "d": {"k": "v"}}), ("f", {})],
     ),
-    (Pythonic(), '[f(a=true, b=null, c="""x"y""",)]', None, [("f", {"a": True, "b": None, "c": 'x"y'})]),
-    (Pythonic(), "<|python_start|>[ns.do-it(a=1)]<|python_end|>", None, [("ns.do-it", {"a": 1})]),
-    (Pythonic(), "[1] is a reference", "[1] is a reference", []),
-    (Pythonic(), "[f(a=x)]", "[f(a=x)]", []),
-    (Pythonic(), "[f(1)]", "[f(1)]", []),
-    (Pythonic(), "[f(a=1, a=2)]", "[f(a=1, a=2)]", []),
-    (Pythonic(), "[f(a=1e999)]", "[f(a=1e999)]", []),
-    (Pythonic(), "[f(a=__import__('os'))]", "[f(a=__import__('os'))]", []),
-    (Pythonic(), "[f(), g()]", ", g()]", [("f", {})]),
-    (Pythonic(), "[f(a='unfinished", "[f(a='unfinished", []),
+    (PythonicFormat(), '[f(a=true, b=null, c="""x"y""",)]', None, [("f", {"a": True, "b": None, "c": 'x"y'})]),
+    (PythonicFormat(), "<|python_start|>[ns.do-it(a=1)]<|python_end|>", None, [("ns.do-it", {"a": 1})]),
+    (PythonicFormat(), "[1] is a reference", "[1] is a reference", []),
+    (PythonicFormat(), "[f(a=x)]", "[f(a=x)]", []),
+    (PythonicFormat(), "[f(1)]", "[f(1)]", []),
+    (PythonicFormat(), "[f(a=1, a=2)]", "[f(a=1, a=2)]", []),
+    (PythonicFormat(), "[f(a=1e999)]", "[f(a=1e999)]", []),
+    (PythonicFormat(), "[f(a=__import__('os'))]", "[f(a=__import__('os'))]", []),
+    (PythonicFormat(), "[f(), g()]", ", g()]", [("f", {})]),
+    (PythonicFormat(), "[f(a='unfinished", "[f(a='unfinished", []),
 ]
 
 
@@ -229,24 +259,24 @@ def test_texts(fmt: ToolFormat, text: str, content: str | None, calls: list[tupl
 
 def test_calls_beyond_the_last_allowed_are_dropped_with_all_that_follows() -> None:
     for fmt in FORMATS:
-        text = fmt.render_calls([Call("x", "f", '{"a": 1}'), Call("y", "get_weather", "{}")]) + " bye"
+        text = fmt.render_calls([ToolCall("x", "f", '{"a": 1}'), ToolCall("y", "get_weather", "{}")]) + " bye"
         for parts in ([text], list(text)):
             assert plain(assemble(read(fmt, parts, 1))) == (None, [("f", {"a": 1})])
 
 
 def test_ids_are_those_that_the_models_templates_take() -> None:
-    [call] = assemble(read(Hermes(), [f"<tool_call>{CALL}"])).tool_calls
+    [call] = assemble(read(HermesFormat(), [f"<tool_call>{CALL}"])).tool_calls
     assert call.id.startswith("call_")
-    [call] = assemble(read(Mistral(), [f"[TOOL_CALLS][{CALL}]"])).tool_calls
+    [call] = assemble(read(MistralFormat(), [f"[TOOL_CALLS][{CALL}]"])).tool_calls
     assert len(call.id) == 9
     assert call.id.isalnum()
 
 
 def test_a_stream_shows_the_whole_text_of_a_call_that_breaks() -> None:
     text = 'x <tool_call>{"name": "f", "arguments": {"a": oops}}</tool_call>'
-    deltas = read(Hermes(), list(text))
+    deltas = read(HermesFormat(), list(text))
     assert isinstance(deltas[0], ContentDelta)
-    shown = "".join(d.text for d in deltas if isinstance(d, ContentDelta | BrokenCall))
+    shown = "".join(d.text for d in deltas if isinstance(d, ContentDelta | InvalidToolCall))
     assert shown == text
 
 

@@ -13,9 +13,9 @@ import grpc
 import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
-from common import tracing
-from common.trace_context import TraceContext
-from common.tracing import Tracer
+from common.tracing import tracer
+from common.tracing.context import TraceContext
+from common.tracing.tracer import Tracer
 
 Got = list[tuple[str, trace_service_pb2.ExportTraceServiceRequest]]
 
@@ -74,7 +74,7 @@ def trace_to(target: str) -> TraceContext:
 
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracing, "FLUSH_S", 60.0)
+    monkeypatch.setattr(tracer, "FLUSH_S", 60.0)
 
 
 @pytest.mark.parametrize("collector", [http_collector, grpc_collector])
@@ -105,7 +105,7 @@ def test_a_path_of_the_targets_own_is_kept() -> None:
 
 
 def test_a_collector_that_hangs_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracing, "FLUSH_S", 0.1)
+    monkeypatch.setattr(tracer, "FLUSH_S", 0.1)
     hang = threading.Event()
     with http_collector([], hang) as target:
         trace_to(target)  # returns

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common import tracing
 from common.errors import ConfigError
-from common.trace_context import TraceContext
-from common.tracing import Tracer, trace_target
+from common.tracing import tracer as tracer_module
+from common.tracing.context import TraceContext
+from common.tracing.tracer import Tracer, parse_trace_target
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
@@ -134,13 +134,13 @@ def test_the_client_decides_else_the_share_does(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["otlp", "http://c:4318", "https://c/v1/traces", "grpc://c:4317", "file:/tmp/x"])
 def test_targets(text: str) -> None:
-    assert trace_target(text) == text
+    assert parse_trace_target(text) == text
 
 
 @pytest.mark.parametrize("text", ["", "file:", "grpc://", "c:4317", "udp://c:1", "http:///"])
 def test_targets_that_make_no_sense(text: str) -> None:
     with pytest.raises(ValueError, match="is no target"):
-        trace_target(text)
+        parse_trace_target(text)
 
 
 def test_nobody_traces_unless_asked_and_a_file_that_cannot_be_is_said_at_once(tmp_path: Path) -> None:
@@ -163,5 +163,5 @@ def test_a_thread_that_waits_between_two_clocks_moves_no_span(
         now += 100 if which == 2 or reading == 3 else 1_000_000 * waits[which]
         return told
 
-    monkeypatch.setattr(tracing, "time", SimpleNamespace(monotonic_ns=read, time_ns=lambda: read() + lead))
-    assert abs(tracing._read_offset() - lead) <= 100
+    monkeypatch.setattr(tracer_module, "time", SimpleNamespace(monotonic_ns=read, time_ns=lambda: read() + lead))
+    assert abs(tracer_module._read_offset() - lead) <= 100

@@ -8,16 +8,15 @@ from typing import Any
 
 from common.errors import TransferFailed
 from common.types import KvTarget, TransferId
-from kv_transfer import incoming
-from kv_transfer.connector import Connection
-from kv_transfer.counters import Drops
-from kv_transfer.incoming import Incoming
-from kv_transfer.memory import PeerMemory, host_memory
-from kv_transfer.messages import Commit, Writer
-from kv_transfer.notification import CommitNote, RangeWritten
-from kv_transfer.outgoing import Outgoing
-from kv_transfer.pairs import Pairs
-from kv_transfer.transfer_thread import AWAITED_FOR_S
+from kv_transfer.memory import PeerMemory, host_pool
+from kv_transfer.messages import Commit, DroppedMessages, Writer
+from kv_transfer.notifications import CommitNotification, RangeWritten
+from kv_transfer.peers.connections import PeerConnection
+from kv_transfer.peers.traffic import PairTrafficTable
+from kv_transfer.receiver import transfers
+from kv_transfer.receiver.transfers import TransferReceiver
+from kv_transfer.sender.transfers import TransferSender
+from kv_transfer.transfer_thread import HOT_POLL_LIMIT_S
 
 ID = TransferId(5, 1)
 WRITER = Writer("prefill-0", 7, "prefill-prefill-0-7", "127.0.0.1:1")
@@ -77,8 +76,8 @@ class Calls:
     def spawn(self, work: Callable[[], Awaitable[None]]) -> None: ...
 
 
-def receiving(now: Now, agents: Agents) -> Incoming:
-    return Incoming(host_memory(4, 64), Drops(), now, lambda *_: None, lambda: agents)
+def receiving(now: Now, agents: Agents) -> TransferReceiver:
+    return TransferReceiver(host_pool(4, 64), DroppedMessages(), now, lambda *_: None, lambda: agents)
 
 
 def test_a_commit_without_its_bytes_is_awaited_for_a_moment_only() -> None:
@@ -90,27 +89,29 @@ def test_a_commit_without_its_bytes_is_awaited_for_a_moment_only() -> None:
     answer: Future[float] = Future()
     table.commit(ID, 7, COMMIT, answer)
     assert table.poll_hot
-    now.s += AWAITED_FOR_S + 0.01
+    now.s += HOT_POLL_LIMIT_S + 0.01
     table.commit(ID, 7, COMMIT, Future())  # asked again
     assert (table.awaited, table.attentive) == (False, True)
     table.notified(WRITER.agent, RangeWritten(ID, 0, 1))
-    assert answer.result(0) > AWAITED_FOR_S
+    assert answer.result(0) > HOT_POLL_LIMIT_S
     assert not table.attentive
 
 
 def test_an_acknowledgement_is_awaited_for_a_moment_only() -> None:
     now, thread, calls = Now(), Thread(), Calls()
     unused: Any = (thread, calls)
-    table = Outgoing(*unused, host_memory(4, 64), now, Pairs(now), checksums=False, fingerprint=lambda: "f")
+    table = TransferSender(
+        *unused, host_pool(4, 64), now, PairTrafficTable(now), checksums=False, fingerprint=lambda: "f"
+    )
     transfer = table.start(KvTarget(ID, "decode-0", "127.0.0.1:1", 1, (), "f"), "r", 1, 60.0)
     (entry,) = table._table.values()
     peer = PeerMemory(0, 64, 4, 0, "DRAM")
-    table._connected(entry, Connection("decode-0", 5, "127.0.0.1:1", "a", 3, 3, peer, b"", True, None))
+    table._connected(entry, PeerConnection("decode-0", 5, "127.0.0.1:1", "a", 3, 3, peer, b"", True, None))
     table._apply(entry, entry.machine.opened(now()))
     assert not table.poll_hot
     transfer.finish([1], [None])
     assert table.poll_hot
-    now.s += AWAITED_FOR_S + 0.01
+    now.s += HOT_POLL_LIMIT_S + 0.01
     assert (table.awaited, table.attentive) == (False, True)
     table._apply(entry, entry.machine.committed(now()))
     assert transfer.ended
@@ -120,10 +121,10 @@ def test_an_acknowledgement_is_awaited_for_a_moment_only() -> None:
 def test_of_many_writers_that_came_the_first_are_forgotten() -> None:
     agents = Agents()
     table = receiving(Now(), agents)
-    for number in range(incoming.MOST_INTRODUCED + 5):
+    for number in range(transfers.MAX_NOTIFICATION_PEERS + 5):
         assert table.add_peer(f"prefill-{number}", b"good")
         table.watch(f"prefill-{number}", None)
-    assert agents.known == [f"prefill-{number}" for number in range(5, incoming.MOST_INTRODUCED + 5)]
+    assert agents.known == [f"prefill-{number}" for number in range(5, transfers.MAX_NOTIFICATION_PEERS + 5)]
     assert not table.add_peer("prefill-9", b"bad")
     assert "prefill-9" not in agents.known
     table.forget_writer("prefill-10")
@@ -140,7 +141,7 @@ def test_a_forgotten_writer_gets_no_note() -> None:
         assert table.add_peer(WRITER.agent, b"good")
         table.add(transfer_id, "r", 0, [3], Hold(), 200.0, lambda _: None, lambda _: None)
         table.open_transfer(transfer_id, "r", WRITER)
-        table.on_notification(WRITER.agent, CommitNote(transfer_id, COMMIT))
+        table.on_notification(WRITER.agent, CommitNotification(transfer_id, COMMIT))
         if forgotten:
             table.forget_writer(WRITER.agent)
         table.on_notification(WRITER.agent, RangeWritten(transfer_id, 0, 1))

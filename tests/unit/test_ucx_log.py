@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from kv_transfer.backend.ucx_log import parse_transports
 from kv_transfer.memory import MemoryKind
-from kv_transfer.ucx_log import transports
 
 LINE = "[1795874705.979111] [vm:20451:0]   "
 BELOW = """\
@@ -60,8 +60,8 @@ def test_what_carries_writes_of_a_block_from_that_memory(
     log: str, kind: MemoryKind, same_host: bool, found: set[str]
 ) -> None:
     lines = "".join(f"{LINE}{line}\n" for line in log.splitlines())
-    assert transports(lines, "agent-1", 2 << 20, kind, same_host=same_host) == found
-    assert transports(lines, "agent-12", 2 << 20, kind, same_host=same_host) == set()
+    assert parse_transports(lines, "agent-1", 2 << 20, kind, same_host=same_host) == found
+    assert parse_transports(lines, "agent-12", 2 << 20, kind, same_host=same_host) == set()
     cut = lines.replace("agent-1 ", "prefill-a-name-with-more-letter ")
     whole = "prefill-a-name-with-more-letters-1795875125505"
-    assert transports(cut, whole, 2 << 20, kind, same_host=same_host) == found
+    assert parse_transports(cut, whole, 2 << 20, kind, same_host=same_host) == found

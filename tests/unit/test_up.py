@@ -17,8 +17,8 @@ from cli.stack import up
 from cli.stack.display import Board
 from cli.stack.process import ChildProcess
 from cli.stack.supervisor import Service, ServiceSpec, State, Supervisor
-from common.config import UpConfig
-from tests.until import until
+from common.settings.configs import UpConfig
+from tests.rigs.waiting import until
 
 
 def test_logs_of_stacks_that_run_are_kept_and_of_the_others_the_last_few(

@@ -107,7 +107,7 @@ def test_requests(request: ValidRequest) -> None:
 
 @given(TARGETS)
 def test_targets(target: KvTarget) -> None:
-    assert wire.target_from_pb(wire.target_to_pb(target)) == target
+    assert wire.kv_target_from_pb(wire.kv_target_to_pb(target)) == target
 
 
 @given(TOKENS)
@@ -130,14 +130,14 @@ def test_alternatives_of_a_prompt_position() -> None:
 def test_ids_layouts_and_counts(transfer: TransferId, layout: KVLayout, counts: PoolCounts) -> None:
     assert wire.transfer_id_from_pb(wire.transfer_id_to_pb(transfer)) == transfer
     assert wire.layout_from_pb(wire.layout_to_pb(layout)) == layout
-    pb = wire.counts_to_pb(counts)
+    pb = wire.pool_counts_to_pb(counts)
     assert PoolCounts(pb.free, pb.cached, pb.leased, pb.quarantined) == counts
-    assert wire.counts_to_pb(PoolCounts(-1, 0, 2, 0)) == wire.counts_to_pb(PoolCounts(0, 0, 2, 0))
+    assert wire.pool_counts_to_pb(PoolCounts(-1, 0, 2, 0)) == wire.pool_counts_to_pb(PoolCounts(0, 0, 2, 0))
 
 
 @pytest.mark.parametrize("reason", [None, *FinishReason])
 def test_finish_reasons(reason: FinishReason | None) -> None:
-    assert wire.finish_from_pb(wire.finish_to_pb(reason)) is reason
+    assert wire.finish_reason_from_pb(wire.finish_reason_to_pb(reason)) is reason
 
 
 def test_roles() -> None:

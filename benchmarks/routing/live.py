@@ -1,0 +1,219 @@
+"""Routing on a live stack: two prefill and two decode pods with SmolLM2 on this machine, a trace scaled down.
+
+A block of 512 tokens becomes one of 16, so that prompts share exactly what the trace's share (loadtest/workload/sessions.py).
+Conversations with several turns and short prompts are replayed by the load generator, of the recorded trace or of the
+made one of simulator/agent_workload.py. Each policy gets a stack of its own and the same arrivals. The first third warms the
+caches and is not counted. The gateway of round robin is round_robin_gateway.py.
+
+- predicted_over_actual: hit tokens that routing expected over those that pods found, under `cost`.
+- ttft_p50_ratio_vs_rr, ttft_mean_ratio_vs_rr, computed_ratio_vs_rr: `cost` over `round_robin`; computed are prompt
+  tokens that no cache supplied.
+- routing_ms_p50: what a request waits for routing under `cost`: the median of planning (hashes, look-up) and that of
+  placing (ranking, and reserving where the gateway is not alone), added. During the replay pods, gateway and Valkey
+  share two cores, so it has waits for a core in it; routing_ms_p50_single is of requests that come one at a time.
+
+    python benchmarks/routing/live.py --out benchmarks/results/routing_live.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import re
+import statistics
+import sys
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+
+import httpx
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.routing.sim import DEFAULT_TRACE
+from benchmarks.support import local_stack, report
+from cli.demo.model import demo_model
+from common.settings.configs import UpConfig
+from loadtest.client.rest_client import RestClient
+from loadtest.config import LoadConfig
+from loadtest.run import LoadRun, RequestRecord
+from loadtest.runner import LoadRunner
+from loadtest.slo import percentile
+from loadtest.workload import arrivals
+from loadtest.workload.trace import WorkloadRequest, WorkloadTrace, load_trace
+from simulator.agent_workload import AgentWorkload
+
+SCALE = 32
+BLOCK = 512 // SCALE
+LONGEST = 512  # tokens of a prompt, scaled
+TURNS = 3  # of a conversation, at least
+VOCAB = (100, 40_000)
+SINGLE = 60  # requests that come one at a time, after the replay
+#: By policy the script that runs as the gateway; None for `baton gateway` itself.
+POLICIES = {"cost": None, "round_robin": Path(__file__).with_name("round_robin_gateway.py")}
+
+
+def chosen(trace: WorkloadTrace, count: int, rate: float, output: int) -> WorkloadTrace:
+    """`count` requests of the trace's conversations, at `rate` a second; `output` tokens each, once scaled."""
+    # A conversation is told by its second block: the first heads every prompt of the recorded trace.
+    talks: dict[tuple[bytes, ...], list[WorkloadRequest]] = {}
+    for r in trace.requests:
+        if len(r.block_hashes) > 1 and r.prompt_len <= LONGEST * SCALE:
+            talks.setdefault(r.block_hashes[:2], []).append(r)
+    whole = [talk for talk in talks.values() if len(talk) >= TURNS]
+    # Conversations that begin one after another, as many as it takes, each to its end.
+    kept = sorted(list(chain.from_iterable(whole))[:count], key=lambda r: r.arrival_s)
+    assert len(kept) == count, f"the trace has only {len(kept)} requests that fit"
+    times = arrivals.poisson(rate, random.Random(0))
+    requests = (replace(r, arrival_s=at, output_len=output * SCALE) for r, at in zip(kept, times, strict=False))
+    return replace(trace, requests=tuple(requests))
+
+
+@dataclass(frozen=True)
+class Counters:
+    """The gateway's, so far: hit tokens, predicted and actual, and how long steps of routing took.
+
+    took: step -> upper bounds in seconds -> steps up to there.
+    """
+
+    hits: dict[str, float]
+    took: dict[str, dict[float, float]]
+
+    @classmethod
+    async def read(cls, http: httpx.AsyncClient) -> Counters:
+        text = (await http.get("/metrics")).text
+        hits = re.findall(r"^baton_prefix_hit_tokens_(predicted|actual)_total\S* (\S+)$", text, re.MULTILINE)
+        took: dict[str, dict[float, float]] = {}
+        for labels, count in re.findall(r"^baton_routing_seconds_bucket{(\S+)} (\S+)$", text, re.MULTILINE):
+            named = dict(re.findall(r'(\w+)="([^"]+)"', labels))
+            took.setdefault(named["step"], {})[float(named["le"])] = float(count)
+        return cls({name: float(value) for name, value in hits}, took)
+
+    def median_s(self, step: str, before: Counters) -> float:
+        """Of the steps since `before`, interpolated within a bucket."""
+        earlier = before.took.get(step, {})
+        counts = [(bound, count - earlier.get(bound, 0.0)) for bound, count in sorted(self.took[step].items())]
+        half, low, below = counts[-1][1] / 2, 0.0, 0.0
+        for bound, count in counts:
+            if count >= half:
+                return low + (bound - low) * (half - below) / max(1.0, count - below)
+            low, below = bound, count
+        raise AssertionError("the last bucket has everything")
+
+
+async def measure(policy: str, trace: WorkloadTrace, model_dir: Path) -> dict[str, float]:
+    """One policy on a stack of its own."""
+    config = UpConfig(
+        model=str(model_dir),
+        port=0,
+        prefill=2,
+        decode=2,
+        threads=1,
+        max_model_len=1024,
+        chunk_tokens=128,
+        block_size=BLOCK,
+        log_level="warning",
+    )
+    async with (
+        local_stack.running(config, model_dir, start_s=180, gateway=POLICIES[policy]) as stack,
+        httpx.AsyncClient(base_url=stack.base_url.removesuffix("/v1")) as http,
+    ):
+        load = LoadConfig(
+            url=stack.base_url.removesuffix("/v1"),
+            endpoint="completions",
+            form="ids",
+            model=stack.model,
+            vocab=VOCAB,
+            length_scale=1 / SCALE,
+        )
+        client = RestClient(load)
+        try:
+            row = await replay(LoadRunner(load, client, trace), len(trace.requests) // 3, http)
+            if policy == "cost":
+                alone = LoadRunner(replace(load, users=1, requests=SINGLE), client, trace)
+                row |= await one_at_a_time(alone, http)
+        finally:
+            await client.close()
+    print(policy, row, flush=True)
+    return row
+
+
+async def replay(runner: LoadRunner, warm: int, http: httpx.AsyncClient) -> dict[str, float]:
+    """Open loop: requests come at their times, whatever became of those before. The first `warm` do not count."""
+    going = asyncio.create_task(runner.execute())
+    while sum(r.session < warm for r in runner.run.records) < warm and not going.done():  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    before = await Counters.read(http)
+    answers = [r for r in answered(await going) if r.session >= warm]
+    after = await Counters.read(http)
+    times = [r.ttft_s for r in answers if r.ttft_s is not None]
+    prompts = sum(r.prompt_tokens or 0 for r in answers)
+    computed = prompts - sum(r.cached_tokens or 0 for r in answers)
+    hits = {name: after.hits[name] - before.hits[name] for name in after.hits}
+    return {
+        "ttft_p50_s": round(statistics.median(times), 3),
+        "ttft_p90_s": round(percentile(times, 0.9), 3),
+        "ttft_mean_s": round(statistics.fmean(times), 3),
+        "computed_tokens": computed,
+        "hit_rate": round(1 - computed / prompts, 4),
+        "predicted_hit_tokens": hits["predicted"],
+        "actual_hit_tokens": hits["actual"],
+        "plan_ms_p50": round(after.median_s("plan", before) * 1e3, 3),
+        "place_ms_p50": round(after.median_s("place", before) * 1e3, 3),
+    }
+
+
+async def one_at_a_time(runner: LoadRunner, http: httpx.AsyncClient) -> dict[str, float]:
+    """The steps of routing while nothing else is to be done."""
+    before = await Counters.read(http)
+    answered(await runner.execute())
+    after = await Counters.read(http)
+    return {f"{step}_ms_p50_single": round(after.median_s(step, before) * 1e3, 3) for step in ("plan", "place")}
+
+
+def answered(run: LoadRun) -> list[RequestRecord]:
+    """Its requests; SystemExit when one failed."""
+    if failed := [r for r in run.records if not r.ok]:
+        raise SystemExit(f"{len(failed)} requests failed: {failed[0].error} {failed[0].message}")
+    return run.records
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trace", type=Path, default=DEFAULT_TRACE, help="Mooncake's .jsonl (default: %(default)s)")
+    parser.add_argument("--made", action="store_true", help="the made trace instead of a recorded one")
+    parser.add_argument("--requests", type=int, default=120)
+    parser.add_argument(
+        "--rate", type=float, default=0.7, help="requests a second (default: %(default)s, for two cores)"
+    )
+    parser.add_argument("--output", type=int, default=4, help="tokens of an answer")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    made = args.made or not args.trace.is_file()
+    trace = AgentWorkload(rate=4.0, seconds=600.0, tenants=8, pause_s=10.0).trace() if made else load_trace(args.trace)
+    trace = chosen(trace, args.requests, args.rate, args.output)
+    model_dir = demo_model(print)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    rows = {policy: asyncio.run(measure(policy, trace, model_dir)) for policy in POLICIES}
+    cost, rr = rows["cost"], rows["round_robin"]
+    metrics = {
+        "predicted_over_actual": round(cost["predicted_hit_tokens"] / max(1.0, cost["actual_hit_tokens"]), 4),
+        "ttft_p50_ratio_vs_rr": round(cost["ttft_p50_s"] / rr["ttft_p50_s"], 4),
+        "ttft_mean_ratio_vs_rr": round(cost["ttft_mean_s"] / rr["ttft_mean_s"], 4),
+        "computed_ratio_vs_rr": round(cost["computed_tokens"] / rr["computed_tokens"], 4),
+        "hit_rate_cost": cost["hit_rate"],
+        "hit_rate_rr": rr["hit_rate"],
+        "routing_ms_p50": round(cost["plan_ms_p50"] + cost["place_ms_p50"], 3),
+        "routing_ms_p50_single": round(cost["plan_ms_p50_single"] + cost["place_ms_p50_single"], 3),
+    }
+    for name, value in metrics.items():
+        print(f"{name:28} {value}")
+    report.write(
+        args.out, "routing_live", metrics, "torch", "grpcio", "nixl-cu13", "redis", trace=trace.name, rows=rows
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,219 @@
+"""Routing policies against each other on simulated pods: a recorded trace, and a made one of another kind.
+
+A pod computes 8,000 prompt tokens a second and caches 4,000 blocks of 512; cost policy, prompts in flight, scheduler
+and block cache are the product's. Two kinds of pods: `fifo` computes one prompt after another (the figures under
+"metrics"), `chunked` shares its steps among prompts as the engine's scheduler does: round robin gains most by it.
+
+- hit_rate_cost, ttft_p50_ratio_vs_rr, ttft_p99_ratio_vs_rr: `cost` with 8 pods; ratios to round robin.
+  hit_rate_stale10: every change reaches the index 10 s late; hit_rate_unlimited: caches without a limit.
+- rows: all policies, 4 to 64 pods with the load of each pod kept, both traces; 256 and 1,024 pods with the made one.
+- faults: pods that die and come back under their names, an index that is away.
+- herd: two gateways, 64 equal requests at once: prompts of the fullest pod over its share.
+
+What a decision costs as pods and index grow to 10M blocks: scale.py.
+
+    python benchmarks/routing/sim.py --out benchmarks/results/routing_sim.json --plot docs/routing.svg
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.routing import plot
+from benchmarks.support import report
+from common.errors import ConfigError
+from loadtest.workload.trace import WorkloadRequest, WorkloadTrace, load_trace, synthetic_block_hash
+from simulator.agent_workload import AgentWorkload
+from simulator.cluster import ClusterSpec, SimulatedCluster, SimulatedFault, SimulationResult
+from simulator.hardware_rates import FLAT_8K
+
+DEFAULT_TRACE = Path(__file__).resolve().parents[2] / "shared" / "traces" / "mooncake_conversation.jsonl"
+PODS = 8  # what the trace's own rate is for
+BLOCKS, UNLIMITED = 4_000, 200_000
+POLICIES = ("round_robin", "least_loaded", "cost")
+SIZES = (4, 8, 16, 64)
+LARGE = ((256, 90.0), (1024, 30.0))  # pods, seconds of the made trace
+AGENT_REQUESTS = 0.9  # per second and pod: as much work as the recorded trace's
+KINDS = {"fifo": 1, "chunked": 64}  # sequences that a pod's steps share
+
+
+@dataclass(frozen=True)
+class Bench:
+    """One way to run: the trace and how many requests of it at most."""
+
+    trace: WorkloadTrace
+    rows: list[dict[str, object]]
+
+    def run(
+        self, trace: WorkloadTrace, label: str, pods: int, policy: str, kind: str = "fifo", **more: object
+    ) -> SimulationResult:
+        """Runs one simulation and enters it as a row."""
+        spec = replace(spec_of(pods, policy, kind), **more)  # type: ignore[arg-type]
+        cluster = SimulatedCluster(spec, trace)
+        result = cluster.run()
+        cluster.check()
+        self.rows.append(row_of(label, kind, spec, result))
+        return result
+
+
+def spec_of(pods: int, policy: str, kind: str) -> ClusterSpec:
+    return ClusterSpec(rates=FLAT_8K, prefill=pods, policy=policy, prefill_blocks=BLOCKS, prefill_seqs=KINDS[kind])
+
+
+def row_of(label: str, kind: str, spec: ClusterSpec, result: SimulationResult) -> dict[str, object]:
+    """What goes into the result file, and is printed."""
+    s = result.summary
+    busy = sum(result.busy.values()) / len(result.busy)
+    row = {
+        "trace": label,
+        "pods": spec.prefill,
+        "kind": kind,
+        "policy": spec.policy,
+        "gateways": spec.gateways,
+        "blocks": spec.prefill_blocks,
+        "lag_s": spec.lag_s,
+        "requests": s.requests,
+        "refused": s.refused,
+        "retried": s.retried,
+        "hit_rate": round(s.hit_rate, 4),
+        "promised_rate": round(s.promised_rate, 4),
+        "ttft_p50_s": round(s.ttft_p50_s, 4),
+        "ttft_p90_s": round(s.ttft_p90_s, 4),
+        "ttft_p99_s": round(s.ttft_p99_s, 4),
+        "ttft_mean_s": round(s.ttft_mean_s, 4),
+        "busy": round(busy, 4),
+        "imbalance": round(s.imbalance, 3),
+        "cpu_us_per_request": round(s.cpu_s / s.requests * 1e6, 1),
+    }
+    print(
+        f"{label:38} {spec.prefill:5} {kind:8} {spec.policy:13} hits {s.hit_rate:6.2%}  "
+        f"TTFT p50 {s.ttft_p50_s:8.3f}  p99 {s.ttft_p99_s:9.3f}  busy {busy:4.0%}  ({s.cpu_s:.0f} s)",
+        flush=True,
+    )
+    return row
+
+
+def acceptance(bench: Bench) -> dict[str, float]:
+    """The figures under "metrics"."""
+    trace = bench.trace
+    metrics: dict[str, float] = {"ideal_hit_rate": round(trace.ideal_hit_rate(), 4)}
+    for kind in KINDS:
+        suffix = "" if kind == "fifo" else f"_{kind}"
+        found = {policy: bench.run(trace, trace.name, PODS, policy, kind).summary for policy in POLICIES}
+        rr, cost = found["round_robin"], found["cost"]
+        metrics |= {
+            f"hit_rate_cost{suffix}": round(cost.hit_rate, 4),
+            f"hit_rate_rr{suffix}": round(rr.hit_rate, 4),
+            f"ttft_p50_ratio_vs_rr{suffix}": round(cost.ttft_p50_s / rr.ttft_p50_s, 4),
+            f"ttft_p99_ratio_vs_rr{suffix}": round(cost.ttft_p99_s / rr.ttft_p99_s, 4),
+        }
+    stale = bench.run(trace, f"{trace.name}, index 10 s late", PODS, "cost", lag_s=10.0).summary
+    unlimited = bench.run(trace, f"{trace.name}, unlimited", PODS, "cost", prefill_blocks=UNLIMITED).summary
+    two = bench.run(trace, f"{trace.name}, 2 gateways", PODS, "cost", gateways=2).summary
+    return metrics | {
+        "hit_rate_stale10": round(stale.hit_rate, 4),
+        "hit_rate_unlimited": round(unlimited.hit_rate, 4),
+        "hit_rate_two_gateways": round(two.hit_rate, 4),
+        "herd_max_share": round(herd(), 4),
+    }
+
+
+def herd(gateways: int = 2, burst: int = 64) -> float:
+    """Prompts of the fullest of 8 pods over its share, when equal requests come at once to several gateways."""
+    requests = [
+        WorkloadRequest(1.0, 2_000, 1, tuple(synthetic_block_hash("herd", i, j) for j in range(3)))
+        for i in range(burst)
+    ]
+    trace = WorkloadTrace("herd", FLAT_BLOCK, tuple(requests))
+    cluster = SimulatedCluster(replace(spec_of(PODS, "cost", "fifo"), gateways=gateways), trace)
+    cluster.run()
+    prompts = [member.prompts for member in cluster.members]
+    return max(prompts) * PODS / burst
+
+
+FLAT_BLOCK = 512
+
+
+def grow(bench: Bench, large: Iterable[tuple[int, float]]) -> None:
+    """More pods, each with the same load; then the made trace, and on it very many pods."""
+    trace = bench.trace
+    for pods in SIZES:
+        faster = trace.sped_up(pods / PODS)
+        for policy in POLICIES:
+            if pods != PODS:
+                bench.run(faster, trace.name, pods, policy)
+    small = [(pods, min(1_800.0, trace.duration_s) if pods <= 2 * PODS else 600.0) for pods in SIZES]
+    for pods, seconds in (*small, *large):
+        made = AgentWorkload(rate=pods * AGENT_REQUESTS, seconds=seconds).trace()
+        for policy in POLICIES:
+            bench.run(made, made.name, pods, policy, warm_s=seconds / 2)
+
+
+def collapse(bench: Bench) -> None:
+    """The longest match alone: one block heads every prompt of the recorded trace."""
+    head = bench.trace.first(2_000)
+    for policy in ("prefix_only", *POLICIES):
+        bench.run(head, f"{head.name}, first {len(head.requests)}", PODS, policy)
+
+
+def faults(bench: Bench) -> list[dict[str, object]]:
+    """What each fault costs: the trace's first half hour, with and without."""
+    head = bench.trace.first(len(bench.trace.requests) // 2)
+    end = head.duration_s
+    cases = {
+        "none": (),
+        "a pod dies for 60 s": (SimulatedFault(end * 0.3, 60.0, "prefill-3"),),
+        "half of the pods restart one by one": tuple(
+            SimulatedFault(end * (0.3 + 0.05 * i), 5.0, f"prefill-{i}") for i in range(4)
+        ),
+        "the index is away for 300 s": (SimulatedFault(end * 0.3, 300.0),),
+        "the index is never there": (SimulatedFault(0.0, end * 2),),
+    }
+    found = []
+    for name, planned in cases.items():
+        s = bench.run(head, f"fault: {name}", PODS, "cost", faults=planned, gateways=2).summary
+        found.append(
+            {
+                "fault": name,
+                "refused": s.refused,
+                "retried": s.retried,
+                "hit_rate": round(s.hit_rate, 4),
+                "ttft_p50_s": round(s.ttft_p50_s, 4),
+                "ttft_p99_s": round(s.ttft_p99_s, 4),
+            }
+        )
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trace", type=Path, default=DEFAULT_TRACE, help="Mooncake's .jsonl (default: %(default)s)")
+    parser.add_argument("--requests", type=int, default=1_000_000, help="the first so many only")
+    parser.add_argument("--small", action="store_true", help="without the rows for 256 and 1,024 pods")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--plot", type=Path, help="an SVG of TTFT by policy as pods grow")
+    args = parser.parse_args()
+    try:
+        trace = load_trace(args.trace).first(args.requests)
+    except ConfigError as error:
+        parser.error(f"{error.message}; --trace names another (kvcache-ai/Mooncake, FAST25-release/traces)")
+    bench = Bench(trace, [])
+    metrics = acceptance(bench)
+    grow(bench, () if args.small else LARGE)
+    collapse(bench)
+    broken = faults(bench)
+    for name, value in metrics.items():
+        print(f"{name:40} {value}")
+    report.write(args.out, "routing_sim", metrics, rows=bench.rows, faults=broken)
+    if args.plot is not None:
+        plot.write(args.plot, bench.rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""What a device does at best, measured, and the least time that a step of a model takes on it."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.support.shapes import BenchmarkShape
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """What the device does at best, measured; of attention, causal over one long prompt."""
+
+    copy_gb_s: float
+    matmul_tflop_s: float
+    attention_tflop_s: float
+
+
+def median_seconds(run: Callable[[], object], device: torch.device) -> float:
+    """Median of single runs, after some for the clocks, which are low on an idle card."""
+    for _ in range(10):
+        run()
+    times = []
+    for _ in range(25):
+        if device.type == "cuda":
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            run()
+            end.record()
+            end.synchronize()
+            times.append(float(start.elapsed_time(end)) * 1e-3)
+        else:
+            began = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def copy_seconds(nbytes: int, device: torch.device) -> float:
+    """By the driver's copy or by a kernel, whichever is faster."""
+    source = torch.randint(0, 255, (nbytes // 4,), dtype=torch.int32, device=device)
+    target = torch.empty_like(source)
+    return min(
+        median_seconds(lambda: target.copy_(source), device),
+        median_seconds(lambda: torch.add(source, 1, out=target), device),
+    )
+
+
+@torch.inference_mode()
+def ceilings(shape: BenchmarkShape, device: torch.device, dtype: torch.dtype) -> Ceilings:
+    """Measured before the engine takes the memory."""
+    config = shape.config
+    copy_s = copy_seconds(shape.copy_bytes, device)
+    rows, hidden, inner = shape.token_budget, config["hidden_size"], 2 * config["intermediate_size"]
+    a = torch.randn(rows, hidden, device=device, dtype=dtype)
+    b = torch.randn(inner, hidden, device=device, dtype=dtype)
+    matmul_s = median_seconds(lambda: torch.nn.functional.linear(a, b), device)
+    heads, length = config["num_attention_heads"], max(shape.ttft)
+    q = torch.randn(1, heads, length, config.get("head_dim", hidden // heads), device=device, dtype=dtype)
+
+    def attend() -> object:
+        return torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+    if device.type == "cuda":
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION):
+            attention_s = median_seconds(attend, device)
+    else:
+        attention_s = median_seconds(attend, device)
+    return Ceilings(
+        copy_gb_s=2 * shape.copy_bytes / copy_s / 1e9,
+        matmul_tflop_s=2 * rows * hidden * inner / matmul_s / 1e12,
+        attention_tflop_s=2 * heads * length * length * q.shape[-1] / attention_s / 1e12,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Bytes and FLOP of a model's steps. Each weight is read once a step; of the embedding only a few rows are."""
+
+    config: dict[str, Any]
+    itemsize: int
+    kv_bytes_per_token: int
+
+    @property
+    def _query_size(self) -> int:
+        head_dim: int = self.config.get("head_dim", self.config["hidden_size"] // self.config["num_attention_heads"])
+        return self.config["num_attention_heads"] * head_dim
+
+    @property
+    def _layer_weights(self) -> int:
+        config, query = self.config, self._query_size
+        kv = query * config["num_key_value_heads"] // config["num_attention_heads"]
+        attention = config["hidden_size"] * 2 * (query + kv)
+        mlp = 3 * config["hidden_size"] * config["intermediate_size"]
+        layers: int = config["num_hidden_layers"]
+        return layers * (attention + mlp)
+
+    @property
+    def _head_weights(self) -> int:
+        size: int = self.config["vocab_size"] * self.config["hidden_size"]
+        return size
+
+    def decode_s(self, tokens_in_cache: float, ceiling: Ceilings) -> float:
+        """Least time of a step whose rows have that many tokens together."""
+        weights = (self._layer_weights + self._head_weights) * self.itemsize
+        return (weights + tokens_in_cache * self.kv_bytes_per_token) / (ceiling.copy_gb_s * 1e9)
+
+    def prefill_s(self, length: int, ceiling: Ceilings) -> float:
+        """Least time to the first token of one prompt."""
+        matmul = 2 * (length * self._layer_weights + self._head_weights)
+        attention = 2 * self.config["num_hidden_layers"] * self._query_size * length * length
+        time_s: float = matmul / (ceiling.matmul_tflop_s * 1e12) + attention / (ceiling.attention_tflop_s * 1e12)
+        return time_s
+
+    def offline_s(self, count: int, prompt: int, output: int, ceiling: Ceilings) -> float:
+        """Least time of a batch of equal requests: all prompts, then all rows decode together."""
+        decode = sum(self.decode_s(count * (prompt + i), ceiling) for i in range(1, output))
+        return count * self.prefill_s(prompt, ceiling) + decode

@@ -1,0 +1,51 @@
+"""The processes of `baton up` on this machine, for as long as a benchmark needs them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from cli.stack.stack import Stack
+from cli.stack.supervisor import Supervisor
+from common.settings.configs import UpConfig
+
+STOP_S = 20.0
+
+
+@contextlib.asynccontextmanager
+async def running(
+    config: UpConfig,
+    model_dir: Path,
+    *,
+    start_s: float,
+    pod_flags: Mapping[str, str] | None = None,
+    env: Mapping[str, str] = os.environ,
+    gateway: Path | None = None,
+) -> AsyncIterator[Stack]:
+    """A stack that is ready within start_s; the end of each process's log is printed when the block fails.
+
+    `gateway` is a script that runs as the gateway, with the arguments of `python -m common.cli`.
+    """
+    with tempfile.TemporaryDirectory(prefix="baton-bench-") as logs:
+        stack = Stack.plan(config, model_dir, Path(logs), pod_flags=pod_flags, env=env, say=print)
+        if gateway is not None:
+            process = next(spec.process for spec in stack.specs if spec.role == "gateway")
+            command = process.argv.index("gateway")
+            process.argv = (sys.executable, "-P", str(gateway), *process.argv[command:])
+        supervisor = Supervisor(stack.specs, on_event=print)
+        try:
+            await supervisor.start(start_s)
+            yield stack
+        except BaseException:
+            for spec in stack.specs:
+                print(f"--- {spec.name}", *spec.process.tail(60), sep="\n", flush=True)
+            raise
+        finally:
+            await supervisor.stop(STOP_S)
+            stack.close()

@@ -1,0 +1,216 @@
+"""What the benchmarks of the hand-over run: a whole Baton with random weights, a client that notes when tokens come.
+
+The model has the shape of Llama-3.1-8B with 49,152 tokens. `tiny` is for a CPU: it shows that a benchmark works;
+`small` has heads that GPU kernels like. The tokenizer is made up: prompts are token ids and answers have ignore_eos, so
+only its size matters. Requests go through the real gateway by gRPC; clocks are the client's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.support import local_stack
+from benchmarks.support.bare_pods import connections
+from benchmarks.support.shapes import SHAPES
+from cli.stack.stack import Stack
+from common.pb import inference_pb2, inference_pb2_grpc
+from common.settings.configs import UpConfig
+from loadtest.slo import percentile
+
+MODEL = "bench"
+START_S = 300.0
+MESSAGE_BYTES = 64 << 20
+FLAGS = {"local-prefill": "off"}  # of pods: decode computes no prompt
+
+
+def flags_of(pairs: Sequence[str]) -> dict[str, str]:
+    """NAME=VALUE of each, as `baton serve` takes them."""
+    return {name: value for name, _, value in (pair.partition("=") for pair in pairs)}
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama-3.1-8b": SHAPES["llama-3.1-8b"].config | {"vocab_size": 49152},
+    "tiny": SHAPES["tiny"].config | {"max_position_embeddings": 4096},
+    "small": SHAPES["tiny"].config
+    | {
+        "vocab_size": 1024,
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 8192,
+    },
+}
+
+
+def make_model(directory: Path, shape: str) -> None:
+    """config.json and a byte-level tokenizer in which every token is a word."""
+    config = CONFIGS[shape]
+    (directory / "config.json").write_text(json.dumps(config))
+    vocab = {f"Ġ{_word(number)}": number for number in range(config["vocab_size"])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text("{}")
+
+
+def _word(number: int) -> str:
+    letters = ""
+    while True:
+        number, letter = divmod(number, 26)
+        letters += chr(ord("a") + letter)
+        if not number:
+            return letters
+
+
+def prompts(shape: str, count: int, length: int, seed: int | str) -> list[list[int]]:
+    """Random token ids, none like another, nor like those of another seed."""
+    rng, size = random.Random(f"{seed}-{length}"), CONFIGS[shape]["vocab_size"]
+    return [rng.choices(range(size), k=length) for _ in range(count)]
+
+
+@dataclass(slots=True)
+class TimedAnswer:
+    """due: when the request was to be sent; at: when each token came, the first from prefill; time.perf_counter().
+    ids: the tokens. sent_late_s: how much later than due the client sent it.
+    """
+
+    request_id: str
+    due: float
+    at: list[float] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    sent_late_s: float = 0.0
+
+    @property
+    def ttft_s(self) -> float:
+        return self.at[0] - self.due
+
+    @property
+    def gap12_s(self) -> float:
+        """From token 1 to token 2: the hand-over, and the first decode step."""
+        return self.at[1] - self.at[0]
+
+    @property
+    def gaps_s(self) -> list[float]:
+        """Between all later tokens."""
+        return [b - a for a, b in zip(self.at[1:], self.at[2:], strict=False)]
+
+
+class StackClient:
+    """Of one gateway. asked: all answers, those that are still coming too."""
+
+    def __init__(self, stack: Stack) -> None:
+        self.asked: list[TimedAnswer] = []
+        options = [("grpc.max_send_message_length", MESSAGE_BYTES), ("grpc.max_receive_message_length", MESSAGE_BYTES)]
+        self._channel = grpc.aio.insecure_channel(stack.grpc_address, options=options)
+        self._stub = inference_pb2_grpc.InferenceStub(self._channel)
+        self._debug = httpx.AsyncClient(base_url=stack.base_url.removesuffix("/v1"))
+
+    async def ask(self, prompt: Sequence[int], tokens: int, *, due: float | None = None) -> TimedAnswer:
+        """One greedy answer of so many tokens, sent when it is due (None: now). Raises RuntimeError when it fails."""
+        request = inference_pb2.GenerateRequest(
+            model=MODEL,
+            tokens=inference_pb2.TokenPrompt(ids=prompt),
+            max_tokens=tokens,
+            temperature=0.0,
+            ignore_eos=True,
+        )
+        if due is not None:
+            await asyncio.sleep(due - time.perf_counter())
+        now = time.perf_counter()
+        answer = TimedAnswer("", now if due is None else due, sent_late_s=0.0 if due is None else now - due)
+        self.asked.append(answer)
+        try:
+            async for message in self._stub.Generate(request):
+                now = time.perf_counter()
+                answer.request_id = message.request_id
+                answer.at += [now] * len(message.tokens)
+                answer.ids += [token.id for token in message.tokens]
+        except grpc.aio.AioRpcError as e:
+            raise RuntimeError(f"a request failed: {e.code().name}: {e.details()}") from e
+        if len(answer.at) != tokens:
+            raise RuntimeError(f"{len(answer.at)} tokens came, not {tokens}")
+        return answer
+
+    async def timeline(self, answer: TimedAnswer) -> dict[str, dict[str, Any]]:
+        """What the gateway noted of the request: the last event of each name."""
+        found = (await self._debug.get(f"/debug/requests/{answer.request_id}")).raise_for_status().json()
+        return {event["event"]: event for event in found["events"]}
+
+    async def close(self) -> None:
+        await self._channel.close()
+        await self._debug.aclose()
+
+
+@contextlib.asynccontextmanager
+async def running(
+    shape: str,
+    device: str,
+    *,
+    aggregated: bool = False,
+    allow_tcp: bool = False,
+    dtype: str = "auto",
+    flags: dict[str, str] | None = None,
+) -> AsyncIterator[tuple[Stack, StackClient]]:
+    """One prefill and one decode pod, or two pods that do both, each on a GPU of its own; and a client."""
+    with tempfile.TemporaryDirectory(prefix="baton-model-") as folder:
+        directory = Path(folder)
+        make_model(directory, shape)
+        limit = CONFIGS[shape]["max_position_embeddings"]
+        config = UpConfig(
+            model=str(directory),
+            served_name=MODEL,
+            port=0,
+            device=device,
+            dtype=dtype,
+            load_format="dummy",
+            max_model_len=min(limit, 20480),
+            allow_tcp=allow_tcp,
+            host_cache=0,
+            log_level="info",
+            drain_s=2.0,
+        )
+        pod_flags = {**(flags or {}), **({"role": "both"} if aggregated else {})}
+        env = {name: value for name, value in os.environ.items() if name != "BATON_COMMIT"}
+        async with local_stack.running(config, directory, start_s=START_S, pod_flags=pod_flags, env=env) as stack:
+            client = StackClient(stack)
+            try:
+                yield stack, client
+            finally:
+                await client.close()
+
+
+def transport_of(stack: Stack) -> list[str]:
+    """What the prefill pods' logs say about their connections."""
+    return [line for spec in stack.specs for line in connections(spec.process)]
+
+
+def ms(seconds: float) -> float:
+    return round(1e3 * seconds, 3)
+
+
+def spread(seconds: Sequence[float]) -> dict[str, float]:
+    """Milliseconds: p50, p90, p99, p99.9, mean and the largest."""
+    shares = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
+    found = {name: ms(percentile(seconds, share)) for name, share in shares.items()}
+    return found | {"mean": ms(statistics.fmean(seconds)), "max": ms(max(seconds)), "count": len(seconds)}

@@ -1,0 +1,158 @@
+"""Many clients that read server-sent events, at the least cost: sockets that note when bytes came and read them later.
+
+The load generator (loadtest/) parses what comes at once, which takes CPU from the gateway that is measured here; and it
+knows neither the gateway's own ids nor how much text an event held.
+
+Lifecycle: connect and send, a burst at a time -> read until every stream ended (or stands, `--idle`) -> print JSON.
+
+    python benchmarks/support/sse_client.py --port 8000 --model smollm2 --streams 256 --tokens 500
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from array import array
+from pathlib import Path
+from typing import Any
+
+import orjson
+import uvloop
+
+
+class SseStream(asyncio.Protocol):
+    """One request on a connection of its own. at, size: when how many bytes came."""
+
+    def __init__(self, request: bytes) -> None:
+        self._request = request
+        self.begun = asyncio.Event()
+        self.ended = asyncio.Event()
+        self.data = bytearray()
+        self.at = array("d")
+        self.size = array("q")
+        self._transport: Any = None
+
+    def connection_made(self, transport: Any) -> None:
+        """Nothing yet."""
+        self._transport = transport
+
+    def send(self) -> None:
+        """Sends the request."""
+        self._transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        """Notes, and looks for the end only."""
+        self.at.append(time.monotonic())
+        self.size.append(len(data))
+        self.data += data
+        if b"data: {" in data:
+            self.begun.set()
+        if b"[DONE]" in data or b'"error"' in data:
+            self.ended.set()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Over, in order or not."""
+        self.begun.set()
+        self.ended.set()
+
+    def close(self) -> None:
+        """Hangs up."""
+        self._transport.close()
+
+    def events(self) -> list[tuple[float, dict[str, Any]]]:
+        """All events with the time at which the last byte of each came."""
+        ends: list[int] = []
+        total = 0
+        for size in self.size:
+            total += size
+            ends.append(total)
+        found, at, piece = [], 0, 0
+        while (at := self.data.find(b"data: {", at)) >= 0:
+            end = self.data.index(b"\n\n", at)
+            while ends[piece] < end + 2:
+                piece += 1
+            found.append((self.at[piece], orjson.loads(self.data[at + 6 : end])))
+            at = end
+        return found
+
+
+def request_bytes(path: str, model: str, tokens: int, number: int) -> bytes:
+    """A POST for one stream; every prompt is another."""
+    prompt = f"Stream {number}: say the alphabet."
+    body: dict[str, Any] = {"model": model, "max_tokens": tokens, "stream": True, "ignore_eos": True}
+    body |= (
+        {"prompt": prompt} if path.endswith("v1/completions") else {"messages": [{"role": "user", "content": prompt}]}
+    )
+    raw = orjson.dumps(body)
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    return f"{head}content-length: {len(raw)}\r\n\r\n".encode() + raw
+
+
+async def connect(port: int, requests: list[bytes]) -> list[SseStream]:
+    """One connection per request."""
+    loop = asyncio.get_running_loop()
+
+    async def one(request: bytes) -> SseStream:
+        return (await loop.create_connection(lambda: SseStream(request), "127.0.0.1", port))[1]
+
+    return await asyncio.gather(*[one(request) for request in requests])
+
+
+async def run(args: argparse.Namespace) -> None:
+    """Prints when all began, and then what each stream got."""
+    requests = [request_bytes(args.path, args.model, args.tokens, i) for i in range(args.streams)]
+    streams: list[SseStream] = []
+    for at in range(0, len(requests), args.burst):
+        burst = await connect(args.port, requests[at : at + args.burst])
+        for stream in burst:
+            stream.send()
+        for stream in burst:
+            await stream.begun.wait()
+        streams += burst
+    print(json.dumps({"begun": time.monotonic()}), flush=True)
+    if args.idle:
+        alive = sum(not s.ended.is_set() for s in streams)
+        print(json.dumps({"alive": alive}), flush=True)
+        await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)  # until whoever started us is done
+    else:
+        for stream in streams:
+            await stream.ended.wait()
+        args.out.write_bytes(orjson.dumps([_record(stream) for stream in streams]))
+    for stream in streams:
+        stream.close()
+
+
+def _record(stream: SseStream) -> dict[str, Any]:
+    """id: the gateway's id; chunks: (time, characters) of each event that holds text; finish: why it ended."""
+    chunks: list[tuple[float, int]] = []
+    request_id = finish = None
+    for at, event in stream.events():
+        if "error" in event:
+            return {"id": request_id, "chunks": chunks, "finish": str(event["error"])}
+        request_id = event["id"].split("-", 1)[1]
+        for choice in event["choices"]:
+            text = choice.get("text") or choice.get("delta", {}).get("content")
+            if text:
+                chunks.append((at, len(text)))
+            finish = choice["finish_reason"] or finish
+    return {"id": request_id, "chunks": chunks, "finish": finish}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--path", default="/v1/chat/completions")
+    parser.add_argument("--streams", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--burst", type=int, default=64, help="requests that are sent before the first answers begin")
+    parser.add_argument("--idle", action="store_true", help="hold the streams open until stdin ends")
+    parser.add_argument("--out", type=Path, help="file for what each stream got")
+    uvloop.run(run(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()

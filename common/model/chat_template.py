@@ -1,0 +1,108 @@
+"""The model's chat template: a conversation to the text that the model was trained on.
+
+Rendered the way `transformers` does it (sandboxed, trim_blocks, lstrip_blocks, the same helpers); pods only ever see
+token ids. The template comes from chat_template.jinja or tokenizer_config.json of the model's directory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import meta
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from common.errors import ConfigError, InvalidRequest
+
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **_: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def special_token_text(config: Mapping[str, Any], name: str) -> str:
+    """Text of a named special token (bos_token, eos_token, ...) of a tokenizer_config.json, "" when there is none."""
+    token = config.get(name)
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else ""
+
+
+def load_templates(model_dir: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Sources of the chat templates by name; "default" serves all conversations, but those with tools are served by
+    "tool_use" where there is one. Empty when the model has none (a base model).
+    """
+    path = model_dir / "chat_template.jinja"
+    named = {p.stem: p.read_text("utf-8") for p in sorted(model_dir.glob("additional_chat_templates/*.jinja"))}
+    if path.is_file():
+        return {**named, "default": path.read_text("utf-8")}
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        pairs = [(t.get("name"), t.get("template")) for t in template if isinstance(t, dict)]
+        return {name: text for name, text in pairs if isinstance(name, str) and isinstance(text, str)}
+    return {"default": template} if isinstance(template, str) else {}
+
+
+class ChatTemplate:
+    """Renders conversations for one model, config being its tokenizer_config.json.
+
+    source: of the template that gets tools, "" when there is none; takes_tools: it does something with them. Raises
+    ConfigError when a template does not compile.
+    """
+
+    def __init__(self, model_dir: Path, config: Mapping[str, Any]) -> None:
+        self._names = {name: text for name in _SPECIAL if (text := special_token_text(config, name))}
+        sources = load_templates(model_dir, config)
+        self.source = sources.get("tool_use", sources.get("default", ""))
+        self.supports_tools = False
+        self._template: jinja2.Template | None = None
+        self._with_tools: jinja2.Template | None = None
+        if "default" not in sources:
+            return
+        env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        env.filters["tojson"] = _tojson
+        env.globals["raise_exception"] = _raise_exception
+        env.globals["strftime_now"] = _strftime_now
+        try:
+            self._template = self._with_tools = env.from_string(sources["default"])
+            if "tool_use" in sources:
+                self._with_tools = env.from_string(sources["tool_use"])
+            self.supports_tools = "tools" in meta.find_undeclared_variables(env.parse(self.source))
+        except jinja2.TemplateError as e:
+            raise ConfigError(f"model: the chat template does not compile: {e}", field="model") from e
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
+        """The prompt for the assistant's next message. Raises InvalidRequest for what the template refuses."""
+        template = self._with_tools if tools else self._template
+        if template is None:
+            raise InvalidRequest("this model has no chat template: it takes prompts, no messages", field="messages")
+        try:
+            shown = None if tools is None else list(tools)
+            return template.render(
+                {**self._names, **(kwargs or {}), "messages": list(messages), "tools": shown, "documents": None},
+                add_generation_prompt=True,
+            )
+        except jinja2.TemplateError as e:
+            raise InvalidRequest(f"the model's chat template refuses these messages: {e}", field="messages") from e
+        except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as e:
+            text = f"the model's chat template cannot render these messages: {type(e).__name__}"
+            raise InvalidRequest(text, field="messages") from e

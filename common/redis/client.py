@@ -1,0 +1,121 @@
+"""TODO-DOCSTRING."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import hiredis
+import redis.asyncio as redis
+from redis.asyncio.cluster import ClusterNode, RedisCluster
+from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
+from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError, NoScriptError, RedisClusterException, RedisError
+
+from common.errors import ConfigError
+from common.redis.url import RedisUrl, TlsOptions
+
+# A server that is away, or does not do what it should; asyncio's TimeoutError is an OSError.
+REDIS_FAILURES = (RedisError, RedisClusterException, OSError)
+
+
+RedisArg = str | bytes | int
+
+
+RedisClient = redis.Redis | RedisCluster
+
+
+class LuaScript:
+    """A Lua script, run by its digest and loaded when the server does not know it (yet, or again)."""
+
+    def __init__(self, *names: str, directory: Path = Path(__file__).parent / "lua") -> None:
+        """names: files whose texts follow each other, functions first."""
+        self._text = "".join((directory / f"{name}.lua").read_text("utf-8") for name in names)
+        self._sha = hashlib.sha1(self._text.encode(), usedforsecurity=False).hexdigest()
+
+    def pack_command(self, keys: Sequence[str], args: Sequence[RedisArg]) -> bytes:
+        """The command that runs it where the server knows it."""
+        command = ("EVALSHA", self._sha, len(keys), *keys, *args)
+        packed: bytes = hiredis.pack_command(command)  # type: ignore[arg-type]  # whose stub knows tuples of one
+        return packed
+
+    async def run(self, client: RedisClient, keys: Sequence[str], args: Sequence[RedisArg]) -> Any:
+        """The script's answer, bytes undecoded.
+
+        A task that is cancelled meanwhile ends: redis-py connects and sends by asyncio.wait_for, which before Python
+        3.12 forgets a cancel that comes with its end.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        cancels = task.cancelling()
+        try:
+            answer = await self._run(client, keys, args)
+        except Exception as e:
+            if task.cancelling() > cancels:
+                raise asyncio.CancelledError from e
+            raise
+        if task.cancelling() > cancels:
+            raise asyncio.CancelledError
+        return answer
+
+    async def _run(self, client: RedisClient, keys: Sequence[str], args: Sequence[RedisArg]) -> Any:
+        try:
+            return await client.evalsha(self._sha, len(keys), *keys, *args)
+        except NoScriptError:
+            return await client.eval(self._text, len(keys), *keys, *args)
+
+
+class _SentinelRedis(redis.Redis):
+    """Closes the connections to the sentinels with its own."""
+
+    def __init__(self, url: RedisUrl, sentinels: dict[str, Any], servers: dict[str, Any]) -> None:
+        self._sentinel = Sentinel(url.nodes, sentinel_kwargs=sentinels)  # type: ignore[no-untyped-call]
+        pool = SentinelConnectionPool(url.service, self._sentinel, **servers)  # type: ignore[no-untyped-call]
+        super().__init__(connection_pool=pool)
+
+    async def aclose(self, close_connection_pool: bool | None = None) -> None:
+        await super().aclose(True)
+        for client in self._sentinel.sentinels:
+            await client.aclose()
+
+
+def connect_redis(url: str, *, timeout_s: float, patient: bool = False) -> RedisClient:
+    """A client for an IndexUrl whose every wait is bounded by timeout_s; patient: only that for a connection is.
+
+    Raises ConfigError.
+
+    It tries once more over a new connection when a pooled one turns out to be closed; all scripts bear repeating.
+    """
+    parts = RedisUrl.parse(url)
+    waits: dict[str, Any] = {"socket_connect_timeout": timeout_s, "protocol": 2}
+    waits["socket_timeout"] = None if patient else timeout_s
+    waits["retry"] = Retry(NoBackoff(), 1, supported_errors=(ConnectionError,))
+    login: dict[str, Any] = {"username": parts.username, "password": parts.password}
+    tls: dict[str, Any] = {} if parts.tls is None else {"ssl": True, **_tls_options(parts.tls)}
+    if parts.cluster:
+        nodes = [ClusterNode(host, port) for host, port in parts.nodes]
+        return RedisCluster(startup_nodes=nodes, require_full_coverage=False, **waits, **login, **tls)
+    if parts.service:
+        sentinels = {**waits, **tls, "username": parts.sentinel_username, "password": parts.sentinel_password}
+        return _SentinelRedis(parts, sentinels, {**waits, **login, **tls, "db": parts.db})
+    if parts.path:
+        return redis.Redis(unix_socket_path=parts.path, db=parts.db, **waits, **login)
+    ((host, port),) = parts.nodes
+    return redis.Redis(host=host, port=port, db=parts.db, **waits, **login, **tls)
+
+
+def _tls_options(tls: TlsOptions) -> dict[str, Any]:
+    for name, path in (("ssl_ca_certs", tls.ca), ("ssl_certfile", tls.certificate), ("ssl_keyfile", tls.key)):
+        if path is not None and not Path(path).is_file():
+            raise ConfigError(f"redis: {name}: there is no file {path}", field="redis")
+    return {
+        "ssl_ca_certs": tls.ca,
+        "ssl_certfile": tls.certificate,
+        "ssl_keyfile": tls.key,
+        "ssl_cert_reqs": "required" if tls.verify else "none",
+        "ssl_check_hostname": tls.check_hostname,
+    }

@@ -1,0 +1,162 @@
+"""Where the prefix index is: the URL that services are given, taken apart and checked.
+
+    redis://[user:password@]host[:port][/db]              one server; rediss:// with TLS, unix://[user:password@]/path?db=0
+    redis+sentinel://[user:password@]h1[:p1],h2/service[/db]   the primary of that service; sentinels listen on 26379
+    redis+cluster://[user:password@]h1[:p1],h2            a cluster, found from any of its nodes
+
+rediss+sentinel:// and rediss+cluster:// are the same over TLS. Characters of a user or password that mean something in
+a URL are percent-encoded. Parameters (?name=value&...): ssl_ca_certs, ssl_certfile, ssl_keyfile (files, PEM),
+ssl_cert_reqs (required or none), ssl_check_hostname (true or false); a server's certificate and its host name are
+verified unless these say otherwise. For sentinels: sentinel_username, sentinel_password. For sockets: db.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Self
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from common.errors import ConfigError
+
+REDIS_PORT, SENTINEL_PORT = 6379, 26379
+SCHEMES = ("redis", "rediss", "unix", "redis+sentinel", "rediss+sentinel", "redis+cluster", "rediss+cluster")
+
+_TLS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs", "ssl_check_hostname")
+_SENTINEL = ("sentinel_username", "sentinel_password")
+
+
+@dataclass(frozen=True, slots=True)
+class TlsOptions:
+    """How a server is verified, and as whom we come. Files are PEM; ca None: the authorities of the system."""
+
+    ca: str | None = None
+    certificate: str | None = None
+    key: str | None = None
+    verify: bool = True
+    check_hostname: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class RedisUrl:
+    """The parts of a URL. nodes: (host, port), one for a plain server, none for a socket at `path`.
+
+    service: the name that sentinels know the primary by; empty without sentinels.
+    """
+
+    nodes: tuple[tuple[str, int], ...] = ()
+    path: str = ""
+    username: str | None = None
+    password: str | None = field(default=None, repr=False)
+    db: int = 0
+    tls: TlsOptions | None = None
+    cluster: bool = False
+    service: str = ""
+    sentinel_username: str | None = None
+    sentinel_password: str | None = field(default=None, repr=False)
+
+    @classmethod
+    def parse(cls, url: str) -> Self:
+        """Takes a URL apart. Raises ConfigError that says what is wrong and repeats no password."""
+        parts = urlsplit(url)
+        scheme = parts.scheme
+        if scheme not in SCHEMES:
+            raise _url_error(f"a URL starts with one of {', '.join(f'{s}://' for s in SCHEMES)}")
+        base, _, kind = scheme.partition("+")
+        allowed = (
+            *(_TLS if base == "rediss" else ()),
+            *(_SENTINEL if kind == "sentinel" else ()),
+            *(("db",) if base == "unix" else ()),
+        )
+        options = _options(parts.query, allowed)
+        userinfo, _, hosts = parts.netloc.rpartition("@")
+        username, _, password = userinfo.partition(":")
+        segments = [unquote(s) for s in parts.path.split("/") if s]
+        service, path = "", ""
+        nodes: tuple[tuple[str, int], ...] = ()
+        if kind == "sentinel":
+            if not segments:
+                raise _url_error("the name of the service is missing: redis+sentinel://host:port/service")
+            service = segments.pop(0)
+        if base == "unix":
+            path, db = unquote(parts.path), _db([options.pop("db", "0")])
+            if hosts or len(path) < 2:
+                raise _url_error("a socket needs a path: unix:///path/of/the.sock")
+        else:
+            nodes, db = _nodes(hosts, SENTINEL_PORT if kind == "sentinel" else REDIS_PORT), _db(segments)
+        if kind == "" and len(nodes) > 1:
+            raise _url_error("several hosts need redis+sentinel:// or redis+cluster://")
+        if kind == "cluster" and db:
+            raise _url_error("a cluster has database 0 only")
+        return cls(
+            nodes=nodes,
+            path=path,
+            username=unquote(username) or None,
+            password=unquote(password) or None,
+            db=db,
+            tls=_tls(options) if base == "rediss" else None,
+            cluster=kind == "cluster",
+            service=service,
+            sentinel_username=options.get("sentinel_username"),
+            sentinel_password=options.get("sentinel_password"),
+        )
+
+    def __str__(self) -> str:
+        """For people: kind and hosts, no user, password or parameters."""
+        if self.path:
+            return f"unix://{self.path}"
+        scheme = ("rediss" if self.tls else "redis") + (
+            "+cluster" if self.cluster else "+sentinel" * bool(self.service)
+        )
+        hosts = ",".join(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in self.nodes)
+        return f"{scheme}://{hosts}" + f"/{self.service}" * bool(self.service) + f"/{self.db}" * bool(self.db)
+
+
+def _url_error(what: str) -> ConfigError:
+    return ConfigError(f"redis: {what}", field="redis")
+
+
+def _options(query: str, allowed: tuple[str, ...]) -> dict[str, str]:
+    options = dict(parse_qsl(query, keep_blank_values=True))
+    for name in options:
+        if name not in allowed:
+            known = f"it may have {', '.join(allowed)}" if allowed else "there are none here"
+            raise _url_error(f"no parameter of such a URL is called {name!r}; {known}")
+    return options
+
+
+def _nodes(hosts: str, default_port: int) -> tuple[tuple[str, int], ...]:
+    nodes = []
+    for node in hosts.split(","):
+        host, port = node, ""
+        if node.startswith("["):
+            host, _, rest = node[1:].partition("]")
+            port = rest.removeprefix(":")
+        elif ":" in node:
+            host, _, port = node.partition(":")
+        number = int(port) if port.isascii() and port.isdecimal() else 0 if port else default_port
+        if not host or not 0 < number < 65536:
+            raise _url_error(f"{node!r} is not host or host:port (an IPv6 address stands in brackets)")
+        nodes.append((host, number))
+    return tuple(nodes)
+
+
+def _db(segments: list[str]) -> int:
+    if len(segments) > 1 or any(not (s.isascii() and s.isdecimal()) for s in segments):
+        raise _url_error(f"{'/'.join(segments)!r} is not the number of a database")
+    return int(segments[0]) if segments else 0
+
+
+def _tls(options: dict[str, str]) -> TlsOptions:
+    verify = options.get("ssl_cert_reqs", "required")
+    hostname = options.get("ssl_check_hostname", "true").lower()
+    if verify not in ("required", "none"):
+        raise _url_error("ssl_cert_reqs is required or none")
+    if hostname not in ("true", "false"):
+        raise _url_error("ssl_check_hostname is true or false")
+    return TlsOptions(
+        ca=options.get("ssl_ca_certs"),
+        certificate=options.get("ssl_certfile"),
+        key=options.get("ssl_keyfile"),
+        verify=verify == "required",
+        check_hostname=verify == "required" and hostname == "true",
+    )

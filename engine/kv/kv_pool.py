@@ -1,0 +1,95 @@
+"""The KV memory of one pod: uint8[num_blocks + 2, block_bytes], zeroed once and never reallocated.
+
+The two blocks past num_blocks belong to no sequence: `probe_block` is written by peers that test the path to us,
+`dummy_block` pads block tables and takes the writes of padded rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.errors import InternalError
+from common.kv_layout import FP8_DTYPE, KVLayout
+from engine.device import require_memory, upload
+from engine.kv.blocks import BlockCopy
+from engine.kv.layer_kv import LayerKV
+
+# e4m3 numbers are bytes here: torch moves few of its 8-bit floats, and the code that reads them knows what they are.
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, FP8_DTYPE: torch.uint8}
+
+COPY_BATCH = 16
+
+
+class KVPool:
+    """Owns the memory; who may use which block is BlockPool's business."""
+
+    def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device) -> None:
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.probe_block = num_blocks
+        self.dummy_block = num_blocks + 1
+        size = (num_blocks + 2, layout.block_bytes)
+        with require_memory(f"{num_blocks} KV blocks of {layout.block_bytes} bytes", "kv_memory"):
+            self.data = torch.zeros(size, dtype=torch.uint8, device=device)
+        # Single blocks are read and written for others than the engine, who shall not wait for its steps.
+        self._side_stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    @property
+    def data_ptr(self) -> int:
+        return self.data.data_ptr()
+
+    @property
+    def block_bytes(self) -> int:
+        return self.layout.block_bytes
+
+    def layers(self, prefix: str = "") -> tuple[LayerKV, ...]:
+        """The model's layers in order, sharing this memory; with prefix "draft_" those of the draft model."""
+        names = [segment.name for segment in self.layout.segments]
+        kv = self.segment_view(prefix + "kv").unbind(1)
+        scaled = prefix + "scales" in names
+        scales = self.segment_view(prefix + "scales").unbind(1) if scaled else [None] * len(kv)
+        return tuple(LayerKV(*layer) for layer in zip(kv, scales, strict=True))
+
+    def segment_view(self, name: str) -> Tensor:
+        """[num_blocks + 2, *shape] of one segment, sharing this memory."""
+        for segment in self.layout.segments:
+            if segment.name == name:
+                raw = self.data[:, segment.offset : segment.offset + segment.nbytes]
+                return raw.view(TORCH_DTYPES[segment.dtype]).view(-1, *segment.shape)
+        raise InternalError(f"the KV layout has no segment {name!r}")
+
+    def zero(self, blocks: Sequence[int]) -> None:
+        """Clears whole blocks, so that slots that were not written yet are finite."""
+        if len(blocks) == 1:
+            self.data[blocks[0]].zero_()
+        elif blocks:
+            (index,) = upload([np.array(blocks)], self.data.device)
+            self.data.index_fill_(0, index, 0)
+
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
+        """Copies blocks to others, some at a time for the sake of memory; no target is a source. Waits for nothing."""
+        if self.data.device.type == "cpu":
+            for source, target in copies:
+                self.data[target].copy_(self.data[source])
+            return
+        moved = [copy for copy in copies if copy.source != copy.target]
+        for at in range(0, len(moved), COPY_BATCH):
+            sources, targets = zip(*moved[at : at + COPY_BATCH], strict=True)
+            index = upload([np.array(sources), np.array(targets)], self.data.device)
+            self.data.index_copy_(0, index[1], self.data.index_select(0, index[0]))
+
+    def read_block(self, block: int) -> bytes:
+        """The block_bytes bytes of one block. Any thread."""
+        with torch.cuda.stream(self._side_stream):
+            return self.data[block].cpu().numpy().tobytes()
+
+    def write_block(self, block: int, content: bytes) -> None:
+        """Replaces one block; `content` must be block_bytes long. Any thread."""
+        if len(content) != self.block_bytes:
+            raise InternalError(f"a block has {self.block_bytes} bytes, not {len(content)}")
+        with torch.cuda.stream(self._side_stream):
+            self.data[block].copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))

@@ -1,0 +1,225 @@
+"""Any decoder of transformers, computed by its own module over our paged KV, through its attention interface.
+
+trace.py has found out what its layers need. `load_hf_model` reads the weights, gives every attention module its layer of the
+pool, and proves the result: a few tokens in two interleaved sequences, in pieces, must come out as transformers' own
+attention computes them. A model that keeps state other than keys and values, or takes positions from elsewhere, does
+not pass.
+
+A step is one flat sequence [1, T] with position_ids; attention alone knows which sequences it consists of. The head
+(with its softcap or scale) runs as the model's own code too, over a decoder that only returns what it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers.utils import logging as hf_logging
+
+from common.errors import ConfigError
+from engine.attention.base import AttentionBackend, StepShape
+from engine.attention.torch_backend import TorchAttention
+from engine.kv.layer_kv import LayerKV
+from engine.models.base import LayerHook
+from engine.models.hf.config import HfSpec, build_model, explain_refusal, read_hf_config, replace_decoder
+from engine.progress import progress
+
+ATTENTION_NAME = "baton"  # our name in the registry of attention functions
+VERIFY_TOKENS, VERIFY_BLOCK_SIZE = 24, 4
+VERIFY_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}  # of a token's state, relative; the median token counts
+
+
+@dataclass(slots=True)
+class _ForwardContext:
+    """What attention needs to know of the running forward pass."""
+
+    cache: Sequence[LayerKV] = ()
+    backend: AttentionBackend[Any] | None = None
+    metadata: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class _PagedLayer:
+    """Hangs on an attention module of a loaded model, as `paged`."""
+
+    step: _ForwardContext
+    index: int
+    window: int | None
+    factor: float
+
+
+def _attend(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **_: Any
+) -> tuple[Tensor, None]:
+    """The attention function: query [1, heads, T, D], key and value [1, kv_heads, T, D]; [1, T, heads, D] out."""
+    layer: _PagedLayer = module.paged
+    backend = layer.step.backend
+    assert backend is not None
+    if layer.factor != 1.0:
+        query = query * layer.factor
+    if query.stride(3) != 1:
+        query = query.contiguous()
+    kv = torch.stack((key[0].transpose(0, 1), value[0].transpose(0, 1)), dim=1)
+    cache = layer.step.cache[layer.index]
+    out = backend.attend(query[0].transpose(0, 1), kv, cache, layer.step.metadata, layer.window)
+    return out.unsqueeze(0), None
+
+
+class HfModel:
+    """A loaded model; see engine/models/base.py."""
+
+    def __init__(self, spec: HfSpec, causal: Any, dtype: torch.dtype) -> None:
+        self.spec = spec
+        # Outside bf16 transformers computes experts one after the other, with their sizes read on the host.
+        self.capturable = not spec.host_traffic and not (spec.grouped and dtype != torch.bfloat16)
+        self._step = _ForwardContext()
+        self._base: Any = causal.get_submodule(spec.decoder_path)
+        self._causal: Any = causal
+        for index, name in enumerate(spec.attention_paths):
+            module: Any = causal.get_submodule(name)
+            module.paged = _PagedLayer(self._step, index, spec.windows[index], spec.query_scales[index])
+        replace_decoder(causal, spec.decoder_path, spec.output_class)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        cache: Sequence[LayerKV],
+        backend: AttentionBackend[Any],
+        metadata: Any,
+        rows: Tensor | None = None,
+        *,
+        tap: LayerHook | None = None,
+    ) -> Tensor:
+        self._step.cache, self._step.backend, self._step.metadata = cache, backend, metadata
+        out = self._base(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
+        states: Tensor = out.last_hidden_state[0]
+        return states if rows is None else states[rows]
+
+    def write_kv(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        cache: Sequence[LayerKV],
+        backend: AttentionBackend[Any],
+        metadata: Any,
+    ) -> None:
+        """No less than `hidden`."""
+        self.forward(tokens, positions, cache, backend, metadata)
+
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        """What `hidden` returns is that already."""
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self._causal(inputs_embeds=hidden[None]).logits[0]
+        return logits.float()
+
+    def reference_forward(self, tokens: Tensor) -> Tensor:
+        """States [T, hidden] of one sequence tokens[T] as transformers alone computes them."""
+        self._base.set_attn_implementation("eager")
+        try:
+            states: Tensor = self._base(input_ids=tokens[None], use_cache=False).last_hidden_state[0]
+        finally:
+            self._base.set_attn_implementation(ATTENTION_NAME)
+        return states
+
+
+def load_hf_model(
+    spec: HfSpec, model_dir: Path, device: torch.device, dtype: torch.dtype, *, seed: int | None
+) -> HfModel:
+    """The model with its weights, or with random ones where a seed is given; proven, see the top of this file."""
+    AttentionInterface.register(ATTENTION_NAME, _attend)
+    config = read_hf_config(model_dir)
+    with explain_refusal(spec.architecture):
+        causal = _read(config, model_dir, device, dtype) if seed is None else _random(config, device, dtype, seed)
+        model = HfModel(spec, causal.requires_grad_(False), dtype)
+        _verify(model, device, dtype)
+    return model
+
+
+def _read(config: Any, model_dir: Path, device: torch.device, dtype: torch.dtype) -> Any:
+    total = sum(file.stat().st_size for file in model_dir.glob("*.safetensors")) / 1e9
+    with progress(f"loading {model_dir.name}", total, "GB") as loaded, _quiet():
+        causal, report = AutoModelForCausalLM.from_pretrained(
+            model_dir,
+            config=config,
+            dtype=dtype,
+            attn_implementation=ATTENTION_NAME,
+            device_map=None if device.type == "cpu" else device,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+        loaded.advance(total)
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
+        if report.get(kind):
+            raise ConfigError(f"its checkpoint has {len(report[kind])} {kind}, such as {min(report[kind])}")
+    return causal.eval()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the progress bars of transformers: ours is there."""
+    enabled = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            hf_logging.enable_progress_bar()
+
+
+def _random(config: Any, device: torch.device, dtype: torch.dtype, seed: int) -> Any:
+    """Random weights as the model's own code draws them, on the device."""
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices), torch.device(device):
+        torch.manual_seed(seed)
+        return build_model(config, ATTENTION_NAME, dtype)
+
+
+@torch.inference_mode()
+def _verify(model: HfModel, device: torch.device, dtype: torch.dtype) -> None:
+    """ConfigError unless two interleaved sequences, in pieces, come out as they do in transformers alone."""
+    spec = model.spec
+    length = min(VERIFY_TOKENS, spec.max_position)
+    blocks = -(-length // VERIFY_BLOCK_SIZE)
+    size = (2 * blocks + 1, 2, spec.num_kv_heads, VERIFY_BLOCK_SIZE, spec.head_dim)
+    cache = [LayerKV(torch.zeros(size, dtype=dtype, device=device)) for _ in range(spec.num_layers)]
+    backend = TorchAttention(cache, spec.num_heads, spec.windows, 2 * blocks, scale=spec.scale, softcap=spec.softcap)
+    ids = torch.randint(spec.vocab_size, (2, length), generator=torch.Generator().manual_seed(1)).to(device)
+    expected = [model.reference_forward(row) for row in ids]
+    tables = [list(range(0, 2 * blocks, 2)), list(range(1, 2 * blocks, 2))]
+    errors: list[Tensor] = []
+    for ranges in _pieces(length):
+        rows = [row for row, (start, end) in enumerate(ranges) if end > start]
+        starts, counts = [ranges[r][0] for r in rows], [ranges[r][1] - ranges[r][0] for r in rows]
+        metadata = backend.prepare(StepShape(starts, counts, [tables[r] for r in rows]))
+        tokens = torch.cat([ids[r, slice(*ranges[r])] for r in rows])
+        positions = torch.cat([torch.arange(*ranges[r], device=device) for r in rows])
+        got = model.forward(tokens, positions, cache, backend, metadata)
+        want = torch.cat([expected[r][slice(*ranges[r])] for r in rows]).float()
+        errors.append((got.float() - want).norm(dim=-1) / want.norm(dim=-1).clamp_min(1e-20))
+    error = float(torch.cat(errors).median())
+    if not error < VERIFY_TOLERANCE[dtype]:
+        raise ConfigError(
+            f"in pieces it computes something else than at once (relative error {error:.2g}): its layers keep state "
+            f"other than keys and values, or know positions from elsewhere"
+        )
+
+
+def _pieces(length: int) -> list[list[tuple[int, int]]]:
+    """Two sequences cut differently: chunks, single tokens, and one of them alone at the end."""
+    third, half = length // 3, length // 2
+    return [
+        [(0, third), (0, half)],
+        [(third, third + 1), (half, half + 1)],
+        [(third + 1, length), (half + 1, length - 1)],
+        [(length, length), (length - 1, length)],
+    ]

@@ -1,0 +1,166 @@
+"""Sampling on the device, inside captured graphs, with the meaning of `engine/sampling/sampler.py`.
+
+A running request has a slot from `stage` to `drop`. What it samples with goes to the device once, by `flush`, and
+stays: a step uploads nothing. A row of a step names its slot and the position of its token; occurrences of tokens are
+counted where they are sampled. Slot `pad_slot` is greedy and has no state: the padding rows of a graph name it.
+
+All device work goes to the current stream, so what `flush` uploads is seen by the runs after it and by none before.
+Needs triton at import.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.errors import InvalidRequest
+from common.types import SamplingParams
+from engine.kernels import sampling
+from engine.kernels.sampling import (
+    MAX_ENTRIES,
+    NUM_FLOATS,
+    SLOT_WORDS,
+    SamplingKernels,
+    SamplingTensors,
+    accept_drafts,
+    count_tokens,
+)
+from engine.sampling.sampler import SampleRow, has_penalties
+
+_MOST = 3e38  # a client's bias stays finite: -inf is a ban that ends
+
+
+class DeviceSampler:
+    """Slots 0 .. max_rows - 1. A run has at most a row for each and one for each of max_drafts drafts; only one stream
+    runs it.
+    """
+
+    def __init__(self, max_rows: int, vocab: int, device: torch.device, *, max_drafts: int = 0) -> None:
+        slots = max_rows + 1
+        self.pad_slot = max_rows
+        self._device = device
+        self._words = np.zeros((slots, SLOT_WORDS), dtype=np.int64)
+        self._floats = self._words.view(np.float32)[:, :NUM_FLOATS]
+        self._ints = self._words[:, NUM_FLOATS // 2 :]
+        self._changed = False
+        self._entries: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._history: dict[int, np.ndarray] = {}
+        self._tensors = SamplingTensors(
+            words=torch.zeros(slots, SLOT_WORDS, dtype=torch.int64, device=device),
+            entries=torch.zeros(slots, 2, MAX_ENTRIES, dtype=torch.int32, device=device),
+            counts=torch.zeros(slots, vocab, dtype=torch.int32, device=device),
+        )
+        self._kernels = SamplingKernels(max_rows + max_drafts, vocab, device)
+
+    @staticmethod
+    def validate(params: SamplingParams) -> None:
+        """InvalidRequest when a request names more tokens than a slot holds."""
+        if len(params.logit_bias) + len(params.stop_token_ids) > MAX_ENTRIES:
+            raise InvalidRequest(
+                f"logit_bias and stop_token_ids may have {MAX_ENTRIES} entries together", field="logit_bias"
+            )
+
+    def stage(self, slot: int, row: SampleRow) -> None:
+        """The request takes the slot, with the tokens it has now; InvalidRequest as `check` says."""
+        params = row.params
+        self.validate(params)
+        self.clear_slot(slot)
+        self._floats[slot] = (
+            params.temperature,
+            params.top_p,
+            params.min_p,
+            params.repetition_penalty,
+            params.presence_penalty,
+            params.frequency_penalty,
+        )
+        ints = self._ints[slot]
+        ints[sampling.TOP_K] = params.top_k
+        ints[sampling.SEED] = np.uint64(params.seed % (1 << 64)).astype(np.int64)
+        ints[sampling.CHILD] = row.child
+        ints[sampling.BAN_UNTIL] = row.prompt_len + params.min_tokens
+        banned = params.stop_token_ids if len(row.tokens) < row.prompt_len + params.min_tokens else ()
+        named = sorted([(t, max(-_MOST, min(_MOST, b))) for t, b in params.logit_bias] + [(t, -np.inf) for t in banned])
+        ints[sampling.NUM_ENTRIES] = len(named)
+        if named:
+            tokens, biases = zip(*named, strict=True)
+            self._entries[slot] = np.array(tokens, dtype=np.int32), np.array(biases, dtype=np.float32)
+        ints[sampling.PENALISED] = has_penalties(params)
+        if has_penalties(params):
+            history = np.array(row.tokens, dtype=np.int32)
+            history[: row.prompt_len] = ~history[: row.prompt_len]
+            self._history[slot] = history
+
+    def clear_slot(self, slot: int) -> None:
+        """The slot's request is gone."""
+        self._words[slot] = 0
+        self._entries.pop(slot, None)
+        self._history.pop(slot, None)
+        self._changed = True
+
+    @torch.inference_mode()
+    def flush(self) -> None:
+        """Uploads what changed since the last flush; without a change it does nothing. Not inside a graph."""
+        if not self._changed:
+            return
+        self._tensors.words.copy_(self._pinned(self._words), non_blocking=True)
+        if self._entries:
+            packed = np.zeros((len(self._entries), 2, max(len(t) for t, _ in self._entries.values())), dtype=np.int32)
+            for line, (tokens, biases) in zip(packed, self._entries.values(), strict=True):
+                line[0, : len(tokens)], line[1, : len(tokens)] = tokens, biases.view(np.int32)
+            at = self._upload(np.fromiter(self._entries, dtype=np.int64))
+            self._tensors.entries[:, :, : packed.shape[2]].index_copy_(0, at, self._upload(packed))
+        if self._history:
+            slots = np.fromiter(self._history, dtype=np.int64)
+            self._tensors.counts.index_fill_(0, self._upload(slots), 0)
+            tokens = np.concatenate(list(self._history.values()))
+            slot_of = np.repeat(slots, [len(h) for h in self._history.values()]).astype(np.int32)
+            count_tokens(self._tensors.counts, *self._upload(np.stack([slot_of, tokens])).unbind(0))
+        self._entries.clear()
+        self._history.clear()
+        self._changed = False
+
+    def sample(
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        allowed: Tensor | None = None,
+        drafts: tuple[Tensor, Tensor] | None = None,
+        results: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """tokens int64[B] and finite bool[B] of logits [B, vocab]; can be captured, waits for nothing.
+
+        slots, positions: integer [B]; positions[b] is the index in its request of the token that is sampled. Rows that
+        are not finite have no token and change nothing. allowed, drafts, results: see Sampler.sample; with drafts
+        `accept_drafts` is to follow.
+        """
+        return self._kernels.sample(logits, slots, positions, self._tensors, allowed, drafts, results)
+
+    def accept_drafts(
+        self,
+        sampled: Tensor,
+        finite: Tensor,
+        inputs: Tensor,
+        cu_q: Tensor,
+        row_slots: Tensor,
+        last_tokens: Tensor,
+        *,
+        query: int,
+    ) -> None:
+        """Accounts a run with drafts: see engine.kernels.sampling.accept_drafts."""
+        accept_drafts(sampled, finite, inputs, cu_q, row_slots, self._tensors, last_tokens, query=query)
+
+    def uncount_tokens(self, slots: Tensor, tokens: Tensor) -> None:
+        """Takes back what `run` counted for these slots, int64 [B]: their tokens, -1 where it had none."""
+        penalised = self._tensors.words[slots, NUM_FLOATS // 2 + sampling.PENALISED] > 0
+        gone = (penalised & (tokens >= 0)).to(torch.int32)
+        self._tensors.counts.index_put_((slots, tokens.clamp(min=0)), -gone, accumulate=True)
+
+    def _pinned(self, array: np.ndarray) -> Tensor:
+        """A copy that a transfer may read after the array has changed."""
+        tensor = torch.from_numpy(array)
+        return tensor.pin_memory() if self._device.type == "cuda" else tensor.clone()
+
+    def _upload(self, array: np.ndarray) -> Tensor:
+        return self._pinned(array).to(self._device, non_blocking=True)

@@ -1,0 +1,268 @@
+"""Logits to tokens, for all rows of a step at once; a row's token depends on that row alone.
+
+Order as in transformers: penalties and bias, temperature, top-k, top-p, min-p. A token is then drawn by Gumbel-max
+(argmax of logits + noise, Gumbel 1954) with noise keyed by (seed, child, position), so the same request draws the same
+tokens in any batch, on any pod, before and after a preemption. Penalties are replayed from token ids: no state remains.
+What may not come at all (see constraint.py) is out before temperature. Log-probabilities are those of the raw logits,
+before all of that. What no row asks for costs nothing.
+
+top-k, top-p and min-p are thresholds on the logit: tokens exactly at a threshold all stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.types import SamplingParams
+from engine.sampling.philox import gumbel, gumbel_at
+
+CANDIDATES = 1024  # most likely tokens that are looked at before a row's whole vocabulary is sorted
+MIN_TEMPERATURE = 1e-5  # below it the division overflows, and the draw is greedy anyway
+NEG_INF = float("-inf")
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """What one row of logits is sampled with. tokens: prompt and output so far, of which prompt_len are the prompt.
+
+    drafts: taken to follow them. allowed: int32 [ceil(vocab / 32)], bit i % 32 of word i // 32 allows token i (None:
+    all).
+    """
+
+    params: SamplingParams
+    tokens: Sequence[int]
+    prompt_len: int
+    child: int = 0
+    drafts: Sequence[int] = ()
+    allowed_mask: np.ndarray | None = None
+
+    @property
+    def position(self) -> int:
+        """Of the token that is sampled."""
+        return len(self.tokens) + len(self.drafts)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """tokens: int64[R]; finite: bool[R], False where the logits were NaN or infinite and the token means nothing."""
+
+    tokens: Tensor
+    finite: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class NoiseKeys:
+    """Where the noise of R rows comes from: int64[R] each."""
+
+    seed: Tensor
+    child: Tensor
+    position: Tensor
+
+    @classmethod
+    def for_rows(cls, rows: Sequence[SampleRow], like: Tensor) -> NoiseKeys:
+        return cls(
+            _longs([_signed(row.params.seed) for row in rows], like),
+            _longs([row.child for row in rows], like),
+            _longs([row.position for row in rows], like),
+        )
+
+    def rows(self, rows: Sequence[int]) -> NoiseKeys:
+        return NoiseKeys(self.seed[rows], self.child[rows], self.position[rows])
+
+    def for_vocab(self, vocab_size: int, *, stream: int = 0) -> Tensor:
+        return gumbel(self.seed, self.child, self.position, vocab_size, stream=stream)
+
+    def at(self, indices: Tensor) -> Tensor:
+        return gumbel_at(self.seed, self.child, self.position, indices)
+
+
+def sample(raw: Tensor, rows: Sequence[SampleRow]) -> Sampled:
+    """Draws one token a row from raw float32[R, vocab] logits, which are not changed."""
+    finite = torch.isfinite(raw.sum(dim=-1))
+    logits = _apply_penalties(raw, rows)
+    drawn = [r for r, row in enumerate(rows) if not row.params.greedy]
+    if len(drawn) == len(rows):
+        tokens = _gumbel_max(logits, rows)
+    else:
+        tokens = logits.argmax(dim=-1)
+        if drawn:
+            tokens[drawn] = _gumbel_max(logits[drawn], [rows[r] for r in drawn])
+    return Sampled(tokens, finite)
+
+
+def token_probs(raw: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+    """float32[R, vocab]: the probabilities that `sample` draws each row's token with."""
+    logits = _apply_penalties(raw, rows)
+    temperature = _floats([max(row.params.temperature, MIN_TEMPERATURE) for row in rows], logits)
+    scaled = logits / temperature[:, None]
+    cut = [r for r, row in enumerate(rows) if _truncates(row.params)]
+    if cut:
+        ordered = scaled[cut].sort(dim=-1, descending=True).values
+        threshold, _ = _threshold(scaled[cut], ordered, [rows[r].params for r in cut])
+        scaled[cut] = _cut(scaled[cut], threshold)
+    chances = scaled.softmax(dim=-1)
+    greedy = [r for r, row in enumerate(rows) if row.params.greedy]
+    if greedy:
+        best = logits[greedy].argmax(dim=-1, keepdim=True)
+        chances[greedy] = torch.zeros_like(chances[greedy]).scatter_(1, best, 1.0)
+    return chances
+
+
+def token_logprobs(raw: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Log-probability of each row's token, and values and ids of the num_top likeliest (None for 0), best first."""
+    logprobs = raw.log_softmax(dim=-1)
+    chosen = logprobs.gather(1, tokens[:, None]).squeeze(1)
+    top = logprobs.topk(min(num_top, raw.shape[1]), dim=-1) if num_top else None
+    return chosen, top and top.values, top and top.indices
+
+
+def _apply_penalties(raw: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+    """Penalties, bias, the ban of stop tokens before min_tokens, and what is allowed; a copy when there are any."""
+    penalised = [r for r, row in enumerate(rows) if has_penalties(row.params)]
+    biased = [r for r, row in enumerate(rows) if row.params.logit_bias]
+    held = [r for r, row in enumerate(rows) if row.position - row.prompt_len < row.params.min_tokens]
+    masked = [r for r, row in enumerate(rows) if row.allowed_mask is not None]
+    if not (penalised or biased or held or masked):
+        return raw
+    logits = raw.clone()
+    if penalised:
+        logits[penalised] = _penalise(logits[penalised], [rows[r] for r in penalised])
+    if biased:
+        at = [(r, token, bias) for r in biased for token, bias in rows[r].params.logit_bias]
+        where = (_longs([r for r, _, _ in at], raw), _longs([t for _, t, _ in at], raw))
+        logits.index_put_(where, _floats([b for _, _, b in at], raw), accumulate=True)
+    if held:
+        stops = [(r, token) for r in held for token in rows[r].params.stop_token_ids]
+        logits[_longs([r for r, _ in stops], raw), _longs([t for _, t in stops], raw)] = NEG_INF
+    if masked:
+        words = np.stack([rows[r].allowed_mask for r in masked])  # type: ignore[misc]
+        bits = np.unpackbits(words.view(np.uint8), axis=1, count=raw.shape[1], bitorder="little")
+        forbidden = torch.from_numpy(bits == 0).to(raw.device)
+        if len(masked) == len(rows):
+            logits.masked_fill_(forbidden, NEG_INF)
+        else:
+            logits[masked] = logits[masked].masked_fill_(forbidden, NEG_INF)
+    return logits
+
+
+def has_penalties(params: SamplingParams) -> bool:
+    """Logits depend on the tokens that occurred."""
+    return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+
+
+def _penalise(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+    """Repetition (Keskar et al. 2019) over prompt and output, then presence and frequency over the output."""
+    seen = _counts(logits, [[*row.tokens, *row.drafts] for row in rows]) > 0
+    repetition = _floats([row.params.repetition_penalty for row in rows], logits)[:, None]
+    logits = torch.where(seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
+    counts = _counts(logits, [[*row.tokens[row.prompt_len :], *row.drafts] for row in rows])
+    presence = _floats([row.params.presence_penalty for row in rows], logits)[:, None]
+    frequency = _floats([row.params.frequency_penalty for row in rows], logits)[:, None]
+    return logits - frequency * counts - presence * (counts > 0)
+
+
+def _counts(logits: Tensor, tokens: Sequence[Sequence[int]]) -> Tensor:
+    """float32[R, vocab] occurrences of each token."""
+    counts = torch.zeros_like(logits)
+    row_of = torch.repeat_interleave(torch.tensor([len(t) for t in tokens])).to(logits.device)
+    flat = _longs([token for row in tokens for token in row], logits)
+    counts.index_put_((row_of, flat), torch.ones((), device=logits.device), accumulate=True)
+    return counts
+
+
+def _gumbel_max(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+    """Gumbel-max of every row, all of which have temperature > 0."""
+    noise = NoiseKeys.for_rows(rows, logits)
+    temperature = _floats([max(row.params.temperature, MIN_TEMPERATURE) for row in rows], logits)
+    logits = logits / temperature[:, None]
+    cut = [r for r, row in enumerate(rows) if _truncates(row.params)]
+    if not cut:
+        return (logits + noise.for_vocab(logits.shape[1])).argmax(dim=-1)
+    params = [rows[r].params for r in cut]
+    if len(cut) == len(rows):
+        return _draw_cut(logits, params, noise)
+    cut_set = set(cut)
+    whole = [r for r in range(len(rows)) if r not in cut_set]
+    tokens = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
+    tokens[whole] = (logits[whole] + noise.rows(whole).for_vocab(logits.shape[1])).argmax(dim=-1)
+    tokens[cut] = _draw_cut(logits[cut], params, noise.rows(cut))
+    return tokens
+
+
+def _draw_cut(logits: Tensor, params: Sequence[SamplingParams], noise: NoiseKeys) -> Tensor:
+    """Rows with top-k, top-p or min-p: noise is only needed at the few tokens that survive."""
+    vocab = logits.shape[1]
+    values, indices = logits.topk(min(CANDIDATES, vocab), dim=-1)
+    threshold, complete = _threshold(logits, values, params)
+    tokens = _draw_among(values, indices, threshold, noise)
+    wide = [] if values.shape[1] == vocab else (~complete).nonzero().squeeze(1).tolist()
+    if wide:
+        values, indices = logits[wide].sort(dim=-1, descending=True)
+        threshold, _ = _threshold(logits[wide], values, [params[r] for r in wide])
+        tokens[wide] = _draw_among(values, indices, threshold, noise.rows(wide))
+    return tokens
+
+
+def _draw_among(values: Tensor, indices: Tensor, threshold: Tensor, noise: NoiseKeys) -> Tensor:
+    """Values and indices [R, K] in descending order of value; those below the row's threshold are out."""
+    kept = max(int((values >= threshold).sum(dim=-1).max()), 1)
+    values, indices = values[:, :kept], indices[:, :kept]
+    best = (_cut(values, threshold) + noise.at(indices)).argmax(dim=-1)
+    return indices.gather(1, best[:, None]).squeeze(1)
+
+
+def _truncates(params: SamplingParams) -> bool:
+    return params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+
+
+def _cut(values: Tensor, threshold: Tensor) -> Tensor:
+    return values.masked_fill(values < threshold, NEG_INF)
+
+
+def _threshold(logits: Tensor, ordered: Tensor, params: Sequence[SamplingParams]) -> tuple[Tensor, Tensor]:
+    """[R, 1] smallest logit that stays, and bool[R]: no token outside `ordered` can be at or above it.
+
+    ordered: the largest logits of each row, descending; maybe not all of them.
+    """
+    size, vocab = ordered.shape[1], logits.shape[1]
+    ks = [p.top_k if 0 < p.top_k < vocab else vocab for p in params]
+    k = _longs(ks, logits)[:, None]
+    # top-k: the k-th value; where k reaches past `ordered` every one of them stays.
+    kth = ordered.gather(1, (k - 1).clamp(max=size - 1))
+    threshold = torch.where(k <= size, kth, NEG_INF)
+    if any(p.top_p < 1.0 for p in params):
+        # top-p (Holtzman et al. 2020) over what top-k left: the shortest head whose mass reaches p.
+        top_p = _floats([p.top_p for p in params], logits)[:, None]
+        kept = _cut(ordered, threshold)
+        everything = torch.where(k <= size, kept.logsumexp(-1, keepdim=True), logits.logsumexp(-1, keepdim=True))
+        mass = (kept - everything).exp()
+        before = mass.cumsum(dim=-1) - mass
+        inside = (before < top_p).sum(dim=-1, keepdim=True).clamp(min=1)
+        nucleus = ordered.gather(1, inside - 1)
+        reaches = (inside < size) | (k <= size)
+        threshold = torch.where((top_p < 1.0) & reaches, torch.maximum(threshold, nucleus), threshold)
+    if any(p.min_p > 0.0 for p in params):
+        # min-p (Nguyen et al. 2024): at least min_p times the most likely token's probability.
+        min_p = _floats([p.min_p for p in params], logits)[:, None]
+        threshold = torch.maximum(threshold, ordered[:, :1] + min_p.log())
+    complete = ordered[:, -1:] < threshold
+    return threshold, (complete | (size == vocab)).squeeze(1)
+
+
+def _signed(seed: int) -> int:
+    """An unsigned 64-bit seed as the int64 with the same bits."""
+    seed &= (1 << 64) - 1
+    return seed - (1 << 64) if seed >= 1 << 63 else seed
+
+
+def _longs(values: Sequence[int], like: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64, device=like.device)
+
+
+def _floats(values: Sequence[float], like: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=like.device)

@@ -1,0 +1,156 @@
+"""From the directory of a draft model, or of an EAGLE head, to layers that run beside the target's.
+
+`open_draft` reads configurations only and says what the head keeps in a block, so that the KV layout is known before
+weights are read. What does not fit the target is refused with a ConfigError of the field speculation_model.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from common.errors import ConfigError
+from engine.models import eagle_weights, weights
+from engine.models.base import Model, ModelShape
+from engine.models.decoder import Decoder
+from engine.models.eagle_spec import SPECULATION_FIELD, EagleSpec, load_eagle_spec
+from engine.models.loader import ModelSource, open_model
+from engine.models.spec import ModelSpec
+from engine.speculation.draft_model import BuildDraftModel, EagleDraftModel, SeparateDraftModel
+
+log = logging.getLogger(__name__)
+
+MAX_VOCAB_PADDING = 1024  # tokens that one vocabulary of a family may have more than another, all of them unused
+
+
+class DraftSource(Protocol):
+    """What is known of a draft model before it is loaded."""
+
+    def layout_fields(self, device: torch.device) -> dict[str, Any]:
+        """The fields of KVLayout that are about the draft."""
+
+    def load(self, target: Model, max_len: int, device: torch.device, dtype: torch.dtype) -> BuildDraftModel:
+        """Reads or invents the weights; ConfigError when they do not fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class SeparateDraftSource:
+    """A model of its own, of the same tokenizer."""
+
+    source: ModelSource
+    target: ModelShape
+
+    def layout_fields(self, device: torch.device) -> dict[str, Any]:
+        shape = self.source.spec
+        return {
+            "draft_layers": shape.num_layers,
+            "draft_kv_heads": shape.num_kv_heads,
+            "draft_head_dim": shape.head_dim,
+            "draft_revision": self.source.revision(device),
+        }
+
+    def load(self, target: Model, max_len: int, device: torch.device, dtype: torch.dtype) -> BuildDraftModel:
+        shape, vocab = self.source.spec, self.target.vocab_size
+        model = self.source.load(max_len, device, dtype)
+        return lambda kv, attention: SeparateDraftModel(model, shape, vocab, kv, attention)
+
+
+@dataclass(frozen=True, slots=True)
+class EagleSource:
+    """An EAGLE head of the target. seed: of random weights; None: the directory's."""
+
+    spec: EagleSpec
+    target: ModelSpec
+    model_dir: Path
+    seed: int | None
+
+    def layout_fields(self, device: torch.device) -> dict[str, Any]:
+        layer = self.spec.layer
+        known = f"eagle dummy {self.seed} {device.type} {self.spec!r}"
+        revision = (
+            eagle_weights.eagle_revision(self.spec, self.model_dir) if self.seed is None else weights.digest(known)
+        )
+        return {
+            "draft_layers": 1,
+            "draft_kv_heads": layer.num_kv_heads,
+            "draft_head_dim": layer.head_dim,
+            "draft_state": layer.hidden_size,
+            "draft_revision": revision,
+        }
+
+    @torch.inference_mode()
+    def load(self, target: Model, max_len: int, device: torch.device, dtype: torch.dtype) -> BuildDraftModel:
+        assert isinstance(target, Decoder)
+        if self.seed is None:
+            head = eagle_weights.load_eagle_head(self.spec, self.model_dir, target, max_len, device)
+        else:
+            head = eagle_weights.random_eagle_head(self.spec, self.seed, target, max_len, device)
+        return lambda kv, attention: EagleDraftModel(head, target, kv, attention)
+
+
+def open_draft(
+    kind: str, model_dir: Path, target: ModelShape, target_dir: Path, *, load_format: str, seed: int, max_len: int
+) -> DraftSource:
+    """kind: draft_model or eagle. max_len: longest sequence."""
+    if kind == "eagle":
+        return _open_head(model_dir, target, seed if load_format == "dummy" else None)
+    try:
+        source = open_model(model_dir, load_format, seed)
+    except ConfigError as error:
+        raise ConfigError(f"the draft model: {error.message}", field=SPECULATION_FIELD) from error
+    shape = source.spec
+    if abs(shape.vocab_size - target.vocab_size) > MAX_VOCAB_PADDING or not _same_tokens(model_dir, target_dir):
+        raise ConfigError(
+            f"the draft model in {model_dir} has another vocabulary ({shape.vocab_size} tokens) than the model "
+            f"({target.vocab_size}): the two must have one tokenizer",
+            field=SPECULATION_FIELD,
+        )
+    if shape.max_position < max_len:
+        if not isinstance(shape, ModelSpec):
+            raise ConfigError(
+                f"the draft model ends at {shape.max_position} tokens, not {max_len}", field=SPECULATION_FIELD
+            )
+        log.warning("the draft model was made for %d tokens: past them its drafts are poor", shape.max_position)
+    return SeparateDraftSource(source, target)
+
+
+def _open_head(model_dir: Path, target: ModelShape, seed: int | None) -> EagleSource:
+    spec = load_eagle_spec(model_dir)
+    if not isinstance(target, ModelSpec):
+        raise ConfigError(
+            f"EAGLE heads need a model with native code, {target.architecture} has none", field=SPECULATION_FIELD
+        )
+    spec.aux_layers_of(target.num_layers)
+    if spec.target_hidden != target.hidden_size:
+        raise ConfigError(
+            f"the EAGLE head is of a model with hidden size {spec.target_hidden}, this one has {target.hidden_size}",
+            field=SPECULATION_FIELD,
+        )
+    if not spec.is_eagle3 and spec.layer.hidden_size != target.hidden_size:
+        raise ConfigError("an EAGLE head has the hidden size of its model", field=SPECULATION_FIELD)
+    if spec.layer.vocab_size != target.vocab_size:
+        raise ConfigError(
+            f"the EAGLE head is of a model with {spec.layer.vocab_size} tokens, this one has {target.vocab_size}",
+            field=SPECULATION_FIELD,
+        )
+    return EagleSource(spec, target, model_dir, seed)
+
+
+def _same_tokens(one: Path, other: Path) -> bool:
+    """Their tokenizers give the same ids, as far as both directories tell."""
+    files = [directory / "tokenizer.json" for directory in (one, other)]
+    if not all(file.is_file() for file in files):
+        return True
+    first, second = (file.read_bytes() for file in files)
+    if first == second:
+        return True
+    try:
+        vocabularies = [json.loads(content)["model"]["vocab"] for content in (first, second)]
+    except (ValueError, KeyError, TypeError):
+        return True  # unknown kinds of tokenizers: the sizes have to do
+    return bool(vocabularies[0] == vocabularies[1])

@@ -1,0 +1,174 @@
+"""API keys: what one is, and whose a presented one is.
+
+A key is `sk-baton-<id>-<secret>`. The id finds the record; of the secret only a salted BLAKE2b hash is kept. A slow
+hash (scrypt) protects secrets that can be guessed. These are 256 random bits, which nobody guesses however fast the
+hash is, and a slow one would cost every request some 50 ms of the event loop. Comparison takes the same time whatever
+differs, and an unknown id costs a comparison too.
+"""
+
+from __future__ import annotations
+
+import hmac
+import re
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import cached_property
+from hashlib import blake2b
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from common.errors import ConfigError, InvalidApiKey
+
+_PRESENTED = re.compile(r"sk-baton-([0-9a-z]{12})-([A-Za-z0-9_-]{43})")
+_PERSON = b"baton-api-key-1"
+_Hex = Annotated[str, Field(pattern=r"^[0-9a-f]+$")]
+_Count = Annotated[int, Field(ge=0, le=2**53)]
+TENANT = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
+
+
+class ApiKey(BaseModel):
+    """One key as it lies in a file or in Redis. Limits of 0 are none; see Caller for what the other fields allow."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ignored_types=(cached_property,))
+
+    id: Annotated[str, Field(pattern=r"^[0-9a-z]{12}$")]
+    tenant: Annotated[str, Field(pattern=TENANT)]
+    salt: Annotated[_Hex, Field(min_length=32, max_length=32)]
+    hash: Annotated[_Hex, Field(min_length=64, max_length=64)]
+    created: datetime
+    expires: datetime | None = None
+    note: Annotated[str, Field(max_length=200)] = ""
+    requests_per_minute: _Count = 0
+    tokens_per_minute: _Count = 0
+    tokens_per_day: _Count = 0
+    concurrent: _Count = 0
+    weight: Annotated[float, Field(gt=0, le=1000)] = 1.0
+    priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
+    models: tuple[str, ...] = ()
+    isolated: bool = False
+    admin: bool = False
+
+    @classmethod
+    def parse(cls, values: Any, where: str) -> ApiKey:
+        """A record that came from `where`. Raises ConfigError that names the field."""
+        try:
+            return cls.model_validate(values)
+        except ValidationError as e:
+            first = e.errors(include_url=False, include_input=False)[0]
+            at = ".".join(str(part) for part in first["loc"]) or "key"
+            raise ConfigError(f"api_keys: {where}: {at}: {first['msg']}", field="api_keys") from e
+
+    @cached_property
+    def caller(self) -> Caller:
+        """What it allows."""
+        limits = KeyLimits(
+            requests_per_minute=self.requests_per_minute,
+            tokens_per_minute=self.tokens_per_minute,
+            tokens_per_day=self.tokens_per_day,
+            concurrent=self.concurrent,
+        )
+        return Caller(
+            tenant=self.tenant,
+            key_id=self.id,
+            limits=limits,
+            weight=self.weight,
+            priority=self.priority,
+            models=self.models,
+            isolated=self.isolated,
+            admin=self.admin,
+        )
+
+    def is_secret(self, secret: str) -> bool:
+        """Whether this is the key's secret; in the same time whatever differs."""
+        return hmac.compare_digest(_digest(secret, bytes.fromhex(self.salt)), bytes.fromhex(self.hash))
+
+    def expired(self, now: datetime) -> bool:
+        """Its time is over. A time without a zone is UTC."""
+        if self.expires is None:
+            return False
+        return now >= (self.expires if self.expires.tzinfo else self.expires.replace(tzinfo=UTC))
+
+
+def create_key(tenant: str, **fields: Any) -> tuple[str, ApiKey]:
+    """A new key, which exists nowhere else, and its record. fields: of ApiKey. Raises ConfigError."""
+    key_id = "".join(secrets.choice("0123456789abcdefghijklmnopqrstuvwxyz") for _ in range(12))
+    secret, salt = secrets.token_urlsafe(32), secrets.token_bytes(16)
+    known = {"id": key_id, "salt": salt.hex(), "hash": _digest(secret, salt).hex()}
+    created = datetime.now(UTC).replace(microsecond=0)
+    record = ApiKey.parse({"tenant": tenant, "created": created, **known, **fields}, "a new key")
+    return f"sk-baton-{key_id}-{secret}", record
+
+
+def _digest(secret: str, salt: bytes) -> bytes:
+    return blake2b(secret.encode(), digest_size=32, salt=salt, person=_PERSON).digest()
+
+
+_DUMMY_KEY = ApiKey(id="0" * 12, tenant="nobody", salt="0" * 32, hash="0" * 64, created=datetime.fromtimestamp(0, UTC))
+
+
+class KeySet:
+    """Records by id; of two with the same id the later one counts."""
+
+    def __init__(self, records: Iterable[ApiKey] = ()) -> None:
+        self._by_id = {record.id: record for record in records}
+
+    def identify(self, presented: str) -> Caller:
+        """The caller whose key this is. Raises InvalidApiKey, which does not say what is wrong with it."""
+        match = _PRESENTED.fullmatch(presented)
+        record = self._by_id.get(match[1], _DUMMY_KEY) if match else _DUMMY_KEY
+        right = record.is_secret(match[2] if match else "")
+        if not right or record is _DUMMY_KEY or record.expired(datetime.now(UTC)):
+            raise InvalidApiKey("the API key is not valid")
+        return record.caller
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyLimits:
+    """What one key may use; 0 means that there is no such limit. Tokens are of prompts and answers together."""
+
+    requests_per_minute: int = 0
+    tokens_per_minute: int = 0
+    tokens_per_day: int = 0
+    concurrent: int = 0
+
+    def __bool__(self) -> bool:
+        return any((self.requests_per_minute, self.tokens_per_minute, self.tokens_per_day, self.concurrent))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """One key's owner. tenant: whose requests share a fair part, and a cache if it is isolated.
+
+    key_id: empty for the anonymous caller. weight: the tenant's part in relation to others. priority: what requests
+    have that name none, and the most that they may ask for; None: any. models: the names that may be used; empty: all.
+    admin: may do what concerns everybody.
+    """
+
+    tenant: str = ""
+    key_id: str = ""
+    limits: KeyLimits = field(default_factory=KeyLimits)
+    weight: float = 1.0
+    priority: int | None = None
+    models: tuple[str, ...] = ()
+    isolated: bool = False
+    admin: bool = False
+
+    def may_use(self, *names: str) -> bool:
+        """Whether a model that has these names, aliases included, may be used."""
+        return not self.models or any(name in self.models for name in names)
+
+    def effective_priority(self, wanted: int) -> int:
+        """The priority of a request that asks for `wanted` (0: for none)."""
+        return wanted if self.priority is None else min(wanted or self.priority, self.priority)
+
+    def effective_salt(self, wanted: str) -> str:
+        """The cache salt of a request that asks for `wanted`. No tenant can name the salt of an isolated one."""
+        if self.isolated:
+            return f"tenant:{self.tenant}:{wanted}"
+        return f"salt:{wanted}" if wanted and self.key_id else wanted
+
+
+ANONYMOUS = Caller(admin=True)

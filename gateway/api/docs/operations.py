@@ -1,0 +1,144 @@
+"""Every path of the HTTP API: what it does, takes and answers. A test holds it equal to the app's routes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gateway.api.docs.parameter import Json
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """answer: a name of schemas.SCHEMAS, "" for plain text. event: the schema of a stream's events, if it has one.
+
+    errors: statuses that it may have, all with the schema Error. path_parameters: their schemas by name.
+    """
+
+    method: str
+    path: str
+    summary: str
+    answer: str
+    errors: tuple[int, ...] = ()
+    event: str = ""
+    path_parameters: tuple[tuple[str, Json], ...] = ()
+    query: tuple[tuple[str, Json], ...] = ()
+
+
+_BODY = (400, 401, 403, 404, 408, 413, 429, 499, 500, 503, 504)  # of whatever reads a body and takes a permit
+_NAME: Json = {"type": "string", "minLength": 1}
+_KEPT = (400, 401, 404, 503)
+_RESPONSE = (("response_id", _NAME),)
+
+OPERATIONS: tuple[Operation, ...] = (
+    Operation(
+        "POST", "/v1/chat/completions", "Answers a conversation.", "ChatCompletion", _BODY, event="ChatCompletionChunk"
+    ),
+    Operation("POST", "/v1/completions", "Continues a text.", "Completion", _BODY, event="Completion"),
+    Operation(
+        "POST",
+        "/v1/embeddings",
+        "Vectors of length 1: the state of each text's last token.",
+        "Embeddings",
+        (*_BODY, 501),
+    ),
+    Operation(
+        "POST",
+        "/v1/responses",
+        "Answers a conversation, in the shape of OpenAI's Responses.",
+        "Response",
+        _BODY,
+        event="ResponseEvent",
+    ),
+    Operation(
+        "GET", "/v1/responses/{response_id}", "A response that is kept.", "Response", _KEPT, path_parameters=_RESPONSE
+    ),
+    Operation(
+        "DELETE", "/v1/responses/{response_id}", "Forgets it.", "ResponseDeleted", _KEPT, path_parameters=_RESPONSE
+    ),
+    Operation(
+        "GET",
+        "/v1/responses/{response_id}/input_items",
+        "What went into it.",
+        "ResponseItems",
+        _KEPT,
+        path_parameters=_RESPONSE,
+        query=(
+            ("limit", {"type": "integer", "minimum": 1, "maximum": 100, "default": 20}),
+            ("order", {"enum": ["asc", "desc"], "default": "desc"}),
+            ("after", {"type": "string"}),
+        ),
+    ),
+    Operation("POST", "/tokenize", "A text or a conversation as token ids, in vLLM's shape.", "Tokenized", _BODY),
+    Operation("POST", "/detokenize", "Token ids as text, special tokens included.", "Detokenized", _BODY),
+    Operation("GET", "/v1/models", "The served models.", "ModelList", (401,)),
+    Operation(
+        "GET", "/v1/models/{model}", "One served model.", "Model", (401, 403, 404), path_parameters=(("model", _NAME),)
+    ),
+    Operation("GET", "/health", "As /ready.", "Status", (503,)),
+    Operation("GET", "/ready", "200 while requests can be answered.", "Status", (503,)),
+    Operation("GET", "/live", "200 while the process runs.", "Status"),
+    Operation("GET", "/version", "The version of Baton.", "Version"),
+    Operation("GET", "/metrics", "Metrics in Prometheus' format.", "", (401,)),
+    Operation(
+        "POST",
+        "/reset_prefix_cache",
+        "Empties the prefix caches of all pods, and so the index; 200 only when every pod has confirmed it.",
+        "PrefixCacheReset",
+        (401, 403, 503),
+    ),
+    Operation(
+        "GET",
+        "/debug/requests/{request_id}",
+        "What a recent request went through, and when.",
+        "Timeline",
+        (401, 404),
+        path_parameters=(("request_id", _NAME),),
+    ),
+    Operation(
+        "GET",
+        "/dashboard/state",
+        "What the dashboard shows of pods, rates and latencies, over the last five minutes.",
+        "DashboardState",
+        (401,),
+    ),
+    Operation(
+        "GET",
+        "/dashboard/requests",
+        "Recent requests of the key's tenant, newest first, with their waterfalls; since: the cursor of an answer "
+        "before, for what changed after it.",
+        "DashboardRequests",
+        (400, 401),
+        query=(
+            ("limit", {"type": "integer", "minimum": 1, "maximum": 256, "default": 50}),
+            ("since", {"type": "number", "minimum": 0, "default": 0}),
+        ),
+    ),
+    Operation(
+        "GET",
+        "/dashboard/requests/{request_id}",
+        "One of them.",
+        "DashboardRequest",
+        (401, 404),
+        path_parameters=(("request_id", _NAME),),
+    ),
+)
+
+# Headers that requests may carry: name, meaning, schema.
+HEADERS: tuple[tuple[str, str, Json], ...] = (
+    (
+        "X-Request-Id",
+        "The client's own id for logs and timelines, at most 128 printable ASCII characters; echoed. Ours when absent.",
+        {"type": "string"},
+    ),
+    (
+        "X-Request-Timeout",
+        "Seconds that the client is willing to wait; the request ends with 504 after them. The gateway's own limit "
+        "(--request-timeout-s, 600) holds anyway.",
+        {"type": "number", "exclusiveMinimum": 0},
+    ),
+    (
+        "X-Session-Affinity",
+        "Requests with the same value had better meet the same pods; at most 256 characters, a hint.",
+        {"type": "string"},
+    ),
+)

@@ -1,0 +1,157 @@
+"""Tools, reasoning and structured output between gRPC messages and what REST says, which one code checks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from google.protobuf.message import Message
+
+from common.errors import InvalidRequest, RequestTooLarge
+from common.pb import inference_pb2
+from gateway.api.http.json_fields import MAX_DEPTH, deeper_than
+from gateway.serving.request import MAX_JSON_PARTS
+from gateway.text.tools.format import ContentDelta, InvalidToolCall, MessageDelta, ReasoningDelta, ToolCallDelta
+
+Json = dict[str, Any]
+
+MESSAGE_PARTS = 8
+_MODES: dict[int, str] = {
+    inference_pb2.ToolChoice.MODE_UNSPECIFIED: "auto",
+    inference_pb2.ToolChoice.MODE_NONE: "none",
+    inference_pb2.ToolChoice.MODE_REQUIRED: "required",
+}
+
+_FORMS = {
+    "json_schema": "json",
+    "json_object": "json_object",
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "grammar",
+}
+_OF_CHATS = ("tools", "tool_choice", "parallel_tool_calls", "include_reasoning", "chat_template_kwargs")
+
+
+def shared_fields(request: inference_pb2.GenerateRequest) -> Json:
+    """What chats and other prompts have."""
+    fields: Json = {}
+    if request.HasField("skip_special_tokens"):
+        fields["skip_special_tokens"] = request.skip_special_tokens
+    if request.HasField("structured_output"):
+        wanted = request.structured_output
+        forms: Json = {_FORMS[f.name]: value for f, value in wanted.ListFields()}
+        if "choice" in forms:
+            forms["choice"] = list(wanted.choice.texts)
+        fields["structured_outputs"] = forms
+    return fields
+
+
+def require_no_chat_fields(request: inference_pb2.GenerateRequest) -> None:
+    """Raises InvalidRequest for a field that only a chat can have."""
+    given = {field.name for field, _ in request.ListFields()}
+    for name in _OF_CHATS:
+        if name in given:
+            raise InvalidRequest(f"{name} is only for chat prompts", field=name)
+
+
+def chat_fields(request: inference_pb2.GenerateRequest) -> Json:
+    """A chat's own. Raises InvalidRequest for JSON that is none."""
+    fields = conversation_fields(request)
+    if request.HasField("tool_choice"):
+        fields["tool_choice"] = _choice(request.tool_choice)
+    if request.HasField("parallel_tool_calls"):
+        fields["parallel_tool_calls"] = request.parallel_tool_calls
+    if request.HasField("include_reasoning"):
+        fields["include_reasoning"] = request.include_reasoning
+    return fields
+
+
+def conversation_fields(request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest) -> Json:
+    """What the chat template renders. Raises InvalidRequest for JSON that is none."""
+    fields: Json = {"messages": [_message(message) for message in request.chat.messages]}
+    if request.tools:
+        fields["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools)]
+    if request.chat_template_kwargs:
+        fields["chat_template_kwargs"] = _object(request.chat_template_kwargs, "chat_template_kwargs")
+    return fields
+
+
+def add_deltas(message: inference_pb2.GenerateResponse, deltas: Iterable[MessageDelta]) -> None:
+    """Puts what an answer's text means into its message, in place of the text."""
+    text: list[str] = []
+    reasoning: list[str] = []
+    for delta in deltas:
+        match delta:
+            case ContentDelta(part) | InvalidToolCall(text=part):
+                text.append(part)
+            case ReasoningDelta(part):
+                reasoning.append(part)
+            case ToolCallDelta(index, arguments, call_id, name):
+                message.tool_calls.add(index=index, id=call_id, name=name, arguments=arguments)
+    message.text, message.reasoning = "".join(text), "".join(reasoning)
+
+
+def _message(message: inference_pb2.ChatMessage) -> Json:
+    out: Json = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        out["tool_calls"] = [
+            {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+            for c in message.tool_calls
+        ]
+    if message.tool_call_id:
+        out["tool_call_id"] = message.tool_call_id
+    if message.name:
+        out["name"] = message.name
+    return out
+
+
+def _tool(tool: inference_pb2.Function, name: str) -> Json:
+    function: Json = {"name": tool.name}
+    if tool.description:
+        function["description"] = tool.description
+    if tool.parameters:
+        function["parameters"] = _object(tool.parameters, f"{name}.parameters")
+    if tool.strict:
+        function["strict"] = True
+    return {"type": "function", "function": function}
+
+
+def _choice(choice: inference_pb2.ToolChoice) -> str | Json:
+    if choice.WhichOneof("choice") == "function":
+        return {"type": "function", "function": {"name": choice.function}}
+    if choice.mode not in _MODES:
+        raise InvalidRequest(f"tool_choice has the mode {choice.mode}, which is none", field="tool_choice")
+    return _MODES[choice.mode]
+
+
+def _object(text: str, name: str) -> Json:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"{name} must be the text of a JSON object", field=name)
+    if deeper_than(value, MAX_DEPTH):
+        raise InvalidRequest(f"{name} is nested deeper than {MAX_DEPTH} levels", field=name)
+    return value
+
+
+def require_max_parts(message: Message, most: Callable[[], int]) -> None:
+    """Raises RequestTooLarge for more parts than most() allows, which the event loop would wait for: an entry is one, a
+    message among them MESSAGE_PARTS, as they cost more.
+    """
+    if message.ByteSize() > MAX_JSON_PARTS // MESSAGE_PARTS:  # else there is no room for so many
+        _parts_left(message, most())
+
+
+def _parts_left(message: Message, most: int) -> int:
+    for field, value in message.ListFields():
+        if field.is_repeated:
+            most -= len(value) * (1 if field.message_type is None else MESSAGE_PARTS)
+            if most < 0:
+                raise RequestTooLarge(f"{field.name} has more entries than a request may have", field=field.name)
+        if field.message_type is not None:
+            for inner in value if field.is_repeated else (value,):
+                most = _parts_left(inner, most)
+    return most

@@ -1,0 +1,283 @@
+"""The public gRPC API: the same core as REST, for clients that prefer messages."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing, closing
+from dataclasses import replace
+from typing import Any, TypeGuard
+
+import grpc
+
+from common.errors import Cancelled, DeadlineExceeded, InvalidRequest
+from common.pb import inference_pb2, inference_pb2_grpc
+from common.rpc import CALLER_DISCONNECTED, trace_context_of
+from common.wire import finish_reason_to_pb, prompt_logprobs_to_pb, token_to_pb
+from gateway.admission.api_keys import Caller
+from gateway.api.grpc.conversion import (
+    add_deltas,
+    chat_fields,
+    conversation_fields,
+    require_max_parts,
+    require_no_chat_fields,
+    shared_fields,
+)
+from gateway.api.http.body import SESSION_AFFINITY, parse_affinity
+from gateway.api.openai.requests import parse_chat, parse_completion
+from gateway.api.openai.tokenize import TokenizeHandler, parse_detokenize, parse_tokenize
+from gateway.serving.answers import complete_answers, merge_choices, total_usage
+from gateway.serving.choice import Choice
+from gateway.serving.gateway import Gateway
+from gateway.serving.request_context import RequestContext, Usage
+from gateway.text.output import OutputPiece
+
+REQUEST_ID = "x-request-id"
+MAX_CLIENT_ID = 128  # characters
+SEND_GRACE_S = 5.0  # what the end of an answer may take beyond the request's deadline
+
+_PASSED = (
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "min_tokens",
+    "prompt_logprobs",
+    "n",
+    "best_of",
+    "use_beam_search",
+    "length_penalty",
+)
+_EARLY_STOPPING: dict[int, bool | str] = {
+    inference_pb2.EARLY_STOPPING_UNSPECIFIED: False,
+    inference_pb2.EARLY_STOPPING_FIRST: True,
+    inference_pb2.EARLY_STOPPING_NEVER: "never",
+}
+
+
+def _request_fields(request: inference_pb2.GenerateRequest) -> dict[str, Any]:
+    """The request as REST would have it, so that both are checked by the same code."""
+    fields: dict[str, Any] = {"model": request.model}
+    fields |= {field.name: value for field, value in request.ListFields() if field.name in _PASSED}
+    if request.logit_bias:
+        fields["logit_bias"] = {str(entry.token): entry.bias for entry in request.logit_bias}
+    fields["stop"] = list(request.stop)
+    fields["stop_token_ids"] = list(request.stop_token_ids)
+    fields["ignore_eos"] = request.ignore_eos
+    fields["allowed_token_ids"] = list(request.allowed_token_ids) or None
+    fields["bad_words"] = list(request.bad_words)
+    fields["include_stop_str_in_output"] = request.include_stop_str_in_output
+    fields["echo"] = request.echo
+    fields["cache_salt"] = request.cache_salt
+    fields["priority"] = request.priority
+    fields["early_stopping"] = _EARLY_STOPPING.get(request.early_stopping, request.early_stopping)
+    return fields | shared_fields(request)
+
+
+def _client_id(given: str) -> str:
+    """As much of a client's own id as is kept."""
+    return given[:MAX_CLIENT_ID]
+
+
+def _fits_metadata(client_id: str | None) -> TypeGuard[str]:
+    """Fits into metadata."""
+    return client_id is not None and client_id.isascii() and client_id.isprintable()
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServicer):
+    """Generate, Abort, Tokenize, Detokenize, ListModels."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._texts = TokenizeHandler(gateway)
+
+    async def Generate(  # type: ignore[override]  # the stubs know generators only
+        self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> None:
+        """Writes deltas, for each choice a message with its finish reason, with the last one the usage."""
+        left = context.time_remaining()
+        metadata = dict(context.invocation_metadata() or ())
+        affinity = parse_affinity(metadata.get(SESSION_AFFINITY.decode()))
+        asked_by = trace_context_of(metadata)
+        caller, client_id = self._caller(context), _client_id(request.request_id) or None
+        with self._gateway.admit(
+            "generate", client_id, left, caller=caller, affinity=affinity, asked_by=asked_by
+        ) as ticket:
+            # Writes and does not yield: a client that neither reads nor leaves blocks the sending, and only here can
+            # that wait be ended.
+            try:
+                async with asyncio.timeout(ticket.deadline + SEND_GRACE_S - time.monotonic()):
+                    # At once, so that a client can abort what answers only at its end.
+                    shown_id = client_id if _fits_metadata(client_id) else ticket.id
+                    await context.send_initial_metadata(((REQUEST_ID, shown_id),))
+                    await self._generate(request, context, ticket)
+            except TimeoutError as e:
+                raise DeadlineExceeded("the request's time is over") from e
+            except CALLER_DISCONNECTED as e:
+                raise Cancelled("the client has gone") from e
+
+    def _caller(self, context: grpc.aio.ServicerContext[Any, Any]) -> Caller:
+        """Whose call it is. Raises InvalidApiKey."""
+        value = dict(context.invocation_metadata() or ()).get("authorization")
+        return self._gateway.keys.identify(value.decode("latin-1") if isinstance(value, bytes) else value)
+
+    async def _generate(
+        self,
+        request: inference_pb2.GenerateRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+        ticket: RequestContext,
+    ) -> None:
+        # The answer is made in a task of its own, so that Abort can end it and still be told apart from a cancel.
+        making = asyncio.get_running_loop().create_task(self._choices(ticket, request))
+        ticket.set_task(making)
+        try:
+            choices = await making
+        except asyncio.CancelledError:
+            if ticket.abort_error is not None:
+                raise ticket.abort_error from None
+            raise
+        context.set_trailing_metadata(tuple(ticket.response_headers.items()))
+        queue: asyncio.Queue[tuple[int, OutputPiece] | None] = asyncio.Queue()
+        work = asyncio.get_running_loop().create_task(_pump(choices, queue))
+        work.add_done_callback(lambda _: queue.put_nowait(None))
+        ticket.set_task(work)
+        unfinished = choices[0].spec.n
+        try:
+            while (item := await queue.get()) is not None:
+                index, piece = item
+                unfinished -= piece.finish is not None
+                usage = None if unfinished else total_usage(choices)
+                await context.write(self._message(ticket, index, piece, choices[0], usage))
+                queue.task_done()
+            if work.cancelled() and ticket.abort_error is not None:
+                raise ticket.abort_error
+            await work
+        finally:
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+
+    async def _choices(self, ticket: RequestContext, request: inference_pb2.GenerateRequest) -> list[Choice]:
+        require_max_parts(request, self._gateway.max_json_parts)
+        fields = _request_fields(request)
+        kind = request.WhichOneof("prompt")
+        if kind == "chat":
+            if request.best_of > 1:
+                raise InvalidRequest("best_of is for text and tokens, not for chat", field="best_of")
+            fields |= chat_fields(request)
+            if request.HasField("logprobs"):
+                fields |= {"logprobs": True, "top_logprobs": request.logprobs}
+            return await self._gateway.chat(ticket, parse_chat(fields))
+        require_no_chat_fields(request)
+        prompt: str | list[int] | None = None
+        if kind == "text":
+            prompt = request.text
+        elif kind == "tokens":
+            prompt = list(request.tokens.ids)
+        else:
+            raise InvalidRequest("prompt is missing; expected one of text, tokens and chat", field="prompt")
+        if request.HasField("logprobs"):
+            fields["logprobs"] = request.logprobs
+        return await self._gateway.completion(ticket, parse_completion({**fields, "prompt": prompt}))
+
+    def _message(
+        self, ticket: RequestContext, index: int, piece: OutputPiece, choice: Choice, usage: Usage | None
+    ) -> inference_pb2.GenerateResponse:
+        message = inference_pb2.GenerateResponse(
+            request_id=ticket.id, text=piece.text, tokens=[token_to_pb(token) for token in piece.tokens], index=index
+        )
+        if (scores := choice.take_prompt_logprobs()) is not None:
+            message.prompt_logprobs.CopyFrom(prompt_logprobs_to_pb(scores))
+        if piece.deltas is not None:
+            add_deltas(message, piece.deltas)
+        if piece.finish is not None:
+            message.finish_reason = finish_reason_to_pb(piece.finish)
+        if usage is not None:
+            message.usage.prompt_tokens = usage.prompt
+            message.usage.completion_tokens = usage.completion
+            message.usage.cached_tokens = usage.cached
+            message.usage.reasoning_tokens = usage.reasoning
+            message.usage.accepted_prediction_tokens = usage.accepted
+            message.usage.rejected_prediction_tokens = usage.rejected
+        return message
+
+    async def Abort(
+        self, request: inference_pb2.AbortGenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> inference_pb2.AbortGenerateResponse:
+        """Ends what this gateway runs under an id, ours or the client's own."""
+        self._gateway.abort(_client_id(request.request_id), self._caller(context))
+        return inference_pb2.AbortGenerateResponse()
+
+    async def Tokenize(
+        self, request: inference_pb2.TokenizeRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> inference_pb2.TokenizeResponse:
+        """Token ids of a text or a conversation."""
+        require_max_parts(request, self._gateway.max_json_parts)
+        body: dict[str, Any] = {"model": request.model or None, "return_token_strs": request.return_token_strings}
+        kind = request.WhichOneof("prompt")
+        if kind == "text":
+            body["prompt"] = request.text
+        elif kind == "chat":
+            body |= conversation_fields(request)
+        if request.HasField("add_special_tokens"):
+            body["add_special_tokens"] = request.add_special_tokens
+        with self._gateway.admit("tokenize", None, context.time_remaining(), caller=self._caller(context)) as ticket:
+            found = await self._texts.tokens(parse_tokenize(body), ticket)
+        return inference_pb2.TokenizeResponse(
+            ids=found.ids, max_model_len=found.max_model_len or 0, token_strings=found.token_strings or ()
+        )
+
+    async def Detokenize(
+        self, request: inference_pb2.DetokenizeRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> inference_pb2.DetokenizeResponse:
+        """The text of token ids."""
+        require_max_parts(request, self._gateway.max_json_parts)
+        body = parse_detokenize({"model": request.model or None, "tokens": list(request.ids)})
+        with self._gateway.admit("detokenize", None, context.time_remaining(), caller=self._caller(context)) as ticket:
+            return inference_pb2.DetokenizeResponse(text=await self._texts.text(body, ticket))
+
+    async def ListModels(
+        self, request: inference_pb2.ListModelsRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> inference_pb2.ListModelsResponse:
+        """Every name under which a model is served that the caller may use; one without pods has no limits."""
+        caller, models = self._caller(context), []
+        for name, model in self._gateway.models.names().items():
+            if not caller.may_use(name, model.name):
+                continue
+            entry = inference_pb2.Model(id=name, root=model.name, created=model.created)
+            if model.pod_table.ready:
+                limits = model.limits()
+                entry.max_model_len, entry.vocab_size = limits.max_model_len, limits.vocab_size
+            models.append(entry)
+        return inference_pb2.ListModelsResponse(models=models)
+
+
+async def _pump(choices: Sequence[Choice], queue: asyncio.Queue[tuple[int, OutputPiece] | None]) -> None:
+    """One piece at a time: the next is made when the last was sent, so a slow client holds back its own request."""
+    async with aclosing(_pieces(choices)) as pieces:
+        async for item in pieces:
+            queue.put_nowait(item)
+            await queue.join()
+
+
+async def _pieces(choices: Sequence[Choice]) -> AsyncGenerator[tuple[int, OutputPiece], None]:
+    spec = choices[0].spec
+    if spec.complete_only:
+        for index, answer in enumerate(await complete_answers(choices, spec)):
+            tokens = [replace(token, child=index) for token in answer.tokens]
+            if spec.logprobs is None:
+                tokens = [replace(token, logprob=None, top=()) for token in tokens]
+            yield index, OutputPiece(answer.text, (), tuple(tokens), answer.finish, answer.deltas)
+    elif len(choices) == 1:
+        with closing(choices[0]) as choice:
+            async for piece in choice:
+                yield 0, piece
+    else:
+        async with aclosing(merge_choices(choices)) as pieces:
+            async for item in pieces:
+                yield item

@@ -1,0 +1,181 @@
+"""A POST route as raw ASGI: a permit, a JSON body, work that ends with its client, one JSON answer or an event stream.
+
+Headers go out with the first chunk, so what fails before it has a status of its own; afterwards an error is an event,
+and the stream ends. A client that goes away cancels the work, which aborts it on the pods.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import orjson
+from starlette.types import Message, Receive, Scope, Send
+
+from common.errors import BatonError, Cancelled, DeadlineExceeded, InternalError
+from common.logs import log_context
+from gateway.api.http.auth import caller_of
+from gateway.api.http.body import client_affinity, client_request_id, client_timeout, client_trace, read_json_body
+from gateway.api.http.errors import Json, error_body, error_headers
+from gateway.api.http.protocol import BodyWriter, body_writer
+from gateway.serving.gateway import Gateway
+from gateway.serving.request_context import RequestContext
+
+_log = logging.getLogger(__name__)
+
+BODY_TIMEOUT_S = 30.0
+SEND_GRACE_S = 5.0  # what the end of an answer may take beyond the request's deadline
+
+
+def sse_event(body: Json) -> bytes:
+    """One server-sent event."""
+    return b"data: " + orjson.dumps(body) + b"\n\n"
+
+
+def _error_event(error: BatonError) -> bytes:
+    return sse_event(error_body(error))
+
+
+class HttpResponse:
+    """One HTTP response under way; knows whether its head is out. writer: the short way out, where there is one."""
+
+    def __init__(self, send: Send, writer: BodyWriter | None) -> None:
+        self._asgi_send = send
+        self._writer = writer
+        self.request_id: str | None = None
+        self.headers: dict[str, str] = {}  # further ones, whatever the answer is
+        self.streaming = False
+        self.done = False
+        self.error_event: Callable[[BatonError], bytes] = _error_event  # how a stream says that it failed
+
+    async def send_json(self, status: int, body: Json, headers: dict[str, str] | None = None) -> None:
+        """A complete JSON response."""
+        raw = orjson.dumps(body)
+        self.done = True
+        await self._head(
+            status, {"content-type": "application/json", "content-length": str(len(raw)), **(headers or {})}
+        )
+        await self._send({"type": "http.response.body", "body": raw})
+
+    async def send_event(self, raw: bytes) -> None:
+        """Bytes of the event stream, its head first."""
+        if not self.streaming:
+            self.streaming = True
+            kind = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+            await self._head(200, {**kind, "x-accel-buffering": "no"})
+        await self._send({"type": "http.response.body", "body": raw, "more_body": True})
+
+    @property
+    def fast_write(self) -> Callable[[bytes], bool] | None:
+        """Sends further bytes of the event stream at once, see BodyWriter.write; None: they have to go by `event`."""
+        writer = self._writer
+        return writer.write if self.streaming and writer is not None and writer.ready else None
+
+    async def end(self) -> None:
+        """Ends the event stream."""
+        self.done = True
+        await self._send({"type": "http.response.body", "body": b""})
+
+    async def send_error(self, error: BatonError) -> None:
+        """An error as a status while that is possible, as an event afterwards."""
+        if self.done:
+            return
+        if self.streaming:
+            await self.send_event(self.error_event(error))
+            await self.end()
+        else:
+            await self.send_json(error.http_status, error_body(error), error_headers(error))
+
+    async def _send(self, message: Message) -> None:
+        if self._writer is not None:
+            self._writer.flush()
+        await self._asgi_send(message)
+
+    async def _head(self, status: int, headers: dict[str, str]) -> None:
+        headers.update(self.headers)
+        if self.request_id is not None:
+            headers["x-request-id"] = self.request_id
+        raw = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
+        message: Message = {"type": "http.response.start", "status": status, "headers": raw}
+        await self._send(message)
+
+
+RequestHandler = Callable[[Any, HttpResponse, RequestContext], Coroutine[Any, Any, None]]
+
+
+class Endpoint:
+    """An ASGI application for POST. `serve` gets the parsed body and answers it, or raises BatonError.
+
+    name: the endpoint's in metrics and timelines.
+    """
+
+    def __init__(self, gateway: Gateway, name: str, serve: RequestHandler) -> None:
+        self._gateway = gateway
+        self._name = name
+        self._serve = serve
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response = HttpResponse(send, body_writer(scope))
+        response.request_id = client_id = client_request_id(scope)
+        try:
+            timeout_s, affinity = client_timeout(scope), client_affinity(scope)
+            with self._gateway.admit(
+                self._name,
+                client_id,
+                timeout_s,
+                caller=caller_of(scope),
+                affinity=affinity,
+                asked_by=client_trace(scope),
+            ) as ticket:
+                response.headers = ticket.response_headers
+                response.request_id = client_id or ticket.id
+                trace_id = ticket.timeline.trace_id
+                with log_context(request_id=ticket.id, **({} if trace_id is None else {"trace_id": trace_id})):
+                    await self._admitted(scope, receive, response, ticket)
+        except BatonError as e:
+            if e.http_status >= 500:
+                _log.warning("request failed: %s: %s", e.kind, e)
+            await response.send_error(e)
+        except Exception:
+            _log.exception("request failed by our fault")
+            await response.send_error(InternalError("internal error"))
+
+    async def _admitted(self, scope: Scope, receive: Receive, response: HttpResponse, ticket: RequestContext) -> None:
+        left = ticket.deadline - time.monotonic()
+        if left <= 0:  # not for want of a body
+            raise DeadlineExceeded("the request's time is over")
+        limits = self._gateway.settings.max_body_bytes, min(BODY_TIMEOUT_S, left), self._gateway.max_json_parts
+        body = await read_json_body(scope, receive, *limits)
+        loop = asyncio.get_running_loop()
+        work = loop.create_task(self._serve(body, response, ticket))
+        ticket.set_task(work)
+        gone = loop.create_task(_disconnected(receive))
+        try:
+            # A client that neither reads nor leaves would block the sending, which has no deadline of its own.
+            left = ticket.deadline + SEND_GRACE_S - time.monotonic()
+            await asyncio.wait({work, gone}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            stuck = not work.done() and not gone.done()
+            if not work.done():
+                work.cancel()
+                await asyncio.wait({work})
+        finally:
+            gone.cancel()
+            if not work.done():
+                work.cancel()
+        if not work.cancelled():
+            work.result()
+        elif ticket.abort_error is not None:
+            raise ticket.abort_error
+        elif stuck:
+            response.done = response.streaming  # no error event either for a client that does not read
+            raise DeadlineExceeded("the request's time is over")
+        else:
+            raise Cancelled("the client went away")
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,115 @@
+"""Typed reading of an untrusted JSON object: every refusal names the field; null means absent; a bool is no number."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Self
+
+from common.errors import InvalidRequest
+
+MAX_DEPTH = 200  # of arrays and objects in each other: what writes JSON again stops at 254
+
+
+def type_name(value: object) -> str:
+    """JSON's name of a value's type."""
+    if isinstance(value, bool):
+        return "boolean"
+    names = {dict: "object", list: "array", str: "string", int: "integer", float: "number", type(None): "null"}
+    return names.get(type(value), type(value).__name__)
+
+
+def deeper_than(value: object, most: int) -> bool:
+    """Whether arrays and objects are nested in each other deeper than `most` levels."""
+    level = [value]
+    for _ in range(most):
+        nested = (v.values() if type(v) is dict else v for v in level if type(v) is dict or type(v) is list)
+        level = [v for members in nested for v in members if type(v) is dict or type(v) is list]
+        if not level:
+            return False
+    return True
+
+
+def unsupported_value(name: str, value: object, served: str) -> InvalidRequest:
+    """The error for a field whose value asks for something else than what is served."""
+    if value is None:
+        return InvalidRequest(f"{name} is missing; only {served} is supported", field=name)
+    given = repr(value[:60]) if isinstance(value, str) else f"of type {type_name(value)}"
+    return InvalidRequest(f"{name} {given} is not supported, only {served}", field=name)
+
+
+def wrong_type(name: str, wanted: str, value: object) -> InvalidRequest:
+    """The error for a field of the wrong type."""
+    return InvalidRequest(f"{name} must be {wanted}, not {type_name(value)}", field=name)
+
+
+class JsonFields:
+    """The members of one JSON object; `prefix` is put before names in errors ("stream_options.")."""
+
+    def __init__(self, members: Mapping[str, Any], prefix: str = "") -> None:
+        self._members = members
+        self._prefix = prefix
+
+    @classmethod
+    def of_body(cls, body: object) -> Self:
+        """The members of a request's body. Raises InvalidRequest when it is no object."""
+        if not isinstance(body, dict):
+            raise InvalidRequest(f"the request body must be a JSON object, not {type_name(body)}")
+        return cls(body)
+
+    def raw(self, name: str) -> Any:
+        """The value as it came, None when absent."""
+        return self._members.get(name)
+
+    def integer(self, name: str, low: int, high: int) -> int | None:
+        """An integer in [low, high]."""
+        value = self.raw(name)
+        if value is None:
+            return None
+        full = self._prefix + name
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise wrong_type(full, "an integer", value)
+        if not low <= value <= high:
+            raise InvalidRequest(f"{full} must be between {low} and {high}, not {value}", field=full)
+        return value
+
+    def number(self, name: str, low: float, high: float, *, open_low: bool = False) -> float | None:
+        """A finite number in [low, high], or in (low, high] with open_low."""
+        value = self.raw(name)
+        if value is None:
+            return None
+        full = self._prefix + name
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise wrong_type(full, "a number", value)
+        if not math.isfinite(value) or not low <= value <= high or (open_low and value == low):
+            start = "greater than" if open_low else "at least"
+            raise InvalidRequest(f"{full} must be {start} {low:g} and at most {high:g}, not {value}", field=full)
+        return float(value)
+
+    def boolean(self, name: str) -> bool | None:
+        """true or false."""
+        value = self.raw(name)
+        if value is None or isinstance(value, bool):
+            return value
+        raise wrong_type(self._prefix + name, "a boolean", value)
+
+    def string(self, name: str, max_chars: int) -> str | None:
+        """A string of at most max_chars characters."""
+        value = self.raw(name)
+        if value is None:
+            return None
+        full = self._prefix + name
+        if not isinstance(value, str):
+            raise wrong_type(full, "a string", value)
+        if len(value) > max_chars:
+            raise InvalidRequest(f"{full} must have at most {max_chars} characters", field=full)
+        return value
+
+    def mapping(self, name: str) -> dict[str, Any] | None:
+        """An object."""
+        value = self.raw(name)
+        if value is None or isinstance(value, dict):
+            return value
+        raise wrong_type(self._prefix + name, "an object", value)

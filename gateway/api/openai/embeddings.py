@@ -1,0 +1,188 @@
+"""/v1/embeddings: the state of a text's last token behind the model's final norm, as a vector of length 1.
+
+Inputs of a request are computed side by side, each on the prefill pod that has least to do. A pod that fails is avoided
+and the input tried elsewhere; nothing of an answer is sent before all of it is there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import math
+import sys
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from common.errors import BatonError, InvalidRequest, Unavailable
+from common.pb import embedding_pb2
+from common.rpc import error_from_rpc, timeout_until
+from common.types import Role, ValidRequest
+from common.wire import request_to_pb
+from gateway.api.http.endpoint import HttpResponse
+from gateway.api.http.json_fields import JsonFields, wrong_type
+from gateway.api.openai.requests import MAX_SALT_CHARS, parse_token_ids
+from gateway.pods.pod import Pod
+from gateway.serving.gateway import Gateway
+from gateway.serving.models import ServedModel
+from gateway.serving.request import CompletionBody, GenerationSpec, PromptInput
+from gateway.serving.request_context import RequestContext
+
+MAX_INPUTS = 2048
+MAX_DIMENSIONS = 1 << 20
+MAX_CONCURRENT_INPUTS = 16  # inputs of one request that are under way
+MAX_ATTEMPTS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingsBody:
+    """A checked body. dimensions: so many of the vector's first components, scaled to length 1; None: all."""
+
+    model: str
+    inputs: tuple[PromptInput, ...]
+    base64: bool
+    dimensions: int | None
+    cache_salt: str
+
+
+def parse_embeddings(body: object) -> EmbeddingsBody:
+    """Checks a /v1/embeddings body. Raises InvalidRequest that names the field."""
+    fields = JsonFields.of_body(body)
+    model = fields.string("model", 1024)
+    if not model:
+        raise InvalidRequest("model is missing", field="model")
+    form = fields.raw("encoding_format")
+    if form not in (None, "float", "base64"):
+        raise InvalidRequest("encoding_format must be float or base64", field="encoding_format")
+    dimensions = fields.integer("dimensions", 1, MAX_DIMENSIONS)
+    salt = fields.string("cache_salt", MAX_SALT_CHARS) or ""
+    return EmbeddingsBody(model, _inputs(fields.raw("input")), form == "base64", dimensions, salt)
+
+
+def _inputs(value: object) -> tuple[PromptInput, ...]:
+    """A string, an array of strings, an array of token ids, or an array of such arrays; none of them empty."""
+    kinds = "a string, an array of strings, or token ids"
+    if value is None:
+        raise InvalidRequest("input is missing", field="input")
+    if isinstance(value, str):
+        value = [value]
+    if not isinstance(value, list):
+        raise wrong_type("input", kinds, value)
+    if value and isinstance(value[0], int):
+        return (parse_token_ids(value, "input"),)
+    if not 1 <= len(value) <= MAX_INPUTS:
+        raise InvalidRequest(f"input must have 1 to {MAX_INPUTS} entries", field="input")
+    inputs: list[PromptInput] = []
+    for entry in value:
+        if type(entry) is not type(value[0]) or not isinstance(entry, str | list):
+            raise wrong_type("input", kinds, entry)
+        if not entry:
+            raise InvalidRequest("an input is empty", field="input")
+        inputs.append(entry if isinstance(entry, str) else parse_token_ids(entry, "input"))
+    return tuple(inputs)
+
+
+class EmbeddingsHandler:
+    """One per gateway. _sent: prompt tokens that are under way, by pod."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._sent: Counter[str] = Counter()
+
+    async def serve(self, body: Any, response: HttpResponse, ticket: RequestContext) -> None:
+        """See http_endpoint.Endpoint."""
+        asked = parse_embeddings(body)
+        spec = GenerationSpec(model=asked.model, max_tokens=1, temperature=0.0, seed=0, cache_salt=asked.cache_salt)
+        try:
+            choices = await self._gateway.completion(ticket, CompletionBody(spec, asked.inputs))
+        except InvalidRequest as e:
+            if e.field != "prompt":
+                raise
+            raise type(e)(e.message, field="input") from e
+        model, requests = choices[0].model, [choice.request for choice in choices]
+        vectors = await self._all(model, requests, ticket.deadline)
+        data = [
+            {"object": "embedding", "index": i, "embedding": _encode_vector(vector, asked)}
+            for i, vector in enumerate(vectors)
+        ]
+        tokens = sum(request.prompt_len for request in requests)
+        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+        await response.send_json(200, {"object": "list", "data": data, "model": asked.model, "usage": usage})
+        ticket.timeline.set_facts(prompt_tokens=tokens)
+
+    async def _all(self, model: ServedModel, requests: Sequence[ValidRequest], deadline: float) -> list[list[float]]:
+        slots = asyncio.Semaphore(MAX_CONCURRENT_INPUTS)
+
+        async def one(request: ValidRequest) -> list[float]:
+            async with slots:
+                return await self._embed(model, request, deadline)
+
+        tasks = [asyncio.ensure_future(one(request)) for request in requests]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _embed(self, model: ServedModel, request: ValidRequest, deadline: float) -> list[float]:
+        """Raises BatonError."""
+        message = embedding_pb2.EmbedRequest(request=request_to_pb(request))
+        avoid: set[str] = set()
+        error: BatonError = Unavailable("no prefill pod is ready to serve this model", retry_after_s=1.0)
+        for _ in range(MAX_ATTEMPTS):
+            pod = self._choose(model, avoid)
+            if pod is None:
+                break
+            self._sent[pod.address] += request.prompt_len
+            try:
+                answer = await pod.embedding.Embed(message, timeout=timeout_until(deadline))
+                return list(answer.values)
+            except grpc.aio.AioRpcError as e:
+                error = error_from_rpc(e)
+                if not error.retryable:
+                    raise error from e
+                avoid.add(pod.address)
+                pod.recheck()
+            finally:
+                self._sent[pod.address] -= request.prompt_len
+        raise error
+
+    def _choose(self, model: ServedModel, avoid: set[str]) -> Pod | None:
+        """The pod with the fewest prompt tokens before it, as far as is known."""
+        able = [
+            pod
+            for pod in model.pod_table.pods.values()
+            if pod.serving and pod.info is not None and pod.info.role is not Role.DECODE and pod.address not in avoid
+        ]
+        return min(able, key=lambda pod: self._sent[pod.address] + _queued(pod), default=None)
+
+
+def _queued(pod: Pod) -> int:
+    load = None if pod.view is None else pod.view.load
+    return 0 if load is None else load.queued_tokens
+
+
+def _encode_vector(vector: Sequence[float], asked: EmbeddingsBody) -> list[float] | str:
+    """As the client wants it. Raises InvalidRequest when it wants more components than there are."""
+    if asked.dimensions is not None:
+        if asked.dimensions > len(vector):
+            text = f"dimensions ({asked.dimensions}) is larger than this model's {len(vector)}"
+            raise InvalidRequest(text, field="dimensions")
+        vector = vector[: asked.dimensions]
+        length = math.sqrt(sum(x * x for x in vector)) or 1.0
+        vector = [x / length for x in vector]
+    if not asked.base64:
+        return list(vector)
+    return base64.b64encode(_little_endian(vector)).decode()
+
+
+def _little_endian(vector: Sequence[float]) -> bytes:
+    values = array("f", vector)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values.tobytes()

@@ -1,0 +1,241 @@
+"""A /v1/responses body, checked, and the chat that it asks for.
+
+What a chat has as well is checked by the chat's validator, so that both mean the same; its errors get the names that
+the fields have here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from common.errors import InvalidRequest
+from gateway.api.http.json_fields import JsonFields, unsupported_value, wrong_type
+from gateway.api.openai.requests import MAX_LOGPROBS, parse_chat, refuse_unsupported
+from gateway.api.openai.responses.items import ResponseItem, parse_input, to_messages
+from gateway.serving.request import ChatBody
+
+Json = dict[str, Any]
+
+MAX_METADATA = 16
+LOGPROBS = "message.output_text.logprobs"
+
+# Taken over by name: OpenAI's, and those that this server has beyond.
+_PASSED = (
+    *("model", "temperature", "top_p", "stream", "parallel_tool_calls"),
+    *("top_k", "min_p", "seed", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "logit_bias"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("cache_salt", "priority", "chat_template_kwargs"),
+)
+_INERT: dict[str, tuple[object, ...]] = {
+    "background": (False,),
+    "truncation": ("disabled",),
+    "conversation": (),
+    "prompt": (),
+    "context_management": (),
+}
+# What a chat calls a field, and its name here; the first that fits.
+_NAMES = (
+    (re.compile(r"\bresponse_format\.json_schema\b"), "text.format"),
+    (re.compile(r"\bresponse_format\b"), "text.format"),
+    (re.compile(r"\bmax_completion_tokens\b"), "max_output_tokens"),
+    (re.compile(r"\breasoning_effort\b"), "reasoning.effort"),
+    (re.compile(r"\b(tools\[\d+\])\.function\b"), r"\1"),
+    (re.compile(r"\btool_choice\.function\b"), "tool_choice"),
+    (re.compile(r"^messages\b(\[\d+\][\w.\[\]]*)?|\bmessages\[\d+\][\w.\[\]]*"), "input"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseBody:
+    """A checked body. input: its items, without those of a previous response. echo: what the answer repeats of it.
+
+    alone: the chat to answer when there is no previous response. chat: that chat's body but for its messages.
+    """
+
+    input: tuple[ResponseItem, ...]
+    instructions: str | None
+    previous_response_id: str | None
+    store: bool
+    echoed_fields: Json
+    chat_fields: Json
+    chat_body: ChatBody
+
+    def chat_body_after(self, items: Sequence[ResponseItem]) -> ChatBody:
+        """The chat to answer when these items came before. Raises InvalidRequest."""
+        return _chat(self.chat_fields, self.instructions, [*items, *self.input])
+
+
+def _chat(body: Json, instructions: str | None, items: Sequence[ResponseItem]) -> ChatBody:
+    try:
+        chat = parse_chat({**body, "messages": to_messages(instructions, items)})
+    except InvalidRequest as e:
+        raise rename_fields(e) from e
+    return dataclasses.replace(chat, spec=dataclasses.replace(chat.spec, max_tokens_field="max_output_tokens"))
+
+
+def rename_fields(error: InvalidRequest) -> InvalidRequest:
+    """An error of the chat's validator in the words of this endpoint."""
+    message, field = error.message, error.field
+    for pattern, name in _NAMES:
+        message = pattern.sub(name, message)
+        field = pattern.sub(name, field) if field else field
+    return type(error)(message, field=field)
+
+
+def parse_response(body: object) -> ResponseBody:
+    """Checks a /v1/responses body. Raises InvalidRequest that names the field."""
+    fields = JsonFields.of_body(body)
+    refuse_unsupported(fields, _INERT)
+    instructions = fields.string("instructions", 1 << 30)
+    tools, tool_choice = _tools(fields)
+    text = JsonFields(fields.mapping("text") or {}, "text.")
+    form = _format(text.mapping("format"))
+    reasoning = JsonFields(fields.mapping("reasoning") or {}, "reasoning.")
+    effort = reasoning.string("effort", 32)
+    top = fields.integer("top_logprobs", 0, MAX_LOGPROBS)
+    wants_logprobs = LOGPROBS in _include(fields) or bool(top)
+    chat: Json = {name: value for name in _PASSED if (value := fields.raw(name)) is not None}
+    chat |= {
+        "max_completion_tokens": fields.integer("max_output_tokens", 1, 2**31 - 1),
+        "logprobs": wants_logprobs,
+        "top_logprobs": (top or 0) if wants_logprobs else None,
+        "response_format": _response_format(form),
+        "reasoning_effort": effort,
+    }
+    if tools:
+        functions = [tool for tool in tools if tool["name"] in _allowed(tool_choice, tools)]
+        chat["tools"] = [{"type": "function", "function": _function(tool)} for tool in functions]
+        chat["tool_choice"] = _chat_choice(tool_choice)
+    elif tool_choice not in ("none", "auto"):
+        raise InvalidRequest("tool_choice needs tools", field="tool_choice")
+    echo: Json = {
+        "instructions": instructions,
+        "max_output_tokens": chat["max_completion_tokens"],
+        "metadata": _metadata(fields),
+        "model": fields.raw("model"),
+        "parallel_tool_calls": fields.boolean("parallel_tool_calls") is not False,
+        "previous_response_id": fields.string("previous_response_id", 256),
+        "reasoning": {"effort": effort, "summary": None},
+        "temperature": _or_one(fields.raw("temperature")),
+        "text": {"format": form},
+        "tool_choice": tool_choice,
+        "tools": tools,
+        "top_logprobs": top or 0,
+        "top_p": _or_one(fields.raw("top_p")),
+    }
+    items = parse_input(fields.raw("input"))
+    return ResponseBody(
+        input=tuple(items),
+        instructions=instructions,
+        previous_response_id=echo["previous_response_id"],
+        store=fields.boolean("store") is not False,
+        echoed_fields=echo,
+        chat_fields=chat,
+        chat_body=_chat(chat, instructions, items),
+    )
+
+
+def _or_one(value: Any) -> Any:
+    return 1.0 if value is None else value
+
+
+def _include(fields: JsonFields) -> list[str]:
+    value = fields.raw("include")
+    if value is None:
+        return []
+    if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
+        raise wrong_type("include", "an array of strings", value)
+    return value
+
+
+def _metadata(fields: JsonFields) -> Json:
+    metadata = fields.mapping("metadata") or {}
+    if len(metadata) > MAX_METADATA:
+        raise InvalidRequest(f"metadata may have at most {MAX_METADATA} entries", field="metadata")
+    for key, value in metadata.items():
+        if not isinstance(value, str):
+            raise wrong_type("metadata", "an object of strings", value)
+        if len(key) > 64 or len(value) > 512:
+            raise InvalidRequest("metadata keys have at most 64 characters, values 512", field="metadata")
+    return metadata
+
+
+def _format(form: Json | None) -> Json:
+    kind = "text" if form is None else form.get("type")
+    if kind in ("text", "json_object"):
+        return {"type": kind}
+    if kind != "json_schema":
+        raise InvalidRequest("text.format.type must be text, json_object or json_schema", field="text.format.type")
+    assert form is not None
+    known = {name: form.get(name) for name in ("name", "schema", "strict", "description")}
+    return {"type": kind, **{name: value for name, value in known.items() if value is not None}}
+
+
+def _response_format(form: Json) -> Json:
+    if form["type"] != "json_schema":
+        return form
+    return {"type": "json_schema", "json_schema": {name: form[name] for name in form if name != "type"}}
+
+
+def _tools(fields: JsonFields) -> tuple[list[Json], Any]:
+    """Tools and tool_choice as an answer repeats them."""
+    value, choice = fields.raw("tools"), fields.raw("tool_choice")
+    if value is not None and not isinstance(value, list):
+        raise wrong_type("tools", "an array of tools", value)
+    tools: list[Json] = []
+    for i, tool in enumerate(value or []):
+        if not isinstance(tool, dict):
+            raise wrong_type(f"tools[{i}]", "an object", tool)
+        kind, name = tool.get("type"), tool.get("name")
+        if kind != "function":
+            raise unsupported_value(f"tools[{i}].type", kind, "function")
+        if not isinstance(name, str):
+            raise wrong_type(f"tools[{i}].name", "a string", name)
+        known = {member: tool.get(member) for member in ("description", "parameters", "strict")}
+        tools.append({"type": "function", "name": name, **known, "strict": known["strict"] or False})
+    return tools, _choice("auto" if choice is None else choice)
+
+
+def _choice(choice: object) -> Any:
+    if isinstance(choice, str):
+        if choice in ("none", "auto", "required"):
+            return choice
+        raise InvalidRequest("tool_choice must be none, auto, required or an object", field="tool_choice")
+    if not isinstance(choice, dict):
+        raise wrong_type("tool_choice", "a string or an object", choice)
+    kind = choice.get("type")
+    if kind == "function" and isinstance(choice.get("name"), str):
+        return {"type": "function", "name": choice["name"]}
+    if kind == "allowed_tools" and choice.get("mode") in ("auto", "required") and isinstance(choice.get("tools"), list):
+        return {"type": kind, "mode": choice["mode"], "tools": choice["tools"]}
+    raise InvalidRequest("tool_choice must name a function, or allowed_tools with a mode", field="tool_choice")
+
+
+def _allowed(choice: Any, tools: Sequence[Json]) -> set[str]:
+    """Names of the tools that may be called."""
+    names = {tool["name"] for tool in tools}
+    if isinstance(choice, dict) and choice["type"] == "allowed_tools":
+        chosen = {tool.get("name") for tool in choice["tools"] if isinstance(tool, dict)}
+        if not chosen or not chosen <= names:
+            raise InvalidRequest("tool_choice.tools must name some of the tools", field="tool_choice.tools")
+        return {name for name in names if name in chosen}
+    return names
+
+
+def _chat_choice(choice: Any) -> Any:
+    if isinstance(choice, str):
+        return choice
+    return (
+        choice["mode"]
+        if choice["type"] == "allowed_tools"
+        else {"type": "function", "function": {"name": choice["name"]}}
+    )
+
+
+def _function(tool: Json) -> Json:
+    members = ("name", "description", "parameters", "strict")
+    return {name: tool[name] for name in members if tool[name] is not None}

@@ -1,0 +1,178 @@
+"""One response in the making: its output items, and the typed events that tell a stream of them.
+
+Lifecycle: start -> (reasoning | text | call)* -> end or fail, once. Each returns the events that it causes, in order; a
+caller that does not stream drops them. Invariants: sequence_number counts all events from 0; at most one item is open;
+an item is closed before the next one begins, and what its `done` events say is what its deltas were in sum.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+
+from common.errors import BatonError, Overloaded
+from common.types import FinishReason
+from gateway.api.http.errors import error_body
+from gateway.api.openai.responses.items import ResponseItem, new_item_id
+from gateway.serving.request_context import Usage
+
+Json = dict[str, Any]
+
+
+class ResponseWriter:
+    """echo: what the answer repeats of the request, see ResponseBody."""
+
+    def __init__(self, response_id: str, echo: Json) -> None:
+        self.id = response_id
+        self.output: list[ResponseItem] = []
+        self._created = int(time.time())
+        self._echo = echo
+        self._number = 0
+        self._open: ResponseItem | None = None
+        self._text: list[str] = []  # what the open item's deltas said
+        self._logprobs: list[Json] = []
+
+    # -- the life of the response
+
+    def start(self, *, store: bool) -> bytes:
+        """The first events. store: it will be kept."""
+        self._echo = {**self._echo, "store": store}
+        body = self.response("in_progress")
+        return self._event("response.created", response=body) + self._event("response.in_progress", response=body)
+
+    def end(self, finish: FinishReason, usage: Usage) -> tuple[Json, bytes]:
+        """The complete response, and the last events but the one that carries it: see `last`."""
+        cut = finish is FinishReason.LENGTH
+        events = self._close("incomplete" if cut else "completed")
+        if not self.output:  # a model may say nothing at all
+            events += self.text("", ()) + self._close("incomplete" if cut else "completed")
+        body = self.response("incomplete" if cut else "completed", usage)
+        return body, events
+
+    def final_event(self, body: Json) -> bytes:
+        """The event that ends a stream."""
+        return self._event(f"response.{body['status']}", response=body)
+
+    def fail(self, error: BatonError) -> bytes:
+        """The events that end a stream which cannot go on."""
+        said = error_body(error)["error"]
+        parts = {name: said[name] for name in ("code", "message", "param")}
+        events = self._event("error", **{**parts, "code": parts["code"] or said["type"]})
+        code = "rate_limit_exceeded" if isinstance(error, Overloaded) else "server_error"
+        failed = {**self.response("failed"), "error": {"code": code, "message": said["message"]}}
+        return events + self._event("response.failed", response=failed)
+
+    def response(self, status: str, usage: Usage | None = None) -> Json:
+        """The response object as it is now."""
+        cut = status == "incomplete"
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self._created,
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "output": list(self.output),
+            "truncation": "disabled",
+            "service_tier": "default",
+            **({} if usage is None else {"usage": _usage(usage)}),
+            **self._echo,
+        }
+
+    # -- output
+
+    def reasoning(self, text: str) -> bytes:
+        """More of a reasoning section."""
+        events = self._ensure_item("reasoning", {"summary": [], "content": []})
+        self._text.append(text)
+        return events + self._event("response.reasoning_text.delta", **self._where(0), delta=text)
+
+    def text(self, text: str, logprobs: Sequence[Json]) -> bytes:
+        """More text, with the log-probabilities of its tokens where they are asked for."""
+        events = self._ensure_item("message", {"role": "assistant", "content": []})
+        self._text.append(text)
+        self._logprobs.extend(logprobs)
+        if not text and not logprobs:
+            return events
+        return events + self._event("response.output_text.delta", **self._where(0), delta=text, logprobs=list(logprobs))
+
+    def call(self, call_id: str, name: str, arguments: str) -> bytes:
+        """A call begins where there is a name; more arguments of the open one else."""
+        events = b""
+        if name:
+            events = self._close("completed")
+            events += self._ensure_item("function_call", {"call_id": call_id, "name": name, "arguments": ""})
+        if not arguments:
+            return events
+        self._text.append(arguments)
+        return events + self._event("response.function_call_arguments.delta", **self._where(), delta=arguments)
+
+    def invalid_call(self, text: str) -> bytes:
+        """The open call turned out to be none: it ends as it is, and its text is content."""
+        return self._close("incomplete") + self.text(text, ())
+
+    def _ensure_item(self, kind: str, members: Json) -> bytes:
+        """An open item of this kind."""
+        if self._open is not None and self._open["type"] == kind:
+            return b""
+        events = self._close("completed")
+        self._open = {"id": new_item_id(kind), "type": kind, "status": "in_progress", **members}
+        events += self._event("response.output_item.added", output_index=len(self.output), item=dict(self._open))
+        if kind != "function_call":
+            events += self._event("response.content_part.added", **self._where(0), part=_part(kind, "", []))
+        return events
+
+    def _close(self, status: str) -> bytes:
+        """Ends the open item, if there is one."""
+        item, self._open = self._open, None
+        if item is None:
+            return b""
+        text, logprobs = "".join(self._text), self._logprobs
+        self._text, self._logprobs = [], []
+        place = {"item_id": item["id"], "output_index": len(self.output)}
+        if item["type"] == "function_call":
+            item = {**item, "arguments": text, "status": status}
+            events = self._event("response.function_call_arguments.done", **place, name=item["name"], arguments=text)
+        else:
+            part = _part(item["type"], text, logprobs)
+            item = {**item, "content": [part], "status": status}
+            place = {**place, "content_index": 0}
+            if item["type"] == "reasoning":
+                events = self._event("response.reasoning_text.done", **place, text=text)
+            else:
+                events = self._event("response.output_text.done", **place, text=text, logprobs=logprobs)
+            events += self._event("response.content_part.done", **place, part=part)
+        events += self._event("response.output_item.done", output_index=len(self.output), item=item)
+        self.output.append(item)
+        return events
+
+    def _where(self, content: int | None = None) -> Json:
+        assert self._open is not None
+        place: Json = {"item_id": self._open["id"], "output_index": len(self.output)}
+        return place if content is None else {**place, "content_index": content}
+
+    def _event(self, kind: str, **members: Any) -> bytes:
+        body = orjson.dumps({"type": kind, "sequence_number": self._number, **members})
+        self._number += 1
+        return b"event: " + kind.encode() + b"\ndata: " + body + b"\n\n"
+
+
+def _part(kind: str, text: str, logprobs: list[Json]) -> Json:
+    if kind == "reasoning":
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+
+def _usage(usage: Usage) -> Json:
+    return {
+        "input_tokens": usage.prompt,
+        "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
+        "output_tokens": usage.completion,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning},
+        "total_tokens": usage.prompt + usage.completion,
+    }

@@ -1,0 +1,126 @@
+"""What a client wants an answer to match: one grammar, or none, from the forms of OpenAI and of vLLM.
+
+Exactly one form may be used. Whether a grammar can be followed is checked before anything is spent on the request:
+`GrammarCheck` compiles it in a thread, few at a time, and keeps the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from common import grammar as g
+from common.errors import InvalidRequest
+from common.types import Grammar
+from gateway.api.http.json_fields import JsonFields, wrong_type
+
+MAX_CHOICES = 1024
+
+# Members of structured_outputs that change how others are enforced, and the values that ask for nothing.
+_NOT_SERVED: dict[str, object] = {
+    "structural_tag": None,
+    "whitespace_pattern": None,
+    "disable_any_whitespace": False,
+    "disable_additional_properties": False,
+}
+
+
+def parse_structured_output(fields: JsonFields) -> Grammar | None:
+    """Of a generating request's body. Raises InvalidRequest that names the field."""
+    found = [(name, made) for name, made in _wanted(fields) if made is not None]
+    if len(found) > 1:
+        names = " and ".join(name for name, _ in found)
+        raise InvalidRequest(f"{names} exclude each other", field=found[1][0])
+    return found[0][1] if found else None
+
+
+def _wanted(fields: JsonFields) -> Iterator[tuple[str, Grammar | None]]:
+    yield "response_format", _response_format(fields.mapping("response_format"))
+    for name in _OLD_FORMS:
+        if (value := fields.raw(f"guided_{name}")) is not None:
+            yield f"guided_{name}", _FORMS[name](value, f"guided_{name}")
+    if (members := fields.mapping("structured_outputs")) is not None:
+        yield from _structured_outputs(JsonFields(members, "structured_outputs."))
+
+
+def _structured_outputs(inner: JsonFields) -> Iterator[tuple[str, Grammar | None]]:
+    for name, harmless in _NOT_SERVED.items():
+        if (value := inner.raw(name)) is not None and value is not harmless:
+            raise InvalidRequest(f"structured_outputs.{name} is not supported", field=f"structured_outputs.{name}")
+    values = {name: value for name in _FORMS if (value := inner.raw(name)) is not None}
+    if not values:
+        forms = ", ".join(_FORMS)
+        raise InvalidRequest(f"structured_outputs must have one of {forms}", field="structured_outputs")
+    for name, value in values.items():
+        yield f"structured_outputs.{name}", _FORMS[name](value, f"structured_outputs.{name}")
+
+
+def _response_format(value: dict[str, Any] | None) -> Grammar | None:
+    if value is None:
+        return None
+    kind = value.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return g.json_object(field="response_format")
+    if kind != "json_schema":
+        raise InvalidRequest(
+            "response_format.type must be text, json_object or json_schema", field="response_format.type"
+        )
+    name = "response_format.json_schema"
+    inner = value.get("json_schema")
+    if not isinstance(inner, dict):
+        raise wrong_type(name, "an object", inner)
+    inside = JsonFields(inner, f"{name}.")
+    inside.string("name", 1024)
+    inside.boolean("strict")
+    schema = inside.mapping("schema")
+    if schema is None:
+        return g.json_object(field=f"{name}.schema")
+    return g.from_json_schema(schema, field=f"{name}.schema")
+
+
+def _json(value: object, name: str) -> Grammar:
+    if not isinstance(value, dict | str | bool):
+        raise wrong_type(name, "a JSON schema", value)
+    return g.from_json_schema(value, field=name)
+
+
+def _json_object(value: object, name: str) -> Grammar | None:
+    if not isinstance(value, bool):
+        raise wrong_type(name, "a boolean", value)
+    return g.json_object(field=name) if value else None
+
+
+def _text(make: Callable[..., Grammar]) -> Callable[[object, str], Grammar]:
+    def parse(value: object, name: str) -> Grammar:
+        if not isinstance(value, str):
+            raise wrong_type(name, "a string", value)
+        if not value:
+            raise InvalidRequest(f"{name} is empty", field=name)
+        return make(value, field=name)
+
+    return parse
+
+
+def _choice(value: object, name: str) -> Grammar:
+    if not isinstance(value, list):
+        raise wrong_type(name, "an array of strings", value)
+    for choice in value:
+        if not isinstance(choice, str):
+            raise wrong_type(name, "an array of strings", choice)
+    if len(value) > MAX_CHOICES:
+        raise InvalidRequest(f"{name} may have at most {MAX_CHOICES} entries", field=name)
+    return g.from_choice(value, field=name)
+
+
+_FORMS: dict[str, Callable[[object, str], Grammar | None]] = {
+    "json": _json,
+    "regex": _text(g.from_regex),
+    "choice": _choice,
+    "grammar": _text(g.from_lark_or_gbnf),
+    "json_object": _json_object,
+}
+
+
+_OLD_FORMS = ("json", "regex", "choice", "grammar")

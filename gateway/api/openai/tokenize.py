@@ -1,0 +1,139 @@
+"""/tokenize and /detokenize, in the shapes of vLLM: what the model's tokenizer and chat template make of a text."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from common.errors import InvalidRequest
+from gateway.api.http.endpoint import HttpResponse
+from gateway.api.http.json_fields import JsonFields, wrong_type
+from gateway.api.openai.messages import parse_messages
+from gateway.api.openai.requests import parse_token_ids, refuse_unsupported, template_variables
+from gateway.api.openai.tools import parse_functions
+from gateway.serving.gateway import Gateway
+from gateway.serving.models import ServedModel
+from gateway.serving.request_context import RequestContext
+
+LONG_CHARS = 1 << 18  # 0.1 s or more
+
+_INERT: dict[str, tuple[object, ...]] = {
+    "continue_final_message": (False,),
+    "add_generation_prompt": (True,),
+    "chat_template": (),
+    "mm_processor_kwargs": (),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizeBody:
+    """A checked /tokenize body: a prompt or messages. special None: the form's own default."""
+
+    model: str | None
+    prompt: str | None
+    messages: tuple[dict[str, Any], ...] | None
+    template_kwargs: dict[str, Any]
+    tools: tuple[dict[str, Any], ...]
+    add_special_tokens: bool | None
+    return_token_strings: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DetokenizeBody:
+    """A checked /detokenize body."""
+
+    model: str | None
+    tokens: tuple[int, ...]
+
+
+def parse_tokenize(body: object) -> TokenizeBody:
+    """Checks a /tokenize body. Raises InvalidRequest that names the field."""
+    fields = JsonFields.of_body(body)
+    refuse_unsupported(fields, _INERT)
+    messages, prompt = fields.raw("messages"), fields.raw("prompt")
+    if (messages is None) == (prompt is None):
+        raise InvalidRequest("either prompt or messages must be given", field="prompt")
+    if prompt is not None and not isinstance(prompt, str):
+        raise wrong_type("prompt", "a string", prompt)
+    return TokenizeBody(
+        model=fields.string("model", 1024),
+        prompt=prompt,
+        messages=None if messages is None else parse_messages(messages),
+        template_kwargs=template_variables(fields),
+        tools=parse_functions(fields, "tools"),
+        add_special_tokens=fields.boolean("add_special_tokens"),
+        return_token_strings=fields.boolean("return_token_strs") or False,
+    )
+
+
+def parse_detokenize(body: object) -> DetokenizeBody:
+    """Checks a /detokenize body. Raises InvalidRequest that names the field."""
+    fields = JsonFields.of_body(body)
+    values = fields.raw("tokens")
+    if not isinstance(values, list):
+        raise wrong_type("tokens", "an array of token ids", values)
+    return DetokenizeBody(fields.string("model", 1024), parse_token_ids(values, "tokens"))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizeResult:
+    """Token ids; max_model_len None while there are no pods; strings: the vocabulary's entries, if asked for."""
+
+    ids: list[int]
+    max_model_len: int | None
+    token_strings: list[str] | None
+
+
+class TokenizeHandler:
+    """Answers both, for REST and gRPC; needs no pods, which only know max_model_len."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._long = asyncio.Semaphore(1)
+
+    async def tokenize(self, body: Any, response: HttpResponse, ticket: RequestContext) -> None:
+        """See http_endpoint.Endpoint."""
+        found = await self.tokens(parse_tokenize(body), ticket)
+        answer = {"count": len(found.ids), "max_model_len": found.max_model_len, "tokens": found.ids}
+        await response.send_json(200, {**answer, "token_strs": found.token_strings})
+
+    async def detokenize(self, body: Any, response: HttpResponse, ticket: RequestContext) -> None:
+        """See http_endpoint.Endpoint."""
+        await response.send_json(200, {"prompt": await self.text(parse_detokenize(body), ticket)})
+
+    async def tokens(self, asked: TokenizeBody, ticket: RequestContext) -> TokenizeResult:
+        """Raises InvalidRequest."""
+        model = self._model(ticket, asked.model)
+        if asked.messages is None:
+            assert asked.prompt is not None, "one of both is there"
+            text, special = asked.prompt, asked.add_special_tokens is not False
+        else:
+            text = await model.chat_format.render(asked.messages, asked.template_kwargs, asked.tools)
+            special = asked.add_special_tokens or False
+        # One at a time of those that take seconds, or prompts would wait for a thread until all of them are through.
+        async with self._long if len(text) > LONG_CHARS else nullcontext():
+            tokens = await model.tokenizer.encode_async(text, add_special_tokens=special)
+        ticket.timeline.mark("tokenized", prompt_tokens=len(tokens))
+        strings = await model.tokenizer.token_strings_async(tokens) if asked.return_token_strings else None
+        return TokenizeResult(tokens, _max_model_len(model), strings)
+
+    async def text(self, asked: DetokenizeBody, ticket: RequestContext) -> str:
+        """Raises InvalidRequest."""
+        ids, tokenizer = list(asked.tokens), self._model(ticket, asked.model).tokenizer
+        if ids and max(ids) >= tokenizer.vocab_size:
+            text = f"tokens has {max(ids)}, but the vocabulary has {tokenizer.vocab_size} tokens"
+            raise InvalidRequest(text, field="tokens")
+        return await tokenizer.decode_async(ids)
+
+    def _model(self, ticket: RequestContext, name: str | None) -> ServedModel:
+        """The named one; there is no need to name the only one."""
+        models = self._gateway.models
+        if name is None and len(models) > 1:
+            raise InvalidRequest("model is missing", field="model")
+        return self._gateway.model_for(ticket.caller, models.first.name if name is None else name)
+
+
+def _max_model_len(model: ServedModel) -> int | None:
+    return model.limits().max_model_len if model.pod_table.ready else None

@@ -1,0 +1,199 @@
+"""Which complete answers a request gets: all, those of best_of's candidates with the highest mean log-probability, or
+those that a beam search found.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import time
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+from contextlib import closing, suppress
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from common.errors import BatonError, Overloaded
+from common.types import SamplingParams, Token, TokenLogprob, ValidRequest
+from gateway.serving.beam_search import Beam, BeamSearchParams, beam_search
+from gateway.serving.choice import Choice, CompleteAnswer
+from gateway.serving.request import GenerationSpec
+from gateway.serving.request_context import Usage
+from gateway.text.output import OutputPiece
+
+
+async def complete_answers(choices: Sequence[Choice], spec: GenerationSpec) -> list[CompleteAnswer]:
+    """n complete answers for each prompt. Raises BatonError."""
+    if spec.beam_search is not None:
+        return [
+            a
+            for answers in await gather_or_cancel([beam_search_answers(c, spec.beam_search) for c in choices])
+            for a in answers
+        ]
+    return _best(await gather_or_cancel([choice.collect() for choice in choices]), spec)
+
+
+def _best(answers: Sequence[CompleteAnswer], spec: GenerationSpec) -> list[CompleteAnswer]:
+    """The n best of each prompt's best_of answers, best first; all of them, in order, where there is nothing to choose.
+
+    Ties go to the earlier one. All tokens that were generated count, those of a stop string too.
+    """
+    if spec.candidates == spec.n:
+        return list(answers)
+    chosen: list[CompleteAnswer] = []
+    for first in range(0, len(answers), spec.candidates):
+        chosen += sorted(answers[first : first + spec.candidates], key=_mean, reverse=True)[: spec.n]
+    return chosen
+
+
+def _mean(answer: CompleteAnswer) -> float:
+    known = [token.logprob for token in answer.tokens if token.logprob is not None]
+    return sum(known) / len(known) if known else -math.inf
+
+
+T = TypeVar("T")
+
+
+async def gather_or_cancel(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """All results; the first failure cancels the rest and is raised."""
+    if len(works) == 1:
+        return [await works[0]]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(work) for work in works]
+    except* BatonError as e:
+        raise _first(e) from e
+    return [task.result() for task in tasks]
+
+
+def _first(group: BaseExceptionGroup[BatonError]) -> BatonError:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, BatonError)
+    return error
+
+
+PAUSE_S = (0.05, 0.25)  # before a beam that found no room is tried again
+
+
+async def beam_search_answers(choice: Choice, params: BeamSearchParams) -> list[CompleteAnswer]:
+    """The n best answers, best first. Raises BatonError.
+
+    The choice's usage is the prompt, once, and the tokens of these answers; what it spent, every token generated.
+    """
+    return await _BeamSearch(choice, params).run()
+
+
+class _BeamSearch:
+    def __init__(self, choice: Choice, params: BeamSearchParams) -> None:
+        self._choice = choice
+        self._params = params
+        sampling = choice.request.sampling
+        self._stops = sampling.stop_token_ids
+        self._sampling = SamplingParams(
+            temperature=0.0, max_tokens=1, logprobs=params.width + len(self._stops), seed=sampling.seed
+        )
+        self._numbers: Iterator[int] = itertools.count()
+        self._usage = Usage(choice.request.prompt_len)
+        self._generated = 0
+
+    async def run(self) -> list[CompleteAnswer]:
+        choice, sampling = self._choice, self._choice.request.sampling
+        found = await beam_search(
+            self._expand,
+            self._params,
+            max_tokens=sampling.max_tokens,
+            min_tokens=sampling.min_tokens,
+            stops=self._stops,
+            num_top=choice.spec.logprobs or 0,
+        )
+        answers = [self._answer(beam) for beam in found[: choice.spec.n]]
+        choice.record_search(self._usage, self._generated, answers[0].finish)
+        return answers
+
+    def _answer(self, beam: Beam) -> CompleteAnswer:
+        output = self._choice.new_output()
+        answer = self._choice.complete_answer([output.add(beam.tokens, beam.finish)])
+        self._usage += Usage(completion=output.num_tokens, reasoning=output.reasoning_tokens)
+        return answer
+
+    async def _expand(self, beams: Sequence[Beam]) -> list[tuple[TokenLogprob, ...]]:
+        tops = await gather_or_cancel([self._likeliest(beam) for beam in beams])
+        self._choice.record_search(self._usage, self._generated)
+        return tops
+
+    async def _likeliest(self, beam: Beam) -> tuple[TokenLogprob, ...]:
+        """The likeliest tokens behind a beam. One that finds no room waits for it: the others' work would be lost."""
+        while True:
+            try:
+                return (await self._next(beam)).top
+            except Overloaded as e:
+                pause = min(max(e.retry_after_s or 0.0, PAUSE_S[0]), PAUSE_S[1])
+                if not beam.tokens or time.monotonic() + pause >= self._choice.deadline:
+                    raise
+                await asyncio.sleep(pause)
+
+    async def _next(self, beam: Beam) -> Token:
+        base, number = self._choice.request, next(self._numbers)
+        request = ValidRequest(
+            f"{base.request_id}-{number}",
+            base.model,
+            (*base.prompt_ids, *(token.id for token in beam.tokens)),
+            self._sampling,
+            base.cache_salt,
+            base.priority,
+        )
+        run = self._choice.dispatch_for_search(request, first=number == 0)
+        tokens: list[Token] = []
+        finished = False
+        try:
+            while not finished:
+                delta = await run.next()
+                tokens.extend(delta.tokens)
+                finished = delta.finish is not None
+        finally:
+            run.close()
+        if number == 0:
+            self._usage = replace(self._usage, cached=run.cached_tokens)
+        self._generated += 1
+        return tokens[0]
+
+
+async def merge_choices(choices: Sequence[Choice]) -> AsyncGenerator[tuple[int, OutputPiece], None]:
+    """The pieces of all choices as they come."""
+    # One slot: a choice whose piece is not taken yet waits, and its next piece merges what came meanwhile.
+    queue: asyncio.Queue[tuple[int, OutputPiece | BaseException | None]] = asyncio.Queue(maxsize=1)
+    tasks = [asyncio.create_task(_pump(i, choice, queue)) for i, choice in enumerate(choices)]
+    try:
+        running = len(tasks)
+        while running:
+            index, item = await queue.get()
+            if item is None:
+                running -= 1
+            elif isinstance(item, BaseException):
+                raise item
+            else:
+                yield index, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _pump(
+    index: int, choice: Choice, queue: asyncio.Queue[tuple[int, OutputPiece | BaseException | None]]
+) -> None:
+    try:
+        with closing(choice):
+            async for piece in choice:
+                await queue.put((index, piece))
+        await queue.put((index, None))
+    except Exception as e:
+        with suppress(asyncio.CancelledError):
+            await queue.put((index, e))
+
+
+def total_usage(choices: Sequence[Choice]) -> Usage:
+    """Tokens spent on all of them; a prompt counts once."""
+    return sum((choice.usage_share for choice in choices), Usage())

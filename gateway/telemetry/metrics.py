@@ -1,0 +1,151 @@
+"""What the gateway counts, on a registry of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from prometheus_client import Counter
+from prometheus_client.core import Metric
+
+from common.errors import SERVER_FAULTS
+from common.telemetry import LATENCY_BUCKETS, Metrics, UnlabeledHistogram
+
+FAST_BUCKETS = (
+    0.00005,
+    0.0001,
+    0.00015,
+    0.0002,
+    0.0003,
+    0.0004,
+    0.0005,
+    0.0006,
+    0.0008,
+    0.001,
+    0.0012,
+    0.0015,
+    0.002,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    1.0,
+)
+TOKEN_BUCKETS = (0, 16, 64, 256, 1024, 4096, 16384, 65536)
+INTERNAL_OUTCOME = "internal"  # outcome of a request that our own bug ended
+SERVER_FAULT_OUTCOMES = frozenset({INTERNAL_OUTCOME, *SERVER_FAULTS})  # outcomes that are our fault, not the client's
+
+
+class GatewayMetrics:
+    """Metrics of one gateway; exposed by /metrics."""
+
+    def __init__(self) -> None:
+        self.base = m = Metrics()
+        m.add_process_metrics()
+        self.requests = m.counter("requests", "Requests that ended, by endpoint and outcome", ["endpoint", "outcome"])
+        self.running = m.gauge("requests_running", "Requests being served")
+        self.ttft = m.histogram("ttft_seconds", "Arrival to the first token, per choice")
+        self.itl = m.unlabeled_histogram("itl_seconds", "Time between tokens, per step of a choice")
+        self.e2e = m.histogram("e2e_seconds", "Arrival to the last token, per choice")
+        self.prefill_queue = m.histogram("queue_seconds", "Arrival at a prefill pod to its first chunk")
+        self.prompt_tokens = m.counter("prompt_tokens", "Prompt tokens of answered requests")
+        self.output_tokens = m.counter("output_tokens", "Tokens of all answers, as clients got them")
+        self.aborts = m.counter("aborts", "Requests ended before the pods were done", ["reason"])
+        self.retries = m.counter("retries", "Further attempts after a failure", ["kind"])
+        self.resumptions = m.counter(
+            "resumed_sequences", "Answers that had begun when their attempt failed, by what came of them", ["outcome"]
+        )
+        self.rejections = m.counter("rejections", "Requests refused for load or by a limit", ["by"])
+        self.admission_wait = m.histogram("admission_wait_seconds", "Time in the gateway's queue, of those that waited")
+        self.limits_without_redis = m.counter("limits_without_redis", "Requests held against this gateway's own counts")
+        self.tenant_tokens = m.counter("tenant_tokens", "Tokens of requests with an API key", ["tenant", "kind"])
+        self.routing = m.histogram("routing_seconds", "What routing adds to a request", ["step"], FAST_BUCKETS)
+        self.predicted_hits = m.counter("prefix_hit_tokens_predicted", "Cached prompt tokens that routing expected")
+        self.actual_hits = m.counter("prefix_hit_tokens_actual", "Cached prompt tokens that pods found")
+        self.prompt_lookup_tokens = m.counter(
+            "prefix_lookup_tokens", "Prompt tokens of requests whose hits are counted"
+        )
+        self.repeated = m.counter(
+            "prefix_repeated_tokens",
+            "Prompt tokens that an earlier prompt here began with: what a cache could have had",
+        )
+        self.hit_error = m.histogram(
+            "prefix_hit_error_tokens",
+            "Cached prompt tokens of a request, expected and found: the difference",
+            buckets=TOKEN_BUCKETS,
+        )
+        self.duplicates = m.counter("duplicate_tokens", "Tokens that came twice and were dropped")
+        self.index_lookup = m.histogram(
+            "kv_index_lookup_seconds", "Prefix index look-ups that were answered", [], FAST_BUCKETS
+        )
+        self._index_mode = m.gauge("kv_index_mode", "1 for how requests are routed now", ["mode"])
+        # For the dashboard alone: pods export what their hand-offs cost.
+        self.exposed_hand_off = UnlabeledHistogram(
+            "exposed", "Seconds from a prompt's last chunk to its commit", LATENCY_BUCKETS
+        )
+        self.set_index_mode("hash")
+
+    def watch_queue(self, waiting: Callable[[], Iterable[tuple[tuple[str, ...], float]]]) -> None:
+        """waiting: ((model,), requests in its queue) of every model."""
+        self.base.sampled_gauge("admission_waiting", "Requests in the gateway's queue", waiting, ["model"])
+
+    def watch_ready(self, ready: Callable[[], bool]) -> None:
+        """ready: whether requests can be answered."""
+        self.base.sampled_gauge("gateway_ready", "1 while requests can be answered", lambda: [((), float(ready()))])
+
+    def watch_pods(self, pods: Callable[[], Iterable[tuple[tuple[str, ...], float]]]) -> None:
+        """pods: ((model, role, state), how many) of every kind."""
+        self.base.sampled_gauge(
+            "pods", "Pods that this gateway knows, by what they are to it", pods, ["model", "role", "state"]
+        )
+
+    def record_hits(self, predicted: int, actual: int, *, prompt_tokens: int, repeated: int) -> None:
+        """Cached tokens of one prompt. repeated: tokens at its start that an earlier prompt began with."""
+        self.prompt_lookup_tokens.inc(prompt_tokens)
+        self.repeated.inc(repeated)
+        self.predicted_hits.inc(predicted)
+        self.actual_hits.inc(actual)
+        self.hit_error.observe(abs(predicted - actual))
+
+    def set_index_mode(self, mode: str) -> None:
+        """redis (the index answers), local (this gateway's own memory) or hash (rendezvous hashing, own counts)."""
+        self.current_index_mode = mode
+        for name in ("redis", "local", "hash"):
+            self._index_mode.labels(name).set(name == mode)
+
+    def totals(self) -> Mapping[str, float]:
+        """What the dashboard takes differences of, and how many requests run."""
+        ended = _values(self.requests)
+        return {
+            "requests": sum(value for _, value in ended),
+            "failed": sum(value for labels, value in ended if labels["outcome"] in SERVER_FAULT_OUTCOMES),
+            "running": next(iter(self.running.collect())).samples[0].value,
+            "prompt_tokens": _total(self.prompt_tokens),
+            "output_tokens": _total(self.output_tokens),
+            "routed_tokens": _total(self.prompt_lookup_tokens),
+            "predicted_hits": _total(self.predicted_hits),
+            "actual_hits": _total(self.actual_hits),
+            "rejections": _total(self.rejections),
+            "retries": _total(self.retries),
+        }
+
+    def latencies(self) -> Mapping[str, Metric]:
+        """Histograms of the dashboard."""
+        histograms = {
+            "ttft": self.ttft,
+            "itl": self.itl,
+            "e2e": self.e2e,
+            "queue": self.prefill_queue,
+            "exposed": self.exposed_hand_off,
+        }
+        return {name: next(iter(histogram.collect())) for name, histogram in histograms.items()}
+
+
+def _values(counter: Counter) -> list[tuple[Mapping[str, str], float]]:
+    samples = [sample for metric in counter.collect() for sample in metric.samples]
+    return [(sample.labels, sample.value) for sample in samples if sample.name.endswith("_total")]
+
+
+def _total(counter: Counter) -> float:
+    return sum(value for _, value in _values(counter))

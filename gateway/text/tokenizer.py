@@ -1,0 +1,174 @@
+"""Text to token ids and back for one model directory, without torch or transformers.
+
+Invariant: ids are those of `transformers` on the same directory: tokenizer.json does the work, the end-of-sequence ids
+come from generation_config.json (or config.json) and tokenizer_config.json, in that order of authority.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from common.errors import ConfigError
+from common.model.chat_template import special_token_text
+
+INLINE_CHARS = 8192  # longer texts are tokenized in a thread: the event loop never waits more than a few ms
+CALL_CHARS = 16  # what it costs to tokenize a text at all, in characters
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file, empty when there is none. Raises ConfigError when it is not an object."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except ValueError as e:
+        raise ConfigError(f"model: {path.name} is not valid JSON: {e}", field="model") from e
+    if not isinstance(value, dict):
+        raise ConfigError(f"model: {path.name} is not a JSON object", field="model")
+    return value
+
+
+@functools.cache
+def byte_of_char() -> dict[str, int]:
+    """The byte that each character of a byte-level vocabulary stands for (GPT-2's bytes_to_unicode, inverted)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {chr(b): b for b in printable}
+    table.update({chr(256 + i): b for i, b in enumerate(b for b in range(256) if b not in set(printable))})
+    return table
+
+
+class _TokenTexts(dict[int, str | None]):
+    """Each token's own text, "" for a special one; None for one that holds a part of a character.
+
+    Made when it is asked for; asked again, which comes for every token, it costs no call of a function of ours.
+    """
+
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def __missing__(self, token_id: int) -> str | None:
+        text: str | None = ""
+        if token_id not in self._tokenizer.special_ids:
+            try:
+                text = self._tokenizer.token_bytes(token_id).decode()
+            except UnicodeDecodeError:
+                text = None
+        self[token_id] = text
+        return text
+
+
+class TextTokenizer:
+    """Tokenizer of one model. eos_ids: the model's own end-of-sequence tokens; byte_level: see detokenizer.py."""
+
+    def __init__(self, model_dir: Path) -> None:
+        path = model_dir / "tokenizer.json"
+        if not path.is_file():
+            raise ConfigError(f"model: {model_dir} holds no tokenizer.json", field="model")
+        try:
+            raw: Any = Tokenizer.from_file(str(path))
+        except Exception as e:  # the library raises nothing narrower
+            raise ConfigError(f"model: {path} is not a tokenizer: {e}", field="model") from e
+        raw.no_truncation()
+        raw.no_padding()
+        self.raw = raw
+        self.config = read_json(model_dir / "tokenizer_config.json")
+        decoder = read_json(path).get("decoder") or {}
+        self.byte_level: bool = decoder.get("type") == "ByteLevel"
+        self.vocab_size: int = raw.get_vocab_size(with_added_tokens=True)
+        self.special_ids = frozenset(i for i, token in raw.get_added_tokens_decoder().items() if token.special)
+        self._added: dict[int, str] = {i: token.content for i, token in raw.get_added_tokens_decoder().items()}
+        self.eos_ids = self._find_eos(model_dir)
+        # Characters that one token can stand for; a normalizer may shorten a text, some by a lot.
+        self.max_chars_per_token: int = max(map(len, raw.get_vocab())) * (1 if raw.normalizer is None else 16)
+        self._pieces: dict[int, bytes] = {}
+        self.token_texts = _TokenTexts(self)
+
+    def _find_eos(self, model_dir: Path) -> tuple[int, ...]:
+        for name in ("generation_config.json", "config.json"):
+            eos = read_json(model_dir / name).get("eos_token_id")
+            given = eos if isinstance(eos, list) else [eos] if isinstance(eos, int) else []
+            if ids := tuple(int(i) for i in given if int(i) >= 0):  # -1 says that there is none
+                return ids
+        token = special_token_text(self.config, "eos_token")
+        eos = self.raw.token_to_id(token) if token else None
+        return () if eos is None else (eos,)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text."""
+        ids: list[int] = self.raw.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def encode_in_thread(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """encode, for a thread: of the library's ways only those of batches let other threads run meanwhile."""
+        ids: list[int] = self.raw.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        return ids
+
+    async def encode_all(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+        """encode of each, in a thread when it is much."""
+
+        def each(encode: Callable[..., list[int]]) -> list[list[int]]:
+            return [encode(text, add_special_tokens=add_special_tokens) for text in texts]
+
+        much = sum(map(len, texts)) + CALL_CHARS * len(texts) > INLINE_CHARS
+        return await asyncio.to_thread(each, self.encode_in_thread) if much else each(self.encode)
+
+    async def encode_async(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """encode, in a thread when the text is long."""
+        return (await self.encode_all([text], add_special_tokens=add_special_tokens))[0]
+
+    async def encode_words(self, texts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Token sequences that words are: at the start of a text, and behind a space."""
+        forms = [form for text in texts for bare in (text.removeprefix(" "),) for form in (text, bare, f" {bare}")]
+        found = await self.encode_all(forms, add_special_tokens=False)
+        return tuple(dict.fromkeys(tuple(ids) for ids in found if ids))
+
+    async def decode_async(self, ids: list[int]) -> str:
+        """Text of token ids, special tokens included, in a thread when there are many."""
+
+        def decode() -> str:
+            text: str = self.raw.decode_batch([ids], skip_special_tokens=False)[0]
+            return text
+
+        return await asyncio.to_thread(decode) if len(ids) > INLINE_CHARS else decode()
+
+    async def token_strings_async(self, ids: list[int]) -> list[str]:
+        """What the vocabulary calls the tokens, in a thread when there are many."""
+
+        def names() -> list[str]:
+            return [self.raw.id_to_token(token) for token in ids]
+
+        return names() if len(ids) <= INLINE_CHARS else await asyncio.to_thread(names)
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of token ids, special tokens left out."""
+        text: str = self.raw.decode(ids, skip_special_tokens=True)
+        return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that one token stands for, special tokens by their name; b"" for an id beyond the vocabulary."""
+        piece = self._pieces.get(token_id)
+        if piece is None:
+            piece = self._pieces[token_id] = self._make_piece(token_id)
+        return piece
+
+    def _make_piece(self, token_id: int) -> bytes:
+        added = self._added.get(token_id)
+        if added is not None and (token_id in self.special_ids or not self.byte_level):
+            return added.encode()
+        if not 0 <= token_id < self.vocab_size:
+            return b""
+        token: str = self.raw.id_to_token(token_id) or ""
+        if self.byte_level:
+            table = byte_of_char()
+            known = [table[c] for c in token if c in table]
+            return bytes(known) if len(known) == len(token) else token.encode()
+        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            return bytes([int(token[3:5], 16)])
+        return token.replace("▁", " ").encode()

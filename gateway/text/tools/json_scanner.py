@@ -1,0 +1,293 @@
+"""JSON read as it grows, strictly (RFC 8259), without building values.
+
+Invariant: after any prefix of a valid text a scanner is neither done nor broken, and it is done with the value's last
+character (a number's end shows with the character behind it). What no valid text begins with breaks it, a number at its
+end, all else at once. Where JSON forbids raw control characters, in strings, models write them: they are escaped.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection
+from enum import Enum, auto
+
+_PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
+_SPACE = re.compile(r"[ \t\n\r]*")
+_NUMBER_RUN = re.compile(r"[-+.0-9eE]+")
+_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
+_HEX = frozenset("0123456789abcdefABCDEF")
+_LITERALS = {"t": "true", "f": "false", "n": "null"}
+MAX_DEPTH = 256
+
+
+class _Expected(Enum):
+    """What comes next."""
+
+    VALUE = auto()
+    FIRST_KEY = auto()
+    KEY = auto()
+    COLON = auto()
+    FIRST_ITEM = auto()
+    AFTER = auto()
+    STRING = auto()
+    ESCAPE = auto()
+    NUMBER = auto()
+    LITERAL = auto()
+
+
+class JsonScanner:
+    """One value. done, broken: nothing more is taken."""
+
+    def __init__(self) -> None:
+        self.done = False
+        self.invalid = False
+        self._stack: list[str] = []  # what closes the open containers
+        self._at = _Expected.VALUE
+        self._in_key = False
+        self._atom = ""  # what is here of a number, a literal or an escape
+
+    def feed(self, text: str, at: int) -> tuple[int, str]:
+        """Reads text[at:], at most to the value's end. Returns where it stopped, and what it read in strict JSON."""
+        out: list[str] = []
+        while at < len(text) and not (self.done or self.invalid):
+            if self._at is _Expected.STRING:
+                at = self._string(text, at, out)
+            elif self._at is _Expected.ESCAPE:
+                at = self._escape(text, at, out)
+            elif self._at is _Expected.NUMBER:
+                at = self._number(text, at, out)
+            elif self._at is _Expected.LITERAL:
+                at = self._literal(text, at, out)
+            else:
+                at = self._structure(text, at, out)
+        return at, "".join(out)
+
+    def _structure(self, text: str, at: int, out: list[str]) -> int:
+        space = _SPACE.match(text, at)
+        assert space is not None
+        if space.end() > at:
+            out.append(space[0])
+            return space.end()
+        char = text[at]
+        match self._at:
+            case _Expected.FIRST_KEY | _Expected.FIRST_ITEM | _Expected.AFTER if (
+                self._stack and char == self._stack[-1]
+            ):
+                self._stack.pop()
+                self._ended()
+            case _Expected.FIRST_KEY | _Expected.KEY if char == '"':
+                self._at, self._in_key = _Expected.STRING, True
+            case _Expected.COLON if char == ":":
+                self._at = _Expected.VALUE
+            case _Expected.AFTER if char == ",":
+                self._at = _Expected.KEY if self._stack[-1] == "}" else _Expected.VALUE
+            case _Expected.VALUE | _Expected.FIRST_ITEM if self._begins(char):
+                if self._at in (_Expected.NUMBER, _Expected.LITERAL):
+                    return at  # they take their first character themselves
+            case _:
+                self.invalid = True
+                return at
+        out.append(char)
+        return at + 1
+
+    def _begins(self, char: str) -> bool:
+        if char in "{[":
+            self._stack.append("}" if char == "{" else "]")
+            self._at = _Expected.FIRST_KEY if char == "{" else _Expected.FIRST_ITEM
+            return len(self._stack) <= MAX_DEPTH
+        if char == '"':
+            self._at, self._in_key = _Expected.STRING, False
+        elif char in "-0123456789":
+            self._at, self._atom = _Expected.NUMBER, ""
+        elif char in _LITERALS:
+            self._at, self._atom = _Expected.LITERAL, ""
+        else:
+            return False
+        return True
+
+    def _ended(self) -> None:
+        self._at = _Expected.AFTER
+        self.done = not self._stack
+
+    def _string(self, text: str, at: int, out: list[str]) -> int:
+        plain = _PLAIN.match(text, at)
+        if plain is not None:
+            out.append(plain[0])
+            return plain.end()
+        char = text[at]
+        if char == '"':
+            out.append(char)
+            if self._in_key:
+                self._at = _Expected.COLON
+            else:
+                self._ended()
+        elif char == "\\":
+            self._at, self._atom = _Expected.ESCAPE, char
+        else:
+            out.append(json.dumps(char)[1:-1])
+        return at + 1
+
+    def _escape(self, text: str, at: int, out: list[str]) -> int:
+        char, size = text[at], len(self._atom)
+        self._atom += char
+        if char not in ('"\\/bfnrtu' if size == 1 else _HEX):
+            self.invalid = True
+            return at
+        if len(self._atom) == (6 if self._atom[1] == "u" else 2):
+            out.append(self._atom)
+            self._at = _Expected.STRING
+        return at + 1
+
+    def _number(self, text: str, at: int, out: list[str]) -> int:
+        run = _NUMBER_RUN.match(text, at)
+        if run is not None:
+            self._atom += run[0]
+            return run.end()
+        if _NUMBER.fullmatch(self._atom) is None:
+            self.invalid = True
+        else:
+            out.append(self._atom)
+            self._ended()
+        return at
+
+    def _literal(self, text: str, at: int, out: list[str]) -> int:
+        self._atom += text[at]
+        whole = _LITERALS[self._atom[0]]
+        if not whole.startswith(self._atom):
+            self.invalid = True
+            return at
+        if self._atom == whole:
+            out.append(whole)
+            self._ended()
+        return at + 1
+
+
+def strict_json_object(text: str) -> str | None:
+    """A text that is a JSON object, in strict JSON; None when it is none."""
+    scanner = JsonScanner()
+    at, clean = scanner.feed(text, 0)
+    if not scanner.done or text[at:].strip() or not clean.lstrip().startswith("{"):
+        return None
+    return clean.strip()
+
+
+_NAME_KEYS = ("name", "function")
+_ARGUMENT_KEYS = ("arguments", "parameters")
+
+
+class _CallState(Enum):
+    """Where in a call's object its reader is."""
+
+    OPEN = auto()
+    FIRST_KEY = auto()
+    KEY = auto()
+    IN_KEY = auto()
+    COLON = auto()
+    IN_VALUE = auto()
+    AFTER = auto()
+
+
+class JsonCallScanner:
+    """An object that describes a call, like {"name": "f", "arguments": {"a": 1}}, with keys in any order.
+
+    Its arguments are passed on as they are read, once the name is known. "parameters" stands for "arguments" too, a
+    string that holds an object for the object, null or nothing for none. broken: no call of any of the functions.
+    """
+
+    def __init__(self, names: Collection[str]) -> None:
+        self.done = False
+        self.invalid = False
+        self.name: str | None = None
+        self._names = names
+        self._part = _CallState.OPEN
+        self._scanner = JsonScanner()
+        self._key = ""
+        self._read = ""  # of the key or value under way, unless it is passed on
+        self._passing = False
+        self._has_arguments = False
+        self._pending = ""  # arguments that are not taken yet
+
+    def feed(self, text: str, at: int) -> int:
+        """Reads text[at:], at most to the object's end, and returns where it stopped."""
+        while at < len(text) and not (self.done or self.invalid):
+            if self._part in (_CallState.IN_KEY, _CallState.IN_VALUE):
+                at = self._scan(text, at)
+            elif text[at] in " \t\n\r":
+                at += 1
+            else:
+                at = self._punctuation(text, at)
+        return at
+
+    def take_arguments(self) -> str:
+        """Arguments read since the last time, "" while the name is not known."""
+        if self.name is None:
+            return ""
+        out, self._pending = self._pending, ""
+        return out
+
+    def _punctuation(self, text: str, at: int) -> int:
+        char = text[at]
+        match self._part:
+            case _CallState.OPEN if char == "{":
+                self._part = _CallState.FIRST_KEY
+            case _CallState.FIRST_KEY | _CallState.KEY if char == '"':
+                self._begin(_CallState.IN_KEY)
+                return at
+            case _CallState.COLON if char == ":":
+                self._begin(_CallState.IN_VALUE)
+            case _CallState.AFTER if char == ",":
+                self._part = _CallState.KEY
+            case _CallState.AFTER if char == "}":
+                self._close()
+            case _:
+                self.invalid = True
+                return at
+        return at + 1
+
+    def _begin(self, part: _CallState) -> None:
+        self._part, self._scanner, self._read, self._passing = part, JsonScanner(), "", False
+
+    def _scan(self, text: str, at: int) -> int:
+        at, clean = self._scanner.feed(text, at)
+        if not (self._read or self._passing):
+            clean = clean.lstrip()
+            self._passing = self._part is _CallState.IN_VALUE and self._key in _ARGUMENT_KEYS and clean.startswith("{")
+            if self._passing:
+                self._claim_arguments()
+        if self._passing:
+            self._pending += clean
+        else:
+            self._read += clean
+        if self._scanner.invalid:
+            self.invalid = True
+        elif self._scanner.done:
+            self._part, ended = (_CallState.COLON if self._part is _CallState.IN_KEY else _CallState.AFTER), self._part
+            if ended is _CallState.IN_KEY:
+                self._key = json.loads(self._read)
+            elif not self._passing:
+                self._value_ended()
+        return at
+
+    def _value_ended(self) -> None:
+        value = json.loads(self._read)
+        if self._key in _NAME_KEYS:
+            self.invalid = self.name is not None or not isinstance(value, str) or value not in self._names
+            if not self.invalid:
+                self.name = value
+        elif self._key in _ARGUMENT_KEYS:
+            self._claim_arguments()
+            inner = "{}" if value is None else strict_json_object(value) if isinstance(value, str) else None
+            self.invalid = self.invalid or inner is None
+            self._pending += inner or ""
+
+    def _claim_arguments(self) -> None:
+        self.invalid, self._has_arguments = self.invalid or self._has_arguments, True
+
+    def _close(self) -> None:
+        if self.name is None:
+            self.invalid = True
+            return
+        if not self._has_arguments:
+            self._pending = "{}"
+        self.done = True

@@ -1,0 +1,101 @@
+"""Rules of llguidance's Lark dialect that several formats share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gateway.text.tools.format import Function
+
+# White space as Python's json.dumps writes it, which is what models saw in calls; and no room to go on for ever.
+_AS_TRAINED = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
+
+
+def lark_string(text: str) -> str:
+    """A string literal."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def lark_json(schema: Mapping[str, Any] | bool, *, strict: bool) -> str:
+    """A value by its schema; not strict: what llguidance cannot enforce is left out instead of refused."""
+    if isinstance(schema, bool):
+        schema = {} if schema else {"not": {}}
+    return f"%json {json.dumps({**schema, 'x-guidance': {**_AS_TRAINED, 'lenient': not strict}})}"
+
+
+def parameters_schema(function: Function) -> dict[str, Any]:
+    """The schema of a function's arguments: always an object."""
+    return {"type": "object", **function.parameters}
+
+
+def json_call_rules(rule: str, functions: Sequence[Function], key: str) -> str:
+    """`rule` is {"name": "f", <key>: {...}} of one of the functions."""
+    lines = [f"{rule}: {' | '.join(f'{rule}_{i}' for i in range(len(functions)))}"]
+    for i, f in enumerate(functions):
+        head = lark_string(f'{{"name": {json.dumps(f.name)}, "{key}": ')
+        lines.append(f'{rule}_{i}: {head} {rule}_arguments_{i} "}}"')
+        lines.append(f"{rule}_arguments_{i}: {lark_json(parameters_schema(f), strict=f.strict)}")
+    return "\n".join(lines)
+
+
+def json_schema_call_rules(rule: str, functions: Sequence[Function], key: str) -> str:
+    """As call_objects, of JSON's own lexemes: for a place where other JSON may stand too."""
+    lines = [f"{rule}: {' | '.join(f'{rule}_{i}' for i in range(len(functions)))}"]
+    for i, f in enumerate(functions):
+        schema = {
+            "type": "object",
+            "properties": {"name": {"const": f.name}, key: _relocate_refs(parameters_schema(f), f"#/properties/{key}")},
+            "required": ["name", key],
+            "additionalProperties": False,
+        }
+        lines.append(f"{rule}_{i}: {lark_json(schema, strict=f.strict)}")
+    return "\n".join(lines)
+
+
+def _relocate_refs(schema: Any, to: str) -> Any:
+    """A schema whose references into itself hold at another place, a JSON pointer."""
+    if isinstance(schema, list):
+        return [_relocate_refs(item, to) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: to + value[1:]
+        if key == "$ref" and isinstance(value, str) and value[:2] in ("#", "#/")
+        else _relocate_refs(value, to)
+        for key, value in schema.items()
+    }
+
+
+def named_call_rules(rule: str, functions: Sequence[Function], begin: str, between: str) -> str:
+    """`rule` is begin f between {...} of one of the functions."""
+    lines = [f"{rule}: {' | '.join(f'{rule}_{i}' for i in range(len(functions)))}"]
+    for i, f in enumerate(functions):
+        lines.append(f"{rule}_{i}: {begin} {lark_string(f.name)} {between} {rule}_arguments_{i}")
+        lines.append(f"{rule}_arguments_{i}: {lark_json(parameters_schema(f), strict=f.strict)}")
+    return "\n".join(lines)
+
+
+def keyword_call_rules(rule: str, functions: Sequence[Function], lead: str = "") -> str:
+    """`rule` is f(a=1, b="x") of one of the functions, behind `lead`: its properties in their order, what is not
+    required optional.
+
+    A schema without properties that are identifiers takes no arguments.
+    """
+    lines = [f"{rule}: {' | '.join(f'{rule}_{i}' for i in range(len(functions)))}"]
+    for i, f in enumerate(functions):
+        lines.append(f'{rule}_{i}: {lark_string(f"{lead}{f.name}(")} {rule}_{i}_first_0 ")"')
+        schema = parameters_schema(f)
+        shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+        named = [(k, v) for k, v in schema.get("properties", {}).items() if k.isidentifier()]
+        for n, (key, value) in enumerate(named):
+            skip_first = "" if key in schema.get("required", ()) else f" | {rule}_{i}_first_{n + 1}"
+            skip_later = "" if key in schema.get("required", ()) else f" | {rule}_{i}_later_{n + 1}"
+            entry = f"{lark_string(key + '=')} {rule}_{i}_value_{n} {rule}_{i}_later_{n + 1}"
+            lines.append(f"{rule}_{i}_first_{n}: {entry}{skip_first}")
+            lines.append(f'{rule}_{i}_later_{n}: ", " {entry}{skip_later}')
+            inner = {**value, **shared} if isinstance(value, dict) else value
+            lines.append(f"{rule}_{i}_value_{n}: {lark_json(inner, strict=f.strict)}")
+        lines.append(f'{rule}_{i}_first_{len(named)}: ""')
+        lines.append(f'{rule}_{i}_later_{len(named)}: ""')
+    return "\n".join(lines)

@@ -1,0 +1,235 @@
+"""Agents inside one process, with faults: the same protocol as NIXL, made to misbehave on purpose.
+
+The fabric owns every write and notification under way. They move only while some agent polls, so time is the fabric's
+clock and nothing happens behind a test's back. A delayed write lands its bytes at its due time, whatever happened to
+the transfer meanwhile: that is the late write from which quarantine protects. An agent that died answers nothing:
+writes to it fail, its own are lost. A frozen one neither receives nor polls: writes to it stay pending.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from common.errors import TransferFailed
+from kv_transfer.backend.interface import Notification, Transport, WriteState
+from kv_transfer.memory import PeerMemory, PoolMemory
+
+
+@dataclass(frozen=True, slots=True)
+class LoopbackFault:
+    """What happens to one write: delay its landing, or fail it (after the delay, no byte lands)."""
+
+    delay_s: float = 0.0
+    fail: str | None = None
+
+
+NotifyPlan = Callable[[str, str, bytes], Sequence[float]]
+WritePlan = Callable[[str, str, int], LoopbackFault]
+
+
+@dataclass(slots=True)
+class _LoopbackWrite:
+    source: str
+    peer: str
+    local: tuple[int, ...]
+    remote: tuple[int, ...]
+    notification: bytes
+    fail: str | None
+    state: WriteState = WriteState.PENDING
+    error: str = ""
+
+
+@dataclass(slots=True)
+class _LoopbackAgent:
+    memory: PoolMemory
+    inbox: list[Notification] = field(default_factory=list)
+    dead: bool = False
+    frozen: bool = False
+
+
+class LoopbackFabric:
+    """Connects LoopbackBackends. Faults are set at any time from any thread:
+
+    on_notify(source, peer, payload) -> delays in seconds, one per copy that is delivered ([] drops it, [0, 0] doubles
+    it, unequal delays reorder);
+    transport: how its agents call what carries payload; on_write(source, peer, num_blocks) -> WriteFault. die(agent),
+    freeze(agent) and thaw(agent) act on whole agents.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.on_notify: NotifyPlan = lambda _source, _peer, _payload: (0.0,)
+        self.on_write: WritePlan = lambda _source, _peer, _count: LoopbackFault()
+        self.transport = "loopback"
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._agents: dict[str, _LoopbackAgent] = {}
+        self._numbers = itertools.count(1)
+        self._due: list[tuple[float, int, _LoopbackWrite | tuple[str, Notification]]] = []
+
+    def join(self, name: str, memory: PoolMemory) -> None:
+        with self._lock:
+            if name in self._agents:
+                raise TransferFailed(f"agent {name} was here before")
+            self._agents[name] = _LoopbackAgent(memory)
+
+    def kill(self, name: str) -> None:
+        """The agent's process is gone, with the writes it had under way."""
+        with self._lock:
+            self._agents[name].dead = True
+
+    def freeze(self, name: str) -> None:
+        with self._lock:
+            self._agents[name].frozen = True
+
+    def thaw(self, name: str) -> None:
+        with self._lock:
+            self._agents[name].frozen = False
+
+    def require_alive(self, name: str) -> None:
+        with self._lock:
+            agent = self._agents.get(name)
+            if agent is None or agent.dead:
+                raise TransferFailed(f"agent {name} is not there")
+
+    def post(self, write: _LoopbackWrite) -> None:
+        fault = self.on_write(write.source, write.peer, len(write.local))
+        write.fail = fault.fail
+        with self._lock:
+            heapq.heappush(self._due, (self._clock() + fault.delay_s, next(self._numbers), write))
+
+    def take_notifications(self, name: str) -> list[Notification]:
+        self.advance()
+        with self._lock:
+            agent = self._agents[name]
+            if agent.frozen or agent.dead:
+                return []
+            taken, agent.inbox = agent.inbox, []
+            return taken
+
+    def advance(self) -> None:
+        """Lands whatever is due."""
+        with self._lock:
+            now, held = self._clock(), []
+            while self._due and self._due[0][0] <= now:
+                entry = heapq.heappop(self._due)
+                item = entry[2]
+                peer = self._agents[item.peer if isinstance(item, _LoopbackWrite) else item[0]]
+                if peer.frozen and not peer.dead:
+                    held.append(entry)
+                elif isinstance(item, _LoopbackWrite):
+                    self._land(item, peer, now)
+                else:
+                    peer.inbox.append(item[1])
+            for entry in held:
+                heapq.heappush(self._due, entry)
+
+    def _land(self, write: _LoopbackWrite, peer: _LoopbackAgent, now: float) -> None:
+        source = self._agents[write.source]
+        if source.dead:
+            return
+        if peer.dead or write.fail is not None:
+            write.error = write.fail or f"agent {write.peer} is gone"
+            write.state = WriteState.FAILED
+            return
+        for mine, theirs in zip(write.local, write.remote, strict=True):
+            peer.memory.write_block(theirs, source.memory.read_block(mine))
+        write.state = WriteState.DONE
+        if write.notification:
+            self._send(write.source, write.peer, write.notification, now)
+
+    def notify(self, source: str, peer: str, payload: bytes) -> None:
+        with self._lock:
+            self._send(source, peer, payload, self._clock())
+
+    def _send(self, source: str, peer: str, payload: bytes, now: float) -> None:
+        message = Notification(source, payload)
+        for delay_s in self.on_notify(source, peer, payload):
+            if delay_s <= 0:
+                self._agents[peer].inbox.append(message)
+            else:
+                heapq.heappush(self._due, (now + delay_s, next(self._numbers), (peer, message)))
+
+
+class LoopbackBackend:
+    """One agent on a fabric."""
+
+    kind = "loopback"
+
+    def __init__(self, fabric: LoopbackFabric) -> None:
+        self._fabric = fabric
+        self._name = ""
+        self._memory: PoolMemory | None = None
+        self._peers: dict[str, PeerMemory] = {}
+        self._introduced: set[str] = set()
+        self._writes: dict[int, _LoopbackWrite] = {}
+        self._numbers = itertools.count(1)
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def start(self, name: str, memory: PoolMemory) -> None:
+        self._fabric.join(name, memory)
+        self._name, self._memory = name, memory
+
+    def metadata(self) -> bytes:
+        return self._name.encode()
+
+    def connect(self, peer: str, metadata: bytes, memory: PeerMemory) -> None:
+        self._require(peer, metadata)
+        self._peers[peer] = memory
+
+    def add_peer(self, peer: str, metadata: bytes) -> None:
+        self._require(peer, metadata)
+        self._introduced.add(peer)
+
+    def remove_peer(self, peer: str) -> None:
+        self._introduced.discard(peer)
+
+    def _require(self, peer: str, metadata: bytes) -> None:
+        if metadata.decode() != peer:
+            raise TransferFailed(f"metadata is {metadata!r}'s, not {peer}'s")
+        self._fabric.require_alive(peer)
+
+    def disconnect(self, peer: str) -> None:
+        self._peers.pop(peer, None)
+
+    def write(self, peer: str, local: Sequence[int], remote: Sequence[int], notification: bytes) -> int:
+        handle = next(self._numbers)
+        write = self._writes[handle] = _LoopbackWrite(self._name, peer, tuple(local), tuple(remote), notification, None)
+        if peer in self._peers:
+            self._fabric.post(write)
+            self._fabric.advance()
+        else:
+            write.state, write.error = WriteState.FAILED, f"agent {peer} is not connected"
+        return handle
+
+    def notify(self, peer: str, payload: bytes) -> None:
+        if peer not in self._peers and peer not in self._introduced:
+            raise TransferFailed(f"agent {peer} is not connected")
+        self._fabric.notify(self._name, peer, payload)
+
+    def poll(self, handle: int) -> WriteState:
+        self._fabric.advance()
+        return self._writes[handle].state
+
+    def error(self, handle: int) -> str:
+        return self._writes[handle].error
+
+    def release(self, handle: int) -> None:
+        write = self._writes.pop(handle)
+        assert write.state is not WriteState.PENDING, "a pending write was released"
+
+    def notifications(self) -> list[Notification]:
+        return self._fabric.take_notifications(self._name)
+
+    def transport(self, peer: str, *, same_host: bool) -> Transport:
+        return Transport(self._fabric.transport, "reported")
+
+    def close(self) -> None:
+        self._fabric.kill(self._name)

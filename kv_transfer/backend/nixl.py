@@ -1,0 +1,294 @@
+"""The real backend: one NIXL agent with the UCX plugin, owned by the transfer thread.
+
+What had to be learnt (NIXL 1.5): transfer() and check_xfer_state() may copy inline; a notification leaves only while
+the initiator polls, and without a progress thread (it spins on a core) a target receives only while it polls; errors
+are exceptions; release() of an active handle does not stop it, so only terminal handles are released; a name is never
+used twice; descriptors are exchanged as numbers, because NIXL's own serialisation of them is pickle. The whole pool
+is one strided row (address, length, device, stride, count) per side, and NIXL merges neighbouring indices into one
+descriptor where both sides' are neighbours. Copies between GPUs are posted with the context of this thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import importlib.util
+import itertools
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from common.errors import TransferFailed
+from kv_transfer.backend.interface import Notification, Transport, WriteState
+from kv_transfer.backend.ucx_log import UcxLog
+from kv_transfer.memory import PeerMemory, PoolMemory
+
+_log = logging.getLogger(__name__)
+
+_MODULES = ("nixl_cu13._api", "nixl_cu12._api", "nixl._api")
+_STATES = {"DONE": WriteState.DONE, "PROC": WriteState.PENDING}
+
+
+@dataclass(slots=True)
+class _Peer:
+    memory: PeerMemory
+    blocks: Any
+
+
+@dataclass(slots=True)
+class _NixlTransfer:
+    handle: Any
+    state: WriteState = WriteState.PENDING
+    error: str = ""
+
+
+@dataclass(slots=True)
+class _NixlAgent:
+    """What exists from start to close."""
+
+    nixl: Any
+    memory: PoolMemory
+    registered: Any
+    blocks: Any
+    peers: dict[str, _Peer] = field(default_factory=dict)
+    notified_peers: dict[str, bytes] = field(default_factory=dict)  # with their metadata; NIXL knows them
+
+
+class NixlBackend:
+    """One NIXL agent. net_devices: the network devices that it may use, as UCX_NET_DEVICES takes them; None: what the
+    environment says.
+    """
+
+    kind = "nixl"
+
+    def __init__(self, net_devices: str | None = None) -> None:
+        self._net_devices = net_devices
+        self._name = ""
+        self._agent: _NixlAgent | None = None
+        self._writes: dict[int, _NixlTransfer] = {}
+        self._numbers = itertools.count(1)
+        self._ucx_log: UcxLog | None = None
+
+    def start(self, name: str, memory: PoolMemory) -> None:
+        os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+        if self._net_devices is not None:
+            os.environ["UCX_NET_DEVICES"] = self._net_devices
+        if memory.kind == "VRAM":
+            set_primary_context(memory.device)
+        self._ucx_log = UcxLog.open()
+        api = nixl_api()
+        config = api.nixl_agent_config(
+            enable_prog_thread=False, sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_RW, backends=["UCX"]
+        )
+        try:
+            nixl = api.nixl_agent(name, config)
+            size = memory.total_blocks * memory.block_bytes
+            registered = nixl.register_memory([(memory.base, size, memory.device, "")], memory.kind)
+            blocks = nixl.prep_xfer_dlist("NIXL_INIT_AGENT", _descriptor_row(memory), memory.kind)
+        except Exception as e:  # NIXL's exceptions have no common base of their own
+            raise TransferFailed(f"NIXL agent {name} cannot start: {e}") from e
+        self._name, self._agent = name, _NixlAgent(nixl, memory, registered, blocks)
+
+    def metadata(self) -> bytes:
+        return bytes(self._started.nixl.get_agent_metadata())
+
+    def connect(self, peer: str, metadata: bytes, memory: PeerMemory) -> None:
+        agent = self._started
+        if (known := agent.notified_peers.get(peer)) != metadata:  # NIXL takes an agent once
+            self.remove_peer(peer)
+            self._load(peer, metadata)
+            if known is not None:
+                agent.notified_peers[peer] = metadata
+        try:
+            agent.peers[peer] = _Peer(memory, agent.nixl.prep_xfer_dlist(peer, _descriptor_row(memory), memory.kind))
+        except Exception as e:
+            if peer not in agent.notified_peers:
+                agent.nixl.remove_remote_agent(peer)
+            raise TransferFailed(f"the pool of {peer} is not in its metadata: {e}") from e
+
+    def _load(self, peer: str, metadata: bytes) -> None:
+        nixl = self._started.nixl
+        try:
+            loaded = nixl.add_remote_agent(metadata)
+        except Exception as e:
+            raise TransferFailed(f"the metadata of {peer} was refused: {e}") from e
+        name = loaded.decode() if isinstance(loaded, bytes) else loaded
+        if name != peer:
+            if name not in self._started.peers and name not in self._started.notified_peers:
+                nixl.remove_remote_agent(name)
+            raise TransferFailed(f"the metadata is {name}'s, not {peer}'s")
+
+    def disconnect(self, peer: str) -> None:
+        agent = self._started
+        known = agent.peers.pop(peer, None)
+        if known is None:
+            return
+        try:
+            known.blocks.release()
+            agent.nixl.remove_remote_agent(peer)
+            if peer in agent.notified_peers:  # what NIXL knew served both
+                self._load(peer, agent.notified_peers[peer])
+        except Exception as e:
+            agent.notified_peers.pop(peer, None)
+            _log.warning("agent %s could not be removed: %s", peer, e)
+
+    def add_peer(self, peer: str, metadata: bytes) -> None:
+        agent = self._started
+        if peer not in agent.peers and agent.notified_peers.get(peer) != metadata:
+            self.remove_peer(peer)
+            self._load(peer, metadata)
+        agent.notified_peers[peer] = metadata
+
+    def remove_peer(self, peer: str) -> None:
+        agent = self._started
+        if agent.notified_peers.pop(peer, None) is None or peer in agent.peers:
+            return
+        try:
+            agent.nixl.remove_remote_agent(peer)
+        except Exception as e:
+            _log.warning("agent %s could not be removed: %s", peer, e)
+
+    def write(self, peer: str, local: Sequence[int], remote: Sequence[int], notification: bytes) -> int:
+        agent, number = self._started, next(self._numbers)
+        write = self._writes[number] = _NixlTransfer(None)
+        known = agent.peers.get(peer)
+        if known is None:
+            write.state, write.error = WriteState.FAILED, f"agent {peer} is not connected"
+            return number
+        try:
+            write.handle = agent.nixl.make_prepped_xfer(
+                "WRITE",
+                agent.blocks,
+                np.asarray(local, dtype=np.int32),
+                known.blocks,
+                np.asarray(remote, dtype=np.int32),
+                notification,
+            )
+            self._set_state(write, agent.nixl.transfer(write.handle))
+        except Exception as e:
+            self._set_failed(write, e)
+        return number
+
+    def notify(self, peer: str, payload: bytes) -> None:
+        if peer not in self._started.peers and peer not in self._started.notified_peers:
+            raise TransferFailed(f"agent {peer} is not connected")
+        try:
+            self._started.nixl.send_notif(peer, payload)
+        except Exception as e:
+            raise TransferFailed(f"{type(e).__name__}: {e}") from e
+
+    def poll(self, handle: int) -> WriteState:
+        write = self._writes[handle]
+        if write.state is WriteState.PENDING:
+            try:
+                self._set_state(write, self._started.nixl.check_xfer_state(write.handle))
+            except Exception as e:
+                self._set_failed(write, e)
+        return write.state
+
+    def error(self, handle: int) -> str:
+        return self._writes[handle].error
+
+    def release(self, handle: int) -> None:
+        write = self._writes.pop(handle)
+        assert write.state is not WriteState.PENDING, "a pending write was released"
+        if write.handle is not None:
+            try:
+                write.handle.release()
+            except Exception as e:
+                _log.warning("a terminal handle could not be released: %s", e)
+
+    def notifications(self) -> list[Notification]:
+        arrived = self._started.nixl.get_new_notifs()
+        return [
+            Notification(peer.decode() if isinstance(peer, bytes) else peer, bytes(payload))
+            for peer, payloads in arrived.items()
+            for payload in payloads
+        ]
+
+    def transport(self, peer: str, *, same_host: bool) -> Transport:
+        known = self._started.peers.get(peer)
+        if self._ucx_log is not None and known is not None:
+            memory = self._started.memory
+            name = self._ucx_log.transport(self._name, memory.block_bytes, memory.kind, same_host=same_host)
+            if name is not None:
+                return Transport(name, "reported")
+        allowed = os.environ.get("UCX_TLS", "all").split(",")
+        if "all" in allowed or any(tls in allowed for tls in ("cma", "shm", "sm")):
+            return Transport("cma" if same_host and self._started.memory.kind == "DRAM" else "unknown", "derived")
+        return Transport("tcp" if "tcp" in allowed else "unknown", "derived")
+
+    def close(self) -> None:
+        agent, self._agent = self._agent, None
+        if agent is None:
+            return
+        if any(write.state is WriteState.PENDING for write in self._writes.values()):
+            # An active handle may not be released, and its agent and buffers have to outlive it: they stay until the
+            # process ends.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object((agent, self._writes)))
+            return
+        for handle in list(self._writes):
+            self.release(handle)
+        for peer in {*agent.peers, *agent.notified_peers}:
+            if peer in agent.peers:
+                agent.peers[peer].blocks.release()
+            agent.nixl.remove_remote_agent(peer)
+        agent.blocks.release()
+        agent.nixl.deregister_memory(agent.registered)
+
+    @property
+    def _started(self) -> _NixlAgent:
+        assert self._agent is not None, "the backend is not started"
+        return self._agent
+
+    def _set_state(self, write: _NixlTransfer, state: str) -> None:
+        write.state = _STATES.get(state, WriteState.FAILED)
+        write.error = "" if state in _STATES else f"NIXL reports {state}"
+
+    def _set_failed(self, write: _NixlTransfer, error: Exception) -> None:
+        write.state, write.error = WriteState.FAILED, f"{type(error).__name__}: {error}"
+        for line in self._ucx_log.new_warnings() if self._ucx_log is not None else ():
+            _log.warning("UCX: %s", line)
+
+
+def nixl_api() -> Any:
+    """NIXL's Python API from whichever distribution is installed. Raises TransferFailed.
+
+    The CUDA-numbered packages come first: the `nixl` meta package imports torch.
+    """
+    for module in _MODULES:
+        if importlib.util.find_spec(module.partition(".")[0]) is not None:
+            try:
+                return importlib.import_module(module)
+            except ImportError as e:
+                _log.warning("%s is installed but does not load: %s", module, e)
+    raise TransferFailed("NIXL is not installed; install nixl-cu13")
+
+
+def _descriptor_row(memory: PoolMemory | PeerMemory) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    """A pool as one strided descriptor row."""
+    return np.array(
+        [[memory.base, memory.block_bytes, memory.device, memory.block_bytes, memory.total_blocks]], dtype=np.uint64
+    )
+
+
+def set_primary_context(device: int) -> None:
+    """device: as CUDA numbers the visible ones. Raises TransferFailed."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError as e:
+        raise TransferFailed(f"KV is on a GPU, but the driver does not load: {e}") from e
+    number, context = ctypes.c_int(), ctypes.c_void_p()
+    calls: tuple[tuple[str, Callable[[], int]], ...] = (
+        ("cuInit", lambda: cuda.cuInit(0)),
+        ("cuDeviceGet", lambda: cuda.cuDeviceGet(ctypes.byref(number), device)),
+        ("cuDevicePrimaryCtxRetain", lambda: cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), number)),
+        ("cuCtxSetCurrent", lambda: cuda.cuCtxSetCurrent(context)),
+    )
+    for name, call in calls:
+        if (result := call()) != 0:
+            raise TransferFailed(f"{name} of GPU {device} fails with {result}")

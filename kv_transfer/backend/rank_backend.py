@@ -1,0 +1,232 @@
+"""The transfer agents of a tensor-parallel group's other ranks: rank 0 drives them over a channel each.
+
+RankAgent is rank 0's end, owned by its transfer thread; `serve_rank_backend` runs in the other process, on a thread of its own.
+Writes are posted without an answer; the rank polls them while any is pending and says what became of each, once. A rank
+that is gone posts nothing more: everything it had under way counts as ended by an error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from common.errors import TransferFailed, Unavailable
+from common.process.rank_channel import RankChannel, RankMessage
+from kv_transfer.backend.interface import Backend, WriteState
+from kv_transfer.memory import PeerMemory, PoolMemory
+
+_log = logging.getLogger(__name__)
+
+CALL_S = 60.0  # the first agent of a machine loads libraries
+CLOSE_S = 2.0
+POLL_S = 0.001  # of a rank with writes under way
+IDLE_S = 0.02
+
+
+class RankBackendClient:
+    """rank: its number. The answers to what is posted are taken by `pump`."""
+
+    def __init__(self, rank: int, channel: RankChannel) -> None:
+        self.rank = rank
+        self._channel = channel
+        self._ended: dict[int, str] = {}  # by number: "" or why it failed
+        self._progress_requested = False
+        self._gone: str | None = None
+
+    def send_request(self, kind: str, payload: bytes = b"", **fields: Any) -> None:
+        """`answer` is to follow; what is asked of several ranks they do at the same time."""
+        if self._gone is None:
+            self._send(kind, payload, **fields)
+
+    def wait_response(self, timeout_s: float = CALL_S) -> RankMessage:
+        """Of the last `ask`. Raises TransferFailed when the rank refuses, is gone or says nothing."""
+        until = time.monotonic() + timeout_s
+        while self._gone is None:
+            if not self._ready(max(0.0, until - time.monotonic())):
+                self._mark_gone(f"tensor-parallel rank {self.rank} says nothing for {timeout_s:g} s")
+                break
+            message = self._take()
+            if message is not None and message.kind == "refused":
+                raise TransferFailed(f"tensor-parallel rank {self.rank}: {message.fields['error']}")
+            if message is not None:
+                return message
+        raise TransferFailed(self._gone or "")
+
+    def post(self, number: int, peer: str, local: Sequence[int], remote: Sequence[int]) -> None:
+        """Posts a write under a number that is new."""
+        blocks = np.array([local, remote], dtype=np.int32).tobytes()
+        self._send("write", blocks, number=number, peer=peer)
+
+    def result(self, number: int) -> str | None:
+        """None while it is under way, "" when it is done, else why it failed."""
+        if self._gone is not None:
+            return self._ended.get(number, self._gone)
+        return self._ended.get(number)
+
+    def forget(self, number: int) -> None:
+        """The write has ended."""
+        self._ended.pop(number, None)
+
+    def receive_results(self) -> None:
+        """Takes what the rank has said."""
+        while self._gone is None and self._ready(0.0):
+            self._take()
+
+    def request_progress(self) -> None:
+        """The rank makes progress now, and takes what arrived; one nudge is under way at a time."""
+        if not self._progress_requested:
+            self._progress_requested = True
+            self._send("nudge")
+
+    def close(self) -> None:
+        """Ends the rank's agent."""
+        try:
+            self.send_request("close")
+            self.wait_response(CLOSE_S)
+        except TransferFailed as error:
+            _log.warning("%s", error.message)
+
+    def _send(self, kind: str, payload: bytes = b"", **fields: Any) -> None:
+        if self._gone is not None:
+            return
+        try:
+            self._channel.send(kind, payload, **fields)
+        except Unavailable as error:
+            self._mark_gone(error.message)
+
+    def _ready(self, timeout_s: float) -> bool:
+        try:
+            return self._channel.wait_readable(timeout_s)
+        except Unavailable as error:
+            self._mark_gone(error.message)
+            return False
+
+    def _take(self) -> RankMessage | None:
+        """The next message, unless it is about writes or progress."""
+        try:
+            message = self._channel.receive()
+        except Unavailable as error:
+            self._mark_gone(error.message)
+            return None
+        if message.kind == "ended":
+            self._ended |= {int(number): why for number, why in message.fields["writes"].items()}
+            return None
+        if message.kind == "nudged":
+            self._progress_requested = False
+            return None
+        return message
+
+    def _mark_gone(self, why: str) -> None:
+        if self._gone is None:
+            _log.error("%s", why)
+            self._gone = why
+
+
+class _RankBackendServer:
+    """The other end: one backend, driven by messages until rank 0 is gone."""
+
+    def __init__(self, channel: RankChannel, make: Callable[[], Backend], memory: Callable[[], PoolMemory]) -> None:
+        self._channel, self._make, self._memory = channel, make, memory
+        self._backend: Backend | None = None
+        self._pending: dict[int, int] = {}  # rank 0's number -> the backend's handle
+        self._done: dict[int, str] = {}
+
+    def run(self) -> None:
+        while True:
+            if self._channel.wait_readable(POLL_S if self._pending else IDLE_S):
+                message = self._channel.receive()
+                if message.kind == "stop":
+                    return
+                self._handle(message)
+            if self._backend is not None:
+                self._backend.notifications()  # a rank gets none; this is its progress
+                self._poll(self._backend)
+            if self._done:
+                self._channel.send("ended", writes=self._done)
+                self._done = {}
+
+    def _handle(self, message: RankMessage) -> None:
+        if message.kind == "write":
+            self._post(message)
+        elif message.kind == "nudge":
+            self._channel.send("nudged")
+        else:
+            try:
+                payload, fields = self._answer(message)
+            except TransferFailed as error:
+                self._channel.send("refused", error=error.message)
+            else:
+                self._channel.send("done", payload, **fields)
+
+    def _answer(self, message: RankMessage) -> tuple[bytes, dict[str, Any]]:
+        said = message.fields
+        if message.kind == "start":
+            memory, self._backend = self._memory(), self._make()
+            self._backend.start(said["name"], memory)
+            return b"", {"base": memory.base, "device": memory.device}
+        backend = self._backend
+        if backend is None:
+            raise TransferFailed("the agent of this rank is not started")
+        if message.kind == "metadata":
+            return backend.metadata(), {}
+        if message.kind == "connect":
+            backend.connect(said["peer"], message.payload, PeerMemory(**said["memory"]))
+        elif message.kind == "disconnect":
+            backend.disconnect(said["peer"])
+        elif message.kind == "transport":
+            found = backend.transport(said["peer"], same_host=said["same_host"])
+            return b"", dataclasses.asdict(found)
+        elif message.kind == "close":
+            backend.close()
+            self._backend = None
+        else:
+            raise TransferFailed(f"{message.kind!r} is unknown here")
+        return b"", {}
+
+    def _post(self, message: RankMessage) -> None:
+        local, remote = np.frombuffer(message.payload, dtype=np.int32).reshape(2, -1).tolist()
+        number, peer = message.fields["number"], message.fields["peer"]
+        if self._backend is None:
+            self._done[number] = "the agent of this rank is not started"
+        else:
+            self._pending[number] = self._backend.write(peer, local, remote, b"")
+
+    def _poll(self, backend: Backend) -> None:
+        for number, handle in list(self._pending.items()):
+            state = backend.poll(handle)
+            if state is not WriteState.PENDING:
+                self._done[number] = backend.error(handle) or "failed" if state is WriteState.FAILED else ""
+                backend.release(handle)
+                del self._pending[number]
+
+
+def serve_rank_backend(channel: RankChannel, make: Callable[[], Backend], memory: Callable[[], PoolMemory]) -> None:
+    """Drives a rank's backend until rank 0 says stop, or is gone: then it raises Unavailable. make: the backend, and
+    memory: this rank's pool, are asked for when rank 0 starts it.
+    """
+    _RankBackendServer(channel, make, memory).run()
+
+
+def pack_group_metadata(agents: Sequence[tuple[str, bytes, int, int]]) -> bytes:
+    """(agent, metadata, base of its pool, device) of every rank, as one metadata."""
+    head = json.dumps([[name, len(metadata), base, device] for name, metadata, base, device in agents]).encode()
+    return b"".join([len(head).to_bytes(4, "little"), head, *(metadata for _, metadata, _, _ in agents)])
+
+
+def unpack_group_metadata(packed: bytes) -> list[tuple[str, bytes, int, int]]:
+    """What `pack_group_metadata` made it of. Raises TransferFailed when it is something else."""
+    try:
+        at = 4 + int.from_bytes(packed[:4], "little")
+        found: list[tuple[str, bytes, int, int]] = []
+        for name, size, base, device in json.loads(packed[4:at]):
+            found.append((str(name), packed[at : at + size], int(base), int(device)))
+            at += size
+    except (ValueError, TypeError) as error:
+        raise TransferFailed("this is no metadata of a tensor-parallel group") from error
+    return found

@@ -1,0 +1,87 @@
+"""Calls to other pods' Transfer service: one channel per address, every call but Info signed, errors as BatonError.
+
+gRPC goes on dialling an address at which nobody lives any more: channels that nobody used for long are closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TypeVar
+
+import grpc
+from google.protobuf.message import Message
+
+from common.auth import Signer
+from common.errors import DeadlineExceeded
+from common.pb import transfer_pb2
+from common.rpc import open_channel, translate_rpc_errors
+
+SERVICE = "baton.v1.Transfer"
+UNUSED_S = 600.0  # longer than any call
+
+_Response = TypeVar("_Response", bound=Message)
+
+
+def method_path(name: str) -> str:
+    """Full name of a method, as signatures cover it."""
+    return f"/{SERVICE}/{name}"
+
+
+class PeerRpcClient:
+    """Owned by the event loop."""
+
+    def __init__(self, signer: Signer) -> None:
+        self._signer = signer
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._used: dict[str, float] = {}  # by address, when last
+
+    async def info(self, address: str, timeout_s: float) -> transfer_pb2.InfoResponse:
+        """Who answers at `address`."""
+        return await self._send(address, "Info", transfer_pb2.InfoRequest(), transfer_pb2.InfoResponse, timeout_s, ())
+
+    async def call(
+        self, address: str, name: str, request: Message, response: type[_Response], timeout_s: float
+    ) -> _Response:
+        """A signed call. Raises the peer's BatonError, Unavailable or DeadlineExceeded."""
+        return await self._send(
+            address, name, request, response, timeout_s, self._signer.sign(method_path(name), request)
+        )
+
+    async def _send(
+        self,
+        address: str,
+        name: str,
+        request: Message,
+        response: type[_Response],
+        timeout_s: float,
+        metadata: tuple[tuple[str, str | bytes], ...],
+    ) -> _Response:
+        if timeout_s <= 0:
+            raise DeadlineExceeded(f"no time left for {name}")
+        unused: list[grpc.aio.Channel] = []
+        if address not in self._channels:
+            unused, self._channels[address] = self._take_unused(), open_channel(address)
+        self._used[address] = time.monotonic()
+        call = self._channels[address].unary_unary(
+            method_path(name),
+            request_serializer=type(request).SerializeToString,
+            response_deserializer=response.FromString,
+        )
+        for one in unused:
+            await one.close(None)
+        with translate_rpc_errors():
+            answer: _Response = await call(request, timeout=timeout_s, metadata=metadata)
+        return answer
+
+    def _take_unused(self) -> list[grpc.aio.Channel]:
+        """Takes out what nobody used for long."""
+        since = time.monotonic() - UNUSED_S
+        old = [address for address, used in self._used.items() if used < since]
+        for address in old:
+            del self._used[address]
+        return [self._channels.pop(address) for address in old]
+
+    async def close(self) -> None:
+        channels, self._channels = list(self._channels.values()), {}
+        await asyncio.gather(*(one.close(None) for one in channels))

@@ -1,0 +1,397 @@
+"""Transfers into this pod: the table of receiver machines, and what their actions do.
+
+Everything but reserve() runs on the transfer thread. A transfer leaves the table when it is READY or CLOSED; a
+bounded memory of committed ones answers a commit that is sent again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+from common.errors import BatonError, BlockDamaged, TransferFailed, Unavailable, UnknownTransfer
+from common.types import TransferId
+from kv_transfer.memory import PinnedBlocks, PoolMemory, release_pin
+from kv_transfer.messages import Commit, DroppedMessages, Writer
+from kv_transfer.notifications import CommitNotification, CommittedNotification, RangeWritten
+from kv_transfer.peers.process_watch import ProcessWatch
+from kv_transfer.receiver.state_machine import (
+    CheckChecksums,
+    FreeBlocks,
+    ReceiveFailed,
+    ReceiverAction,
+    ReceiverMachine,
+    ReceiverState,
+    RequestDrain,
+    TransferReady,
+)
+from kv_transfer.transfer_thread import HOT_POLL_LIMIT_S
+
+_log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+_REMEMBERED = 65536
+MAX_NOTIFICATION_PEERS = 1024  # pods on other hosts end unseen: beyond, the first one is answered by calls
+_TICK_S = 0.01
+_LOOK_S = 0.1
+COMMIT_WAIT_S = 0.05  # that a commit waits for its last ranges before it is answered "not yet"
+
+
+@dataclass(frozen=True, slots=True)
+class _WaitingCommit:
+    """A commit that is not answered yet; None: it came as a note."""
+
+    answer: Future[float] | None
+    until: float
+
+
+class NotificationPeers(Protocol):
+    """Of the backend, what notes need."""
+
+    def add_peer(self, peer: str, metadata: bytes) -> None: ...
+
+    def remove_peer(self, peer: str) -> None: ...
+
+    def notify(self, peer: str, payload: bytes) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class _IncomingTransfer:
+    machine: ReceiverMachine
+    request_id: str
+    first_block: int
+    blocks: tuple[int, ...]
+    hold: PinnedBlocks
+    on_ready: Callable[[Commit], None]
+    on_failed: Callable[[BatonError], None]
+    waiting: list[_WaitingCommit] = field(default_factory=list)
+    asked_at: float = 0.0  # when the first commit came
+
+
+class TransferReceiver:
+    """ask_drain(transfer id, writer) is called on the transfer thread and answers by drained() or drain_failed();
+    agents: whom notes reach (the backend, once it is started).
+    """
+
+    def __init__(
+        self,
+        memory: PoolMemory,
+        drops: DroppedMessages,
+        clock: Callable[[], float],
+        ask_drain: Callable[[TransferId, Writer], None],
+        agents: Callable[[], NotificationPeers],
+    ) -> None:
+        self.received_transfers = 0
+        self.received_blocks = 0
+        self.damaged_transfers = 0
+        self._memory = memory
+        self._drops = drops
+        self._clock = clock
+        self._ask_drain = ask_drain
+        self._agents = agents
+        self._notification_peers: dict[str, None] = {}  # the last one at the end
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._table: dict[TransferId, _IncomingTransfer] = {}
+        self._committed: OrderedDict[TransferId, int] = OrderedDict()
+        self._watches: dict[str, ProcessWatch | None] = {}
+        self._next_tick = 0.0
+        self._next_look = 0.0
+
+    def new_transfer_id(self, generation: int) -> TransferId:
+        """A transfer id that was never used. Any thread."""
+        with self._lock:
+            return TransferId(generation, next(self._numbers))
+
+    def add(
+        self,
+        transfer_id: TransferId,
+        request_id: str,
+        first_block: int,
+        blocks: Sequence[int],
+        hold: PinnedBlocks,
+        deadline: float,
+        on_ready: Callable[[Commit], None],
+        on_failed: Callable[[BatonError], None],
+    ) -> None:
+        """Blocks are reserved for a writer that is to come."""
+        machine = ReceiverMachine(transfer_id, first_block=first_block, num_blocks=len(blocks), deadline=deadline)
+        self._table[transfer_id] = _IncomingTransfer(
+            machine, request_id, first_block, tuple(blocks), hold, on_ready, on_failed
+        )
+
+    @property
+    def num_open(self) -> int:
+        """Transfers that expect messages."""
+        return len(self._table)
+
+    @property
+    def poll_fast(self) -> bool:
+        """Bytes are coming that move only while this side polls, or a notification is overdue."""
+        return any(
+            ((writer := entry.machine.writer) is not None and writer.polled) or entry.machine.commit_waits_for_ranges
+            for entry in self._table.values()
+        )
+
+    @property
+    def poll_hot(self) -> bool:
+        """A commit came just now, before the last bytes."""
+        since = self._clock() - HOT_POLL_LIMIT_S
+        return any(entry.machine.commit_waits_for_ranges and entry.asked_at > since for entry in self._table.values())
+
+    @property
+    def quarantined_blocks(self) -> int:
+        return sum(entry.machine.num_quarantined for entry in list(self._table.values()))
+
+    def is_watched(self, agent: str) -> bool:
+        """Whether watch() was called for this writer."""
+        return agent in self._watches
+
+    def watch(self, agent: str, watch: ProcessWatch | None) -> None:
+        """How this writer's process can be seen to end; None when it cannot."""
+        if agent in self._watches:
+            if watch is not None:
+                watch.close()
+            return
+        self._watches[agent] = watch
+
+    def add_peer(self, agent: str, metadata: bytes) -> bool:
+        """Whether this writer may send notes, and is answered by them. One that shakes hands again may have lost the
+        way to here, so answers may have lost the way back: they get a new one.
+        """
+        self.remove_peer(agent)
+        try:
+            self._agents().add_peer(agent, metadata)
+        except TransferFailed as e:
+            _log.warning("%s cannot be told anything but by calls: %s", agent, e.message)
+            return False
+        self._notification_peers[agent] = None
+        if len(self._notification_peers) > MAX_NOTIFICATION_PEERS:
+            self.remove_peer(next(iter(self._notification_peers)))
+        return True
+
+    def remove_peer(self, agent: str) -> None:
+        """Nothing is said to this writer any more."""
+        if agent in self._notification_peers:
+            del self._notification_peers[agent]
+            self._agents().remove_peer(agent)
+
+    def forget_writer(self, agent: str) -> None:
+        """A writer that is gone, or has a successor. As long as there is a transfer of it, its process is watched."""
+        self.remove_peer(agent)
+        watch = self._watches.get(agent)
+        if watch is None or agent not in self._in_use():
+            self._watches.pop(agent, None)
+            if watch is not None:
+                watch.close()
+
+    def _in_use(self) -> set[str]:
+        """Writers of transfers that are not over."""
+        return {entry.machine.writer.agent for entry in self._table.values() if entry.machine.writer is not None}
+
+    def open_transfer(self, transfer_id: TransferId, request_id: str, writer: Writer) -> None:
+        """Raises UnknownTransfer: nothing may be written."""
+        entry = self._table.get(transfer_id)
+        if entry is None or entry.request_id != request_id:
+            self._drops.count("open_unknown")
+            raise UnknownTransfer(f"transfer {transfer_id} is not expected here")
+        entry.machine.open(writer, self._clock())
+
+    def commit(self, transfer_id: TransferId, generation: int, commit: Commit, answer: Future[float]) -> None:
+        """Idempotent. The answer comes once every range is here, with the seconds that the first commit waited for
+        that; Unavailable where one takes longer than PATIENCE_S, else UnknownTransfer or TransferFailed: the KV will
+        not be used.
+        """
+        entry = self._table.get(transfer_id)
+        if entry is None:
+            if self._committed.get(transfer_id) == generation:
+                _resolve(answer, 0.0)
+            else:
+                self._drops.count("commit_unknown")
+                _resolve(answer, UnknownTransfer(f"transfer {transfer_id} is over"))
+            return
+        try:
+            actions = entry.machine.commit(generation, commit, self._clock())
+        except UnknownTransfer as error:
+            _resolve(answer, error)
+            return
+        self._wait(entry, answer)
+        self._apply(entry, actions)
+
+    def _wait(self, entry: _IncomingTransfer, answer: Future[float] | None) -> None:
+        now = self._clock()
+        entry.asked_at = entry.asked_at or now
+        entry.waiting.append(_WaitingCommit(answer, now + COMMIT_WAIT_S))
+
+    def on_notification(self, peer: str, message: RangeWritten | CommitNotification) -> None:
+        """A range landed, or a commit came; what does not fit is dropped and counted. Of a commit that cannot be
+        answered well nothing is said: the call that follows it is told why.
+        """
+        entry = self._table.get(message.transfer_id)
+        if entry is None:
+            self._drops.count("notification_late")
+            return
+        machine = entry.machine
+        if isinstance(message, RangeWritten):
+            actions = machine.range_written(peer, message.first, message.count, self._clock())
+        elif machine.writer is None or machine.writer.agent != peer:
+            actions = None
+        else:
+            try:
+                actions = machine.commit(machine.writer.generation, message.commit, self._clock())
+            except UnknownTransfer:
+                actions = None
+            else:
+                self._wait(entry, None)
+        if actions is None:
+            self._drops.count("notification_misfit")
+        else:
+            self._apply(entry, actions)
+
+    def shrink_to(self, transfer_id: TransferId, num_blocks: int) -> None:
+        """The writer sends only the first num_blocks blocks."""
+        entry = self._table.get(transfer_id)
+        if entry is not None:
+            self._apply(entry, entry.machine.shrink_to(num_blocks))
+
+    def release(self, transfer_id: TransferId) -> None:
+        """The request is over for this pod; ids that are not there (any more) are fine."""
+        entry = self._table.get(transfer_id)
+        if entry is not None:
+            self._apply(entry, entry.machine.release(self._clock()))
+
+    def drained(self, transfer_id: TransferId, generation: int, clean: bool) -> None:
+        entry = self._table.get(transfer_id)
+        if entry is not None:
+            self._apply(entry, entry.machine.drained(generation, clean, self._clock()))
+
+    def drain_failed(self, transfer_id: TransferId) -> None:
+        entry = self._table.get(transfer_id)
+        if entry is not None:
+            self._apply(entry, entry.machine.drain_failed(self._clock()))
+
+    def writer_replaced(self, transfer_id: TransferId, writer: Writer) -> None:
+        """A newer generation answers at the writer's address: proof, unless the writer's process can be watched."""
+        entry = self._table.get(transfer_id)
+        if entry is None or entry.machine.writer != writer:
+            return
+        if self._watches.get(writer.agent) is not None:
+            self._apply(entry, entry.machine.drain_failed(self._clock()))
+        else:
+            self._apply(entry, entry.machine.writer_ended(self._clock()))
+
+    def tick(self, now: float) -> None:
+        if now < self._next_tick:
+            return
+        self._next_tick = now + _TICK_S
+        for entry in list(self._table.values()):
+            self._apply(entry, entry.machine.tick(now))
+            if entry.waiting and entry.waiting[0].until <= now:
+                missing = (
+                    f"{entry.machine.num_missing} blocks of transfer {entry.machine.transfer_id} have not arrived yet"
+                )
+                self._answer_all(entry, Unavailable(missing))
+        if now < self._next_look:
+            return
+        self._next_look = now + _LOOK_S
+        ended = {agent for agent, watch in self._watches.items() if watch is not None and watch.ended()}
+        for entry in list(self._table.values()):
+            if entry.machine.writer is not None and entry.machine.writer.agent in ended:
+                self._apply(entry, entry.machine.writer_ended(now))
+        for agent in ended - self._in_use():
+            self.forget_writer(agent)
+
+    def close(self) -> None:
+        """This pod ends: whoever waits is told. What may still be written stays held until the process is gone."""
+        for entry in list(self._table.values()):
+            self._apply(entry, entry.machine.release(self._clock()))
+        for watch in self._watches.values():
+            if watch is not None:
+                watch.close()
+        self._watches.clear()
+
+    def _apply(self, entry: _IncomingTransfer, actions: Sequence[ReceiverAction]) -> None:
+        machine = entry.machine
+        for action in actions:
+            match action:
+                case FreeBlocks(blocks):
+                    release_pin(entry.hold, [entry.blocks[block - entry.first_block] for block in blocks])
+                case CheckChecksums(commit):
+                    error = self._mismatch(entry, commit)
+                    self.damaged_transfers += error is not None
+                    self._apply(entry, machine.checked(error, self._clock()))
+                case TransferReady(commit):
+                    assert machine.writer is not None, "ready without a writer"
+                    self._remember_committed(machine.transfer_id, machine.writer.generation)
+                    del self._table[machine.transfer_id]
+                    self.received_transfers += 1
+                    self.received_blocks += machine.num_blocks
+                    self._answer_all(entry)  # first: the writer waits, and what follows here takes a while
+                    _notify(entry.on_ready, commit)
+                case ReceiveFailed(error):
+                    over = f"transfer {machine.transfer_id} is over: {error.message}"
+                    damaged = isinstance(error, BlockDamaged)
+                    self._answer_all(entry, TransferFailed(over) if damaged else UnknownTransfer(over))
+                    _notify(entry.on_failed, error)
+                case RequestDrain(writer):
+                    self._ask_drain(machine.transfer_id, writer)
+        if machine.state is ReceiverState.CLOSED:
+            self._table.pop(machine.transfer_id, None)
+
+    def _answer_all(self, entry: _IncomingTransfer, error: BatonError | None = None) -> None:
+        """error: not to notes, which are followed by calls that will hear it."""
+        waiting, entry.waiting = entry.waiting, []
+        awaited_s = self._clock() - entry.asked_at
+        if error is None and any(one.answer is None for one in waiting):
+            self._notify_committed(entry, awaited_s)
+        for one in waiting:
+            if one.answer is not None:
+                _resolve(one.answer, awaited_s if error is None else error)
+
+    def _notify_committed(self, entry: _IncomingTransfer, awaited_s: float) -> None:
+        writer = entry.machine.writer
+        assert writer is not None, "a commit without a writer"
+        if writer.agent not in self._notification_peers:
+            return  # a call follows
+        try:
+            self._agents().notify(
+                writer.agent, CommittedNotification(entry.machine.transfer_id, int(awaited_s * 1e6)).pack()
+            )
+        except TransferFailed as e:
+            _log.warning("%s cannot be notified: %s", writer.pod, e.message)
+
+    def _mismatch(self, entry: _IncomingTransfer, commit: Commit) -> str | None:
+        blocks = entry.blocks[: entry.machine.num_blocks]
+        if len(commit.checksums) != len(blocks):
+            return f"{len(commit.checksums)} checksums for {len(blocks)} blocks"
+        for index, (block, expected) in enumerate(zip(blocks, commit.checksums, strict=True)):
+            if zlib.crc32(self._memory.read_block(block)) != expected:
+                return f"block {entry.first_block + index} arrived damaged"
+        return None
+
+    def _remember_committed(self, transfer_id: TransferId, generation: int) -> None:
+        self._committed[transfer_id] = generation
+        if len(self._committed) > _REMEMBERED:
+            self._committed.popitem(last=False)
+
+
+def _resolve(answer: Future[float], outcome: float | BatonError) -> None:
+    """Unless its caller has gone."""
+    if answer.set_running_or_notify_cancel():
+        answer.set_exception(outcome) if isinstance(outcome, BatonError) else answer.set_result(outcome)
+
+
+def _notify(callback: Callable[[_T], None], value: _T) -> None:
+    """A callback that fails must not end other transfers."""
+    try:
+        callback(value)
+    except Exception:
+        _log.exception("a transfer's callback failed")

@@ -1,0 +1,364 @@
+"""The OpenAI REST API: bodies, connections that are kept, and answers streamed or whole."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import ssl
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+import orjson
+
+from common.errors import ConfigError, Unavailable
+from loadtest.client.base import GRACE_S, LEAVE_S, RESPONSE_TIMEOUT_S, LoopYielder, RequestDraft
+from loadtest.client.http_connection import HttpConnection, ParseQueue
+from loadtest.config import LoadConfig
+from loadtest.run import RequestRecord
+from loadtest.workload.prompts import ModelAnswer, PromptMessage, TextPiece
+
+CONNECT_S = 10.0
+CACHED_PIECES = 4096
+MAX_ERROR_BYTES = 1 << 16
+
+
+class RestClient:
+    """See client.Client. It must be made inside the event loop that it is used in."""
+
+    def __init__(self, config: LoadConfig) -> None:
+        parts = urlsplit(config.url)
+        try:
+            port = parts.port or (443 if parts.scheme == "https" else 80)
+        except ValueError as e:
+            raise ConfigError(f"--url: {e}", field="url") from e
+        self._config = config
+        self._host, self._port = parts.hostname or "", port
+        self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
+        self._prefix = parts.path
+        self._authority = parts.netloc.rpartition("@")[2]
+        self._pump = ParseQueue()
+        self._idle: list[HttpConnection] = []
+        self._model = config.model
+        self._timeout_s = RESPONSE_TIMEOUT_S if config.deadline_s is None else config.deadline_s + GRACE_S
+        self._piece = functools.lru_cache(CACHED_PIECES)(self._encoded)
+
+    async def model(self) -> str:
+        """The configured name, or the first that the server lists. Also learns whether there is a server."""
+        record = RequestRecord("", 0, 0, 0, 0, time.perf_counter())
+        key = self._config.api_keys[0] if self._config.api_keys else ""
+        exchange = await self._exchange(self._head("GET", "/v1/models", key, b""), record, _WholeAnswer)
+        if record.error:
+            raise Unavailable(f"{self._config.url}: {record.message or record.error}")
+        try:
+            names = [entry["id"] for entry in orjson.loads(bytes(exchange.data))["data"]]
+        except (ValueError, KeyError, TypeError) as e:
+            raise Unavailable(f"{self._config.url}/v1/models is not a list of models") from e
+        if not names:
+            raise Unavailable(f"{self._config.url} serves no model")
+        if self._model and self._model not in names:
+            raise ConfigError(
+                f"--model: {self._config.url} serves {', '.join(names)}, not {self._model}", field="model"
+            )
+        self._model = self._model or names[0]
+        return self._model
+
+    async def build(self, draft: RequestDraft) -> bytes:
+        """Head and body."""
+        config, turn = self._config, draft.turn
+        fields: dict[str, Any] = {
+            "model": self._model,
+            "max_tokens": turn.output_tokens,
+            "temperature": config.temperature,
+            "stream": config.stream,
+        }
+        if config.ignore_eos:
+            fields["ignore_eos"] = True
+        if config.stream:
+            fields["stream_options"] = {"include_usage": True}
+        slices = LoopYielder()
+        if config.endpoint == "chat":
+            messages = [
+                b'{"role":"%b","content":"%b"}' % (m.role.encode(), await self._content(m, draft, slices, b" "))
+                for m in turn.messages
+            ]
+            prompt = b'"messages":[' + b",".join(messages) + b"]"
+        else:
+            joint = b" " if config.form == "text" else b","
+            prompt = joint.join([await self._content(m, draft, slices, joint) for m in turn.messages])
+            prompt = b'"prompt":"%b"' % prompt if config.form == "text" else b'"prompt":[%b]' % prompt
+        body = orjson.dumps(fields)[:-1] + b"," + prompt + b"}"
+        path = "/v1/chat/completions" if config.endpoint == "chat" else "/v1/completions"
+        extra = {"x-request-id": draft.request_id, "x-session-affinity": draft.affinity}
+        if config.deadline_s is not None:
+            extra["x-request-timeout"] = f"{config.deadline_s:g}"
+        return self._head("POST", path, draft.key, body, extra) + body
+
+    async def send(self, request: bytes, record: RequestRecord) -> None:
+        """See client.Client."""
+        await self._exchange(request, record, _StreamedAnswer if self._config.stream else _WholeAnswer)
+
+    async def close(self) -> None:
+        """Closes the connections that are kept."""
+        for connection in self._idle:
+            connection.close()
+        self._idle.clear()
+        await asyncio.sleep(0)  # transports close in the loop's next turn
+
+    async def _exchange(self, request: bytes, record: RequestRecord, kind: type[_RestExchange]) -> _RestExchange:
+        record.sent_s = time.perf_counter()
+        while True:
+            exchange = kind(record)
+            connection = self._kept()
+            if connection is None:
+                try:
+                    connection = await self._connect()
+                except (OSError, TimeoutError) as e:
+                    record.fail("connect", str(e) or f"no connection within {CONNECT_S:g} s", time.perf_counter())
+                    return exchange
+            stale = connection.reused
+            await exchange.run(connection, request, self._timeout_s - (time.perf_counter() - record.sent_s))
+            if stale and not connection.began and record.error == "disconnected":
+                # The server closed an idle connection while we wrote to it: it did not take the request.
+                record.error = record.message = ""
+                continue
+            if connection.idle:
+                self._idle.append(connection)
+            return exchange
+
+    def _kept(self) -> HttpConnection | None:
+        while self._idle:
+            if (connection := self._idle.pop()).idle:
+                return connection
+        return None
+
+    async def _connect(self) -> HttpConnection:
+        loop = asyncio.get_running_loop()
+        name = self._host if self._ssl is not None else None
+        async with asyncio.timeout(CONNECT_S):
+            _, connection = await loop.create_connection(
+                lambda: HttpConnection(self._pump), self._host, self._port, ssl=self._ssl, server_hostname=name
+            )
+        if self._ssl is None and sys.platform == "linux":
+            connection.use_kernel_timestamps()
+        return connection
+
+    def _head(self, method: str, path: str, key: str, body: bytes, extra: dict[str, str] | None = None) -> bytes:
+        lines = [f"{method} {self._prefix}{path} HTTP/1.1", f"host: {self._authority}"]
+        if key:
+            lines.append(f"authorization: Bearer {key}")
+        if body:
+            lines += ["content-type: application/json", f"content-length: {len(body)}"]
+        lines += [f"{name}: {value}" for name, value in (extra or {}).items()]
+        return "\r\n".join([*lines, "", ""]).encode()
+
+    async def _content(self, message: PromptMessage, draft: RequestDraft, slices: LoopYielder, joint: bytes) -> bytes:
+        """One message as a fragment of JSON."""
+        known = draft.answers.get(message.answer) if message.answer is not None else None
+        if known is not None and self._config.form == "text":
+            return orjson.dumps(known.text)[1:-1]
+        parts = []
+        for piece in message.pieces:
+            parts.append(self._piece(piece))
+            await slices.yield_if_due()
+        return joint.join(parts)
+
+    def _encoded(self, piece: TextPiece) -> bytes:
+        if self._config.form == "text":
+            return piece.text().encode()
+        return orjson.dumps(piece.ids(*self._config.vocab))[1:-1]
+
+
+class _RestExchange:
+    """One request's answer: run() starts it and returns when it has ended."""
+
+    def __init__(self, record: RequestRecord) -> None:
+        self.record = record
+        self.data = bytearray()
+        self._status = 0
+        self._done = asyncio.get_running_loop().create_future()
+        self._connection: HttpConnection | None = None
+
+    async def run(self, connection: HttpConnection, request: bytes, timeout_s: float) -> None:
+        """Ends when the record is complete."""
+        self._connection = connection
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(max(0.0, timeout_s), self._expire)
+        leave = loop.call_later(LEAVE_S, self._leave) if self.record.abort_after == 0 else None
+        connection.start(self, request)
+        try:
+            await self._done
+        finally:
+            timer.cancel()
+            if leave is not None:
+                leave.cancel()
+            if not self._done.done():  # cancelled from outside
+                connection.close()
+
+    def headers(self, status: int, at: float) -> None:
+        """See http_connection.Exchange."""
+        self._status = status
+
+    def body(self, data: bytes, at: float) -> None:
+        """See http_connection.Exchange."""
+        if len(self.data) < MAX_ERROR_BYTES or self._status == 200:
+            self.data += data
+
+    def ended(self, at: float) -> None:
+        """See http_connection.Exchange."""
+        if self._status != 200:
+            kind, message = _error(bytes(self.data))
+            self.record.fail(f"http {self._status} {kind}".strip(), message, at)
+        else:
+            self.answered(at)
+        self._finish(at)
+
+    def answered(self, at: float) -> None:
+        """The whole body of a 200 is here."""
+
+    def lost(self, why: str, at: float) -> None:
+        """See http_connection.Exchange."""
+        self.record.fail("disconnected", why, at)
+        self._finish(at)
+
+    def usage(self, usage: dict[str, Any]) -> None:
+        """What the server counted."""
+        record = self.record
+        record.tokens = usage.get("completion_tokens") or record.tokens
+        record.prompt_tokens = usage.get("prompt_tokens")
+        record.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+
+    def _leave(self) -> None:
+        if not self._done.done():
+            self.record.aborted = True
+            self._hang_up()
+
+    def _expire(self) -> None:
+        if not self._done.done():
+            self.record.fail("timeout", "no answer in time", time.perf_counter())
+            self._hang_up()
+
+    def _hang_up(self) -> None:
+        assert self._connection is not None
+        self._connection.close()
+        self._finish(time.perf_counter())
+
+    def _finish(self, at: float) -> None:
+        record = self.record
+        record.ended_s = record.ended_s or at
+        record.tokens = record.tokens or len(record.event_times)
+        if not self._done.done():
+            self._done.set_result(None)
+
+
+class _WholeAnswer(_RestExchange):
+    """An answer in one piece: when it began is not known."""
+
+    def answered(self, at: float) -> None:
+        """Reads it."""
+        if not self.record.planned_output:
+            return  # not an answer of the model
+        try:
+            answer = orjson.loads(bytes(self.data))
+            choice = answer["choices"][0]
+            text = choice["message"]["content"] if "message" in choice else choice["text"]
+            self.record.finish = choice["finish_reason"]
+        except (ValueError, KeyError, IndexError, TypeError) as e:
+            self.record.fail("protocol", f"not an answer: {e}", at)
+            return
+        self.record.answer = ModelAnswer(text or "")
+        self.usage(answer.get("usage") or {})
+
+
+class _StreamedAnswer(_RestExchange):
+    """An answer as server-sent events."""
+
+    def __init__(self, record: RequestRecord) -> None:
+        super().__init__(record)
+        self._events = SseParser()
+        self._texts: list[str] = []
+
+    def body(self, data: bytes, at: float) -> None:
+        """Reads its events."""
+        if self._status != 200:
+            super().body(data, at)
+            return
+        try:
+            for event in self._events.feed(data):
+                self._read(event, at)
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as e:
+            self.record.fail("protocol", f"not an event of an answer: {e!r}", at)
+            self._hang_up()
+
+    def answered(self, at: float) -> None:
+        """A stream that ends without a reason was cut."""
+        record = self.record
+        if not record.finish:
+            record.fail("incomplete", "the stream ended without a finish reason", at)
+        record.answer = ModelAnswer("".join(self._texts))
+
+    def _read(self, event: bytes, at: float) -> None:
+        if event == b"[DONE]" or self._done.done():
+            return
+        record, chunk = self.record, orjson.loads(event)
+        choices: Sequence[dict[str, Any]] | None = chunk.get("choices")
+        if choices:
+            choice = choices[0]
+            delta = choice.get("delta")
+            text = choice.get("text") if delta is None else delta.get("content") or delta.get("reasoning_content")
+            if text:
+                record.event_times.append(at)
+                self._texts.append(text)
+                if record.abort_after is not None and len(record.event_times) >= record.abort_after > 0:
+                    self._leave()
+            if finish := choice.get("finish_reason"):
+                record.finish, record.ended_s = finish, at
+                if not record.event_times:  # tokens without text, as of a broken character
+                    record.event_times.append(at)
+        elif "error" in chunk:
+            kind, message = _error(event)
+            record.fail(f"stream {kind}".strip(), message, at)
+        if usage := chunk.get("usage"):
+            self.usage(usage)
+
+
+def _error(body: bytes) -> tuple[str, str]:
+    """Kind and message of an error as OpenAI writes it; of another body, its beginning."""
+    try:
+        error = orjson.loads(body)["error"]
+        return str(error.get("code") or error.get("type") or ""), str(error.get("message") or "")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return "", body[:200].decode(errors="replace")
+
+
+class SseParser:
+    """feed() takes bytes and gives the data of the events that they complete. Other fields and comments are dropped."""
+
+    __slots__ = ("_rest",)
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The data of each complete event, its lines joined."""
+        data = self._rest + data if self._rest else data
+        if b"\r" in data:
+            # A CR at the very end may be half of a line end.
+            held = data.endswith(b"\r")
+            data = (data[:-1] if held else data).replace(b"\r\n", b"\n").replace(b"\r", b"\n") + (
+                b"\r" if held else b""
+            )
+        *events, self._rest = data.split(b"\n\n")
+        found = []
+        for event in events:
+            if event.startswith(b"data: ") and b"\n" not in event:  # nearly all
+                found.append(event[6:])
+            elif lines := [_value(line) for line in event.split(b"\n") if line.startswith(b"data:")]:
+                found.append(b"\n".join(lines))
+        return found
+
+
+def _value(line: bytes) -> bytes:
+    return line[6:] if line[5:6] == b" " else line[5:]

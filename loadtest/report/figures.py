@@ -1,0 +1,263 @@
+"""A finished run in figures: the document that is written as JSON, compared, and drawn.
+
+Times are milliseconds. Each is told from when a request was *sent*; `_intended` counts from when it should have been,
+so that a generator or a limit that held requests back cannot hide what users would have waited (coordinated omission:
+Tene, "How NOT to measure latency").
+
+- ttft: first text. itl: time between two events that brought text. tpot: a request's mean time per token after the
+  first, by the tokens that the server counted. e2e: until the end of the answer.
+- A request is *good* when it was answered whole and keeps every objective: ttft and e2e from its intended time, itl the
+  mean between its tokens (as `baton plan` has it), gap its longest pause. goodput: good requests per second.
+- Requests that failed, or whose client left on purpose, are in no latency. Rates are over the time from the run's zero
+  (or the end of settling) to the end of the last counted answer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+from loadtest.run import LoadRun, RequestRecord
+from loadtest.slo import percentile_of_sorted
+
+FORMAT = 1
+PERCENTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
+MOST_BINS = 240
+BINS_S = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 15.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+CURVE = (*(i / 100 for i in range(100)), 0.995, 0.999, 0.9999, 1.0)
+MESSAGES = 3  # that are kept of one kind of error
+LATE_MS = 5.0
+BUSY = 0.9  # of a core
+
+Latency = Callable[[RequestRecord], float | None]
+
+
+def ttft_intended_s(record: RequestRecord) -> float | None:
+    """From the intended time to the first text."""
+    return None if record.ttft_s is None else record.ttft_s + record.lag_s
+
+
+def e2e_intended_s(record: RequestRecord) -> float | None:
+    """From the intended time to the end."""
+    return record.e2e_s + record.lag_s
+
+
+def longest_gap_s(record: RequestRecord) -> float | None:
+    """None without two events."""
+    return max(record.gaps(), default=None)
+
+
+OBJECTIVES: Mapping[str, Latency] = {
+    "ttft": ttft_intended_s,
+    "itl": lambda r: r.tpot_s,
+    "gap": longest_gap_s,
+    "e2e": e2e_intended_s,
+}
+
+
+def meets_slo(record: RequestRecord, slo: Mapping[str, float]) -> bool:
+    """Whether a request was served as wanted. What cannot be known of one token (its gaps) is kept; a first token that
+    never came is not.
+    """
+    if not record.ok or ("ttft" in slo and record.ttft_s is None):
+        return False
+    return all((value := OBJECTIVES[name](record)) is None or value <= most for name, most in slo.items())
+
+
+def build_document(run: LoadRun, version: str) -> dict[str, Any]:
+    """Everything that is told of a run; JSON values."""
+    records = sorted((r for r in run.records if r.counted), key=lambda r: r.intended_s)
+    zero = run.began + run.config.settle_s
+    end = max((r.ended_s for r in records), default=zero)
+    seconds = max(end - zero, 1e-9)
+    answered = [r for r in records if r.ok]
+    latencies = {
+        "ttft": _ms(r.ttft_s for r in answered),
+        "ttft_intended": _ms(ttft_intended_s(r) for r in answered),
+        "itl": _ms(chain.from_iterable(r.gaps() for r in answered)),
+        "tpot": _ms(r.tpot_s for r in answered),
+        "e2e": _ms(r.e2e_s for r in answered),
+        "e2e_intended": _ms(e2e_intended_s(r) for r in answered),
+        "lag": _ms(r.lag_s for r in records),
+    }
+    return {
+        "format": FORMAT,
+        "kind": "baton loadtest",
+        "version": version,
+        "began_at": run.began_at,
+        "model": run.model,
+        "config": run.config.described(),
+        "seconds": seconds,
+        "stopped": run.stopped,
+        "requests": _counts(run, records, answered),
+        "rates": _rates(records, answered, seconds),
+        "latencies_ms": {name: _figures(values) for name, values in latencies.items()},
+        "goodput": _goodput(records, answered, run.config.slo, seconds),
+        "errors": _errors(records),
+        "tokens": _tokens(answered),
+        "generator": {"cpu_share": run.cpu_s / max(run.ended - run.began, 1e-9)},
+        "curves_ms": {name: _curve(values) for name, values in latencies.items()},
+        "series": _series(records, zero, seconds),
+        "records": _columns(records, run.began),
+    }
+
+
+def warnings(told: Mapping[str, Any]) -> list[str]:
+    """What a reader of the figures ought to know first."""
+    found = []
+    requests, config, lag = told["requests"], told["config"], told["latencies_ms"]["lag"]
+    if told["stopped"]:
+        found.append(f"Stopped early: {requests['unfinished']} requests were under way and are not counted.")
+    if requests["left_out"]:
+        found.append(f"{requests['left_out']} requests of the trace are longer than --max-input-tokens and left out.")
+    if requests["skipped"]:
+        found.append(f"{requests['skipped']} later turns were not sent, because their conversation had failed.")
+    if told["generator"]["cpu_share"] > BUSY:
+        found.append(
+            f"The generator used {told['generator']['cpu_share']:.0%} of its core: it may have been the limit."
+        )
+    if (lag["p99"] or 0.0) > LATE_MS:
+        reason = " (--max-concurrency holds requests back)" if config["max_concurrency"] else ""
+        found.append(
+            f"One request in a hundred left {lag['p99']:.0f} ms late or more{reason}: read the rows that say intended."
+        )
+    short = told["tokens"]["short_answers"]
+    if short and config["ignore_eos"]:
+        found.append(f"{short} answers have fewer tokens than were asked for.")
+    return found
+
+
+def _counts(run: LoadRun, records: Sequence[RequestRecord], answered: Sequence[RequestRecord]) -> dict[str, int]:
+    return {
+        "sent": len(records),
+        "answered": len(answered),
+        "failed": sum(bool(r.error) for r in records),
+        "aborted": sum(r.aborted for r in records),
+        "not_counted": len(run.records) - len(records),
+        "unfinished": run.unfinished,
+        "skipped": run.skipped,
+        "left_out": run.skipped_too_long,
+    }
+
+
+def _rates(records: Sequence[RequestRecord], answered: Sequence[RequestRecord], seconds: float) -> dict[str, float]:
+    first, last = (records[0].sent_s, records[-1].sent_s) if records else (0.0, 0.0)
+    planned_first, planned_last = (records[0].intended_s, records[-1].intended_s) if records else (0.0, 0.0)
+    gaps = len(records) - 1
+    return {
+        "intended_per_s": gaps / (planned_last - planned_first) if planned_last > planned_first else 0.0,
+        "sent_per_s": gaps / (last - first) if last > first else 0.0,
+        "answered_per_s": len(answered) / seconds,
+        "output_tokens_per_s": sum(r.tokens for r in records) / seconds,
+        "prompt_tokens_per_s": sum(_prompt(r) for r in answered) / seconds,
+        "mean_running": sum(r.e2e_s for r in records) / seconds,
+    }
+
+
+def _goodput(
+    records: Sequence[RequestRecord], answered: Sequence[RequestRecord], slo: Mapping[str, float], seconds: float
+) -> dict[str, Any] | None:
+    """share: of the requests that were not aborted on purpose. kept: by objective, of the answered ones."""
+    if not slo:
+        return None
+    asked = sum(not r.aborted for r in records)
+    kept = sum(meets_slo(r, slo) for r in records)
+    each = {name: sum(meets_slo(r, {name: most}) for r in answered) for name, most in slo.items()}
+    return {
+        "per_s": kept / seconds,
+        "share": kept / asked if asked else 0.0,
+        "kept": {name: number / max(1, len(answered)) for name, number in each.items()},
+    }
+
+
+def _errors(records: Sequence[RequestRecord]) -> list[dict[str, Any]]:
+    """Kinds, the most frequent first."""
+    kinds = Counter(r.error for r in records if r.error)
+    messages: dict[str, dict[str, None]] = {kind: {} for kind in kinds}
+    for r in records:
+        if r.error and r.message and len(messages[r.error]) < MESSAGES:
+            messages[r.error][r.message] = None
+    return [{"kind": kind, "count": n, "messages": list(messages[kind])} for kind, n in kinds.most_common()]
+
+
+def _tokens(answered: Sequence[RequestRecord]) -> dict[str, Any]:
+    told = [r for r in answered if r.prompt_tokens is not None and r.cached_tokens is not None]
+    prompt = sum(_prompt(r) for r in told)
+    return {
+        "prompt": sum(_prompt(r) for r in answered),
+        "output": sum(r.tokens for r in answered),
+        "cached_share": sum(r.cached_tokens or 0 for r in told) / prompt if prompt else None,
+        "finish": dict(Counter(r.finish for r in answered).most_common()),
+        "short_answers": sum(r.tokens < r.planned_output for r in answered),
+    }
+
+
+def _prompt(record: RequestRecord) -> int:
+    return record.planned_input if record.prompt_tokens is None else record.prompt_tokens
+
+
+def _ms(seconds: Any) -> list[float]:
+    return sorted(1e3 * s for s in seconds if s is not None)
+
+
+def _figures(values: Sequence[float]) -> dict[str, float | int | None]:
+    """values sorted."""
+    if not values:
+        return {"count": 0, "mean": None, **dict.fromkeys(PERCENTILES), "max": None}
+    figures = {name: percentile_of_sorted(values, share) for name, share in PERCENTILES.items()}
+    return {"count": len(values), "mean": math.fsum(values) / len(values), **figures, "max": values[-1]}
+
+
+def _curve(values: Sequence[float]) -> list[float]:
+    """The percentiles of CURVE; values sorted."""
+    return [round(percentile_of_sorted(values, share), 4) for share in CURVE] if values else []
+
+
+def _series(records: Sequence[RequestRecord], zero: float, seconds: float) -> dict[str, Any]:
+    """By equal bins of time: requests sent, answered, failed, tokens, and how many were under way in the mean."""
+    bin_s = next((b for b in BINS_S if seconds / b <= MOST_BINS), seconds / MOST_BINS)
+    bins = math.ceil(seconds / bin_s)
+    sent, ended, failed = ([0] * bins for _ in range(3))
+    tokens, running = ([0.0] * bins for _ in range(2))
+
+    def at(time: float) -> int:
+        return min(bins - 1, max(0, int((time - zero) / bin_s)))
+
+    for r in records:
+        sent[at(r.sent_s)] += 1
+        (failed if r.error else ended)[at(r.ended_s)] += 1
+        moments = r.event_times or (r.ended_s,)
+        for moment in moments:
+            tokens[at(moment)] += r.tokens / len(moments)
+        for i in range(at(r.sent_s), at(r.ended_s) + 1):
+            low, high = zero + i * bin_s, zero + (i + 1) * bin_s
+            running[i] += max(0.0, min(r.ended_s, high) - max(r.sent_s, low)) / bin_s
+    return {"bin_s": bin_s, "sent": sent, "ended": ended, "failed": failed, "tokens": tokens, "running": running}
+
+
+def _columns(records: Sequence[RequestRecord], began: float) -> dict[str, list[Any]]:
+    """Request by request, a list for each field; times in seconds from the run's zero, latencies in ms."""
+
+    def ms(value: float | None) -> float | None:
+        return None if value is None else round(1e3 * value, 4)
+
+    return {
+        "request_id": [r.request_id for r in records],
+        "session": [r.session for r in records],
+        "turn": [r.turn for r in records],
+        "intended_s": [round(r.intended_s - began, 6) for r in records],
+        "lag_ms": [ms(r.lag_s) for r in records],
+        "ttft_ms": [ms(r.ttft_s) for r in records],
+        "tpot_ms": [ms(r.tpot_s) for r in records],
+        "longest_gap_ms": [ms(longest_gap_s(r)) for r in records],
+        "e2e_ms": [ms(r.e2e_s) for r in records],
+        "prompt_tokens": [r.prompt_tokens for r in records],
+        "cached_tokens": [r.cached_tokens for r in records],
+        "output_tokens": [r.tokens for r in records],
+        "finish": [r.finish for r in records],
+        "error": [r.error for r in records],
+        "aborted": [r.aborted for r in records],
+    }

@@ -1,0 +1,39 @@
+"""What a user wants of each request, as it is typed: `ttft=2s,itl=50ms`."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+
+from common.errors import ConfigError
+
+_UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+_TIME = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(s|ms|us)")
+
+
+def parse_slo(text: str, names: Sequence[str]) -> dict[str, float]:
+    """Seconds by name, for those of `names` that the text has. Raises ConfigError."""
+    known = ", ".join(f"{name}=TIME" for name in names[:-1]) + f" and {names[-1]}=TIME"
+    found: dict[str, float] = {}
+    for part in text.split(","):
+        name, equals, value = (piece.strip() for piece in part.partition("="))
+        time = _TIME.fullmatch(value)
+        if not equals or name not in names or name in found:
+            raise ConfigError(f"--slo: {part.strip()!r} is not one of {known}", field="slo")
+        if time is None or float(time[1]) == 0:
+            raise ConfigError(f"--slo: {value!r} is not a time like 2s or 50ms", field="slo")
+        found[name] = float(time[1]) * _UNITS[time[2]]
+    return found
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that `share` of all do not exceed; NaN of none. values need not be sorted."""
+    return percentile_of_sorted(sorted(values), share)
+
+
+def percentile_of_sorted(ordered: Sequence[float], share: float) -> float:
+    """The same, of values in order: for many percentiles of many values."""
+    if not ordered:
+        return math.nan
+    return ordered[min(len(ordered) - 1, max(0, math.ceil(share * len(ordered)) - 1))]

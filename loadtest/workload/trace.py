@@ -1,0 +1,174 @@
+"""Recorded requests: when they came, how long they were, and which blocks their prompts share.
+
+Formats: Mooncake's JSON lines (`timestamp` ms, `input_length`, `output_length`, `hash_ids`: prefix-chained ids of
+512-token blocks) and Azure's CSV (`TIMESTAMP,ContextTokens,GeneratedTokens`, no prefix information).
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from common.block_hash import matchable_blocks
+from common.errors import ConfigError
+
+MOONCAKE_BLOCK_SIZE = 512
+AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadRequest:
+    """arrival_s: seconds since the trace began. chain: block hashes of the prompt's full blocks, in order.
+
+    tail: what the trace calls the tokens behind them, b"" without a name. Only prompts that end in it may share it.
+    """
+
+    arrival_s: float
+    prompt_len: int
+    output_len: int
+    block_hashes: tuple[bytes, ...]
+    partial_block_hash: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadTrace:
+    """Requests in order of arrival."""
+
+    name: str
+    block_size: int
+    requests: tuple[WorkloadRequest, ...]
+
+    @property
+    def duration_s(self) -> float:
+        """From the first arrival to the last."""
+        return self.requests[-1].arrival_s - self.requests[0].arrival_s
+
+    @property
+    def rate(self) -> float:
+        """Requests per second."""
+        return len(self.requests) / max(self.duration_s, 1e-9)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(r.prompt_len for r in self.requests)
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(r.output_len for r in self.requests)
+
+    def sped_up(self, factor: float) -> WorkloadTrace:
+        """The same requests, `factor` times as many per second."""
+        return replace(self, requests=tuple(replace(r, arrival_s=r.arrival_s / factor) for r in self.requests))
+
+    def first(self, count: int) -> WorkloadTrace:
+        """The first `count` requests."""
+        return replace(self, requests=self.requests[:count])
+
+    def ideal_hit_rate(self) -> float:
+        """Share of prompt tokens that one unlimited cache, always current, would supply."""
+        seen: set[bytes] = set()
+        hits = 0
+        for r in self.requests:
+            usable = matchable_blocks(r.prompt_len, self.block_size)
+            hits += next(
+                (i for i, h in enumerate(r.block_hashes[:usable]) if h not in seen), min(usable, len(r.block_hashes))
+            )
+            seen.update(r.block_hashes)
+        return hits * self.block_size / self.prompt_tokens
+
+
+def load_trace(path: Path) -> WorkloadTrace:
+    """Reads a trace by its suffix, .jsonl or .csv. Raises ConfigError that names the line and what is wrong with it."""
+    if not path.is_file():
+        raise ConfigError(f"--trace: there is no file {path}", field="trace")
+    read = {".jsonl": _mooncake, ".csv": _azure}.get(path.suffix)
+    if read is None:
+        raise ConfigError(f"--trace: {path.name} is neither .jsonl (Mooncake) nor .csv (Azure)", field="trace")
+    try:
+        with path.open(encoding="utf-8", newline="") as lines:
+            requests = sorted(read(path.name, lines), key=lambda r: r.arrival_s)
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"--trace: {path} cannot be read: {e}", field="trace") from e
+    if len(requests) < 2 or requests[0].arrival_s == requests[-1].arrival_s:
+        raise ConfigError(f"--trace: {path.name} needs two requests at different times", field="trace")
+    start = requests[0].arrival_s
+    return WorkloadTrace(
+        path.stem, MOONCAKE_BLOCK_SIZE, tuple(replace(r, arrival_s=r.arrival_s - start) for r in requests)
+    )
+
+
+def synthetic_block_hash(*parts: object) -> bytes:
+    """A block hash, 16 bytes, for what a trace calls by another name."""
+    return hashlib.blake2b(repr(parts).encode(), digest_size=16).digest()
+
+
+def _mooncake(name: str, lines: Iterable[str]) -> Iterator[WorkloadRequest]:
+    known: dict[int, bytes] = {}
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            raw = json.loads(line)
+        except ValueError as e:
+            raise _bad(name, number, f"not JSON: {e}") from e
+        if not isinstance(raw, dict):
+            raise _bad(name, number, "not an object")
+        prompt, output = _count(name, number, raw, "input_length"), _count(name, number, raw, "output_length")
+        at, ids = raw.get("timestamp"), raw.get("hash_ids")
+        if not isinstance(at, int | float) or isinstance(at, bool) or not 0 <= at < 1e13:
+            raise _bad(name, number, f"timestamp must be milliseconds, not {at!r}")
+        if not isinstance(ids, list) or not all(type(i) is int for i in ids):
+            raise _bad(name, number, "hash_ids must be a list of integers")
+        if len(ids) != -(-prompt // MOONCAKE_BLOCK_SIZE):
+            raise _bad(name, number, f"{len(ids)} hash_ids for {prompt} tokens in blocks of {MOONCAKE_BLOCK_SIZE}")
+        names = tuple(
+            known.setdefault(i, synthetic_block_hash("mooncake", i)) if i not in known else known[i] for i in ids
+        )
+        full = prompt // MOONCAKE_BLOCK_SIZE  # the last block may be partial, and is no link of the chain then
+        yield WorkloadRequest(at / 1e3, prompt, max(1, output), names[:full], b"".join(names[full:]))
+
+
+def _azure(name: str, lines: Iterable[str]) -> Iterator[WorkloadRequest]:
+    rows = csv.reader(lines)
+    header = next(rows, [])
+    if [column.strip() for column in header] != list(AZURE_COLUMNS):
+        raise _bad(name, 1, f"the columns must be {','.join(AZURE_COLUMNS)}")
+    for number, row in enumerate(rows, 2):
+        if not row:
+            continue
+        if len(row) != len(AZURE_COLUMNS):
+            raise _bad(name, number, f"{len(row)} columns instead of {len(AZURE_COLUMNS)}")
+        raw = dict(zip(AZURE_COLUMNS, row, strict=True))
+        try:
+            at = _seconds(raw["TIMESTAMP"])
+            counts: dict[str, Any] = {c: int(raw[c]) for c in AZURE_COLUMNS[1:]}
+        except ValueError as e:
+            raise _bad(name, number, str(e)) from e
+        prompt = _count(name, number, counts, "ContextTokens")
+        output = _count(name, number, counts, "GeneratedTokens")
+        own = tuple(synthetic_block_hash(name, number, i) for i in range(prompt // MOONCAKE_BLOCK_SIZE))
+        yield WorkloadRequest(at, prompt, max(1, output), own)
+
+
+def _seconds(raw: str) -> float:
+    """Azure writes seven digits of a second, datetime takes six."""
+    head, _, fraction = raw.strip().partition(".")
+    return datetime.fromisoformat(head + "+00:00").timestamp() + (float(f"0.{fraction}") if fraction else 0.0)
+
+
+def _count(name: str, number: int, raw: dict[str, Any], field: str) -> int:
+    value = raw.get(field)
+    lowest = 0 if field in ("output_length", "GeneratedTokens") else 1
+    if type(value) is not int or not lowest <= value <= 10_000_000:
+        raise _bad(name, number, f"{field} must be a whole number from {lowest} on, not {value!r}")
+    return value
+
+
+def _bad(name: str, number: int, what: str) -> ConfigError:
+    return ConfigError(f"--trace: {name}, line {number}: {what}", field="trace")

@@ -1,0 +1,122 @@
+"""What a pod verifies of a request before it spends anything on it: the ranges its engine relies on.
+
+The gateway validated for the client's sake; a pod checks again because one bad number must not reach a batch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from common.errors import InvalidRequest, ModelNotFound
+from common.types import MAX_N, SamplingParams, ValidRequest
+
+MAX_LOGPROBS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class PodLimits:
+    """What this pod serves. max_model_len counts prompt plus output; num_blocks is the whole pool."""
+
+    served_name: str
+    vocab_size: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+
+    def check(self, request: ValidRequest, *, generates: bool) -> None:
+        """Raises InvalidRequest (or ModelNotFound) naming the field when the request can never be served here.
+
+        generates: the pod produces the whole output, so its KV must fit the pool beside the prompt's.
+        """
+        if not request.request_id:
+            raise InvalidRequest("a request needs an id", field="request_id")
+        if request.model != self.served_name:
+            raise ModelNotFound(f"this pod serves {self.served_name!r}, not {request.model!r}", field="model")
+        if request.prompt_len == 0:
+            raise InvalidRequest("the prompt is empty", field="prompt_ids")
+        length = request.context_len
+        if length >= self.max_model_len:
+            raise InvalidRequest(
+                f"the prompt has {length} tokens; with one token of output at most {self.max_model_len} fit",
+                field="prompt_ids",
+            )
+        if generates and request.prompt_len + request.sampling.max_tokens > self.max_model_len:
+            raise InvalidRequest(
+                f"{request.prompt_len} prompt tokens and {request.sampling.max_tokens} new ones exceed a context of "
+                f"{self.max_model_len}",
+                field="max_tokens",
+            )
+        if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < self.vocab_size:
+            raise InvalidRequest(f"a token id of the prompt is outside [0, {self.vocab_size})", field="prompt_ids")
+        self._check_output(request)
+        self._check_sampling(request.sampling)
+        if generates and (need := self.initial_blocks(request)) > self.num_blocks >= self.initial_blocks(request, n=1):
+            n, size = request.sampling.n, self.block_size
+            raise InvalidRequest(
+                f"{n} sequences of {length} prompt tokens need {need} KV blocks of {size} tokens, the pool has "
+                f"{self.num_blocks}",
+                field="n",
+            )
+        prompt_blocks = self._blocks(length)
+        need = self.max_blocks(request) if generates else prompt_blocks
+        if need > self.num_blocks:
+            raise InvalidRequest(
+                f"the request needs {need} KV blocks of {self.block_size} tokens, the pool has {self.num_blocks}",
+                field="prompt_ids" if prompt_blocks > self.num_blocks else "max_tokens",
+            )
+
+    def max_blocks(self, request: ValidRequest) -> int:
+        """Blocks that the request can fill at most; the last generated token's KV is never computed."""
+        return self._blocks(request.prompt_len + request.sampling.max_tokens - 1)
+
+    def initial_blocks(self, request: ValidRequest, n: int | None = None) -> int:
+        """Blocks with which its n sequences can begin: the prompt's, and one more for each that has tokens to write."""
+        alone = min(self._blocks(request.context_len) + 1, self.max_blocks(request))
+        more = 0 if request.sampling.max_tokens == 1 else (n or request.sampling.n) - 1
+        return alone + more
+
+    def _check_output(self, request: ValidRequest) -> None:
+        output, s = request.output_ids, request.sampling
+        if not 0 <= min(output, default=0) <= max(output, default=0) < self.vocab_size:
+            raise InvalidRequest(f"a token id of the output is outside [0, {self.vocab_size})", field="output_ids")
+        if output and len(output) >= s.max_tokens:
+            raise InvalidRequest(f"{len(output)} of {s.max_tokens} tokens are there: none follows", field="output_ids")
+        if not 0 <= request.child < MAX_N:
+            raise InvalidRequest(f"child is {request.child}, outside [0, {MAX_N - 1}]", field="child")
+        if s.n != 1 and (output or request.child):
+            raise InvalidRequest(f"n is {s.n}, and one sequence at a time goes on", field="n")
+        if output and s.prompt_logprobs is not None:
+            raise InvalidRequest("a request that goes on has told of its prompt already", field="prompt_logprobs")
+
+    def _blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def _check_sampling(self, s: SamplingParams) -> None:
+        ranges: tuple[tuple[str, float, float, float], ...] = (
+            ("temperature", s.temperature, 0.0, math.inf),
+            ("top_k", s.top_k, 0, math.inf),
+            ("min_p", s.min_p, 0.0, 1.0),
+            ("presence_penalty", s.presence_penalty, -2.0, 2.0),
+            ("frequency_penalty", s.frequency_penalty, -2.0, 2.0),
+            ("max_tokens", s.max_tokens, 1, math.inf),
+            ("min_tokens", s.min_tokens, 0, s.max_tokens),
+            ("n", s.n, 1, MAX_N),
+            ("logprobs", 0 if s.logprobs is None else s.logprobs, 0, MAX_LOGPROBS),
+            ("prompt_logprobs", 0 if s.prompt_logprobs is None else s.prompt_logprobs, 0, MAX_LOGPROBS),
+        )
+        for name, value, low, high in ranges:
+            if not (low <= value <= high and math.isfinite(value)):
+                raise InvalidRequest(f"{name} is {value}, outside [{low}, {high}]", field=name)
+        for name, value in (("top_p", s.top_p), ("repetition_penalty", s.repetition_penalty)):
+            if not (0 < value <= (1 if name == "top_p" else math.inf) and math.isfinite(value)):
+                raise InvalidRequest(f"{name} is {value}, which is out of range", field=name)
+        for token, bias in s.logit_bias:
+            if not (0 <= token < self.vocab_size and math.isfinite(bias)):
+                raise InvalidRequest(f"bias {bias} of token {token} is out of range", field="logit_bias")
+        if any(not 0 <= token < self.vocab_size for token in s.stop_token_ids):
+            raise InvalidRequest(f"a stop token is outside [0, {self.vocab_size})", field="stop_token_ids")
+        if any(not 0 <= token < self.vocab_size for token in s.allowed_token_ids):
+            raise InvalidRequest(f"a token is outside [0, {self.vocab_size})", field="allowed_token_ids")
+        if any(not word or not 0 <= min(word) <= max(word) < self.vocab_size for word in s.bad_words):
+            raise InvalidRequest(f"a word is empty, or a token outside [0, {self.vocab_size})", field="bad_words")

@@ -1,0 +1,98 @@
+"""Connects a prefill pod to the decode pods it finds in the index, before the first request needs them.
+
+A connection is proven by one real block (the probe), so no request pays for the transport's lazy set-up. Pods that join
+later are connected once the index shows them, broken connections are made anew, and no pod waits for another one's
+time-out. Pods that the index does not know are connected by their first request.
+
+At start the index is asked until it answers, for at most FIRST_ROUND_S. One late answer on a busy machine does not mean
+that the index is empty, and a pod that is ready promises a proven connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+from common.errors import BatonError
+from common.types import Role
+from prefix_index.reader import IndexReader
+from prefix_index.records import PodRecord
+
+_log = logging.getLogger(__name__)
+
+POLL_S = 1.0
+RETRY_S = 0.1  # between questions at start, while the index has not answered
+FIRST_ROUND_S = 15.0  # of start(): for the index's answer and the connections together
+
+
+class PeerDiscovery:
+    """Keeps connections to every decode pod of `scope` that the index lists.
+
+    connect(address, generation) makes and proves one connection; repeating it for a living connection is cheap.
+    """
+
+    def __init__(self, reader: IndexReader, scope: str, connect: Callable[[str, int], Awaitable[object]]) -> None:
+        self._reader = reader
+        self._scope = scope
+        self._connect = connect
+        self._attempts: dict[tuple[str, int], asyncio.Task[None]] = {}  # by pod and generation
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Connects the decode pods that the index lists, for at most FIRST_ROUND_S, and goes on in the background."""
+        deadline = time.monotonic() + FIRST_ROUND_S
+        answered = await self._round()
+        while not answered and time.monotonic() < deadline:
+            await asyncio.sleep(RETRY_S)
+            answered = await self._round()
+        if not answered:
+            _log.warning(
+                "the prefix index did not answer within %.0f s: this pod starts without a connection to any decode pod "
+                "and connects once the index answers",
+                FIRST_ROUND_S,
+            )
+        elif self._attempts:
+            _, late = await asyncio.wait(self._attempts.values(), timeout=max(0.0, deadline - time.monotonic()))
+            if late:
+                _log.warning("%d decode pods could not be connected within %.0f s", len(late), FIRST_ROUND_S)
+        self._task = asyncio.get_running_loop().create_task(self._forever())
+
+    async def stop(self) -> None:
+        """Stops looking; connections stay. Idempotent."""
+        tasks = [*self._attempts.values(), *([self._task] if self._task is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._reader.close()
+
+    async def _forever(self) -> None:
+        while True:
+            await asyncio.sleep(POLL_S)
+            await self._round()
+
+    async def _round(self) -> bool:
+        """Connects to pods that are new. Returns whether the index answered."""
+        try:
+            pods = await self._reader.pods()
+        except BatonError:
+            return False  # the index is a hint; it may be away
+        except Exception:
+            _log.exception("the index could not be read")
+            return False
+        for record in (pod.record for pod in pods):
+            key = (record.pod, record.generation)
+            if record.scope == self._scope and record.role is not Role.PREFILL and key not in self._attempts:
+                self._attempts[key] = asyncio.get_running_loop().create_task(self._connect_to(record))
+        return True
+
+    async def _connect_to(self, record: PodRecord) -> None:
+        try:
+            await self._connect(record.address, record.generation)
+        except BatonError as error:
+            _log.info("decode pod %s at %s is not connected yet: %s", record.pod, record.address, error.message)
+        except Exception:
+            _log.exception("connecting to decode pod %s failed", record.pod)
+        finally:
+            del self._attempts[record.pod, record.generation]

@@ -1,0 +1,151 @@
+"""Fetches what another pod holds of a prompt's prefix into this pod's cache, before the engine sees the prompt.
+
+    hint -> worth it? -> lease blocks -> pull -> publish -> the prompt finds them like any cached prefix
+
+Worth it is what takes less than computing the same tokens would, by what this pod measured of both; and it waits for no
+pull longer than that: so a pull that fails makes a prompt at most about twice as late as if nobody had been asked.
+
+A hint is a hint: whatever goes wrong, or is not worth it, ends with the engine computing what is missing. The lease is
+given up as soon as the blocks are published, so prompts that wait hold nothing, and a pull that failed leaves its
+blocks to the writer's hold. Prompts that want the same blocks at the same time share one pull. Runs on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from common.block_hash import hash_blocks, matchable_blocks
+from common.errors import BatonError, DeadlineExceeded
+from common.pb import prefill_pb2
+from common.types import ValidRequest
+from kv_transfer.messages import PrefixHolder, PullResult, WantedBlocks
+from pod.rates import PodRates
+from pod.requests import retry_until
+from pod.runtime import PodRuntime
+
+_log = logging.getLogger(__name__)
+
+MIN_TIME_S, MAX_TIME_S = 0.05, 10.0  # that a pull may take
+UNKNOWN_TIME_S = 0.5  # at most, while nobody knows how long computing takes
+SMALL_STEP_FACTOR = 4.0  # times what small steps say of computing, which is too little
+
+
+def pull_time_limit_s(rates: PodRates, tokens: int) -> float:
+    """Seconds that a pull of so many tokens may take: as long as computing them."""
+    if compute_s := rates.prefill_s(tokens):
+        return min(MAX_TIME_S, max(MIN_TIME_S, compute_s))
+    guess_s = rates.prefill_estimate_s(tokens)
+    return min(UNKNOWN_TIME_S, max(MIN_TIME_S, SMALL_STEP_FACTOR * guess_s)) if guess_s else UNKNOWN_TIME_S
+
+
+class PrefixPuller:
+    """The pulls of one prefill pod."""
+
+    def __init__(self, pod: PodRuntime) -> None:
+        self._pod = pod
+        self._pulls: dict[bytes, asyncio.Task[bool]] = {}  # by the hash of the last block wanted
+
+    async def pull(self, request: ValidRequest, hint: prefill_pb2.PullHint, deadline_s: float) -> bool:
+        """Returns once the cache holds what could be had of the hint: whether anybody was asked for it. Never raises
+        but for cancellation.
+        """
+        metrics = self._pod.metrics
+        if self._pod.config.pull == "off":
+            metrics.count_pull("skipped", "off")
+            return False
+        layout = self._pod.engine.layout
+        wanted = min(hint.blocks, matchable_blocks(request.context_len, layout.block_size))
+        if not wanted or request.sampling.prompt_logprobs is not None:
+            metrics.count_pull("skipped", "useless")
+            return False
+        hashes = hash_blocks(
+            request.context_ids[: wanted * layout.block_size],
+            fingerprint=layout.fingerprint,
+            block_size=layout.block_size,
+            salt=request.cache_salt,
+        )
+        flight = self._pulls.get(hashes[-1])
+        if flight is None:
+            work = self._pull_accounted(request.request_id, hashes, hint, deadline_s)
+            flight = self._pulls[hashes[-1]] = asyncio.get_running_loop().create_task(work)
+            flight.add_done_callback(lambda _: self._pulls.pop(hashes[-1]))
+        else:
+            metrics.count_pull("skipped", "shared")
+        return await asyncio.shield(flight)
+
+    async def _pull_accounted(
+        self, request_id: str, hashes: list[bytes], hint: prefill_pb2.PullHint, deadline_s: float
+    ) -> bool:
+        """One pull, accounted; whether the holder was asked."""
+        began, metrics = time.monotonic(), self._pod.metrics
+        try:
+            outcome, reason = await self._pull(request_id, hashes, hint, deadline_s)
+        except BatonError as e:
+            outcome, reason = "failed", e.kind
+            _log.info("pull from %s failed: %s", hint.pod, e, extra={"request_id": request_id})
+        except Exception:
+            outcome, reason = "failed", "internal_error"
+            _log.exception("pull from %s failed", hint.pod, extra={"request_id": request_id})
+        metrics.count_pull(outcome, reason)
+        if outcome == "done":
+            metrics.observe_pull(time.monotonic() - began, predicted_s=hint.seconds)
+        return outcome != "skipped"
+
+    async def _pull(
+        self, request_id: str, hashes: list[bytes], hint: prefill_pb2.PullHint, deadline_s: float
+    ) -> tuple[str, str]:
+        """Outcome and reason. Raises BatonError."""
+        pod, pool = self._pod, self._pod.engine.pool
+        held = pool.match_prefix(hashes)
+        if held == len(hashes):
+            return "skipped", "held"
+        tokens = (len(hashes) - held) * pool.block_size
+        compute_s, limit_s = pod.rates.prefill_s(tokens), pull_time_limit_s(pod.rates, tokens)
+        if hint.seconds >= (compute_s or limit_s):
+            return "skipped", "dear"
+        if pod.engine.scheduler.waits_for_blocks:
+            return "skipped", "no_room"
+        began, limit_s = time.monotonic(), min(deadline_s, limit_s)
+        holder = PrefixHolder(hint.pod, hint.generation, hint.address)
+        lease = await retry_until(
+            lambda: pool.lease(hashes, len(hashes), keep_free=pod.engine.scheduler.stats().running, host=True),
+            lambda lease: lease is None and pool.copies_pending(),
+        )
+        if lease is None:
+            return "skipped", "no_room"
+        try:
+            first = lease.cached_blocks
+            if first == len(hashes):
+                return "skipped", "held"
+            wanted = WantedBlocks(
+                request_id=request_id,
+                hashes=hashes,
+                first_block=first,
+                blocks=tuple(lease.blocks[first:]),
+                hold=lease.pin_for_write(first, len(hashes) - first),
+                timeout_s=max(0.0, limit_s - (time.monotonic() - began)),
+            )
+            asked = time.monotonic()
+            pod.metrics.pulls_asked.inc()
+            try:
+                got = await pod.transfer_node.pull(holder, wanted)
+            except DeadlineExceeded:
+                pod.rates.observe_pull(time.monotonic() - asked, 0.0)
+                raise
+            await retry_until(
+                lambda: lease.host_loading, bool
+            )  # what comes from host memory was asked for before the pull
+            lease.publish(hashes[: first + got.blocks])
+            if not got.blocks:
+                return "refused", got.reason
+            self._observe(got, time.monotonic() - asked)
+            return "done", "all" if got.blocks == len(hashes) - first else "part"
+        finally:
+            lease.finish("pulled")
+
+    def _observe(self, got: PullResult, seconds: float) -> None:
+        moved = got.blocks * self._pod.engine.layout.block_bytes
+        self._pod.rates.observe_pull(seconds, moved / (got.gb_s * 1e9) if got.gb_s > 0 else 0.0)
+        self._pod.metrics.pulled_blocks.inc(got.blocks)

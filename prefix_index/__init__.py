@@ -1,0 +1,1 @@
+"""The prefix index in Redis: pods publish the block hashes they hold, gateways look prompts up."""

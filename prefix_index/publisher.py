@@ -1,0 +1,361 @@
+"""Pod side of the prefix index: publishes what the pod's caches hold, fenced by the pod's generation.
+
+                 +--------- refused, lease lost, Redis away: back-off ---------+
+                 v                                                             |
+start -> register -> snapshot -> { heartbeat every 3 s | batch every 30 ms | snapshot after overflow or gap }
+stop  -> leave
+
+Invariants: only the task talks to Redis, one command at a time, so no change is in flight while sizes are compared;
+`_held` is what the pod's sets contain; `_posted` contains every sampled block that may have a posting under our slot; a
+failure of unknown outcome is followed by a registration and a snapshot, whose number makes a late batch a duplicate.
+The engine only touches `_changes`, whose lock is never held while the pool's is taken (the pool calls stored() and
+evicted() under its own).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import islice
+
+from common.redis.client import REDIS_FAILURES, LuaScript, RedisArg, connect_redis
+from common.types import PodLoad
+from prefix_index.generation import decode_hash
+from prefix_index.pending_changes import PendingChanges
+from prefix_index.records import CacheTier, PodRecord
+from prefix_index.store import (
+    HELD_TTL_S,
+    INFO_TTL_S,
+    LEASE_MS,
+    PODS_TTL_S,
+    SCOPES_KEY,
+    STORED_HASH_BYTES,
+    IndexKeys,
+    sampling_interval,
+)
+
+_log = logging.getLogger(__name__)
+
+BATCH_S = 0.03
+HEARTBEAT_S = 3.0
+MAX_BATCH_BLOCKS = 1_000  # entries per command, which keeps look-ups waiting for 1 to 3 ms; 5,000 are no faster in all
+MAX_PENDING = 200_000
+SWEEP_S = 10  # between two checks for slots whose pods are gone
+SWEEP_POSTINGS = 1_000  # postings that a heartbeat looks at while there is something to sweep
+_COMMAND_S = 3.0  # under a burst from all pods a command waits its turn; giving up early would only add a snapshot
+_LEAVE_S = 1.0
+_MIN_BACKOFF_S, _MAX_BACKOFF_S = 0.1, 5.0
+
+
+class _RegistrationLost(Exception):
+    """The registration does not hold (any more)."""
+
+
+class IndexPublisher:
+    """Keeps one pod's entries current; owned by the pod's event loop. url None: does nothing.
+
+    snapshot, host_snapshot: hashes of all blocks that the pool, and the cache in host memory, hold now; called on the
+    loop. load: how busy the pod is.
+    """
+
+    def __init__(
+        self,
+        url: str | None,
+        record: PodRecord,
+        snapshot: Callable[[], list[bytes]],
+        load: Callable[[], PodLoad],
+        *,
+        host_snapshot: Callable[[], list[bytes]] = list,
+    ) -> None:
+        self._record = record
+        self._snapshots = {CacheTier.DEVICE: snapshot, CacheTier.HOST: host_snapshot}
+        self._load = load
+        self._client = None if url is None else connect_redis(url, timeout_s=_COMMAND_S)
+        self._keys = IndexKeys(record.scope)
+        self._register_script = LuaScript("register")
+        self._heartbeat_script = LuaScript("heartbeat")
+        self._apply_script = LuaScript("postings", "apply")
+        self._slice_script = LuaScript("postings", "snapshot_slice")
+        self._commit_script = LuaScript("snapshot_commit")
+        self._leave_script = LuaScript("leave")
+        self._sweep_script = LuaScript("sweep")
+
+        self._changes = PendingChanges(MAX_PENDING)
+        self._loop: asyncio.AbstractEventLoop | None = None  # while changes are accepted
+
+        self._wake = asyncio.Event()
+        self._stopping = False
+        self._beat_due = 0.0
+        self._task: asyncio.Task[None] | None = None
+        self._held: dict[CacheTier, set[bytes]] = {tier: set() for tier in CacheTier}
+        self._number = 0
+        self._slot = 0
+        self._sampled_bytes = bytes(
+            range(0, 256, sampling_interval(record.block_size))
+        )  # first bytes of sampled hashes
+        self._posted: set[bytes] = set()
+        self._connected = False
+        self._sending = False  # a batch or a snapshot is on its way
+
+    @property
+    def registered(self) -> bool:
+        """Registered, with a snapshot in place."""
+        return self._connected
+
+    @property
+    def up_to_date(self) -> bool:
+        """The index knows all that changed until now. On the event loop."""
+        return self._connected and not (self._sending or self._changes or self._changes.stale)
+
+    def stored(self, hashes: Sequence[bytes], tier: CacheTier = CacheTier.DEVICE) -> None:
+        """Blocks that are complete from now on. Any thread, O(n), never blocks on Redis."""
+        self._queue_change(tier, hashes, True)
+
+    def evicted(self, hashes: Sequence[bytes], tier: CacheTier = CacheTier.DEVICE) -> None:
+        """Blocks that are gone; call it before they are reused. Any thread, O(n), never blocks on Redis."""
+        self._queue_change(tier, hashes, False)
+
+    def _queue_change(self, tier: CacheTier, hashes: Sequence[bytes], held: bool) -> None:
+        loop = self._loop
+        if loop is not None and self._changes.record(tier, hashes, held):
+            try:
+                loop.call_soon_threadsafe(self._wake.set)
+            except RuntimeError:
+                _log.debug("the event loop has closed: a change is not published")
+
+    def publish_load(self) -> None:
+        """Publishes the load (draining, for one) now instead of at the next heartbeat. On the event loop."""
+        self._beat_due = 0.0
+        self._wake.set()
+
+    async def start(self) -> None:
+        """Starts publishing in the background; returns at once, whether Redis is there or not."""
+        if self._client is None:
+            return
+        self._loop = asyncio.get_running_loop()
+        self._task = asyncio.create_task(self._run(), name="prefix-index")
+
+    async def stop(self) -> None:
+        """Leaves the index, so that no gateway routes here; at most about 3 s. Idempotent."""
+        task, self._task = self._task, None
+        if task is None or self._client is None:
+            return
+        self._loop = None
+        self._stopping = True
+        self._wake.set()
+        # A command under way ends first: after leave, a late one would find no lease, but a late register would.
+        await asyncio.wait([task], timeout=_LEAVE_S)
+        task.cancel()
+        await asyncio.wait([task])
+        try:
+            async with asyncio.timeout(_LEAVE_S):
+                await self._leave()
+        except REDIS_FAILURES as e:
+            _log.warning("could not leave the prefix index, the lease will expire: %r", e)
+        finally:
+            await self._client.aclose()
+
+    async def _run(self) -> None:
+        backoff = _MIN_BACKOFF_S
+        while not self._stopping:
+            try:
+                await self._register()
+                await self._send_snapshot()
+                self._connected, backoff = True, _MIN_BACKOFF_S
+                _log.info("in the prefix index with %d blocks", sum(map(len, self._held.values())))
+                await self._publish()
+            except (_RegistrationLost, *REDIS_FAILURES) as e:
+                if self._connected or backoff == _MIN_BACKOFF_S:
+                    _log.warning("not in the prefix index, trying again: %s: %s", type(e).__name__, e)
+            except Exception:
+                _log.exception("prefix index: unexpected error, trying again")
+            self._connected = self._sending = False
+            self._changes.mark_stale()
+            await self._sleep(backoff * random.uniform(0.5, 1.5))  # not all pods at the same moment
+            backoff = min(2 * backoff, _MAX_BACKOFF_S)
+
+    async def _sleep(self, seconds: float) -> None:
+        """Sleeps, but not past stop()."""
+        deadline = time.monotonic() + seconds
+        while not self._stopping and (left := deadline - time.monotonic()) > 0:
+            self._wake.clear()
+            try:
+                async with asyncio.timeout(left):
+                    await self._wake.wait()
+            except TimeoutError:
+                return
+
+    async def _publish(self) -> None:
+        """Heartbeats and batches until stop() or an error."""
+        while not self._stopping:
+            self._wake.clear()
+            if time.monotonic() >= self._beat_due:
+                self._beat_due = time.monotonic() + HEARTBEAT_S
+                await self._heartbeat()
+            if self._changes.stale or self._changes:
+                self._sending = True
+                await (self._send_snapshot() if self._changes.stale else self._send_batch())
+                self._sending = False
+            if not self._changes and not self._changes.stale:
+                try:
+                    async with asyncio.timeout(max(0.0, self._beat_due - time.monotonic())):
+                        await self._wake.wait()
+                except TimeoutError:
+                    continue
+            if self._changes.stale or len(self._changes) < MAX_BATCH_BLOCKS:
+                await asyncio.sleep(BATCH_S)
+
+    async def _register(self) -> None:
+        assert self._client is not None
+        r, keys = self._record, self._keys
+        self._beat_due = time.monotonic() + HEARTBEAT_S
+        names = (
+            *(keys.pods, keys.info(r.pod), keys.lease(r.pod), keys.load(r.pod)),
+            *(keys.bookings(r.pod), keys.booking_units(r.pod), keys.slots, keys.sweep),
+        )
+        args: list[RedisArg] = [
+            keys.prefix,
+            r.pod,
+            r.generation,
+            LEASE_MS,
+            INFO_TTL_S,
+            PODS_TTL_S,
+            self._load().to_json(),
+        ]
+        args += r.to_fields()
+        slot = int(await self._register_script.run(self._client, names, args))
+        if not slot:
+            raise await self._registration_lost("a newer process registered under this name")
+        if slot != self._slot:
+            self._slot, self._posted = slot, set()
+        await self._client.hset(SCOPES_KEY, r.scope, r.model)
+
+    async def _heartbeat(self) -> None:
+        assert self._client is not None
+        r, keys = self._record, self._keys
+        names = (
+            *(keys.pods, keys.info(r.pod), keys.lease(r.pod), keys.load(r.pod)),
+            *(
+                keys.held_blocks(r.pod, r.generation),
+                keys.held_blocks(r.pod, r.generation, CacheTier.HOST),
+                keys.batch_number(r.pod, r.generation),
+            ),
+            *(keys.postings, keys.slots, keys.sweep),
+        )
+        args = (r.pod, r.generation, self._slot, LEASE_MS, self._load().to_json(), HELD_TTL_S, INFO_TTL_S, PODS_TTL_S)
+        sizes = await self._heartbeat_script.run(self._client, names, args)
+        if sizes == [-1]:
+            raise await self._registration_lost("the index has forgotten this pod")
+        await self._client.hset(SCOPES_KEY, r.scope, r.model)
+        known = [len(self._held[tier]) for tier in CacheTier]
+        if sizes != known:
+            _log.warning("the prefix index holds %s blocks instead of %s: sending a snapshot", sizes, known)
+            self._changes.mark_stale()
+        await self._sweep_script.run(
+            self._client, (keys.slots, keys.sweep, keys.postings, keys.pods), (keys.prefix, SWEEP_S, SWEEP_POSTINGS)
+        )
+
+    async def _registration_lost(self, what: str) -> _RegistrationLost:
+        """Why the registration does not hold, with the one who took it over, if someone did."""
+        assert self._client is not None
+        r = self._record
+        known = decode_hash(await self._client.hgetall(self._keys.info(r.pod)))
+        generation = known.get("generation", "")
+        if generation.isdecimal() and int(generation) > r.generation:
+            return _RegistrationLost(
+                f"pod {r.pod} at {r.address} was replaced by {known.get('address')} under the same name"
+            )
+        return _RegistrationLost(what)
+
+    async def _send_batch(self) -> None:
+        # Only the net effect travels: a block stored and evicted since the last batch is no change at all.
+        changes, held = self._changes.take_batch(MAX_BATCH_BLOCKS), self._held
+        stored = {t: [h for h, on in words.items() if on and h not in held[t]] for t, words in changes.items()}
+        evicted = {t: [h for h, on in words.items() if not on and h in held[t]] for t, words in changes.items()}
+        if any(stored.values()) or any(evicted.values()):
+            await self._apply(stored, evicted)
+
+    async def _apply(self, stored: dict[CacheTier, list[bytes]], evicted: dict[CacheTier, list[bytes]]) -> None:
+        assert self._client is not None
+        self._number += 1
+        r, keys = self._record, self._keys
+        names = (
+            *(keys.lease(r.pod), keys.batch_number(r.pod, r.generation), keys.held_blocks(r.pod, r.generation)),
+            *(keys.held_blocks(r.pod, r.generation, CacheTier.HOST), keys.postings, keys.slots),
+        )
+        packed = [b"".join(change[tier]) for tier in CacheTier for change in (stored, evicted)]
+        for hashes in stored.values():
+            self._posted.update(self._sampled(hashes))
+        args = (r.generation, self._number, HELD_TTL_S, *self._posting_args(), *packed)
+        match await self._apply_script.run(self._client, names, args):
+            case b"ok" | b"duplicate":
+                for tier, held in self._held.items():
+                    held.difference_update(evicted[tier])
+                    held.update(stored[tier])
+                gone = (h for hashes in evicted.values() for h in self._sampled(hashes))
+                self._posted.difference_update([h for h in gone if not self._holds(h)])
+            case b"gap":
+                self._changes.mark_stale()
+            case answer:
+                raise await self._registration_lost(f"a batch was answered {answer!r}")
+
+    async def _send_snapshot(self) -> None:
+        assert self._client is not None
+        # What changes between these lines and the caches' answers is in both, which is harmless: the last word wins.
+        self._changes.begin_snapshot()
+        snapshot = {tier: {h[:STORED_HASH_BYTES] for h in take()} for tier, take in self._snapshots.items()}
+        self._number += 1
+        r, keys, number = self._record, self._keys, self._number
+        lease, names = keys.lease(r.pod), [keys.lease(r.pod), keys.batch_number(r.pod, r.generation)]
+        for tier, held in snapshot.items():
+            shadow = keys.shadow(r.pod, r.generation, number, tier)
+            names += [shadow, keys.held_blocks(r.pod, r.generation, tier)]
+            for part in _batches(held):
+                self._posted.update(self._sampled(part))
+                args: tuple[RedisArg, ...] = (r.generation, HELD_TTL_S, *self._posting_args(), b"".join(part))
+                answer = await self._slice_script.run(self._client, (lease, shadow, keys.postings), args)
+                if answer != b"ok":
+                    raise _RegistrationLost(f"a snapshot was answered {answer!r}")
+        args = (r.generation, number, HELD_TTL_S, *map(len, snapshot.values()))
+        answer = await self._commit_script.run(self._client, [*names, keys.slots], args)
+        if answer != b"ok":
+            raise _RegistrationLost(f"a snapshot was answered {answer!r}")
+        self._held = snapshot
+        nothing: dict[CacheTier, list[bytes]] = {tier: [] for tier in CacheTier}
+        for part in _batches([h for h in self._posted if not self._holds(h)]):
+            await self._apply(nothing, {**nothing, CacheTier.DEVICE: part})
+
+    def _holds(self, h: bytes) -> bool:
+        return any(h in held for held in self._held.values())
+
+    def _sampled(self, hashes: Iterable[bytes]) -> list[bytes]:
+        """Those that have postings."""
+        return [h for h in hashes if h[0] in self._sampled_bytes]
+
+    def _posting_args(self) -> tuple[RedisArg, RedisArg]:
+        return self._slot.to_bytes(2, "little"), sampling_interval(self._record.block_size)
+
+    async def _leave(self) -> None:
+        assert self._client is not None
+        r, keys = self._record, self._keys
+        names = (
+            *(keys.pods, keys.info(r.pod), keys.lease(r.pod), keys.load(r.pod)),
+            *(
+                keys.held_blocks(r.pod, r.generation),
+                keys.held_blocks(r.pod, r.generation, CacheTier.HOST),
+                keys.batch_number(r.pod, r.generation),
+            ),
+            *(keys.bookings(r.pod), keys.booking_units(r.pod), keys.postings, keys.slots, keys.sweep),
+        )
+        # The scope goes with its last pod; should another one register just now, its next heartbeat enters it again.
+        if await self._leave_script.run(self._client, names, (r.pod, r.generation, self._slot)) == 0:
+            await self._client.hdel(SCOPES_KEY, r.scope)
+
+
+def _batches(hashes: Collection[bytes]) -> Iterable[list[bytes]]:
+    entries = iter(hashes)
+    while part := list(islice(entries, MAX_BATCH_BLOCKS)):
+        yield part

@@ -1,0 +1,116 @@
+"""Keys, scripts and connections of the prefix index: what its pod side and its gateway side share.
+
+All keys of a scope carry the hash tag {scope}, so that every script runs on one slot of a Redis Cluster. `kv:scopes` is
+the one key outside and never touched together with others. Feature level: Redis / Valkey 7.2.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import compress
+
+from prefix_index.records import CacheTier
+
+SCOPES_KEY = "kv:scopes"  # HASH scope -> model, by which gateways find scopes
+STORED_HASH_BYTES = 8  # of each 16-byte block hash; what sets and chains are made of
+SAMPLED_TOKENS = 128
+
+LEASE_MS = 10_000
+HELD_TTL_S = 60
+INFO_TTL_S = 3_600
+PODS_TTL_S = 86_400
+
+
+@dataclass(frozen=True, slots=True)
+class IndexKeys:
+    """Names of one scope's keys."""
+
+    scope: str
+
+    @property
+    def prefix(self) -> str:
+        return f"kv:{{{self.scope}}}:"
+
+    @property
+    def pods(self) -> str:
+        return f"{self.prefix}pods"
+
+    def generation(self, pod: str) -> str:
+        return f"{self.prefix}gen:{pod}"
+
+    def info(self, pod: str) -> str:
+        return f"{self.prefix}info:{pod}"
+
+    def lease(self, pod: str) -> str:
+        return f"{self.prefix}lease:{pod}"
+
+    def load(self, pod: str) -> str:
+        return f"{self.prefix}load:{pod}"
+
+    def held_blocks(self, pod: str, generation: int, tier: CacheTier = CacheTier.DEVICE) -> str:
+        return f"{self.prefix}{'own' if tier is CacheTier.DEVICE else 'host'}:{pod}:{generation}"
+
+    def shadow(self, pod: str, generation: int, number: int, tier: CacheTier = CacheTier.DEVICE) -> str:
+        return f"{self.held_blocks(pod, generation, tier)}:{number}"
+
+    @property
+    def postings(self) -> str:
+        return f"{self.prefix}where"
+
+    @property
+    def slots(self) -> str:
+        return f"{self.prefix}slots"
+
+    @property
+    def sweep(self) -> str:
+        return f"{self.prefix}sweep"
+
+    @property
+    def gateways(self) -> str:
+        return f"{self.prefix}gateways"
+
+    def batch_number(self, pod: str, generation: int) -> str:
+        return f"{self.prefix}seq:{pod}:{generation}"
+
+    def bookings(self, pod: str) -> str:
+        return f"{self.prefix}resv:{pod}"
+
+    def booking_units(self, pod: str) -> str:
+        return f"{self.prefix}resv_tokens:{pod}"
+
+
+def pack_hashes(hashes: Iterable[bytes]) -> bytes:
+    """A chain of 16-byte block hashes as scripts take it: the first 8 bytes of each."""
+    return memoryview(b"".join(hashes)).cast("Q")[::2].tobytes()
+
+
+def sampling_interval(block_size: int) -> int:
+    """One block in so many has a posting, chosen by its hash: one in about SAMPLED_TOKENS tokens of a prompt."""
+    return max(1, SAMPLED_TOKENS // block_size)
+
+
+def pack_sampled_positions(packed: bytes, every: int) -> bytes:
+    """Positions (from 1) of a packed chain's sampled blocks, 4 bytes each, little-endian."""
+    chosen = packed[::STORED_HASH_BYTES].translate(_chooser(every))
+    numbers = array("I", compress(range(1, len(chosen) + 1), chosen))
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers.tobytes()
+
+
+@cache
+def _chooser(every: int) -> bytes:
+    """A table that turns the first byte of a hash into 1 where the block is sampled, else 0."""
+    return bytes(value % every == 0 for value in range(256))
+
+
+def unpack_slots(posting: bytes) -> Sequence[int]:
+    """The slots in a posting, 2 bytes each, little-endian."""
+    slots = array("H", posting)
+    if sys.byteorder == "big":
+        slots.byteswap()
+    return slots

@@ -1,0 +1,133 @@
+"""A gateway on a free port in front of fake pods, and an HTTP client for it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import orjson
+
+from common.settings.configs import GatewayConfig
+from gateway.admission.key_ring import KeyRing
+from gateway.pods.endpoint_slices import KubernetesApi
+from gateway.pods.pod import Pod
+from gateway.server import GatewayServer, gateway_settings
+from gateway.serving.gateway import Gateway
+from gateway.serving.models import TextProcessor
+from gateway.text.chat_format import ChatFormat
+from gateway.text.tokenizer import TextTokenizer
+from prefix_index.reader import IndexReader
+from tests.rigs.pods.fake_pods import FakeCluster
+from tests.rigs.waiting import until
+
+MODEL = "smol"
+MAX_TOKENS = 100  # of a chat, unless a test says otherwise
+
+
+def booked(pod: Pod) -> int:
+    """Bookings of this gateway that are open on a pod."""
+    return 0 if pod.view is None else len(pod.view.prefill_bookings) + len(pod.view.decode_bookings)
+
+
+@dataclass
+class Rig:
+    """http: a client of the gateway; every error status is returned, not raised."""
+
+    server: GatewayServer
+    http: httpx.AsyncClient
+    cluster: FakeCluster
+
+    @property
+    def gateway(self) -> Gateway:
+        return self.server.gateway
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server.port}"
+
+    async def complete(self, **fields: Any) -> httpx.Response:
+        return await self.http.post("/v1/completions", json={"model": MODEL, "prompt": "Hello", **fields})
+
+    async def chat(self, **fields: Any) -> httpx.Response:
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], **_short(fields)}
+        return await self.http.post("/v1/chat/completions", json=body)
+
+    async def stream(self, path: str, **fields: Any) -> tuple[int, list[Any]]:
+        """Status and events; "[DONE]" as a string."""
+        default = {"prompt": "Hello"} if path == "completions" else {"messages": [{"role": "user", "content": "Hi"}]}
+        body = {"model": MODEL, "stream": True, **default, **(_short(fields) if path == "chat" else fields)}
+        url = f"/v1/{'chat/' if path == 'chat' else ''}completions"
+        events: list[Any] = []
+        async with self.http.stream("POST", url, json=body) as response:
+            if response.status_code != 200:
+                return response.status_code, [orjson.loads(await response.aread())]
+            async for line in response.aiter_lines():
+                if line.startswith("data: "):
+                    data = line.removeprefix("data: ")
+                    events.append(data if data == "[DONE]" else orjson.loads(data))
+        return response.status_code, events
+
+    async def settled(self) -> None:
+        """Nothing is left of any request, here or on the pods."""
+        await until(lambda: not self.gateway._requests)  # a request is counted and told of after its answer
+        await until(lambda: self.cluster.all_idle())
+        await until(lambda: all(not booked(pod) and not pod._sinks for pod in self.gateway.pod_table.pods.values()))
+
+
+def _short(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """A chat that says nothing else may be answered with all the context has room for: seconds of fake tokens."""
+    said = "max_tokens" in fields or "max_completion_tokens" in fields
+    return {**fields} if said else {"max_completion_tokens": MAX_TOKENS, **fields}
+
+
+@functools.cache
+def texts(
+    model_dir: Path, tool_parser: str = "auto", reasoning_parser: str = "auto"
+) -> tuple[TextTokenizer, ChatFormat]:
+    """Tokenizer and dialect of a directory, loaded once."""
+    text = TextProcessor.load("", model_dir, tool_parser=tool_parser, reasoning_parser=reasoning_parser)
+    return text.tokenizer, text.chat_format
+
+
+@asynccontextmanager
+async def rig(
+    cluster: FakeCluster,
+    model_dir: Path,
+    *,
+    wait: bool = True,
+    index_timeout_s: float = 2.0,
+    api: KubernetesApi | None = None,
+    **settings: Any,
+) -> AsyncIterator[Rig]:
+    """A running gateway over the cluster's pods. api: of discovery="k8s"."""
+    fields: dict[str, Any] = {"pods": cluster.addresses, "models": (f"{MODEL}={model_dir}",), "port": 0}
+    config = GatewayConfig(**{**fields, **settings})
+    # A busy test machine misses the real time limit of 20 ms often; what follows then is tested with a stopped index.
+    index = IndexReader(config.redis, timeout_s=index_timeout_s) if config.redis else None
+    parsers = config.tool_parser, config.reasoning_parser
+    served = [TextProcessor(name, *texts(Path(path), *parsers)) for name, path in config.served_models().items()]
+    server = GatewayServer(
+        config,
+        Gateway(
+            replace(gateway_settings(config), limits_timeout_s=index_timeout_s),
+            served,
+            index,
+            KeyRing(config.api_keys, config.redis),
+        ),
+        api=api,
+    )
+    try:
+        await server.start()
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=30) as http:
+            if wait:
+                await until(lambda: server.gateway.ready)
+                decodes = len(cluster.decodes)
+                await until(lambda: len(server.gateway.pod_table.decode_pods()) == decodes)
+            yield Rig(server, http, cluster)
+    finally:
+        await server.stop()

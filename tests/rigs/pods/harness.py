@@ -1,0 +1,448 @@
+"""Whole pods in one process: a tiny random Llama, the loopback fabric, gRPC on 127.0.0.1, a client that plays gateway.
+
+    async with Cluster.start(model_dir, decode=2) as cluster:
+        answer = await cluster.generate(request(prompt, max_tokens=8))
+
+Leaving the context checks every pod: nothing is leased or quarantined any more and the blocks add up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import grpc
+import torch
+
+from common.errors import BatonError, Overloaded
+from common.pb import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, transfer_pb2, transfer_pb2_grpc
+from common.rpc import open_channel, translate_rpc_errors
+from common.settings.configs import PodConfig
+from common.types import FinishReason, KvTarget, Role, SamplingParams, Token, ValidRequest
+from common.wire import (
+    error_from_pb,
+    finish_reason_from_pb,
+    kv_target_from_pb,
+    kv_target_to_pb,
+    request_to_pb,
+    token_from_pb,
+)
+from decode_service.servicer import DecodeServicer
+from engine.llm import LLM
+from kv_transfer.backend.interface import Backend
+from kv_transfer.backend.loopback import LoopbackBackend, LoopbackFabric
+from pod.runtime import PodRuntime
+from prefill_service.servicer import PrefillServicer
+from tests.rigs.waiting import Clock
+
+BLOCK = 4
+CHUNK = 16
+MAX_LEN = 128
+VOCAB = 256
+TIMEOUT_S = 30.0
+
+_ids = itertools.count(1)
+
+
+def tiny_llama(directory: Path, *, max_len: int = MAX_LEN) -> Path:
+    """Saves a random Llama (2 layers, hidden 64, vocabulary 256) whose greedy output is not monotonous."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=max_len,
+        initializer_range=0.3,
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    LlamaForCausalLM(config).save_pretrained(directory)
+    (directory / "tokenizer.json").write_text("{}")  # pods never read it, but a model directory has one
+    return directory
+
+
+def request(prompt: Sequence[int], max_tokens: int = 8, **sampling: Any) -> ValidRequest:
+    """A greedy request for `prompt` under a fresh id."""
+    params = SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, **sampling})
+    return ValidRequest(f"r{next(_ids)}", "tiny", tuple(prompt), params)
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    """A reproducible random prompt."""
+    return torch.randint(2, VOCAB, (length,), generator=torch.Generator().manual_seed(1000 * seed + length)).tolist()
+
+
+def oracle(model_dir: Path, **engine: Any) -> LLM:
+    """The same engine in this process, without transfers: what the tokens should be."""
+    return LLM(
+        model_dir, block_size=BLOCK, num_blocks=256, max_model_len=MAX_LEN, token_budget=CHUNK, threads=1, **engine
+    )
+
+
+def expected(llm: LLM, r: ValidRequest) -> list[int]:
+    """The tokens of a request whose answer nothing ends early."""
+    return llm.generate([r.prompt_ids], r.sampling, ignore_eos=True)[0].ids
+
+
+@dataclass
+class PodClient:
+    """What a gateway has of a pod."""
+
+    channel: grpc.aio.Channel
+
+    @property
+    def decode(self) -> decode_pb2_grpc.DecodeAsyncStub:
+        return decode_pb2_grpc.DecodeStub(self.channel)  # type: ignore[return-value]
+
+    @property
+    def prefill(self) -> prefill_pb2_grpc.PrefillAsyncStub:
+        return prefill_pb2_grpc.PrefillStub(self.channel)  # type: ignore[return-value]
+
+    async def info(self) -> transfer_pb2.InfoResponse:
+        return await transfer_pb2_grpc.TransferStub(self.channel).Info(transfer_pb2.InfoRequest())
+
+
+@dataclass
+class Pod(PodClient):
+    """One pod of this process, with its role's service."""
+
+    runtime: PodRuntime
+    service: Any
+
+    @property
+    def agent(self) -> str:
+        """Name of the pod's agent on the fabric."""
+        return f"{self.runtime.config.role}-{self.runtime.name}-{self.runtime.generation}"
+
+    def holds(self, blocks: int) -> prefill_pb2.PullHint:
+        """The hint that this pod holds so many lead blocks of a prompt."""
+        runtime = self.runtime
+        return prefill_pb2.PullHint(
+            pod=runtime.name, generation=runtime.generation, address=runtime.address, blocks=blocks
+        )
+
+    def counted(self, metric: str) -> dict[tuple[str, ...], float]:
+        """A counter's values by its labels' values, zeros left out."""
+        found = next(m for m in self.runtime.metrics.metrics.registry.collect() if m.name == f"baton_{metric}")
+        return {tuple(s.labels.values()): s.value for s in found.samples if s.name.endswith("_total") and s.value}
+
+    async def settled(self, timeout_s: float = TIMEOUT_S) -> None:
+        """Waits until the pod holds nothing; fails when it does not come to that or the blocks do not add up."""
+        pool = self.runtime.engine.pool
+        end = time.monotonic() + timeout_s
+        while True:
+            counts = pool.counts()
+            pool.check_integrity()
+            if self.service.active == 0 and counts.free + counts.cached == counts.total:
+                return
+            assert time.monotonic() < end, f"{self.runtime.name} still holds {counts}, {self.service.active} requests"
+            await asyncio.sleep(0.01)
+
+    async def close(self) -> None:
+        await self.channel.close()
+        await self.runtime.stop()
+
+
+@dataclass
+class Answer:
+    """What a client saw: tokens in order of arrival, and where each came from. drafts: proposed and accepted ones of
+    each message that told of some.
+    """
+
+    tokens: list[Token] = field(default_factory=list)
+    finish: FinishReason | None = None
+    error: BatonError | None = None
+    cached_tokens: int = 0
+    target: KvTarget | None = None
+    handed_off: prefill_pb2.HandedOff | None = None
+    events: list[str] = field(default_factory=list)
+    drafts: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def ids(self) -> list[int]:
+        assert [t.index for t in self.tokens] == list(range(len(self.tokens))), self.tokens
+        return [t.id for t in self.tokens]
+
+
+class GatewayStream:
+    """The gateway's end of one Tokens stream; acknowledges what it reads unless told to stall."""
+
+    def __init__(self, pod: PodClient, gateway_id: str) -> None:
+        self.gateway_id = gateway_id
+        self.numbers: list[int] = []
+        self.stalled = False
+        self._inboxes: dict[str, asyncio.Queue[decode_pb2.SequenceDelta]] = {}
+        self._call = pod.decode.Tokens()
+        self._task: asyncio.Task[None] | None = None
+
+    async def open(self) -> GatewayStream:
+        await self._call.write(decode_pb2.TokensRequest(gateway_id=self.gateway_id))
+        await self._call.initial_metadata()
+        self._task = asyncio.create_task(self._read())
+        return self
+
+    def expect(self, request_id: str) -> asyncio.Queue[decode_pb2.SequenceDelta]:
+        return self._inboxes.setdefault(request_id, asyncio.Queue())
+
+    async def _read(self) -> None:
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.CancelledError):
+            async for batch in self._call:
+                self.numbers.append(batch.number)
+                for delta in batch.deltas:
+                    self.expect(delta.request_id).put_nowait(delta)
+                if not self.stalled:
+                    await self._call.write(decode_pb2.TokensRequest(acked=batch.number))
+
+    async def catch_up(self) -> None:
+        """Acknowledges everything read so far and goes on doing so."""
+        self.stalled = False
+        await self._call.write(decode_pb2.TokensRequest(acked=self.numbers[-1]))
+
+    async def close(self) -> None:
+        self._call.cancel()
+        if self._task is not None:
+            await asyncio.wait([self._task])
+
+
+PodT = TypeVar("PodT", bound=PodClient)
+
+
+class PlayedGateway(Generic[PodT]):
+    """Requests to prefill and decode pods, wherever they run, as the gateway drives them. streams: of the decodes."""
+
+    def __init__(self) -> None:
+        self.prefills: list[PodT] = []
+        self.decodes: list[PodT] = []
+        self.streams: list[GatewayStream] = []
+
+    @property
+    def pods(self) -> list[PodT]:
+        return [*self.prefills, *self.decodes]
+
+    @property
+    def prefill(self) -> PodT:
+        return self.prefills[0]
+
+    @property
+    def decode(self) -> PodT:
+        return self.decodes[0]
+
+    def stream_of(self, pod: PodT) -> GatewayStream:
+        return self.streams[self.decodes.index(pod)]
+
+    async def reserve(
+        self,
+        request: ValidRequest,
+        pod: PodT | None = None,
+        *,
+        remote_only: bool = False,
+        timeout_s: float = TIMEOUT_S,
+        elsewhere: decode_pb2.RemotePrefill | None = None,
+    ) -> decode_pb2.ReserveResponse:
+        pod = pod or self.decode
+        message = decode_pb2.ReserveRequest(
+            request=request_to_pb(request),
+            gateway_id=self.stream_of(pod).gateway_id,
+            remote_only=remote_only,
+            remote=elsewhere,
+        )
+        with translate_rpc_errors():
+            return await pod.decode.Reserve(message, timeout=timeout_s)
+
+    async def generate(
+        self,
+        request: ValidRequest,
+        *,
+        prefill: PodT | None = None,
+        decode: PodT | None = None,
+        remote_only: bool = False,
+        timeout_s: float = TIMEOUT_S,
+        on_event: Callable[[str], None] = lambda _kind: None,
+        pull: prefill_pb2.PullHint | None = None,
+        elsewhere: decode_pb2.RemotePrefill | None = None,
+        late_s: float | None = None,
+    ) -> Answer:
+        """One request as the gateway drives it. Errors of either side are raised as BatonError. late_s: the prefill pod
+        is told so much after the prompt where its KV goes.
+        """
+        decode = decode or self.decode
+        answer = Answer()
+        inbox = self.stream_of(decode).expect(request.request_id)
+        reply = await self.reserve(request, decode, remote_only=remote_only, timeout_s=timeout_s, elsewhere=elsewhere)
+        if reply.HasField("rejected"):
+            raise Overloaded(reply.rejected.reason, retry_after_s=reply.rejected.retry_after_s)
+        if reply.HasField("target"):
+            answer.target = kv_target_from_pb(reply.target)
+            await self.run_prefill(request, answer, prefill or self.prefill, timeout_s, on_event, pull, late_s)
+        else:
+            answer.events.append("local")
+        while answer.finish is None:
+            async with asyncio.timeout(timeout_s + TIMEOUT_S):  # the pods' own deadline comes first
+                delta = await inbox.get()
+            self._take(answer, delta)
+            on_event("tokens")
+        return answer
+
+    async def run_prefill(
+        self,
+        request: ValidRequest,
+        answer: Answer,
+        prefill: PodT,
+        timeout_s: float,
+        on_event: Callable[[str], None],
+        pull: prefill_pb2.PullHint | None = None,
+        late_s: float | None = None,
+    ) -> None:
+        """Prefill's stream to its end; a Failed event is raised."""
+        assert answer.target is not None
+        target = kv_target_to_pb(answer.target)
+        message = prefill_pb2.PrefillRequest(request=request_to_pb(request), pull=pull)
+        if late_s is None:
+            message.target.CopyFrom(target)
+
+        async def tell(after_s: float) -> None:
+            await asyncio.sleep(after_s)
+            with contextlib.suppress(grpc.aio.AioRpcError):  # then the prefill has failed, or does so without a target
+                told = prefill_pb2.SetTargetRequest(request_id=request.request_id, target=target)
+                await prefill.prefill.SetTarget(told, timeout=timeout_s)
+
+        async with contextlib.AsyncExitStack() as stack:
+            if late_s is not None:
+                telling = asyncio.create_task(tell(late_s))
+                stack.callback(telling.cancel)
+            stack.enter_context(translate_rpc_errors())
+            async for event in prefill.prefill.Prefill(message, timeout=timeout_s):
+                kind = event.WhichOneof("event") or ""
+                answer.events.append(kind)
+                on_event(kind)
+                if kind == "first_token":
+                    answer.tokens.append(token_from_pb(event.first_token.token))
+                    answer.finish = finish_reason_from_pb(event.first_token.finish_reason)
+                    answer.cached_tokens = event.first_token.cached_tokens
+                elif kind == "handed_off":
+                    answer.handed_off = event.handed_off
+                elif kind == "failed":
+                    raise error_from_pb(event.failed)
+
+    @staticmethod
+    def _take(answer: Answer, delta: decode_pb2.SequenceDelta) -> None:
+        if delta.HasField("error"):
+            raise error_from_pb(delta.error)
+        answer.tokens.extend(token_from_pb(t) for t in delta.tokens)
+        if delta.HasField("cached_tokens"):
+            answer.cached_tokens = delta.cached_tokens
+        if delta.HasField("speculation"):
+            answer.drafts.append((delta.speculation.proposed, delta.speculation.accepted))
+            assert delta.speculation.accepted == len(delta.tokens) - 1
+        answer.finish = finish_reason_from_pb(delta.finish_reason)
+        answer.events.append("tokens")
+
+    async def abort(self, request_id: str) -> None:
+        """Abort everywhere, as a gateway does when its client goes away."""
+        for pod in self.prefills:
+            await pod.prefill.Abort(prefill_pb2.PrefillAbortRequest(request_id=request_id))
+        for pod in self.decodes:
+            await pod.decode.Abort(decode_pb2.DecodeAbortRequest(request_id=request_id))
+
+
+class Cluster(PlayedGateway[Pod]):
+    """Prefill and decode pods on one fabric, or over the backends that `backend` makes, or over their own.
+
+    clock: of the fabric, whose delayed writes are due by it.
+    """
+
+    def __init__(
+        self,
+        model_dir: Path,
+        backend: Callable[[Role], Backend] | None = None,
+        *,
+        own_backend: bool = False,
+    ) -> None:
+        super().__init__()
+        self.model_dir = model_dir
+        self.clock = Clock()
+        self.fabric = fabric = LoopbackFabric(self.clock)
+        self._backend = None if own_backend else backend or (lambda _: LoopbackBackend(fabric))
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def start(
+        cls,
+        model_dir: Path,
+        *,
+        prefill: int = 1,
+        decode: int = 1,
+        role: Role = Role.DECODE,
+        prefill_config: Mapping[str, Any] | None = None,
+        decode_config: Mapping[str, Any] | None = None,
+        backend: Callable[[Role], Backend] | None = None,
+        own_backend: bool = False,
+        check: bool = True,
+    ) -> AsyncIterator[Cluster]:
+        """own_backend: the one of each pod's configuration. check: on the way out every pod must have come to rest with
+        all blocks free or cached.
+        """
+        cluster = cls(model_dir, backend, own_backend=own_backend)
+        try:
+            for _ in range(decode):
+                await cluster.add(role, **(decode_config or {}))
+            for _ in range(prefill):
+                await cluster.add(Role.PREFILL, **(prefill_config or {}))
+            yield cluster
+            if check:
+                for pod in cluster.pods:
+                    await pod.settled()
+        finally:
+            for stream in cluster.streams:
+                await stream.close()
+            for pod in cluster.pods:
+                await pod.close()
+
+    async def add(
+        self, role: Role, *, num_blocks: int = 64, stream: Mapping[str, Any] | None = None, **fields: Any
+    ) -> Pod:
+        """Starts one more pod; fields overwrite PodConfig's, stream goes to the decode service."""
+        kv_bytes_per_block = 2 * 2 * 2 * BLOCK * 16 * 4
+        config = PodConfig(
+            **{
+                "role": role,
+                "model": str(self.model_dir),
+                "served_name": "tiny",
+                "name": f"{role}-{next(_ids)}",
+                "device": "cpu",
+                "dtype": "float32",
+                "threads": 1,
+                "block_size": BLOCK,
+                "kv_memory": (num_blocks + 2) * kv_bytes_per_block,
+                "max_model_len": MAX_LEN,
+                "chunk_tokens": CHUNK,
+                "max_seqs": 16,
+                "checksums": True,
+                **fields,
+            }
+        )
+        make = self._backend
+        runtime = await PodRuntime.create(config, backend=None if make is None else lambda _config: make(role))
+        service = PrefillServicer(runtime) if role is Role.PREFILL else DecodeServicer(runtime, **(stream or {}))
+        try:
+            await runtime.start(service)
+        except BaseException:
+            await runtime.stop()
+            raise
+        pod = Pod(open_channel(runtime.address), runtime, service)
+        (self.prefills if role is Role.PREFILL else self.decodes).append(pod)
+        if role is not Role.PREFILL:
+            self.streams.append(await GatewayStream(pod, f"gw-{next(_ids)}").open())
+        return pod

@@ -1,0 +1,26 @@
+"""One fake pod in a process of its own, so that a test can freeze it: python -m tests.rigs.pods.lone_pod ROLE. Says its address.
+
+It never finishes a request: a prompt takes for ever, an answer stalls after two tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from common.process.lifecycle import die_with_parent
+from common.types import Role
+from tests.rigs.pods.fake_pods import FakeCluster
+
+
+async def main(role: Role) -> None:
+    die_with_parent()
+    pod = await FakeCluster().add(role, f"lone-{role.value}")
+    pod.faults.prefill_delay_s = 600.0
+    pod.faults.stall_after = 2
+    print(pod.address, flush=True)
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(Role(sys.argv[1])))
