@@ -47,7 +47,7 @@ from prefix_index.pipelined_connection import PipelinedConnections
 from prefix_index.publisher import IndexPublisher
 from prefix_index.reader import MAX_EXACT_PODS, IndexReader
 from prefix_index.records import PodRecord
-from prefix_index.store import IndexKeys, pack_hashes
+from prefix_index.store import LUA_DIR, IndexKeys, pack_hashes
 
 SCOPE = "0badcafe"
 BLOCK = 16
@@ -161,7 +161,7 @@ async def timed(call: Callable[[], Awaitable[object]], times: int) -> list[float
 
 async def look_up(fleet: Fleet, url: str, raw: Any, count: int, times: int) -> list[dict[str, object]]:
     """One row per prompt length and way."""
-    reader, script, keys = IndexReader(url, timeout_s=10), LuaScript("lookup"), IndexKeys(SCOPE)
+    reader, script, keys = IndexReader(url, timeout_s=10), LuaScript("lookup", directory=LUA_DIR), IndexKeys(SCOPE)
     await reader.pods()
     lines = PipelinedConnections(url)
     while (line := lines.get(SCOPE)) is None:  # noqa: ASYNC110 - nothing tells

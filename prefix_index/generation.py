@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from common.redis.client import REDIS_FAILURES, LuaScript, connect_redis
 from prefix_index.records import PodRecord
-from prefix_index.store import PODS_TTL_S, IndexKeys
+from prefix_index.store import LUA_DIR, PODS_TTL_S, IndexKeys
 
 _log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ async def mint_generation(url: str | None, scope: str, pod: str) -> int:
     try:
         async with asyncio.timeout(_TIMEOUT_S):
             names = (keys.pods, keys.generation(pod))
-            return int(await LuaScript("mint").run(client, names, (pod, now_ms, PODS_TTL_S)))
+            return int(await LuaScript("mint", directory=LUA_DIR).run(client, names, (pod, now_ms, PODS_TTL_S)))
     except REDIS_FAILURES as e:
         _log.warning("generation minted from the clock alone, the prefix index does not answer: %r", e)
         return now_ms

@@ -30,6 +30,7 @@ from prefix_index.store import (
     HELD_TTL_S,
     INFO_TTL_S,
     LEASE_MS,
+    LUA_DIR,
     PODS_TTL_S,
     SCOPES_KEY,
     STORED_HASH_BYTES,
@@ -75,13 +76,13 @@ class IndexPublisher:
         self._load = load
         self._client = None if url is None else connect_redis(url, timeout_s=_COMMAND_S)
         self._keys = IndexKeys(record.scope)
-        self._register_script = LuaScript("register")
-        self._heartbeat_script = LuaScript("heartbeat")
-        self._apply_script = LuaScript("postings", "apply")
-        self._slice_script = LuaScript("postings", "snapshot_slice")
-        self._commit_script = LuaScript("snapshot_commit")
-        self._leave_script = LuaScript("leave")
-        self._sweep_script = LuaScript("sweep")
+        self._register_script = LuaScript("register", directory=LUA_DIR)
+        self._heartbeat_script = LuaScript("heartbeat", directory=LUA_DIR)
+        self._apply_script = LuaScript("postings", "apply", directory=LUA_DIR)
+        self._slice_script = LuaScript("postings", "snapshot_slice", directory=LUA_DIR)
+        self._commit_script = LuaScript("snapshot_commit", directory=LUA_DIR)
+        self._leave_script = LuaScript("leave", directory=LUA_DIR)
+        self._sweep_script = LuaScript("sweep", directory=LUA_DIR)
 
         self._changes = PendingChanges(MAX_PENDING)
         self._loop: asyncio.AbstractEventLoop | None = None  # while changes are accepted

@@ -24,6 +24,7 @@ from prefix_index.lookup_cache import LookupCache
 from prefix_index.pipelined_connection import PipelinedConnections
 from prefix_index.records import BookingCandidate, BookingResult, PodRecord, PodStatus, PrefixHits
 from prefix_index.store import (
+    LUA_DIR,
     SCOPES_KEY,
     IndexKeys,
     pack_hashes,
@@ -82,11 +83,11 @@ class IndexReader:
         self._slots = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
         self._books = books
         self._name = secrets.token_hex(8)
-        self._pods = LuaScript("pods")
-        self._present = LuaScript("present")
-        self._lookup = LuaScript("lookup")
-        self._reserve = LuaScript("reserve")
-        self._unbook = LuaScript("unbook")
+        self._pods = LuaScript("pods", directory=LUA_DIR)
+        self._present = LuaScript("present", directory=LUA_DIR)
+        self._lookup = LuaScript("lookup", directory=LUA_DIR)
+        self._reserve = LuaScript("reserve", directory=LUA_DIR)
+        self._unbook = LuaScript("unbook", directory=LUA_DIR)
         self._scopes: dict[str, _ScopeState] = {}
         self._clock = clock
         self._cache = LookupCache(clock)

@@ -12,8 +12,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import compress
+from pathlib import Path
 
 from prefix_index.records import CacheTier
+
+#: The folder of the index's Lua scripts.
+LUA_DIR = Path(__file__).parent / "lua"
 
 SCOPES_KEY = "kv:scopes"  # HASH scope -> model, by which gateways find scopes
 STORED_HASH_BYTES = 8  # of each 16-byte block hash; what sets and chains are made of

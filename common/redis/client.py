@@ -32,7 +32,7 @@ RedisClient = redis.Redis | RedisCluster
 class LuaScript:
     """A Lua script, run by its digest and loaded when the server does not know it (yet, or again)."""
 
-    def __init__(self, *names: str, directory: Path = Path(__file__).parent / "lua") -> None:
+    def __init__(self, *names: str, directory: Path) -> None:
         """names: files whose texts follow each other, functions first."""
         self._text = "".join((directory / f"{name}.lua").read_text("utf-8") for name in names)
         self._sha = hashlib.sha1(self._text.encode(), usedforsecurity=False).hexdigest()

@@ -16,7 +16,7 @@ from common.types import PodLoad
 from prefix_index import publisher
 from prefix_index.generation import mint_generation
 from prefix_index.records import CacheTier
-from prefix_index.store import IndexKeys, pack_hashes
+from prefix_index.store import LUA_DIR, IndexKeys, pack_hashes
 from tests.rigs.index.index_rig import RECORD, SCOPE, FakePool, Rig, book, chain
 from tests.rigs.waiting import until
 
@@ -128,7 +128,7 @@ async def test_a_restarted_pod_replaces_its_entries_and_the_old_process_is_fence
 
 
 async def test_duplicates_gaps_and_zombies_are_refused(rig: Rig) -> None:
-    keys, apply = IndexKeys(SCOPE), LuaScript("postings", "apply")
+    keys, apply = IndexKeys(SCOPE), LuaScript("postings", "apply", directory=LUA_DIR)
     names = (
         keys.lease("p"),
         keys.batch_number("p", 7),

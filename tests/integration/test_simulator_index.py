@@ -21,7 +21,7 @@ from loadtest.workload.trace import synthetic_block_hash
 from prefix_index.publisher import BATCH_S, HEARTBEAT_S, IndexPublisher
 from prefix_index.reader import IndexReader
 from prefix_index.records import BookingCandidate, BookingResult, CacheTier, PodRecord
-from prefix_index.store import HELD_TTL_S, INFO_TTL_S, LEASE_MS, PODS_TTL_S, STORED_HASH_BYTES, IndexKeys
+from prefix_index.store import HELD_TTL_S, INFO_TTL_S, LEASE_MS, LUA_DIR, PODS_TTL_S, STORED_HASH_BYTES, IndexKeys
 from simulator.agent_workload import AgentWorkload
 from simulator.clock import VirtualClock
 from simulator.cluster import ClusterSpec, SimulatedCluster
@@ -76,7 +76,7 @@ class LuaIndex:
             k.sweep,
         )
         args = (k.prefix, pod, generation, LEASE_MS, INFO_TTL_S, PODS_TTL_S, PodLoad().to_json(), *record.to_fields())
-        slot = int(await LuaScript("register").run(self._client, names, args))
+        slot = int(await LuaScript("register", directory=LUA_DIR).run(self._client, names, args))
         if slot:
             self._slots[pod, generation] = slot
         return slot > 0
@@ -95,7 +95,7 @@ class LuaIndex:
         )
         slot = self._slots.get((pod, generation), 0)
         args = (pod, generation, slot, LEASE_MS, PodLoad().to_json(), HELD_TTL_S, INFO_TTL_S, PODS_TTL_S)
-        return int((await LuaScript("heartbeat").run(self._client, names, args))[0])
+        return int((await LuaScript("heartbeat", directory=LUA_DIR).run(self._client, names, args))[0])
 
     async def apply(self, pod: str, generation: int, number: int, stored: list[bytes], evicted: list[bytes]) -> str:
         k = self._keys
@@ -110,7 +110,7 @@ class LuaIndex:
         )
         slot = self._slots.get((pod, generation), 0).to_bytes(2, "little")
         args = (generation, number, HELD_TTL_S, slot, 1, _packed(stored), _packed(evicted), b"", b"")
-        return str((await LuaScript("postings", "apply").run(self._client, names, args)).decode())
+        return str((await LuaScript("postings", "apply", directory=LUA_DIR).run(self._client, names, args)).decode())
 
     async def snapshot(self, pod: str, generation: int, number: int, held: list[bytes]) -> str:
         k = self._keys
@@ -119,7 +119,7 @@ class LuaIndex:
         if held:
             args: tuple[Any, ...] = (generation, HELD_TTL_S, slot, 1, _packed(held))
             names: tuple[str, ...] = (k.lease(pod), shadow, k.postings)
-            answer = await LuaScript("postings", "snapshot_slice").run(self._client, names, args)
+            answer = await LuaScript("postings", "snapshot_slice", directory=LUA_DIR).run(self._client, names, args)
             if answer != b"ok":
                 return str(answer.decode())
         names = (
@@ -127,7 +127,7 @@ class LuaIndex:
             *(host, k.held_blocks(pod, generation, CacheTier.HOST), k.slots),
         )
         args = (generation, number, HELD_TTL_S, len(held), 0)
-        return str((await LuaScript("snapshot_commit").run(self._client, names, args)).decode())
+        return str((await LuaScript("snapshot_commit", directory=LUA_DIR).run(self._client, names, args)).decode())
 
     async def leave(self, pod: str, generation: int) -> None:
         k = self._keys
@@ -142,7 +142,7 @@ class LuaIndex:
             *(k.postings, k.slots, k.sweep),
         )
         slot = self._slots.get((pod, generation), 0)
-        await LuaScript("leave").run(self._client, names, (pod, generation, slot))
+        await LuaScript("leave", directory=LUA_DIR).run(self._client, names, (pod, generation, slot))
 
     async def expire(self, pod: str) -> None:
         """The lease runs out."""

@@ -9,8 +9,9 @@ from typing import Any, cast
 import pytest
 
 from common.redis.client import REDIS_FAILURES, LuaScript, RedisClient
+from prefix_index.store import LUA_DIR
 
-SCRIPT = LuaScript("unbook")
+SCRIPT = LuaScript("unbook", directory=LUA_DIR)
 
 
 class Forgetful:

@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import orjson
@@ -20,6 +21,8 @@ from common.redis.client import REDIS_FAILURES, LuaScript, connect_redis
 from gateway.api.openai.responses.items import ResponseItem
 
 Json = dict[str, Any]
+
+_LUA = Path(__file__).parent / "lua"
 
 TIMEOUT_S = 1.0
 MAX_ENTRY_BYTES = 4 << 20
@@ -47,8 +50,8 @@ class ResponseStore:
         self._ttl_ms = max(1, int(1000 * ttl_s))
         self._memory = max_bytes_per_tenant
         self._breaker = CircuitBreaker()
-        self._keep = LuaScript("response_keep")
-        self._forget = LuaScript("response_forget")
+        self._keep = LuaScript("response_keep", directory=_LUA)
+        self._forget = LuaScript("response_forget", directory=_LUA)
 
     async def close(self) -> None:
         """Closes the connections."""
