@@ -12,20 +12,13 @@ written while its `load` is not done: they count a writer until then.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
 
 from common.errors import InternalError
 from common.types import PoolCounts
-from engine.kv.host_tier import HostTier, HostTierStats, SavedPartialBlock
-from engine.kv.prefix_cache import PrefixCache
-
-if TYPE_CHECKING:
-    from engine.kv.host_tier import HostTier
-from collections.abc import Collection
-from typing import NamedTuple
-
-from engine.kv.host_tier import HostLoad
+from engine.kv.host_tier import HostLoad, HostTier, HostTierStats, SavedPartialBlock
+from engine.kv.prefix_cache import HashesCallback, PrefixCache
 
 __all__ = ["BlockPin", "BlockPool", "HostTierStats", "Lease", "SavedPartialBlock", "StepFence"]
 
@@ -116,7 +109,7 @@ class BlockPool:
             lease.restored_partial = resumed
             if tier is not None and keys:
                 targets = lease.blocks[len(cached) : len(cached) + len(keys)]
-                lease.host_load = tier.load(keys, targets, BlockPin(ledger, targets, is_writer=True))
+                lease.host_load = tier.load(keys, targets, BlockPin(ledger, targets, is_writer=True).release_locked)
             return lease
 
     def match_prefix(self, hashes: Sequence[bytes]) -> int:
@@ -147,9 +140,8 @@ class BlockPool:
                 return None
             block = lease.blocks[place]
             parent = ledger.cache.hash_by_block[lease.blocks[place - 1]] if place else None
-            return SavedPartialBlock(
-                ledger.host_tier.save_partial_block(parent, block, BlockPin(ledger, [block], is_writer=False)), computed
-            )
+            pin = BlockPin(ledger, [block], is_writer=False)
+            return SavedPartialBlock(ledger.host_tier.save_partial_block(parent, block, pin.release_locked), computed)
 
     def drop_partial_block(self, parked: SavedPartialBlock) -> None:
         """Nobody will ask for it any more; idempotent."""
@@ -215,9 +207,6 @@ class BlockPool:
             found = self._ledger.inconsistencies()
         if found:
             raise InternalError("block pool is inconsistent: " + "; ".join(found[:5]))
-
-
-HashesCallback = Callable[[list[bytes]], None]
 
 
 class _BlockLedger:

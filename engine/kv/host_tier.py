@@ -27,15 +27,12 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from common.block_hash import HASH_BYTES
 from common.errors import BatonError
-from engine.kv.blocks import BlockPin
-from engine.kv.prefix_cache import PrefixCache
+from engine.kv.prefix_cache import HashesCallback, PrefixCache
 
-HASH_BYTES = 16  # keys of parked blocks are longer
 NO_PARENT = b""
 CLEAR_S = 1.0  # longest wait for a copy that is under way
-
-HashesCallback = Callable[[list[bytes]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,34 +55,33 @@ class HostLoad:
     error: why they are of no use.
     """
 
-    __slots__ = ("_pin", "error")
+    __slots__ = ("_release", "done", "error")
 
-    def __init__(self, hold: BlockPin) -> None:
+    def __init__(self, release: Callable[[], None]) -> None:
+        """release: ends the writer's pin on the target blocks; called under the ledger's lock."""
+        self.done = False
         self.error: BatonError | None = None
-        self._pin = hold
-
-    @property
-    def done(self) -> bool:
-        return not self._pin.pinned
+        self._release = release
 
     def finish(self, error: BatonError | None = None) -> None:
         """Under the ledger's lock. error: why the blocks are of no use."""
         self.error = error
-        self._pin.release_locked()
+        self._release()
+        self.done = True
 
 
 @dataclass(frozen=True, slots=True)
 class HostCopy:
     """One batch: blocks to slots of the host, or, where `load` is set, slots to blocks. keys: of the slots' contents.
 
-    hold: keeps blocks that are not registered from reuse meanwhile.
+    release: ends the reader's pin that keeps a block that is not registered from reuse meanwhile.
     """
 
     keys: Sequence[bytes]
     blocks: Sequence[int]
     host_blocks: Sequence[int]
     host_load: HostLoad | None = None
-    pin: BlockPin | None = None
+    release: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,20 +172,20 @@ class HostTier:
         """Length of the longest prefix of `hashes` that is here."""
         return sum(1 for _ in itertools.takewhile(self._index.__contains__, hashes))
 
-    def load(self, keys: Sequence[bytes], blocks: Sequence[int], hold: BlockPin) -> HostLoad:
-        """Copies what is here under `keys`, parents first, into leased blocks, on which `hold` counts a writer."""
+    def load(self, keys: Sequence[bytes], blocks: Sequence[int], release: Callable[[], None]) -> HostLoad:
+        """Copies what is here under `keys`, parents first, into leased blocks, pinned for write until `release`."""
         for key in reversed(keys):
             self._index.move_to_end(key)
-        load = HostLoad(hold)
+        load = HostLoad(release)
         self._queue_copy(HostCopy(keys, blocks, [self._index[key] for key in keys], host_load=load))
         return load
 
-    def save_partial_block(self, parent: bytes | None, block: int, hold: BlockPin) -> bytes:
-        """Copies a block that is not full to the host; `hold` counts a reader on it. The key that it has there."""
+    def save_partial_block(self, parent: bytes | None, block: int, release: Callable[[], None]) -> bytes:
+        """Copies a block that is not full to the host, pinned for read until `release`; returns its key there."""
         key = b"parked-" + next(self._numbers).to_bytes(HASH_BYTES, "little")
         slots = self._allocate(1)
         self._insert(key, parent or NO_PARENT, slots[0])
-        self._queue_copy(HostCopy([key], [block], slots, pin=hold))
+        self._queue_copy(HostCopy([key], [block], slots, release=release))
         return key
 
     def drop_partial_block(self, key: bytes) -> None:
@@ -236,8 +232,8 @@ class HostTier:
 
     def _release(self, copy: HostCopy) -> None:
         """Its blocks may be evicted, or reused, as far as the copy is concerned."""
-        if copy.pin is not None:
-            copy.pin.release_locked()
+        if copy.release is not None:
+            copy.release()
             return
         for block in copy.blocks:
             self._cache.mark_saved(block)

@@ -14,7 +14,9 @@ blocks that are not saved wait in `unsaved`, oldest first, and pin their ancesto
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+HashesCallback = Callable[[list[bytes]], None]
 
 
 class PrefixCache:
