@@ -169,7 +169,7 @@ class RequestTrace:
         since = start
         seen = set()
         for event in events:
-            name = {"tokenized": "gateway.api.openai.tokenize", "admitted": "gateway.wait"}.get(event["event"])
+            name = {"tokenized": "gateway.tokenize", "admitted": "gateway.wait"}.get(event["event"])
             if name is not None and name not in seen:
                 seen.add(name)
                 until = start + event["t"]

@@ -88,7 +88,7 @@ def test_one_request_is_one_trace_over_gateway_prefill_transfer_and_decode(clust
         by_name[span.name].append(span)
     parents = {
         "gateway.request": None,
-        "gateway.api.openai.tokenize": "gateway.request",
+        "gateway.tokenize": "gateway.request",
         "gateway.wait": "gateway.request",
         "gateway.attempt": "gateway.request",
         "gateway.route": "gateway.attempt",
@@ -124,7 +124,7 @@ def test_one_request_is_one_trace_over_gateway_prefill_transfer_and_decode(clust
     for order in (
         (
             "gateway.request",
-            "gateway.api.openai.tokenize",
+            "gateway.tokenize",
             "gateway.wait",
             "gateway.attempt",
             "gateway.route",
