@@ -89,7 +89,7 @@ def test_a_conversation_goes_through_the_template_and_ends_by_itself(llm: LLM) -
 
 
 def test_the_example_of_the_readme_runs(smollm2_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    section = README.read_text().split("## Offline use")[1]
+    section = README.read_text().split("The engine also runs without services")[1]
     code = re.search(r"```python\n(.*?)```", section, re.DOTALL)
     assert code is not None
     assert smollm2_dir.resolve() == known_dir().resolve()
