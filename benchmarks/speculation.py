@@ -199,7 +199,7 @@ def answer(llm: LLM, prompts: Sequence[tuple[int, ...]], params: SamplingParams)
 
 
 def measure_tasks(table: BarTable, drafts: int, runs: int, settings: dict[str, Any]) -> None:
-    options = {"kv_memory": 128 << 20, "max_model_len": 1024, "token_budget": 512} | settings
+    options = {"kv_memory": 128 << 20, "max_model_len": 1024, "chunk_tokens": 512} | settings
     llm = LLM(demo_model(), speculation="ngram", speculation_tokens=drafts, **options)
     for task, (texts, tokens) in TASKS.items():
         rendered = [llm.template.render([{"role": "user", "content": text}]) for text in texts]
@@ -227,7 +227,7 @@ def measure_tasks(table: BarTable, drafts: int, runs: int, settings: dict[str, A
 
 
 def measure_draft_model(table: BarTable, drafts: int, runs: int, settings: dict[str, Any]) -> None:
-    options = {"kv_memory": 128 << 20, "max_model_len": 512, "token_budget": 512} | settings
+    options = {"kv_memory": 128 << 20, "max_model_len": 512, "chunk_tokens": 512} | settings
     texts, tokens = TASKS["chat"]
     params = SamplingParams(temperature=0.0, max_tokens=tokens // 2)
     with tempfile.TemporaryDirectory() as directory:
@@ -411,7 +411,7 @@ def measure_gpu(table: BarTable, shape_name: str, drafts: int, settings: dict[st
         (model_dir / "config.json").write_text(json.dumps(shape.config))
         options = {
             "load_format": "dummy",
-            "token_budget": max(shape.token_budget, 64 * 5),
+            "chunk_tokens": max(shape.token_budget, 64 * 5),
             "block_size": shape.block_size,
             "max_seqs": 64,
             "max_model_len": 3072 if big else 1024,

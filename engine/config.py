@@ -27,13 +27,13 @@ class EngineConfig:
     CUDA. kv_dtype auto is dtype; fp8_e4m3 keeps keys and values in 8 bits, with scales. num_blocks and kv_memory
     (bytes) both 0: 512 MiB on a CPU; on CUDA what is left of gpu_memory_utilization, the share of the card that this
     process may take. host_cache: bytes of host memory for blocks that leave the pool; 0: they are lost. checksums: they
-    are compared when they come back (slow). max_model_len 0: the model's own. token_budget: tokens of a step, and the
-    longest chunk; 0: 256 on a CPU, 2048 on CUDA. prompt_budget: the same for a step in which nothing decodes, and twice
-    that for a prompt that is alone; 0: 8192 on CUDA, and none of its own where token_budget is given and on a CPU.
-    mixed_tokens: most prompt tokens of a step in which something decodes; 0: what token_budget leaves. max_seqs:
+    are compared when they come back (slow). max_model_len 0: the model's own. chunk_tokens: tokens of a step, and the
+    longest chunk; 0: 256 on a CPU, 2048 on CUDA. prompt_step_tokens: the same for a step in which nothing decodes, and twice
+    that for a prompt that is alone; 0: 8192 on CUDA, and none of its own where chunk_tokens is given and on a CPU.
+    local_chunk_tokens: most prompt tokens of a step in which something decodes; 0: what chunk_tokens leaves. max_seqs:
     sequences that run at once; 0: 64 on a CPU, 256 on CUDA. cuda_graphs: decode steps run as graphs, captured at the
     start (no meaning on a CPU), and so do steps with few prompt tokens; chunk_graphs: so do chunks of 1024 tokens, or
-    of token_budget, that are alone in their step and end within the first so many of a prompt; 0: none. overlap: a step
+    of chunk_tokens, that are alone in their step and end within the first so many of a prompt; 0: none. overlap: a step
     is launched before the last one's result is known; None: on CUDA. speculation: who proposes drafts, see
     engine/speculation; speculation_model: the draft model, or the EAGLE head, of those that have one; its KV lies in
     the same blocks, so pods that hand over must agree. speculation_tokens: most drafts of a sequence in a step;
@@ -104,9 +104,9 @@ class EngineConfig:
             "kv_memory",
             "host_cache",
             "max_model_len",
-            "token_budget",
-            "prompt_budget",
-            "mixed_tokens",
+            "chunk_tokens",
+            "prompt_step_tokens",
+            "local_chunk_tokens",
             "max_seqs",
             "chunk_graphs",
             "weights_seed",
@@ -192,7 +192,7 @@ class EngineConfig:
         return FP8_DTYPE
 
     def resolve_limits(self, device: torch.device) -> tuple[int, int | None, int]:
-        """token_budget, prompt_budget and max_seqs."""
+        """chunk_tokens, prompt_step_tokens and max_seqs."""
         on_gpu = device.type == "cuda"
         default = GPU_PROMPT_STEP_TOKENS if on_gpu and not self.chunk_tokens else None
         budget = self.chunk_tokens or (GPU_CHUNK_TOKENS if on_gpu else 256)

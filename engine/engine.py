@@ -168,7 +168,7 @@ class Engine:
         config, device, spec = self.config, self.device, self.spec
         model = self._builder.load(wanted_len, dtype)
         make_draft = None if draft is None else draft.load(model, wanted_len, device, TORCH_DTYPES[dtype])
-        token_budget, prompt_budget, max_seqs = config.resolve_limits(device)
+        chunk_tokens, prompt_step_tokens, max_seqs = config.resolve_limits(device)
         self._sampler: DeviceSampler | None = None
         if device.type == "cuda":
             from engine.sampling.device_sampler import DeviceSampler
@@ -178,8 +178,8 @@ class Engine:
         graphs = config.cuda_graphs and device.type == "cuda" and model.capturable
         build = functools.partial(self._build_runner, model, make_draft, self._sampler, wanted_len, graphs=graphs)
         limits = SchedulerConfig(
-            chunk_tokens=token_budget,
-            prompt_step_tokens=prompt_budget,
+            chunk_tokens=chunk_tokens,
+            prompt_step_tokens=prompt_step_tokens,
             local_chunk_tokens=config.local_chunk_tokens,
             max_seqs=max_seqs,
             max_model_len=wanted_len,
@@ -410,7 +410,7 @@ class Engine:
             attention(kv.layers(), spec.num_heads, spec.windows, kv.dummy_block, scale=spec.scale, softcap=spec.softcap)
         )
         max_blocks = self.layout.blocks_for(max_len) + 1  # a lease may hold the block of the next token
-        token_budget, prompt_budget, max_seqs = self.config.resolve_limits(self.device)
+        chunk_tokens, prompt_step_tokens, max_seqs = self.config.resolve_limits(self.device)
         drafts, max_drafts = self._draft_limits()
         draft = None if make_draft is None else make_draft(kv, attention)
         return ModelRunner(
@@ -421,12 +421,12 @@ class Engine:
             max_blocks=max_blocks,
             sampler=sampler,
             use_cuda_graphs=graphs and (draft is None or draft.capturable),
-            max_step_tokens=max(token_budget, prompt_budget or 0),
+            max_step_tokens=max(chunk_tokens, prompt_step_tokens or 0),
             max_seq_drafts=drafts,
             max_drafts=max_drafts,
             rejection=self.config.speculation_accept == "rejection",
             draft_model=draft,
-            chunk_graphs=chunk_graph_shapes(min(self.config.chunk_graphs, max_len), token_budget),
+            chunk_graphs=chunk_graph_shapes(min(self.config.chunk_graphs, max_len), chunk_tokens),
         )
 
     def _draft_limits(self) -> tuple[int, int]:

@@ -66,7 +66,7 @@ class LLM:
     """model: a directory with safetensors, or smollm2 once `baton up` has converted it. Keyword arguments are those of
     EngineConfig.
 
-    On a GPU token_budget is prompt_budget unless it is given: nobody waits for the next token of a text, so prompts go
+    On a GPU chunk_tokens is prompt_step_tokens unless it is given: nobody waits for the next token of a text, so prompts go
     through in the fewest steps.
 
     Raises ConfigError when the model cannot be served here, or an argument will not do. `engine` is open to tests.
@@ -200,11 +200,11 @@ class LLM:
 
 
 def for_throughput(config: EngineConfig) -> EngineConfig:
-    """The same with the tokens of prompt_budget in every step, unless it says how many."""
-    _, prompt_budget, _ = config.resolve_limits(config.resolve_device())
-    if config.chunk_tokens or prompt_budget is None:
+    """The same with the tokens of prompt_step_tokens in every step, unless it says how many."""
+    _, prompt_step_tokens, _ = config.resolve_limits(config.resolve_device())
+    if config.chunk_tokens or prompt_step_tokens is None:
         return config
-    return replace(config, chunk_tokens=prompt_budget, prompt_step_tokens=prompt_budget)
+    return replace(config, chunk_tokens=prompt_step_tokens, prompt_step_tokens=prompt_step_tokens)
 
 
 @dataclass(slots=True)

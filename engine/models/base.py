@@ -1,38 +1,28 @@
-"""What the engine knows of a model, whoever computes it: its shape, and a few operations.
+"""The interface of a model: its shape, and the operations that the engine calls.
 
-Invariant: a model that loads is computed exactly. What cannot be is refused with a ConfigError that names the reason,
-before or while it loads.
+Invariant: a model that loads is computed exactly. A model that cannot be computed exactly is refused with a ConfigError
+before or during loading; the error names the reason.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from engine.attention.base import AttentionBackend
+from engine.kv.layer_kv import LayerKV
 
-    from engine.attention.base import AttentionBackend
-    from engine.kv.layer_kv import LayerKV
-
-
-# Of one pass: (i, the residual stream [T, hidden] before layer i); i is the number of layers after the last. It may be
-# read during the call.
+#: Called in a forward pass with (i, the residual stream [T, hidden] before layer i). After the last layer, i is the
+#: number of layers. The tensor is valid during the call only.
 LayerHook = Callable[[int, Tensor], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """What KV, attention and scheduling need to know.
-
-    windows[i] is layer i's sliding window in tokens (a query sees itself and the window - 1 tokens before it), None for
-    full attention. scale: factor on the scores, None for head_dim ** -0.5. softcap: scores are bounded by
-    softcap * tanh(score / softcap); None for unbounded. max_position: the longest sequence that the position embedding
-    serves.
-    """
+    """The properties of a model that KV cache, attention and scheduler use."""
 
     architecture: str
     vocab_size: int
@@ -40,19 +30,23 @@ class ModelShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    #: Sliding window of each layer in tokens: a query sees itself and the window - 1 tokens before it. None: all.
     windows: tuple[int | None, ...]
+    #: Factor on the attention scores. None: head_dim ** -0.5.
     scale: float | None = None
+    #: Bound of the scores: softcap * tanh(score / softcap). None: unbounded.
     softcap: float | None = None
+    #: Longest sequence in tokens that the position embedding supports.
     max_position: int
     eos_token_ids: tuple[int, ...]
 
 
 class Model(Protocol):
-    """A loaded model on one device. A step's tokens are one flat dimension T, whatever sequences they belong to."""
+    """A loaded model on one device. The tokens of all sequences of a step form one flat dimension T."""
 
     @property
     def capturable(self) -> bool:
-        """A CUDA graph can hold `hidden` and `logits`: neither waits for the host nor copies from it."""
+        """A CUDA graph can capture `forward` and `logits`: neither waits for the host nor copies from it."""
 
     def forward(
         self,
@@ -63,12 +57,17 @@ class Model(Protocol):
         metadata: Any,
         rows: Tensor | None = None,
         *,
-        tap: LayerHook | None = None,
+        layer_hook: LayerHook | None = None,
     ) -> Tensor:
-        """States [R, hidden] of the tokens `rows` (int64[R]; None: all T), for `logits`.
+        """Computes hidden states [R, hidden], the input of `logits`, and writes the tokens' keys and values.
 
-        tokens[T] are at positions[T]; cache holds the pool's layers in order, which get the new keys and values. tap:
-        only of models whose layers are called one by one here.
+        Args:
+            tokens: [T].
+            positions: [T].
+            cache: the layers of the KV pool, in order.
+            metadata: from `backend.prepare`.
+            rows: int64[R], the tokens that need a result. None: all T.
+            layer_hook: supported by `Decoder` only.
         """
 
     def write_kv(
@@ -79,10 +78,10 @@ class Model(Protocol):
         backend: AttentionBackend[Any],
         metadata: Any,
     ) -> None:
-        """`hidden` for the keys and values alone."""
+        """Runs `forward` only as far as the keys and values of `tokens` need it."""
 
     def final_norm(self, hidden: Tensor) -> Tensor:
-        """[R, hidden] of hidden[R, hidden], what `hidden` returned: the states that the head is applied to."""
+        """Applies the norm before the LM head to states of `forward`, [R, hidden] to [R, hidden]."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """float32[R, vocab] of hidden[R, hidden], what `hidden` returned."""
+        """Logits float32[R, vocab] of states [R, hidden] of `forward`."""

@@ -1,18 +1,16 @@
-"""An EAGLE head: one decoder layer that guesses the target's next state from its last one and the token that came then.
+"""An EAGLE head: one decoder layer that predicts the target's next hidden state from its last state and token.
 
-A *pair* is a token and a state before it: of the target where it is known, else of the head itself, a step earlier.
-From a pair at position p the layer makes its key and value at p, and the state for the pair at p + 1; logits are made
-of that state. The first token of a sequence has no state before it, so position 0 holds nothing, and nobody sees it.
+A *pair* at position p is token p and the state of position p - 1: the target's state if it is known, else the head's
+own prediction. From a pair the layer computes its KV at p and the state of p, the input of the next pair and of the
+logits. The first token has no previous state: the KV of position 0 stays empty and masked. The KV of one layer depends
+on the pairs alone, so `write_kv` writes it for known tokens without attention. Public implementations number the pairs
+from 0; the result is the same, because rotary embeddings depend on position differences only.
 
-Keys and values of the head depend on pairs alone (there is one layer), so for tokens that are known `fill` writes them
-without attention. Public implementations count positions of pairs from 0; rotary embeddings know differences only.
-
-- EAGLE (Li et al. 2024, EAGLE: Speculative sampling requires rethinking feature uncertainty): the state is what the
-  target's head is applied to. Embedding and state pass through `fc`, the layer has no norm before attention, and the
-  target's head is applied to what it returns.
-- EAGLE-3 (Li et al. 2025, Scaling up inference acceleration via training-time test): the state is made by `fc` of three
-  residual streams of the target. Embedding and state are normed apart and enter attention side by side; a norm and a
-  head of its own follow, over a vocabulary of its own whose token i is the target's i + d2t[i].
+EAGLE (Li et al. 2024, Speculative sampling requires rethinking feature uncertainty): the state is the input of the
+target's LM head. `fc` joins embedding and state. No norm precedes attention. The LM head is the target's.
+EAGLE-3 (Li et al. 2025, Scaling up inference acceleration via training-time test): `fc` makes the state from three
+residual streams of the target. Embedding and state have a norm each and enter attention side by side. The LM head is
+the head's own, with a norm and a vocabulary of its own: its token i is the target's token i + d2t[i].
 """
 
 from __future__ import annotations
@@ -25,19 +23,26 @@ from torch import Tensor, nn
 
 from engine.attention.base import AttentionBackend
 from engine.kv.layer_kv import LayerKV
-from engine.models.decoder import MLP, Attention, Decoder, Embedding, Linear, RMSNorm
+from engine.models.decoder import Decoder
 from engine.models.eagle_spec import EagleSpec
+from engine.models.layers import MLP, Attention, Embedding, Linear, RMSNorm
 from engine.models.ops import DecoderOps, TorchOps, rms_norm_torch
 from engine.models.rope import rope_tables
 
-UNKNOWN_LOGIT = -1e30  # logit of a token that the head does not know; finite, so that a row is not taken for a failure
+#: Logit of a target token that is not in the head's vocabulary. Finite, because -inf in a row means a failed step.
+UNKNOWN_LOGIT = -1e30
 
 
 class EagleHead(nn.Module):
-    """Parameters are made on the meta device, eagle_weights fills them.
+    """The head of a target model. Its parameters are uninitialised until `engine.models.eagle_weights` fills them.
 
-    target: whose states it continues; what the head has no parameters of its own for is the target's. own_embedding,
-    own_head, fc_bias: which of these it has. max_len: longest sequence. fused: as of a Decoder.
+    Args:
+        target: the model whose states the head continues.
+        max_len: longest sequence in tokens.
+        own_embedding: the head has an embedding; otherwise it uses the target's.
+        own_head: the head has an LM head; otherwise it uses the target's.
+        fc_bias: `fc` has a bias.
+        fused: as for `Decoder`.
     """
 
     def __init__(
@@ -71,10 +76,11 @@ class EagleHead(nn.Module):
             self.norm = RMSNorm(hidden, layer.norm_eps) if spec.is_eagle3 else None
             self.own_embedding = Embedding(layer.vocab_size, hidden) if own_embedding else None
             self.own_head = Linear(hidden, spec.draft_vocab or layer.vocab_size, bias=False) if own_head else None
-        # Not to_empty: see Decoder.
-        made = self._apply(lambda p: torch.empty(p.shape, dtype=dtype, device=device))  # type: ignore[no-untyped-call]
-        made.requires_grad_(False)
-        self.token_ids: Tensor | None = None  # int64 [draft_vocab], the target's id of each of the head's tokens
+        # Not to_empty: torch's copy of a meta tensor imports modules for a second.
+        empty = self._apply(lambda p: torch.empty(p.shape, dtype=dtype, device=device))  # type: ignore[no-untyped-call]
+        empty.requires_grad_(False)
+        #: int64 [draft_vocab], the target's token id for each token of the head. None: the vocabularies are equal.
+        self.token_ids: Tensor | None = None
         if spec.draft_vocab:
             self.token_ids = torch.arange(spec.draft_vocab, device=device)
         self._target_embedding, self._target_head = target.embedding.weight.detach(), target.head.weight.detach()
@@ -89,58 +95,64 @@ class EagleHead(nn.Module):
             self._ops = TorchOps(cos.to(device, dtype), sin.to(device, dtype))
 
     def fuse(self, states: Tensor) -> Tensor:
-        """[T, hidden], the states of pairs, of what was tapped: [T, taps * target_hidden], or EAGLE's [T, hidden]."""
+        """Returns the states of pairs, [T, hidden], from the target's states.
+
+        states: [T, num_aux_layers * target_hidden] for EAGLE-3, [T, hidden] for EAGLE.
+        """
         return F.linear(states, self.fc.weight, self.fc.bias) if self.spec.is_eagle3 else states
 
     def write_kv(
         self,
         tokens: Tensor,
-        before: Tensor,
+        prev_states: Tensor,
         positions: Tensor,
         cache: LayerKV,
         backend: AttentionBackend[Any],
         metadata: Any,
     ) -> None:
-        """Keys and values of the pairs (tokens[T], before[T, hidden]). metadata: says where, see `write`."""
-        _, qkv = self._input_qkv(tokens, before)
+        """Writes the keys and values of the pairs (tokens[T], prev_states[T, hidden]).
+
+        metadata: as for `AttentionBackend.write`.
+        """
+        _, qkv = self._input_qkv(tokens, prev_states)
         self._ops.kv_write_for(positions, backend, metadata)(qkv[:, self.attention.kv_rows], self.attention, cache)
 
     def draft_step(
         self,
         tokens: Tensor,
-        before: Tensor,
+        prev_states: Tensor,
         positions: Tensor,
         cache: LayerKV,
         backend: AttentionBackend[Any],
         metadata: Any,
     ) -> Tensor:
-        """States [T, hidden] that follow the pairs, whose keys and values are written; `before` is overwritten."""
-        x, qkv = self._input_qkv(tokens, before)
+        """Predicts the states [T, hidden] of the pairs and writes their keys and values. Overwrites prev_states."""
+        x, qkv = self._input_qkv(tokens, prev_states)
         attended = self._ops.attention_for(positions, backend, metadata)(qkv, self.attention, cache)
         x = self._ops.add_linear(x, attended, self.attention.out)
         return self._ops.add_linear(x, self._ops.norm_swiglu(x, self.mlp_norm, self.mlp.gate_up), self.mlp.down)
 
     def logits(self, states: Tensor) -> Tensor:
-        """float32 [T, vocab of the target]; tokens that the head does not know have NEVER."""
+        """Logits float32 [T, target's vocab]; UNKNOWN_LOGIT for tokens that are not in the head's vocabulary."""
         weight = self._target_head if self.own_head is None else self.own_head.weight
         if self.norm is not None:
-            own = self._ops.logits(states, self.norm, weight)
+            logits = self._ops.logits(states, self.norm, weight)
         elif states.dtype == torch.float32 or states.device.type == "cpu":
-            own = F.linear(states, weight).float()
+            logits = F.linear(states, weight).float()
         else:
-            own = torch.mm(states, weight.t(), out_dtype=torch.float32)
+            logits = torch.mm(states, weight.t(), out_dtype=torch.float32)
         if self.token_ids is None:
-            return own
-        return own.new_full((len(own), self._vocab), UNKNOWN_LOGIT).index_copy_(1, self.token_ids, own)
+            return logits
+        return logits.new_full((len(logits), self._vocab), UNKNOWN_LOGIT).index_copy_(1, self.token_ids, logits)
 
-    def _input_qkv(self, tokens: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-        """The residual stream [T, hidden], which may be overwritten, and qkv."""
+    def _input_qkv(self, tokens: Tensor, prev_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the residual stream [T, hidden], which the caller may overwrite, and qkv."""
         weight = self._target_embedding if self.own_embedding is None else self.own_embedding.weight
         embedded = F.embedding(tokens, weight)
         if self.token_norm is None or self.state_norm is None:
-            x = joined = F.linear(torch.cat([embedded, before], dim=-1), self.fc.weight, self.fc.bias)
+            x = joined = F.linear(torch.cat([embedded, prev_states], dim=-1), self.fc.weight, self.fc.bias)
         else:
-            normed = rms_norm_torch(before, self.state_norm)
+            normed = rms_norm_torch(prev_states, self.state_norm)
             joined = torch.cat([rms_norm_torch(embedded, self.token_norm), normed], dim=-1)
-            x = normed if self.spec.norm_before_residual else before
+            x = normed if self.spec.norm_before_residual else prev_states
         return x, F.linear(joined, self.attention.qkv.weight, self.attention.qkv.bias)

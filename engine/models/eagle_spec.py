@@ -1,8 +1,9 @@
-"""What the config.json of an EAGLE head says: EAGLE and EAGLE-2 (Li et al. 2024, one checkpoint format), and EAGLE-3
-(Li et al. 2025), as their authors and the trainers that follow them write it.
+"""Reads the config.json of an EAGLE head.
 
-EAGLE is told from EAGLE-3 by the vocabulary of its own that the latter has (`draft_vocab_size`), or by its name. The
-layer is a Llama layer (or a Qwen2 one, with biases) in both. speculators nests the layer's configuration.
+Supported are EAGLE and EAGLE-2 (Li et al. 2024, one checkpoint format) and EAGLE-3 (Li et al. 2025), in the formats of
+their authors and of compatible trainers. A config is EAGLE-3 if it has `draft_vocab_size`, or "eagle3" in the name of
+its architecture. The layer is a Llama layer, or a Qwen2 layer (with biases). The `speculators` library nests the
+configuration of the layer.
 """
 
 from __future__ import annotations
@@ -15,42 +16,46 @@ from typing import Any
 from common.errors import ConfigError
 from engine.models.spec import ARCHITECTURES, ModelSpec, NotNative, parse_spec, read_json
 
+#: The setting that errors of this module name.
 SPECULATION_FIELD = "speculation_model"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EagleSpec:
-    """layer: of the one layer, and what is around it. taps: layers of the target before which its residual stream is
-    taken, for EAGLE-3; None: the layers that EAGLE-3's authors take; empty: EAGLE, which takes what the target's head
-    is applied to. target_hidden: numbers of each. draft_vocab: tokens that the head knows, 0 for the target's.
-    norm_before_residual: the residual stream of EAGLE-3 begins with the normed state. fc_bias: the first product has a
-    bias; None: if the checkpoint has one.
-    """
+    """The shape of an EAGLE head."""
 
+    #: The one layer, with the embedding and LM head around it.
     layer: ModelSpec
+    #: EAGLE-3: the target layers before which the residual stream is taken. None: the layers of EAGLE-3's authors.
+    #: Empty: EAGLE, which takes the input of the target's LM head.
     aux_layers: tuple[int, ...] | None
+    #: Hidden size of the target.
     target_hidden: int
+    #: Size of the head's vocabulary, 0 if it is the target's.
     draft_vocab: int
+    #: EAGLE-3: the residual stream starts with the state after its norm.
     norm_before_residual: bool
+    #: `fc` has a bias. None: if the checkpoint has one.
     fc_bias: bool | None
 
     @property
     def is_eagle3(self) -> bool:
-        """EAGLE-3: it fuses several states of the target."""
+        """EAGLE-3, which fuses states of several target layers."""
         return self.aux_layers != ()
 
     def aux_layers_of(self, num_layers: int) -> tuple[int, ...]:
-        """For a target of so many layers. ConfigError when it has not that many."""
-        taps = (2, num_layers // 2, num_layers - 3) if self.aux_layers is None else self.aux_layers
-        if taps and not 0 <= min(taps) <= max(taps) <= num_layers:
+        """Returns `aux_layers` for a target of num_layers. ConfigError if the target has fewer layers than that."""
+        layers = (2, num_layers // 2, num_layers - 3) if self.aux_layers is None else self.aux_layers
+        if layers and not 0 <= min(layers) <= max(layers) <= num_layers:
             raise ConfigError(
-                f"the EAGLE-3 head takes states of layers {taps}, the model has {num_layers}", field=SPECULATION_FIELD
+                f"the EAGLE-3 head needs the states of layers {layers}, the model has {num_layers} layers",
+                field=SPECULATION_FIELD,
             )
-        return taps
+        return layers
 
 
 def load_eagle_spec(model_dir: Path) -> EagleSpec:
-    """Reads config.json; ConfigError, with the field speculation_model, when it is none of an EAGLE head."""
+    """Reads config.json. ConfigError, with the field speculation_model, if it does not describe an EAGLE head."""
     try:
         return parse_eagle_spec(read_json(model_dir / "config.json", required=True))
     except ConfigError as error:
@@ -58,7 +63,7 @@ def load_eagle_spec(model_dir: Path) -> EagleSpec:
 
 
 def parse_eagle_spec(config: Mapping[str, Any]) -> EagleSpec:
-    """See the top of this file."""
+    """Reads a parsed config.json. ConfigError if it does not describe an EAGLE head."""
     nested = config.get("transformer_layer_config") or config.get("model")
     config = {**(nested if isinstance(nested, Mapping) else {}), **config}
     names = config.get("architectures") or [""]
@@ -68,13 +73,13 @@ def parse_eagle_spec(config: Mapping[str, Any]) -> EagleSpec:
     try:
         layer = parse_spec({**config, "architectures": [known]})
     except NotNative as error:
-        raise ConfigError(f"an EAGLE head with {error.message}", field=SPECULATION_FIELD) from error
+        raise ConfigError(f"EAGLE head: {error.message}", field=SPECULATION_FIELD) from error
     if layer.num_layers != 1:
         raise ConfigError(
-            f"an EAGLE head of {layer.num_layers} layers is not served: it has one", field=SPECULATION_FIELD
+            f"EAGLE head: {layer.num_layers} layers are not supported, one is needed", field=SPECULATION_FIELD
         )
     if layer.qk_norm:
-        raise ConfigError("an EAGLE head that norms queries and keys is not served", field=SPECULATION_FIELD)
+        raise ConfigError("EAGLE head: a norm of queries and keys is not supported", field=SPECULATION_FIELD)
     bias = config.get("eagle_fc_bias", config.get("bias"))
     vocab = config.get("draft_vocab_size") or 0
     return EagleSpec(
@@ -88,14 +93,18 @@ def parse_eagle_spec(config: Mapping[str, Any]) -> EagleSpec:
 
 
 def _aux_layers(config: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Named at the top, a layer is one whose input is taken (vLLM, speculators); in `eagle_config`, one whose output is
-    (SGLang, ModelOpt).
+    """Reads the auxiliary layers, as layers before which the residual stream is taken. None if the config has none.
+
+    At the top level of a config the ids mean the input of a layer (vLLM, speculators). In `eagle_config` they mean the
+    output of a layer (SGLang, ModelOpt).
     """
-    above = config.get("eagle_aux_hidden_state_layer_ids")
-    inside = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    ids = above if above is not None else inside
+    top_level = config.get("eagle_aux_hidden_state_layer_ids")
+    nested = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    ids = top_level if top_level is not None else nested
     if ids is None:
         return None
     if not isinstance(ids, list) or len(ids) != 3 or not all(isinstance(i, int) for i in ids):
-        raise ConfigError(f"eagle_aux_hidden_state_layer_ids {ids!r} are not three layers", field=SPECULATION_FIELD)
-    return tuple(i if above is not None else i + 1 for i in ids)
+        raise ConfigError(
+            f"eagle_aux_hidden_state_layer_ids is {ids!r}, a list of three layers is needed", field=SPECULATION_FIELD
+        )
+    return tuple(i if top_level is not None else i + 1 for i in ids)

@@ -1,8 +1,8 @@
-"""Fills an EagleHead from a public checkpoint: model.safetensors, or the authors' pytorch_model.bin.
+"""Loads the parameters of an EagleHead from a checkpoint: model.safetensors, or the authors' pytorch_model.bin.
 
-Names are those of the authors' code (`layers.0.` for EAGLE, `midlayer.` for EAGLE-3) with or without `model.` before
-them. A checkpoint of EAGLE has a copy of the target's embedding, which is not read; EAGLE-3's may have one, or its own.
-Every parameter must be filled and every other tensor must be known.
+Tensor names are those of the authors' code (`layers.0.` for EAGLE, `midlayer.` for EAGLE-3), with or without the prefix
+`model.`. An EAGLE checkpoint has a copy of the target's embedding, which is not read. An EAGLE-3 checkpoint may have
+this copy or an embedding of its own. A missing tensor or an unknown tensor is a ConfigError.
 """
 
 from __future__ import annotations
@@ -23,17 +23,19 @@ from engine.models.decoder import Decoder
 from engine.models.eagle import EagleHead
 from engine.models.eagle_spec import SPECULATION_FIELD, EagleSpec
 
-_SAMPLES, _SAMPLE_BYTES = 1024, 256  # of a file, for the revision
-_UNUSED = ("rotary_emb.inv_freq", "t2d")  # ends of names
+#: `eagle_revision` hashes this many samples of the file, of this size.
+_SAMPLES, _SAMPLE_BYTES = 1024, 256
+#: Tensors with these name endings are ignored.
+_UNUSED = ("rotary_emb.inv_freq", "t2d")
 
 
 def load_eagle_head(spec: EagleSpec, model_dir: Path, target: Decoder, max_len: int, device: torch.device) -> EagleHead:
-    """The head of a checkpoint, in the target's dtype; ConfigError when it does not fit spec or target."""
+    """Loads the head of a checkpoint in the target's dtype. ConfigError if it does not fit the spec or the target."""
     dtype = target.embedding.weight.dtype
     tensors = _read(model_dir)
     embedding = tensors.pop("embed_tokens.weight", None)
     if not spec.is_eagle3:
-        embedding = None  # the target's, by the method
+        embedding = None  # EAGLE uses the target's
         tensors.pop("lm_head.weight", None)
     elif embedding is not None and _equal(embedding, target.embedding.weight):
         embedding = None
@@ -59,31 +61,31 @@ def load_eagle_head(spec: EagleSpec, model_dir: Path, target: Decoder, max_len: 
             )
         head.token_ids = head.token_ids + offsets
         if not 0 <= int(head.token_ids.min()) <= int(head.token_ids.max()) < target.spec.vocab_size:
-            raise ConfigError("d2t leads outside of the model's vocabulary", field=SPECULATION_FIELD)
+            raise ConfigError("d2t maps to tokens outside the model's vocabulary", field=SPECULATION_FIELD)
     elif spec.draft_vocab:
-        raise ConfigError("the checkpoint has a vocabulary of its own and no d2t", field=SPECULATION_FIELD)
-    homes = _targets(head)
+        raise ConfigError("the head has its own vocabulary, but the checkpoint has no d2t", field=SPECULATION_FIELD)
+    targets = _targets(head)
     for name, tensor in tensors.items():
-        if name not in homes:
+        if name not in targets:
             raise ConfigError(
                 f"the checkpoint has a tensor {name} that an EAGLE head does not use", field=SPECULATION_FIELD
             )
-        if homes[name].shape != tensor.shape:
-            expected = tuple(homes[name].shape)
+        if targets[name].shape != tensor.shape:
+            expected = tuple(targets[name].shape)
             raise ConfigError(
                 f"{name} has shape {tuple(tensor.shape)}, the config says {expected}", field=SPECULATION_FIELD
             )
-        homes[name].copy_(tensor)
-    missing = homes.keys() - tensors.keys()
+        targets[name].copy_(tensor)
+    missing = targets.keys() - tensors.keys()
     if missing:
         raise ConfigError(
-            f"the checkpoint lacks {len(missing)} tensors, such as {min(missing)}", field=SPECULATION_FIELD
+            f"the checkpoint lacks {len(missing)} tensors, for example {min(missing)}", field=SPECULATION_FIELD
         )
     return head
 
 
 def random_eagle_head(spec: EagleSpec, seed: int, target: Decoder, max_len: int, device: torch.device) -> EagleHead:
-    """A head with random parameters; its vocabulary is the first tokens of the target's."""
+    """Makes a head with random parameters. Its vocabulary is the first tokens of the target's vocabulary."""
     dtype, bias = target.embedding.weight.dtype, bool(spec.fc_bias)
     own = spec.is_eagle3 and spec.layer.hidden_size != target.spec.hidden_size
     head = EagleHead(spec, target, max_len, device, dtype, own_embedding=own, own_head=spec.is_eagle3, fc_bias=bias)
@@ -92,7 +94,7 @@ def random_eagle_head(spec: EagleSpec, seed: int, target: Decoder, max_len: int,
 
 
 def eagle_revision(spec: EagleSpec, model_dir: Path) -> str:
-    """16 hex digits that name configuration and content: samples spread over the file."""
+    """Returns 16 hex digits that identify configuration and content. Hashes samples spread over the file."""
     path = _file(model_dir)
     size = path.stat().st_size
     digest = hashlib.blake2b(f"{spec!r} {size}".encode(), digest_size=8)
@@ -111,7 +113,7 @@ def _file(model_dir: Path) -> Path:
 
 
 def _read(model_dir: Path) -> dict[str, Tensor]:
-    """Tensors by their names in the authors' code, EAGLE's; those that nobody needs are left out."""
+    """Returns the checkpoint's tensors by their names in EAGLE's code, without unused tensors."""
     path = _file(model_dir)
     try:
         found: Mapping[str, Tensor]
@@ -122,34 +124,35 @@ def _read(model_dir: Path) -> dict[str, Tensor]:
     except (SafetensorError, OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
         raise ConfigError(f"{path} cannot be read: {error}", field=SPECULATION_FIELD) from error
     if not isinstance(found, Mapping) or not all(isinstance(tensor, Tensor) for tensor in found.values()):
-        raise ConfigError(f"{path} cannot be read: a mapping of names to tensors is expected", field=SPECULATION_FIELD)
+        raise ConfigError(f"{path} cannot be read: expected a mapping of names to tensors", field=SPECULATION_FIELD)
     named = {name.removeprefix("model.").replace("midlayer.", "layers.0."): t for name, t in found.items()}
     return {name: tensor for name, tensor in named.items() if not name.endswith(_UNUSED)}
 
 
-def _equal(embedding: Tensor, own: Tensor) -> bool:
-    """The checkpoint's embedding is the target's, as far as its rows at some places tell."""
-    if embedding.shape != own.shape:
+def _equal(embedding: Tensor, target: Tensor) -> bool:
+    """The checkpoint's embedding equals the target's; compares about 512 rows."""
+    if embedding.shape != target.shape:
         return False
-    at = torch.arange(0, len(own), max(1, len(own) // 512))
-    return torch.equal(embedding[at].to(own.dtype), own[at.to(own.device)].cpu())
+    rows = torch.arange(0, len(target), max(1, len(target) // 512))
+    return torch.equal(embedding[rows].to(target.dtype), target[rows.to(target.device)].cpu())
 
 
 def _targets(head: EagleHead) -> dict[str, Tensor]:
-    homes = weights.layer_targets("layers.0", head.spec.layer, head.attention, head.mlp)
-    homes["layers.0.post_attention_layernorm.weight"] = head.mlp_norm.weight
-    homes["fc.weight"] = head.fc.weight
+    """Returns the destination of each checkpoint tensor: a parameter, or its part of a merged parameter."""
+    targets = weights.layer_targets("layers.0", head.spec.layer, head.attention, head.mlp)
+    targets["layers.0.post_attention_layernorm.weight"] = head.mlp_norm.weight
+    targets["fc.weight"] = head.fc.weight
     if head.fc.bias is not None:
-        homes["fc.bias"] = head.fc.bias
+        targets["fc.bias"] = head.fc.bias
     for name, norm in (
         ("layers.0.input_layernorm", head.token_norm),
         ("layers.0.hidden_norm", head.state_norm),
         ("norm", head.norm),
     ):
         if norm is not None:
-            homes[f"{name}.weight"] = norm.weight
+            targets[f"{name}.weight"] = norm.weight
     if head.own_embedding is not None:
-        homes["embed_tokens.weight"] = head.own_embedding.weight
+        targets["embed_tokens.weight"] = head.own_embedding.weight
     if head.own_head is not None:
-        homes["lm_head.weight"] = head.own_head.weight
-    return homes
+        targets["lm_head.weight"] = head.own_head.weight
+    return targets

@@ -1,14 +1,19 @@
-"""A decoder's operations on a GPU: seven to ten launches a layer, all of which a CUDA graph can hold.
+"""DecoderOps on a GPU: seven to ten kernel launches per layer. A CUDA graph can capture all of them.
 
-One row: own GEMVs, which read the weights faster than cuBLAS and have norm, activation and residual in their ends.
-Up to 16: an own product that is bound by the same reading, with activation and residual in its end. More: cuBLAS, with
-the residual added in the product's epilogue (in float32: one rounding less than a separate add), RMSNorm and SiLU x mul
-as one pass each, but from 2048 rows on an own product on Hopper with SiLU x mul in its end. Needs triton at import.
+The kernels depend on the number of rows (tokens):
+
+    1          GEMV with norm, activation and residual add fused; it reads the weights faster than cuBLAS
+    2 to 16    skinny GEMM with activation and residual add fused
+    17 to 2047 cuBLAS; the residual add is in its epilogue (float32: one rounding less than a separate add); RMSNorm
+               and SiLU x mul are one kernel each
+    from 2048  the same, but gate and up with a fused SiLU x mul on Hopper
+
+This module needs triton at import.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,43 +27,44 @@ from engine.kernels.kv_write import rope_kv_write
 from engine.kernels.norm import rms_norm, silu_mul
 from engine.kernels.skinny_gemm import MAX_ROWS, skinny_gemm
 from engine.kv.layer_kv import LayerKV
-from engine.models.ops import AttentionFn, LinearSlice, WriteKVFn
-
-if TYPE_CHECKING:
-    from engine.models.decoder import Attention, RMSNorm
+from engine.models.layers import Attention, LinearSlice, RMSNorm
+from engine.models.ops import AttentionFn, WriteKVFn
 
 
 class FusedOps:
-    """cos, sin: float32[length, D / 2]. few: the most rows that the own product takes. Attention must be the Triton
-    backend's.
+    """DecoderOps in Triton kernels. The attention backend must be `TritonAttention`.
+
+    Args:
+        cos, sin: rope tables, float32[length, D / 2].
+        max_skinny_rows: most rows that the skinny GEMM computes.
     """
 
     def __init__(self, cos: Tensor, sin: Tensor, max_skinny_rows: int = MAX_ROWS) -> None:
-        self._cos, self._sin, self._few = cos, sin, max_skinny_rows
+        self._cos, self._sin, self._max_skinny_rows = cos, sin, max_skinny_rows
 
     def attention_for(self, positions: Tensor, backend: AttentionBackend[Any], metadata: TritonMetadata) -> AttentionFn:
-        paged = cast(TritonAttention, backend)
+        triton_backend = cast(TritonAttention, backend)
 
         def attend(qkv: Tensor, attention: Attention, cache: LayerKV) -> Tensor:
             heads, kv_heads, dim = attention.heads, attention.kv_heads, attention.head_dim
             self._rotate_and_write(qkv, attention, heads, cache, positions, metadata)
             split = qkv.view(-1, heads + 2 * kv_heads, dim)
             kv = split[:, heads:].view(-1, 2, kv_heads, dim)
-            attended = paged.attend_written(split[:, :heads], kv, cache, metadata, attention.window)
+            attended = triton_backend.attend_written(split[:, :heads], kv, cache, metadata, attention.window)
             return attended.view(-1, heads * dim)
 
         return attend
 
     def kv_write_for(self, positions: Tensor, backend: AttentionBackend[Any], metadata: TritonMetadata) -> WriteKVFn:
-        def keep(kv: Tensor, attention: Attention, cache: LayerKV) -> None:
+        def write(kv: Tensor, attention: Attention, cache: LayerKV) -> None:
             self._rotate_and_write(kv, attention, 0, cache, positions, metadata)
 
-        return keep
+        return write
 
     def _rotate_and_write(
         self, qkv: Tensor, attention: Attention, heads: int, cache: LayerKV, positions: Tensor, metadata: TritonMetadata
     ) -> None:
-        """heads: query heads that qkv has."""
+        """Rotates qkv, which has `heads` query heads, in place and writes its keys and values to the pool."""
         q_norm, k_norm = attention.q_norm, attention.k_norm
         rope_kv_write(
             qkv,
@@ -77,7 +83,7 @@ class FusedOps:
         if len(x) == 1:
             return gemv(x, linear.weight, bias=linear.bias, norm=norm.weight, eps=norm.eps)
         normed = rms_norm(x, norm.weight, norm.eps)
-        if len(x) <= self._few:
+        if len(x) <= self._max_skinny_rows:
             return skinny_gemm(normed, linear.weight, bias=linear.bias)
         return F.linear(normed, linear.weight, linear.bias)
 
@@ -85,23 +91,23 @@ class FusedOps:
         if len(x) == 1:
             return gemv(x, gate_up.weight, bias=gate_up.bias, norm=norm.weight, eps=norm.eps, gated=True)
         normed = rms_norm(x, norm.weight, norm.eps)
-        if len(x) <= self._few:
+        if len(x) <= self._max_skinny_rows:
             return skinny_gemm(normed, gate_up.weight, bias=gate_up.bias, gated=True)
-        whole = gate_up.weight.dtype == torch.bfloat16 and gate_up.bias is None and gate_up.out_features % 16 == 0
-        if len(x) >= MIN_ROWS and whole and gate_up.in_features % 8 == 0 and supports_gemm_swiglu(x.device):
+        fits = gate_up.weight.dtype == torch.bfloat16 and gate_up.bias is None and gate_up.out_features % 16 == 0
+        if len(x) >= MIN_ROWS and fits and gate_up.in_features % 8 == 0 and supports_gemm_swiglu(x.device):
             return gemm_swiglu(normed, gate_up.weight)
         return silu_mul(F.linear(normed, gate_up.weight, gate_up.bias))
 
     def add_linear(self, x: Tensor, y: Tensor, linear: nn.Linear) -> Tensor:
         if len(x) == 1:
             return gemv(y, linear.weight, bias=linear.bias, residual=x, out=x)
-        if len(x) <= self._few:
+        if len(x) <= self._max_skinny_rows:
             return skinny_gemm(y, linear.weight, bias=linear.bias, residual=x, out=x)
         x.addmm_(y, linear.weight.t())
         return x if linear.bias is None else x.add_(linear.bias)
 
     def logits(self, x: Tensor, norm: RMSNorm, weight: Tensor) -> Tensor:
-        if len(x) > self._few:
+        if len(x) > self._max_skinny_rows:
             normed = rms_norm(x, norm.weight, norm.eps)
             half = x.dtype != torch.float32
             return torch.mm(normed, weight.t(), out_dtype=torch.float32) if half else F.linear(normed, weight)

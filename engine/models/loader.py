@@ -1,7 +1,7 @@
-"""From a model's directory to a Model: our own code where it computes the architecture, else transformers' module.
+"""Loads a model directory: with our own decoder if it supports the architecture, otherwise with the transformers code.
 
-`open_model` reads configurations only, so what cannot be served is refused before weights are read; `load` reads or
-invents them. transformers is imported when a model needs it.
+`open_model` reads configuration files only, so an unsupported model is refused before its weights are read.
+`ModelSource.load` reads the weights, or makes random ones. transformers is imported only for models that need it.
 """
 
 from __future__ import annotations
@@ -24,22 +24,24 @@ from engine.models.spec import ModelSpec, NotNative, eos_token_ids, parse_spec, 
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """seed: of random weights; None: the directory's safetensors."""
+    """A model that can be loaded."""
 
     spec: ModelShape
     model_dir: Path
+    #: Seed of random weights. None: the weights are the directory's safetensors files.
     seed: int | None
 
     def revision(self, device: torch.device) -> str:
-        """16 hex digits that name configuration and weights, equal where a model on `device` computes the same KV."""
+        """Returns 16 hex digits for configuration and weights. Equal revisions compute the same KV on `device`."""
         if self.seed is None:
             return weights.weights_revision(self.spec, self.model_dir)
         return weights.dummy_revision(self.spec, self.seed, device)
 
     @torch.inference_mode()
     def load(self, max_len: int, device: torch.device, dtype: torch.dtype) -> Model:
-        """The model on its device, for sequences of up to max_len tokens; ConfigError when the weights are not the
-        configuration's, or the device has no room for them.
+        """Loads the model for sequences of up to max_len tokens.
+
+        ConfigError if the weights do not fit the configuration, or the memory of the device.
         """
         with require_memory("the weights", "model"):
             return self._load(max_len, device, dtype)
@@ -60,9 +62,10 @@ class ModelSource:
 
 
 def open_model(model_dir: Path, load_format: str = "auto", seed: int = 0) -> ModelSource:
-    """load_format auto reads the weights, dummy makes random ones of `seed` (config.json is all that it needs).
+    """Reads the configuration of a model directory.
 
-    ConfigError when config.json is absent or malformed, or the model cannot be served, and why.
+    load_format: "auto" reads the weights; "dummy" makes random weights from `seed` and needs config.json only.
+    ConfigError if config.json is missing or malformed, or if the model is not supported.
     """
     config, generation = read_config(model_dir)
     try:
@@ -77,7 +80,7 @@ def _hf_spec(model_dir: Path, eos: tuple[int, ...], reason: NotNative) -> ModelS
         from engine.models.hf.trace import trace_spec
     except ImportError as error:
         raise ConfigError(
-            f"{reason.message}; models without go through transformers: pip install 'baton-serving[hf]' ({error})",
+            f"{reason.message}; other models need transformers: pip install 'baton-serving[hf]' ({error})",
             field="model",
         ) from error
     return trace_spec(model_dir, eos)
@@ -90,14 +93,17 @@ def load_shard(
     max_len: int,
     device: torch.device,
     dtype: torch.dtype,
-    wrap: Callable[[DecoderOps], DecoderOps],
+    wrap_ops: Callable[[DecoderOps], DecoderOps],
 ) -> Decoder:
-    """What a rank holds of the model; ConfigError when it cannot be cut so, see Shard. wrap: see Decoder."""
+    """Loads one rank's part of the model. ConfigError if the model cannot be sharded this way.
+
+    wrap_ops: as for `Decoder`.
+    """
     spec = shard.shard_spec(source.spec)
     assert isinstance(source.spec, ModelSpec)
     assert isinstance(spec, ModelSpec)
     with require_memory("its part of the weights", "model"):
-        model = Decoder(spec, max_len, device, dtype, wrap_ops=wrap)
+        model = Decoder(spec, max_len, device, dtype, wrap_ops=wrap_ops)
         if source.seed is None:
             weights.load_weights(model, source.model_dir, source.spec, shard)
         else:

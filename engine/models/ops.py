@@ -1,15 +1,14 @@
-"""What the layers of a decoder compute, and its execution in plain torch: the CPU's, and the oracle of the fused one.
+"""The operations of a decoder layer (`DecoderOps`), and their implementation in plain torch.
 
-An operation is as large as the largest thing that one launch can do, so that `Decoder` states the order of launches
-once and either execution keeps to it. The residual stream x [T, hidden] belongs to the operations: `add_linear`
-overwrites it.
+`TorchOps` serves the CPU and is the reference for `engine.models.fused.FusedOps`. One operation is the largest unit
+that one kernel launch can compute, so `Decoder` defines the order of launches for both implementations. `add_linear`
+overwrites the residual stream x [T, hidden].
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,50 +16,40 @@ from torch import Tensor, nn
 
 from engine.attention.base import AttentionBackend
 from engine.kv.layer_kv import LayerKV
+from engine.models.layers import Attention, LinearSlice, RMSNorm
 from engine.models.rope import rotate_
 
-if TYPE_CHECKING:
-    from engine.models.decoder import Attention, RMSNorm
-
-# Of one step: (qkv [T, (heads + 2 * kv_heads) * D], parameters, one layer of the pool) to [T, heads * D]. Norms queries
-# and keys, rotates them, writes keys and values to the pool and attends; qkv is scratch afterwards.
-AttentionFn = Callable[[Tensor, "Attention", LayerKV], Tensor]
-# The same of keys and values alone, [T, 2 * kv_heads * D], as far as it writes to the pool.
-WriteKVFn = Callable[[Tensor, "Attention", LayerKV], None]
-
-
-@dataclass(frozen=True, slots=True)
-class LinearSlice:
-    """Some of the outputs of a linear layer: weight [out, in], bias [out]."""
-
-    weight: Tensor
-    bias: Tensor | None
+#: Attention of one layer: (qkv [T, (heads + 2 * kv_heads) * D], parameters, layer of the KV pool) to [T, heads * D].
+#: Normalises queries and keys, rotates them, writes keys and values to the pool and attends. Overwrites qkv.
+AttentionFn = Callable[[Tensor, Attention, LayerKV], Tensor]
+#: The KV write of one layer: as `AttentionFn` with keys and values only, [T, 2 * kv_heads * D], and without attending.
+WriteKVFn = Callable[[Tensor, Attention, LayerKV], None]
 
 
 class DecoderOps(Protocol):
-    """Rows are tokens; every result depends on its own row alone, except through the pool."""
+    """The operations of a decoder layer. Rows are tokens. A row's result depends on other rows only through the pool."""
 
     def attention_for(self, positions: Tensor, backend: AttentionBackend[Any], metadata: Any) -> AttentionFn:
-        """The attention of one step, with everything that its layers share."""
+        """Prepares the attention of one step: does the work that all layers share, once."""
 
     def kv_write_for(self, positions: Tensor, backend: AttentionBackend[Any], metadata: Any) -> WriteKVFn:
-        """What `step` gives, for layers of which nothing but keys and values is wanted."""
+        """Prepares the KV write of one step, for layers that compute keys and values only."""
 
     def norm_linear(self, x: Tensor, norm: RMSNorm, linear: nn.Linear | LinearSlice) -> Tensor:
         """linear(norm(x)), [T, out]."""
 
     def norm_swiglu(self, x: Tensor, norm: RMSNorm, gate_up: nn.Linear) -> Tensor:
-        """silu(gate) * up of norm(x), [T, intermediate]; gate_up's first half of rows is the gate."""
+        """silu(gate(norm(x))) * up(norm(x)), [T, intermediate]. The gate is the first half of the rows of gate_up."""
 
     def add_linear(self, x: Tensor, y: Tensor, linear: nn.Linear) -> Tensor:
-        """x + linear(y), written over x and returned."""
+        """x + linear(y). Overwrites x with the result and returns it."""
 
     def logits(self, x: Tensor, norm: RMSNorm, weight: Tensor) -> Tensor:
         """norm(x) @ weight.T as float32[T, vocab]."""
 
 
 class TorchOps:
-    """cos, sin: [length, D / 2] in the model's dtype."""
+    """DecoderOps in plain torch. cos and sin are rope tables [length, D / 2] in the model's dtype."""
 
     def __init__(self, cos: Tensor, sin: Tensor) -> None:
         self._cos, self._sin = cos, sin
@@ -78,14 +67,15 @@ class TorchOps:
     def kv_write_for(self, positions: Tensor, backend: AttentionBackend[Any], metadata: Any) -> WriteKVFn:
         rotate = self._rotation(positions)
 
-        def keep(kv: Tensor, attention: Attention, cache: LayerKV) -> None:
+        def write(kv: Tensor, attention: Attention, cache: LayerKV) -> None:
             backend.write(rotate(kv, attention, 0)[1], cache, metadata)
 
-        return keep
+        return write
 
     def _rotation(self, positions: Tensor) -> Callable[[Tensor, Attention, int], tuple[Tensor, Tensor]]:
-        """From qkv with so many query heads to queries [T, heads, D] and new keys and values [T, 2, kv_heads, D], in
-        its memory.
+        """Returns rotate(qkv, attention, heads), which normalises and rotates qkv in place.
+
+        The result are views of qkv: queries [T, heads, D], and keys and values [T, 2, kv_heads, D].
         """
         cos, sin = self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
 
@@ -116,7 +106,7 @@ class TorchOps:
 
 
 def rms_norm_torch(x: Tensor, norm: RMSNorm) -> Tensor:
-    """Root mean square norm over the last dimension, computed in float32."""
+    """RMSNorm over the last dimension, computed in float32."""
     if x.dtype == torch.float32:
         return F.rms_norm(x, norm.weight.shape, norm.weight, norm.eps)
     return norm.weight * F.rms_norm(x.float(), norm.weight.shape, None, norm.eps).to(x.dtype)

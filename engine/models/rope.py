@@ -1,7 +1,8 @@
-"""Rotary position embeddings (Su et al. 2021): frequencies by scaling kind, and the tables made of them once.
+"""Rotary position embeddings (Su et al. 2021): frequencies per scaling kind, and the cos and sin tables.
 
-Scaling: linear (position interpolation, Chen et al. 2023), llama3 (Llama 3.1's wavelength-dependent interpolation),
-yarn (Peng et al. 2023). The rotation pairs dimension i with i + head_dim / 2, as Hugging Face checkpoints expect.
+Scaling kinds: linear (position interpolation, Chen et al. 2023), llama3 (wavelength-dependent interpolation of
+Llama 3.1), yarn (Peng et al. 2023). Dimension i is rotated with dimension i + head_dim / 2, as Hugging Face checkpoints
+expect.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from engine.models.spec import RopeSpec
 
 
 def inverse_frequencies(spec: RopeSpec, head_dim: int) -> tuple[Tensor, float]:
-    """float32[head_dim / 2] angular frequencies per token, and the factor on cos and sin."""
+    """Returns the angular frequencies per token, float32[head_dim / 2], and the factor on cos and sin."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     inv_freq = 1.0 / (spec.theta**exponents)
     if spec.kind == "default":
@@ -28,7 +29,7 @@ def inverse_frequencies(spec: RopeSpec, head_dim: int) -> tuple[Tensor, float]:
 
 
 def rope_tables(spec: RopeSpec, head_dim: int, length: int) -> tuple[Tensor, Tensor]:
-    """cos and sin, float32[length, head_dim / 2] each, for positions 0..length-1."""
+    """Returns cos and sin, float32[length, head_dim / 2] each, for positions 0..length-1."""
     inv_freq, factor = inverse_frequencies(spec, head_dim)
     angles = torch.outer(torch.arange(length, dtype=torch.float32), inv_freq)
     return angles.cos() * factor, angles.sin() * factor

@@ -1,8 +1,8 @@
-"""What one rank of a tensor-parallel group holds of a model: whole heads, and its part of the MLP's width.
+"""The part of a model that one tensor-parallel rank holds (Megatron-LM, Shoeybi et al. 2019).
 
-Queries, keys, values, gate and up are cut by rows, so a rank computes its own heads and its own columns of the MLP;
-out and down by columns, so their products are parts of a sum that the group makes. Everything else is whole on each
-rank. (Shoeybi et al. 2019, Megatron-LM.)
+The q, k, v, gate and up matrices are split by rows: a rank computes whole heads and its columns of the MLP. The out and
+down matrices are split by columns: a rank computes a partial sum, which an all-reduce completes. Every rank holds all
+other parameters in full.
 """
 
 from __future__ import annotations
@@ -17,20 +17,22 @@ from common.errors import ConfigError
 from engine.models.base import ModelShape
 from engine.models.spec import ModelSpec
 
+#: The setting that errors of this module name.
 SHARD_FIELD = "tensor_parallel_size"
+#: Checkpoint matrices that are split by rows, and by columns.
 ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 COLUMNS = ("o_proj", "down_proj")
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Rank `rank` of `size`; of size 1 it is the whole model."""
+    """The part of rank `rank` in a group of `size`. Size 1 is the whole model."""
 
     rank: int = 0
     size: int = 1
 
     def shard_spec(self, spec: ModelShape) -> ModelShape:
-        """The shape of this rank's part; ConfigError when the model cannot be cut so."""
+        """Returns the shape of this rank's part. ConfigError if the model cannot be split into `size` parts."""
         if self.size == 1:
             return spec
         if not isinstance(spec, ModelSpec):
@@ -51,12 +53,12 @@ class Shard:
             num_heads=spec.num_heads // self.size,
             num_kv_heads=spec.num_kv_heads // self.size,
             intermediate_size=spec.intermediate_size // self.size,
-            tie_word_embeddings=spec.tie_word_embeddings
-            or self.rank > 0,  # logits are rank 0's: the others have no head of their own
+            # Rank 0 alone computes logits. Tied, the other ranks allocate no LM head.
+            tie_word_embeddings=spec.tie_word_embeddings or self.rank > 0,
         )
 
     def read(self, file: Any, name: str) -> Tensor:
-        """This rank's part of a tensor of an open safetensors file; no more than that is read."""
+        """Reads this rank's part of a tensor from an open safetensors file, and no other bytes of it."""
         dim = self._shard_dim(name)
         if dim is None:
             tensor: Tensor = file.get_tensor(name)
@@ -64,14 +66,16 @@ class Shard:
         part = file.get_slice(name)
         shape = part.get_shape()
         if dim >= len(shape) or shape[dim] % self.size:
-            raise ConfigError(f"{name} of shape {tuple(shape)} cannot be cut into {self.size}", field=SHARD_FIELD)
+            raise ConfigError(
+                f"{name} of shape {tuple(shape)} cannot be split into {self.size} parts", field=SHARD_FIELD
+            )
         width = shape[dim] // self.size
-        at = slice(self.rank * width, (self.rank + 1) * width)
-        cut: Tensor = part[at] if dim == 0 else part[:, at]
-        return cut
+        span = slice(self.rank * width, (self.rank + 1) * width)
+        read: Tensor = part[span] if dim == 0 else part[:, span]
+        return read
 
     def _shard_dim(self, name: str) -> int | None:
-        """The dimension along which a checkpoint's tensor is cut."""
+        """Returns the dimension in which a checkpoint tensor is split. None: it is not split."""
         if self.size == 1:
             return None
         *_, module, kind = ("", *name.split("."))
@@ -80,7 +84,10 @@ class Shard:
         return 1 if module in COLUMNS and kind == "weight" else None
 
     def slice_of(self, name: str, whole: Tensor, spec: ModelSpec) -> Tensor:
-        """This rank's part of a parameter of the whole model, by its name in a Decoder; spec: the whole model's."""
+        """Returns this rank's part of a parameter of the whole model.
+
+        name: the parameter's name in a Decoder; spec: of the whole model.
+        """
         *_, module, kind = ("", *name.split("."))
         merged = {"qkv": [spec.query_size, spec.kv_size, spec.kv_size], "gate_up": [spec.intermediate_size] * 2}
         if self.size == 1:

@@ -87,7 +87,7 @@ class MirroredModel:
         metadata: Any,
         rows: Tensor | None = None,
         *,
-        tap: LayerHook | None = None,
+        layer_hook: LayerHook | None = None,
     ) -> Tensor:
         assert isinstance(backend, MirroredAttention)
         assert isinstance(metadata, MirroredMetadata)
@@ -99,7 +99,7 @@ class MirroredModel:
         )
         try:
             self._collectives.broadcast(step_messages.join_ids(tokens, positions, rows))
-            return self._own.forward(tokens, positions, cache, backend.own, metadata.metadata, rows, tap=tap)
+            return self._own.forward(tokens, positions, cache, backend.own, metadata.metadata, rows, layer_hook=layer_hook)
         except Exception as error:
             raise self._members.fail(f"a step failed on rank 0: {error}") from error
 

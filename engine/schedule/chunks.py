@@ -12,7 +12,7 @@ from engine.schedule.sequence import Sequence
 
 
 class ChunkPolicy:
-    """token_budget, prompt_budget: see SchedulerConfig. block_size: tokens of a block."""
+    """chunk_tokens, prompt_step_tokens: see SchedulerConfig. block_size: tokens of a block."""
 
     def __init__(self, chunk_tokens: int, prompt_step_tokens: int | None, block_size: int) -> None:
         self._chunk_tokens, self._has_prompt_steps, self._size = (

@@ -59,8 +59,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """token_budget: tokens of one step; prompt_budget: of one in which nothing decodes (None: the same), twice that
-    where a prompt is alone; mixed_tokens: prompt tokens of one in which something decodes (0: what is left); max_seqs:
+    """chunk_tokens: tokens of one step; prompt_step_tokens: of one in which nothing decodes (None: the same), twice that
+    where a prompt is alone; local_chunk_tokens: prompt tokens of one in which something decodes (0: what is left); max_seqs:
     sequences that run at once; max_model_len: tokens of a sequence.
     """
 
@@ -72,7 +72,7 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         for field, value in (
-            ("token_budget", self.chunk_tokens),
+            ("chunk_tokens", self.chunk_tokens),
             ("max_seqs", self.max_seqs),
             ("max_model_len", self.max_model_len),
         ):
@@ -80,8 +80,8 @@ class SchedulerConfig:
                 raise ConfigError(f"{field} must be at least 1, not {value}", field=field)
         if self.prompt_step_tokens is not None and self.prompt_step_tokens < self.chunk_tokens:
             raise ConfigError(
-                f"prompt_budget {self.prompt_step_tokens} is less than token_budget {self.chunk_tokens}",
-                field="prompt_budget",
+                f"prompt_step_tokens {self.prompt_step_tokens} is less than chunk_tokens {self.chunk_tokens}",
+                field="prompt_step_tokens",
             )
 
     @property

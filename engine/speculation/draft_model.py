@@ -199,7 +199,7 @@ class EagleDraftModel:
 
         late = self._target_layers in self._aux_layers  # then the last layer is wanted of all tokens
         hidden = model.forward(
-            tokens, positions, target.cache, target.backend, metadata, None if late else rows, tap=tap
+            tokens, positions, target.cache, target.backend, metadata, None if late else rows, layer_hook=tap
         )
         return hidden[rows] if late and rows is not None else hidden, self._head.fuse(joined)
 

@@ -62,7 +62,7 @@ def _sample_part(raw: Tensor, rows: Sequence[SampleRow], chains: Sequence[DraftT
     tested = [rows[r] for r in at]
     target = token_probs(raw[at], tested)
     drafts = torch.tensor([t for chain in chains for t in chain.tokens], dtype=torch.int64, device=raw.device)
-    proposed = torch.cat([_proposed(chain, raw) for chain in chains if chain.tokens])
+    proposed = torch.cat([_draft_probs(chain, raw) for chain in chains if chain.tokens])
     noise = NoiseKeys.for_rows(tested, raw)
     luck = uniform(noise.seed, noise.child, noise.position, stream=ACCEPT_STREAM)
     chance = target.gather(1, drafts[:, None]) / proposed.gather(1, drafts[:, None])
@@ -78,7 +78,7 @@ def _residual(target: Tensor, proposed: Tensor) -> Tensor:
     return (target - proposed).clamp_(min=0)
 
 
-def _proposed(chain: DraftTokens, like: Tensor) -> Tensor:
+def _draft_probs(chain: DraftTokens, like: Tensor) -> Tensor:
     """float32 [drafts, vocab]: what each draft was drawn from."""
     if chain.probs is not None:
         return chain.probs[: len(chain.tokens)]

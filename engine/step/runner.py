@@ -359,7 +359,7 @@ class ModelRunner:
         wanted = None if every else rows
         if self._draft is None or self._draft.lags:
             tap: LayerHook | None = None if between is None else lambda _layer, _stream: between()
-            kept = self._model.forward(ids, positions, self._cache, self._backend, metadata, rows=wanted, tap=tap)
+            kept = self._model.forward(ids, positions, self._cache, self._backend, metadata, rows=wanted, layer_hook=tap)
             return kept, None
         links = state_links_of(shape, self._kv)
         return self._draft.forward_with_target(self._target_model, ids, positions, metadata, rows=wanted, links=links)

@@ -50,7 +50,7 @@ def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make(directory: Path, **config: Any) -> LLM:
-    defaults: dict[str, Any] = {"block_size": BLOCK, "num_blocks": 200, "token_budget": CHUNK, "threads": 1}
+    defaults: dict[str, Any] = {"block_size": BLOCK, "num_blocks": 200, "chunk_tokens": CHUNK, "threads": 1}
     return LLM(directory, **(defaults | config))
 
 
@@ -76,7 +76,7 @@ def test_smollm2_equals_transformers(smollm2_dir: Path) -> None:
     text = torch.Generator().manual_seed(1)
     prompts = [torch.randint(100, 40000, (n,), generator=text).tolist() for n in (1, 17, 70)]
     params = SamplingParams(temperature=0.0, max_tokens=6, logprobs=0)
-    llm = LLM(smollm2_dir, kv_memory=64 << 20, token_budget=48, max_model_len=256, threads=1)
+    llm = LLM(smollm2_dir, kv_memory=64 << 20, chunk_tokens=48, max_model_len=256, threads=1)
     got = llm.generate(prompts, params)
     clean(llm.engine)
     del llm
@@ -93,7 +93,7 @@ def test_smollm2_equals_transformers(smollm2_dir: Path) -> None:
 
 @pytest.mark.parametrize("length", [1, BLOCK - 1, BLOCK, BLOCK + 1, CHUNK, CHUNK + 1, 3 * CHUNK, 5 * CHUNK + 3])
 def test_chunked_equals_unchunked_equals_cached(tiny_dir: Path, llm: LLM, length: int) -> None:
-    whole = make(tiny_dir, token_budget=256).generate([prompt(length)], GREEDY)[0]
+    whole = make(tiny_dir, chunk_tokens=256).generate([prompt(length)], GREEDY)[0]
     chunked = llm.generate([prompt(length)], GREEDY)[0]
     assert chunked.ids == whole.ids
     assert chunked.cached_tokens == 0
@@ -385,7 +385,7 @@ def test_failing_step_and_failing_hook_do_not_end_the_loop(llm: LLM, monkeypatch
         ({"kv_memory": 100}, "kv_memory"),
         ({"kv_memory": 1 << 20, "num_blocks": 7}, "num_blocks"),
         ({"threads": -1}, "threads"),
-        ({"token_budget": -1}, "token_budget"),
+        ({"chunk_tokens": -1}, "chunk_tokens"),
         ({"gpu_memory_utilization": 1.2}, "gpu_memory_utilization"),
         ({"speculation": "medusa"}, "speculation"),
         ({"speculation_accept": "always"}, "speculation_accept"),

@@ -29,7 +29,7 @@ def make(model_dir: Path, *, num_blocks: int = 256, host_blocks: int = 0, **conf
         block_size=BLOCK,
         num_blocks=num_blocks,
         max_model_len=MAX_LEN,
-        token_budget=CHUNK,
+        chunk_tokens=CHUNK,
         threads=1,
         host_cache=host_blocks * kv_bytes_per_block,
         checksums=host_blocks > 0,
@@ -174,7 +174,7 @@ def test_without_checksums_that_damage_goes_unnoticed(model_dir: Path) -> None:
         block_size=BLOCK,
         num_blocks=24,
         max_model_len=MAX_LEN,
-        token_budget=CHUNK,
+        chunk_tokens=CHUNK,
         threads=1,
         host_cache=llm.engine.config.host_cache,
     )

@@ -30,7 +30,7 @@ def test_log_probabilities_of_smollm2_stay_close(
     rng = torch.Generator().manual_seed(1)
     prompts = [torch.randint(100, 40000, (n,), generator=rng).tolist() for n in (7, 90)]
     params = SamplingParams(temperature=0.0, max_tokens=8, logprobs=0)
-    made: dict[str, Any] = {"kv_memory": 64 << 20, "token_budget": 128, "max_model_len": 256, "threads": 1}
+    made: dict[str, Any] = {"kv_memory": 64 << 20, "chunk_tokens": 128, "max_model_len": 256, "threads": 1}
     full = LLM(smollm2_dir, **made).generate(prompts, params)
     small = LLM(smollm2_dir, **made, **FP8)
     differences: list[float] = []
@@ -62,7 +62,7 @@ def test_chunks_prefix_hits_and_batches_change_no_token(model_dir: Path, llm: LL
 
 def test_preemption_changes_no_token(model_dir: Path, llm: LLM) -> None:
     prompts = [prompt_of(20 + n, seed=n) for n in range(6)]
-    tight = LLM(model_dir, block_size=BLOCK, num_blocks=45, max_model_len=MAX_LEN, token_budget=CHUNK, threads=1, **FP8)
+    tight = LLM(model_dir, block_size=BLOCK, num_blocks=45, max_model_len=MAX_LEN, chunk_tokens=CHUNK, threads=1, **FP8)
     params = SamplingParams(temperature=0.0, max_tokens=30)
     assert [c.ids for c in tight.generate(prompts, params)] == [c.ids for c in llm.generate(prompts, params)]
     assert tight.engine.scheduler.stats().preemptions > 0

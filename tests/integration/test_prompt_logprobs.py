@@ -17,7 +17,7 @@ TOLERANCE = 1e-3
 
 @pytest.fixture(scope="module")
 def llm(smollm2_dir: Path) -> LLM:
-    return LLM(smollm2_dir, threads=1, token_budget=64, num_blocks=40, max_model_len=512)
+    return LLM(smollm2_dir, threads=1, chunk_tokens=64, num_blocks=40, max_model_len=512)
 
 
 @pytest.fixture(scope="module")

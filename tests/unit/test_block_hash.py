@@ -71,8 +71,8 @@ def test_incremental_equals_at_once(tokens: list[int], cuts: list[int]) -> None:
 
 def test_equal_in_every_process_whatever_the_hash_seed() -> None:
     code = (
-        "from common.block_hash import block_hashes;"
-        f"print([h.hex() for h in block_hashes(range(40), fingerprint='{FINGERPRINT}', block_size=16)])"
+        "from common.block_hash import hash_blocks;"
+        f"print([h.hex() for h in hash_blocks(range(40), fingerprint='{FINGERPRINT}', block_size=16)])"
     )
     outputs = {
         subprocess.run(

@@ -175,7 +175,7 @@ def test_what_comes_while_the_device_has_nothing_else_to_do_is_launched_before_t
 ) -> None:
     world = World(overlap=True)
     world.add("a", [1, 2, 3], SamplingParams(max_tokens=1))
-    monkeypatch.setattr(world.device, "ended", lambda _: "b" in world.answers)
+    monkeypatch.setattr(world.device, "is_done", lambda _: "b" in world.answers)
     calls = 0
 
     def mail(until: float) -> bool:

@@ -38,12 +38,12 @@ class World:
         budget: int = 32,
         seqs: int = 8,
         limit: int = 1000,
-        prompt_budget: int | None = None,
+        prompt_step_tokens: int | None = None,
     ) -> None:
         self.size = size
         self.pool = BlockPool(blocks, size)
         self.config = SchedulerConfig(
-            chunk_tokens=budget, prompt_step_tokens=prompt_budget, max_seqs=seqs, max_model_len=limit
+            chunk_tokens=budget, prompt_step_tokens=prompt_step_tokens, max_seqs=seqs, max_model_len=limit
         )
         self.scheduler = Scheduler(self.config, self.pool)
         self.kv: dict[tuple[int, int], int] = {}
@@ -433,7 +433,7 @@ def test_every_load_ends_with_the_right_tokens_and_all_blocks(
 
 
 def test_long_chunks_run_where_nobody_waits_for_a_token() -> None:
-    world = World(blocks=200, size=4, budget=8, prompt_budget=16)
+    world = World(blocks=200, size=4, budget=8, prompt_step_tokens=16)
     world.add("a", 100)
     assert world.step() == {"a": 32}
     world.add("c", 4)
@@ -442,7 +442,7 @@ def test_long_chunks_run_where_nobody_waits_for_a_token() -> None:
 
 
 def test_prompts_that_fill_a_step_come_one_after_another_and_short_ones_share_it() -> None:
-    world = World(blocks=200, size=4, budget=8, prompt_budget=32)
+    world = World(blocks=200, size=4, budget=8, prompt_step_tokens=32)
     for name in "ab":
         world.add(name, 20, 1)
     steps = [world.step() for _ in range(6)]
@@ -454,8 +454,8 @@ def test_prompts_that_fill_a_step_come_one_after_another_and_short_ones_share_it
 
 
 @pytest.mark.parametrize(("length", "chunks"), [(8, [8]), (9, [4, 5]), (16, [8, 8]), (17, [12, 5]), (50, [32, 12, 6])])
-def test_what_another_pod_goes_on_with_ends_in_a_chunk_within_the_token_budget(length: int, chunks: list[int]) -> None:
-    world = World(blocks=200, size=4, budget=8, prompt_budget=16)
+def test_what_another_pod_goes_on_with_ends_in_a_chunk_within_chunk_tokens(length: int, chunks: list[int]) -> None:
+    world = World(blocks=200, size=4, budget=8, prompt_step_tokens=16)
     world.add("a", length, hand_off=True)
     assert [world.step()["a"] for _ in chunks] == chunks
     assert world.done
@@ -463,6 +463,6 @@ def test_what_another_pod_goes_on_with_ends_in_a_chunk_within_the_token_budget(l
     assert world.step()["b"] == min(length, 32), "one that stays here is not cut"
 
 
-def test_a_prompt_budget_is_no_less_than_the_token_budget() -> None:
-    with pytest.raises(ConfigError, match="prompt_budget"):
+def test_a_prompt_step_is_no_less_than_chunk_tokens() -> None:
+    with pytest.raises(ConfigError, match="prompt_step_tokens"):
         SchedulerConfig(chunk_tokens=8, prompt_step_tokens=4, max_seqs=1, max_model_len=1)

@@ -19,9 +19,9 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
     ("given", "cpu", "gpu"),
     [
         ({}, (256, None, 64), (2048, 8192, 256)),
-        ({"token_budget": 512, "max_seqs": 8}, (512, None, 8), (512, None, 8)),
-        ({"prompt_budget": 4096}, (256, 4096, 64), (2048, 4096, 256)),
-        ({"token_budget": 1024, "prompt_budget": 2048}, (1024, 2048, 64), (1024, 2048, 256)),
+        ({"chunk_tokens": 512, "max_seqs": 8}, (512, None, 8), (512, None, 8)),
+        ({"prompt_step_tokens": 4096}, (256, 4096, 64), (2048, 4096, 256)),
+        ({"chunk_tokens": 1024, "prompt_step_tokens": 2048}, (1024, 2048, 64), (1024, 2048, 256)),
     ],
 )
 def test_limits(given, cpu, gpu):

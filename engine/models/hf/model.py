@@ -95,7 +95,7 @@ class HfModel:
         metadata: Any,
         rows: Tensor | None = None,
         *,
-        tap: LayerHook | None = None,
+        layer_hook: LayerHook | None = None,
     ) -> Tensor:
         self._step.cache, self._step.backend, self._step.metadata = cache, backend, metadata
         out = self._base(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
