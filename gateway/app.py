@@ -24,6 +24,7 @@ from gateway.api.openai.generate import GenerateHandler
 from gateway.api.openai.responses.endpoint import ResponsesHandler
 from gateway.api.openai.responses.store import ResponseStore
 from gateway.api.openai.tokenize import TokenizeHandler
+from gateway.dashboard.history import MetricsHistory
 from gateway.dashboard.routes import page_routes
 from gateway.dashboard.routes import routes as dashboard_routes
 from gateway.serving.gateway import Gateway
@@ -70,8 +71,13 @@ class _App(FastAPI):
         return openapi_document(package_version(), self.models)
 
 
-def build_app(gateway: Gateway, store: ResponseStore | None = None) -> FastAPI:
-    """The application of one gateway; its lifecycle is the caller's. store: of responses that are to be kept."""
+def build_app(gateway: Gateway, history: MetricsHistory, store: ResponseStore | None = None) -> FastAPI:
+    """Returns the HTTP application of one gateway; the caller starts and stops the gateway.
+
+    Args:
+        history: Metrics samples that the dashboard shows.
+        store: Where responses are kept; None keeps none.
+    """
     app = _App(title="Baton", docs_url=None, redoc_url=None, redirect_slashes=False)
     app.models = tuple(gateway.models.names())
     app.add_exception_handler(HTTPException, _http_error)
@@ -157,7 +163,7 @@ def build_app(gateway: Gateway, store: ResponseStore | None = None) -> FastAPI:
             Route("/version", version_),
             Route("/reset_prefix_cache", reset_prefix_cache, methods=["POST"]),
             Route("/debug/requests/{request_id}", timeline),
-            *dashboard_routes(gateway, package_version()),
+            *dashboard_routes(gateway, history, package_version()),
             *page_routes(),
         ]
     )

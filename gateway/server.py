@@ -32,6 +32,7 @@ from gateway.api.grpc.servicer import InferenceServicer
 from gateway.api.http.protocol import BoundedHttpProtocol, WriteBatcher
 from gateway.api.openai.responses.store import ResponseStore
 from gateway.app import build_app
+from gateway.dashboard.history import MetricsHistory
 from gateway.pods.endpoint_slices import EndpointSliceWatcher, KubernetesApi
 from gateway.serving.gateway import Gateway, GatewaySettings
 from gateway.serving.models import TextProcessor
@@ -130,6 +131,7 @@ class GatewayServer:
         """api: of Kubernetes, where config.discovery wants it; None: the one that this process's cluster has."""
         self._config = config
         self.gateway = gateway
+        self.metrics_history = MetricsHistory.of_gateway(gateway)
         self.port = 0
         self.grpc_port: int | None = None
         self._http: _UvicornServer | None = None
@@ -165,13 +167,14 @@ class GatewayServer:
             raise
         self.port = sock.getsockname()[1]
         await self.gateway.start()
+        await self.metrics_history.start()
         for model in self.gateway.models:
             model.pod_table.on_change(self._on_change)
         if self._endpoints is not None:
             await self._endpoints.start()
         options = uvicorn.Config(
-            build_app(self.gateway, self._responses),
-            http=functools.partial(BoundedHttpProtocol, outbox=WriteBatcher()),  # type: ignore[arg-type]  # it is called, no more
+            build_app(self.gateway, self.metrics_history, self._responses),
+            http=functools.partial(BoundedHttpProtocol, batcher=WriteBatcher()),  # type: ignore[arg-type]  # it is called, no more
             lifespan="off",
             log_config=None,
             access_log=False,
@@ -239,6 +242,7 @@ class GatewayServer:
             await self._http_task
         if self._responses is not None:
             await self._responses.close()
+        await self.metrics_history.stop()
         await self.gateway.stop()
         if self.gateway.tracer is not None:
             await asyncio.to_thread(self.gateway.tracer.close)

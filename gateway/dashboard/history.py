@@ -21,6 +21,7 @@ from prometheus_client.core import Metric
 
 from gateway.pods.info import DraftCounts, PeerTraffic, PodActivity
 from gateway.pods.pod import Pod
+from gateway.serving.gateway import Gateway
 from gateway.telemetry.metrics import GatewayMetrics
 
 PERIOD_S = 5.0
@@ -63,6 +64,15 @@ class MetricsHistory:
         self._clock = clock
         self._samples: deque[MetricsSample] = deque(maxlen=round(WINDOW_S / PERIOD_S) + 1)
         self._task: asyncio.Task[None] | None = None
+
+    @classmethod
+    def of_gateway(cls, gateway: Gateway) -> Self:
+        """The history of a gateway's metrics, queues and pods."""
+        return cls(
+            gateway.metrics,
+            lambda: [pod for model in gateway.models for pod in model.pod_table.pods.values()],
+            lambda: sum(model.gate.waiting for model in gateway.models),
+        )
 
     async def start(self) -> None:
         """Begins to take samples."""

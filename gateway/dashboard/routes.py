@@ -15,6 +15,7 @@ from starlette.staticfiles import StaticFiles
 from common.errors import BatonError, InvalidRequest, ObjectNotFound
 from gateway.api.http.auth import caller_of
 from gateway.api.http.errors import error_body
+from gateway.dashboard.history import MetricsHistory
 from gateway.dashboard.requests import MAX_REQUESTS, DashboardRequests
 from gateway.dashboard.state import DashboardState
 from gateway.serving.gateway import Gateway
@@ -24,9 +25,9 @@ N = TypeVar("N", int, float)
 _HEADERS = {"cache-control": "no-store"}
 
 
-def routes(gateway: Gateway, version: str) -> list[Route]:
-    """All of them."""
-    state, requests = DashboardState(gateway, version), DashboardRequests(gateway)
+def routes(gateway: Gateway, history: MetricsHistory, version: str) -> list[Route]:
+    """The routes of the dashboard's data."""
+    state, requests = DashboardState(gateway, history, version), DashboardRequests(gateway)
 
     async def whole(_request: Request) -> Response:
         return _json(state.as_json())

@@ -5,30 +5,28 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from common.types import PoolCounts
-from gateway.dashboard.history import MetricsSample, MetricsWindow, link_json, speculation_json
+from gateway.api.http.json_fields import Json
+from gateway.dashboard.history import MetricsHistory, MetricsSample, MetricsWindow, link_json, speculation_json
 from gateway.pods.info import DraftCounts
 from gateway.pods.pod import Pod
 from gateway.serving.gateway import Gateway
-
-Json = dict[str, Any]
 
 
 class DashboardState:
     """Makes the JSON of one gateway. Nothing is computed unless somebody looks."""
 
-    def __init__(self, gateway: Gateway, version: str) -> None:
+    def __init__(self, gateway: Gateway, history: MetricsHistory, version: str) -> None:
         self._gateway = gateway
+        self._history = history
         self._version = version
         self._started = time.monotonic()
 
     def as_json(self) -> Json:
         """Of now."""
-        history = self._gateway.metrics_history
-        samples = history.samples
-        now = history.now()
+        samples = self._history.samples
+        now = self._history.now()
         window = MetricsWindow(samples[0] if samples else now, now)
         counts = window.end.counts
         return {

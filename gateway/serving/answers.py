@@ -1,5 +1,7 @@
-"""Which complete answers a request gets: all, those of best_of's candidates with the highest mean log-probability, or
-those that a beam search found.
+"""The complete answers of a request, and the merged stream of its choices.
+
+A request with n choices gets all of them. With best_of it gets the candidates with the highest mean log-probability,
+and with a beam search the best beams.
 """
 
 from __future__ import annotations
@@ -21,9 +23,14 @@ from gateway.serving.request import GenerationSpec
 from gateway.serving.request_context import Usage
 from gateway.text.output import OutputPiece
 
+#: Least and most seconds before a beam that found no room is tried again.
+BEAM_RETRY_PAUSE_S = (0.05, 0.25)
+
+T = TypeVar("T")
+
 
 async def complete_answers(choices: Sequence[Choice], spec: GenerationSpec) -> list[CompleteAnswer]:
-    """n complete answers for each prompt. Raises BatonError."""
+    """Returns n complete answers for each prompt. Raises BatonError."""
     if spec.beam_search is not None:
         return [
             a
@@ -34,39 +41,36 @@ async def complete_answers(choices: Sequence[Choice], spec: GenerationSpec) -> l
 
 
 def _best(answers: Sequence[CompleteAnswer], spec: GenerationSpec) -> list[CompleteAnswer]:
-    """The n best of each prompt's best_of answers, best first; all of them, in order, where there is nothing to choose.
+    """Returns the n best of each prompt's best_of candidates, best first; all answers, in order, if best_of is n.
 
-    Ties go to the earlier one. All tokens that were generated count, those of a stop string too.
+    The earlier answer wins a tie. The mean covers all generated tokens, those of a stop string included.
     """
     if spec.candidates == spec.n:
         return list(answers)
     chosen: list[CompleteAnswer] = []
     for first in range(0, len(answers), spec.candidates):
-        chosen += sorted(answers[first : first + spec.candidates], key=_mean, reverse=True)[: spec.n]
+        chosen += sorted(answers[first : first + spec.candidates], key=_mean_logprob, reverse=True)[: spec.n]
     return chosen
 
 
-def _mean(answer: CompleteAnswer) -> float:
+def _mean_logprob(answer: CompleteAnswer) -> float:
     known = [token.logprob for token in answer.tokens if token.logprob is not None]
     return sum(known) / len(known) if known else -math.inf
 
 
-T = TypeVar("T")
-
-
-async def gather_or_cancel(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results; the first failure cancels the rest and is raised."""
-    if len(works) == 1:
-        return [await works[0]]
+async def gather_or_cancel(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Runs the coroutines side by side and returns all results. The first failure cancels the others and is raised."""
+    if len(coroutines) == 1:
+        return [await coroutines[0]]
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(work) for work in works]
+            tasks = [group.create_task(coroutine) for coroutine in coroutines]
     except* BatonError as e:
-        raise _first(e) from e
+        raise _first_error(e) from e
     return [task.result() for task in tasks]
 
 
-def _first(group: BaseExceptionGroup[BatonError]) -> BatonError:
+def _first_error(group: BaseExceptionGroup[BatonError]) -> BatonError:
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
@@ -74,18 +78,18 @@ def _first(group: BaseExceptionGroup[BatonError]) -> BatonError:
     return error
 
 
-PAUSE_S = (0.05, 0.25)  # before a beam that found no room is tried again
-
-
 async def beam_search_answers(choice: Choice, params: BeamSearchParams) -> list[CompleteAnswer]:
-    """The n best answers, best first. Raises BatonError.
+    """Returns the n best answers, best first. Raises BatonError.
 
-    The choice's usage is the prompt, once, and the tokens of these answers; what it spent, every token generated.
+    The choice's usage counts the prompt once and the tokens of these answers. Its charged usage counts every generated
+    token.
     """
     return await _BeamSearch(choice, params).run()
 
 
 class _BeamSearch:
+    """One beam search over the pods: every expansion of a beam is a dispatch of one token."""
+
     def __init__(self, choice: Choice, params: BeamSearchParams) -> None:
         self._choice = choice
         self._params = params
@@ -119,69 +123,73 @@ class _BeamSearch:
         return answer
 
     async def _expand(self, beams: Sequence[Beam]) -> list[tuple[TokenLogprob, ...]]:
-        tops = await gather_or_cancel([self._likeliest(beam) for beam in beams])
+        tops = await gather_or_cancel([self._likeliest_tokens(beam) for beam in beams])
         self._choice.record_search(self._usage, self._generated)
         return tops
 
-    async def _likeliest(self, beam: Beam) -> tuple[TokenLogprob, ...]:
-        """The likeliest tokens behind a beam. One that finds no room waits for it: the others' work would be lost."""
+    async def _likeliest_tokens(self, beam: Beam) -> tuple[TokenLogprob, ...]:
+        """Returns the likeliest tokens after a beam.
+
+        A beam that finds no room is tried again until the deadline, because its failure would discard the work of the
+        other beams. The first token has no such work behind it and fails at once.
+        """
         while True:
             try:
-                return (await self._next(beam)).top
+                return (await self._next_token(beam)).top
             except Overloaded as e:
-                pause = min(max(e.retry_after_s or 0.0, PAUSE_S[0]), PAUSE_S[1])
+                pause = min(max(e.retry_after_s or 0.0, BEAM_RETRY_PAUSE_S[0]), BEAM_RETRY_PAUSE_S[1])
                 if not beam.tokens or time.monotonic() + pause >= self._choice.deadline:
                     raise
                 await asyncio.sleep(pause)
 
-    async def _next(self, beam: Beam) -> Token:
-        base, number = self._choice.request, next(self._numbers)
+    async def _next_token(self, beam: Beam) -> Token:
+        base, index = self._choice.request, next(self._numbers)
         request = ValidRequest(
-            f"{base.request_id}-{number}",
+            f"{base.request_id}-{index}",
             base.model,
             (*base.prompt_ids, *(token.id for token in beam.tokens)),
             self._sampling,
             base.cache_salt,
             base.priority,
         )
-        run = self._choice.dispatch_for_search(request, first=number == 0)
+        dispatch = self._choice.dispatch_for_search(request, first=index == 0)
         tokens: list[Token] = []
         finished = False
         try:
             while not finished:
-                delta = await run.next()
+                delta = await dispatch.next()
                 tokens.extend(delta.tokens)
                 finished = delta.finish is not None
         finally:
-            run.close()
-        if number == 0:
-            self._usage = replace(self._usage, cached=run.cached_tokens)
+            dispatch.close()
+        if index == 0:
+            self._usage = replace(self._usage, cached=dispatch.cached_tokens)
         self._generated += 1
         return tokens[0]
 
 
 async def merge_choices(choices: Sequence[Choice]) -> AsyncGenerator[tuple[int, OutputPiece], None]:
-    """The pieces of all choices as they come."""
-    # One slot: a choice whose piece is not taken yet waits, and its next piece merges what came meanwhile.
+    """Yields the pieces of all choices as they come, with the index of their choice."""
+    # One slot: a choice waits until its piece is taken, and its next piece then holds all tokens that came meanwhile.
     queue: asyncio.Queue[tuple[int, OutputPiece | BaseException | None]] = asyncio.Queue(maxsize=1)
-    tasks = [asyncio.create_task(_pump(i, choice, queue)) for i, choice in enumerate(choices)]
+    tasks = [asyncio.create_task(_queue_pieces(i, choice, queue)) for i, choice in enumerate(choices)]
     try:
         running = len(tasks)
         while running:
-            index, item = await queue.get()
-            if item is None:
+            index, result = await queue.get()
+            if result is None:
                 running -= 1
-            elif isinstance(item, BaseException):
-                raise item
+            elif isinstance(result, BaseException):
+                raise result
             else:
-                yield index, item
+                yield index, result
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _pump(
+async def _queue_pieces(
     index: int, choice: Choice, queue: asyncio.Queue[tuple[int, OutputPiece | BaseException | None]]
 ) -> None:
     try:
@@ -195,5 +203,5 @@ async def _pump(
 
 
 def total_usage(choices: Sequence[Choice]) -> Usage:
-    """Tokens spent on all of them; a prompt counts once."""
+    """Usage summed over the choices of a request; a prompt counts once."""
     return sum((choice.usage_share for choice in choices), Usage())

@@ -1,8 +1,8 @@
-"""Beam search: the likeliest answers are looked for instead of drawn.
+"""Beam search: finds the likeliest answers instead of sampling them.
 
-The search itself, whoever computes the log-probabilities. Scores and ends are those of transformers
-(generation/utils.py, `_beam_search`): a hypothesis counts log-probability / length ** length_penalty, its stop token
-included, and of the candidates of a step those that end are kept only if they are among the best `width`.
+The module holds the search alone; `expand` computes the log-probabilities. Scores and ends follow transformers
+(generation/utils.py, `_beam_search`): a hypothesis scores log-probability / length ** length_penalty, its stop token
+included, and a candidate that ends is kept only if it is among the best `width` of its step.
 
 Invariant: at most `width` live beams, all of one length, best first; at most `width` hypotheses, best first.
 """
@@ -21,35 +21,37 @@ EarlyStopping = bool | Literal["never"]
 
 @dataclass(frozen=True, slots=True)
 class BeamSearchParams:
-    """early_stopping: when to end once `width` hypotheses are there. True: at once. False: when no live beam is better
-    by its present length. "never": when no live beam could become better at any length.
-    """
+    """Parameters of one beam search."""
 
     width: int
     length_penalty: float = 1.0
+    #: When the search ends once it has `width` hypotheses. True: at once. False: when no live beam scores better at its
+    #: current length. "never": when no live beam could score better at any length.
     early_stopping: EarlyStopping = False
 
     def score(self, logprob: float, length: int) -> float:
-        """What hypotheses are ranked by."""
+        """Score by which hypotheses are ranked."""
         return logprob / math.pow(length, self.length_penalty)
 
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """An answer, or the beginning of one. logprob: the sum of its tokens'. finish: None while it is live."""
+    """A complete answer, or the beginning of one."""
 
     tokens: tuple[Token, ...] = ()
+    #: Sum of the tokens' log-probabilities.
     logprob: float = 0.0
+    #: Why the beam ended; None while it is live.
     finish: FinishReason | None = None
 
     def extended(self, choice: TokenLogprob, top: tuple[TokenLogprob, ...], finish: FinishReason | None) -> Beam:
-        """One token longer. top: what is shown as that token's alternatives."""
+        """The beam with one more token. `top` holds the alternatives that are reported with that token."""
         token = Token(len(self.tokens), choice.token, choice.logprob, top)
         return Beam((*self.tokens, token), self.logprob + choice.logprob, finish)
 
 
 Expand = Callable[[Sequence[Beam]], Awaitable[Sequence[Sequence[TokenLogprob]]]]
-"""For each of these beams the likeliest next tokens, best first: at least width + the number of stop tokens."""
+"""Returns, for each beam, its likeliest next tokens, best first: at least `width` plus the number of stop tokens."""
 
 
 async def beam_search(
@@ -61,10 +63,12 @@ async def beam_search(
     stops: Collection[int] = (),
     num_top: int = 0,
 ) -> list[Beam]:
-    """`width` hypotheses (fewer only if the vocabulary is that small), best first.
+    """Returns `width` hypotheses, best first; fewer only if the vocabulary is too small. Raises what `expand` raises.
 
-    max_tokens: at least 1. min_tokens: tokens before which none of stops comes. num_top: alternatives kept per token.
-    Raises what expand raises.
+    Args:
+        max_tokens: Longest answer, at least 1.
+        min_tokens: No token of `stops` is taken before this many tokens.
+        num_top: Alternatives kept per token.
     """
     live, found = [Beam()], list[Beam]()
     for length in range(1, max_tokens + 1):
@@ -82,8 +86,8 @@ async def beam_search(
         if length == max_tokens:
             found += [beam.extended(c, top, FinishReason.LENGTH) for _, beam, c, top in best if c.token not in ends]
         found = _ranked(found, params)
-        going_on = [candidate for candidate in candidates if candidate[2].token not in ends][: params.width]
-        live = [beam.extended(choice, top, None) for _, beam, choice, top in going_on]
+        continuing = [candidate for candidate in candidates if candidate[2].token not in ends][: params.width]
+        live = [beam.extended(choice, top, None) for _, beam, choice, top in continuing]
         if not live or (len(found) == params.width and _enough(live[0], found[-1], params, max_tokens)):
             break
     return found
@@ -97,7 +101,7 @@ def _ranked(found: Sequence[Beam], params: BeamSearchParams) -> list[Beam]:
 
 
 def _enough(live: Beam, worst: Beam, params: BeamSearchParams, max_tokens: int) -> bool:
-    """The best live beam cannot displace the worst hypothesis, or need not."""
+    """Whether the best live beam cannot displace the worst hypothesis, or `early_stopping` says not to wait for it."""
     if params.early_stopping is True:
         return True
     longest = params.early_stopping == "never" and params.length_penalty > 0

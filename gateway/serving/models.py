@@ -1,7 +1,7 @@
-"""The models that one gateway serves: their texts, their pods, and the names under which clients ask for them.
+"""The models that one gateway serves, by the names under which clients ask for them.
 
-Each model has pods, an index scope per layout, a tokenizer and a chat template of its own; nothing of one is ever used
-for another. The set is fixed for the life of the process; what changes is which pods serve it.
+Each model has its own pods, index scope per layout, tokenizer and chat template; models share none of these. The set
+is fixed for the life of the process. Which pods serve a model changes.
 """
 
 from __future__ import annotations
@@ -24,30 +24,34 @@ from gateway.text.tokenizer import TextTokenizer
 
 @dataclass(frozen=True, slots=True)
 class TextProcessor:
-    """How one model's text becomes tokens, and a conversation text. name: what its pods call it."""
+    """Tokenizer and chat format of one model."""
 
+    #: Name under which the pods serve the model.
     name: str
     tokenizer: TextTokenizer
     chat_format: ChatFormat
 
     @classmethod
     def load(cls, name: str, model_dir: Path, *, tool_parser: str = "auto", reasoning_parser: str = "auto") -> Self:
-        """Of a model directory, which needs no weights. Raises ConfigError."""
+        """Loads both from a model directory, which needs no weights. Raises ConfigError."""
         tokenizer = TextTokenizer(model_dir)
         template = ChatTemplate(model_dir, tokenizer.config)
-        dialect = ChatFormat(model_dir, tokenizer, template, tool_parser=tool_parser, reasoning_parser=reasoning_parser)
-        dialect.warm_up()
-        return cls(name, tokenizer, dialect)
+        chat_format = ChatFormat(
+            model_dir, tokenizer, template, tool_parser=tool_parser, reasoning_parser=reasoning_parser
+        )
+        chat_format.warm_up()
+        return cls(name, tokenizer, chat_format)
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """One model with the pods that serve it and the gate before them. created: seconds since the epoch."""
+    """One model with its pods, its dispatcher and its gate."""
 
     text_processor: TextProcessor
     pod_table: PodTable
     dispatcher: Dispatcher
     gate: Gate
+    #: Start of the gateway, in seconds since the epoch.
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -63,17 +67,18 @@ class ServedModel:
         return self.text_processor.chat_format
 
     def limits(self) -> ModelLimits:
-        """See PodTable.limits."""
+        """Limits that all ready pods accept, see PodTable.limits."""
         return self.pod_table.limits()
 
 
 class ModelRegistry:
-    """By name and alias. Raises ConfigError when a name means two things, or an alias nothing."""
+    """The served models by name and alias. Raises ConfigError for a name with two meanings or an alias of no model."""
 
     def __init__(self, models: Sequence[ServedModel], aliases: Mapping[str, str]) -> None:
         self._models = {model.name: model for model in models}
         if len(self._models) != len(models):
             raise ConfigError("model: two models have the same name", field="model")
+        #: Model name by alias.
         self.aliases = dict(aliases)
         for alias, name in self.aliases.items():
             if alias in self._models:
@@ -90,11 +95,11 @@ class ModelRegistry:
 
     @property
     def first(self) -> ServedModel:
-        """The one that was configured first; the only one of most gateways."""
+        """The model that was configured first; most gateways serve no other."""
         return next(iter(self._models.values()))
 
     def find(self, name: str) -> ServedModel:
-        """The model that clients call by this name. Raises ModelNotFound."""
+        """Returns the model with this name or alias. Raises ModelNotFound."""
         model = self._models.get(self.aliases.get(name, name))
         if model is None:
             raise ModelNotFound(
@@ -103,6 +108,6 @@ class ModelRegistry:
         return model
 
     def names(self) -> dict[str, ServedModel]:
-        """Every name and alias, sorted."""
+        """Every name and alias with its model, sorted by name."""
         named = {**self._models, **{alias: self._models[name] for alias, name in self.aliases.items()}}
         return dict(sorted(named.items()))

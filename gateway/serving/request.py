@@ -1,4 +1,7 @@
-"""TODO-DOCSTRING."""
+"""A checked request: what to generate, from which prompts, and the ValidRequest for the pods.
+
+The API rooms parse bodies into CompletionBody and ChatBody. `to_valid_request` adds the model's limits.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,22 @@ from gateway.pods.info import ModelLimits
 from gateway.serving.beam_search import BeamSearchParams
 from gateway.text.tools.format import RequestTools
 
+#: Arrays, objects, members and entries that a body may have besides one context of token ids.
+MAX_JSON_PARTS = 1 << 18
+#: Alternatives per token that a pod reports. A beam search needs one for each beam and each stop token.
+MAX_ALTERNATIVES = 20
+
+#: A prompt as the client sent it: text or token ids.
 PromptInput = str | tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationSpec:
-    """What to generate, apart from the prompt. None means that the client left the choice to us."""
+    """What to generate, apart from the prompt. None means that the client left the choice to the gateway."""
 
     model: str
     max_tokens: int | None = None
+    #: Field of the client's body that `max_tokens` came from; errors name it.
     max_tokens_field: str = "max_tokens"
     temperature: float = 1.0
     top_k: int = 0
@@ -30,37 +40,45 @@ class GenerationSpec:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    #: Pairs of token id and bias.
     logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int | None = None
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    #: Alternatives to report per generated token; 0 reports the token alone, None reports nothing.
     logprobs: int | None = None
     cache_salt: str = ""
     priority: int = 0
     n: int = 1
+    #: Sequences to generate per prompt, of which the best `n` are answered.
     best_of: int | None = None
     stream: bool = False
+    #: The stream ends with a chunk that carries the usage.
     include_usage: bool = False
+    #: Every chunk of the stream carries the usage so far.
     continuous_usage: bool = False
     grammar: Grammar | None = None
     skip_special_tokens: bool = True
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[str, ...] = ()
+    #: A stop string is part of the answer's text.
     include_stop: bool = False
+    #: Alternatives to report per prompt token, None for no prompt log-probabilities.
     prompt_logprobs: int | None = None
+    #: The answer's text begins with the prompt.
     echo: bool = False
     beam_search: BeamSearchParams | None = None
 
     @property
     def candidates(self) -> int:
-        """Sequences to generate per prompt, the n best of which are answered; beams, where these are searched."""
+        """Number of sequences generated per prompt; for a beam search, the number of beams."""
         return self.best_of or self.n
 
     @property
     def complete_only(self) -> bool:
-        """No part of an answer is known before all are."""
+        """No part of an answer is known before all of it is: best_of above n, and beam search."""
         return self.candidates > self.n or self.beam_search is not None
 
 
@@ -74,7 +92,7 @@ class CompletionBody:
 
 @dataclass(frozen=True, slots=True)
 class ChatBody:
-    """A checked /v1/chat/completions body; messages as the template takes them (see messages.py)."""
+    """A checked /v1/chat/completions body. `messages` have the form that chat templates take."""
 
     spec: GenerationSpec
     messages: tuple[dict[str, Any], ...]
@@ -94,10 +112,16 @@ def to_valid_request(
     prompt_field: str,
     bad_words: Sequence[tuple[int, ...]] = (),
 ) -> ValidRequest:
-    """Checks a tokenized request against the model's limits and completes it: defaults, stop tokens, a seed.
+    """Checks a tokenized request against the model's limits and adds defaults, stop tokens and a seed.
 
-    default_max_tokens None means the rest of the context. bad_words: the spec's, as tokens. A request for no token asks
-    the pods for one, which nobody sees. Raises InvalidRequest that names the field.
+    Raises InvalidRequest, which names the field.
+
+    Args:
+        default_max_tokens: Limit of the answer when the client sent none; None means the rest of the context.
+        prompt_field: Field that errors about the prompt name.
+        bad_words: Token sequences of `spec.bad_words`.
+
+    max_tokens = 0 becomes 1 for the pods; the one token is not shown to the client.
     """
     length = len(prompt_ids)
     if not length:
@@ -155,18 +179,10 @@ def _require_ids(ids: Sequence[int], vocab_size: int, name: str) -> None:
         raise InvalidRequest(text, field=name)
 
 
-MAX_ALTERNATIVES = 20  # per token, that pods tell: one for each beam and each stop token are needed
-
-
 def check_beam_search(beams: BeamSearchParams, grammar: Grammar | None, stops: Sequence[int]) -> None:
-    """Raises InvalidRequest for what only the whole request tells. stops: the model's own too."""
+    """Raises InvalidRequest for a grammar or too many stop tokens. `stops` includes the model's own."""
     if grammar is not None:
-        raise InvalidRequest(
-            f"use_beam_search cannot follow a grammar, as {grammar.field} wants", field="use_beam_search"
-        )
+        raise InvalidRequest(f"use_beam_search cannot be combined with {grammar.field}", field="use_beam_search")
     if beams.width + len(stops) > MAX_ALTERNATIVES:
         text = f"{beams.width} beams and {len(stops)} stop tokens are more than {MAX_ALTERNATIVES} together"
         raise InvalidRequest(f"with use_beam_search, {text}", field="stop_token_ids")
-
-
-MAX_JSON_PARTS = 1 << 18  # of a body: arrays, objects, members and entries

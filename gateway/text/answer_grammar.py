@@ -1,10 +1,10 @@
-"""The grammar of a whole answer, of its parts: a reasoning section, calls, and what the client wants the text to match.
+"""The grammar of a whole answer: a reasoning section, tool calls, and the client's own grammar for the text.
 
-    answer:    [section] (calls | text)
-    required:  calls alone
-    auto:      text with calls in it; or, where the text has to match something, either calls or that text
+    answer:    [reasoning section] (calls | text)
+    required:  calls only
+    auto:      text that may contain calls; with a client's grammar, either calls or text that matches it
 
-Special tokens stand in it by id: where a marker is one, its letters would not be the same.
+A marker that is a special token stands in the grammar by its id, because its letters would be other tokens.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from gateway.text.tools.format import Function, ToolFormat
 from gateway.text.tools.lark import lark_string
 
 _ANY = r"/(.|\n)*/"
-_GAP = r"/[ \n]{0,4}/"  # between a section and the answer
+#: White space between the reasoning section and the answer.
+_GAP = r"/[ \n]{0,4}/"
 
 
 class AnswerGrammarBuilder:
-    """Composes for one model. calls: how it writes them."""
+    """Builds the answer grammars of one model."""
 
-    def __init__(self, tokenizer: TextTokenizer, calls: ToolFormat, reasoning: ReasoningFormat | None) -> None:
+    def __init__(self, tokenizer: TextTokenizer, tool_format: ToolFormat, reasoning: ReasoningFormat | None) -> None:
         self._tokenizer = tokenizer
-        self._tool_format = calls
+        self._tool_format = tool_format
         self._reasoning = reasoning
 
     def build(
@@ -40,10 +41,19 @@ class AnswerGrammarBuilder:
         *,
         required: bool,
         parallel: bool,
-        begins: ReasoningSection,
+        initial_section: ReasoningSection,
         field: str,
     ) -> Grammar | None:
-        """None when anything goes. field: what errors about the calls name. Raises InvalidRequest."""
+        """Returns the grammar of the answer, None if any text is allowed. Raises InvalidRequest.
+
+        Args:
+            text: The client's grammar for the text.
+            functions: Functions that may be called.
+            required: The answer is at least one call.
+            parallel: The answer may have several calls.
+            initial_section: Where the answer begins relative to the reasoning section.
+            field: Field that errors about the calls name.
+        """
         rules: list[str] = []
         if functions and (required or text is not None or any(f.strict for f in functions)):
             rules = self._with_calls(text, functions, required=required, parallel=parallel)
@@ -52,7 +62,7 @@ class AnswerGrammarBuilder:
             rules, field = ["body: @text"], text.field
         else:
             return None
-        section = self._section(begins)
+        section = self._section(initial_section)
         if section is None and text is not None and not functions:
             return text
         start = "start: body" if section is None else f"start: {section[0]}"
@@ -62,16 +72,16 @@ class AnswerGrammarBuilder:
         return from_lark(_linked(lark, text), field=field)
 
     def literal(self, text: str) -> str:
-        """A marker as the grammar has to name it."""
+        """Returns a marker as Lark names it: its token id if it is a special token, else a string literal."""
         token = self._tokenizer.raw.token_to_id(text)
         return f"<[{token}]>" if token in self._tokenizer.special_ids else lark_string(text)
 
     def _with_calls(
         self, text: Grammar | None, functions: Sequence[Function], *, required: bool, parallel: bool
     ) -> list[str]:
-        calls, trigger = self._tool_format, self._tool_format.trigger
+        tool_format, trigger = self._tool_format, self._tool_format.trigger
         beside_json = text is not None and not required
-        rules = calls.lark_rules(functions, self.literal, parallel=parallel, beside_json=beside_json)
+        rules = tool_format.lark_rules(functions, self.literal, parallel=parallel, beside_json=beside_json)
         begin = self.literal(trigger) if trigger else '""'
         if required:
             return ["body: calls", f"begin: {begin}", rules]
@@ -86,23 +96,23 @@ class AnswerGrammarBuilder:
         return [f"body: calls{several} PLAIN", lazy, rules, self._plain(functions)]
 
     def _plain(self, functions: Sequence[Function]) -> str:
-        """Text in which no call begins."""
+        """Returns the rule of text in which no call begins."""
         return f"PLAIN: {_ANY} & ~/{self._tool_format.call_regex(functions)}/"
 
-    def _section(self, begins: ReasoningSection) -> tuple[str, list[str]] | None:
-        """How an answer begins, and the rules that this needs."""
-        style = self._reasoning
-        if style is None or begins is ReasoningSection.AFTER:
+    def _section(self, initial_section: ReasoningSection) -> tuple[str, list[str]] | None:
+        """Returns how the start rule begins and the rules it needs; None if no reasoning section can come."""
+        reasoning = self._reasoning
+        if reasoning is None or initial_section is ReasoningSection.AFTER:
             return None
-        end = self.literal(style.end)
+        end = self.literal(reasoning.end)
         if end.startswith("<["):
             rest = f"section: ANY {end}"
         else:
-            rest = f"section[lazy]: /(.|\\n)*{_escaped(style.end)}/"
+            rest = f"section[lazy]: /(.|\\n)*{_escaped(reasoning.end)}/"
         gap = f"gap: {_GAP}"
-        if begins is ReasoningSection.INSIDE:
+        if initial_section is ReasoningSection.INSIDE:
             return "section gap body", [rest, gap]
-        return f"({self.literal(style.start)} section gap)? body", [rest, gap]
+        return f"({self.literal(reasoning.start)} section gap)? body", [rest, gap]
 
 
 def _escaped(text: str) -> str:
@@ -110,7 +120,7 @@ def _escaped(text: str) -> str:
 
 
 def _linked(lark: str, text: Grammar) -> str:
-    """One grammar of ours, and the client's beside it under the name that ours uses."""
+    """Returns one llguidance document with our grammar, named "answer", and the client's, named "text"."""
     if text.text.lstrip().startswith("{"):
         [first, *rest] = json.loads(text.text)["grammars"]
     else:

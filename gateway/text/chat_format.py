@@ -1,6 +1,6 @@
-"""How one model converses: its chat template, its way to write calls and to think, and the grammars that enforce both.
+"""The chat format of one model: its chat template, its tool calls, its reasoning markers, and the grammars for them.
 
-A conversation becomes a prompt, a Reading of the answers (see reader.py) and a grammar that the answers have to match.
+A chat becomes a prompt, an OutputParserConfig for its answers, and a grammar that the answers have to match.
 """
 
 from __future__ import annotations
@@ -26,22 +26,30 @@ from gateway.text.tools.format import RequestTools
 from gateway.text.tools.lark import parameters_schema
 from gateway.text.tools.prompt import render_tools_as_text
 
-INLINE_PARTS = 128  # messages and tools; templates take some 10 us for one
+#: Chats with more messages and tools than this are rendered in a thread. A template takes some 10 us for each.
+INLINE_PARTS = 128
+#: Grammars of one model that are compiled at the same time.
+MAX_COMPILING = 2
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedChat:
-    """A rendered one: the prompt, how its answers are read, and what they have to match."""
+    """A rendered chat."""
 
     prompt: str
+    #: How the answers are parsed, None if all of their text is content.
     parser_config: OutputParserConfig | None
+    #: The grammar that the answers have to match, None if any text is allowed.
     grammar: Grammar | None
 
 
 class ChatFormat:
-    """Of one model. tool_parser, reasoning_parser: names, or auto. Raises ConfigError."""
+    """Chat template, tool format and reasoning format of one model. Raises ConfigError.
+
+    `tool_parser` and `reasoning_parser` name a format; "auto" chooses one by the chat template and the added tokens.
+    """
 
     def __init__(
         self,
@@ -56,13 +64,16 @@ class ChatFormat:
         self._template = template
         added = {token.content for token in tokenizer.raw.get_added_tokens_decoder().values()}
         self.tool_format = choose_tool_format(tool_parser, template.source, added)
+        #: The reasoning markers, None for a model without reasoning sections.
         self.reasoning_format = choose_reasoning_format(reasoning_parser, template.source, added)
         self._grammar_tokenizer = GrammarTokenizer(model_dir, eos_ids=tokenizer.eos_ids)
         self.grammar_checker = GrammarChecker(GrammarCompiler(self._grammar_tokenizer))
         self._answer_grammar = AnswerGrammarBuilder(tokenizer, self.tool_format, self.reasoning_format)
 
     def warm_up(self) -> None:
-        """Builds what grammars need of the tokenizer, which holds the interpreter too long for an event loop's life."""
+        """Builds the grammar tokenizer at start, because the build holds the interpreter lock for too long to run
+        later.
+        """
         try:
             self._grammar_tokenizer.get()
         except InvalidRequest as e:
@@ -78,11 +89,17 @@ class ChatFormat:
         include_reasoning: bool = True,
         keep_special: bool = False,
     ) -> PreparedChat:
-        """text: what the client wants the answer's text to match. Raises InvalidRequest."""
+        """Renders a chat and derives the parser configuration and the grammar of its answers. Raises InvalidRequest.
+
+        Args:
+            text: The client's grammar for the answer's text.
+            include_reasoning: The answer shows its reasoning section.
+            keep_special: The answer's text shows special tokens.
+        """
         if text is not None:
             await self.grammar_checker.check(text)
         prompt = await self.render(messages, template_kwargs, tools.template_tools if tools else ())
-        begins = (
+        initial_section = (
             ReasoningSection.AFTER
             if self.reasoning_format is None
             else ReasoningSection.from_prompt(self.reasoning_format, prompt)
@@ -92,13 +109,15 @@ class ChatFormat:
             tools.callable_functions if tools else (),
             required=tools is not None and tools.required,
             parallel=tools is not None and tools.parallel,
-            begins=begins,
+            initial_section=initial_section,
             field=tools.field if tools else "",
         )
         if grammar is not None and grammar is not text:
             await self._check_grammar(grammar, tools)
-        reading = self._parser_config(tools, begins, include_reasoning=include_reasoning, keep_special=keep_special)
-        return PreparedChat(prompt, reading, grammar)
+        parser_config = self._parser_config(
+            tools, initial_section, include_reasoning=include_reasoning, keep_special=keep_special
+        )
+        return PreparedChat(prompt, parser_config, grammar)
 
     async def render(
         self,
@@ -106,17 +125,19 @@ class ChatFormat:
         template_kwargs: Mapping[str, Any],
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
-        """The prompt, made in a thread when it has many parts. Raises InvalidRequest for what the template refuses."""
+        """Returns the prompt. Raises InvalidRequest if the template rejects the chat. Long chats are rendered in a
+        thread.
+        """
 
         def render() -> str:
-            if not self._template.supports_tools and (tools or any(_of_tools(message) for message in messages)):
+            if not self._template.supports_tools and (tools or any(_uses_tools(message) for message in messages)):
                 return self._template.render(render_tools_as_text(messages, tools, self.tool_format), template_kwargs)
             return self._template.render(messages, template_kwargs, tools=tools or None)
 
         return await asyncio.to_thread(render) if len(messages) + len(tools) > INLINE_PARTS else render()
 
     async def _check_grammar(self, grammar: Grammar, tools: RequestTools | None) -> None:
-        """Raises InvalidRequest; where one function's parameters are at fault, it names them."""
+        """Raises InvalidRequest. If the parameters of one function are the reason, the error names them."""
         try:
             await self.grammar_checker.check(grammar)
         except InvalidRequest:
@@ -125,7 +146,12 @@ class ChatFormat:
             raise
 
     def _parser_config(
-        self, tools: RequestTools | None, begins: ReasoningSection, *, include_reasoning: bool, keep_special: bool
+        self,
+        tools: RequestTools | None,
+        initial_section: ReasoningSection,
+        *,
+        include_reasoning: bool,
+        keep_special: bool,
     ) -> OutputParserConfig | None:
         if tools is None and self.reasoning_format is None:
             return keep_special_tokens(self._tokenizer) if keep_special else None
@@ -133,45 +159,42 @@ class ChatFormat:
         markers = [*(self.tool_format.markers if tools else ())]
         if self.reasoning_format is not None:
             markers += [self.reasoning_format.start, self.reasoning_format.end]
-        keep = tokenizer.special_ids if keep_special else tokenizer.special_ids & _ids(tokenizer, markers)
+        kept_ids = tokenizer.special_ids if keep_special else tokenizer.special_ids & _token_ids(tokenizer, markers)
         return OutputParserConfig(
             tokenizer=tokenizer,
             reasoning_format=self.reasoning_format,
-            initial_section=begins,
+            initial_section=initial_section,
             show_reasoning=include_reasoning,
             tool_format=self.tool_format if tools else None,
             function_names=frozenset(f.name for f in tools.callable_functions) if tools else frozenset(),
             max_calls=1 if tools and not tools.parallel else None,
-            kept_special_ids=keep - frozenset(tokenizer.eos_ids),
+            kept_special_ids=kept_ids - frozenset(tokenizer.eos_ids),
         )
 
 
 def keep_special_tokens(tokenizer: TextTokenizer) -> OutputParserConfig:
-    """For text that is to show the special tokens in it."""
+    """Returns the parser configuration of a completion whose text shows special tokens."""
     return OutputParserConfig(
         tokenizer=tokenizer, kept_special_ids=tokenizer.special_ids - frozenset(tokenizer.eos_ids)
     )
 
 
-def _of_tools(message: Mapping[str, Any]) -> bool:
+def _uses_tools(message: Mapping[str, Any]) -> bool:
     return message["role"] == "tool" or "tool_calls" in message
 
 
-def _ids(tokenizer: TextTokenizer, texts: Sequence[str]) -> frozenset[int]:
+def _token_ids(tokenizer: TextTokenizer, texts: Sequence[str]) -> frozenset[int]:
     return frozenset(i for text in texts if (i := tokenizer.raw.token_to_id(text)) is not None)
 
 
-MAX_COMPILING = 2  # at the same time, for one model
-
-
 class GrammarChecker:
-    """Refuses grammars that a model's pods would refuse."""
+    """Rejects grammars that the model's pods would reject. Compiles them in threads and caches the results."""
 
     def __init__(self, compiler: GrammarCompiler) -> None:
         self._compiler = compiler
         self._threads = ThreadPoolExecutor(MAX_COMPILING, "grammar")
 
     async def check(self, grammar: Grammar) -> None:
-        """Raises InvalidRequest that names the grammar's field, and the keyword of a schema that is not supported."""
+        """Raises InvalidRequest, which names the grammar's field and the JSON schema keyword that is not supported."""
         if self._compiler.get_cached(grammar) is None:
             await asyncio.get_running_loop().run_in_executor(self._threads, self._compiler.compile, grammar)

@@ -1,8 +1,8 @@
-"""One choice's output: from tokens in order to pieces of text with log-probabilities.
+"""The output of one choice: tokens in order become pieces of text with log-probabilities.
 
-Lifecycle: `add` tokens until `finish` is set (a stop string was found) or the pods say the sequence ended, then `end`
-once. Text held back for a stop string holds its tokens' log-probabilities back with it; tokens that begin inside the
-stop string are counted but not shown.
+Lifecycle: `add` tokens until `finish` is set, by a stop string or by the finish reason of the pods. While text is held
+back because a stop string may begin in it, the log-probabilities of its tokens are held back too. Tokens that begin
+inside a stop string are counted but not reported.
 """
 
 from __future__ import annotations
@@ -21,30 +21,29 @@ from gateway.text.tools.format import MessageDelta
 
 @dataclass(frozen=True, slots=True)
 class ReportedToken:
-    """A token with log-probabilities and the position in characters where its text begins."""
+    """A token with log-probabilities."""
 
     token: Token
+    #: Position of the token's text in the answer, in characters.
     offset: int
 
 
-@dataclass(slots=True)  # not frozen, though nobody changes one: see Token
+@dataclass(slots=True)  # never changed, but not frozen, because a frozen one takes longer to create (see Token)
 class OutputPiece:
-    """What one step adds to a choice; `tokens` are those generated (stop strings' included), `shown` may lag.
-
-    deltas: what the text means, None where nothing but content is looked for.
-    """
+    """The text and tokens that one step adds to a choice."""
 
     text: str
+    #: Tokens with log-probabilities whose text was released; they may lag behind `tokens`.
     reported: tuple[ReportedToken, ...]
+    #: Tokens generated in this step, those of a stop string included.
     tokens: Sequence[Token]
     finish: FinishReason | None = None
+    #: The parsed meaning of the text, None if all of it is content.
     deltas: tuple[MessageDelta, ...] | None = None
 
 
 class ChoiceOutput:
-    """Text of one sequence. reading: how its text is read, None where all of it is content. include_stop: a stop string
-    is shown. plain: its pieces are text and nothing else, and where a token begins is all one.
-    """
+    """Turns the tokens of one sequence into pieces of text."""
 
     def __init__(
         self,
@@ -52,24 +51,28 @@ class ChoiceOutput:
         stops: Sequence[str],
         *,
         logprobs: bool,
-        reading: OutputParserConfig | None = None,
+        parser_config: OutputParserConfig | None = None,
         include_stop: bool = False,
     ) -> None:
-        self._detokenizer = make_detokenizer(tokenizer, reading.kept_special_ids if reading else frozenset())
-        self._reader = reading.new_parser() if reading else None
+        """parser_config None means that all text is content. include_stop: a stop string is part of the text."""
+        self._detokenizer = make_detokenizer(
+            tokenizer, parser_config.kept_special_ids if parser_config else frozenset()
+        )
+        self._parser = parser_config.new_parser() if parser_config else None
         self._scanner = StopStringScanner(stops, include=include_stop)
         self._logprobs = logprobs
-        self.text_only = not stops and not logprobs and reading is None
+        #: Pieces hold text and nothing else: no stop strings, no log-probabilities and no parser.
+        self.text_only = not stops and not logprobs and parser_config is None
         self._pending: deque[ReportedToken] = deque()
         self._length = 0  # characters detokenized
-        self._released = 0  # characters given out
+        self._released = 0  # characters returned
         self.num_tokens = 0
         self.finish: FinishReason | None = None
 
     def add(self, tokens: Sequence[Token], ended: FinishReason | None = None) -> OutputPiece:
-        """Takes the next tokens in order; `ended` is the pods' verdict that these are the last.
+        """Takes the next tokens in order. `ended` is the pods' finish reason if these are the last tokens.
 
-        After a stop string `finish` is STOP whatever the pods say; tokens behind it are dropped.
+        After a stop string `finish` is STOP whatever the pods say, and later tokens are dropped.
         """
         if self.text_only and ended is None:
             return OutputPiece("".join([self.add_id(token.id) for token in tokens]), (), tokens)
@@ -94,48 +97,52 @@ class ChoiceOutput:
         self.finish = FinishReason.STOP if self._scanner.found else ended
         out = "".join(text)
         self._released += len(out)
-        if self._reader is None:
+        if self._parser is None:
             return OutputPiece(out, self._take_reported(), tuple(taken), self.finish)
-        deltas, self.finish = self._reader.feed(out, taken, self.finish)
+        deltas, self.finish = self._parser.feed(out, taken, self.finish)
         return OutputPiece(out, self._take_reported(), tuple(taken), self.finish, deltas)
 
     def add_id(self, token_id: int) -> str:
-        """What `add` would show of one more token, which does not end the sequence, where the output is plain."""
+        """Returns the text of one more token that does not end the sequence. Only for text-only output."""
         self.num_tokens += 1
         return self._detokenizer.feed(token_id)
 
     @property
     def reasoning_tokens(self) -> int:
-        """Of num_tokens, those of a reasoning section."""
-        return self._reader.reasoning_tokens if self._reader else 0
+        """Number of tokens in reasoning sections; `num_tokens` includes them."""
+        return self._parser.reasoning_tokens if self._parser else 0
 
     def _take_reported(self) -> tuple[ReportedToken, ...]:
-        """The tokens whose text was released; when the output ended by itself, all of them."""
-        shown: list[ReportedToken] = []
+        """Returns the tokens whose text was released; at the end of the output, all that are left."""
+        reported: list[ReportedToken] = []
         while self._pending:
-            behind = self._released < self._length  # text is held back, or cut off by a stop string
-            if behind and self._pending[0].offset >= self._released:
+            incomplete = self._released < self._length  # text is held back, or cut off by a stop string
+            if incomplete and self._pending[0].offset >= self._released:
                 break
-            shown.append(self._pending.popleft())
+            reported.append(self._pending.popleft())
         if self.finish is not None:
             self._pending.clear()
-        return tuple(shown)
+        return tuple(reported)
 
 
 @dataclass(frozen=True, slots=True)
 class PromptToken:
-    """logprob and rank: None for the first one, which nothing stands before. top: alternatives, best first."""
+    """A token of the prompt. `logprob` and `rank` are None for the first token, which has no predecessor."""
 
     id: int
     logprob: float | None = None
     rank: int | None = None
+    #: Alternatives, best first.
     top: tuple[TokenLogprob, ...] = ()
 
 
 def prompt_tokens_with_logprobs(
     ids: Sequence[int], parts: Sequence[PromptLogprobs], num_top: int
 ) -> tuple[PromptToken, ...]:
-    """The prompt's tokens with num_top alternatives each; parts come in order and cover all but the first token."""
+    """Returns the prompt's tokens with `num_top` alternatives each.
+
+    `parts` are in order and cover all tokens but the first.
+    """
     tokens = [PromptToken(ids[0])]
     for part in parts:
         for i, (logprob, rank) in enumerate(zip(part.logprobs, part.ranks, strict=True)):
@@ -144,7 +151,7 @@ def prompt_tokens_with_logprobs(
 
 
 def join_prompt_logprobs(parts: Sequence[PromptLogprobs]) -> PromptLogprobs:
-    """Parts in order as one."""
+    """Joins parts that are in order."""
     return PromptLogprobs(
         parts[0].first,
         tuple(x for part in parts for x in part.logprobs),
@@ -156,20 +163,21 @@ def join_prompt_logprobs(parts: Sequence[PromptLogprobs]) -> PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class PromptEcho:
-    """text: of the prompt. shown: its tokens, with offsets in it."""
+    """The prompt as part of an answer."""
 
     text: str
+    #: The prompt's tokens with their offsets in `text`.
     reported: tuple[ReportedToken, ...]
 
 
 def prompt_echo(tokenizer: TextTokenizer, tokens: Sequence[PromptToken]) -> PromptEcho:
-    """The prompt as its tokens say it."""
+    """Returns the prompt's text and tokens, detokenized from its ids."""
     out = make_detokenizer(tokenizer)
-    text, shown, length = [], [], 0
+    text, reported, length = [], [], 0
     for index, token in enumerate(tokens):
-        shown.append(ReportedToken(Token(index, token.id, token.logprob, token.top), length))
+        reported.append(ReportedToken(Token(index, token.id, token.logprob, token.top), length))
         piece = out.feed(token.id)
         text.append(piece)
         length += len(piece)
     text.append(out.flush())
-    return PromptEcho("".join(text), tuple(shown))
+    return PromptEcho("".join(text), tuple(reported))

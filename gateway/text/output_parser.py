@@ -1,9 +1,8 @@
-"""One answer's text, piece by piece, to what it means: the seam between generation and every format of answers.
+"""Parses the text of one answer, piece by piece, into reasoning, tool calls and content.
 
-`OutputParserConfig` says how a request's answers are to be read; `reading.reader()` gives a MessageReader for one choice, whose
-`read(text, tokens, finish)` returns deltas (see gateway/text/tools/format.py) and a finish reason that knows of calls.
-ChoiceOutput does so for every Piece: formats find `piece.deltas`, and `assemble(deltas of all pieces)` is the complete
-message. Requests without tools and reasoning have no Reading, and pieces without deltas: all their text is content.
+`OutputParserConfig` says how the answers of a request are parsed; `new_parser()` makes the OutputParser of one choice.
+ChoiceOutput calls `feed` for every piece and stores the deltas in it; `assemble` makes the complete message of them.
+Requests without tools and reasoning have no configuration: their pieces have no deltas, and all text is content.
 """
 
 from __future__ import annotations
@@ -19,40 +18,52 @@ from gateway.text.tools.format import ContentDelta, MessageDelta, ReasoningDelta
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputParserConfig:
-    """How to read. keep: special tokens whose text the readers need. max_calls: calls that an answer may have."""
+    """How the output of one request is parsed."""
 
     tokenizer: TextTokenizer
+    #: Reasoning markers, None if the model has none.
     reasoning_format: ReasoningFormat | None = None
+    #: Where the answer begins relative to the reasoning section.
     initial_section: ReasoningSection = ReasoningSection.BEFORE
+    #: Reasoning becomes deltas; otherwise it is dropped.
     show_reasoning: bool = True
+    #: Format of tool calls, None for a request without tools.
     tool_format: ToolFormat | None = None
+    #: Functions that may be called.
     function_names: frozenset[str] = frozenset()
+    #: Number of calls after which the answer ends, None for no limit.
     max_calls: int | None = None
+    #: Special tokens that appear in the text, because a parser needs them or the client wants to see them.
     kept_special_ids: frozenset[int] = frozenset()
 
     def new_parser(self) -> OutputParser:
-        """For one choice."""
+        """Returns a parser for one choice."""
         return OutputParser(self)
 
 
 class OutputParser:
-    """Reads one choice. reasoning_tokens: tokens of the reasoning section, markers included."""
+    """Splits the text of one choice into reasoning, tool calls and content."""
 
-    def __init__(self, reading: OutputParserConfig) -> None:
-        self._config = reading
-        style = reading.reasoning_format
-        self._reasoning = None if style is None else ReasoningParser(style, reading.initial_section)
+    def __init__(self, config: OutputParserConfig) -> None:
+        self._config = config
+        reasoning_format = config.reasoning_format
+        self._reasoning = (
+            None if reasoning_format is None else ReasoningParser(reasoning_format, config.initial_section)
+        )
         self._tools = (
             None
-            if reading.tool_format is None
-            else reading.tool_format.new_parser(reading.function_names, reading.max_calls)
+            if config.tool_format is None
+            else config.tool_format.new_parser(config.function_names, config.max_calls)
         )
+        #: Tokens of the reasoning section, its markers included.
         self.reasoning_tokens = 0
 
     def feed(
         self, text: str, tokens: Sequence[Token], finish: FinishReason | None
     ) -> tuple[tuple[MessageDelta, ...], FinishReason | None]:
-        """What more text means, and why the choice ends: also because the last call allowed is complete."""
+        """Returns the deltas of more text, and the finish reason. The choice also finishes when the last allowed call
+        is complete.
+        """
         deltas: list[MessageDelta] = []
         self._feed(text, tokens, deltas)
         if finish is not None:
@@ -66,31 +77,36 @@ class OutputParser:
     def _feed(self, text: str, tokens: Sequence[Token], deltas: list[MessageDelta]) -> None:
         reasoning, answer = self._reasoning, text
         if reasoning is not None and reasoning.in_reasoning:
-            thought, answer = reasoning.feed(text)
-            self._add_reasoning(thought, deltas)
-            self._count(tokens, len(text), None if reasoning.in_reasoning else reasoning.chars_after_section)
+            reasoning_text, answer = reasoning.feed(text)
+            self._add_reasoning(reasoning_text, deltas)
+            answer_chars = None if reasoning.in_reasoning else reasoning.chars_after_section
+            self._count_reasoning_tokens(tokens, len(text), answer_chars)
         elif reasoning is not None:
             answer = reasoning.feed(text)[1]
         self._add_answer(answer, deltas)
 
-    def _count(self, tokens: Sequence[Token], length: int, behind: int | None) -> None:
-        """Counts those of a text's tokens that begin before its last `behind` characters; None: all of them."""
-        if behind is None:
+    def _count_reasoning_tokens(self, tokens: Sequence[Token], length: int, answer_chars: int | None) -> None:
+        """Counts the tokens that begin in the reasoning section.
+
+        length: characters of the tokens' text. answer_chars: how many of them, at the end, follow the section; None
+        while the section goes on.
+        """
+        if answer_chars is None:
             self.reasoning_tokens += len(tokens)
-        elif behind == length and behind:
-            self.reasoning_tokens = 0  # there is no section
+        elif answer_chars == length and answer_chars:
+            self.reasoning_tokens = 0  # the answer has no section
         else:
             at = 0
             for i, token in enumerate(tokens):
-                if i and at >= length - behind:
+                if i and at >= length - answer_chars:
                     break
                 self.reasoning_tokens += 1
                 at += len(self._config.tokenizer.token_bytes(token.id).decode("utf-8", "ignore"))
 
     def _finish(self, deltas: list[MessageDelta]) -> None:
         if self._reasoning is not None:
-            thought, answer = self._reasoning.finish()
-            self._add_reasoning(thought, deltas)
+            reasoning_text, answer = self._reasoning.finish()
+            self._add_reasoning(reasoning_text, deltas)
             self._add_answer(answer, deltas)
         if self._tools is not None:
             deltas.extend(self._tools.finish())

@@ -1,7 +1,9 @@
-"""Reasoning sections: what a model thinks before it answers, told apart from the answer.
+"""Reasoning sections: separates the text that a model thinks from its answer.
 
-A section stands at an answer's beginning, between two markers; templates may put the first one into the prompt. White
-space at the section's ends and between it and the answer belongs to neither.
+    <think> reasoning </think> answer
+
+A section stands at the beginning of the answer, between two markers. Templates may put the first marker into the
+prompt. White space at both ends of the section, and between it and the answer, is dropped.
 """
 
 from __future__ import annotations
@@ -17,19 +19,20 @@ from gateway.text.tools.call_parser import split_at_marker
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """One pair of markers. implied: the model begins inside its section, whether or not it says so."""
+    """A pair of markers around reasoning."""
 
+    #: Value of --reasoning-parser.
     name: str
     start: str
     end: str
+    #: The model starts inside its section without a start marker.
     starts_inside: bool = False
 
 
 REASONING_FORMATS = (
     ReasoningFormat("think", "<think>", "</think>"),  # Qwen 3, DeepSeek R1 and V3.1, GLM 4.5, and many more
-    ReasoningFormat(
-        "deepseek_r1", "<think>", "</think>", starts_inside=True
-    ),  # first template of R1: nothing in the prompt
+    # The first template of R1 has no marker in the prompt.
+    ReasoningFormat("deepseek_r1", "<think>", "</think>", starts_inside=True),
     ReasoningFormat("mistral", "[THINK]", "[/THINK]"),  # Magistral
     ReasoningFormat("seed_oss", "<seed:think>", "</seed:think>"),
     ReasoningFormat("kimi", "◁think▷", "◁/think▷"),
@@ -37,81 +40,87 @@ REASONING_FORMATS = (
 
 
 def choose_reasoning_format(name: str, template: str, tokens: Collection[str]) -> ReasoningFormat | None:
-    """By name; auto: the style whose end marker the chat template or the added tokens know. Raises ConfigError."""
+    """Returns the format with this name; "none" gives None. Raises ConfigError.
+
+    "auto" chooses the first format whose end marker is in the chat template or is an added token.
+    """
     if name == "none":
         return None
     if name == "auto":
         return next(
             (s for s in REASONING_FORMATS if not s.starts_inside and (s.end in template or s.end in tokens)), None
         )
-    for style in REASONING_FORMATS:
-        if style.name == name:
-            return style
+    for reasoning_format in REASONING_FORMATS:
+        if reasoning_format.name == name:
+            return reasoning_format
     raise ConfigError(
         f"reasoning_parser: {name!r} is not one of {', '.join(REASONING_PARSERS)}", field="reasoning_parser"
     )
 
 
 class ReasoningSection(Enum):
-    """Where an answer begins."""
+    """Where an answer begins relative to the reasoning section."""
 
-    BEFORE = auto()  # a section may follow
+    #: A section may follow.
+    BEFORE = auto()
+    #: The prompt opened the section.
     INSIDE = auto()
-    AFTER = auto()  # no section will follow
+    #: No section will follow.
+    AFTER = auto()
 
     @classmethod
-    def from_prompt(cls, style: ReasoningFormat, prompt: str) -> ReasoningSection:
-        """Of the answer to a rendered prompt."""
+    def from_prompt(cls, reasoning_format: ReasoningFormat, prompt: str) -> ReasoningSection:
+        """Returns where the answer to a rendered prompt begins."""
         end = prompt[-256:].rstrip()
-        if end.endswith(style.end):
+        if end.endswith(reasoning_format.end):
             return cls.AFTER
-        return cls.INSIDE if style.starts_inside or end.endswith(style.start) else cls.BEFORE
+        return cls.INSIDE if reasoning_format.starts_inside or end.endswith(reasoning_format.start) else cls.BEFORE
 
 
 class ReasoningParser:
-    """Splits one answer's text. thinking: the section goes on, or may still begin. behind: characters of the latest
-    text that came behind the section's end; all of them when there is no section.
-    """
+    """Splits one answer's text into reasoning and answer."""
 
-    def __init__(self, style: ReasoningFormat, begins: ReasoningSection) -> None:
-        self._style = style
-        self._section = begins
-        self._starting = begins is not ReasoningSection.AFTER  # the start marker may come
-        self._trim = False  # white space that comes now belongs to nothing
+    def __init__(self, reasoning_format: ReasoningFormat, initial_section: ReasoningSection) -> None:
+        self._format = reasoning_format
+        self._section = initial_section
+        self._starting = initial_section is not ReasoningSection.AFTER  # the start marker may still come
+        self._trim = False  # drop white space until other text comes
         self._space = ""  # white space that belongs to the section if more of it follows
         self._buffer = ""
+        #: Characters of the latest text that follow the section; all of them if the answer has no section.
         self.chars_after_section = 0
 
     @property
     def in_reasoning(self) -> bool:
+        """The section goes on, or may still begin."""
         return self._section is ReasoningSection.INSIDE or self._starting
 
     def feed(self, text: str) -> tuple[str, str]:
-        """More of the section, more of the answer."""
+        """Returns what the text adds to the reasoning and to the answer."""
         self._buffer += text
         self.chars_after_section = 0
         if self._starting and not self._start():
             return "", ""
-        thought = ""
+        reasoning_text = ""
         if self._section is ReasoningSection.INSIDE:
-            before, marker, self._buffer = split_at_marker(self._buffer, (self._style.end,))
-            thought = self._trimmed(before)
+            before, marker, self._buffer = split_at_marker(self._buffer, (self._format.end,))
+            reasoning_text = self._trimmed(before)
             if not marker:
-                return thought, ""
+                return reasoning_text, ""
             self._section, self._trim, self._space = ReasoningSection.AFTER, True, ""
         self.chars_after_section = min(len(text), len(self._buffer))
-        return thought, self._answer()
+        return reasoning_text, self._answer()
 
     def finish(self) -> tuple[str, str]:
-        """What the text's end adds to both."""
+        """Returns what the end of the text adds to the reasoning and to the answer."""
         rest, self._buffer = self._buffer, ""
         if self._section is ReasoningSection.INSIDE:
             return self._trimmed(rest), ""
         return "", rest
 
     def _start(self) -> bool:
-        """Whether it is clear if the start marker is there."""
-        rest, marker = self._buffer.lstrip(), self._style.start
+        """Looks for the start marker. Returns False while more text is needed to decide."""
+        rest, marker = self._buffer.lstrip(), self._format.start
         if rest != marker and marker.startswith(rest):
             return False
         self._starting = False
@@ -123,7 +132,7 @@ class ReasoningParser:
         return True
 
     def _trimmed(self, text: str) -> str:
-        """The section's text without the white space that may turn out to be its end."""
+        """Returns reasoning text without the trailing white space, which may be the section's end."""
         text = self._space + self._trimmed_start(text)
         kept = text.rstrip()
         self._space = text[len(kept) :]

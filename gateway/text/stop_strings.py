@@ -1,7 +1,7 @@
-"""Stop strings over a growing text: they may begin in one token and end in another.
+"""Finds stop strings in a growing text; a stop string may begin in one token and end in another.
 
-Invariant: `feed` never returns a character that could still belong to a stop string, and everything else at once. When
-several stop strings occur, the one that begins first wins.
+Invariant: `feed` never returns a character that may belong to a stop string, and returns all others at once. If
+several stop strings occur, the one that begins first counts.
 """
 
 from __future__ import annotations
@@ -10,16 +10,18 @@ from collections.abc import Sequence
 
 
 class StopStringScanner:
-    """Scans one output. hit: a stop string occurred; nothing more is released after it. include: it is itself."""
+    """Scans one output."""
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+        """include: a stop string is part of the released text."""
         self._stops = tuple(stops)
         self._include = include
         self._held = ""
+        #: A stop string occurred; no more text is released.
         self.found = False
 
     def feed(self, text: str) -> str:
-        """Text that may be sent now."""
+        """Returns the text that may be sent now."""
         if self.found or not self._stops:
             return "" if self.found else text
         buffer = self._held + text
@@ -33,7 +35,7 @@ class StopStringScanner:
         return buffer[: len(buffer) - keep]
 
     def flush(self) -> str:
-        """The text held back, once it is known that the output ends."""
+        """Returns the text held back, once the output is known to end."""
         held, self._held = self._held, ""
         return held
 

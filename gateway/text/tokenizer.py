@@ -1,7 +1,7 @@
 """Text to token ids and back for one model directory, without torch or transformers.
 
-Invariant: ids are those of `transformers` on the same directory: tokenizer.json does the work, the end-of-sequence ids
-come from generation_config.json (or config.json) and tokenizer_config.json, in that order of authority.
+Invariant: ids equal those of `transformers` on the same directory. The end-of-sequence ids come from
+generation_config.json, config.json or tokenizer_config.json; the first of these that has them counts.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from tokenizers import Tokenizer
 from common.errors import ConfigError
 from common.model.chat_template import special_token_text
 
-INLINE_CHARS = 8192  # longer texts are tokenized in a thread: the event loop never waits more than a few ms
-CALL_CHARS = 16  # what it costs to tokenize a text at all, in characters
+#: Longer texts are tokenized in a thread, so that the event loop waits a few milliseconds at most.
+INLINE_CHARS = 8192
+#: Fixed cost of tokenizing one text, in characters.
+CALL_CHARS = 16
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file, empty when there is none. Raises ConfigError when it is not an object."""
+    """Reads a JSON object from a file; {} if there is no file. Raises ConfigError if it is not an object."""
     if not path.is_file():
         return {}
     try:
@@ -37,7 +39,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 @functools.cache
 def byte_of_char() -> dict[str, int]:
-    """The byte that each character of a byte-level vocabulary stands for (GPT-2's bytes_to_unicode, inverted)."""
+    """Returns the byte for each character of a byte-level vocabulary (GPT-2's bytes_to_unicode, inverted)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {chr(b): b for b in printable}
     table.update({chr(256 + i): b for i, b in enumerate(b for b in range(256) if b not in set(printable))})
@@ -45,9 +47,9 @@ def byte_of_char() -> dict[str, int]:
 
 
 class _TokenTexts(dict[int, str | None]):
-    """Each token's own text, "" for a special one; None for one that holds a part of a character.
+    """Cache of token texts: "" for a special token, None for a token that holds a part of a character.
 
-    Made when it is asked for; asked again, which comes for every token, it costs no call of a function of ours.
+    A hit, once per generated token, costs no call of a Python function.
     """
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
@@ -65,7 +67,7 @@ class _TokenTexts(dict[int, str | None]):
 
 
 class TextTokenizer:
-    """Tokenizer of one model. eos_ids: the model's own end-of-sequence tokens; byte_level: see detokenizer.py."""
+    """Tokenizer of one model."""
 
     def __init__(self, model_dir: Path) -> None:
         path = model_dir / "tokenizer.json"
@@ -77,60 +79,65 @@ class TextTokenizer:
             raise ConfigError(f"model: {path} is not a tokenizer: {e}", field="model") from e
         raw.no_truncation()
         raw.no_padding()
+        #: The tokenizer of the `tokenizers` library.
         self.raw = raw
+        #: Content of tokenizer_config.json.
         self.config = read_json(model_dir / "tokenizer_config.json")
         decoder = read_json(path).get("decoder") or {}
+        #: Tokens are byte strings (see detokenizer.py).
         self.byte_level: bool = decoder.get("type") == "ByteLevel"
         self.vocab_size: int = raw.get_vocab_size(with_added_tokens=True)
         self.special_ids = frozenset(i for i, token in raw.get_added_tokens_decoder().items() if token.special)
         self._added: dict[int, str] = {i: token.content for i, token in raw.get_added_tokens_decoder().items()}
+        #: The model's end-of-sequence tokens.
         self.eos_ids = self._find_eos(model_dir)
-        # Characters that one token can stand for; a normalizer may shorten a text, some by a lot.
+        #: Most characters that one token can stand for. A normalizer may shorten a text, some of them by a lot.
         self.max_chars_per_token: int = max(map(len, raw.get_vocab())) * (1 if raw.normalizer is None else 16)
         self._pieces: dict[int, bytes] = {}
+        #: Text by token id, see _TokenTexts.
         self.token_texts = _TokenTexts(self)
 
     def _find_eos(self, model_dir: Path) -> tuple[int, ...]:
         for name in ("generation_config.json", "config.json"):
             eos = read_json(model_dir / name).get("eos_token_id")
             given = eos if isinstance(eos, list) else [eos] if isinstance(eos, int) else []
-            if ids := tuple(int(i) for i in given if int(i) >= 0):  # -1 says that there is none
+            if ids := tuple(int(i) for i in given if int(i) >= 0):  # -1 means none
                 return ids
         token = special_token_text(self.config, "eos_token")
         eos = self.raw.token_to_id(token) if token else None
         return () if eos is None else (eos,)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text."""
+        """Returns the token ids of a text."""
         ids: list[int] = self.raw.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def encode_in_thread(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """encode, for a thread: of the library's ways only those of batches let other threads run meanwhile."""
+        """`encode` for use in a thread. In the library only the batch calls release the interpreter lock."""
         ids: list[int] = self.raw.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
     async def encode_all(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
-        """encode of each, in a thread when it is much."""
+        """Encodes several texts, in a thread if they are long."""
 
         def each(encode: Callable[..., list[int]]) -> list[list[int]]:
             return [encode(text, add_special_tokens=add_special_tokens) for text in texts]
 
-        much = sum(map(len, texts)) + CALL_CHARS * len(texts) > INLINE_CHARS
-        return await asyncio.to_thread(each, self.encode_in_thread) if much else each(self.encode)
+        long = sum(map(len, texts)) + CALL_CHARS * len(texts) > INLINE_CHARS
+        return await asyncio.to_thread(each, self.encode_in_thread) if long else each(self.encode)
 
     async def encode_async(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """encode, in a thread when the text is long."""
+        """Encodes one text, in a thread if it is long."""
         return (await self.encode_all([text], add_special_tokens=add_special_tokens))[0]
 
     async def encode_words(self, texts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Token sequences that words are: at the start of a text, and behind a space."""
+        """Returns the token sequences of words, at the start of a text and after a space."""
         forms = [form for text in texts for bare in (text.removeprefix(" "),) for form in (text, bare, f" {bare}")]
         found = await self.encode_all(forms, add_special_tokens=False)
         return tuple(dict.fromkeys(tuple(ids) for ids in found if ids))
 
     async def decode_async(self, ids: list[int]) -> str:
-        """Text of token ids, special tokens included, in a thread when there are many."""
+        """Returns the text of token ids, special tokens included, in a thread if there are many."""
 
         def decode() -> str:
             text: str = self.raw.decode_batch([ids], skip_special_tokens=False)[0]
@@ -139,7 +146,7 @@ class TextTokenizer:
         return await asyncio.to_thread(decode) if len(ids) > INLINE_CHARS else decode()
 
     async def token_strings_async(self, ids: list[int]) -> list[str]:
-        """What the vocabulary calls the tokens, in a thread when there are many."""
+        """Returns the vocabulary entries of token ids, in a thread if there are many."""
 
         def names() -> list[str]:
             return [self.raw.id_to_token(token) for token in ids]
@@ -147,12 +154,12 @@ class TextTokenizer:
         return names() if len(ids) <= INLINE_CHARS else await asyncio.to_thread(names)
 
     def decode(self, ids: list[int]) -> str:
-        """Text of token ids, special tokens left out."""
+        """Returns the text of token ids without special tokens."""
         text: str = self.raw.decode(ids, skip_special_tokens=True)
         return text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that one token stands for, special tokens by their name; b"" for an id beyond the vocabulary."""
+        """Returns the bytes of one token; the name of a special token, b"" for an id outside of the vocabulary."""
         piece = self._pieces.get(token_id)
         if piece is None:
             piece = self._pieces[token_id] = self._make_piece(token_id)

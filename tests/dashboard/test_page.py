@@ -48,7 +48,7 @@ async def test_the_cluster_is_shown_as_it_is(view: View, gw: Rig, cluster: FakeC
 async def test_a_chart_tells_its_values_to_the_keyboard(view: View, gw: Rig) -> None:
     for _ in range(2):
         assert (await gw.complete(max_tokens=4)).status_code == 200
-        gw.gateway.metrics_history.take()
+        gw.server.metrics_history.take()
     await view.page.goto(gw.url)
     chart = view.page.locator(".chart", has_text="Time to first token")
     await chart.focus()

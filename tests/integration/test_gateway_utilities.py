@@ -164,7 +164,7 @@ async def test_openapi_json_has_every_route_and_method(gw: Rig) -> None:
     document = (await gw.http.get("/openapi.json")).json()
     assert document["openapi"].startswith("3.1")
     said = {(method.upper(), path) for path, item in document["paths"].items() for method in item}
-    app = build_app(gw.gateway)
+    app = build_app(gw.gateway, gw.server.metrics_history)
     there = {
         (method, route.path.replace(":path}", "}"))
         for route in app.routes

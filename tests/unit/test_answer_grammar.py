@@ -64,7 +64,7 @@ def compose(
     begins: ReasoningSection = ReasoningSection.BEFORE,
 ) -> Grammar | None:
     composer = AnswerGrammarBuilder(tokenizer, fmt, reasoning)
-    return composer.build(text, functions, required=required, parallel=parallel, begins=begins, field="tools")
+    return composer.build(text, functions, required=required, parallel=parallel, initial_section=begins, field="tools")
 
 
 def matches(compiler: GrammarCompiler, grammar: Grammar | None, text: str) -> bool:

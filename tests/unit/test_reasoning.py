@@ -97,7 +97,7 @@ def test_an_answer_with_both(smollm2_dir: Path, step: int, show: bool) -> None:
         tool_format=HermesFormat(),
         function_names=frozenset({"f"}),
     )
-    output = ChoiceOutput(tokenizer, (), logprobs=False, reading=reading)
+    output = ChoiceOutput(tokenizer, (), logprobs=False, parser_config=reading)
     ids = tokenizer.encode(TEXT, add_special_tokens=False)
     thinking = len(tokenizer.encode("<think>\nhm hm\n</think>", add_special_tokens=False))
     tokens = [Token(i, token) for i, token in enumerate([*ids, tokenizer.eos_ids[0]])]
@@ -114,7 +114,7 @@ def test_an_answer_with_both(smollm2_dir: Path, step: int, show: bool) -> None:
 def test_an_answer_without_a_section_has_no_reasoning_tokens(smollm2_dir: Path) -> None:
     tokenizer = TextTokenizer(smollm2_dir)
     output = ChoiceOutput(
-        tokenizer, (), logprobs=False, reading=OutputParserConfig(tokenizer=tokenizer, reasoning_format=THINK)
+        tokenizer, (), logprobs=False, parser_config=OutputParserConfig(tokenizer=tokenizer, reasoning_format=THINK)
     )
     for i, token in enumerate(tokenizer.encode("< thinking is hard", add_special_tokens=False)):
         output.add([Token(i, token)])

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gateway.api.docs.operations import HEADERS, OPERATIONS, Operation
-from gateway.api.docs.parameter import Json, Parameter
+from gateway.api.docs.parameter import Parameter
 from gateway.api.docs.parameters import BODIES
 from gateway.api.docs.schemas import SCHEMAS, ref
+from gateway.api.http.json_fields import Json
 
 _STATUS = {
     400: "The request is wrong; param names the field.",

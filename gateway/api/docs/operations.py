@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gateway.api.docs.parameter import Json
+from gateway.api.http.json_fields import Json
 
 
 @dataclass(frozen=True, slots=True)

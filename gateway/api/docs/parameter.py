@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-Json = dict[str, Any]
+from gateway.api.http.json_fields import Json
 
 
 class Support(enum.StrEnum):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gateway.api.docs.parameter import Json
+from gateway.api.http.json_fields import Json
 
 _STRING: Json = {"type": "string"}
 _INT: Json = {"type": "integer", "minimum": 0}

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from google.protobuf.message import Message
 
 from common.errors import InvalidRequest, RequestTooLarge
 from common.pb import inference_pb2
-from gateway.api.http.json_fields import MAX_DEPTH, deeper_than
+from gateway.api.http.json_fields import MAX_DEPTH, Json, deeper_than
 from gateway.serving.request import MAX_JSON_PARTS
 from gateway.text.tools.format import ContentDelta, InvalidToolCall, MessageDelta, ReasoningDelta, ToolCallDelta
-
-Json = dict[str, Any]
 
 MESSAGE_PARTS = 8
 _MODES: dict[int, str] = {
@@ -137,21 +134,21 @@ def _object(text: str, name: str) -> Json:
     return value
 
 
-def require_max_parts(message: Message, most: Callable[[], int]) -> None:
+def require_max_parts(message: Message, max_parts: Callable[[], int]) -> None:
     """Raises RequestTooLarge for more parts than most() allows, which the event loop would wait for: an entry is one, a
     message among them MESSAGE_PARTS, as they cost more.
     """
     if message.ByteSize() > MAX_JSON_PARTS // MESSAGE_PARTS:  # else there is no room for so many
-        _parts_left(message, most())
+        _subtract_parts(message, max_parts())
 
 
-def _parts_left(message: Message, most: int) -> int:
+def _subtract_parts(message: Message, max_parts: int) -> int:
     for field, value in message.ListFields():
         if field.is_repeated:
-            most -= len(value) * (1 if field.message_type is None else MESSAGE_PARTS)
-            if most < 0:
+            max_parts -= len(value) * (1 if field.message_type is None else MESSAGE_PARTS)
+            if max_parts < 0:
                 raise RequestTooLarge(f"{field.name} has more entries than a request may have", field=field.name)
         if field.message_type is not None:
             for inner in value if field.is_repeated else (value,):
-                most = _parts_left(inner, most)
-    return most
+                max_parts = _subtract_parts(inner, max_parts)
+    return max_parts

@@ -104,19 +104,19 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         left = context.time_remaining()
         metadata = dict(context.invocation_metadata() or ())
         affinity = parse_affinity(metadata.get(SESSION_AFFINITY.decode()))
-        asked_by = trace_context_of(metadata)
+        client_span = trace_context_of(metadata)
         caller, client_id = self._caller(context), _client_id(request.request_id) or None
         with self._gateway.admit(
-            "generate", client_id, left, caller=caller, affinity=affinity, asked_by=asked_by
-        ) as ticket:
+            "generate", client_id, left, caller=caller, affinity=affinity, client_span=client_span
+        ) as request_context:
             # Writes and does not yield: a client that neither reads nor leaves blocks the sending, and only here can
             # that wait be ended.
             try:
-                async with asyncio.timeout(ticket.deadline + SEND_GRACE_S - time.monotonic()):
+                async with asyncio.timeout(request_context.deadline + SEND_GRACE_S - time.monotonic()):
                     # At once, so that a client can abort what answers only at its end.
-                    shown_id = client_id if _fits_metadata(client_id) else ticket.id
+                    shown_id = client_id if _fits_metadata(client_id) else request_context.id
                     await context.send_initial_metadata(((REQUEST_ID, shown_id),))
-                    await self._generate(request, context, ticket)
+                    await self._generate(request, context, request_context)
             except TimeoutError as e:
                 raise DeadlineExceeded("the request's time is over") from e
             except CALLER_DISCONNECTED as e:
@@ -131,38 +131,38 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self,
         request: inference_pb2.GenerateRequest,
         context: grpc.aio.ServicerContext[Any, Any],
-        ticket: RequestContext,
+        request_context: RequestContext,
     ) -> None:
         # The answer is made in a task of its own, so that Abort can end it and still be told apart from a cancel.
-        making = asyncio.get_running_loop().create_task(self._choices(ticket, request))
-        ticket.set_task(making)
+        making = asyncio.get_running_loop().create_task(self._choices(request_context, request))
+        request_context.set_task(making)
         try:
             choices = await making
         except asyncio.CancelledError:
-            if ticket.abort_error is not None:
-                raise ticket.abort_error from None
+            if request_context.abort_error is not None:
+                raise request_context.abort_error from None
             raise
-        context.set_trailing_metadata(tuple(ticket.response_headers.items()))
+        context.set_trailing_metadata(tuple(request_context.response_headers.items()))
         queue: asyncio.Queue[tuple[int, OutputPiece] | None] = asyncio.Queue()
         work = asyncio.get_running_loop().create_task(_pump(choices, queue))
         work.add_done_callback(lambda _: queue.put_nowait(None))
-        ticket.set_task(work)
+        request_context.set_task(work)
         unfinished = choices[0].spec.n
         try:
             while (item := await queue.get()) is not None:
                 index, piece = item
                 unfinished -= piece.finish is not None
                 usage = None if unfinished else total_usage(choices)
-                await context.write(self._message(ticket, index, piece, choices[0], usage))
+                await context.write(self._message(request_context, index, piece, choices[0], usage))
                 queue.task_done()
-            if work.cancelled() and ticket.abort_error is not None:
-                raise ticket.abort_error
+            if work.cancelled() and request_context.abort_error is not None:
+                raise request_context.abort_error
             await work
         finally:
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
 
-    async def _choices(self, ticket: RequestContext, request: inference_pb2.GenerateRequest) -> list[Choice]:
+    async def _choices(self, request_context: RequestContext, request: inference_pb2.GenerateRequest) -> list[Choice]:
         require_max_parts(request, self._gateway.max_json_parts)
         fields = _request_fields(request)
         kind = request.WhichOneof("prompt")
@@ -172,7 +172,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             fields |= chat_fields(request)
             if request.HasField("logprobs"):
                 fields |= {"logprobs": True, "top_logprobs": request.logprobs}
-            return await self._gateway.chat(ticket, parse_chat(fields))
+            return await self._gateway.chat(request_context, parse_chat(fields))
         require_no_chat_fields(request)
         prompt: str | list[int] | None = None
         if kind == "text":
@@ -183,13 +183,16 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             raise InvalidRequest("prompt is missing; expected one of text, tokens and chat", field="prompt")
         if request.HasField("logprobs"):
             fields["logprobs"] = request.logprobs
-        return await self._gateway.completion(ticket, parse_completion({**fields, "prompt": prompt}))
+        return await self._gateway.completion(request_context, parse_completion({**fields, "prompt": prompt}))
 
     def _message(
-        self, ticket: RequestContext, index: int, piece: OutputPiece, choice: Choice, usage: Usage | None
+        self, request_context: RequestContext, index: int, piece: OutputPiece, choice: Choice, usage: Usage | None
     ) -> inference_pb2.GenerateResponse:
         message = inference_pb2.GenerateResponse(
-            request_id=ticket.id, text=piece.text, tokens=[token_to_pb(token) for token in piece.tokens], index=index
+            request_id=request_context.id,
+            text=piece.text,
+            tokens=[token_to_pb(token) for token in piece.tokens],
+            index=index,
         )
         if (scores := choice.take_prompt_logprobs()) is not None:
             message.prompt_logprobs.CopyFrom(prompt_logprobs_to_pb(scores))
@@ -226,8 +229,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             body |= conversation_fields(request)
         if request.HasField("add_special_tokens"):
             body["add_special_tokens"] = request.add_special_tokens
-        with self._gateway.admit("tokenize", None, context.time_remaining(), caller=self._caller(context)) as ticket:
-            found = await self._texts.tokens(parse_tokenize(body), ticket)
+        with self._gateway.admit(
+            "tokenize", None, context.time_remaining(), caller=self._caller(context)
+        ) as request_context:
+            found = await self._texts.tokens(parse_tokenize(body), request_context)
         return inference_pb2.TokenizeResponse(
             ids=found.ids, max_model_len=found.max_model_len or 0, token_strings=found.token_strings or ()
         )
@@ -238,8 +243,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """The text of token ids."""
         require_max_parts(request, self._gateway.max_json_parts)
         body = parse_detokenize({"model": request.model or None, "tokens": list(request.ids)})
-        with self._gateway.admit("detokenize", None, context.time_remaining(), caller=self._caller(context)) as ticket:
-            return inference_pb2.DetokenizeResponse(text=await self._texts.text(body, ticket))
+        with self._gateway.admit(
+            "detokenize", None, context.time_remaining(), caller=self._caller(context)
+        ) as request_context:
+            return inference_pb2.DetokenizeResponse(text=await self._texts.text(body, request_context))
 
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: grpc.aio.ServicerContext[Any, Any]

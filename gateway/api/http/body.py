@@ -30,7 +30,7 @@ _DISCARD_S = 10.0
 
 
 async def read_json_body(
-    scope: Scope, receive: Receive, limit: int, timeout_s: float, most_parts: Callable[[], int]
+    scope: Scope, receive: Receive, limit: int, timeout_s: float, max_parts: Callable[[], int]
 ) -> Any:
     """The parsed body.
 
@@ -48,8 +48,8 @@ async def read_json_body(
         raise InvalidRequest(text, field="content-encoding")
     if not raw.strip():
         raise InvalidRequest("the request body is empty; a JSON object is expected")
-    if _parts(raw) > MAX_JSON_PARTS:
-        await _require_few_parts(raw, most_parts())
+    if _count_parts(raw) > MAX_JSON_PARTS:
+        await _require_max_parts(raw, max_parts())
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError as e:
@@ -83,12 +83,12 @@ async def _read(scope: Scope, receive: Receive, limit: int) -> bytes:
     return b"".join(parts)
 
 
-def _parts(raw: bytes) -> int:
+def _count_parts(raw: bytes) -> int:
     """As many parts as there can be, which is exact where there are no strings."""
     return len(raw) - len(raw.translate(None, b"[{:,"))
 
 
-async def _require_few_parts(raw: bytes, most: int) -> None:
+async def _require_max_parts(raw: bytes, max_parts: int) -> None:
     """Raises RequestTooLarge for more than `most` parts: to parse a million takes half a second, and whichever thread
     does it, the event loop waits.
 
@@ -104,10 +104,12 @@ async def _require_few_parts(raw: bytes, most: int) -> None:
             at = found.end() + (not inside)
         else:
             quote = raw.find(b'"', at)
-            parts += _parts(raw[at:quote] if quote >= 0 else raw[at:])
+            parts += _count_parts(raw[at:quote] if quote >= 0 else raw[at:])
             strings += 1
-            if max(parts, strings) > most:
-                raise RequestTooLarge(f"the request body has more than {most} arrays, objects, members and entries")
+            if max(parts, strings) > max_parts:
+                raise RequestTooLarge(
+                    f"the request body has more than {max_parts} arrays, objects, members and entries"
+                )
             at, inside = quote + 1, True
             if quote < 0:
                 return

@@ -19,7 +19,8 @@ from common.errors import BatonError, Cancelled, DeadlineExceeded, InternalError
 from common.logs import log_context
 from gateway.api.http.auth import caller_of
 from gateway.api.http.body import client_affinity, client_request_id, client_timeout, client_trace, read_json_body
-from gateway.api.http.errors import Json, error_body, error_headers
+from gateway.api.http.errors import error_body, error_headers
+from gateway.api.http.json_fields import Json
 from gateway.api.http.protocol import BodyWriter, body_writer
 from gateway.serving.gateway import Gateway
 from gateway.serving.request_context import RequestContext
@@ -128,13 +129,13 @@ class Endpoint:
                 timeout_s,
                 caller=caller_of(scope),
                 affinity=affinity,
-                asked_by=client_trace(scope),
-            ) as ticket:
-                response.headers = ticket.response_headers
-                response.request_id = client_id or ticket.id
-                trace_id = ticket.timeline.trace_id
-                with log_context(request_id=ticket.id, **({} if trace_id is None else {"trace_id": trace_id})):
-                    await self._admitted(scope, receive, response, ticket)
+                client_span=client_trace(scope),
+            ) as context:
+                response.headers = context.response_headers
+                response.request_id = client_id or context.id
+                trace_id = context.timeline.trace_id
+                with log_context(request_id=context.id, **({} if trace_id is None else {"trace_id": trace_id})):
+                    await self._admitted(scope, receive, response, context)
         except BatonError as e:
             if e.http_status >= 500:
                 _log.warning("request failed: %s: %s", e.kind, e)
@@ -143,19 +144,19 @@ class Endpoint:
             _log.exception("request failed by our fault")
             await response.send_error(InternalError("internal error"))
 
-    async def _admitted(self, scope: Scope, receive: Receive, response: HttpResponse, ticket: RequestContext) -> None:
-        left = ticket.deadline - time.monotonic()
+    async def _admitted(self, scope: Scope, receive: Receive, response: HttpResponse, context: RequestContext) -> None:
+        left = context.deadline - time.monotonic()
         if left <= 0:  # not for want of a body
             raise DeadlineExceeded("the request's time is over")
         limits = self._gateway.settings.max_body_bytes, min(BODY_TIMEOUT_S, left), self._gateway.max_json_parts
         body = await read_json_body(scope, receive, *limits)
         loop = asyncio.get_running_loop()
-        work = loop.create_task(self._serve(body, response, ticket))
-        ticket.set_task(work)
+        work = loop.create_task(self._serve(body, response, context))
+        context.set_task(work)
         gone = loop.create_task(_disconnected(receive))
         try:
             # A client that neither reads nor leaves would block the sending, which has no deadline of its own.
-            left = ticket.deadline + SEND_GRACE_S - time.monotonic()
+            left = context.deadline + SEND_GRACE_S - time.monotonic()
             await asyncio.wait({work, gone}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
             stuck = not work.done() and not gone.done()
             if not work.done():
@@ -167,8 +168,8 @@ class Endpoint:
                 work.cancel()
         if not work.cancelled():
             work.result()
-        elif ticket.abort_error is not None:
-            raise ticket.abort_error
+        elif context.abort_error is not None:
+            raise context.abort_error
         elif stuck:
             response.done = response.streaming  # no error event either for a client that does not read
             raise DeadlineExceeded("the request's time is over")

@@ -1,9 +1,8 @@
-"""TODO-DOCSTRING."""
+"""Errors in the shape of OpenAI's API: the body and the headers of an error answer."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from common.errors import (
     BatonError,
@@ -19,9 +18,7 @@ from common.errors import (
     RequestTooSlow,
     Unavailable,
 )
-
-Json = dict[str, Any]
-
+from gateway.api.http.json_fields import Json
 
 _CODES = {
     ModelNotFound: "model_not_found",
@@ -35,7 +32,7 @@ _CODES = {
 
 
 def error_body(error: BatonError) -> Json:
-    """An error in OpenAI's shape; an internal one says no more than that."""
+    """Returns an error in OpenAI's shape. An internal error does not show its message."""
     hidden = isinstance(error, InternalError)
     return {
         "error": {
@@ -48,14 +45,17 @@ def error_body(error: BatonError) -> Json:
 
 
 def _code(error: BatonError) -> str | None:
-    """OpenAI answers for a model that a key may not use as for one that does not exist."""
+    """Returns the error's code, None if there is none.
+
+    A model that a key may not use has the code of a model that does not exist, as with OpenAI.
+    """
     if isinstance(error, PermissionDenied) and error.field == "model":
         return _CODES[ModelNotFound]
     return _CODES.get(type(error))
 
 
 def error_headers(error: BatonError) -> dict[str, str]:
-    """Retry-After where waiting helps; no further request over a connection whose last one never came whole."""
+    """Returns Retry-After where a retry helps, and `connection: close` after an incomplete request."""
     if isinstance(error, RequestTooSlow):
         return {"connection": "close"}
     if isinstance(error, InvalidApiKey):

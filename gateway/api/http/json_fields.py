@@ -8,7 +8,11 @@ from typing import Any, Self
 
 from common.errors import InvalidRequest
 
-MAX_DEPTH = 200  # of arrays and objects in each other: what writes JSON again stops at 254
+#: Levels of nested arrays and objects that a body may have; orjson writes at most 254.
+MAX_DEPTH = 200
+
+#: A JSON object.
+Json = dict[str, Any]
 
 
 def type_name(value: object) -> str:

@@ -63,11 +63,11 @@ class WriteBatcher:
 class BodyWriter:
     """Writes pieces of one answer's body, behind a head and pieces that went through ASGI's `send`."""
 
-    __slots__ = ("_cycle", "_outbox")
+    __slots__ = ("_batcher", "_cycle")
 
-    def __init__(self, cycle: RequestResponseCycle, outbox: WriteBatcher) -> None:
+    def __init__(self, cycle: RequestResponseCycle, batcher: WriteBatcher) -> None:
         self._cycle = cycle
-        self._outbox = outbox
+        self._batcher = batcher
 
     @property
     def ready(self) -> bool:
@@ -81,12 +81,12 @@ class BodyWriter:
         if cycle.disconnected:
             return False
         if piece:
-            self._outbox.put(cycle.transport, b"%x\r\n%b\r\n" % (len(piece), piece))
+            self._batcher.put(cycle.transport, b"%x\r\n%b\r\n" % (len(piece), piece))
         return not cycle.flow.write_paused
 
     def flush(self) -> None:
         """Has to come before anything that goes through `send`."""
-        self._outbox.flush()
+        self._batcher.flush()
 
 
 def body_writer(scope: Scope) -> BodyWriter | None:
@@ -109,10 +109,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     _answering: RequestResponseCycle | None = None
     _input_closed = False  # nothing that still comes counts
 
-    def __init__(self, *args: Any, outbox: WriteBatcher, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, batcher: WriteBatcher, **kwargs: Any) -> None:
         """outbox: the server's; the rest is uvicorn's."""
         super().__init__(*args, **kwargs)
-        self._batcher = outbox
+        self._batcher = batcher
 
     def connection_made(self, transport: Any) -> None:
         """The first head must come in time, too."""

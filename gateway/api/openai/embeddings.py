@@ -55,12 +55,12 @@ def parse_embeddings(body: object) -> EmbeddingsBody:
     model = fields.string("model", 1024)
     if not model:
         raise InvalidRequest("model is missing", field="model")
-    form = fields.raw("encoding_format")
-    if form not in (None, "float", "base64"):
+    encoding = fields.raw("encoding_format")
+    if encoding not in (None, "float", "base64"):
         raise InvalidRequest("encoding_format must be float or base64", field="encoding_format")
     dimensions = fields.integer("dimensions", 1, MAX_DIMENSIONS)
     salt = fields.string("cache_salt", MAX_SALT_CHARS) or ""
-    return EmbeddingsBody(model, _inputs(fields.raw("input")), form == "base64", dimensions, salt)
+    return EmbeddingsBody(model, _inputs(fields.raw("input")), encoding == "base64", dimensions, salt)
 
 
 def _inputs(value: object) -> tuple[PromptInput, ...]:
@@ -93,26 +93,26 @@ class EmbeddingsHandler:
         self._gateway = gateway
         self._sent: Counter[str] = Counter()
 
-    async def serve(self, body: Any, response: HttpResponse, ticket: RequestContext) -> None:
+    async def serve(self, body: Any, response: HttpResponse, context: RequestContext) -> None:
         """See http_endpoint.Endpoint."""
-        asked = parse_embeddings(body)
-        spec = GenerationSpec(model=asked.model, max_tokens=1, temperature=0.0, seed=0, cache_salt=asked.cache_salt)
+        body = parse_embeddings(body)
+        spec = GenerationSpec(model=body.model, max_tokens=1, temperature=0.0, seed=0, cache_salt=body.cache_salt)
         try:
-            choices = await self._gateway.completion(ticket, CompletionBody(spec, asked.inputs))
+            choices = await self._gateway.completion(context, CompletionBody(spec, body.inputs))
         except InvalidRequest as e:
             if e.field != "prompt":
                 raise
             raise type(e)(e.message, field="input") from e
         model, requests = choices[0].model, [choice.request for choice in choices]
-        vectors = await self._all(model, requests, ticket.deadline)
+        vectors = await self._all(model, requests, context.deadline)
         data = [
-            {"object": "embedding", "index": i, "embedding": _encode_vector(vector, asked)}
+            {"object": "embedding", "index": i, "embedding": _encode_vector(vector, body)}
             for i, vector in enumerate(vectors)
         ]
         tokens = sum(request.prompt_len for request in requests)
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-        await response.send_json(200, {"object": "list", "data": data, "model": asked.model, "usage": usage})
-        ticket.timeline.set_facts(prompt_tokens=tokens)
+        await response.send_json(200, {"object": "list", "data": data, "model": body.model, "usage": usage})
+        context.timeline.set_facts(prompt_tokens=tokens)
 
     async def _all(self, model: ServedModel, requests: Sequence[ValidRequest], deadline: float) -> list[list[float]]:
         slots = asyncio.Semaphore(MAX_CONCURRENT_INPUTS)
@@ -167,16 +167,16 @@ def _queued(pod: Pod) -> int:
     return 0 if load is None else load.queued_tokens
 
 
-def _encode_vector(vector: Sequence[float], asked: EmbeddingsBody) -> list[float] | str:
+def _encode_vector(vector: Sequence[float], body: EmbeddingsBody) -> list[float] | str:
     """As the client wants it. Raises InvalidRequest when it wants more components than there are."""
-    if asked.dimensions is not None:
-        if asked.dimensions > len(vector):
-            text = f"dimensions ({asked.dimensions}) is larger than this model's {len(vector)}"
+    if body.dimensions is not None:
+        if body.dimensions > len(vector):
+            text = f"dimensions ({body.dimensions}) is larger than this model's {len(vector)}"
             raise InvalidRequest(text, field="dimensions")
-        vector = vector[: asked.dimensions]
+        vector = vector[: body.dimensions]
         length = math.sqrt(sum(x * x for x in vector)) or 1.0
         vector = [x / length for x in vector]
-    if not asked.base64:
+    if not body.base64:
         return list(vector)
     return base64.b64encode(_little_endian(vector)).decode()
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from common.types import FinishReason, TokenLogprob
-from gateway.api.http.errors import Json
+from gateway.api.http.json_fields import Json
 from gateway.serving.choice import CompleteAnswer
 from gateway.serving.request_context import Usage
 from gateway.text.output import OutputPiece, PromptToken, ReportedToken

@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 
 from gateway.api.http.endpoint import HttpResponse, sse_event
-from gateway.api.http.errors import Json
+from gateway.api.http.json_fields import Json
 from gateway.api.openai.encoders import AnswerEncoder, ChatEncoder, CompletionEncoder, usage_json
 from gateway.api.openai.requests import parse_chat, parse_completion
 from gateway.serving.answers import complete_answers, merge_choices, total_usage
@@ -36,25 +36,25 @@ class GenerateHandler:
         self._gateway = gateway
         self._chat = chat
 
-    async def serve(self, body: Any, response: HttpResponse, ticket: RequestContext) -> None:
+    async def serve(self, body: Any, response: HttpResponse, context: RequestContext) -> None:
         """See http_endpoint.Endpoint."""
         gateway = self._gateway
         spec: GenerationSpec
         make: Callable[..., AnswerEncoder] = CompletionEncoder
         if self._chat:
             chat = parse_chat(body)
-            spec, choices = chat.spec, await gateway.chat(ticket, chat)
+            spec, choices = chat.spec, await gateway.chat(context, chat)
             make = functools.partial(ChatEncoder, legacy=chat.tools is not None and chat.tools.legacy)
         else:
             completion = parse_completion(body)
-            spec, choices = completion.spec, await gateway.completion(ticket, completion)
-        form = make(ticket.id, spec.model, choices[0].model.tokenizer, logprobs=spec.logprobs is not None)
+            spec, choices = completion.spec, await gateway.completion(context, completion)
+        form = make(context.id, spec.model, choices[0].model.tokenizer, logprobs=spec.logprobs is not None)
         if spec.stream:
             await _stream(choices, spec, form, response)
         else:
             answers = await complete_answers(choices, spec)
             await response.send_json(200, form.encode_answer(answers, total_usage(choices)))
-        ticket.timeline.set_facts(
+        context.timeline.set_facts(
             prompt_tokens=total_usage(choices).prompt,
             output_tokens=total_usage(choices).completion,
             cached_tokens=total_usage(choices).cached,

@@ -125,23 +125,23 @@ def _template_kwargs(fields: JsonFields) -> dict[str, Any]:
 def template_variables(fields: JsonFields) -> dict[str, Any]:
     """What the client wants the template to look at. Raises InvalidRequest for what the rest of the request says."""
     variables = fields.mapping("chat_template_kwargs") or {}
-    for name, harmless in _RESERVED_TEMPLATE_KWARGS.items():
-        _refuse_unless(variables.get(name), harmless, f"chat_template_kwargs.{name}")
+    for name, accepted in _RESERVED_TEMPLATE_KWARGS.items():
+        _refuse_unless(variables.get(name), accepted, f"chat_template_kwargs.{name}")
     return variables
 
 
-def refuse_unsupported(fields: JsonFields, inert: Mapping[str, tuple[object, ...]]) -> None:
+def refuse_unsupported(fields: JsonFields, accepted_values: Mapping[str, tuple[object, ...]]) -> None:
     """Raises InvalidRequest for a known field whose value asks for more than the harmless ones do."""
-    for name, harmless in inert.items():
-        _refuse_unless(fields.raw(name), harmless, name)
+    for name, accepted in accepted_values.items():
+        _refuse_unless(fields.raw(name), accepted, name)
 
 
-def _refuse_unless(value: object, harmless: tuple[object, ...], name: str) -> None:
-    if value is None or any(type(value) is type(h) and value == h for h in harmless):
+def _refuse_unless(value: object, accepted: tuple[object, ...], name: str) -> None:
+    if value is None or any(type(value) is type(h) and value == h for h in accepted):
         return
-    if not harmless:
+    if not accepted:
         raise InvalidRequest(f"{name} is not supported", field=name)
-    served = " or ".join(orjson.dumps(h).decode() for h in harmless)
+    served = " or ".join(orjson.dumps(h).decode() for h in accepted)
     raise InvalidRequest(f"{name} must be {served}", field=name)
 
 

@@ -93,46 +93,46 @@ class TokenizeHandler:
         self._gateway = gateway
         self._long = asyncio.Semaphore(1)
 
-    async def tokenize(self, body: Any, response: HttpResponse, ticket: RequestContext) -> None:
+    async def tokenize(self, body: Any, response: HttpResponse, context: RequestContext) -> None:
         """See http_endpoint.Endpoint."""
-        found = await self.tokens(parse_tokenize(body), ticket)
-        answer = {"count": len(found.ids), "max_model_len": found.max_model_len, "tokens": found.ids}
-        await response.send_json(200, {**answer, "token_strs": found.token_strings})
+        result = await self.tokens(parse_tokenize(body), context)
+        answer = {"count": len(result.ids), "max_model_len": result.max_model_len, "tokens": result.ids}
+        await response.send_json(200, {**answer, "token_strs": result.token_strings})
 
-    async def detokenize(self, body: Any, response: HttpResponse, ticket: RequestContext) -> None:
+    async def detokenize(self, body: Any, response: HttpResponse, context: RequestContext) -> None:
         """See http_endpoint.Endpoint."""
-        await response.send_json(200, {"prompt": await self.text(parse_detokenize(body), ticket)})
+        await response.send_json(200, {"prompt": await self.text(parse_detokenize(body), context)})
 
-    async def tokens(self, asked: TokenizeBody, ticket: RequestContext) -> TokenizeResult:
+    async def tokens(self, body: TokenizeBody, context: RequestContext) -> TokenizeResult:
         """Raises InvalidRequest."""
-        model = self._model(ticket, asked.model)
-        if asked.messages is None:
-            assert asked.prompt is not None, "one of both is there"
-            text, special = asked.prompt, asked.add_special_tokens is not False
+        model = self._model(context, body.model)
+        if body.messages is None:
+            assert body.prompt is not None, "one of both is there"
+            text, special = body.prompt, body.add_special_tokens is not False
         else:
-            text = await model.chat_format.render(asked.messages, asked.template_kwargs, asked.tools)
-            special = asked.add_special_tokens or False
+            text = await model.chat_format.render(body.messages, body.template_kwargs, body.tools)
+            special = body.add_special_tokens or False
         # One at a time of those that take seconds, or prompts would wait for a thread until all of them are through.
         async with self._long if len(text) > LONG_CHARS else nullcontext():
             tokens = await model.tokenizer.encode_async(text, add_special_tokens=special)
-        ticket.timeline.mark("tokenized", prompt_tokens=len(tokens))
-        strings = await model.tokenizer.token_strings_async(tokens) if asked.return_token_strings else None
+        context.timeline.mark("tokenized", prompt_tokens=len(tokens))
+        strings = await model.tokenizer.token_strings_async(tokens) if body.return_token_strings else None
         return TokenizeResult(tokens, _max_model_len(model), strings)
 
-    async def text(self, asked: DetokenizeBody, ticket: RequestContext) -> str:
+    async def text(self, body: DetokenizeBody, context: RequestContext) -> str:
         """Raises InvalidRequest."""
-        ids, tokenizer = list(asked.tokens), self._model(ticket, asked.model).tokenizer
+        ids, tokenizer = list(body.tokens), self._model(context, body.model).tokenizer
         if ids and max(ids) >= tokenizer.vocab_size:
             text = f"tokens has {max(ids)}, but the vocabulary has {tokenizer.vocab_size} tokens"
             raise InvalidRequest(text, field="tokens")
         return await tokenizer.decode_async(ids)
 
-    def _model(self, ticket: RequestContext, name: str | None) -> ServedModel:
+    def _model(self, context: RequestContext, name: str | None) -> ServedModel:
         """The named one; there is no need to name the only one."""
         models = self._gateway.models
         if name is None and len(models) > 1:
             raise InvalidRequest("model is missing", field="model")
-        return self._gateway.model_for(ticket.caller, models.first.name if name is None else name)
+        return self._gateway.model_for(context.caller, models.first.name if name is None else name)
 
 
 def _max_model_len(model: ServedModel) -> int | None:

@@ -1,1 +1,1 @@
-"""Tool calls: how models write them, how they are read back, and how they are enforced."""
+"""Tool calls: how models write them, how their text is parsed, and how grammars enforce them."""

@@ -1,6 +1,6 @@
-"""What all parsers give out through: numbers the calls, holds back white space around them.
+"""The parts that all tool call parsers share: deltas, buffering, and the reader of a call that is a JSON object.
 
-Invariant: white space between calls, and between text and calls, is dropped; all other white space is kept, in order.
+Invariant: white space between calls, and between text and calls, is dropped. All other white space is kept, in order.
 """
 
 from __future__ import annotations
@@ -17,19 +17,21 @@ _ALPHANUMERIC = string.ascii_letters + string.digits
 
 
 def openai_call_id() -> str:
-    """An id as OpenAI makes them."""
+    """Returns a new call id of OpenAI's form."""
     return f"call_{secrets.token_hex(12)}"
 
 
 def mistral_call_id() -> str:
-    """Nine letters and digits: the templates of Mistral's models take nothing else."""
+    """Returns a new call id of nine letters and digits; the templates of Mistral's models accept no other."""
     return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
 
 
 class ToolDeltaBuilder:
-    """Deltas of one answer. A call: open -> (named -> arguments...) -> close, or broken at any point.
+    """Builds the deltas of one answer and numbers its calls.
 
-    After max_calls complete calls nothing more is given out.
+        begin_call -> [set_function -> add_arguments*] -> end_call, or reject_call at any point
+
+    After `max_calls` complete calls it adds no more deltas.
     """
 
     def __init__(self, max_calls: int | None, new_id: Callable[[], str] = openai_call_id) -> None:
@@ -37,9 +39,10 @@ class ToolDeltaBuilder:
         self._new_id = new_id
         self._out: list[MessageDelta] = []
         self._space = ""  # white space that is content unless a call follows
-        self._before = ""  # the same, of the call that is open
-        self._next = 0
+        self._space_before_call = ""  # white space before the open call; content if the call is rejected
+        self._next_index = 0
         self._named = False
+        #: Calls completed so far.
         self.num_completed = 0
 
     @property
@@ -47,12 +50,12 @@ class ToolDeltaBuilder:
         return self.num_completed == self._max_calls
 
     def take_deltas(self) -> list[MessageDelta]:
-        """The deltas since the last take."""
+        """Returns the deltas since the last call of this method."""
         out, self._out = self._out, []
         return out
 
     def add_content(self, text: str) -> None:
-        """Text outside of calls."""
+        """Adds text outside of calls."""
         if not text or self._full:
             return
         text = self._space + text
@@ -62,32 +65,32 @@ class ToolDeltaBuilder:
             self._out.append(ContentDelta(kept))
 
     def begin_call(self) -> None:
-        """A call begins, or what looks like one."""
-        self._before, self._space = self._space, ""
+        """Begins a call, or a text that looks like one."""
+        self._space_before_call, self._space = self._space, ""
         self._named = False
 
     def set_function(self, name: str) -> None:
-        """The function of the open call."""
+        """Sets the function of the open call."""
         self._named = True
         if not self._full:
-            self._out.append(ToolCallDelta(self._next, "", self._new_id(), name))
+            self._out.append(ToolCallDelta(self._next_index, "", self._new_id(), name))
 
     def add_arguments(self, text: str) -> None:
-        """More of the open call's arguments."""
+        """Adds arguments to the open call."""
         if text and not self._full:
-            self._out.append(ToolCallDelta(self._next, text))
+            self._out.append(ToolCallDelta(self._next_index, text))
 
     def end_call(self) -> None:
-        """The open call is complete."""
+        """Completes the open call."""
         assert self._named
         if self._full:
             return
         self.num_completed += 1
-        self._next += 1
+        self._next_index += 1
 
     def reject_call(self, text: str) -> None:
-        """The open call is none; text is all of it."""
-        text, self._space = self._before + text, ""
+        """Turns the open call into content; `text` is its whole text."""
+        text, self._space = self._space_before_call + text, ""
         if self._full:
             return
         if not self._named:
@@ -95,18 +98,21 @@ class ToolDeltaBuilder:
             return
         kept = text.rstrip()
         self._space = text[len(kept) :]
-        self._out.append(InvalidToolCall(self._next, kept))
-        self._next += 1
+        self._out.append(InvalidToolCall(self._next_index, kept))
+        self._next_index += 1
 
     def finish(self) -> None:
-        """The text ends."""
+        """Ends the text."""
         if self._space and not self.num_completed:
             self._out.append(ContentDelta(self._space))
         self._space = ""
 
 
 def split_at_marker(buffer: str, markers: tuple[str, ...]) -> tuple[str, str, str]:
-    """Text before the first marker, that marker, the rest; without one: what cannot begin a marker, "", what may."""
+    """Returns the text before the first marker, that marker, and the rest.
+
+    Without a marker: the text that cannot begin one, "", and the text that may.
+    """
     found = [(at, marker) for marker in markers if (at := buffer.find(marker)) >= 0]
     if found:
         at, marker = min(found, key=lambda f: (f[0], -len(f[1])))
@@ -119,12 +125,12 @@ def split_at_marker(buffer: str, markers: tuple[str, ...]) -> tuple[str, str, st
 
 
 class BufferedParser(ABC):
-    """A ToolParser whose states are its own: `_step` works on the buffer, `_rest` gives up what is left at the end."""
+    """A ToolParser that buffers text; subclasses define the states."""
 
     def __init__(
-        self, names: frozenset[str], max_calls: int | None = None, new_id: Callable[[], str] = openai_call_id
+        self, function_names: frozenset[str], max_calls: int | None = None, new_id: Callable[[], str] = openai_call_id
     ) -> None:
-        self._names = names
+        self._function_names = function_names
         self._builder = ToolDeltaBuilder(max_calls, new_id)
         self._buffer = ""
 
@@ -145,41 +151,44 @@ class BufferedParser(ABC):
 
     @abstractmethod
     def _step(self) -> bool:
-        """One state's work; False when it needs more text."""
+        """Does one state's work on the buffer. Returns False when it needs more text."""
 
     @abstractmethod
     def _flush_rest(self) -> None:
-        """Gives out what no more text will complete."""
+        """Adds the buffered text that no further text will complete."""
 
 
 class JsonCallReader:
-    """Opens a call; done: it was closed; broken: it is content, `lead` (what stood before the object) included."""
+    """Reads one call that is a JSON object, and passes its name and arguments on as they come."""
 
-    def __init__(self, emit: ToolDeltaBuilder, names: Collection[str], lead: str = "") -> None:
+    def __init__(self, builder: ToolDeltaBuilder, function_names: Collection[str], lead: str = "") -> None:
+        """Begins a call. lead: text before the object that belongs to the call, and to the content if it is invalid."""
+        #: The call is complete.
         self.done = False
+        #: The text is content, not a call.
         self.invalid = False
-        self._emit = emit
-        self._object = JsonCallScanner(names)
+        self._builder = builder
+        self._object = JsonCallScanner(function_names)
         self._raw = [lead]
         self._named = False
-        emit.begin_call()
+        builder.begin_call()
 
     def feed(self, buffer: str) -> str:
-        """Reads what belongs to the object and returns the rest."""
+        """Reads the object's part of the buffer and returns the rest."""
         at = self._object.feed(buffer, 0)
         self._raw.append(buffer[:at])
         if not self._named and self._object.name is not None:
             self._named = True
-            self._emit.set_function(self._object.name)
-        self._emit.add_arguments(self._object.take_arguments())
+            self._builder.set_function(self._object.name)
+        self._builder.add_arguments(self._object.take_arguments())
         if self._object.invalid:
             self.reject()
         elif self._object.done:
             self.done = True
-            self._emit.end_call()
+            self._builder.end_call()
         return buffer[at:]
 
     def reject(self) -> None:
-        """It stays unfinished: content."""
+        """Turns the call, malformed or unfinished, into content."""
         self.invalid = True
-        self._emit.reject_call("".join(self._raw))
+        self._builder.reject_call("".join(self._raw))

@@ -1,4 +1,4 @@
-"""Which format of tool calls a model writes: by name, or told by its chat template and its special tokens."""
+"""Chooses a model's format of tool calls, by name or by its chat template and special tokens."""
 
 from __future__ import annotations
 
@@ -15,11 +15,19 @@ from gateway.text.tools.pythonic import PythonicFormat
 
 
 def choose_tool_format(name: str, template: str, tokens: Collection[str]) -> ToolFormat:
-    """template: source of the chat template that gets tools; tokens: texts of the added tokens. Raises ConfigError.
+    """Returns the format with this name. Raises ConfigError.
 
-    auto, first match wins: <tool_call> in the template is hermes; [TOOL_CALLS] there or among the tokens mistral;
-    <|python_start|>, or an example like [func_name1(params_name1=...)], pythonic; <|python_tag|>, or "parameters" as
-    the key of a call's arguments, llama3_json; hermes for all others.
+    Args:
+        template: Source of the chat template that gets tools.
+        tokens: Texts of the added tokens.
+
+    "auto" takes the first match:
+
+        <tool_call> in the template                                                hermes
+        [TOOL_CALLS] in the template or a token                                    mistral
+        <|python_start|> in either, or an example like [func_name1(...)]           pythonic
+        <|python_tag|> in either, or "parameters" as the key of a call's arguments llama3_json
+        otherwise                                                                  hermes
     """
     match name if name != "auto" else _guess(template, tokens):
         case "hermes":

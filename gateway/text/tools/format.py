@@ -1,8 +1,7 @@
-"""What a model's text means, and what every format of tool calls provides.
+"""The parsed parts of an answer, and the interface of every format of tool calls.
 
-The seam that other code uses is gateway/text/output_parser.py: text piece in, these deltas out. Invariant of every parser: however
-a text is cut into pieces, the deltas in sum are the same. Nothing that a model writes is an error: what is not a
-well-formed call of a function that the client declared is content.
+Invariant of every parser: however the text is cut into pieces, the deltas add up to the same message. No text of a
+model is an error: text that is not a well-formed call of a declared function is content.
 """
 
 from __future__ import annotations
@@ -21,16 +20,21 @@ class ContentDelta:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
-    """More of the reasoning section's text."""
+    """More of the reasoning section."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """More of one call: the first delta of a call has id and name, later ones only more of its arguments (JSON)."""
+    """More of one tool call.
 
+    The first delta of a call has `id` and `name`; later ones only add arguments.
+    """
+
+    #: Number of the call in the answer.
     index: int
+    #: A part of a JSON object's text.
     arguments: str
     id: str = ""
     name: str = ""
@@ -38,9 +42,9 @@ class ToolCallDelta:
 
 @dataclass(frozen=True, slots=True)
 class InvalidToolCall:
-    """Call `index`, of which deltas were given out, turned out to be malformed: its whole text is content.
+    """Call `index`, of which deltas were returned, turned out to be malformed: its whole text is content.
 
-    A stream cannot take back what it sent and only shows the text; a complete answer drops the call.
+    A stream cannot take the deltas back and shows the text as well. A complete answer drops the call.
     """
 
     index: int
@@ -52,7 +56,7 @@ MessageDelta = ContentDelta | ReasoningDelta | ToolCallDelta | InvalidToolCall
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A complete call; arguments is the text of a JSON object."""
+    """A complete call. `arguments` is the text of a JSON object."""
 
     id: str
     name: str
@@ -61,7 +65,9 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ParsedMessage:
-    """A complete answer, taken apart. content and reasoning are None when there is nothing of the kind."""
+    """A complete answer split into content, reasoning and tool calls. Content and reasoning are None if the answer has
+    none.
+    """
 
     content: str | None
     reasoning: str | None
@@ -69,7 +75,7 @@ class ParsedMessage:
 
 
 def assemble(deltas: Iterable[MessageDelta]) -> ParsedMessage:
-    """The message that the deltas of one answer add up to."""
+    """Returns the message that all deltas of one answer add up to."""
     content: list[str] = []
     reasoning: list[str] = []
     calls: dict[int, tuple[ToolCallDelta, list[str]]] = {}
@@ -95,81 +101,83 @@ def assemble(deltas: Iterable[MessageDelta]) -> ParsedMessage:
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A function that the client declared. parameters: a JSON schema of an object; strict: follow it to the letter.
-
-    field: the request's field that holds the parameters, for errors.
-    """
+    """A function that the client declared."""
 
     name: str
+    #: JSON schema of an object.
     parameters: Mapping[str, Any]
+    #: The grammar enforces every keyword of the schema, or the request is rejected.
     strict: bool = False
+    #: The request's field that holds the parameters; errors name it.
     field: str = "tools"
 
 
 class ToolParser(Protocol):
-    """Reads one answer's text. completed: calls that are complete and well-formed."""
+    """Parser of one answer's text."""
 
     @property
     def num_completed(self) -> int:
-        """Calls complete so far."""
+        """Number of complete and well-formed calls so far."""
 
     def feed(self, text: str) -> list[MessageDelta]:
-        """What more text adds."""
+        """Returns the deltas of more text."""
 
     def finish(self) -> list[MessageDelta]:
-        """What the text's end adds: held back text, or an unfinished call as content."""
+        """Returns the deltas at the text's end: text held back, and an unfinished call as content."""
 
 
 LarkLiteral = Callable[[str], str]
-"""A piece of text as a Lark grammar names it: a string, or the id where the text is a special token."""
+"""Writes a piece of text as Lark names it: a string literal, or the token id if the text is a special token."""
 
 
 class ToolFormat(Protocol):
-    """One way in which models write calls.
-
-    name: for --tool-parser. markers: texts that may be special tokens and must reach the parser. trigger: the marker
-    that every call begins with, "" when a call is told by where it stands.
-    """
+    """One way in which models write tool calls."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Value of --tool-parser."""
 
     @property
-    def markers(self) -> tuple[str, ...]: ...
+    def markers(self) -> tuple[str, ...]:
+        """Texts that may be special tokens and that the parser has to see."""
 
     @property
-    def trigger(self) -> str: ...
+    def trigger(self) -> str:
+        """The marker that every call begins with; "" if the place of a call identifies it."""
 
-    def new_parser(self, names: frozenset[str], max_calls: int | None = None) -> ToolParser:
-        """A parser for one answer, where these functions may be called, at most max_calls times."""
+    def new_parser(self, function_names: frozenset[str], max_calls: int | None = None) -> ToolParser:
+        """Returns a parser for one answer that may call these functions, `max_calls` times at most."""
 
     def call_regex(self, functions: Sequence[Function]) -> str:
-        """A regular expression of the texts that hold a call, or begin one: what plain text must not be."""
+        """Returns a regular expression of the texts that hold a call or begin one; plain text must not match it."""
 
     def lark_rules(
         self, functions: Sequence[Function], literal: LarkLiteral, *, parallel: bool, beside_json: bool
     ) -> str:
-        """Lark rules in which `calls` is one call, if parallel several; `begin`, not defined here, is the trigger.
+        """Returns Lark rules that define `calls`: one call, or several if `parallel`.
 
-        llguidance splits text into lexemes before it parses, longest first: what a call begins with, up to where
-        `opening` tells it from other text, is one lexeme, or, beside_json, the lexemes of JSON.
+        The rules use `begin`, the trigger, which the caller defines. llguidance splits text into lexemes, longest
+        first, before it parses. So the beginning of a call, up to where `call_regex` distinguishes it from other text,
+        is one lexeme; with `beside_json` it consists of the lexemes of JSON.
         """
 
     def render_calls(self, calls: Sequence[ToolCall]) -> str:
-        """Calls as the model would have written them."""
+        """Returns calls as the model would have written them."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestTools:
-    """Tools of one request, at least one. callable: those that may be called; shown: all, as templates take them.
+    """The tools of one request; there is at least one."""
 
-    required: the answer is at least one call. parallel: it may be several. legacy: the client speaks functions.
-    field: what an error about the calls names.
-    """
-
+    #: Functions that may be called.
     callable_functions: tuple[Function, ...]
+    #: All tools in the form that chat templates take.
     template_tools: tuple[dict[str, Any], ...]
+    #: The answer is at least one call.
     required: bool
+    #: The answer may have several calls.
     parallel: bool
+    #: The client uses OpenAI's older `functions` instead of `tools`.
     legacy: bool
+    #: Field that errors about the calls name.
     field: str

@@ -1,4 +1,4 @@
-"""Hermes, Qwen 2.5 and 3, and many more: <tool_call>{"name": "f", "arguments": {...}}</tool_call> for each call."""
+"""Tool calls of Hermes, Qwen 2.5 and 3, and many more: <tool_call>{"name": "f", "arguments": {...}}</tool_call>."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ END = "</tool_call>"
 
 
 class HermesParser(BufferedParser):
-    """States: text -> (BEGIN) -> call -> (its object's end) -> closing -> (END, or anything else) -> text."""
+    """States: text -> (BEGIN) -> call -> (end of its object) -> closing -> (END, or any other text) -> text."""
 
-    def __init__(self, names: frozenset[str], max_calls: int | None = None) -> None:
-        super().__init__(names, max_calls)
+    def __init__(self, function_names: frozenset[str], max_calls: int | None = None) -> None:
+        super().__init__(function_names, max_calls)
         self._call: JsonCallReader | None = None
         self._closing = False
 
@@ -28,7 +28,7 @@ class HermesParser(BufferedParser):
             self._builder.add_content(self._buffer)
 
     def _step(self) -> bool:
-        """One state's work on the buffer; False when it needs more text."""
+        """Does one state's work on the buffer. Returns False when it needs more text."""
         if self._call is not None:
             self._buffer = self._call.feed(self._buffer)
             if self._call.done or self._call.invalid:
@@ -45,19 +45,19 @@ class HermesParser(BufferedParser):
         before, marker, self._buffer = split_at_marker(self._buffer, (BEGIN,))
         self._builder.add_content(before)
         if marker:
-            self._call = JsonCallReader(self._builder, self._names, marker)
+            self._call = JsonCallReader(self._builder, self._function_names, marker)
         return bool(marker)
 
 
 class HermesFormat:
-    """The format."""
+    """The tool format of Hermes and Qwen."""
 
     name = "hermes"
     markers = (BEGIN, END)
     trigger = BEGIN
 
-    def new_parser(self, names: frozenset[str], max_calls: int | None = None) -> HermesParser:
-        return HermesParser(names, max_calls)
+    def new_parser(self, function_names: frozenset[str], max_calls: int | None = None) -> HermesParser:
+        return HermesParser(function_names, max_calls)
 
     def call_regex(self, functions: Sequence[Function]) -> str:
         return r"(.|\n)*<tool_call>(.|\n)*"

@@ -1,8 +1,9 @@
-"""JSON read as it grows, strictly (RFC 8259), without building values.
+"""A strict JSON scanner (RFC 8259) for text that grows; it builds no values.
 
-Invariant: after any prefix of a valid text a scanner is neither done nor broken, and it is done with the value's last
-character (a number's end shows with the character behind it). What no valid text begins with breaks it, a number at its
-end, all else at once. Where JSON forbids raw control characters, in strings, models write them: they are escaped.
+Invariant: a prefix of a valid text is neither done nor invalid. A scanner is done with the value's last character (a
+number ends with the character after it). It is invalid at the first character that no valid text has there, except
+that an invalid number is found at its end. Raw control characters in strings, which JSON forbids but models write,
+are escaped.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ MAX_DEPTH = 256
 
 
 class _Expected(Enum):
-    """What comes next."""
+    """The part of the JSON text that comes next."""
 
     VALUE = auto()
     FIRST_KEY = auto()
@@ -37,18 +38,18 @@ class _Expected(Enum):
 
 
 class JsonScanner:
-    """One value. done, broken: nothing more is taken."""
+    """Scans one value. A scanner that is done or invalid takes no more text."""
 
     def __init__(self) -> None:
         self.done = False
         self.invalid = False
-        self._stack: list[str] = []  # what closes the open containers
+        self._stack: list[str] = []  # closing brackets of the open containers
         self._at = _Expected.VALUE
         self._in_key = False
-        self._atom = ""  # what is here of a number, a literal or an escape
+        self._atom = ""  # the part read so far of a number, a literal or an escape
 
     def feed(self, text: str, at: int) -> tuple[int, str]:
-        """Reads text[at:], at most to the value's end. Returns where it stopped, and what it read in strict JSON."""
+        """Reads text[at:], at most to the value's end. Returns where it stopped, and the text read as strict JSON."""
         out: list[str] = []
         while at < len(text) and not (self.done or self.invalid):
             if self._at is _Expected.STRING:
@@ -84,7 +85,7 @@ class JsonScanner:
                 self._at = _Expected.KEY if self._stack[-1] == "}" else _Expected.VALUE
             case _Expected.VALUE | _Expected.FIRST_ITEM if self._begins(char):
                 if self._at in (_Expected.NUMBER, _Expected.LITERAL):
-                    return at  # they take their first character themselves
+                    return at  # the states NUMBER and LITERAL read their first character themselves
             case _:
                 self.invalid = True
                 return at
@@ -164,7 +165,7 @@ class JsonScanner:
 
 
 def strict_json_object(text: str) -> str | None:
-    """A text that is a JSON object, in strict JSON; None when it is none."""
+    """Returns a text that is a JSON object as strict JSON, None if it is not an object."""
     scanner = JsonScanner()
     at, clean = scanner.feed(text, 0)
     if not scanner.done or text[at:].strip() or not clean.lstrip().startswith("{"):
@@ -177,7 +178,7 @@ _ARGUMENT_KEYS = ("arguments", "parameters")
 
 
 class _CallState(Enum):
-    """Where in a call's object its reader is."""
+    """The scanner's place in a call's object."""
 
     OPEN = auto()
     FIRST_KEY = auto()
@@ -189,24 +190,25 @@ class _CallState(Enum):
 
 
 class JsonCallScanner:
-    """An object that describes a call, like {"name": "f", "arguments": {"a": 1}}, with keys in any order.
+    """Scans an object that describes a call, like {"name": "f", "arguments": {"a": 1}}, with keys in any order.
 
-    Its arguments are passed on as they are read, once the name is known. "parameters" stands for "arguments" too, a
-    string that holds an object for the object, null or nothing for none. broken: no call of any of the functions.
+    Arguments are available as they are read, once the name is known. The key "parameters" is accepted for "arguments".
+    The value may be a string that holds the object. No value, or null, means no arguments.
     """
 
-    def __init__(self, names: Collection[str]) -> None:
+    def __init__(self, function_names: Collection[str]) -> None:
         self.done = False
+        #: The object is not a call of a declared function.
         self.invalid = False
         self.name: str | None = None
-        self._names = names
+        self._function_names = function_names
         self._part = _CallState.OPEN
         self._scanner = JsonScanner()
         self._key = ""
-        self._read = ""  # of the key or value under way, unless it is passed on
-        self._passing = False
+        self._read = ""  # text of the current key or value, unless it is passed on
+        self._passing = False  # the current value is the arguments' object
         self._has_arguments = False
-        self._pending = ""  # arguments that are not taken yet
+        self._pending = ""  # arguments not taken yet
 
     def feed(self, text: str, at: int) -> int:
         """Reads text[at:], at most to the object's end, and returns where it stopped."""
@@ -220,7 +222,7 @@ class JsonCallScanner:
         return at
 
     def take_arguments(self) -> str:
-        """Arguments read since the last time, "" while the name is not known."""
+        """Returns the arguments read since the last call of this method, "" while the name is not known."""
         if self.name is None:
             return ""
         out, self._pending = self._pending, ""
@@ -272,7 +274,7 @@ class JsonCallScanner:
     def _value_ended(self) -> None:
         value = json.loads(self._read)
         if self._key in _NAME_KEYS:
-            self.invalid = self.name is not None or not isinstance(value, str) or value not in self._names
+            self.invalid = self.name is not None or not isinstance(value, str) or value not in self._function_names
             if not self.invalid:
                 self.name = value
         elif self._key in _ARGUMENT_KEYS:

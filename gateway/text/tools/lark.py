@@ -1,4 +1,4 @@
-"""Rules of llguidance's Lark dialect that several formats share."""
+"""Rules in llguidance's Lark dialect that several tool formats share."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from typing import Any
 
 from gateway.text.tools.format import Function
 
-# White space as Python's json.dumps writes it, which is what models saw in calls; and no room to go on for ever.
+# White space as Python's json.dumps writes it, as in training data. Flexible white space would have no end.
 _AS_TRAINED = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
 
 
 def lark_string(text: str) -> str:
-    """A string literal."""
+    """Returns a Lark string literal."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def lark_json(schema: Mapping[str, Any] | bool, *, strict: bool) -> str:
-    """A value by its schema; not strict: what llguidance cannot enforce is left out instead of refused."""
+    """Returns a Lark rule for a JSON value. Without `strict`, keywords that llguidance cannot enforce are left out."""
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
     return f"%json {json.dumps({**schema, 'x-guidance': {**_AS_TRAINED, 'lenient': not strict}})}"
 
 
 def parameters_schema(function: Function) -> dict[str, Any]:
-    """The schema of a function's arguments: always an object."""
+    """Returns the JSON schema of a function's arguments, which are always an object."""
     return {"type": "object", **function.parameters}
 
 
 def json_call_rules(rule: str, functions: Sequence[Function], key: str) -> str:
-    """`rule` is {"name": "f", <key>: {...}} of one of the functions."""
+    """Defines `rule` as {"name": "f", <key>: {...}} for one of the functions."""
     lines = [f"{rule}: {' | '.join(f'{rule}_{i}' for i in range(len(functions)))}"]
     for i, f in enumerate(functions):
         head = lark_string(f'{{"name": {json.dumps(f.name)}, "{key}": ')
@@ -40,7 +40,7 @@ def json_call_rules(rule: str, functions: Sequence[Function], key: str) -> str:
 
 
 def json_schema_call_rules(rule: str, functions: Sequence[Function], key: str) -> str:
-    """As call_objects, of JSON's own lexemes: for a place where other JSON may stand too."""
+    """Like `json_call_rules`, but made of JSON's own lexemes, for a place where other JSON may stand too."""
     lines = [f"{rule}: {' | '.join(f'{rule}_{i}' for i in range(len(functions)))}"]
     for i, f in enumerate(functions):
         schema = {
@@ -54,7 +54,7 @@ def json_schema_call_rules(rule: str, functions: Sequence[Function], key: str) -
 
 
 def _relocate_refs(schema: Any, to: str) -> Any:
-    """A schema whose references into itself hold at another place, a JSON pointer."""
+    """Adjusts the references of a schema that is embedded at `to`, a JSON pointer."""
     if isinstance(schema, list):
         return [_relocate_refs(item, to) for item in schema]
     if not isinstance(schema, dict):
@@ -68,7 +68,7 @@ def _relocate_refs(schema: Any, to: str) -> Any:
 
 
 def named_call_rules(rule: str, functions: Sequence[Function], begin: str, between: str) -> str:
-    """`rule` is begin f between {...} of one of the functions."""
+    """Defines `rule` as <begin> f <between> {...} for one of the functions."""
     lines = [f"{rule}: {' | '.join(f'{rule}_{i}' for i in range(len(functions)))}"]
     for i, f in enumerate(functions):
         lines.append(f"{rule}_{i}: {begin} {lark_string(f.name)} {between} {rule}_arguments_{i}")
@@ -77,10 +77,10 @@ def named_call_rules(rule: str, functions: Sequence[Function], begin: str, betwe
 
 
 def keyword_call_rules(rule: str, functions: Sequence[Function], lead: str = "") -> str:
-    """`rule` is f(a=1, b="x") of one of the functions, behind `lead`: its properties in their order, what is not
-    required optional.
+    """Defines `rule` as f(a=1, b="x") for one of the functions, after `lead`.
 
-    A schema without properties that are identifiers takes no arguments.
+    The properties come in their order; those that are not required are optional. A schema without properties that are
+    identifiers takes no arguments.
     """
     lines = [f"{rule}: {' | '.join(f'{rule}_{i}' for i in range(len(functions)))}"]
     for i, f in enumerate(functions):

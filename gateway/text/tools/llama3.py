@@ -1,6 +1,6 @@
-"""Llama 3: {"name": "f", "parameters": {...}}, alone or after <|python_tag|>, several separated by semicolons.
+"""Tool calls of Llama 3: {"name": "f", "parameters": {...}}, alone or after <|python_tag|>, separated by semicolons.
 
-A bare object is only looked for where an answer, or the next call, begins: an object elsewhere is content.
+A bare object is a call only at the beginning of an answer, or where the next call may begin. Elsewhere it is content.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ TAG = "<|python_tag|>"
 
 
 class Llama3Parser(BufferedParser):
-    """States: start -> call -> (its end) -> between -> call, and from anywhere -> text -> (TAG) -> tagged -> call."""
+    """States: start -> call -> (its end) -> between -> call; from all of them -> text -> (TAG) -> tagged -> call."""
 
-    def __init__(self, names: frozenset[str], max_calls: int | None = None) -> None:
-        super().__init__(names, max_calls)
-        self._lead = ""  # what belongs to a call that has not begun: the tag, a separator
+    def __init__(self, function_names: frozenset[str], max_calls: int | None = None) -> None:
+        super().__init__(function_names, max_calls)
+        self._lead = ""  # the tag or separator of a call that has not begun
         self._may_begin = True
         self._call: JsonCallReader | None = None
 
@@ -53,7 +53,7 @@ class Llama3Parser(BufferedParser):
             if not self._lead.strip():
                 self._builder.add_content(self._lead + space)
                 self._lead = space = ""
-            self._call = JsonCallReader(self._builder, self._names, self._lead + space)
+            self._call = JsonCallReader(self._builder, self._function_names, self._lead + space)
             self._lead, self._buffer = "", rest
         elif rest.startswith(TAG) and TAG not in self._lead:
             self._lead, self._buffer = self._lead + space + TAG, rest[len(TAG) :]
@@ -66,14 +66,14 @@ class Llama3Parser(BufferedParser):
 
 
 class Llama3Format:
-    """The format."""
+    """The tool format of Llama 3."""
 
     name = "llama3_json"
     markers = (TAG,)
     trigger = ""
 
-    def new_parser(self, names: frozenset[str], max_calls: int | None = None) -> Llama3Parser:
-        return Llama3Parser(names, max_calls)
+    def new_parser(self, function_names: frozenset[str], max_calls: int | None = None) -> Llama3Parser:
+        return Llama3Parser(function_names, max_calls)
 
     def call_regex(self, functions: Sequence[Function]) -> str:
         return r"\s*(;\s*)?\{\s*\"(name|type|function|parameters|arguments)\"(.|\n)*"

@@ -1,6 +1,9 @@
-"""Mistral: [TOOL_CALLS][{"name": "f", "arguments": {...}}, ...], and since 2025 [TOOL_CALLS]f[ARGS]{...} for each call.
+"""Tool calls of Mistral's models, in their two forms:
 
-The newer form may name the call ([CALL_ID]abc123def before [ARGS]) or leave [ARGS] out.
+    [TOOL_CALLS][{"name": "f", "arguments": {...}}, ...]
+    [TOOL_CALLS]f[ARGS]{...}                               since 2025, repeated for each call
+
+The newer form may contain an id of the call ([CALL_ID]abc123def before [ARGS]) or leave [ARGS] out.
 """
 
 from __future__ import annotations
@@ -24,43 +27,44 @@ BEGIN = "[TOOL_CALLS]"
 ARGS = "[ARGS]"
 CALL_ID = "[CALL_ID]"
 _HEAD = re.compile(r"([^\s\[{]+)\s*(?:\[CALL_ID\]\s*\w*\s*)?(?:\[ARGS\]\s*)?")
-_MAX_HEAD = 256  # characters from BEGIN to the arguments
+#: Characters from BEGIN to the arguments.
+_MAX_HEAD = 256
 
 
 class _NamedCallReader:
-    """f[ARGS]{...}: the same to its parser as an JsonCallReader."""
+    """Reads the call f[ARGS]{...}; has the interface of JsonCallReader."""
 
-    def __init__(self, emit: ToolDeltaBuilder, name: str, lead: str) -> None:
+    def __init__(self, builder: ToolDeltaBuilder, name: str, lead: str) -> None:
         self.done = False
         self.invalid = False
-        self._emit = emit
+        self._builder = builder
         self._raw = [lead]
         self._scanner = JsonScanner()
-        emit.begin_call()
-        emit.set_function(name)
+        builder.begin_call()
+        builder.set_function(name)
 
     def feed(self, buffer: str) -> str:
         at, clean = self._scanner.feed(buffer, 0)
         self._raw.append(buffer[:at])
-        self._emit.add_arguments(clean)
+        self._builder.add_arguments(clean)
         if self._scanner.invalid:
             self.reject()
         elif self._scanner.done:
             self.done = True
-            self._emit.end_call()
+            self._builder.end_call()
         return buffer[at:]
 
     def reject(self) -> None:
         self.invalid = True
-        self._emit.reject_call("".join(self._raw))
+        self._builder.reject_call("".join(self._raw))
 
 
 class MistralParser(BufferedParser):
     """States: text -> (BEGIN) -> head -> call -> text, or a list: head -> call -> (comma) -> call ... -> text."""
 
-    def __init__(self, names: frozenset[str], max_calls: int | None = None) -> None:
-        super().__init__(names, max_calls, mistral_call_id)
-        self._lead = ""  # BEGIN or what else belongs to a call that has not begun
+    def __init__(self, function_names: frozenset[str], max_calls: int | None = None) -> None:
+        super().__init__(function_names, max_calls, mistral_call_id)
+        self._lead = ""  # BEGIN, or a list's bracket or comma, of a call that has not begun
         self._in_list = False
         self._call: JsonCallReader | _NamedCallReader | None = None
 
@@ -79,7 +83,7 @@ class MistralParser(BufferedParser):
                 self._call = None
             return True
         if self._in_list:
-            return self._list_goes_on()
+            return self._next_in_list()
         if self._lead:
             return self._head()
         before, marker, self._buffer = split_at_marker(self._buffer, (BEGIN,))
@@ -96,44 +100,44 @@ class MistralParser(BufferedParser):
             self._in_list, self._lead, self._buffer = True, self._lead + space + "[", rest[1:]
             return True
         if rest[0] == "{":
-            self._call = JsonCallReader(self._builder, self._names, self._lead + space)
+            self._call = JsonCallReader(self._builder, self._function_names, self._lead + space)
             self._lead, self._buffer = "", rest
             return True
         arguments = rest.find("{", 0, _MAX_HEAD)
         if arguments < 0 and len(rest) < _MAX_HEAD:
             return False
         head = _HEAD.fullmatch(rest, 0, max(0, arguments))
-        if head is None or head[1] not in self._names:
-            return self._no_call()
+        if head is None or head[1] not in self._function_names:
+            return self._reject_lead()
         self._call = _NamedCallReader(self._builder, head[1], self._lead + space + head[0])
         self._lead, self._buffer = "", rest[arguments:]
         return True
 
-    def _list_goes_on(self) -> bool:
+    def _next_in_list(self) -> bool:
         rest = self._buffer.lstrip()
         if not rest:
             return False
         first = self._lead.endswith("[")
         if rest[0] == "{" and self._lead:
             space = self._buffer[: len(self._buffer) - len(rest)]
-            self._call = JsonCallReader(self._builder, self._names, self._lead + space)
+            self._call = JsonCallReader(self._builder, self._function_names, self._lead + space)
             self._lead, self._buffer = "", rest
         elif rest[0] == "," and not self._lead:
             self._lead, self._buffer = ",", rest[1:]
         elif rest[0] == "]" and not first and not self._lead:
             self._in_list, self._buffer = False, rest[1:]
         else:
-            return self._no_call()
+            return self._reject_lead()
         return True
 
-    def _no_call(self) -> bool:
+    def _reject_lead(self) -> bool:
         self._builder.add_content(self._lead)
         self._lead, self._in_list = "", False
         return True
 
 
 class MistralFormat:
-    """The format; named: the newer form is what the model was trained on."""
+    """The tool format of Mistral. `named`: the model was trained on the newer form."""
 
     name = "mistral"
     markers = (BEGIN, ARGS, CALL_ID)
@@ -142,8 +146,8 @@ class MistralFormat:
     def __init__(self, *, named: bool = False) -> None:
         self._named = named
 
-    def new_parser(self, names: frozenset[str], max_calls: int | None = None) -> MistralParser:
-        return MistralParser(names, max_calls)
+    def new_parser(self, function_names: frozenset[str], max_calls: int | None = None) -> MistralParser:
+        return MistralParser(function_names, max_calls)
 
     def call_regex(self, functions: Sequence[Function]) -> str:
         return r"(.|\n)*\[TOOL_CALLS\](.|\n)*"

@@ -1,6 +1,6 @@
-"""Tools for chat templates that know nothing of them: described in the system message, in the format that is parsed.
+"""Tools for chat templates that do not know them: described in the system message, in the format that is parsed.
 
-The words are those of the templates that do know tools (Qwen 2.5), so that a model that saw them somewhere remembers.
+The wording is that of Qwen 2.5's templates, because a model may have seen it in training.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from gateway.text.tools.format import ToolCall, ToolFormat
 
 
 def render_tools_as_text(
-    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], calls: ToolFormat
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], tool_format: ToolFormat
 ) -> list[dict[str, Any]]:
-    """The conversation without what only tools bring: calls and their answers become text."""
+    """Returns the chat for a template without tools: calls and their answers become text, tools a system message."""
     plain: list[dict[str, Any]] = []
     answers: dict[str, Any] | None = None
     for message in messages:
@@ -27,27 +27,27 @@ def render_tools_as_text(
                 answers["content"] += f"\n{text}"
             continue
         answers = None
-        made = message.get("tool_calls")
-        if not made:
+        calls = message.get("tool_calls")
+        if not calls:
             plain.append(dict(message))
             continue
-        written = calls.render_calls([_call(call["function"]) for call in made])
+        written = tool_format.render_calls([_call(call["function"]) for call in calls])
         plain.append({"role": message["role"], "content": "\n".join(filter(None, (message["content"], written)))})
     if not tools:
         return plain
     system = plain.pop(0)["content"] if plain and plain[0]["role"] == "system" else ""
-    return [{"role": "system", "content": "\n\n".join(filter(None, (system, _described(tools, calls))))}, *plain]
+    return [{"role": "system", "content": "\n\n".join(filter(None, (system, _described(tools, tool_format))))}, *plain]
 
 
 def _call(function: Mapping[str, Any]) -> ToolCall:
     arguments = function["arguments"]
-    # What a client sends back is not always an object: a format that writes objects gets one.
+    # A client may send arguments that are not an object; formats that write objects need one.
     return ToolCall("", function["name"], json.dumps(arguments if isinstance(arguments, dict) else {"": arguments}))
 
 
-def _described(tools: Sequence[Mapping[str, Any]], calls: ToolFormat) -> str:
+def _described(tools: Sequence[Mapping[str, Any]], tool_format: ToolFormat) -> str:
     signatures = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-    example = calls.render_calls([ToolCall("", "function_name", '{"argument": "value"}')])
+    example = tool_format.render_calls([ToolCall("", "function_name", '{"argument": "value"}')])
     return (
         "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
         "You are provided with function signatures within <tools></tools> XML tags:\n"

@@ -1,6 +1,6 @@
-"""Pythonic: [f(a=1, b="x"), g()] is the whole answer, or its beginning (Llama 3.2 and 4, ToolACE, and others).
+"""Pythonic tool calls: [f(a=1, b="x"), g()], the whole answer or its beginning (Llama 3.2 and 4, ToolACE, and others).
 
-Arguments are keywords with literal values, Python's or JSON's; each is passed on once it is complete.
+Arguments are keywords with literal values in Python or JSON. Each argument is passed on when it is complete.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _JSON_NAMES = {"true": True, "false": False, "null": None}
 
 
 class PythonLiteralScanner:
-    """Where the literal that begins at the buffer's start ends: before a comma or bracket outside of all others."""
+    """Finds the end of a literal: a comma or closing bracket outside of all brackets and quotes."""
 
     def __init__(self) -> None:
         self._at = 0
@@ -31,7 +31,9 @@ class PythonLiteralScanner:
         self._quote = ""
 
     def find_end(self, text: str) -> int | None:
-        """text: what there is so far, from the value's start. None: more is needed."""
+        """Returns the position of the end, None if more text is needed. `text` begins with the value and grows between
+        calls.
+        """
         while self._at < len(text):
             char = text[self._at]
             if self._quote:
@@ -48,7 +50,7 @@ class PythonLiteralScanner:
                     self._at += 1
             elif char in "\"'":
                 if len(text) - self._at < 3 and set(text[self._at :]) == {char}:
-                    return None  # one, two or three of them
+                    return None  # one quote, or the beginning of three
                 self._quote = char * 3 if text.startswith(char * 3, self._at) else char
                 self._at += len(self._quote)
             elif self._depth == 0 and char in ",)]}":
@@ -60,14 +62,14 @@ class PythonLiteralScanner:
 
 
 def literal_to_json(text: str) -> str | None:
-    """A Python or JSON literal as JSON text, None when it is neither."""
+    """Returns a Python or JSON literal as JSON text, None if it is neither."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of escapes that Python does not know
+            warnings.simplefilter("ignore")  # about escapes that Python does not know
             value = _value(ast.parse(text.strip(), mode="eval").body)
         out = json.dumps(value, ensure_ascii=False, allow_nan=False)
         out.encode()
-    except UnicodeEncodeError:  # halves of characters
+    except UnicodeEncodeError:  # lone surrogates
         return json.dumps(value)
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return None
@@ -93,15 +95,15 @@ def _value(node: ast.expr) -> object:
 def _key(node: ast.expr | None) -> str:
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
-    raise ValueError("a key that is no string")
+    raise ValueError("a key is not a string")
 
 
 class PythonicParser(BufferedParser):
     """States: start -> name -> keyword -> value -> keyword ... -> after (a call) -> name ... -> text."""
 
-    def __init__(self, names: frozenset[str], max_calls: int | None = None) -> None:
-        super().__init__(names, max_calls)
-        self._raw = ""  # of the call under way, or of what stands before the first
+    def __init__(self, function_names: frozenset[str], max_calls: int | None = None) -> None:
+        super().__init__(function_names, max_calls)
+        self._raw = ""  # text of the open call, or text before the first call
         self._state = self._start
         self._value = PythonLiteralScanner()
         self._keyword = ""
@@ -119,7 +121,7 @@ class PythonicParser(BufferedParser):
             self._builder.add_content(rest)
 
     def _take(self, count: int) -> None:
-        """Moves the buffer's first characters to what belongs to the call."""
+        """Moves the buffer's first characters to the text of the call."""
         self._raw += self._buffer[:count]
         self._buffer = self._buffer[count:]
 
@@ -149,12 +151,12 @@ class PythonicParser(BufferedParser):
         call = _CALL.match(self._buffer)
         if call is None:
             rest = self._buffer.strip()
-            if rest.startswith("]") and self._raw == ",":  # Python allows the comma
+            if rest.startswith("]") and self._raw == ",":  # Python allows a last comma
                 self._raw, self._state = "", self._after
                 return True
             waits = not rest or _CALL.match(self._buffer + "(") is not None
             return False if waits else self._give_up()
-        if call[1] not in self._names:
+        if call[1] not in self._function_names:
             return self._give_up()
         space = self._raw[: len(self._raw) - len(self._raw.lstrip())]
         self._builder.add_content(space)
@@ -225,18 +227,18 @@ class PythonicParser(BufferedParser):
 
 
 class PythonicFormat:
-    """The format."""
+    """The tool format [f(a=1)]."""
 
     name = "pythonic"
     markers = (START, END)
     trigger = ""
 
-    def new_parser(self, names: frozenset[str], max_calls: int | None = None) -> PythonicParser:
-        return PythonicParser(names, max_calls)
+    def new_parser(self, function_names: frozenset[str], max_calls: int | None = None) -> PythonicParser:
+        return PythonicParser(function_names, max_calls)
 
     def call_regex(self, functions: Sequence[Function]) -> str:
-        names = "|".join(re.escape(f.name) for f in functions)
-        return rf"\s*\[\s*({names})\((.|\n)*"
+        function_names = "|".join(re.escape(f.name) for f in functions)
+        return rf"\s*\[\s*({function_names})\((.|\n)*"
 
     def lark_rules(
         self, functions: Sequence[Function], literal: LarkLiteral, *, parallel: bool, beside_json: bool

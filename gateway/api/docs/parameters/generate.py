@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from common.types import MAX_N
-from gateway.api.docs.parameter import Json, Parameter, boolean, ignored, integer, limited, refused, text
+from gateway.api.docs.parameter import Parameter, boolean, ignored, integer, limited, refused, text
 from gateway.api.docs.parameters.shared import ALLOWED_TOOLS, FUNCTION, NAMED_TOOL, TOKEN_ID, TOOLS
+from gateway.api.http.json_fields import Json
 from gateway.api.openai import requests as v
 from gateway.api.openai.messages import MAX_MESSAGES
 

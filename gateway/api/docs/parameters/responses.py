@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from gateway.api.docs.parameter import Json, Parameter, ignored, integer, limited, refused, text
+from gateway.api.docs.parameter import Parameter, ignored, integer, limited, refused, text
 from gateway.api.docs.parameters.generate import CHAT
 from gateway.api.docs.parameters.shared import COMMON, FUNCTION
+from gateway.api.http.json_fields import Json
 from gateway.api.openai import requests as v
 from gateway.api.openai.messages import MAX_MESSAGES
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from common.types import MAX_N
-from gateway.api.docs.parameter import Json, Parameter, boolean, ignored, integer, number, refused, text
+from gateway.api.docs.parameter import Parameter, boolean, ignored, integer, number, refused, text
+from gateway.api.http.json_fields import Json
 from gateway.api.openai import requests as v
 from gateway.api.openai.requests import MAX_LENGTH_PENALTY
 from gateway.api.openai.structured_output import MAX_CHOICES

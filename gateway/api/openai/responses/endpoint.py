@@ -13,6 +13,7 @@ from common.errors import InvalidRequest, ObjectNotFound, Unavailable
 from common.types import FinishReason
 from gateway.api.http.auth import caller_of
 from gateway.api.http.endpoint import HttpResponse
+from gateway.api.http.json_fields import Json
 from gateway.api.openai.encoders import token_logprobs
 from gateway.api.openai.responses.items import ResponseItem
 from gateway.api.openai.responses.request import ResponseBody, parse_response, rename_fields
@@ -23,8 +24,6 @@ from gateway.serving.gateway import Gateway
 from gateway.serving.request_context import RequestContext
 from gateway.text.output import OutputPiece, ReportedToken
 from gateway.text.tools.format import ContentDelta, InvalidToolCall, ReasoningDelta, ToolCallDelta
-
-Json = dict[str, Any]
 
 MAX_LISTED = 100
 
@@ -38,16 +37,16 @@ class ResponsesHandler:
         self._gateway = gateway
         self._store = store
 
-    async def create(self, body: Any, response: HttpResponse, ticket: RequestContext) -> None:
+    async def create(self, body: Any, response: HttpResponse, context: RequestContext) -> None:
         """See http_endpoint.Endpoint."""
         asked = parse_response(body)
-        before = await self._previous_items(ticket.caller.tenant, asked.previous_response_id)
+        before = await self._previous_items(context.caller.tenant, asked.previous_response_id)
         chat = asked.chat_body if not before else asked.chat_body_after(before)
         try:
-            [choice] = await self._gateway.chat(ticket, chat)
+            [choice] = await self._gateway.chat(context, chat)
         except InvalidRequest as e:
             raise rename_fields(e) from e
-        writer = ResponseWriter(f"resp_{ticket.id}", asked.echoed_fields)
+        writer = ResponseWriter(f"resp_{context.id}", asked.echoed_fields)
         keep = asked.store and self._store is not None
         start = writer.start(store=keep)
         if chat.spec.stream:
@@ -59,14 +58,14 @@ class ResponsesHandler:
             _write_answer(writer, choice, answer)
         whole, closing_events = writer.end(finish, choice.usage)
         if keep:
-            whole["store"] = await self._keep(ticket.caller.tenant, asked, before, whole)
+            whole["store"] = await self._keep(context.caller.tenant, asked, before, whole)
         if chat.spec.stream:
             await response.send_event(events + closing_events + writer.final_event(whole))
             await response.end()
         else:
             await response.send_json(200, whole)
         usage = choice.usage
-        ticket.timeline.set_facts(
+        context.timeline.set_facts(
             prompt_tokens=usage.prompt, output_tokens=usage.completion, cached_tokens=usage.cached
         )
 

@@ -13,12 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.errors import InvalidRequest
-from gateway.api.http.json_fields import JsonFields, unsupported_value, wrong_type
+from gateway.api.http.json_fields import Json, JsonFields, unsupported_value, wrong_type
 from gateway.api.openai.requests import MAX_LOGPROBS, parse_chat, refuse_unsupported
 from gateway.api.openai.responses.items import ResponseItem, parse_input, to_messages
 from gateway.serving.request import ChatBody
-
-Json = dict[str, Any]
 
 MAX_METADATA = 16
 LOGPROBS = "message.output_text.logprobs"

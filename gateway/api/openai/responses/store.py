@@ -11,16 +11,15 @@ import hashlib
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import orjson
 
 from common.errors import Unavailable
 from common.redis.breaker import CircuitBreaker
 from common.redis.client import REDIS_FAILURES, LuaScript, connect_redis
+from gateway.api.http.json_fields import Json
 from gateway.api.openai.responses.items import ResponseItem
-
-Json = dict[str, Any]
 
 _LUA = Path(__file__).parent / "lua"
 

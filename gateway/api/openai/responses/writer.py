@@ -16,10 +16,9 @@ import orjson
 from common.errors import BatonError, Overloaded
 from common.types import FinishReason
 from gateway.api.http.errors import error_body
+from gateway.api.http.json_fields import Json
 from gateway.api.openai.responses.items import ResponseItem, new_item_id
 from gateway.serving.request_context import Usage
-
-Json = dict[str, Any]
 
 
 class ResponseWriter:
