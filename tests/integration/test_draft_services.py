@@ -202,7 +202,7 @@ async def test_smollm2_without_two_layers_drafts_as_well_under_pd(smollm2_dir: P
     draft_dir = without_layers(smollm2_dir, tmp_path / "draft", SMOLLM2_LAYERS)
     settings: dict[str, Any] = {"speculation": "draft_model", "speculation_model": draft_dir, "speculation_tokens": 4}
     sizes = {"block_size": 16, "max_model_len": 128}
-    llm = LLM(smollm2_dir, kv_memory=48 << 20, token_budget=64, threads=1, **settings, **sizes)
+    llm = LLM(smollm2_dir, kv_memory=48 << 20, chunk_tokens=64, threads=1, **settings, **sizes)
     texts = ["The capital of France is", "Once upon a time, there was a small"]
     requests = [request(llm.encode(text), max_tokens=14, seed=i) for i, text in enumerate(texts)]
     expected, alone = in_one_process(llm, requests)

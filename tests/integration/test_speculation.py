@@ -43,7 +43,7 @@ def drafting(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 
 
 def make(directory: Path, **config: Any) -> LLM:
-    defaults: dict[str, Any] = {"block_size": BLOCK, "num_blocks": 400, "token_budget": 64, "threads": 1}
+    defaults: dict[str, Any] = {"block_size": BLOCK, "num_blocks": 400, "chunk_tokens": 64, "threads": 1}
     return LLM(directory, **(defaults | config))
 
 
@@ -309,7 +309,7 @@ def test_a_schema_is_followed_whoever_drafts(
 
 
 def test_drafts_are_trimmed_by_the_grammar(smollm2_dir: Path) -> None:
-    llm = LLM(smollm2_dir, kv_memory=64 << 20, token_budget=64, max_model_len=256, threads=1, speculation="ngram")
+    llm = LLM(smollm2_dir, kv_memory=64 << 20, chunk_tokens=64, max_model_len=256, threads=1, speculation="ngram")
     item = {"type": "object", "properties": {"name": {"enum": ["salt", "pepper"]}, "grams": {"type": "integer"}}}
     item |= {"required": ["name", "grams"], "additionalProperties": False}
     schema = {"type": "array", "items": item, "minItems": 2, "maxItems": 3}

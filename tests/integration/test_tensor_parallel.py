@@ -21,7 +21,7 @@ from tests.rigs.pods.harness import prompt_of
 
 torch.set_num_threads(1)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, logprobs=3)
-SETTINGS: dict[str, Any] = {"device": "cpu", "threads": 1, "block_size": 4, "max_model_len": 128, "token_budget": 16}
+SETTINGS: dict[str, Any] = {"device": "cpu", "threads": 1, "block_size": 4, "max_model_len": 128, "chunk_tokens": 16}
 
 
 @pytest.fixture(scope="module")

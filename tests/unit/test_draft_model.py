@@ -36,7 +36,7 @@ class Recorder(ModelProposer):
 
     def catch_up(self, seqs: Sequence[EngineSequence]) -> None:
         self.caught_up += [seq.draft_lag for seq in seqs]
-        super().keep_up(seqs)
+        super().catch_up(seqs)
 
     def propose(self, seqs: Sequence[EngineSequence], kept: Sequence[Any], limits: Sequence[int]) -> DraftBatch:
         drafts = super().propose(seqs, kept, limits)
@@ -50,7 +50,7 @@ class Late(DraftController):
     """Nobody drafts before so many tokens of output."""
 
     def __init__(self, max_drafts: int, after: int) -> None:
-        super().__init__(max_drafts, padded=False)
+        super().__init__(max_drafts, pads_steps=False)
         self.after = after
 
     def limits(self, states: Sequence[tuple[DraftState, int]]) -> list[int]:
@@ -92,7 +92,7 @@ def engine(dirs: tuple[Path, Path], **config: Any) -> LLM:
         speculation_tokens=3,
         block_size=BLOCK,
         num_blocks=300,
-        token_budget=64,
+        chunk_tokens=64,
         threads=1,
         **config,
     )
@@ -162,7 +162,7 @@ def test_a_padded_vocabulary_is_served(dirs: tuple[Path, Path], tmp_path: Path) 
         llm = engine((dirs[0], tiny_target(tmp_path / f"v{vocab}", vocab=vocab)))
         llm.engine.set_proposer(llm.engine.configured_proposer(), AlwaysDraft(3))
         params = SamplingParams(temperature=1.5, seed=4, max_tokens=24)
-        plain = LLM(dirs[0], block_size=BLOCK, num_blocks=300, token_budget=64, threads=1)
+        plain = LLM(dirs[0], block_size=BLOCK, num_blocks=300, chunk_tokens=64, threads=1)
         prompts = [[47, 46, 45], [3]]
         wanted = plain.generate(prompts, params, ignore_eos=True, show_progress=False)
         got = llm.generate(prompts, params, ignore_eos=True, show_progress=False)

@@ -174,8 +174,8 @@ def test_first_tokens_of_smollm2(drawn: bool, pair: Pair) -> None:
 
 BROKEN: dict[str, tuple[str, Callable[..., Any]]] = {
     "always accepts": ("uniform", lambda seed, child, position, stream: torch.zeros(len(seed))),
-    "never looks at q": ("_proposed", lambda chain, like: torch.ones(len(chain.tokens), like.shape[1])),
-    "replaces from p": ("_left", lambda target, proposed: target),
+    "never looks at q": ("_draft_probs", lambda chain, like: torch.ones(len(chain.tokens), like.shape[1])),
+    "replaces from p": ("_residual", lambda target, proposed: target),
 }
 
 
@@ -262,13 +262,13 @@ def outputs(
         speculation_accept="rejection",
         block_size=4,
         num_blocks=4096,
-        token_budget=1024,
+        chunk_tokens=1024,
         max_seqs=256,
         threads=1,
     )
     llm.engine.set_proposer(llm.engine.configured_proposer(), AlwaysDraft(2))
     overlap = Overlap()
-    monkeypatch.setattr(step_sampler, "sample_rejecting", overlap)
+    monkeypatch.setattr(step_sampler, "rejection_sample", overlap)
     # The last token of all is never drafted.
     sampling = [params(seed, max_tokens=OUTPUT + 1, **more) for seed in range(requests)]
     answers = llm.generate([REPEATS] * requests, sampling, ignore_eos=True, show_progress=False)

@@ -156,7 +156,7 @@ def engine(target_dir: Path, head_dir: Path, **config: Any) -> LLM:
         speculation_tokens=3,
         block_size=4,
         num_blocks=200,
-        token_budget=24,
+        chunk_tokens=24,
         threads=1,
         **config,
     )
@@ -169,7 +169,7 @@ def test_drafts_are_those_of_the_papers(kind: str, target_dir: Path, tmp_path: P
     shared = [(7 * i) % 45 + 3 for i in range(17)]
     prompts = [[5], [9, 30], shared, [*shared[:13], 8, 9, 10], [(3 * i) % 44 + 3 for i in range(40)]]
     params = SamplingParams(temperature=0.0, max_tokens=22)
-    plain = LLM(target_dir, block_size=4, num_blocks=200, token_budget=24, threads=1)
+    plain = LLM(target_dir, block_size=4, num_blocks=200, chunk_tokens=24, threads=1)
     wanted = [answer.ids for answer in plain.generate(prompts, params, ignore_eos=True, show_progress=False)]
     llm = engine(target_dir, head_dir)
     recorder = Recorder(llm.engine, {tuple(p): ids for p, ids in zip(prompts, wanted, strict=True)})

@@ -16,7 +16,7 @@ from engine.step.prompt_step import MAX_ROWS, TOKEN_BUCKETS, PromptBucket, Promp
 from engine.step.warm_up import chunk_graph_shapes
 
 
-def hidden(tokens: Tensor, *_: Any, rows: Tensor) -> Tensor:
+def forward(tokens: Tensor, *_: Any, rows: Tensor) -> Tensor:
     """A model whose states are the tokens."""
     return tokens.float()[rows]
 
@@ -26,9 +26,9 @@ def step(most_tokens: int, chunks: Sequence[tuple[int, int]] = ()) -> PromptStep
     backend = SimpleNamespace(
         paged_metadata=lambda *_, **__: None,
         chunk_metadata=lambda *_, **__: None,
-        planned=lambda start, new: start % 1024 == 0 == new % 1024,
+        has_cudnn_plan=lambda start, new: start % 1024 == 0 == new % 1024,
     )
-    model = SimpleNamespace(hidden=hidden)
+    model = SimpleNamespace(forward=forward)
     return PromptStep(model, kv, backend, max_step_tokens=most_tokens, max_blocks=2000, chunk_graphs=chunks)  # type: ignore[arg-type]
 
 

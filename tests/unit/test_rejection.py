@@ -143,7 +143,7 @@ def test_a_step_in_parts_draws_the_same(chains: dict[str, list[DraftTokens]], mo
     rows = [SampleRow(SamplingParams(seed=i), SAID, 2, drafts=tokens) for i, tokens in enumerate(before)]
     whole = rejection_sample(raw, rows, some)
     for most in (1, 4, 7):
-        monkeypatch.setattr(rejection, "AT_ONCE", most * VOCAB)
+        monkeypatch.setattr(rejection, "LOGITS_AT_ONCE", most * VOCAB)
         assert torch.equal(rejection_sample(raw, rows, some).tokens, whole.tokens)
 
 
@@ -157,9 +157,9 @@ def test_a_broken_rule_is_found_out(
     if broken == "always accepts":
         monkeypatch.setattr(rejection, "uniform", lambda seed, child, position, stream: torch.zeros(len(seed)))
     elif broken == "never looks at q":
-        monkeypatch.setattr(rejection, "_proposed", lambda chain, like: torch.ones(len(chain.tokens), VOCAB))
+        monkeypatch.setattr(rejection, "_draft_probs", lambda chain, like: torch.ones(len(chain.tokens), VOCAB))
     else:
-        monkeypatch.setattr(rejection, "_left", lambda target, proposed: target)
+        monkeypatch.setattr(rejection, "_residual", lambda target, proposed: target)
     counts, _ = draw(chains["drawn"], params)
     assert chi_square_p(counts, pairs(params)) < 1e-6
 

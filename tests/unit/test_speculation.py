@@ -219,7 +219,7 @@ def test_nobody_drafts_where_more_sequences_decode_than_a_step_verifies() -> Non
     assert list(speculator.draft(seqs[:2])) == seqs[:2]
 
 
-@pytest.mark.parametrize("at", ["begin", "propose", "observe", "accept"])
+@pytest.mark.parametrize("at", ["new_state", "propose", "expects_drafts", "on_verified"])
 def test_a_proposer_that_fails_costs_its_drafts_and_no_more(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pool, proposer = BlockPool(60, 4), NgramProposer()
     seq = sequence([1, 2, 3, 1, 2, 3], [1])
@@ -230,9 +230,9 @@ def test_a_proposer_that_fails_costs_its_drafts_and_no_more(at: str, monkeypatch
         raise RuntimeError("broken")
 
     monkeypatch.setattr(proposer, at, fail)
-    assert broken.wants_drafts([seq]) == (at in ("propose", "accept"))
+    assert broken.wants_drafts([seq]) == (at in ("propose", "on_verified"))
     drafts = broken.draft([seq])
-    assert bool(drafts) == (at in ("observe", "accept"))
+    assert bool(drafts) == (at in ("expects_drafts", "on_verified"))
     if drafts:
         broken.on_verified(seq, 2, 1)
     broken.on_step([ScheduledSequence(seq, 6, 1, samples=True, is_decode=True)], 0.01)
