@@ -144,7 +144,7 @@ def test_what_a_device_has_no_room_for_is_said(tmp_path: Path, monkeypatch: pyte
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore")
 
     monkeypatch.setattr("engine.models.weights.randomize", full)
-    monkeypatch.setattr("engine.models.hf.model.build", full)
+    monkeypatch.setattr("engine.models.hf.model.build_model", full)
     for config in (LLAMA, GPT2):
         with pytest.raises(ConfigError) as refused:
             engine(bare(tmp_path, config))

@@ -43,7 +43,7 @@ def test_a_second_process_takes_only_what_the_first_left() -> None:
     assert blocks_that_fit(each, LAYOUT) == blocks_that_fit(replace(each, other_processes=36 * GIB), LAYOUT)
 
 
-@pytest.mark.parametrize("change", [{"share": 0.1}, {"others": 70 * GIB}, {"weights": 80 * GIB}])
+@pytest.mark.parametrize("change", [{"share": 0.1}, {"other_processes": 70 * GIB}, {"weights": 80 * GIB}])
 def test_no_room_is_an_error_that_says_who_has_it(change: dict[str, float]) -> None:
     with pytest.raises(ConfigError) as refused:
         blocks_that_fit(replace(H100, **change), LAYOUT)
@@ -53,7 +53,7 @@ def test_no_room_is_an_error_that_says_who_has_it(change: dict[str, float]) -> N
 
 
 @given(budget=st.integers(1, 8192), seqs=st.integers(1, 512), length=st.integers(1, 1 << 17), drafts=st.integers(0, 7))
-def test_rehearsed_steps_keep_to_the_limits(budget: int, seqs: int, length: int, drafts: int) -> None:
+def test_warm_up_steps_keep_to_the_limits(budget: int, seqs: int, length: int, drafts: int) -> None:
     largest = largest_step(budget, seqs, length, drafts, drafts * min(seqs, 128))
     assert len(largest) == min(seqs, budget)
     assert max(start + new for start, new in largest) == length
@@ -168,9 +168,9 @@ def test_graphs_without_room_beside_the_weights_are_a_matter_of_their_size(monke
     Card().patch(monkeypatch)
 
     class Runner:
-        decode = Computation(torch.OutOfMemoryError(FULL), failing=16)
+        decode_step = Computation(torch.OutOfMemoryError(FULL), failing=16)
 
-        def rehearse(self, rows: object, block: int) -> None: ...
+        def warm_up(self, rows: object, block: int) -> None: ...
 
     class Pool:
         data = torch.zeros(1)
@@ -208,7 +208,7 @@ def test_what_does_not_fit_beside_the_pool_names_the_option_that_sized_it(
         engine._compile_kernels()
     assert refused.value.field == option
     assert refused.value.message.endswith(f"{FULL[:-1]}; lower {option} or max_seqs, or do without cuda_graphs")
-    monkeypatch.setattr(engine.runner, "rehearse", full)
+    monkeypatch.setattr(engine.runner, "warm_up", full)
     with pytest.raises(ConfigError, match=f"no room for the first steps: .*; lower {option}$") as refused:
         engine._compile_kernels()
     assert refused.value.field == option
